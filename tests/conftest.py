@@ -21,7 +21,7 @@ from tests.support.basics import SharedS3, problems_of
 if TYPE_CHECKING:
     from common.jetstream.client import FloeClient
     from tests.support.egress import Bench
-    from tests.support.ingress import Archive
+    from tests.support.ingress import Archive, Centre
     from tests.support.replay import World
 
 # A developer's credentials or proxies must neither help nor hurt a test.
@@ -135,6 +135,14 @@ def archive(tmp_path: Path) -> Archive:
     from tests.support.ingress import Archive
 
     return Archive(tmp_path / "store")
+
+
+@pytest.fixture
+def centre(tmp_path: Path, archive: Archive, nats_url: str) -> Centre:
+    """Ingress of one target over the archive."""
+    from tests.support.ingress import Centre
+
+    return Centre(tmp_path, archive, nats_url)
 
 
 @pytest.fixture

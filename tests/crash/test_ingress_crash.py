@@ -15,7 +15,7 @@ from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient
 from tests.scenarios.processes import Service
 from tests.support.basics import PATIENCE, at_length, seeded, soon, unique
-from tests.support.ingress import Archive, Centre, check_exact, client_of, rows_of
+from tests.support.ingress import Archive, Centre, check_exact, rows_of
 
 pytestmark = pytest.mark.servers
 CHAINS = [Chain("us-east", "NODES"), Chain("eu-west", "NODES")]
@@ -73,7 +73,7 @@ def alone(centre: Centre, **ingress: Any) -> Path:
 
 @pytest.mark.parametrize("publisher", ["fast", at_length("atomic"), at_length("single")])
 async def test_a_process_killed_between_any_two_steps_is_taken_over_exactly(
-    tmp_path: Path, archive: Archive, nats_url: str, processes: Processes, publisher: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, processes: Processes, publisher: str
 ) -> None:
     centre = Centre(tmp_path, archive, nats_url, publisher=publisher)
     for step in ("after_intent", "mid_batch", "after_commit", "before_close", "after_close"):
@@ -81,23 +81,21 @@ async def test_a_process_killed_between_any_two_steps_is_taken_over_exactly(
         await soon(lambda process=killed: dead(process), 20)
 
     last = processes.start(alone(centre))
-    async with client_of(nats_url) as client:
-        await finished(centre, archive, client)
+    await finished(centre, archive, client)
     assert await asyncio.to_thread(last.drain) == 0
 
 
 @pytest.mark.parametrize("publisher", ["fast", at_length("atomic"), at_length("single")])
 async def test_a_process_paused_in_the_middle_of_a_batch_wakes_up_too_late_for_harm(
-    tmp_path: Path, archive: Archive, nats_url: str, processes: Processes, publisher: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, processes: Processes, publisher: str
 ) -> None:
     centre = Centre(tmp_path, archive, nats_url, publisher=publisher)
     paused = processes.start(centre.write(lease_ttl="1s"), "ingress.mid_batch=stop@2")
-    async with client_of(nats_url) as client:
-        await soon(lambda: stopped(paused), 20)
-        processes.start(centre.write(lease_ttl="1s"))
-        await more_than(client, centre, 2 * ROWS // 3)
-        paused.send(signal.SIGCONT)
-        await finished(centre, archive, client)
+    await soon(lambda: stopped(paused), 20)
+    processes.start(centre.write(lease_ttl="1s"))
+    await more_than(client, centre, 2 * ROWS // 3)
+    paused.send(signal.SIGCONT)
+    await finished(centre, archive, client)
     for service in processes.services:
         assert await asyncio.to_thread(service.drain) == 0, service.tail()
 
@@ -108,19 +106,18 @@ def stopped(service: Service) -> bool:
 
 
 async def test_kills_at_random_moments_lose_and_repeat_nothing(
-    tmp_path: Path, archive: Archive, nats_url: str, processes: Processes
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, processes: Processes
 ) -> None:
     rng = seeded()
     centre = Centre(tmp_path, archive, nats_url, publisher="single")
-    async with client_of(nats_url) as client:
-        before = 0
-        for _ in range(3):
-            service = processes.start(alone(centre))
-            before = await more_than(client, centre, before)
-            await asyncio.sleep(rng.uniform(0, 0.3))
-            service.kill()
+    before = 0
+    for _ in range(3):
         service = processes.start(alone(centre))
-        await finished(centre, archive, client)
+        before = await more_than(client, centre, before)
+        await asyncio.sleep(rng.uniform(0, 0.3))
+        service.kill()
+    service = processes.start(alone(centre))
+    await finished(centre, archive, client)
     assert await asyncio.to_thread(service.drain) == 0
 
 
@@ -137,59 +134,56 @@ async def more_than(client: FloeClient, centre: Centre, before: int) -> int:
 
 @pytest.mark.parametrize("publisher", ["fast", at_length("atomic"), at_length("single")])
 async def test_two_instances_that_know_nothing_of_each_other_waste_work_only(
-    tmp_path: Path, archive: Archive, nats_url: str, processes: Processes, publisher: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, processes: Processes, publisher: str
 ) -> None:
     """Each has a lease bucket of its own, so both believe that the target is theirs."""
     rng = seeded()
     centre = Centre(tmp_path, archive, nats_url, publisher=publisher)
     configs = [alone(centre) for _ in range(2)]
-    async with client_of(nats_url) as client:
-        twins = [processes.start(config) for config in configs]
-        for _ in range(3):
-            await asyncio.sleep(rng.uniform(0.2, 1.0))
-            for twin in twins:
-                twin.start()  # again, where it gave way with exit code 4
-        await finished(centre, archive, client, 40)
+    twins = [processes.start(config) for config in configs]
+    for _ in range(3):
+        await asyncio.sleep(rng.uniform(0.2, 1.0))
+        for twin in twins:
+            twin.start()  # again, where it gave way with exit code 4
+    await finished(centre, archive, client, 40)
     for twin in twins:
         assert await asyncio.to_thread(twin.drain) in (0, 4), twin.tail()
 
 
 async def test_a_target_that_forgets_gets_each_message_once_through_kills(
-    tmp_path: Path, archive: Archive, nats_url: str, processes: Processes
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, processes: Processes
 ) -> None:
     """Nothing of the target can be read back: it keeps ten messages. A mirror remembers what it saw."""
     centre = Centre(tmp_path, archive, nats_url, create=None)
-    async with client_of(nats_url) as client:
-        target = {"name": centre.target, "subjects": [f"{centre.target}.>"], "allow_atomic": True}
-        await create_stream(client, {**target, "retention": "workqueue", "max_msgs": 2 * ROWS})
-        memory = f"{centre.target}_MEMORY"
-        await create_stream(client, {"name": memory, "sources": [{"name": centre.target}]})
-        for failpoint in ("ingress.after_commit=kill", "ingress.mid_batch=kill@2"):
-            killed = processes.start(alone(centre), failpoint)
-            await soon(lambda process=killed: dead(process), 20)
-        processes.start(alone(centre))
-        centre.target = memory
-        count = sum(len(rows) for rows in archive.rows.values())
-        found = await centre.carried(client, count, 30)
+    target = {"name": centre.target, "subjects": [f"{centre.target}.>"], "allow_atomic": True}
+    await create_stream(client, {**target, "retention": "workqueue", "max_msgs": 2 * ROWS})
+    memory = f"{centre.target}_MEMORY"
+    await create_stream(client, {"name": memory, "sources": [{"name": centre.target}]})
+    for failpoint in ("ingress.after_commit=kill", "ingress.mid_batch=kill@2"):
+        killed = processes.start(alone(centre), failpoint)
+        await soon(lambda process=killed: dead(process), 20)
+    processes.start(alone(centre))
+    centre.target = memory
+    count = sum(len(rows) for rows in archive.rows.values())
+    found = await centre.carried(client, count, 30)
 
     for chain, rows in archive.rows.items():
         assert [m.message.sequence for m in found if m.chain == chain] == [row.sequence for row in rows]
 
 
 async def test_sigterm_finishes_what_is_open_and_leaves_the_lease_to_the_next(
-    tmp_path: Path, archive: Archive, nats_url: str, processes: Processes
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, processes: Processes
 ) -> None:
     centre = Centre(tmp_path, archive, nats_url, publisher="single")
-    async with client_of(nats_url) as client:
-        service = processes.start(centre.write(lease_ttl="5m"))
-        await more_than(client, centre, 0)
-        assert await asyncio.to_thread(service.drain) == 0
-        stored = (await (await centre.state(client)).load()).state
-        assert stored is not None
-        assert stored.intent is None
-        info = await stream_info(client, centre.target)
-        assert info is not None
-        assert info.last_sequence == stored.checkpoint.target_sequence
+    service = processes.start(centre.write(lease_ttl="5m"))
+    await more_than(client, centre, 0)
+    assert await asyncio.to_thread(service.drain) == 0
+    stored = (await (await centre.state(client)).load()).state
+    assert stored is not None
+    assert stored.intent is None
+    info = await stream_info(client, centre.target)
+    assert info is not None
+    assert info.last_sequence == stored.checkpoint.target_sequence
 
-        processes.start(centre.write(lease_ttl="5m"))
-        await finished(centre, archive, client)
+    processes.start(centre.write(lease_ttl="5m"))
+    await finished(centre, archive, client)

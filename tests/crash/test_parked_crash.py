@@ -13,7 +13,7 @@ from ingress.parked import ParkedStore, State
 from tests.integration.test_ingress_parked import kept, make, raise_limit, states
 from tests.scenarios.processes import Service
 from tests.support.basics import seeded, soon, unique
-from tests.support.ingress import CHAIN, Archive, Arrived, Centre, arrived, client_of, rows_of
+from tests.support.ingress import CHAIN, Archive, Arrived, Centre, arrived, rows_of
 from tests.support.segments import message
 
 pytestmark = pytest.mark.servers
@@ -81,32 +81,31 @@ def check_each_once(messages: list[Arrived], rows: dict[int, Message], late: set
 
 
 async def test_killed_at_each_step_a_message_is_parked_once_and_delivered_once(
-    tmp_path: Path, nats_url: str, services: list[Service]
+    client: FloeClient, tmp_path: Path, nats_url: str, services: list[Service]
 ) -> None:
     rng, archive = seeded(), Archive(tmp_path / "store")
     centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
     rounds, large = Round(tmp_path, centre, services), list[int]()
-    async with client_of(nats_url) as client:
-        await make(client, centre)
-        parked = await kept(client, centre)
-        for number, failpoint in enumerate(rng.sample(PARKING, KILLS)):
-            first = 1 + 20 * number
-            large += (those := [first + 4, first + 13])
-            archive.put(rows_with_large(first, those))
-            await rounds.killed(failpoint)
-        await carried(rounds, client, archive, parked, dict.fromkeys(large, State.PARKED))
-        rows = {row.sequence: row for row in archive.rows[CHAIN]}
-        check_each_once(await arrived(client, centre.target), {s: rows[s] for s in set(rows) - set(large)}, set())
+    await make(client, centre)
+    parked = await kept(client, centre)
+    for number, failpoint in enumerate(rng.sample(PARKING, KILLS)):
+        first = 1 + 20 * number
+        large += (those := [first + 4, first + 13])
+        archive.put(rows_with_large(first, those))
+        await rounds.killed(failpoint)
+    await carried(rounds, client, archive, parked, dict.fromkeys(large, State.PARKED))
+    rows = {row.sequence: row for row in archive.rows[CHAIN]}
+    check_each_once(await arrived(client, centre.target), {s: rows[s] for s in set(rows) - set(large)}, set())
 
-        await raise_limit(client, centre, 100_000)
-        entries = {name.sequence: entry for name, entry in parked.entries().items()}
-        for sequence, failpoint in zip(large, rng.sample(DELIVERING, KILLS), strict=False):
-            parked.ask(entries[sequence])
-            await rounds.killed(failpoint)
-        for sequence in large[KILLS:]:
-            parked.ask(entries[sequence])
-        await carried(rounds, client, archive, parked, dict.fromkeys(large, State.DELIVERED))
-        check_each_once(await arrived(client, centre.target), rows, set(large))
+    await raise_limit(client, centre, 100_000)
+    entries = {name.sequence: entry for name, entry in parked.entries().items()}
+    for sequence, failpoint in zip(large, rng.sample(DELIVERING, KILLS), strict=False):
+        parked.ask(entries[sequence])
+        await rounds.killed(failpoint)
+    for sequence in large[KILLS:]:
+        parked.ask(entries[sequence])
+    await carried(rounds, client, archive, parked, dict.fromkeys(large, State.DELIVERED))
+    check_each_once(await arrived(client, centre.target), rows, set(large))
 
 
 async def carried(
@@ -125,44 +124,42 @@ async def carried(
 
 
 async def test_what_an_open_intent_leaves_out_stays_out_when_the_limit_was_raised_meanwhile(
-    tmp_path: Path, nats_url: str, services: list[Service]
+    client: FloeClient, tmp_path: Path, nats_url: str, services: list[Service]
 ) -> None:
     archive = Archive(tmp_path / "store")
     centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
     rounds = Round(tmp_path, centre, services)
     archive.put(rows_with_large(1, [5, 14]))
-    async with client_of(nats_url) as client:
-        await make(client, centre)
-        parked = await kept(client, centre)
-        await rounds.killed("ingress.after_intent")
-        await raise_limit(client, centre, 100_000)
-        archive.put(rows_with_large(21, [25]))
-        await carried(rounds, client, archive, parked, {5: State.PARKED, 14: State.PARKED})
-        for entry in parked.entries().values():
-            parked.ask(entry)
-        await carried(rounds, client, archive, parked, {5: State.DELIVERED, 14: State.DELIVERED})
-        rows = {row.sequence: row for row in archive.rows[CHAIN]}
-        check_each_once(await arrived(client, centre.target), rows, {5, 14})
+    await make(client, centre)
+    parked = await kept(client, centre)
+    await rounds.killed("ingress.after_intent")
+    await raise_limit(client, centre, 100_000)
+    archive.put(rows_with_large(21, [25]))
+    await carried(rounds, client, archive, parked, {5: State.PARKED, 14: State.PARKED})
+    for entry in parked.entries().values():
+        parked.ask(entry)
+    await carried(rounds, client, archive, parked, {5: State.DELIVERED, 14: State.DELIVERED})
+    rows = {row.sequence: row for row in archive.rows[CHAIN]}
+    check_each_once(await arrived(client, centre.target), rows, {5, 14})
 
 
 async def test_what_was_parked_but_went_in_its_turn_is_not_delivered_again(
-    tmp_path: Path, nats_url: str, services: list[Service]
+    client: FloeClient, tmp_path: Path, nats_url: str, services: list[Service]
 ) -> None:
     """Killed between putting it aside and the intent, with the limit raised meanwhile."""
     archive = Archive(tmp_path / "store")
     centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
     rounds = Round(tmp_path, centre, services)
     archive.put(rows_with_large(1, [5]))
-    async with client_of(nats_url) as client:
-        await make(client, centre)
-        parked = await kept(client, centre)
-        await rounds.killed("ingress.after_park")
-        await raise_limit(client, centre, 100_000)
-        for entry in parked.entries().values():
-            parked.ask(entry)
-        service = rounds.start()
-        await centre.carried(client, 20)
-        assert service.drain(20) == 0
-        rows = {row.sequence: row for row in archive.rows[CHAIN]}
-        check_each_once(await arrived(client, centre.target), rows, set())
-        assert states(parked) == {5: State.PENDING}
+    await make(client, centre)
+    parked = await kept(client, centre)
+    await rounds.killed("ingress.after_park")
+    await raise_limit(client, centre, 100_000)
+    for entry in parked.entries().values():
+        parked.ask(entry)
+    service = rounds.start()
+    await centre.carried(client, 20)
+    assert service.drain(20) == 0
+    rows = {row.sequence: row for row in archive.rows[CHAIN]}
+    check_each_once(await arrived(client, centre.target), rows, set())
+    assert states(parked) == {5: State.PENDING}

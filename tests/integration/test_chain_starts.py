@@ -10,11 +10,12 @@ import pytest
 
 from common.chain import Chain
 from common.errors import DataError
+from common.jetstream.client import FloeClient
 from common.settings.service import StartSettings
 from ingress.chains.starts import Beginning, Start, Starts
 from tests.support.basics import soon
 from tests.support.clock import ManualClock
-from tests.support.ingress import CHAIN, Archive, Centre, check_exact, client_of, count_in, rows_of
+from tests.support.ingress import CHAIN, Archive, Centre, check_exact, count_in, rows_of
 from tests.support.segments import START_NS
 
 LATER = CHAIN.next_incarnation()
@@ -55,24 +56,22 @@ def start(archive: Archive, *, now: float = 2e9, **keys: Any) -> Any:
     ids=["sequence", "time", "end"],
 )
 async def test_a_copy_begins_where_its_entry_says_and_a_restart_changes_nothing(
-    tmp_path: Path, archive: Archive, nats_url: str, keys: dict[str, Any], first: int
+    centre: Centre, client: FloeClient, archive: Archive, keys: dict[str, Any], first: int
 ) -> None:
-    centre = Centre(tmp_path, archive, nats_url)
     centre.target_settings["sources"][0] |= keys
-    async with client_of(nats_url) as client:
-        async with centre.running():
-            keeper = await centre.state(client)
+    async with centre.running():
+        keeper = await centre.state(client)
 
-            async def begun() -> bool:
-                state = (await keeper.load()).state
-                return state is not None and state.checkpoint.positions.get(CHAIN, 0) == 21
+        async def begun() -> bool:
+            state = (await keeper.load()).state
+            return state is not None and state.checkpoint.positions.get(CHAIN, 0) == 21
 
-            await soon(begun, 15)
-            assert await count_in(client, centre.target) == 21 - first
-        archive.put(rows_of(21, 30))
-        async with centre.running():
-            archive.rows[CHAIN] = rows_of(first, 30)
-            check_exact(await centre.carried(client, 31 - first), archive, centre.prefix)
+        await soon(begun, 15)
+        assert await count_in(client, centre.target) == 21 - first
+    archive.put(rows_of(21, 30))
+    async with centre.running():
+        archive.rows[CHAIN] = rows_of(first, 30)
+        check_exact(await centre.carried(client, 31 - first), archive, centre.prefix)
 
 
 def test_without_a_key_everything_is_carried(archive: Archive) -> None:

@@ -24,7 +24,7 @@ from ingress import metrics
 from tests.support import ingress as ingress_world
 from tests.support.basics import counted, soon
 from tests.support.commands import floe
-from tests.support.ingress import CHAIN, Archive, Centre, check_exact, client_of, count_in, rows_of
+from tests.support.ingress import CHAIN, Archive, Centre, check_exact, count_in, rows_of
 from tests.support.segments import message
 
 pytestmark = pytest.mark.servers
@@ -77,44 +77,44 @@ async def change(client: FloeClient, centre: Centre, **config: Any) -> None:
 
 
 async def test_a_subject_that_the_target_does_not_take_goes_on_once_the_target_takes_it(
-    tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ingress_world, "QUICK", replace(ingress_world.QUICK, look_at_stopped=600.0))
     archive.put([message(1), message(2, subject=b"elsewhere"), message(3)])
     centre = centre_of(tmp_path, archive, nats_url, {"create": None})
-    async with client_of(nats_url) as client:
-        subjects = [f"{centre.target}.nodes.*"]
-        await create_stream(client, {"name": centre.target, "subjects": subjects, "allow_atomic": True})
-        async with centre.running() as health:
-            hint = (await stopped(health, centre, "E-SUBJECT"))["hint"]
-            assert await count_in(client, centre.target) == 6
-            await change(client, centre, subjects=[f"{centre.target}.>"])
-            await paste(centre, hint, "chain resume")
+    subjects = [f"{centre.target}.nodes.*"]
+    await create_stream(client, {"name": centre.target, "subjects": subjects, "allow_atomic": True})
+    async with centre.running() as health:
+        hint = (await stopped(health, centre, "E-SUBJECT"))["hint"]
+        assert await count_in(client, centre.target) == 6
+        await change(client, centre, subjects=[f"{centre.target}.>"])
+        await paste(centre, hint, "chain resume")
 
-            check_exact(await centre.carried(client, 8), archive, centre.prefix)
-            await soon(lambda: "stopped" not in lane(health, centre))
+        check_exact(await centre.carried(client, 8), archive, centre.prefix)
+        await soon(lambda: "stopped" not in lane(health, centre))
 
 
 async def test_a_message_that_is_too_large_goes_on_by_itself_once_the_target_takes_it(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     archive.put([message(1), message(2, b"x" * 5000), message(3)])
     centre = centre_of(tmp_path, archive, nats_url, {"create": None})
-    async with client_of(nats_url) as client:
-        config = {"subjects": [f"{centre.target}.>"], "allow_atomic": True, "max_msg_size": 4000}
-        await create_stream(client, {"name": centre.target, **config})
-        async with centre.running() as health:
-            await stopped(health, centre, "E-MSG-TOO-LARGE")
-            await change(client, centre, max_msg_size=-1)
+    config = {"subjects": [f"{centre.target}.>"], "allow_atomic": True, "max_msg_size": 4000}
+    await create_stream(client, {"name": centre.target, **config})
+    async with centre.running() as health:
+        await stopped(health, centre, "E-MSG-TOO-LARGE")
+        await change(client, centre, max_msg_size=-1)
 
-            check_exact(await centre.carried(client, 8), archive, centre.prefix)
+        check_exact(await centre.carried(client, 8), archive, centre.prefix)
 
 
-async def test_a_row_that_nobody_wants_is_stepped_over(tmp_path: Path, archive: Archive, nats_url: str) -> None:
+async def test_a_row_that_nobody_wants_is_stepped_over(
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
     archive.put([message(1), message(2, subject=b"a b"), message(3)])
     archive.rows[CHAIN].pop(1)
     centre = centre_of(tmp_path, archive, nats_url)
-    async with client_of(nats_url) as client, centre.running() as health:
+    async with centre.running() as health:
         hint = (await stopped(health, centre, "E-SUBJECT"))["hint"]
         await paste(centre, hint, "checkpoint set")
 
@@ -134,7 +134,7 @@ async def check_shown(centre: Centre) -> None:
 
 
 async def test_what_is_gone_from_a_filled_hole_stops_its_chain_until_it_comes_or_is_given_up(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     """The segment 11..20 was lost and archived again, when the source held 13 and 17 no more."""
     lost = {chain: [m for m in rows_of(11, 20, chain) if m.sequence in (13, 17)] for chain in (CHAIN, OTHER)}
@@ -145,7 +145,7 @@ async def test_what_is_gone_from_a_filled_hole_stops_its_chain_until_it_comes_or
         archive.put(left, SequenceRange(11, 20), chain=chain, **gone)
         archive.put(rows_of(21, 30, chain), chain=chain)
     centre = centre_of(tmp_path, archive, nats_url, lost_segment_timeout="1s")
-    async with client_of(nats_url) as client, centre.running() as health:
+    async with centre.running() as health:
         for chain in (CHAIN, OTHER):
             found = await stopped(health, centre, "E-LOST", chain)
             assert (found["phase"], found["hole"]) == ("lost", "13..17")
@@ -180,7 +180,7 @@ async def test_what_is_gone_from_a_filled_hole_stops_its_chain_until_it_comes_or
 
 
 async def test_a_late_segment_is_not_masked_by_one_that_did_not_read_its_rows(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     """Twin A was paused with 1..100; the source let go of 1..50; B covers 1..120; then A's put lands."""
     early = {"ledger": Ledger({Reason.GONE_BEFORE_READ: 50}), "unread": SequenceRange(1, 50)}
@@ -188,20 +188,20 @@ async def test_a_late_segment_is_not_masked_by_one_that_did_not_read_its_rows(
     archive.put(rows_of(1, 100))
     archive.rows[CHAIN] = rows_of(1, 120)
     centre = centre_of(tmp_path, archive, nats_url)
-    async with client_of(nats_url) as client, centre.running():
+    async with centre.running():
         check_exact(await centre.carried(client, 125), archive, centre.prefix)
     drilled = await floe("drill", "--site", CHAIN.site, "--feed", CHAIN.feed, "-c", str(centre.write()), "--json")
     assert (drilled.code, drilled.json()["expected"], drilled.json()["lost"]) == (0, 120, 0), drilled
 
 
 async def test_a_lost_stretch_is_given_up_and_what_comes_behind_it_later_is_told_and_not_carried(
-    tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ingress.chains.prefetch.LOOK_AGAIN", 1.0)
     archive.put(rows_of(1, 10))
     archive.put(rows_of(21, 30))
     centre = centre_of(tmp_path, archive, nats_url, lost_segment_timeout="1s")
-    async with client_of(nats_url) as client, centre.running() as health:
+    async with centre.running() as health:
         found = await stopped(health, centre, "E-LOST")
         assert (found["phase"], found["hole"]) == ("lost", "11..20")
         assert await count_in(client, centre.target) == 15
@@ -224,11 +224,13 @@ async def test_a_lost_stretch_is_given_up_and_what_comes_behind_it_later_is_told
     assert passed.range == SequenceRange(11, 20)
 
 
-async def test_a_lost_stretch_that_is_put_back_is_carried(tmp_path: Path, archive: Archive, nats_url: str) -> None:
+async def test_a_lost_stretch_that_is_put_back_is_carried(
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
     archive.put(rows_of(1, 10))
     archive.put(rows_of(21, 30))
     centre = centre_of(tmp_path, archive, nats_url, lost_segment_timeout="1s")
-    async with client_of(nats_url) as client, centre.running() as health:
+    async with centre.running() as health:
         await stopped(health, centre, "E-LOST")
         archive.put(rows_of(11, 20))
 
@@ -238,31 +240,32 @@ async def test_a_lost_stretch_that_is_put_back_is_carried(tmp_path: Path, archiv
 
 
 async def test_skipping_goes_on_by_itself_and_another_target_is_not_bound_by_it(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     archive.put(rows_of(1, 10))
     archive.put(rows_of(21, 30))
     skips = centre_of(tmp_path, archive, nats_url, lost_segment_timeout="1s", on_lost="skip")
     waits = centre_of(tmp_path, archive, nats_url)
-    async with client_of(nats_url) as client:
-        async with skips.running():
-            check_exact(await skips.carried(client, 25), archive, skips.prefix)
-        async with waits.running() as health:
-            await soon(lambda: lane(health, waits).get("phase") == "late", 15)
-            assert await count_in(client, waits.target) == 15
-            await paste(waits, lane(health, waits)["hint"], "gap accept")
-            check_exact(await waits.carried(client, 25), archive, waits.prefix)
+    async with skips.running():
+        check_exact(await skips.carried(client, 25), archive, skips.prefix)
+    async with waits.running() as health:
+        await soon(lambda: lane(health, waits).get("phase") == "late", 15)
+        assert await count_in(client, waits.target) == 15
+        await paste(waits, lane(health, waits)["hint"], "gap accept")
+        check_exact(await waits.carried(client, 25), archive, waits.prefix)
     assert [g.range.first for g in archive.documents.passed_gaps(skips.target, CHAIN)] == [11]
 
 
-async def test_damage_that_nothing_covers_is_given_up(tmp_path: Path, archive: Archive, nats_url: str) -> None:
+async def test_damage_that_nothing_covers_is_given_up(
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
     bad = archive.put(rows_of(1, 10))
     archive.put(rows_of(11, 20))
     path = archive.folder / bad.key
     path.write_bytes(path.read_bytes()[:-100] + b"\0" * 100)
     del archive.rows[CHAIN][:10]
     centre = centre_of(tmp_path, archive, nats_url, lost_segment_timeout="1s", on_lost="skip")
-    async with client_of(nats_url) as client, centre.running() as health:
+    async with centre.running() as health:
         await soon(lambda: lane(health, centre).get("phase") == "damaged", 15)
         hint = lane(health, centre)["hint"]
         [away] = [line for line in hint.splitlines() if line.startswith("floe segments quarantine ")]
@@ -272,11 +275,13 @@ async def test_damage_that_nothing_covers_is_given_up(tmp_path: Path, archive: A
         check_exact(await centre.carried(client, 15), archive, centre.prefix)
 
 
-async def test_a_new_incarnation_begins_when_somebody_says_so(tmp_path: Path, archive: Archive, nats_url: str) -> None:
+async def test_a_new_incarnation_begins_when_somebody_says_so(
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
     archive.begin(LATER, previous={0: 10})
     archive.put(rows_of(1, 5, LATER), chain=LATER)
     centre = centre_of(tmp_path, archive, nats_url, {"on_new_incarnation": "halt"})
-    async with client_of(nats_url) as client, centre.running() as health:
+    async with centre.running() as health:
         await soon(lambda: "stands at 1 and ends at 10" in str(lane(health, centre, LATER).get("waits_for")))
         archive.put(rows_of(1, 10))
         hint = (await stopped(health, centre, "E-INCARNATION", LATER))["hint"]
@@ -289,7 +294,7 @@ async def test_a_new_incarnation_begins_when_somebody_says_so(tmp_path: Path, ar
 
 
 async def test_a_spoiled_document_is_looked_at_again_when_somebody_asks(
-    tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ingress_world, "QUICK", replace(ingress_world.QUICK, look_at_stopped=600.0))
     archive.put(rows_of(1, 10))
@@ -298,7 +303,7 @@ async def test_a_spoiled_document_is_looked_at_again_when_somebody_asks(
     assert good is not None
     archive.objects.put(key, b"{")
     centre = centre_of(tmp_path, archive, nats_url)
-    async with client_of(nats_url) as client, centre.running() as health:
+    async with centre.running() as health:
         hint = (await stopped(health, centre, "E-STATE-JSON"))["hint"]
         archive.objects.put(key, good)
         await paste(centre, hint, "chain resume")
@@ -307,44 +312,42 @@ async def test_a_spoiled_document_is_looked_at_again_when_somebody_asks(
 
 
 async def test_a_paused_chain_stands_still_through_a_restart_and_goes_on_when_resumed(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     archive.put(rows_of(1, 10))
     centre = centre_of(tmp_path, archive, nats_url)
     named = ["-c", str(centre.write()), "--target", centre.target, "--site", "us-east", "--feed", "NODES"]
-    async with client_of(nats_url) as client:
-        async with centre.running() as health:
-            await centre.carried(client, 15)
-            assert (await floe("chain", "pause", *named, "--note", "bad data")).code == 0
-            await soon(lambda: lane(health, centre).get("paused"), 10)
-            archive.put(rows_of(11, 20))
-            archive.put(rows_of(6, 10, OTHER), chain=OTHER)
-            assert len(await centre.carried(client, 20)) == 20
-        async with centre.running() as health:
-            await soon(lambda: lane(health, centre).get("paused"), 10)
-            archive.put(rows_of(11, 15, OTHER), chain=OTHER)
-            assert len(await centre.carried(client, 25)) == 25
-            [shown] = (await floe("chain", "ls", "-c", str(centre.write()), "--json")).json()
-            assert (shown["site"], shown["note"]) == ("us-east", "bad data")
-            assert (await floe("chain", "resume", *named)).code == 0
+    async with centre.running() as health:
+        await centre.carried(client, 15)
+        assert (await floe("chain", "pause", *named, "--note", "bad data")).code == 0
+        await soon(lambda: lane(health, centre).get("paused"), 10)
+        archive.put(rows_of(11, 20))
+        archive.put(rows_of(6, 10, OTHER), chain=OTHER)
+        assert len(await centre.carried(client, 20)) == 20
+    async with centre.running() as health:
+        await soon(lambda: lane(health, centre).get("paused"), 10)
+        archive.put(rows_of(11, 15, OTHER), chain=OTHER)
+        assert len(await centre.carried(client, 25)) == 25
+        [shown] = (await floe("chain", "ls", "-c", str(centre.write()), "--json")).json()
+        assert (shown["site"], shown["note"]) == ("us-east", "bad data")
+        assert (await floe("chain", "resume", *named)).code == 0
 
-            check_exact(await centre.carried(client, 35), archive, centre.prefix)
-            await soon(lambda: "paused" not in lane(health, centre), 10)
+        check_exact(await centre.carried(client, 35), archive, centre.prefix)
+        await soon(lambda: "paused" not in lane(health, centre), 10)
 
 
 async def test_pauses_that_cannot_be_read_stop_the_target_until_they_are_written_anew(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     centre = centre_of(tmp_path, archive, nats_url)
     named = ["-c", str(centre.write()), "--target", centre.target]
-    async with client_of(nats_url) as client:
-        bucket = await KeyValue.open(client, centre.state_bucket)
-        await bucket.put(state_key("pauses", centre.target), b'{"version":2}')
-        async with centre.running() as health:
-            await soon(lambda: centre.status(health).get("code") == "E-PAUSES", 15)
-            assert centre.status(health)["hint"].endswith(f"--target {centre.target} --all")
-            assert (await floe("chain", "pause", *named, "--site", "us-east", "--feed", "NODES")).code == 1
-            assert (await floe("chain", "resume", *named, "--all")).code == 2  # nobody can be asked
-            assert (await floe("chain", "resume", *named, "--all", "--yes")).code == 0
+    bucket = await KeyValue.open(client, centre.state_bucket)
+    await bucket.put(state_key("pauses", centre.target), b'{"version":2}')
+    async with centre.running() as health:
+        await soon(lambda: centre.status(health).get("code") == "E-PAUSES", 15)
+        assert centre.status(health)["hint"].endswith(f"--target {centre.target} --all")
+        assert (await floe("chain", "pause", *named, "--site", "us-east", "--feed", "NODES")).code == 1
+        assert (await floe("chain", "resume", *named, "--all")).code == 2  # nobody can be asked
+        assert (await floe("chain", "resume", *named, "--all", "--yes")).code == 0
 
-            check_exact(await centre.carried(client, 5), archive, centre.prefix)
+        check_exact(await centre.carried(client, 5), archive, centre.prefix)

@@ -13,7 +13,7 @@ import pytest
 
 from common.clock import SystemClock
 from common.errors import FloeError, Refused
-from common.jetstream.client import frame
+from common.jetstream.client import FloeClient, frame
 from common.objects.s3 import S3Account
 from common.objects.sqs import Received, SqsQueue
 from common.tasks import unexpected
@@ -142,7 +142,7 @@ async def test_a_notification_that_cannot_be_taken_is_told_and_its_queue_asked_a
 
 
 async def test_a_notification_of_nats_that_cannot_be_taken_ends_the_listening_not_the_connection(
-    nats_url: str, monkeypatch: pytest.MonkeyPatch
+    client: FloeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever runs it begins it again."""
     heard, subject = Heard(), unique("s")
@@ -151,13 +151,12 @@ async def test_a_notification_of_nats_that_cannot_be_taken_ends_the_listening_no
         raise MemoryError("no room")
 
     monkeypatch.setattr(heard, "take", take)
-    async with client_of(nats_url) as client:
-        following = asyncio.create_task(follow_subject(client, subject, heard, SystemClock()))
-        await soon(lambda: heard.listened)
-        client.send(frame(subject.encode(), b""))
-        with pytest.raises(MemoryError):
-            await asyncio.wait_for(following, PATIENCE)
-        assert client.generation == 1
+    following = asyncio.create_task(follow_subject(client, subject, heard, SystemClock()))
+    await soon(lambda: heard.listened)
+    client.send(frame(subject.encode(), b""))
+    with pytest.raises(MemoryError):
+        await asyncio.wait_for(following, PATIENCE)
+    assert client.generation == 1
 
 
 async def test_who_stands_by_leaves_the_queue_to_the_others(sqs: SqsServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,18 +231,19 @@ async def test_each_instance_hears_each_message_and_listens_anew_after_a_reconne
                 await soon(lambda: all(each.taken == [b"a", b"b"] for each in heard))
 
 
-async def test_a_refused_subscription_is_tried_again_and_said(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refused_subscription_is_tried_again_and_said(
+    client: FloeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(nats_events, "PAUSES", (0.05, 0.1))
     heard = Heard()
-    async with client_of(nats_url) as client:
-        subscribe, refusals = client.subscribe_raw, [Refused("no right"), FloeError("away")]
+    subscribe, refusals = client.subscribe_raw, [Refused("no right"), FloeError("away")]
 
-        async def refusing(*args: Any) -> Any:
-            if refusals:
-                raise refusals.pop(0)
-            return await subscribe(*args)
+    async def refusing(*args: Any) -> Any:
+        if refusals:
+            raise refusals.pop(0)
+        return await subscribe(*args)
 
-        monkeypatch.setattr(client, "subscribe_raw", refusing)
-        async with beside(follow_subject(client, unique("s"), heard, SystemClock())):
-            await soon(lambda: heard.listened)
+    monkeypatch.setattr(client, "subscribe_raw", refusing)
+    async with beside(follow_subject(client, unique("s"), heard, SystemClock())):
+        await soon(lambda: heard.listened)
     assert heard.failures == ["no right", "away"]

@@ -31,7 +31,6 @@ from tests.support.ingress import (
     Consumer,
     arrived,
     change,
-    client_of,
     closed_at,
     count_in,
     foreign,
@@ -85,15 +84,14 @@ async def mended(centre: Centre, health: Health, code: str, wanted: str, *more: 
 
 
 async def test_a_foreign_message_behind_the_checkpoint_is_accepted(
-    centre: Centre, archive: Archive, nats_url: str
+    client: FloeClient, centre: Centre, archive: Archive
 ) -> None:
-    async with client_of(nats_url) as client:
-        await carried(client, centre, archive)
-        await foreign(client, centre)
-        archive.put(rows_of(31, 40))
-        async with service(centre) as health:
-            stop, done = await mended(centre, health, "E-TARGET-SHARED", "--accept")
-            await stands(client, centre, numbers((1, 40)))
+    await carried(client, centre, archive)
+    await foreign(client, centre)
+    archive.put(rows_of(31, 40))
+    async with service(centre) as health:
+        stop, done = await mended(centre, health, "E-TARGET-SHARED", "--accept")
+        await stands(client, centre, numbers((1, 40)))
     assert "1 messages are not ours; they stay" in done.out
     at = f"{time.gmtime().tm_year}-"
     assert f"message 31 has subject '{centre.target}.foreign', was stored at {at}" in stop["why"]
@@ -101,56 +99,53 @@ async def test_a_foreign_message_behind_the_checkpoint_is_accepted(
 
 
 async def test_a_foreign_message_with_a_forged_origin_moves_no_chain(
-    centre: Centre, archive: Archive, nats_url: str
+    client: FloeClient, centre: Centre, archive: Archive
 ) -> None:
-    async with client_of(nats_url) as client:
-        await carried(client, centre, archive)
-        await foreign(client, centre, build_block([Provenance("us-east", "NODES", 0, 0, 35, 1).line()]))
-        archive.put(rows_of(31, 40))
-        async with service(centre) as health:
-            stop, done = await mended(centre, health, "E-TARGET-SHARED", "--accept")
-            await stands(client, centre, [*numbers((1, 30)), 35, *numbers((31, 40))])
+    await carried(client, centre, archive)
+    await foreign(client, centre, build_block([Provenance("us-east", "NODES", 0, 0, 35, 1).line()]))
+    archive.put(rows_of(31, 40))
+    async with service(centre) as health:
+        stop, done = await mended(centre, health, "E-TARGET-SHARED", "--accept")
+        await stands(client, centre, [*numbers((1, 30)), 35, *numbers((31, 40))])
     assert stop["why"].endswith("with a Floe-Source")
     assert "1 messages carry provenance and are not awaited; they stay" in done.out
 
 
 async def test_a_foreign_message_in_the_middle_of_an_intent_is_accepted(
-    centre: Centre, archive: Archive, nats_url: str
+    client: FloeClient, centre: Centre, archive: Archive
 ) -> None:
     ref = archive.put(rows_of(1, 30))
-    async with client_of(nats_url) as client:
-        await left_open(client, centre, ref, await make(client, centre))
-        await store(client, centre, rows_of(1, 11))
-        await foreign(client, centre)
-        async with service(centre) as health:
-            _, done = await mended(centre, health, "E-TARGET-SHARED", "--accept")
-            await stands(client, centre, numbers((1, 30)))
-        assert len(await arrived(client, centre.target)) == 31
+    await left_open(client, centre, ref, await make(client, centre))
+    await store(client, centre, rows_of(1, 11))
+    await foreign(client, centre)
+    async with service(centre) as health:
+        _, done = await mended(centre, health, "E-TARGET-SHARED", "--accept")
+        await stands(client, centre, numbers((1, 30)))
+    assert len(await arrived(client, centre.target)) == 31
     assert f"{CHAIN}: 11 messages stand there, 1 to 11" in done.out
     assert "the open intent is dropped" in done.out
 
 
 async def test_a_foreign_message_in_a_work_queue_has_to_be_told_about(
-    centre: Centre, archive: Archive, nats_url: str
+    client: FloeClient, centre: Centre, archive: Archive
 ) -> None:
     """What was consumed cannot be read: the operator knows it from the consumer, or takes repeats."""
     ref = archive.put(rows_of(1, 30))
-    async with client_of(nats_url) as client:
-        await left_open(client, centre, ref, await make(client, centre, retention="workqueue"))
-        await store(client, centre, rows_of(1, 11))
-        consumer = Consumer(client, centre.target)
-        await consumer.start()
-        await soon(lambda: len(consumer.seen) == 11)
-        await client.api(f"CONSUMER.DELETE.{centre.target}.C")
-        await foreign(client, centre)
-        async with service(centre) as health:
-            hint = (await stop_of(centre, health))["hint"]
-            with pytest.raises(AssertionError) as refused:
-                await paste_checkpoint(centre.write(), hint, "--accept")
-            assert "E-CORRECTION" in str(refused.value)
-            assert f"{CHAIN} at its beginning or later" in str(refused.value)
-            await paste_checkpoint(centre.write(), hint, "--accept", "--position", f"{CHAIN}=12")
-            await stands(client, centre, numbers((12, 30)))
+    await left_open(client, centre, ref, await make(client, centre, retention="workqueue"))
+    await store(client, centre, rows_of(1, 11))
+    consumer = Consumer(client, centre.target)
+    await consumer.start()
+    await soon(lambda: len(consumer.seen) == 11)
+    await client.api(f"CONSUMER.DELETE.{centre.target}.C")
+    await foreign(client, centre)
+    async with service(centre) as health:
+        hint = (await stop_of(centre, health))["hint"]
+        with pytest.raises(AssertionError) as refused:
+            await paste_checkpoint(centre.write(), hint, "--accept")
+        assert "E-CORRECTION" in str(refused.value)
+        assert f"{CHAIN} at its beginning or later" in str(refused.value)
+        await paste_checkpoint(centre.write(), hint, "--accept", "--position", f"{CHAIN}=12")
+        await stands(client, centre, numbers((12, 30)))
 
 
 # A last sequence that somebody moved
@@ -158,38 +153,36 @@ async def test_a_foreign_message_in_a_work_queue_has_to_be_told_about(
 
 @pytest.mark.parametrize(("rows", "found"), [(0, (1, 50)), (30, (31, 50))])
 async def test_rows_that_a_purge_beyond_the_end_passes_off_as_stored_are_decided_by_an_operator(
-    centre: Centre, archive: Archive, nats_url: str, rows: int, found: tuple[int, int]
+    client: FloeClient, centre: Centre, archive: Archive, rows: int, found: tuple[int, int]
 ) -> None:
     """`nats stream purge --seq 31` with 10 of 50 rows stored, and a process that knows nothing of before."""
     ref = archive.put(rows_of(1, 50))
-    async with client_of(nats_url) as client:
-        await left_open(client, centre, ref, await make(client, centre, max_msgs=1000))
-        await store(client, centre, rows_of(1, 10))
-        await client.api(f"STREAM.PURGE.{centre.target}", {"seq": 31})
-        async with service(centre) as health:
-            stop, done = await mended(centre, health, "E-TARGET-UNREAD", f"--stored {rows}")
-            await stands(client, centre, numbers(found))
-            await closed_at(client, centre, 80 - rows)
+    await left_open(client, centre, ref, await make(client, centre, max_msgs=1000))
+    await store(client, centre, rows_of(1, 10))
+    await client.api(f"STREAM.PURGE.{centre.target}", {"seq": 31})
+    async with service(centre) as health:
+        stop, done = await mended(centre, health, "E-TARGET-UNREAD", f"--stored {rows}")
+        await stands(client, centre, numbers(found))
+        await closed_at(client, centre, 80 - rows)
     assert "row 30 of the 50 of the open intent, is gone; known to be stored: 0" in stop["why"]
     assert f"the other {50 - rows} are sent behind target sequence 30" in done.out
 
 
 async def test_rows_that_were_never_sent_are_not_counted_by_the_process_that_sends(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     """Nor where the stream lets go of messages by itself, nor when it looks again."""
     centre = Centre(tmp_path, archive, nats_url, create=None, publisher="single")
     archive.put(rows_of(1, 2000))
-    async with client_of(nats_url) as client:
-        await make(client, centre, max_age=3600 * 10**9)
-        async with service(centre) as health:
-            await soon(lambda: count_in(client, centre.target))
-            purged = (await client.api(f"STREAM.PURGE.{centre.target}", {"seq": 1901}))["purged"]
-            stop = await stop_of(centre, health)
-            await asyncio.sleep(1)  # looked at again meanwhile
-            assert await count_in(client, centre.target) == 0
-            await mended(centre, health, "E-TARGET-SHARED", f"--stored {purged}")
-            await stands(client, centre, numbers((purged + 1, 2000)))
+    await make(client, centre, max_age=3600 * 10**9)
+    async with service(centre) as health:
+        await soon(lambda: count_in(client, centre.target))
+        purged = (await client.api(f"STREAM.PURGE.{centre.target}", {"seq": 1901}))["purged"]
+        stop = await stop_of(centre, health)
+        await asyncio.sleep(1)  # looked at again meanwhile
+        assert await count_in(client, centre.target) == 0
+        await mended(centre, health, "E-TARGET-SHARED", f"--stored {purged}")
+        await stands(client, centre, numbers((purged + 1, 2000)))
     # The purge may have come before the message that was on its way.
     expected = [f"expected at most {handed}, found 1900" for handed in (purged, purged + 1)]
     assert any(each in stop["why"] for each in expected), stop["why"]
@@ -199,21 +192,20 @@ async def test_rows_that_were_never_sent_are_not_counted_by_the_process_that_sen
 
 
 @pytest.mark.parametrize("how", ["empty", "purged", "with messages"])
-async def test_a_target_that_was_made_again(centre: Centre, archive: Archive, nats_url: str, how: str) -> None:
-    async with client_of(nats_url) as client:
-        await carried(client, centre, archive)
-        await client.api(f"STREAM.DELETE.{centre.target}")
-        await make(client, centre)
-        if how != "empty":
-            await store(client, centre, rows_of(1, 20))
-        async with service(centre) as health:
-            stop = await stop_of(centre, health)
-            if how == "purged":
-                await client.api(f"STREAM.PURGE.{centre.target}")
-                assert (await invoke(*forget(centre))).code == 0
-            else:
-                await mended(centre, health, "E-TARGET-RECREATED", "--forget" if how == "empty" else "--from-target")
-            await stands(client, centre, numbers((1, 30)))
+async def test_a_target_that_was_made_again(client: FloeClient, centre: Centre, archive: Archive, how: str) -> None:
+    await carried(client, centre, archive)
+    await client.api(f"STREAM.DELETE.{centre.target}")
+    await make(client, centre)
+    if how != "empty":
+        await store(client, centre, rows_of(1, 20))
+    async with service(centre) as health:
+        stop = await stop_of(centre, health)
+        if how == "purged":
+            await client.api(f"STREAM.PURGE.{centre.target}")
+            assert (await invoke(*forget(centre))).code == 0
+        else:
+            await mended(centre, health, "E-TARGET-RECREATED", "--forget" if how == "empty" else "--from-target")
+        await stands(client, centre, numbers((1, 30)))
     assert stop["code"] == "E-TARGET-RECREATED"
 
 
@@ -223,46 +215,43 @@ def forget(centre: Centre, *more: str) -> list[str]:
 
 
 async def test_a_target_that_is_gone_is_filled_again_once_it_is_made(
-    centre: Centre, archive: Archive, nats_url: str
+    client: FloeClient, centre: Centre, archive: Archive
 ) -> None:
-    async with client_of(nats_url) as client:
-        await carried(client, centre, archive)
-        async with service(centre) as health:
-            await soon(lambda: centre.status(health).get("state") == "carrying")
-            await client.api(f"STREAM.DELETE.{centre.target}")
-            archive.put(rows_of(31, 40))
-            assert (await stop_of(centre, health))["code"] in ("E-TARGET-GONE", "E-TARGET-MISSING")
-            assert (await invoke(*forget(centre))).code == 0
-            await make(client, centre)
-            await stands(client, centre, numbers((1, 40)))
+    await carried(client, centre, archive)
+    async with service(centre) as health:
+        await soon(lambda: centre.status(health).get("state") == "carrying")
+        await client.api(f"STREAM.DELETE.{centre.target}")
+        archive.put(rows_of(31, 40))
+        assert (await stop_of(centre, health))["code"] in ("E-TARGET-GONE", "E-TARGET-MISSING")
+        assert (await invoke(*forget(centre))).code == 0
+        await make(client, centre)
+        await stands(client, centre, numbers((1, 40)))
 
 
 @pytest.mark.parametrize(("wanted", "found"), [("--from-target", [(1, 40)]), ("--accept", [(1, 25), (31, 40)])])
 async def test_a_target_restored_from_an_old_copy(
-    centre: Centre, archive: Archive, nats_url: str, wanted: str, found: list[tuple[int, int]]
+    client: FloeClient, centre: Centre, archive: Archive, wanted: str, found: list[tuple[int, int]]
 ) -> None:
     """The copy ends at 25; a stream that is restored keeps its creation time."""
     archive.put(rows_of(1, 30))
-    async with client_of(nats_url) as client:
-        created = await make(client, centre)
-        await store(client, centre, rows_of(1, 25))
-        keeper = await centre.state(client)
-        await keeper.save(TargetState(Checkpoint(30, created, {CHAIN: 31})), 0)
-        archive.put(rows_of(31, 40))
-        async with service(centre) as health:
-            await mended(centre, health, "E-TARGET-BEHIND", wanted)
-            await stands(client, centre, numbers(*found))
+    created = await make(client, centre)
+    await store(client, centre, rows_of(1, 25))
+    keeper = await centre.state(client)
+    await keeper.save(TargetState(Checkpoint(30, created, {CHAIN: 31})), 0)
+    archive.put(rows_of(31, 40))
+    async with service(centre) as health:
+        await mended(centre, health, "E-TARGET-BEHIND", wanted)
+        await stands(client, centre, numbers(*found))
 
 
-async def test_a_creation_time_that_nothing_vouches_for(centre: Centre, archive: Archive, nats_url: str) -> None:
-    async with client_of(nats_url) as client:
-        await carried(client, centre, archive)
-        await client.api(f"STREAM.PURGE.{centre.target}")
-        await change(client, centre, target_created="2020-01-01T00:00:00Z")
-        archive.put(rows_of(31, 40))
-        async with service(centre) as health:
-            await mended(centre, health, "E-TARGET-RECREATED", "--accept")
-            await stands(client, centre, numbers((31, 40)))
+async def test_a_creation_time_that_nothing_vouches_for(client: FloeClient, centre: Centre, archive: Archive) -> None:
+    await carried(client, centre, archive)
+    await client.api(f"STREAM.PURGE.{centre.target}")
+    await change(client, centre, target_created="2020-01-01T00:00:00Z")
+    archive.put(rows_of(31, 40))
+    async with service(centre) as health:
+        await mended(centre, health, "E-TARGET-RECREATED", "--accept")
+        await stands(client, centre, numbers((31, 40)))
 
 
 # The state
@@ -270,78 +259,76 @@ async def test_a_creation_time_that_nothing_vouches_for(centre: Centre, archive:
 
 @pytest.mark.parametrize("fault", ["lost", "unreadable", "removed under way"])
 async def test_a_state_that_is_lost_is_found_in_the_target(
-    centre: Centre, archive: Archive, nats_url: str, fault: str
+    client: FloeClient, centre: Centre, archive: Archive, fault: str
 ) -> None:
-    async with client_of(nats_url) as client:
-        await carried(client, centre, archive)
-        subject = f"$KV.{centre.state_bucket}.ingress.{centre.target}".encode()
-        if fault == "lost":
-            await client.api(f"STREAM.DELETE.KV_{centre.state_bucket}")
-        elif fault == "unreadable":
-            await client.request_raw(subject, b'{"version":99}', timeout=5)
-        async with service(centre) as health:
-            if fault == "removed under way":
-                await soon(lambda: centre.status(health).get("state") == "carrying")
-                await client.request_raw(subject, b"", b"NATS/1.0\r\nKV-Operation: DEL\r\n\r\n", timeout=5)
-            archive.put(rows_of(31, 40))
-            code = "E-STATE-KV" if fault == "unreadable" else "E-TARGET-NOT-EMPTY"
-            await mended(centre, health, code, "--from-target")
-            await stands(client, centre, numbers((1, 40)))
+    await carried(client, centre, archive)
+    subject = f"$KV.{centre.state_bucket}.ingress.{centre.target}".encode()
+    if fault == "lost":
+        await client.api(f"STREAM.DELETE.KV_{centre.state_bucket}")
+    elif fault == "unreadable":
+        await client.request_raw(subject, b'{"version":99}', timeout=5)
+    async with service(centre) as health:
+        if fault == "removed under way":
+            await soon(lambda: centre.status(health).get("state") == "carrying")
+            await client.request_raw(subject, b"", b"NATS/1.0\r\nKV-Operation: DEL\r\n\r\n", timeout=5)
+        archive.put(rows_of(31, 40))
+        code = "E-STATE-KV" if fault == "unreadable" else "E-TARGET-NOT-EMPTY"
+        await mended(centre, health, code, "--from-target")
+        await stands(client, centre, numbers((1, 40)))
 
 
 @pytest.mark.parametrize("opened", [False, True])
-async def test_a_state_that_was_rolled_back(centre: Centre, archive: Archive, nats_url: str, opened: bool) -> None:
+async def test_a_state_that_was_rolled_back(client: FloeClient, centre: Centre, archive: Archive, opened: bool) -> None:
     ref = archive.put(rows_of(1, 10))
-    async with client_of(nats_url) as client:
-        created = await make(client, centre)
-        old = await left_open(client, centre, ref, created)
-        async with centre.running():
-            old = old if opened else await closed_at(client, centre, 10)
-            archive.put(rows_of(11, 30))
-            await closed_at(client, centre, 30)
-        await put_back(client, centre, old)
-        archive.put(rows_of(31, 40))
-        async with service(centre) as health:
-            stop, done = await mended(centre, health, "E-TARGET-SHARED", "--from-target")
-            await stands(client, centre, numbers((1, 40)))
+    created = await make(client, centre)
+    old = await left_open(client, centre, ref, created)
+    async with centre.running():
+        old = old if opened else await closed_at(client, centre, 10)
+        archive.put(rows_of(11, 30))
+        await closed_at(client, centre, 30)
+    await put_back(client, centre, old)
+    archive.put(rows_of(31, 40))
+    async with service(centre) as health:
+        stop, done = await mended(centre, health, "E-TARGET-SHARED", "--from-target")
+        await stands(client, centre, numbers((1, 40)))
     assert "where the state bucket is an old copy" in stop["hint"]
     assert f"{CHAIN}: 30 messages stand there, 1 to 30" in done.out
 
 
 async def test_a_state_that_outgrew_the_bucket_lets_go_of_chains_that_are_not_listed(
-    centre: Centre, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
+    client: FloeClient, centre: Centre, archive: Archive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with client_of(nats_url) as client:
-        state = await carried(client, centre, archive)
-        positions = {Chain(f"gone{number}", "NODES"): 7 for number in range(100)}
-        await change(client, centre, positions={**state.checkpoint.positions, **positions})
-        monkeypatch.setattr(state_module, "MAX_STATE", 2000)
-        archive.put(rows_of(31, 40))
-        async with service(centre) as health:
-            await mended(centre, health, "E-STATE-SIZE", "--forget-unlisted")
-            await stands(client, centre, numbers((1, 40)))
+    state = await carried(client, centre, archive)
+    positions = {Chain(f"gone{number}", "NODES"): 7 for number in range(100)}
+    await change(client, centre, positions={**state.checkpoint.positions, **positions})
+    monkeypatch.setattr(state_module, "MAX_STATE", 2000)
+    archive.put(rows_of(31, 40))
+    async with service(centre) as health:
+        await mended(centre, health, "E-STATE-SIZE", "--forget-unlisted")
+        await stands(client, centre, numbers((1, 40)))
 
 
 # The intent
 
 
-async def test_rows_of_an_open_intent_that_are_gone_for_good(centre: Centre, archive: Archive, nats_url: str) -> None:
+async def test_rows_of_an_open_intent_that_are_gone_for_good(
+    client: FloeClient, centre: Centre, archive: Archive
+) -> None:
     """The rest of the intent is dropped; then the chain waits at the hole, and the others go on."""
     ref = archive.put(rows_of(1, 30))
-    async with client_of(nats_url) as client:
-        await left_open(client, centre, ref, await make(client, centre))
-        await store(client, centre, rows_of(1, 11))
-        archive.objects.delete(ref.key)
-        archive.put(rows_of(31, 40))
-        archive.put(rows_of(1, 5, OTHER), chain=OTHER)
-        async with service(centre) as health:
-            await mended(centre, health, "E-INTENT", "--accept")
-            await soon(lambda: count(client, centre, 16))
-            config = str(centre.write())
-            words = ["-c", config, "--target", centre.target, "--site", CHAIN.site, "--feed", CHAIN.feed]
-            done = await invoke("checkpoint", "set", *words, "--sequence", "31", "--yes")
-            assert done.code == 0, done
-            await stands(client, centre, numbers((1, 11), (31, 40)))
+    await left_open(client, centre, ref, await make(client, centre))
+    await store(client, centre, rows_of(1, 11))
+    archive.objects.delete(ref.key)
+    archive.put(rows_of(31, 40))
+    archive.put(rows_of(1, 5, OTHER), chain=OTHER)
+    async with service(centre) as health:
+        await mended(centre, health, "E-INTENT", "--accept")
+        await soon(lambda: count(client, centre, 16))
+        config = str(centre.write())
+        words = ["-c", config, "--target", centre.target, "--site", CHAIN.site, "--feed", CHAIN.feed]
+        done = await invoke("checkpoint", "set", *words, "--sequence", "31", "--yes")
+        assert done.code == 0, done
+        await stands(client, centre, numbers((1, 11), (31, 40)))
     assert f"{CHAIN}: 12 to 30 are not carried any more" in done.out
 
 
@@ -349,41 +336,41 @@ async def count(client: FloeClient, centre: Centre, wanted: int) -> bool:
     return len(await arrived(client, centre.target)) == wanted
 
 
-async def test_an_intent_of_a_chain_that_is_listed_no_more(tmp_path: Path, archive: Archive, nats_url: str) -> None:
+async def test_an_intent_of_a_chain_that_is_listed_no_more(
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
     """Another configuration, another allow-list, the same target: what stands there the state knows."""
     centre = Centre(tmp_path, archive, nats_url, create=None)
     ref = archive.put(rows_of(1, 30))
     other = [{"site": "eu-west", "feed": "NODES", "subject_prefix": centre.target}]
     narrow = Centre(tmp_path, archive, nats_url, create=None, stream=centre.target, sources=other)
     narrow.lease_bucket, narrow.state_bucket = centre.lease_bucket, centre.state_bucket
-    async with client_of(nats_url) as client:
-        await left_open(client, centre, ref, await make(client, centre))
-        await store(client, centre, rows_of(1, 11))
-        archive.put(rows_of(1, 5, OTHER), chain=OTHER)
-        error = await narrow.ending()
-        assert error.code == "E-SOURCES"
-        await paste_checkpoint(narrow.write(), error.hint, "--accept")
-        async with service(narrow):
-            await soon(lambda: count(client, centre, 16))
-        async with service(centre):
-            await stands(client, centre, numbers((1, 30)))
+    await left_open(client, centre, ref, await make(client, centre))
+    await store(client, centre, rows_of(1, 11))
+    archive.put(rows_of(1, 5, OTHER), chain=OTHER)
+    error = await narrow.ending()
+    assert error.code == "E-SOURCES"
+    await paste_checkpoint(narrow.write(), error.hint, "--accept")
+    async with service(narrow):
+        await soon(lambda: count(client, centre, 16))
+    async with service(centre):
+        await stands(client, centre, numbers((1, 30)))
 
 
 # The command
 
 
-async def test_a_large_target_is_counted_whole(centre: Centre, nats_url: str) -> None:
+async def test_a_large_target_is_counted_whole(client: FloeClient, centre: Centre) -> None:
     """Several pulls, another chain, foreign messages, and places that are empty."""
     line = [Provenance(CHAIN.site, CHAIN.feed, 0, 0, sequence, 1).line() for sequence in range(1, 12_001)]
-    async with client_of(nats_url) as client:
-        await make(client, centre)
-        for block in [*map(build_block, ([each] for each in line)), None, None]:
-            client.send(frame(f"{centre.target}.a".encode(), b"x" * 100, block))
-        await soon(lambda: count_of(client, centre, 12_002))
-        await client.api(f"STREAM.MSG.DELETE.{centre.target}", {"seq": 7_000})
-        census = await take_census(client, centre.target, "limits", TargetScan(0, 12_002))
-        part = await take_census(client, centre.target, "limits", TargetScan(11_000, 11_990))
-        slow = await take_census(client, centre.target, "workqueue", TargetScan(11_990, 12_002))
+    await make(client, centre)
+    for block in [*map(build_block, ([each] for each in line)), None, None]:
+        client.send(frame(f"{centre.target}.a".encode(), b"x" * 100, block))
+    await soon(lambda: count_of(client, centre, 12_002))
+    await client.api(f"STREAM.MSG.DELETE.{centre.target}", {"seq": 7_000})
+    census = await take_census(client, centre.target, "limits", TargetScan(0, 12_002))
+    part = await take_census(client, centre.target, "limits", TargetScan(11_000, 11_990))
+    slow = await take_census(client, centre.target, "workqueue", TargetScan(11_990, 12_002))
 
     assert (census.held, census.foreign, census.gone, census.gone_behind(CHAIN)) == (12_001, 2, 1, 0)
     assert census.chains == {CHAIN: ScannedChain(1, 12_000, 11_999, 12_000, 11_999)}
@@ -393,18 +380,17 @@ async def test_a_large_target_is_counted_whole(centre: Centre, nats_url: str) ->
 
 @pytest.mark.parametrize("purged", [False, True])
 async def test_a_target_that_let_its_last_messages_go_is_counted_to_its_end(
-    centre: Centre, nats_url: str, purged: bool
+    client: FloeClient, centre: Centre, purged: bool
 ) -> None:
-    async with client_of(nats_url) as client:
-        await make(client, centre)
-        for _ in range(5):
-            client.send(frame(f"{centre.target}.a".encode(), b"x", None))
-        await soon(lambda: count_of(client, centre, 5))
-        if purged:
-            await client.api(f"STREAM.PURGE.{centre.target}", {})
-        else:
-            await client.api(f"STREAM.MSG.DELETE.{centre.target}", {"seq": 5})
-        census = await take_census(client, centre.target, "limits", TargetScan(0, 5))
+    await make(client, centre)
+    for _ in range(5):
+        client.send(frame(f"{centre.target}.a".encode(), b"x", None))
+    await soon(lambda: count_of(client, centre, 5))
+    if purged:
+        await client.api(f"STREAM.PURGE.{centre.target}", {})
+    else:
+        await client.api(f"STREAM.MSG.DELETE.{centre.target}", {"seq": 5})
+    census = await take_census(client, centre.target, "limits", TargetScan(0, 5))
 
     assert (census.held, census.gone) == ((0, 5) if purged else (4, 1))
 
@@ -413,18 +399,17 @@ async def count_of(client: FloeClient, centre: Centre, wanted: int) -> bool:
     return await count_in(client, centre.target) == wanted
 
 
-async def test_a_chain_is_moved_while_ingress_carries(centre: Centre, archive: Archive, nats_url: str) -> None:
+async def test_a_chain_is_moved_while_ingress_carries(client: FloeClient, centre: Centre, archive: Archive) -> None:
     archive.put(rows_of(1, 30))
-    async with client_of(nats_url) as client:
-        await make(client, centre)
-        words = ["checkpoint", "set", "-c", str(centre.write()), "--target", centre.target, "--site", "us-east"]
-        async with service(centre):
-            await closed_at(client, centre, 30)
-            dry = await floe(*words, "--feed", "NODES", "--sequence", "21", "--dry-run", "--json")
-            asked = await invoke(*words, "--feed", "NODES", "--sequence", "21")
-            done = await invoke(*words, "--feed", "NODES", "--sequence", "21", "--yes", "--json")
-            await stands(client, centre, numbers((1, 30), (21, 30)))
-            again = await invoke(*words, "--feed", "NODES", "--sequence", "31", "--yes")
+    await make(client, centre)
+    words = ["checkpoint", "set", "-c", str(centre.write()), "--target", centre.target, "--site", "us-east"]
+    async with service(centre):
+        await closed_at(client, centre, 30)
+        dry = await floe(*words, "--feed", "NODES", "--sequence", "21", "--dry-run", "--json")
+        asked = await invoke(*words, "--feed", "NODES", "--sequence", "21")
+        done = await invoke(*words, "--feed", "NODES", "--sequence", "21", "--yes", "--json")
+        await stands(client, centre, numbers((1, 30), (21, 30)))
+        again = await invoke(*words, "--feed", "NODES", "--sequence", "31", "--yes")
 
     assert dry.code == 0
     assert dry.json()["changed"] is False
@@ -436,29 +421,27 @@ async def test_a_chain_is_moved_while_ingress_carries(centre: Centre, archive: A
 
 
 async def test_nothing_is_corrected_while_something_else_publishes(
-    centre: Centre, archive: Archive, nats_url: str
+    client: FloeClient, centre: Centre, archive: Archive
 ) -> None:
-    async with client_of(nats_url) as client:
-        before = await carried(client, centre, archive)
+    before = await carried(client, centre, archive)
 
-        async def write_on() -> None:
-            while True:
-                await foreign(client, centre)
+    async def write_on() -> None:
+        while True:
+            await foreign(client, centre)
 
-        writing = asyncio.create_task(write_on())
-        words = ["checkpoint", "set", "-c", str(centre.write()), "--target", centre.target, "--accept", "--yes"]
-        refused = await invoke(*words)
-        writing.cancel()
-        assert (await (await centre.state(client)).load()).state == before
-        done = await invoke(*words)
+    writing = asyncio.create_task(write_on())
+    words = ["checkpoint", "set", "-c", str(centre.write()), "--target", centre.target, "--accept", "--yes"]
+    refused = await invoke(*words)
+    writing.cancel()
+    assert (await (await centre.state(client)).load()).state == before
+    done = await invoke(*words)
 
     assert (refused.code, "E-TARGET-SHARED" in refused.err) == (4, True)
     assert done.code == 0
 
 
-async def test_what_the_command_refuses(centre: Centre, archive: Archive, nats_url: str) -> None:
-    async with client_of(nats_url) as client:
-        await carried(client, centre, archive)
+async def test_what_the_command_refuses(client: FloeClient, centre: Centre, archive: Archive) -> None:
+    await carried(client, centre, archive)
     config, refused = str(centre.write()), []
     for words in (
         [],
@@ -489,75 +472,72 @@ def parked_words(centre: Centre, *more: str) -> list[str]:
 
 @pytest.mark.parametrize("wanted", ["--accept", "--from-target"])
 async def test_a_parked_message_that_a_dropped_intent_left_out_can_still_be_delivered(
-    tmp_path: Path, archive: Archive, nats_url: str, wanted: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, wanted: str
 ) -> None:
     """Message 5 is parked, the intent passes it and is dropped; 3 was tried again and stands there."""
     centre = Centre(tmp_path, archive, nats_url, create=None, on_oversize="park")
     ref, rows = archive.put(rows_of(1, 10)), rows_of(1, 10)
-    async with client_of(nats_url) as client:
-        created = await make(client, centre)
-        parked = ParkedStore(archive.objects, archive.documents.layout, centre.target, created)
-        for row in (rows[2], rows[4]):
-            parked.park(CHAIN, Oversize(row, "message", 30, 10))
-        parked.mark_left_out(parked.name(CHAIN, 3))
-        parked.ask(parked.entries()[parked.name(CHAIN, 3)])
-        await store(client, centre, [rows[0], rows[1], rows[2], rows[3], rows[5], rows[6]])
-        again = IntentPiece(ref.segment, SequenceRange(3, 3), 1, out_of_turn=True)
-        rest = IntentPiece(ref.segment, SequenceRange(4, 10), 6, left_out=(5,))
-        opened = open_intent(TargetState(Checkpoint(2, created, {CHAIN: 4})), [again, rest])
-        await (await centre.state(client)).save(opened, 0)
-        archive.objects.delete(ref.key)
-        done = await invoke("checkpoint", "set", "-c", str(centre.write()), "--target", centre.target, wanted, "--yes")
-        assert done.code == 0, done
-        states = {name.sequence: entry.state for name, entry in parked.entries().items()}
-        assert states == {3: State.DELIVERED, 5: State.PARKED}
+    created = await make(client, centre)
+    parked = ParkedStore(archive.objects, archive.documents.layout, centre.target, created)
+    for row in (rows[2], rows[4]):
+        parked.park(CHAIN, Oversize(row, "message", 30, 10))
+    parked.mark_left_out(parked.name(CHAIN, 3))
+    parked.ask(parked.entries()[parked.name(CHAIN, 3)])
+    await store(client, centre, [rows[0], rows[1], rows[2], rows[3], rows[5], rows[6]])
+    again = IntentPiece(ref.segment, SequenceRange(3, 3), 1, out_of_turn=True)
+    rest = IntentPiece(ref.segment, SequenceRange(4, 10), 6, left_out=(5,))
+    opened = open_intent(TargetState(Checkpoint(2, created, {CHAIN: 4})), [again, rest])
+    await (await centre.state(client)).save(opened, 0)
+    archive.objects.delete(ref.key)
+    done = await invoke("checkpoint", "set", "-c", str(centre.write()), "--target", centre.target, wanted, "--yes")
+    assert done.code == 0, done
+    states = {name.sequence: entry.state for name, entry in parked.entries().items()}
+    assert states == {3: State.DELIVERED, 5: State.PARKED}
 
-        retried = await invoke(*parked_words(centre, "--all", "--yes"))
-        assert retried.code == 0, retried
-        async with service(centre):
-            await stands(client, centre, [1, 2, 3, 4, 6, 7, 5])
+    retried = await invoke(*parked_words(centre, "--all", "--yes"))
+    assert retried.code == 0, retried
+    async with service(centre):
+        await stands(client, centre, [1, 2, 3, 4, 6, 7, 5])
 
 
 async def test_what_was_parked_before_a_purge_is_not_delivered_beside_what_is_carried_again(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     """Also where the server reports another creation time than the stored one."""
     centre = Centre(tmp_path, archive, nats_url, create=None, on_oversize="park")
     archive.put([*rows_of(1, 4), message(5, b"L" * 2000, subject=b"nodes.1"), *rows_of(6, 10)])
-    async with client_of(nats_url) as client:
-        await make(client, centre, max_msg_size=1000)
-        async with centre.running():
-            await closed_at(client, centre, 9)
-        await client.api(f"STREAM.PURGE.{centre.target}")
-        info = await stream_info(client, centre.target)
-        assert info is not None
-        await client.api(f"STREAM.UPDATE.{centre.target}", {**info.config, "max_msg_size": 100_000})
-        assert (await invoke(*forget(centre))).code == 0
-        async with service(centre):
-            await stands(client, centre, numbers((1, 10)))
-            await closed_at(client, centre, 19)
-            retried = await invoke(*parked_words(centre, "--all", "--yes", "--json"))
-            one = await invoke(*parked_words(centre, "--sequence", "5", "--yes"))
+    await make(client, centre, max_msg_size=1000)
+    async with centre.running():
+        await closed_at(client, centre, 9)
+    await client.api(f"STREAM.PURGE.{centre.target}")
+    info = await stream_info(client, centre.target)
+    assert info is not None
+    await client.api(f"STREAM.UPDATE.{centre.target}", {**info.config, "max_msg_size": 100_000})
+    assert (await invoke(*forget(centre))).code == 0
+    async with service(centre):
+        await stands(client, centre, numbers((1, 10)))
+        await closed_at(client, centre, 19)
+        retried = await invoke(*parked_words(centre, "--all", "--yes", "--json"))
+        one = await invoke(*parked_words(centre, "--sequence", "5", "--yes"))
     assert (retried.code, retried.json()) == (0, [])
     assert (one.code, "E-PARKED" in one.err, "floe parked ls -c " in one.err) == (3, True, True)
 
 
 async def test_what_is_parked_follows_the_stored_state_where_the_creation_time_drifts(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     centre = Centre(tmp_path, archive, nats_url, create=None, on_oversize="park")
     archive.put([*rows_of(1, 4), message(5, b"L" * 2000, subject=b"nodes.1"), *rows_of(6, 10)])
-    async with client_of(nats_url) as client:
-        await make(client, centre, max_msg_size=1000)
-        created = "2020-01-01T00:00:00Z"
-        parked = ParkedStore(archive.objects, archive.documents.layout, centre.target, created)
-        await store(client, centre, rows_of(1, 4))
-        state = TargetState(Checkpoint(4, created, {CHAIN: 5}))
-        await (await centre.state(client)).save(state, 0)
-        async with service(centre):
-            await closed_at(client, centre, 9)
-        assert [(name.sequence, e.state) for name, e in parked.entries().items()] == [(5, State.PARKED)]
-        done = await invoke(*parked_words(centre, "--sequence", "5", "--yes"))
-        assert done.code == 0, done
-        unnamed = await invoke(*parked_words(centre, "--sequence", "5", "--yes", "--site", "a.b"))
-        assert unnamed.code == 2
+    await make(client, centre, max_msg_size=1000)
+    created = "2020-01-01T00:00:00Z"
+    parked = ParkedStore(archive.objects, archive.documents.layout, centre.target, created)
+    await store(client, centre, rows_of(1, 4))
+    state = TargetState(Checkpoint(4, created, {CHAIN: 5}))
+    await (await centre.state(client)).save(state, 0)
+    async with service(centre):
+        await closed_at(client, centre, 9)
+    assert [(name.sequence, e.state) for name, e in parked.entries().items()] == [(5, State.PARKED)]
+    done = await invoke(*parked_words(centre, "--sequence", "5", "--yes"))
+    assert done.code == 0, done
+    unnamed = await invoke(*parked_words(centre, "--sequence", "5", "--yes", "--site", "a.b"))
+    assert unnamed.code == 2

@@ -10,10 +10,11 @@ import pytest
 from common.chain import Chain
 from common.errors import Unavailable
 from common.jetstream.api import create_stream
+from common.jetstream.client import FloeClient
 from common.service.metrics import REGISTRY
 from tests.support.basics import soon
 from tests.support.commands import floe
-from tests.support.ingress import CHAIN, Archive, Centre, client_of, count_in, rows_of
+from tests.support.ingress import CHAIN, Archive, Centre, count_in, rows_of
 from tests.support.segments import message
 
 pytestmark = pytest.mark.servers
@@ -35,65 +36,64 @@ def centre_of(folder: Path, archive: Archive, url: str, **target: Any) -> Centre
 
 
 async def test_stopped_and_paused_chains_and_what_was_stored_are_counted(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     archive.put([message(1), message(2, subject=b"elsewhere")])
     archive.put(rows_of(1, 5, OTHER), chain=OTHER)
     centre = centre_of(tmp_path, archive, nats_url)
-    async with client_of(nats_url) as client:
-        subjects = [f"{centre.target}.nodes.*"]
-        await create_stream(client, {"name": centre.target, "subjects": subjects, "allow_atomic": True})
-        async with centre.running():
-            await soon(lambda: reading("stopped_chains", centre.target) == 1)
-            await soon(lambda: of_chain("messages_total", centre.target, OTHER) == 5)
-            assert reading("paused_chains", centre.target) == 0
-            where = ("--target", centre.target, "--site", OTHER.site, "--feed", OTHER.feed)
-            done = await floe("chain", "pause", "-c", str(centre.write()), *where)
-            assert done.code == 0, done
-            await soon(lambda: reading("paused_chains", centre.target) == 1)
+    subjects = [f"{centre.target}.nodes.*"]
+    await create_stream(client, {"name": centre.target, "subjects": subjects, "allow_atomic": True})
+    async with centre.running():
+        await soon(lambda: reading("stopped_chains", centre.target) == 1)
+        await soon(lambda: of_chain("messages_total", centre.target, OTHER) == 5)
+        assert reading("paused_chains", centre.target) == 0
+        where = ("--target", centre.target, "--site", OTHER.site, "--feed", OTHER.feed)
+        done = await floe("chain", "pause", "-c", str(centre.write()), *where)
+        assert done.code == 0, done
+        await soon(lambda: reading("paused_chains", centre.target) == 1)
 
-            assert reading("publish_seconds_count", centre.target) >= 1
-            assert reading("intents_total", centre.target, result="closed") >= 1
-            assert reading("lease_held", centre.target) == 1
-        assert await count_in(client, centre.target) == 6
+        assert reading("publish_seconds_count", centre.target) >= 1
+        assert reading("intents_total", centre.target, result="closed") >= 1
+        assert reading("lease_held", centre.target) == 1
+    assert await count_in(client, centre.target) == 6
 
 
 async def test_parked_messages_are_counted_until_they_are_delivered(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     archive.put([message(1), message(2, b"x" * 5000), message(3)])
     centre = centre_of(tmp_path, archive, nats_url, on_oversize="park")
-    async with client_of(nats_url) as client:
-        config = {"subjects": [f"{centre.target}.>"], "allow_atomic": True, "max_msg_size": 4000}
-        await create_stream(client, {"name": centre.target, **config})
-        async with centre.running():
-            await soon(lambda: reading("parked_waiting", centre.target) == 1, 20)
-            assert of_chain("parked_messages_total", centre.target) == 1
-        assert await count_in(client, centre.target) == 2
+    config = {"subjects": [f"{centre.target}.>"], "allow_atomic": True, "max_msg_size": 4000}
+    await create_stream(client, {"name": centre.target, **config})
+    async with centre.running():
+        await soon(lambda: reading("parked_waiting", centre.target) == 1, 20)
+        assert of_chain("parked_messages_total", centre.target) == 1
+    assert await count_in(client, centre.target) == 2
 
 
-async def test_foreign_messages_of_a_shared_target_are_counted(tmp_path: Path, archive: Archive, nats_url: str) -> None:
+async def test_foreign_messages_of_a_shared_target_are_counted(
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
     archive.put(rows_of(1, 5))
     centre = centre_of(tmp_path, archive, nats_url, exclusive=False, delivery="at_least_once")
-    async with client_of(nats_url) as client:
-        config = {"subjects": [f"{centre.target}.>"], "allow_atomic": True}
-        await create_stream(client, {"name": centre.target, **config})
-        async with centre.running():
-            await centre.carried(client, 5)
-            for number in range(3):
-                await client.request(f"{centre.target}.nodes.{number}", b"not ours")
-            archive.put(rows_of(6, 9))
-            await centre.carried(client, 12)
+    config = {"subjects": [f"{centre.target}.>"], "allow_atomic": True}
+    await create_stream(client, {"name": centre.target, **config})
+    async with centre.running():
+        await centre.carried(client, 5)
+        for number in range(3):
+            await client.request(f"{centre.target}.nodes.{number}", b"not ours")
+        archive.put(rows_of(6, 9))
+        await centre.carried(client, 12)
 
-            await soon(lambda: reading("foreign_messages_total", centre.target) == 3)
+        await soon(lambda: reading("foreign_messages_total", centre.target) == 3)
 
 
 async def test_an_archive_that_cannot_be_read_is_counted(
-    tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archive.put(rows_of(1, 5))
     centre = Centre(tmp_path, archive, nats_url)
-    async with client_of(nats_url) as client, centre.running():
+    async with centre.running():
         await centre.carried(client, 5)
         whole = archive.objects.list
 

@@ -21,7 +21,7 @@ from infra.local.nats import NatsServer
 from ingress.deps import lease_key
 from tests.scenarios.processes import run_floe
 from tests.support.basics import PATIENCE, soon
-from tests.support.ingress import Archive, Centre, check_exact, client_of, rows_of
+from tests.support.ingress import Archive, Centre, check_exact, rows_of
 from tests.support.proxies import TcpProxy
 
 pytestmark = pytest.mark.servers
@@ -41,10 +41,9 @@ async def holder(client: FloeClient, centre: Centre) -> bytes | None:
 
 
 async def test_a_stopped_target_goes_on_without_a_restart_once_the_state_is_mended(
-    tmp_path: Path, archive: Archive, nats_url: str
+    centre: Centre, client: FloeClient, archive: Archive
 ) -> None:
-    centre = Centre(tmp_path, archive, nats_url)
-    async with client_of(nats_url) as client, centre.running() as health:
+    async with centre.running() as health:
         await centre.carried(client, 30)
         await client.api(f"STREAM.DELETE.{centre.target}")
         archive.put(rows_of(31, 40))
@@ -65,45 +64,42 @@ async def test_a_stopped_target_goes_on_without_a_restart_once_the_state_is_mend
 
 
 async def test_a_process_whose_targets_are_all_stopped_stays_and_looks_again(
-    tmp_path: Path, archive: Archive, nats_url: str
+    centre: Centre, client: FloeClient, archive: Archive
 ) -> None:
-    centre = Centre(tmp_path, archive, nats_url)
-    async with client_of(nats_url) as client:
-        await create_stream(client, {"name": centre.target, "subjects": [f"{centre.target}.>"]})
-        await client.request_raw(f"{centre.target}.a".encode(), b"x", timeout=5)
-        health, stop = Health(SystemClock()), Stop()
-        task = asyncio.create_task(centre.run(stop, health))
-        await soon(lambda: centre.status(health).get("state") == "stopped")
-        await asyncio.sleep(1)
-        assert not task.done()
-        assert centre.status(health)["code"] == "E-TARGET-NOT-EMPTY"
-        await client.api(f"STREAM.DELETE.{centre.target}")
-        check_exact(await centre.carried(client, 30), archive, centre.prefix)
-        stop.set()
-        await asyncio.wait_for(task, PATIENCE)
+    await create_stream(client, {"name": centre.target, "subjects": [f"{centre.target}.>"]})
+    await client.request_raw(f"{centre.target}.a".encode(), b"x", timeout=5)
+    health, stop = Health(SystemClock()), Stop()
+    task = asyncio.create_task(centre.run(stop, health))
+    await soon(lambda: centre.status(health).get("state") == "stopped")
+    await asyncio.sleep(1)
+    assert not task.done()
+    assert centre.status(health)["code"] == "E-TARGET-NOT-EMPTY"
+    await client.api(f"STREAM.DELETE.{centre.target}")
+    check_exact(await centre.carried(client, 30), archive, centre.prefix)
+    stop.set()
+    await asyncio.wait_for(task, PATIENCE)
 
 
 async def test_a_drain_closes_the_open_intent_and_gives_the_lease_back(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     archive.put(rows_of(31, 5000))
     centre = Centre(tmp_path, archive, nats_url, publisher="single")
-    async with client_of(nats_url) as client:
-        async with centre.running():
-            await centre.carried(client, 10)
-        state = (await (await centre.state(client)).load()).state
-        assert state is not None
-        assert state.intent is None
-        assert state.checkpoint.target_sequence >= 10
-        assert await holder(client, centre) is None
+    async with centre.running():
+        await centre.carried(client, 10)
+    state = (await (await centre.state(client)).load()).state
+    assert state is not None
+    assert state.intent is None
+    assert state.checkpoint.target_sequence >= 10
+    assert await holder(client, centre) is None
 
 
 async def test_a_target_that_does_not_answer_ends_the_drain_in_time(
-    tmp_path: Path, archive: Archive, nats_server: NatsServer, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_server: NatsServer, nats_url: str
 ) -> None:
     archive.put(rows_of(31, 3000))
     centre = Centre(tmp_path, archive, nats_url, publisher="single")
-    async with client_of(nats_url) as client, TcpProxy(nats_server.port) as proxy:
+    async with TcpProxy(nats_server.port) as proxy:
         centre.urls = [proxy.url]
         stop = Stop()
         task = asyncio.create_task(centre.run(stop, shutdown_timeout="2s"))
@@ -124,7 +120,7 @@ async def test_a_target_that_does_not_answer_ends_the_drain_in_time(
 
 
 async def test_the_status_shows_phases_publisher_and_what_stops(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     other = Chain("eu-west", "NODES")
     archive.put(rows_of(1, 10, other), chain=other)
@@ -137,13 +133,12 @@ async def test_the_status_shows_phases_publisher_and_what_stops(
         assert result.returncode == code, result.stderr
         return {row["site"]: (row["phase"], row["publisher"], row["why"]) for row in json.loads(result.stdout)}
 
-    async with client_of(nats_url) as client:
-        async with centre.running():
-            await centre.carried(client, 40)
-        found = await shown()
-        assert found["us-east"] == ("idle", "fast", "")
-        assert found["eu-west"] == ("late", "fast", "11..20 is missing")
-        await client.api(f"STREAM.DELETE.{centre.target}")
-        found = await shown(3)
-        assert {phase for phase, _, _ in found.values()} == {"stopped"}
-        assert found["us-east"][2] == "target: there is no such stream"
+    async with centre.running():
+        await centre.carried(client, 40)
+    found = await shown()
+    assert found["us-east"] == ("idle", "fast", "")
+    assert found["eu-west"] == ("late", "fast", "11..20 is missing")
+    await client.api(f"STREAM.DELETE.{centre.target}")
+    found = await shown(3)
+    assert {phase for phase, _, _ in found.values()} == {"stopped"}
+    assert found["us-east"][2] == "target: there is no such stream"

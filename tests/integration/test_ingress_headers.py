@@ -11,7 +11,7 @@ from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.pull import get_message
 from tests.support.basics import soon
-from tests.support.ingress import CHAIN, Archive, Centre, arrived, check_exact, client_of, count_in, rows_of
+from tests.support.ingress import CHAIN, Archive, Centre, arrived, check_exact, count_in, rows_of
 from tests.support.segments import message
 
 pytestmark = pytest.mark.servers
@@ -71,7 +71,7 @@ async def make(client: FloeClient, centre: Centre, **config: Any) -> None:
 
 @pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
 async def test_no_header_of_the_source_acts_unless_it_is_listed(
-    tmp_path: Path, archive: Archive, nats_url: str, publisher: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, publisher: str
 ) -> None:
     centre = Centre(tmp_path, archive, nats_url, publisher=publisher)
     lines = [line.replace(b"{target}", centre.target.encode()) for line in ACTING]
@@ -80,24 +80,23 @@ async def test_no_header_of_the_source_acts_unless_it_is_listed(
     rows += [message(201, headers=block(*lines)), message(202, headers=block(*lines))]
     archive.put(rows)
 
-    async with client_of(nats_url) as client:
-        await make(client, centre)
-        async with centre.running():
-            messages = await centre.carried(client, len(rows))
-        check_exact(messages, archive, centre.prefix)
-        info = await stream_info(client, centre.target)
-        assert info is not None
-        assert (info.last_sequence, info.messages) == (len(rows), len(rows))
-        for sequence in range(1, len(rows) + 1):
-            stored = await get_message(client, centre.target, sequence)
-            assert stored is not None
-            own, _, of_source = (stored.headers or b"").partition(b"\r\nFloe-Source: ")
-            assert b"\r\nnats-" not in of_source.lower()
-            assert b"Nats-TTL" not in own
+    await make(client, centre)
+    async with centre.running():
+        messages = await centre.carried(client, len(rows))
+    check_exact(messages, archive, centre.prefix)
+    info = await stream_info(client, centre.target)
+    assert info is not None
+    assert (info.last_sequence, info.messages) == (len(rows), len(rows))
+    for sequence in range(1, len(rows) + 1):
+        stored = await get_message(client, centre.target, sequence)
+        assert stored is not None
+        own, _, of_source = (stored.headers or b"").partition(b"\r\nFloe-Source: ")
+        assert b"\r\nnats-" not in of_source.lower()
+        assert b"Nats-TTL" not in own
 
 
 async def test_a_listed_ttl_expires_and_every_other_value_is_text(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     """What the server would refuse, overflow included, is no header: it would be refused for ever."""
     text = [b"1s ", b"1d", b"0", b"-1", b"soon", b"", b"1.5s", b"999999999h", b"9999999999", b"\t1s", b"1s\t"]
@@ -107,20 +106,19 @@ async def test_a_listed_ttl_expires_and_every_other_value_is_text(
     archive.put(rows)
     centre = Centre(tmp_path, archive, nats_url, control_headers=["Nats-TTL"])
 
-    async with client_of(nats_url) as client:
-        await make(client, centre)
-        async with centre.running():
-            await soon(lambda: _last(client, centre, len(rows)))
-            await soon(lambda: _count(client, centre, len(rows) - 4))
-            left = {each.message.sequence for each in await arrived(client, centre.target)}
-            first = len(text) + 1
-            assert left == set(range(1, len(rows) + 1)) - {first, first + 1, first + 2, len(rows)}
-            # The arithmetic holds though messages are gone: what follows stands behind them.
-            archive.put(rows_of(len(rows) + 1, len(rows) + 10))
-            await soon(lambda: _last(client, centre, len(rows) + 10))
-        state = (await (await centre.state(client)).load()).state
-        assert state is not None
-        assert state.checkpoint.target_sequence == len(rows) + 10
+    await make(client, centre)
+    async with centre.running():
+        await soon(lambda: _last(client, centre, len(rows)))
+        await soon(lambda: _count(client, centre, len(rows) - 4))
+        left = {each.message.sequence for each in await arrived(client, centre.target)}
+        first = len(text) + 1
+        assert left == set(range(1, len(rows) + 1)) - {first, first + 1, first + 2, len(rows)}
+        # The arithmetic holds though messages are gone: what follows stands behind them.
+        archive.put(rows_of(len(rows) + 1, len(rows) + 10))
+        await soon(lambda: _last(client, centre, len(rows) + 10))
+    state = (await (await centre.state(client)).load()).state
+    assert state is not None
+    assert state.checkpoint.target_sequence == len(rows) + 10
 
 
 async def _last(client: FloeClient, centre: Centre, sequence: int) -> bool:
@@ -135,7 +133,7 @@ async def _count(client: FloeClient, centre: Centre, count: int) -> bool:
 
 @pytest.mark.parametrize("publisher", ["fast", "single"])
 async def test_a_listed_rollup_purges_messages_and_no_sequences(
-    tmp_path: Path, archive: Archive, nats_url: str, publisher: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, publisher: str
 ) -> None:
     subjects = [b"a", b"a", b"b", b"a", b"c", b"a", b"b", b"b", b"c"]
     headers: list[bytes | None] = [None] * len(subjects)
@@ -149,32 +147,32 @@ async def test_a_listed_rollup_purges_messages_and_no_sequences(
     archive.put(rows)
     centre = Centre(tmp_path, archive, nats_url, control_headers=["Nats-Rollup"], publisher=publisher)
 
-    async with client_of(nats_url) as client:
-        await make(client, centre)
-        async with centre.running():
-            await soon(lambda: _last(client, centre, 9))
-            left = [each.message.sequence for each in await arrived(client, centre.target)]
-            assert left == [3, 4, 5, 6, 7, 8, 9]
-            archive.put([message(10, headers=block(b"Nats-Rollup: all")), *rows_of(11, 12)])
-            await soon(lambda: _last(client, centre, 12))
+    await make(client, centre)
+    async with centre.running():
+        await soon(lambda: _last(client, centre, 9))
         left = [each.message.sequence for each in await arrived(client, centre.target)]
-        assert left == [10, 11, 12]
-        state = (await (await centre.state(client)).load()).state
-        assert state is not None
-        assert (state.checkpoint.positions[CHAIN], state.checkpoint.target_sequence) == (13, 12)
+        assert left == [3, 4, 5, 6, 7, 8, 9]
+        archive.put([message(10, headers=block(b"Nats-Rollup: all")), *rows_of(11, 12)])
+        await soon(lambda: _last(client, centre, 12))
+    left = [each.message.sequence for each in await arrived(client, centre.target)]
+    assert left == [10, 11, 12]
+    state = (await (await centre.state(client)).load()).state
+    assert state is not None
+    assert (state.checkpoint.positions[CHAIN], state.checkpoint.target_sequence) == (13, 12)
 
 
-async def test_a_listed_marker_reason_is_kept_as_a_header(tmp_path: Path, archive: Archive, nats_url: str) -> None:
+async def test_a_listed_marker_reason_is_kept_as_a_header(
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
     archive.put([message(1, headers=block(b"Nats-Marker-Reason: Purge")), *rows_of(2, 3)])
     centre = Centre(tmp_path, archive, nats_url, control_headers=["Nats-Marker-Reason"])
 
-    async with client_of(nats_url) as client:
-        await make(client, centre)
-        async with centre.running():
-            await centre.carried(client, 3)
-        stored = await get_message(client, centre.target, 1)
-        assert stored is not None
-        assert b"\r\nNats-Marker-Reason: Purge\r\n" in (stored.headers or b"")
+    await make(client, centre)
+    async with centre.running():
+        await centre.carried(client, 3)
+    stored = await get_message(client, centre.target, 1)
+    assert stored is not None
+    assert b"\r\nNats-Marker-Reason: Purge\r\n" in (stored.headers or b"")
 
 
 AWKWARD = [
@@ -197,13 +195,13 @@ AWKWARD = [
 
 @pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
 async def test_awkward_subjects_arrive_byte_for_byte(
-    tmp_path: Path, archive: Archive, nats_url: str, publisher: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, publisher: str
 ) -> None:
     centre = Centre(tmp_path, archive, nats_url, publisher=publisher)
     rows = [message(n, subject=subject) for n, subject in enumerate(AWKWARD, 1)]
     archive.put(rows)
 
-    async with client_of(nats_url) as client, centre.running():
+    async with centre.running():
         await centre.carried(client, len(rows))
         for sequence, row in enumerate(rows, 1):
             stored = await get_message(client, centre.target, sequence)
@@ -213,12 +211,12 @@ async def test_awkward_subjects_arrive_byte_for_byte(
 
 @pytest.mark.parametrize("subject", [b"a b", b"a\r\nPUB x 0\r\n", b"a\tb", b"a\nb", b"a\x00b", b"a.", b"", b"x" * 5000])
 async def test_a_subject_of_a_file_never_reaches_the_socket_unchecked(
-    tmp_path: Path, archive: Archive, nats_url: str, subject: bytes
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, subject: bytes
 ) -> None:
     archive.put([message(1), message(2), message(3, subject=subject), message(4)])
     centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
 
-    async with client_of(nats_url) as client, centre.running() as health:
+    async with centre.running() as health:
 
         def stopped() -> Any:
             return centre.status(health).get("chains", {}).get(str(CHAIN), {}).get("stopped")

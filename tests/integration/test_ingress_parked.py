@@ -23,7 +23,7 @@ from common.jetstream.client import FloeClient
 from common.segments.segment import Message
 from ingress.parked import ParkedStore, State
 from tests.support.basics import soon
-from tests.support.ingress import CHAIN, Archive, Centre, arrived, client_of, rows_of
+from tests.support.ingress import CHAIN, Archive, Centre, arrived, rows_of
 from tests.support.segments import message
 
 pytestmark = pytest.mark.servers
@@ -92,32 +92,31 @@ def check_all_once(messages: list[Any], archive: Archive, centre: Centre, late: 
 
 
 async def test_a_message_that_is_too_large_is_put_aside_and_delivered_once_it_fits(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     archive.put(with_large(1, 20))
     archive.put(with_large(21, 40))
     centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
 
-    async with client_of(nats_url) as client:
-        await make(client, centre)
-        parked = await kept(client, centre)
-        async with centre.running():
-            messages = await centre.carried(client, 37)
-            assert {each.message.sequence for each in messages} == set(range(1, 41)) - set(LARGE)
-            await soon(lambda: states(parked) == dict.fromkeys(LARGE, State.PARKED))
-            stored = parked.read(parked.name(CHAIN, 17))
-            assert stored == archive.rows[CHAIN][16]
+    await make(client, centre)
+    parked = await kept(client, centre)
+    async with centre.running():
+        messages = await centre.carried(client, 37)
+        assert {each.message.sequence for each in messages} == set(range(1, 41)) - set(LARGE)
+        await soon(lambda: states(parked) == dict.fromkeys(LARGE, State.PARKED))
+        stored = parked.read(parked.name(CHAIN, 17))
+        assert stored == archive.rows[CHAIN][16]
 
-            await raise_limit(client, centre, 100_000)
-        for entry in parked.entries().values():
-            parked.ask(entry)
-        async with centre.running():
-            messages = await centre.carried(client, 40)
-            await soon(lambda: set(states(parked).values()) == {State.DELIVERED})
-        check_all_once(messages, archive, centre, set(LARGE))
-        state = (await (await centre.state(client)).load()).state
-        assert state is not None
-        assert (state.checkpoint.positions[CHAIN], state.checkpoint.target_sequence) == (41, 40)
+        await raise_limit(client, centre, 100_000)
+    for entry in parked.entries().values():
+        parked.ask(entry)
+    async with centre.running():
+        messages = await centre.carried(client, 40)
+        await soon(lambda: set(states(parked).values()) == {State.DELIVERED})
+    check_all_once(messages, archive, centre, set(LARGE))
+    state = (await (await centre.state(client)).load()).state
+    assert state is not None
+    assert (state.checkpoint.positions[CHAIN], state.checkpoint.target_sequence) == (41, 40)
 
 
 async def floe_parked(*words: str) -> Result:
@@ -135,79 +134,78 @@ async def are(config: Path, states: list[str]) -> bool:
 
 
 async def test_the_command_lists_shows_and_asks_and_is_told_what_came_of_it(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     archive.put(with_large(1, 20))
     centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
     config = centre.write()
     of_chain = ["-c", str(config), "--target", centre.target, "--site", CHAIN.site, "--feed", CHAIN.feed]
 
-    async with client_of(nats_url) as client:
-        await make(client, centre)
-        async with centre.running():
-            await centre.carried(client, 18)
-            await soon(lambda: are(config, ["parked", "parked"]))
-            assert set(await listed(config)) == {5, 17}
-            assert (await listed(config))[5]["why"].endswith("bytes, the target takes 1000")
+    await make(client, centre)
+    async with centre.running():
+        await centre.carried(client, 18)
+        await soon(lambda: are(config, ["parked", "parked"]))
+        assert set(await listed(config)) == {5, 17}
+        assert (await listed(config))[5]["why"].endswith("bytes, the target takes 1000")
 
-            shown = await floe_parked("cat", *of_chain, "--sequence", "17")
-            assert shown.stdout_bytes == archive.rows[CHAIN][16].payload
-            shown = await floe_parked("cat", *of_chain, "--sequence", "17", "--headers")
-            assert shown.stdout_bytes == archive.rows[CHAIN][16].headers
-            found = json.loads((await floe_parked("cat", *of_chain, "--sequence", "17", "--json")).output)
-            assert base64.b64decode(found["payload"]) == archive.rows[CHAIN][16].payload
-            assert base64.b64decode(found["subject"]) == b"nodes.large"
+        shown = await floe_parked("cat", *of_chain, "--sequence", "17")
+        assert shown.stdout_bytes == archive.rows[CHAIN][16].payload
+        shown = await floe_parked("cat", *of_chain, "--sequence", "17", "--headers")
+        assert shown.stdout_bytes == archive.rows[CHAIN][16].headers
+        found = json.loads((await floe_parked("cat", *of_chain, "--sequence", "17", "--json")).output)
+        assert base64.b64decode(found["payload"]) == archive.rows[CHAIN][16].payload
+        assert base64.b64decode(found["subject"]) == b"nodes.large"
 
-            await raise_limit(client, centre, 1800)
-            assert (await floe_parked("retry", *of_chain, "--all")).exit_code == 2
-            assert (await floe_parked("retry", *of_chain, "--sequence", "9", "--yes")).exit_code == 3
-            assert (await floe_parked("retry", *of_chain, "--all", "--yes")).exit_code == 0
-            assert {row["state"] for row in (await listed(config)).values()} == {"asked for"}
-        async with centre.running():
-            messages = await centre.carried(client, 19)
-            await soon(lambda: are(config, ["parked", "delivered"]))
-            assert (await listed(config))[5]["why"].endswith("bytes, the target takes 1800")
-            assert [each.message.sequence for each in messages][-1] == 17
-            assert (await floe_parked("retry", *of_chain, "--sequence", "17", "--yes")).exit_code == 3
+        await raise_limit(client, centre, 1800)
+        assert (await floe_parked("retry", *of_chain, "--all")).exit_code == 2
+        assert (await floe_parked("retry", *of_chain, "--sequence", "9", "--yes")).exit_code == 3
+        assert (await floe_parked("retry", *of_chain, "--all", "--yes")).exit_code == 0
+        assert {row["state"] for row in (await listed(config)).values()} == {"asked for"}
+    async with centre.running():
+        messages = await centre.carried(client, 19)
+        await soon(lambda: are(config, ["parked", "delivered"]))
+        assert (await listed(config))[5]["why"].endswith("bytes, the target takes 1800")
+        assert [each.message.sequence for each in messages][-1] == 17
+        assert (await floe_parked("retry", *of_chain, "--sequence", "17", "--yes")).exit_code == 3
 
 
 async def test_what_is_asked_for_while_the_service_runs_is_delivered_without_a_restart(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     archive.put(with_large(1, 20))
     centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
 
-    async with client_of(nats_url) as client:
-        await make(client, centre)
-        async with centre.running():
-            await centre.carried(client, 18)
-            parked = await kept(client, centre)
-            await soon(lambda: set(states(parked).values()) == {State.PARKED})
-            # The archive's copy goes: what is parked needs it no more.
-            for ref in archive.store.list(CHAIN):
-                archive.store.delete(ref)
-            await raise_limit(client, centre, 100_000)
-            for entry in parked.entries().values():
-                parked.ask(entry)
-            messages = await centre.carried(client, 20)
-            archive.put(rows_of(21, 30))
-            messages = await centre.carried(client, 30)
-        check_all_once(messages, archive, centre, {5, 17})
+    await make(client, centre)
+    async with centre.running():
+        await centre.carried(client, 18)
+        parked = await kept(client, centre)
+        await soon(lambda: set(states(parked).values()) == {State.PARKED})
+        # The archive's copy goes: what is parked needs it no more.
+        for ref in archive.store.list(CHAIN):
+            archive.store.delete(ref)
+        await raise_limit(client, centre, 100_000)
+        for entry in parked.entries().values():
+            parked.ask(entry)
+        messages = await centre.carried(client, 20)
+        archive.put(rows_of(21, 30))
+        messages = await centre.carried(client, 30)
+    check_all_once(messages, archive, centre, {5, 17})
 
 
-async def test_all_messages_of_a_feed_may_be_too_large(tmp_path: Path, archive: Archive, nats_url: str) -> None:
+async def test_all_messages_of_a_feed_may_be_too_large(
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
     large = dict.fromkeys(range(1, 61), 1200)
     archive.put(with_large(1, 60, large))
     centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
 
-    async with client_of(nats_url) as client:
-        await make(client, centre)
-        async with centre.running():
-            parked = await kept(client, centre)
-            await soon(lambda: states(parked) == dict.fromkeys(large, State.PARKED))
-            archive.put(rows_of(61, 70))
-            check = await centre.carried(client, 10)
-        assert [each.message.sequence for each in check] == list(range(61, 71))
+    await make(client, centre)
+    async with centre.running():
+        parked = await kept(client, centre)
+        await soon(lambda: states(parked) == dict.fromkeys(large, State.PARKED))
+        archive.put(rows_of(61, 70))
+        check = await centre.carried(client, 10)
+    assert [each.message.sequence for each in check] == list(range(61, 71))
 
 
 def commands_of(hint: str, config: Path) -> list[list[str]]:
@@ -218,28 +216,27 @@ def commands_of(hint: str, config: Path) -> list[list[str]]:
 
 @pytest.mark.parametrize("way", ["skip", "raise"])
 async def test_without_parking_the_chain_stops_and_its_way_out_can_be_pasted(
-    tmp_path: Path, archive: Archive, nats_url: str, way: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, way: str
 ) -> None:
     archive.put(with_large(1, 20, {5: 2000}))
     centre = Centre(tmp_path, archive, nats_url)
 
-    async with client_of(nats_url) as client:
-        await make(client, centre)
-        async with centre.running() as health:
+    await make(client, centre)
+    async with centre.running() as health:
 
-            def stopped() -> Any:
-                chains = health.status()["parts"].get(f"target {centre.target}", {}).get("chains", {})
-                return (found := chains.get(str(CHAIN), {})).get("stopped") and found
+        def stopped() -> Any:
+            chains = health.status()["parts"].get(f"target {centre.target}", {}).get("chains", {})
+            return (found := chains.get(str(CHAIN), {})).get("stopped") and found
 
-            found = await soon(stopped)
-            assert "sequence 5: the message with its headers needs" in found["stopped"]
-            assert len(await arrived(client, centre.target)) == 4
-            resume, skip = commands_of(found["hint"], centre.write())
-            if way == "raise":
-                await raise_limit(client, centre, 100_000)
-            pasted = await run_floe(*(resume if way == "raise" else skip))
-            assert pasted.exit_code == 0, pasted.output
-            messages = await centre.carried(client, 20 if way == "raise" else 19)
+        found = await soon(stopped)
+        assert "sequence 5: the message with its headers needs" in found["stopped"]
+        assert len(await arrived(client, centre.target)) == 4
+        resume, skip = commands_of(found["hint"], centre.write())
+        if way == "raise":
+            await raise_limit(client, centre, 100_000)
+        pasted = await run_floe(*(resume if way == "raise" else skip))
+        assert pasted.exit_code == 0, pasted.output
+        messages = await centre.carried(client, 20 if way == "raise" else 19)
     expected = [*range(1, 21)] if way == "raise" else [1, 2, 3, 4, *range(6, 21)]
     assert [each.message.sequence for each in messages] == expected
 
@@ -257,33 +254,32 @@ async def carried_twice(centre: Centre) -> AsyncIterator[None]:
         yield
 
 
-async def test_twins_park_and_deliver_once(tmp_path: Path, archive: Archive, nats_url: str) -> None:
+async def test_twins_park_and_deliver_once(client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str) -> None:
     large = dict.fromkeys(range(3, 300, 9), 1500)
     archive.put(with_large(1, 300, large))
     centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
 
-    async with client_of(nats_url) as client:
-        await make(client, centre)
-        parked = await kept(client, centre)
-        # One of the two may give up because of the other; what it leaves is what counts.
-        with suppress(AnotherWriter):
-            async with carried_twice(centre):
-                await centre.carried(client, 300 - len(large))
-                await soon(lambda: states(parked) == dict.fromkeys(large, State.PARKED))
-        await raise_limit(client, centre, 100_000)
-        for entry in parked.entries().values():
-            parked.ask(entry)
-        with suppress(AnotherWriter):
-            async with carried_twice(centre):
-                await centre.carried(client, 300, 30)
-                await soon(lambda: set(states(parked).values()) == {State.DELIVERED})
-        messages = await arrived(client, centre.target)
-        check_all_once(messages, archive, centre, set(large))
+    await make(client, centre)
+    parked = await kept(client, centre)
+    # One of the two may give up because of the other; what it leaves is what counts.
+    with suppress(AnotherWriter):
+        async with carried_twice(centre):
+            await centre.carried(client, 300 - len(large))
+            await soon(lambda: states(parked) == dict.fromkeys(large, State.PARKED))
+    await raise_limit(client, centre, 100_000)
+    for entry in parked.entries().values():
+        parked.ask(entry)
+    with suppress(AnotherWriter):
+        async with carried_twice(centre):
+            await centre.carried(client, 300, 30)
+            await soon(lambda: set(states(parked).values()) == {State.DELIVERED})
+    messages = await arrived(client, centre.target)
+    check_all_once(messages, archive, centre, set(large))
 
 
 @pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
 async def test_messages_at_the_very_limits_of_the_server_are_stored_or_parked(
-    tmp_path: Path, archive: Archive, nats_url: str, publisher: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, publisher: str
 ) -> None:
     """The connection is never lost to one that is too large."""
     most, wide = 1024 * 1024, b"A: " + b"v" * 60_000
@@ -297,7 +293,7 @@ async def test_messages_at_the_very_limits_of_the_server_are_stored_or_parked(
     archive.put(rows)
     centre = Centre(tmp_path, archive, nats_url, on_oversize="park", publisher=publisher)
 
-    async with client_of(nats_url) as client, centre.running() as health:
+    async with centre.running() as health:
 
         async def is_accounted() -> bool:
             info = await stream_info(client, centre.target)

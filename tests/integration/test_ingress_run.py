@@ -10,7 +10,7 @@ import pytest
 
 from common.chain import Chain
 from common.jetstream.api import create_stream
-from common.jetstream.client import frame
+from common.jetstream.client import FloeClient, frame
 from common.segments.keys import SegmentName
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
@@ -36,36 +36,35 @@ def lane(health: Health, centre: Centre, chain: Chain = CHAIN) -> dict[str, obje
 
 @pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
 async def test_segments_of_several_chains_arrive_once_and_in_order(
-    tmp_path: Path, archive: Archive, nats_url: str, publisher: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, publisher: str
 ) -> None:
     for first in (1, 201, 401):
         archive.put(rows_of(first, first + 199))
         archive.put(rows_of(first, first + 199, OTHER), chain=OTHER)
     centre = Centre(tmp_path, archive, nats_url, publisher=publisher)
 
-    async with client_of(nats_url) as client, centre.running():
+    async with centre.running():
         messages = await centre.carried(client, 1200)
 
     check_exact(messages, archive, centre.prefix)
 
 
 async def test_what_is_archived_later_follows_and_a_restart_goes_on_where_it_stopped(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     archive.put(rows_of(1, 50))
     centre = Centre(tmp_path, archive, nats_url)
-    async with client_of(nats_url) as client:
-        async with centre.running():
-            await centre.carried(client, 50)
-            archive.put(rows_of(51, 80), SequenceRange(51, 100))
-            await centre.carried(client, 80)
-        archive.put(rows_of(101, 130))
-        async with centre.running():
-            messages = await centre.carried(client, 110)
-            await asyncio.sleep(0.3)
-            # For those who delete: what a closed checkpoint says.
-            said = await soon(lambda: archive.documents.read_positions(centre.target))
-        stored = (await (await centre.state(client)).load()).state
+    async with centre.running():
+        await centre.carried(client, 50)
+        archive.put(rows_of(51, 80), SequenceRange(51, 100))
+        await centre.carried(client, 80)
+    archive.put(rows_of(101, 130))
+    async with centre.running():
+        messages = await centre.carried(client, 110)
+        await asyncio.sleep(0.3)
+        # For those who delete: what a closed checkpoint says.
+        said = await soon(lambda: archive.documents.read_positions(centre.target))
+    stored = (await (await centre.state(client)).load()).state
 
     check_exact(messages, archive, centre.prefix)
     assert stored is not None
@@ -77,7 +76,7 @@ async def test_what_is_archived_later_follows_and_a_restart_goes_on_where_it_sto
 
 
 async def test_headers_come_back_byte_for_byte_and_nothing_acts_again(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     blocks = [
         None,
@@ -99,7 +98,7 @@ async def test_headers_come_back_byte_for_byte_and_nothing_acts_again(
     archive.put(rows)
     centre = Centre(tmp_path, archive, nats_url)
 
-    async with client_of(nats_url) as client, centre.running():
+    async with centre.running():
         messages = await centre.carried(client, len(rows))
 
     messages[-1] = replace(
@@ -108,11 +107,13 @@ async def test_headers_come_back_byte_for_byte_and_nothing_acts_again(
     check_exact(messages, archive, centre.prefix)
 
 
-async def test_a_control_header_that_may_act_acts(tmp_path: Path, archive: Archive, nats_url: str) -> None:
+async def test_a_control_header_that_may_act_acts(
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
     archive.put([message(1, headers=block(b"Nats-TTL: 1s")), message(2, headers=block(b"Nats-TTL: soon"))])
     centre = Centre(tmp_path, archive, nats_url, control_headers=["Nats-TTL"])
 
-    async with client_of(nats_url) as client, centre.running():
+    async with centre.running():
         assert len(await centre.carried(client, 2)) == 2
 
         async def expired() -> bool:
@@ -122,14 +123,14 @@ async def test_a_control_header_that_may_act_acts(tmp_path: Path, archive: Archi
 
 
 async def test_a_hole_waits_until_it_is_filled_and_other_chains_go_on(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     archive.put(rows_of(1, 10))
     archive.put(rows_of(21, 30))
     archive.put(rows_of(1, 40, OTHER), chain=OTHER)
     centre = Centre(tmp_path, archive, nats_url)
 
-    async with client_of(nats_url) as client, centre.running() as health:
+    async with centre.running() as health:
         await centre.carried(client, 50)
         await soon(lambda: lane(health, centre).get("hole") == "11..20")
         assert lane(health, centre)["phase"] == "late"
@@ -141,14 +142,14 @@ async def test_a_hole_waits_until_it_is_filled_and_other_chains_go_on(
 
 
 async def test_a_long_backlog_of_one_chain_does_not_keep_another_waiting(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     for first in range(1, 3001, 100):
         archive.put(rows_of(first, first + 99))
     archive.put(rows_of(1, 10, OTHER), chain=OTHER)
     centre = Centre(tmp_path, archive, nats_url, publisher="single")
 
-    async with client_of(nats_url) as client, centre.running():
+    async with centre.running():
         messages = await centre.carried(client, 3010, 20)
 
     check_exact(messages, archive, centre.prefix)
@@ -156,7 +157,7 @@ async def test_a_long_backlog_of_one_chain_does_not_keep_another_waiting(
 
 
 async def test_a_damaged_segment_is_left_out_where_a_merged_one_covers(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     damaged = archive.put(rows_of(1, 30))
     archive.put(rows_of(1, 30), level=1)
@@ -164,14 +165,14 @@ async def test_a_damaged_segment_is_left_out_where_a_merged_one_covers(
     (archive.folder / damaged.key).write_bytes(b"PAR1" + b"x" * (damaged.size - 8) + b"PAR1")
     centre = Centre(tmp_path, archive, nats_url)
 
-    async with client_of(nats_url) as client, centre.running():
+    async with centre.running():
         messages = await centre.carried(client, 40, 20)
 
     check_exact(messages, archive, centre.prefix)
 
 
 async def test_damage_that_nothing_else_covers_stops_its_chain_and_no_other(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     archive.put(rows_of(1, 10))
     good = archive.put(rows_of(11, 20))
@@ -180,14 +181,14 @@ async def test_damage_that_nothing_else_covers_stops_its_chain_and_no_other(
     (archive.folder / good.key).write_bytes(bytes_of[:-100] + b"\0" * 100)
     centre = Centre(tmp_path, archive, nats_url)
 
-    async with client_of(nats_url) as client, centre.running() as health:
+    async with centre.running() as health:
         await centre.carried(client, 50)
         await soon(lambda: lane(health, centre).get("phase") == "damaged", 15)
         assert lane(health, centre)["hole"] == "11..20"
 
 
 async def test_a_segment_of_another_site_under_a_listed_key_is_damage(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     secret = Chain("mars", "NODES")
     ref = archive.put(rows_of(1, 10, secret), chain=secret)
@@ -198,13 +199,13 @@ async def test_a_segment_of_another_site_under_a_listed_key_is_damage(
     archive.documents.write_tail(CHAIN, 10)
     centre = Centre(tmp_path, archive, nats_url)
 
-    async with client_of(nats_url) as client, centre.running() as health:
+    async with centre.running() as health:
         await soon(lambda: lane(health, centre).get("phase") == "damaged", 15)
         assert await count_in(client, centre.target) == 0
 
 
 async def test_a_row_that_the_target_would_refuse_stops_its_chain_before_it_and_no_other(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     archive.put([message(1), message(2), message(3, subject=b"a b"), message(4)])
     archive.put([message(1), message(2, b"x" * (1 << 20))], chain=OTHER)
@@ -212,7 +213,7 @@ async def test_a_row_that_the_target_would_refuse_stops_its_chain_before_it_and_
     archive.rows[OTHER] = archive.rows[OTHER][:1]
     centre = Centre(tmp_path, archive, nats_url)
 
-    async with client_of(nats_url) as client, centre.running() as health:
+    async with centre.running() as health:
         await centre.carried(client, 3)
         await soon(lambda: "stopped" in lane(health, centre) and "stopped" in lane(health, centre, OTHER))
         assert "stops at sequence 3: subject 'a b'" in str(lane(health, centre)["stopped"])
@@ -222,7 +223,7 @@ async def test_a_row_that_the_target_would_refuse_stops_its_chain_before_it_and_
 
 
 async def test_an_incarnation_begins_when_all_partitions_of_the_one_before_have_ended(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     parts = [Chain("us-east", "NODES", 0, n) for n in (0, 1)]
     later = Chain("us-east", "NODES", 1)
@@ -232,7 +233,7 @@ async def test_an_incarnation_begins_when_all_partitions_of_the_one_before_have_
     archive.rows[parts[0]] = archive.rows[parts[0]][:10]
     centre = Centre(tmp_path, archive, nats_url)
 
-    async with client_of(nats_url) as client, centre.running() as health:
+    async with centre.running() as health:
         await soon(lambda: "stands at 1 and ends at 20" in str(lane(health, centre, later).get("waits_for")))
         archive.put(rows_of(1, 20, parts[1]), chain=parts[1])
         messages = await centre.carried(client, 35)
@@ -242,7 +243,7 @@ async def test_an_incarnation_begins_when_all_partitions_of_the_one_before_have_
 
 
 async def test_a_segment_that_compaction_replaced_meanwhile_is_found_merged(
-    tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = [archive.put(rows_of(first, first + 9)) for first in (1, 11, 21)]
     archive.put(rows_of(1, 30), level=1, tail=False)
@@ -259,28 +260,30 @@ async def test_a_segment_that_compaction_replaced_meanwhile_is_found_merged(
     monkeypatch.setattr(type(archive.store), "open", gone_then_open)
     centre = Centre(tmp_path, archive, nats_url)
 
-    async with client_of(nats_url) as client, centre.running():
+    async with centre.running():
         messages = await centre.carried(client, 30)
 
     check_exact(messages, archive, centre.prefix)
     assert set(opened) == {0, 1}
 
 
-async def test_chains_that_are_not_listed_stay_where_they_are(tmp_path: Path, archive: Archive, nats_url: str) -> None:
+async def test_chains_that_are_not_listed_stay_where_they_are(
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
     secret = Chain("mars", "NODES")
     archive.put(rows_of(1, 10, secret), chain=secret)
     archive.rows.clear()
     archive.put(rows_of(1, 10))
     centre = Centre(tmp_path, archive, nats_url)
 
-    async with client_of(nats_url) as client, centre.running():
+    async with centre.running():
         await centre.carried(client, 10)
         await asyncio.sleep(1.2)
         check_exact(await centre.carried(client, 10), archive, centre.prefix)
 
 
 async def test_a_chain_begins_where_chain_json_and_retention_say(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     archive.begin(CHAIN, first=5)
     archive.put(rows_of(1, 20))
@@ -290,7 +293,7 @@ async def test_a_chain_begins_where_chain_json_and_retention_say(
     archive.rows = {CHAIN: rows_of(5, 20), OTHER: rows_of(11, 20, OTHER)}
     centre = Centre(tmp_path, archive, nats_url)
 
-    async with client_of(nats_url) as client, centre.running():
+    async with centre.running():
         check_exact(await centre.carried(client, 26), archive, centre.prefix)
 
 
@@ -312,7 +315,7 @@ async def open_intent_of(centre: Centre, stored: int, *pieces: IntentPiece) -> N
 
 @pytest.mark.parametrize("stored", [0, 7, 20, 25])
 async def test_an_open_intent_is_finished_as_it_stands_by_whoever_comes(
-    tmp_path: Path, archive: Archive, nats_url: str, stored: int
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, stored: int
 ) -> None:
     ref = archive.put(rows_of(1, 40))
     centre = Centre(tmp_path, archive, nats_url)
@@ -323,12 +326,12 @@ async def test_an_open_intent_is_finished_as_it_stands_by_whoever_comes(
         IntentPiece(ref.segment, SequenceRange(21, 25), 5),
     )
 
-    async with client_of(nats_url) as client, centre.running():
+    async with centre.running():
         check_exact(await centre.carried(client, 40), archive, centre.prefix)
 
 
 async def test_the_rows_of_an_open_intent_are_found_through_the_cover(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     gone = archive.put(rows_of(1, 40), SequenceRange(1, 50))
     archive.store.delete(gone)
@@ -339,12 +342,12 @@ async def test_the_rows_of_an_open_intent_are_found_through_the_cover(
     centre = Centre(tmp_path, archive, nats_url)
     await open_intent_of(centre, 7, IntentPiece(gone.segment, SequenceRange(1, 40), 40))
 
-    async with client_of(nats_url) as client, centre.running():
+    async with centre.running():
         check_exact(await centre.carried(client, 60), archive, centre.prefix)
 
 
 async def test_other_rows_in_the_range_of_an_open_intent_stop_the_target(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     name = SegmentName(CHAIN, 0, SequenceRange(1, 40), "0" * 16)
     archive.put(rows_of(1, 39), SequenceRange(1, 40))
@@ -352,5 +355,4 @@ async def test_other_rows_in_the_range_of_an_open_intent_stop_the_target(
     await open_intent_of(centre, 7, IntentPiece(name, SequenceRange(1, 40), 40))
 
     assert "expected 40 messages in 1..40, found 39" in (await centre.ending()).message
-    async with client_of(nats_url) as client:
-        assert await count_in(client, centre.target) == 7
+    assert await count_in(client, centre.target) == 7

@@ -16,7 +16,7 @@ from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, frame
 from infra.local.nats import NatsServer
 from tests.support.basics import PATIENCE, seeded, soon, unique
-from tests.support.ingress import Archive, Arrived, Centre, arrived, client_of, rows_of
+from tests.support.ingress import Archive, Arrived, Centre, arrived, rows_of
 from tests.support.proxies import TcpProxy
 
 pytestmark = pytest.mark.servers
@@ -77,63 +77,60 @@ def repeats(messages: Sequence[Arrived], archive: Archive) -> int:
 
 @pytest.mark.parametrize("publisher", ["atomic", "single"])
 async def test_beside_a_foreign_publisher_everything_arrives_once_if_nothing_fails(
-    tmp_path: Path, archive: Archive, nats_url: str, publisher: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, publisher: str
 ) -> None:
     centre = Centre(tmp_path, archive, nats_url, publisher=publisher, **SHARED)
-    async with client_of(nats_url) as client:
-        await make(client, centre)
-        async with foreigners(client, centre, rate=RATE), centre.running() as health:
-            for part in range(6):
-                first, size = part * 100 + 1, 100
-                archive.put(rows_of(first, first + size - 1))
-                archive.put(rows_of(first, first + size - 1, OTHER), chain=OTHER)
-                await asyncio.sleep(0.1)
-            await all_there(client, centre, archive)
-            assert not [problem for problem in health.problems() if centre.target in problem]
-        assert repeats(await our(client, centre), archive) == 0
+    await make(client, centre)
+    async with foreigners(client, centre, rate=RATE), centre.running() as health:
+        for part in range(6):
+            first, size = part * 100 + 1, 100
+            archive.put(rows_of(first, first + size - 1))
+            archive.put(rows_of(first, first + size - 1, OTHER), chain=OTHER)
+            await asyncio.sleep(0.1)
+        await all_there(client, centre, archive)
+        assert not [problem for problem in health.problems() if centre.target in problem]
+    assert repeats(await our(client, centre), archive) == 0
 
 
 async def test_a_target_that_held_messages_before_is_begun_behind_them(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     archive.put(rows_of(1, 30))
     centre = Centre(tmp_path, archive, nats_url, **SHARED)
-    async with client_of(nats_url) as client:
-        await make(client, centre)
-        for number in range(17):
-            await client.request_raw(f"{centre.target}.before".encode(), b"%d" % number, timeout=5)
-        async with centre.running():
-            await all_there(client, centre, archive)
-        assert repeats(await our(client, centre), archive) == 0
-        state = (await (await centre.state(client)).load()).state
+    await make(client, centre)
+    for number in range(17):
+        await client.request_raw(f"{centre.target}.before".encode(), b"%d" % number, timeout=5)
+    async with centre.running():
+        await all_there(client, centre, archive)
+    assert repeats(await our(client, centre), archive) == 0
+    state = (await (await centre.state(client)).load()).state
     assert state is not None
     assert (state.checkpoint.begins, state.checkpoint.target_sequence) == (17, 47)
 
 
 @pytest.mark.parametrize("how", ["deleted", "made again"])
 async def test_a_shared_target_that_is_gone_or_another_one_stops(
-    tmp_path: Path, archive: Archive, nats_url: str, how: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, how: str
 ) -> None:
     archive.put(rows_of(1, 30))
     centre = Centre(tmp_path, archive, nats_url, **SHARED)
-    async with client_of(nats_url) as client:
+    await make(client, centre)
+    async with centre.running():
+        await all_there(client, centre, archive)
+    await client.api(f"STREAM.DELETE.{centre.target}")
+    if how == "made again":
         await make(client, centre)
-        async with centre.running():
-            await all_there(client, centre, archive)
-        await client.api(f"STREAM.DELETE.{centre.target}")
-        if how == "made again":
-            await make(client, centre)
-        error = await centre.ending()
+    error = await centre.ending()
     assert error.code in ("E-TARGET-RECREATED", "E-TARGET-GONE")
     assert "floe checkpoint set" in error.hint
 
 
 async def test_kills_and_cut_connections_of_two_instances_lose_nothing(
-    tmp_path: Path, archive: Archive, nats_server: NatsServer, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_server: NatsServer, nats_url: str
 ) -> None:
     rng = seeded()
     centre = Centre(tmp_path, archive, nats_url, **SHARED)
-    async with client_of(nats_url) as client, TcpProxy(nats_server.port) as proxy:
+    async with TcpProxy(nats_server.port) as proxy:
         await make(client, centre)
         centre.urls = [proxy.url]
         async with foreigners(client, centre) as foreign:
@@ -167,29 +164,28 @@ async def killed(task: asyncio.Task[None]) -> None:
 
 
 async def test_a_work_queue_that_is_consumed_gets_every_message(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     """What was consumed can not be read: it may come again, but is not lost."""
     centre = Centre(tmp_path, archive, nats_url, create=None, **SHARED)
     rng, taken = random.Random(3), []
-    async with client_of(nats_url) as client:
-        await make(client, centre, retention="workqueue")
-        task = asyncio.create_task(consume(client, centre, taken))
-        async with foreigners(client, centre, rate=50):
-            for part in range(5):
-                archive.put(rows_of(part * 100 + 1, part * 100 + 100))
-                instance = asyncio.create_task(centre.run())
-                await asyncio.sleep(rng.uniform(0.3, 1.0))
-                await killed(instance)
-            async with centre.running():
-                await all_there(client, centre, archive)
+    await make(client, centre, retention="workqueue")
+    task = asyncio.create_task(consume(client, centre, taken))
+    async with foreigners(client, centre, rate=50):
+        for part in range(5):
+            archive.put(rows_of(part * 100 + 1, part * 100 + 100))
+            instance = asyncio.create_task(centre.run())
+            await asyncio.sleep(rng.uniform(0.3, 1.0))
+            await killed(instance)
+        async with centre.running():
+            await all_there(client, centre, archive)
 
-                async def consumed() -> bool:
-                    info = await stream_info(client, centre.target)
-                    return info is not None and info.messages < 20
+            async def consumed() -> bool:
+                info = await stream_info(client, centre.target)
+                return info is not None and info.messages < 20
 
-                await soon(consumed)
-        task.cancel()
+            await soon(consumed)
+    task.cancel()
     first = list(dict.fromkeys(taken))
     assert first == list(range(1, 501))
     assert len(taken) - len(first) <= 200
@@ -206,19 +202,18 @@ async def consume(client: FloeClient, centre: Centre, taken: list[int]) -> None:
 
 
 async def test_one_feed_into_two_targets_is_carried_into_each_for_itself(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     archive.put(rows_of(1, 100))
     first = Centre(tmp_path, archive, nats_url)
     second = Centre(tmp_path, archive, nats_url, stream=unique("SECOND"), **SHARED)
     targets = [*first.document()["ingress"]["targets"], *second.document()["ingress"]["targets"]]
     second.state_bucket = first.state_bucket
-    async with client_of(nats_url) as client:
-        await make(client, second)
-        async with foreigners(client, second), first.running(targets=targets):
-            await all_there(client, first, archive)
-            await all_there(client, second, archive)
-            await client.api(f"STREAM.DELETE.{second.target}")
-            archive.put(rows_of(101, 150))
-            await all_there(client, first, archive)
-        assert repeats(await our(client, first), archive) == 0
+    await make(client, second)
+    async with foreigners(client, second), first.running(targets=targets):
+        await all_there(client, first, archive)
+        await all_there(client, second, archive)
+        await client.api(f"STREAM.DELETE.{second.target}")
+        archive.put(rows_of(101, 150))
+        await all_there(client, first, archive)
+    assert repeats(await our(client, first), archive) == 0

@@ -24,7 +24,7 @@ from common.tasks import Stop
 from infra.local.nats import NatsServer
 from ingress.deps import lease_key
 from tests.support.basics import PATIENCE, soon, unique
-from tests.support.ingress import Archive, Centre, check_exact, client_of, rows_of
+from tests.support.ingress import Archive, Centre, check_exact, rows_of
 from tests.support.proxies import TcpProxy
 
 pytestmark = pytest.mark.servers
@@ -117,12 +117,12 @@ def counts(*instances: Instance) -> list[int]:
 
 
 async def test_three_instances_split_six_targets_take_over_and_stay_exact(
-    tmp_path: Path, archive: Archive, nats_server: NatsServer, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_server: NatsServer, nats_url: str
 ) -> None:
     fleet = Fleet(tmp_path, archive, nats_url, 6)
     fleet.put()
     loading = asyncio.create_task(keep_loading(fleet))
-    async with client_of(nats_url) as client, TcpProxy(nats_server.port) as proxy:
+    async with TcpProxy(nats_server.port) as proxy:
         one = fleet.start()
         await soon(lambda: counts(one) == [6])
         two, three = fleet.start(), fleet.start(proxy.url)
@@ -158,7 +158,7 @@ async def keep_loading(fleet: Fleet) -> None:
 
 
 async def test_instances_with_other_targets_do_not_count_each_other(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     """A target that only one of them knows would be above its share, if the other one counted."""
     fleet = Fleet(tmp_path, archive, nats_url, 4)
@@ -171,8 +171,7 @@ async def test_instances_with_other_targets_do_not_count_each_other(
     assert counts(old, new) == [2, 2]
     await old.drain()
     await soon(lambda: counts(new) == [4])
-    async with client_of(nats_url) as client:
-        await fleet.check(client)
+    await fleet.check(client)
     await new.drain()
 
 

@@ -19,7 +19,7 @@ from ingress.target import Target
 from tests.scenarios.processes import run_floe
 from tests.support.basics import PATIENCE, soon
 from tests.support.commands import paste_checkpoint
-from tests.support.ingress import Archive, Centre, check_exact, client_of, count_in, rows_of
+from tests.support.ingress import Archive, Centre, check_exact, count_in, rows_of
 
 pytestmark = pytest.mark.servers
 
@@ -65,10 +65,8 @@ async def test_a_missing_target_ends_with_the_line_that_makes_it(
     assert error.hint.startswith(f"nats stream add {centre.target} --subjects '{centre.target}.>'")
 
 
-async def test_dangerous_differences_are_refused_all_at_once(tmp_path: Path, archive: Archive, nats_url: str) -> None:
-    centre = Centre(tmp_path, archive, nats_url)
-    async with client_of(nats_url) as client:
-        await make(client, centre, retention="workqueue", storage="memory")
+async def test_dangerous_differences_are_refused_all_at_once(centre: Centre, client: FloeClient) -> None:
+    await make(client, centre, retention="workqueue", storage="memory")
 
     error = await ending(centre)
 
@@ -79,15 +77,11 @@ async def test_dangerous_differences_are_refused_all_at_once(tmp_path: Path, arc
     )
 
 
-async def test_a_target_that_holds_messages_and_has_no_checkpoint_stops(
-    tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
-    centre = Centre(tmp_path, archive, nats_url)
-    async with client_of(nats_url) as client:
-        await make(client, centre)
-        client.send(frame(f"{centre.target}.a".encode(), b"x"))
-        error = await ending(centre)
-        assert await count_in(client, centre.target) == 1
+async def test_a_target_that_holds_messages_and_has_no_checkpoint_stops(centre: Centre, client: FloeClient) -> None:
+    await make(client, centre)
+    client.send(frame(f"{centre.target}.a".encode(), b"x"))
+    error = await ending(centre)
+    assert await count_in(client, centre.target) == 1
 
     assert isinstance(error, Stopped)
     assert error.code == "E-TARGET-NOT-EMPTY"
@@ -95,44 +89,40 @@ async def test_a_target_that_holds_messages_and_has_no_checkpoint_stops(
 
 
 async def test_a_lost_state_bucket_stops_instead_of_carrying_everything_again(
-    tmp_path: Path, archive: Archive, nats_url: str
+    centre: Centre, client: FloeClient
 ) -> None:
-    centre = Centre(tmp_path, archive, nats_url)
-    async with client_of(nats_url) as client:
-        await carry_once(centre, client)
-        await client.api(f"STREAM.DELETE.KV_{centre.state_bucket}")
-        error = await ending(centre)
-        assert await count_in(client, centre.target) == 30
+    await carry_once(centre, client)
+    await client.api(f"STREAM.DELETE.KV_{centre.state_bucket}")
+    error = await ending(centre)
+    assert await count_in(client, centre.target) == 30
 
     assert error.code == "E-TARGET-NOT-EMPTY"
 
 
 @pytest.mark.parametrize("again", [True, False])
 async def test_a_target_that_was_made_again_stops_until_it_is_forgotten(
-    tmp_path: Path, archive: Archive, nats_url: str, again: bool
+    centre: Centre, client: FloeClient, archive: Archive, again: bool
 ) -> None:
-    centre = Centre(tmp_path, archive, nats_url)
-    async with client_of(nats_url) as client:
-        await carry_once(centre, client)
-        await client.api(f"STREAM.DELETE.{centre.target}")
-        if again:
-            await make(client, centre)
-        error = await ending(centre)
-        assert await count_in(client, centre.target) == 0
+    await carry_once(centre, client)
+    await client.api(f"STREAM.DELETE.{centre.target}")
+    if again:
+        await make(client, centre)
+    error = await ending(centre)
+    assert await count_in(client, centre.target) == 0
 
-        assert isinstance(error, Stopped)
-        assert error.code == ("E-TARGET-RECREATED" if again else "E-TARGET-GONE")
-        await paste_checkpoint(centre.write(), error.hint, "--forget")
-        async with centre.running():
-            check_exact(await centre.carried(client, 30), archive, centre.prefix)
+    assert isinstance(error, Stopped)
+    assert error.code == ("E-TARGET-RECREATED" if again else "E-TARGET-GONE")
+    await paste_checkpoint(centre.write(), error.hint, "--forget")
+    async with centre.running():
+        check_exact(await centre.carried(client, 30), archive, centre.prefix)
 
 
 async def test_a_target_that_is_deleted_while_nothing_comes_is_told_at_once(
-    tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ingress.delivery.IDLE_LOOK", 0.5)
     centre = Centre(tmp_path, archive, nats_url)
-    async with client_of(nats_url) as client, centre.running() as health:
+    async with centre.running() as health:
         await centre.carried(client, 30)
         await client.api(f"STREAM.DELETE.{centre.target}")
 
@@ -140,28 +130,24 @@ async def test_a_target_that_is_deleted_while_nothing_comes_is_told_at_once(
         assert health.problems()
 
 
-async def test_a_purged_target_goes_on(tmp_path: Path, archive: Archive, nats_url: str) -> None:
+async def test_a_purged_target_goes_on(centre: Centre, client: FloeClient, archive: Archive) -> None:
     """A purge keeps the last sequence, and what was carried was carried."""
-    centre = Centre(tmp_path, archive, nats_url)
-    async with client_of(nats_url) as client:
-        await carry_once(centre, client)
-        await client.api(f"STREAM.PURGE.{centre.target}")
-        archive.rows.clear()
-        archive.put(rows_of(31, 40))
-        async with centre.running():
-            check_exact(await centre.carried(client, 10), archive, centre.prefix)
+    await carry_once(centre, client)
+    await client.api(f"STREAM.PURGE.{centre.target}")
+    archive.rows.clear()
+    archive.put(rows_of(31, 40))
+    async with centre.running():
+        check_exact(await centre.carried(client, 10), archive, centre.prefix)
 
 
-async def test_a_target_behind_its_checkpoint_stops(tmp_path: Path, archive: Archive, nats_url: str) -> None:
-    centre = Centre(tmp_path, archive, nats_url)
-    async with client_of(nats_url) as client:
-        await carry_once(centre, client)
-        keeper = await centre.state(client)
-        stored = await keeper.load()
-        assert stored.state is not None
-        ahead = stored.state.checkpoint
-        await keeper.save(type(stored.state)(type(ahead)(35, ahead.target_created, ahead.positions)), stored.revision)
-        error = await ending(centre)
+async def test_a_target_behind_its_checkpoint_stops(centre: Centre, client: FloeClient) -> None:
+    await carry_once(centre, client)
+    keeper = await centre.state(client)
+    stored = await keeper.load()
+    assert stored.state is not None
+    ahead = stored.state.checkpoint
+    await keeper.save(type(stored.state)(type(ahead)(35, ahead.target_created, ahead.positions)), stored.revision)
+    error = await ending(centre)
 
     assert isinstance(error, Stopped)
     assert error.code == "E-TARGET-BEHIND"
@@ -169,70 +155,63 @@ async def test_a_target_behind_its_checkpoint_stops(tmp_path: Path, archive: Arc
 
 
 async def test_a_foreign_message_stops_an_exclusive_target_without_a_hole(
-    tmp_path: Path, archive: Archive, nats_url: str
+    centre: Centre, client: FloeClient, archive: Archive
 ) -> None:
-    centre = Centre(tmp_path, archive, nats_url)
-    async with client_of(nats_url) as client:
-        await carry_once(centre, client)
-        client.send(frame(f"{centre.target}.foreign".encode(), b"x"))
-        archive.put(rows_of(31, 40))
-        error = await ending(centre)
-        assert await count_in(client, centre.target) == 31
+    await carry_once(centre, client)
+    client.send(frame(f"{centre.target}.foreign".encode(), b"x"))
+    archive.put(rows_of(31, 40))
+    error = await ending(centre)
+    assert await count_in(client, centre.target) == 31
 
     assert isinstance(error, Stopped)
     assert error.code == "E-TARGET-SHARED"
     assert "expected at most 30, found 31" in error.message
 
 
-async def test_a_foreign_writer_that_goes_on_ends_with_exit_code_4(
-    tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
-    centre = Centre(tmp_path, archive, nats_url)
+async def test_a_foreign_writer_that_goes_on_ends_with_exit_code_4(centre: Centre, client: FloeClient) -> None:
 
     async def write_on(client: FloeClient) -> None:
         while True:
             client.send(frame(f"{centre.target}.foreign".encode(), b"x"))
             await asyncio.sleep(0.01)
 
-    async with client_of(nats_url) as client:
-        await carry_once(centre, client)
-        writing = asyncio.create_task(write_on(client))
-        error = await ending(centre)
-        writing.cancel()
+    await carry_once(centre, client)
+    writing = asyncio.create_task(write_on(client))
+    error = await ending(centre)
+    writing.cancel()
 
     assert isinstance(error, AnotherWriter)
     assert (error.exit_code, error.code) == (4, "E-TARGET-SHARED")
 
 
-async def test_a_spoiled_state_is_not_overwritten(tmp_path: Path, archive: Archive, nats_url: str) -> None:
-    centre = Centre(tmp_path, archive, nats_url)
-    async with client_of(nats_url) as client:
-        await centre.state(client)
-        subject = f"$KV.{centre.state_bucket}.ingress.{centre.target}".encode()
-        await client.request_raw(subject, b'{"version":99}', timeout=5)
-        error = await ending(centre)
+async def test_a_spoiled_state_is_not_overwritten(centre: Centre, client: FloeClient) -> None:
+    await centre.state(client)
+    subject = f"$KV.{centre.state_bucket}.ingress.{centre.target}".encode()
+    await client.request_raw(subject, b'{"version":99}', timeout=5)
+    error = await ending(centre)
 
     assert error.code == "E-STATE-KV"
     assert "version: expected 1, found 99" in error.message
 
 
-async def test_one_target_that_stops_does_not_stop_another(tmp_path: Path, archive: Archive, nats_url: str) -> None:
+async def test_one_target_that_stops_does_not_stop_another(
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
     bad = Centre(tmp_path, archive, nats_url, create=None)
     good = Centre(tmp_path, archive, nats_url)
     targets = [*bad.document()["ingress"]["targets"], *good.document()["ingress"]["targets"]]
     health, stop = Health(SystemClock()), Stop()
 
-    async with client_of(nats_url) as client:
-        running = asyncio.create_task(good.run(stop, health, targets=targets))
-        await good.carried(client, 30)
-        assert any(bad.target in problem for problem in health.problems())
-        stop.set()
-        with pytest.raises(ConfigError):
-            await asyncio.wait_for(running, PATIENCE)
+    running = asyncio.create_task(good.run(stop, health, targets=targets))
+    await good.carried(client, 30)
+    assert any(bad.target in problem for problem in health.problems())
+    stop.set()
+    with pytest.raises(ConfigError):
+        await asyncio.wait_for(running, PATIENCE)
 
 
 async def test_a_defect_in_one_target_is_shown_leaves_the_others_and_begins_again(
-    tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad, good = Centre(tmp_path, archive, nats_url), Centre(tmp_path, archive, nats_url)
     targets = [*bad.document()["ingress"]["targets"], *good.document()["ingress"]["targets"]]
@@ -245,28 +224,26 @@ async def test_a_defect_in_one_target_is_shown_leaves_the_others_and_begins_agai
         await carry(self, *rest)
 
     monkeypatch.setattr(Target, "run", run)
-    async with client_of(nats_url) as client:
-        running = asyncio.create_task(good.run(stop, health, targets=targets))
-        await good.carried(client, 30)
-        await soon(lambda: bad.status(health).get("state") == "stopped")
-        assert bad.status(health)["code"] == "E-UNEXPECTED"
-        assert any("nobody foresaw this" in problem for problem in health.problems())
-        is_mended.set()
-        await bad.carried(client, 30)
-        await soon(lambda: not health.problems())
-        stop.set()
-        await asyncio.wait_for(running, PATIENCE)
+    running = asyncio.create_task(good.run(stop, health, targets=targets))
+    await good.carried(client, 30)
+    await soon(lambda: bad.status(health).get("state") == "stopped")
+    assert bad.status(health)["code"] == "E-UNEXPECTED"
+    assert any("nobody foresaw this" in problem for problem in health.problems())
+    is_mended.set()
+    await bad.carried(client, 30)
+    await soon(lambda: not health.problems())
+    stop.set()
+    await asyncio.wait_for(running, PATIENCE)
 
 
-async def test_a_full_target_is_waited_for(tmp_path: Path, archive: Archive, nats_url: str) -> None:
+async def test_a_full_target_is_waited_for(client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str) -> None:
     centre = Centre(tmp_path, archive, nats_url, create=None)
-    async with client_of(nats_url) as client:
-        await make(client, centre, discard="new", max_msgs=20)
-        async with centre.running() as health:
-            await soon(lambda: any("maximum messages exceeded" in p for p in health.problems()))
-            assert await count_in(client, centre.target) in (0, 20)
-            await client.api(f"STREAM.UPDATE.{centre.target}", {**await config_of(client, centre), "max_msgs": 99})
-            check_exact(await centre.carried(client, 30), archive, centre.prefix)
+    await make(client, centre, discard="new", max_msgs=20)
+    async with centre.running() as health:
+        await soon(lambda: any("maximum messages exceeded" in p for p in health.problems()))
+        assert await count_in(client, centre.target) in (0, 20)
+        await client.api(f"STREAM.UPDATE.{centre.target}", {**await config_of(client, centre), "max_msgs": 99})
+        check_exact(await centre.carried(client, 30), archive, centre.prefix)
 
 
 async def config_of(client: FloeClient, centre: Centre) -> dict[str, Any]:
@@ -277,11 +254,9 @@ async def config_of(client: FloeClient, centre: Centre) -> dict[str, Any]:
 
 
 async def test_checkpoint_and_status_show_how_far_everything_is(
-    tmp_path: Path, archive: Archive, nats_url: str
+    centre: Centre, client: FloeClient, archive: Archive
 ) -> None:
-    centre = Centre(tmp_path, archive, nats_url)
-    async with client_of(nats_url) as client:
-        await carry_once(centre, client)
+    await carry_once(centre, client)
     archive.put(rows_of(31, 70))
     config = str(centre.write())
 

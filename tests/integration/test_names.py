@@ -9,12 +9,13 @@ import pytest
 
 from common.chain import Chain
 from common.jetstream.api import stream_info
+from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
 from ingress.checkpoint import Checkpoint, TargetState
 from ingress.checkpoint_store import StateStore
 from tests.support.basics import soon
 from tests.support.commands import floe
-from tests.support.ingress import CHAIN, Archive, Centre, client_of, rows_of
+from tests.support.ingress import CHAIN, Archive, Centre, rows_of
 
 pytestmark = pytest.mark.servers
 
@@ -22,7 +23,7 @@ LATER = CHAIN.next_incarnation()
 
 
 async def test_decisions_are_about_the_newest_incarnation_unless_the_target_is_not_there_yet(
-    tmp_path: Path, nats_url: str
+    client: FloeClient, tmp_path: Path, nats_url: str
 ) -> None:
     archive = Archive(tmp_path / "store")
     for chain in (CHAIN, LATER):
@@ -36,32 +37,31 @@ async def test_decisions_are_about_the_newest_incarnation_unless_the_target_is_n
     async def moved(*more: str) -> Any:
         return await floe("checkpoint", "set", *named, *more, "--dry-run", "--json")
 
-    async with client_of(nats_url) as client:
-        [shown] = (await paused("us-east")).json()
-        assert (shown["site"], shown["incarnation"]) == ("us-east", 1)
-        done = await paused("us-esat")
-        assert (done.code, "did you mean us-east/NODES?" in done.err) == (2, True), done
-        assert (await paused("us-east", "--incarnation", "7")).code == 2
-        assert (await paused("eu-west")).code == 0  # of `sources`, and nothing archived yet
-        assert (await moved("us-esat", "--sequence", "3")).code == 2
+    [shown] = (await paused("us-east")).json()
+    assert (shown["site"], shown["incarnation"]) == ("us-east", 1)
+    done = await paused("us-esat")
+    assert (done.code, "did you mean us-east/NODES?" in done.err) == (2, True), done
+    assert (await paused("us-east", "--incarnation", "7")).code == 2
+    assert (await paused("eu-west")).code == 0  # of `sources`, and nothing archived yet
+    assert (await moved("us-esat", "--sequence", "3")).code == 2
 
-        bucket = await KeyValue.open(client, centre.state_bucket)
-        store = StateStore(bucket, state_key("ingress", centre.target), centre.target)
-        await store.save(TargetState(Checkpoint(3, "t0", {CHAIN: 4}), None), 0)
-        for done in (await paused("us-east"), await moved("us-east", "--sequence", "3")):
-            assert (done.code, "say --incarnation 0 or --incarnation 1" in done.err) == (2, True), done
-        rows = (await paused("us-east", "--incarnation", "0")).json()
-        assert {Chain(r["site"], r["feed"], r["incarnation"]) for r in rows} >= {CHAIN, LATER}
+    bucket = await KeyValue.open(client, centre.state_bucket)
+    store = StateStore(bucket, state_key("ingress", centre.target), centre.target)
+    await store.save(TargetState(Checkpoint(3, "t0", {CHAIN: 4}), None), 0)
+    for done in (await paused("us-east"), await moved("us-east", "--sequence", "3")):
+        assert (done.code, "say --incarnation 0 or --incarnation 1" in done.err) == (2, True), done
+    rows = (await paused("us-east", "--incarnation", "0")).json()
+    assert {Chain(r["site"], r["feed"], r["incarnation"]) for r in rows} >= {CHAIN, LATER}
 
 
 async def test_a_feed_of_sources_of_which_there_is_nothing_is_told_once_and_shown(
-    tmp_path: Path, nats_url: str, caplog: pytest.LogCaptureFixture
+    client: FloeClient, tmp_path: Path, nats_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     archive = Archive(tmp_path / "store")
     archive.put(rows_of(1, 5))
     centre = Centre(tmp_path, archive, nats_url)
     centre.target_settings["sources"][0]["site"] = ["us-east", "us-esat"]
-    async with client_of(nats_url) as client, centre.running() as health:
+    async with centre.running() as health:
         await soon(lambda: health.status()["parts"].get("sources") == {"missing": ["us-esat/NODES"]}, 15)
         await centre.carried(client, 5)
         rows = (await floe("status", "-c", str(centre.write()), "--json")).json()
@@ -73,23 +73,24 @@ async def test_a_feed_of_sources_of_which_there_is_nothing_is_told_once_and_show
     assert "did you mean us-east/NODES?" in str(told)
 
 
-async def test_looking_makes_no_bucket_and_a_decision_makes_one(tmp_path: Path, nats_url: str) -> None:
+async def test_looking_makes_no_bucket_and_a_decision_makes_one(
+    client: FloeClient, tmp_path: Path, nats_url: str
+) -> None:
     archive = Archive(tmp_path / "store")
     archive.put(rows_of(1, 5))
     centre = Centre(tmp_path, archive, nats_url)
     config = ["-c", str(centre.write())]
 
-    async with client_of(nats_url) as client:
-        for words in (["status"], ["checkpoint", "ls"], ["gap", "ls"], ["chain", "ls"], ["parked", "ls"]):
-            done = await floe(*words, *config)
-            assert done.code == 0, (words, done)
-            assert await stream_info(client, f"KV_{centre.state_bucket}") is None, words
-        named = ["--target", centre.target, "--site", "us-east", "--feed", "NODES"]
-        assert (await floe("chain", "pause", *config, *named)).code == 0
-        assert await stream_info(client, f"KV_{centre.state_bucket}") is not None
-        assert [row["site"] for row in (await floe("chain", "ls", *config, "--json")).json()] == ["us-east"]
-        for _ in range(2):  # also of a chain that is not paused, which is looked at again
-            assert "looks at it" in (await floe("chain", "resume", *config, *named)).err
+    for words in (["status"], ["checkpoint", "ls"], ["gap", "ls"], ["chain", "ls"], ["parked", "ls"]):
+        done = await floe(*words, *config)
+        assert done.code == 0, (words, done)
+        assert await stream_info(client, f"KV_{centre.state_bucket}") is None, words
+    named = ["--target", centre.target, "--site", "us-east", "--feed", "NODES"]
+    assert (await floe("chain", "pause", *config, *named)).code == 0
+    assert await stream_info(client, f"KV_{centre.state_bucket}") is not None
+    assert [row["site"] for row in (await floe("chain", "ls", *config, "--json")).json()] == ["us-east"]
+    for _ in range(2):  # also of a chain that is not paused, which is looked at again
+        assert "looks at it" in (await floe("chain", "resume", *config, *named)).err
 
 
 async def test_the_wrong_name_or_file_is_told_and_a_chain_that_is_there_is_shown(tmp_path: Path, nats_url: str) -> None:

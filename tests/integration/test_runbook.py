@@ -13,13 +13,14 @@ import pytest
 
 from common.chain import Chain
 from common.jetstream.api import stream_info
+from common.jetstream.client import FloeClient
 from common.segments.segment import Message
 from ingress import delivery
 from ingress.operator import correct
 from tests.support.basics import soon, unique
 from tests.support.commands import ROOT, Done, configuration, floe
 from tests.support.egress import SITE, Bench
-from tests.support.ingress import Archive, Centre, check_exact, client_of, closed_at, count_in, rows_of, stop_of
+from tests.support.ingress import Archive, Centre, check_exact, closed_at, count_in, rows_of, stop_of
 
 pytestmark = pytest.mark.servers
 ASK = ("checkpoint", "set")  # commands that ask on a terminal: here nobody can be asked
@@ -71,12 +72,12 @@ def page_of(section: str, centre: Centre) -> Page:
     return Page(section, names)
 
 
-async def test_the_target_of_the_centre_is_lost(tmp_path: Path, nats_url: str) -> None:
+async def test_the_target_of_the_centre_is_lost(client: FloeClient, tmp_path: Path, nats_url: str) -> None:
     archive = Archive(tmp_path / "store")
     archive.put(recent(1, 30))
     centre = Centre(tmp_path, archive, nats_url)
     page = page_of("The centre's target is lost", centre)
-    async with client_of(nats_url) as client, centre.running() as health:
+    async with centre.running() as health:
         await closed_at(client, centre, 30)
         await page.run("--subject-prefix last --create")  # beside the living target
         assert await count_in(client, f"{centre.target}_LAST") == 30
@@ -88,23 +89,22 @@ async def test_the_target_of_the_centre_is_lost(tmp_path: Path, nats_url: str) -
         check_exact(await centre.carried(client, 40), archive, centre.prefix)
 
 
-async def test_the_state_bucket_is_lost(tmp_path: Path, nats_url: str) -> None:
+async def test_the_state_bucket_is_lost(client: FloeClient, tmp_path: Path, nats_url: str) -> None:
     archive = Archive(tmp_path / "store")
     archive.put(recent(1, 30))
     centre = Centre(tmp_path, archive, nats_url)
     page = page_of("The state bucket is lost", centre)
-    async with client_of(nats_url) as client:
-        async with centre.running():
-            await closed_at(client, centre, 30)
-        await client.api(f"STREAM.DELETE.KV_{centre.state_bucket}")
-        archive.put(recent(31, 40))
-        async with centre.running() as health:
-            assert (await stop_of(centre, health))["code"] == "E-TARGET-NOT-EMPTY"
-            shown = await page.run("--from-target --dry-run")
-            assert "31" in shown.out
-            assert await count_in(client, centre.target) == 30
-            await page.run("--from-target")
-            check_exact(await centre.carried(client, 40), archive, centre.prefix)
+    async with centre.running():
+        await closed_at(client, centre, 30)
+    await client.api(f"STREAM.DELETE.KV_{centre.state_bucket}")
+    archive.put(recent(31, 40))
+    async with centre.running() as health:
+        assert (await stop_of(centre, health))["code"] == "E-TARGET-NOT-EMPTY"
+        shown = await page.run("--from-target --dry-run")
+        assert "31" in shown.out
+        assert await count_in(client, centre.target) == 30
+        await page.run("--from-target")
+        check_exact(await centre.carried(client, 40), archive, centre.prefix)
 
 
 async def test_the_stream_at_a_site_is_lost_and_the_centre_gets_nothing_twice(bench: Bench) -> None:

@@ -12,13 +12,14 @@ import pytest
 
 from common.chain import Chain
 from common.errors import Refused, Unavailable
+from common.jetstream.client import FloeClient
 from common.segments.alive import Alive, ChainSign
 from common.service.metrics import REGISTRY
 from infra.local.nats import NatsServer
 from tests.support.basics import soon, unique
 from tests.support.commands import floe
 from tests.support.egress import QUICK, SITE, Bench
-from tests.support.ingress import CHAIN, Archive, Centre, client_of, rows_of
+from tests.support.ingress import CHAIN, Archive, Centre, rows_of
 from tests.support.stores import FaultyStore
 
 pytestmark = pytest.mark.servers
@@ -109,14 +110,14 @@ async def status(centre: Centre) -> tuple[int, dict[tuple[str, str], dict[str, A
 
 
 async def test_the_centre_knows_the_true_lag_the_reason_and_who_is_silent(
-    tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     archive.put(rows_of(1, 50))
     say(archive, CHAIN, "reading", end=50, source_last=597)
     centre = Centre(tmp_path, archive, nats_url)
     labels = {"site": CHAIN.site, "feed": CHAIN.feed, "partition": "0"}
 
-    async with client_of(nats_url) as client, centre.running() as health:
+    async with centre.running() as health:
         await centre.carried(client, 50)
         await soon(lambda: sample("ingress_source_lag_sequences", target=centre.target, **labels) == 547)
         assert sample("ingress_lag_sequences", target=centre.target, **labels) == 0

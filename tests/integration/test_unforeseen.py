@@ -17,7 +17,7 @@ import pytest
 from common import tasks
 from common.clock import SystemClock
 from common.jetstream.api import stream_info
-from common.jetstream.client import frame
+from common.jetstream.client import FloeClient, frame
 from common.jetstream.lease import Lease
 from common.leasing import LeaseGroup, LeaseWatcher
 from common.segments.columns import Columns
@@ -305,7 +305,7 @@ class Notifying(Centre):
 
 
 async def test_whatever_fails_in_ingress_begins_again(
-    tmp_path: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
+    client: FloeClient, tmp_path: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As for egress; what is carried arrives once and in order all the same."""
     places: Places = [
@@ -333,7 +333,7 @@ async def test_whatever_fails_in_ingress_begins_again(
     archive = Archive(tmp_path / "store")
     archive.put(rows_of(1, 10))
     centre = Notifying(tmp_path, archive, nats_url)
-    async with client_of(nats_url) as client, centre.running() as health:
+    async with centre.running() as health:
         await centre.carried(client, 10)
         for number, (part, thrown) in enumerate(throws, 2):
             before = count(part)
