@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from common.errors import FloeError
 from common.service import logs
-from infra.local.nats import NatsServer
+from infra.local.nats import NatsCluster, NatsServer
 from infra.local.seaweedfs import SeaweedFS
 from tests.support.basics import SharedS3, problems_of
 
@@ -119,6 +119,36 @@ async def bench(nats_url: str, tmp_path: Path, client: FloeClient) -> Bench:
     from tests.support.egress import Bench
 
     return Bench(nats_url, tmp_path, client)
+
+
+@pytest.fixture
+async def alone(tmp_path: Path) -> AsyncIterator[tuple[Bench, NatsServer]]:
+    """Egress of one site, with a server of its own that may be killed or set back."""
+    from tests.support.egress import Bench, connected
+
+    with NatsServer() as server:
+        client = await connected(server.url)
+        yield Bench(server.url, tmp_path, client), server
+        await client.aclose()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[NatsCluster]:
+    """Three servers."""
+    from tests.support.servers import placing
+
+    with NatsCluster(3) as servers:
+        yield placing(servers)
+
+
+@pytest.fixture
+async def clustered(cluster: NatsCluster, tmp_path: Path) -> AsyncIterator[Bench]:
+    """Egress of one site, over three servers."""
+    from tests.support.egress import Bench, connected
+
+    client = await connected(cluster.urls)
+    yield Bench(cluster.urls, tmp_path, client)
+    await client.aclose()
 
 
 @pytest.fixture

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import suppress
-
-import pytest
 
 from common.errors import FloeError
 from common.jetstream.client import connect
@@ -14,13 +11,6 @@ from common.settings.service import NatsSettings
 from infra.local.nats import NatsCluster
 from tests.support.advisories import SECOND, World, news, running
 from tests.support.basics import soon
-from tests.support.servers import placing
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[NatsCluster]:
-    with NatsCluster(3) as servers:
-        yield placing(servers)
 
 
 async def _made(world: World) -> bool:

@@ -3,47 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
 from common.errors import FloeError
 from common.jetstream.api import stream_info
-from common.jetstream.client import connect
-from common.settings.service import NatsSettings
 from infra.acked import AckedPublisher
 from infra.local.nats import NatsCluster
-from tests.support.basics import soon, unique
+from tests.support.basics import soon
 from tests.support.egress import Bench
-from tests.support.servers import placing
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[NatsCluster]:
-    with NatsCluster(3) as running:
-        yield placing(running)
 
 
 @pytest.fixture
-async def bench(cluster: NatsCluster, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connect(NatsSettings(url=cluster.urls), name="test")
-    yield Bench(cluster.urls, tmp_path, client)
-    await client.aclose()
-
-
-async def replicated(bench: Bench, retention: str = "limits") -> str:
-    stream = unique("T")
-    await soon(lambda: _made(bench, stream, retention))
-    return stream
-
-
-async def _made(bench: Bench, stream: str, retention: str) -> bool:
-    with suppress(FloeError):
-        await bench.make_stream(stream, num_replicas=3, storage="file", retention=retention)
-        return True
-    return False
+def bench(clustered: Bench) -> Bench:
+    return clustered
 
 
 async def publish_until(bench: Bench, stream: str, done: asyncio.Event) -> None:
@@ -55,7 +29,7 @@ async def publish_until(bench: Bench, stream: str, done: asyncio.Event) -> None:
 
 
 async def test_leaders_that_move_lose_and_repeat_nothing(bench: Bench) -> None:
-    stream, done = await replicated(bench), asyncio.Event()
+    stream, done = await bench.make_replicated(), asyncio.Event()
     load = asyncio.create_task(publish_until(bench, stream, done))
     async with bench.egress({"stream": stream}, lease_ttl="10s"):
         for _ in range(4):
@@ -70,7 +44,7 @@ async def test_leaders_that_move_lose_and_repeat_nothing(bench: Bench) -> None:
 
 async def test_a_node_that_is_killed_takes_nothing_with_it(bench: Bench, cluster: NatsCluster) -> None:
     """The node in whose memory the consumer lives."""
-    stream, done = await replicated(bench), asyncio.Event()
+    stream, done = await bench.make_replicated(), asyncio.Event()
     load = asyncio.create_task(publish_until(bench, stream, done))
     async with bench.egress({"stream": stream}, lease_ttl="10s"):
         await bench.archived_to(stream, 1)
@@ -88,7 +62,7 @@ async def test_a_node_that_is_killed_takes_nothing_with_it(bench: Bench, cluster
 
 
 async def test_without_a_quorum_it_waits_and_goes_on_alone(bench: Bench, cluster: NatsCluster) -> None:
-    stream = await replicated(bench)
+    stream = await bench.make_replicated()
     async with bench.egress({"stream": stream}, lease_ttl="3s") as running:
         async with AckedPublisher(bench.client, window=64) as publisher:
             for _ in range(100):
@@ -116,7 +90,7 @@ async def test_leaders_that_move_lose_no_message_that_was_acknowledged_to_one_of
     bench: Bench, retention: str
 ) -> None:
     """Leaders of the stream and of its durable; what they forget of acknowledgements is sent again."""
-    stream, done = await replicated(bench, retention), asyncio.Event()
+    stream, done = await bench.make_replicated(retention), asyncio.Event()
     feed = {"stream": stream, "segment": {"max_messages": 2_000}}
     async with bench.egress(feed, lease_ttl="10s") as running:
         await soon(lambda: running.state(stream) == "reading")

@@ -15,7 +15,7 @@ from common.jetstream.kv import KeyValue
 from egress.feed import lease_key
 from infra.local.nats import NatsServer
 from tests.support.basics import soon, unique
-from tests.support.egress import Bench, connected
+from tests.support.egress import Bench
 from tests.support.proxies import TcpProxy
 from tests.support.stores import FaultyStore, raising
 
@@ -114,23 +114,22 @@ async def test_a_silent_connection_is_noticed_by_missing_heartbeats(nats_server:
     await bench.same(stream, stream)
 
 
-async def test_a_server_that_is_killed_and_started_again_is_read_on(tmp_path: Path) -> None:
+async def test_a_server_that_is_killed_and_started_again_is_read_on(
+    alone: tuple[Bench, NatsServer], tmp_path: Path
+) -> None:
     """F19, on one node: the consumer and its memory are gone, the stream is not."""
-    with NatsServer() as server:
-        client = await connected(server.url)
-        bench = Bench(server.url, tmp_path, client)
-        stream = await bench.make_stream(unique("T"), storage="file")
-        async with bench.egress({"stream": stream}) as running:
-            await bench.publish(stream, [b"x"] * 50)
-            await bench.archived_to(stream, 50)
-            await asyncio.to_thread(server.kill)
-            await soon(lambda: running.state(stream) in ("waiting", "standby"))
-            await asyncio.to_thread(server.start)
-            await soon(lambda: client.is_up)
-            await bench.publish(stream, [b"y"] * 50)
-            await bench.archived_to(stream, 100)
-        await bench.same(stream, stream)
-        await client.aclose()
+    bench, server = alone
+    stream = await bench.make_stream(unique("T"), storage="file")
+    async with bench.egress({"stream": stream}) as running:
+        await bench.publish(stream, [b"x"] * 50)
+        await bench.archived_to(stream, 50)
+        await asyncio.to_thread(server.kill)
+        await soon(lambda: running.state(stream) in ("waiting", "standby"))
+        await asyncio.to_thread(server.start)
+        await soon(lambda: bench.client.is_up)
+        await bench.publish(stream, [b"y"] * 50)
+        await bench.archived_to(stream, 100)
+    await bench.same(stream, stream)
 
 
 # The object store

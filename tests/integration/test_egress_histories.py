@@ -22,7 +22,7 @@ from egress.reader import Reader
 from infra.local.nats import NatsServer
 from tests.support.basics import counted, soon, unique
 from tests.support.commands import paste
-from tests.support.egress import QUICK, SITE, Bench, connected
+from tests.support.egress import QUICK, SITE, Bench
 from tests.support.servers import restore_disk, save_disk
 
 
@@ -164,52 +164,50 @@ async def test_a_stream_recreated_before_anything_was_archived_is_the_next_incar
     await bench.same(stream, stream, incarnation=1)
 
 
-async def test_a_source_that_lost_its_newest_messages_stops_the_chain(tmp_path: Path) -> None:
+async def test_a_source_that_lost_its_newest_messages_stops_the_chain(
+    alone: tuple[Bench, NatsServer], tmp_path: Path
+) -> None:
     """F28: an old disk under the same stream; the archive keeps what it has, and names the bounds."""
-    with NatsServer() as server:
-        client = await connected(server.url)
-        bench = Bench(server.url, tmp_path, client)
-        stream = await bench.make_stream(unique("T"), storage="file")
-        await bench.publish(stream, [b"x"] * 10)
-        async with bench.egress({"stream": stream}):
-            await bench.archived_to(stream, 10)
-        saved = await save_disk(server, tmp_path)
-        await bench.publish(stream, [b"lost"] * 5)
-        async with bench.egress({"stream": stream}):
-            await bench.archived_to(stream, 15)
-        await restore_disk(server, saved)
-        async with bench.egress({"stream": stream}) as running:
-            await soon(lambda: running.state(stream) == "stopped")
-            why = running.status(stream)["why"]
-            assert "is rolled back: sequence 10 is as archived, but the stream ends at 10, the archive at 15" in why
-            await bench.publish(stream, [b"other"] * 9)
-            await soon(lambda: "sequence 15 is not" in running.status(stream)["why"])
-        assert len(bench.messages(stream)) == 15
-        assert bench.chains.read_stream(bench.chain(stream, 1)) is None
-        await client.aclose()
+    bench, server = alone
+    stream = await bench.make_stream(unique("T"), storage="file")
+    await bench.publish(stream, [b"x"] * 10)
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 10)
+    saved = await save_disk(server, tmp_path)
+    await bench.publish(stream, [b"lost"] * 5)
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 15)
+    await restore_disk(server, saved)
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        why = running.status(stream)["why"]
+        assert "is rolled back: sequence 10 is as archived, but the stream ends at 10, the archive at 15" in why
+        await bench.publish(stream, [b"other"] * 9)
+        await soon(lambda: "sequence 15 is not" in running.status(stream)["why"])
+    assert len(bench.messages(stream)) == 15
+    assert bench.chains.read_stream(bench.chain(stream, 1)) is None
 
 
-async def test_an_old_incarnation_that_comes_back_stops_the_chain(tmp_path: Path) -> None:
+async def test_an_old_incarnation_that_comes_back_stops_the_chain(
+    alone: tuple[Bench, NatsServer], tmp_path: Path
+) -> None:
     """Two sources under one name, or an old disk: never minted, never mixed."""
-    with NatsServer() as server:
-        client = await connected(server.url)
-        bench = Bench(server.url, tmp_path, client)
-        stream = await bench.make_stream(unique("T"), storage="file")
-        await bench.publish(stream, [b"first"] * 10)
-        async with bench.egress({"stream": stream}):
-            await bench.archived_to(stream, 10)
-        saved = await save_disk(server, tmp_path)
-        await bench.delete_stream(stream)
-        await bench.make_stream(stream, storage="file")
-        await bench.publish(stream, [b"second"] * 4)
-        async with bench.egress({"stream": stream}):
-            await bench.archived_to(stream, 4, incarnation=1)
-        await restore_disk(server, saved)
-        async with bench.egress({"stream": stream}) as running:
-            await soon(lambda: running.state(stream) == "stopped")
-            assert "is forked: incarnation 0000 is there again" in running.status(stream)["why"]
-        assert bench.chains.read_stream(bench.chain(stream, 2)) is None
-        await client.aclose()
+    bench, server = alone
+    stream = await bench.make_stream(unique("T"), storage="file")
+    await bench.publish(stream, [b"first"] * 10)
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 10)
+    saved = await save_disk(server, tmp_path)
+    await bench.delete_stream(stream)
+    await bench.make_stream(stream, storage="file")
+    await bench.publish(stream, [b"second"] * 4)
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 4, incarnation=1)
+    await restore_disk(server, saved)
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        assert "is forked: incarnation 0000 is there again" in running.status(stream)["why"]
+    assert bench.chains.read_stream(bench.chain(stream, 2)) is None
 
 
 async def test_an_unverifiable_stream_goes_on_and_says_so(bench: Bench) -> None:
@@ -239,26 +237,25 @@ async def test_a_stream_whose_tips_were_all_deleted_is_known_by_an_archived_row(
     bench.check(stream)
 
 
-async def test_a_message_where_the_archive_found_none_shows_a_stream_set_back(tmp_path: Path) -> None:
+async def test_a_message_where_the_archive_found_none_shows_a_stream_set_back(
+    alone: tuple[Bench, NatsServer], tmp_path: Path
+) -> None:
     """The archive's end was passed without a message; the old disk is written again up to there."""
-    with NatsServer() as server:
-        client = await connected(server.url)
-        bench = Bench(server.url, tmp_path, client)
-        stream = await bench.make_stream(unique("T"), storage="file")
-        await bench.publish(stream, [b"x"] * 3)
-        async with bench.egress({"stream": stream}):
-            await bench.archived_to(stream, 3)
-        saved = await save_disk(server, tmp_path)
-        await bench.publish(stream, [b"lost"])
-        await bench.client.api(f"STREAM.PURGE.{stream}")
-        async with bench.egress({"stream": stream}):
-            await bench.archived_to(stream, 4)
-        await restore_disk(server, saved)
-        await bench.publish(stream, [b"other"] * 2)
-        async with bench.egress({"stream": stream}) as running:
-            await soon(lambda: running.state(stream) == "stopped")
-            assert "sequence 3 is as archived, sequence 4 is not" in running.status(stream)["why"]
-        await client.aclose()
+    bench, server = alone
+    stream = await bench.make_stream(unique("T"), storage="file")
+    await bench.publish(stream, [b"x"] * 3)
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 3)
+    saved = await save_disk(server, tmp_path)
+    await bench.publish(stream, [b"lost"])
+    await bench.client.api(f"STREAM.PURGE.{stream}")
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 4)
+    await restore_disk(server, saved)
+    await bench.publish(stream, [b"other"] * 2)
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        assert "sequence 3 is as archived, sequence 4 is not" in running.status(stream)["why"]
 
 
 # The reader is bound to one history

@@ -18,7 +18,7 @@ from infra.local.nats import NatsServer
 from infra.oracle import Trace, archived, compare, source_trace
 from tests.support.basics import at_length, soon, unique
 from tests.support.commands import Done, configuration, floe, paste
-from tests.support.egress import SITE, Bench, Partitioned, connected, feed_of, publish_over
+from tests.support.egress import SITE, Bench, Partitioned, feed_of, publish_over
 from tests.support.ingress import Archive, Centre, arrived, count_in
 from tests.support.servers import restore_disk, save_disk
 
@@ -221,32 +221,31 @@ async def test_nothing_is_done_where_there_is_nothing_to_do(bench: Bench) -> Non
     assert (unasked.code, "expected --yes" in unasked.err) == (2, True)
 
 
-async def test_a_stream_set_back_behind_the_cut_is_noticed_though_nothing_was_archived_since(tmp_path: Path) -> None:
+async def test_a_stream_set_back_behind_the_cut_is_noticed_though_nothing_was_archived_since(
+    alone: tuple[Bench, NatsServer], tmp_path: Path
+) -> None:
     """The tips of the incarnation before are evidence for the one that continues it."""
-    with NatsServer() as server:
-        client = await connected(server.url)
-        bench = Bench(server.url, tmp_path, client)
-        stream = await bench.make_stream(unique("T"), storage="file")
-        await publish_over(bench, stream, ["0.a", "1.a"], 20, "x")
-        async with bench.egress(feed_of(stream, 2)):
-            await Partitioned(bench, stream, 2).archived_to(20)
-        saved = await save_disk(server, tmp_path)
-        await publish_over(bench, stream, ["0.a", "1.a"], 20, "lost")
-        async with bench.egress(feed_of(stream, 2)):
-            await Partitioned(bench, stream, 2).archived_to(40)
-        await until_cut(bench, feed_of(stream, 3))
-        await restore_disk(server, saved)
-        feed = feed_of(stream, 3)
-        async with bench.egress(feed) as running:
-            await soon(lambda: all(running.state(stream + s) == "stopped" for s in ("", "/1", "/2")))
-            assert "is rolled back" in running.status(f"{stream}/2")["why"]
-            await paste(bench, running.status(stream)["hint"], feed)
-            await publish_over(bench, stream, ["0.a", "1.a", "2.a"], 30, "other")
-            after = Partitioned(bench, stream, 3)
-            await after.archived_to(50, 2)
-        after.check(2)
-        assert [m.sequence for m in after.messages(2)] == list(range(21, 51))
-        await client.aclose()
+    bench, server = alone
+    stream = await bench.make_stream(unique("T"), storage="file")
+    await publish_over(bench, stream, ["0.a", "1.a"], 20, "x")
+    async with bench.egress(feed_of(stream, 2)):
+        await Partitioned(bench, stream, 2).archived_to(20)
+    saved = await save_disk(server, tmp_path)
+    await publish_over(bench, stream, ["0.a", "1.a"], 20, "lost")
+    async with bench.egress(feed_of(stream, 2)):
+        await Partitioned(bench, stream, 2).archived_to(40)
+    await until_cut(bench, feed_of(stream, 3))
+    await restore_disk(server, saved)
+    feed = feed_of(stream, 3)
+    async with bench.egress(feed) as running:
+        await soon(lambda: all(running.state(stream + s) == "stopped" for s in ("", "/1", "/2")))
+        assert "is rolled back" in running.status(f"{stream}/2")["why"]
+        await paste(bench, running.status(stream)["hint"], feed)
+        await publish_over(bench, stream, ["0.a", "1.a", "2.a"], 30, "other")
+        after = Partitioned(bench, stream, 3)
+        await after.archived_to(50, 2)
+    after.check(2)
+    assert [m.sequence for m in after.messages(2)] == list(range(21, 51))
 
 
 async def test_an_interest_stream_keeps_for_the_new_partitions_what_comes_meanwhile(bench: Bench) -> None:

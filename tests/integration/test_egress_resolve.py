@@ -5,7 +5,7 @@ exactly.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,17 +20,8 @@ from infra.local.nats import NatsServer
 from infra.oracle import Trace, compare, read_stream
 from tests.support.basics import soon, unique
 from tests.support.commands import configuration, floe, paste
-from tests.support.egress import Bench, Partitioned, connected, feed_of, publish_over
+from tests.support.egress import Bench, Partitioned, feed_of, publish_over
 from tests.support.servers import restore_disk, save_disk
-
-
-@pytest.fixture
-async def alone(tmp_path: Path) -> AsyncIterator[tuple[Bench, NatsServer]]:
-    """A bench whose server may be set back."""
-    with NatsServer() as server:
-        client = await connected(server.url)
-        yield Bench(server.url, tmp_path, client), server
-        await client.aclose()
 
 
 async def archive(bench: Bench, stream: str, payloads: list[bytes]) -> None:

@@ -3,50 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
-from common.errors import FloeError
-from common.jetstream.client import connect
 from common.jetstream.kv import KeyValue, state_key
-from common.settings.service import NatsSettings
 from infra.acked import AckedPublisher
 from infra.local.nats import NatsCluster
 from tests.support.basics import soon, unique
 from tests.support.egress import SITE, Bench, Running
-from tests.support.servers import placing
 
 TTL = 3.0  # seconds
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[NatsCluster]:
-    with NatsCluster(3) as running:
-        yield placing(running)
-
-
 @pytest.fixture
-async def bench(cluster: NatsCluster, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connect(NatsSettings(url=cluster.urls), name="test")
-    yield Bench(cluster.urls, tmp_path, client)
-    await client.aclose()
-
-
-async def replicated(bench: Bench) -> str:
-    """A stream of three replicas."""
-    stream = unique("T")
-
-    async def made() -> bool:
-        with suppress(FloeError):
-            await bench.make_stream(stream, num_replicas=3, storage="file")
-            return True
-        return False
-
-    await soon(made)
-    return stream
+def bench(clustered: Bench) -> Bench:
+    return clustered
 
 
 async def publish(bench: Bench, stream: str, count: int) -> None:
@@ -70,7 +41,7 @@ async def owners(bench: Bench, names: list[str]) -> list[str]:
 async def test_without_a_quorum_nobody_works_and_with_one_again_the_shares_are_fair(
     bench: Bench, cluster: NatsCluster
 ) -> None:
-    stream, names = await replicated(bench), [unique("F") for _ in range(4)]
+    stream, names = await bench.make_replicated(), [unique("F") for _ in range(4)]
     settings = bench.settings(*({"name": name, "stream": stream} for name in names), lease_ttl=f"{TTL:g}s")
     members = [bench.start(settings) for _ in range(2)]
     await publish(bench, stream, 100)

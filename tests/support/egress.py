@@ -12,7 +12,7 @@ from typing import Any
 
 from common.chain import Chain
 from common.clock import Clock, SystemClock
-from common.errors import Unavailable
+from common.errors import FloeError, Unavailable
 from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.kv import KeyValue
@@ -167,6 +167,19 @@ class Bench:
             self.client, {"name": name, "subjects": [f"{name}.>"], "storage": "memory", "retention": "limits", **config}
         )
         return name
+
+    async def make_replicated(self, retention: str = "limits") -> str:
+        """A stream of three replicas, as soon as the cluster makes one."""
+        stream = unique("T")
+
+        async def made() -> bool:
+            with suppress(FloeError):
+                await self.make_stream(stream, num_replicas=3, storage="file", retention=retention)
+                return True
+            return False
+
+        await soon(made)
+        return stream
 
     async def delete_stream(self, name: str) -> None:
         await self.client.api(f"STREAM.DELETE.{name}")
