@@ -10,23 +10,16 @@ import pytest
 from common.chain import Chain
 from common.errors import Refused, Unavailable
 from common.objects.local import LocalObjects
-from common.segments.documents import ChainDocument, ChainStore
 from common.segments.segment import SegmentRef
 from compaction.failures import exit_code
 from compaction.run import Compaction, LocalRunner, ReadingProver, Report, Selection
 from compaction.tombstones import Tombstones
-from tests.support.compaction import CHAIN, Archive, TestPolicy, rows
-
-DUE = TestPolicy(min_age=60, max_wait=600, min_count=3, min_size=10**9, max_size=10**9)
-OTHER = Chain("eu-west", "NODES")
+from tests.support.compaction import CHAIN, DUE, OTHER, Archive, TestPolicy, begun, rows
 
 
 @pytest.fixture
 def archive(tmp_path: Path) -> Archive:
-    found = Archive(tmp_path)
-    for chain in (CHAIN, OTHER):
-        ChainStore(found.objects, found.layout).create_chain(chain, ChainDocument((), 1, 1))
-    return found
+    return begun(tmp_path, CHAIN, OTHER)
 
 
 def compaction(archive: Archive, *policies: TestPolicy, grace: float | None = 0) -> Compaction:

@@ -9,26 +9,22 @@ import pytest
 
 from common.chain import Chain
 from common.errors import Refused, Unavailable
-from common.segments.documents import ChainDocument, ChainStore, list_snapshots
+from common.segments.documents import list_snapshots
 from common.segments.keys import StateName
 from compaction.report import preview_json, preview_rows, report_json, report_rows
 from compaction.run import Compaction, LocalRunner, ReadingProver, Report, Selection
 from tests.integration.test_compaction_cli import Site
-from tests.support.compaction import CHAIN, Archive, Job, TestPolicy
+from tests.support.compaction import CHAIN, OTHER, Archive, Job, TestPolicy, begun
 from tests.support.stores import FaultyStore, raising
 
 IDLE = TestPolicy(min_age=10**9, max_wait=10**9, min_count=3, min_size=10**9, max_size=10**9)
-OTHER = Chain("eu-west", "NODES")
 GRACE = 600.0
 OLD = 10_000.0
 
 
 @pytest.fixture
 def archive(tmp_path: Path) -> Archive:
-    found = Archive(tmp_path)
-    for chain in (CHAIN, OTHER):
-        ChainStore(found.objects, found.layout).create_chain(chain, ChainDocument((), 1, 1))
-    return found
+    return begun(tmp_path, CHAIN, OTHER)
 
 
 def snapshot(archive: Archive, position: int, *, age: float = OLD, chain: Chain = CHAIN, digit: str = "0") -> str:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from common.chain import Chain
 from common.errors import ConfigError, Unavailable
 from common.segments.documents import ChainDocument, ChainStore
 from common.segments.segment import SegmentRef
@@ -27,19 +26,13 @@ from compaction.spark import (
     with_retries,
 )
 from compaction.supersede import Supersession, made_by
-from tests.support.compaction import CHAIN, Archive, TestPolicy, rows
+from tests.support.compaction import CHAIN, DUE, OTHER, Archive, begun, rows
 from tests.support.spark import SharedSpark, failing, kill_once, spark_session
-
-DUE = TestPolicy(min_age=60, max_wait=600, min_count=3, min_size=10**9, max_size=10**9)
-OTHER = Chain("eu-west", "NODES")
 
 
 @pytest.fixture
 def archive(tmp_path: Path) -> Archive:
-    found = Archive(tmp_path)
-    for chain in (CHAIN, OTHER):
-        ChainStore(found.objects, found.layout).create_chain(chain, ChainDocument((), 1, 1))
-    return found
+    return begun(tmp_path, CHAIN, OTHER)
 
 
 def settings(archive: Archive) -> Settings:

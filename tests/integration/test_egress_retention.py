@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from common.errors import Unavailable
 from common.jetstream.api import consumer_info, consumer_names, create_consumer, stream_info
@@ -21,6 +19,7 @@ from egress.partition import Partition, partitions_of
 from infra.local.nats import NatsServer
 from tests.scenarios.processes import run_floe
 from tests.support.basics import soon, unique
+from tests.support.commands import configuration
 from tests.support.egress import SITE, Bench
 from tests.support.proxies import TcpProxy
 from tests.support.stores import FaultyStore, raising
@@ -552,21 +551,10 @@ async def test_init_says_what_was_dropped_what_is_missing_and_what_is_stale(benc
     ]
 
 
-async def test_init_is_a_command(bench: Bench, tmp_path: Path) -> None:
+async def test_init_is_a_command(bench: Bench) -> None:
     stream = await make(bench, "workqueue")
     await create_consumer(bench.client, stream, {"durable_name": "worker", "ack_policy": "explicit"})
-    document = {
-        "site": SITE,
-        "nats": {"url": bench.url},
-        "store": bench.store_config,
-        "egress": {
-            "feeds": [{"stream": stream}],
-            "lease_bucket": bench.lease_bucket,
-            "state_bucket": bench.state_bucket,
-        },
-    }
-    config = tmp_path / "site.yaml"
-    config.write_text(yaml.safe_dump(document))
+    config = configuration(bench, {"stream": stream})
     refused = await asyncio.to_thread(run_floe, "egress", "init", "-c", str(config))
     assert refused.returncode == 1
     assert refused.stderr.count("error[E-RETENTION]") == 1
@@ -578,20 +566,9 @@ async def test_init_is_a_command(bench: Bench, tmp_path: Path) -> None:
     assert [each["result"] for each in json.loads(made.stdout)] == ["there", "there", "made"]
 
 
-async def test_init_shows_people_no_durables_that_are_not_needed(bench: Bench, tmp_path: Path) -> None:
+async def test_init_shows_people_no_durables_that_are_not_needed(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
-    document = {
-        "site": SITE,
-        "nats": {"url": bench.url},
-        "store": bench.store_config,
-        "egress": {
-            "feeds": [{"stream": stream}],
-            "lease_bucket": bench.lease_bucket,
-            "state_bucket": bench.state_bucket,
-        },
-    }
-    config = tmp_path / "site.yaml"
-    config.write_text(yaml.safe_dump(document))
+    config = configuration(bench, {"stream": stream})
     command = ("egress", "init", "-c", str(config))
     shown = (await asyncio.to_thread(run_floe, *command)).stdout
     assert [line.split()[0] for line in shown.splitlines()] == ["what", "bucket", "bucket"]

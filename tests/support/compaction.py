@@ -20,6 +20,7 @@ from common.chain import Chain
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectStore
 from common.segments.columns import record_batch
+from common.segments.documents import ChainDocument, ChainStore
 from common.segments.keys import Layout, SegmentName
 from common.segments.segment import Footer, Ledger, Reason, SegmentRef, Tip
 from common.segments.store import SegmentStore
@@ -33,6 +34,7 @@ from tests.support.basics import PATIENCE, eventually
 from tests.support.clock import ManualClock
 
 CHAIN = Chain("us-east", "NODES")
+OTHER = Chain("eu-west", "NODES")
 
 
 def rows(sequences: Iterable[int], *, salt: str = "", sample_key: str | None = None) -> pa.RecordBatch:
@@ -158,6 +160,17 @@ class TestPolicy:
     max_count: int = 1000
     min_size: int = 1000
     max_size: int = 1_000_000
+
+
+DUE = TestPolicy(min_age=60, max_wait=600, min_count=3, min_size=10**9, max_size=10**9)
+
+
+def begun(folder: Path, *chains: Chain) -> Archive:
+    """An archive in which egress has begun these chains."""
+    archive = Archive(folder)
+    for chain in chains:
+        ChainStore(archive.objects, archive.layout).create_chain(chain, ChainDocument((), 1, 1))
+    return archive
 
 
 def plan(
