@@ -16,17 +16,20 @@ class FailpointRaised(RuntimeError):
     """What the action `raise` raises."""
 
 
-def _parse(text: str) -> dict[str, tuple[str, str]]:
-    points = {}
+_points: dict[str, tuple[str, str]] = {}
+_passes: Counter[str] = Counter()
+
+
+def enable(text: str) -> None:
+    """Act as `text` says, in the words of FLOE_FAILPOINTS, and as nothing said before."""
+    _points.clear()
     for part in filter(None, text.split(",")):
         name, _, action = part.partition("=")
         what, _, nth = action.partition("@")
-        points[name.strip()] = (what, nth or "1")
-    return points
+        _points[name.strip()] = (what, nth or "1")
 
 
-_points = _parse(os.environ.get("FLOE_FAILPOINTS", ""))
-_passes: Counter[str] = Counter()
+enable(os.environ.get("FLOE_FAILPOINTS", ""))
 
 
 def failpoint(name: str) -> None:

@@ -292,12 +292,12 @@ async def _delete_some(
     for sequence in rng.sample(sequences, len(sequences)):
         if len(deleted) == wanted:
             break
-        if await _delete(client, stream, sequence):
+        if await delete(client, stream, sequence):
             deleted.append(sequence)
     return tuple(sorted(deleted))
 
 
-async def _delete(client: FloeClient, stream: str, sequence: int) -> bool:
+async def delete(client: FloeClient, stream: str, sequence: int) -> bool:
     """Delete one message; False where a limit or a rollup was faster."""
     try:
         await client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence, "no_erase": True})

@@ -131,12 +131,16 @@ class SegmentWriter:
     `rows`, `raw_bytes`: what was appended so far (raw bytes: subjects, header blocks and payloads). Every
     call raises Unavailable, code E-SPOOL, where the disk is full or fails; then `abort`.
     `subject_statistics`: whether the least and the greatest subject of each row group and page stand in its
-    metadata, for readers that skip what they do not look for.
+    metadata, for readers that skip what they do not look for. `group_bytes`: raw bytes of a row group; 0: as the
+    level has it.
     """
 
-    def __init__(self, path: Path, *, level: int, compression_level: int, subject_statistics: bool = True) -> None:
+    def __init__(
+        self, path: Path, *, level: int, compression_level: int, subject_statistics: bool = True, group_bytes: int = 0
+    ) -> None:
         self.rows = self.raw_bytes = 0
-        self._path, self._limit, self._compression_level = path, row_group_bytes(level), compression_level
+        self._path, self._compression_level = path, compression_level
+        self._limit = group_bytes or row_group_bytes(level)
         self._statistics = [c for c in STATISTICS_COLUMNS if subject_statistics or c != "subject"]
         self._pending: list[pa.RecordBatch] = []
         self._pending_bytes = 0

@@ -21,7 +21,7 @@ from common.settings.service import NatsSettings
 from common.tasks import Stop
 from infra.acked import AckedPublisher, Published
 from infra.awkward import KINDS, MAX_HEADERS, NEEDS, awkward_messages, publish_awkward, unchecked_frame
-from infra.awkward import _delete as delete
+from infra.awkward import delete as delete
 from infra.emulator import Emulator, PublishSchedule, check_stored, open_stream
 from infra.fleet import Fleet, read_facts
 from infra.oracle import compare, read_stream, source_trace, target_traces

@@ -230,7 +230,7 @@ def run(folder: Path, *, grace: float = 0) -> Report:
 
 
 def _job(folder: Path, points: str) -> None:
-    failpoints._points = failpoints._parse(points)
+    failpoints.enable(points)
     run(folder)
 
 

@@ -109,8 +109,7 @@ class SampledArchive:
         """A segment with `rows`; `examined`: the last message looked at, by default the last row."""
         lists = columns_of(rows)
         batch = record_batch(lists.sequences, lists.timestamps_ns, lists.subjects, lists.headers, lists.payloads)
-        writer = SegmentWriter(self.store.new_spool(), level=level, compression_level=1)
-        writer._limit = group_bytes or writer._limit
+        writer = SegmentWriter(self.store.new_spool(), level=level, compression_level=1, group_bytes=group_bytes or 0)
         writer.append(batch)
         missing = len(coverage) - len(rows)
         tip = examined or (rows[-1] if rows else None)

@@ -153,11 +153,9 @@ def test_refuses_a_line_without_end():
 
 
 def test_a_reset_within_a_chunk_drops_the_rest_of_the_old_connection():
-    received = Received()
+    class Resetting(Received):
+        async def line(self, line: bytes) -> None:
+            self.parser.reset()
 
-    async def line(_: bytes) -> None:
-        received.parser.reset()
-
-    received.parser._on_line = line
-    received.feed(b"-ERR 'x'\r\nMSG a 1 1\r\nz\r\nMSG", b"MSG b 1 1\r\ny\r\n")
+    received = Resetting().feed(b"-ERR 'x'\r\nMSG a 1 1\r\nz\r\nMSG", b"MSG b 1 1\r\ny\r\n")
     assert received.messages == [(b"b", b"", b"y", None)]
