@@ -107,9 +107,9 @@ async def test_a_cancellation_that_is_swallowed_on_the_way_still_ends_the_keepin
     assert keeping.cancelled()
 
 
-async def test_a_cancellation_in_the_very_turn_of_the_answer_ends_the_keeping(kv: KeyValue):
+async def test_a_cancellation_in_the_very_turn_of_the_answer_ends_the_keeping(client: FloeClient, kv: KeyValue):
     lease = await leases(kv).acquire("k")
-    real = kv._client.request_raw
+    real = client.request_raw
 
     async def racing(*args: Any, **kwargs: Any) -> Any:
         answer = await real(*args, **kwargs)
@@ -119,7 +119,7 @@ async def test_a_cancellation_in_the_very_turn_of_the_answer_ends_the_keeping(kv
         return await waiting
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv._client, "request_raw", racing)
+        patch.setattr(client, "request_raw", racing)
         keeping = asyncio.create_task(lease.keep())
         await asyncio.wait({keeping}, timeout=2 * TTL)
     assert keeping.cancelled()
@@ -139,10 +139,12 @@ async def test_a_lease_that_is_the_owners_already_is_written_anew(kv: KeyValue):
 
 
 @pytest.mark.parametrize("err_code", [10071, 10164, 10008, 99999])
-async def test_a_renewal_that_is_refused_while_the_lease_is_ours_is_tried_again(kv: KeyValue, err_code: int):
+async def test_a_renewal_that_is_refused_while_the_lease_is_ours_is_tried_again(
+    client: FloeClient, kv: KeyValue, err_code: int
+):
     """A cluster that finds itself says so in several ways; 10164: another write of the key is in flight."""
     lease = await leases(kv, "me").acquire("k")
-    real, refused = kv._client.request_raw, 0
+    real, refused = client.request_raw, 0
     answer = b'{"error":{"code":400,"err_code":%d,"description":"wrong last sequence"}}' % err_code
 
     async def refusing(subject: bytes, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +153,7 @@ async def test_a_renewal_that_is_refused_while_the_lease_is_ours_is_tried_again(
         return (answer, None) if subject.startswith(b"$KV.") and refused < 3 else await real(subject, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv._client, "request_raw", refusing)
+        patch.setattr(client, "request_raw", refusing)
         keeping = asyncio.create_task(lease.keep())
         await soon(lambda: refused >= 3)
         await asyncio.sleep(TTL / 2)
