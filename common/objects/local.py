@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from heapq import nsmallest
+from io import BufferedIOBase, BufferedReader
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
@@ -31,7 +32,6 @@ from common.objects.port import (
     chunks,
     in_key_order,
     opened,
-    sha256_of_file,
 )
 
 HIDDEN = ".floe-objects"
@@ -227,7 +227,7 @@ class LocalObjects:
             if file is None:
                 return None
             with self._calling("head", key):
-                sha256 = sha256_of_file(file)
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
                 return _info(key, os.fstat(file.fileno()), sha256, self._hidden.metadata(key, sha256))
 
     # Reading
@@ -290,7 +290,7 @@ class LocalObjects:
         return _info(key, status) if stat.S_ISREG(status.st_mode) else None
 
     @contextmanager
-    def _reading(self, verb: str, key: str) -> Iterator[BinaryIO | None]:
+    def _reading(self, verb: str, key: str) -> Iterator[BufferedReader | None]:
         path = self._path(key)
         file = None
         with self._calling(verb, key), suppress(*_NOT_THERE):
@@ -302,7 +302,7 @@ class LocalObjects:
             if file:
                 file.close()
 
-    def _read_chunk(self, key: str, file: BinaryIO) -> bytes:
+    def _read_chunk(self, key: str, file: BufferedReader) -> bytes:
         with self._calling("get", key):
             return file.read(CHUNK_BYTES)
 
@@ -363,7 +363,7 @@ class LocalObjects:
             raise _explained(f"{verb} {self._root / key}: {error.strerror or error}", error) from error
 
 
-def _copy(source: BinaryIO, file: BinaryIO) -> str:
+def _copy(source: BufferedIOBase, file: BinaryIO) -> str:
     digest = hashlib.sha256()
     for chunk in chunks(source):
         digest.update(chunk)

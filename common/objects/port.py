@@ -1,4 +1,4 @@
-"""The object store port: seven verbs, synchronous, safe to call from several threads.
+"""The object store port: eight verbs, synchronous, safe to call from several threads.
 
 Services call it in threads (`common.service.process`); Spark tasks call it directly. One contract suite
 (`tests/contract/test_objects.py`) runs over every implementation.
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from common.errors import ConfigError, Unavailable
 
@@ -82,6 +82,9 @@ class ObjectStore(Protocol):
         """What the store keeps of the object, the server's own checksum included; None if there is none."""
 
 
+VERBS = ("list", "get", "download", "put", "put_if_absent", "put_if_match", "delete", "head")
+
+
 def store_now(objects: ObjectStore, key: str) -> float:
     """Seconds since 1970 UTC by the store's clock, taken from the object `key`, which is written for it."""
     objects.put(key, b"")
@@ -102,7 +105,7 @@ class HiddenObject:
     marker: str
 
 
-# What a store may offer beside the seven verbs; whoever uses it does without where it is missing.
+# What a store may offer beside these verbs; whoever uses it does without where it is missing.
 
 
 @runtime_checkable
@@ -179,13 +182,13 @@ def size_of(body: Body) -> int:
 
 
 @contextmanager
-def opened(body: Body) -> Iterator[BinaryIO]:
+def opened(body: Body) -> Iterator[io.BufferedIOBase]:
     """`body` as a file to read from."""
     with body.open("rb") if isinstance(body, Path) else io.BytesIO(body) as file:
         yield file
 
 
-def chunks(file: BinaryIO, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+def chunks(file: io.BufferedIOBase, size: int = CHUNK_BYTES) -> Iterator[bytes]:
     """The rest of `file` in pieces of `size` bytes, the last one shorter."""
     while chunk := file.read(size):
         yield chunk
@@ -194,15 +197,7 @@ def chunks(file: BinaryIO, size: int = CHUNK_BYTES) -> Iterator[bytes]:
 def sha256_of(body: Body) -> str:
     """64 hex digits."""
     with opened(body) as file:
-        return sha256_of_file(file)
-
-
-def sha256_of_file(file: BinaryIO) -> str:
-    """64 hex digits over the rest of `file`."""
-    digest = hashlib.sha256()
-    for chunk in chunks(file):
-        digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def crc32_base64(body: Body) -> str:

@@ -7,6 +7,7 @@ answer was lost is `OutcomeUnknown`, also where a later try of it was refused.
 from __future__ import annotations
 
 import builtins
+import io
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -93,36 +94,29 @@ class Doubts(threading.local):
     """Whether a try of the request that this thread is making may have been done unseen.
 
     boto3 shows the outcome of the last try only, and a first try whose answer was lost may have been done:
-    then `412` on the second means "it is there", perhaps by this very request.
+    then `412` on the second means "it is there", perhaps by this very request. `found`: set to False where a
+    request begins.
     """
 
     def __init__(self, not_sent: tuple[type[Exception], ...]) -> None:
-        self._not_sent, self._found = not_sent, False
-
-    def any(self) -> bool:
-        """Whether a try since `forget` is in doubt."""
-        return self._found
-
-    def forget(self) -> None:
-        """Begin a request."""
-        self._found = False
+        self._not_sent, self.found = not_sent, False
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Leave the doubts as they are, whatever requests are made meanwhile."""
-        before = self._found
+        before = self.found
         try:
             yield
         finally:
-            self._found = before
+            self.found = before
 
     def note(self, response: Any = None, caught_exception: Exception | None = None, **_: object) -> None:
         """Take the outcome of one try; boto3 calls this after each (its event `needs-retry`)."""
         if caught_exception is not None:
-            self._found |= not isinstance(caught_exception, self._not_sent)
+            self.found |= not isinstance(caught_exception, self._not_sent)
         elif response is not None:
             status = response[0].status_code
-            self._found |= status >= 500 and status not in _NOT_DONE
+            self.found |= status >= 500 and status not in _NOT_DONE
 
 
 __all__ = ["BotoCoreError", "ClientError", "S3Account", "make_client"]
@@ -344,13 +338,9 @@ class S3Objects:
                 if code_of(error.response) in s3_errors.MISSING_KEY:
                     return None
                 if status_of(error.response) == 416:  # the object ends before the range begins
-                    return AnswerBody.empty()
+                    return AnswerBody(io.BytesIO(), 0)
                 raise
-        return AnswerBody.of(answer, wanted, lambda: self._size(key))
-
-    def _size(self, key: str) -> int | None:
-        info = self.head(key)
-        return info.size if info else None
+        return AnswerBody.of(answer, wanted, lambda: info.size if (info := self.head(key)) else None)
 
     def _is_there(self, key: str) -> bool:
         if body := self._open(key, ByteRange(0, 1)):
@@ -377,7 +367,7 @@ class S3Objects:
                 try:
                     return self._send(upload, condition)
                 except ClientError as error:
-                    if code_of(error.response) not in s3_errors.IN_CONFLICT or self._doubts.any():
+                    if code_of(error.response) not in s3_errors.IN_CONFLICT or self._doubts.found:
                         raise
                 self._clock.pause(pause)
             return self._send(upload, condition)
@@ -389,7 +379,7 @@ class S3Objects:
         except ClientError as error:
             if not _is_not_met(error, condition):
                 raise
-            if self._doubts.any():
+            if self._doubts.found:
                 text = f"put {upload.place}: refused, perhaps because an earlier try of this very put is there"
                 raise OutcomeUnknown(text) from error
             return False
@@ -404,7 +394,7 @@ class S3Objects:
         try:
             parts = upload.send_parts(self._options.part_bytes)
         finally:
-            self._doubts.forget()  # whatever became of the parts, no object has changed
+            self._doubts.found = False  # whatever became of the parts, no object has changed
         upload.commit(parts, condition)
 
     def _abort(self, upload: Upload) -> None:
@@ -421,7 +411,7 @@ class S3Objects:
     def _calling(self, verb: str, key: str, *, writes: bool = False) -> Iterator[None]:
         """Raise a FloeError for what boto3 raises."""
         self._renew()
-        self._doubts.forget()
+        self._doubts.found = False
         try:
             yield
             self._has_answered = True
@@ -447,7 +437,7 @@ class S3Objects:
             if self._renew():
                 hint = f"the secret was read again from {self._secret_file.path}"
                 explained = Unavailable(explained.message, hint=hint, code="E-S3-LATER")
-        if writes and self._doubts.any() and isinstance(explained, Unavailable):
+        if writes and self._doubts.found and isinstance(explained, Unavailable):
             return OutcomeUnknown(explained.message, hint=explained.hint)
         return explained
 
@@ -464,9 +454,9 @@ class S3Objects:
         if isinstance(error, EndpointConnectionError):
             asked, cause = error.kwargs.get("endpoint_url", self._endpoint), error.kwargs.get("error", error)
             why, hint = s3_errors.why_not_connected(str(asked), str(cause))
-            kind: type[FloeError] = OutcomeUnknown if writes and self._doubts.any() else Unavailable
+            kind: type[FloeError] = OutcomeUnknown if writes and self._doubts.found else Unavailable
             return kind(f"{verb} {self._place(key)}: {why}", hint=hint)
-        if writes and self._doubts.any():
+        if writes and self._doubts.found:
             return OutcomeUnknown(text)
         is_not_tls = isinstance(error, SSLError) and s3_errors.is_not_tls(told) and not self._has_answered
         if is_not_tls or (isinstance(error, ConnectionClosedError) and self._is_plain_on_tls()):

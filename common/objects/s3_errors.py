@@ -5,18 +5,17 @@ One line each, naming the operation and the key, and of an address scheme, host 
 
 from __future__ import annotations
 
-import builtins
 import re
 import socket
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from functools import partial
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
-from common.objects.port import Body, ChecksumMismatch, ObjectInfo, ObjectStore
+from common.objects.port import VERBS, ChecksumMismatch, ObjectStore
 
 PERMISSIONS = {
     "list": "s3:ListBucket",
@@ -205,48 +204,16 @@ def wrong_scheme(text: str, endpoint: str) -> ConfigError:
     return ConfigError(f"{text}: store {address}: {what}", hint=hint, code="E-S3-TLS")
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class AnsweringStore:
-    """`objects`, telling `told` after each call, in whatever thread, whether the server gave an answer.
-
-    A refusal is one, and so is "there is no such object".
-    """
-
+class _Answering:
     def __init__(self, objects: ObjectStore, told: Callable[[bool], None]) -> None:
         self._objects, self._told = objects, told
 
-    def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> builtins.list[ObjectInfo]:
-        return self._call(self._objects.list, prefix, start_after=start_after, limit=limit)
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in VERBS:
+            raise AttributeError(name)
+        return partial(self._call, getattr(self._objects, name))
 
-    def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
-        return self._call(self._objects.get, key, first=first, length=length)
-
-    def download(self, key: str, path: Path) -> bool:
-        return self._call(self._objects.download, key, path)
-
-    def put(
-        self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
-    ) -> None:
-        self._call(self._objects.put, key, body, sha256=sha256, metadata=metadata)
-
-    def put_if_absent(
-        self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
-    ) -> bool:
-        return self._call(self._objects.put_if_absent, key, body, sha256=sha256, metadata=metadata)
-
-    def put_if_match(self, key: str, body: Body, etag: str) -> bool:
-        return self._call(self._objects.put_if_match, key, body, etag)
-
-    def delete(self, key: str) -> None:
-        self._call(self._objects.delete, key)
-
-    def head(self, key: str) -> ObjectInfo | None:
-        return self._call(self._objects.head, key)
-
-    def _call(self, verb: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def _call(self, verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             answer = verb(*args, **kwargs)
         except (Unavailable, OutcomeUnknown):
@@ -257,3 +224,11 @@ class AnsweringStore:
             raise
         self._told(True)
         return answer
+
+
+def answering(objects: ObjectStore, told: Callable[[bool], None]) -> ObjectStore:
+    """`objects`, telling `told` after each call, in whatever thread, whether the server gave an answer.
+
+    A refusal is one, and so is "there is no such object".
+    """
+    return cast(ObjectStore, _Answering(objects, told))

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import builtins
 import hashlib
-import io
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import IO, Any, TypeVar
 from urllib.parse import unquote_plus
 
 from common.errors import OutcomeUnknown, Unavailable
@@ -222,16 +221,6 @@ class CutShortError(Unavailable):
     default_code = "E-S3-CUT"
 
 
-class _Stream(Protocol):
-    def read(self, amt: int | None = None) -> bytes: ...
-    def close(self) -> None: ...
-
-
-class _Empty(io.BytesIO):
-    def read(self, amt: int | None = None) -> bytes:
-        return super().read(amt)
-
-
 @dataclass(frozen=True, slots=True)
 class ByteRange:
     """Bytes from offset `first`, `length` of them (at least 1) or to the end."""
@@ -257,13 +246,8 @@ class ByteRange:
 class AnswerBody:
     """A body and the length it must have; None where the server says nothing about its length."""
 
-    def __init__(self, stream: _Stream, expected: int | None) -> None:
+    def __init__(self, stream: IO[bytes], expected: int | None) -> None:
         self._stream, self._expected, self._found = stream, expected, 0
-
-    @classmethod
-    def empty(cls) -> AnswerBody:
-        """No bytes at all."""
-        return cls(_Empty(), 0)
 
     @classmethod
     def of(cls, answer: Mapping[str, Any], wanted: ByteRange | None, size: Callable[[], int | None]) -> AnswerBody:
