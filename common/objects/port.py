@@ -4,12 +4,10 @@ Services call it in threads (`common.service.process`); Spark tasks call it dire
 (`tests/contract/test_objects.py`) runs over every implementation.
 """
 
-import base64
 import builtins
 import hashlib
 import io
 import re
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -198,26 +196,3 @@ def sha256_of(body: Body) -> str:
     """64 hex digits."""
     with opened(body) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def crc32_base64(body: Body) -> str:
-    """As the header `x-amz-checksum-crc32` has it."""
-    crc = 0
-    with opened(body) as file:
-        for chunk in chunks(file):
-            crc = zlib.crc32(chunk, crc)
-    return base64.b64encode(crc.to_bytes(4, "big")).decode()
-
-
-def hex_to_base64(digest: str) -> str:
-    """A digest as the headers `x-amz-checksum-…` have it."""
-    return base64.b64encode(bytes.fromhex(digest)).decode()
-
-
-def base64_to_sha256(text: str) -> str | None:
-    """64 hex digits; None if `text` is not one SHA-256, such as the composite of a multipart upload."""
-    try:
-        digest = base64.b64decode(text, validate=True)
-    except ValueError:
-        return None
-    return digest.hex() if len(digest) == 32 else None

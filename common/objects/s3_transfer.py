@@ -6,9 +6,11 @@ reads all of these as an empty listing: "nothing is there yet". So a page must s
 
 from __future__ import annotations
 
+import base64
 import builtins
 import hashlib
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +24,7 @@ from common.objects.port import (
     ChecksumMismatch,
     HiddenObject,
     ObjectInfo,
-    base64_to_sha256,
     chunks,
-    crc32_base64,
-    hex_to_base64,
     in_key_order,
     opened,
     sha256_of,
@@ -209,6 +208,29 @@ class Upload:
         if self._checksum == "crc32":
             return {"ChecksumCRC32": crc32_base64(body)}
         return {}
+
+
+def crc32_base64(body: Body) -> str:
+    """As the header `x-amz-checksum-crc32` has it."""
+    crc = 0
+    with opened(body) as file:
+        for chunk in chunks(file):
+            crc = zlib.crc32(chunk, crc)
+    return base64.b64encode(crc.to_bytes(4, "big")).decode()
+
+
+def hex_to_base64(digest: str) -> str:
+    """A digest as the headers `x-amz-checksum-…` have it."""
+    return base64.b64encode(bytes.fromhex(digest)).decode()
+
+
+def base64_to_sha256(text: str) -> str | None:
+    """64 hex digits; None if `text` is not one SHA-256, such as the composite of a multipart upload."""
+    try:
+        digest = base64.b64decode(text, validate=True)
+    except ValueError:
+        return None
+    return digest.hex() if len(digest) == 32 else None
 
 
 T = TypeVar("T")
