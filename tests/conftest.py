@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -67,13 +66,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _logs_as_before() -> Iterator[None]:
     """A command that a test runs in its own process sets the level of logs for all tests behind it."""
-    level, root = logs._level, logging.getLogger().level
     yield
-    if logs._level != level:
-        logs._level = level
-        logging.getLogger().setLevel(root)
-        for name in logs._names:
-            logging.getLogger(name).setLevel(level)
+    logs.reset()
 
 
 @pytest.fixture(autouse=True)

@@ -229,7 +229,7 @@ class FloeClient(Asking, Client):
         self._sinks[b"%d" % sid], self._owners[b"%d" % sid] = sink, tell
         self._subs[sid] = Subscription(self, sid, subject)  # from here reconnects send it again
         self.send(b"SUB %b  %d\r\n" % (subject.encode(), sid))
-        settled = await self._round_trip(SUBSCRIBE_TIMEOUT)
+        settled = await self.round_trip(SUBSCRIBE_TIMEOUT)
         if (refused := self.refusal(subject.encode())) is not None or not settled:
             self.drop(sid)
             raise refused or Unavailable(f"the server did not confirm the subscription to {subject}")
@@ -255,7 +255,7 @@ class FloeClient(Asking, Client):
 
         Waiting requests end with OutcomeUnknown.
         """
-        await self._round_trip(CLOSE_TIMEOUT)
+        await self.round_trip(CLOSE_TIMEOUT)
         self._stop_tasks()
         self._abort()
         with suppress(Exception):
@@ -382,7 +382,7 @@ class FloeClient(Asking, Client):
         while True:
             await self.clock.sleep(self._interval)
             received = self._received
-            if not await self._round_trip(self._interval * 0.8) and self._received == received:
+            if not await self.round_trip(self._interval * 0.8) and self._received == received:
                 raise errors.StaleConnectionError
 
     async def _process_op_err(self, e: Exception) -> None:
@@ -442,7 +442,7 @@ class FloeClient(Asking, Client):
             writer.transport.abort()
         self._transport = None
 
-    async def _round_trip(self, timeout: float) -> bool:
+    async def round_trip(self, timeout: float) -> bool:
         """Whether a PING, sent after all that is buffered, is answered within `timeout` seconds."""
         pong: Future[bool] = asyncio.get_running_loop().create_future()
         try:

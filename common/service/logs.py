@@ -140,21 +140,33 @@ def configure(level: str = "info", format: str = "auto", *, instance: str = "", 
 
     `instance`, if given, stands in every line. May be called again: the last call wins.
     """
-    global _handler, _level
+    global _handler
     stream = stream or sys.stderr
     if format == "auto":
         format = "text" if stream.isatty() else "json"
-    root = logging.getLogger()
-    if _handler is not None:
-        root.removeHandler(_handler)
-        _handler.close()
+    reset()
     _handler = LineHandler(stream)
     _handler.setFormatter(_formatter(format, instance))
-    root.addHandler(_handler)
-    _level = getattr(logging, level.upper())
-    root.setLevel(max(_level, logging.WARNING))
+    logging.getLogger().addHandler(_handler)
+    _log_from(getattr(logging, level.upper()))
+
+
+def reset() -> None:
+    """Write nothing more, as before the first `configure`."""
+    global _handler
+    if _handler is not None:
+        logging.getLogger().removeHandler(_handler)
+        _handler.close()
+        _handler = None
+    _log_from(logging.NOTSET)
+
+
+def _log_from(level: int) -> None:
+    global _level
+    _level = level
+    logging.getLogger().setLevel(max(level, logging.WARNING))
     for name in _names:
-        logging.getLogger(name).setLevel(_level)
+        logging.getLogger(name).setLevel(level)
 
 
 def always(**fields: Any) -> None:

@@ -174,8 +174,8 @@ async def test_a_frame_that_the_server_refuses_costs_a_reconnect(client: FloeCli
 
 async def test_a_late_pong_does_no_harm(client: FloeClient, proxy: TcpProxy):
     generation = client.generation
-    assert not await client._round_trip(0.0)
-    assert await client._round_trip(5.0)
+    assert not await client.round_trip(0.0)
+    assert await client.round_trip(5.0)
     assert client.generation == generation
 
 

@@ -267,7 +267,7 @@ async def test_the_same_unescaped_does_act(client: FloeClient, name: str):
     if effect == "expired":
         await soon(lambda: gone(client, stream, 4), 5)
         return
-    await client._round_trip(5)
+    await client.round_trip(5)
     await soon(lambda: answers or effect == "missing")
     info, answer = await stream_info(client, stream), json.loads(answers[0]) if answers else {}
     assert effect == (

@@ -172,7 +172,7 @@ async def test_whoever_listens_to_the_connection_gets_what_the_listener_raised(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(FloeClient, "_round_trip"), (TcpTransport, "writelines")], ids=["watchdog", "writing"]
+    ("owner", "name"), [(FloeClient, "round_trip"), (TcpTransport, "writelines")], ids=["watchdog", "writing"]
 )
 async def test_a_task_of_the_connection_that_fails_has_it_made_again(
     nats_url: str, orphans: list[str], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str

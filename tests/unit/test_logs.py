@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ import pytest
 import structlog
 
 from common.errors import Unavailable
-from common.service import logs
 from common.service import logs as log_writer
-from common.service.logs import configure, flush, get_logger
+from common.service.logs import LineHandler, configure, flush, get_logger
 from infra.local.process import spawn
 from tests.support.basics import PATIENCE, eventually
 
@@ -44,20 +42,6 @@ class Stream(io.StringIO):
 
     def events(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.lines()]
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    level, root_level = logs._level, logging.getLogger().level
-    yield
-    if logs._handler is not None:
-        logging.getLogger().removeHandler(logs._handler)
-        logs._handler.close()
-        logs._handler = None
-    logs._level = level
-    logging.getLogger().setLevel(root_level)
-    for name in logs._names:
-        logging.getLogger(name).setLevel(level)
 
 
 @pytest.fixture
@@ -252,8 +236,7 @@ def test_a_closed_stream_is_no_error(stream: Stream):
     configure("info", "json", stream=stream)
     stream.close()
     log.info("x")
-    handler = logs._handler
-    assert handler is not None
+    handler = next(each for each in logging.getLogger().handlers if isinstance(each, LineHandler))
     eventually(lambda: handler.dropped >= 1)
 
 

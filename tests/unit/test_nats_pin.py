@@ -99,7 +99,6 @@ def test_what_is_overridden_exists():
         "_on_message",
         "_on_reconnected",
         "_on_server_error",
-        "_round_trip",
         "_stop_tasks",
         "_tell",
         "_watchdog",
