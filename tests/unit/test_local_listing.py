@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.objects.local import LocalObjects
-from common.objects.port import ObjectInfo, in_key_order
+from common.objects.port import in_key_order
 
 PARTS = st.sampled_from(["a", "a!", "a-b", "a0", "b", "é", "z"])
 KEYS = st.lists(PARTS, min_size=1, max_size=3).map("/".join)
@@ -34,16 +35,16 @@ def test_any_part_of_a_tree_is_listed_in_key_order(keys: set[str], prefix: str, 
 def test_what_moves_to_a_later_folder_while_it_is_listed_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    objects, look_up = LocalObjects(tmp_path), LocalObjects._info
+    objects, look_up = LocalObjects(tmp_path), Path.lstat
     objects.put("p/level=0/a", b"1")
     objects.put("p/level=1/z", b"1")
 
-    def moving(self: LocalObjects, key: str) -> ObjectInfo | None:
-        if key == "p/level=0/a":
-            (tmp_path / "p/level=0/a").replace(tmp_path / "p/level=1/b")
-        return look_up(self, key)
+    def moving(path: Path) -> os.stat_result:
+        if path == tmp_path / "p/level=0/a":
+            path.replace(tmp_path / "p/level=1/b")
+        return look_up(path)
 
-    monkeypatch.setattr(LocalObjects, "_info", moving)
+    monkeypatch.setattr(Path, "lstat", moving)
     assert [info.key for info in objects.list("p/")] == ["p/level=1/b", "p/level=1/z"]
 
 
@@ -51,14 +52,14 @@ def test_what_is_deleted_while_it_is_listed_makes_no_page_shorter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever lists page by page takes a short page for the last one."""
-    objects, look_up = LocalObjects(tmp_path), LocalObjects._info
+    objects, look_up = LocalObjects(tmp_path), Path.lstat
     for name in "abcd":
         objects.put(f"p/{name}", b"1")
 
-    def deleting(self: LocalObjects, key: str) -> ObjectInfo | None:
-        if key == "p/a":
-            (tmp_path / key).unlink()
-        return look_up(self, key)
+    def deleting(path: Path) -> os.stat_result:
+        if path == tmp_path / "p/a":
+            path.unlink()
+        return look_up(path)
 
-    monkeypatch.setattr(LocalObjects, "_info", deleting)
+    monkeypatch.setattr(Path, "lstat", deleting)
     assert [info.key for info in objects.list("p/", limit=2)] == ["p/b", "p/c"]
