@@ -29,18 +29,11 @@ _NUMBER = re.compile(r"[+-]?\d+", re.ASCII)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _MAX_INT32 = 2**31 - 1
 
-# How the server spells them: single letters may be small or capital.
+_CUTTING = ("SplitFromLeft", "SplitFromRight", "SliceFromLeft", "SliceFromRight", "Left", "Right")
+# How the server spells them: the capitals may be small.
 _NAMES = {
-    "wildcard": "[wW]ildcard",
-    "partition": "[pP]artition",
-    "split": "[sS]plit",
-    "splitfromleft": "[sS]plit[fF]rom[lL]eft",
-    "splitfromright": "[sS]plit[fF]rom[rR]ight",
-    "slicefromleft": "[sS]lice[fF]rom[lL]eft",
-    "slicefromright": "[sS]lice[fF]rom[rR]ight",
-    "left": "[lL]eft",
-    "right": "[rR]ight",
-    "random": "[rR]andom",
+    name.lower(): re.sub("[A-Z]", lambda capital: f"[{capital[0].lower()}{capital[0]}]", name)
+    for name in ("Wildcard", "Partition", "Split", *_CUTTING, "Random")
 }
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import base64
 import re
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,7 +60,6 @@ class ConsumerInfo:
     stream_sequence: int
     consumer_sequence: int
     pending: int
-    leader: str
     ack_floor: int = 0
     ack_pending: int = 0
     acknowledged: int = 0
@@ -81,14 +80,20 @@ async def ask(
     raise Unavailable(f"no answer to {client.api_subject(name)} within {timeout:g} s")
 
 
-async def stream_info(client: FloeClient, stream: str) -> StreamInfo | None:
-    """What the server says of the stream; None if there is none of this name."""
+async def unless_missing(answer: Awaitable[dict[str, Any]], *missing: int) -> dict[str, Any] | None:
+    """The answer; None where the server says by one of these numbers that there is no such thing."""
     try:
-        return _stream_info(await ask(client, f"STREAM.INFO.{token(stream)}"))
+        return await answer
     except ApiError as error:
-        if error.err_code == STREAM_NOT_FOUND:
+        if error.err_code in missing:
             return None
         raise
+
+
+async def stream_info(client: FloeClient, stream: str) -> StreamInfo | None:
+    """What the server says of the stream; None if there is none of this name."""
+    answer = await unless_missing(ask(client, f"STREAM.INFO.{token(stream)}"), STREAM_NOT_FOUND)
+    return None if answer is None else _stream_info(answer)
 
 
 async def most_replicas(client: FloeClient, streams: Iterable[str]) -> int:
@@ -108,12 +113,8 @@ async def next_message(client: FloeClient, stream: str, sequence: int, filter_su
     Raises ApiError where there is no such stream.
     """
     request = {"seq": sequence, "next_by_subj": filter_subject or ">"}
-    try:
-        return stored_message(await ask(client, f"STREAM.MSG.GET.{token(stream)}", request))
-    except ApiError as error:
-        if error.err_code == MESSAGE_NOT_FOUND:
-            return None
-        raise
+    answer = await unless_missing(ask(client, f"STREAM.MSG.GET.{token(stream)}", request), MESSAGE_NOT_FOUND)
+    return None if answer is None else stored_message(answer)
 
 
 async def absent(client: FloeClient, stream: str, within: SequenceRange) -> list[SequenceRange]:
@@ -162,12 +163,9 @@ async def create_consumer(client: FloeClient, stream: str, config: dict[str, Any
 
 async def consumer_info(client: FloeClient, stream: str, consumer: str) -> ConsumerInfo | None:
     """What the server says of the consumer; None if the stream or the consumer is not there."""
-    try:
-        return _consumer_info(await ask(client, f"CONSUMER.INFO.{token(stream)}.{token(consumer)}"))
-    except ApiError as error:
-        if error.err_code in (STREAM_NOT_FOUND, CONSUMER_NOT_FOUND):
-            return None
-        raise
+    question = ask(client, f"CONSUMER.INFO.{token(stream)}.{token(consumer)}")
+    answer = await unless_missing(question, STREAM_NOT_FOUND, CONSUMER_NOT_FOUND)
+    return None if answer is None else _consumer_info(answer)
 
 
 async def consumer_names(client: FloeClient, stream: str) -> list[str]:
@@ -183,13 +181,8 @@ async def consumer_names(client: FloeClient, stream: str) -> list[str]:
 
 async def delete_consumer(client: FloeClient, stream: str, consumer: str) -> bool:
     """Delete the consumer; False if it was not there."""
-    try:
-        await client.api(f"CONSUMER.DELETE.{token(stream)}.{token(consumer)}")
-    except ApiError as error:
-        if error.err_code in (STREAM_NOT_FOUND, CONSUMER_NOT_FOUND):
-            return False
-        raise
-    return True
+    asked = client.api(f"CONSUMER.DELETE.{token(stream)}.{token(consumer)}")
+    return await unless_missing(asked, STREAM_NOT_FOUND, CONSUMER_NOT_FOUND) is not None
 
 
 def _stream_info(answer: dict[str, Any]) -> StreamInfo:
@@ -204,7 +197,7 @@ def _stream_info(answer: dict[str, Any]) -> StreamInfo:
             messages=_count(state["messages"]),
             first_timestamp=str(state.get("first_ts", "")),
             last_timestamp=str(state.get("last_ts", "")),
-            leader=_leader(answer),
+            leader=str((answer.get("cluster") or {}).get("leader") or ""),
             time=str(answer.get("ts", "")),
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -221,17 +214,12 @@ def _consumer_info(answer: dict[str, Any]) -> ConsumerInfo:
             stream_sequence=_count(delivered.get("stream_seq", 0)),
             consumer_sequence=_count(delivered.get("consumer_seq", 0)),
             pending=_count(answer.get("num_pending", 0)),
-            leader=_leader(answer),
             ack_floor=_count((answer.get("ack_floor") or {}).get("consumer_seq", 0)),
             ack_pending=_count(answer.get("num_ack_pending", 0)),
             acknowledged=_count((answer.get("ack_floor") or {}).get("stream_seq", 0)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"CONSUMER.INFO: expected a consumer, found {error!r:.80}") from None
-
-
-def _leader(answer: dict[str, Any]) -> str:
-    return str((answer.get("cluster") or {}).get("leader") or "")
 
 
 def _count(value: Any) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import ipaddress
 import json
+import os
 import re
 import shlex
 import ssl
@@ -16,22 +17,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import nkeys  # type: ignore[import-untyped]
 from pydantic import SecretStr
 
 from common.clock import Clock
-from common.errors import ConfigError, Refused
+from common.errors import ConfigError, FloeError, Refused, Unavailable
 from common.service.logs import get_logger
 from common.settings.types import FileSecret
 
 if TYPE_CHECKING:
     from common.settings.service import NatsSettings
-import os
-from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
-
-from common.errors import FloeError, Unavailable
 
 log = get_logger("jetstream.auth")
 

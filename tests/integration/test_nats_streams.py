@@ -187,7 +187,7 @@ async def test_a_cluster_names_its_leader_and_answers_after_it_moved():
                 return False
             return info.leader not in ("", leader) and message.payload == b"x"
 
-        await soon(moved, 20)
+        await soon(moved)
         await client.aclose()
 
 
