@@ -167,7 +167,7 @@ async def test_streams_of_every_ordinary_kind_are_archived_and_carried_as_they_a
             feeds = [await kv_bucket(client, f"h{history}", history) for history in (1, 5, 64)]
             feeds += [await object_store(client, "files"), *await special_streams(client)]
             feeds += await named_streams(client)
-            await soon(lambda: same_length(client, "MIRROR", "REPUBLISH"), 30)
+            await soon(lambda: same_length(client, "MIRROR", "REPUBLISH"))
         site = world.site_config(SITE, *({"stream": feed} for feed in feeds))
         centre = world.central_config(feeds=tuple(feeds))
         egress, ingress = world.egress(site), world.ingress(centre)

@@ -38,7 +38,7 @@ async def client(cluster: NatsCluster) -> AsyncIterator[FloeClient]:
 
 @pytest.fixture
 async def stream(client: FloeClient) -> str:
-    return await soon(lambda: three_replicas(client), 30)
+    return await soon(lambda: three_replicas(client))
 
 
 async def three_replicas(client: FloeClient) -> str:
@@ -56,12 +56,12 @@ async def leader_of(cluster: NatsCluster, client: FloeClient, stream: str) -> Na
             return info.leader if info and info.leader else ""
         return ""
 
-    return cluster.server(await soon(look, 30))
+    return cluster.server(await soon(look))
 
 
 async def led_by_one(cluster: NatsCluster, client: FloeClient) -> tuple[NatsServer, dict[str, str]]:
     """A stream for each kind of publisher, all with the same leader, so that one fault meets all."""
-    streams = {kind: await soon(lambda: three_replicas(client), 30) for kind in PUBLISHERS}
+    streams = {kind: await soon(lambda: three_replicas(client)) for kind in PUBLISHERS}
     leader = await leader_of(cluster, client, streams["fast"])
     for stream in streams.values():
         while await leader_of(cluster, client, stream) is not leader:

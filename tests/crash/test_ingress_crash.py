@@ -78,7 +78,7 @@ async def test_a_process_killed_between_any_two_steps_is_taken_over_exactly(
     centre = Centre(tmp_path, archive, nats_url, publisher=publisher)
     for step in ("after_intent", "mid_batch", "after_commit", "before_close", "after_close"):
         killed = processes.start(alone(centre), f"ingress.{step}=kill")
-        await soon(lambda process=killed: dead(process), 20)
+        await soon(lambda process=killed: dead(process))
 
     last = processes.start(alone(centre))
     await finished(centre, archive, client)
@@ -91,7 +91,7 @@ async def test_a_process_paused_in_the_middle_of_a_batch_wakes_up_too_late_for_h
 ) -> None:
     centre = Centre(tmp_path, archive, nats_url, publisher=publisher)
     paused = processes.start(centre.write(lease_ttl="1s"), "ingress.mid_batch=stop@2")
-    await soon(lambda: stopped(paused), 20)
+    await soon(lambda: stopped(paused))
     processes.start(centre.write(lease_ttl="1s"))
     await more_than(client, centre, 2 * ROWS // 3)
     paused.send(signal.SIGCONT)
@@ -129,7 +129,7 @@ async def more_than(client: FloeClient, centre: Centre, before: int) -> int:
         last = info.last_sequence if info else 0
         return last if last > before or last == 2 * ROWS else 0
 
-    return await soon(moved, 20)
+    return await soon(moved)
 
 
 @pytest.mark.parametrize("publisher", ["fast", at_length("atomic"), at_length("single")])
@@ -161,7 +161,7 @@ async def test_a_target_that_forgets_gets_each_message_once_through_kills(
     await create_stream(client, {"name": memory, "sources": [{"name": centre.target}]})
     for failpoint in ("ingress.after_commit=kill", "ingress.mid_batch=kill@2"):
         killed = processes.start(alone(centre), failpoint)
-        await soon(lambda process=killed: dead(process), 20)
+        await soon(lambda process=killed: dead(process))
     processes.start(alone(centre))
     centre.target = memory
     count = sum(len(rows) for rows in archive.rows.values())

@@ -66,7 +66,7 @@ async def test_a_copy_begins_where_its_entry_says_and_a_restart_changes_nothing(
             state = (await keeper.load()).state
             return state is not None and state.checkpoint.positions.get(CHAIN, 0) == 21
 
-        await soon(begun, 15)
+        await soon(begun)
         assert await count_in(client, centre.target) == 21 - first
     archive.put(rows_of(21, 30))
     async with centre.running():

@@ -54,7 +54,7 @@ def lane(health: Health, centre: Centre, chain: Chain = CHAIN) -> dict[str, Any]
 
 async def stopped(health: Health, centre: Centre, code: str, chain: Chain = CHAIN) -> dict[str, Any]:
     """What /status says of the chain once it has stopped with `code`; the target stays ready."""
-    await soon(lambda: lane(health, centre, chain).get("code") == code, 15)
+    await soon(lambda: lane(health, centre, chain).get("code") == code)
     assert not health.problems()
     return lane(health, centre, chain)
 
@@ -217,7 +217,7 @@ async def test_a_lost_stretch_is_given_up_and_what_comes_behind_it_later_is_told
 
         late = archive.put(rows_of(15, 18), tail=False)
         del archive.rows[CHAIN][-4:]
-        await soon(lambda: counted(metrics.behind_gaps.labels("us-east", "NODES")) >= 1, 15)
+        await soon(lambda: counted(metrics.behind_gaps.labels("us-east", "NODES")) >= 1)
         check_exact(await centre.carried(client, 25), archive, centre.prefix)
         assert archive.store.is_intact(late)
     [passed] = archive.documents.passed_gaps(centre.target, CHAIN)
@@ -249,7 +249,7 @@ async def test_skipping_goes_on_by_itself_and_another_target_is_not_bound_by_it(
     async with skips.running():
         check_exact(await skips.carried(client, 25), archive, skips.prefix)
     async with waits.running() as health:
-        await soon(lambda: lane(health, waits).get("phase") == "late", 15)
+        await soon(lambda: lane(health, waits).get("phase") == "late")
         assert await count_in(client, waits.target) == 15
         await paste(waits, lane(health, waits)["hint"], "gap accept")
         check_exact(await waits.carried(client, 25), archive, waits.prefix)
@@ -266,7 +266,7 @@ async def test_damage_that_nothing_covers_is_given_up(
     del archive.rows[CHAIN][:10]
     centre = centre_of(tmp_path, archive, nats_url, lost_segment_timeout="1s", on_lost="skip")
     async with centre.running() as health:
-        await soon(lambda: lane(health, centre).get("phase") == "damaged", 15)
+        await soon(lambda: lane(health, centre).get("phase") == "damaged")
         hint = lane(health, centre)["hint"]
         [away] = [line for line in hint.splitlines() if line.startswith("floe segments quarantine ")]
         assert away.endswith(bad.key)
@@ -320,12 +320,12 @@ async def test_a_paused_chain_stands_still_through_a_restart_and_goes_on_when_re
     async with centre.running() as health:
         await centre.carried(client, 15)
         assert (await floe("chain", "pause", *named, "--note", "bad data")).code == 0
-        await soon(lambda: lane(health, centre).get("paused"), 10)
+        await soon(lambda: lane(health, centre).get("paused"))
         archive.put(rows_of(11, 20))
         archive.put(rows_of(6, 10, OTHER), chain=OTHER)
         assert len(await centre.carried(client, 20)) == 20
     async with centre.running() as health:
-        await soon(lambda: lane(health, centre).get("paused"), 10)
+        await soon(lambda: lane(health, centre).get("paused"))
         archive.put(rows_of(11, 15, OTHER), chain=OTHER)
         assert len(await centre.carried(client, 25)) == 25
         [shown] = (await floe("chain", "ls", "-c", str(centre.write()), "--json")).json()
@@ -333,7 +333,7 @@ async def test_a_paused_chain_stands_still_through_a_restart_and_goes_on_when_re
         assert (await floe("chain", "resume", *named)).code == 0
 
         check_exact(await centre.carried(client, 35), archive, centre.prefix)
-        await soon(lambda: "paused" not in lane(health, centre), 10)
+        await soon(lambda: "paused" not in lane(health, centre))
 
 
 async def test_pauses_that_cannot_be_read_stop_the_target_until_they_are_written_anew(
@@ -344,7 +344,7 @@ async def test_pauses_that_cannot_be_read_stop_the_target_until_they_are_written
     bucket = await KeyValue.open(client, centre.state_bucket)
     await bucket.put(state_key("pauses", centre.target), b'{"version":2}')
     async with centre.running() as health:
-        await soon(lambda: centre.status(health).get("code") == "E-PAUSES", 15)
+        await soon(lambda: centre.status(health).get("code") == "E-PAUSES")
         assert centre.status(health)["hint"].endswith(f"--target {centre.target} --all")
         assert (await floe("chain", "pause", *named, "--site", "us-east", "--feed", "NODES")).code == 1
         assert (await floe("chain", "resume", *named, "--all")).code == 2  # nobody can be asked

@@ -146,7 +146,7 @@ async def test_the_next_drill_removes_what_a_killed_one_left(world: World) -> No
     def swept() -> bool:
         return f"removed {left[0]}" in run_floe("drill", "-c", world.config, *FEED).stderr
 
-    eventually(swept, 20)
+    eventually(swept)
     assert await world.scratch() == []
 
 

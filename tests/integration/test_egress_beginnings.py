@@ -62,7 +62,7 @@ async def moving(bench: Bench, stream: str, limits: dict[str, Any]) -> None:
 async def goes_on(bench: Bench, stream: str, incarnation: int = 0) -> None:
     """Wait until three more segments are there."""
     count = len(bench.refs(stream, incarnation))
-    await soon(lambda: len(bench.refs(stream, incarnation)) >= count + 3, 20)
+    await soon(lambda: len(bench.refs(stream, incarnation)) >= count + 3)
 
 
 def check(bench: Bench, stream: str, incarnation: int) -> None:

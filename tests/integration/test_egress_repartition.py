@@ -301,7 +301,7 @@ async def test_ingress_carries_the_next_incarnation_behind_all_partitions_of_the
     centre = Centre(bench.root, Archive(bench.root / "bucket"), bench.url, stream=target, sources=sources)
     async with centre.running():
         count = sum(m.subject.startswith(f"{stream}.0.".encode()) for m in parts.messages())
-        await soon(lambda: has(bench, target, count), 20)
+        await soon(lambda: has(bench, target, count))
         await asyncio.sleep(1.5)
         assert await count_in(bench.client, target) == count, "the next incarnation waits"
         for file, place in hidden:

@@ -297,7 +297,7 @@ async def test_one_partition_that_cannot_go_on_ends_the_incarnation_of_all_exact
         hint = running.status(stream)["hint"]
         assert "--from" not in hint.split(" with ")[0]
         await paste(bench, hint, feed)
-        await soon(lambda: all(bench.chains.read_chain(parts.chain(p, 1)) is not None for p in (0, 1)), 20)
+        await soon(lambda: all(bench.chains.read_chain(parts.chain(p, 1)) is not None for p in (0, 1)))
         await publish_over(bench, stream, ["0.a", "1.a"], 10, "after")
         await parts.archived_to(60, 1)
     first = bench.chains.read_chain(parts.chain(0, 1)).first  # type: ignore[union-attr]

@@ -195,7 +195,7 @@ async def test_processes_of_one_host_wait_for_each_other_before_they_take(circle
 
 async def test_a_sibling_that_never_comes_is_not_waited_for(circle: Circle) -> None:
     member = await circle.join(siblings=2)
-    await soon(lambda: len(member.held) == 4, 6)
+    await soon(lambda: len(member.held) == 4)
 
 
 async def test_members_with_another_configuration_leave_no_chain_alone(circle: Circle) -> None:
@@ -366,15 +366,15 @@ async def test_feeds_move_to_a_second_instance_at_a_segments_end_and_back_when_i
     await soon(lambda: states(first, names) == ["reading"] * 4)
     await bench.publish(stream, [b"x"] * 50)
     second = bench.start(bench.settings(*feeds), SHARED)
-    await soon(lambda: states(second, names).count("reading") == 2, 10)
-    await soon(lambda: states(first, names).count("standby") == 2, 10)
+    await soon(lambda: states(second, names).count("reading") == 2)
+    await soon(lambda: states(first, names).count("standby") == 2)
     assert not first.health.problems()
     await bench.publish(stream, [b"y"] * 50)
     for name in names:
         await bench.archived_to(name, 100)
     began = time.monotonic()
     stopping = asyncio.create_task(second.drain())
-    await soon(lambda: states(first, names) == ["reading"] * 4, 10, every=0.005)
+    await soon(lambda: states(first, names) == ["reading"] * 4, every=0.005)
     print(f"reading again {time.monotonic() - began:.2f} s after the other instance was told to stop")
     await stopping
     await bench.publish(stream, [b"z"] * 50)
@@ -394,7 +394,7 @@ async def test_an_open_segment_does_not_keep_a_lease_for_ever(bench: Bench) -> N
     await soon(lambda: states(first, names) == ["reading"] * 2)
     await bench.publish(stream, [b"x"] * 50)
     second = bench.start(bench.settings(*feeds), SHARED)
-    await soon(lambda: states(second, names).count("reading") == 1, 10)
+    await soon(lambda: states(second, names).count("reading") == 1)
     moved = names[states(second, names).index("reading")]
     assert bench.end(moved) == 50
     await bench.publish(stream, [b"y"] * 50)
@@ -410,7 +410,7 @@ async def test_a_stopped_chain_is_handed_over_without_waiting_to_be_examined(ben
     first = bench.start(bench.settings(*feeds), SHARED, reexamine=60.0)
     await soon(lambda: states(first, names) == ["stopped"] * 2)
     second = bench.start(bench.settings(*feeds), SHARED, reexamine=60.0)
-    await soon(lambda: states(second, names).count("stopped") == 1, 5)
+    await soon(lambda: states(second, names).count("stopped") == 1)
     await asyncio.gather(first.drain(), second.drain())
 
 
@@ -436,7 +436,7 @@ async def test_shares_under_load_and_kills_lose_and_repeat_nothing(bench: Bench)
         owners = await held_by(bench, names)
         return "" not in owners and max(map(owners.count, owners)) <= 2
 
-    await soon(fair, 10)
+    await soon(fair)
     for each in running:
         await each.drain()
     for name in names:
@@ -477,7 +477,7 @@ async def test_a_lease_that_ends_during_a_put_announces_nothing(bench: Bench) ->
         await asyncio.sleep(0.2)
     assert await bench.mark(stream) in (None, 0)
     assert not bench.chains.read_tail(bench.chain(stream))
-    await soon(lambda: bench.chains.read_tail(bench.chain(stream)) == 10, 10)
+    await soon(lambda: bench.chains.read_tail(bench.chain(stream)) == 10)
     await running.drain()
     await bench.same(stream, stream)
 
@@ -496,7 +496,7 @@ async def test_a_lease_is_not_handed_over_while_an_upload_is_under_way(bench: Be
     while not all(map(bench.end, names)):
         assert len(set(await held_by(bench, names))) == 1
         await asyncio.sleep(0.05)
-    await soon(lambda: states(second, names).count("reading") == 1, 10)
+    await soon(lambda: states(second, names).count("reading") == 1)
     await asyncio.gather(first.drain(), second.drain())
     for name in names:
         await bench.same(name, stream)

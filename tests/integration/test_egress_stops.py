@@ -56,7 +56,7 @@ async def test_a_stream_that_answers_differently_each_time_is_asked_until_it_doe
 
     churning = asyncio.create_task(churn())
     async with bench.egress({"stream": stream}, tuning=tuning) as running:
-        await soon(lambda: "answers differently" in running.status(stream).get("why", ""), 20)
+        await soon(lambda: "answers differently" in running.status(stream).get("why", ""))
         assert running.state(stream) == "waiting"
         assert running.status(stream)["hint"].startswith("nothing to do, it is asked again by itself")
         assert bench.chains.read_stream(bench.chain(stream, 1)) is None
@@ -234,7 +234,7 @@ async def test_the_command_names_the_file_that_was_read(bench: Bench, workers: i
             parts = [part for each in found for part in each.get("parts", {}).values()]
             return {part["hint"] for part in parts if part.get("state") == "stopped"}
 
-        hint = await soon(lambda: asyncio.to_thread(hints), 30)
+        hint = await soon(lambda: asyncio.to_thread(hints))
         running.process.terminate()
         assert await running.ended() == 0
     command = command_of(hint.pop())

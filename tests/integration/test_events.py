@@ -94,7 +94,7 @@ async def test_one_that_comes_while_the_queue_is_waited_for_is_heard_soon(sqs: S
     async with beside(follow_queue(queue_of(sqs, name), heard)):
         await asyncio.sleep(0.5)
         await asyncio.to_thread(sqs.send, name, "now")
-        await soon(lambda: heard.taken, seconds=5)
+        await soon(lambda: heard.taken)
 
 
 async def test_a_queue_that_is_missing_is_asked_for_again_and_so_is_one_that_goes_away(

@@ -110,7 +110,7 @@ async def test_segments_arrive_by_notifications_alone_and_a_lost_one_by_the_next
             await centre.carried(client, 20)
             # Both notifications, of the segment and of the tail, and the looks that they cause are over.
             await soon(lambda: counted("woke") >= before + 2)
-            await soon(archive.is_left_alone, 30)
+            await soon(archive.is_left_alone)
             assert archive.looks() > 0
 
             # Lost: nobody looks, nothing arrives. Then a forged one: it makes ingress look, and all arrives.

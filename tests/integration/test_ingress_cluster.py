@@ -44,7 +44,7 @@ async def led(client: FloeClient, stream: str) -> StreamInfo:
             return None
         return info if info and info.leader else None
 
-    found = await soon(look, 30)
+    found = await soon(look)
     assert found is not None
     return found
 

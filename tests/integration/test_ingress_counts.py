@@ -66,7 +66,7 @@ async def test_parked_messages_are_counted_until_they_are_delivered(
     config = {"subjects": [f"{centre.target}.>"], "allow_atomic": True, "max_msg_size": 4000}
     await create_stream(client, {"name": centre.target, **config})
     async with centre.running():
-        await soon(lambda: reading("parked_waiting", centre.target) == 1, 20)
+        await soon(lambda: reading("parked_waiting", centre.target) == 1)
         assert of_chain("parked_messages_total", centre.target) == 1
     assert await count_in(client, centre.target) == 2
 

@@ -47,7 +47,7 @@ async def test_a_stopped_target_goes_on_without_a_restart_once_the_state_is_mend
         await centre.carried(client, 30)
         await client.api(f"STREAM.DELETE.{centre.target}")
         archive.put(rows_of(31, 40))
-        await soon(lambda: centre.status(health).get("state") == "stopped", 20)
+        await soon(lambda: centre.status(health).get("state") == "stopped")
         status = centre.status(health)
         assert status["code"] in ("E-TARGET-GONE", "E-TARGET-RECREATED")
         assert "floe checkpoint set" in status["hint"]

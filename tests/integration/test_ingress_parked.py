@@ -302,7 +302,7 @@ async def test_messages_at_the_very_limits_of_the_server_are_stored_or_parked(
             kept_states = states(await kept(client, centre))
             return info.messages + list(kept_states.values()).count(State.PARKED) == len(rows)
 
-        await soon(is_accounted, 20)
+        await soon(is_accounted)
         parked = set(states(await kept(client, centre)))
         messages = await arrived(client, centre.target)
         assert {each.message.sequence for each in messages} == set(range(1, len(rows) + 1)) - parked

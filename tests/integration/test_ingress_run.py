@@ -183,7 +183,7 @@ async def test_damage_that_nothing_else_covers_stops_its_chain_and_no_other(
 
     async with centre.running() as health:
         await centre.carried(client, 50)
-        await soon(lambda: lane(health, centre).get("phase") == "damaged", 15)
+        await soon(lambda: lane(health, centre).get("phase") == "damaged")
         assert lane(health, centre)["hole"] == "11..20"
 
 
@@ -200,7 +200,7 @@ async def test_a_segment_of_another_site_under_a_listed_key_is_damage(
     centre = Centre(tmp_path, archive, nats_url)
 
     async with centre.running() as health:
-        await soon(lambda: lane(health, centre).get("phase") == "damaged", 15)
+        await soon(lambda: lane(health, centre).get("phase") == "damaged")
         assert await count_in(client, centre.target) == 0
 
 

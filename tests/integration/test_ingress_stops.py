@@ -126,7 +126,7 @@ async def test_a_target_that_is_deleted_while_nothing_comes_is_told_at_once(
         await centre.carried(client, 30)
         await client.api(f"STREAM.DELETE.{centre.target}")
 
-        await soon(lambda: "E-TARGET-GONE" in str(health.status()), 20)
+        await soon(lambda: "E-TARGET-GONE" in str(health.status()))
         assert health.problems()
 
 

@@ -62,7 +62,7 @@ async def test_a_feed_of_sources_of_which_there_is_nothing_is_told_once_and_show
     centre = Centre(tmp_path, archive, nats_url)
     centre.target_settings["sources"][0]["site"] = ["us-east", "us-esat"]
     async with centre.running() as health:
-        await soon(lambda: health.status()["parts"].get("sources") == {"missing": ["us-esat/NODES"]}, 15)
+        await soon(lambda: health.status()["parts"].get("sources") == {"missing": ["us-esat/NODES"]})
         await centre.carried(client, 5)
         rows = (await floe("status", "-c", str(centre.write()), "--json")).json()
 

@@ -247,5 +247,5 @@ async def test_moves_to_another_server_of_a_cluster():
                 return False
             return info is not None and info.leader in ("n2", "n3")
 
-        await soon(answered, 20)
+        await soon(answered)
         await client.aclose()

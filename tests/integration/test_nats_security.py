@@ -117,7 +117,7 @@ async def test_a_token_that_was_changed_is_read_again_when_the_former_is_refused
         await soon(lambda: settings.token.get_secret_value() == "ahead of the server")
         assert not client.is_up
         path.write_text("later")
-        await soon(lambda: client.is_up, 20)
+        await soon(lambda: client.is_up)
         await client.aclose()
 
         server.extra = changed("last")

@@ -265,7 +265,7 @@ async def test_the_same_unescaped_does_act(client: FloeClient, name: str):
     await client.subscribe_raw(inbox, lambda *message: answers.append(message[2]))
     client.send(frame(subject, b"4", block(*lines), inbox.encode()))
     if effect == "expired":
-        await soon(lambda: gone(client, stream, 4), 5)
+        await soon(lambda: gone(client, stream, 4))
         return
     await client.round_trip(5)
     await soon(lambda: answers or effect == "missing")
@@ -294,7 +294,7 @@ async def test_a_message_that_expired_at_its_source_stays_in_the_target(client: 
     stream = await filled(client)
     await publish(client, f"{stream}.x", b"4", escape(block(b"Nats-TTL: 1s"), HERE))
     await publish(client, f"{stream}.x", b"5", escape(block(b"Nats-TTL: 1s"), HERE, frozenset({b"nats-ttl"})))
-    await soon(lambda: gone(client, stream, 5), 5)
+    await soon(lambda: gone(client, stream, 5))
     assert (await get_message(client, stream, 4)).payload == b"4"
 
 

@@ -184,7 +184,7 @@ async def test_two_sites_that_copy_each_other_without_saying_so_send_a_message_r
         for count in (30, 33):
             for site, (_, stream) in streams.items():
                 await world.holds(stream, count)
-                await soon(lambda: world.ledger(site, stream).get("looped") == count // 3, 20)  # noqa: B023
+                await soon(lambda: world.ledger(site, stream).get("looped") == count // 3)  # noqa: B023
             if count == 30:
                 await publish(range(10, 11))
         found = {site: await world.messages(stream) for site, (_, stream) in streams.items()}

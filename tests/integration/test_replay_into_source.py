@@ -42,7 +42,7 @@ async def test_a_lost_source_comes_back_and_is_frozen_again(bench: Bench, relay:
     await bench.make_stream(name)
     await bench.publish(name, (b"%d" % n for n in range(300)))
     running = bench.start(settings)
-    await soon(lambda: len(rows(bench, Chain(SITE, name))) == 300, 20)
+    await soon(lambda: len(rows(bench, Chain(SITE, name))) == 300)
     await running.drain()
     before = rows(bench, Chain(SITE, name))
 
@@ -56,7 +56,7 @@ async def test_a_lost_source_comes_back_and_is_frozen_again(bench: Bench, relay:
     running = bench.start(settings)
     following = Chain(SITE, name, 1)
     try:
-        await soon(lambda: len(rows(bench, following)) == 300, 30)
+        await soon(lambda: len(rows(bench, following)) == 300)
     finally:
         await running.drain()
     for old, new in zip(before, rows(bench, following), strict=True):

@@ -136,7 +136,7 @@ async def test_the_stream_at_a_site_is_lost_and_the_centre_gets_nothing_twice(be
                 stop = chains.get(str(Chain(SITE, name, 1)), {})
                 return stop.get("code") == "E-INCARNATION" and bench.end(name, 1) == count
 
-            await soon(halted, 30)
+            await soon(halted)
             page.names["N+1"] = str(count + 1)
             await page.run("--sequence N+1")
             await bench.publish(name, (b"new %d" % n for n in range(5)))

@@ -82,7 +82,7 @@ async def test_each_process_says_what_it_does_and_how_far_its_streams_are(bench:
         assert abs(time.time() - asked) < 60
         trouble.clear()
         await soon(lambda: sample("egress_store_reachable") == 1)
-        await soon(lambda: says(80, 80), 20)
+        await soon(lambda: says(80, 80))
 
     await bench.delete_stream(stream)
     async with bench.egress({"stream": stream}, tuning=LIVELY):
@@ -91,7 +91,7 @@ async def test_each_process_says_what_it_does_and_how_far_its_streams_are(bench:
             sign = said(bench, stream)
             return sign is not None and (sign.state, sign.code) == ("stopped", "E-SOURCE-GONE")
 
-        await soon(stopped, 20)
+        await soon(stopped)
 
 
 def say(archive: Archive, chain: Chain, state: str, *, ago: float = 0.0, **fields: Any) -> None:
@@ -153,17 +153,17 @@ async def test_what_was_measured_stays_while_nats_is_away(tmp_path: Path, archiv
     with NatsServer() as server:
         centre = Centre(tmp_path, archive, server.url)
         async with centre.running():
-            await soon(lambda: sample("ingress_position", target=centre.target, **labels) == 6, 20)
+            await soon(lambda: sample("ingress_position", target=centre.target, **labels) == 6)
             assert sample("ingress_nats_reachable") == 1
             server.stop()
             await soon(lambda: sample("ingress_nats_reachable") == 0)
-            await soon(lambda: sample("ingress_lease_held", target=centre.target) == 0, 20)
+            await soon(lambda: sample("ingress_lease_held", target=centre.target) == 0)
             measured = sample("ingress_lag_last_success_timestamp_seconds", target=centre.target)
             assert sample("ingress_lag_sequences", target=centre.target, **labels) == 0
             assert measured is not None
             server.start()
             archive.put(rows_of(6, 10))
-            await soon(lambda: sample("ingress_position", target=centre.target, **labels) == 11, 20)
+            await soon(lambda: sample("ingress_position", target=centre.target, **labels) == 11)
             assert sample("ingress_nats_reachable") == 1
             again = sample("ingress_lag_last_success_timestamp_seconds", target=centre.target)
             assert again is not None

@@ -134,10 +134,10 @@ async def test_every_role_works_with_the_rights_of_the_table(roles: Roles) -> No
         await make_stream(client, "NODES", "alpha")
         await publish(client, "alpha", random.Random(1), 300)
     egress = world.egress(roles.config("egress"))
-    await soon(lambda: sum(len(ref.coverage) for ref in store.list(CHAIN)) >= 300, 60)
+    await soon(lambda: sum(len(ref.coverage) for ref in store.list(CHAIN)) >= 300)
     assert egress.drain() == 0, egress.tail()
 
-    await soon(lambda: json.loads(roles.floe("compaction", "compact", "--json").stdout)["deleted"] != [], 60)
+    await soon(lambda: json.loads(roles.floe("compaction", "compact", "--json").stdout)["deleted"] != [])
     assert {ref.level: has_subjects(store, ref) for ref in store.list(CHAIN)} == {0: False, 1: False}
     ingress = world.ingress(roles.config("ingress"))
     async with client_of(world.central.url) as client:
@@ -145,7 +145,7 @@ async def test_every_role_works_with_the_rights_of_the_table(roles: Roles) -> No
         async def has_all() -> bool:
             return await count_in(client, TARGET) >= 300
 
-        await soon(has_all, 60)
+        await soon(has_all)
     assert ingress.drain() == 0, ingress.tail()
 
     segments, junk = store.list(CHAIN), "data/site=alpha/notes.txt"

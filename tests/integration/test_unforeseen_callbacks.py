@@ -190,7 +190,7 @@ async def test_a_task_of_the_connection_that_fails_has_it_made_again(
         other.send(frame(subject.encode(), b"x"))
         return client.generation > 1 and client.is_up
 
-    await soon(reconnected, 5)
+    await soon(reconnected)
     assert throw.left == 0
     assert orphans == []
     await client.aclose()

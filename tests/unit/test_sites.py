@@ -70,6 +70,6 @@ async def test_a_sign_of_life_that_could_not_be_put_is_put_soon(tmp_path: Path) 
     sign = SignOfLife(CHAIN.site, "host", "o", (), documents, None, SystemClock(), 12.0)  # type: ignore[arg-type]
     stop = Stop()
     running = asyncio.create_task(sign.run(stop))
-    await soon(lambda: len(documents.listed_alive()) == 1, 11)
+    await soon(lambda: len(documents.listed_alive()) == 1)
     stop.set()
     await running
