@@ -1,13 +1,17 @@
 """YAML with comments, and where each of its values came from."""
 
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from common.settings.yaml import Mark, Scalar
 
-WIDTH = 100  # characters of a line of comment
+# Lines of comment, of 100 characters.
+_WRAPPER = textwrap.TextWrapper(
+    100, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
+)
 
 _BARE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*|[0-9]+[A-Za-z]+")
 
@@ -78,13 +82,7 @@ def _item(entries: Entries) -> Iterator[str]:
 def comment(notes: Sequence[str]) -> Iterator[str]:
     """The notes as lines of comment, wrapped; nothing in them can end the comment."""
     for note in notes:
-        line = "#"
-        for word in _printable(note).split(" "):
-            if len(line) + len(word) >= WIDTH and line not in ("#", "#  "):
-                yield line
-                line = "#  "
-            line += f" {word}"
-        yield line.rstrip()
+        yield from _WRAPPER.wrap(_printable(note)) or ["#"]
 
 
 def _printable(text: str) -> str:
