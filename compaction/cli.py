@@ -135,16 +135,15 @@ def _check_names(settings: Settings, selection: Selection) -> None:
 def _compaction(settings: Settings, store: SegmentStore) -> Iterator[Compaction]:
     """The parts put together as configured; Spark starts when there is work for it."""
     from compaction.proof import SparkProver
-    from compaction.run import Compaction, LocalRunner, ReadingProver
+    from compaction.run import Compaction, LocalRunner
     from compaction.spark import Spark, SparkRunner
 
     chosen = settings.compaction
     with Spark(chosen.spark.master, chosen.spark.conf) as spark:
         runner = SparkRunner(spark, settings) if chosen.engine == "spark" else LocalRunner(store)
-        by_spark = chosen.verify == "spark"
-        prover = SparkProver(spark, settings, store) if by_spark else ReadingProver(runner)
+        prove = SparkProver(spark, settings, store).prove if chosen.verify == "spark" else None
         grace = chosen.delete_grace if chosen.delete else None
-        yield Compaction(store, chosen.levels, grace, runner, prover)
+        yield Compaction(store, chosen.levels, grace, runner, prove)
 
 
 def _run(compaction: Compaction, selection: Selection, as_json: bool, strict: bool) -> int:
@@ -167,7 +166,7 @@ def _preview(compaction: Compaction, selection: Selection, as_json: bool, strict
         print_json(report.preview_json(surveys))
     else:
         _show(report.preview_rows(surveys), report.PREVIEW_COLUMNS)
-    return _ending(problems, [] if strict else compaction.told(problems))
+    return _ending(problems, [] if strict else compaction.reported.told(problems))
 
 
 def _show(rows: list[list[object]], columns: Sequence[str]) -> None:

@@ -58,7 +58,7 @@ class SparkProver:
         self._spark, self._settings, self._store, self._is_registered = spark, settings, store, False
 
     def prove(self, supersessions: Sequence[Supersession]) -> list[Failure | None]:
-        """As `Prover.prove`."""
+        """As `compaction.run.Prove`."""
         summed = [s for s in supersessions if s.exact and s.is_disjoint]
         verdicts = {id(s): verdict for part in _parts(summed) for s, verdict in self._by_sums(part)}
         return [verdicts[id(s)] if id(s) in verdicts else self._one(s) for s in supersessions]

@@ -27,6 +27,7 @@ from common.segments.segment import SegmentRef
 from common.segments.table import SegmentTable
 from common.sequences import SequenceRange, holes
 from common.service.logs import get_logger
+from compaction.failures import Failure
 from compaction.supersede import Supersession, may_supersede
 
 log = get_logger("compaction.tombstones")
@@ -127,10 +128,14 @@ class Buried:
 
 
 class TombstoneIndex:
-    """What the tombstones of one chain say of its listed segments. Pure; `add` all before asking anything."""
+    """What the tombstones of one chain say of its listed `segments`. Pure; `add` all before asking anything.
+
+    `problems`: with objects among the tombstones.
+    """
 
     def __init__(self, listed: SegmentTable) -> None:
-        self._listed = listed
+        self.segments = listed
+        self.problems: list[Failure] = []
         self._condemned = bytearray(len(listed))  # by any: none of these may supersede another
         self._stones: list[Buried] = []
 
@@ -138,10 +143,10 @@ class TombstoneIndex:
         """Take a tombstone; what it names and is not listed is forgotten."""
         superseded, changed = array("q"), set()
         for segment in stone.tombstone.superseded:
-            if (place := self._listed.place(segment)) is not None:
+            if (place := self.segments.place(segment)) is not None:
                 superseded.append(place)
                 self._condemned[place] = 1
-                if self._listed.size_of(place) != segment.size:
+                if self.segments.size_of(place) != segment.size:
                     changed.add(place)
         superseding = self._places(stone.tombstone.superseding)
         self._stones.append(Buried(stone.key, stone.written, superseded, frozenset(changed), superseding))
@@ -149,8 +154,8 @@ class TombstoneIndex:
     def _places(self, segments: Iterable[SegmentRef]) -> array[int] | None:
         found = array("q")
         for segment in segments:
-            place = self._listed.place(segment)
-            if place is None or self._listed.size_of(place) != segment.size:
+            place = self.segments.place(segment)
+            if place is None or self.segments.size_of(place) != segment.size:
                 return None
             found.append(place)
         return found
@@ -165,7 +170,7 @@ class TombstoneIndex:
 
     def buried(self) -> bytearray:
         """1 at the place of each segment that a valid tombstone supersedes, 0 at all others."""
-        found = bytearray(len(self._listed))
+        found = bytearray(len(self.segments))
         for stone in self.valid():
             for place in stone.superseded:
                 found[place] = 1
@@ -177,15 +182,15 @@ class TombstoneIndex:
         `now`: by the store's clock; `grace`: seconds since a tombstone was written. A segment that reaches
         the chain's greatest end stays, and so does one whose length is not what the tombstone says.
         """
-        greatest = self._listed.end
+        greatest = self.segments.end
         for stone in self.valid():
             # Without a grace no clock is asked: a store may round the times of objects.
             if grace and now - stone.written < grace:
                 continue
             same = (place for place in stone.superseded if place not in stone.changed)
-            may_go = tuple(self._listed[each] for each in same if self._listed.end_of(each) < greatest)
+            may_go = tuple(self.segments[each] for each in same if self.segments.end_of(each) < greatest)
             if may_go:
-                yield Tombstone(may_go, tuple(self._listed[place] for place in stone.superseding or ()))
+                yield Tombstone(may_go, tuple(self.segments[place] for place in stone.superseding or ()))
 
     def done(self) -> list[str]:
         """The keys of the tombstones whose superseded segments are all gone from the listing."""

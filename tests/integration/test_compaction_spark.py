@@ -15,7 +15,7 @@ from common.sequences import Stretch
 from common.settings.root import Settings
 from compaction.failures import Failure, exit_code
 from compaction.proof import SparkProver
-from compaction.run import Compaction, ReadingProver, Report, Selection, merge_one
+from compaction.run import Compaction, Report, Selection, merge_one
 from compaction.spark import (
     FIXED,
     SparkRunner,
@@ -51,8 +51,8 @@ def settings(archive: Archive) -> Settings:
 def run(archive: Archive, *, with_spark: bool = True) -> Report:
     spark = SharedSpark()
     runner = SparkRunner(spark, settings(archive))
-    prover = SparkProver(spark, settings(archive), archive.store) if with_spark else ReadingProver(runner)
-    return Compaction(archive.store, [DUE], 0, runner, prover).run(Selection())
+    prove = SparkProver(spark, settings(archive), archive.store).prove if with_spark else None
+    return Compaction(archive.store, [DUE], 0, runner, prove).run(Selection())
 
 
 def prove(archive: Archive, *supersessions: Supersession) -> list[Failure | None]:
@@ -259,7 +259,7 @@ def test_a_run_over_s3(s3, tmp_path: Path):
     spark = SharedSpark()
     due = replace(DUE, min_age=0, max_wait=-1)
     prover = SparkProver(spark, config, archive.store)
-    report = Compaction(archive.store, [due], 0, SparkRunner(spark, config), prover).run(Selection())
+    report = Compaction(archive.store, [due], 0, SparkRunner(spark, config), prover.prove).run(Selection())
     assert report.failures == []
     assert archive.ranges() == ["0:31..40", "1:1..40"]
     assert archive.read().equals(before)
