@@ -136,12 +136,12 @@ def _compaction(settings: Settings, store: SegmentStore) -> Iterator[Compaction]
     """The parts put together as configured; Spark starts when there is work for it."""
     from compaction.proof import SparkProver
     from compaction.run import Compaction, LocalRunner
-    from compaction.spark import Spark, SparkRunner
+    from compaction.spark import Spark
 
     chosen = settings.compaction
-    with Spark(chosen.spark.master, chosen.spark.conf) as spark:
-        runner = SparkRunner(spark, settings) if chosen.engine == "spark" else LocalRunner(store)
-        prove = SparkProver(spark, settings, store).prove if chosen.verify == "spark" else None
+    with Spark(settings) as spark:
+        runner = spark if chosen.engine == "spark" else LocalRunner(store)
+        prove = SparkProver(spark, store).prove if chosen.verify == "spark" else None
         grace = chosen.delete_grace if chosen.delete else None
         yield Compaction(store, chosen.levels, grace, runner, prove)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -22,10 +22,6 @@ from compaction.plan import Output
 from compaction.run import ChainSurvey, Report
 from compaction.spark import Spark
 from compaction.verify import ChainReport
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, Row
-
 
 COLUMNS = ("action", "chain", "level", "sequences", "segments", "bytes", "into")
 VERIFY_COLUMNS = ("chain", "coverage", "segments", "bytes", "overlapping", "accepted", "problems")
@@ -178,20 +174,11 @@ def summarise(settings: Settings) -> list[dict[str, object]]:
     Empty where the archive holds no message. Raises ConfigError where PySpark or Java is missing, Unavailable
     where Spark fails.
     """
-    from compaction.source import source_of
+    with Spark(settings) as spark:
+        archive = spark.archive().load()
+        from pyspark.sql import functions as f
 
-    with Spark(settings.compaction.spark.master, settings.compaction.spark.conf) as spark:
-        session = spark.session()
-        session.dataSource.register(source_of(settings, "floe"))
-        return [_document(row) for row in _counted(session.read.format("floe").load()).collect()]
-
-
-def _counted(archive: DataFrame) -> DataFrame:
-    from pyspark.sql import functions as f
-
-    return (
-        archive.groupBy(*CHAIN_COLUMNS)
-        .agg(
+        counted = archive.groupBy(*CHAIN_COLUMNS).agg(
             f.count("*").alias("messages"),
             f.count_distinct("sequence").alias("sequences"),
             f.count_distinct("subject").alias("subjects"),
@@ -199,13 +186,8 @@ def _counted(archive: DataFrame) -> DataFrame:
             f.min("sequence").alias("first"),
             f.max("sequence").alias("last"),
         )
-        .orderBy(*CHAIN_COLUMNS)
-    )
-
-
-def _document(row: Row) -> dict[str, object]:
-    counts = {name: value for name, value in row.asDict().items() if name not in CHAIN_COLUMNS}
-    return {"chain": str(Chain(row.site, row.feed, row.incarnation, row.partition)), **counts}
+        rows = [row.asDict() for row in counted.orderBy(*CHAIN_COLUMNS).collect()]
+    return [{"chain": str(Chain(*map(row.pop, CHAIN_COLUMNS))), **row} for row in rows]
 
 
 @click.command()
