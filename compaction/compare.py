@@ -41,22 +41,22 @@ class _Readers:
 
     def __init__(self, store: SegmentStore) -> None:
         self._store = store
-        self._open: dict[str, tuple[SegmentRef, SegmentReader]] = {}
+        self._open: dict[str, SegmentReader] = {}
 
     def rows(self, segment: SegmentRef, window: SequenceRange) -> pa.Table:
         """The rows of `segment` inside `window`; windows ascend."""
         if segment.key not in self._open:
-            self._open[segment.key] = (segment, self._store.open(segment))
-        found = _rows(self._open[segment.key][1], window)
+            self._open[segment.key] = self._store.open(segment)
+        found = _rows(self._open[segment.key], window)
         if segment.coverage.last <= window.last:
-            self._open.pop(segment.key)[1].close()
+            self._open.pop(segment.key).close()
         return found
 
     def __enter__(self) -> _Readers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for _segment, reader in self._open.values():
+        for reader in self._open.values():
             reader.close()
 
 

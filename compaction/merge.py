@@ -68,17 +68,16 @@ class RowTally:
             found, gaps = self._footers[stretch.segment.key], self._gaps(index)
             ledger = _without_row(len(stretch.rows) - rows, found, gaps)
             total = total.plus(ledger)
-            if gaps is not None:
-                self._note_late(gaps.within, min(found.ledger.unread(), len(gaps.within)) - ledger.unread())
-            if gaps is not None and ledger.unread():
+            if gaps is None:
+                continue
+            within, still = gaps.within, ledger.unread()
+            if (count := min(found.ledger.unread(), len(within)) - still) > 0:
+                before, begin = self.late or (0, within)
+                self.late = before + count, SequenceRange(begin.first, within.last)
+            if still:
                 here = gaps.hull()
                 unread = SequenceRange((unread or here).first, here.last)
         return total, unread
-
-    def _note_late(self, within: SequenceRange, count: int) -> None:
-        if count > 0:
-            before, begin = self.late or (0, within)
-            self.late = before + count, SequenceRange(begin.first, within.last)
 
 
 class _Gaps:

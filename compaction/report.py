@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import click
 
@@ -17,11 +17,12 @@ from common.service.cli import print_json
 from common.service.exits import end_with
 from common.settings import loader
 from common.settings.root import Settings
-from compaction.merge import Merged
 from compaction.plan import Output
 from compaction.run import ChainSurvey, Report
 from compaction.spark import Spark
 from compaction.verify import ChainReport
+
+Ref = TypeVar("Ref", SegmentRef, SnapshotRef)
 
 COLUMNS = ("action", "chain", "level", "sequences", "segments", "bytes", "into")
 VERIFY_COLUMNS = ("chain", "coverage", "segments", "bytes", "overlapping", "accepted", "problems")
@@ -29,8 +30,15 @@ VERIFY_COLUMNS = ("chain", "coverage", "segments", "bytes", "overlapping", "acce
 
 def report_rows(report: Report) -> list[list[object]]:
     """One row for each output, one for the deletions of each chain and level, one for its snapshots."""
-    rows = [_merged_row(m) for m in report.merged] + _deleted_rows("deleted", report.deleted)
-    return rows + _pruned_rows(report.pruned)
+    rows: list[list[object]] = [
+        ["merged", m.ref.chain, m.ref.level, m.ref.coverage, m.inputs, m.size, m.ref.size] for m in report.merged
+    ]
+    for (chain, level), count, size in _added_up(report.deleted, lambda s: (s.chain, s.level)):
+        rows.append(["deleted", chain, level, None, count, size, None])
+    # A snapshot has no level and is not a segment.
+    for chain, count, size in _added_up(report.pruned, lambda s: s.chain):
+        rows.append(["pruned", chain, None, f"{count} snapshots", None, size, None])
+    return rows
 
 
 def report_json(report: Report) -> dict[str, Any]:
@@ -122,32 +130,14 @@ def foreign_json(foreign: Foreign) -> list[dict[str, Any]]:
     return [{**nobody, **counts}] if foreign.count else []
 
 
-def _merged_row(merged: Merged) -> list[object]:
-    ref = merged.ref
-    return ["merged", ref.chain, ref.level, ref.coverage, merged.inputs, merged.size, ref.size]
-
-
-def _deleted_rows(action: str, segments: Iterable[SegmentRef]) -> list[list[object]]:
-    counts: Counter[tuple[Chain, int]] = Counter()
-    sizes: Counter[tuple[Chain, int]] = Counter()
-    for segment in segments:
-        counts[segment.chain, segment.level] += 1
-        sizes[segment.chain, segment.level] += segment.size
-    return [
-        [action, chain, level, None, count, sizes[chain, level], None]
-        for (chain, level), count in sorted(counts.items())
-    ]
-
-
-def _pruned_rows(snapshots: Iterable[SnapshotRef]) -> list[list[object]]:
-    """Their number and bytes for each chain; a snapshot has no level and is not a segment."""
-    groups: defaultdict[Chain, list[SnapshotRef]] = defaultdict(list)
-    for snapshot in snapshots:
-        groups[snapshot.chain].append(snapshot)
-    return [
-        ["pruned", chain, None, f"{len(group)} snapshots", None, sum(s.size for s in group), None]
-        for chain, group in sorted(groups.items())
-    ]
+def _added_up(objects: Iterable[Ref], group_of: Callable[[Ref], Any]) -> list[tuple[Any, int, int]]:
+    """The number and the bytes of the objects of each group, by group."""
+    counts: Counter[Any] = Counter()
+    sizes: Counter[Any] = Counter()
+    for each in objects:
+        counts[group_of(each)] += 1
+        sizes[group_of(each)] += each.size
+    return [(group, count, sizes[group]) for group, count in sorted(counts.items())]
 
 
 def _output_json(made: SegmentName | Output, inputs: int, size: int) -> dict[str, Any]:

@@ -5,8 +5,10 @@ sequence that every open segment has reached are put together, a batch of each a
 must have equal content, else two histories met under one name (a fork) and nothing is written.
 """
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
+from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
@@ -132,14 +134,6 @@ def _check_fork(merged: pa.Table, order: Values, repeats: Values, parts: _Parts)
         values = merged.column(name)
         if (found := first_difference(values.take(earlier), values.take(later))) is not None:
             row = later[found].as_py()
-            one, other = (_part_of(order[row - n].as_py(), parts) for n in (1, 0))
+            ends = list(accumulate(batch.num_rows for _, batch in parts))
+            (one, _), (other, _) = (parts[bisect_right(ends, order[row - n].as_py())] for n in (1, 0))
             raise fork(one, other, merged.column("sequence")[row].as_py())
-
-
-def _part_of(row: int, parts: _Parts) -> SegmentRef:
-    """The segment that row number `row` of all parts together came from."""
-    for segment, batch in parts:
-        if row < batch.num_rows:
-            return segment
-        row -= batch.num_rows
-    raise AssertionError("unreachable")
