@@ -80,7 +80,7 @@ def _compare(
     supersession: Supersession, readers: _Readers, stretch: Stretch[SegmentRef], above: pa.Table, window: SequenceRange
 ) -> None:
     sequences: Values = above.column("sequence").to_pylist()
-    found: Values = pa.repeat(False, above.num_rows)
+    found: Values = pa.chunked_array([pa.repeat(False, above.num_rows)])
     for segment in supersession.superseded:
         if segment.coverage.overlaps(window):
             below = readers.rows(segment, window)
@@ -119,11 +119,7 @@ def _marked(found: Values, begin: int, hits: Values) -> Values:
     end = begin + len(hits)
     middle = pc.or_(found.slice(begin, len(hits)), hits)
     parts = [found.slice(0, begin), middle, found.slice(end)]
-    return pa.chunked_array([chunk for part in parts for chunk in _chunks(part)], pa.bool_())
-
-
-def _chunks(values: Values) -> list[Values]:
-    return list(values.chunks) if isinstance(values, pa.ChunkedArray) else [values]
+    return pa.chunked_array([chunk for part in parts for chunk in part.chunks], pa.bool_())
 
 
 def _missing(segment: SegmentRef, above: SegmentRef, sequence: int) -> DataError:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from common.errors import DataError, FloeError
@@ -27,7 +28,9 @@ from compaction.supersede import Supersession
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
+    from pyspark.sql.readwriter import DataFrameReader
 
+FORMAT = "floe_proof"
 SEGMENTS_AT_ONCE = 20_000
 
 
@@ -125,7 +128,15 @@ class SparkProver:
     def _frame(self, stretches: Sequence[Stretch[SegmentRef]]) -> DataFrame:
         """The rows of `stretches` as they are, with their place among them in the column `segment`."""
         named = [[s.segment.key, [s.rows.first, s.rows.last]] for s in stretches]
-        return self._spark.archive().option("segments", json.dumps(named)).load()
+        return self._archive.option("segments", json.dumps(named)).load()
+
+    @cached_property
+    def _archive(self) -> DataFrameReader:
+        session = self._spark.session()
+        from compaction.source import source_of
+
+        session.dataSource.register(source_of(self._spark.settings, FORMAT))
+        return session.read.format(FORMAT)
 
 
 def _parts(supersessions: Sequence[Supersession]) -> list[list[Supersession]]:

@@ -165,16 +165,24 @@ def summarise(settings: Settings) -> list[dict[str, object]]:
     where Spark fails.
     """
     with Spark(settings) as spark:
-        archive = spark.archive().load()
+        session = spark.session()
         from pyspark.sql import functions as f
 
-        counted = archive.groupBy(*CHAIN_COLUMNS).agg(
-            f.count("*").alias("messages"),
-            f.count_distinct("sequence").alias("sequences"),
-            f.count_distinct("subject").alias("subjects"),
-            f.sum(f.octet_length("payload")).alias("payload_bytes"),
-            f.min("sequence").alias("first"),
-            f.max("sequence").alias("last"),
+        from compaction.source import source_of
+
+        session.dataSource.register(source_of(settings, "floe"))
+        counted = (
+            session.read.format("floe")
+            .load()
+            .groupBy(*CHAIN_COLUMNS)
+            .agg(
+                f.count("*").alias("messages"),
+                f.count_distinct("sequence").alias("sequences"),
+                f.count_distinct("subject").alias("subjects"),
+                f.sum(f.octet_length("payload")).alias("payload_bytes"),
+                f.min("sequence").alias("first"),
+                f.max("sequence").alias("last"),
+            )
         )
         rows = [row.asDict() for row in counted.orderBy(*CHAIN_COLUMNS).collect()]
     return [{"chain": str(Chain(*map(row.pop, CHAIN_COLUMNS))), **row} for row in rows]

@@ -22,7 +22,6 @@ from common.settings.root import Settings
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-    from pyspark.sql.readwriter import DataFrameReader
 
 log = get_logger("compaction.spark")
 
@@ -51,7 +50,6 @@ _LOCAL = re.compile(r"local(\[(?P<cores>\*|\d+)\])?")
 _TASK_FAILURES = 4
 # Text that tasks raise and the driver looks for.
 DISTRIBUTION_PROBLEM = "E-COMMON"
-FORMAT = "floe_archive"
 RESULT = "id long, result binary"
 _RESULT_FIELDS: list[Any] = [pa.field("id", pa.int64()), pa.field("result", pa.binary())]
 
@@ -64,7 +62,7 @@ class Spark:
 
     def __init__(self, settings: Settings) -> None:
         check_conf(settings.compaction.spark.conf)
-        self._settings, self._is_registered = settings, False
+        self.settings = settings
         self._session: SparkSession | None = None
 
     def session(self) -> SparkSession:
@@ -72,23 +70,13 @@ class Spark:
         # It warns of versions of pandas, which nothing of Floe goes through.
         warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas", FutureWarning)
         if self._session is None:
-            self._session = start(self._settings.compaction.spark.master, self._settings.compaction.spark.conf)
+            self._session = start(self.settings.compaction.spark.master, self.settings.compaction.spark.conf)
         return self._session
-
-    def archive(self) -> DataFrameReader:
-        """What reads the store of the settings (`compaction.source`)."""
-        session = self.session()
-        if not self._is_registered:
-            from compaction.source import source_of
-
-            session.dataSource.register(source_of(self._settings, FORMAT))
-            self._is_registered = True
-        return session.read.format(FORMAT)
 
     def map(self, work: Callable[[SegmentStore, I], R], items: Sequence[I]) -> list[R]:
         """As `Runner.map`. Raises ConfigError (E-COMMON) for executors with other code, Unavailable."""
         session = self.session()
-        task = task_of(pickle.dumps((self._settings, work, list(items))), version())
+        task = task_of(pickle.dumps((self.settings, work, list(items))), version())
         try:
             rows = session.range(0, len(items), 1, len(items)).mapInArrow(task, RESULT).collect()
         except Exception as error:  # Spark raises its own, py4j's and the tasks' errors
@@ -124,16 +112,11 @@ def spark_conf(master: str, conf: Mapping[str, str]) -> dict[str, Any]:
     java = conf.get(_JAVA_OPTIONS, "")
     if "log4j" not in java:
         java = f"{java} {_LOG_CONFIGURATION}".strip()
-    return DEFAULTS | own | authentication(master, conf) | dict(conf) | {_JAVA_OPTIONS: java} | FIXED
-
-
-def authentication(master: str, conf: Mapping[str, str]) -> dict[str, str]:
-    """Authentication between driver and executors, where there can be: the store's secrets travel there.
-
-    YARN and Kubernetes make a secret of their own; a cluster of `spark://` has one that must be given.
-    """
-    makes_secret = master == "yarn" or master.startswith("k8s:")
-    return {_AUTHENTICATE: "true"} if makes_secret or any(name in conf for name in _SECRETS) else {}
+    # Authentication between driver and executors, where there can be: the store's secrets travel there. YARN and
+    # Kubernetes make a secret of their own; a cluster of `spark://` has one that must be given.
+    if master == "yarn" or master.startswith("k8s:") or any(name in conf for name in _SECRETS):
+        own[_AUTHENTICATE] = "true"
+    return DEFAULTS | own | dict(conf) | {_JAVA_OPTIONS: java} | FIXED
 
 
 def warn_of_open(master: str, conf: Mapping[str, Any]) -> None:

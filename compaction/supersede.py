@@ -122,11 +122,8 @@ def _contained(segments: Sequence[SegmentRef]) -> Iterator[tuple[Stretches, Segm
 
 
 def _largest_twins(segments: Iterable[SegmentRef]) -> dict[SequenceRange, SegmentRef]:
-    largest: dict[SequenceRange, SegmentRef] = {}
-    for segment in segments:
-        if segment.coverage not in largest or segment.name > largest[segment.coverage].name:
-            largest[segment.coverage] = segment
-    return largest
+    """Of each coverage the segment with the largest name."""
+    return {segment.coverage: segment for segment in sorted(segments, key=lambda s: s.name)}
 
 
 def _by_coverage(segment: SegmentRef) -> tuple[SequenceRange, str]:

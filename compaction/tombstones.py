@@ -212,14 +212,21 @@ class Tombstones:
         a sound tombstone.
         """
         try:
-            tombstone = self._parsed(chain, info)
+            if not (match := _NAME.fullmatch(info.key.rpartition("/")[2])):
+                raise ValueError("foreign name")
+            if info.size > MAX_BYTES:
+                raise ValueError(f"expected at most {MAX_BYTES} bytes, found {info.size}")
+            if (raw := self._objects.get(info.key, length=MAX_BYTES + 1)) is None:
+                return None
+            if hashlib.sha256(raw).hexdigest()[:16] != match["digest"]:
+                raise ValueError(f"expected content with SHA-256 {match['digest']}…")
+            return StoredTombstone(Tombstone.from_json(raw, self._layout, chain), info.key, info.modified)
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"tombstone {info.key}: {error}",
                 hint="nothing is deleted by it; look who wrote it, then put it away",
                 code="E-STATE-JSON",
             ) from error
-        return None if tombstone is None else StoredTombstone(tombstone, info.key, info.modified)
 
     def put(self, supersession: Supersession) -> str:
         """Write it down, read it back, and return its key; an equal one that is there already keeps its age.
@@ -238,18 +245,6 @@ class Tombstones:
 
     def now(self) -> float:
         return store_now(self._objects, self._layout.clock())
-
-    def _parsed(self, chain: Chain, info: ObjectInfo) -> Tombstone | None:
-        """None if it was deleted meanwhile; raises ValueError for one that is not sound."""
-        if not (match := _NAME.fullmatch(info.key.rpartition("/")[2])):
-            raise ValueError("foreign name")
-        if info.size > MAX_BYTES:
-            raise ValueError(f"expected at most {MAX_BYTES} bytes, found {info.size}")
-        if (raw := self._objects.get(info.key, length=MAX_BYTES + 1)) is None:
-            return None
-        if hashlib.sha256(raw).hexdigest()[:16] != match["digest"]:
-            raise ValueError(f"expected content with SHA-256 {match['digest']}…")
-        return Tombstone.from_json(raw, self._layout, chain)
 
 
 def _timeless(segments: Iterable[SegmentRef]) -> tuple[SegmentRef, ...]:

@@ -46,7 +46,7 @@ def union(segments: Iterable[SegmentRef], open_segment: Open) -> Generator[pa.Re
     try:
         while runs or waiting:
             _open_reached(waiting, runs, open_segment)
-            runs = [run for run in runs if not run.is_over]
+            runs = [run for run in runs if run.head is not None]
             if runs:
                 yield _next_batch(runs)
     finally:
@@ -55,15 +55,11 @@ def union(segments: Iterable[SegmentRef], open_segment: Open) -> Generator[pa.Re
 
 
 class _Run:
-    """One open segment and the rows of it that are next."""
+    """One open segment and the rows of it that are next; `head` is None once there are no more."""
 
     def __init__(self, segment: SegmentRef, reader: SegmentReader) -> None:
         self.segment, self._reader, self._batches = segment, reader, reader.batches()
         self.head: pa.RecordBatch | None = None
-
-    @property
-    def is_over(self) -> bool:
-        return self.head is None
 
     @property
     def last(self) -> int:
@@ -95,7 +91,7 @@ class _Run:
 def _open_reached(waiting: deque[SegmentRef], runs: list[_Run], open_segment: Open) -> None:
     """Open what covers a sequence up to the least that all open runs have at hand, or the next of all."""
     while waiting:
-        at_hand = [run.last for run in runs if not run.is_over]
+        at_hand = [run.last for run in runs if run.head is not None]
         if at_hand and waiting[0].coverage.first > min(at_hand):
             return
         segment = waiting.popleft()
