@@ -10,10 +10,11 @@ from common.chain import Chain
 from common.clock import NS_PER_S, Backoff, Clock
 from common.errors import FloeError, OutcomeUnknown, Refused, Unavailable
 from common.jetstream.client import FloeClient
+from common.jetstream.headers import build_block
 from common.jetstream.protocol import frame
 from common.jetstream.requests import ApiError
 from common.tasks import wait_for
-from egress.advisories.advisory import Advisory, AdvisoryWriter, event_id, filter_of, inspect_field
+from egress.advisories.advisory import Advisory, document_of, event_id, filter_of, inspect_field, subject_of
 from egress.advisories.outbox import LIMIT, WAVE, AdvisoryTally, Lateness, Outbox, SendResult, ids_stored, judge_ack
 from egress.partition import Partition
 
@@ -42,8 +43,8 @@ class AdvisorySender:
 
     def __post_init__(self, outbox: Sequence[Advisory]) -> None:
         feed = self.partition.settings
-        self._writer = AdvisoryWriter(self.chain, inspect_field(feed), feed.advisory.subject)
-        self._tally = AdvisoryTally(self.chain, feed.advisory.subject)
+        self._template = feed.advisory.subject
+        self._tally = AdvisoryTally(self.chain, self._template)
         duration_ns = round(feed.inspect_duration * NS_PER_S)
         self._lateness = Lateness(self.client, feed.stream, duration_ns, self.clock)
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
@@ -78,6 +79,17 @@ class AdvisorySender:
     async def drain(self, timeout: float) -> None:
         """Return when nothing waits, sending fails, or `timeout` seconds have passed; while `run` runs."""
         await wait_for(self._idle, timeout)
+
+    def _message(self, advisory: Advisory) -> tuple[bytes, bytes, bytes]:
+        """Subject, payload, and headers with the id by which the stream knows it again.
+
+        Raises ValueError where the server would not take it, and end the connection.
+        """
+        document = document_of(self.chain, inspect_field(self.partition.settings), advisory)
+        payload, headers = document.to_json(), build_block([b"Nats-Msg-Id: " + document.event_id.encode()])
+        if (size := len(headers) + len(payload)) > self.client.max_payload:
+            raise ValueError(f"expected at most {self.client.max_payload} bytes, found {size}")
+        return subject_of(self._template, advisory).encode(), payload, headers
 
 
 class ReliableSender(AdvisorySender):
@@ -173,7 +185,7 @@ class ReliableSender(AdvisorySender):
     async def _send_one(self, advisory: Advisory) -> FloeError | None:
         """Send it and note what became of it; why not, where it is not stored."""
         try:
-            subject, payload, headers = self._writer.message(advisory, self.client.max_payload)
+            subject, payload, headers = self._message(advisory)
             answer, _ = await self.client.request_raw(subject, payload, headers, timeout=self.ack_timeout)
             self._remove(advisory, judge_ack(subject.decode(), answer))
         except FloeError as error:
@@ -206,7 +218,7 @@ class ReliableSender(AdvisorySender):
         """The ids that are stored; none where nobody can say. Raises Unavailable where it is to be asked
         again.
         """
-        subject, least_ns = filter_of(self._writer.template), min(each.moment_ns for each in wanted.values())
+        subject, least_ns = filter_of(self._template), min(each.moment_ns for each in wanted.values())
         why = f"no stream with {subject} is seen"
         try:
             found = await ids_stored(self.client, subject, set(wanted), least_ns)
@@ -260,7 +272,12 @@ class PlainSender(AdvisorySender):
             late = await self._lateness.late(wave)
         except FloeError:
             late = set()
-        frames = {each: self._frame(each) for each in wave if each not in late}
+        frames: dict[Advisory, bytes] = {}
+        for advisory in [each for each in wave if each not in late]:
+            try:
+                frames[advisory] = frame(*self._message(advisory))
+            except ValueError as error:
+                self._tally.refused(advisory, error)
         try:
             self.client.send(b"".join(frames.values()))
             await self.client.flush_writes()
@@ -269,16 +286,8 @@ class PlainSender(AdvisorySender):
             result = SendResult.DROPPED
         for advisory in late:
             self._tally.count(advisory, SendResult.STALE)
-        for advisory in filter(frames.get, frames):
+        for advisory in frames:
             self._tally.count(advisory, result)
-
-    def _frame(self, advisory: Advisory) -> bytes:
-        """Empty for what can never be sent."""
-        try:
-            return frame(*self._writer.message(advisory, self.client.max_payload))
-        except ValueError as error:
-            self._tally.refused(advisory, error)
-            return b""
 
 
 def sender_kind(partition: Partition) -> type[AdvisorySender]:

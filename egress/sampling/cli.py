@@ -67,12 +67,11 @@ class Values:
                 self.expired += 1
                 continue
             self.known += 1
-            if not selection.takes(known):
-                continue
-            self._values.append(known.value)
-            self._times.extend((known.seen_ns, known.copied_ns, known.due_ns))
-            self._sizes.append(known.size)
-            self._notices.append(known.notice)
+            if selection.takes(known):
+                self._values.append(known.value)
+                self._times.extend((known.seen_ns, known.copied_ns, known.due_ns))
+                self._sizes.append(known.size)
+                self._notices.append(known.notice)
 
     def __len__(self) -> int:
         return len(self._values)
@@ -205,12 +204,10 @@ def _tell(ref: SnapshotRef, snapshot: Snapshot, chosen: Values, now: float) -> N
 def _sampled(settings: Settings, feed: str | None) -> list[FeedSettings]:
     """The sampled feeds, or `feed` alone. Raises UsageError where that is none of them."""
     sampled = [each for each in settings.egress.feeds if each.sampling_key]
-    if feed is None:
-        if not sampled:
-            click.echo("no feed is sampled", err=True)
-        return sampled
-    found = [each for each in sampled if each.name == feed]
-    if not found:
+    found = [each for each in sampled if feed in (None, each.name)]
+    if not found and feed is None:
+        click.echo("no feed is sampled", err=True)
+    elif not found:
         names = ", ".join(each.name for each in sampled) or "none"
         raise click.UsageError(f"--feed {feed}: expected a sampled feed ({names})")
     return found

@@ -12,6 +12,7 @@ from itertools import accumulate
 
 from common.jetstream.headers import REPLAY, SOURCE, hops, is_replayed
 from common.segments.columns import Columns
+from common.sequences import MAX_SEQUENCE
 from egress.advisories.advisory import Advisory
 from egress.advisories.senders import AdvisorySender
 from egress.batch import LOOPED, SAMPLED_OUT, TOO_OLD, MessageBatch
@@ -62,7 +63,8 @@ class PreFilter:
         if self._sampler is None or not rest:
             return MessageBatch(columns, codes, rest)
         sampled = self._sampled(rest)
-        return MessageBatch(columns, _merged(codes, sampled.codes), sampled.kept)
+        following = iter(sampled.codes)  # they take the places of zeros
+        return MessageBatch(columns, bytearray(code or next(following) for code in codes), sampled.kept)
 
     def _codes(self, columns: Columns) -> bytearray | None:
         """Why messages are left out before sampling, one byte for each; None where none is."""
@@ -121,12 +123,6 @@ def _around(sampler: Sampler, columns: Columns, claiming: list[int]) -> SampledB
         kept=bytearray(next(kept) if each else 1 for each in shown),
         keys=[next(keys) if each else None for each in shown],
     )
-
-
-def _merged(codes: bytearray, rest: bytes | bytearray) -> bytearray:
-    """`codes`, with those of `rest` in the places of its zeros."""
-    following = iter(rest)
-    return bytearray(code or next(following) for code in codes)
 
 
 class Tracking:
@@ -216,6 +212,7 @@ class SamplingStage:
     ) -> None:
         self._builder, self._sieve, self._tracking, self._stretch = builder, sieve, tracking, stretch
         self._on_writing, self._on_batch, self._on_choices = on_writing, on_batch, on_choices
+        self._until = MAX_SEQUENCE if stretch.until is None else stretch.until
         self._is_writing = False
         #: The last sequence folded in, or known to hold nothing to fold.
         self.end = stretch.read_from - 1
@@ -236,10 +233,7 @@ class SamplingStage:
     def passed(self, sequence: int) -> None:
         """The consumer delivers no more up to `sequence`."""
         self._builder.passed(sequence)
-        self._reached(max(self.end, self._inside(sequence)))
-
-    def _inside(self, sequence: int) -> int:
-        return sequence if self._stretch.until is None else min(sequence, self._stretch.until)
+        self._reached(max(self.end, min(sequence, self._until)))
 
     def _sift(self, columns: Columns) -> MessageBatch:
         sifted = self._sieve.sift(columns)
@@ -249,7 +243,7 @@ class SamplingStage:
 
     def _write(self, columns: Columns) -> None:
         self._begin_writing()
-        last = self._inside(columns.sequences[-1])
+        last = min(columns.sequences[-1], self._until)
         if inside := columns.part(0, bisect_right(columns.sequences, last)):
             self._on_batch()
             sifted = self._sift(inside)

@@ -67,7 +67,12 @@ class Past:
 
     def newest_ns(self) -> int:
         """The time of the last message examined; 0 if there is none."""
-        return self._around_damage(self._newest_ns)
+
+        def newest(stretches: list[Stretch[SegmentRef]]) -> int:
+            times = (_newest(self._footer(stretch.segment)) for stretch in reversed(stretches))
+            return next((time for time in times if time is not None), 0)
+
+        return self._around_damage(newest)
 
     def since(self, horizon_ns: int) -> LookbackRange:
         """From where on rows are as young as `horizon_ns`. Footers tell; few segments are opened."""
@@ -80,22 +85,16 @@ class Past:
             except _DamagedError as error:
                 self._usable.remove(error.ref)
 
-    def _newest_ns(self, stretches: list[Stretch[SegmentRef]]) -> int:
-        for stretch in reversed(stretches):
-            if times := _times(self._footer(stretch.segment)):
-                return max(times)
-        return 0
-
     def _since(self, stretches: list[Stretch[SegmentRef]], horizon_ns: int) -> LookbackRange:
         first = None
         for stretch in reversed(stretches):
             footer = self._footer(stretch.segment)
             # What the segment did not read others may have; how young that is no footer of it tells.
             unread = footer.unread and footer.unread.intersection(stretch.rows)
-            if _times(footer) and max(_times(footer)) < horizon_ns:
+            if (newest := _newest(footer)) is not None and newest < horizon_ns:
                 return LookbackRange(first, True)
             first = unread.first if unread else first
-            if not _times(footer) or footer.first_timestamp_ns is None:
+            if newest is None or footer.first_timestamp_ns is None:
                 continue  # nothing was examined for it, or nothing was kept
             within = LookbackRange(stretch.rows.first, False)
             if footer.first_timestamp_ns < horizon_ns:
@@ -153,10 +152,10 @@ def continued(store: SegmentStore, chain: Chain) -> dict[Chain, int]:
     return {replace(former, partition=n): end for n, end in sorted((now.previous or {}).items())}
 
 
-def _times(footer: Footer) -> list[int]:
-    """The times of the last message examined and of the last row, as far as there are any."""
+def _newest(footer: Footer) -> int | None:
+    """The time of the last message examined or of the last row, the later one; None where there is neither."""
     tip = footer.tip.timestamp_ns if footer.tip else None
-    return [time for time in (tip, footer.last_timestamp_ns) if time is not None]
+    return max((time for time in (tip, footer.last_timestamp_ns) if time is not None), default=None)
 
 
 def _young(batches: Iterable[pa.RecordBatch], horizon_ns: int) -> tuple[int | None, bool]:
