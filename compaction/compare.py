@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from contextlib import closing
 
 import pyarrow as pa
 
@@ -29,7 +30,7 @@ def prove_by_reading(store: SegmentStore, supersession: Supersession) -> None:
     E-ROWS-ADDED, E-FORK) naming segment and sequence; SegmentCorrupt, SegmentGone, Unavailable from reading.
     Memory is bounded by one row group of each segment.
     """
-    with _Readers(store) as readers:
+    with closing(_Readers(store)) as readers:
         for stretch in supersession.stretches:
             with store.open(stretch.segment, rows=stretch.rows) as above:
                 for window in _windows(above, stretch.rows):
@@ -52,10 +53,7 @@ class _Readers:
             self._open.pop(segment.key).close()
         return found
 
-    def __enter__(self) -> _Readers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         for reader in self._open.values():
             reader.close()
 

@@ -83,7 +83,7 @@ class Planner:
             if block[0].coverage.first != self._reach + 1:
                 outputs += self.end()
             elif self._group.segments and not self._group.has_room(block, self._policy):
-                outputs += self._close(self._group.count > 1 or self._group.reaches_minimum(self._policy))
+                outputs += self._close(len(self._group.segments) > 1 or self._group.reaches_minimum(self._policy))
             self._group.add(block)
             self._reach = max(s.coverage.last for s in block)
         return outputs
@@ -120,24 +120,20 @@ class _Group:
     segments: list[SegmentRef] = field(default_factory=list)
     size: int = 0
 
-    @property
-    def count(self) -> int:
-        return len(self.segments)
-
     def add(self, block: Sequence[SegmentRef]) -> None:
         self.segments += block
         self.size += sum(s.size for s in block)
 
     def has_room(self, block: Sequence[SegmentRef], policy: LevelSettings) -> bool:
         fits = self.size + sum(s.size for s in block) <= policy.max_size
-        return fits and self.count + len(block) <= policy.max_count
+        return fits and len(self.segments) + len(block) <= policy.max_count
 
     def reaches_minimum(self, policy: LevelSettings) -> bool:
         # A single segment is promoted only for its size: rewriting it alone for its count would gain nothing.
-        return self.size >= policy.min_size or 1 < self.count >= policy.max_count
+        return self.size >= policy.min_size or 1 < len(self.segments) >= policy.max_count
 
     def has_waited(self, policy: LevelSettings, now: float) -> bool:
-        enough = self.count >= max(policy.min_count, 2)  # so of an empty one no age is asked
+        enough = len(self.segments) >= max(policy.min_count, 2)  # so of an empty one no age is asked
         return enough and now - min(s.modified for s in self.segments) > policy.max_wait
 
 

@@ -44,13 +44,9 @@ def report_rows(report: Report) -> list[list[object]]:
 def report_json(report: Report) -> dict[str, Any]:
     return {
         "merged": [
-            {
-                **_output_json(m.ref.segment, m.inputs, m.size),
-                "key": m.ref.key,
-                "size": m.ref.size,
-                "rows": m.rows,
-                "raw_bytes": m.raw_bytes,
-            }
+            _output_json(m.ref.segment, m.inputs, m.size)
+            | _segment_json(m.ref)
+            | {"rows": m.rows, "raw_bytes": m.raw_bytes}
             for m in report.merged
         ],
         "tombstones": report.tombstones,

@@ -260,17 +260,16 @@ def _entry(segment: SegmentRef) -> dict[str, Any]:
 def _refs(entries: Any, layout: Layout, chain: Chain) -> tuple[SegmentRef, ...]:
     if not isinstance(entries, list) or not entries:
         raise ValueError("expected a list of segments that is not empty")
-    return tuple(_ref(entry, layout, chain) for entry in entries)
-
-
-def _ref(entry: Any, layout: Layout, chain: Chain) -> SegmentRef:
-    level, name, size = (entry.get(n) if isinstance(entry, dict) else None for n in ("level", "name", "size"))
-    if type(level) is not int or type(name) is not str or type(size) is not int:
-        raise ValueError(f"expected level, name and size of a segment, found {entry!r:.60}")
-    key = layout.segments_prefix(chain, level) + name
-    if (segment := layout.parse_segment(key)) is None:
-        raise ValueError(f"expected the name of a segment, found {name!r:.80}")
-    return SegmentRef(segment, key, size, 0.0)
+    found = []
+    for entry in entries:
+        level, name, size = (entry.get(n) if isinstance(entry, dict) else None for n in ("level", "name", "size"))
+        if type(level) is not int or type(name) is not str or type(size) is not int:
+            raise ValueError(f"expected level, name and size of a segment, found {entry!r:.60}")
+        key = layout.segments_prefix(chain, level) + name
+        if (segment := layout.parse_segment(key)) is None:
+            raise ValueError(f"expected the name of a segment, found {name!r:.80}")
+        found.append(SegmentRef(segment, key, size, 0.0))
+    return tuple(found)
 
 
 KEPT = 3

@@ -51,14 +51,14 @@ def union(segments: Iterable[SegmentRef], open_segment: Open) -> Generator[pa.Re
                 yield _next_batch(runs)
     finally:
         for run in runs:
-            run.close()
+            run.reader.close()
 
 
 class _Run:
     """One open segment and the rows of it that are next; `head` is None once there are no more."""
 
     def __init__(self, segment: SegmentRef, reader: SegmentReader) -> None:
-        self.segment, self._reader, self._batches = segment, reader, reader.batches()
+        self.segment, self.reader, self._batches = segment, reader, reader.batches()
         self.head: pa.RecordBatch | None = None
 
     @property
@@ -72,20 +72,16 @@ class _Run:
         with naming(self.segment):
             self.head = next(self._batches, None)
         if self.head is None:
-            self.close()
+            self.reader.close()
 
     def take(self, last: int) -> pa.RecordBatch:
         """The rows at hand up to sequence `last`."""
         assert self.head is not None
         count = self.head.num_rows if self.last <= last else count_up_to(self.head.column("sequence"), last)
-        taken, rest = self.head.slice(0, count), self.head.slice(count)
-        self.head = rest
-        if not rest.num_rows:
+        taken, self.head = self.head.slice(0, count), self.head.slice(count)
+        if not self.head.num_rows:
             self.advance()
         return taken
-
-    def close(self) -> None:
-        self._reader.close()
 
 
 def _open_reached(waiting: deque[SegmentRef], runs: list[_Run], open_segment: Open) -> None:

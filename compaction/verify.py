@@ -222,9 +222,8 @@ class _Verification:
         """What lies behind the end of the incarnation, which nobody delivers; holes there are no fault."""
         for rows in behind(self._covered.stretches(), self._end, self._accepted):
             count = sum(s.coverage.overlaps(rows) for s in self._behind)
-            segments_text = f"{count} segment{'' if count == 1 else 's'}"
-            text = f"sequences {rows}, in {segments_text}, lie behind the end of the incarnation, {self._end}: "
-            text += "nobody delivers them"
+            text = f"sequences {rows}, in {count} segment{'' if count == 1 else 's'}, lie behind the end of the "
+            text += f"incarnation, {self._end}: nobody delivers them"
             self._report.problems.append(VerifyProblem("behind", text, ways_on(self._chain, rows)))
 
 

@@ -180,9 +180,6 @@ def filter_of(template: str) -> str:
     return ".".join(tokens)
 
 
-CODE = "E-ADVISORY-LOOP"
-
-
 def fed_back(template: str, subjects: Sequence[str], filter_subject: str) -> tuple[str, str] | None:
     """Advisories and subjects of a stream that can be the same, as filters; None where none can. Pure.
 
@@ -211,7 +208,7 @@ def loop_of(partition: Partition, chain: Chain, info: StreamInfo) -> Stopped | N
         "and each would lead to others",
         hint="set another advisory.subject, which that stream does not take, or a filter_subject that leaves "
         f"{filter_of(template)} out",
-        code=CODE,
+        code="E-ADVISORY-LOOP",
     )
 
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from common.settings.root import Role
 
 
-CODE = "E-STREAM"
 PAUSE = 1.0  # seconds until a connection that was lost is tried again
 
 
@@ -67,7 +66,7 @@ class AdvisorySearch:
             raise FloeError(
                 f"stream {self.stream}: expected one on this server, found none",
                 hint="nats stream ls names those there are; --nats takes the connection of the other role",
-                code=CODE,
+                code="E-STREAM",
             )
         now_ns = parse_time(info.time) if info.time else int(self.clock.now() * NS_PER_S)
         start = From(time_ns=now_ns - int(self.since * NS_PER_S))

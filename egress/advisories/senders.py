@@ -26,7 +26,8 @@ IDS_AT_ONCE = 1000  # made in one turn of the event loop
 
 @dataclass(eq=False)
 class AdvisorySender:
-    """Publishes the advisories of `chain`. Made only where `partition.settings.advisory.subject` is set.
+    """Publishes the advisories of `chain`, each once and as soon as it can; drops and counts them where the
+    connection is down. Made only where `partition.settings.advisory.subject` is set.
 
     `outbox`: what a snapshot says is not stored yet; some of it may have been sent since. `may_send`: asked
     before anything is sent, such as whether the lease is usable. `ack_timeout`: seconds.
@@ -49,13 +50,22 @@ class AdvisorySender:
         self._lateness = Lateness(self.client, feed.stream, duration_ns, self.clock)
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
+        self._queue: deque[Advisory] = deque()
 
     def take(self, advisories: Sequence[Advisory], *, again: bool) -> None:
         """Send these, in this order for each value. Called from the event loop; never waits, never refuses.
 
         `again`: found while reading again what was read before, so that they may have been sent.
         """
-        raise NotImplementedError
+        if again:
+            return
+        room = LIMIT - len(self._queue)
+        self._queue.extend(advisories[:room])
+        for advisory in advisories[room:]:
+            self._tally.count(advisory, SendResult.DROPPED)
+        if self._queue:
+            self._idle.clear()
+        self._wake.set()
 
     def settle(self) -> None:
         """Reading again has ended: what may have been sent is looked for in the stream, then sent."""
@@ -74,11 +84,39 @@ class AdvisorySender:
 
     async def run(self) -> None:
         """Send until cancelled. Raises nothing for what servers do. May be cancelled anywhere."""
-        raise NotImplementedError
+        while True:
+            self._wake.clear()
+            while self._queue and self.may_send():
+                await self._send([self._queue.popleft() for _ in range(min(WAVE, len(self._queue)))])
+            if not self._queue:
+                self._idle.set()
+            await wait_for(self._wake, TICK)
 
     async def drain(self, timeout: float) -> None:
         """Return when nothing waits, sending fails, or `timeout` seconds have passed; while `run` runs."""
         await wait_for(self._idle, timeout)
+
+    async def _send(self, wave: list[Advisory]) -> None:
+        try:
+            late = await self._lateness.late(wave)
+        except FloeError:
+            late = set()
+        frames: dict[Advisory, bytes] = {}
+        for advisory in [each for each in wave if each not in late]:
+            try:
+                frames[advisory] = frame(*self._message(advisory))
+            except ValueError as error:
+                self._tally.refused(advisory, error)
+        try:
+            self.client.send(b"".join(frames.values()))
+            await self.client.flush_writes()
+            result = SendResult.PUBLISHED
+        except Unavailable:
+            result = SendResult.DROPPED
+        for advisory in late:
+            self._tally.count(advisory, SendResult.STALE)
+        for advisory in frames:
+            self._tally.count(advisory, result)
 
     def _message(self, advisory: Advisory) -> tuple[bytes, bytes, bytes]:
         """Subject, payload, and headers with the id by which the stream knows it again.
@@ -240,56 +278,6 @@ class ReliableSender(AdvisorySender):
         self._failed.discard(advisory)
 
 
-class PlainSender(AdvisorySender):
-    """Sends what it takes as soon as it can; drops it, and counts it, where the connection is down."""
-
-    def __post_init__(self, outbox: Sequence[Advisory]) -> None:
-        super().__post_init__(outbox)
-        self._queue: deque[Advisory] = deque()
-
-    def take(self, advisories: Sequence[Advisory], *, again: bool) -> None:
-        if again:
-            return
-        room = LIMIT - len(self._queue)
-        self._queue.extend(advisories[:room])
-        for advisory in advisories[room:]:
-            self._tally.count(advisory, SendResult.DROPPED)
-        if self._queue:
-            self._idle.clear()
-        self._wake.set()
-
-    async def run(self) -> None:
-        while True:
-            self._wake.clear()
-            while self._queue and self.may_send():
-                await self._send([self._queue.popleft() for _ in range(min(WAVE, len(self._queue)))])
-            if not self._queue:
-                self._idle.set()
-            await wait_for(self._wake, TICK)
-
-    async def _send(self, wave: list[Advisory]) -> None:
-        try:
-            late = await self._lateness.late(wave)
-        except FloeError:
-            late = set()
-        frames: dict[Advisory, bytes] = {}
-        for advisory in [each for each in wave if each not in late]:
-            try:
-                frames[advisory] = frame(*self._message(advisory))
-            except ValueError as error:
-                self._tally.refused(advisory, error)
-        try:
-            self.client.send(b"".join(frames.values()))
-            await self.client.flush_writes()
-            result = SendResult.PUBLISHED
-        except Unavailable:
-            result = SendResult.DROPPED
-        for advisory in late:
-            self._tally.count(advisory, SendResult.STALE)
-        for advisory in frames:
-            self._tally.count(advisory, result)
-
-
 def sender_kind(partition: Partition) -> type[AdvisorySender]:
     """What the settings of `partition` ask for."""
-    return ReliableSender if partition.settings.advisory.reliable else PlainSender
+    return ReliableSender if partition.settings.advisory.reliable else AdvisorySender

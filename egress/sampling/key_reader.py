@@ -165,19 +165,16 @@ class JsonReader:
 
     def both(self, payloads: Sequence[bytes]) -> tuple[list[str | None], list[bool]]:
         """The key of each, as above, and whether it is to pass; False for what is no document."""
-        keys: list[str | None] = []
-        forces: list[bool] = []
+        found: list[tuple[str | None, bool]] = []
         first = self._ways[self._first]
         decode, key, forced = first.decode, first.key, first.forced
         for payload in payloads:
             try:
                 document = decode(payload)
-                found, force = key(document) or None, forced(document)
+                found.append((key(document) or None, forced(document)))
             except UNREADABLE:
-                found, force = self._otherwise(payload)
-            keys.append(found)
-            forces.append(force)
-        return keys, forces
+                found.append(self._otherwise(payload))
+        return [each for each, _ in found], [force for _, force in found]
 
     def _otherwise(self, payload: bytes) -> tuple[str | None, bool]:
         for number, way in enumerate(self._ways):

@@ -262,14 +262,8 @@ class Rebuilding:
     def _count(self, rows: int, sequence: int, chain: Chain) -> None:
         before, self._rows = self._rows, self._rows + rows
         if before // PROGRESS_ROWS != self._rows // PROGRESS_ROWS:
-            log.info(
-                "building the sampler again",
-                action="rebuilding",
-                rows=self._rows,
-                sequence=sequence,
-                end=self._current.last,
-                **chain.log_context(),
-            )
+            far = {"rows": self._rows, "sequence": sequence, "end": self._current.last}
+            log.info("building the sampler again", action="rebuilding", **far, **chain.log_context())
 
 
 def _tell_missing(problem: str) -> None:

@@ -121,7 +121,9 @@ class Resuming:
         base = self._candidates.newest(listed)
         last = base[1] if base else self._candidates.newest_of_any(listed)
         outbox = last.outbox if last else ()
-        why = self._reason(listed)
+        known = self._candidates.known(listed)
+        followed = to_follow(known, self._first, self._held_from())
+        why = reason(bool(known), bool(followed), self._written_by(), self._sampling.digest)
         log.info("building the sampler again", action="rebuild_started", why=why, **self._chain.log_context())
         rebuilt = Rebuilding(
             self._store,
@@ -151,11 +153,6 @@ class Resuming:
             **chain.log_context(),
         )
         return Resumed(rebuilt.sampler, rebuilt.newest_ns, self._first, outbox, rebuilt=True)
-
-    def _reason(self, listed: Sequence[SnapshotRef]) -> str:
-        ours = self._candidates.known(listed)
-        followed = to_follow(ours, self._first, self._held_from())
-        return reason(bool(ours), bool(followed), self._written_by(), self._sampling.digest)
 
     def _written_by(self) -> str:
         """The digest of the settings that the newest segment was sampled by; empty for a whole copy."""
