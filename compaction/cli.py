@@ -64,8 +64,7 @@ def compact(
         if (site, feed, partition) != (None, None, None):
             _check_names(settings, selection)
         with _compaction(settings, store) as compaction:
-            act = _preview if dry_run else _run
-            return act(compaction, selection, as_json, strict)
+            return (_preview if dry_run else _run)(compaction, selection, as_json, strict)
     finally:
         store.close()
 

@@ -249,8 +249,7 @@ class Tombstones:
 
 def _timeless(segments: Iterable[SegmentRef]) -> tuple[SegmentRef, ...]:
     """By level and name, without times."""
-    found = sorted(segments, key=lambda segment: (segment.level, segment.name))
-    return tuple(replace(segment, modified=0.0) for segment in found)
+    return tuple(replace(s, modified=0.0) for s in sorted(segments, key=lambda s: (s.level, s.name)))
 
 
 def _entry(segment: SegmentRef) -> dict[str, Any]:

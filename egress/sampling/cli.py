@@ -3,7 +3,7 @@
 import json
 import re
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -158,9 +158,7 @@ def state(
     since_ns = 0 if since is None else round((now - since) * NS_PER_S)
     failures: list[FloeError] = []
     store = open_store(settings)
-    form: Callable[[Chain, KnownKey], str] = _as_json if as_json else _as_text
-    if is_values:
-        form = as_value
+    form = as_value if is_values else _as_json if as_json else _as_text
     is_headed = form is not _as_text
     for each in _sampled(settings, feed):
         warn_ns = sampling.warn_ns if (sampling := Sampling.of(each)) else 0
