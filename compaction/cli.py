@@ -64,8 +64,7 @@ def compact(
         if (site, feed, partition) != (None, None, None):
             _check_names(settings, selection)
         with _compaction(settings, store) as compaction:
-            act = _preview if dry_run else _run
-            return act(compaction, selection, as_json, strict)
+            return (_preview if dry_run else _run)(compaction, selection, as_json, strict)
     finally:
         store.close()
 
@@ -135,16 +134,15 @@ def _check_names(settings: Settings, selection: Selection) -> None:
 def _compaction(settings: Settings, store: SegmentStore) -> Iterator[Compaction]:
     """The parts put together as configured; Spark starts when there is work for it."""
     from compaction.proof import SparkProver
-    from compaction.run import Compaction, LocalRunner, ReadingProver
-    from compaction.spark import Spark, SparkRunner
+    from compaction.run import Compaction, LocalRunner
+    from compaction.spark import Spark
 
     chosen = settings.compaction
-    with Spark(chosen.spark.master, chosen.spark.conf) as spark:
-        runner = SparkRunner(spark, settings) if chosen.engine == "spark" else LocalRunner(store)
-        by_spark = chosen.verify == "spark"
-        prover = SparkProver(spark, settings, store) if by_spark else ReadingProver(runner)
+    with Spark(settings) as spark:
+        runner = spark if chosen.engine == "spark" else LocalRunner(store)
+        prove = SparkProver(spark, store).prove if chosen.verify == "spark" else None
         grace = chosen.delete_grace if chosen.delete else None
-        yield Compaction(store, chosen.levels, grace, runner, prover)
+        yield Compaction(store, chosen.levels, grace, runner, prove)
 
 
 def _run(compaction: Compaction, selection: Selection, as_json: bool, strict: bool) -> int:
@@ -167,7 +165,7 @@ def _preview(compaction: Compaction, selection: Selection, as_json: bool, strict
         print_json(report.preview_json(surveys))
     else:
         _show(report.preview_rows(surveys), report.PREVIEW_COLUMNS)
-    return _ending(problems, [] if strict else compaction.told(problems))
+    return _ending(problems, [] if strict else compaction.reported.told(problems))
 
 
 def _show(rows: list[list[object]], columns: Sequence[str]) -> None:

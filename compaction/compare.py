@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from contextlib import closing
 
 import pyarrow as pa
 
@@ -29,7 +30,7 @@ def prove_by_reading(store: SegmentStore, supersession: Supersession) -> None:
     E-ROWS-ADDED, E-FORK) naming segment and sequence; SegmentCorrupt, SegmentGone, Unavailable from reading.
     Memory is bounded by one row group of each segment.
     """
-    with _Readers(store) as readers:
+    with closing(_Readers(store)) as readers:
         for stretch in supersession.stretches:
             with store.open(stretch.segment, rows=stretch.rows) as above:
                 for window in _windows(above, stretch.rows):
@@ -41,22 +42,19 @@ class _Readers:
 
     def __init__(self, store: SegmentStore) -> None:
         self._store = store
-        self._open: dict[str, tuple[SegmentRef, SegmentReader]] = {}
+        self._open: dict[str, SegmentReader] = {}
 
     def rows(self, segment: SegmentRef, window: SequenceRange) -> pa.Table:
         """The rows of `segment` inside `window`; windows ascend."""
         if segment.key not in self._open:
-            self._open[segment.key] = (segment, self._store.open(segment))
-        found = _rows(self._open[segment.key][1], window)
+            self._open[segment.key] = self._store.open(segment)
+        found = _rows(self._open[segment.key], window)
         if segment.coverage.last <= window.last:
-            self._open.pop(segment.key)[1].close()
+            self._open.pop(segment.key).close()
         return found
 
-    def __enter__(self) -> _Readers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for _segment, reader in self._open.values():
+    def close(self) -> None:
+        for reader in self._open.values():
             reader.close()
 
 
@@ -80,7 +78,7 @@ def _compare(
     supersession: Supersession, readers: _Readers, stretch: Stretch[SegmentRef], above: pa.Table, window: SequenceRange
 ) -> None:
     sequences: Values = above.column("sequence").to_pylist()
-    found: Values = pa.repeat(False, above.num_rows)
+    found: Values = pa.chunked_array([pa.repeat(False, above.num_rows)])
     for segment in supersession.superseded:
         if segment.coverage.overlaps(window):
             below = readers.rows(segment, window)
@@ -119,11 +117,7 @@ def _marked(found: Values, begin: int, hits: Values) -> Values:
     end = begin + len(hits)
     middle = pc.or_(found.slice(begin, len(hits)), hits)
     parts = [found.slice(0, begin), middle, found.slice(end)]
-    return pa.chunked_array([chunk for part in parts for chunk in _chunks(part)], pa.bool_())
-
-
-def _chunks(values: Values) -> list[Values]:
-    return list(values.chunks) if isinstance(values, pa.ChunkedArray) else [values]
+    return pa.chunked_array([chunk for part in parts for chunk in part.chunks], pa.bool_())
 
 
 def _missing(segment: SegmentRef, above: SegmentRef, sequence: int) -> DataError:

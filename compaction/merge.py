@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from common.errors import SegmentCorrupt, Unavailable
 from common.failpoints import failpoint
 from common.segments.reader import SegmentReader
-from common.segments.segment import UNREAD, Footer, Inputs, Ledger, Reason, SegmentRef, Tip
+from common.segments.segment import UNREAD, Footer, Inputs, Ledger, Reason, SegmentRef
 from common.segments.store import SegmentStore
 from common.segments.writer import SegmentWriter, SpooledSegment
 from common.sequences import SequenceRange, Stretch, cover, preference
@@ -52,14 +52,10 @@ class RowTally:
 
     def _gaps(self, index: int) -> _Gaps | None:
         """What is missing of what the stretch's segment did not read; None where it read all of it."""
-        if index not in self._unread:
-            stretch = self.stretches[index]
-            unread = self._footers[stretch.segment.key].unread
-            within = unread and unread.intersection(stretch.rows)
-            if within is None:
-                return None
-            self._unread[index] = _Gaps(within)
-        return self._unread[index]
+        stretch = self.stretches[index]
+        unread = self._footers[stretch.segment.key].unread
+        within = unread and unread.intersection(stretch.rows)
+        return None if within is None else self._unread.setdefault(index, _Gaps(within))
 
     def ledger(self) -> tuple[Ledger, SequenceRange | None]:
         """Why the sequences without a row have none, and where those are that are still gone."""
@@ -68,17 +64,16 @@ class RowTally:
             found, gaps = self._footers[stretch.segment.key], self._gaps(index)
             ledger = _without_row(len(stretch.rows) - rows, found, gaps)
             total = total.plus(ledger)
-            if gaps is not None:
-                self._note_late(gaps.within, min(found.ledger.unread(), len(gaps.within)) - ledger.unread())
-            if gaps is not None and ledger.unread():
+            if gaps is None:
+                continue
+            within, still = gaps.within, ledger.unread()
+            if (count := min(found.ledger.unread(), len(within)) - still) > 0:
+                before, begin = self.late or (0, within)
+                self.late = before + count, SequenceRange(begin.first, within.last)
+            if still:
                 here = gaps.hull()
                 unread = SequenceRange((unread or here).first, here.last)
         return total, unread
-
-    def _note_late(self, within: SequenceRange, count: int) -> None:
-        if count > 0:
-            before, begin = self.late or (0, within)
-            self.late = before + count, SequenceRange(begin.first, within.last)
 
 
 class _Gaps:
@@ -151,6 +146,9 @@ def merged_footer(output: Output, footers: Mapping[str, Footer], tally: RowTally
     """
     sampling, sampling_digest = _sampling(footers.values())
     ledger, unread = tally.ledger()
+    # That of the input that reaches furthest and has one; None where no message was examined for any.
+    furthest = sorted(output.inputs, key=preference, reverse=True)
+    tip = next((found for s in furthest if (found := footers[s.key].tip)), None)
     return Footer(
         chain=output.chain,
         level=output.level,
@@ -160,19 +158,13 @@ def merged_footer(output: Output, footers: Mapping[str, Footer], tally: RowTally
         raw_bytes=0,
         first_timestamp_ns=None,
         last_timestamp_ns=None,
-        tip=_tip(output.inputs, footers),
+        tip=tip,
         writer=f"floe {version()} compaction",
         sampling=sampling,
         sampling_digest=sampling_digest,
         inputs=Inputs.of([s.name for s in output.inputs]),
         unread=unread,
     )
-
-
-def _tip(inputs: Sequence[SegmentRef], footers: Mapping[str, Footer]) -> Tip | None:
-    """The tip of the input that reaches furthest and has one; None where no message was examined for any."""
-    furthest = sorted(inputs, key=preference, reverse=True)
-    return next((tip for s in furthest if (tip := footers[s.key].tip)), None)
 
 
 def _sampling(footers: Iterable[Footer]) -> tuple[Mapping[str, Any] | None, str]:
@@ -261,7 +253,13 @@ def check_read_back(store: SegmentStore, ref: SegmentRef, footer: Footer) -> Non
 
 def _spool(store: SegmentStore, output: Output) -> tuple[SpooledSegment, tuple[int, SequenceRange] | None]:
     path = store.new_spool()
-    _check_space(shutil.disk_usage(path.parent).free, output)
+    needed = int(output.size * SPOOL_MARGIN) + max(s.size for s in output.inputs)
+    if (free := shutil.disk_usage(path.parent).free) < needed:
+        raise Unavailable(
+            f"spool folder: expected {needed} free bytes to merge {output.coverage}, found {free}",
+            hint="free space there or set spool_dir",
+            code="E-SPOOL",
+        )
     footers: dict[str, Footer] = {}
     tally = RowTally(output, footers)
 
@@ -284,13 +282,3 @@ def _spool(store: SegmentStore, output: Output) -> tuple[SpooledSegment, tuple[i
     except BaseException:
         writer.abort()
         raise
-
-
-def _check_space(free: int, output: Output) -> None:
-    needed = int(output.size * SPOOL_MARGIN) + max(s.size for s in output.inputs)
-    if free < needed:
-        raise Unavailable(
-            f"spool folder: expected {needed} free bytes to merge {output.coverage}, found {free}",
-            hint="free space there or set spool_dir",
-            code="E-SPOOL",
-        )

@@ -78,14 +78,14 @@ class Planner:
         """
         outputs: list[Output] = []
         for block in blocks(outstanding(window, self._policy.from_)):
-            if self._now - block.newest < self._policy.min_age:
+            if self._now - max(s.modified for s in block) < self._policy.min_age:
                 continue
-            if block.coverage.first != self._reach + 1:
+            if block[0].coverage.first != self._reach + 1:
                 outputs += self.end()
             elif self._group.segments and not self._group.has_room(block, self._policy):
-                outputs += self._close(self._group.count > 1 or self._group.reaches_minimum(self._policy))
+                outputs += self._close(len(self._group.segments) > 1 or self._group.reaches_minimum(self._policy))
             self._group.add(block)
-            self._reach = block.coverage.last
+            self._reach = max(s.coverage.last for s in block)
         return outputs
 
     def end(self) -> list[Output]:
@@ -109,24 +109,8 @@ def unite(late: Iterable[Supersession]) -> list[Output]:
         for segment in (*supersession.superseded, *supersession.superseding):
             by_chain[segment.chain][segment.key] = segment
     together = [block for _, found in sorted(by_chain.items()) for block in blocks(found.values())]
-    outputs = [Output(1 + max(s.level for s in block.segments), block.segments) for block in together]
+    outputs = [Output(1 + max(s.level for s in block), block) for block in together]
     return [output for output in outputs if output.level <= MAX_LEVEL]
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Segments connected by overlaps: they are merged together or not at all, whatever their size."""
-
-    segments: tuple[SegmentRef, ...]
-    coverage: SequenceRange
-
-    @property
-    def size(self) -> int:
-        return sum(s.size for s in self.segments)
-
-    @property
-    def newest(self) -> float:
-        return max(s.modified for s in self.segments)
 
 
 @dataclass(slots=True)
@@ -136,38 +120,35 @@ class _Group:
     segments: list[SegmentRef] = field(default_factory=list)
     size: int = 0
 
-    @property
-    def count(self) -> int:
-        return len(self.segments)
+    def add(self, block: Sequence[SegmentRef]) -> None:
+        self.segments += block
+        self.size += sum(s.size for s in block)
 
-    def add(self, block: _Block) -> None:
-        self.segments += block.segments
-        self.size += block.size
-
-    def has_room(self, block: _Block, policy: LevelSettings) -> bool:
-        fits = self.size + block.size <= policy.max_size
-        return fits and self.count + len(block.segments) <= policy.max_count
+    def has_room(self, block: Sequence[SegmentRef], policy: LevelSettings) -> bool:
+        fits = self.size + sum(s.size for s in block) <= policy.max_size
+        return fits and len(self.segments) + len(block) <= policy.max_count
 
     def reaches_minimum(self, policy: LevelSettings) -> bool:
         # A single segment is promoted only for its size: rewriting it alone for its count would gain nothing.
-        return self.size >= policy.min_size or 1 < self.count >= policy.max_count
+        return self.size >= policy.min_size or 1 < len(self.segments) >= policy.max_count
 
     def has_waited(self, policy: LevelSettings, now: float) -> bool:
-        enough = self.count >= max(policy.min_count, 2)  # so of an empty one no age is asked
+        enough = len(self.segments) >= max(policy.min_count, 2)  # so of an empty one no age is asked
         return enough and now - min(s.modified for s in self.segments) > policy.max_wait
 
 
-def blocks(segments: Iterable[SegmentRef]) -> Iterator[_Block]:
-    """The overlapping segments together, ascending; no two blocks overlap."""
+def blocks(segments: Iterable[SegmentRef]) -> Iterator[tuple[SegmentRef, ...]]:
+    """The overlapping segments together, ascending; no two blocks overlap.
+
+    Those of one block are merged together or not at all, whatever their size.
+    """
     members: list[SegmentRef] = []
-    coverage: SequenceRange | None = None
+    reach = 0
     for segment in sorted(segments, key=lambda s: (s.coverage, s.name)):
-        if coverage is not None and segment.coverage.overlaps(coverage):
-            members.append(segment)
-            coverage = SequenceRange(coverage.first, max(coverage.last, segment.coverage.last))
-            continue
-        if coverage is not None:
-            yield _Block(tuple(members), coverage)
-        members, coverage = [segment], segment.coverage
-    if coverage is not None:
-        yield _Block(tuple(members), coverage)
+        if members and segment.coverage.first > reach:
+            yield tuple(members)
+            members = []
+        members.append(segment)
+        reach = max(reach, segment.coverage.last)
+    if members:
+        yield tuple(members)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from common.errors import DataError, FloeError
@@ -21,7 +21,6 @@ from common.segments.columns import CONTENT_COLUMNS, SCHEMA
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import Stretch
-from common.settings.root import Settings
 from compaction.failures import Failure
 from compaction.run import unproved
 from compaction.spark import Spark, spark_error
@@ -29,6 +28,7 @@ from compaction.supersede import Supersession
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
+    from pyspark.sql.readwriter import DataFrameReader
 
 FORMAT = "floe_proof"
 SEGMENTS_AT_ONCE = 20_000
@@ -43,22 +43,15 @@ class Sums:
     greatest: int | None = None
     hashes: int = 0
 
-    def plus(self, other: Sums) -> Sums:
-        leasts = [n for n in (self.least, other.least) if n is not None]
-        greatests = [n for n in (self.greatest, other.greatest) if n is not None]
-        return Sums(
-            self.rows + other.rows, min(leasts, default=None), max(greatests, default=None), self.hashes + other.hashes
-        )
-
 
 class SparkProver:
     """Proves with Spark. `store`: to tell which segments are damaged when a proof cannot be made."""
 
-    def __init__(self, spark: Spark, settings: Settings, store: SegmentStore) -> None:
-        self._spark, self._settings, self._store, self._is_registered = spark, settings, store, False
+    def __init__(self, spark: Spark, store: SegmentStore) -> None:
+        self._spark, self._store = spark, store
 
     def prove(self, supersessions: Sequence[Supersession]) -> list[Failure | None]:
-        """As `Prover.prove`."""
+        """As `compaction.run.Prove`."""
         summed = [s for s in supersessions if s.exact and s.is_disjoint]
         verdicts = {id(s): verdict for part in _parts(summed) for s, verdict in self._by_sums(part)}
         return [verdicts[id(s)] if id(s) in verdicts else self._one(s) for s in supersessions]
@@ -134,14 +127,16 @@ class SparkProver:
 
     def _frame(self, stretches: Sequence[Stretch[SegmentRef]]) -> DataFrame:
         """The rows of `stretches` as they are, with their place among them in the column `segment`."""
-        session = self._spark.session()
-        if not self._is_registered:
-            from compaction.source import source_of
-
-            session.dataSource.register(source_of(self._settings, FORMAT))
-            self._is_registered = True
         named = [[s.segment.key, [s.rows.first, s.rows.last]] for s in stretches]
-        return session.read.format(FORMAT).option("segments", json.dumps(named)).load()
+        return self._archive.option("segments", json.dumps(named)).load()
+
+    @cached_property
+    def _archive(self) -> DataFrameReader:
+        session = self._spark.session()
+        from compaction.source import source_of
+
+        session.dataSource.register(source_of(self._spark.settings, FORMAT))
+        return session.read.format(FORMAT)
 
 
 def _parts(supersessions: Sequence[Supersession]) -> list[list[Supersession]]:
@@ -191,7 +186,10 @@ def _as_sums(row: Any) -> Sums:
 
 
 def _total(sums: Mapping[int, Sums], places: Iterable[int]) -> Sums:
-    return reduce(Sums.plus, (sums.get(place, Sums()) for place in places), Sums())
+    found = [sums[place] for place in places if place in sums]
+    leasts, greatests = [s.least for s in found if s.least], [s.greatest for s in found if s.greatest]
+    rows, hashes = sum(s.rows for s in found), sum(s.hashes for s in found)
+    return Sums(rows, min(leasts, default=None), max(greatests, default=None), hashes)
 
 
 def _collected(frame: DataFrame) -> list[Any]:

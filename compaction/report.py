@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import click
 
@@ -17,15 +17,12 @@ from common.service.cli import print_json
 from common.service.exits import end_with
 from common.settings import loader
 from common.settings.root import Settings
-from compaction.merge import Merged
 from compaction.plan import Output
 from compaction.run import ChainSurvey, Report
 from compaction.spark import Spark
 from compaction.verify import ChainReport
 
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, Row
-
+Ref = TypeVar("Ref", SegmentRef, SnapshotRef)
 
 COLUMNS = ("action", "chain", "level", "sequences", "segments", "bytes", "into")
 VERIFY_COLUMNS = ("chain", "coverage", "segments", "bytes", "overlapping", "accepted", "problems")
@@ -33,20 +30,23 @@ VERIFY_COLUMNS = ("chain", "coverage", "segments", "bytes", "overlapping", "acce
 
 def report_rows(report: Report) -> list[list[object]]:
     """One row for each output, one for the deletions of each chain and level, one for its snapshots."""
-    rows = [_merged_row(m) for m in report.merged] + _deleted_rows("deleted", report.deleted)
-    return rows + _pruned_rows(report.pruned)
+    rows: list[list[object]] = [
+        ["merged", m.ref.chain, m.ref.level, m.ref.coverage, m.inputs, m.size, m.ref.size] for m in report.merged
+    ]
+    for (chain, level), count, size in _added_up(report.deleted, lambda s: (s.chain, s.level)):
+        rows.append(["deleted", chain, level, None, count, size, None])
+    # A snapshot has no level and is not a segment.
+    for chain, count, size in _added_up(report.pruned, lambda s: s.chain):
+        rows.append(["pruned", chain, None, f"{count} snapshots", None, size, None])
+    return rows
 
 
 def report_json(report: Report) -> dict[str, Any]:
     return {
         "merged": [
-            {
-                **_output_json(m.ref.segment, m.inputs, m.size),
-                "key": m.ref.key,
-                "size": m.ref.size,
-                "rows": m.rows,
-                "raw_bytes": m.raw_bytes,
-            }
+            _output_json(m.ref.segment, m.inputs, m.size)
+            | _segment_json(m.ref)
+            | {"rows": m.rows, "raw_bytes": m.raw_bytes}
             for m in report.merged
         ],
         "tombstones": report.tombstones,
@@ -126,32 +126,14 @@ def foreign_json(foreign: Foreign) -> list[dict[str, Any]]:
     return [{**nobody, **counts}] if foreign.count else []
 
 
-def _merged_row(merged: Merged) -> list[object]:
-    ref = merged.ref
-    return ["merged", ref.chain, ref.level, ref.coverage, merged.inputs, merged.size, ref.size]
-
-
-def _deleted_rows(action: str, segments: Iterable[SegmentRef]) -> list[list[object]]:
-    counts: Counter[tuple[Chain, int]] = Counter()
-    sizes: Counter[tuple[Chain, int]] = Counter()
-    for segment in segments:
-        counts[segment.chain, segment.level] += 1
-        sizes[segment.chain, segment.level] += segment.size
-    return [
-        [action, chain, level, None, count, sizes[chain, level], None]
-        for (chain, level), count in sorted(counts.items())
-    ]
-
-
-def _pruned_rows(snapshots: Iterable[SnapshotRef]) -> list[list[object]]:
-    """Their number and bytes for each chain; a snapshot has no level and is not a segment."""
-    groups: defaultdict[Chain, list[SnapshotRef]] = defaultdict(list)
-    for snapshot in snapshots:
-        groups[snapshot.chain].append(snapshot)
-    return [
-        ["pruned", chain, None, f"{len(group)} snapshots", None, sum(s.size for s in group), None]
-        for chain, group in sorted(groups.items())
-    ]
+def _added_up(objects: Iterable[Ref], group_of: Callable[[Ref], Any]) -> list[tuple[Any, int, int]]:
+    """The number and the bytes of the objects of each group, by group."""
+    counts: Counter[Any] = Counter()
+    sizes: Counter[Any] = Counter()
+    for each in objects:
+        counts[group_of(each)] += 1
+        sizes[group_of(each)] += each.size
+    return [(group, count, sizes[group]) for group, count in sorted(counts.items())]
 
 
 def _output_json(made: SegmentName | Output, inputs: int, size: int) -> dict[str, Any]:
@@ -178,34 +160,28 @@ def summarise(settings: Settings) -> list[dict[str, object]]:
     Empty where the archive holds no message. Raises ConfigError where PySpark or Java is missing, Unavailable
     where Spark fails.
     """
-    from compaction.source import source_of
-
-    with Spark(settings.compaction.spark.master, settings.compaction.spark.conf) as spark:
+    with Spark(settings) as spark:
         session = spark.session()
+        from pyspark.sql import functions as f
+
+        from compaction.source import source_of
+
         session.dataSource.register(source_of(settings, "floe"))
-        return [_document(row) for row in _counted(session.read.format("floe").load()).collect()]
-
-
-def _counted(archive: DataFrame) -> DataFrame:
-    from pyspark.sql import functions as f
-
-    return (
-        archive.groupBy(*CHAIN_COLUMNS)
-        .agg(
-            f.count("*").alias("messages"),
-            f.count_distinct("sequence").alias("sequences"),
-            f.count_distinct("subject").alias("subjects"),
-            f.sum(f.octet_length("payload")).alias("payload_bytes"),
-            f.min("sequence").alias("first"),
-            f.max("sequence").alias("last"),
+        counted = (
+            session.read.format("floe")
+            .load()
+            .groupBy(*CHAIN_COLUMNS)
+            .agg(
+                f.count("*").alias("messages"),
+                f.count_distinct("sequence").alias("sequences"),
+                f.count_distinct("subject").alias("subjects"),
+                f.sum(f.octet_length("payload")).alias("payload_bytes"),
+                f.min("sequence").alias("first"),
+                f.max("sequence").alias("last"),
+            )
         )
-        .orderBy(*CHAIN_COLUMNS)
-    )
-
-
-def _document(row: Row) -> dict[str, object]:
-    counts = {name: value for name, value in row.asDict().items() if name not in CHAIN_COLUMNS}
-    return {"chain": str(Chain(row.site, row.feed, row.incarnation, row.partition)), **counts}
+        rows = [row.asDict() for row in counted.orderBy(*CHAIN_COLUMNS).collect()]
+    return [{"chain": str(Chain(*map(row.pop, CHAIN_COLUMNS))), **row} for row in rows]
 
 
 @click.command()

@@ -58,11 +58,11 @@ class Runner(Protocol):
         """What `work` answers for each item, in their order; the first items are begun first."""
 
 
-class Prover(Protocol):
-    """Proves I5, by other code than wrote the segments."""
-
-    def prove(self, supersessions: Sequence[Supersession]) -> list[Failure | None]:
-        """For each of them None where every superseded row was found, else why it was not."""
+#: Single segments with a row that what contains them has not, each with the failure of its proof.
+Late = list[tuple[Supersession, Failure]]
+#: Proves I5, by other code than wrote the segments: for each supersession None where every superseded row was
+#: found, else why it was not.
+Prove = Callable[[Sequence[Supersession]], list[Failure | None]]
 
 
 class LocalRunner:
@@ -79,16 +79,6 @@ class LocalRunner:
         return results
 
 
-class ReadingProver:
-    """Reads both sides again and compares them row by row."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-
-    def prove(self, supersessions: Sequence[Supersession]) -> list[Failure | None]:
-        return self._runner.map(prove_one, supersessions)
-
-
 def merge_one(store: SegmentStore, output: Output) -> Merged | Failure:
     try:
         merged = merge(store, output)
@@ -100,6 +90,7 @@ def merge_one(store: SegmentStore, output: Output) -> Merged | Failure:
 
 
 def prove_one(store: SegmentStore, supersession: Supersession) -> Failure | None:
+    """Read both sides again and compare them row by row."""
     try:
         prove_by_reading(store, supersession)
     except FloeError as error:
@@ -162,19 +153,10 @@ class ChainSurvey:
         return sum(len(o.inputs) for o in self.outputs) + sum(len(s.superseded) for s in self.leftovers)
 
 
-@dataclass(frozen=True, slots=True)
-class ListedChain:
-    """What one chain's listings showed. `problems`: with objects among the tombstones."""
-
-    chain: Chain
-    segments: SegmentTable
-    tombstones: TombstoneIndex
-    problems: tuple[Failure, ...]
-
-
 class Compaction:
     """Compacts the chains of one store by `policies`. `grace`: seconds; None: nothing is deleted.
 
+    `runner`: where merges are made. `prove`: None: both sides are read again there.
     `window`, `batch`: how many segments are looked at together, and read in one batch, at least.
     """
 
@@ -184,48 +166,46 @@ class Compaction:
         policies: Sequence[LevelSettings],
         grace: float | None,
         runner: Runner,
-        prover: Prover,
+        prove: Prove | None = None,
         *,
         window: int = WINDOW,
         batch: int = BATCH,
     ) -> None:
         self._store, self._policies, self._grace = store, policies, grace
-        self._runner, self._prover, self._window, self._batch = runner, prover, window, batch
+        self._runner, self._window, self._batch = runner, window, batch
+        self._proofs = prove or (lambda supersessions: runner.map(prove_one, supersessions))
         self._chains = ChainStore(store.objects, store.layout)
         self._tombstones = Tombstones(store.objects, store.layout)
-        self._reported = Reported(store.objects, store.layout)
+        self.reported = Reported(store.objects, store.layout)
+        self._report = Report()
 
     def run(self, selection: Selection) -> Report:
         """Do all that is due. Raises what the store raises when it cannot even be listed."""
-        report, chains = Report(), self._selected(selection)
-        damaged = self._work(chains, selection, frozenset(), report)
+        self._report, chains = Report(), self._selected(selection)
+        damaged = self._work(chains, selection, frozenset())
         if self._grace is not None:
-            found = self._delete(chains, self._grace, report)
+            found = self._delete(chains, self._grace)
             if found - damaged:
                 # What a damaged output was made of is still there: merged again, it is put right.
-                self._work(chains, selection, damaged | found, report)
-            self._prune(chains, self._grace, report)
-        report.failures = list(dict.fromkeys(report.failures))
+                self._work(chains, selection, damaged | found)
+            self._prune(chains, self._grace)
+        self._report.failures = list(dict.fromkeys(self._report.failures))
         # A run over one level does not meet what is wrong with others.
-        self._remember(chains if selection.level is None else [], report)
+        self._remember(chains if selection.level is None else [])
         failpoint("compaction.done")
-        return report
+        return self._report
 
-    def _work(
-        self, chains: Sequence[Chain], selection: Selection, damaged: frozenset[str], report: Report
-    ) -> frozenset[str]:
+    def _work(self, chains: Sequence[Chain], selection: Selection, damaged: frozenset[str]) -> frozenset[str]:
         """Plan, merge, prove and tombstone; again where segments were gone or damaged. All damaged ones."""
         for round_number in range(1, ROUNDS + 1):
             now, failures = self._tombstones.now(), []
             for surveys in self._batches(chains, selection, now, damaged):
                 outputs = [output for survey in surveys for output in survey.outputs]
-                supersessions, failed = self._merge(outputs, report)
-                supersessions += [leftover for survey in surveys for leftover in survey.leftovers]
-                late, refused = self._prove(supersessions, report)
+                late, failed = self._merge(outputs, [left for survey in surveys for left in survey.leftovers])
                 in_use = {s.key for o in outputs for s in o.inputs}.union(*(s.in_use for s in surveys))
                 failures += [problem for survey in surveys for problem in survey.problems]
-                failures += failed + refused + self._unite(late, in_use, report)
-            report.failures += [f for f in failures if not f.is_stale or round_number == ROUNDS]
+                failures += failed + self._unite(late, in_use)
+            self._report.failures += [f for f in failures if not f.is_stale or round_number == ROUNDS]
             found = frozenset(key for failure in failures for key in failure.damaged)
             if not any(f.is_stale for f in failures) and found <= damaged:
                 break
@@ -245,8 +225,8 @@ class Compaction:
         """What is to be done in all chains, some of it at a time: enough for many executors."""
         batch: list[ChainSurvey] = []
         count = 0
-        for listed in _at_once(self._listed, chains):
-            for survey in self._survey(listed, selection, now, damaged):
+        for chain, listed in zip(chains, _at_once(self._listed, chains), strict=True):
+            for survey in self._survey(chain, listed, selection, now, damaged):
                 batch.append(survey)
                 count += survey.segments
                 if count >= self._batch:
@@ -255,31 +235,29 @@ class Compaction:
                     count = 0
         yield batch
 
-    def _listed(self, chain: Chain) -> ListedChain:
+    def _listed(self, chain: Chain) -> TombstoneIndex:
         segments = self._store.table(chain)
         listed = self._index(chain, segments, self._tombstones.names(chain))
         failpoint("compaction.list")
         return listed
 
-    def _index(self, chain: Chain, segments: SegmentTable, names: Iterable[ObjectInfo]) -> ListedChain:
+    def _index(self, chain: Chain, segments: SegmentTable, names: Iterable[ObjectInfo]) -> TombstoneIndex:
         """What the tombstones say of `segments`, and what objects beside them are none; one at a time."""
-        index, problems = TombstoneIndex(segments), []
+        index = TombstoneIndex(segments)
         for info in names:
             try:
-                stone = self._tombstones.read(chain, info)
+                if (stone := self._tombstones.read(chain, info)) is not None:
+                    index.add(stone)
             except DataError as error:
                 failure = Failure.of(f"tombstones of {chain}", error, chain)
-                problems.append(replace(failure, suspects=(info.key,)))
-            else:
-                if stone is not None:
-                    index.add(stone)
-        return ListedChain(chain, segments, index, tuple(problems))
+                index.problems.append(replace(failure, suspects=(info.key,)))
+        return index
 
     def _survey(
-        self, listed: ListedChain, selection: Selection, now: float, damaged: frozenset[str]
+        self, chain: Chain, listed: TombstoneIndex, selection: Selection, now: float, damaged: frozenset[str]
     ) -> Iterator[ChainSurvey]:
         """What is to be done in one chain, window by window; pure."""
-        chain, segments, buried = listed.chain, listed.segments, listed.tombstones.buried()
+        segments, buried = listed.segments, listed.buried()
         policies = [p for p in self._policies if selection.level in (None, p.from_)]
         planners = [Planner(policy, now or segments.newest) for policy in policies]
         held: list[list[Supersession]] = []
@@ -302,32 +280,30 @@ class Compaction:
             yield ChainSurvey(chain, tuple(outputs), ready, in_use=in_use)
         outputs = [output for planner in planners for output in planner.end()]
         left = tuple(s for found in held for s in found)
-        yield ChainSurvey(chain, tuple(outputs), left, listed.problems, frozenset(merged))
+        yield ChainSurvey(chain, tuple(outputs), left, tuple(listed.problems), frozenset(merged))
 
     # Merge
 
-    def _merge(self, outputs: Sequence[Output], report: Report) -> tuple[list[Supersession], list[Failure]]:
-        """Make `outputs`, the largest first: what each of them supersedes, and what failed."""
-        if not outputs:
-            return [], []
-        total = sum(output.size for output in outputs)
-        log.info("merging", action="merge_started", outputs=len(outputs), bytes=total)
-        outputs = sorted(outputs, key=lambda o: o.size, reverse=True)
+    def _merge(self, outputs: Sequence[Output], leftovers: Sequence[Supersession]) -> tuple[Late, list[Failure]]:
+        """Make `outputs`, the largest first, and prove them and `leftovers`; what came late, and what failed."""
         supersessions: list[Supersession] = []
         failures: list[Failure] = []
-        for output, result in zip(outputs, self._runner.map(merge_one, outputs), strict=True):
+        if outputs:
+            total = sum(output.size for output in outputs)
+            log.info("merging", action="merge_started", outputs=len(outputs), bytes=total)
+            outputs = sorted(outputs, key=lambda o: o.size, reverse=True)
+        for output, result in zip(outputs, self._runner.map(merge_one, outputs) if outputs else (), strict=True):
             if isinstance(result, Failure):
                 failures.append(result)
                 continue
-            report.merged.append(result)
+            self._report.merged.append(result)
             supersessions.append(made_by(result.ref, output.inputs))
             if result.late is not None:
                 failures.append(_came_late(result.ref, *result.late))
-        return supersessions, failures
+        late, refused = self._prove([*supersessions, *leftovers])
+        return late, failures + refused
 
-    def _unite(
-        self, late: Sequence[tuple[Supersession, Failure]], in_use: AbstractSet[str], report: Report
-    ) -> list[Failure]:
+    def _unite(self, late: Late, in_use: AbstractSet[str]) -> list[Failure]:
         """Merge late segments that have rows of their own with what contains them, and prove it.
 
         `in_use`: keys of inputs of this round's merges. What is contained in one of these waits for the next
@@ -341,29 +317,24 @@ class Compaction:
             for supersession, failure in late
             if supersession.superseded[0].key not in taken
         ]
-        supersessions, failures = self._merge(outputs, report)
-        still_late, refused = self._prove(supersessions, report)
-        return left + failures + refused + [failure for _, failure in still_late]
+        still_late, failures = self._merge(outputs, [])
+        return left + failures + [failure for _, failure in still_late]
 
     # Prove and tombstone
 
-    def _prove(
-        self, supersessions: list[Supersession], report: Report
-    ) -> tuple[list[tuple[Supersession, Failure]], list[Failure]]:
-        """Prove them and write tombstones for those that hold. Which single segments came late, with a row
-        that what contains them has not; why others do not hold.
-        """
+    def _prove(self, supersessions: list[Supersession]) -> tuple[Late, list[Failure]]:
+        """Prove them and write tombstones for those that hold. What came late; why others do not hold."""
         failpoint("compaction.verify")
-        late: list[tuple[Supersession, Failure]] = []
+        late: Late = []
         refused: list[Failure] = []
         while supersessions:
             doubtful: list[Supersession] = []
-            for supersession, failure in zip(supersessions, self._prover.prove(supersessions), strict=True):
+            for supersession, failure in zip(supersessions, self._proofs(supersessions), strict=True):
                 count, is_contained = len(supersession.superseded), not supersession.exact
                 if failure is None:
                     # Only now: everything that the tombstone names was found in what replaces it.
                     for part in supersession.parts(SEGMENTS_OF_A_TOMBSTONE):
-                        report.tombstones.append(self._tombstones.put(part))
+                        self._report.tombstones.append(self._tombstones.put(part))
                         failpoint("compaction.tombstone")
                 elif is_contained and count > 1 and _is_about_rows(failure):
                     # One late segment may be keeping the others from being proved.
@@ -377,14 +348,14 @@ class Compaction:
 
     # Delete
 
-    def _delete(self, chains: Sequence[Chain], grace: float, report: Report) -> frozenset[str]:
+    def _delete(self, chains: Sequence[Chain], grace: float) -> frozenset[str]:
         """Delete what may go; the keys of replacing segments that are damaged."""
         now = self._tombstones.now()
         failpoint("compaction.grace")
         damaged: set[str] = set()
         for deleted, failures in _at_once(lambda chain: self._delete_in(chain, now, grace), chains):
-            report.deleted.absorb(deleted)
-            report.failures += failures
+            self._report.deleted.absorb(deleted)
+            self._report.failures += failures
             damaged.update(key for failure in failures for key in failure.damaged)
         return frozenset(damaged)
 
@@ -393,7 +364,7 @@ class Compaction:
         failures: list[Failure] = []
         if not names:
             return deleted, failures
-        index = self._index(chain, self._store.table(chain), names).tombstones
+        index = self._index(chain, self._store.table(chain), names)
         for stone in index.deletable(now, grace):
             damaged = [s for s in stone.superseding if not self._store.is_intact(s)]
             failures += [_not_intact(s) for s in damaged]
@@ -412,23 +383,22 @@ class Compaction:
 
     # The snapshots of samplers
 
-    def _prune(self, chains: Sequence[Chain], grace: float, report: Report) -> None:
+    def _prune(self, chains: Sequence[Chain], grace: float) -> None:
         now = self._tombstones.now()
         for pruned, failures in _at_once(lambda chain: self._prune_in(chain, now, grace), chains):
-            report.pruned += pruned
-            report.failures += failures
+            self._report.pruned += pruned
+            self._report.failures += failures
 
     def _prune_in(self, chain: Chain, now: float, grace: float) -> tuple[list[SnapshotRef], list[Failure]]:
         due, failures = self._outdated(chain, now, grace)
         pruned: list[SnapshotRef] = []
-        for ref in due:
-            failpoint("compaction.delete_snapshot")
-            try:
+        try:
+            for ref in due:
+                failpoint("compaction.delete_snapshot")
                 self._store.objects.delete(ref.key)
-            except FloeError as error:
-                failures.append(Failure.of(f"delete of {ref.key}", error))
-                break
-            pruned.append(ref)
+                pruned.append(ref)
+        except FloeError as error:
+            failures.append(Failure.of(f"delete of {ref.key}", error))
         if pruned:
             log.info("snapshots pruned", action="snapshots_pruned", **chain.log_context(), snapshots=len(pruned))
         return pruned, failures
@@ -456,31 +426,23 @@ class Compaction:
 
     def _foretold(self, chain: Chain, selection: Selection, now: float) -> ChainSurvey:
         listed = self._listed(chain)
-        surveys = list(self._survey(listed, selection, now, frozenset()))
+        surveys = list(self._survey(chain, listed, selection, now, frozenset()))
         outputs = tuple(output for survey in surveys for output in survey.outputs)
         leftovers = tuple(leftover for survey in surveys for leftover in survey.leftovers)
+        found = ChainSurvey(chain, outputs, leftovers, tuple(listed.problems))
         if self._grace is None:
-            return ChainSurvey(chain, outputs, leftovers, listed.problems)
-        deletable = listed.tombstones.deletable(now or listed.segments.newest, self._grace)
+            return found
+        deletable = listed.deletable(now or listed.segments.newest, self._grace)
+        going = tuple(segment for each in deletable for segment in each.superseded)
         snapshots, failures = self._outdated(chain, now, self._grace)
-        return ChainSurvey(
-            chain,
-            outputs,
-            leftovers,
-            (*listed.problems, *failures),
-            going=tuple(segment for each in deletable for segment in each.superseded),
-            outdated=tuple(snapshots),
-        )
+        return replace(found, problems=(*found.problems, *failures), going=going, outdated=tuple(snapshots))
 
-    def told(self, failures: Iterable[Failure]) -> list[Failure]:
-        """Those of `failures` that an earlier run has told."""
-        return self._reported.told(failures)
-
-    def _remember(self, chains: Sequence[Chain], report: Report) -> None:
+    def _remember(self, chains: Sequence[Chain]) -> None:
         """Tell what was told before from what is new; without that memory all of it is new."""
+        report = self._report
         try:
-            report.told = self._reported.told(report.failures)
-            self._reported.remember(chains, report.failures)
+            report.told = self.reported.told(report.failures)
+            self.reported.remember(chains, report.failures)
         except FloeError as error:
             report.failures.append(Failure.of("memory of what was told", error))
 

@@ -11,41 +11,16 @@ filters unless `spark.sql.python.filterPushdown.enabled` is on.
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
-from pyspark.sql import SparkSession
-from pyspark.sql.datasource import (
-    DataSource,
-    DataSourceReader,
-    EqualTo,
-    Filter,
-    GreaterThan,
-    GreaterThanOrEqual,
-    In,
-    InputPartition,
-    LessThan,
-    LessThanOrEqual,
-)
-from pyspark.sql.types import (
-    ArrayType,
-    BinaryType,
-    DataType,
-    IntegerType,
-    LongType,
-    StringType,
-    StructField,
-    StructType,
-    TimestampType,
-)
+from pyspark.sql import SparkSession, datasource, types
+from pyspark.sql.datasource import DataSource, DataSourceReader, Filter, InputPartition
 
 from common.chain import Chain
-from common.errors import DataError, SegmentCorrupt
+from common.errors import SegmentCorrupt
 from common.objects.open import open_objects
-from common.objects.port import ObjectStore
 from common.segments.columns import SCHEMA
 from common.segments.documents import ChainStore
 from common.segments.keys import Layout
@@ -54,14 +29,7 @@ from common.segments.store import SegmentGone, SegmentStore
 from common.segments.unread import open_stretch
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
 from common.settings.root import Settings
-from compaction.source_options import (
-    HEADERS_PARSED,
-    ReadOptions,
-    arranged,
-    has_pushdown,
-    parse_options,
-    segment_columns,
-)
+from compaction.source_options import HEADERS_PARSED, ReadOptions, arranged, parse_options
 
 
 def read_stretch(
@@ -74,8 +42,24 @@ def read_stretch(
     error (SegmentGone, SegmentCorrupt) where nothing else accounts for the rows.
     """
     wanted = [name for name in SCHEMA.names if columns is None or name in columns]
-    for batch in _Reading(store, stretch).batches([*{"sequence", *wanted}]):
-        yield batch.select(wanted)
+    pending, avoided = [stretch], set[str]()
+    while pending:
+        now = pending.pop(0)
+        position, last = now.rows.first, now.rows.last
+        try:
+            with open_stretch(store, now, avoided=avoided) as reader:
+                for batch in reader.batches(columns=[*{"sequence", *wanted}]):
+                    yield batch.select(wanted)
+                    position = batch.column("sequence")[-1].as_py() + 1
+        except (SegmentGone, SegmentCorrupt):
+            if position > last:
+                continue  # nothing of the stretch is left to read
+            avoided.add(now.segment.key)
+            listed = store.list(now.segment.chain, position=position)
+            others = cover([s for s in listed if s.key not in avoided], position, last)
+            if holes([s.rows for s in others], SequenceRange(position, last)):
+                raise
+            pending[:0] = others
 
 
 def read_segment(
@@ -84,36 +68,6 @@ def read_segment(
     """The rows of `stretch` from its own segment and no other. Raises SegmentGone, SegmentCorrupt."""
     with store.open(stretch.segment, rows=stretch.rows) as reader:
         yield from reader.batches(rows=stretch.rows, columns=columns)
-
-
-class _Reading:
-    """One stretch being read. `_avoided`: keys of segments that failed."""
-
-    def __init__(self, store: SegmentStore, stretch: Stretch[SegmentRef]) -> None:
-        self._store, self._pending = store, [stretch]
-        self._avoided: set[str] = set()
-
-    def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        while self._pending:
-            stretch = self._pending.pop(0)
-            position = stretch.rows.first
-            try:
-                with open_stretch(self._store, stretch, avoided=self._avoided) as reader:
-                    for batch in reader.batches(columns=columns):
-                        yield batch
-                        position = batch.column("sequence")[-1].as_py() + 1
-            except (SegmentGone, SegmentCorrupt) as error:
-                with suppress(ValueError):  # nothing of the stretch is left to read
-                    rest = SequenceRange(position, stretch.rows.last)
-                    self._pending[:0] = self._elsewhere(stretch.segment, rest, error)
-
-    def _elsewhere(self, failed: SegmentRef, rows: SequenceRange, error: DataError) -> list[Stretch[SegmentRef]]:
-        self._avoided.add(failed.key)
-        listed = self._store.list(failed.chain, position=rows.first)
-        stretches = cover([s for s in listed if s.key not in self._avoided], rows.first, rows.last)
-        if holes([s.rows for s in stretches], rows):
-            raise error
-        return stretches
 
 
 _LISTINGS_AT_ONCE = 8
@@ -135,12 +89,13 @@ class FloeDataSource(DataSource):
         """What the options ask for."""
         return parse_options(self.options)
 
-    def schema(self) -> StructType:
-        return StructType([_spark_field(field) for field in self.read_options().schema()])
+    def schema(self) -> types.StructType:
+        fields = self.read_options().schema()
+        return types.StructType([types.StructField(f.name, _SPARK_TYPES[f.type], f.nullable) for f in fields])
 
-    def reader(self, schema: StructType) -> DataSourceReader:  # noqa: ARG002
+    def reader(self, schema: types.StructType) -> DataSourceReader:  # noqa: ARG002
         options = self.read_options()
-        return _FilteringReader(options) if has_pushdown(self.options) else _Reader(options)
+        return _FilteringReader(options) if options.pushdown else _Reader(options)
 
 
 def source_of(settings: Settings, name: str) -> type[FloeDataSource]:
@@ -175,36 +130,34 @@ class _Reader(DataSourceReader):
         return [_Part(stretch, number) for number, stretch in enumerate(stretches)]
 
     def _named(self) -> list[Stretch[SegmentRef]]:
-        objects, store = _open_store(self._options)
-        stretches = []
+        store, stretches = _open_store(self._options), []
         for key, rows in self._options.segments or ():
             if (name := store.layout.parse_segment(key)) is None:
                 raise SegmentCorrupt(f"option segments: expected the key of a segment, found {key!r}")
-            if (info := objects.head(key)) is None:
+            if (info := store.objects.head(key)) is None:
                 raise SegmentGone(f"segment {key}: not in the store any more")
             stretches.append(Stretch(SegmentRef(name, key, info.size, info.modified), rows or name.coverage))
         return stretches
 
     def _covers(self) -> list[Stretch[SegmentRef]]:
-        objects, store = _open_store(self._options)
-        rows = self._options.rows
-        chains = self._options.selected(ChainStore(objects, store.layout))
+        store, rows = _open_store(self._options), self._options.rows
+        chains = self._options.selected(ChainStore(store.objects, store.layout))
 
         def stretches(chain: Chain) -> list[Stretch[SegmentRef]]:
             return cover(store.list(chain, position=rows.first), rows.first, rows.last)
 
         with ThreadPoolExecutor(_LISTINGS_AT_ONCE) as pool:
-            found = pool.map(stretches, chains)
-            return [stretch for chain_stretches in found for stretch in chain_stretches]
+            return [stretch for found in pool.map(stretches, chains) for stretch in found]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if not isinstance(partition, _Part):
             return  # Spark's way to say that there are no partitions
         schema, stretch = self._options.schema(), partition.stretch
-        _objects, store = _open_store(self._options)
+        wanted = {*schema.names, *(["headers"] if HEADERS_PARSED.name in schema.names else [])}
+        columns = [name for name in SCHEMA.names if name in wanted]
         # Segments that are named are wanted as they are: nothing else may stand in for them.
         reading = read_segment if self._options.segments is not None else read_stretch
-        for batch in reading(store, stretch, segment_columns(schema)):
+        for batch in reading(_open_store(self._options), stretch, columns):
             yield arranged(batch, schema, stretch.segment.chain, partition.number)
 
 
@@ -227,44 +180,39 @@ def _bounds(condition: Filter) -> tuple[int, int]:
     if getattr(condition, "attribute", None) != ("sequence",):
         return 1, MAX_SEQUENCE
     match condition:
-        case EqualTo(_, int(value)):
+        case datasource.EqualTo(_, int(value)):
             return value, value
-        case In(_, values) if values and all(isinstance(value, int) for value in values):
+        case datasource.In(_, values) if values and all(isinstance(value, int) for value in values):
             return min(values), max(values)
-        case GreaterThan(_, int(value)):
+        case datasource.GreaterThan(_, int(value)):
             return value + 1, MAX_SEQUENCE
-        case GreaterThanOrEqual(_, int(value)):
+        case datasource.GreaterThanOrEqual(_, int(value)):
             return value, MAX_SEQUENCE
-        case LessThan(_, int(value)):
+        case datasource.LessThan(_, int(value)):
             return 1, value - 1
-        case LessThanOrEqual(_, int(value)):
+        case datasource.LessThanOrEqual(_, int(value)):
             return 1, value
     return 1, MAX_SEQUENCE
 
 
-def _spark_field(field: Any) -> StructField:
-    kind = ArrayType(_HEADER) if field.name == HEADERS_PARSED.name else _SPARK_TYPES[field.type]
-    return StructField(field.name, kind, field.nullable)
-
-
-_HEADER = StructType([StructField("name", StringType()), StructField("value", StringType())])
-_SPARK_TYPES: dict[pa.DataType, DataType] = {
-    pa.int32(): IntegerType(),
-    pa.int64(): LongType(),
-    pa.timestamp("us", tz="UTC"): TimestampType(),
-    pa.string(): StringType(),
-    pa.binary(): BinaryType(),
+_HEADER = types.StructType([types.StructField(name, types.StringType()) for name in ("name", "value")])
+_SPARK_TYPES: dict[pa.DataType, types.DataType] = {
+    pa.int32(): types.IntegerType(),
+    pa.int64(): types.LongType(),
+    pa.timestamp("us", tz="UTC"): types.TimestampType(),
+    pa.string(): types.StringType(),
+    pa.binary(): types.BinaryType(),
+    HEADERS_PARSED.type: types.ArrayType(_HEADER),
 }
 
-_stores: dict[str, tuple[ObjectStore, SegmentStore]] = {}
+_stores: dict[str, SegmentStore] = {}
 
 
-def _open_store(options: ReadOptions) -> tuple[ObjectStore, SegmentStore]:
+def _open_store(options: ReadOptions) -> SegmentStore:
     """The store, opened once in each process: Spark gives one Python process many small partitions."""
     settings = options.store
     identity = f"{settings.model_dump_json()} {settings.secret_access_key.get_secret_value()} {options.spool_dir}"
     if identity not in _stores:
-        objects = open_objects(settings)
         spool_dir = Path(options.spool_dir) if options.spool_dir else None
-        _stores[identity] = objects, SegmentStore(objects, Layout(settings.prefix), spool_dir=spool_dir)
+        _stores[identity] = SegmentStore(open_objects(settings), Layout(settings.prefix), spool_dir=spool_dir)
     return _stores[identity]

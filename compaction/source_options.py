@@ -28,12 +28,6 @@ HEADERS_PARSED = pa.field(
 SEGMENT = pa.field("segment", pa.int32(), nullable=False)
 
 
-def segment_columns(schema: pa.Schema) -> list[str]:
-    """The columns of segments that a result of `schema` is made from."""
-    wanted = {"headers"} if "headers_parsed" in schema.names else set()
-    return [name for name in SCHEMA.names if name in schema.names or name in wanted]
-
-
 def arranged(batch: pa.RecordBatch, schema: pa.Schema, chain: Chain, segment: int) -> pa.RecordBatch:
     """`batch`, a segment's rows, as `schema` wants them; `segment` is what its column `segment` says."""
     parts = {**chain.log_context(), "segment": segment}
@@ -60,26 +54,10 @@ def _text(raw: bytes) -> str:
     return raw.decode("utf-8", "backslashreplace")
 
 
-_STORE_OPTIONS = {
-    "url",
-    "prefix",
-    "endpoint_url",
-    "region",
-    "addressing_style",
-    "checksum",
-    "access_key_id",
-    "secret_access_key",
-}
-_OPTIONS = _STORE_OPTIONS | {
-    "config",
-    *CHAIN_FIELDS.names,
-    "from_sequence",
-    "to_sequence",
-    "columns",
-    "headers_parsed",
-    "pushdown",
-    "segments",
-}
+_CREDENTIALS = {"access_key_id", "secret_access_key"}
+_STORE_OPTIONS = {"url", "prefix", "endpoint_url", "region", "addressing_style", "checksum", *_CREDENTIALS}
+_READ_OPTIONS = {"from_sequence", "to_sequence", "columns", "headers_parsed", "pushdown", "segments"}
+_OPTIONS = {"config", *_STORE_OPTIONS, *CHAIN_FIELDS.names, *_READ_OPTIONS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +66,8 @@ class ReadOptions:
 
     `chain`: the parts of a chain that are given; each missing one is a column. `rows`: of every chain.
     `columns`: None for all. `segments`: keys and rows (None: all) to read as they are instead of the cover,
-    None usually. `feeds`: of the configuration, if there is one, of which nothing need be archived.
+    None usually. `feeds`: of the configuration, if there is one, of which nothing need be archived. `pushdown`:
+    whether filters are to be pushed down.
     """
 
     store: StoreSettings
@@ -99,6 +78,7 @@ class ReadOptions:
     headers_parsed: bool
     segments: tuple[tuple[str, SequenceRange | None], ...] | None = None
     feeds: frozenset[Pair] = frozenset()
+    pushdown: bool = False
 
     def selected(self, chains: ChainStore) -> list[Chain]:
         """The chains to read. Raises UsageError where there are none of the names given."""
@@ -123,24 +103,23 @@ def parse_options(options: Mapping[str, str]) -> ReadOptions:
     if unknown := sorted(given.keys() - _OPTIONS):
         raise UsageError(f"option {unknown[0]}: expected one of {', '.join(sorted(_OPTIONS))}")
     store, spool_dir, feeds = _store(given)
+    chain: dict[str, str | int] = {n: given[n] for n in ("site", "feed") if n in given}
+    chain |= {n: _number(given, n, 0, 65_535) for n in ("incarnation", "partition") if n in given}
+    columns = [name.strip() for name in given.get("columns", "").split(",") if name.strip()]
     parsed = ReadOptions(
         store=store,
         spool_dir=spool_dir,
-        chain=_chain(given),
+        chain=chain,
         rows=_rows(given),
-        columns=_columns(given),
+        columns=tuple(columns) or None,
         headers_parsed=_flag(given, "headers_parsed"),
         segments=_segments(given),
         feeds=feeds,
+        pushdown=_flag(given, "pushdown"),
     )
     if parsed.columns is not None and (missing := set(parsed.columns) - set(parsed.schema().names)):
         raise UsageError(f"option columns: no column {sorted(missing)[0]!r}")
     return parsed
-
-
-def has_pushdown(options: Mapping[str, str]) -> bool:
-    """Whether filters are to be pushed down."""
-    return _flag({name.lower(): value for name, value in options.items()}, "pushdown")
 
 
 def _store(given: Mapping[str, str]) -> tuple[StoreSettings, str, frozenset[Pair]]:
@@ -156,17 +135,9 @@ def _store(given: Mapping[str, str]) -> tuple[StoreSettings, str, frozenset[Pair
         return StoreSettings.model_validate(fields), "", frozenset()
     except ValidationError as error:
         # pydantic's text is told without what was found: it may be a secret.
-        raise UsageError(f"options of the store: {_problems(error)}", hint="or give option config") from None
-
-
-def _problems(error: ValidationError) -> str:
-    found = error.errors(include_input=False, include_url=False, include_context=False)
-    return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in found)
-
-
-def _chain(given: Mapping[str, str]) -> dict[str, str | int]:
-    numbers = {n: _number(given, n, 0, 65_535) for n in ("incarnation", "partition") if n in given}
-    return {n: given[n] for n in ("site", "feed") if n in given} | numbers
+        found = error.errors(include_input=False, include_url=False, include_context=False)
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in found)
+        raise UsageError(f"options of the store: {problems}", hint="or give option config") from None
 
 
 def _rows(given: Mapping[str, str]) -> SequenceRange:
@@ -175,11 +146,6 @@ def _rows(given: Mapping[str, str]) -> SequenceRange:
     if last < first:
         raise UsageError(f"option to_sequence: expected at least from_sequence {first}, found {last}")
     return SequenceRange(first, last)
-
-
-def _columns(given: Mapping[str, str]) -> tuple[str, ...] | None:
-    names = [name.strip() for name in given.get("columns", "").split(",") if name.strip()]
-    return tuple(names) or None
 
 
 def _segments(given: Mapping[str, str]) -> tuple[tuple[str, SequenceRange | None], ...] | None:

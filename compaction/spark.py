@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from common.errors import ConfigError, FloeError, Unavailable
-from common.service.logs import get_logger
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
+from common.errors import ConfigError, FloeError, Unavailable
 from common.open import open_store
 from common.segments.store import SegmentStore
+from common.service.logs import get_logger
 from common.service.metrics import version
 from common.settings.root import Settings
 
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
 log = get_logger("compaction.spark")
 
+I = TypeVar("I")  # noqa: E741
+R = TypeVar("R")
+Batches = Iterable[pa.RecordBatch]
 
 # Not for a user or a cluster to change: each of them could lose rows, double work or open a port.
 FIXED = {
@@ -50,14 +50,19 @@ _LOCAL = re.compile(r"local(\[(?P<cores>\*|\d+)\])?")
 _TASK_FAILURES = 4
 # Text that tasks raise and the driver looks for.
 DISTRIBUTION_PROBLEM = "E-COMMON"
+RESULT = "id long, result binary"
+_RESULT_FIELDS: list[Any] = [pa.field("id", pa.int64()), pa.field("result", pa.binary())]
 
 
 class Spark:
-    """A context manager that makes the session on first use and stops it at the end."""
+    """Spark as a place to work: its session is made on first use and stopped at the end of the context.
 
-    def __init__(self, master: str, conf: Mapping[str, str]) -> None:
-        check_conf(conf)
-        self._master, self._conf = master, conf
+    `settings` travel to the executors, secrets included, and into no log.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        check_conf(settings.compaction.spark.conf)
+        self.settings = settings
         self._session: SparkSession | None = None
 
     def session(self) -> SparkSession:
@@ -65,8 +70,20 @@ class Spark:
         # It warns of versions of pandas, which nothing of Floe goes through.
         warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas", FutureWarning)
         if self._session is None:
-            self._session = start(self._master, self._conf)
+            self._session = start(self.settings.compaction.spark.master, self.settings.compaction.spark.conf)
         return self._session
+
+    def map(self, work: Callable[[SegmentStore, I], R], items: Sequence[I]) -> list[R]:
+        """As `Runner.map`. Raises ConfigError (E-COMMON) for executors with other code, Unavailable."""
+        session = self.session()
+        task = task_of(pickle.dumps((self.settings, work, list(items))), version())
+        try:
+            rows = session.range(0, len(items), 1, len(items)).mapInArrow(task, RESULT).collect()
+        except Exception as error:  # Spark raises its own, py4j's and the tasks' errors
+            raise spark_error(work.__name__, error) from error
+        log.info("items done", action="items_done", work=work.__name__, items=len(items))
+        # What our own executors answered, over Spark's own connection.
+        return [pickle.loads(row.result) for row in sorted(rows, key=lambda row: row.id)]  # noqa: S301
 
     def __enter__(self) -> Spark:
         return self
@@ -95,16 +112,11 @@ def spark_conf(master: str, conf: Mapping[str, str]) -> dict[str, Any]:
     java = conf.get(_JAVA_OPTIONS, "")
     if "log4j" not in java:
         java = f"{java} {_LOG_CONFIGURATION}".strip()
-    return DEFAULTS | own | authentication(master, conf) | dict(conf) | {_JAVA_OPTIONS: java} | FIXED
-
-
-def authentication(master: str, conf: Mapping[str, str]) -> dict[str, str]:
-    """Authentication between driver and executors, where there can be: the store's secrets travel there.
-
-    YARN and Kubernetes make a secret of their own; a cluster of `spark://` has one that must be given.
-    """
-    makes_secret = master == "yarn" or master.startswith("k8s:")
-    return {_AUTHENTICATE: "true"} if makes_secret or any(name in conf for name in _SECRETS) else {}
+    # Authentication between driver and executors, where there can be: the store's secrets travel there. YARN and
+    # Kubernetes make a secret of their own; a cluster of `spark://` has one that must be given.
+    if master == "yarn" or master.startswith("k8s:") or any(name in conf for name in _SECRETS):
+        own[_AUTHENTICATE] = "true"
+    return DEFAULTS | own | dict(conf) | {_JAVA_OPTIONS: java} | FIXED
 
 
 def warn_of_open(master: str, conf: Mapping[str, Any]) -> None:
@@ -138,9 +150,14 @@ def start(master: str, conf: Mapping[str, str]) -> SparkSession:
     try:
         builder = SparkSession.builder.appName("floe compaction").master(with_retries(master))
         return builder.config(map=spark_conf(master, conf)).getOrCreate()
-    except PySparkException as error:
-        raise _not_started(error) from error
-    except Exception as error:  # py4j's errors: the JVM is there, the master perhaps is not
+    except Exception as error:
+        if isinstance(error, PySparkException) and "JAVA" in str(error).upper():
+            raise ConfigError(
+                "engine spark: Java does not start",
+                hint="install Java 17 or 21 and set JAVA_HOME, or use --engine local",
+                code="E-SPARK",
+            ) from error
+        # Also py4j's errors: the JVM is there, the master perhaps is not.
         raise spark_error("start", error) from error
 
 
@@ -156,16 +173,6 @@ def _set_environment(master: str, conf: Mapping[str, str]) -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([root, *paths])
 
 
-def _not_started(error: Exception) -> FloeError:
-    if "JAVA" in str(error).upper():
-        return ConfigError(
-            "engine spark: Java does not start",
-            hint="install Java 17 or 21 and set JAVA_HOME, or use --engine local",
-            code="E-SPARK",
-        )
-    return spark_error("start", error)
-
-
 def spark_error(what: str, error: Exception) -> FloeError:
     """What an error of Spark is to an operator: its first line; the rest is for the log."""
     text = str(error)
@@ -179,34 +186,6 @@ def spark_error(what: str, error: Exception) -> FloeError:
     log.debug("spark failed", action="spark_failed", what=what, error=text)
     line = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
     return Unavailable(f"spark {what}: {line[:300]}", hint="see Spark's log; run it again", code="E-SPARK")
-
-
-I = TypeVar("I")  # noqa: E741
-R = TypeVar("R")
-Batches = Iterable[pa.RecordBatch]
-
-RESULT = "id long, result binary"
-_RESULT_FIELDS: list[Any] = [pa.field("id", pa.int64()), pa.field("result", pa.binary())]
-_RESULT = pa.schema(_RESULT_FIELDS)
-
-
-class SparkRunner:
-    """Spark as a place to work. `settings` travel to the executors, secrets included, and into no log."""
-
-    def __init__(self, spark: Spark, settings: Settings) -> None:
-        self._spark, self._settings = spark, settings
-
-    def map(self, work: Callable[[SegmentStore, I], R], items: Sequence[I]) -> list[R]:
-        """As `Runner.map`. Raises ConfigError (E-COMMON) for executors with other code, Unavailable."""
-        session = self._spark.session()
-        task = task_of(pickle.dumps((self._settings, work, list(items))), version())
-        try:
-            rows = session.range(0, len(items), 1, len(items)).mapInArrow(task, RESULT).collect()
-        except Exception as error:  # Spark raises its own, py4j's and the tasks' errors
-            raise spark_error(work.__name__, error) from error
-        log.info("items done", action="items_done", work=work.__name__, items=len(items))
-        # What our own executors answered, over Spark's own connection.
-        return [pickle.loads(row.result) for row in sorted(rows, key=lambda row: row.id)]  # noqa: S301
 
 
 def task_of(payload: bytes, expected: str) -> Callable[[Batches], Iterator[pa.RecordBatch]]:
@@ -243,6 +222,6 @@ def run_items(payload: bytes, batches: Batches) -> Iterator[pa.RecordBatch]:
             numbers: list[Any] = batch.column(0).to_pylist()
             for number in numbers:
                 answer = {"id": [number], "result": [pickle.dumps(work(store, items[number]))]}
-                yield pa.RecordBatch.from_pydict(answer, schema=_RESULT)
+                yield pa.RecordBatch.from_pydict(answer, schema=pa.schema(_RESULT_FIELDS))
     finally:
         store.close()

@@ -24,6 +24,8 @@ from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange, Stretch, cover
 from compaction.failures import Failure
 
+Stretches = tuple[Stretch[SegmentRef], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Supersession:
@@ -34,7 +36,7 @@ class Supersession:
     """
 
     superseded: tuple[SegmentRef, ...]
-    stretches: tuple[Stretch[SegmentRef], ...]
+    stretches: Stretches
     exact: bool = False
 
     @property
@@ -54,7 +56,7 @@ class Supersession:
         cut = [self.superseded[n : n + limit] for n in range(0, len(self.superseded), limit)]
         return [Supersession(part, self._within(part)) for part in cut]
 
-    def _within(self, part: tuple[SegmentRef, ...]) -> tuple[Stretch[SegmentRef], ...]:
+    def _within(self, part: tuple[SegmentRef, ...]) -> Stretches:
         """`stretches` as far as they concern `part`."""
         rows = SequenceRange(min(s.coverage.first for s in part), max(s.coverage.last for s in part))
         common = [(stretch.segment, stretch.rows.intersection(rows)) for stretch in self.stretches]
@@ -81,10 +83,19 @@ def contained(segments: Sequence[SegmentRef]) -> list[Supersession]:
 
     Segments that a tombstone already condemns must be left out: they supersede nothing.
     """
-    groups: dict[tuple[Stretch[SegmentRef], ...], list[SegmentRef]] = {}
+    groups: defaultdict[object, list[tuple[Stretches, SegmentRef]]] = defaultdict(list)
     for stretches, segment in _contained(segments):
-        groups.setdefault(stretches, []).append(segment)
-    return [Supersession(tuple(sorted(g, key=_by_coverage)), stretches) for stretches, g in _joined(groups)]
+        # What one single segment replaces goes together: the usual case, a merge's inputs.
+        groups[stretches if len(stretches) > 1 else stretches[0].segment.key].append((stretches, segment))
+    found = []
+    for group in sorted(groups.values(), key=lambda group: len(group[0][0]) == 1):
+        if len(stretches := group[0][0]) == 1:
+            rows = [part.rows for (part,), _ in group]
+            whole = SequenceRange(min(r.first for r in rows), max(r.last for r in rows))
+            stretches = (Stretch(stretches[0].segment, whole),)
+        superseded = sorted((segment for _, segment in group), key=_by_coverage)
+        found.append(Supersession(tuple(superseded), stretches))
+    return found
 
 
 def outstanding(segments: Sequence[SegmentRef], level: int) -> list[SegmentRef]:
@@ -94,7 +105,7 @@ def outstanding(segments: Sequence[SegmentRef], level: int) -> list[SegmentRef]:
     return [s for s in largest.values() if not above.over(s.coverage)]
 
 
-def _contained(segments: Sequence[SegmentRef]) -> Iterator[tuple[tuple[Stretch[SegmentRef], ...], SegmentRef]]:
+def _contained(segments: Sequence[SegmentRef]) -> Iterator[tuple[Stretches, SegmentRef]]:
     # From the top down, so that a segment is replaced by what stays and not by what is itself replaced.
     staying: list[SegmentRef] = []
     for level in sorted({s.level for s in segments}, reverse=True):
@@ -110,30 +121,9 @@ def _contained(segments: Sequence[SegmentRef]) -> Iterator[tuple[tuple[Stretch[S
                 staying.append(segment)
 
 
-def _joined(
-    groups: dict[tuple[Stretch[SegmentRef], ...], list[SegmentRef]],
-) -> list[tuple[tuple[Stretch[SegmentRef], ...], list[SegmentRef]]]:
-    """Groups whose stretches come from the same one segment, as one: the usual case, a merge's inputs."""
-    single: defaultdict[str, list[tuple[Stretch[SegmentRef], list[SegmentRef]]]] = defaultdict(list)
-    joined = []
-    for stretches, superseded in groups.items():
-        if len(stretches) == 1:
-            single[stretches[0].segment.key].append((stretches[0], superseded))
-        else:
-            joined.append((stretches, superseded))
-    for parts in single.values():
-        rows = SequenceRange(min(s.rows.first for s, _ in parts), max(s.rows.last for s, _ in parts))
-        together = [segment for _, superseded in parts for segment in superseded]
-        joined.append(((Stretch(parts[0][0].segment, rows),), together))
-    return joined
-
-
 def _largest_twins(segments: Iterable[SegmentRef]) -> dict[SequenceRange, SegmentRef]:
-    largest: dict[SequenceRange, SegmentRef] = {}
-    for segment in segments:
-        if segment.coverage not in largest or segment.name > largest[segment.coverage].name:
-            largest[segment.coverage] = segment
-    return largest
+    """Of each coverage the segment with the largest name."""
+    return {segment.coverage: segment for segment in sorted(segments, key=lambda s: s.name)}
 
 
 def _by_coverage(segment: SegmentRef) -> tuple[SequenceRange, str]:
@@ -147,7 +137,7 @@ class _Cover:
         self._stretches = cover(segments, 1)
         self._firsts = [stretch.rows.first for stretch in self._stretches]
 
-    def over(self, coverage: SequenceRange) -> tuple[Stretch[SegmentRef], ...]:
+    def over(self, coverage: SequenceRange) -> Stretches:
         """The stretches that account for all of `coverage`, trimmed to it; empty if any of it is a hole."""
         taken: list[Stretch[SegmentRef]] = []
         position = coverage.first

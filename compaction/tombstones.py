@@ -27,6 +27,7 @@ from common.segments.segment import SegmentRef
 from common.segments.table import SegmentTable
 from common.sequences import SequenceRange, holes
 from common.service.logs import get_logger
+from compaction.failures import Failure
 from compaction.supersede import Supersession, may_supersede
 
 log = get_logger("compaction.tombstones")
@@ -127,10 +128,14 @@ class Buried:
 
 
 class TombstoneIndex:
-    """What the tombstones of one chain say of its listed segments. Pure; `add` all before asking anything."""
+    """What the tombstones of one chain say of its listed `segments`. Pure; `add` all before asking anything.
+
+    `problems`: with objects among the tombstones.
+    """
 
     def __init__(self, listed: SegmentTable) -> None:
-        self._listed = listed
+        self.segments = listed
+        self.problems: list[Failure] = []
         self._condemned = bytearray(len(listed))  # by any: none of these may supersede another
         self._stones: list[Buried] = []
 
@@ -138,10 +143,10 @@ class TombstoneIndex:
         """Take a tombstone; what it names and is not listed is forgotten."""
         superseded, changed = array("q"), set()
         for segment in stone.tombstone.superseded:
-            if (place := self._listed.place(segment)) is not None:
+            if (place := self.segments.place(segment)) is not None:
                 superseded.append(place)
                 self._condemned[place] = 1
-                if self._listed.size_of(place) != segment.size:
+                if self.segments.size_of(place) != segment.size:
                     changed.add(place)
         superseding = self._places(stone.tombstone.superseding)
         self._stones.append(Buried(stone.key, stone.written, superseded, frozenset(changed), superseding))
@@ -149,8 +154,8 @@ class TombstoneIndex:
     def _places(self, segments: Iterable[SegmentRef]) -> array[int] | None:
         found = array("q")
         for segment in segments:
-            place = self._listed.place(segment)
-            if place is None or self._listed.size_of(place) != segment.size:
+            place = self.segments.place(segment)
+            if place is None or self.segments.size_of(place) != segment.size:
                 return None
             found.append(place)
         return found
@@ -165,7 +170,7 @@ class TombstoneIndex:
 
     def buried(self) -> bytearray:
         """1 at the place of each segment that a valid tombstone supersedes, 0 at all others."""
-        found = bytearray(len(self._listed))
+        found = bytearray(len(self.segments))
         for stone in self.valid():
             for place in stone.superseded:
                 found[place] = 1
@@ -177,15 +182,15 @@ class TombstoneIndex:
         `now`: by the store's clock; `grace`: seconds since a tombstone was written. A segment that reaches
         the chain's greatest end stays, and so does one whose length is not what the tombstone says.
         """
-        greatest = self._listed.end
+        greatest = self.segments.end
         for stone in self.valid():
             # Without a grace no clock is asked: a store may round the times of objects.
             if grace and now - stone.written < grace:
                 continue
             same = (place for place in stone.superseded if place not in stone.changed)
-            may_go = tuple(self._listed[each] for each in same if self._listed.end_of(each) < greatest)
+            may_go = tuple(self.segments[each] for each in same if self.segments.end_of(each) < greatest)
             if may_go:
-                yield Tombstone(may_go, tuple(self._listed[place] for place in stone.superseding or ()))
+                yield Tombstone(may_go, tuple(self.segments[place] for place in stone.superseding or ()))
 
     def done(self) -> list[str]:
         """The keys of the tombstones whose superseded segments are all gone from the listing."""
@@ -207,14 +212,21 @@ class Tombstones:
         a sound tombstone.
         """
         try:
-            tombstone = self._parsed(chain, info)
+            if not (match := _NAME.fullmatch(info.key.rpartition("/")[2])):
+                raise ValueError("foreign name")
+            if info.size > MAX_BYTES:
+                raise ValueError(f"expected at most {MAX_BYTES} bytes, found {info.size}")
+            if (raw := self._objects.get(info.key, length=MAX_BYTES + 1)) is None:
+                return None
+            if hashlib.sha256(raw).hexdigest()[:16] != match["digest"]:
+                raise ValueError(f"expected content with SHA-256 {match['digest']}…")
+            return StoredTombstone(Tombstone.from_json(raw, self._layout, chain), info.key, info.modified)
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"tombstone {info.key}: {error}",
                 hint="nothing is deleted by it; look who wrote it, then put it away",
                 code="E-STATE-JSON",
             ) from error
-        return None if tombstone is None else StoredTombstone(tombstone, info.key, info.modified)
 
     def put(self, supersession: Supersession) -> str:
         """Write it down, read it back, and return its key; an equal one that is there already keeps its age.
@@ -234,23 +246,10 @@ class Tombstones:
     def now(self) -> float:
         return store_now(self._objects, self._layout.clock())
 
-    def _parsed(self, chain: Chain, info: ObjectInfo) -> Tombstone | None:
-        """None if it was deleted meanwhile; raises ValueError for one that is not sound."""
-        if not (match := _NAME.fullmatch(info.key.rpartition("/")[2])):
-            raise ValueError("foreign name")
-        if info.size > MAX_BYTES:
-            raise ValueError(f"expected at most {MAX_BYTES} bytes, found {info.size}")
-        if (raw := self._objects.get(info.key, length=MAX_BYTES + 1)) is None:
-            return None
-        if hashlib.sha256(raw).hexdigest()[:16] != match["digest"]:
-            raise ValueError(f"expected content with SHA-256 {match['digest']}…")
-        return Tombstone.from_json(raw, self._layout, chain)
-
 
 def _timeless(segments: Iterable[SegmentRef]) -> tuple[SegmentRef, ...]:
     """By level and name, without times."""
-    found = sorted(segments, key=lambda segment: (segment.level, segment.name))
-    return tuple(replace(segment, modified=0.0) for segment in found)
+    return tuple(replace(s, modified=0.0) for s in sorted(segments, key=lambda s: (s.level, s.name)))
 
 
 def _entry(segment: SegmentRef) -> dict[str, Any]:
@@ -260,17 +259,16 @@ def _entry(segment: SegmentRef) -> dict[str, Any]:
 def _refs(entries: Any, layout: Layout, chain: Chain) -> tuple[SegmentRef, ...]:
     if not isinstance(entries, list) or not entries:
         raise ValueError("expected a list of segments that is not empty")
-    return tuple(_ref(entry, layout, chain) for entry in entries)
-
-
-def _ref(entry: Any, layout: Layout, chain: Chain) -> SegmentRef:
-    level, name, size = (entry.get(n) if isinstance(entry, dict) else None for n in ("level", "name", "size"))
-    if type(level) is not int or type(name) is not str or type(size) is not int:
-        raise ValueError(f"expected level, name and size of a segment, found {entry!r:.60}")
-    key = layout.segments_prefix(chain, level) + name
-    if (segment := layout.parse_segment(key)) is None:
-        raise ValueError(f"expected the name of a segment, found {name!r:.80}")
-    return SegmentRef(segment, key, size, 0.0)
+    found = []
+    for entry in entries:
+        level, name, size = (entry.get(n) if isinstance(entry, dict) else None for n in ("level", "name", "size"))
+        if type(level) is not int or type(name) is not str or type(size) is not int:
+            raise ValueError(f"expected level, name and size of a segment, found {entry!r:.60}")
+        key = layout.segments_prefix(chain, level) + name
+        if (segment := layout.parse_segment(key)) is None:
+            raise ValueError(f"expected the name of a segment, found {name!r:.80}")
+        found.append(SegmentRef(segment, key, size, 0.0))
+    return tuple(found)
 
 
 KEPT = 3

@@ -5,8 +5,10 @@ sequence that every open segment has reached are put together, a batch of each a
 must have equal content, else two histories met under one name (a fork) and nothing is written.
 """
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
+from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
@@ -44,24 +46,20 @@ def union(segments: Iterable[SegmentRef], open_segment: Open) -> Generator[pa.Re
     try:
         while runs or waiting:
             _open_reached(waiting, runs, open_segment)
-            runs = [run for run in runs if not run.is_over]
+            runs = [run for run in runs if run.head is not None]
             if runs:
                 yield _next_batch(runs)
     finally:
         for run in runs:
-            run.close()
+            run.reader.close()
 
 
 class _Run:
-    """One open segment and the rows of it that are next."""
+    """One open segment and the rows of it that are next; `head` is None once there are no more."""
 
     def __init__(self, segment: SegmentRef, reader: SegmentReader) -> None:
-        self.segment, self._reader, self._batches = segment, reader, reader.batches()
+        self.segment, self.reader, self._batches = segment, reader, reader.batches()
         self.head: pa.RecordBatch | None = None
-
-    @property
-    def is_over(self) -> bool:
-        return self.head is None
 
     @property
     def last(self) -> int:
@@ -74,26 +72,22 @@ class _Run:
         with naming(self.segment):
             self.head = next(self._batches, None)
         if self.head is None:
-            self.close()
+            self.reader.close()
 
     def take(self, last: int) -> pa.RecordBatch:
         """The rows at hand up to sequence `last`."""
         assert self.head is not None
         count = self.head.num_rows if self.last <= last else count_up_to(self.head.column("sequence"), last)
-        taken, rest = self.head.slice(0, count), self.head.slice(count)
-        self.head = rest
-        if not rest.num_rows:
+        taken, self.head = self.head.slice(0, count), self.head.slice(count)
+        if not self.head.num_rows:
             self.advance()
         return taken
-
-    def close(self) -> None:
-        self._reader.close()
 
 
 def _open_reached(waiting: deque[SegmentRef], runs: list[_Run], open_segment: Open) -> None:
     """Open what covers a sequence up to the least that all open runs have at hand, or the next of all."""
     while waiting:
-        at_hand = [run.last for run in runs if not run.is_over]
+        at_hand = [run.last for run in runs if run.head is not None]
         if at_hand and waiting[0].coverage.first > min(at_hand):
             return
         segment = waiting.popleft()
@@ -132,14 +126,6 @@ def _check_fork(merged: pa.Table, order: Values, repeats: Values, parts: _Parts)
         values = merged.column(name)
         if (found := first_difference(values.take(earlier), values.take(later))) is not None:
             row = later[found].as_py()
-            one, other = (_part_of(order[row - n].as_py(), parts) for n in (1, 0))
+            ends = list(accumulate(batch.num_rows for _, batch in parts))
+            (one, _), (other, _) = (parts[bisect_right(ends, order[row - n].as_py())] for n in (1, 0))
             raise fork(one, other, merged.column("sequence")[row].as_py())
-
-
-def _part_of(row: int, parts: _Parts) -> SegmentRef:
-    """The segment that row number `row` of all parts together came from."""
-    for segment, batch in parts:
-        if row < batch.num_rows:
-            return segment
-        row -= batch.num_rows
-    raise AssertionError("unreachable")

@@ -140,13 +140,15 @@ class _Verification:
     def _add(self, segments: Sequence[SegmentRef]) -> None:
         """Account for sound segments, and count them."""
         report = self._report
+        reach: dict[int, int] = {}  # by level
         for segment in sorted(segments, key=lambda s: s.coverage):
             self._covered.add(segment.coverage)
+            report.overlapping += segment.coverage.first <= reach.get(segment.level, 0)
+            reach[segment.level] = max(reach.get(segment.level, 0), segment.coverage.last)
             report.segments[segment.level] = report.segments.get(segment.level, 0) + 1
             report.size += segment.size
             if self._end is not None and segment.coverage.last > self._end:
                 self._behind.extend([segment])
-        report.overlapping += _overlapping(segments)
 
     def _check_unread(self, segments: Sequence[SegmentRef], footers: dict[str, Footer]) -> None:
         """What others have of what a segment did not read, and what of a filled hole nobody has."""
@@ -186,7 +188,7 @@ class _Verification:
     def _check_rows(self, segments: Sequence[SegmentRef]) -> None:
         for block in blocks(segments):
             try:
-                for _batch in union(block.segments, self._store.open) if len(block.segments) > 1 else ():
+                for _batch in union(block, self._store.open) if len(block) > 1 else ():
                     pass  # equal sequences of different segments are compared as they are united
             except DataError as error:
                 away = "\n".join(map(quarantine_command, error.keys)) if isinstance(error, Forked) else ""
@@ -220,9 +222,8 @@ class _Verification:
         """What lies behind the end of the incarnation, which nobody delivers; holes there are no fault."""
         for rows in behind(self._covered.stretches(), self._end, self._accepted):
             count = sum(s.coverage.overlaps(rows) for s in self._behind)
-            segments_text = f"{count} segment{'' if count == 1 else 's'}"
-            text = f"sequences {rows}, in {segments_text}, lie behind the end of the incarnation, {self._end}: "
-            text += "nobody delivers them"
+            text = f"sequences {rows}, in {count} segment{'' if count == 1 else 's'}, lie behind the end of the "
+            text += f"incarnation, {self._end}: nobody delivers them"
             self._report.problems.append(VerifyProblem("behind", text, ways_on(self._chain, rows)))
 
 
@@ -246,25 +247,21 @@ def check_segment(store: SegmentStore, segment: SegmentRef, *, deep: bool) -> Fo
 
 
 def _brought_back(store: SegmentStore, chain: Chain, hole: SequenceRange) -> str:
-    """What to do about a hole; first, where a versioned bucket still has the segment, remove the marker."""
-    hidden = deleted_segments(store, chain, hole)
+    """What to do about a hole; first, where a versioned bucket still has a segment of the lowest level that
+    covers some of it, remove the marker.
+    """
+    layout, hidden = store.layout, list[HiddenObject]()
+    if isinstance(store.objects, Versioned):
+        after = layout.start_after(chain, 0, hole.first)
+        hidden = store.objects.hidden(layout.segments_prefix(chain, 0), start_after=after)
+        named = [(each, layout.parse_segment(each.key)) for each in hidden]
+        hidden = [each for each, name in named if name is not None and name.coverage.overlaps(hole)]
     found = "".join(
         f"a delete marker hides {each.key}, of which version {each.version} exists: "
         f"remove the marker, version {each.marker}, to have it back; "
         for each in hidden[:SHOWN]
     )
     return found + way_out(chain, hole)
-
-
-def deleted_segments(store: SegmentStore, chain: Chain, hole: SequenceRange) -> list[HiddenObject]:
-    """Segments of the lowest level that cover some of `hole` and are behind a delete marker."""
-    if not isinstance(store.objects, Versioned):
-        return []
-    layout = store.layout
-    after = layout.start_after(chain, 0, hole.first)
-    hidden = store.objects.hidden(layout.segments_prefix(chain, 0), start_after=after)
-    named = [(each, layout.parse_segment(each.key)) for each in hidden]
-    return [each for each, name in named if name is not None and name.coverage.overlaps(hole)]
 
 
 def _late(reader: StretchReader, segment: SegmentRef, chain: Chain) -> Iterator[VerifyProblem]:
@@ -279,16 +276,6 @@ def _late(reader: StretchReader, segment: SegmentRef, chain: Chain) -> Iterator[
         text = f"{key} has {count} rows of {rows} that {segment.name} had not read: a target whose position "
         text += "was behind them when it came does not hold them; the next `floe compact` unites the two"
         yield VerifyProblem("late", text, carry_late(chain, rows))
-
-
-def _overlapping(segments: Sequence[SegmentRef]) -> int:
-    count = 0
-    for level in {s.level for s in segments}:
-        reach = 0
-        for segment in sorted((s for s in segments if s.level == level), key=lambda s: s.coverage):
-            count += segment.coverage.first <= reach
-            reach = max(reach, segment.coverage.last)
-    return count
 
 
 def _missing_rows(store: SegmentStore, supersession: Supersession) -> Iterator[VerifyProblem]:

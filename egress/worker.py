@@ -26,7 +26,7 @@ from egress.identity import Evidence, SourceVerdict, VerdictKind, acceptance_of,
 from egress.incarnations import Closing, EndDecision, History, Incarnation
 from egress.partition import Position
 from egress.report import watch
-from egress.sampling.resume import Resumed, resume
+from egress.sampling.resume import Resumed, Resuming
 from egress.sampling.snapshot_store import Snapshots
 from egress.session import Session, Stand
 from egress.uploader import RetakeError, Unflushed, require
@@ -242,9 +242,8 @@ class Worker:
         deps, chain = self._deps, stand.current.chain
         await look_for_loop(self._partition, chain, deps.client)
         snapshots = Snapshots(deps.store, chain, clock=deps.clock)
-        return await resume(
-            self._partition, stand.archive, position, stand.source, snapshots, deps.store, deps.pools.io
-        )
+        resuming = Resuming(self._partition, stand.archive, position, stand.source, snapshots, deps.store)
+        return await resuming.run(deps.pools.io)
 
     async def _pause(self, session: Session, stop: Stop) -> None:
         """Wait before the next session where this one stored nothing."""

@@ -13,7 +13,6 @@ from common.clock import NS_PER_S
 from common.errors import Stopped
 from common.jetstream.api import StreamInfo, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.headers import build_block
 from common.settings.egress import FeedSettings
 from common.settings.types import EVENT, MAX_VALUE, VALUE
 from common.subjects import overlaps
@@ -181,29 +180,6 @@ def filter_of(template: str) -> str:
     return ".".join(tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class AdvisoryWriter:
-    """Makes the messages of one chain, for the subjects of `template`."""
-
-    chain: Chain
-    inspect_field: str
-    template: str
-
-    def message(self, advisory: Advisory, max_payload: int) -> tuple[bytes, bytes, bytes]:
-        """Subject, payload, and headers with the id by which the stream knows it again.
-
-        Raises ValueError where the server would not take it, and end the connection.
-        """
-        document = document_of(self.chain, self.inspect_field, advisory)
-        payload, headers = document.to_json(), build_block([b"Nats-Msg-Id: " + document.event_id.encode()])
-        if (size := len(headers) + len(payload)) > max_payload:
-            raise ValueError(f"expected at most {max_payload} bytes, found {size}")
-        return subject_of(self.template, advisory).encode(), payload, headers
-
-
-CODE = "E-ADVISORY-LOOP"
-
-
 def fed_back(template: str, subjects: Sequence[str], filter_subject: str) -> tuple[str, str] | None:
     """Advisories and subjects of a stream that can be the same, as filters; None where none can. Pure.
 
@@ -232,7 +208,7 @@ def loop_of(partition: Partition, chain: Chain, info: StreamInfo) -> Stopped | N
         "and each would lead to others",
         hint="set another advisory.subject, which that stream does not take, or a filter_subject that leaves "
         f"{filter_of(template)} out",
-        code=CODE,
+        code="E-ADVISORY-LOOP",
     )
 
 

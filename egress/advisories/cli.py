@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from common.settings.root import Role
 
 
-CODE = "E-STREAM"
 PAUSE = 1.0  # seconds until a connection that was lost is tried again
 
 
@@ -44,37 +44,33 @@ def line_of(document: AdvisoryDocument) -> str:
     return escaped(f"[{at:%Y-%m-%d %H:%M:%S}] {words}")
 
 
+@dataclass
 class AdvisorySearch:
     """Advisories of `value` (None: of all) stored in the last `since` seconds; `follow`: and those that come.
 
     `foreign` counts the messages that were no advisories.
     """
 
-    def __init__(
-        self,
-        client: FloeClient,
-        clock: Clock,
-        stream: str,
-        value: str | None,
-        since: float,
-        follow: bool,
-        warn: Callable[[str], None],
-    ) -> None:
-        self._client, self._clock, self._warn = client, clock, warn
-        self._stream, self._value, self._since, self._follow = stream, value, since, follow
-        self._next = self.foreign = 0
+    client: FloeClient
+    clock: Clock
+    stream: str
+    value: str | None
+    since: float
+    follow: bool
+    foreign: int = 0
+    _next: int = 0
 
     async def documents(self) -> AsyncGenerator[AdvisoryDocument]:
         """What is found, in the stream's order; without an end where it follows, through lost connections."""
-        if (info := await stream_info(self._client, self._stream)) is None:
+        if (info := await stream_info(self.client, self.stream)) is None:
             raise FloeError(
-                f"stream {self._stream}: expected one on this server, found none",
+                f"stream {self.stream}: expected one on this server, found none",
                 hint="nats stream ls names those there are; --nats takes the connection of the other role",
-                code=CODE,
+                code="E-STREAM",
             )
-        now_ns = parse_time(info.time) if info.time else int(self._clock.now() * NS_PER_S)
-        start = From(time_ns=now_ns - int(self._since * NS_PER_S))
-        until = None if self._follow else info.last_sequence
+        now_ns = parse_time(info.time) if info.time else int(self.clock.now() * NS_PER_S)
+        start = From(time_ns=now_ns - int(self.since * NS_PER_S))
+        until = None if self.follow else info.last_sequence
         while True:
             try:
                 async with aclosing(self._read(start, until)) as found:
@@ -82,31 +78,28 @@ class AdvisorySearch:
                         yield document
                 return
             except Unavailable as error:
-                if not self._follow:
+                if not self.follow:
                     raise
-                self._warn(error.message)
-            await self._clock.sleep(PAUSE)
+                _to_stderr(error.message)
+            await self.clock.sleep(PAUSE)
             start = From(sequence=self._next) if self._next else start
 
     async def _read(self, start: From, until: int | None) -> AsyncGenerator[AdvisoryDocument]:
-        async with aclosing(scan(self._client, self._stream, start, until=until)) as pieces:
+        async with aclosing(scan(self.client, self.stream, start, until=until)) as pieces:
             async for piece in pieces:
                 for message in piece:
                     self._next = message.sequence + 1
-                    document = self._document(message.payload)
-                    if document is not None and self._value in (None, document.value):
+                    if (document := parse(message.payload)) is None or not _has_time(document):
+                        self.foreign += 1
+                    elif self.value in (None, document.value):
                         yield document
 
-    def _document(self, payload: bytes) -> AdvisoryDocument | None:
-        document = parse(payload)
-        try:
-            if document is not None:
-                line_of(document)
-                return document
-        except ValueError:
-            pass
-        self.foreign += 1
-        return None
+
+def _has_time(document: AdvisoryDocument) -> bool:
+    try:
+        return bool(line_of(document))
+    except ValueError:
+        return False
 
 
 @click.command()
@@ -138,7 +131,7 @@ async def advisories(
     is_sites = settings.egress.feeds or not settings.ingress.targets
     nats = settings.nats_for(role or ("egress" if is_sites else "ingress"))
     client = await connect(nats, name="floe advisories", clock=clock)
-    search = AdvisorySearch(client, clock, stream, value, since, follow, _to_stderr)
+    search = AdvisorySearch(client, clock, stream, value, since, follow)
     try:
         async with stop_on_signals() as stop:
             await unless(stop, _print(search, as_json))

@@ -10,10 +10,11 @@ from common.chain import Chain
 from common.clock import NS_PER_S, Backoff, Clock
 from common.errors import FloeError, OutcomeUnknown, Refused, Unavailable
 from common.jetstream.client import FloeClient
+from common.jetstream.headers import build_block
 from common.jetstream.protocol import frame
 from common.jetstream.requests import ApiError
 from common.tasks import wait_for
-from egress.advisories.advisory import Advisory, AdvisoryWriter, event_id, filter_of, inspect_field
+from egress.advisories.advisory import Advisory, document_of, event_id, filter_of, inspect_field, subject_of
 from egress.advisories.outbox import LIMIT, WAVE, AdvisoryTally, Lateness, Outbox, SendResult, ids_stored, judge_ack
 from egress.partition import Partition
 
@@ -25,7 +26,8 @@ IDS_AT_ONCE = 1000  # made in one turn of the event loop
 
 @dataclass(eq=False)
 class AdvisorySender:
-    """Publishes the advisories of `chain`. Made only where `partition.settings.advisory.subject` is set.
+    """Publishes the advisories of `chain`, each once and as soon as it can; drops and counts them where the
+    connection is down. Made only where `partition.settings.advisory.subject` is set.
 
     `outbox`: what a snapshot says is not stored yet; some of it may have been sent since. `may_send`: asked
     before anything is sent, such as whether the lease is usable. `ack_timeout`: seconds.
@@ -42,19 +44,28 @@ class AdvisorySender:
 
     def __post_init__(self, outbox: Sequence[Advisory]) -> None:
         feed = self.partition.settings
-        self._writer = AdvisoryWriter(self.chain, inspect_field(feed), feed.advisory.subject)
-        self._tally = AdvisoryTally(self.chain, feed.advisory.subject)
+        self._template = feed.advisory.subject
+        self._tally = AdvisoryTally(self.chain, self._template)
         duration_ns = round(feed.inspect_duration * NS_PER_S)
         self._lateness = Lateness(self.client, feed.stream, duration_ns, self.clock)
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
+        self._queue: deque[Advisory] = deque()
 
     def take(self, advisories: Sequence[Advisory], *, again: bool) -> None:
         """Send these, in this order for each value. Called from the event loop; never waits, never refuses.
 
         `again`: found while reading again what was read before, so that they may have been sent.
         """
-        raise NotImplementedError
+        if again:
+            return
+        room = LIMIT - len(self._queue)
+        self._queue.extend(advisories[:room])
+        for advisory in advisories[room:]:
+            self._tally.count(advisory, SendResult.DROPPED)
+        if self._queue:
+            self._idle.clear()
+        self._wake.set()
 
     def settle(self) -> None:
         """Reading again has ended: what may have been sent is looked for in the stream, then sent."""
@@ -73,11 +84,50 @@ class AdvisorySender:
 
     async def run(self) -> None:
         """Send until cancelled. Raises nothing for what servers do. May be cancelled anywhere."""
-        raise NotImplementedError
+        while True:
+            self._wake.clear()
+            while self._queue and self.may_send():
+                await self._send([self._queue.popleft() for _ in range(min(WAVE, len(self._queue)))])
+            if not self._queue:
+                self._idle.set()
+            await wait_for(self._wake, TICK)
 
     async def drain(self, timeout: float) -> None:
         """Return when nothing waits, sending fails, or `timeout` seconds have passed; while `run` runs."""
         await wait_for(self._idle, timeout)
+
+    async def _send(self, wave: list[Advisory]) -> None:
+        try:
+            late = await self._lateness.late(wave)
+        except FloeError:
+            late = set()
+        frames: dict[Advisory, bytes] = {}
+        for advisory in [each for each in wave if each not in late]:
+            try:
+                frames[advisory] = frame(*self._message(advisory))
+            except ValueError as error:
+                self._tally.refused(advisory, error)
+        try:
+            self.client.send(b"".join(frames.values()))
+            await self.client.flush_writes()
+            result = SendResult.PUBLISHED
+        except Unavailable:
+            result = SendResult.DROPPED
+        for advisory in late:
+            self._tally.count(advisory, SendResult.STALE)
+        for advisory in frames:
+            self._tally.count(advisory, result)
+
+    def _message(self, advisory: Advisory) -> tuple[bytes, bytes, bytes]:
+        """Subject, payload, and headers with the id by which the stream knows it again.
+
+        Raises ValueError where the server would not take it, and end the connection.
+        """
+        document = document_of(self.chain, inspect_field(self.partition.settings), advisory)
+        payload, headers = document.to_json(), build_block([b"Nats-Msg-Id: " + document.event_id.encode()])
+        if (size := len(headers) + len(payload)) > self.client.max_payload:
+            raise ValueError(f"expected at most {self.client.max_payload} bytes, found {size}")
+        return subject_of(self._template, advisory).encode(), payload, headers
 
 
 class ReliableSender(AdvisorySender):
@@ -173,7 +223,7 @@ class ReliableSender(AdvisorySender):
     async def _send_one(self, advisory: Advisory) -> FloeError | None:
         """Send it and note what became of it; why not, where it is not stored."""
         try:
-            subject, payload, headers = self._writer.message(advisory, self.client.max_payload)
+            subject, payload, headers = self._message(advisory)
             answer, _ = await self.client.request_raw(subject, payload, headers, timeout=self.ack_timeout)
             self._remove(advisory, judge_ack(subject.decode(), answer))
         except FloeError as error:
@@ -206,7 +256,7 @@ class ReliableSender(AdvisorySender):
         """The ids that are stored; none where nobody can say. Raises Unavailable where it is to be asked
         again.
         """
-        subject, least_ns = filter_of(self._writer.template), min(each.moment_ns for each in wanted.values())
+        subject, least_ns = filter_of(self._template), min(each.moment_ns for each in wanted.values())
         why = f"no stream with {subject} is seen"
         try:
             found = await ids_stored(self.client, subject, set(wanted), least_ns)
@@ -228,59 +278,6 @@ class ReliableSender(AdvisorySender):
         self._failed.discard(advisory)
 
 
-class PlainSender(AdvisorySender):
-    """Sends what it takes as soon as it can; drops it, and counts it, where the connection is down."""
-
-    def __post_init__(self, outbox: Sequence[Advisory]) -> None:
-        super().__post_init__(outbox)
-        self._queue: deque[Advisory] = deque()
-
-    def take(self, advisories: Sequence[Advisory], *, again: bool) -> None:
-        if again:
-            return
-        room = LIMIT - len(self._queue)
-        self._queue.extend(advisories[:room])
-        for advisory in advisories[room:]:
-            self._tally.count(advisory, SendResult.DROPPED)
-        if self._queue:
-            self._idle.clear()
-        self._wake.set()
-
-    async def run(self) -> None:
-        while True:
-            self._wake.clear()
-            while self._queue and self.may_send():
-                await self._send([self._queue.popleft() for _ in range(min(WAVE, len(self._queue)))])
-            if not self._queue:
-                self._idle.set()
-            await wait_for(self._wake, TICK)
-
-    async def _send(self, wave: list[Advisory]) -> None:
-        try:
-            late = await self._lateness.late(wave)
-        except FloeError:
-            late = set()
-        frames = {each: self._frame(each) for each in wave if each not in late}
-        try:
-            self.client.send(b"".join(frames.values()))
-            await self.client.flush_writes()
-            result = SendResult.PUBLISHED
-        except Unavailable:
-            result = SendResult.DROPPED
-        for advisory in late:
-            self._tally.count(advisory, SendResult.STALE)
-        for advisory in filter(frames.get, frames):
-            self._tally.count(advisory, result)
-
-    def _frame(self, advisory: Advisory) -> bytes:
-        """Empty for what can never be sent."""
-        try:
-            return frame(*self._writer.message(advisory, self.client.max_payload))
-        except ValueError as error:
-            self._tally.refused(advisory, error)
-            return b""
-
-
 def sender_kind(partition: Partition) -> type[AdvisorySender]:
     """What the settings of `partition` ask for."""
-    return ReliableSender if partition.settings.advisory.reliable else PlainSender
+    return ReliableSender if partition.settings.advisory.reliable else AdvisorySender

@@ -3,7 +3,7 @@
 import json
 import re
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -67,12 +67,11 @@ class Values:
                 self.expired += 1
                 continue
             self.known += 1
-            if not selection.takes(known):
-                continue
-            self._values.append(known.value)
-            self._times.extend((known.seen_ns, known.copied_ns, known.due_ns))
-            self._sizes.append(known.size)
-            self._notices.append(known.notice)
+            if selection.takes(known):
+                self._values.append(known.value)
+                self._times.extend((known.seen_ns, known.copied_ns, known.due_ns))
+                self._sizes.append(known.size)
+                self._notices.append(known.notice)
 
     def __len__(self) -> int:
         return len(self._values)
@@ -159,9 +158,7 @@ def state(
     since_ns = 0 if since is None else round((now - since) * NS_PER_S)
     failures: list[FloeError] = []
     store = open_store(settings)
-    form: Callable[[Chain, KnownKey], str] = _as_json if as_json else _as_text
-    if is_values:
-        form = as_value
+    form = as_value if is_values else _as_json if as_json else _as_text
     is_headed = form is not _as_text
     for each in _sampled(settings, feed):
         warn_ns = sampling.warn_ns if (sampling := Sampling.of(each)) else 0
@@ -205,12 +202,10 @@ def _tell(ref: SnapshotRef, snapshot: Snapshot, chosen: Values, now: float) -> N
 def _sampled(settings: Settings, feed: str | None) -> list[FeedSettings]:
     """The sampled feeds, or `feed` alone. Raises UsageError where that is none of them."""
     sampled = [each for each in settings.egress.feeds if each.sampling_key]
-    if feed is None:
-        if not sampled:
-            click.echo("no feed is sampled", err=True)
-        return sampled
-    found = [each for each in sampled if each.name == feed]
-    if not found:
+    found = [each for each in sampled if feed in (None, each.name)]
+    if not found and feed is None:
+        click.echo("no feed is sampled", err=True)
+    elif not found:
         names = ", ".join(each.name for each in sampled) or "none"
         raise click.UsageError(f"--feed {feed}: expected a sampled feed ({names})")
     return found

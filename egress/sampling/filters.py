@@ -7,11 +7,12 @@ the next one: a message that is too old never touches the sampler. Nor does one 
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import accumulate
 
 from common.jetstream.headers import REPLAY, SOURCE, hops, is_replayed
 from common.segments.columns import Columns
+from common.sequences import MAX_SEQUENCE
 from egress.advisories.advisory import Advisory
 from egress.advisories.senders import AdvisorySender
 from egress.batch import LOOPED, SAMPLED_OUT, TOO_OLD, MessageBatch
@@ -24,6 +25,7 @@ _FROM_CHOICE = bytes([SAMPLED_OUT, 0]) + bytes(254)
 _IN_QUESTION = bytes([1]) + bytes(255)
 
 
+@dataclass(eq=False)
 class PreFilter:
     """Made where a feed has `max_age`, is a relay or is sampled.
 
@@ -33,25 +35,20 @@ class PreFilter:
     what it chose of the last batch, if asked.
     """
 
-    def __init__(
-        self,
-        site: str,
-        *,
-        relay: bool = False,
-        keep_ns: int = 0,
-        newest_ns: int = 0,
-        sampler: Sampler | None = None,
-        claims: Claims | None = None,
-    ) -> None:
-        self._site, self._relay, self._keep_ns, self._sampler = site, relay, keep_ns, sampler
-        self._claims, self.newest_ns = claims, newest_ns
-        self.choices: SampledBatch | None = None
+    site: str
+    _: KW_ONLY
+    relay: bool = False
+    keep_ns: int = 0
+    newest_ns: int = 0
+    sampler: Sampler | None = None
+    claims: Claims | None = None
+    choices: SampledBatch | None = field(init=False, default=None)
 
     def saw(self, timestamp_ns: int) -> bool:
         """The source holds a message as new as this; whether older ones are left out because of it."""
         older = self.newest_ns
         self.newest_ns = max(older, timestamp_ns)
-        return bool(self._keep_ns) and timestamp_ns - self._keep_ns > older
+        return bool(self.keep_ns) and timestamp_ns - self.keep_ns > older
 
     def sift(self, columns: Columns) -> MessageBatch:
         """Judge messages that were received, in sequence order and behind those before; at least one."""
@@ -59,10 +56,11 @@ class PreFilter:
         if codes is None:
             return self._sampled(columns)
         rest = columns.chosen(codes.translate(_IN_QUESTION))
-        if self._sampler is None or not rest:
+        if self.sampler is None or not rest:
             return MessageBatch(columns, codes, rest)
         sampled = self._sampled(rest)
-        return MessageBatch(columns, _merged(codes, sampled.codes), sampled.kept)
+        following = iter(sampled.codes)  # they take the places of zeros
+        return MessageBatch(columns, bytearray(code or next(following) for code in codes), sampled.kept)
 
     def _codes(self, columns: Columns) -> bytearray | None:
         """Why messages are left out before sampling, one byte for each; None where none is."""
@@ -79,11 +77,11 @@ class PreFilter:
     def _looped(self, columns: Columns) -> list[int]:
         """The places of the messages that this site froze before and no replay brought back."""
         places: list[int] = []
-        for place, block in enumerate(columns.headers if self._relay else ()):
+        for place, block in enumerate(columns.headers if self.relay else ()):
             if block is not None and SOURCE in block:
                 sites = [hop.site for hop in hops(block)]
-                is_back = REPLAY in block and is_replayed(block) and sites[:1] == [self._site]
-                if self._site in sites and not is_back:
+                is_back = REPLAY in block and is_replayed(block) and sites[:1] == [self.site]
+                if self.site in sites and not is_back:
                     places.append(place)
         return places
 
@@ -91,18 +89,18 @@ class PreFilter:
         """The places of the messages that are too old beside the newest one before them."""
         times = columns.timestamps_ns
         before, self.newest_ns = self.newest_ns, max(self.newest_ns, max(times))
-        if not self._keep_ns or min(times) >= self.newest_ns - self._keep_ns:
+        if not self.keep_ns or min(times) >= self.newest_ns - self.keep_ns:
             return []
         newest = accumulate(times, max, initial=before)
         next(newest)
         pairs = enumerate(zip(times, newest, strict=True))
-        return [place for place, (time, seen) in pairs if time < seen - self._keep_ns]
+        return [place for place, (time, seen) in pairs if time < seen - self.keep_ns]
 
     def _sampled(self, columns: Columns) -> MessageBatch:
-        if self._sampler is None:
+        if self.sampler is None:
             return MessageBatch.whole(columns)
-        claiming = [] if self._claims is None else self._claims.places(columns)
-        self.choices = choices = _around(self._sampler, columns, claiming)
+        claiming = [] if self.claims is None else self.claims.places(columns)
+        self.choices = choices = _around(self.sampler, columns, claiming)
         codes = bytes(choices.kept).translate(_FROM_CHOICE)
         return MessageBatch(columns, codes, columns.chosen(choices.kept, choices.keys))
 
@@ -121,12 +119,6 @@ def _around(sampler: Sampler, columns: Columns, claiming: list[int]) -> SampledB
         kept=bytearray(next(kept) if each else 1 for each in shown),
         keys=[next(keys) if each else None for each in shown],
     )
-
-
-def _merged(codes: bytearray, rest: bytes | bytearray) -> bytearray:
-    """`codes`, with those of `rest` in the places of its zeros."""
-    following = iter(rest)
-    return bytearray(code or next(following) for code in codes)
 
 
 class Tracking:
@@ -216,6 +208,7 @@ class SamplingStage:
     ) -> None:
         self._builder, self._sieve, self._tracking, self._stretch = builder, sieve, tracking, stretch
         self._on_writing, self._on_batch, self._on_choices = on_writing, on_batch, on_choices
+        self._until = MAX_SEQUENCE if stretch.until is None else stretch.until
         self._is_writing = False
         #: The last sequence folded in, or known to hold nothing to fold.
         self.end = stretch.read_from - 1
@@ -236,10 +229,7 @@ class SamplingStage:
     def passed(self, sequence: int) -> None:
         """The consumer delivers no more up to `sequence`."""
         self._builder.passed(sequence)
-        self._reached(max(self.end, self._inside(sequence)))
-
-    def _inside(self, sequence: int) -> int:
-        return sequence if self._stretch.until is None else min(sequence, self._stretch.until)
+        self._reached(max(self.end, min(sequence, self._until)))
 
     def _sift(self, columns: Columns) -> MessageBatch:
         sifted = self._sieve.sift(columns)
@@ -249,7 +239,7 @@ class SamplingStage:
 
     def _write(self, columns: Columns) -> None:
         self._begin_writing()
-        last = self._inside(columns.sequences[-1])
+        last = min(columns.sequences[-1], self._until)
         if inside := columns.part(0, bisect_right(columns.sequences, last)):
             self._on_batch()
             sifted = self._sift(inside)

@@ -165,19 +165,16 @@ class JsonReader:
 
     def both(self, payloads: Sequence[bytes]) -> tuple[list[str | None], list[bool]]:
         """The key of each, as above, and whether it is to pass; False for what is no document."""
-        keys: list[str | None] = []
-        forces: list[bool] = []
+        found: list[tuple[str | None, bool]] = []
         first = self._ways[self._first]
         decode, key, forced = first.decode, first.key, first.forced
         for payload in payloads:
             try:
                 document = decode(payload)
-                found, force = key(document) or None, forced(document)
+                found.append((key(document) or None, forced(document)))
             except UNREADABLE:
-                found, force = self._otherwise(payload)
-            keys.append(found)
-            forces.append(force)
-        return keys, forces
+                found.append(self._otherwise(payload))
+        return [each for each, _ in found], [force for _, force in found]
 
     def _otherwise(self, payload: bytes) -> tuple[str | None, bool]:
         for number, way in enumerate(self._ways):
@@ -239,31 +236,24 @@ class KeyReader:
     """Reads the keys of messages as `sampling` says; made once per session, for one thread."""
 
     def __init__(self, sampling: Sampling) -> None:
-        self._read = _reader(sampling)
+        key, force = (parse_path(path) if path else None for path in (sampling.field, sampling.force_field))
+        self._json, self._has_force, self._by = JsonReader(key, force), force is not None, None
+        if key is None:
+            self._by = _by_header(sampling.header) if sampling.header else _by_token(sampling.subject_token)
 
     def read(self, columns: Columns) -> tuple[Keys, Forces]:
         """The key of each message, None where it has none; and whether each is forced to pass, None where the
         settings name no force field.
         """
-        keys, forced = self._read(columns)
+        keys, forced = self._json.both(columns.payloads) if self._has_force else ([], None)
+        if self._by is not None:
+            keys = self._by(columns)
+        elif forced is None:
+            keys = self._json.keys(columns.payloads)
         # A character is four bytes at most: mostly this one comparison is all.
         if max(map(len, filter(None, keys)), default=0) > MAX_KEY_BYTES // 4:
             keys = [None if key is None or len(key.encode()) > MAX_KEY_BYTES else key for key in keys]
         return keys, forced
-
-
-def _reader(sampling: Sampling) -> Callable[[Columns], tuple[Keys, Forces]]:
-    force = parse_path(sampling.force_field) if sampling.force_field else None
-    if sampling.field:
-        json = JsonReader(parse_path(sampling.field), force)
-        if force is None:
-            return lambda columns: (json.keys(columns.payloads), None)
-        return lambda columns: json.both(columns.payloads)
-    keys = _by_header(sampling.header) if sampling.header else _by_token(sampling.subject_token)
-    if force is None:
-        return lambda columns: (keys(columns), None)
-    forces = JsonReader(None, force)
-    return lambda columns: (keys(columns), forces.both(columns.payloads)[1])
 
 
 def _by_header(name: str) -> Callable[[Columns], Keys]:

@@ -85,14 +85,8 @@ class SamplerState:
 
     def known(self) -> Iterator[KnownKey]:
         """Every key with what is known about it, in no order that means anything."""
-        columns = zip(
-            chain.from_iterable(self.values),
-            array("q", self.seen),
-            array("q", self.due),
-            array("I", self.sizes),
-            self.notices,
-            strict=True,
-        )
+        values, times = chain.from_iterable(self.values), (array("q", self.seen), array("q", self.due))
+        columns = zip(values, *times, array("I", self.sizes), self.notices, strict=True)
         for value, seen, due, size, notice in columns:
             if value is not None:
                 copied = due - period_ns(value, self.duration_ns)
@@ -178,15 +172,8 @@ class Table:
     def freeze(self, duration_ns: int, watermark_ns: int) -> SamplerState:
         """What stands here now. The keys are not copied: their lists are shared until one of them changes."""
         self._shared = bytearray(b"\1" * len(self._chunks))
-        return SamplerState(
-            duration_ns,
-            watermark_ns,
-            tuple(self._chunks),
-            self.seen.tobytes(),
-            self.due.tobytes(),
-            self.sizes.tobytes(),
-            bytes(self.notices),
-        )
+        columns = self.seen.tobytes(), self.due.tobytes(), self.sizes.tobytes(), bytes(self.notices)
+        return SamplerState(duration_ns, watermark_ns, tuple(self._chunks), *columns)
 
     def _own(self, place: int) -> list[str | None]:
         """The list of keys that `place` is in, copied if a frozen state holds it too."""

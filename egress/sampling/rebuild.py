@@ -9,7 +9,7 @@ import heapq
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TypeVar
 
@@ -67,7 +67,12 @@ class Past:
 
     def newest_ns(self) -> int:
         """The time of the last message examined; 0 if there is none."""
-        return self._around_damage(self._newest_ns)
+
+        def newest(stretches: list[Stretch[SegmentRef]]) -> int:
+            times = (_newest(self._footer(stretch.segment)) for stretch in reversed(stretches))
+            return next((time for time in times if time is not None), 0)
+
+        return self._around_damage(newest)
 
     def since(self, horizon_ns: int) -> LookbackRange:
         """From where on rows are as young as `horizon_ns`. Footers tell; few segments are opened."""
@@ -80,22 +85,16 @@ class Past:
             except _DamagedError as error:
                 self._usable.remove(error.ref)
 
-    def _newest_ns(self, stretches: list[Stretch[SegmentRef]]) -> int:
-        for stretch in reversed(stretches):
-            if times := _times(self._footer(stretch.segment)):
-                return max(times)
-        return 0
-
     def _since(self, stretches: list[Stretch[SegmentRef]], horizon_ns: int) -> LookbackRange:
         first = None
         for stretch in reversed(stretches):
             footer = self._footer(stretch.segment)
             # What the segment did not read others may have; how young that is no footer of it tells.
             unread = footer.unread and footer.unread.intersection(stretch.rows)
-            if _times(footer) and max(_times(footer)) < horizon_ns:
+            if (newest := _newest(footer)) is not None and newest < horizon_ns:
                 return LookbackRange(first, True)
             first = unread.first if unread else first
-            if not _times(footer) or footer.first_timestamp_ns is None:
+            if newest is None or footer.first_timestamp_ns is None:
                 continue  # nothing was examined for it, or nothing was kept
             within = LookbackRange(stretch.rows.first, False)
             if footer.first_timestamp_ns < horizon_ns:
@@ -153,10 +152,10 @@ def continued(store: SegmentStore, chain: Chain) -> dict[Chain, int]:
     return {replace(former, partition=n): end for n, end in sorted((now.previous or {}).items())}
 
 
-def _times(footer: Footer) -> list[int]:
-    """The times of the last message examined and of the last row, as far as there are any."""
+def _newest(footer: Footer) -> int | None:
+    """The time of the last message examined or of the last row, the later one; None where there is neither."""
     tip = footer.tip.timestamp_ns if footer.tip else None
-    return [time for time in (tip, footer.last_timestamp_ns) if time is not None]
+    return max((time for time in (tip, footer.last_timestamp_ns) if time is not None), default=None)
 
 
 def _young(batches: Iterable[pa.RecordBatch], horizon_ns: int) -> tuple[int | None, bool]:
@@ -189,6 +188,7 @@ class Rebuilt:
     rows: int
 
 
+@dataclass(eq=False)
 class Rebuilding:
     """Builds the sampler of one chain. Blocking, for long; used once.
 
@@ -197,25 +197,21 @@ class Rebuilding:
     `abandoned` ends it with AbandonedError.
     """
 
-    def __init__(
-        self,
-        store: SegmentStore,
-        sampling: Sampling,
-        chain: Chain,
-        refs: Sequence[SegmentRef],
-        last: int,
-        *,
-        filter_subject: str = "",
-        abandoned: threading.Event | None = None,
-    ) -> None:
-        self._store, self._sampling, self._filter = store, sampling, filter_subject
-        self._current, self._keys = Past(store, chain, refs, last), KeyReader(sampling)
-        self._abandoned = abandoned or threading.Event()
-        self._rows = 0
+    store: SegmentStore
+    sampling: Sampling
+    chain: Chain
+    refs: Sequence[SegmentRef]
+    last: int
+    filter_subject: str = ""
+    abandoned: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._current = Past(self.store, self.chain, self.refs, self.last)
+        self._keys, self._rows = KeyReader(self.sampling), 0
 
     def run(self, base: Snapshot | None = None, *, tracks: bool = True) -> Rebuilt:
         """The sampler; `base`: a snapshot of the same settings to build upon. Not settled yet."""
-        sampler = Sampler(self._sampling, base.state if base else None, tracks=tracks)
+        sampler = Sampler(self.sampling, base.state if base else None, tracks=tracks)
         newest_ns, groups = self._plan(base)
         for group in groups:
             rows = heapq.merge(*(self._read(past, within) for past, within in group))
@@ -230,7 +226,7 @@ class Rebuilding:
         groups, group = [], [self._current]
         while group:
             newest_ns = max(newest_ns, *(past.newest_ns() for past in group))
-            reaches = [(past, past.since(newest_ns - self._sampling.duration_ns)) for past in group]
+            reaches = [(past, past.since(newest_ns - self.sampling.duration_ns)) for past in group]
             groups.append(
                 [
                     (past, SequenceRange(first, past.last))
@@ -242,15 +238,15 @@ class Rebuilding:
                 break
             # Not what the chain has yet to read: there it would count twice.
             group = [
-                Past(self._store, former, self._store.list(former), min(end, self._current.last), self._filter)
-                for former, end in continued(self._store, group[0].chain).items()
+                Past(self.store, former, self.store.list(former), min(end, self.last), self.filter_subject)
+                for former, end in continued(self.store, group[0].chain).items()
             ]
         return newest_ns, groups[::-1]
 
     def _read(self, past: Past, within: SequenceRange) -> Iterator[Row]:
         """The rows that have a value, by the settings as they are now."""
-        for batch in read_cover(self._store, past.refs, within, _tell_missing):
-            if self._abandoned.is_set():
+        for batch in read_cover(self.store, past.refs, within, _tell_missing):
+            if self.abandoned.is_set():
                 raise AbandonedError
             lists = columns(batch)
             keys, _forced = self._keys.read(lists)
@@ -263,14 +259,8 @@ class Rebuilding:
     def _count(self, rows: int, sequence: int, chain: Chain) -> None:
         before, self._rows = self._rows, self._rows + rows
         if before // PROGRESS_ROWS != self._rows // PROGRESS_ROWS:
-            log.info(
-                "building the sampler again",
-                action="rebuilding",
-                rows=self._rows,
-                sequence=sequence,
-                end=self._current.last,
-                **chain.log_context(),
-            )
+            far = {"rows": self._rows, "sequence": sequence, "end": self.last}
+            log.info("building the sampler again", action="rebuilding", **far, **chain.log_context())
 
 
 def _tell_missing(problem: str) -> None:

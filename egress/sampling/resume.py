@@ -57,30 +57,11 @@ class Resumed:
     taken: str = ""
 
 
-async def resume(
-    partition: Partition,
-    archive: Archive,
-    position: Position,
-    source: SourceStream,
-    snapshots: Snapshots,
-    store: SegmentStore,
-    threads: Threads,
-) -> Resumed:
-    """The sampler for reading on at `position` behind what is in `archive`.
+class Resuming:
+    """Finds the sampler for reading on at `position` behind what is in `archive`; used once.
 
-    A chain of which nothing is covered gets its genesis here: a snapshot at its position, before its first
-    segment. Raises what the store raises; ValueError for a feed that is not sampled.
+    Raises ValueError for a feed that is not sampled.
     """
-    resuming = _Resuming(partition, archive, position, source, snapshots, store)
-    try:
-        return await threads.run(resuming.run)
-    except asyncio.CancelledError:
-        resuming.abandoned.set()
-        raise
-
-
-class _Resuming:
-    """One resume, in one thread."""
 
     def __init__(
         self,
@@ -95,11 +76,23 @@ class _Resuming:
             raise ValueError(f"feed {partition.settings.name}: expected one that is sampled")
         self._partition, self._chain, self._archive = partition, archive.chain, archive
         self._first, self._source = position.first, source
-        self._snapshots, self._store, self.abandoned = snapshots, store, threading.Event()
+        self._snapshots, self._store, self._abandoned = snapshots, store, threading.Event()
         self._sampling, self._tracks = sampling, bool(partition.settings.advisory.subject)
         self._candidates = Candidates(snapshots, sampling.digest)
 
-    def run(self) -> Resumed:
+    async def run(self, threads: Threads) -> Resumed:
+        """What was found, in one thread. Raises what the store raises.
+
+        A chain of which nothing is covered gets its genesis here: a snapshot at its position, before its first
+        segment.
+        """
+        try:
+            return await threads.run(self._run)
+        except asyncio.CancelledError:
+            self._abandoned.set()
+            raise
+
+    def _run(self) -> Resumed:
         listed = to_build_upon(self._snapshots.list(), self._first)
         taken = self._candidates.newest(to_follow(listed, self._first, self._held_from()))
         if taken is not None:
@@ -128,7 +121,9 @@ class _Resuming:
         base = self._candidates.newest(listed)
         last = base[1] if base else self._candidates.newest_of_any(listed)
         outbox = last.outbox if last else ()
-        why = self._reason(listed)
+        known = self._candidates.known(listed)
+        followed = to_follow(known, self._first, self._held_from())
+        why = reason(bool(known), bool(followed), self._written_by(), self._sampling.digest)
         log.info("building the sampler again", action="rebuild_started", why=why, **self._chain.log_context())
         rebuilt = Rebuilding(
             self._store,
@@ -137,7 +132,7 @@ class _Resuming:
             self._archive.refs(base[1].position if base else 1),
             self._first - 1,
             filter_subject=self._partition.filter_subject,
-            abandoned=self.abandoned,
+            abandoned=self._abandoned,
         ).run(base[1] if base else None, tracks=self._tracks)
         settled_ns = rebuilt.newest_ns
         if self._source.first > self._first:
@@ -158,11 +153,6 @@ class _Resuming:
             **chain.log_context(),
         )
         return Resumed(rebuilt.sampler, rebuilt.newest_ns, self._first, outbox, rebuilt=True)
-
-    def _reason(self, listed: Sequence[SnapshotRef]) -> str:
-        ours = self._candidates.known(listed)
-        followed = to_follow(ours, self._first, self._held_from())
-        return reason(bool(ours), bool(followed), self._written_by(), self._sampling.digest)
 
     def _written_by(self) -> str:
         """The digest of the settings that the newest segment was sampled by; empty for a whole copy."""

@@ -59,8 +59,7 @@ def unframed(raw: bytes) -> Iterator[bytes]:
         try:
             block = codec.decompress(packed, size, asbytes=True)
         except OSError as error:
-            why = f"expected a block of {size} bytes, found damage: {error}"
-            raise ValueError(f"snapshot: {why}") from error
+            raise ValueError(f"snapshot: expected a block of {size} bytes, found damage: {error}") from error
         yield block
 
 
@@ -203,15 +202,9 @@ def _state(head: _Head, blocks: Iterator[bytes]) -> SamplerState:
         notices += found.notices
     if len(values) > head.keys:
         raise ValueError(f"snapshot: expected {head.keys} keys, found {len(values)}")
-    return SamplerState(
-        head.duration_ns,
-        head.watermark_ns,
-        tuple(values[first : first + CHUNK] for first in range(0, len(values), CHUNK)),
-        seen.tobytes(),
-        due.tobytes(),
-        sizes.tobytes(),
-        bytes(notices),
-    )
+    chunks = tuple(values[first : first + CHUNK] for first in range(0, len(values), CHUNK))
+    columns = seen.tobytes(), due.tobytes(), sizes.tobytes(), bytes(notices)
+    return SamplerState(head.duration_ns, head.watermark_ns, chunks, *columns)
 
 
 def _check(found: _Keys) -> None:

@@ -137,14 +137,9 @@ class Sampled:
 
     def _freeze(self) -> Snapshot:
         """What is known before the first sequence that was not folded in."""
-        return Snapshot(
-            self._chain,
-            self.target.end + 1,
-            self._digest,
-            self._sieve.newest_ns,
-            self._sampler.freeze(),
-            () if self._advisories is None else self._advisories.pending(),
-        )
+        position, newest_ns, state = self.target.end + 1, self._sieve.newest_ns, self._sampler.freeze()
+        outbox = () if self._advisories is None else self._advisories.pending()
+        return Snapshot(self._chain, position, self._digest, newest_ns, state, outbox)
 
     def _freeze_if_due(self) -> None:
         if self._saving is not None and self._saving.is_due(self._builder.closed):

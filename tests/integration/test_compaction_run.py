@@ -12,7 +12,7 @@ from common.errors import Refused, Unavailable
 from common.objects.local import LocalObjects
 from common.segments.segment import SegmentRef
 from compaction.failures import exit_code
-from compaction.run import Compaction, LocalRunner, ReadingProver, Report, Selection
+from compaction.run import Compaction, LocalRunner, Report, Selection
 from compaction.tombstones import Tombstones
 from tests.support.compaction import CHAIN, DUE, OTHER, Archive, TestPolicy, begun, rows
 
@@ -23,8 +23,7 @@ def archive(tmp_path: Path) -> Archive:
 
 
 def compaction(archive: Archive, *policies: TestPolicy, grace: float | None = 0) -> Compaction:
-    runner = LocalRunner(archive.store)
-    return Compaction(archive.store, policies or (DUE,), grace, runner, ReadingProver(runner))
+    return Compaction(archive.store, policies or (DUE,), grace, LocalRunner(archive.store))
 
 
 def run(archive: Archive, *policies: TestPolicy, grace: float | None = 0, **selection: object) -> Report:

@@ -12,7 +12,7 @@ from common.errors import Refused, Unavailable
 from common.segments.documents import list_snapshots
 from common.segments.keys import StateName
 from compaction.report import preview_json, preview_rows, report_json, report_rows
-from compaction.run import Compaction, LocalRunner, ReadingProver, Report, Selection
+from compaction.run import Compaction, LocalRunner, Report, Selection
 from tests.integration.test_compaction_cli import Site
 from tests.support.compaction import CHAIN, OTHER, Archive, Job, TestPolicy, begun
 from tests.support.stores import FaultyStore, raising
@@ -37,8 +37,7 @@ def snapshot(archive: Archive, position: int, *, age: float = OLD, chain: Chain 
 
 def compaction(archive: Archive, grace: float | None = GRACE, objects: object = None) -> Compaction:
     store = archive.store if objects is None else Archive(archive.folder, objects).store  # type: ignore[arg-type]
-    runner = LocalRunner(store)
-    return Compaction(store, [IDLE], grace, runner, ReadingProver(runner))
+    return Compaction(store, [IDLE], grace, LocalRunner(store))
 
 
 def run(archive: Archive, grace: float | None = GRACE, objects: object = None, **selection: object) -> Report:

@@ -14,10 +14,9 @@ from common.sequences import Stretch
 from common.settings.root import Settings
 from compaction.failures import Failure, exit_code
 from compaction.proof import SparkProver
-from compaction.run import Compaction, ReadingProver, Report, Selection, merge_one
+from compaction.run import Compaction, Report, Selection, merge_one
 from compaction.spark import (
     FIXED,
-    SparkRunner,
     check_conf,
     spark_conf,
     spark_error,
@@ -42,14 +41,13 @@ def settings(archive: Archive) -> Settings:
 
 
 def run(archive: Archive, *, with_spark: bool = True) -> Report:
-    spark = SharedSpark()
-    runner = SparkRunner(spark, settings(archive))
-    prover = SparkProver(spark, settings(archive), archive.store) if with_spark else ReadingProver(runner)
-    return Compaction(archive.store, [DUE], 0, runner, prover).run(Selection())
+    spark = SharedSpark(settings(archive))
+    prove = SparkProver(spark, archive.store).prove if with_spark else None
+    return Compaction(archive.store, [DUE], 0, spark, prove).run(Selection())
 
 
 def prove(archive: Archive, *supersessions: Supersession) -> list[Failure | None]:
-    return SparkProver(SharedSpark(), settings(archive), archive.store).prove(supersessions)
+    return SparkProver(SharedSpark(settings(archive)), archive.store).prove(supersessions)
 
 
 pytestmark = pytest.mark.spark
@@ -143,7 +141,7 @@ def test_an_input_that_is_damaged_is_reported_and_other_outputs_are_made(archive
 
 
 def test_a_killed_executor_is_replaced(archive: Archive):
-    runner = SparkRunner(SharedSpark(), settings(archive))
+    runner = SharedSpark(settings(archive))
     assert runner.map(kill_once, [archive.folder / "marker"]) == ["done"]
 
 
@@ -151,7 +149,7 @@ def test_a_doubled_task_makes_the_same_object(archive: Archive):
     from compaction.plan import Output
 
     inputs: tuple[SegmentRef, ...] = (archive.put(1, 50), archive.put(51, 100))
-    runner = SparkRunner(SharedSpark(), settings(archive))
+    runner = SharedSpark(settings(archive))
     results = runner.map(merge_one, [Output(1, inputs)] * 4)
     assert {r.ref.name for r in results} == {results[0].ref.name}
     assert archive.ranges() == ["0:1..50", "0:51..100", "1:1..100"]
@@ -159,7 +157,7 @@ def test_a_doubled_task_makes_the_same_object(archive: Archive):
 
 def test_what_nobody_foresaw_ends_the_run_as_a_thing_to_try_again(archive: Archive):
     with pytest.raises(Unavailable, match="spark failing"):
-        SparkRunner(SharedSpark(), settings(archive)).map(failing, [1])
+        SharedSpark(settings(archive)).map(failing, [1])
 
 
 @pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas")
@@ -249,10 +247,9 @@ def test_a_run_over_s3(s3, tmp_path: Path):
     for first in range(1, 40, 10):
         archive.put(first, first + 9)
     before = archive.read()
-    spark = SharedSpark()
+    spark = SharedSpark(config)
     due = replace(DUE, min_age=0, max_wait=-1)
-    prover = SparkProver(spark, config, archive.store)
-    report = Compaction(archive.store, [due], 0, SparkRunner(spark, config), prover).run(Selection())
+    report = Compaction(archive.store, [due], 0, spark, SparkProver(spark, archive.store).prove).run(Selection())
     assert report.failures == []
     assert archive.ranges() == ["0:31..40", "1:1..40"]
     assert archive.read().equals(before)

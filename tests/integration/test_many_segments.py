@@ -104,7 +104,7 @@ class Place:
 def compact(count: int, **sizes: int) -> tuple[Report, Place]:
     place = Place()
     store = SegmentStore(Endless(count, count // 1000), LAYOUT)  # type: ignore[arg-type]
-    parts = Compaction(store, [POLICY], None, place, place, **sizes)  # type: ignore[arg-type]
+    parts = Compaction(store, [POLICY], None, place, place.prove, **sizes)  # type: ignore[arg-type]
     return parts.run(Selection()), place
 
 

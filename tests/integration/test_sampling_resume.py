@@ -415,7 +415,7 @@ async def test_a_cancelled_rebuild_ends_its_thread(site: SampledArchive, monkeyp
 
     def read(self, source, within):  # type: ignore[no-untyped-def]
         loop.call_soon_threadsafe(reached.set)
-        assert self._abandoned.wait(PATIENCE)
+        assert self.abandoned.wait(PATIENCE)
         try:
             yield from original(self, source, within)
         except rebuild.AbandonedError:

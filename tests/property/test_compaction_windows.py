@@ -14,7 +14,7 @@ from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, St
 from common.segments.table import SegmentTable
 from common.sequences import SequenceRange
 from compaction.plan import Planner
-from compaction.run import Compaction, LocalRunner, ReadingProver, Report, Selection
+from compaction.run import Compaction, LocalRunner, Report, Selection
 from compaction.supersede import contained
 from compaction.verify import ChainReport, verify_chain
 from tests.property.test_compaction_plan import POLICIES, SEGMENTS
@@ -74,8 +74,7 @@ def everything(archive: Archive) -> set[int]:
 
 
 def run(archive: Archive, size: int) -> Report:
-    runner = LocalRunner(archive.store)
-    parts = Compaction(archive.store, [LOW, HIGH], 0, runner, ReadingProver(runner), window=size, batch=size)
+    parts = Compaction(archive.store, [LOW, HIGH], 0, LocalRunner(archive.store), window=size, batch=size)
     return parts.run(Selection())
 
 
@@ -169,8 +168,7 @@ def test_a_late_segment_waits_where_one_window_closes_a_group_and_opens_the_next
     for first in (33, 43):  # in the last of the first group and in the first of the second
         archive.put(first, first + 1, rows([first]), age=700)
     for _ in range(5):
-        runner = LocalRunner(archive.store)
-        parts = Compaction(archive.store, [HIGH], 0, runner, ReadingProver(runner), window=6, batch=1)
+        parts = Compaction(archive.store, [HIGH], 0, LocalRunner(archive.store), window=6, batch=1)
         assert parts.run(Selection()).failures == []
     assert archive.read().column("sequence").to_pylist() == [1, 11, 21, 31, 33, 41, 43, 51, 61, 71]
 

@@ -28,7 +28,7 @@ from common.segments.table import SegmentTable
 from common.segments.writer import SegmentWriter
 from common.sequences import SequenceRange, cover
 from compaction.plan import Output, Planner
-from compaction.run import Compaction, LocalRunner, ReadingProver, Report, Selection
+from compaction.run import Compaction, LocalRunner, Report, Selection
 from compaction.tombstones import StoredTombstone, TombstoneIndex
 from tests.support.basics import PATIENCE, eventually
 from tests.support.clock import ManualClock
@@ -222,9 +222,8 @@ _context.set_forkserver_preload(["tests.support.compaction"])
 def run(folder: Path, *, grace: float = 0) -> Report:
     """One run, without Spark, over the archive in `folder`."""
     store = Archive(folder).store
-    runner = LocalRunner(store)
     try:
-        return Compaction(store, [DUE, SECOND], grace, runner, ReadingProver(runner)).run(Selection())
+        return Compaction(store, [DUE, SECOND], grace, LocalRunner(store)).run(Selection())
     finally:
         store.close()
 

@@ -22,7 +22,7 @@ from egress.advisories.advisory import Advisory
 from egress.archive import Archive
 from egress.identity import SourceStream
 from egress.partition import Partition, Position
-from egress.sampling.resume import Resumed, resume
+from egress.sampling.resume import Resumed, Resuming
 from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot
@@ -184,15 +184,14 @@ class SampledArchive:
         archive = Archive(chain, first, self.store, self.chains, None, threads)  # type: ignore[arg-type]
         try:
             await archive.survey()
-            return await resume(
+            return await Resuming(
                 self.part,
                 archive,
                 Position(place),
                 SourceStream(CREATED, source, 10**6, source_time_ns, retention=retention),
                 self.snapshots(chain, objects),
                 self.store,
-                threads,
-            )
+            ).run(threads)
         finally:
             await threads.idle()
             threads.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 from common.segments.store import SegmentStore
+from common.settings.root import Settings
 from compaction.source import register
 from compaction.spark import Spark, start
 
@@ -37,8 +38,8 @@ def spark_session() -> SparkSession:
 class SharedSpark(Spark):
     """What a run takes for its own session; it does not stop it."""
 
-    def __init__(self) -> None:
-        super().__init__("local[2]", CONF)
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
         self._session = spark_session()
 
     def __exit__(self, *_: object) -> None:
