@@ -32,11 +32,9 @@ log = get_logger("ingress.chains.search")
 
 
 LISTED = 100  # segments of one level that a look takes
-SURVEYED = 1000  # segments that a survey lists at a time
 LEFT_OUT = 10  # damaged segments at one position that a look into them passes
 
 _LEADS_ON = (Phase.READY, Phase.DONE)
-NONE: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -48,29 +46,6 @@ class SearchState:
 
     position: int = 0
     frontier: deque[SegmentRef] = field(default_factory=deque)
-
-    def begin(self, position: int) -> None:
-        """Search for what continues from `position`."""
-        if position != self.position:
-            self.position = position
-            self.frontier.clear()
-
-
-def next_stretches(
-    store: SegmentStore,
-    chain: Chain,
-    position: int,
-    end: int | None = None,
-    damaged: AbstractSet[str] = NONE,
-    limit: int = LISTED,
-) -> list[Stretch[SegmentRef]]:
-    """What of `chain` comes next, from `position` up to the first hole, `end` (inclusive) or the listings'
-    ends; empty where nothing continues, as far as one page of each level tells. Blocking.
-
-    `damaged`: keys of segments to leave out. `limit`: segments of one level that are listed. Raises what the
-    store raises.
-    """
-    return [*look(store, chain, position, end, damaged, limit=limit).stretches]
 
 
 def look(
@@ -98,24 +73,11 @@ def look(
         plan = plan_chain(found, position, end, damaged)
         if plan.phase in _LEADS_ON or not (found or everywhere):
             return plan
-    return _searched(store, search, found, full, plan, position, end, damaged, limit) if search else plan
-
-
-def _searched(
-    store: SegmentStore,
-    search: SearchState,
-    found: list[SegmentRef],
-    full: list[SegmentRef],
-    plan: ChainPlan,
-    position: int,
-    end: int | None,
-    damaged: AbstractSet[str],
-    limit: int,
-) -> ChainPlan:
-    """The plan with one more page; `full`: the last segments of first pages behind which there is more."""
-    search.begin(position)
-    if not search.frontier:
-        search.frontier += full
+    if search is None:
+        return plan
+    if position != search.position:
+        search.position, search.frontier = position, deque()
+    search.frontier = search.frontier or deque(full)
     if not search.frontier:
         return plan
     page = store.list_behind(search.frontier.popleft(), limit)
@@ -161,45 +123,32 @@ def look_into(
         return Inside(ChainPlan(Phase.LATE, (), gone.rows, segment.modified, plan.beyond), damaged, gone)
 
 
-@dataclass(frozen=True, slots=True)
-class Surveyed:
-    """What all there is of a chain says about a hole: an undamaged segment that continues after all
-    (`leads_on`), or how much of the hole, from its first sequence on, no such segment covers (`free`).
-    """
+def survey(
+    store: SegmentStore, chain: Chain, hole: SequenceRange, damaged: AbstractSet[str]
+) -> SegmentRef | SequenceRange:
+    """What all there is of a chain says about a hole: an undamaged segment that continues after all, or how
+    much of the hole, from its first sequence on, no such segment covers.
 
-    leads_on: SegmentRef | None = None
-    free: SequenceRange | None = None
-
-
-def survey(store: SegmentStore, chain: Chain, hole: SequenceRange, damaged: AbstractSet[str]) -> Surveyed:
-    """List everything that reaches the hole, page by page, in bounded memory. Blocking.
-
-    For decisions that are final only. Raises what the store raises.
+    Lists everything that reaches the hole, page by page, in bounded memory. Blocking. For decisions that are
+    final only. Raises what the store raises.
     """
     best: SegmentRef | None = None
     reach = hole.last
-    for ref in _everything(store, chain, hole.first):
-        if ref.key in damaged or ref.coverage.first > reach:
-            continue
-        if extends(ref.coverage, hole.first):
-            best = ref if best is None else max(best, ref, key=preference)
-        else:
-            reach = ref.coverage.first - 1
-    return Surveyed(leads_on=best) if best else Surveyed(free=SequenceRange(hole.first, reach))
+    for page in _pages(store, chain, hole.first, NEXT_PAGE):
+        for ref in page:
+            if ref.key in damaged or ref.coverage.first > reach:
+                continue
+            if extends(ref.coverage, hole.first):
+                best = ref if best is None else max(best, ref, key=preference)
+            else:
+                reach = ref.coverage.first - 1
+    return best or SequenceRange(hole.first, reach)
 
 
 def has_news(store: SegmentStore, gone: FromHole) -> bool:
     """Whether a segment stands where something was missing that was not there, as far as one page tells."""
     refs = store.list(gone.segment.chain, position=gone.rows.first, limit=LISTED)
     return any(ref.coverage.overlaps(gone.rows) and ref.key not in gone.known for ref in refs)
-
-
-def _everything(store: SegmentStore, chain: Chain, position: int) -> Iterator[SegmentRef]:
-    for level in range(MAX_LEVEL + 1):
-        page = store.list(chain, position=position, level=level, limit=SURVEYED)
-        while page:
-            yield from page
-            page = store.list_behind(page[-1], SURVEYED) if len(page) >= SURVEYED else []
 
 
 FIRST_PAGE, NEXT_PAGE = 100, 1000  # segments that are listed at a time
@@ -213,7 +162,7 @@ def covering(
     Lists no further than until they are covered. Blocking; raises what the store raises.
     """
     kept: list[SegmentRef] = []
-    for page in _pages(store, chain, rows.first):
+    for page in _pages(store, chain, rows.first, FIRST_PAGE):
         found = [ref for ref in page if ref.coverage.overlaps(rows) and ref.key not in damaged]
         kept += found
         stretches = leading(kept, rows.first, rows.last) if found else []
@@ -222,12 +171,14 @@ def covering(
     return []
 
 
-def _pages(store: SegmentStore, chain: Chain, position: int) -> Iterator[list[SegmentRef]]:
-    """The first page of each level, because what is wanted stands there but for rare cases; then the rest."""
+def _pages(store: SegmentStore, chain: Chain, position: int, limit: int) -> Iterator[list[SegmentRef]]:
+    """The first page of each level (of `limit` segments), because what is wanted stands there but for rare
+    cases; then the rest.
+    """
     behind: deque[SegmentRef] = deque()
     for level in range(MAX_LEVEL + 1):
-        page = store.list(chain, position=position, level=level, limit=FIRST_PAGE)
-        behind += page[-1:] if len(page) >= FIRST_PAGE else []
+        page = store.list(chain, position=position, level=level, limit=limit)
+        behind += page[-1:] if len(page) >= limit else []
         yield page
     while behind:
         page = store.list_behind(behind.popleft(), NEXT_PAGE)

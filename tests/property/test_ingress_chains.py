@@ -138,7 +138,7 @@ class World:
     def give_up(self, chain: Chain, decision: Any, damaged: Any) -> Any:
         """Nothing is given up that a sound segment covers, or that nobody decided."""
         found = self._give_up(chain, decision, damaged)
-        for sequence in range(found.free.first, found.free.last + 1) if found.free else ():
+        for sequence in range(found.first, found.last + 1) if isinstance(found, SequenceRange) else ():
             for ref in self.store.list(chain):
                 assert sequence not in ref.coverage or ref.key in self.broken, (sequence, ref)
             if (chain, sequence) not in self.accepted:
@@ -309,7 +309,7 @@ async def live(seed: int, skip: bool) -> None:
 async def test_every_row_once_in_order_and_no_hole_without_a_decision(
     skip: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingress.chains.search.SURVEYED", 3)
+    monkeypatch.setattr("ingress.chains.search.NEXT_PAGE", 3)
     rng = seeded()
     for _ in range(25):
         seed = rng.randrange(1 << 32)
