@@ -21,7 +21,7 @@ from ingress.deps import IngressDeps, lease_key
 from ingress.errors import ends_target, leading, passes_by_itself
 from ingress.parked import ParkedStore
 from ingress.preflight import control_headers, ensure_target, shape_of
-from ingress.publishers.choose import choose, make, offered
+from ingress.publishers.choose import PUBLISHERS, choose, offered
 from ingress.publishers.publisher import Replies
 from ingress.redelivery import ParkedSource, Retries
 from ingress.report import PositionsReport, TargetReport
@@ -64,13 +64,8 @@ class Target:
         keeper = StateStore(bucket, state_key(ROLE, name), name, parked.adopt)
         reconciler = self._reconciler(keeper, lease)
         limits = ServerLimits(deps.client, chains, source.reset, oversize_hint(name))
-        publisher = make(
-            self._publisher_name(info),
-            deps.client,
-            name,
-            await Replies.open(deps.client),
-            exclusive=self._settings.exclusive,
-        )
+        kind, replies = PUBLISHERS[self._publisher_name(info)], await Replies.open(deps.client)
+        publisher = kind(deps.client, name, replies, exclusive=self._settings.exclusive)
         delivery = Delivery(name, keeper, reconciler, publisher, source, deps.clock, source.before_close, limits)
         deps.discovery.add(prefetch)
         try:

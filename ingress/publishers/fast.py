@@ -14,20 +14,8 @@ from typing import Any
 
 from common.errors import Unavailable
 from common.failpoints import failpoint
-from common.jetstream.client import FloeClient
 from common.tasks import wait_for
-from ingress.publishers.publisher import (
-    ACK_TIMEOUT,
-    Expected,
-    Outcome,
-    RepliedPublisher,
-    Replies,
-    Reply,
-    SinglePublisher,
-    UnknownOutcome,
-    judge_ack,
-    refusal,
-)
+from ingress.publishers.publisher import Expected, Outcome, Reply, SinglePublisher, UnknownOutcome, judge_ack, refusal
 from ingress.rows.rows import Rows
 
 START, APPEND, FINAL = 0, 1, 2  # operations
@@ -122,22 +110,19 @@ class Answers(Reply):
         self.news.set()
 
 
-class FastPublisher(RepliedPublisher):
+class FastPublisher(SinglePublisher):
     """Fast-ingest batches, one in flight: two would lose a message.
 
-    After a batch that failed, the next rows go one by one, the more the more batches failed: where the target
-    takes no batch for the moment (too many are open, another version leads), rows go on being stored, and a
-    refusal of the row itself costs no batch.
+    After a batch that failed, the next rows go one by one (as with `single`), the more the more batches
+    failed: where the target takes no batch for the moment (too many are open, another version leads), rows go
+    on being stored, and a refusal of the row itself costs no batch.
     """
 
     name = "fast"
-
-    def __init__(self, client: FloeClient, stream: str, replies: Replies, *, ack_timeout: float = ACK_TIMEOUT) -> None:
-        super().__init__(client, stream, replies, ack_timeout=ack_timeout)
-        self._single, self._alone = SinglePublisher(client, stream, replies, ack_timeout=ack_timeout), 0
+    _alone = 0
 
     async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
-        outcome = await self._single.publish_to(rows, base, stored, min(rows.count, stored + self._alone))
+        outcome = await self.publish_to(rows, base, stored, min(rows.count, stored + self._alone))
         if outcome.unclear is not None or outcome.stored == rows.count:
             return outcome
         batch = self._batch(rows, base, outcome.stored)
@@ -156,12 +141,12 @@ class FastPublisher(RepliedPublisher):
         """Send it to its end; None where all of it is acknowledged."""
         self._replies.listen(batch.answers)
         try:
-            unclear = await self._send(batch)
+            unclear = await self._send_batch(batch)
         except Unavailable as error:
             return UnknownOutcome(error.message)
         return unclear or await self._end(batch)
 
-    async def _send(self, batch: FastBatch) -> UnknownOutcome | None:
+    async def _send_batch(self, batch: FastBatch) -> UnknownOutcome | None:
         """Send all messages, at the server's pace, up to an answer that ends the batch early.
 
         The first goes alone: its answer says whether there are such batches here, and the pace. While the
