@@ -106,7 +106,7 @@ def _subjects_option(settings: TargetSettings) -> list[str]:
         return []
     # As they are, without those that another one covers: a stream's subjects must not overlap.
     found = sorted(set(known))
-    apart = [each for each in found if not Accepting(other for other in found if other != each).covers(each)]
+    apart = [each for each in found if not Accepting([other for other in found if other != each]).covers(each)]
     return [f"--subjects {shlex.quote(','.join(apart))}"]
 
 

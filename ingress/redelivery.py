@@ -12,7 +12,8 @@ from common.service.logs import get_logger
 from common.service.process import Threads
 from common.tasks import Stop
 from ingress import metrics
-from ingress.chains.prefetch import Decisions, Prefetcher
+from ingress.chains.pauses import PauseStore
+from ingress.chains.prefetch import Prefetcher
 from ingress.chains.recall import Recall
 from ingress.checkpoint import Intent, IntentPiece
 from ingress.parked import ParkedEntry, ParkedName, ParkedStore, State, waiting
@@ -147,7 +148,7 @@ class Retries:
         threads: Threads,
         clock: Clock,
         renew_limits: Callable[[], Awaitable[None]],
-        decisions: Decisions,
+        decisions: PauseStore,
     ) -> None:
         self._parked, self._source, self._threads = parked, source, threads
         self._renew_limits, self._decisions, self._clock = renew_limits, decisions, clock
