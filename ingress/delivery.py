@@ -22,6 +22,7 @@ from common.service.logs import get_logger
 from common.tasks import Stop
 from ingress import metrics
 from ingress.chains.chain_state import ChainRegistry
+from ingress.chains.recall import Recall
 from ingress.checkpoint import (
     Checkpoint,
     CheckpointConflict,
@@ -50,17 +51,11 @@ IDLE_LOOK = 30.0  # seconds between two looks at the target meanwhile
 BeforeClose = Callable[[Intent], Awaitable[None]]
 
 
-class Recaller(Protocol):
-    """Who finds the rows of an open intent again (`ingress.chains.recall.Recall`)."""
-
-    async def rows(self, intent: Intent, stored: int) -> Rows: ...
-
-
 class RowSource(Protocol):
-    """Who has rows ready (`ingress.chains.prefetch.Prefetcher`)."""
+    """Who has rows ready (`ingress.redelivery.ParkedSource`, `ingress.replay.source.ReplaySource`)."""
 
     @property
-    def recall(self) -> Recaller: ...
+    def recall(self) -> Recall: ...
     async def take(self, stop: Stop, seconds: float) -> Rows | None: ...
     def release(self, rows: Rows) -> None: ...
     def closed(self, positions: Mapping[Chain, int]) -> None: ...
@@ -336,17 +331,9 @@ class Delivery:
             except StateMoved as moved:
                 before = self.state
                 self._adopt(moved.stored)
-            if (before.checkpoint.target_sequence, before.intent) == (
-                self.state.checkpoint.target_sequence,
-                self.state.intent,
-            ):
-                return  # only positions differ: nobody carried
-        raise AnotherWriter(
-            f"target {self.target}: another instance carries into it while the lease is ours",
-            hint=ways(
-                (
-                    "stop all but one, or give them one lease bucket; what is stored and the open intent",
-                    command("checkpoint ls"),
-                )
-            ),
-        )
+            has_carried = before.checkpoint.target_sequence != self.state.checkpoint.target_sequence
+            if not has_carried and before.intent == self.state.intent:
+                return  # only positions differ
+        one = "stop all but one, or give them one lease bucket; what is stored and the open intent"
+        message = f"target {self.target}: another instance carries into it while the lease is ours"
+        raise AnotherWriter(message, hint=ways((one, command("checkpoint ls"))))

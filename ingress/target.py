@@ -5,6 +5,7 @@ from contextlib import suppress
 from typing import Any
 
 from common.chain import Chain
+from common.clock import Backoff, doubling
 from common.errors import FloeError, LeaseLost, Stopped, Unavailable, Unforeseen
 from common.jetstream.api import StreamInfo, stream_info
 from common.jetstream.kv import KeyValue, state_key
@@ -140,20 +141,18 @@ class Target:
         return await KeyValue.open(self._deps.client, settings.state_bucket, replicas=replicas)
 
 
-FIRST_PAUSE, LAST_PAUSE = 1.0, 30.0  # seconds between attempts
+PAUSES = doubling(1.0, 30.0)  # seconds between attempts
 
 
 class TargetSupervisor:
     """Carries into one target for as long as the service runs."""
 
-    def __init__(self, parts: IngressDeps, settings: TargetSettings) -> None:
-        self.target, self._parts = settings.stream, parts
-        self._report = TargetReport(
-            settings.stream, parts.health, parts.clock, parts.discovery.sites, parts.sharing.owner
-        )
-        self._carriage = Target(parts, settings, self._report)
-        self._slot = parts.sharing.slot(lease_key(settings.stream), self._report)
-        self._was_checked, self._pause = False, FIRST_PAUSE
+    def __init__(self, deps: IngressDeps, settings: TargetSettings) -> None:
+        self.target, self._deps = settings.stream, deps
+        self._report = TargetReport(settings.stream, deps.health, deps.clock, deps.discovery.sites, deps.sharing.owner)
+        self._carrying = Target(deps, settings, self._report)
+        self._slot = deps.sharing.slot(lease_key(settings.stream), self._report)
+        self._was_checked, self._pauses = False, Backoff(None, PAUSES)
 
     async def run(self, stop: Stop) -> None:
         """Carry, or stand by, until `stop` is set and no intent is open.
@@ -165,7 +164,7 @@ class TargetSupervisor:
             await self._serve(stop)
         except FloeError as error:
             self._report.ended(error)
-            await self._parts.sharing.retire(self._slot)
+            await self._deps.sharing.retire(self._slot)
             raise
 
     async def _serve(self, stop: Stop) -> None:
@@ -175,7 +174,7 @@ class TargetSupervisor:
             await self._hold(lease, stop)
 
     async def _check(self) -> None:
-        await self._carriage.check()
+        await self._carrying.check()
         self._was_checked = True
 
     async def _hold(self, lease: Lease, stop: Stop) -> None:
@@ -198,19 +197,19 @@ class TargetSupervisor:
 
     async def _carry(self, lease: Lease, leaving: Stop) -> None:
         try:
-            await self._carriage.run(lease, leaving)
+            await self._carrying.run(lease, leaving)
         except LeaseLost as error:
             log.warning("lease lost", action="lease_lost", target=self.target, error=error.message)
             lease.lost.set(StopReason.LEASE_LOST)
 
     async def _attempt(self, work: Coroutine[Any, Any, None], leaving: Stop) -> None:
         """Do `work`, and wait after what keeps it from its end, unless `leaving` is set."""
-        began = self._parts.clock.monotonic()
+        began = self._deps.clock.monotonic()
         try:
             await work
             return
         except Exception as error:
-            lasted = self._parts.clock.monotonic() - began
+            lasted = self._deps.clock.monotonic() - began
             if not isinstance(error, FloeError) or isinstance(error, Unforeseen):
                 pause = self._next_pause(lasted)
                 known = told(error, "target", f"target {self.target}", target=self.target, pause=pause)
@@ -221,12 +220,12 @@ class TargetSupervisor:
             elif ends_target(error, was_checked=self._was_checked):
                 raise
             else:
-                pause = self._parts.pace.reexamine
+                pause = self._deps.pace.reexamine
                 self._report.stopped(error)
         await first_of(leaving.wait(), seconds=pause)
 
     def _next_pause(self, lasted: float) -> float:
         """Twice as long after each attempt that failed soon."""
-        pause = FIRST_PAUSE if lasted > LAST_PAUSE else self._pause
-        self._pause = min(LAST_PAUSE, pause * 2)
-        return pause
+        if lasted > PAUSES[-1]:
+            self._pauses.reset()
+        return self._pauses.next()

@@ -169,11 +169,13 @@ class SegmentLocator:
         self._chains.check_may_begin(chain.chain, first)
         source, positions = self._chains.source(chain.chain), dict(self._chains.positions or {})
         start = await self._threads.run(self.starts.resolve, chain.chain, source, first, chain.end, positions)
-        chain.waits_for, chain.unreached = start.waits_for, archived if start.waits_for else 0
-        if start.sequence:
-            chain.begins(first, start.sequence)
-            context = chain.chain.log_context()
-            log.info("chain begins", action="chain_begins", position=start.sequence, **context)
+        if not start:
+            chain.unreached = archived
+            chain.waits_for = "nothing is archived yet from the moment on at which the copy begins"
+            return
+        chain.unreached = 0
+        chain.begins(first, start)
+        log.info("chain begins", action="chain_begins", position=start, **chain.chain.log_context())
 
     # Looking
 
@@ -287,10 +289,6 @@ class SegmentLocator:
         for gap, ref in found:
             first = max(gap.range.first, ref.coverage.first)
             metrics.behind_gaps.labels(state.chain.site, state.chain.feed).inc()
-            log.warning(
-                "a segment arrived behind a gap that was passed; it is not carried",
-                action="arrived_behind",
-                gap=str(gap.range),
-                to_carry_it=errors.set_position(self._chains.target, state.chain, first),
-                **ref.log_context(),
-            )
+            what = "a segment arrived behind a gap that was passed; it is not carried"
+            carry = errors.set_position(self._chains.target, state.chain, first)
+            log.warning(what, action="arrived_behind", gap=str(gap.range), to_carry_it=carry, **ref.log_context())

@@ -7,16 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from common.chain import Chain
 from common.clock import Clock
-from common.errors import (
-    ConfigError,
-    DataError,
-    FloeError,
-    OutcomeUnknown,
-    Refused,
-    SegmentCorrupt,
-    Stopped,
-    Unavailable,
-)
+from common.errors import FloeError, OutcomeUnknown, SegmentCorrupt, Stopped, Unavailable
 from common.segments.documents import ChainStore
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
@@ -32,7 +23,7 @@ from ingress.chains.pauses import Pauses, PauseStore
 from ingress.chains.plan import Phase
 from ingress.chains.recall import Recall
 from ingress.checkpoint import Gap, IntentPiece
-from ingress.errors import LOOK_AT_STOPPED
+from ingress.errors import LOOK_AT_STOPPED, STOPS_CHAIN
 from ingress.parked import ParkedStore
 from ingress.rows.decoder import Decoder, FromHoleError, Relays
 from ingress.rows.rows import Block, DecodedAhead, Rows
@@ -231,8 +222,7 @@ class Prefetcher:
             log.info("segment gone", action="segment_gone", **chain.chain.log_context())
             chain.fail()
             chain.turn = Turn.ACTIVE if had_failed else Turn.AGAIN
-        except (Stopped, DataError, Refused, ConfigError) as error:
-            # What the store refuses about one chain keeps back no other.
+        except STOPS_CHAIN as error:
             self._stop(chain, error)
         except (Unavailable, OutcomeUnknown) as error:
             metrics.unreadable.labels(self.chains.target).inc()

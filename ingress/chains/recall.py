@@ -55,15 +55,14 @@ class Recall:
         try:
             for piece in intent.pieces:
                 before += piece.count
-                if piece.count == 0 or before <= stored:
-                    self._budget.force((skipped := Block(piece)).size)
-                    blocks.append(skipped)
-                elif piece.out_of_turn and (message := await self._parked_message(piece)) is not None:
-                    again = await self._out_of_turn(piece, message)
-                    self._budget.force(again.size)
-                    blocks.append(again)
-                else:
+                block: Block | None = Block(piece)
+                if piece.count and before > stored:
+                    block = await self._parked_again(piece) if piece.out_of_turn else None
+                if block is None:
                     blocks += await self._piece(piece)
+                else:
+                    self._budget.force(block.size)
+                    blocks.append(block)
         except BaseException as error:
             self._budget.give(sum(block.size for block in blocks))
             if isinstance(error, RowRefused):
@@ -105,12 +104,12 @@ class Recall:
         segment = SegmentName(name.chain, 0, rows, digest)
         return await self._out_of_turn(IntentPiece(segment, rows, 1, out_of_turn=True), message)
 
-    async def _parked_message(self, piece: IntentPiece) -> Message | None:
+    async def _parked_again(self, piece: IntentPiece) -> Block | None:
         """What a piece that is out of turn names; None where only the archive can have it."""
         if self._parked is None:
             return None
-        name = self._parked.name(piece.chain, piece.rows.first)
-        return await self._threads.run(self._parked.read, name)
+        message = await self._threads.run(self._parked.read, self._parked.name(piece.chain, piece.rows.first))
+        return None if message is None else await self._out_of_turn(piece, message)
 
     async def _out_of_turn(self, piece: IntentPiece, message: Message) -> Block:
         preparer = await self._preparer(piece.chain, frozenset())
