@@ -55,10 +55,8 @@ class Recall:
         try:
             for piece in intent.pieces:
                 before += piece.count
-                block: Block | None = Block(piece)
-                if piece.count and before > stored:
-                    block = await self._parked_again(piece) if piece.out_of_turn else None
-                if block is None:
+                is_wanted = piece.count and before > stored
+                if (block := await self._parked_again(piece) if is_wanted else Block(piece)) is None:
                     blocks += await self._piece(piece)
                 else:
                     self._budget.force(block.size)
@@ -106,7 +104,7 @@ class Recall:
 
     async def _parked_again(self, piece: IntentPiece) -> Block | None:
         """What a piece that is out of turn names; None where only the archive can have it."""
-        if self._parked is None:
+        if self._parked is None or not piece.out_of_turn:
             return None
         message = await self._threads.run(self._parked.read, self._parked.name(piece.chain, piece.rows.first))
         return None if message is None else await self._out_of_turn(piece, message)

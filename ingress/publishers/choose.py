@@ -47,14 +47,9 @@ def choose(target: str, setting: str, against: Mapping[str, str]) -> str:
     if setting == "auto":
         return next(name for name, why in against.items() if not why)
     if against[setting]:
-        raise ConfigError(
-            f"target {target}: publisher: expected one that it offers, found {setting}: {against[setting]}",
-            hint=ways(
-                "set `publisher: auto`",
-                ("or, where only the stream lacks it", f"nats stream edit {target} {ALLOW[setting]}"),
-            ),
-            code="E-PUBLISHER",
-        )
+        message = f"target {target}: publisher: expected one that it offers, found {setting}: {against[setting]}"
+        edit = ("or, where only the stream lacks it", f"nats stream edit {target} {ALLOW[setting]}")
+        raise ConfigError(message, hint=ways("set `publisher: auto`", edit), code="E-PUBLISHER")
     return setting
 
 

@@ -83,6 +83,7 @@ class Answers(Reply):
         super().__init__(subject)
         self.batch, self.acked, self.every = self.prefix + batch_id.encode() + b".", 0, 0
         self.news = asyncio.Event()
+        self.decisive.add_done_callback(lambda _: self.news.set())
 
     @property
     def is_over(self) -> bool:
@@ -101,14 +102,6 @@ class Answers(Reply):
             self._decide((payload, headers))
         self.news.set()
 
-    def lost(self) -> None:
-        super().lost()
-        self.news.set()
-
-    def fail(self, error: Exception) -> None:
-        super().fail(error)
-        self.news.set()
-
 
 class FastPublisher(SinglePublisher):
     """Fast-ingest batches, one in flight: two would lose a message.
@@ -125,17 +118,13 @@ class FastPublisher(SinglePublisher):
         outcome = await self.publish_to(rows, base, stored, min(rows.count, stored + self._alone))
         if outcome.unclear is not None or outcome.stored == rows.count:
             return outcome
-        batch = self._batch(rows, base, outcome.stored)
+        start, batch_id = outcome.stored, self._new_batch_id()
+        answers = Answers(self._replies.subject(), batch_id)
+        expected = Expected(self._stream, base + rows.count, batch_id, rows.count - start)
+        batch = FastBatch(rows, base, start, rows.count, flow_of(rows, start, rows.count), answers, expected)
         unclear = await self._publish(batch)
         self._alone = 0 if unclear is None else min(MOST_ALONE, 2 * self._alone or 1)
         return Outcome(batch.start, unclear, batch.start + batch.sent) if unclear else Outcome(batch.stop)
-
-    def _batch(self, rows: Rows, base: int, start: int) -> FastBatch:
-        batch_id = self._new_batch_id()
-        answers = Answers(self._replies.subject(), batch_id)
-        expected = Expected(self._stream, base + rows.count, batch_id, rows.count - start)
-        flow = flow_of(rows, start, rows.count)
-        return FastBatch(rows, base, start, rows.count, flow, answers, expected)
 
     async def _publish(self, batch: FastBatch) -> UnknownOutcome | None:
         """Send it to its end; None where all of it is acknowledged."""

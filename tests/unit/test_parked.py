@@ -153,6 +153,8 @@ def test_nothing_is_left_out_before_the_store_gives_it_back(tmp_path: Path, lies
 class Supply:
     """Gives out what was offered."""
 
+    recall: Any = None
+
     def __init__(self) -> None:
         self.ready: list[Block] = []
         self.released = 0
@@ -277,7 +279,7 @@ class Desk:
 
 def retries_of(parked: ParkedStore, threads: Threads) -> tuple[Retries, Desk]:
     desk, supply = Desk(), Supply()
-    supply.recall = desk  # type: ignore[attr-defined]
+    supply.recall = desk
     source = ParkedSource(supply, parked, threads)  # type: ignore[arg-type]
     return Retries(parked, source, threads, desk, desk.reshape, desk), desk  # type: ignore[arg-type]
 
