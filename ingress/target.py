@@ -62,12 +62,12 @@ class Target:
         source = ParkedSource(prefetch, parked, deps.threads)
         retries = Retries(parked, source, deps.threads, deps.clock, chains.renew_limits, decisions)
         retries.spacing = deps.pace.parked
-        keeper = StateStore(bucket, state_key(ROLE, name), name, parked.adopt)
-        reconciler = self._reconciler(keeper, lease)
+        state = StateStore(bucket, state_key(ROLE, name), name, parked.adopt)
+        reconciler = self._reconciler(state, lease)
         limits = ServerLimits(deps.client, chains, source.reset, oversize_hint(name))
         kind, replies = PUBLISHERS[self._publisher_name(info)], await Replies.open(deps.client)
         publisher = kind(deps.client, name, replies, exclusive=self._settings.exclusive)
-        delivery = Delivery(name, keeper, reconciler, publisher, source, deps.clock, source.before_close, limits)
+        delivery = Delivery(name, state, reconciler, publisher, source, deps.clock, source.before_close, limits)
         deps.discovery.add(prefetch)
         try:
             watching, says = self._watch(delivery, prefetch, lease), self._says(delivery).run()
@@ -97,13 +97,13 @@ class Target:
 
         return PositionsReport(self._target, tuple(sorted(pairs)), positions, deps.documents, deps.threads, deps.clock)
 
-    def _reconciler(self, keeper: StateStore, lease: Lease) -> Reconciler:
+    def _reconciler(self, state: StateStore, lease: Lease) -> Reconciler:
         deps, errors, headers = self._deps, TargetErrors(self._target), control_headers(self._settings)
-        looker = TargetStream(deps.client, self._target, deps.connect, headers)
+        stream = TargetStream(deps.client, self._target, deps.connect, headers)
         if self._sending[0] is not lease:
             self._sending = (lease, Sending())
         kind = Reconciler if self._settings.exclusive else SharedSettler
-        return kind(errors, keeper, looker, lease, deps.clock, deps.pace.look_spacing, self._sending[1])
+        return kind(errors, state, stream, lease, deps.clock, deps.pace.look_spacing, self._sending[1])
 
     # The target
 
@@ -161,17 +161,14 @@ class TargetSupervisor:
         what ends the target for this process: ConfigError at the start, AnotherWriter.
         """
         try:
-            await self._serve(stop)
+            while not self._was_checked and not stop.is_set:
+                await self._attempt(self._check(), stop)
+            while (lease := await self._slot.occupy(stop)) is not None:
+                await self._hold(lease, stop)
         except FloeError as error:
             self._report.ended(error)
             await self._deps.sharing.retire(self._slot)
             raise
-
-    async def _serve(self, stop: Stop) -> None:
-        while not self._was_checked and not stop.is_set:
-            await self._attempt(self._check(), stop)
-        while (lease := await self._slot.occupy(stop)) is not None:
-            await self._hold(lease, stop)
 
     async def _check(self) -> None:
         await self._carrying.check()
