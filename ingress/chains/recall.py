@@ -128,26 +128,21 @@ class Recall:
 
     async def _piece(self, piece: IntentPiece) -> list[Block]:
         damaged: set[str] = set()
-        refs = await self._named(piece)
-        while True:
-            # By its name the segment gives the very rows of the intent; what others may have of what it did
-            # not read is none of them. Where it is gone, the cover holds them, and may hold more by now.
-            stretches = [Stretch(ref, piece.rows) for ref in refs if ref.key not in damaged]
-            is_named = bool(stretches)
-            if not stretches:
-                stretches = await self._threads.run(covering, self._store, piece.chain, piece.rows, frozenset(damaged))
-            if not stretches:
-                raise self._lost(piece, f"no undamaged segments cover {piece.rows}")
-            if (found := await self._read(piece, stretches, damaged, alone=is_named)) is not None:
-                return found
-
-    async def _named(self, piece: IntentPiece) -> list[SegmentRef]:
-        """The segment that the piece names, by one short listing; empty if it is not there."""
         name, call = piece.segment, self._threads.run
         assert not isinstance(name, Gap), "a gap has no rows to be found"
         last, level = name.coverage.last, name.level
         refs = await call(self._store.list, piece.chain, position=last, level=level, limit=NEIGHBOURS)
-        return [ref for ref in refs if ref.segment == name]
+        while True:
+            # By its name the segment gives the very rows of the intent; what others may have of what it did
+            # not read is none of them. Where it is gone, the cover holds them, and may hold more by now.
+            named = [ref for ref in refs if ref.segment == name and ref.key not in damaged]
+            stretches = [Stretch(ref, piece.rows) for ref in named]
+            if not named:
+                stretches = await call(covering, self._store, piece.chain, piece.rows, frozenset(damaged))
+            if not stretches:
+                raise self._lost(piece, f"no undamaged segments cover {piece.rows}")
+            if (found := await self._read(piece, stretches, damaged, alone=bool(named))) is not None:
+                return found
 
     async def _read(
         self, piece: IntentPiece, stretches: list[Stretch[SegmentRef]], damaged: set[str], *, alone: bool

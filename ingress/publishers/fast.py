@@ -29,12 +29,11 @@ MOST_ALONE = 1024  # rows
 
 @dataclass(slots=True)
 class FastBatch:
-    """One batch: rows `start` to `stop` of an intent that begins after `base`; `sent`: how many went out."""
+    """One batch: the rows from `start` on of an intent that begins after `base`; `sent`: how many went out."""
 
     rows: Rows
     base: int
     start: int
-    stop: int
     flow: int
     answers: Answers
     expected: Expected
@@ -43,7 +42,7 @@ class FastBatch:
     @property
     def count(self) -> int:
         """Rows in all."""
-        return self.stop - self.start
+        return self.rows.count - self.start
 
     def compose(self, begin: int, end: int) -> bytes:
         """Its messages from the one at index `begin` to `end` (exclusive), on the wire. The first goes alone.
@@ -121,10 +120,10 @@ class FastPublisher(SinglePublisher):
         start, batch_id = outcome.stored, self._new_batch_id()
         answers = Answers(self._replies.subject(), batch_id)
         expected = Expected(self._stream, base + rows.count, batch_id, rows.count - start)
-        batch = FastBatch(rows, base, start, rows.count, flow_of(rows, start, rows.count), answers, expected)
+        batch = FastBatch(rows, base, start, flow_of(rows, start, rows.count), answers, expected)
         unclear = await self._publish(batch)
         self._alone = 0 if unclear is None else min(MOST_ALONE, 2 * self._alone or 1)
-        return Outcome(batch.start, unclear, batch.start + batch.sent) if unclear else Outcome(batch.stop)
+        return Outcome(batch.start, unclear, batch.start + batch.sent) if unclear else Outcome(rows.count)
 
     async def _publish(self, batch: FastBatch) -> UnknownOutcome | None:
         """Send it to its end; None where all of it is acknowledged."""
