@@ -69,7 +69,7 @@ class GapSkipper:
             return
         self._pass(chain, AcceptedGap(part, why[:MAX_TEXT], BY, self._now(), from_hole=True), missing)
         what, context = "missing sequences of a filled hole passed", {"gap": str(part), "missing": missing, "why": why}
-        log.warning(what, action="gone_from_hole_passed", target=self._target, **context, **chain.log_context())
+        log.warning(what, action="gone_from_hole_passed", **context, target=self._target, **chain.log_context())
 
     def _pass(self, chain: Chain, gap: AcceptedGap, lost: int | None = None) -> None:
         """Write it down and count it. `lost`: how many of its sequences (None: all)."""

@@ -32,6 +32,7 @@ log = get_logger("ingress.chains.search")
 
 
 LISTED = 100  # segments of one level that a look takes
+SURVEYED = 1000  # segments that a survey lists at a time
 LEFT_OUT = 10  # damaged segments at one position that a look into them passes
 
 _LEADS_ON = (Phase.READY, Phase.DONE)
@@ -134,14 +135,13 @@ def survey(
     """
     best: SegmentRef | None = None
     reach = hole.last
-    for page in _pages(store, chain, hole.first, NEXT_PAGE):
-        for ref in page:
-            if ref.key in damaged or ref.coverage.first > reach:
-                continue
-            if extends(ref.coverage, hole.first):
-                best = ref if best is None else max(best, ref, key=preference)
-            else:
-                reach = ref.coverage.first - 1
+    for ref in _everything(store, chain, hole.first):
+        if ref.key in damaged or ref.coverage.first > reach:
+            continue
+        if extends(ref.coverage, hole.first):
+            best = ref if best is None else max(best, ref, key=preference)
+        else:
+            reach = ref.coverage.first - 1
     return best or SequenceRange(hole.first, reach)
 
 
@@ -149,6 +149,15 @@ def has_news(store: SegmentStore, gone: FromHole) -> bool:
     """Whether a segment stands where something was missing that was not there, as far as one page tells."""
     refs = store.list(gone.segment.chain, position=gone.rows.first, limit=LISTED)
     return any(ref.coverage.overlaps(gone.rows) and ref.key not in gone.known for ref in refs)
+
+
+def _everything(store: SegmentStore, chain: Chain, position: int) -> Iterator[SegmentRef]:
+    """Level by level, from the lowest: what is merged meanwhile is seen in one of them."""
+    for level in range(MAX_LEVEL + 1):
+        page = store.list(chain, position=position, level=level, limit=SURVEYED)
+        while page:
+            yield from page
+            page = store.list_behind(page[-1], SURVEYED) if len(page) >= SURVEYED else []
 
 
 FIRST_PAGE, NEXT_PAGE = 100, 1000  # segments that are listed at a time
@@ -162,7 +171,7 @@ def covering(
     Lists no further than until they are covered. Blocking; raises what the store raises.
     """
     kept: list[SegmentRef] = []
-    for page in _pages(store, chain, rows.first, FIRST_PAGE):
+    for page in _pages(store, chain, rows.first):
         found = [ref for ref in page if ref.coverage.overlaps(rows) and ref.key not in damaged]
         kept += found
         stretches = leading(kept, rows.first, rows.last) if found else []
@@ -171,14 +180,12 @@ def covering(
     return []
 
 
-def _pages(store: SegmentStore, chain: Chain, position: int, limit: int) -> Iterator[list[SegmentRef]]:
-    """The first page of each level (of `limit` segments), because what is wanted stands there but for rare
-    cases; then the rest.
-    """
+def _pages(store: SegmentStore, chain: Chain, position: int) -> Iterator[list[SegmentRef]]:
+    """The first page of each level, because what is wanted stands there but for rare cases; then the rest."""
     behind: deque[SegmentRef] = deque()
     for level in range(MAX_LEVEL + 1):
-        page = store.list(chain, position=position, level=level, limit=limit)
-        behind += page[-1:] if len(page) >= limit else []
+        page = store.list(chain, position=position, level=level, limit=FIRST_PAGE)
+        behind += page[-1:] if len(page) >= FIRST_PAGE else []
         yield page
     while behind:
         page = store.list_behind(behind.popleft(), NEXT_PAGE)

@@ -309,7 +309,7 @@ async def live(seed: int, skip: bool) -> None:
 async def test_every_row_once_in_order_and_no_hole_without_a_decision(
     skip: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingress.chains.search.NEXT_PAGE", 3)
+    monkeypatch.setattr("ingress.chains.search.SURVEYED", 3)
     rng = seeded()
     for _ in range(25):
         seed = rng.randrange(1 << 32)
