@@ -44,7 +44,7 @@ from compaction.merge import COMPRESSION_LEVEL, merge
 from compaction.plan import Output
 from egress.archive import Archive
 from infra.local.nats import NatsServer
-from ingress.chains.search import next_stretches
+from ingress.chains.search import look as look_from
 from ingress.replay.output import Teller
 from ingress.replay.replay import Replay
 from ingress.replay.request import ReplayOptions, Request
@@ -104,7 +104,7 @@ class Synthetic:
 def look(store: SegmentStore, position: int) -> float:
     """Milliseconds that the decision takes."""
     started = time.perf_counter()
-    found = next_stretches(store, CHAIN, position)
+    found = look_from(store, CHAIN, position, None, frozenset()).stretches
     elapsed = (time.perf_counter() - started) * 1000
     assert [each.rows.first for each in found[:1]] == [position], f"expected rows from {position}, found {found[:1]}"
     return elapsed

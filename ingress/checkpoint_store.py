@@ -212,16 +212,10 @@ class StateStore:
         self._seen(state)
         value = to_json(self._target, state)
         if len(value) > MAX_STATE:
-            raise Stopped(
-                f"state of target {self._target}: expected at most {MAX_STATE} bytes, found {len(value)}",
-                hint=ways(
-                    (
-                        "spread its sources over several targets; or forget chains that are listed no more",
-                        set_command(self._target, "--forget-unlisted"),
-                    )
-                ),
-                code="E-STATE-SIZE",
-            )
+            message = f"state of target {self._target}: expected at most {MAX_STATE} bytes, found {len(value)}"
+            spread = "spread its sources over several targets; or forget chains that are listed no more"
+            forget = set_command(self._target, "--forget-unlisted")
+            raise Stopped(message, hint=ways((spread, forget)), code="E-STATE-SIZE")
         try:
             written = await self._write(value, revision)
         except OutcomeUnknown:

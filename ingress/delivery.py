@@ -22,6 +22,7 @@ from common.service.logs import get_logger
 from common.tasks import Stop
 from ingress import metrics
 from ingress.chains.chain_state import ChainRegistry
+from ingress.chains.recall import Recall
 from ingress.checkpoint import (
     Checkpoint,
     CheckpointConflict,
@@ -50,17 +51,11 @@ IDLE_LOOK = 30.0  # seconds between two looks at the target meanwhile
 BeforeClose = Callable[[Intent], Awaitable[None]]
 
 
-class Recaller(Protocol):
-    """Who finds the rows of an open intent again (`ingress.chains.recall.Recall`)."""
-
-    async def rows(self, intent: Intent, stored: int) -> Rows: ...
-
-
 class RowSource(Protocol):
-    """Who has rows ready (`ingress.chains.prefetch.Prefetcher`)."""
+    """Who has rows ready (`ingress.redelivery.ParkedSource`, `ingress.replay.source.ReplaySource`)."""
 
     @property
-    def recall(self) -> Recaller: ...
+    def recall(self) -> Recall: ...
     async def take(self, stop: Stop, seconds: float) -> Rows | None: ...
     def release(self, rows: Rows) -> None: ...
     def closed(self, positions: Mapping[Chain, int]) -> None: ...
@@ -118,17 +113,17 @@ class Delivery:
     def __init__(
         self,
         target: str,
-        keeper: StateStore,
-        settler: Reconciler,
+        store: StateStore,
+        reconciler: Reconciler,
         publisher: Publisher,
-        supply: RowSource,
+        source: RowSource,
         clock: Clock,
         before_close: BeforeClose | None = None,
         limits: ServerLimits | None = None,
     ) -> None:
         self.target, self.is_settled, self.trouble = target, False, ""
-        self._keeper, self._settler, self._publisher, self._limits = keeper, settler, publisher, limits
-        self._supply, self._clock, self._before_close = supply, clock, before_close
+        self._store, self._reconciler, self._publisher, self._limits = store, reconciler, publisher, limits
+        self._source, self._clock, self._before_close = source, clock, before_close
         self._known, self._looked_at = Stored(TargetState(Checkpoint(0, "")), 0), clock.monotonic()
 
     @property
@@ -148,7 +143,7 @@ class Delivery:
                 if self.state.intent is not None:  # ours, or of whoever crashed
                     await self._finish(self.state.intent)
                 elif not self.is_settled:
-                    await self._settler.settle(self._known, None)
+                    await self._reconciler.settle(self._known, None)
                 elif (rows := await self._take(stop)) is None:
                     return
                 else:
@@ -162,7 +157,7 @@ class Delivery:
 
     async def _begin(self) -> None:
         """Load the state, or make the first one for a target that never held a message."""
-        stored, reading = await self._settler.first()
+        stored, reading = await self._reconciler.first()
         if stored.state is None and reading is not None:
             # What a target that others publish to holds at the first start was there before.
             last = reading.last_sequence
@@ -176,7 +171,7 @@ class Delivery:
             metrics.intents.labels(self.target, "taken_over").inc()
             behind = close_intent(behind)
         # What comes after the open intent may be decoded while it is being finished.
-        self._supply.reset(behind.checkpoint.positions)
+        self._source.reset(behind.checkpoint.positions)
 
     # One intent
 
@@ -186,35 +181,35 @@ class Delivery:
         """
         # Asked here too: whoever has rows ready gives them without waiting, for ever in a backlog.
         while not stop.is_set:
-            if (rows := await self._supply.take(stop, IDLE_SPACING)) is not None:
+            if (rows := await self._source.take(stop, IDLE_SPACING)) is not None:
                 return rows
             if not stop.is_set:
-                await self._settler.check_moved(self._known)
+                await self._reconciler.check_moved(self._known)
                 # A target that was deleted or set back is found before the next row comes.
                 if self._clock.monotonic() - self._looked_at >= IDLE_LOOK:
                     self._looked_at = self._clock.monotonic()
-                    await self._settler.settle(self._known, None)
+                    await self._reconciler.settle(self._known, None)
         return None
 
     async def _deliver(self, rows: Rows) -> None:
         """Open an intent over `rows` and finish it."""
         try:
-            self._settler.check_lease()
+            self._reconciler.check_lease()
             # A foreign message is better found before an intent stands open that can never be finished.
-            settled = await self._settler.settle(self._known, None)
+            settled = await self._reconciler.settle(self._known, None)
             if self._limits is not None and self._limits.are_outdated:
                 # What the server does not take any more must not get into an intent.
                 await self._limits.renew(self.state.checkpoint.positions)
                 return
             metrics.stepped_over(self.target, settled.base - self.state.checkpoint.target_sequence)
             intent = await self._save(self._opened(rows, settled.base))
-            self._settler.sending.opens(self._known.revision)
+            self._reconciler.sending.opens(self._known.revision)
             metrics.intents.labels(self.target, "opened").inc()
             failpoint("ingress.after_intent")
             assert intent is not None, "it was just opened"
             await self._finish(intent, rows)
         finally:
-            self._supply.release(rows)
+            self._source.release(rows)
 
     async def _finish(self, intent: Intent, rows: Rows | None = None) -> None:
         """Publish what of the open intent is not stored, and close it.
@@ -233,24 +228,24 @@ class Delivery:
         failpoint("ingress.after_close")
         metrics.publish_seconds.labels(self.target).observe(self._clock.monotonic() - started)
         metrics.closed(self.target, intent)
-        self._supply.closed(self.state.checkpoint.positions)
+        self._source.closed(self.state.checkpoint.positions)
 
     async def _publish_rest(self, intent: Intent) -> int:
-        if self._settler.steps_over and not intent.is_shared:
+        if self._reconciler.steps_over and not intent.is_shared:
             # Before another row is sent it says that messages of others may stand in it.
             await self._save(share_intent(self.state))
             intent = replace(intent, is_shared=True)
-        settled = await self._settler.settle(self._known, None)
+        settled = await self._reconciler.settle(self._known, None)
         if settled.stored == intent.count:
             return settled.base
-        rows = await self._supply.recall.rows(intent, settled.stored)
+        rows = await self._source.recall.rows(intent, settled.stored)
         try:
-            if self._settler.steps_over:
+            if self._reconciler.steps_over:
                 # With the rows at hand it is known exactly.
-                settled = await self._settler.settle(self._known, rows)
+                settled = await self._reconciler.settle(self._known, rows)
             return await self._publish(intent, rows, settled)
         finally:
-            self._supply.release(rows)
+            self._source.release(rows)
 
     async def _publish(self, intent: Intent, rows: Rows, settled: Settled) -> int:
         """Publish until all rows of the open intent are stored, `settled.stored` of which are already; the
@@ -258,10 +253,10 @@ class Delivery:
 
         Raises what settling raises, and Unavailable where the target takes nothing.
         """
-        slow, sending = 0, self._settler.sending
+        slow, sending = 0, self._reconciler.sending
         sending.settled(self._known.revision, settled.stored)
         while settled.stored < intent.count:
-            self._settler.check_lease()
+            self._reconciler.check_lease()
             if self._limits is not None:
                 # What is written from here on goes to the server that is connected to now, or nowhere.
                 self._limits.check(rows, settled.stored)
@@ -271,9 +266,9 @@ class Delivery:
             before, settled = settled, replace(settled, stored=outcome.stored)
             if outcome.unclear is not None:
                 self._note(outcome, outcome.unclear)
-                settled = await self._settler.settle(self._known, rows)
+                settled = await self._reconciler.settle(self._known, rows)
                 sending.settled(self._known.revision, settled.stored)
-                if self._settler.steps_over and settled.stored < outcome.stored:
+                if self._reconciler.steps_over and settled.stored < outcome.stored:
                     # Acknowledged rows are stored, even where others are read that cannot be found any more.
                     settled = Settled(settled.base + settled.stored - outcome.stored, outcome.stored)
                 # What others stored meanwhile explains a refusal, and waiting would not help.
@@ -289,7 +284,7 @@ class Delivery:
         metrics.unclear.labels(self.target).inc()
         if unclear.err_code:
             metrics.refused_batches.labels(self.target, str(unclear.err_code)).inc()
-        if self._settler.steps_over and unclear.err_code in WRONG_LAST_SEQUENCE:
+        if self._reconciler.steps_over and unclear.err_code in WRONG_LAST_SEQUENCE:
             return
         self.trouble = unclear.why
         log.warning(
@@ -308,15 +303,15 @@ class Delivery:
 
     def _opened(self, rows: Rows, base: int) -> TargetState:
         try:
-            return open_intent(self.state, rows.pieces(), base, is_shared=self._settler.steps_over)
+            return open_intent(self.state, rows.pieces(), base, is_shared=self._reconciler.steps_over)
         except CheckpointConflict as error:
             error.hint = ways(("a defect: keep the log; it is tried again by itself, see", command("status")))
             raise
 
     async def _save(self, state: TargetState) -> Intent | None:
         """Store the next state; its open intent. Raises StateMoved where somebody else stored one."""
-        if (stored := await self._keeper.save(state, self._known.revision)) is None:
-            await self._settler.check_moved(self._known)
+        if (stored := await self._store.save(state, self._known.revision)) is None:
+            await self._reconciler.check_moved(self._known)
             raise Unavailable(f"state of target {self.target}: neither stored nor changed by anybody")
         self._known = stored
         return state.intent
@@ -329,24 +324,16 @@ class Delivery:
         """
         for _ in range(ROUNDS):
             await self._clock.sleep(ROUND_SPACING)
-            self._settler.check_lease()
+            self._reconciler.check_lease()
             try:
-                await self._settler.check_moved(self._known)
+                await self._reconciler.check_moved(self._known)
                 return
             except StateMoved as moved:
                 before = self.state
                 self._adopt(moved.stored)
-            if (before.checkpoint.target_sequence, before.intent) == (
-                self.state.checkpoint.target_sequence,
-                self.state.intent,
-            ):
-                return  # only positions differ: nobody carried
-        raise AnotherWriter(
-            f"target {self.target}: another instance carries into it while the lease is ours",
-            hint=ways(
-                (
-                    "stop all but one, or give them one lease bucket; what is stored and the open intent",
-                    command("checkpoint ls"),
-                )
-            ),
-        )
+            has_carried = before.checkpoint.target_sequence != self.state.checkpoint.target_sequence
+            if not has_carried and before.intent == self.state.intent:
+                return  # only positions differ
+        one = "stop all but one, or give them one lease bucket; what is stored and the open intent"
+        message = f"target {self.target}: another instance carries into it while the lease is ours"
+        raise AnotherWriter(message, hint=ways((one, command("checkpoint ls"))))

@@ -1,7 +1,7 @@
 """What all targets of a process share, and what no user tunes."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.clock import Clock
 from common.jetstream.client import FloeClient
@@ -47,7 +47,7 @@ class IngressDeps:
     sharing: LeaseGroup
     health: Health
     clock: Clock
-    pace: IngressTuning = field(default_factory=IngressTuning)
+    pace: IngressTuning
 
     @property
     def memory_limit(self) -> int:

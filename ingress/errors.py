@@ -4,7 +4,16 @@ import shlex
 from collections.abc import Sequence
 
 from common.chain import Chain
-from common.errors import AnotherWriter, ConfigError, FloeError, OutcomeUnknown, Unavailable
+from common.errors import (
+    AnotherWriter,
+    ConfigError,
+    DataError,
+    FloeError,
+    OutcomeUnknown,
+    Refused,
+    Stopped,
+    Unavailable,
+)
 from common.jetstream.requests import ApiError
 from common.segments.documents import of_chain, way_out
 from common.segments.store import quarantine_command
@@ -14,6 +23,8 @@ from common.settings.ingress import IngressSettings
 
 # A cluster whose members do not all know each other yet says so too, for some seconds.
 NO_SUITABLE_PEERS = 10005
+# What stops one chain and keeps back no other.
+STOPS_CHAIN = (Stopped, DataError, Refused, ConfigError)
 LOOK_AT_STOPPED = 60.0  # seconds until a target or a chain that stopped is looked at again
 
 

@@ -95,7 +95,7 @@ class ParkedKeys:
         return f"{self.prefix}{encode(created)}/"
 
     @property
-    def rung(self) -> str:
+    def request_marker(self) -> str:
         """What is written with each request."""
         return f"{self.prefix}asked/rung"
 
@@ -222,16 +222,9 @@ class ParkedStore:
         failpoint("ingress.before_park")
         self._keep(key, body, {"why": oversize.why})
         failpoint("ingress.after_park")
-        labels = (self.target, chain.site, chain.feed, str(chain.partition))
-        metrics.parked_messages.labels(*labels).inc()
-        log.warning(
-            "message parked",
-            action="parked",
-            target=self.target,
-            sequence=message.sequence,
-            why=oversize.why,
-            **chain.log_context(),
-        )
+        metrics.parked_messages.labels(self.target, chain.site, chain.feed, str(chain.partition)).inc()
+        context = {"target": self.target, "sequence": message.sequence, "why": oversize.why}
+        log.warning("message parked", action="parked", **context, **chain.log_context())
 
     def name(self, chain: Chain, sequence: int) -> ParkedName:
         """The message with this sequence, for the target of now."""
@@ -257,11 +250,11 @@ class ParkedStore:
         for entry in entries:
             self._keep(self.keys.key(entry.name, "asked", entry.answered + 1), b"{}")
         # Behind the requests: whoever sees it sees them.
-        self._objects.put(self.keys.rung, secrets.token_hex(16).encode())
+        self._objects.put(self.keys.request_marker, secrets.token_hex(16).encode())
 
-    def rung(self) -> str:
+    def last_request(self) -> str:
         """Another text whenever something was asked for; empty if nothing ever was."""
-        info = self._objects.head(self.keys.rung)
+        info = self._objects.head(self.keys.request_marker)
         return "" if info is None else info.etag
 
     def may_be_delivered(self, name: ParkedName) -> bool:

@@ -33,25 +33,19 @@ async def ensure_target(client: FloeClient, settings: TargetSettings) -> StreamI
 
 
 async def _create(client: FloeClient, settings: TargetSettings) -> StreamInfo:
+    target = f"target {settings.stream}"
     if settings.create is None:
-        raise ConfigError(
-            f"target {settings.stream}: expected a stream, found none and no `create`",
-            hint=add_command(settings),
-            code="E-TARGET-MISSING",
-        )
+        message = f"{target}: expected a stream, found none and no `create`"
+        raise ConfigError(message, hint=add_command(settings), code="E-TARGET-MISSING")
     if not settings.subjects_to_create():
-        raise ConfigError(
-            f"target {settings.stream}: create.subjects: expected subjects, found none and no subject_prefix",
-            code="E-TARGET",
-        )
+        message = f"{target}: create.subjects: expected subjects, found none and no subject_prefix"
+        raise ConfigError(message, code="E-TARGET")
     try:
         info = await create_stream(client, stream_config(settings, settings.create))
     except ApiError as error:
         if passes_by_itself(error):
             raise
-        raise ConfigError(
-            f"target {settings.stream}: cannot be created: {error.description}", code="E-TARGET"
-        ) from error
+        raise ConfigError(f"{target}: cannot be created: {error.description}", code="E-TARGET") from error
     log.info("target created", action="target_created", target=settings.stream)
     return info
 
@@ -106,7 +100,7 @@ def _subjects_option(settings: TargetSettings) -> list[str]:
         return []
     # As they are, without those that another one covers: a stream's subjects must not overlap.
     found = sorted(set(known))
-    apart = [each for each in found if not Accepting(other for other in found if other != each).covers(each)]
+    apart = [each for each in found if not Accepting([other for other in found if other != each]).covers(each)]
     return [f"--subjects {shlex.quote(','.join(apart))}"]
 
 

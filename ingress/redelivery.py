@@ -12,8 +12,8 @@ from common.service.logs import get_logger
 from common.service.process import Threads
 from common.tasks import Stop
 from ingress import metrics
-from ingress.chains.prefetch import Decisions, Prefetcher
-from ingress.chains.recall import Recall
+from ingress.chains.pauses import PauseStore
+from ingress.chains.prefetch import Prefetcher
 from ingress.checkpoint import Intent, IntentPiece
 from ingress.parked import ParkedEntry, ParkedName, ParkedStore, State, waiting
 from ingress.rows.prepare import RowRefused
@@ -42,12 +42,8 @@ class ParkedSource:
 
     def __init__(self, supply: Prefetcher, parked: ParkedStore, threads: Threads) -> None:
         self._supply, self._parked, self._threads = supply, parked, threads
+        self.recall = supply.recall
         self._offered: dict[ParkedName, int] = {}
-
-    @property
-    def recall(self) -> Recall:
-        """Who finds the rows of an open intent again."""
-        return self._supply.recall
 
     def is_offered(self, name: ParkedName) -> bool:
         """Whether the message is on its way, as far as this instance knows."""
@@ -147,7 +143,7 @@ class Retries:
         threads: Threads,
         clock: Clock,
         renew_limits: Callable[[], Awaitable[None]],
-        decisions: Decisions,
+        decisions: PauseStore,
     ) -> None:
         self._parked, self._source, self._threads = parked, source, threads
         self._renew_limits, self._decisions, self._clock = renew_limits, decisions, clock
@@ -163,9 +159,8 @@ class Retries:
                 await self.look()
             except FloeError as error:
                 # Nothing here is worth to end what is carried beside it.
-                log.warning(
-                    "parked messages not looked at", action="parked_retry", target=self._parked.target, error=str(error)
-                )
+                what, target = "parked messages not looked at", self._parked.target
+                log.warning(what, action="parked_retry", target=target, error=str(error))
             await self._clock.sleep(self.spacing)
 
     async def look(self) -> None:
@@ -191,7 +186,7 @@ class Retries:
 
     async def _find(self) -> None:
         """Which requests are open now."""
-        seen = (self._parked.kept_as, await self._threads.run(self._parked.rung))
+        seen = (self._parked.kept_as, await self._threads.run(self._parked.last_request))
         now = self._clock.monotonic()
         if seen != self._seen or now - self._listed_at >= EVERYTHING:
             found = await self._threads.run(self._parked.entries)
@@ -205,14 +200,10 @@ class Retries:
     async def _try(self, entry: ParkedEntry) -> None:
         try:
             self._source.offer(await self._source.recall.again(entry.name))
-        except RowRefused as error:
-            await self._answer(entry, error.why)
-        except (ConfigError, DataError) as error:
-            await self._answer(entry, error.message)
-
-    async def _answer(self, entry: ParkedEntry, why: str) -> None:
-        await self._threads.run(self._parked.answer, entry, why)
-        self._tell("message stays parked", entry, "parked_refused", why)
+        except (RowRefused, ConfigError, DataError) as error:
+            why = error.why if isinstance(error, RowRefused) else error.message
+            await self._threads.run(self._parked.answer, entry, why)
+            self._tell("message stays parked", entry, "parked_refused", why)
 
     def _tell(self, what: str, entry: ParkedEntry, action: str, why: str) -> None:
         context = entry.name.chain.log_context()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from itertools import product
 from typing import Any
 
 from common.chain import Chain
@@ -90,30 +91,22 @@ class Lags:
         metrics.paused_chains.labels(self._target).set(paused)
         metrics.intent_open.labels(self._target).set(intent is not None)
         for labels, lag in found.items():
-            metrics.lag_sequences.labels(*labels).set(lag.sequences)
-            metrics.lag_messages.labels(*labels).set(lag.messages)
-            metrics.lag_seconds.labels(*labels).set(lag.seconds)
-            metrics.waiting_seconds.labels(*labels).set(lag.waiting)
-            metrics.late_sequences.labels(*labels).set(lag.late)
+            for gauge, value in zip(_LAGS, astuple(lag), strict=True):
+                gauge.labels(*labels).set(value)
             state = newest[labels]
             sighting = sites.of(state.chain) if sites else None
-            if sighting is not None:
-                left = sighting.sign.not_archived(state.chain.incarnation, state.archived)
-                if left is not None:  # else the last value stands
-                    metrics.source_lag_sequences.labels(*labels).set(lag.sequences + left)
+            left = sighting.sign.not_archived(state.chain.incarnation, state.archived) if sighting else None
+            if left is not None:  # else the last value stands
+                metrics.source_lag_sequences.labels(*labels).set(lag.sequences + left)
         self._shown |= set(found)
         metrics.lag_measured.labels(self._target).set(now)
 
     def forget(self) -> None:
         """Take everything back: the target is not this process's any more."""
         self._oldest.clear()
-        for labels in self._shown:
-            for each in _OF_CHAINS:
-                with suppress(KeyError):
-                    each.remove(*labels)
-        for each in _OF_TARGET:
+        for gauge, labels in [*product(_OF_CHAINS, self._shown), *product(_OF_TARGET, [(self._target,)])]:
             with suppress(KeyError):
-                each.remove(self._target)
+                gauge.remove(*labels)
         self._shown.clear()
 
     def of(self, state: ChainState, positions: Mapping[Chain, int], now: float) -> float:
@@ -154,15 +147,15 @@ _OF_TARGET = (
     metrics.target_sequence,
     metrics.lag_measured,
 )
-_OF_CHAINS = (
-    metrics.position,
+# In the order of the fields of `Lag`.
+_LAGS = (
     metrics.lag_sequences,
     metrics.lag_messages,
     metrics.lag_seconds,
     metrics.waiting_seconds,
     metrics.late_sequences,
-    metrics.source_lag_sequences,
 )
+_OF_CHAINS = (*_LAGS, metrics.position, metrics.source_lag_sequences)
 
 
 def _position(state: ChainState, positions: Mapping[Chain, int]) -> int:
@@ -267,15 +260,9 @@ class TargetReport:
         if self._sites is None or (sighting := self._sites.of(chain)) is None:
             return {}
         sign = sighting.sign
-        return {
-            "source": {
-                "state": "silent" if self._sites.is_silent(sighting) else sign.state,
-                "code": sign.code,
-                "why": sign.why,
-                "sequence": sign.source_last,
-                "alive": sighting.modified,
-            }
-        }
+        state = "silent" if self._sites.is_silent(sighting) else sign.state
+        said = {"state": state, "code": sign.code, "why": sign.why, "sequence": sign.source_last}
+        return {"source": {**said, "alive": sighting.modified}}
 
     # Not carrying
 
@@ -369,13 +356,8 @@ class PositionsReport:
             metrics.positions_errors.labels(self._target).inc()
             if error.code != self._failure:
                 self._failure = error.code
-                log.warning(
-                    "positions not stored",
-                    action="positions_failed",
-                    target=self._target,
-                    code=error.code,
-                    error=str(error),
-                )
+                context = {"target": self._target, "code": error.code, "error": str(error)}
+                log.warning("positions not stored", action="positions_failed", **context)
             return
         self._put, self._failure = positions, ""
         metrics.positions_put.labels(self._target).set(said.time)

@@ -106,24 +106,16 @@ class Controller:
     def _parts(self, client: FloeClient, leases: Leases) -> IngressDeps:
         settings, clock, health = self._settings.ingress, self._clock, self._health
         keys = [lease_key(target.stream) for target in settings.targets]
-        documents, lookers = self._documents, self._lookers
+        documents, store, threads, lookers = self._documents, self._store, self._threads, self._lookers
         sites = Sites(documents, lookers, clock, settings.silent_after)
+        discovery = Discovery(documents, lookers, clock, health, settings.poll_seconds, sites)
         begin("ingress_")
         counts = LeaseMetrics(
             metrics.members, metrics.share, metrics.leases_held, metrics.hand_overs.labels, metrics.take_overs
         )
+        sharing = LeaseGroup(leases, client, SCOPE, keys, random.SystemRandom(), health, counts)
         return IngressDeps(
-            settings,
-            client,
-            self._connect,
-            self._store,
-            self._documents,
-            self._threads,
-            Discovery(documents, lookers, clock, health, settings.poll_seconds, sites),
-            LeaseGroup(leases, client, SCOPE, keys, random.SystemRandom(), health, counts),
-            health,
-            clock,
-            self._pace,
+            settings, client, self._connect, store, documents, threads, discovery, sharing, health, clock, self._pace
         )
 
     # The leases

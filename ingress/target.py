@@ -5,6 +5,7 @@ from contextlib import suppress
 from typing import Any
 
 from common.chain import Chain
+from common.clock import Backoff, doubling
 from common.errors import FloeError, LeaseLost, Stopped, Unavailable, Unforeseen
 from common.jetstream.api import StreamInfo, stream_info
 from common.jetstream.kv import KeyValue, state_key
@@ -21,7 +22,7 @@ from ingress.deps import IngressDeps, lease_key
 from ingress.errors import ends_target, leading, passes_by_itself
 from ingress.parked import ParkedStore
 from ingress.preflight import control_headers, ensure_target, shape_of
-from ingress.publishers.choose import choose, make, offered
+from ingress.publishers.choose import PUBLISHERS, choose, offered
 from ingress.publishers.publisher import Replies
 from ingress.redelivery import ParkedSource, Retries
 from ingress.report import PositionsReport, TargetReport
@@ -61,17 +62,12 @@ class Target:
         source = ParkedSource(prefetch, parked, deps.threads)
         retries = Retries(parked, source, deps.threads, deps.clock, chains.renew_limits, decisions)
         retries.spacing = deps.pace.parked
-        keeper = StateStore(bucket, state_key(ROLE, name), name, parked.adopt)
-        reconciler = self._reconciler(keeper, lease)
+        state = StateStore(bucket, state_key(ROLE, name), name, parked.adopt)
+        reconciler = self._reconciler(state, lease)
         limits = ServerLimits(deps.client, chains, source.reset, oversize_hint(name))
-        publisher = make(
-            self._publisher_name(info),
-            deps.client,
-            name,
-            await Replies.open(deps.client),
-            exclusive=self._settings.exclusive,
-        )
-        delivery = Delivery(name, keeper, reconciler, publisher, source, deps.clock, source.before_close, limits)
+        kind, replies = PUBLISHERS[self._publisher_name(info)], await Replies.open(deps.client)
+        publisher = kind(deps.client, name, replies, exclusive=self._settings.exclusive)
+        delivery = Delivery(name, state, reconciler, publisher, source, deps.clock, source.before_close, limits)
         deps.discovery.add(prefetch)
         try:
             watching, says = self._watch(delivery, prefetch, lease), self._says(delivery).run()
@@ -101,13 +97,13 @@ class Target:
 
         return PositionsReport(self._target, tuple(sorted(pairs)), positions, deps.documents, deps.threads, deps.clock)
 
-    def _reconciler(self, keeper: StateStore, lease: Lease) -> Reconciler:
+    def _reconciler(self, state: StateStore, lease: Lease) -> Reconciler:
         deps, errors, headers = self._deps, TargetErrors(self._target), control_headers(self._settings)
-        looker = TargetStream(deps.client, self._target, deps.connect, headers)
+        stream = TargetStream(deps.client, self._target, deps.connect, headers)
         if self._sending[0] is not lease:
             self._sending = (lease, Sending())
         kind = Reconciler if self._settings.exclusive else SharedSettler
-        return kind(errors, keeper, looker, lease, deps.clock, deps.pace.look_spacing, self._sending[1])
+        return kind(errors, state, stream, lease, deps.clock, deps.pace.look_spacing, self._sending[1])
 
     # The target
 
@@ -145,20 +141,18 @@ class Target:
         return await KeyValue.open(self._deps.client, settings.state_bucket, replicas=replicas)
 
 
-FIRST_PAUSE, LAST_PAUSE = 1.0, 30.0  # seconds between attempts
+PAUSES = doubling(1.0, 30.0)  # seconds between attempts
 
 
 class TargetSupervisor:
     """Carries into one target for as long as the service runs."""
 
-    def __init__(self, parts: IngressDeps, settings: TargetSettings) -> None:
-        self.target, self._parts = settings.stream, parts
-        self._report = TargetReport(
-            settings.stream, parts.health, parts.clock, parts.discovery.sites, parts.sharing.owner
-        )
-        self._carriage = Target(parts, settings, self._report)
-        self._slot = parts.sharing.slot(lease_key(settings.stream), self._report)
-        self._was_checked, self._pause = False, FIRST_PAUSE
+    def __init__(self, deps: IngressDeps, settings: TargetSettings) -> None:
+        self.target, self._deps = settings.stream, deps
+        self._report = TargetReport(settings.stream, deps.health, deps.clock, deps.discovery.sites, deps.sharing.owner)
+        self._carrying = Target(deps, settings, self._report)
+        self._slot = deps.sharing.slot(lease_key(settings.stream), self._report)
+        self._was_checked, self._pauses = False, Backoff(None, PAUSES)
 
     async def run(self, stop: Stop) -> None:
         """Carry, or stand by, until `stop` is set and no intent is open.
@@ -167,20 +161,17 @@ class TargetSupervisor:
         what ends the target for this process: ConfigError at the start, AnotherWriter.
         """
         try:
-            await self._serve(stop)
+            while not self._was_checked and not stop.is_set:
+                await self._attempt(self._check(), stop)
+            while (lease := await self._slot.occupy(stop)) is not None:
+                await self._hold(lease, stop)
         except FloeError as error:
             self._report.ended(error)
-            await self._parts.sharing.retire(self._slot)
+            await self._deps.sharing.retire(self._slot)
             raise
 
-    async def _serve(self, stop: Stop) -> None:
-        while not self._was_checked and not stop.is_set:
-            await self._attempt(self._check(), stop)
-        while (lease := await self._slot.occupy(stop)) is not None:
-            await self._hold(lease, stop)
-
     async def _check(self) -> None:
-        await self._carriage.check()
+        await self._carrying.check()
         self._was_checked = True
 
     async def _hold(self, lease: Lease, stop: Stop) -> None:
@@ -203,19 +194,19 @@ class TargetSupervisor:
 
     async def _carry(self, lease: Lease, leaving: Stop) -> None:
         try:
-            await self._carriage.run(lease, leaving)
+            await self._carrying.run(lease, leaving)
         except LeaseLost as error:
             log.warning("lease lost", action="lease_lost", target=self.target, error=error.message)
             lease.lost.set(StopReason.LEASE_LOST)
 
     async def _attempt(self, work: Coroutine[Any, Any, None], leaving: Stop) -> None:
         """Do `work`, and wait after what keeps it from its end, unless `leaving` is set."""
-        began = self._parts.clock.monotonic()
+        began = self._deps.clock.monotonic()
         try:
             await work
             return
         except Exception as error:
-            lasted = self._parts.clock.monotonic() - began
+            lasted = self._deps.clock.monotonic() - began
             if not isinstance(error, FloeError) or isinstance(error, Unforeseen):
                 pause = self._next_pause(lasted)
                 known = told(error, "target", f"target {self.target}", target=self.target, pause=pause)
@@ -226,12 +217,12 @@ class TargetSupervisor:
             elif ends_target(error, was_checked=self._was_checked):
                 raise
             else:
-                pause = self._parts.pace.reexamine
+                pause = self._deps.pace.reexamine
                 self._report.stopped(error)
         await first_of(leaving.wait(), seconds=pause)
 
     def _next_pause(self, lasted: float) -> float:
         """Twice as long after each attempt that failed soon."""
-        pause = FIRST_PAUSE if lasted > LAST_PAUSE else self._pause
-        self._pause = min(LAST_PAUSE, pause * 2)
-        return pause
+        if lasted > PAUSES[-1]:
+            self._pauses.reset()
+        return self._pauses.next()

@@ -193,23 +193,13 @@ class ChainState:
 
     def looked(self, plan: ChainPlan, now: float) -> None:
         """Take over a new plan, made at `now` (monotonic seconds); what is new about it is logged."""
+        context = self.chain.log_context()
         if plan.hole is not None and plan.hole != self.plan.hole:
-            log.warning(
-                "chain waits",
-                action="chain_waits",
-                phase=str(plan.phase),
-                hole=str(plan.hole),
-                since=plan.waiting_since,
-                **self.chain.log_context(),
-            )
+            waits = {"phase": str(plan.phase), "hole": str(plan.hole), "since": plan.waiting_since}
+            log.warning("chain waits", action="chain_waits", **waits, **context)
         if plan.beyond != self.plan.beyond:
-            log.warning(
-                "coverage behind the end of the incarnation is not carried",
-                action="beyond_end",
-                end=self.end,
-                found=plan.beyond,
-                **self.chain.log_context(),
-            )
+            what = "coverage behind the end of the incarnation is not carried"
+            log.warning(what, action="beyond_end", end=self.end, found=plan.beyond, **context)
         self.plan, self.phase, self.looked_at = plan, plan.phase, now
         self.stretches.extend(plan.stretches)
         if plan.stretches:
@@ -257,25 +247,18 @@ class ChainState:
 
     def status(self, positions: Mapping[Chain, int]) -> dict[str, Any]:
         """What /status shows of it."""
-        state: dict[str, Any] = {
-            "position": positions.get(self.chain, 0),
-            "archived": self.archived,
-            "phase": str(self.plan.phase),
-        }
-        if self.plan.hole is not None:
-            state["hole"] = str(self.plan.hole)
-            state["waiting_since"] = self.plan.waiting_since
-            away = sorted(self.damaged) if self.plan.phase is Phase.DAMAGED else []
-            if self.gone:
-                state["hint"] = documents.way_out_filled(self.chain, self.plan.hole)
-            else:
-                state["hint"] = errors.way_out_of(self.chain, self.plan.hole, away)
+        plan, position = self.plan, positions.get(self.chain, 0)
+        state: dict[str, Any] = {"position": position, "archived": self.archived, "phase": str(plan.phase)}
+        if plan.hole is not None:
+            away = sorted(self.damaged) if plan.phase is Phase.DAMAGED else []
+            chain, hole = self.chain, plan.hole
+            hint = documents.way_out_filled(chain, hole) if self.gone else errors.way_out_of(chain, hole, away)
+            state |= {"hole": str(hole), "waiting_since": plan.waiting_since, "hint": hint}
         if self.waits_for:
             state["waits_for"] = self.waits_for
         if self.phase is Phase.PAUSED:
             state["paused"] = True
-        if self.stopped is not None:
-            stopped = self.stopped
+        if (stopped := self.stopped) is not None:
             state |= {"stopped": stopped.message, "code": stopped.code, "hint": stopped.hint}
         return state
 
@@ -316,16 +299,9 @@ class ChainRegistry:
     def preparer(self, chain: Chain) -> Preparer:
         """What makes the rows of `chain` ready. Raises ConfigError for a chain that may not flow in."""
         if (source := self._sources.get((chain.site, chain.feed))) is None:
-            raise ConfigError(
-                f"target {self.target}: sources: expected {chain.site}/{chain.feed}, found none",
-                hint=ways(
-                    (
-                        "an intent holds rows of it: list it again until it ran once; or drop the rest of it",
-                        set_command(self.target, "--accept"),
-                    )
-                ),
-                code="E-SOURCES",
-            )
+            message = f"target {self.target}: sources: expected {chain.site}/{chain.feed}, found none"
+            listed = "an intent holds rows of it: list it again until it ran once; or drop the rest of it"
+            raise ConfigError(message, hint=ways((listed, set_command(self.target, "--accept"))), code="E-SOURCES")
         return Preparer(chain, rule_of(source), self.limits)
 
     def source(self, chain: Chain) -> SourceSettings:
@@ -419,19 +395,14 @@ class ChainRegistry:
         """Raises Stopped where an operator decides whether an incarnation begins. `first`: where it would."""
         if chain.incarnation == 0:
             return
-        begin_at = set_position(self.target, chain, first)
         if self._previous.get(_whole(chain)) is None:
-            raise Stopped(
-                f"chain {chain}: stream.json: expected the ends of the incarnation before, found none",
-                hint=ways(("to begin it all the same", begin_at)),
-                code="E-INCARNATION",
-            )
-        if self._settings.on_new_incarnation == "halt":
-            raise Stopped(
-                f"chain {chain}: a new incarnation begins at {first}",
-                hint=ways(("to go on with it", begin_at)),
-                code="E-INCARNATION",
-            )
+            why, then = "stream.json: expected the ends of the incarnation before, found none", "begin it all the same"
+        elif self._settings.on_new_incarnation == "halt":
+            why, then = f"a new incarnation begins at {first}", "go on with it"
+        else:
+            return
+        begin_at = set_position(self.target, chain, first)
+        raise Stopped(f"chain {chain}: {why}", hint=ways((f"to {then}", begin_at)), code="E-INCARNATION")
 
 
 def _whole(chain: Chain) -> Chain:

@@ -16,13 +16,14 @@ from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from common.service.logs import get_logger
 from common.service.process import Threads
+from common.settings.ingress import SourceSettings
 from ingress import errors, metrics
 from ingress.chains.chain_state import ChainRegistry, ChainState
-from ingress.chains.plan import ChainPlan, GapAction, GapDecision, GapPolicy, Phase, decide, first_position
-from ingress.chains.search import LISTED, StoreClock, Surveyed, has_news, look, survey
+from ingress.chains.plan import ChainPlan, GapDecision, Phase, decide, first_position
+from ingress.chains.search import LISTED, StoreClock, has_news, look, survey
 from ingress.chains.starts import Starts
 from ingress.errors import passes_by_itself
-from ingress.rows.decoder import FromHole, Relays
+from ingress.rows.decoder import Relays
 
 log = get_logger("ingress.chains.locate")
 
@@ -40,24 +41,23 @@ class GapSkipper:
         self._passed: dict[Chain, deque[AcceptedGap]] = {}
         self._reported: set[str] = set()
 
-    def decide(self, chain: Chain, plan: ChainPlan, patience: GapPolicy) -> GapDecision:
-        """What becomes of the hole of `plan`. Raises what the store raises."""
+    def decide(self, chain: Chain, plan: ChainPlan, source: SourceSettings) -> GapDecision | None:
+        """What becomes of the hole of `plan`; None: it may still be filled. Raises what the store raises."""
         assert plan.hole is not None, "only holes are decided about"
         first = plan.hole.first
         gaps = self._documents.gaps(chain, position=first)
         gaps += self._documents.passed_gaps(self._target, chain, position=first)
-        return decide(plan, gaps, self.clock.now(plan.waiting_since or 0.0), patience)
+        return decide(plan, gaps, self.clock.now(plan.waiting_since or 0.0), source)
 
-    def give_up(self, chain: Chain, decision: GapDecision, damaged: AbstractSet[str]) -> Surveyed:
-        """Look at everything once more, and write down what of the decision's part nothing covers.
+    def give_up(self, chain: Chain, decision: GapDecision, damaged: AbstractSet[str]) -> SegmentRef | SequenceRange:
+        """As `survey`; what of the decision's part nothing covers is written down.
 
         `damaged`: keys of segments that do not count. Raises what the store raises.
         """
-        assert decision.part is not None, "what is given up is named"
         found = survey(self._store, chain, decision.part, damaged)
-        if found.free is not None and found.free not in [gap.range for gap in self._gaps(chain).copy()]:
-            self._pass(chain, AcceptedGap(found.free, decision.why[:MAX_TEXT], BY, self._now()))
-            context = {"gap": str(found.free), "why": decision.why, "target": self._target}
+        if isinstance(found, SequenceRange) and found not in [gap.range for gap in self._gaps(chain).copy()]:
+            self._pass(chain, AcceptedGap(found, decision.why[:MAX_TEXT], BY, self._now()))
+            context = {"gap": str(found), "why": decision.why, "target": self._target}
             log.warning("gap passed", action="gap_passed", **context, **chain.log_context())
         return found
 
@@ -68,15 +68,8 @@ class GapSkipper:
         if any(gap.range.encloses(part) for gap in self._gaps(chain).copy()):
             return
         self._pass(chain, AcceptedGap(part, why[:MAX_TEXT], BY, self._now(), from_hole=True), missing)
-        log.warning(
-            "missing sequences of a filled hole passed",
-            action="gone_from_hole_passed",
-            gap=str(part),
-            missing=missing,
-            why=why,
-            target=self._target,
-            **chain.log_context(),
-        )
+        what, context = "missing sequences of a filled hole passed", {"gap": str(part), "missing": missing, "why": why}
+        log.warning(what, action="gone_from_hole_passed", **context, target=self._target, **chain.log_context())
 
     def _pass(self, chain: Chain, gap: AcceptedGap, lost: int | None = None) -> None:
         """Write it down and count it. `lost`: how many of its sequences (None: all)."""
@@ -176,11 +169,13 @@ class SegmentLocator:
         self._chains.check_may_begin(chain.chain, first)
         source, positions = self._chains.source(chain.chain), dict(self._chains.positions or {})
         start = await self._threads.run(self.starts.resolve, chain.chain, source, first, chain.end, positions)
-        chain.waits_for, chain.unreached = start.waits_for, archived if start.waits_for else 0
-        if start.sequence:
-            chain.begins(first, start.sequence)
-            context = chain.chain.log_context()
-            log.info("chain begins", action="chain_begins", position=start.sequence, **context)
+        if not start:
+            chain.unreached = archived
+            chain.waits_for = "nothing is archived yet from the moment on at which the copy begins"
+            return
+        chain.unreached = 0
+        chain.begins(first, start)
+        log.info("chain begins", action="chain_begins", position=start, **chain.chain.log_context())
 
     # Looking
 
@@ -198,7 +193,9 @@ class SegmentLocator:
             return
         if plan.waiting_since is None:
             # A hole at the end of an incarnation has waited since the next one began.
-            plan = replace(plan, waiting_since=await self._threads.run(self._next_began, state.chain))
+            key = self._documents.layout.stream_document(state.chain.next_incarnation())
+            info = await self._threads.run(self._documents.objects.head, key)
+            plan = replace(plan, waiting_since=info.modified if info else None)
         state.looked(plan, self._clock.monotonic())
         await self._settle(state, plan)
 
@@ -231,61 +228,57 @@ class SegmentLocator:
             state.looked_everywhere_at = self._clock.monotonic()
         return plan
 
-    def _next_began(self, chain: Chain) -> float | None:
-        key = self._documents.layout.stream_document(chain.next_incarnation())
-        info = self._documents.objects.head(key)
-        return None if info is None else info.modified
-
     # Holes
 
     async def _settle(self, state: ChainState, plan: ChainPlan) -> None:
         source = self._chains.source(state.chain)
-        patience = GapPolicy(source.lost_segment_timeout, source.on_lost == "skip")
-        decision = await self._threads.run(self.gaps.decide, state.chain, plan, patience)
-        if not self._chains.is_current(state):
+        decision = await self._threads.run(self.gaps.decide, state.chain, plan, source)
+        if decision is None or not self._chains.is_current(state):
             return
-        if state.gone is not None and decision.fate is GapAction.GIVE_UP:
-            # Go on behind what is missing of a filled hole; the rows that are there are carried.
-            assert decision.part is not None, "what is given up is named"
-            part, missing = decision.part, min(state.gone.missing, len(decision.part))
-            await self._threads.run(self.gaps.pass_missing, state.chain, part, missing, decision.why)
-            state.gone = None
-            state.passed.append(part)
-            await self.look(state)
-        elif decision.fate is GapAction.HALT:
+        if decision.halts:
             await self._halt(state, plan, decision)
-        elif decision.fate is GapAction.GIVE_UP and state.damaged and state.rechecked != state.position:
+        elif state.gone is not None:
+            # Go on behind what is missing of a filled hole; the rows that are there are carried.
+            missing = min(state.gone.missing, len(decision.part))
+            await self._threads.run(self.gaps.pass_missing, state.chain, decision.part, missing, decision.why)
+            state.gone = None
+            state.passed.append(decision.part)
+            await self.look(state)
+        elif state.damaged and state.rechecked != state.position:
             # Somebody may have put them right meanwhile; what is read and still damaged is given up then.
             state.rechecked = state.position
             state.forget_damage()
             await self.look(state)
-        elif decision.fate is GapAction.GIVE_UP:
+        else:
             # Go on behind what is given up, as far as nothing covers it after all.
             damaged = frozenset(state.damaged)
             found = await self._threads.run(self.gaps.give_up, state.chain, decision, damaged)
-            if found.leads_on is not None:
-                state.leads_on(found.leads_on)
-            elif found.free is not None:
-                state.gives_up(found.free)
+            if isinstance(found, SegmentRef):
+                state.leads_on(found)
+            else:
+                state.gives_up(found)
 
     async def _halt(self, state: ChainState, plan: ChainPlan, decision: GapDecision) -> None:
         """The hole is lost, and somebody has to decide; unless all there is of the chain says otherwise.
 
         Looked through once for each hole: from then on the usual looks find what arrives.
         """
-        assert decision.part is not None, "what is lost is named"
-        if state.gone is not None:
+        chain, gone = state.chain, state.gone
+        if gone is not None:
             state.plan = replace(plan, phase=Phase.LOST)
-            raise _missing(state.chain, state.gone, decision.why)
+            message = (
+                f"chain {chain}: sequences {gone.rows} were archived again after their segment was lost, and "
+                f"{gone.missing} of them were gone from the source by then: {decision.why}"
+            )
+            raise Stopped(message, hint=documents.way_out_filled(chain, gone.rows), code="E-LOST")
         if state.surveyed is None or state.surveyed[0] != decision.part:
-            damaged = frozenset(state.damaged)
-            found = await self._threads.run(survey, self._store, state.chain, decision.part, damaged)
-            if found.leads_on is not None:
-                state.leads_on(found.leads_on)
+            found = await self._threads.run(survey, self._store, chain, decision.part, frozenset(state.damaged))
+            if isinstance(found, SegmentRef):
+                state.leads_on(found)
                 return
-            state.surveyed = decision.part, found.free or decision.part
+            state.surveyed = decision.part, found
         state.plan = replace(plan, phase=Phase.LOST)
-        chain, part = state.chain, state.surveyed[1]
+        part = state.surveyed[1]
         message = f"chain {chain}: sequences {part} are lost: {decision.why}"
         raise Stopped(message, hint=documents.way_out(chain, part), code="E-LOST")
 
@@ -296,19 +289,6 @@ class SegmentLocator:
         for gap, ref in found:
             first = max(gap.range.first, ref.coverage.first)
             metrics.behind_gaps.labels(state.chain.site, state.chain.feed).inc()
-            log.warning(
-                "a segment arrived behind a gap that was passed; it is not carried",
-                action="arrived_behind",
-                gap=str(gap.range),
-                to_carry_it=errors.set_position(self._chains.target, state.chain, first),
-                **ref.log_context(),
-            )
-
-
-def _missing(chain: Chain, gone: FromHole, why: str) -> Stopped:
-    return Stopped(
-        f"chain {chain}: sequences {gone.rows} were archived again after their segment was lost, and "
-        f"{gone.missing} of them were gone from the source by then: {why}",
-        hint=documents.way_out_filled(chain, gone.rows),
-        code="E-LOST",
-    )
+            what = "a segment arrived behind a gap that was passed; it is not carried"
+            carry = errors.set_position(self._chains.target, state.chain, first)
+            log.warning(what, action="arrived_behind", gap=str(gap.range), to_carry_it=carry, **ref.log_context())

@@ -13,6 +13,7 @@ from common.chain import Chain
 from common.segments.documents import AcceptedGap, accepted_part
 from common.segments.segment import SegmentRef
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, extends, leading
+from common.settings.ingress import SourceSettings
 from common.settings.types import format_duration
 
 
@@ -88,12 +89,6 @@ def plan_chain(
         return ChainPlan(Phase.READY, stretches, beyond=beyond)
     broken = [ref for ref in found if ref.key in damaged and extends(ref.coverage, position)]
     behind = [ref for ref in usable if ref.coverage.first > position]
-    return _waiting(position, end, broken, behind, beyond)
-
-
-def _waiting(
-    position: int, end: int | None, broken: list[SegmentRef], behind: list[SegmentRef], beyond: int
-) -> ChainPlan:
     if not broken and not behind and end is None:
         return ChainPlan(Phase.IDLE, beyond=beyond)
     ends = [ref.coverage.first - 1 for ref in behind] or [ref.coverage.last for ref in broken]
@@ -124,46 +119,27 @@ def unfinished(
     return found
 
 
-class GapAction(StrEnum):
-    """What a chain does at a hole."""
-
-    WAIT = "wait"  # late: the segment may still come
-    GIVE_UP = "give up"  # given up: go on behind `part`
-    HALT = "halt"  # lost, and nobody has decided
-
-
-@dataclass(frozen=True, slots=True)
-class GapPolicy:
-    """How long a hole is late (seconds, from `lost_segment_timeout`), and whether a lost one is skipped."""
-
-    timeout: float
-    skip: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class GapDecision:
-    """`part`: the leading part of the hole that is given up, where that is its fate. `why`: in words."""
+    """The leading `part` of a hole is given up, or lost and nobody has decided (`halts`). `why`: in words."""
 
-    fate: GapAction
-    part: SequenceRange | None = None
-    why: str = ""
+    part: SequenceRange
+    why: str
+    halts: bool = False
 
 
-def decide(plan: ChainPlan, gaps: Sequence[AcceptedGap], now: float, patience: GapPolicy) -> GapDecision:
-    """What to do about the hole of `plan`, whose phase is LATE or DAMAGED.
+def decide(plan: ChainPlan, gaps: Sequence[AcceptedGap], now: float, source: SourceSettings) -> GapDecision | None:
+    """What to do about the hole of `plan`, whose phase is LATE or DAMAGED; None: wait, it may still come.
 
     `gaps`: what operators accepted and what this target gave up before. `now`: seconds by the store's clock.
     Damage never becomes lost by itself: the object is there, and no waiting makes it worse.
     """
-    assert plan.hole is not None, "only holes have a fate"
+    assert plan.hole is not None, "only holes are decided about"
     part = accepted_part(plan.hole, (gap.range for gap in gaps))
     if part is not None:
         gap = next(gap for gap in gaps if part.first in gap.range)
-        why = f"accepted by {gap.by or 'somebody'}" + (f": {gap.note}" if gap.note else "")
-        return GapDecision(GapAction.GIVE_UP, part, why)
-    if plan.phase is Phase.DAMAGED or plan.waiting_since is None:
-        return GapDecision(GapAction.WAIT)
-    if now - plan.waiting_since < patience.timeout:
-        return GapDecision(GapAction.WAIT)
-    why = f"no segment within {format_duration(patience.timeout)}"
-    return GapDecision(GapAction.GIVE_UP if patience.skip else GapAction.HALT, plan.hole, why)
+        return GapDecision(part, f"accepted by {gap.by or 'somebody'}" + (f": {gap.note}" if gap.note else ""))
+    timeout = source.lost_segment_timeout
+    if plan.phase is Phase.DAMAGED or plan.waiting_since is None or now - plan.waiting_since < timeout:
+        return None
+    return GapDecision(plan.hole, f"no segment within {format_duration(timeout)}", halts=source.on_lost != "skip")

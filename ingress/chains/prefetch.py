@@ -4,20 +4,10 @@ budget.
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 from common.chain import Chain
 from common.clock import Clock
-from common.errors import (
-    ConfigError,
-    DataError,
-    FloeError,
-    OutcomeUnknown,
-    Refused,
-    SegmentCorrupt,
-    Stopped,
-    Unavailable,
-)
+from common.errors import FloeError, OutcomeUnknown, SegmentCorrupt, Stopped, Unavailable
 from common.segments.documents import ChainStore
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
@@ -29,11 +19,11 @@ from common.tasks import Stop, Trouble, together
 from ingress import errors, metrics
 from ingress.chains.chain_state import ChainRegistry, ChainState, Turn
 from ingress.chains.locate import SegmentLocator
-from ingress.chains.pauses import Pauses
+from ingress.chains.pauses import Pauses, PauseStore
 from ingress.chains.plan import Phase
 from ingress.chains.recall import Recall
 from ingress.checkpoint import Gap, IntentPiece
-from ingress.errors import LOOK_AT_STOPPED
+from ingress.errors import LOOK_AT_STOPPED, STOPS_CHAIN
 from ingress.parked import ParkedStore
 from ingress.rows.decoder import Decoder, FromHoleError, Relays
 from ingress.rows.rows import Block, DecodedAhead, Rows
@@ -44,12 +34,6 @@ TURNS = 3  # chains that are read at the same time
 LOOK_AGAIN = 300.0  # seconds until a chain is looked at whatever its tail says
 LOOK_EVERYWHERE = 3600.0  # seconds until that is at all levels: ten listings, not one
 ATTEND = 2.0  # seconds between two looks at what operators have decided
-
-
-class Decisions(Protocol):
-    """Who knows what operators have decided (`ingress.chains.pauses.PauseStore`)."""
-
-    async def read(self) -> Pauses: ...
 
 
 class _StaleError(Exception):
@@ -73,13 +57,13 @@ class Prefetcher:
         clock: Clock,
         memory_limit: int,
         parked: ParkedStore | None = None,
-        decisions: Decisions | None = None,
+        decisions: PauseStore | None = None,
     ) -> None:
         self.chains, self._clock, self.decisions = chains, clock, decisions
         self.ahead = DecodedAhead(memory_limit)
         relays = Relays(documents, threads)
         self.locator = SegmentLocator(chains, store, documents, relays, threads, clock)
-        self.decoder = Decoder(store, threads, self.ahead.budget, parked)
+        self.decoder = Decoder(store, threads, self.ahead.budget, parked.park if parked else None)
         self.recall = Recall(store, threads, self.ahead.budget, chains, relays, parked)
         self._relays, self._trouble = relays, Trouble()
         self._turns: asyncio.Queue[ChainState] = asyncio.Queue()
@@ -238,8 +222,7 @@ class Prefetcher:
             log.info("segment gone", action="segment_gone", **chain.chain.log_context())
             chain.fail()
             chain.turn = Turn.ACTIVE if had_failed else Turn.AGAIN
-        except (Stopped, DataError, Refused, ConfigError) as error:
-            # What the store refuses about one chain keeps back no other.
+        except STOPS_CHAIN as error:
             self._stop(chain, error)
         except (Unavailable, OutcomeUnknown) as error:
             metrics.unreadable.labels(self.chains.target).inc()

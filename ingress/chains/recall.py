@@ -55,15 +55,12 @@ class Recall:
         try:
             for piece in intent.pieces:
                 before += piece.count
-                if piece.count == 0 or before <= stored:
-                    self._budget.force((skipped := Block(piece)).size)
-                    blocks.append(skipped)
-                elif piece.out_of_turn and (message := await self._parked_message(piece)) is not None:
-                    again = await self._out_of_turn(piece, message)
-                    self._budget.force(again.size)
-                    blocks.append(again)
-                else:
+                is_wanted = piece.count and before > stored
+                if (block := await self._parked_again(piece) if is_wanted else Block(piece)) is None:
                     blocks += await self._piece(piece)
+                else:
+                    self._budget.force(block.size)
+                    blocks.append(block)
         except BaseException as error:
             self._budget.give(sum(block.size for block in blocks))
             if isinstance(error, RowRefused):
@@ -105,12 +102,12 @@ class Recall:
         segment = SegmentName(name.chain, 0, rows, digest)
         return await self._out_of_turn(IntentPiece(segment, rows, 1, out_of_turn=True), message)
 
-    async def _parked_message(self, piece: IntentPiece) -> Message | None:
+    async def _parked_again(self, piece: IntentPiece) -> Block | None:
         """What a piece that is out of turn names; None where only the archive can have it."""
-        if self._parked is None:
+        if self._parked is None or not piece.out_of_turn:
             return None
-        name = self._parked.name(piece.chain, piece.rows.first)
-        return await self._threads.run(self._parked.read, name)
+        message = await self._threads.run(self._parked.read, self._parked.name(piece.chain, piece.rows.first))
+        return None if message is None else await self._out_of_turn(piece, message)
 
     async def _out_of_turn(self, piece: IntentPiece, message: Message) -> Block:
         preparer = await self._preparer(piece.chain, frozenset())
@@ -131,26 +128,21 @@ class Recall:
 
     async def _piece(self, piece: IntentPiece) -> list[Block]:
         damaged: set[str] = set()
-        refs = await self._named(piece)
-        while True:
-            # By its name the segment gives the very rows of the intent; what others may have of what it did
-            # not read is none of them. Where it is gone, the cover holds them, and may hold more by now.
-            stretches = [Stretch(ref, piece.rows) for ref in refs if ref.key not in damaged]
-            is_named = bool(stretches)
-            if not stretches:
-                stretches = await self._threads.run(covering, self._store, piece.chain, piece.rows, frozenset(damaged))
-            if not stretches:
-                raise self._lost(piece, f"no undamaged segments cover {piece.rows}")
-            if (found := await self._read(piece, stretches, damaged, alone=is_named)) is not None:
-                return found
-
-    async def _named(self, piece: IntentPiece) -> list[SegmentRef]:
-        """The segment that the piece names, by one short listing; empty if it is not there."""
         name, call = piece.segment, self._threads.run
         assert not isinstance(name, Gap), "a gap has no rows to be found"
         last, level = name.coverage.last, name.level
         refs = await call(self._store.list, piece.chain, position=last, level=level, limit=NEIGHBOURS)
-        return [ref for ref in refs if ref.segment == name]
+        while True:
+            # By its name the segment gives the very rows of the intent; what others may have of what it did
+            # not read is none of them. Where it is gone, the cover holds them, and may hold more by now.
+            named = [ref for ref in refs if ref.segment == name and ref.key not in damaged]
+            stretches = [Stretch(ref, piece.rows) for ref in named]
+            if not named:
+                stretches = await call(covering, self._store, piece.chain, piece.rows, frozenset(damaged))
+            if not stretches:
+                raise self._lost(piece, f"no undamaged segments cover {piece.rows}")
+            if (found := await self._read(piece, stretches, damaged, alone=bool(named))) is not None:
+                return found
 
     async def _read(
         self, piece: IntentPiece, stretches: list[Stretch[SegmentRef]], damaged: set[str], *, alone: bool

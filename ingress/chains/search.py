@@ -36,7 +36,6 @@ SURVEYED = 1000  # segments that a survey lists at a time
 LEFT_OUT = 10  # damaged segments at one position that a look into them passes
 
 _LEADS_ON = (Phase.READY, Phase.DONE)
-NONE: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -48,29 +47,6 @@ class SearchState:
 
     position: int = 0
     frontier: deque[SegmentRef] = field(default_factory=deque)
-
-    def begin(self, position: int) -> None:
-        """Search for what continues from `position`."""
-        if position != self.position:
-            self.position = position
-            self.frontier.clear()
-
-
-def next_stretches(
-    store: SegmentStore,
-    chain: Chain,
-    position: int,
-    end: int | None = None,
-    damaged: AbstractSet[str] = NONE,
-    limit: int = LISTED,
-) -> list[Stretch[SegmentRef]]:
-    """What of `chain` comes next, from `position` up to the first hole, `end` (inclusive) or the listings'
-    ends; empty where nothing continues, as far as one page of each level tells. Blocking.
-
-    `damaged`: keys of segments to leave out. `limit`: segments of one level that are listed. Raises what the
-    store raises.
-    """
-    return [*look(store, chain, position, end, damaged, limit=limit).stretches]
 
 
 def look(
@@ -98,24 +74,11 @@ def look(
         plan = plan_chain(found, position, end, damaged)
         if plan.phase in _LEADS_ON or not (found or everywhere):
             return plan
-    return _searched(store, search, found, full, plan, position, end, damaged, limit) if search else plan
-
-
-def _searched(
-    store: SegmentStore,
-    search: SearchState,
-    found: list[SegmentRef],
-    full: list[SegmentRef],
-    plan: ChainPlan,
-    position: int,
-    end: int | None,
-    damaged: AbstractSet[str],
-    limit: int,
-) -> ChainPlan:
-    """The plan with one more page; `full`: the last segments of first pages behind which there is more."""
-    search.begin(position)
-    if not search.frontier:
-        search.frontier += full
+    if search is None:
+        return plan
+    if position != search.position:
+        search.position, search.frontier = position, deque()
+    search.frontier = search.frontier or deque(full)
     if not search.frontier:
         return plan
     page = store.list_behind(search.frontier.popleft(), limit)
@@ -161,20 +124,14 @@ def look_into(
         return Inside(ChainPlan(Phase.LATE, (), gone.rows, segment.modified, plan.beyond), damaged, gone)
 
 
-@dataclass(frozen=True, slots=True)
-class Surveyed:
-    """What all there is of a chain says about a hole: an undamaged segment that continues after all
-    (`leads_on`), or how much of the hole, from its first sequence on, no such segment covers (`free`).
-    """
+def survey(
+    store: SegmentStore, chain: Chain, hole: SequenceRange, damaged: AbstractSet[str]
+) -> SegmentRef | SequenceRange:
+    """What all there is of a chain says about a hole: an undamaged segment that continues after all, or how
+    much of the hole, from its first sequence on, no such segment covers.
 
-    leads_on: SegmentRef | None = None
-    free: SequenceRange | None = None
-
-
-def survey(store: SegmentStore, chain: Chain, hole: SequenceRange, damaged: AbstractSet[str]) -> Surveyed:
-    """List everything that reaches the hole, page by page, in bounded memory. Blocking.
-
-    For decisions that are final only. Raises what the store raises.
+    Lists everything that reaches the hole, page by page, in bounded memory. Blocking. For decisions that are
+    final only. Raises what the store raises.
     """
     best: SegmentRef | None = None
     reach = hole.last
@@ -185,7 +142,7 @@ def survey(store: SegmentStore, chain: Chain, hole: SequenceRange, damaged: Abst
             best = ref if best is None else max(best, ref, key=preference)
         else:
             reach = ref.coverage.first - 1
-    return Surveyed(leads_on=best) if best else Surveyed(free=SequenceRange(hole.first, reach))
+    return best or SequenceRange(hole.first, reach)
 
 
 def has_news(store: SegmentStore, gone: FromHole) -> bool:
@@ -195,6 +152,7 @@ def has_news(store: SegmentStore, gone: FromHole) -> bool:
 
 
 def _everything(store: SegmentStore, chain: Chain, position: int) -> Iterator[SegmentRef]:
+    """Level by level, from the lowest: what is merged meanwhile is seen in one of them."""
     for level in range(MAX_LEVEL + 1):
         page = store.list(chain, position=position, level=level, limit=SURVEYED)
         while page:

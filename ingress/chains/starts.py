@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import msgspec
 
@@ -61,14 +60,6 @@ _DECODER = msgspec.json.Decoder(Start)
 _ENCODER = msgspec.json.Encoder(order="sorted")
 
 
-@dataclass(frozen=True, slots=True)
-class Beginning:
-    """`sequence`: where the chain begins; 0 while that is not known, for the reason `waits_for`."""
-
-    sequence: int = 0
-    waits_for: str = ""
-
-
 class Starts:
     """Resolves the start keys for one target. Blocking."""
 
@@ -79,30 +70,32 @@ class Starts:
 
     def resolve(
         self, chain: Chain, settings: StartSettings, first: int, end: int | None, positions: Mapping[Chain, int]
-    ) -> Beginning:
-        """Where `chain` begins, which has no position. `first`: its first sequence in the archive; `end`: of
+    ) -> int:
+        """The sequence at which `chain` begins, which has no position; 0 while nothing is archived from the
+        moment on at which the copy begins. `first`: its first sequence in the archive; `end`: of
         its incarnation, None while that goes on; `positions`: of all chains of the target.
 
         Raises DataError for a document that is not what it must be, and what the store raises.
         """
         if (start := self._start(chain, settings, positions)) is None:
-            return Beginning(first)
+            return first
         behind = MAX_SEQUENCE if end is None else end + 1
-        if start.moment_ns is not None:
-            return self._at(chain, start.moment_ns, first, end)
-        wanted = start.sequence if chain.incarnation == 0 else 0
-        wanted = max(wanted, start.ends.get(str(chain), 0) + 1)
-        return Beginning(max(first, min(wanted, behind)))
+        if start.moment_ns is None:
+            wanted = max(start.sequence if chain.incarnation == 0 else 0, start.ends.get(str(chain), 0) + 1)
+        elif (found := self._first_since(chain, start.moment_ns)) is not None:
+            wanted = found
+        elif end is None:
+            return 0
+        else:
+            wanted = behind
+        return max(first, min(wanted, behind))
 
-    def _at(self, chain: Chain, moment_ns: int, first: int, end: int | None) -> Beginning:
+    def _first_since(self, chain: Chain, moment_ns: int) -> int | None:
+        """The first sequence at or after the moment; None while none is archived."""
         place = chain, moment_ns
         found, behind = search(self._store, chain, moment_ns, self._searched.get(place, 1))
         self._searched[place] = behind if found is None else 1
-        if found is not None:
-            return Beginning(max(first, found if end is None else min(found, end + 1)))
-        if end is not None:
-            return Beginning(max(first, end + 1))
-        return Beginning(waits_for="nothing is archived yet from the moment on at which the copy begins")
+        return found
 
     def _start(self, chain: Chain, settings: StartSettings, positions: Mapping[Chain, int]) -> Start | None:
         """What is written down, or is now; None where the whole feed is carried."""

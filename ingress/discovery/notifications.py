@@ -43,31 +43,14 @@ class Written(NamedTuple):
     keys: tuple[str, ...]
 
 
-def written(raw: bytes) -> list[Written] | None:
-    """The objects that the notification `raw` says were written; None for what is no notification.
+def written(raw: bytes | str, wrappings: int = MAX_WRAPPINGS) -> list[Written] | None:
+    """The objects that the notification `raw`, in at most `wrappings` envelopes, says were written; None for
+    what is no notification.
 
     Empty for a notification of something else: an object removed, a test of the queue.
     """
     if len(raw) > MAX_BYTES:
         return None
-    return _written(raw, MAX_WRAPPINGS)
-
-
-def chains_in(notice: list[Written], bucket: str, layout: Layout) -> set[Chain]:
-    """The chains of which something new was written to `bucket`; none for objects that say nothing new."""
-    keys = (key for each in notice if each.bucket == bucket for key in each.keys)
-    return {chain for key in keys if (chain := chain_of(key, layout)) is not None}
-
-
-def chain_of(key: str, layout: Layout) -> Chain | None:
-    """The chain that has to be looked at when `key` was written: a segment, a tail, `chain.json`, a gap."""
-    if (name := layout.parse_segment(key)) is not None:
-        return name.chain
-    folder, is_gap, _ = key.rpartition("/gaps/")
-    return layout.parse_tail(key) or layout.parse_chain_document(f"{folder}/chain.json" if is_gap else key)
-
-
-def _written(raw: bytes | str, wrappings: int) -> list[Written] | None:
     try:
         document = _DECODER.decode(raw)
     except (ValueError, RecursionError):  # no JSON
@@ -82,7 +65,7 @@ def _written(raw: bytes | str, wrappings: int) -> list[Written] | None:
     if document.get("Event") == "s3:TestEvent":
         return []
     if isinstance(document.get("Message"), str) and wrappings:
-        return _written(document["Message"], wrappings - 1)
+        return written(document["Message"], wrappings - 1)
     return None
 
 
@@ -99,6 +82,20 @@ def _text(value: Any, *path: str) -> str:
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
     return value if isinstance(value, str) else ""
+
+
+def chains_in(notice: list[Written], bucket: str, layout: Layout) -> set[Chain]:
+    """The chains of which something new was written to `bucket`; none for objects that say nothing new."""
+    keys = (key for each in notice if each.bucket == bucket for key in each.keys)
+    return {chain for key in keys if (chain := chain_of(key, layout)) is not None}
+
+
+def chain_of(key: str, layout: Layout) -> Chain | None:
+    """The chain that has to be looked at when `key` was written: a segment, a tail, `chain.json`, a gap."""
+    if (name := layout.parse_segment(key)) is not None:
+        return name.chain
+    folder, is_gap, _ = key.rpartition("/gaps/")
+    return layout.parse_tail(key) or layout.parse_chain_document(f"{folder}/chain.json" if is_gap else key)
 
 
 PAUSES = doubling(1.0, 60.0)  # seconds between attempts

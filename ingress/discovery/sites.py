@@ -7,8 +7,10 @@ does not count.
 """
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+
+from prometheus_client import Gauge
 
 from common.chain import Chain
 from common.clock import Clock
@@ -21,6 +23,8 @@ from ingress import metrics
 
 MOST_READ = 1000  # objects that one look reads; the others' turn comes with the next
 READ_AT_ONCE = 4
+
+Shown = Mapping[tuple[str, ...], tuple[float, ...]]  # values of some gauges, by their labels
 
 
 @dataclass(slots=True)
@@ -45,8 +49,7 @@ class Sites:
         self._known: dict[str, _Known] = {}
         self._unanswered_since: float | None = None
         self._sightings: dict[Chain, Sighting] = {}
-        self._shown_sites: set[str] = set()
-        self._shown_chains: set[tuple[str, str, str]] = set()
+        self._shown: dict[tuple[Gauge, ...], set[tuple[str, ...]]] = {}
 
     def of(self, chain: Chain) -> Sighting | None:
         """What is known of the partition that `chain` is of, whichever incarnation; None: nothing."""
@@ -112,22 +115,21 @@ class Sites:
             site, age = self._site(key), now - known.moved
             ages[site] = min(ages.get(site, age), age)
             times[site] = max(times.get(site, 0.0), known.info.modified)
-        for site, age in ages.items():
-            metrics.site_silent.labels(site).set(age > self.silent_after)
-            metrics.site_alive.labels(site).set(times[site])
-        for site in self._shown_sites - ages.keys():
-            metrics.site_silent.remove(site)
-            metrics.site_alive.remove(site)
-        self._shown_sites = set(ages)
-        shown = {
-            (chain.site, chain.feed, str(chain.partition)): each
+        of_sites: Shown = {(site,): (age > self.silent_after, times[site]) for site, age in ages.items()}
+        of_chains: Shown = {
+            (chain.site, chain.feed, str(chain.partition)): (each.sign.state == "stopped", self.is_silent(each))
             for chain, each in self._sightings.items()
             if (chain.site, chain.feed) in pairs
         }
-        for labels, each in shown.items():
-            metrics.source_stopped.labels(*labels).set(each.sign.state == "stopped")
-            metrics.source_silent.labels(*labels).set(self.is_silent(each))
-        for gone in self._shown_chains - shown.keys():
-            metrics.source_stopped.remove(*gone)
-            metrics.source_silent.remove(*gone)
-        self._shown_chains = set(shown)
+        self._set((metrics.site_silent, metrics.site_alive), of_sites)
+        self._set((metrics.source_stopped, metrics.source_silent), of_chains)
+
+    def _set(self, gauges: tuple[Gauge, ...], values: Shown) -> None:
+        """Set the gauges, and take back what they showed before and is not among `values` (by labels)."""
+        for labels, each in values.items():
+            for gauge, value in zip(gauges, each, strict=True):
+                gauge.labels(*labels).set(value)
+        for gone in self._shown.get(gauges, set()) - values.keys():
+            for gauge in gauges:
+                gauge.remove(*gone)
+        self._shown[gauges] = set(values)

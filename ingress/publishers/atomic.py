@@ -4,22 +4,12 @@ from dataclasses import dataclass
 
 from common.errors import Unavailable
 from common.failpoints import failpoint
-from common.jetstream.client import FloeClient
-from ingress.publishers.publisher import (
-    ACK_TIMEOUT,
-    BATCH_TOO_LARGE,
-    WRONG_LAST_SEQUENCE,
-    Expected,
-    Outcome,
-    RepliedPublisher,
-    Replies,
-    Reply,
-    UnknownOutcome,
-)
+from ingress.publishers.publisher import WRONG_LAST_SEQUENCE, Expected, Outcome, RepliedPublisher, Reply, UnknownOutcome
 from ingress.rows.rows import Rows
 
 MAX_BATCH = 1000  # messages; the server's own limit
 MAX_BATCH_BYTES = 8 * 1024 * 1024
+BATCH_TOO_LARGE = 10199
 # A batch that is smaller than both is no faster: its time is the way to the server and back.
 SHARED_LEAST = 32  # messages
 SHARED_BYTES = 64 * 1024
@@ -38,23 +28,13 @@ class AtomicBatch:
 class AtomicPublisher(RepliedPublisher):
     """Atomic batches (ADR-50): all messages of a batch are stored together, or none.
 
-    `shared`: others publish to the stream too. A batch is halved when one of their messages came first, and
+    Where others publish to the stream too, a batch is halved when one of their messages came first, and
     doubled when it was stored, so that under heavy foreign traffic small ones still get through.
     """
 
     name = "atomic"
-
-    def __init__(
-        self,
-        client: FloeClient,
-        stream: str,
-        replies: Replies,
-        *,
-        ack_timeout: float = ACK_TIMEOUT,
-        shared: bool = False,
-    ) -> None:
-        super().__init__(client, stream, replies, ack_timeout=ack_timeout)
-        self._limit, self._most, self._shared, self._ask_all = MAX_BATCH, MAX_BATCH, shared, False
+    _limit = _most = MAX_BATCH
+    _ask_all = False
 
     async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
         batch = self._compose(rows, base, stored)
@@ -123,5 +103,5 @@ class AtomicPublisher(RepliedPublisher):
             self._most = min(self._limit, self._most * 2)
         elif unclear.err_code == BATCH_TOO_LARGE:
             self._most = self._limit = max(1, self._most // 2)
-        elif self._shared and unclear.err_code in WRONG_LAST_SEQUENCE:
+        elif not self._exclusive and unclear.err_code in WRONG_LAST_SEQUENCE:
             self._most = max(1 if size > SHARED_BYTES else SHARED_LEAST, self._most // 2)

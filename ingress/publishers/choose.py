@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.errors import ConfigError
-from common.jetstream.client import FloeClient
 from common.service.exits import ways
 from ingress.publishers.atomic import AtomicPublisher
 from ingress.publishers.fast import FastPublisher
-from ingress.publishers.publisher import ACK_TIMEOUT, Publisher, Replies, SinglePublisher
+from ingress.publishers.publisher import SinglePublisher
 
 Version = tuple[int, int, int]
 
@@ -48,34 +47,12 @@ def choose(target: str, setting: str, against: Mapping[str, str]) -> str:
     if setting == "auto":
         return next(name for name, why in against.items() if not why)
     if against[setting]:
-        raise ConfigError(
-            f"target {target}: publisher: expected one that it offers, found {setting}: {against[setting]}",
-            hint=ways(
-                "set `publisher: auto`",
-                ("or, where only the stream lacks it", f"nats stream edit {target} {ALLOW[setting]}"),
-            ),
-            code="E-PUBLISHER",
-        )
+        message = f"target {target}: publisher: expected one that it offers, found {setting}: {against[setting]}"
+        edit = ("or, where only the stream lacks it", f"nats stream edit {target} {ALLOW[setting]}")
+        raise ConfigError(message, hint=ways("set `publisher: auto`", edit), code="E-PUBLISHER")
     return setting
 
 
-def make(
-    name: str,
-    client: FloeClient,
-    stream: str,
-    replies: Replies,
-    *,
-    exclusive: bool = True,
-    ack_timeout: float = ACK_TIMEOUT,
-) -> Publisher:
-    """The publisher of this name. `ack_timeout`: seconds."""
-    if name == AtomicPublisher.name:
-        return AtomicPublisher(client, stream, replies, ack_timeout=ack_timeout, shared=not exclusive)
-    return PUBLISHERS[name](client, stream, replies, ack_timeout=ack_timeout)
-
-
 PUBLISHERS: Mapping[str, type[FastPublisher | AtomicPublisher | SinglePublisher]] = {
-    "fast": FastPublisher,
-    "atomic": AtomicPublisher,
-    "single": SinglePublisher,
+    each.name: each for each in (FastPublisher, AtomicPublisher, SinglePublisher)
 }

@@ -14,20 +14,8 @@ from typing import Any
 
 from common.errors import Unavailable
 from common.failpoints import failpoint
-from common.jetstream.client import FloeClient
 from common.tasks import wait_for
-from ingress.publishers.publisher import (
-    ACK_TIMEOUT,
-    Expected,
-    Outcome,
-    RepliedPublisher,
-    Replies,
-    Reply,
-    SinglePublisher,
-    UnknownOutcome,
-    judge_ack,
-    refusal,
-)
+from ingress.publishers.publisher import Expected, Outcome, Reply, SinglePublisher, UnknownOutcome, judge_ack, refusal
 from ingress.rows.rows import Rows
 
 START, APPEND, FINAL = 0, 1, 2  # operations
@@ -41,12 +29,11 @@ MOST_ALONE = 1024  # rows
 
 @dataclass(slots=True)
 class FastBatch:
-    """One batch: rows `start` to `stop` of an intent that begins after `base`; `sent`: how many went out."""
+    """One batch: the rows from `start` on of an intent that begins after `base`; `sent`: how many went out."""
 
     rows: Rows
     base: int
     start: int
-    stop: int
     flow: int
     answers: Answers
     expected: Expected
@@ -55,7 +42,7 @@ class FastBatch:
     @property
     def count(self) -> int:
         """Rows in all."""
-        return self.stop - self.start
+        return self.rows.count - self.start
 
     def compose(self, begin: int, end: int) -> bytes:
         """Its messages from the one at index `begin` to `end` (exclusive), on the wire. The first goes alone.
@@ -95,6 +82,7 @@ class Answers(Reply):
         super().__init__(subject)
         self.batch, self.acked, self.every = self.prefix + batch_id.encode() + b".", 0, 0
         self.news = asyncio.Event()
+        self.decisive.add_done_callback(lambda _: self.news.set())
 
     @property
     def is_over(self) -> bool:
@@ -113,55 +101,40 @@ class Answers(Reply):
             self._decide((payload, headers))
         self.news.set()
 
-    def lost(self) -> None:
-        super().lost()
-        self.news.set()
 
-    def fail(self, error: Exception) -> None:
-        super().fail(error)
-        self.news.set()
-
-
-class FastPublisher(RepliedPublisher):
+class FastPublisher(SinglePublisher):
     """Fast-ingest batches, one in flight: two would lose a message.
 
-    After a batch that failed, the next rows go one by one, the more the more batches failed: where the target
-    takes no batch for the moment (too many are open, another version leads), rows go on being stored, and a
-    refusal of the row itself costs no batch.
+    After a batch that failed, the next rows go one by one (as with `single`), the more the more batches
+    failed: where the target takes no batch for the moment (too many are open, another version leads), rows go
+    on being stored, and a refusal of the row itself costs no batch.
     """
 
     name = "fast"
-
-    def __init__(self, client: FloeClient, stream: str, replies: Replies, *, ack_timeout: float = ACK_TIMEOUT) -> None:
-        super().__init__(client, stream, replies, ack_timeout=ack_timeout)
-        self._single, self._alone = SinglePublisher(client, stream, replies, ack_timeout=ack_timeout), 0
+    _alone = 0
 
     async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
-        outcome = await self._single.publish_to(rows, base, stored, min(rows.count, stored + self._alone))
+        outcome = await self.publish_to(rows, base, stored, min(rows.count, stored + self._alone))
         if outcome.unclear is not None or outcome.stored == rows.count:
             return outcome
-        batch = self._batch(rows, base, outcome.stored)
-        unclear = await self._publish(batch)
-        self._alone = 0 if unclear is None else min(MOST_ALONE, 2 * self._alone or 1)
-        return Outcome(batch.start, unclear, batch.start + batch.sent) if unclear else Outcome(batch.stop)
-
-    def _batch(self, rows: Rows, base: int, start: int) -> FastBatch:
-        batch_id = self._new_batch_id()
+        start, batch_id = outcome.stored, self._new_batch_id()
         answers = Answers(self._replies.subject(), batch_id)
         expected = Expected(self._stream, base + rows.count, batch_id, rows.count - start)
-        flow = flow_of(rows, start, rows.count)
-        return FastBatch(rows, base, start, rows.count, flow, answers, expected)
+        batch = FastBatch(rows, base, start, flow_of(rows, start, rows.count), answers, expected)
+        unclear = await self._publish(batch)
+        self._alone = 0 if unclear is None else min(MOST_ALONE, 2 * self._alone or 1)
+        return Outcome(batch.start, unclear, batch.start + batch.sent) if unclear else Outcome(rows.count)
 
     async def _publish(self, batch: FastBatch) -> UnknownOutcome | None:
         """Send it to its end; None where all of it is acknowledged."""
         self._replies.listen(batch.answers)
         try:
-            unclear = await self._send(batch)
+            unclear = await self._send_batch(batch)
         except Unavailable as error:
             return UnknownOutcome(error.message)
         return unclear or await self._end(batch)
 
-    async def _send(self, batch: FastBatch) -> UnknownOutcome | None:
+    async def _send_batch(self, batch: FastBatch) -> UnknownOutcome | None:
         """Send all messages, at the server's pace, up to an answer that ends the batch early.
 
         The first goes alone: its answer says whether there are such batches here, and the pace. While the

@@ -21,7 +21,6 @@ from ingress.rows.rows import Rows
 
 NO_RESPONDERS = b"NATS/1.0 503"
 WRONG_LAST_SEQUENCE = (10071, 10164)
-BATCH_TOO_LARGE = 10199
 BATCH_INCOMPLETE = 10176
 
 Answer = tuple[bytes, bytes | None]  # payload, header block
@@ -199,12 +198,20 @@ class Publisher(Protocol):
 
 
 class RepliedPublisher:
-    """What the publishers share: a connection, a stream, an inbox."""
+    """What the publishers share: a connection, a stream, an inbox. `exclusive`: nobody else publishes to the
+    stream. `ack_timeout`: seconds.
+    """
 
-    name = ""
-
-    def __init__(self, client: FloeClient, stream: str, replies: Replies, *, ack_timeout: float = ACK_TIMEOUT) -> None:
-        self._client, self._stream, self._replies = client, stream, replies
+    def __init__(
+        self,
+        client: FloeClient,
+        stream: str,
+        replies: Replies,
+        *,
+        exclusive: bool = True,
+        ack_timeout: float = ACK_TIMEOUT,
+    ) -> None:
+        self._client, self._stream, self._replies, self._exclusive = client, stream, replies, exclusive
         self._ack_timeout, self._writer, self._count = ack_timeout, secrets.token_hex(8), 0
 
     def _new_batch_id(self) -> str:

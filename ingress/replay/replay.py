@@ -33,7 +33,7 @@ from ingress.checkpoint_store import StateStore
 from ingress.delivery import Delivery, ServerLimits
 from ingress.errors import leading, passes_by_itself
 from ingress.preflight import shape_of
-from ingress.publishers.choose import choose, make, offered
+from ingress.publishers.choose import PUBLISHERS, choose, offered
 from ingress.publishers.publisher import Publisher, Replies
 from ingress.replay import target
 from ingress.replay.output import ReplayProgress, Teller, progress_line, standing
@@ -420,7 +420,7 @@ class Carrying:
     async def _publisher(self, info: StreamInfo, stop: Stop) -> Publisher:
         client, pace = self._client, self._work.options.pace
         chosen = choose(self._target, "auto", offered(client.server_version, info.config, frozenset()))
-        publisher = make(chosen, client, self._target, await Replies.open(client))
+        publisher = PUBLISHERS[chosen](client, self._target, await Replies.open(client))
         return publisher if pace is None else PacedPublisher(publisher, pace, self._work.clock, stop)
 
     def _delivery(

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Protocol
 
 import pyarrow as pa
 
@@ -33,13 +32,8 @@ CHUNK_BYTES = 4 * 1024 * 1024
 CHUNK_ROWS = 2048
 
 Emit = Callable[[Block], None]
-
-
-class Parking(Protocol):
-    """Who keeps the messages that are too large for the target (`ingress.parked.ParkedStore`)."""
-
-    def park(self, chain: Chain, oversize: Oversize) -> None:
-        """Return once the message is durable and read back. Blocking; the same one may be put again."""
+# Keeps a message that is too large for the target (`ParkedStore.park`). Blocking; the same one may be put again.
+Park = Callable[[Chain, Oversize], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +63,26 @@ def standing_in(
 ) -> FromHole | None:
     """Where ingress stands in the stretch because a hole was filled in part; None where it does not.
 
-    The fields as in `Decoder.read`. Reads the footer, and more only where that says that something is gone.
+    `avoided`, `passed`: as in `Decoder.read`. Reads the footer, and more only where that says that something is gone.
     Blocking; raises as `open_stretch`, and E-FORK.
     """
     if not store.footer(stretch.segment).ledger.counts.get(Reason.GONE_FROM_HOLE):
         return None
-    opening = _Opening(store, stretch, False, avoided, passed)
     with open_stretch(store, stretch, avoided=avoided) as reader:
-        return opening.stands(reader)
+        return _standing(reader, stretch, avoided, passed)
+
+
+def _standing(
+    reader: StretchReader, stretch: Stretch[SegmentRef], avoided: AbstractSet[str], passed: Sequence[SequenceRange]
+) -> FromHole | None:
+    """Where rows of a filled hole are missing that nobody has given up; None where none are."""
+    if reader.unread is None or not reader.footer.ledger.counts.get(Reason.GONE_FROM_HOLE):
+        return None
+    for left in holes(passed, reader.unread):
+        if missing := reader.still_missing(left):
+            known = {stretch.segment.key, *avoided, *(other.key for other in reader.others)}
+            return FromHole(stretch.segment, left, missing, frozenset(known))
+    return None
 
 
 class Decoder:
@@ -85,13 +91,11 @@ class Decoder:
     A block names the segment that its rows are of: what a segment did not read others may have, and an open
     intent is finished from the segments that it names, whatever has come since.
 
-    `parking`: where the messages go that a block leaves out, before the block is handed out.
+    `park`: where the messages go that a block leaves out, before the block is handed out.
     """
 
-    def __init__(
-        self, store: SegmentStore, threads: Threads, budget: ByteBudget, parking: Parking | None = None
-    ) -> None:
-        self._store, self._threads, self._budget, self._parking = store, threads, budget, parking
+    def __init__(self, store: SegmentStore, threads: Threads, budget: ByteBudget, park: Park | None = None) -> None:
+        self._store, self._threads, self._budget, self._park = store, threads, budget, park
 
     async def read(
         self,
@@ -117,8 +121,7 @@ class Decoder:
         before are good), SegmentGone, what the store raises, and what `emit` raises.
         """
         begin = rows.first
-        opening = _Opening(self._store, Stretch(ref, rows), alone, avoided, passed)
-        source = _Source(opening, preparer, self._parking)
+        source = _Source(self._store, Stretch(ref, rows), preparer, self._park, alone, avoided, passed)
         try:
             while (chunk := await self._next(source, wait)) is not None:
                 part, prepared = chunk
@@ -177,58 +180,27 @@ def _block(segment: SegmentName, begin: int, prepared: Prepared) -> Block:
     return Block(piece, material, material.size) if material else Block(piece)
 
 
-@dataclass(frozen=True, slots=True)
-class _Opening:
-    """What is to be opened, and how; the fields as in `Decoder.read`."""
-
-    store: SegmentStore
-    stretch: Stretch[SegmentRef]
-    alone: bool
-    avoided: AbstractSet[str]
-    passed: Sequence[SequenceRange] | None
-
-    def open(self) -> SegmentReader | StretchReader:
-        """Blocking. Raises as `open_stretch`."""
-        if self.alone:
-            return self.store.open(self.stretch.segment, rows=self.stretch.rows)
-        return open_stretch(self.store, self.stretch, avoided=self.avoided)
-
-    def stands(self, reader: StretchReader) -> FromHole | None:
-        """Where rows of a filled hole are missing that nobody has given up; None where none are."""
-        counts = reader.footer.ledger.counts
-        if self.passed is None or reader.unread is None or not counts.get(Reason.GONE_FROM_HOLE):
-            return None
-        for left in holes(self.passed, reader.unread):
-            if missing := reader.still_missing(left):
-                ref = self.stretch.segment
-                known = {ref.key, *self.avoided, *(other.key for other in reader.others)}
-                return FromHole(ref, left, missing, frozenset(known))
-        return None
-
-    def parts(self, reader: SegmentReader | StretchReader, stands: FromHole | None) -> Iterator[UnreadPart]:
-        """The rows up to where it stands."""
-        segment, rows = self.stretch.segment, self.stretch.rows
-        if isinstance(reader, SegmentReader):
-            return (UnreadPart(segment, rows.first, batch) for batch in reader.batches(rows))
-        if stands is None:
-            return reader.parts()
-        if stands.rows.first == rows.first:
-            return iter(())
-        return reader.parts(SequenceRange(rows.first, stands.rows.first - 1))
-
-
 class _Source:
-    """One open stretch, used by one thread at a time and closed when none uses it.
+    """One stretch, used by one thread at a time and closed when none uses it; the fields as in `Decoder.read`.
 
     `stands`: where its rows end before the stretch does, as far as they are read.
     """
 
-    def __init__(self, opening: _Opening, preparer: Preparer, parking: Parking | None) -> None:
-        self._opening, self._preparer, self._parking = opening, preparer, parking
-        self._lock = threading.Lock()
+    def __init__(
+        self,
+        store: SegmentStore,
+        stretch: Stretch[SegmentRef],
+        preparer: Preparer,
+        park: Park | None,
+        alone: bool,
+        avoided: AbstractSet[str],
+        passed: Sequence[SequenceRange] | None,
+    ) -> None:
+        self._store, self._stretch, self._preparer, self._park = store, stretch, preparer, park
+        self._alone, self._avoided, self._passed = alone, avoided, passed
+        self._lock, self._closed = threading.Lock(), False
         self._reader: SegmentReader | StretchReader | None = None
         self._parts: Iterator[UnreadPart] = iter(())
-        self._closed = False
         self.stands: FromHole | None = None
 
     def next(self) -> tuple[UnreadPart, Prepared] | None:
@@ -237,21 +209,32 @@ class _Source:
             if self._closed:
                 return None
             if self._reader is None:
-                self._reader = self._opening.open()
-                if isinstance(self._reader, StretchReader):
-                    self.stands = self._opening.stands(self._reader)
+                parts = self._open()
                 self._parts = (
-                    UnreadPart(part.segment, part.since, batch)
-                    for part in self._opening.parts(self._reader, self.stands)
-                    for batch in _halved(part.batch)
+                    UnreadPart(part.segment, part.since, batch) for part in parts for batch in _halved(part.batch)
                 )
             if (part := next(self._parts, None)) is None:
                 return None
             prepared = self._preparer.prepare(part.batch)
             for oversize in prepared.oversize:
-                assert self._parking is not None, "only who parks has messages to park"
-                self._parking.park(part.segment.chain, oversize)
+                assert self._park is not None, "only who parks has messages to park"
+                self._park(part.segment.chain, oversize)
             return part, prepared
+
+    def _open(self) -> Iterator[UnreadPart]:
+        """The rows up to where it stands."""
+        segment, rows = self._stretch.segment, self._stretch.rows
+        if self._alone:
+            self._reader = own = self._store.open(segment, rows=rows)
+            return (UnreadPart(segment, rows.first, batch) for batch in own.batches(rows))
+        self._reader = reader = open_stretch(self._store, self._stretch, avoided=self._avoided)
+        if self._passed is not None:
+            self.stands = _standing(reader, self._stretch, self._avoided, self._passed)
+        if self.stands is None:
+            return reader.parts()
+        if self.stands.rows.first == rows.first:
+            return iter(())
+        return reader.parts(SequenceRange(rows.first, self.stands.rows.first - 1))
 
     def close(self) -> None:
         """Let go of the segment; `next` then gives None."""

@@ -7,7 +7,7 @@ never replaced, so one bad row in it would stop every chain of the target.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -22,7 +22,7 @@ from common.segments.columns import messages
 from common.segments.segment import Message, decode_subject
 from common.service.exits import ways
 from common.settings.ingress import SourceSettings
-from common.subjects import overlaps
+from common.subjects import covers, matches, overlaps
 from common.transforms import Transform, compile_transform
 from ingress.errors import resume, set_command, set_position
 from ingress.rows.rows import PreparedBatch
@@ -88,66 +88,33 @@ def problem(subject: bytes) -> str:
     return ""
 
 
+@dataclass(frozen=True, slots=True)
 class Accepting:
     """The subjects of a stream, wildcards included."""
 
-    def __init__(self, patterns: Iterable[str]) -> None:
-        self._patterns = [pattern.encode().split(b".") for pattern in patterns]
-        self._all = [b">"] in self._patterns
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Accepting) and other._patterns == self._patterns
-
-    def __hash__(self) -> int:
-        return hash(str(self))
+    patterns: Sequence[str]
 
     def __contains__(self, subject: bytes) -> bool:
-        if self._all:
-            return True
-        tokens = subject.split(b".")
-        return any(_matches(pattern, tokens) for pattern in self._patterns)
+        return ">" in self.patterns or any(matches(pattern, subject) for pattern in self.patterns)
 
     def covers(self, pattern: str) -> bool:
         """Whether each subject that `pattern` stands for is one of these."""
-        return self._all or any(_covers(mine, pattern.encode().split(b".")) for mine in self._patterns)
+        return any(covers(mine, pattern) for mine in self.patterns)
 
     def meets(self, pattern: str) -> bool:
         """Whether any subject that `pattern` stands for is one of these."""
-        return any(overlaps(b".".join(mine).decode(), pattern) for mine in self._patterns)
+        return any(overlaps(mine, pattern) for mine in self.patterns)
 
     def __str__(self) -> str:
-        return ", ".join(b".".join(pattern).decode() for pattern in self._patterns)
-
-
-def _matches(pattern: Sequence[bytes], tokens: Sequence[bytes]) -> bool:
-    if pattern[-1] == b">":
-        return len(tokens) >= len(pattern) and _matches(pattern[:-1], tokens[: len(pattern) - 1])
-    return len(pattern) == len(tokens) and all(p in (b"*", t) for p, t in zip(pattern, tokens, strict=True))
-
-
-def _covers(pattern: Sequence[bytes], other: Sequence[bytes]) -> bool:
-    if pattern[-1] == b">":
-        return len(other) >= len(pattern) and _covers(pattern[:-1], other[: len(pattern) - 1])
-    return (
-        len(pattern) == len(other)
-        and other[-1:] != [b">"]
-        and all(p in (b"*", o) for p, o in zip(pattern, other, strict=True))
-    )
+        return ", ".join(self.patterns)
 
 
 @dataclass(frozen=True, slots=True)
 class Oversize:
-    """A message that is too large for the target: `what` of it `needs` so many bytes, the target `takes`
-    so many."""
+    """A message that is too large for the target, and why."""
 
     message: Message
-    what: str
-    needs: int
-    takes: int
-
-    @property
-    def why(self) -> str:
-        return f"the {self.what} needs {self.needs} bytes, the target takes {self.takes}"
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,24 +149,24 @@ class Limit:
             return []
         return [row for row, size in enumerate(self.sizes) if size > self.most]
 
+    def why(self, row: int) -> str:
+        """What speaks against a row above it."""
+        return f"the {self.what} needs {self.sizes[row]} bytes, the target takes {self.most}"
+
 
 def first_refusal(refusal: Refusal | None, limits: tuple[Limit, ...]) -> Refusal | None:
     """The refusal of the first row: `refusal`, or one by a limit."""
     for limit in limits:
         for row in limit.rows()[:1]:
             if refusal is None or row < refusal.row:
-                why = f"the {limit.what} needs {limit.sizes[row]} bytes, the target takes {limit.most}"
-                refusal = Refusal(row, "E-MSG-TOO-LARGE", why)
+                refusal = Refusal(row, "E-MSG-TOO-LARGE", limit.why(row))
     return refusal
 
 
 def oversize(batch: pa.RecordBatch, limits: tuple[Limit, ...], stop: int) -> tuple[Oversize, ...]:
     """The rows in front of `stop` that are above a limit, each by the first of them."""
     over = {row: limit for limit in reversed(limits) for row in limit.rows() if row < stop}
-    return tuple(
-        Oversize(next(messages(batch.slice(row, 1))), limit.what, limit.sizes[row], limit.most)
-        for row, limit in sorted(over.items(), key=lambda item: item[0])
-    )
+    return tuple(Oversize(next(messages(batch.slice(row, 1))), over[row].why(row)) for row in sorted(over))
 
 
 def without(batch: pa.RecordBatch, sequences: tuple[int, ...]) -> pa.RecordBatch:
@@ -319,19 +286,18 @@ class Preparer:
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
         """The rows of `batch`, of the segment schema, up to the first that the target would refuse."""
-        if self.leaves_out is not None:
-            return self._without(batch, self.leaves_out)
-        return self._prepared(batch, parks=self._shape.parks)
-
-    def _without(self, batch: pa.RecordBatch, leaves_out: frozenset[int]) -> Prepared:
-        """Of `batch` all but `leaves_out`; nothing more is put aside."""
+        if self.leaves_out is None:
+            return self._prepared(batch, parks=self._shape.parks)
         found = batch.column("sequence").to_pylist()
-        left_out = tuple(sequence for sequence in found if sequence in leaves_out)
+        return self._without(batch, tuple(sequence for sequence in found if sequence in self.leaves_out))
+
+    def _without(
+        self, batch: pa.RecordBatch, left_out: tuple[int, ...], oversize: tuple[Oversize, ...] = ()
+    ) -> Prepared:
+        """`batch` but for the rows of `left_out`; nothing more is put aside."""
         kept = without(batch, left_out)
-        if not kept.num_rows:
-            return Prepared(None, left_out=left_out)
-        result = self._prepared(kept, parks=False)
-        return Prepared(result.material, result.problem, left_out)
+        rest = self._prepared(kept, parks=False) if kept.num_rows else Prepared(None)
+        return Prepared(rest.material, rest.problem, left_out, oversize)
 
     def _prepared(self, batch: pa.RecordBatch, *, parks: bool) -> Prepared:
         rows = _columns(batch)
@@ -340,7 +306,8 @@ class Preparer:
         sizes, limits = self._limits(rows.lengths, tails)
         stop = len(sizes) if refusal is None else refusal.row
         if parks and (too_large := oversize(batch, limits, stop)):
-            return self._parking(batch, too_large)
+            # Prepared again without them: this is seldom, and nothing else is slowed down by it.
+            return self._without(batch, tuple(each.message.sequence for each in too_large), too_large)
         refusal = first_refusal(refusal, limits)
         if refusal is None:
             return Prepared(self._material(rows, subjects, tails, sizes, len(sizes)))
@@ -348,13 +315,6 @@ class Preparer:
         sequence = rows.sequences[refusal.row]
         hint = way_out(self._chain, self._shape.target, refusal.code, sequence)
         return Prepared(material, RowRefused(self._chain, sequence, refusal, hint))
-
-    def _parking(self, batch: pa.RecordBatch, oversize: tuple[Oversize, ...]) -> Prepared:
-        """The rest of `batch`, prepared again: this is seldom, and nothing else is slowed down by it."""
-        left_out = tuple(each.message.sequence for each in oversize)
-        kept = without(batch, left_out)
-        rest = self._prepared(kept, parks=False) if kept.num_rows else Prepared(None)
-        return Prepared(rest.material, rest.problem, left_out, oversize)
 
     def _material(
         self, rows: _Columns, subjects: list[bytes], tails: list[bytes | None] | None, sizes: list[int], stop: int
@@ -446,8 +406,6 @@ def _origin(chain: Chain) -> bytes:
 
 def _may_act(block: bytes, acting: frozenset[bytes]) -> bool:
     """Whether the acting headers of `block` have values that the server takes."""
-    for name, value in parse_block(block):
-        form = _ACTING_VALUES.get(name.lower()) if name.lower() in acting else None
-        if form is not None and not form.fullmatch(value):
-            return False
-    return True
+    forms = {name: form for name, form in _ACTING_VALUES.items() if name in acting}
+    lines = ((name.lower(), value) for name, value in parse_block(block))
+    return all(name not in forms or forms[name].fullmatch(value) for name, value in lines)

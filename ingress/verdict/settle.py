@@ -61,16 +61,16 @@ class Reconciler:
 
     def __init__(
         self,
-        choices: TargetErrors,
-        keeper: StateStore,
-        looker: TargetStream,
+        errors: TargetErrors,
+        store: StateStore,
+        stream: TargetStream,
         lease: Tenure,
         clock: Clock,
         look_spacing: float = LOOK_SPACING,
         sending: Sending | None = None,
     ) -> None:
-        self.target, self._choices = choices.target, choices
-        self._keeper, self._looker, self._lease = keeper, looker, lease
+        self.target, self._errors = errors.target, errors
+        self._store, self._stream, self._lease = store, stream, lease
         self._clock, self._look_spacing = clock, look_spacing
         self.sending = sending or Sending()
         self._proved = (0, 0)  # a revision, and the target sequence up to which its intent's pieces are ours
@@ -83,7 +83,7 @@ class Reconciler:
         LeaseLost.
         """
         while True:
-            reading = await self._patiently(self._looker.read)
+            reading = await self._patiently(self._stream.read)
             verdict = await self._judged(known, reading, rows)
             if verdict.finding is Finding.STORED and reading is not None:
                 return await self._settled(known, rows, reading, verdict)
@@ -92,7 +92,7 @@ class Reconciler:
 
     async def check_moved(self, known: Stored) -> None:
         """Raises StateMoved where the stored state is not `known` any more."""
-        stored = await self._keeper.load()
+        stored = await self._store.load()
         if stored.revision == known.revision:
             return
         if stored.state is None:
@@ -113,11 +113,11 @@ class Reconciler:
             if look:
                 await self._clock.sleep(self._look_spacing)
             # The target before the state: whatever is stored there had an intent before.
-            reading = await self._patiently(self._looker.read)
-            stored = await self._keeper.load()
+            reading = await self._patiently(self._stream.read)
+            stored = await self._store.load()
             if stored.state is not None or (reading is not None and self._may_begin_with(reading)):
                 return stored, reading
-        raise self._choices.no_checkpoint(reading)
+        raise self._errors.no_checkpoint(reading)
 
     # What differs where others publish too
 
@@ -164,7 +164,7 @@ class Reconciler:
             await self._clock.sleep(pause)
 
     async def _origins(self, places: Collection[int]) -> Mapping[int, Origin | Unread]:
-        return await self._patiently(lambda: self._looker.origins(places))
+        return await self._patiently(lambda: self._stream.origins(places))
 
     async def _confirm(
         self, known: Stored, reading: TargetReading | None, verdict: IntentVerdict, rows: Rows | None
@@ -180,7 +180,7 @@ class Reconciler:
         while not _is_answer(finding, seen):
             await self._clock.sleep(self._look_spacing)
             self.check_lease()
-            seen.append(await self._looker.read_fresh())
+            seen.append(await self._stream.read_fresh())
             await self.check_moved(known)
             verdict = await self._judged(known, seen[-1], rows)
             if verdict.finding is not finding:
@@ -194,8 +194,8 @@ class Reconciler:
         described = ""
         if verdict.at and seen:
             for at in dict.fromkeys((verdict.at, seen[-1].last_sequence)):
-                described = described or await self._patiently(partial(self._looker.described, at))
-        return self._choices.error(verdict, seen, described)
+                described = described or await self._patiently(partial(self._stream.described, at))
+        return self._errors.error(verdict, seen, described)
 
     async def _less_doubt(self, known: Stored, doubt: Doubt) -> Doubt:
         """What of the rows that count as stored can be read, from the last one back, at most `MOST_READ`."""

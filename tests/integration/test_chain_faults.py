@@ -21,7 +21,7 @@ from common.settings.service import StartSettings
 from ingress import metrics
 from ingress.chains import prefetch as supply_module
 from ingress.chains.chain_state import Turn
-from ingress.chains.search import survey
+from ingress.chains.search import look, survey
 from ingress.chains.starts import Starts
 from tests.integration.test_chain_starts import moment
 from tests.integration.test_chain_turns import Centre
@@ -229,7 +229,7 @@ def test_a_moment_that_is_waited_for_is_searched_for_only_in_what_is_new(tmp_pat
 
     def begins() -> int:
         listed.clear()
-        return starts.resolve(CHAIN, settings, 1, None, {}).sequence
+        return starts.resolve(CHAIN, settings, 1, None, {})
 
     assert (begins(), len(listed)) == (0, 10)
     archive.put(rows_of(101, 110))
@@ -248,7 +248,7 @@ async def test_what_arrives_while_a_moment_is_searched_for_is_searched_too(
 
     def resolve(*args: Any) -> Any:
         found = real(*args)
-        asked.append(found.sequence)
+        asked.append(found)
         if len(asked) == 1:
             archive.put(rows_of(101, 110))
             centre.supply.chains.archive(CHAIN, 110)
@@ -275,7 +275,7 @@ async def test_a_last_segment_without_a_tail_is_found_after_it_was_compacted(
 
 async def test_nothing_is_lost_that_is_only_far_down_a_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = Archive(tmp_path / "other")
-    monkeypatch.setattr("ingress.chains.search._searched", lambda *_: _[4])
+    monkeypatch.setattr("ingress.chains.locate.look", lambda *args, search, **more: look(*args, **more))
     archive.begin()
     for sequence in range(11, 131):
         archive.put(rows_of(sequence, sequence), tail=False)

@@ -12,7 +12,7 @@ from common.chain import Chain
 from common.errors import DataError
 from common.jetstream.client import FloeClient
 from common.settings.service import StartSettings
-from ingress.chains.starts import Beginning, Start, Starts
+from ingress.chains.starts import Start, Starts
 from tests.support.basics import soon
 from tests.support.clock import ManualClock
 from tests.support.ingress import CHAIN, Archive, Centre, check_exact, count_in, rows_of
@@ -43,8 +43,7 @@ def start(archive: Archive, *, now: float = 2e9, **keys: Any) -> Any:
     settings = StartSettings.model_validate(keys)
 
     def resolve(chain: Chain = CHAIN, end: int | None = None, positions: Any = None, first: int = 1) -> int:
-        begins = starts.resolve(chain, settings, first, end, positions or {})
-        return begins.sequence
+        return starts.resolve(chain, settings, first, end, positions or {})
 
     return resolve
 
@@ -121,10 +120,9 @@ def test_a_moment_leaves_out_whole_incarnations_that_were_before_it(archive: Arc
 def test_a_moment_that_nothing_has_reached_is_waited_for(archive: Archive) -> None:
     starts = Starts("FLEET", archive.store, archive.documents, ManualClock())
     settings = StartSettings.model_validate({"start_time": "2100-01-01T00:00:00Z"})
-    found = starts.resolve(CHAIN, settings, 1, None, {})
 
-    assert (found.sequence, "nothing is archived yet" in found.waits_for) == (0, True)
-    assert starts.resolve(CHAIN, settings, 1, 20, {}) == Beginning(21)
+    assert starts.resolve(CHAIN, settings, 1, None, {}) == 0
+    assert starts.resolve(CHAIN, settings, 1, 20, {}) == 21
 
 
 def test_the_keys_are_ignored_where_the_copy_has_begun_already(archive: Archive) -> None:

@@ -18,6 +18,7 @@ from common.settings.ingress import TargetSettings
 from common.tasks import Stop
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.prefetch import Prefetcher
+from ingress.chains.search import look
 from ingress.checkpoint import Gap, advanced
 from ingress.rows.prepare import Accepting, TargetLimits
 from tests.support.basics import PATIENCE, soon
@@ -150,7 +151,7 @@ async def test_a_tail_that_is_lost_stale_or_spoiled_costs_time_only(archive: Arc
 async def test_a_wide_segment_behind_a_page_of_others_is_carried_and_its_accepted_gap_is_not_passed(
     archive: Archive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingress.chains.search._searched", lambda *_: _[4])
+    monkeypatch.setattr("ingress.chains.locate.look", lambda *args, search, **more: look(*args, **more))
     archive.begin()
     for sequence in range(11, 131):
         archive.put(rows_of(sequence, sequence), tail=False)

@@ -480,7 +480,7 @@ async def test_a_parked_message_that_a_dropped_intent_left_out_can_still_be_deli
     created = await make(client, centre)
     parked = ParkedStore(archive.objects, archive.documents.layout, centre.target, created)
     for row in (rows[2], rows[4]):
-        parked.park(CHAIN, Oversize(row, "message", 30, 10))
+        parked.park(CHAIN, Oversize(row, "the message needs 30 bytes, the target takes 10"))
     parked.mark_left_out(parked.name(CHAIN, 3))
     parked.ask(parked.entries()[parked.name(CHAIN, 3)])
     await store(client, centre, [rows[0], rows[1], rows[2], rows[3], rows[5], rows[6]])

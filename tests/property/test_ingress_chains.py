@@ -138,7 +138,7 @@ class World:
     def give_up(self, chain: Chain, decision: Any, damaged: Any) -> Any:
         """Nothing is given up that a sound segment covers, or that nobody decided."""
         found = self._give_up(chain, decision, damaged)
-        for sequence in range(found.free.first, found.free.last + 1) if found.free else ():
+        for sequence in range(found.first, found.last + 1) if isinstance(found, SequenceRange) else ():
             for ref in self.store.list(chain):
                 assert sequence not in ref.coverage or ref.key in self.broken, (sequence, ref)
             if (chain, sequence) not in self.accepted:

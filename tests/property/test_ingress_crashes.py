@@ -485,7 +485,7 @@ class ReplacingCarrier(Delivery):
     def _adopt(self, stored: Stored) -> None:
         state = stored.state
         if state is not None and state.intent is not None:
-            kept = replace(state.checkpoint, target_sequence=len(self._keeper._bucket.world.server.log))
+            kept = replace(state.checkpoint, target_sequence=len(self._store._bucket.world.server.log))
             stored = Stored(TargetState(kept), stored.revision)
         super()._adopt(stored)
 

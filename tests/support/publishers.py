@@ -14,7 +14,7 @@ from common.segments.columns import record_batch
 from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
 from ingress.checkpoint import IntentPiece
-from ingress.publishers.choose import make
+from ingress.publishers.choose import PUBLISHERS
 from ingress.publishers.publisher import Publisher, Replies
 from ingress.rows.prepare import Accepting, Preparer, SubjectRule, TargetLimits
 from ingress.rows.rows import Block, Rows
@@ -39,7 +39,7 @@ async def publisher(
     kind: str, client: FloeClient, stream: str, ack_timeout: float = 5.0, *, exclusive: bool = True
 ) -> Publisher:
     replies = await Replies.open(client)
-    return make(kind, client, stream, replies, exclusive=exclusive, ack_timeout=ack_timeout)
+    return PUBLISHERS[kind](client, stream, replies, exclusive=exclusive, ack_timeout=ack_timeout)
 
 
 def rows_for(stream: str, count: int, size: int | Sequence[int] = 20, first: int = 1) -> Rows:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from common.chain import Chain
-from common.clock import SystemClock
+from common.clock import Backoff, SystemClock, doubling
 from common.errors import AnotherWriter, Stopped
 from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
@@ -210,7 +210,7 @@ async def test_a_defect_is_shown_and_its_target_begins_again_after_pauses_that_g
     parts: Any = SimpleNamespace(health=health, clock=clock, sharing=sharing, pace=IngressTuning(), discovery=discovery)
     settings = TargetSettings.model_validate({"stream": "T", "sources": [{"site": "us", "feed": "NODES"}]})
     runner, stop, began = TargetSupervisor(parts, settings), Stop(), []
-    runner._pause = 0.05
+    runner._pauses = Backoff(None, doubling(0.05, 30.0))
 
     async def check() -> None:
         began.append(clock.monotonic())
@@ -221,9 +221,9 @@ async def test_a_defect_is_shown_and_its_target_begins_again_after_pauses_that_g
     async def occupy(_stop: Stop) -> None:
         return None
 
-    carriage: Any = SimpleNamespace(check=check)
+    carrying: Any = SimpleNamespace(check=check)
     slot: Any = SimpleNamespace(occupy=occupy)
-    runner._carriage, runner._slot = carriage, slot
+    runner._carrying, runner._slot = carrying, slot
     await runner.run(stop)
 
     pauses = [b - a for a, b in pairwise(began)]

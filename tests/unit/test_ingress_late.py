@@ -12,11 +12,15 @@ from common.objects.port import ObjectInfo
 from common.segments.documents import AcceptedGap, accepted_part
 from common.segments.keys import Layout
 from common.sequences import SequenceRange
-from ingress.chains.plan import ChainPlan, GapAction, GapPolicy, Phase, decide
+from common.settings.ingress import SourceSettings
+from ingress.chains.plan import ChainPlan, Phase, decide
 from ingress.chains.search import StoreClock
 from tests.support.clock import ManualClock
 
-HALT, SKIP = GapPolicy(100.0), GapPolicy(100.0, skip=True)
+HALT, SKIP = (
+    SourceSettings(site=("us-east",), feed=("NODES",), lost_segment_timeout=100.0, on_lost=on_lost)
+    for on_lost in ("halt", "skip")
+)
 
 
 def gap(first: int, last: int, by: str = "ops") -> AcceptedGap:
@@ -49,27 +53,27 @@ def test_of_a_hole_the_leading_part_is_accepted_that_gaps_cover_without_a_break(
 
 
 def test_a_hole_is_late_until_the_time_out_and_lost_from_then_on() -> None:
-    assert decide(late(), [], 1099.9, SKIP).fate is GapAction.WAIT
-    assert decide(late(), [], 1100.0, HALT).fate is GapAction.HALT
+    assert decide(late(), [], 1099.9, SKIP) is None
+    halted = decide(late(), [], 1100.0, HALT)
+    assert halted is not None
+    assert halted.halts
     lost = decide(late(), [], 1100.0, SKIP)
-    assert (lost.fate, lost.part) == (GapAction.GIVE_UP, SequenceRange(11, 20))
+    assert lost is not None
+    assert (lost.halts, lost.part) == (False, SequenceRange(11, 20))
     assert lost.why == "no segment within 1m40s"
 
 
 def test_damage_and_what_nothing_stands_behind_never_become_lost_by_waiting() -> None:
-    assert decide(late(phase=Phase.DAMAGED), [], 10**9, SKIP).fate is GapAction.WAIT
-    assert decide(late(since=None), [], 10**9, SKIP).fate is GapAction.WAIT
+    assert decide(late(phase=Phase.DAMAGED), [], 10**9, SKIP) is None
+    assert decide(late(since=None), [], 10**9, SKIP) is None
 
 
 @pytest.mark.parametrize("phase", [Phase.LATE, Phase.DAMAGED])
 def test_what_is_accepted_is_given_up_at_once_and_no_more_than_that(phase: Phase) -> None:
     decided = decide(late(phase=phase), [gap(9, 14)], 0.0, HALT)
 
-    assert (decided.fate, decided.part, decided.why) == (
-        GapAction.GIVE_UP,
-        SequenceRange(11, 14),
-        "accepted by ops: why",
-    )
+    assert decided is not None
+    assert (decided.halts, decided.part, decided.why) == (False, SequenceRange(11, 14), "accepted by ops: why")
 
 
 def test_a_gap_reads_back_as_it_was_written_and_refuses_everything_else() -> None:

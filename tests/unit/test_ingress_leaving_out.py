@@ -51,7 +51,7 @@ async def test_what_is_left_out_is_accounted_for_and_found_again_by_other_limits
         )
         parked = ParkedStore(archive.objects, archive.documents.layout, "T", "t0")
         budget, blocks = ByteBudget(1 << 30), list[Block]()
-        decoder = Decoder(archive.store, threads, budget, parked)
+        decoder = Decoder(archive.store, threads, budget, parked.park)
 
         preparer = ChainRegistry(SETTINGS, SMALL).preparer(CHAIN)
         assert await decoder.read(ref, SequenceRange(1, last), preparer, blocks.append) is None
@@ -113,7 +113,7 @@ async def test_a_message_out_of_turn_is_found_where_archive_or_parked_object_is_
         archive = Archive(tmp_path / gone)
         ref = archive.put([message(s, b"L" * 2000 if s == 3 else b"x") for s in range(1, 6)])
         parked = ParkedStore(archive.objects, archive.documents.layout, "T", "t0")
-        await Decoder(archive.store, threads, ByteBudget(1 << 30), parked).read(
+        await Decoder(archive.store, threads, ByteBudget(1 << 30), parked.park).read(
             ref, SequenceRange(1, 5), ChainRegistry(SETTINGS, SMALL).preparer(CHAIN), lambda _: None
         )
         relays = Relays(archive.documents, threads)

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from common.chain import Chain
 from common.objects.port import ObjectInfo
 from common.segments.keys import Layout, SegmentName
+from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from ingress.chains.plan import Phase
-from ingress.chains.search import LISTED, SearchState, look, next_stretches, survey
+from ingress.chains.search import LISTED, SearchState, look, survey
 
 CHAIN, LAYOUT = Chain("us-east", "NODES"), Layout("data")
 
@@ -45,7 +46,7 @@ def small(first: int, last: int) -> list[str]:
 def test_level_0_is_enough_where_it_leads_on() -> None:
     store, objects = store_of(*small(1, 500), key(1, 500, 1))
 
-    found = next_stretches(store, CHAIN, 5)
+    found = look(store, CHAIN, 5, None, frozenset()).stretches
 
     assert (found[0].rows.first, found[-1].rows.last) == (5, 4 + LISTED)
     assert objects.entries == LISTED
@@ -54,7 +55,7 @@ def test_level_0_is_enough_where_it_leads_on() -> None:
 def test_on_a_miss_the_levels_above_are_asked_until_one_leads_on() -> None:
     store, objects = store_of(*small(501, 900), key(1, 500, 2), *[key(n, n, 7) for n in range(1, 500)])
 
-    [found, *_] = next_stretches(store, CHAIN, 42)
+    [found, *_] = look(store, CHAIN, 42, None, frozenset()).stretches
 
     assert (found.segment.level, found.rows) == (2, SequenceRange(42, 500))
     assert objects.entries == LISTED + 1
@@ -94,13 +95,13 @@ def test_a_search_begins_again_when_it_came_to_the_end_and_sees_what_arrived_mea
 
 def test_a_survey_sees_everything_before_something_is_given_up() -> None:
     hole = SequenceRange(10, 40)
-    assert survey(*store_of()[:1], CHAIN, hole, frozenset()).free == hole
+    assert survey(*store_of()[:1], CHAIN, hole, frozenset()) == hole
     store, _ = store_of(*small(41, 3000), key(30, 2900))
-    assert survey(store, CHAIN, hole, frozenset()).free == SequenceRange(10, 29)
-    assert survey(store, CHAIN, hole, {key(30, 2900)}).free == hole
+    assert survey(store, CHAIN, hole, frozenset()) == SequenceRange(10, 29)
+    assert survey(store, CHAIN, hole, {key(30, 2900)}) == hole
     store, _ = store_of(*small(41, 3000), key(30, 2900), key(1, 2950, 3))
-    leads_on = survey(store, CHAIN, hole, frozenset()).leads_on
-    assert leads_on is not None
+    leads_on = survey(store, CHAIN, hole, frozenset())
+    assert isinstance(leads_on, SegmentRef)
     assert leads_on.coverage == SequenceRange(1, 2950)
     store, _ = store_of(key(15, 20), key(10, 12), key(41, 50))
-    assert survey(store, CHAIN, hole, {key(10, 12)}).free == SequenceRange(10, 14)
+    assert survey(store, CHAIN, hole, {key(10, 12)}) == SequenceRange(10, 14)

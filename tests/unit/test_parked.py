@@ -34,6 +34,7 @@ from tests.support.segments import message
 
 CHAIN = Chain("us-east", "NODES", 1, 2)
 CREATED = "2026-01-02T03:04:05.123456789Z"
+WHY = "the message needs 30 bytes, the target takes 10"
 
 names = st.builds(
     ParkedName,
@@ -119,11 +120,11 @@ def parked(tmp_path: Path) -> ParkedStore:
 
 def test_what_is_parked_twice_is_the_same_object(parked: ParkedStore) -> None:
     for takes in (10, 20):
-        parked.park(CHAIN, Oversize(message(7), "message", 30, takes))
+        parked.park(CHAIN, Oversize(message(7), f"the message needs 30 bytes, the target takes {takes}"))
 
     ((name, entry),) = parked.entries().items()
     assert parked.read(name) == message(7)
-    assert parked.why(entry) == "the message needs 30 bytes, the target takes 10"
+    assert parked.why(entry) == WHY
 
 
 class Forgetful(LocalObjects):
@@ -142,15 +143,17 @@ def test_nothing_is_left_out_before_the_store_gives_it_back(tmp_path: Path, lies
     objects.lies = lies
     parked = ParkedStore(objects, Layout(), "FLEET", CREATED)
     if lies == 2:
-        parked.park(CHAIN, Oversize(message(7), "message", 30, 10))
+        parked.park(CHAIN, Oversize(message(7), WHY))
         assert parked.read(parked.name(CHAIN, 7)) == message(7)
     else:
         with pytest.raises(Unavailable, match="never read back"):
-            parked.park(CHAIN, Oversize(message(7), "message", 30, 10))
+            parked.park(CHAIN, Oversize(message(7), WHY))
 
 
 class Supply:
     """Gives out what was offered."""
+
+    recall: Any = None
 
     def __init__(self) -> None:
         self.ready: list[Block] = []
@@ -192,7 +195,7 @@ async def test_only_what_was_left_out_and_not_delivered_may_go_and_each_once(
     supply = Supply()
     source = ParkedSource(supply, parked, threads)  # type: ignore[arg-type]
     for sequence in (5, 6, 7):
-        parked.park(CHAIN, Oversize(message(sequence), "message", 30, 10))
+        parked.park(CHAIN, Oversize(message(sequence), WHY))
     for sequence in (5, 6):
         parked.mark_left_out(parked.name(CHAIN, sequence))
     parked.mark_delivered(parked.name(CHAIN, 6))
@@ -276,14 +279,14 @@ class Desk:
 
 def retries_of(parked: ParkedStore, threads: Threads) -> tuple[Retries, Desk]:
     desk, supply = Desk(), Supply()
-    supply.recall = desk  # type: ignore[attr-defined]
+    supply.recall = desk
     source = ParkedSource(supply, parked, threads)  # type: ignore[arg-type]
     return Retries(parked, source, threads, desk, desk.reshape, desk), desk  # type: ignore[arg-type]
 
 
 def left_out(parked: ParkedStore, *sequences: int) -> None:
     for sequence in sequences:
-        parked.park(CHAIN, Oversize(message(sequence), "message", 30, 10))
+        parked.park(CHAIN, Oversize(message(sequence), WHY))
         parked.mark_left_out(parked.name(CHAIN, sequence))
 
 
