@@ -122,19 +122,19 @@ async def test_an_error_between_a_begin_and_its_gap_drops_no_start_key(
 
 @pytest.mark.parametrize("clears", ["fail", "replan", "ends_at", "stop", "retry"])
 def test_whatever_clears_what_a_chain_leaves_out_makes_it_begin_anew(archive: Archive, clears: str) -> None:
-    lane = Centre(archive).supply.chains.add(CHAIN)
-    assert lane is not None
+    state = Centre(archive).supply.chains.add(CHAIN)
+    assert state is not None
     arguments: dict[str, tuple[Any, ...]] = {"ends_at": (100,), "stop": (Unavailable("x"), 1.0), "retry": (1.0,)}
 
-    lane.begins(1, 90)
-    getattr(lane, clears)(*arguments.get(clears, ()))
-    assert (lane.has_begun, lane.given_up) == (False, None)
+    state.begins(1, 90)
+    getattr(state, clears)(*arguments.get(clears, ()))
+    assert (state.has_begun, state.given_up) == (False, None)
 
-    lane.begins(1, 90)
-    lane.passes()
-    lane.end = None
-    getattr(lane, clears)(*arguments.get(clears, ()))
-    assert lane.has_begun
+    state.begins(1, 90)
+    state.passes()
+    state.end = None
+    getattr(state, clears)(*arguments.get(clears, ()))
+    assert state.has_begun
 
 
 async def test_a_stream_json_that_cannot_be_read_starves_nobody_and_is_told_once(
@@ -304,15 +304,15 @@ async def test_only_what_nothing_covers_is_called_lost_and_everything_is_looked_
 
         async def stopped() -> bool:
             await centre.look()
-            lane = centre.supply.chains.get(CHAIN)
-            return lane is not None and lane.stopped is not None
+            state = centre.supply.chains.get(CHAIN)
+            return state is not None and state.stopped is not None
 
         await soon(stopped, every=0.05)
-        lane = centre.supply.chains.get(CHAIN)
-        assert "sequences 1..10 are lost" in lane.stopped.message
-        looked_at = lane.looked_at
+        state = centre.supply.chains.get(CHAIN)
+        assert "sequences 1..10 are lost" in state.stopped.message
+        looked_at = state.looked_at
         await centre.supply.attend()
-        await soon(lambda: lane.looked_at > looked_at and lane.turn is Turn.NONE)
+        await soon(lambda: state.looked_at > looked_at and state.turn is Turn.NONE)
         assert len(asked) == 1
 
 
@@ -396,10 +396,10 @@ async def test_where_the_stores_clock_is_refused_what_was_there_has_not_arrived_
         # Down to the second: what was there is older than that then.
         await asyncio.sleep(1.1)
         await centre.reaches({CHAIN: 121})
-        lane = centre.supply.chains.get(CHAIN)
-        looked_at = lane.looked_at
+        state = centre.supply.chains.get(CHAIN)
+        looked_at = state.looked_at
         await centre.look()
-        await soon(lambda: lane.looked_at >= looked_at and lane.turn is Turn.NONE)
+        await soon(lambda: state.looked_at >= looked_at and state.turn is Turn.NONE)
         for _ in range(5):
             await centre.look()
             await asyncio.sleep(0.1)

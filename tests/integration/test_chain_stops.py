@@ -47,16 +47,16 @@ def centre_of(folder: Path, archive: Archive, url: str, target: dict[str, Any] |
     return made
 
 
-def lane(health: Health, centre: Centre, chain: Chain = CHAIN) -> dict[str, Any]:
+def chain_status(health: Health, centre: Centre, chain: Chain = CHAIN) -> dict[str, Any]:
     chains = centre.status(health).get("chains", {})
     return dict(chains.get(str(chain), {}))
 
 
 async def stopped(health: Health, centre: Centre, code: str, chain: Chain = CHAIN) -> dict[str, Any]:
     """What /status says of the chain once it has stopped with `code`; the target stays ready."""
-    await soon(lambda: lane(health, centre, chain).get("code") == code)
+    await soon(lambda: chain_status(health, centre, chain).get("code") == code)
     assert not health.problems()
-    return lane(health, centre, chain)
+    return chain_status(health, centre, chain)
 
 
 async def paste(centre: Centre, hint: str, wanted: str) -> None:
@@ -91,7 +91,7 @@ async def test_a_subject_that_the_target_does_not_take_goes_on_once_the_target_t
         await paste(centre, hint, "chain resume")
 
         check_exact(await centre.carried(client, 8), archive, centre.prefix)
-        await soon(lambda: "stopped" not in lane(health, centre))
+        await soon(lambda: "stopped" not in chain_status(health, centre))
 
 
 async def test_a_message_that_is_too_large_goes_on_by_itself_once_the_target_takes_it(
@@ -151,14 +151,14 @@ async def test_what_is_gone_from_a_filled_hole_stops_its_chain_until_it_comes_or
             assert (found["phase"], found["hole"]) == ("lost", "13..17")
         await check_shown(centre)
         assert await count_in(client, centre.target) == 2 * 12
-        await paste(centre, lane(health, centre)["hint"], "gap accept")
+        await paste(centre, chain_status(health, centre)["hint"], "gap accept")
         await centre.carried(client, 12 + 28)
 
         # The lost segment is put back: nobody has to give anything up.
         archive.put(rows_of(11, 20, OTHER), chain=OTHER)
         archive.rows[OTHER] = rows_of(1, 30, OTHER)
         check_exact(await centre.carried(client, 30 + 28), archive, centre.prefix)
-        await soon(lambda: all("stopped" not in lane(health, centre, chain) for chain in (CHAIN, OTHER)))
+        await soon(lambda: all("stopped" not in chain_status(health, centre, chain) for chain in (CHAIN, OTHER)))
         labels = (centre.target, CHAIN.site, CHAIN.feed, "0")
         assert counted(metrics.lost_sequences.labels(*labels)) == 2
     verdict = await floe(
@@ -235,7 +235,7 @@ async def test_a_lost_stretch_that_is_put_back_is_carried(
         archive.put(rows_of(11, 20))
 
         check_exact(await centre.carried(client, 35), archive, centre.prefix)
-        await soon(lambda: lane(health, centre).get("phase") == "idle")
+        await soon(lambda: chain_status(health, centre).get("phase") == "idle")
     assert archive.documents.passed_gaps(centre.target, CHAIN) == []
 
 
@@ -249,9 +249,9 @@ async def test_skipping_goes_on_by_itself_and_another_target_is_not_bound_by_it(
     async with skips.running():
         check_exact(await skips.carried(client, 25), archive, skips.prefix)
     async with waits.running() as health:
-        await soon(lambda: lane(health, waits).get("phase") == "late")
+        await soon(lambda: chain_status(health, waits).get("phase") == "late")
         assert await count_in(client, waits.target) == 15
-        await paste(waits, lane(health, waits)["hint"], "gap accept")
+        await paste(waits, chain_status(health, waits)["hint"], "gap accept")
         check_exact(await waits.carried(client, 25), archive, waits.prefix)
     assert [g.range.first for g in archive.documents.passed_gaps(skips.target, CHAIN)] == [11]
 
@@ -266,8 +266,8 @@ async def test_damage_that_nothing_covers_is_given_up(
     del archive.rows[CHAIN][:10]
     centre = centre_of(tmp_path, archive, nats_url, lost_segment_timeout="1s", on_lost="skip")
     async with centre.running() as health:
-        await soon(lambda: lane(health, centre).get("phase") == "damaged")
-        hint = lane(health, centre)["hint"]
+        await soon(lambda: chain_status(health, centre).get("phase") == "damaged")
+        hint = chain_status(health, centre)["hint"]
         [away] = [line for line in hint.splitlines() if line.startswith("floe segments quarantine ")]
         assert away.endswith(bad.key)
         await paste(centre, hint, "gap accept")
@@ -282,7 +282,7 @@ async def test_a_new_incarnation_begins_when_somebody_says_so(
     archive.put(rows_of(1, 5, LATER), chain=LATER)
     centre = centre_of(tmp_path, archive, nats_url, {"on_new_incarnation": "halt"})
     async with centre.running() as health:
-        await soon(lambda: "stands at 1 and ends at 10" in str(lane(health, centre, LATER).get("waits_for")))
+        await soon(lambda: "stands at 1 and ends at 10" in str(chain_status(health, centre, LATER).get("waits_for")))
         archive.put(rows_of(1, 10))
         hint = (await stopped(health, centre, "E-INCARNATION", LATER))["hint"]
         assert await count_in(client, centre.target) == 15
@@ -320,12 +320,12 @@ async def test_a_paused_chain_stands_still_through_a_restart_and_goes_on_when_re
     async with centre.running() as health:
         await centre.carried(client, 15)
         assert (await floe("chain", "pause", *named, "--note", "bad data")).code == 0
-        await soon(lambda: lane(health, centre).get("paused"))
+        await soon(lambda: chain_status(health, centre).get("paused"))
         archive.put(rows_of(11, 20))
         archive.put(rows_of(6, 10, OTHER), chain=OTHER)
         assert len(await centre.carried(client, 20)) == 20
     async with centre.running() as health:
-        await soon(lambda: lane(health, centre).get("paused"))
+        await soon(lambda: chain_status(health, centre).get("paused"))
         archive.put(rows_of(11, 15, OTHER), chain=OTHER)
         assert len(await centre.carried(client, 25)) == 25
         [shown] = (await floe("chain", "ls", "-c", str(centre.write()), "--json")).json()
@@ -333,7 +333,7 @@ async def test_a_paused_chain_stands_still_through_a_restart_and_goes_on_when_re
         assert (await floe("chain", "resume", *named)).code == 0
 
         check_exact(await centre.carried(client, 35), archive, centre.prefix)
-        await soon(lambda: "paused" not in lane(health, centre))
+        await soon(lambda: "paused" not in chain_status(health, centre))
 
 
 async def test_pauses_that_cannot_be_read_stop_the_target_until_they_are_written_anew(

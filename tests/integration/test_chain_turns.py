@@ -37,11 +37,11 @@ class Centre:
         sites = ["us-east", BIG.site, *(chain.site for chain in SMALL)]
         entry = {"site": sites, "feed": "NODES", **source}
         settings = TargetSettings.model_validate({"stream": "FLEET", "sources": [entry]})
-        roster = ChainRegistry(settings, TargetLimits(Accepting([">"]), 1 << 20))
+        registry = ChainRegistry(settings, TargetLimits(Accepting([">"]), 1 << 20))
         self.threads = Threads("test", 4)
         self.archive, self.stored = archive, dict[Chain, int]()
         self.order: list[tuple[Chain, int]] = []  # messages by chain, block by block
-        self.supply = Prefetcher(roster, archive.store, archive.documents, self.threads, SystemClock(), memory)
+        self.supply = Prefetcher(registry, archive.store, archive.documents, self.threads, SystemClock(), memory)
 
     @asynccontextmanager
     async def running(self, *, is_known: bool = True) -> AsyncIterator[Centre]:

@@ -98,7 +98,7 @@ class Member:
 
 
 @dataclass
-class Circle:
+class Group:
     """Members over one bucket."""
 
     url: str
@@ -144,14 +144,14 @@ def lease_keys(site: str, count: int) -> list[str]:
 
 
 @pytest.fixture
-async def circle(nats_url: str) -> AsyncIterator[Circle]:
+async def group(nats_url: str) -> AsyncIterator[Group]:
     client, site = await connected(nats_url), unique("s")
     kv = await KeyValue.open(client, unique("L"), ttl=TTL)
-    circle = Circle(nats_url, kv, lease_keys(site, 4), site)
-    yield circle
-    for member in circle.members:
+    group = Group(nats_url, kv, lease_keys(site, 4), site)
+    yield group
+    for member in group.members:
         await member.die()
-    for each in (*circle.clients, client):
+    for each in (*group.clients, client):
         await each.aclose()
 
 
@@ -159,50 +159,50 @@ async def circle(nats_url: str) -> AsyncIterator[Circle]:
 
 
 @pytest.mark.timing
-async def test_a_single_member_takes_everything_at_once(circle: Circle) -> None:
-    circle.keys = lease_keys(circle.site, 60)
+async def test_a_single_member_takes_everything_at_once(group: Group) -> None:
+    group.keys = lease_keys(group.site, 60)
     began = time.monotonic()
-    member = await circle.join()
+    member = await group.join()
     await soon(lambda: len(member.held) == 60)
     assert time.monotonic() - began < 1.0
 
 
-async def test_a_member_that_comes_later_gets_its_share_and_no_lease_stays_free(circle: Circle) -> None:
-    first = await circle.join()
+async def test_a_member_that_comes_later_gets_its_share_and_no_lease_stays_free(group: Group) -> None:
+    first = await group.join()
     await soon(lambda: len(first.held) == 4)
-    await circle.join()
-    await soon(lambda: circle.counts() == [2, 2])
-    await circle.join()
-    await soon(circle.is_fair)
-    assert circle.counts()[-1] <= 2
-    before = await circle.owners()
+    await group.join()
+    await soon(lambda: group.counts() == [2, 2])
+    await group.join()
+    await soon(group.is_fair)
+    assert group.counts()[-1] <= 2
+    before = await group.owners()
     await asyncio.sleep(1.5 * TTL)
-    assert await circle.owners() == before, "who has no more than a share keeps what it has"
+    assert await group.owners() == before, "who has no more than a share keeps what it has"
 
 
-async def test_members_that_come_together_never_take_more_than_their_share_for_long(circle: Circle) -> None:
-    circle.keys = lease_keys(circle.site, 20)
-    await asyncio.gather(*(circle.join() for _ in range(5)))
-    await soon(circle.is_fair)
-    assert circle.counts() == [4] * 5
+async def test_members_that_come_together_never_take_more_than_their_share_for_long(group: Group) -> None:
+    group.keys = lease_keys(group.site, 20)
+    await asyncio.gather(*(group.join() for _ in range(5)))
+    await soon(group.is_fair)
+    assert group.counts() == [4] * 5
 
 
-async def test_processes_of_one_host_wait_for_each_other_before_they_take(circle: Circle) -> None:
-    members = await asyncio.gather(*(circle.join(siblings=2) for _ in range(2)))
-    await soon(circle.is_fair)
+async def test_processes_of_one_host_wait_for_each_other_before_they_take(group: Group) -> None:
+    members = await asyncio.gather(*(group.join(siblings=2) for _ in range(2)))
+    await soon(group.is_fair)
     assert [member.most for member in members] == [2, 2]
 
 
-async def test_a_sibling_that_never_comes_is_not_waited_for(circle: Circle) -> None:
-    member = await circle.join(siblings=2)
+async def test_a_sibling_that_never_comes_is_not_waited_for(group: Group) -> None:
+    member = await group.join(siblings=2)
     await soon(lambda: len(member.held) == 4)
 
 
-async def test_members_with_another_configuration_leave_no_chain_alone(circle: Circle) -> None:
+async def test_members_with_another_configuration_leave_no_chain_alone(group: Group) -> None:
     """A chain that only one of them knows would be above its share, if the other one counted."""
-    old = await circle.join(keys=circle.keys[:2])
+    old = await group.join(keys=group.keys[:2])
     await soon(lambda: len(old.held) == 2)
-    new = await circle.join()
+    new = await group.join()
     await soon(lambda: len(new.held) == 2)
     await asyncio.sleep(TTL)
     assert (len(old.held), len(new.held)) == (2, 2)
@@ -214,11 +214,11 @@ async def test_members_with_another_configuration_leave_no_chain_alone(circle: C
 
 
 @pytest.mark.timing
-async def test_a_clean_stop_hands_over_at_once(circle: Circle) -> None:
-    first = await circle.join()
+async def test_a_clean_stop_hands_over_at_once(group: Group) -> None:
+    first = await group.join()
     await soon(lambda: len(first.held) == 4)
-    second = await circle.join()
-    await soon(lambda: circle.counts() == [2, 2], TTL)
+    second = await group.join()
+    await soon(lambda: group.counts() == [2, 2], TTL)
     began = time.monotonic()
     await first.leave()
     await soon(lambda: len(second.held) == 4, TTL, every=0.002)
@@ -227,22 +227,22 @@ async def test_a_clean_stop_hands_over_at_once(circle: Circle) -> None:
     assert took < 0.2 * TTL, "polling alone would need a third of the lease's time"
 
 
-async def test_a_member_that_lets_a_segment_end_first_hands_over_when_it_has(circle: Circle) -> None:
-    slow = await circle.join(linger=0.8)
+async def test_a_member_that_lets_a_segment_end_first_hands_over_when_it_has(group: Group) -> None:
+    slow = await group.join(linger=0.8)
     await soon(lambda: len(slow.held) == 4)
-    other = await circle.join()
+    other = await group.join()
     await asyncio.sleep(0.5)
     assert len(other.held) == 0
-    await soon(lambda: circle.counts() == [2, 2])
+    await soon(lambda: group.counts() == [2, 2])
     assert slow.most == 4
 
 
 @pytest.mark.timing
-async def test_a_killed_member_is_replaced_within_two_lease_times(circle: Circle) -> None:
-    first = await circle.join()
+async def test_a_killed_member_is_replaced_within_two_lease_times(group: Group) -> None:
+    first = await group.join()
     await soon(lambda: len(first.held) == 4)
-    second = await circle.join()
-    await soon(lambda: circle.counts() == [2, 2], TTL)
+    second = await group.join()
+    await soon(lambda: group.counts() == [2, 2], TTL)
     await first.die()
     began = time.monotonic()
     await soon(lambda: len(second.held) == 4, 2 * TTL)
@@ -257,79 +257,79 @@ async def test_without_the_right_to_hear_it_is_polled(tmp_path: Path) -> None:
     with NatsServer(tmp_path / "nats", extra=users) as server:
         client = await connect(NatsSettings(url=server.url, user="all", password="all"), name="test")
         site, kv = unique("s"), await KeyValue.open(client, unique("L"), ttl=TTL)
-        circle = Circle(server.url, kv, lease_keys(site, 4), site, user="deaf")
-        first, second = await circle.join(), await circle.join()
-        await soon(circle.is_fair)
+        group = Group(server.url, kv, lease_keys(site, 4), site, user="deaf")
+        first, second = await group.join(), await group.join()
+        await soon(group.is_fair)
         await first.leave()
         await soon(lambda: len(second.held) == 4)
         await second.leave()
-        for each in (*circle.clients, client):
+        for each in (*group.clients, client):
             await each.aclose()
 
 
 # Faults
 
 
-async def test_members_that_cannot_be_listed_change_nothing(circle: Circle, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = await circle.join()
+async def test_members_that_cannot_be_listed_change_nothing(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = await group.join()
     await soon(lambda: len(first.held) == 4)
 
     async def nobody_answers(*_: object) -> list[str]:
         raise Unavailable("no answer")
 
     monkeypatch.setattr(Leases, "keys", nobody_answers)
-    second = await circle.join()
+    second = await group.join()
     await soon(lambda: all(told.state == "waits" for told in second.told.values()))
     await asyncio.sleep(TTL)
     assert (len(first.held), len(second.held)) == (4, 0)
     monkeypatch.undo()
-    await soon(circle.is_fair)
+    await soon(group.is_fair)
 
 
-async def test_a_deleted_bucket_is_made_again_and_shared_again(circle: Circle) -> None:
+async def test_a_deleted_bucket_is_made_again_and_shared_again(group: Group) -> None:
     """F09."""
-    await circle.join()
-    await circle.join()
-    await soon(circle.is_fair)
-    await circle.clients[0].api(f"STREAM.DELETE.KV_{circle.kv.bucket}")
-    await soon(lambda: circle.counts() != [2, 2])
-    await soon(circle.is_fair)
+    await group.join()
+    await group.join()
+    await soon(group.is_fair)
+    await group.clients[0].api(f"STREAM.DELETE.KV_{group.kv.bucket}")
+    await soon(lambda: group.counts() != [2, 2])
+    await soon(group.is_fair)
 
 
 async def test_a_member_that_is_cut_off_loses_its_leases_and_comes_back_as_one_of_all(
-    nats_server: NatsServer, circle: Circle
+    nats_server: NatsServer, group: Group
 ) -> None:
     async with TcpProxy(nats_server.port) as proxy:
-        far = await circle.join(proxy.url)
-        near = await circle.join()
-        await soon(circle.is_fair)
+        far = await group.join(proxy.url)
+        near = await group.join()
+        await soon(group.is_fair)
         proxy.blackhole()
         await soon(lambda: len(near.held) == 4)
         await soon(lambda: not far.held)
         proxy.heal()
-        await soon(circle.is_fair)
+        await soon(group.is_fair)
         await far.die()
 
 
-async def test_leases_taken_while_the_process_stops_are_given_back(circle: Circle) -> None:
+async def test_leases_taken_while_the_process_stops_are_given_back(group: Group) -> None:
     for _ in range(8):
-        member = await circle.join()
+        member = await group.join()
         await asyncio.sleep(random.uniform(0, 0.03))
         await member.leave()
-        left = await circle.owners()
+        left = await group.owners()
         assert set(left.values()) == {None}
-    assert await circle.kv.keys() == []
+    assert await group.kv.keys() == []
 
 
-async def test_random_comings_and_goings_end_in_fair_shares(nats_server: NatsServer, circle: Circle) -> None:
+async def test_random_comings_and_goings_end_in_fair_shares(nats_server: NatsServer, group: Group) -> None:
     rng, until = seeded(), time.monotonic() + 6
-    circle.keys = lease_keys(circle.site, 7)
+    group.keys = lease_keys(group.site, 7)
     async with TcpProxy(nats_server.port) as proxy:
         while time.monotonic() < until:
-            alive = [member for member in circle.members if not member.task.done()]
+            alive = [member for member in group.members if not member.task.done()]
             action = rng.choice(["join", "leave", "die", "cut", "wait"])
             if action == "join" and len(alive) < 5:
-                await circle.join(rng.choice([circle.url, proxy.url]), linger=rng.choice([0, 0.2]))
+                await group.join(rng.choice([group.url, proxy.url]), linger=rng.choice([0, 0.2]))
             elif action == "leave" and len(alive) > 1:
                 await rng.choice(alive).leave()
             elif action == "die" and len(alive) > 1:
@@ -339,10 +339,10 @@ async def test_random_comings_and_goings_end_in_fair_shares(nats_server: NatsSer
                 await asyncio.sleep(rng.uniform(0, TTL))
                 proxy.heal()
             await asyncio.sleep(rng.uniform(0, 0.4))
-        if not circle.counts():
-            await circle.join()
-        await soon(circle.is_fair)
-        await asyncio.gather(*(member.die() for member in circle.members))
+        if not group.counts():
+            await group.join()
+        await soon(group.is_fair)
+        await asyncio.gather(*(member.die() for member in group.members))
 
 
 # Whole egress

@@ -28,7 +28,7 @@ def block(*lines: bytes) -> bytes:
     return b"NATS/1.0\r\n" + b"".join(line + b"\r\n" for line in lines) + b"\r\n"
 
 
-def lane(health: Health, centre: Centre, chain: Chain = CHAIN) -> dict[str, object]:
+def chain_status(health: Health, centre: Centre, chain: Chain = CHAIN) -> dict[str, object]:
     """What /status says of a chain."""
     status = health.status()["parts"].get(f"target {centre.target}", {})
     return dict(status.get("chains", {}).get(str(chain), {}))
@@ -132,8 +132,8 @@ async def test_a_hole_waits_until_it_is_filled_and_other_chains_go_on(
 
     async with centre.running() as health:
         await centre.carried(client, 50)
-        await soon(lambda: lane(health, centre).get("hole") == "11..20")
-        assert lane(health, centre)["phase"] == "late"
+        await soon(lambda: chain_status(health, centre).get("hole") == "11..20")
+        assert chain_status(health, centre)["phase"] == "late"
         assert await count_in(client, centre.target) == 50
         archive.put(rows_of(11, 20))
         messages = await centre.carried(client, 70)
@@ -183,8 +183,8 @@ async def test_damage_that_nothing_else_covers_stops_its_chain_and_no_other(
 
     async with centre.running() as health:
         await centre.carried(client, 50)
-        await soon(lambda: lane(health, centre).get("phase") == "damaged")
-        assert lane(health, centre)["hole"] == "11..20"
+        await soon(lambda: chain_status(health, centre).get("phase") == "damaged")
+        assert chain_status(health, centre)["hole"] == "11..20"
 
 
 async def test_a_segment_of_another_site_under_a_listed_key_is_damage(
@@ -200,7 +200,7 @@ async def test_a_segment_of_another_site_under_a_listed_key_is_damage(
     centre = Centre(tmp_path, archive, nats_url)
 
     async with centre.running() as health:
-        await soon(lambda: lane(health, centre).get("phase") == "damaged")
+        await soon(lambda: chain_status(health, centre).get("phase") == "damaged")
         assert await count_in(client, centre.target) == 0
 
 
@@ -215,9 +215,11 @@ async def test_a_row_that_the_target_would_refuse_stops_its_chain_before_it_and_
 
     async with centre.running() as health:
         await centre.carried(client, 3)
-        await soon(lambda: "stopped" in lane(health, centre) and "stopped" in lane(health, centre, OTHER))
-        assert "stops at sequence 3: subject 'a b'" in str(lane(health, centre)["stopped"])
-        assert "the message with its headers needs" in str(lane(health, centre, OTHER)["stopped"])
+        await soon(
+            lambda: "stopped" in chain_status(health, centre) and "stopped" in chain_status(health, centre, OTHER)
+        )
+        assert "stops at sequence 3: subject 'a b'" in str(chain_status(health, centre)["stopped"])
+        assert "the message with its headers needs" in str(chain_status(health, centre, OTHER)["stopped"])
         await asyncio.sleep(0.3)
         check_exact(await centre.carried(client, 3), archive, centre.prefix)
 
@@ -234,7 +236,7 @@ async def test_an_incarnation_begins_when_all_partitions_of_the_one_before_have_
     centre = Centre(tmp_path, archive, nats_url)
 
     async with centre.running() as health:
-        await soon(lambda: "stands at 1 and ends at 20" in str(lane(health, centre, later).get("waits_for")))
+        await soon(lambda: "stands at 1 and ends at 20" in str(chain_status(health, centre, later).get("waits_for")))
         archive.put(rows_of(1, 20, parts[1]), chain=parts[1])
         messages = await centre.carried(client, 35)
 

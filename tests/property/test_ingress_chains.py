@@ -106,8 +106,8 @@ class World:
         source = {"site": "us-east", "feed": "NODES", "lost_segment_timeout": f"{TIMEOUT:g}s"}
         source |= {"on_lost": "skip"} if self.skip else {}
         settings = TargetSettings.model_validate({"stream": "FLEET", "sources": [source]})
-        roster = ChainRegistry(settings, TargetLimits(Accepting([">"]), 1 << 20))
-        supply = Prefetcher(roster, self.store, self.documents, Inline(), self.clock, 1 << 30, decisions=self)  # type: ignore[arg-type]
+        registry = ChainRegistry(settings, TargetLimits(Accepting([">"]), 1 << 20))
+        supply = Prefetcher(registry, self.store, self.documents, Inline(), self.clock, 1 << 30, decisions=self)  # type: ignore[arg-type]
         supply.decoder = self  # type: ignore[assignment]
         gaps = supply.locator.gaps
         self._give_up, gaps.give_up = gaps.give_up, self.give_up  # type: ignore[method-assign]

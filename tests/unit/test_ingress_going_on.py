@@ -71,7 +71,7 @@ def test_of_several_errors_the_one_for_an_operator_leads() -> None:
     assert leading(group) is stop
 
 
-def lane(position: int, archived: int, plan: ChainPlan | None = None) -> ChainState:
+def chain_state(position: int, archived: int, plan: ChainPlan | None = None) -> ChainState:
     preparer = Preparer(CHAIN, SubjectRule(), TargetLimits(Accepting([">"]), 1024, frozenset()))
     found = ChainState(CHAIN, preparer, position, archived=archived)
     found.plan = plan or ChainPlan(Phase.IDLE)
@@ -91,7 +91,9 @@ def test_messages_are_counted_where_they_are_decoded_and_sequences_where_not() -
     target = unique("T")
     lags = Lags(target)
     # Stored below 101; 101..200 in the open intent and 201..300 decoded hold 7 and 5; the rest: not yet.
-    lags.measure([lane(301, 1000)], {CHAIN: 101}, [Block(piece(201, 300, 5))], Intent(9, (piece(101, 200, 7),)), 50.0)
+    lags.measure(
+        [chain_state(301, 1000)], {CHAIN: 101}, [Block(piece(201, 300, 5))], Intent(9, (piece(101, 200, 7),)), 50.0
+    )
     assert gauge(target, "lag_sequences") == 900
     assert gauge(target, "lag_messages") == 712
     assert REGISTRY.get_sample_value("floe_ingress_intent_open", {"target": target}) == 1
@@ -103,12 +105,12 @@ def test_the_lag_grows_while_nothing_is_carried_and_is_0_when_all_is() -> None:
     target = unique("T")
     lags = Lags(target)
     hole = ChainPlan(Phase.LATE, (), SequenceRange(101, 110), 1000.0)
-    lags.measure([lane(101, 200, hole)], {CHAIN: 101}, [], None, 1030.0)
+    lags.measure([chain_state(101, 200, hole)], {CHAIN: 101}, [], None, 1030.0)
     assert (gauge(target, "lag_seconds"), gauge(target, "waiting_seconds")) == (30, 30)
     assert gauge(target, "late_sequences") == 10
-    lags.measure([lane(101, 300, hole)], {CHAIN: 101}, [], None, 1090.0)
+    lags.measure([chain_state(101, 300, hole)], {CHAIN: 101}, [], None, 1090.0)
     assert gauge(target, "lag_seconds") == 90
-    lags.measure([lane(301, 300)], {CHAIN: 301}, [], None, 1100.0)
+    lags.measure([chain_state(301, 300)], {CHAIN: 301}, [], None, 1100.0)
     assert (gauge(target, "lag_seconds"), gauge(target, "late_sequences")) == (0, 0)
     lags.forget()
 
@@ -116,7 +118,7 @@ def test_the_lag_grows_while_nothing_is_carried_and_is_0_when_all_is() -> None:
 def test_the_lag_stays_until_another_instance_carries() -> None:
     target, clock = unique("T"), SystemClock()
     report = TargetReport(target, Health(clock), clock, owner="me")
-    report._lags.measure([lane(101, 300)], {CHAIN: 101}, [], None, 1090.0)
+    report._lags.measure([chain_state(101, 300)], {CHAIN: 101}, [], None, 1090.0)
     report.gives_back()
     for nobody in (None, "me"):
         report.standby(nobody)

@@ -75,17 +75,17 @@ def of_verdicts() -> Iterator[str]:
 
 
 def of_chains() -> Iterator[str]:
-    roster = ChainRegistry(SETTINGS, TargetLimits(Accepting([">"]), 1000))
-    yield raised(lambda: roster.preparer(CHAIN))
+    registry = ChainRegistry(SETTINGS, TargetLimits(Accepting([">"]), 1000))
+    yield raised(lambda: registry.preparer(CHAIN))
     later = Chain("us-east", "NODES", 1)
-    yield raised(lambda: roster.check_may_begin(later, 7))
-    roster.set_previous(later, {0: 7})
-    yield raised(lambda: roster.check_may_begin(later, 7))
+    yield raised(lambda: registry.check_may_begin(later, 7))
+    registry.set_previous(later, {0: 7})
+    yield raised(lambda: registry.check_may_begin(later, 7))
     for code in ("E-SUBJECT", "E-MSG-TOO-LARGE"):
         yield way_out(CHAIN, "FLEET", code, 7)
         refused: Any = Stopped("x", code=code)
         recall: Any = Recall.__new__(Recall)
-        recall._chains = roster
+        recall._chains = registry
         yield recall._refused(refused).hint
     yield documents.way_out(CHAIN, HOLE)
     for hint in ("", "mend it"):

@@ -81,8 +81,8 @@ async def test_an_open_intent_is_finished_from_the_segments_that_it_names(tmp_pa
     early = archive.put([rows[0], *rows[50:]], SequenceRange(1, 120), ledger=gone, unread=SequenceRange(2, 50))
     late = archive.put(rows[9:40], SequenceRange(5, 60), ledger=Ledger({Reason.DELETED: 25}))
     decoder, blocks = Decoder(archive.store, threads, ByteBudget(1 << 30)), list[Block]()
-    roster = ChainRegistry(SETTINGS, LARGE)
-    await decoder.read(early, early.coverage, roster.preparer(CHAIN), blocks.append)
+    registry = ChainRegistry(SETTINGS, LARGE)
+    await decoder.read(early, early.coverage, registry.preparer(CHAIN), blocks.append)
     pieces = Rows(blocks).pieces()
     assert [(piece.segment, str(piece.rows), piece.count) for piece in pieces] == [
         (early.segment, "1..4", 1),
@@ -93,7 +93,7 @@ async def test_an_open_intent_is_finished_from_the_segments_that_it_names(tmp_pa
     archive.put(rows[:100], SequenceRange(1, 100))
     state = from_json("T", to_json("T", TargetState(Checkpoint(0, "t0"), Intent(0, tuple(pieces)))))
     assert state.intent is not None
-    recall = Recall(archive.store, threads, ByteBudget(1 << 30), roster, relays)
+    recall = Recall(archive.store, threads, ByteBudget(1 << 30), registry, relays)
     expected = [1, *range(10, 41), *range(51, 121)]
     found = await recall.rows(state.intent, 0)
     assert [found.sequence(index) for index in range(found.count)] == expected
