@@ -8,7 +8,7 @@ from common.service.logs import get_logger
 from common.tasks import Stop, wait_for
 from egress.archive import Archive
 from egress.deps import PartitionDeps
-from egress.identity import Evidence, HeldMessage, SourceVerdict, VerdictKind
+from egress.identity import Evidence, SourceVerdict, VerdictKind, is_any_equal
 from egress.incarnations import Closing, Closings, End, EndDecision, History, Incarnation, NextStream
 
 log = get_logger("egress.succession")
@@ -92,7 +92,7 @@ class Handover:
         source = evidence.source
         if verdict.kind is not VerdictKind.UNKNOWN or source is None or source.created == evidence.created:
             return verdict
-        if closing.decision is not None or any(tip.held is HeldMessage.EQUAL for tip in evidence.tips):
+        if closing.decision is not None or is_any_equal(evidence.tips):
             return verdict
         for number, end in sorted(closing.ends.items()):
             if number != self._number and end.created == source.created:

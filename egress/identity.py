@@ -19,6 +19,7 @@ consequences.
 """
 
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated
@@ -49,6 +50,16 @@ class Witness:
 
     tip: Tip
     held: HeldMessage
+
+    @property
+    def is_held(self) -> bool:
+        """Whether there is any message."""
+        return self.held is not HeldMessage.ABSENT
+
+
+def is_any_equal(witnesses: Iterable[Witness]) -> bool:
+    """Whether the source holds one of the messages as it was archived."""
+    return any(witness.held is HeldMessage.EQUAL for witness in witnesses)
 
 
 @dataclass(frozen=True, slots=True)
