@@ -17,8 +17,10 @@ from common.clock import Clock
 from common.segments.columns import Columns
 from common.segments.segment import Ledger, Message, Reason
 from common.sequences import SequenceRange
+from common.settings.egress import SegmentSettings
 from egress.batch import MessageBatch, left_out
 from egress.memory import MemoryAccount
+from egress.partition import Position
 
 PIECE_BYTES = 4 * 2**20  # raw bytes handed to the encoder at once
 PIECE_MESSAGES = 16_384
@@ -69,38 +71,29 @@ class Piece:
 Emitted = Piece | Close
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentLimits:
-    """When a segment closes: rows, raw bytes, seconds since it began to cover anything."""
-
-    max_messages: int
-    max_size: int
-    max_age: float
-
-
 class Builder:
-    """Builds segments that cover everything from `first` on, to `until` if it is given. `closed`: how many.
+    """Builds segments that cover everything from `position` on. `closed`: how many.
 
+    `closing`: when a segment closes, by rows, raw bytes, and seconds since it began to cover anything.
     `sampled`: rows have sample keys. `hurry`: the greatest age of the first segment, where that is less than
     that of the others.
     """
 
     def __init__(
         self,
-        closing: SegmentLimits,
+        closing: SegmentSettings,
         clock: Clock,
         account: MemoryAccount,
         emit: Callable[[Emitted], None],
+        position: Position,
         *,
-        first: int,
-        until: int | None = None,
         sampled: bool = False,
         hurry: float | None = None,
     ) -> None:
         self._closing, self._clock, self._account, self._emit = closing, clock, account, emit
-        self._until = until
+        self._until = position.until
         self._max_age = closing.max_age if hurry is None else min(hurry, closing.max_age)
-        self._sampled, self._end, self._is_torn, self.closed = sampled, first - 1, False, 0
+        self._sampled, self._end, self._is_torn, self.closed = sampled, position.first - 1, False, 0
         self.last: Message | None = None
         self._begin_segment()
         self._begin_piece()

@@ -24,9 +24,9 @@ from common.service.logs import get_logger
 from common.tasks import Stop, StopReason, end, guarded, told, wait_for
 from egress.acks import ReaderResetError, archived
 from egress.archive import Archive
-from egress.builder import Builder, Close, SegmentLimits
+from egress.builder import Builder, Close
 from egress.deps import PartitionDeps
-from egress.encoder import Encoder, SegmentFile, SourceQuestions
+from egress.encoder import Encoder, SourceQuestions
 from egress.evidence import Inquiry
 from egress.identity import SourceStream
 from egress.incarnations import Incarnation
@@ -34,7 +34,6 @@ from egress.partition import Position
 from egress.reader import Reader, ReaderTarget
 from egress.sampling.filters import PreFilter, Sifting
 from egress.sampling.resume import Resumed
-from egress.sampling.settings import Sampling
 from egress.sampling.stage import Sampled
 from egress.uploader import RetakeError, Unflushed, Uploader, closed
 from egress.watchdog import Liveness, SessionStanding
@@ -78,28 +77,13 @@ class Session:
         # Whoever gives bytes back has all readers ask: what one of them raises ends its own session.
         pull = guarded(lambda: self._reader.pull(), self._end_with)
         self._account = deps.budget.account(pull)
-        self._encoder = Encoder(
-            deps.pools.encoder,
-            self._account,
-            deps.report,
-            self._new_file,
-            SourceQuestions(deps, stand.archive.chain, stand.source, inquiry, self._ended),
-            fills_hole=position.fills_hole,
-        )
-        segment = self._partition.settings.segment
-        self._builder = Builder(
-            SegmentLimits(segment.max_messages, segment.max_size, segment.max_age),
-            deps.clock,
-            self._account,
-            self._encoder.emit,
-            first=position.first,
-            until=position.until,
-            sampled=resumed is not None,
-            hurry=hurry,
-        )
+        chain, segment, sampled = stand.archive.chain, self._partition.settings.segment, resumed is not None
+        asked = SourceQuestions(deps, chain, stand.source, inquiry, self._ended)
+        self._encoder = Encoder(deps, chain, self._account, asked, fills_hole=position.fills_hole)
+        emit = self._encoder.emit
+        self._builder = Builder(segment, deps.clock, self._account, emit, position, sampled=sampled, hurry=hurry)
         self._sampled = None
         if resumed is not None:
-            chain = stand.archive.chain
             self._sampled = Sampled(deps, chain, lease, stand.source, position, resumed, self._builder)
         self._reader = Reader(
             deps,
@@ -114,18 +98,6 @@ class Session:
         self._uploader = Uploader(deps, self._archive, lease, self._reader, self._ended)
         patience = deps.tuning.pace.stalled
         self._liveness = Liveness(patience, segment.max_age, self._is_waiting, deps.report, deps.clock)
-
-    def _new_file(self) -> SegmentFile:
-        store, partition = self._deps.store, self._partition
-        return SegmentFile(
-            self._archive.chain,
-            store.new_spool,
-            writer=self._deps.writer,
-            compression_level=partition.settings.segment.compression_level,
-            filtered=bool(partition.filter_subject),
-            sampling=Sampling.of(partition.settings),
-            subject_statistics=store.subject_statistics,
-        )
 
     def _target(self) -> ReaderTarget:
         """Where received messages go: to the builder, through a filter where some may be left out."""
