@@ -11,7 +11,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import count
 
-from common.clock import Clock
 from common.errors import OutcomeUnknown
 from common.jetstream.api import ConsumerInfo, consumer_info
 from common.jetstream.client import FloeClient
@@ -52,7 +51,7 @@ def archived(first: int, place: Position) -> tuple[SequenceRange, ...]:
 
 
 class Acknowledging:
-    """Acknowledges what `consumer` delivers: each message, or with `whole` all up to one.
+    """Acknowledges what `consumer` delivers: each message, or all up to one where that is its policy.
 
     `archived`: what may be acknowledged of the messages before `first`; of the others whatever `upto` is
     called with. `account`: charged for what is kept.
@@ -63,15 +62,14 @@ class Acknowledging:
         client: FloeClient,
         stream: str,
         consumer: ConsumerInfo,
-        clock: Clock,
-        account: MemoryAccount | None,
+        account: MemoryAccount,
         *,
-        whole: bool,
         first: int,
         archived: Sequence[SequenceRange] = (),
     ) -> None:
-        self._client, self._stream, self._consumer, self._clock = client, stream, consumer, clock
-        self._account, self._whole, self._first, self._archived = account, whole, first, tuple(archived)
+        self._client, self._stream, self._consumer, self._clock = client, stream, consumer, client.clock
+        self._account, self._first, self._archived = account, first, tuple(archived)
+        self._whole = consumer.config.get("ack_policy") == "all"
         self._kept = array("q")
         self._number = 1  # of the first one kept, by the consumer's count
         self._left = 0
@@ -88,8 +86,7 @@ class Acknowledging:
         if not self._head:
             self._head, self._tail = _ends(reply)
         self._kept.extend(sequences)
-        if self._account is not None:
-            self._account.charge(ENTRY * len(sequences))
+        self._account.charge(ENTRY * len(sequences))
 
     async def upto(self, last: int) -> None:
         """Acknowledge what was delivered up to `last`, and return when the server has taken it.
@@ -121,8 +118,7 @@ class Acknowledging:
     def _drop(self, size: int) -> None:
         del self._kept[:size]
         self._number += size
-        if self._account is not None:
-            self._account.release(ENTRY * size)
+        self._account.release(ENTRY * size)
 
     async def _send(self, stretches: Sequence[range]) -> None:
         if self._whole:

@@ -1,9 +1,10 @@
 """The components of egress for a command that ends by itself: what cannot be reached ends it."""
 
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from common.clock import Clock, SystemClock
 from common.errors import UsageError
@@ -51,21 +52,20 @@ def make_deps(
     tuning: Tuning,
     objects: ObjectStore,
     client: FloeClient,
-    fresh: Callable[[], Awaitable[FloeClient]],
     state: KeyValue,
-    clock: Clock,
-    chains: int = 1,
+    chains: int,
+    name: str,
 ) -> EgressDeps:
-    """The components of a process that works on so many `chains`; `fresh`: makes a connection."""
+    """The components of a process that works on so many `chains`; `name`: of the connections that it makes."""
     return EgressDeps(
         client=client,
-        connect=fresh,
+        connect=partial(connected, settings, name, client.clock),
         state=state,
         objects=objects,
         store=open_store(settings, objects),
         chains=open_chains(settings, objects),
         budget=MemoryBudget(settings.egress.memory_limit, chains),
-        clock=clock,
+        clock=client.clock,
         rng=random.SystemRandom(),
         writer=f"floe {version()}",
         tuning=tuning,
@@ -82,13 +82,8 @@ async def opened(settings: Settings, tuning: Tuning) -> AsyncIterator[CommandCon
         stack.push_async_callback(client.aclose)
         stack.callback(pools.close)
         leases = optional_leases(client, egress, new_owner(settings.instance), clock)
-
-        def fresh() -> Awaitable[FloeClient]:
-            return connected(settings, "command", clock)
-
-        deps = make_deps(
-            settings, tuning, open_objects(settings.store), client, fresh, optional_state(client, egress), clock
-        )
+        state = optional_state(client, egress)
+        deps = make_deps(settings, tuning, open_objects(settings.store), client, state, 1, "command")
         stack.callback(deps.store.close)
         yield CommandContext(settings, deps, leases, pools)
 

@@ -18,13 +18,14 @@ from common.jetstream.kv import state_key
 from common.jetstream.lease import Lease, Leases
 from common.jetstream.requests import ApiError, api_error
 from common.segments.alive import Alive
-from common.segments.documents import ChainStore
 from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.service.process import Threads
-from common.settings.egress import HeartbeatSettings, HeartbeatSubjectSettings
+from common.settings.egress import HeartbeatSubjectSettings
+from common.settings.root import Settings
 from common.tasks import Stop, Trouble, again, end, first_of, unless, wait_for
 from egress import metrics
+from egress.deps import EgressDeps
 from egress.report import FeedReport
 
 log = get_logger("egress.heartbeats")
@@ -41,22 +42,14 @@ def heartbeat_key(site: str) -> str:
 
 
 class Heartbeats:
-    """The heartbeats of `site`, as published from `host`."""
+    """The heartbeats of the site, as published from `host`."""
 
     def __init__(
-        self,
-        settings: HeartbeatSettings,
-        leases: Leases,
-        client: FloeClient,
-        site: str,
-        host: str,
-        clock: Clock,
-        rng: random.Random,
-        health: Health,
+        self, settings: Settings, leases: Leases, client: FloeClient, host: str, rng: random.Random, health: Health
     ) -> None:
-        self._settings, self._leases, self._client = settings, leases, client
-        self._site, self._host, self._key = site, host, heartbeat_key(site)
-        self._clock, self._rng, self._health, self._released = clock, rng, health, asyncio.Event()
+        self._settings, self._leases, self._client = settings.egress.heartbeats, leases, client
+        self._site, self._host, self._key = settings.site, host, heartbeat_key(settings.site)
+        self._clock, self._rng, self._health, self._released = client.clock, rng, health, asyncio.Event()
         self._failures: dict[str, str] = {}
         self._is_leader = False
 
@@ -185,24 +178,16 @@ SOON = 1 / 12  # of the time between two: by then most chains have something to 
 
 
 class SignOfLife:
-    """The sign of life of this process, under the name `process`. `every`: seconds between two of them.
+    """The sign of life of this process, under the name `process`.
 
     `reports`: of all its chains; `owner`: as its leases name it.
     """
 
     def __init__(
-        self,
-        site: str,
-        process: str,
-        owner: str,
-        reports: Sequence[FeedReport],
-        chains: ChainStore,
-        client: FloeClient,
-        clock: Clock,
-        every: float,
+        self, site: str, process: str, owner: str, reports: Sequence[FeedReport], deps: EgressDeps, client: FloeClient
     ) -> None:
         self._site, self._process, self._owner, self._reports = site, process, owner, reports
-        self._chains, self._client, self._clock, self._every = chains, client, clock, every
+        self._chains, self._client, self._clock, self._every = deps.chains, client, deps.clock, deps.tuning.pace.alive
         self._failure, self._is_put_off = "", False
 
     async def run(self, stop: Stop) -> None:

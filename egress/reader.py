@@ -108,23 +108,18 @@ class Reader:
         self._inbox = inbox.encode()
         self._is_open = True
         if self._wanted.is_durable:
-            self._acks = self._acknowledging(self._taken)
+            self._acks = Acknowledging(
+                self._client,
+                self._stream,
+                self._taken.consumer,
+                self._account,
+                first=self._first,
+                archived=self._archived,
+            )
             self._catching_up = watched(self._catch_up(self._acks), self._fail, name="acknowledge")
         self._subscription = await self._client.subscribe_raw(inbox, self._sink, self._fail)
         self._heard = self._clock.monotonic()
         self.pull()
-
-    def _acknowledging(self, taken: Taken) -> Acknowledging:
-        return Acknowledging(
-            self._client,
-            self._stream,
-            taken.consumer,
-            self._clock,
-            self._account,
-            whole=taken.consumer.config.get("ack_policy") == "all",
-            first=self._first,
-            archived=self._archived,
-        )
 
     @property
     def is_durable(self) -> bool:

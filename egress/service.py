@@ -45,7 +45,7 @@ def share_site(
     keys: Iterable[str],
     rng: random.Random,
     health: Health,
-    siblings: int = 1,
+    siblings: int,
 ) -> LeaseGroup:
     """This process as one of all that have the same `keys` of `site`; `siblings` were started together."""
     members = state_key("egress", "member", site) + "."
@@ -147,7 +147,7 @@ class EgressService:
             return await run_feeds(feeds, parts, self._health, self._stop, self._settings.egress.shutdown_timeout)
 
     async def _start(self, stack: AsyncExitStack) -> tuple[list[Runs], EgressDeps]:
-        settings, site, clock = self._settings, self._settings.site, self._clock
+        settings, site = self._settings, self._settings.site
         for part in ("objects", "nats"):
             self._health.set_ready(part, False, "starting")
         objects = AnsweringStore(self._objects or open_objects(settings.store), self._reach.store)
@@ -156,23 +156,17 @@ class EgressService:
         data, control = [await self._client(stack, name) for name in ("data", "control")]
         state, leases = await self._patiently("nats", lambda: self._buckets(control))
         partitions = all_partitions(site, settings.egress.feeds)
-
-        def fresh() -> Awaitable[FloeClient]:
-            return connected(settings, "check", clock)
-
-        deps = make_deps(settings, self._tuning, objects, data, fresh, state, clock, len(partitions))
+        deps = make_deps(settings, self._tuning, objects, data, state, len(partitions), "check")
         stack.callback(deps.store.close)
         keys = [lease_key(each.chain) for each in partitions]
         siblings = self._place.count if self._place else 1
         sharing = share_site(leases, control, site, keys, self._rng, self._health, siblings)
         feeds = [Feed(each, deps, sharing, self._health, self._reexamine) for each in partitions]
         host, worker = socket.gethostname(), self._place.index if self._place else None
-        process, every = process_name(host, settings.instance, worker), self._tuning.pace.alive
-        reports = [feed.report for feed in feeds]
-        runs: list[Runs] = [sharing, *feeds]
-        runs.append(SignOfLife(site, process, leases.owner, reports, deps.chains, control, clock, every))
-        if (beats := settings.egress.heartbeats).subjects:
-            runs.append(Heartbeats(beats, leases, control, site, host, clock, self._rng, self._health))
+        process, reports = process_name(host, settings.instance, worker), [feed.report for feed in feeds]
+        runs: list[Runs] = [sharing, *feeds, SignOfLife(site, process, leases.owner, reports, deps, control)]
+        if settings.egress.heartbeats.subjects:
+            runs.append(Heartbeats(settings, leases, control, host, self._rng, self._health))
         return runs, deps
 
     async def _patiently(self, part: str, step: Callable[[], Awaitable[T]]) -> T:

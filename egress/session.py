@@ -36,7 +36,7 @@ from egress.sampling.filters import PreFilter, Sifting
 from egress.sampling.resume import Resumed
 from egress.sampling.stage import Sampled
 from egress.uploader import RetakeError, Unflushed, Uploader, closed
-from egress.watchdog import Liveness, SessionStanding
+from egress.watchdog import Liveness, ProgressCheck, SessionStanding
 
 log = get_logger("egress.session")
 
@@ -96,8 +96,8 @@ class Session:
             has_room=self._has_room,
         )
         self._uploader = Uploader(deps, self._archive, lease, self._reader, self._ended)
-        patience = deps.tuning.pace.stalled
-        self._liveness = Liveness(patience, segment.max_age, self._is_waiting, deps.report, deps.clock)
+        progress = ProgressCheck(deps.tuning.pace.stalled, segment.max_age, deps.clock.monotonic())
+        self._liveness = Liveness(progress, self._is_waiting, deps.report, deps.clock)
 
     def _target(self) -> ReaderTarget:
         """Where received messages go: to the builder, through a filter where some may be left out."""

@@ -126,15 +126,9 @@ class Liveness:
     """
 
     def __init__(
-        self,
-        patience: float,
-        segment_age: float,
-        waiting: Callable[[int], Awaitable[bool]],
-        report: FeedReport,
-        clock: Clock,
+        self, progress: ProgressCheck, waiting: Callable[[int], Awaitable[bool]], report: FeedReport, clock: Clock
     ) -> None:
-        self._progress = ProgressCheck(patience, segment_age, clock.monotonic())
-        self._waiting, self._report, self._clock = waiting, report, clock
+        self._progress, self._waiting, self._report, self._clock = progress, waiting, report, clock
 
     async def look(self, standing: SessionStanding) -> ReaderResetError | None:
         """Why the reader is to be given up; None where it is not. Raises what `waiting` raises."""
