@@ -30,7 +30,8 @@ class Handover:
     async def begin(self, current: Incarnation, closing: Closing) -> None:
         """Begin the incarnation behind `current`, which is closed. Raises Stopped."""
         minted = await self._history.mint(current, closing)
-        log.warning("incarnation closed", action="recreated", first=minted.document.first, **_of(minted))
+        context = {"first": minted.document.first, **minted.chain.log_context()}
+        log.warning("incarnation closed", action="recreated", **context)
 
     async def reopen(self, current: Incarnation, closing: Closing) -> bool:
         """Let this partition read on: what it noted of its end is withdrawn; False where it is too late.
@@ -94,11 +95,7 @@ class Handover:
             return verdict
         if closing.decision is not None or is_any_equal(evidence.tips):
             return verdict
-        for number, end in sorted(closing.ends.items()):
-            if number != self._number and end.created == source.created:
-                return SourceVerdict(VerdictKind.RECREATED, f"as partition {number} found; {verdict.why}")
-        return verdict
-
-
-def _of(incarnation: Incarnation) -> dict[str, object]:
-    return incarnation.chain.log_context()
+        others = [n for n, end in closing.ends.items() if n != self._number and end.created == source.created]
+        if not others:
+            return verdict
+        return SourceVerdict(VerdictKind.RECREATED, f"as partition {min(others)} found; {verdict.why}")
