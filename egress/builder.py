@@ -123,7 +123,19 @@ class Builder:
         Only what is kept counts for the limits of a segment, which closes behind the one that reaches them.
         """
         with self._changing():
-            self._sifted(batch)
+            while len(batch) and not self.is_done:
+                size = batch.kept.raw_size
+                count, why = self._fitting(batch, size)
+                if count == len(batch):
+                    self._take(batch, size)
+                elif count:
+                    first = batch.part(0, count)
+                    self._take(first, first.kept.raw_size)
+                if why is Close.HOLE and self._until is not None:
+                    self._end = self._until
+                if why is not None:
+                    self._close(why)
+                batch = batch.part(count, len(batch))
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -133,21 +145,6 @@ class Builder:
         self._is_torn = True
         yield
         self._is_torn = False
-
-    def _sifted(self, batch: MessageBatch) -> None:
-        while len(batch) and not self.is_done:
-            size = batch.kept.raw_size
-            count, why = self._fitting(batch, size)
-            if count == len(batch):
-                self._take(batch, size)
-            elif count:
-                first = batch.part(0, count)
-                self._take(first, first.kept.raw_size)
-            if why is Close.HOLE and self._until is not None:
-                self._end = self._until
-            if why is not None:
-                self._close(why)
-            batch = batch.part(count, len(batch))
 
     def passed(self, sequence: int) -> None:
         """The consumer has passed `sequence` and delivered all that it had up to there."""
@@ -194,18 +191,14 @@ class Builder:
 
     def _begin_segment(self) -> None:
         self._first = self._end + 1
-        self._count = 0
-        self._size = 0
+        self._count, self._size = 0, 0
         self._opened: float | None = None
 
     def _begin_piece(self) -> None:
-        self._piece_first = self._end + 1
-        self._piece_opened = 0.0
-        self._rows = Columns.empty(sampled=self._sampled)
+        self._piece_first, self._piece_opened = self._end + 1, 0.0
+        self._rows, self._codes = Columns.empty(sampled=self._sampled), bytearray()
         self._examined: list[int] = []
-        self._codes = bytearray()
-        self._piece_size = 0
-        self._memory = 0
+        self._piece_size, self._memory = 0, 0
 
     def _open(self) -> None:
         now = self._clock.monotonic()

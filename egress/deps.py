@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
@@ -120,11 +121,8 @@ class EgressDeps:
 
     async def freshly(self, ask: Callable[[FloeClient], Awaitable[T]]) -> T:
         """What `ask` answers on a connection of its own."""
-        client = await self.connect()
-        try:
+        async with aclosing(await self.connect()) as client:
             return await ask(client)
-        finally:
-            await client.aclose()
 
     def of(self, partition: Partition, report: FeedReport, pools: Pools) -> PartitionDeps:
         """These, with what belongs to one partition."""

@@ -7,6 +7,7 @@ ends the session, which begins again after a pause that grows (`common/clock.py`
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Protocol
 
 from common.chain import Chain
@@ -54,11 +55,9 @@ class Feed:
 
     async def run(self, stop: Stop) -> None:
         """Until `stop` is set and everything is put."""
-        try:
+        with closing(self._pools):
             while (lease := await self._slot.occupy(stop)) is not None:
                 await self._hold(lease, stop)
-        finally:
-            self._pools.close()
 
     async def _hold(self, lease: Lease, stop: Stop) -> None:
         """Work under the lease until it is lost or to be given back, or `stop` is set.

@@ -8,6 +8,7 @@ import asyncio
 import json
 import random
 from collections.abc import Sequence
+from contextlib import closing
 
 from common.clock import Clock, parse_time
 from common.errors import FloeError, OutcomeUnknown, Unavailable
@@ -195,8 +196,7 @@ class SignOfLife:
         await again("alive", lambda: self._put_on(stop), self._clock)
 
     async def _put_on(self, stop: Stop) -> None:
-        threads = Threads("alive", 1)
-        try:
+        with closing(Threads("alive", 1)) as threads:
             await wait_for(stop, self._every * SOON)
             while not stop.is_set:
                 began = self._clock.monotonic()
@@ -204,8 +204,6 @@ class SignOfLife:
                 # At the centre the site looks silent until it is put: soon after the store is back.
                 pause = self._every * (SOON if self._is_put_off else 1)
                 await wait_for(stop, max(0.0, began + pause - self._clock.monotonic()))
-        finally:
-            threads.close()
 
     async def _once(self, threads: Threads) -> None:
         await self._ask_sources()
@@ -217,8 +215,7 @@ class SignOfLife:
             metrics.alive_errors.labels(self._site).inc()
             self._is_put_off = isinstance(error, Unavailable | OutcomeUnknown)
             if self._failure != error.code:  # told once for each reason, until it works again
-                self._failure = error.code
-                code = error.code
+                self._failure = code = error.code
                 log.warning("sign of life not stored", action="alive_failed", code=code, error=str(error))
         else:
             self._is_put_off = False

@@ -290,10 +290,10 @@ class History:
         if await self._threads.run(self._exists, chain):
             return
         parts = [replace(chain, partition=number) for number in range(count)]
-        ends = [(await self._marks.begin(partition), partition) for partition in parts]
-        put = next(((end, partition) for end, partition in ends if end), None)
-        if put is not None and not await self._threads.run(self._exists, chain):
-            raise self._lost(put[1], put[0])
+        ends = [(partition, await self._marks.begin(partition)) for partition in parts]
+        put = [(partition, end) for partition, end in ends if end]
+        if put and not await self._threads.run(self._exists, chain):
+            raise self._lost(*put[0])
 
     def _exists(self, chain: Chain) -> bool:
         """Whether there is any document of the chain's incarnation."""

@@ -280,7 +280,7 @@ class Reader:
         """
         self._scheduled = False
         replies, subjects, payloads, headers = self._replies, self._subjects, self._payloads, self._headers
-        self._forget()
+        self._replies, self._subjects, self._payloads, self._headers = [], [], [], []
         if not replies or not self._is_open or self._taken is None:
             return
         self._heard = self._clock.monotonic()
@@ -301,9 +301,6 @@ class Reader:
             self._doubt("gap", f"consumer sequence {self._next} expected, a later one found")
         else:
             self.pull()
-
-    def _forget(self) -> None:
-        self._replies, self._subjects, self._payloads, self._headers = [], [], [], []
 
     def _hand_over(self, acks: Acks, subjects: list[bytes], headers: list[bytes | None], payloads: list[bytes]) -> None:
         columns = Columns(acks.sequences, acks.timestamps_ns, subjects, headers, payloads)

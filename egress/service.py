@@ -4,7 +4,7 @@ import os
 import random
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from functools import partial
 from typing import TypeVar
 
@@ -78,12 +78,10 @@ async def serve(
     # The parent alone reads the monitor of a worker, and has one of its own if any.
     monitor = Monitor("127.0.0.1:0" if place and listen else listen, health)
     monitor.start()
-    try:
+    with closing(monitor):
         async with _stop(place, monitor.port) as stop:
             service = EgressService(settings, tuning or Tuning(), reexamine, clock, health, stop, place=place)
             drained = await service.run()
-    finally:
-        monitor.close()
     if busy_threads():
         # An upload that hangs would hold the process for minutes, and nothing waits for it any more.
         log.warning("uploads abandoned", action="uploads_abandoned", calls=busy_threads())
@@ -186,12 +184,8 @@ class EgressService:
 
     async def _look_into(self, objects: ObjectStore) -> None:
         """A wrong bucket or credential ends the start, before anything is read."""
-        threads = Threads("egress-start", 1)
-        try:
-            prefix = Layout(self._settings.store.prefix).tails_prefix()
-            await threads.run(objects.list, prefix, limit=1)
-        finally:
-            threads.close()
+        with closing(Threads("egress-start", 1)) as threads:
+            await threads.run(objects.list, Layout(self._settings.store.prefix).tails_prefix(), limit=1)
 
     async def _client(self, stack: AsyncExitStack, name: str) -> FloeClient:
         client = await self._patiently("nats", lambda: connected(self._settings, name, self._clock))

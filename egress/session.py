@@ -10,9 +10,9 @@ is whole, and can still be put into the history that it came from.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from common.clock import NS_PER_S
 from common.errors import FloeError, LeaseLost, Unforeseen
@@ -130,7 +130,9 @@ class Session:
                 self._report.durable(self._reader.lapsed, first, has_begun=has_begun)
             self._report.reading(self._archive.chain, first, end_before)
             async with asyncio.TaskGroup() as tasks:
-                side = [tasks.create_task(work) for work in self._side(stop)]
+                sampling = [] if self._sampled is None else self._sampled.side(self._inquiry.info)
+                sides = self._wake(stop), self._watch(), self._check(), *sampling
+                side = [tasks.create_task(work) for work in sides]
                 encoding = tasks.create_task(self._encode(stop), name="encode")
                 uploading = tasks.create_task(self._upload(), name="put")
                 await asyncio.wait((encoding, uploading))
@@ -141,10 +143,6 @@ class Session:
             await self._reader.close()
         if self._end is not None:
             raise self._end
-
-    def _side(self, stop: Stop) -> list[Coroutine[Any, Any, None]]:
-        sampling = [] if self._sampled is None else self._sampled.side(self._inquiry.info)
-        return [self._wake(stop), self._watch(), self._check(), *sampling]
 
     async def _encode(self, stop: Stop) -> None:
         """What was received becomes finished segments in the spool."""
@@ -233,7 +231,8 @@ class Session:
         while not self._ended.is_set:
             await self._deps.clock.sleep(self._deps.tuning.pace.check)
             if (source := await self._tried(self._look_at_stream())) is not None:
-                await self._tried(self._look_for_next())
+                if await self._tried(self._archive.is_closed()):  # somebody has begun the next incarnation
+                    self._end_with(closed(self._archive))
                 await self._tried(self._look(source))
 
     async def _tried(self, look: Awaitable[T]) -> T | None:
@@ -253,21 +252,10 @@ class Session:
         self._end_with(ReaderResetError("identity", verdict.why))
         return None
 
-    async def _look_for_next(self) -> None:
-        """Whether somebody has begun the next incarnation."""
-        if await self._archive.is_closed():
-            self._end_with(closed(self._archive))
-
     async def _look(self, source: SourceStream) -> None:
         """Whether the chain moves."""
-        standing = SessionStanding(
-            self._reader.count,
-            self._builder.end,
-            self._archive.end,
-            source.last,
-            asks=self._reader.has_room,
-            is_done=self._builder.is_done,
-        )
+        reached = self._reader.count, self._builder.end, self._archive.end
+        standing = SessionStanding(*reached, source.last, self._reader.has_room, self._builder.is_done)
         if (doubt := await self._liveness.look(standing)) is not None:
             self._end_with(doubt)
 

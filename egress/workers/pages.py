@@ -4,7 +4,7 @@ import http.client
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,15 +41,13 @@ def _ask(worker: WorkerProcess, path: str) -> Said:
     said = Said(worker.index, worker.pid, worker.restarts, worker.port)
     if not said.port:
         return said
-    connection = http.client.HTTPConnection("127.0.0.1", said.port, timeout=TIMEOUT)
     try:
-        connection.request("GET", path, headers={"Accept": "text/plain;version=0.0.4"})
-        answer = connection.getresponse()
-        return replace(said, status=answer.status, text=answer.read().decode())
+        with closing(http.client.HTTPConnection("127.0.0.1", said.port, timeout=TIMEOUT)) as connection:
+            connection.request("GET", path, headers={"Accept": "text/plain;version=0.0.4"})
+            answer = connection.getresponse()
+            return replace(said, status=answer.status, text=answer.read().decode())
     except (OSError, http.client.HTTPException, ValueError):
         return said
-    finally:
-        connection.close()
 
 
 @dataclass(slots=True)

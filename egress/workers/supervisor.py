@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 
 from common.clock import Backoff, Clock, SystemClock
@@ -17,7 +18,7 @@ from common.service.metrics import counter, gauge
 from common.service.monitor import Health, Monitor
 from common.service.process import exit_at_once, hangups, stop_on_signals
 from common.settings.root import Settings
-from common.tasks import Stop, end, orphaned, wait_for, watched
+from common.tasks import GOOD_WHILE, Stop, end, orphaned, wait_for, watched
 from egress.partition import require_feeds
 from egress.workers.pages import WorkerPages
 from egress.workers.process import FINAL, WorkerProcess, worst
@@ -25,7 +26,6 @@ from egress.workers.process import FINAL, WorkerProcess, worst
 log = get_logger("egress.workers")
 
 
-GOOD_WHILE = 60.0  # seconds that a worker runs before its end counts as the first
 BEAT = 1.0  # seconds between two of the parent's event loop
 KILL_MARGIN = 10.0  # seconds beyond the shutdown timeout until a worker that does not end is killed
 
@@ -118,10 +118,8 @@ async def run_workers(config: str, settings: Settings, count: int) -> int:
     health = Health(clock)
     monitor = Monitor(settings.egress.monitor.listen, health, pages=WorkerPages(health, workers))
     monitor.start()
-    try:
+    with closing(monitor):
         return await _run(crew, health, clock)
-    finally:
-        monitor.close()
 
 
 async def _run(crew: Crew, health: Health, clock: Clock) -> int:
