@@ -73,7 +73,7 @@ def make_deps(
 
 
 @asynccontextmanager
-async def opened(settings: Settings, tuning: Tuning) -> AsyncIterator[CommandContext]:
+async def opened(settings: Settings) -> AsyncIterator[CommandContext]:
     """Connect, and close at the end. Raises Unavailable, Refused, ConfigError."""
     clock, egress = SystemClock(), settings.egress
     client = await connected(settings, "command", clock)
@@ -83,7 +83,7 @@ async def opened(settings: Settings, tuning: Tuning) -> AsyncIterator[CommandCon
         stack.callback(pools.close)
         leases = optional_leases(client, egress, new_owner(settings.instance), clock)
         state = optional_state(client, egress)
-        deps = make_deps(settings, tuning, open_objects(settings.store), client, state, 1, "command")
+        deps = make_deps(settings, Tuning(), open_objects(settings.store), client, state, 1, "command")
         stack.callback(deps.store.close)
         yield CommandContext(settings, deps, leases, pools)
 

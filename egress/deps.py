@@ -44,7 +44,8 @@ class EgressTuning:
     `hand_over`: how long a lease that others wait for may be kept for the sake of the open segment.
     `advance`: between two looks at which values have fallen silent; `idle`: between two questions whether
     nothing comes because there is nothing. `stalled`: without progress while messages wait, until a chain
-    counts as stalled. `alive`: between two signs of life.
+    counts as stalled. `alive`: between two signs of life. `reexamine`: until a stopped chain is looked at
+    again.
     """
 
     tick: float = 0.5
@@ -57,6 +58,7 @@ class EgressTuning:
     walk_again: float = 60.0
     page: float = 0.1
     alive: float = 60.0
+    reexamine: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from common.chain import Chain
-from common.clock import Clock, parse_time
+from common.clock import parse_time
 from common.errors import DataError, FloeError, Unavailable
 from common.jetstream.api import StreamInfo, next_message, stream_info
 from common.jetstream.client import FloeClient
@@ -22,7 +22,7 @@ from common.sequences import SequenceRange, Stretch, choose, cover, preference
 from common.service.logs import get_logger
 from egress.archive import Archive
 from egress.consumers import LIMITS, WORK_QUEUE
-from egress.deps import Confirming, PartitionDeps
+from egress.deps import EgressDeps, PartitionDeps
 from egress.identity import (
     Acceptance,
     Evidence,
@@ -41,6 +41,7 @@ log = get_logger("egress.evidence")
 
 
 T = TypeVar("T")
+Question = Callable[[FloeClient], Awaitable[T]]
 
 
 KEPT = 10_000  # tips and rows
@@ -361,12 +362,7 @@ def source_of(info: StreamInfo) -> SourceStream:
 
 
 async def confirm(
-    ask: Callable[[], Awaitable[T]],
-    clock: Clock,
-    confirming: Confirming,
-    *,
-    harmless: Callable[[T], bool],
-    outline: Callable[[T], Hashable],
+    deps: EgressDeps, ask: Question[T], harmless: Callable[[T], bool], outline: Callable[[T], Hashable]
 ) -> T:
     """The answer that `ask`, on a fresh connection each time, gives again and again; equal ones have one
     `outline`.
@@ -376,10 +372,11 @@ async def confirm(
     changing.
     """
     answers: list[T] = []
+    confirming = deps.tuning.confirming
     for attempt in range(confirming.attempts):
         if attempt:
-            await clock.sleep(confirming.span / (confirming.times - 1))
-        answer = await ask()
+            await deps.clock.sleep(confirming.span / (confirming.times - 1))
+        answer = await deps.freshly(ask)
         if harmless(answer):
             return answer
         if answers and outline(answers[-1]) != outline(answer):
@@ -417,20 +414,14 @@ class Inquiry:
             raise Unavailable(f"stream {self._stream} does not exist any more")
         return source_of(info).first
 
-    async def _confirmed(
-        self, ask: Callable[[FloeClient], Awaitable[T]], harmless: Callable[[T], bool], outline: Callable[[T], Hashable]
-    ) -> T:
-        deps = self._deps
-        again = partial(deps.freshly, ask)
-        return await confirm(again, deps.clock, deps.tuning.confirming, harmless=harmless, outline=outline)
-
     async def judge(self, current: Incarnation, archive: Archive, received: Tip | None = None) -> Answer:
         """The verdict, confirmed where it has consequences."""
         answer = await self.look(current, archive, received)
         if answer[1].is_same:
             return answer
         log.warning("confirming", action="confirming", why=answer[1].why, **current.chain.log_context())
-        return await self._confirmed(
+        return await confirm(
+            self._deps,
             partial(self.look, current, archive, received),
             harmless=lambda found: found[1].is_same,
             outline=lambda found: (found[1].kind, found[0].source and found[0].source.created),
@@ -535,7 +526,7 @@ class Inquiry:
             return not is_hollow(first) and found(first).lost in ((), self._lost)
 
         if not is_harmless(source_first):
-            source_first = await self._confirmed(self.first, harmless=is_harmless, outline=lambda _: None)
+            source_first = await confirm(self._deps, self.first, harmless=is_harmless, outline=lambda _: None)
         if is_hollow(source_first):
             raise archive.hollow(source_first)
         place = found(source_first)

@@ -30,7 +30,7 @@ from common.tasks import Stop, end, orphaned, wait_for, watched
 from egress import metrics
 from egress.context import connected, make_deps
 from egress.deps import EgressDeps, Tuning
-from egress.feed import REEXAMINE, Feed, Runs, lease_key, run_feeds
+from egress.feed import Feed, Runs, lease_key, run_feeds
 from egress.heartbeats import Heartbeats, Reachability, SignOfLife
 from egress.partition import all_partitions, require_feeds
 from egress.workers.process import WorkerPlace
@@ -64,9 +64,7 @@ def share_site(
 T = TypeVar("T")
 
 
-async def serve(
-    settings: Settings, *, tuning: Tuning | None = None, reexamine: float = REEXAMINE, place: WorkerPlace | None = None
-) -> int:
+async def serve(settings: Settings, *, tuning: Tuning | None = None, place: WorkerPlace | None = None) -> int:
     """Run egress until a signal; the exit code. Raises ConfigError or Refused where it cannot begin.
 
     `place`: this process is one of several workers, and its parent ends it.
@@ -80,7 +78,7 @@ async def serve(
     monitor.start()
     with closing(monitor):
         async with _stop(place, monitor.port) as stop:
-            service = EgressService(settings, tuning or Tuning(), reexamine, clock, health, stop, place=place)
+            service = EgressService(settings, tuning or Tuning(), clock, health, stop, place=place)
             drained = await service.run()
     if busy_threads():
         # An upload that hangs would hold the process for minutes, and nothing waits for it any more.
@@ -123,15 +121,13 @@ class EgressService:
         self,
         settings: Settings,
         tuning: Tuning,
-        reexamine: float,
         clock: Clock,
         health: Health,
         stop: Stop,
         objects: ObjectStore | None = None,
         place: WorkerPlace | None = None,
     ) -> None:
-        self._settings, self._tuning, self._reexamine = settings, tuning, reexamine
-        self._clock, self._health, self._stop = clock, health, stop
+        self._settings, self._tuning, self._clock, self._health, self._stop = settings, tuning, clock, health, stop
         self._objects, self._place, self._reach = objects, place, Reachability(clock)
         self._rng = random.SystemRandom()
 
@@ -159,7 +155,7 @@ class EgressService:
         keys = [lease_key(each.chain) for each in partitions]
         siblings = self._place.count if self._place else 1
         sharing = share_site(leases, control, site, keys, self._rng, self._health, siblings)
-        feeds = [Feed(each, deps, sharing, self._health, self._reexamine) for each in partitions]
+        feeds = [Feed(each, deps, sharing, self._health) for each in partitions]
         host, worker = socket.gethostname(), self._place.index if self._place else None
         process, reports = process_name(host, settings.instance, worker), [feed.report for feed in feeds]
         runs: list[Runs] = [sharing, *feeds, SignOfLife(site, process, leases.owner, reports, deps, control)]
