@@ -8,7 +8,7 @@ settled by asking the consumer, never by having sent them.
 import asyncio
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count
 
 from common.errors import OutcomeUnknown
@@ -96,7 +96,7 @@ class Acknowledging:
         """
         async with self._lock:
             size = bisect_right(self._kept, last)
-            stretches = list(self._stretches(size))
+            stretches = self._stretches(size)
             left = size - sum(map(len, stretches))
             if not size:
                 return
@@ -108,12 +108,11 @@ class Acknowledging:
             self._drop(size)
             self._left += left
 
-    def _stretches(self, size: int) -> Iterator[range]:
+    def _stretches(self, size: int) -> list[range]:
         """Places among the first `size` of what is to be acknowledged."""
         kept = self._kept
-        for each in self._archived:
-            yield from _some(bisect_left(kept, each.first), min(size, bisect_right(kept, each.last)))
-        yield from _some(bisect_left(kept, self._first), size)
+        found = [range(bisect_left(kept, a.first), min(size, bisect_right(kept, a.last))) for a in self._archived]
+        return [stretch for stretch in (*found, range(bisect_left(kept, self._first), size)) if stretch]
 
     def _drop(self, size: int) -> None:
         del self._kept[:size]
@@ -121,11 +120,7 @@ class Acknowledging:
         self._account.release(ENTRY * size)
 
     async def _send(self, stretches: Sequence[range]) -> None:
-        if self._whole:
-            self._client.send(self._frames(stretches[-1][-1:]))
-            await self._client.flush_writes()
-            return
-        for stretch in stretches:
+        for stretch in [stretches[-1][-1:]] if self._whole else stretches:
             for start in range(0, len(stretch), AT_ONCE):
                 self._client.send(self._frames(stretch[start : start + AT_ONCE]))
                 await self._client.flush_writes()
@@ -176,11 +171,6 @@ def is_settled(info: ConsumerInfo, number: int, left: int) -> bool:
     if info.ack_floor >= number or (delivered and not info.ack_pending):
         return True
     return left > 0 and delivered and info.ack_pending <= left + info.consumer_sequence - number
-
-
-def _some(first: int, last: int) -> Iterator[range]:
-    if first < last:
-        yield range(first, last)
 
 
 def _ends(reply: bytes) -> tuple[bytes, bytes]:

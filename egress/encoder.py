@@ -172,8 +172,7 @@ class SourceQuestions:
         partition = self._deps.partition
         if not partition.filter_subject:
             return missing
-        gaps = [await absent(self._deps.client, partition.stream, gap) for gap in missing]
-        return [gap for found in gaps for gap in found]
+        return [each for gap in missing for each in await absent(self._deps.client, partition.stream, gap)]
 
     async def _asked(self, asking: Awaitable[T], otherwise: T) -> T:
         try:

@@ -264,9 +264,6 @@ class Reachability:
     def nats(self, line: str, is_up: bool) -> None:
         """A connection to NATS came up or broke."""
         self._lines[line] = is_up
-        metrics.nats_reachable.set(all(self._lines.values()))
-        if all(self._lines.values()):
-            metrics.nats_answered.set_function(self._clock.now)
-        else:
-            now = self._clock.now()
-            metrics.nats_answered.set_function(lambda: now)
+        are_up, now = all(self._lines.values()), self._clock.now()
+        metrics.nats_reachable.set(are_up)
+        metrics.nats_answered.set_function(self._clock.now if are_up else lambda: now)

@@ -137,7 +137,9 @@ async def look(opened: CommandContext, partition: Partition) -> Case:
         if (lost := await _lost(history, replace(partition.chain, incarnation=following))) is not None:
             return Case(partition, error=lost, incarnation=following)
         if (current := await history.load()) is None:
-            await _check_beginning(opened, partition)
+            if (info := await stream_info(opened.deps.client, partition.stream)) is None:
+                raise never_begun(partition)
+            check_start(info, partition.settings)
     except FloeError as error:
         return Case(partition, error=error, incarnation=number)
     if current is None:
@@ -159,13 +161,6 @@ async def _lost(history: History, chain: Chain) -> FloeError | None:
         return await history.lost(chain)
     except DataError as spoiled:
         return spoiled
-
-
-async def _check_beginning(opened: CommandContext, partition: Partition) -> None:
-    """Raises Stopped where a feed cannot begin."""
-    if (info := await stream_info(opened.deps.client, partition.stream)) is None:
-        raise never_begun(partition)
-    check_start(info, partition.settings)
 
 
 async def _judged(deps: PartitionDeps, current: Incarnation, archive: Archive) -> Case:

@@ -73,13 +73,8 @@ class Crew:
             if self._clock.monotonic() - started > GOOD_WHILE:
                 backoff.reset()
             seconds = backoff.next()
-            log.error(
-                "worker ended, to be started again",
-                action="worker_restart",
-                worker=worker.index,
-                exit_code=code,
-                seconds=round(seconds, 2),
-            )
+            context = {"worker": worker.index, "exit_code": code, "seconds": round(seconds, 2)}
+            log.error("worker ended, to be started again", action="worker_restart", **context)
             if await wait_for(self._ending, seconds):
                 return code
             worker.restarts += 1
