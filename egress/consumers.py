@@ -49,17 +49,11 @@ async def first_sequence(client: FloeClient, info: StreamInfo, start: StartSetti
         return min(info.last_sequence + 1, MAX_SEQUENCE)
     if start.start_sequence:
         return max(held, start.start_sequence)
-    moment = _moment(start, clock)
-    return held if moment is None else max(held, await _at(client, info.name, moment))
-
-
-def _moment(start: StartSettings, clock: Clock) -> str | None:
-    if start.start_time:
-        return start.start_time
-    if not start.start_delta:
-        return None
-    then = datetime.fromtimestamp(clock.now(), UTC) - timedelta(seconds=start.start_delta)
-    return then.isoformat().replace("+00:00", "Z")
+    moment = start.start_time
+    if not moment and start.start_delta:
+        then = datetime.fromtimestamp(clock.now(), UTC) - timedelta(seconds=start.start_delta)
+        moment = then.isoformat().replace("+00:00", "Z")
+    return max(held, await _at(client, info.name, moment)) if moment else held
 
 
 async def _at(client: FloeClient, stream: str, moment: str) -> int:

@@ -90,9 +90,8 @@ async def opened(settings: Settings) -> AsyncIterator[CommandContext]:
 
 def feed_named(settings: Settings, name: str) -> FeedSettings:
     """The feed of that name. Raises UsageError."""
-    found = next((feed for feed in settings.egress.feeds if feed.name == name), None)
-    if found is None:
-        known = ", ".join(feed.name for feed in settings.egress.feeds)
-        where = f"expected one of {known}" if known else "the configuration has no feed; name the site's file"
-        raise UsageError(f"feed {name}: {where}")
-    return found
+    feeds = {feed.name: feed for feed in settings.egress.feeds}
+    if name in feeds:
+        return feeds[name]
+    where = f"expected one of {', '.join(feeds)}" if feeds else "the configuration has no feed; name the site's file"
+    raise UsageError(f"feed {name}: {where}")

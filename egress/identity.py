@@ -134,8 +134,10 @@ def judge(evidence: Evidence) -> SourceVerdict:
     if evidence.older is not None:
         why = f"incarnation {evidence.older:04d} is there again"
         return SourceVerdict(VerdictKind.FORKED, f"{why}: two sources under one name, or an old disk")
-    if not evidence.end:
-        return _judge_unused(evidence, source)
+    if not evidence.end and source.created == evidence.created:
+        return SourceVerdict(VerdictKind.SAME, "nothing is archived yet")
+    if not evidence.end:  # nothing of the old history is archived that the new one could be confused with
+        return SourceVerdict(VerdictKind.RECREATED, f"nothing is archived yet, {_created(evidence, source)}")
     return _judge_unmatched(evidence, source)
 
 
@@ -161,13 +163,6 @@ def _judge_received(evidence: Evidence, source: SourceStream, received: Tip) -> 
         return _unknown(evidence, source)
     why = f"sequence {received.sequence} is as received"
     return SourceVerdict(VerdictKind.SAME, why, source.created != evidence.created)
-
-
-def _judge_unused(evidence: Evidence, source: SourceStream) -> SourceVerdict:
-    if source.created == evidence.created:
-        return SourceVerdict(VerdictKind.SAME, "nothing is archived yet")
-    # Nothing of the old history is archived that the new one could be confused with.
-    return SourceVerdict(VerdictKind.RECREATED, f"nothing is archived yet, {_created(evidence, source)}")
 
 
 def _judge_unmatched(evidence: Evidence, source: SourceStream) -> SourceVerdict:

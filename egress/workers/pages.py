@@ -85,24 +85,17 @@ def labelled(sample: str, worker: str) -> str:
     return f'{sample[:space]}{{worker="{worker}"}}{sample[space:]}'
 
 
-Ask = Callable[[Sequence[WorkerProcess], str], list[Said]]
-
-
 class WorkerPages(Pages):
-    """As the pages of one process. `health` is the parent's, and `ask` asks the workers."""
+    """As the pages of one process. `health` is the parent's, and `ask` asks the workers for a path."""
 
     def __init__(
-        self,
-        health: Health,
-        workers: Sequence[WorkerProcess],
-        registry: CollectorRegistry = REGISTRY,
-        ask: Ask = ask_all,
+        self, health: Health, ask: Callable[[str], list[Said]], registry: CollectorRegistry = REGISTRY
     ) -> None:
         super().__init__(health, registry)
-        self._own, self._workers, self._ask = registry, workers, ask
+        self._own, self._ask = registry, ask
 
     def document(self) -> dict[str, Any]:
-        said = self._ask(self._workers, "/status")
+        said = self._ask("/status")
         workers = {each: _of_worker(each) for each in said}
         problems = [
             f"worker {each.index}: {problem}"
@@ -114,7 +107,7 @@ class WorkerPages(Pages):
         return {**status, "workers": {str(each.index): found for each, found in workers.items()}}
 
     def _metrics(self, _accept: str) -> Answer:
-        said = self._ask(self._workers, "/metrics")
+        said = self._ask("/metrics")
         pages = {str(each.index): each.text for each in said if each.status == 200}
         page = merged(generate_latest(self._own).decode(), pages)
         return 200, CONTENT_TYPE_PLAIN_0_0_4, page.encode()
@@ -123,7 +116,7 @@ class WorkerPages(Pages):
         """A worker that is being started again is no reason to restart the parent; one that hangs is."""
         hanging = [
             f"worker {each.index}: {each.text.strip() or 'no answer'}"
-            for each in self._ask(self._workers, "/healthz")
+            for each in self._ask("/healthz")
             if each.port and each.status != 200
         ]
         return _text(503, hanging) if hanging else super()._healthz(accept)
@@ -131,7 +124,7 @@ class WorkerPages(Pages):
     def _readyz(self, _accept: str) -> Answer:
         problems = [
             f"worker {each.index}: {escaped(line)}"
-            for each in self._ask(self._workers, "/readyz")
+            for each in self._ask("/readyz")
             if each.status != 200
             for line in each.text.splitlines() or [_why_silent(each)]
         ]

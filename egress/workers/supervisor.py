@@ -20,7 +20,7 @@ from common.service.process import exit_at_once, hangups, stop_on_signals
 from common.settings.root import Settings
 from common.tasks import GOOD_WHILE, Stop, end, orphaned, wait_for, watched
 from egress.partition import require_feeds
-from egress.workers.pages import WorkerPages
+from egress.workers.pages import WorkerPages, ask_all
 from egress.workers.process import FINAL, WorkerProcess, worst
 
 log = get_logger("egress.workers")
@@ -111,7 +111,7 @@ async def run_workers(config: str, settings: Settings, count: int) -> int:
     workers = [WorkerProcess(index, count, command(config), environment) for index in range(count)]
     crew = Crew(workers, settings.egress.shutdown_timeout, clock, random.SystemRandom())
     health = Health(clock)
-    monitor = Monitor(settings.egress.monitor.listen, health, pages=WorkerPages(health, workers))
+    monitor = Monitor(settings.egress.monitor.listen, health, pages=WorkerPages(health, partial(ask_all, workers)))
     monitor.start()
     with closing(monitor):
         return await _run(crew, health, clock)
