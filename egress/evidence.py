@@ -349,16 +349,12 @@ def _witness(tip: Tip, message: Message | None) -> Witness:
 
 def source_of(info: StreamInfo) -> SourceStream:
     """The stream as identity sees it."""
-    holds = info.messages > 0
-    return SourceStream(
-        info.created,
-        max(1, info.first_sequence),
-        info.last_sequence,
-        parse_time(info.first_timestamp) if holds else None,
-        parse_time(info.last_timestamp) if holds else None,
-        str(info.config.get("retention", "limits")),
-        parse_time(info.time) if info.time else None,
-    )
+    first, last, retention = max(1, info.first_sequence), info.last_sequence, str(info.config.get("retention", LIMITS))
+    asked = parse_time(info.time) if info.time else None
+    if not info.messages:
+        return SourceStream(info.created, first, last, retention=retention, asked_ns=asked)
+    times = parse_time(info.first_timestamp), parse_time(info.last_timestamp)
+    return SourceStream(info.created, first, last, *times, retention, asked)
 
 
 async def confirm(

@@ -103,18 +103,13 @@ class Reader:
         await self._check_stream()
         self._taken = await take(self._client, self._wanted)
         self._source = await self._check_stream()
-        inbox, name = self._client.new_inbox(), self._taken.consumer.name
-        self._ask = self._client.api_subject(f"CONSUMER.MSG.NEXT.{self._stream}.{name}").encode()
+        inbox, consumer = self._client.new_inbox(), self._taken.consumer
+        self._ask = self._client.api_subject(f"CONSUMER.MSG.NEXT.{self._stream}.{consumer.name}").encode()
         self._inbox = inbox.encode()
         self._is_open = True
         if self._wanted.is_durable:
             self._acks = Acknowledging(
-                self._client,
-                self._stream,
-                self._taken.consumer,
-                self._account,
-                first=self._first,
-                archived=self._archived,
+                self._client, self._stream, consumer, self._account, first=self._first, archived=self._archived
             )
             self._catching_up = watched(self._catch_up(self._acks), self._fail, name="acknowledge")
         self._subscription = await self._client.subscribe_raw(inbox, self._sink, self._fail)

@@ -57,14 +57,8 @@ def common_end(reaches: Sequence[PartitionReach]) -> int:
 def settings_of(cut: Sequence[ChainDocument], settings: FeedSettings) -> FeedSettings:
     """The settings of a feed as they were when it was cut like that."""
     filters = tuple(each.filters[0] if each.filters else "" for each in cut)
-    as_list = len(filters) > 1
-    return settings.model_copy(
-        update={
-            "partitions": filters if as_list else PartitionSettings(),
-            "filter_subject": "" if as_list else filters[0],
-            "relay": cut[0].relay,
-        }
-    )
+    partitions, single = (filters, "") if len(filters) > 1 else (PartitionSettings(), filters[0])
+    return settings.model_copy(update={"partitions": partitions, "filter_subject": single, "relay": cut[0].relay})
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +167,7 @@ class Repartition:
         """The leases of all partitions, old and new, kept for the length of the block."""
         longer = max(plan.old, plan.new, key=len)
         async with AsyncExitStack() as stack:
-            leases = [await self._lease(stack, partition.chain) for partition in longer]
-            yield leases
+            yield [await self._lease(stack, partition.chain) for partition in longer]
             await self._opened.pools.idle()
 
     async def _lease(self, stack: AsyncExitStack, chain: Chain) -> Lease:

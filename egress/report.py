@@ -318,11 +318,8 @@ class FeedReport:
         gone = max(0, min(lapsed.first_sequence - 1, lapsed.last_sequence) - first + 1)
         hint = f"before anything is published the durable is made by {command('egress init')}"
         context = {"first": first, "last": lapsed.last_sequence, "gone": gone, "hint": hint}
-        level, what = (
-            "error" if has_begun else "warning",
-            "an interest stream without a durable keeps nothing for this feed",
-        )
-        self._log(level, what, action="interest_lapsed", **context)
+        what = "an interest stream without a durable keeps nothing for this feed"
+        self._log("error" if has_begun else "warning", what, action="interest_lapsed", **context)
         if has_begun:
             metrics.interest_lapsed.labels(*self._labels).inc()
 
