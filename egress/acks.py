@@ -8,10 +8,9 @@ settled by asking the consumer, never by having sent them.
 import asyncio
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count
 
-from common.clock import Clock
 from common.errors import OutcomeUnknown
 from common.jetstream.api import ConsumerInfo, consumer_info
 from common.jetstream.client import FloeClient
@@ -52,7 +51,7 @@ def archived(first: int, place: Position) -> tuple[SequenceRange, ...]:
 
 
 class Acknowledging:
-    """Acknowledges what `consumer` delivers: each message, or with `whole` all up to one.
+    """Acknowledges what `consumer` delivers: each message, or all up to one where that is its policy.
 
     `archived`: what may be acknowledged of the messages before `first`; of the others whatever `upto` is
     called with. `account`: charged for what is kept.
@@ -63,15 +62,14 @@ class Acknowledging:
         client: FloeClient,
         stream: str,
         consumer: ConsumerInfo,
-        clock: Clock,
-        account: MemoryAccount | None,
+        account: MemoryAccount,
         *,
-        whole: bool,
         first: int,
         archived: Sequence[SequenceRange] = (),
     ) -> None:
-        self._client, self._stream, self._consumer, self._clock = client, stream, consumer, clock
-        self._account, self._whole, self._first, self._archived = account, whole, first, tuple(archived)
+        self._client, self._stream, self._consumer, self._clock = client, stream, consumer, client.clock
+        self._account, self._first, self._archived = account, first, tuple(archived)
+        self._whole = consumer.config.get("ack_policy") == "all"
         self._kept = array("q")
         self._number = 1  # of the first one kept, by the consumer's count
         self._left = 0
@@ -88,8 +86,7 @@ class Acknowledging:
         if not self._head:
             self._head, self._tail = _ends(reply)
         self._kept.extend(sequences)
-        if self._account is not None:
-            self._account.charge(ENTRY * len(sequences))
+        self._account.charge(ENTRY * len(sequences))
 
     async def upto(self, last: int) -> None:
         """Acknowledge what was delivered up to `last`, and return when the server has taken it.
@@ -99,7 +96,7 @@ class Acknowledging:
         """
         async with self._lock:
             size = bisect_right(self._kept, last)
-            stretches = list(self._stretches(size))
+            stretches = self._stretches(size)
             left = size - sum(map(len, stretches))
             if not size:
                 return
@@ -111,25 +108,19 @@ class Acknowledging:
             self._drop(size)
             self._left += left
 
-    def _stretches(self, size: int) -> Iterator[range]:
+    def _stretches(self, size: int) -> list[range]:
         """Places among the first `size` of what is to be acknowledged."""
         kept = self._kept
-        for each in self._archived:
-            yield from _some(bisect_left(kept, each.first), min(size, bisect_right(kept, each.last)))
-        yield from _some(bisect_left(kept, self._first), size)
+        found = [range(bisect_left(kept, a.first), min(size, bisect_right(kept, a.last))) for a in self._archived]
+        return [stretch for stretch in (*found, range(bisect_left(kept, self._first), size)) if stretch]
 
     def _drop(self, size: int) -> None:
         del self._kept[:size]
         self._number += size
-        if self._account is not None:
-            self._account.release(ENTRY * size)
+        self._account.release(ENTRY * size)
 
     async def _send(self, stretches: Sequence[range]) -> None:
-        if self._whole:
-            self._client.send(self._frames(stretches[-1][-1:]))
-            await self._client.flush_writes()
-            return
-        for stretch in stretches:
+        for stretch in [stretches[-1][-1:]] if self._whole else stretches:
             for start in range(0, len(stretch), AT_ONCE):
                 self._client.send(self._frames(stretch[start : start + AT_ONCE]))
                 await self._client.flush_writes()
@@ -180,11 +171,6 @@ def is_settled(info: ConsumerInfo, number: int, left: int) -> bool:
     if info.ack_floor >= number or (delivered and not info.ack_pending):
         return True
     return left > 0 and delivered and info.ack_pending <= left + info.consumer_sequence - number
-
-
-def _some(first: int, last: int) -> Iterator[range]:
-    if first < last:
-        yield range(first, last)
 
 
 def _ends(reply: bytes) -> tuple[bytes, bytes]:

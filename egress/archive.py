@@ -107,8 +107,7 @@ class Archive:
             await self.survey()
             return
         since = max(mark, self.first)
-        view = await self._look(lambda: self._reaching(since), mark)
-        self._take(view, since)
+        view = await self._look(lambda: self._reaching(since), mark, since)
         if mark >= self.first and mark not in view.covered:
             raise Unavailable(
                 f"listing of {self.chain}: expected a segment that contains the high-water mark {mark}, found none",
@@ -123,20 +122,16 @@ class Archive:
 
     async def survey(self) -> None:
         """List all of the chain, and believe it whatever the mark says."""
-        view = await self._look(lambda: ListingView(self.pages()), None)
-        self._take(view, self.first)
+        await self._look(lambda: ListingView(self.pages()), None, self.first)
 
-    def _take(self, view: ListingView, since: int) -> None:
-        self.end, self.newest, self._looked_back = view.covered.end, view.newest, False
-        within = [SequenceRange(since, self.end)] if self.end >= since else []
-        self.holes = tuple(hole for each in within for hole in view.covered.holes(each))
-
-    async def _look(self, listing: Callable[[], ListingView], mark: int | None) -> ListingView:
-        """What the listing shows without segments that are damaged."""
-        while True:
+    async def _look(self, listing: Callable[[], ListingView], mark: int | None, since: int) -> ListingView:
+        """Take what the listing shows without segments that are damaged, with the holes from `since` on."""
+        view = await self._threads.run(listing)
+        while not await self._threads.run(self._all_sound, view, mark):
             view = await self._threads.run(listing)
-            if await self._threads.run(self._all_sound, view, mark):
-                return view
+        self.end, self.newest, self._looked_back = view.covered.end, view.newest, False
+        self.holes = tuple(view.covered.holes(SequenceRange(since, self.end))) if self.end >= since else ()
+        return view
 
     def _all_sound(self, view: ListingView, mark: int | None) -> bool:
         """Whether the segments beyond the mark are what their names promise.

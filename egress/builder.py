@@ -17,8 +17,10 @@ from common.clock import Clock
 from common.segments.columns import Columns
 from common.segments.segment import Ledger, Message, Reason
 from common.sequences import SequenceRange
+from common.settings.egress import SegmentSettings
 from egress.batch import MessageBatch, left_out
 from egress.memory import MemoryAccount
+from egress.partition import Position
 
 PIECE_BYTES = 4 * 2**20  # raw bytes handed to the encoder at once
 PIECE_MESSAGES = 16_384
@@ -69,38 +71,29 @@ class Piece:
 Emitted = Piece | Close
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentLimits:
-    """When a segment closes: rows, raw bytes, seconds since it began to cover anything."""
-
-    max_messages: int
-    max_size: int
-    max_age: float
-
-
 class Builder:
-    """Builds segments that cover everything from `first` on, to `until` if it is given. `closed`: how many.
+    """Builds segments that cover everything from `position` on. `closed`: how many.
 
+    `closing`: when a segment closes, by rows, raw bytes, and seconds since it began to cover anything.
     `sampled`: rows have sample keys. `hurry`: the greatest age of the first segment, where that is less than
     that of the others.
     """
 
     def __init__(
         self,
-        closing: SegmentLimits,
+        closing: SegmentSettings,
         clock: Clock,
         account: MemoryAccount,
         emit: Callable[[Emitted], None],
+        position: Position,
         *,
-        first: int,
-        until: int | None = None,
         sampled: bool = False,
         hurry: float | None = None,
     ) -> None:
         self._closing, self._clock, self._account, self._emit = closing, clock, account, emit
-        self._until = until
+        self._until = position.until
         self._max_age = closing.max_age if hurry is None else min(hurry, closing.max_age)
-        self._sampled, self._end, self._is_torn, self.closed = sampled, first - 1, False, 0
+        self._sampled, self._end, self._is_torn, self.closed = sampled, position.first - 1, False, 0
         self.last: Message | None = None
         self._begin_segment()
         self._begin_piece()
@@ -130,7 +123,19 @@ class Builder:
         Only what is kept counts for the limits of a segment, which closes behind the one that reaches them.
         """
         with self._changing():
-            self._sifted(batch)
+            while len(batch) and not self.is_done:
+                size = batch.kept.raw_size
+                count, why = self._fitting(batch, size)
+                if count == len(batch):
+                    self._take(batch, size)
+                elif count:
+                    first = batch.part(0, count)
+                    self._take(first, first.kept.raw_size)
+                if why is Close.HOLE and self._until is not None:
+                    self._end = self._until
+                if why is not None:
+                    self._close(why)
+                batch = batch.part(count, len(batch))
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -140,21 +145,6 @@ class Builder:
         self._is_torn = True
         yield
         self._is_torn = False
-
-    def _sifted(self, batch: MessageBatch) -> None:
-        while len(batch) and not self.is_done:
-            size = batch.kept.raw_size
-            count, why = self._fitting(batch, size)
-            if count == len(batch):
-                self._take(batch, size)
-            elif count:
-                first = batch.part(0, count)
-                self._take(first, first.kept.raw_size)
-            if why is Close.HOLE and self._until is not None:
-                self._end = self._until
-            if why is not None:
-                self._close(why)
-            batch = batch.part(count, len(batch))
 
     def passed(self, sequence: int) -> None:
         """The consumer has passed `sequence` and delivered all that it had up to there."""
@@ -201,18 +191,14 @@ class Builder:
 
     def _begin_segment(self) -> None:
         self._first = self._end + 1
-        self._count = 0
-        self._size = 0
+        self._count, self._size = 0, 0
         self._opened: float | None = None
 
     def _begin_piece(self) -> None:
-        self._piece_first = self._end + 1
-        self._piece_opened = 0.0
-        self._rows = Columns.empty(sampled=self._sampled)
+        self._piece_first, self._piece_opened = self._end + 1, 0.0
+        self._rows, self._codes = Columns.empty(sampled=self._sampled), bytearray()
         self._examined: list[int] = []
-        self._codes = bytearray()
-        self._piece_size = 0
-        self._memory = 0
+        self._piece_size, self._memory = 0, 0
 
     def _open(self) -> None:
         now = self._clock.monotonic()

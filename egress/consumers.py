@@ -49,17 +49,11 @@ async def first_sequence(client: FloeClient, info: StreamInfo, start: StartSetti
         return min(info.last_sequence + 1, MAX_SEQUENCE)
     if start.start_sequence:
         return max(held, start.start_sequence)
-    moment = _moment(start, clock)
-    return held if moment is None else max(held, await _at(client, info.name, moment))
-
-
-def _moment(start: StartSettings, clock: Clock) -> str | None:
-    if start.start_time:
-        return start.start_time
-    if not start.start_delta:
-        return None
-    then = datetime.fromtimestamp(clock.now(), UTC) - timedelta(seconds=start.start_delta)
-    return then.isoformat().replace("+00:00", "Z")
+    moment = start.start_time
+    if not moment and start.start_delta:
+        then = datetime.fromtimestamp(clock.now(), UTC) - timedelta(seconds=start.start_delta)
+        moment = then.isoformat().replace("+00:00", "Z")
+    return max(held, await _at(client, info.name, moment)) if moment else held
 
 
 async def _at(client: FloeClient, stream: str, moment: str) -> int:
@@ -113,6 +107,11 @@ class WantedMessages:
         """Whether the stream keeps messages until they are acknowledged."""
         return self.retention != LIMITS
 
+    @property
+    def filtering(self) -> dict[str, str]:
+        """What the configuration of a consumer says of its subjects."""
+        return {"filter_subject": self.partition.filter_subject} if self.partition.filter_subject else {}
+
     def is_ours(self, name: str) -> bool:
         """Whether `name` is that of a durable of this slice."""
         return self.partition.partition_of(name) == self.partition.number
@@ -135,19 +134,17 @@ class Taken:
 
 def ephemeral(wanted: WantedMessages) -> dict[str, Any]:
     """A consumer that takes no acknowledgements and ends with its reader."""
-    return _filtered(
-        wanted,
-        {
-            "name": f"floe-{secrets.token_hex(8)}",
-            "deliver_policy": "by_start_sequence",
-            "opt_start_seq": wanted.first,
-            "ack_policy": "none",
-            "replay_policy": "instant",
-            "inactive_threshold": int(wanted.inactive * NS_PER_S),
-            "mem_storage": True,
-            "num_replicas": 1,
-        },
-    )
+    return {
+        "name": f"floe-{secrets.token_hex(8)}",
+        "deliver_policy": "by_start_sequence",
+        "opt_start_seq": wanted.first,
+        "ack_policy": "none",
+        "replay_policy": "instant",
+        "inactive_threshold": int(wanted.inactive * NS_PER_S),
+        "mem_storage": True,
+        "num_replicas": 1,
+        **wanted.filtering,
+    }
 
 
 def durable(wanted: WantedMessages, version: tuple[int, int, int], description: str = READING) -> dict[str, Any]:
@@ -161,22 +158,16 @@ def durable(wanted: WantedMessages, version: tuple[int, int, int], description: 
         start = {"deliver_policy": "by_start_sequence", "opt_start_seq": wanted.first, "ack_policy": policy}
     else:
         start = {"deliver_policy": "all", "ack_policy": "explicit"}
-    return _filtered(
-        wanted,
-        {
-            "durable_name": f"{wanted.partition.durable}_{secrets.token_hex(RANDOM)}",
-            "description": description,
-            "ack_wait": int(ACK_WAIT * NS_PER_S),
-            "max_deliver": -1,
-            "max_ack_pending": -1,
-            "replay_policy": "instant",
-            **start,
-        },
-    )
-
-
-def _filtered(wanted: WantedMessages, config: dict[str, Any]) -> dict[str, Any]:
-    return {**config, "filter_subject": wanted.partition.filter_subject} if wanted.partition.filter_subject else config
+    return {
+        "durable_name": f"{wanted.partition.durable}_{secrets.token_hex(RANDOM)}",
+        "description": description,
+        "ack_wait": int(ACK_WAIT * NS_PER_S),
+        "max_deliver": -1,
+        "max_ack_pending": -1,
+        "replay_policy": "instant",
+        **start,
+        **wanted.filtering,
+    }
 
 
 async def take(client: FloeClient, wanted: WantedMessages) -> Taken:
@@ -244,13 +235,6 @@ async def ours(client: FloeClient, wanted: WantedMessages) -> list[str]:
     return [name for name in await consumer_names(client, wanted.stream) if wanted.is_ours(name)]
 
 
-async def forget(client: FloeClient, wanted: WantedMessages) -> list[str]:
-    """Delete all durables of a slice that is frozen no more; their names."""
-    names = await ours(client, wanted)
-    await _delete(client, wanted, names)
-    return names
-
-
 async def drop_strays(client: FloeClient, wanted: WantedMessages, kept: str) -> None:
     """Delete durables of the slice other than `kept`: a paused instance made them when it woke up, and an
     interest stream would keep messages for them for ever.
@@ -300,8 +284,10 @@ def unfit(wanted: WantedMessages, config: dict[str, Any]) -> Stopped | None:
 
 async def _taken(client: FloeClient, wanted: WantedMessages) -> Exception:
     """Why a work queue has no room for the consumer: another of this feed's, or somebody else's."""
+    subject = wanted.partition.filter_subject
     for name in await consumer_names(client, wanted.stream):
-        if not await _is_in_the_way(client, wanted, name):
+        info = await consumer_info(client, wanted.stream, name)
+        if info is None or not any(overlaps(subject, each) for each in filters(info.config)):
             continue
         if wanted.partition.partition_of(name) is not None:
             return ReaderResetError("consumer_taken", f"{name} is another instance's, or of former partitions")
@@ -312,11 +298,6 @@ async def _taken(client: FloeClient, wanted: WantedMessages) -> Exception:
             code="E-RETENTION",
         )
     return ReaderResetError("consumer_taken", "a consumer that stood in the way is gone")
-
-
-async def _is_in_the_way(client: FloeClient, wanted: WantedMessages, name: str) -> bool:
-    info = await consumer_info(client, wanted.stream, name)
-    return info is not None and any(overlaps(wanted.partition.filter_subject, each) for each in filters(info.config))
 
 
 def filters(config: dict[str, Any]) -> list[str]:

@@ -1,9 +1,10 @@
 """The components of egress for a command that ends by itself: what cannot be reached ends it."""
 
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from common.clock import Clock, SystemClock
 from common.errors import UsageError
@@ -51,21 +52,20 @@ def make_deps(
     tuning: Tuning,
     objects: ObjectStore,
     client: FloeClient,
-    fresh: Callable[[], Awaitable[FloeClient]],
     state: KeyValue,
-    clock: Clock,
-    chains: int = 1,
+    chains: int,
+    name: str,
 ) -> EgressDeps:
-    """The components of a process that works on so many `chains`; `fresh`: makes a connection."""
+    """The components of a process that works on so many `chains`; `name`: of the connections that it makes."""
     return EgressDeps(
         client=client,
-        connect=fresh,
+        connect=partial(connected, settings, name, client.clock),
         state=state,
         objects=objects,
         store=open_store(settings, objects),
         chains=open_chains(settings, objects),
         budget=MemoryBudget(settings.egress.memory_limit, chains),
-        clock=clock,
+        clock=client.clock,
         rng=random.SystemRandom(),
         writer=f"floe {version()}",
         tuning=tuning,
@@ -73,7 +73,7 @@ def make_deps(
 
 
 @asynccontextmanager
-async def opened(settings: Settings, tuning: Tuning) -> AsyncIterator[CommandContext]:
+async def opened(settings: Settings) -> AsyncIterator[CommandContext]:
     """Connect, and close at the end. Raises Unavailable, Refused, ConfigError."""
     clock, egress = SystemClock(), settings.egress
     client = await connected(settings, "command", clock)
@@ -82,22 +82,16 @@ async def opened(settings: Settings, tuning: Tuning) -> AsyncIterator[CommandCon
         stack.push_async_callback(client.aclose)
         stack.callback(pools.close)
         leases = optional_leases(client, egress, new_owner(settings.instance), clock)
-
-        def fresh() -> Awaitable[FloeClient]:
-            return connected(settings, "command", clock)
-
-        deps = make_deps(
-            settings, tuning, open_objects(settings.store), client, fresh, optional_state(client, egress), clock
-        )
+        state = optional_state(client, egress)
+        deps = make_deps(settings, Tuning(), open_objects(settings.store), client, state, 1, "command")
         stack.callback(deps.store.close)
         yield CommandContext(settings, deps, leases, pools)
 
 
 def feed_named(settings: Settings, name: str) -> FeedSettings:
     """The feed of that name. Raises UsageError."""
-    found = next((feed for feed in settings.egress.feeds if feed.name == name), None)
-    if found is None:
-        known = ", ".join(feed.name for feed in settings.egress.feeds)
-        where = f"expected one of {known}" if known else "the configuration has no feed; name the site's file"
-        raise UsageError(f"feed {name}: {where}")
-    return found
+    feeds = {feed.name: feed for feed in settings.egress.feeds}
+    if name in feeds:
+        return feeds[name]
+    where = f"expected one of {', '.join(feeds)}" if feeds else "the configuration has no feed; name the site's file"
+    raise UsageError(f"feed {name}: {where}")

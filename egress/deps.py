@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
@@ -43,7 +44,8 @@ class EgressTuning:
     `hand_over`: how long a lease that others wait for may be kept for the sake of the open segment.
     `advance`: between two looks at which values have fallen silent; `idle`: between two questions whether
     nothing comes because there is nothing. `stalled`: without progress while messages wait, until a chain
-    counts as stalled. `alive`: between two signs of life.
+    counts as stalled. `alive`: between two signs of life. `reexamine`: until a stopped chain is looked at
+    again.
     """
 
     tick: float = 0.5
@@ -56,6 +58,7 @@ class EgressTuning:
     walk_again: float = 60.0
     page: float = 0.1
     alive: float = 60.0
+    reexamine: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +123,8 @@ class EgressDeps:
 
     async def freshly(self, ask: Callable[[FloeClient], Awaitable[T]]) -> T:
         """What `ask` answers on a connection of its own."""
-        client = await self.connect()
-        try:
+        async with aclosing(await self.connect()) as client:
             return await ask(client)
-        finally:
-            await client.aclose()
 
     def of(self, partition: Partition, report: FeedReport, pools: Pools) -> PartitionDeps:
         """These, with what belongs to one partition."""

@@ -2,8 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
 import pyarrow as pa
@@ -18,7 +17,6 @@ from common.segments.parquet_guard import ROW_GROUP_BYTES_LEVEL_0, ROW_OVERHEAD_
 from common.segments.segment import Footer, Ledger, Message, Tip
 from common.segments.writer import SegmentWriter, SpooledSegment
 from common.sequences import SequenceRange
-from common.service.process import Threads
 from common.tasks import Stop
 from egress.acks import ReaderResetError
 from egress.builder import (
@@ -39,7 +37,6 @@ from egress.evidence import Inquiry
 from egress.identity import SourceStream
 from egress.loops import Loops
 from egress.memory import MemoryAccount
-from egress.report import FeedReport
 from egress.sampling.settings import Sampling
 
 T = TypeVar("T")
@@ -50,32 +47,20 @@ BATCH_ROWS = 1024
 
 
 class SegmentFile:
-    """One level-0 segment of `chain`.
+    """One level-0 segment of `chain`, written as the settings of the partition say."""
 
-    `new_spool`: makes an empty file for it. `writer`: who writes, for the footer. `sampling`: by what its
-    pieces were sampled, None for a whole copy. `subject_statistics`: as `SegmentWriter` has it.
-    """
-
-    def __init__(
-        self,
-        chain: Chain,
-        new_spool: Callable[[], Path],
-        *,
-        writer: str,
-        compression_level: int,
-        filtered: bool,
-        sampling: Sampling | None = None,
-        subject_statistics: bool = True,
-    ) -> None:
-        self._chain, self._writer, self._filtered, self._sampling = chain, writer, filtered, sampling
+    def __init__(self, deps: PartitionDeps, chain: Chain) -> None:
+        settings, store = deps.partition.settings, deps.store
+        self._chain, self._writer, self._sampling = chain, deps.writer, Sampling.of(settings)
+        self._filtered, level = bool(deps.partition.filter_subject), settings.segment.compression_level
         self._file = SegmentWriter(
-            new_spool(), level=0, compression_level=compression_level, subject_statistics=subject_statistics
+            store.new_spool(), level=0, compression_level=level, subject_statistics=store.subject_statistics
         )
         self._coverage: SequenceRange | None = None
         self._ledger = Ledger()
         self._unread: SequenceRange | None = None
         self._last: Message | None = None
-        self._few, self._few_bytes = Columns.empty(sampled=sampling is not None), 0
+        self._few, self._few_bytes = Columns.empty(sampled=self._sampling is not None), 0
 
     @property
     def held(self) -> int:
@@ -121,15 +106,10 @@ class SegmentFile:
         if self._coverage is None:
             raise ValueError("segment: expected at least one piece")
         self._append(self._few)
-        spooled = self._file.finish(self._footer(self._coverage))
-        _let_go()
-        return spooled
-
-    def _footer(self, coverage: SequenceRange) -> Footer:
-        return Footer(
+        footer = Footer(
             chain=self._chain,
             level=0,
-            coverage=coverage,
+            coverage=self._coverage,
             rows=self._file.rows,
             ledger=self._ledger,
             raw_bytes=self._file.raw_bytes,
@@ -141,6 +121,9 @@ class SegmentFile:
             sampling_digest=self._sampling.digest if self._sampling else "",
             unread=self._unread,
         )
+        spooled = self._file.finish(footer)
+        _let_go()
+        return spooled
 
     def abort(self) -> None:
         """Remove the file."""
@@ -189,8 +172,7 @@ class SourceQuestions:
         partition = self._deps.partition
         if not partition.filter_subject:
             return missing
-        gaps = [await absent(self._deps.client, partition.stream, gap) for gap in missing]
-        return [gap for found in gaps for gap in found]
+        return [each for gap in missing for each in await absent(self._deps.client, partition.stream, gap)]
 
     async def _asked(self, asking: Awaitable[T], otherwise: T) -> T:
         try:
@@ -206,7 +188,7 @@ class SourceQuestions:
 
 
 class Encoder:
-    """Encodes in order. `sealed`: the finished segments, oldest first; whoever put one removes it.
+    """Encodes segments of `chain`, in order. `sealed`: the finished ones, oldest first; whoever put one removes it.
 
     `fills_hole`: the segments stand under existing coverage: what was archived once may be gone from the
     source now. What lies below its first sequence is not covered again; of a gap above, the source says what
@@ -214,17 +196,10 @@ class Encoder:
     """
 
     def __init__(
-        self,
-        thread: Threads,
-        account: MemoryAccount,
-        report: FeedReport,
-        new_file: Callable[[], SegmentFile],
-        source: SourceQuestions,
-        *,
-        fills_hole: bool,
+        self, deps: PartitionDeps, chain: Chain, account: MemoryAccount, source: SourceQuestions, *, fills_hole: bool
     ) -> None:
-        self._thread, self._account, self._report = thread, account, report
-        self._new_file, self._source, self._fills_hole = new_file, source, fills_hole
+        self._deps, self._chain, self._thread = deps, chain, deps.pools.encoder
+        self._account, self._source, self._fills_hole = account, source, fills_hole
         self._outbox: deque[Emitted] = deque()
         self._queued = 0
         self._open_file: SegmentFile | None = None
@@ -308,7 +283,7 @@ class Encoder:
 
     async def _add(self, piece: Piece, source_first: int, from_hole: Sequence[SequenceRange] = ()) -> None:
         if self._open_file is None:
-            self._open_file = await self._thread.run(self._new_file)
+            self._open_file = await self._thread.run(SegmentFile, self._deps, self._chain)
         await self._thread.run(self._open_file.add, piece, source_first, from_hole)
         self._charge_file(self._open_file.held)
 
@@ -319,7 +294,7 @@ class Encoder:
         self._charge_file(0)
         failpoint("egress.sealed")
         self.sealed.append(spooled)
-        self._report.sealed(spooled, why)
+        self._deps.report.sealed(spooled, why)
         self.on_sealed.set()
 
     def _charge_file(self, held: int) -> None:

@@ -1,25 +1,28 @@
 """Gathers what `egress.identity` judges: what the source holds in the places of archived messages."""
 
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 from common.chain import Chain
-from common.clock import Clock, parse_time
+from common.clock import parse_time
 from common.errors import DataError, FloeError, Unavailable
 from common.jetstream.api import StreamInfo, next_message, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.pull import get_message
 from common.segments.columns import messages
+from common.segments.reader import SegmentReader
 from common.segments.segment import Message, SegmentRef, Tip
-from common.segments.unread import open_stretch
+from common.segments.unread import StretchReader, open_stretch
 from common.sequences import SequenceRange, Stretch, choose, cover, preference
 from common.service.logs import get_logger
 from egress.archive import Archive
 from egress.consumers import LIMITS, WORK_QUEUE
-from egress.deps import Confirming, PartitionDeps
+from egress.deps import EgressDeps, PartitionDeps
 from egress.identity import (
     Acceptance,
     Evidence,
@@ -28,6 +31,7 @@ from egress.identity import (
     SourceVerdict,
     VerdictKind,
     Witness,
+    is_any_equal,
     judge_with,
 )
 from egress.incarnations import HighWaterMarks, Incarnation, older
@@ -37,131 +41,161 @@ log = get_logger("egress.evidence")
 
 
 T = TypeVar("T")
+Question = Callable[[FloeClient], Awaitable[T]]
 
 
-TIPS_KEPT = 10_000
+KEPT = 10_000  # tips and rows
 ABSENT_TIPS = 100  # tips that the source does not hold, after which a row of the archive is compared instead
 PROBED = 20  # rows, one behind the other, that are looked for in the source
-ROWS_KEPT = 1_000
 ABSENT_ROWS = 100  # messages of the stream, one behind the other, that the archive has no row of
 
 
-class IdentityProbe:
-    """Compares the archive of one feed with its stream. Tips are read from the store once."""
+class ArchivedMessages:
+    """Tips and rows of segments, read from the store once."""
 
     def __init__(self, deps: PartitionDeps) -> None:
-        self._store, self._chains, self._threads = deps.store, deps.chains, deps.pools.io
-        self._marks = HighWaterMarks(deps.state)
-        self._stream, self._filter = deps.partition.stream, deps.partition.filter_subject
-        self._tips: dict[str, Tip | None] = {}
-        self._rows: dict[tuple[str, int], Tip | None] = {}
+        self._store, self._threads = deps.store, deps.pools.io
+        self._known: dict[tuple[str, int], Tip | None] = {}
 
-    async def examine(
-        self, client: FloeClient, current: Incarnation, archive: Archive, received: Tip | None
-    ) -> Evidence:
-        """What the source says now; `received`: the tip of what was received and not archived yet.
+    async def tip(self, ref: SegmentRef) -> Tip | None:
+        """None where no message was examined. Raises DataError."""
+        return await self._once((ref.key, 0), self._store.tip, ref)
 
-        Raises Unavailable where source or store cannot be asked.
+    async def row(self, ref: SegmentRef, sequence: int) -> Tip | None:
+        """The archived message of that sequence, which the cover takes from `ref`; None if there is none.
+
+        Raises DataError.
         """
-        created, continued = current.stream.created, current.continued
-        # What this history covers, whether or not this incarnation has covered anything yet.
-        end = archive.end or (archive.first - 1 if continued else 0)
-        if (info := await stream_info(client, self._stream)) is None:
-            return Evidence(None, created, end)
-        whole = source_of(info)
-        source = await self._own(client, whole)
-        tips = await self._witnesses(client, archive, source)
-        if archive.end and _all_absent(tips):
-            tips += await self._beside(client, current.siblings, end, source)
-        if _all_absent(tips):
-            tips += await self._before(client, continued, source)
-        tips = [*await self._revenants(client, archive.newest), *tips]
-        last = None if received is None else await self.compare(client, received, source)
-        matches = any(w.held is HeldMessage.EQUAL for w in (*tips, *([last] if last else [])))
-        # A history that continues another one under one `created` holds messages of both.
-        is_theirs = not matches and source.created != created
-        older = await self._matching(client, current.chain, archive.first, source) if is_theirs else None
-        source = replace(whole, first_timestamp_ns=source.first_timestamp_ns)
-        return Evidence(source, created, end, tuple(tips), last, older)
+        return await self._once((ref.key, sequence), self._row, ref, sequence)
 
-    async def _own(self, client: FloeClient, source: SourceStream) -> SourceStream:
-        """The stream as it begins for this feed, where acknowledgements decide what is held.
+    async def _once(self, key: tuple[str, int], read: Callable[..., Tip | None], *of: object) -> Tip | None:
+        if key not in self._known:
+            if len(self._known) >= KEPT:
+                self._known.clear()
+            self._known[key] = await self._threads.run(read, *of)
+        return self._known[key]
+
+    def _row(self, ref: SegmentRef, sequence: int) -> Tip | None:
+        stretch = Stretch(ref, SequenceRange(sequence, sequence))
+        with open_stretch(self._store.in_parts(), stretch) as reader:
+            for batch in reader.batches():
+                return next((Tip.of(message) for message in messages(batch)), None)
+        return None
+
+    async def sequences(self, stretch: Stretch[SegmentRef]) -> list[int]:
+        """The sequences of the messages that the stretch holds. Raises DataError."""
+
+        def read() -> list[int]:
+            with open_stretch(self._store, stretch) as reader:
+                return list(_sequences(reader, stretch.rows))
+
+        return await self._threads.run(read)
+
+    async def some(self, ref: SegmentRef, rows: SequenceRange, *, newest: bool = False) -> list[int]:
+        """Of the first rows of the segment within `rows`, or of the last, newest first. Raises DataError."""
+
+        def read() -> list[int]:
+            with self._store.open_part(ref, rows=rows) as reader:
+                found = _sequences(reader, rows)
+                return [*deque(found, PROBED)][::-1] if newest else [*islice(found, PROBED)]
+
+        return await self._threads.run(read)
+
+
+def _sequences(reader: SegmentReader | StretchReader, rows: SequenceRange) -> Iterator[int]:
+    for batch in reader.batches(rows, ["sequence"]):
+        column: Any = batch.column("sequence")
+        yield from column.to_pylist()
+
+
+class StreamLook:
+    """One look at the stream, over `client`: what it holds where the archive has messages. `source`: the
+    stream as it stood then.
+    """
+
+    def __init__(
+        self, deps: PartitionDeps, archived: ArchivedMessages, client: FloeClient, source: SourceStream
+    ) -> None:
+        self._deps, self._archived, self._client, self.source = deps, archived, client, source
+        self._stream, self._filter = deps.partition.stream, deps.partition.filter_subject
+
+    async def narrow(self) -> None:
+        """Let the stream begin where it does for this feed, where acknowledgements decide what is held.
 
         There the first message may be one that another partition has yet to take, older than all of ours.
         """
-        if not self._filter or source.retention == "limits":
-            return source
-        if (found := await self.next(client, source.first)) is None:
-            return replace(source, first=source.last + 1, first_timestamp_ns=None)
-        return replace(source, first=found.sequence, first_timestamp_ns=found.timestamp_ns)
+        if self._filter and self.source.retention != LIMITS:
+            found, behind = await self._next(self.source.first), self.source.last + 1
+            first, at = (behind, None) if found is None else (found.sequence, found.timestamp_ns)
+            self.source = replace(self.source, first=first, first_timestamp_ns=at)
 
-    async def _revenants(self, client: FloeClient, refs: Sequence[SegmentRef]) -> list[Witness]:
+    async def _next(self, sequence: int) -> Message | None:
+        """The first message at or after `sequence` that the feed would get; None if there is none."""
+        return await next_message(self._client, self._stream, sequence, self._filter)
+
+    async def _message(self, sequence: int) -> Message | None:
+        """The message of that sequence; None where the stream does not hold it."""
+        if not self.source.first <= sequence <= self.source.last:
+            return None
+        return await get_message(self._client, self._stream, sequence)
+
+    async def compare(self, tip: Tip) -> Witness:
+        """The archived message `tip`, and what the stream holds in its place."""
+        return _witness(tip, await self._message(tip.sequence))
+
+    async def tips(self, archive: Archive, current: Incarnation, end: int) -> list[Witness]:
+        """The witnesses of the archive; where none of them is held, those of others in the same history."""
+        found = await self._witnesses(archive)
+        if archive.end and _all_absent(found):
+            found += await self._beside(current.siblings, end)
+        if _all_absent(found):  # this incarnation has nothing to compare, the one before it may have
+            former = [await self._former(chain, self.source.first) for chain in current.continued]
+            found += _newest_first([witness for each in former for witness in await self._witnesses(each)])
+        return [*await self._revenants(archive.newest), *found]
+
+    async def _revenants(self, refs: Sequence[SegmentRef]) -> list[Witness]:
         """A message at the end of the newest segment, where the consumer passed and found none.
 
         What was not there cannot come back: the stream was set back and written again.
         """
-        newest = max(refs, key=preference, default=None)
-        silent = None if newest is None else await self._silent_end(newest)
-        if silent is None:
+        if (newest := max(refs, key=preference, default=None)) is None:
             return []
-        if (found := await self.next(client, silent.first)) is None or found.sequence > silent.last:
+        try:
+            tip = await self._archived.tip(newest)
+        except DataError:
+            return []
+        first, last = newest.coverage.first if tip is None else tip.sequence + 1, newest.coverage.last
+        if first > last or (found := await self._next(first)) is None or found.sequence > last:
             return []
         return [Witness(Tip.of(found), HeldMessage.DIFFERENT)]
 
-    async def _silent_end(self, ref: SegmentRef) -> SequenceRange | None:
-        """What the segment covers behind the last message examined for it; None: nothing, or unknown."""
-        try:
-            tip = await self._read_tip(ref)
-        except DataError:
-            return None
-        first = ref.coverage.first if tip is None else tip.sequence + 1
-        return SequenceRange(first, ref.coverage.last) if first <= ref.coverage.last else None
-
-    async def next(self, client: FloeClient, sequence: int) -> Message | None:
-        """The first message at or after `sequence` that the feed would get; None if there is none."""
-        return await next_message(client, self._stream, sequence, self._filter)
-
-    async def _beside(
-        self, client: FloeClient, siblings: Sequence[Chain], end: int, source: SourceStream
-    ) -> list[Witness]:
+    async def _beside(self, siblings: Sequence[Chain], end: int) -> list[Witness]:
         """Of the first other partition that has something to compare: of one stream, theirs is as good.
 
         What differs behind this one's end says nothing about it.
         """
         for chain in siblings:
-            found = await self._walk(client, (await self._former(chain, end)).newest, source)
-            telling = [
-                witness
-                for witness in found
-                if witness.held is HeldMessage.EQUAL
-                or (witness.held is HeldMessage.DIFFERENT and witness.tip.sequence <= end)
-            ]
-            if telling:
+            held = [w for w in await self._walk((await self._former(chain, end)).newest) if w.is_held]
+            if telling := [w for w in held if w.held is HeldMessage.EQUAL or w.tip.sequence <= end]:
                 return telling
         return []
 
-    async def _before(self, client: FloeClient, continued: Sequence[Chain], source: SourceStream) -> list[Witness]:
-        """Of the incarnation before, where this one has nothing to compare; newest first."""
-        found: list[Witness] = []
-        for chain in continued:
-            found += await self._witnesses(client, await self._former(chain, source.first), source)
-        return _newest_first(found)
-
-    async def _matching(self, client: FloeClient, current: Chain, first: int, source: SourceStream) -> int | None:
+    async def matching(self, current: Chain, first: int) -> int | None:
         """The newest older incarnation of which a message is there, where this one has its own."""
         for chain in older(current):
-            witnesses = await self._witnesses(client, await self._former(chain, source.first), source)
+            witnesses = await self._witnesses(await self._former(chain, self.source.first))
             if any(each.held is HeldMessage.EQUAL and each.tip.sequence >= first for each in witnesses):
                 return chain.incarnation
         return None
 
     async def _former(self, chain: Chain, position: int) -> Archive:
         """What of a chain that nothing is put into any more reaches `position`."""
-        archive = Archive(chain, 1, self._store, self._chains, self._marks, self._threads)
+        deps = self._deps
+        archive = Archive(chain, 1, deps.store, deps.chains, HighWaterMarks(deps.state), deps.pools.io)
         await archive.reach(position)
         return archive
 
-    async def _witnesses(self, client: FloeClient, archive: Archive, source: SourceStream) -> list[Witness]:
+    async def _witnesses(self, archive: Archive) -> list[Witness]:
         """From the newest tip back to the first that is held; where that differs, the oldest held one too.
 
         Of one history whatever is older than an equal message is equal, so the oldest held one tells whether
@@ -169,177 +203,103 @@ class IdentityProbe:
         newest tip is not, and the oldest where none is equal. Where the newest tip is equal, as it is but for
         streams that let single messages go, nothing is listed for all this.
         """
-        found, row = await self._walk(client, archive.newest, source), list[Witness]()
-        if found and found[0].held is HeldMessage.ABSENT:
-            row = await self._newest_row(client, archive, source)
-        if not any(witness.held is HeldMessage.EQUAL for witness in (*found, *row)):
-            found = await self._walk(client, await archive.look_back(source.first), source)
+        found, row = await self._walk(archive.newest), list[Witness]()
+        if found and not found[0].is_held:
+            row = await self._newest_row(archive)
+        if not is_any_equal([*found, *row]):
+            found = await self._walk(await archive.look_back(self.source.first))
         if found and found[-1].held is HeldMessage.DIFFERENT:
-            oldest_first = sorted(await archive.at(source.first), key=lambda ref: ref.coverage)
-            oldest = await self._walk(client, oldest_first, source)
+            oldest_first = sorted(await archive.at(self.source.first), key=lambda ref: ref.coverage)
+            oldest = await self._walk(oldest_first)
             found += [witness for witness in oldest if witness.tip.sequence < found[-1].tip.sequence][-1:]
         found += row
-        if not any(witness.held is HeldMessage.EQUAL for witness in found):
-            found += await self._oldest_row(client, archive, source)
+        if not is_any_equal(found):
+            found += await self._oldest_row(archive)
         return _newest_first(found)
 
-    async def _walk(self, client: FloeClient, refs: Iterable[SegmentRef], source: SourceStream) -> list[Witness]:
-        """The witnesses in the order of `refs`, up to the first that the source holds."""
+    async def _walk(self, refs: Iterable[SegmentRef]) -> list[Witness]:
+        """The witnesses in the order of `refs`, up to the first that the source holds.
+
+        None of a segment of which no message was examined, which a merge replaced, or which is damaged.
+        """
         found: list[Witness] = []
         for ref in refs:
-            if found and ref.coverage.last < source.first:
+            if found and ref.coverage.last < self.source.first:
                 continue  # no tip of these can be held
-            if (tip := await self._tip(ref)) is None:
+            if (tip := await _unless_damaged("no tip", ref, self._archived.tip(ref))) is None:
                 continue
-            found.append(await self.compare(client, tip, source))
-            if found[-1].held is not HeldMessage.ABSENT or len(found) >= ABSENT_TIPS:
+            found.append(await self.compare(tip))
+            if found[-1].is_held or len(found) >= ABSENT_TIPS:
                 break
         return found
 
-    async def _newest_row(self, client: FloeClient, archive: Archive, source: SourceStream) -> list[Witness]:
+    async def _newest_row(self, archive: Archive) -> list[Witness]:
         """The newest message that the source holds of what is archived, beside its row.
 
         An older tip that is equal says nothing of what came behind it. Of a sample, where few messages have
         rows, the newest of the last rows that is held.
         """
-        message = await self._newest_held(client, source, min(source.last, archive.end))
+        message = await self._newest_held(min(self.source.last, archive.end))
         near = () if message is None else await archive.at(message.sequence)
         if message is None or (ref := choose(near, message.sequence)) is None:
             return []
         if (tip := await self._row(ref, message.sequence)) is not None:
-            return [Witness(tip, _held(message, tip))]
-        return await self._first_held(client, ref, await self._sequences(ref, ref.coverage, newest=True), source)
+            return [_witness(tip, message)]
+        return await self._first_held(ref, ref.coverage, newest=True)
 
-    async def _newest_held(self, client: FloeClient, source: SourceStream, end: int) -> Message | None:
+    async def _newest_held(self, end: int) -> Message | None:
         """The last message that the source holds up to `end`, found by halves; None if it holds none."""
-        low, high, found = source.first - 1, end, None  # behind `high` none is held
+        low, high, found = self.source.first - 1, end, None  # behind `high` none is held
         while low < high:
             middle = (low + high + 1) // 2
-            if (message := await self.next(client, middle)) is None or message.sequence > high:
+            if (message := await self._next(middle)) is None or message.sequence > high:
                 high = middle - 1
             else:
                 low, found = message.sequence, message
         return found
 
-    async def _oldest_row(self, client: FloeClient, archive: Archive, source: SourceStream) -> list[Witness]:
+    async def _oldest_row(self, archive: Archive) -> list[Witness]:
         """The oldest row that the source holds, of the archive's first ones from the source's first on."""
-        ref = choose(await archive.at(source.first), source.first)
-        if ref is None or source.first_timestamp_ns is None:
+        ref = choose(await archive.at(self.source.first), self.source.first)
+        if ref is None or self.source.first_timestamp_ns is None:
             return []
-        rows = SequenceRange(source.first, ref.coverage.last)
-        return await self._first_held(client, ref, await self._sequences(ref, rows), source)
+        return await self._first_held(ref, SequenceRange(self.source.first, ref.coverage.last))
 
-    async def _first_held(
-        self, client: FloeClient, ref: SegmentRef, sequences: Iterable[int], source: SourceStream
-    ) -> list[Witness]:
-        """The first of `sequences` that the source holds, beside the segment's row."""
-        for sequence in sequences:
-            if not source.first <= sequence <= source.last:
-                continue
-            if (message := await get_message(client, self._stream, sequence)) is None:
-                continue
-            tip = await self._row(ref, sequence)
-            return [] if tip is None else [Witness(tip, _held(message, tip))]
+    async def _first_held(self, ref: SegmentRef, rows: SequenceRange, *, newest: bool = False) -> list[Witness]:
+        """Of a few rows of the segment within `rows`, the first that the source holds."""
+        for sequence in await _unless_damaged("no row", ref, self._archived.some(ref, rows, newest=newest)) or ():
+            if (message := await self._message(sequence)) is not None:
+                tip = await self._row(ref, sequence)
+                return [] if tip is None else [_witness(tip, message)]
         return []
 
-    async def _sequences(self, ref: SegmentRef, rows: SequenceRange, *, newest: bool = False) -> list[int]:
-        """Of the first rows of the segment within `rows`, or of the last, newest first; empty if damaged."""
-        try:
-            return await self._threads.run(self._read_sequences, ref, rows, newest)
-        except DataError as error:
-            log.warning("no row", action="no_tip", error=str(error), **ref.log_context())
-            return []
-
-    def _read_sequences(self, ref: SegmentRef, rows: SequenceRange, newest: bool) -> list[int]:
-        found: list[int] = []
-        with self._store.open_part(ref, rows=rows) as reader:
-            for batch in reader.batches(rows, ["sequence"]):
-                column: Any = batch.column("sequence")
-                found = [*found, *column.to_pylist()][-PROBED if newest else 0 :]
-                if not newest and len(found) >= PROBED:
-                    break
-        return found[::-1] if newest else found[:PROBED]
-
     async def _row(self, ref: SegmentRef, sequence: int) -> Tip | None:
-        """As `row`, read once; None where it is damaged."""
-        key = ref.key, sequence
-        if key not in self._rows:
-            if len(self._rows) >= ROWS_KEPT:
-                self._rows.clear()
-            try:
-                self._rows[key] = await self._threads.run(self.row, ref, sequence)
-            except DataError as error:
-                log.warning("no row", action="no_tip", error=str(error), **ref.log_context())
-                return None
-        return self._rows[key]
+        return await _unless_damaged("no row", ref, self._archived.row(ref, sequence))
 
-    def row(self, ref: SegmentRef, sequence: int) -> Tip | None:
-        """The archived message of that sequence, which the cover takes from `ref`; None if there is none.
-
-        Blocking; raises DataError.
-        """
-        stretch = Stretch(ref, SequenceRange(sequence, sequence))
-        with open_stretch(self._store.in_parts(), stretch) as reader:
-            for batch in reader.batches():
-                return next((Tip.of(message) for message in messages(batch)), None)
-        return None
-
-    async def _tip(self, ref: SegmentRef) -> Tip | None:
-        """None where no message was examined, where a merge replaced the segment, or where it is damaged."""
-        try:
-            return await self._read_tip(ref)
-        except DataError as error:
-            log.warning("no tip", action="no_tip", error=str(error), **ref.log_context())
-            return None
-
-    async def _read_tip(self, ref: SegmentRef) -> Tip | None:
-        """None where no message was examined. Raises DataError."""
-        if ref.key not in self._tips:
-            if len(self._tips) >= TIPS_KEPT:
-                self._tips.clear()
-            self._tips[ref.key] = await self._threads.run(self._store.tip, ref)
-        return self._tips[ref.key]
-
-    async def compare(self, client: FloeClient, tip: Tip, source: SourceStream) -> Witness:
-        """The archived message `tip`, and what the stream holds in its place."""
-        if not source.first <= tip.sequence <= source.last:
-            return Witness(tip, HeldMessage.ABSENT)
-        if (message := await get_message(client, self._stream, tip.sequence)) is None:
-            return Witness(tip, HeldMessage.ABSENT)
-        return Witness(tip, _held(message, tip))
-
-    async def first_unlike(self, client: FloeClient, refs: Sequence[SegmentRef], source: SourceStream, end: int) -> int:
+    async def first_unlike(self, refs: Sequence[SegmentRef], end: int) -> int:
         """The first sequence from which on the stream holds what `refs`, up to `end`, do not.
 
         The stream's first where nothing agrees. Raises what the stream and the store raise, DataError for a
         damaged segment.
         """
-        end = min(source.last, end)
-        for stretch in reversed(cover(refs, source.first, end)) if end >= source.first else []:
-            sequences = await self._threads.run(self._sequences_of, stretch)
-            if (equal := await self._last_equal(client, stretch.segment, sequences, source)) is not None:
+        first, end = self.source.first, min(self.source.last, end)
+        for stretch in reversed(cover(refs, first, end)) if end >= first else []:
+            sequences = await self._archived.sequences(stretch)
+            if (equal := await self._last_equal(stretch.segment, sequences)) is not None:
                 return equal + 1
-        return source.first
+        return first
 
-    def _sequences_of(self, stretch: Stretch[SegmentRef]) -> list[int]:
-        """The sequences of the messages that the stretch holds."""
-        with open_stretch(self._store, stretch) as reader:
-            columns: list[Any] = [b.column("sequence") for b in reader.batches(stretch.rows, ["sequence"])]
-            return [sequence for column in columns for sequence in column.to_pylist()]
-
-    async def _last_equal(
-        self, client: FloeClient, ref: SegmentRef, sequences: Sequence[int], source: SourceStream
-    ) -> int | None:
+    async def _last_equal(self, ref: SegmentRef, sequences: Sequence[int]) -> int | None:
         """The last of `sequences` whose message the stream holds as it was archived; None if none is."""
         low, high = -1, len(sequences)  # up to `low` equal or not held, from `high` on different or not held
         equal = None
         while high - low > 1:
             middle = (low + high) // 2
-            if (place := await self._next_held(client, sequences, middle, high)) is None:
+            if (place := await self._next_held(sequences, middle, high)) is None:
                 high = middle
                 continue
-            tip = await self._threads.run(self.row, ref, sequences[place])
-            held = HeldMessage.ABSENT if tip is None else (await self.compare(client, tip, source)).held
+            tip = await self._archived.row(ref, sequences[place])
+            held = HeldMessage.ABSENT if tip is None else (await self.compare(tip)).held
             if held is HeldMessage.DIFFERENT:
                 high = middle
             else:
@@ -347,7 +307,7 @@ class IdentityProbe:
                 equal = sequences[place] if held is HeldMessage.EQUAL else equal
         return equal
 
-    async def _next_held(self, client: FloeClient, sequences: Sequence[int], first: int, end: int) -> int | None:
+    async def _next_held(self, sequences: Sequence[int], first: int, end: int) -> int | None:
         """The first place in first..end-1 of `sequences` whose message the stream holds; None if none is.
 
         The stream is asked for what it holds next, so a stretch that it let go of costs one question. Behind
@@ -355,7 +315,7 @@ class IdentityProbe:
         """
         place = first
         for _ in range(ABSENT_ROWS):
-            found = await self.next(client, sequences[place]) if place < end else None
+            found = await self._next(sequences[place]) if place < end else None
             place = end if found is None else bisect_left(sequences, found.sequence, place, end)
             if found is None or place == end:
                 return None
@@ -364,39 +324,41 @@ class IdentityProbe:
         return None
 
 
+async def _unless_damaged(event: str, ref: SegmentRef, reading: Awaitable[T]) -> T | None:
+    """None too where the segment is damaged: that is logged."""
+    try:
+        return await reading
+    except DataError as error:
+        log.warning(event, action="no_tip", error=str(error), **ref.log_context())
+        return None
+
+
 def _all_absent(witnesses: Sequence[Witness]) -> bool:
-    return all(witness.held is HeldMessage.ABSENT for witness in witnesses)
+    return not any(witness.is_held for witness in witnesses)
 
 
 def _newest_first(witnesses: Iterable[Witness]) -> list[Witness]:
     return sorted(witnesses, key=lambda witness: witness.tip.sequence, reverse=True)
 
 
-def _held(message: Message, tip: Tip) -> HeldMessage:
-    return HeldMessage.EQUAL if Tip.of(message) == tip else HeldMessage.DIFFERENT
+def _witness(tip: Tip, message: Message | None) -> Witness:
+    if message is None:
+        return Witness(tip, HeldMessage.ABSENT)
+    return Witness(tip, HeldMessage.EQUAL if Tip.of(message) == tip else HeldMessage.DIFFERENT)
 
 
 def source_of(info: StreamInfo) -> SourceStream:
     """The stream as identity sees it."""
-    holds = info.messages > 0
-    return SourceStream(
-        info.created,
-        max(1, info.first_sequence),
-        info.last_sequence,
-        parse_time(info.first_timestamp) if holds else None,
-        parse_time(info.last_timestamp) if holds else None,
-        str(info.config.get("retention", "limits")),
-        parse_time(info.time) if info.time else None,
-    )
+    first, last, retention = max(1, info.first_sequence), info.last_sequence, str(info.config.get("retention", LIMITS))
+    asked = parse_time(info.time) if info.time else None
+    if not info.messages:
+        return SourceStream(info.created, first, last, retention=retention, asked_ns=asked)
+    times = parse_time(info.first_timestamp), parse_time(info.last_timestamp)
+    return SourceStream(info.created, first, last, *times, retention, asked)
 
 
 async def confirm(
-    ask: Callable[[], Awaitable[T]],
-    clock: Clock,
-    confirming: Confirming,
-    *,
-    harmless: Callable[[T], bool],
-    outline: Callable[[T], Hashable],
+    deps: EgressDeps, ask: Question[T], harmless: Callable[[T], bool], outline: Callable[[T], Hashable]
 ) -> T:
     """The answer that `ask`, on a fresh connection each time, gives again and again; equal ones have one
     `outline`.
@@ -406,10 +368,11 @@ async def confirm(
     changing.
     """
     answers: list[T] = []
+    confirming = deps.tuning.confirming
     for attempt in range(confirming.attempts):
         if attempt:
-            await clock.sleep(confirming.span / (confirming.times - 1))
-        answer = await ask()
+            await deps.clock.sleep(confirming.span / (confirming.times - 1))
+        answer = await deps.freshly(ask)
         if harmless(answer):
             return answer
         if answers and outline(answers[-1]) != outline(answer):
@@ -432,9 +395,8 @@ class Inquiry:
     """The questions about the stream of one partition of a feed. `acceptance`: what an operator accepted."""
 
     def __init__(self, deps: PartitionDeps) -> None:
-        self._deps, self._threads = deps, deps.pools.io
+        self._deps, self._threads, self._archived = deps, deps.pools.io, ArchivedMessages(deps)
         self._stream, self._filter = deps.partition.stream, deps.partition.filter_subject
-        self._probe = IdentityProbe(deps)
         self._lost: tuple[SequenceRange, ...] = ()
         self.acceptance: Acceptance | None = None
 
@@ -442,9 +404,11 @@ class Inquiry:
         """The stream, None if there is none."""
         return await stream_info(self._deps.client, self._stream)
 
-    async def look(self, current: Incarnation, archive: Archive, received: Tip | None = None) -> Answer:
-        """The verdict on one look at the stream, over the shared connection."""
-        return await self._examine(self._deps.client, current, archive, received)
+    async def first(self, client: FloeClient | None = None) -> int:
+        """The stream's first sequence. Raises Unavailable where there is no stream."""
+        if (info := await stream_info(client or self._deps.client, self._stream)) is None:
+            raise Unavailable(f"stream {self._stream} does not exist any more")
+        return source_of(info).first
 
     async def judge(self, current: Incarnation, archive: Archive, received: Tip | None = None) -> Answer:
         """The verdict, confirmed where it has consequences."""
@@ -453,25 +417,45 @@ class Inquiry:
             return answer
         log.warning("confirming", action="confirming", why=answer[1].why, **current.chain.log_context())
         return await confirm(
-            lambda: self._deps.freshly(lambda c: self._examine(c, current, archive, received)),
-            self._deps.clock,
-            self._deps.tuning.confirming,
+            self._deps,
+            partial(self.look, current, archive, received),
             harmless=lambda found: found[1].is_same,
             outline=lambda found: (found[1].kind, found[0].source and found[0].source.created),
         )
 
-    async def _examine(
-        self, client: FloeClient, current: Incarnation, archive: Archive, received: Tip | None
+    async def look(
+        self, current: Incarnation, archive: Archive, received: Tip | None = None, client: FloeClient | None = None
     ) -> Answer:
-        evidence = await self._probe.examine(client, current, archive, received)
-        source = evidence.source
-        is_theirs = source is not None and source.created != evidence.created and evidence.older is None
-        is_matched = any(tip.held is HeldMessage.EQUAL for tip in evidence.tips)
-        if source is not None and is_theirs and not is_matched:
-            # Of a work queue, and of a stream that forgets, no message is left to tell.
-            number = await self._threads.run(self._made_for, current, source.created)
-            evidence = replace(evidence, older=number)
+        """The verdict on one look at the stream, over the shared connection unless another one is given.
+
+        `received`: the tip of what was received and not archived yet. Raises Unavailable where source or store
+        cannot be asked.
+        """
+        evidence = await self._gathered(client or self._deps.client, current, archive, received)
         return evidence, judge_with(evidence, self.acceptance)
+
+    async def _gathered(
+        self, client: FloeClient, current: Incarnation, archive: Archive, received: Tip | None
+    ) -> Evidence:
+        created = current.stream.created
+        # What this history covers, whether or not this incarnation has covered anything yet.
+        end = archive.end or (archive.first - 1 if current.continued else 0)
+        if (info := await stream_info(client, self._stream)) is None:
+            return Evidence(None, created, end)
+        source = source_of(info)
+        look = StreamLook(self._deps, self._archived, client, source)
+        await look.narrow()
+        tips = await look.tips(archive, current, end)
+        last, number = None if received is None else await look.compare(received), None
+        if source.created != created and not is_any_equal(tips):
+            # A history that continues another one under one `created` holds messages of both.
+            if last is None or last.held is not HeldMessage.EQUAL:
+                number = await look.matching(current.chain, archive.first)
+            if number is None:
+                # Of a work queue, and of a stream that forgets, no message is left to tell.
+                number = await self._threads.run(self._made_for, current, source.created)
+        source = replace(source, first_timestamp_ns=look.source.first_timestamp_ns)
+        return Evidence(source, created, end, tuple(tips), last, number)
 
     def _made_for(self, current: Incarnation, created: str) -> int | None:
         """The newest older incarnation that was made for the stream created at `created`. Blocking."""
@@ -495,10 +479,10 @@ class Inquiry:
         source = evidence.source
         if source is None or verdict.kind not in (VerdictKind.ROLLED_BACK, VerdictKind.FORKED, VerdictKind.UNKNOWN):
             return None if source is None else source.first
-        unlike, client = self._probe.first_unlike, self._deps.client
+        look = StreamLook(self._deps, self._archived, self._deps.client, source)
         try:
             known = await self._threads.run(self._known_of, current, archive, source, evidence.older)
-            return max([await unlike(client, refs, source, end) for refs, end in known])
+            return max([await look.first_unlike(refs, end) for refs, end in known])
         except FloeError as error:
             log.warning("no proposal", action="no_proposal", error=str(error), **archive.chain.log_context())
             return None
@@ -538,13 +522,7 @@ class Inquiry:
             return not is_hollow(first) and found(first).lost in ((), self._lost)
 
         if not is_harmless(source_first):
-            source_first = await confirm(
-                lambda: self._deps.freshly(self._first),
-                self._deps.clock,
-                self._deps.tuning.confirming,
-                harmless=is_harmless,
-                outline=lambda _: None,
-            )
+            source_first = await confirm(self._deps, self.first, harmless=is_harmless, outline=lambda _: None)
         if is_hollow(source_first):
             raise archive.hollow(source_first)
         place = found(source_first)
@@ -552,8 +530,7 @@ class Inquiry:
             place = found(source_first)
         if place.lost and place.lost != self._lost:
             ranges = ", ".join(map(str, place.lost))
-            context = archive.chain.log_context()
-            log.error("holes that the source lost", action="holes_lost", ranges=ranges, **context)
+            log.error("holes that the source lost", action="holes_lost", ranges=ranges, **archive.chain.log_context())
         self._lost = place.lost
         return place
 
@@ -576,12 +553,3 @@ class Inquiry:
             return archive.holes
         below = [SequenceRange(h.first, min(h.last, begin - 1)) for h in archive.holes if h.first < begin]
         return (*below, *await archive.uncovered(SequenceRange(begin, end)))
-
-    async def first(self) -> int:
-        """The stream's first sequence. Raises Unavailable where there is no stream."""
-        return await self._first(self._deps.client)
-
-    async def _first(self, client: FloeClient) -> int:
-        if (info := await stream_info(client, self._stream)) is None:
-            raise Unavailable(f"stream {self._stream} does not exist any more")
-        return source_of(info).first

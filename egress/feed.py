@@ -7,6 +7,7 @@ ends the session, which begins again after a pause that grows (`common/clock.py`
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Protocol
 
 from common.chain import Chain
@@ -27,7 +28,6 @@ from egress.worker import Worker
 
 log = get_logger("egress.feed")
 
-REEXAMINE = 30.0  # seconds until a stopped chain is looked at again
 BEAT = 1.0  # seconds
 ABANDON = 2.0  # seconds to let go of what was not drained in time
 
@@ -40,10 +40,8 @@ def lease_key(feed: Chain) -> str:
 class Feed:
     """One partition of a feed in this process: waits for its lease, works under it, gives it back."""
 
-    def __init__(
-        self, partition: Partition, deps: EgressDeps, sharing: LeaseGroup, health: Health, reexamine: float = REEXAMINE
-    ) -> None:
-        self._chain, self._reexamine = partition.chain, reexamine
+    def __init__(self, partition: Partition, deps: EgressDeps, sharing: LeaseGroup, health: Health) -> None:
+        self._chain = partition.chain
         name = f"{self._chain.feed}-{self._chain.partition}"
         self._pools = Pools(Threads(f"egress-{name}", 4), Threads(f"encode-{name}", 1))
         self.report = self._report = FeedReport(self._chain, partition.stream, health, deps.clock)
@@ -54,11 +52,9 @@ class Feed:
 
     async def run(self, stop: Stop) -> None:
         """Until `stop` is set and everything is put."""
-        try:
+        with closing(self._pools):
             while (lease := await self._slot.occupy(stop)) is not None:
                 await self._hold(lease, stop)
-        finally:
-            self._pools.close()
 
     async def _hold(self, lease: Lease, stop: Stop) -> None:
         """Work under the lease until it is lost or to be given back, or `stop` is set.
@@ -101,7 +97,7 @@ class Feed:
         except Exception as error:
             if isinstance(error, FloeError) and not isinstance(error, Unforeseen):
                 self._report.stopped(error)
-                await wait_for(leave, self._reexamine)
+                await wait_for(leave, self._deps.tuning.pace.reexamine)
                 return
             if self._deps.clock.monotonic() - began >= GOOD_WHILE:
                 self._backoff.reset()

@@ -8,7 +8,7 @@ from common.service.logs import get_logger
 from common.tasks import Stop, wait_for
 from egress.archive import Archive
 from egress.deps import PartitionDeps
-from egress.identity import Evidence, HeldMessage, SourceVerdict, VerdictKind
+from egress.identity import Evidence, SourceVerdict, VerdictKind, is_any_equal
 from egress.incarnations import Closing, Closings, End, EndDecision, History, Incarnation, NextStream
 
 log = get_logger("egress.succession")
@@ -30,7 +30,8 @@ class Handover:
     async def begin(self, current: Incarnation, closing: Closing) -> None:
         """Begin the incarnation behind `current`, which is closed. Raises Stopped."""
         minted = await self._history.mint(current, closing)
-        log.warning("incarnation closed", action="recreated", first=minted.document.first, **_of(minted))
+        context = {"first": minted.document.first, **minted.chain.log_context()}
+        log.warning("incarnation closed", action="recreated", **context)
 
     async def reopen(self, current: Incarnation, closing: Closing) -> bool:
         """Let this partition read on: what it noted of its end is withdrawn; False where it is too late.
@@ -92,13 +93,9 @@ class Handover:
         source = evidence.source
         if verdict.kind is not VerdictKind.UNKNOWN or source is None or source.created == evidence.created:
             return verdict
-        if closing.decision is not None or any(tip.held is HeldMessage.EQUAL for tip in evidence.tips):
+        if closing.decision is not None or is_any_equal(evidence.tips):
             return verdict
-        for number, end in sorted(closing.ends.items()):
-            if number != self._number and end.created == source.created:
-                return SourceVerdict(VerdictKind.RECREATED, f"as partition {number} found; {verdict.why}")
-        return verdict
-
-
-def _of(incarnation: Incarnation) -> dict[str, object]:
-    return incarnation.chain.log_context()
+        others = [n for n, end in closing.ends.items() if n != self._number and end.created == source.created]
+        if not others:
+            return verdict
+        return SourceVerdict(VerdictKind.RECREATED, f"as partition {min(others)} found; {verdict.why}")

@@ -8,6 +8,7 @@ import asyncio
 import json
 import random
 from collections.abc import Sequence
+from contextlib import closing
 
 from common.clock import Clock, parse_time
 from common.errors import FloeError, OutcomeUnknown, Unavailable
@@ -18,13 +19,14 @@ from common.jetstream.kv import state_key
 from common.jetstream.lease import Lease, Leases
 from common.jetstream.requests import ApiError, api_error
 from common.segments.alive import Alive
-from common.segments.documents import ChainStore
 from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.service.process import Threads
-from common.settings.egress import HeartbeatSettings, HeartbeatSubjectSettings
+from common.settings.egress import HeartbeatSubjectSettings
+from common.settings.root import Settings
 from common.tasks import Stop, Trouble, again, end, first_of, unless, wait_for
 from egress import metrics
+from egress.deps import EgressDeps
 from egress.report import FeedReport
 
 log = get_logger("egress.heartbeats")
@@ -41,22 +43,14 @@ def heartbeat_key(site: str) -> str:
 
 
 class Heartbeats:
-    """The heartbeats of `site`, as published from `host`."""
+    """The heartbeats of the site, as published from `host`."""
 
     def __init__(
-        self,
-        settings: HeartbeatSettings,
-        leases: Leases,
-        client: FloeClient,
-        site: str,
-        host: str,
-        clock: Clock,
-        rng: random.Random,
-        health: Health,
+        self, settings: Settings, leases: Leases, client: FloeClient, host: str, rng: random.Random, health: Health
     ) -> None:
-        self._settings, self._leases, self._client = settings, leases, client
-        self._site, self._host, self._key = site, host, heartbeat_key(site)
-        self._clock, self._rng, self._health, self._released = clock, rng, health, asyncio.Event()
+        self._settings, self._leases, self._client = settings.egress.heartbeats, leases, client
+        self._site, self._host, self._key = settings.site, host, heartbeat_key(settings.site)
+        self._clock, self._rng, self._health, self._released = client.clock, rng, health, asyncio.Event()
         self._failures: dict[str, str] = {}
         self._is_leader = False
 
@@ -185,24 +179,16 @@ SOON = 1 / 12  # of the time between two: by then most chains have something to 
 
 
 class SignOfLife:
-    """The sign of life of this process, under the name `process`. `every`: seconds between two of them.
+    """The sign of life of this process, under the name `process`.
 
     `reports`: of all its chains; `owner`: as its leases name it.
     """
 
     def __init__(
-        self,
-        site: str,
-        process: str,
-        owner: str,
-        reports: Sequence[FeedReport],
-        chains: ChainStore,
-        client: FloeClient,
-        clock: Clock,
-        every: float,
+        self, site: str, process: str, owner: str, reports: Sequence[FeedReport], deps: EgressDeps, client: FloeClient
     ) -> None:
         self._site, self._process, self._owner, self._reports = site, process, owner, reports
-        self._chains, self._client, self._clock, self._every = chains, client, clock, every
+        self._chains, self._client, self._clock, self._every = deps.chains, client, deps.clock, deps.tuning.pace.alive
         self._failure, self._is_put_off = "", False
 
     async def run(self, stop: Stop) -> None:
@@ -210,8 +196,7 @@ class SignOfLife:
         await again("alive", lambda: self._put_on(stop), self._clock)
 
     async def _put_on(self, stop: Stop) -> None:
-        threads = Threads("alive", 1)
-        try:
+        with closing(Threads("alive", 1)) as threads:
             await wait_for(stop, self._every * SOON)
             while not stop.is_set:
                 began = self._clock.monotonic()
@@ -219,8 +204,6 @@ class SignOfLife:
                 # At the centre the site looks silent until it is put: soon after the store is back.
                 pause = self._every * (SOON if self._is_put_off else 1)
                 await wait_for(stop, max(0.0, began + pause - self._clock.monotonic()))
-        finally:
-            threads.close()
 
     async def _once(self, threads: Threads) -> None:
         await self._ask_sources()
@@ -232,8 +215,7 @@ class SignOfLife:
             metrics.alive_errors.labels(self._site).inc()
             self._is_put_off = isinstance(error, Unavailable | OutcomeUnknown)
             if self._failure != error.code:  # told once for each reason, until it works again
-                self._failure = error.code
-                code = error.code
+                self._failure = code = error.code
                 log.warning("sign of life not stored", action="alive_failed", code=code, error=str(error))
         else:
             self._is_put_off = False
@@ -282,9 +264,6 @@ class Reachability:
     def nats(self, line: str, is_up: bool) -> None:
         """A connection to NATS came up or broke."""
         self._lines[line] = is_up
-        metrics.nats_reachable.set(all(self._lines.values()))
-        if all(self._lines.values()):
-            metrics.nats_answered.set_function(self._clock.now)
-        else:
-            now = self._clock.now()
-            metrics.nats_answered.set_function(lambda: now)
+        are_up, now = all(self._lines.values()), self._clock.now()
+        metrics.nats_reachable.set(are_up)
+        metrics.nats_answered.set_function(self._clock.now if are_up else lambda: now)

@@ -19,6 +19,7 @@ consequences.
 """
 
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated
@@ -27,12 +28,12 @@ import msgspec
 
 from common.chain import Chain
 from common.documents import JsonForm
-from common.errors import DataError, Stopped
+from common.errors import Stopped
 from common.jetstream.kv import KeyValue, KvDocument, state_key
 from common.segments.segment import Tip
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from common.service.exits import command
-from egress.partition import Partition, believe_listing, bring_back, resolve
+from egress.partition import Partition, believe_listing, bring_back, resolve, unreadable
 
 
 class HeldMessage(StrEnum):
@@ -49,6 +50,16 @@ class Witness:
 
     tip: Tip
     held: HeldMessage
+
+    @property
+    def is_held(self) -> bool:
+        """Whether there is any message."""
+        return self.held is not HeldMessage.ABSENT
+
+
+def is_any_equal(witnesses: Iterable[Witness]) -> bool:
+    """Whether the source holds one of the messages as it was archived."""
+    return any(witness.held is HeldMessage.EQUAL for witness in witnesses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +134,10 @@ def judge(evidence: Evidence) -> SourceVerdict:
     if evidence.older is not None:
         why = f"incarnation {evidence.older:04d} is there again"
         return SourceVerdict(VerdictKind.FORKED, f"{why}: two sources under one name, or an old disk")
-    if not evidence.end:
-        return _judge_unused(evidence, source)
+    if not evidence.end and source.created == evidence.created:
+        return SourceVerdict(VerdictKind.SAME, "nothing is archived yet")
+    if not evidence.end:  # nothing of the old history is archived that the new one could be confused with
+        return SourceVerdict(VerdictKind.RECREATED, f"nothing is archived yet, {_created(evidence, source)}")
     return _judge_unmatched(evidence, source)
 
 
@@ -133,19 +146,15 @@ def _tips(evidence: Evidence, held: HeldMessage) -> list[Tip]:
 
 
 def _judge_matching(evidence: Evidence, source: SourceStream, equal: Tip) -> SourceVerdict:
-    differing = [tip for tip in _tips(evidence, HeldMessage.DIFFERENT) if tip.sequence > equal.sequence]
-    if differing:
-        first = min(tip.sequence for tip in differing)
-        why = f"sequence {equal.sequence} is as archived, sequence {first} is not"
-        return SourceVerdict(
-            VerdictKind.ROLLED_BACK, f"{why}; the archive ends at {evidence.end}, the stream at {source.last}"
-        )
+    why = f"sequence {equal.sequence} is as archived"
+    newer = [tip.sequence for tip in _tips(evidence, HeldMessage.DIFFERENT) if tip.sequence > equal.sequence]
+    if newer:
+        why += f", sequence {min(newer)} is not; the archive ends at {evidence.end}, the stream at {source.last}"
+        return SourceVerdict(VerdictKind.ROLLED_BACK, why)
     if source.last < evidence.end:
-        why = f"sequence {equal.sequence} is as archived, but the stream ends at {source.last}"
-        return SourceVerdict(VerdictKind.ROLLED_BACK, f"{why}, the archive at {evidence.end}")
-    return SourceVerdict(
-        VerdictKind.SAME, f"sequence {equal.sequence} is as archived", source.created != evidence.created
-    )
+        why += f", but the stream ends at {source.last}, the archive at {evidence.end}"
+        return SourceVerdict(VerdictKind.ROLLED_BACK, why)
+    return SourceVerdict(VerdictKind.SAME, why, source.created != evidence.created)
 
 
 def _judge_received(evidence: Evidence, source: SourceStream, received: Tip) -> SourceVerdict:
@@ -154,13 +163,6 @@ def _judge_received(evidence: Evidence, source: SourceStream, received: Tip) -> 
         return _unknown(evidence, source)
     why = f"sequence {received.sequence} is as received"
     return SourceVerdict(VerdictKind.SAME, why, source.created != evidence.created)
-
-
-def _judge_unused(evidence: Evidence, source: SourceStream) -> SourceVerdict:
-    if source.created == evidence.created:
-        return SourceVerdict(VerdictKind.SAME, "nothing is archived yet")
-    # Nothing of the old history is archived that the new one could be confused with.
-    return SourceVerdict(VerdictKind.RECREATED, f"nothing is archived yet, {_created(evidence, source)}")
 
 
 def _judge_unmatched(evidence: Evidence, source: SourceStream) -> SourceVerdict:
@@ -215,12 +217,8 @@ def acceptance_key(chain: Chain) -> str:
 
 def acceptance_of(state: KeyValue, chain: Chain) -> KvDocument[Acceptance]:
     """What an operator accepted of a chain."""
-
-    def unreadable(why: str) -> DataError:
-        hint = f"without it the evidence counts: {believe_listing(chain)}"
-        return DataError(f"acceptance of {chain}: {why}", hint=hint, code="E-STATE-KV")
-
-    return KvDocument(state, acceptance_key(chain), ACCEPTANCE, unreadable)
+    hint = f"without it the evidence counts: {believe_listing(chain)}"
+    return KvDocument(state, acceptance_key(chain), ACCEPTANCE, unreadable(f"acceptance of {chain}", hint))
 
 
 def judge_with(evidence: Evidence, acceptance: Acceptance | None) -> SourceVerdict:
@@ -363,7 +361,7 @@ def stopped_error(
     if evidence.source is None:
         hint = gone_advice(partition, chain, continues=continues)
     else:
-        hint = _hint(partition, chain, evidence, evidence.source, verdict, proposal)
+        hint = _hint(partition, chain, evidence, verdict, proposal)
     return Stopped(text, hint=hint, code=CODES.get(verdict.kind, "E-IDENTITY"))
 
 
@@ -375,15 +373,10 @@ def parting(evidence: Evidence, proposal: int | None) -> str:
     return f"; the first sequence that is not as archived is {proposal}"
 
 
-def _hint(
-    partition: Partition,
-    chain: Chain,
-    evidence: Evidence,
-    source: SourceStream,
-    verdict: SourceVerdict,
-    proposal: int | None,
-) -> str:
+def _hint(partition: Partition, chain: Chain, evidence: Evidence, verdict: SourceVerdict, proposal: int | None) -> str:
     """The ways on: each command on a line of its own, what it means before it."""
+    source = evidence.source
+    assert source is not None, "a stream that is gone has no choices"
     first = {
         VerdictKind.RECREATED: "set `on_recreated: continue`; or begin its next incarnation yourself",
         VerdictKind.ROLLED_BACK: "restore the stream to where it was; or choose",

@@ -18,7 +18,7 @@ import msgspec
 
 from common.chain import MAX_INCARNATION, Chain
 from common.documents import JsonForm
-from common.errors import DataError, Stopped
+from common.errors import Stopped
 from common.failpoints import failpoint
 from common.jetstream.api import StreamInfo
 from common.jetstream.kv import KeyValue, KvDocument, state_key
@@ -26,7 +26,7 @@ from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.sequences import MAX_SEQUENCE
 from common.service.logs import get_logger
 from egress.deps import PartitionDeps
-from egress.partition import Partition, believe_listing, partitions_of, repartition, resolve
+from egress.partition import Partition, believe_listing, partitions_of, repartition, resolve, unreadable
 
 log = get_logger("egress.incarnations")
 
@@ -79,9 +79,8 @@ class Closing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         """Without the end of the partition: it reads on. Unchanged once the incarnation is closed."""
         if self.next is not None or partition not in self.ends:
             return self
-        return msgspec.structs.replace(
-            self, ends={number: end for number, end in self.ends.items() if number != partition}
-        )
+        others = {number: end for number, end in self.ends.items() if number != partition}
+        return msgspec.structs.replace(self, ends=others)
 
     def decided(self, decision: EndDecision) -> Closing:
         """With the operator's decision. Unchanged once the incarnation is closed."""
@@ -162,11 +161,8 @@ class HighWaterMarks:
         return state_key("egress", "mark", *parts)
 
     def _of(self, chain: Chain) -> KvDocument[int]:
-        def unreadable(why: str) -> DataError:
-            hint = f"to believe the listing instead: {believe_listing(chain)}"
-            return DataError(f"high-water mark of {chain}: {why}", hint=hint, code="E-STATE-KV")
-
-        return KvDocument(self._state, self.key(chain), _MarkForm(), unreadable)
+        hint = f"to believe the listing instead: {believe_listing(chain)}"
+        return KvDocument(self._state, self.key(chain), _MarkForm(), unreadable(f"high-water mark of {chain}", hint))
 
     async def get(self, chain: Chain) -> int | None:
         """The mark; None if there is none."""
@@ -290,10 +286,10 @@ class History:
         if await self._threads.run(self._exists, chain):
             return
         parts = [replace(chain, partition=number) for number in range(count)]
-        ends = [(await self._marks.begin(partition), partition) for partition in parts]
-        put = next(((end, partition) for end, partition in ends if end), None)
-        if put is not None and not await self._threads.run(self._exists, chain):
-            raise self._lost(put[1], put[0])
+        ends = [(partition, await self._marks.begin(partition)) for partition in parts]
+        put = [(partition, end) for partition, end in ends if end]
+        if put and not await self._threads.run(self._exists, chain):
+            raise self._lost(*put[0])
 
     def _exists(self, chain: Chain) -> bool:
         """Whether there is any document of the chain's incarnation."""
@@ -434,11 +430,9 @@ class Closings:
         return state_key("egress", "end", chain.site, chain.feed, f"{chain.incarnation:04d}")
 
     def _of(self, chain: Chain) -> KvDocument[Closing]:
-        def unreadable(why: str) -> DataError:
-            hint = "without it each partition notes its end again, and a decision is to be made again: "
-            return DataError(f"closing of {chain}: {why}", hint=hint + believe_listing(chain), code="E-STATE-KV")
-
-        return KvDocument(self._state, self.key(chain), CLOSING, unreadable)
+        hint = "without it each partition notes its end again, and a decision is to be made again: "
+        error = unreadable(f"closing of {chain}", hint + believe_listing(chain))
+        return KvDocument(self._state, self.key(chain), CLOSING, error)
 
     async def get(self, chain: Chain) -> Closing:
         """How far closing is; an empty one where nobody has begun."""

@@ -1,6 +1,7 @@
 """`floe egress init`."""
 
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import click
@@ -120,11 +121,8 @@ async def init(config: str, as_json: bool) -> int:
 
     settings = load_settings(config, quiet=True)
     require_feeds(settings.egress.feeds)
-    client = await connected(settings, "init", SystemClock())
-    try:
+    async with aclosing(await connected(settings, "init", SystemClock())) as client:
         done, problems = await initialise(client, settings)
-    finally:
-        await client.aclose()
     if as_json:
         print_json(done)
     else:

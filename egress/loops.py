@@ -13,6 +13,7 @@ import asyncio
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain as joined
 
 from common.chain import Chain
 from common.errors import DataError
@@ -20,8 +21,8 @@ from common.jetstream.api import STREAM_NOT_FOUND
 from common.jetstream.headers import ORIGINAL, REPLAY, SOURCE, Provenance, lines
 from common.jetstream.pull import get_message
 from common.jetstream.requests import ApiError
-from common.segments.columns import Columns, columns
-from common.segments.segment import SegmentRef
+from common.segments.columns import Columns, messages
+from common.segments.segment import Message, SegmentRef
 from common.sequences import MAX_SEQUENCE, SequenceRange, choose
 from common.service.logs import get_logger
 from egress.batch import LOOPED
@@ -90,8 +91,8 @@ class _Asked:
     payload: bytes
     claims: Sequence[Provenance]
 
-    def is_copy(self, claim: Provenance, timestamp_ns: int, payload: bytes) -> bool:
-        return claim.timestamp_ns == timestamp_ns and self.payload == payload
+    def is_copy(self, claim: Provenance, message: Message) -> bool:
+        return claim.timestamp_ns == message.timestamp_ns and self.payload == message.payload
 
 
 class Loops:
@@ -106,9 +107,8 @@ class Loops:
 
     async def without(self, piece: Piece) -> Piece:
         """`piece` without the rows that came round. Raises what the stream and the store raise."""
-        if not (places := self._claims.places(piece.rows)):
-            return piece
-        if not (looped := await self._looped(piece.rows, places)):
+        places = self._claims.places(piece.rows)
+        if not places or not (looped := await self._looped(piece.rows, places)):
             return piece
         self._report.looped(len(looped))
         return _without(piece, looped)
@@ -144,7 +144,7 @@ class Loops:
                 message = None
             if message is None:
                 gone.append(claim)
-            elif asked.is_copy(claim, message.timestamp_ns, message.payload):
+            elif asked.is_copy(claim, message):
                 return None
         return replace(asked, claims=gone)
 
@@ -152,18 +152,16 @@ class Loops:
 
     def _archived(self, asked: Sequence[_Asked]) -> set[int]:
         """The places of those that are copies of archived rows, as far as few segments tell."""
-        wanted = [(claim, each) for each in asked for claim in each.claims]
-        wanted = sorted(
-            (pair for pair in wanted if pair[0].sequence <= MAX_SEQUENCE),
-            key=lambda pair: (pair[0].partition, pair[0].sequence),
-        )
+        claimed = [(claim, each) for each in asked for claim in each.claims if claim.sequence <= MAX_SEQUENCE]
+        wanted = sorted(claimed, key=lambda pair: (pair[0].partition, pair[0].sequence))
         found: set[int] = set()
         for _ in range(MOST_SEGMENTS):
             if not wanted:
                 break
-            ref = self._segment(wanted[0][0])
-            count = 1 if ref is None else sum(_is_in(ref, claim) for claim, _ in wanted)
-            if ref is not None:
+            count = 1
+            if (ref := self._segment(wanted[0][0])) is not None:
+                partition, covered = ref.chain.partition, ref.coverage
+                count = sum(claim.partition == partition and claim.sequence in covered for claim, _ in wanted)
                 found |= self._equal(ref, wanted[:count])
             wanted = wanted[count:]
         return found
@@ -188,21 +186,13 @@ class Loops:
         found: set[int] = set()
         try:
             with self._store.open_part(ref, rows=within) as reader:
-                for batch in reader.batches():
-                    rows = columns(batch)
-                    for sequence, timestamp_ns, payload in zip(
-                        rows.sequences, rows.timestamps_ns, rows.payloads, strict=True
-                    ):
-                        for claim, asked in by_sequence.get(sequence, ()):
-                            if asked.is_copy(claim, timestamp_ns, payload):
-                                found.add(asked.place)
+                for message in joined.from_iterable(map(messages, reader.batches())):
+                    for claim, asked in by_sequence.get(message.sequence, ()):
+                        if asked.is_copy(claim, message):
+                            found.add(asked.place)
         except DataError as error:
             log.warning("not compared", action="not_compared", error=str(error), **ref.log_context())
         return found
-
-
-def _is_in(ref: SegmentRef, claim: Provenance) -> bool:
-    return claim.partition == ref.chain.partition and claim.sequence in ref.coverage
 
 
 def _without(piece: Piece, looped: set[int]) -> Piece:

@@ -2,12 +2,12 @@
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
 from common.chain import Chain
-from common.errors import ConfigError
+from common.errors import ConfigError, DataError
 from common.sequences import SequenceRange
 from common.service.exits import command, source
 from common.settings.egress import FeedSettings
@@ -145,6 +145,11 @@ def bring_back(partition: Partition, chain: Chain, *, continues: bool) -> str:
     words = ["--site", partition.site, "--feed", shlex.quote(chain.feed)]
     words += ["--incarnation", str(chain.incarnation)] if chain.incarnation and not continues else []
     return command("replay", *words, "--target", shlex.quote(partition.stream), "--into-source --create")
+
+
+def unreadable(what: str, hint: str) -> Callable[[str], DataError]:
+    """Makes the error of a value in the bucket that is none (`KvDocument`)."""
+    return lambda why: DataError(f"{what}: {why}", hint=hint, code="E-STATE-KV")
 
 
 def believe_listing(chain: Chain) -> str:

@@ -103,28 +103,18 @@ class Reader:
         await self._check_stream()
         self._taken = await take(self._client, self._wanted)
         self._source = await self._check_stream()
-        inbox, name = self._client.new_inbox(), self._taken.consumer.name
-        self._ask = self._client.api_subject(f"CONSUMER.MSG.NEXT.{self._stream}.{name}").encode()
+        inbox, consumer = self._client.new_inbox(), self._taken.consumer
+        self._ask = self._client.api_subject(f"CONSUMER.MSG.NEXT.{self._stream}.{consumer.name}").encode()
         self._inbox = inbox.encode()
         self._is_open = True
         if self._wanted.is_durable:
-            self._acks = self._acknowledging(self._taken)
+            self._acks = Acknowledging(
+                self._client, self._stream, consumer, self._account, first=self._first, archived=self._archived
+            )
             self._catching_up = watched(self._catch_up(self._acks), self._fail, name="acknowledge")
         self._subscription = await self._client.subscribe_raw(inbox, self._sink, self._fail)
         self._heard = self._clock.monotonic()
         self.pull()
-
-    def _acknowledging(self, taken: Taken) -> Acknowledging:
-        return Acknowledging(
-            self._client,
-            self._stream,
-            taken.consumer,
-            self._clock,
-            self._account,
-            whole=taken.consumer.config.get("ack_policy") == "all",
-            first=self._first,
-            archived=self._archived,
-        )
 
     @property
     def is_durable(self) -> bool:
@@ -285,7 +275,7 @@ class Reader:
         """
         self._scheduled = False
         replies, subjects, payloads, headers = self._replies, self._subjects, self._payloads, self._headers
-        self._forget()
+        self._replies, self._subjects, self._payloads, self._headers = [], [], [], []
         if not replies or not self._is_open or self._taken is None:
             return
         self._heard = self._clock.monotonic()
@@ -306,9 +296,6 @@ class Reader:
             self._doubt("gap", f"consumer sequence {self._next} expected, a later one found")
         else:
             self.pull()
-
-    def _forget(self) -> None:
-        self._replies, self._subjects, self._payloads, self._headers = [], [], [], []
 
     def _hand_over(self, acks: Acks, subjects: list[bytes], headers: list[bytes | None], payloads: list[bytes]) -> None:
         columns = Columns(acks.sequences, acks.timestamps_ns, subjects, headers, payloads)

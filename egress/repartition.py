@@ -14,8 +14,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
-import msgspec
-
 from common.chain import Chain
 from common.errors import LeaseLost, Stopped, Unavailable, UsageError
 from common.failpoints import failpoint
@@ -59,14 +57,8 @@ def common_end(reaches: Sequence[PartitionReach]) -> int:
 def settings_of(cut: Sequence[ChainDocument], settings: FeedSettings) -> FeedSettings:
     """The settings of a feed as they were when it was cut like that."""
     filters = tuple(each.filters[0] if each.filters else "" for each in cut)
-    as_list = len(filters) > 1
-    return settings.model_copy(
-        update={
-            "partitions": filters if as_list else PartitionSettings(),
-            "filter_subject": "" if as_list else filters[0],
-            "relay": cut[0].relay,
-        }
-    )
+    partitions, single = (filters, "") if len(filters) > 1 else (PartitionSettings(), filters[0])
+    return settings.model_copy(update={"partitions": partitions, "filter_subject": single, "relay": cut[0].relay})
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,18 +126,14 @@ class Repartition:
         current = await self._load(partition)
         if current.chain.incarnation != number:
             raise Unavailable(f"{current.chain}: the feed moves on", hint="stop egress, then try again")
-        archive = await self._archive(current)
+        archive = await Archive.of(current, self._opened.of(partition))
+        await archive.load()
         return PartitionReach(archive.first, archive.end)
 
     async def _load(self, partition: Partition) -> Incarnation:
         if (found := await History(self._opened.of(partition)).load()) is None:
             raise UsageError(f"feed {self._settings.name} has not begun: it will begin as it is configured")
         return found
-
-    async def _archive(self, current: Incarnation) -> Archive:
-        archive = await Archive.of(current, self._opened.of(self._new[0]))
-        await archive.load()
-        return archive
 
     async def left_out(self, plan: RepartitionPlan) -> list[LeftOut]:
         """What the stream holds that an old partition takes and no new one does, by old partition."""
@@ -179,8 +167,7 @@ class Repartition:
         """The leases of all partitions, old and new, kept for the length of the block."""
         longer = max(plan.old, plan.new, key=len)
         async with AsyncExitStack() as stack:
-            leases = [await self._lease(stack, partition.chain) for partition in longer]
-            yield leases
+            yield [await self._lease(stack, partition.chain) for partition in longer]
             await self._opened.pools.idle()
 
     async def _lease(self, stack: AsyncExitStack, chain: Chain) -> Lease:
@@ -198,16 +185,11 @@ class Repartition:
 
     async def _close(self, plan: RepartitionPlan, leases: Sequence[Lease], stop: Stop) -> None:
         """Bring all old partitions to one end, and put the `stream.json` behind it."""
-        ends: dict[int, int] = {}
-        info: StreamInfo | None = None
-        for partition, lease in zip(plan.old, leases, strict=False):
-            catching = _CatchingUp(self, partition, lease)
-            ends[partition.number] = await catching.run(plan.end, stop)
-            info = await catching.inquiry.info()
-        if info is None:
+        held = zip(plan.old, leases, strict=False)
+        ends = {each.number: await self._catch_up(each, plan.end, lease, stop) for each, lease in held}
+        if (info := await stream_info(self._opened.deps.client, self._settings.stream)) is None:
             raise Unavailable(f"stream {self._settings.stream} does not exist any more")
-        configured_now = configured(self._new[0])
-        cut = tuple(msgspec.structs.replace(each, first=plan.end + 1) for each in configured_now)
+        cut = configured(self._new[0], plan.end + 1)
         document = StreamDocument(info.config, info.created, ends, cut, continues=True)
         await self._make_durables(info, plan.end + 1)
         failpoint("repartition.before_stream")
@@ -243,52 +225,39 @@ class Repartition:
 
     # For one old partition
 
-    @property
-    def opened(self) -> CommandContext:
-        return self._opened
-
-    async def current(self, partition: Partition) -> tuple[Incarnation, Archive]:
-        """The open incarnation and its archive, with all holes: nothing reads it again."""
-        current = await self._load(partition)
-        archive = await self._archive(current)
-        await archive.survey()
-        return current, archive
-
-
-class _CatchingUp:
-    """Reads one old partition on, to where the furthest one is and no further."""
-
-    def __init__(self, repartition: Repartition, partition: Partition, lease: Lease) -> None:
-        deps = repartition.opened.of(partition)
-        self._repartition, self._partition, self._lease = repartition, partition, lease
-        self._worker = Worker(deps)
-        self.inquiry = self._worker.inquiry
-
-    async def run(self, last: int, stop: Stop) -> int:
-        """Cover everything up to `last` that the stream still holds; where coverage ends (0: nothing is).
+    async def _catch_up(self, partition: Partition, last: int, lease: Lease, stop: Stop) -> int:
+        """Cover everything up to `last` that the stream still holds, and nothing behind it; where coverage ends
+        (0: nothing is).
 
         Raises Stopped where the stream is not what was archived, Unavailable where `stop` comes first.
         """
-        while not stop.is_set and not self._lease.lost.is_set:
-            stand = await self._judged(*await self._repartition.current(self._partition))
+        worker = Worker(self._opened.of(partition))
+        while not stop.is_set and not lease.lost.is_set:
+            stand = await self._judged(partition, worker)
             archive = stand.archive
-            place = await self.inquiry.place(archive, stand.source)
+            place = await worker.inquiry.place(archive, stand.source)
             if place.first > last:
                 await archive.mend()
                 return archive.end
             until = last if place.until is None else min(place.until, last)
             bounded = Position(place.first, until, place.lost, is_end=place.until is None)
-            await self._worker.read_at(bounded, stand, self._lease, stop)
-        raise Unavailable(f"{self._partition.chain}: stopped before it was read up to {last}", hint="try again")
+            await worker.read_at(bounded, stand, lease, stop)
+        raise Unavailable(f"{partition.chain}: stopped before it was read up to {last}", hint="try again")
 
-    async def _judged(self, current: Incarnation, archive: Archive) -> Stand:
-        """Where it stands, where the stream is the same. Raises Stopped."""
-        evidence, verdict = await self._worker.judge(current, archive)
+    async def _judged(self, partition: Partition, worker: Worker) -> Stand:
+        """Where it stands, with all holes, because nothing reads it again. Raises Stopped where the stream is
+        not the same.
+        """
+        current = await self._load(partition)
+        archive = await Archive.of(current, self._opened.of(partition))
+        await archive.load()
+        await archive.survey()
+        evidence, verdict = await worker.judge(current, archive)
         if not verdict.is_same or evidence.source is None:
-            raise await self._worker.stopped(current, archive, evidence, verdict)
-        self._worker.discard()
-        closing = await self._worker.handover.closing(current)
-        if not await self._worker.handover.reopen(current, closing):
+            raise await worker.stopped(current, archive, evidence, verdict)
+        worker.discard()
+        closing = await worker.handover.closing(current)
+        if not await worker.handover.reopen(current, closing):
             raise Unavailable(
                 f"{current.chain}: being closed already, though the stream is {verdict.kind.value}",
                 hint="start egress as it was configured, wait until it has gone on, then try again",

@@ -35,12 +35,11 @@ async def repartition(config: str, name: str, dry_run: bool, yes: bool, as_json:
     """
     from common.service.process import stop_on_signals
     from egress.context import feed_named, opened
-    from egress.deps import Tuning
     from egress.repartition import Repartition
 
     settings = load_settings(config, quiet=True)
     feed = feed_named(settings, name)
-    async with opened(settings, Tuning()) as components, stop_on_signals() as stop:
+    async with opened(settings) as components, stop_on_signals() as stop:
         work = Repartition(components, feed)
         plan = await work.plan()
         left = await work.left_out(plan)
@@ -48,17 +47,13 @@ async def repartition(config: str, name: str, dry_run: bool, yes: bool, as_json:
             _print(_planned(plan, left), _planned_lines(plan, left), as_json)
             return 0
         if not plan.is_done:
-            _confirm(plan, left, yes)
+            for each in left:
+                click.echo(escaped(f"warning: {each}"), err=True)
+            cut = f"cut {_filters(plan.old)} into {_filters(plan.new)}"
+            confirm(escaped(f"close {plan.current} at {plan.end} and {cut}?"), yes)
         result = await work.run(stop)
     _print(_done(result, plan), _done_lines(result, plan), as_json)
     return 0
-
-
-def _confirm(plan: RepartitionPlan, left: Sequence[LeftOut], yes: bool) -> None:
-    for each in left:
-        click.echo(escaped(f"warning: {each}"), err=True)
-    cut = f"cut {_filters(plan.old)} into {_filters(plan.new)}"
-    confirm(escaped(f"close {plan.current} at {plan.end} and {cut}?"), yes)
 
 
 def _planned(plan: RepartitionPlan, left: Sequence[LeftOut]) -> dict[str, Any]:

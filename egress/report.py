@@ -3,7 +3,7 @@
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prometheus_client import Gauge
@@ -59,14 +59,9 @@ class SamplingReport:
     def failed(self, position: int, error: FloeError | OSError) -> None:
         """A snapshot could not be written; the next one that is due is tried."""
         metrics.snapshots.labels(*self._labels, "failed").inc()
-        log.warning(
-            "snapshot not written",
-            action="snapshot_failed",
-            position=position,
-            code=error.code if isinstance(error, FloeError) else "E-SPOOL",
-            error=str(error),
-            **self._chain.log_context(),
-        )
+        code = error.code if isinstance(error, FloeError) else "E-SPOOL"
+        context = {"position": position, "code": code, "error": str(error), **self._chain.log_context()}
+        log.warning("snapshot not written", action="snapshot_failed", **context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +107,7 @@ def counted(count: int, what: str) -> str:
 
 def unmatched(subjects: Mapping[str, int], filters: Sequence[str]) -> Unmatched:
     """What of `subjects`, with the number of messages of each, no filter takes."""
-    left = {
-        subject: count for subject, count in subjects.items() if not any(matches(each, subject) for each in filters)
-    }
+    left = {each: count for each, count in subjects.items() if not any(matches(taken, each) for taken in filters)}
     return Unmatched(sum(left.values()), len(left), min(left, default=""))
 
 
@@ -134,11 +127,10 @@ class FeedReport:
         begin("egress_", site=feed.site, feed=feed.feed, partition=str(feed.partition))
         for prefix in ("egress_", "segment_"):
             begin(prefix, site=feed.site, feed=feed.feed)
-        self._set(metrics.stalled, 0)
         metrics.expiry.labels(*self._labels).set_function(lambda: self._left())
         of_chain = metrics.stopped, metrics.waiting, metrics.lost, metrics.lease_held, metrics.unverified
-        for each in (*of_chain, metrics.damaged):
-            each.labels(*self._labels).set(0)
+        for each in (*of_chain, metrics.damaged, metrics.stalled):
+            self._set(each, 0)
         for reason in UNREAD:
             metrics.left_out.labels(*self._labels, reason.value)
 
@@ -148,26 +140,28 @@ class FeedReport:
     def _log(self, level: str, event: str, **context: object) -> None:
         getattr(log, level)(event, **context, **self._chain.log_context())
 
-    def state(self, state: str, *, ready: bool, why: str = "", hint: str = "", code: str = "") -> None:
-        """Show what the feed is doing; `why` where it is not ready."""
+    def _show(self, **found: object) -> None:
+        """On the status page."""
+        self._status.update(found)
+        self._health.set_status(self._part, self._status)
+
+    def state(self, state: str, *, ready: bool, why: str = "", hint: str = "", code: str = "", **more: object) -> None:
+        """Show what the feed is doing; `why` where it is not ready; `more` of the status page."""
         if (state, code) != (self._status.get("state"), self._status.get("code")):
             self._since = self._clock.now()
-        self._status.update(state=state, why=why, hint=hint, code=code)
         self._health.set_ready(self._part, ready, why)
-        self._health.set_status(self._part, self._status)
+        self._show(state=state, why=why, hint=hint, code=code, **more)
 
     def standby(self, holder: str | None) -> None:
         """Another instance works on the chain."""
         self._set(metrics.lease_held, 0)
         self._left = lambda: math.inf  # whoever holds the lease tells
-        self._status.update(holder=owner_text(holder or ""))
-        self.state(STANDBY, ready=True)
+        self.state(STANDBY, ready=True, holder=owner_text(holder or ""))
 
     def working(self) -> None:
         """This instance holds the lease."""
         self._set(metrics.lease_held, 1)
-        self._status.update(holder="this instance")
-        self.state("starting", ready=False, why="starting")
+        self.state("starting", ready=False, why="starting", holder="this instance")
 
     def reading(self, chain: Chain, first: int, end: int) -> None:
         """Messages are read from `first` on, what is before is accounted for; the archive ends at `end`."""
@@ -237,8 +231,7 @@ class FeedReport:
         self._set(metrics.source_asked, self._source_asked)
         if last_timestamp_ns is not None:
             self._set(metrics.source_timestamp, last_timestamp_ns / NS_PER_S)
-        self._status.update(source_last=last)
-        self._health.set_status(self._part, self._status)
+        self._show(source_last=last)
 
     @property
     def works_on_chain(self) -> bool:
@@ -247,17 +240,9 @@ class FeedReport:
 
     def sign(self) -> ChainSign:
         """What the sign of life of this process says of the chain."""
-        told = self._status
-        return ChainSign(
-            told["state"],
-            self._since,
-            told["code"],
-            told["why"],
-            told.get("end"),
-            told.get("source_last"),
-            self._source_asked,
-            chain=self._chain,
-        )
+        told, asked = self._status, self._source_asked
+        ends = told.get("end"), told.get("source_last")
+        return ChainSign(told["state"], self._since, told["code"], told["why"], *ends, asked, chain=self._chain)
 
     def lost(self, sequences: int) -> None:
         """So many sequences under existing coverage are in neither archive nor stream."""
@@ -268,26 +253,18 @@ class FeedReport:
         """Segments beyond the high-water mark that are not what their names promise, by key, and why."""
         self._set(metrics.damaged, len(found))
         for key in found.keys() - self._status.get("damaged", {}).keys():
-            self._log(
-                "error",
-                "segment damaged",
-                action="segment_damaged",
-                key=key,
-                error=found[key],
-                hint="left out, and read again as far as the stream holds it; to put it away: "
-                + command("segments quarantine", shlex.quote(key)),
-            )
-        self._status.update(damaged=dict(found))
-        self._health.set_status(self._part, self._status)
+            away = command("segments quarantine", shlex.quote(key))
+            hint = f"left out, and read again as far as the stream holds it; to put it away: {away}"
+            self._log("error", "segment damaged", action="segment_damaged", key=key, error=found[key], hint=hint)
+        self._show(damaged=dict(found))
 
     def stalled(self, pending: str, since: float) -> None:
         """Nothing moves for `since` seconds though something is `pending`; logged once, until it moves."""
         self._set(metrics.stalled, 1)
         if not self._is_stalled:
             self._is_stalled = True
-            self._log(
-                "error", "chain stalled", action="stalled", code="E-STALLED", pending=pending, seconds=round(since)
-            )
+            context = {"code": "E-STALLED", "pending": pending, "seconds": round(since)}
+            self._log("error", "chain stalled", action="stalled", **context)
         why = f"{pending}, and nothing moves for {since:.0f} s"
         self.state("stalled", ready=False, why=why, code="E-STALLED")
 
@@ -312,27 +289,24 @@ class FeedReport:
         known = self._status.get("unmatched", {"messages": 0, "subjects": 0})
         told = found.told()
         if found.subjects and found.subjects != known["subjects"]:
-            self._log(
-                "warning", "subjects that no partition takes", action="unmatched", complete=found.is_complete, **told
-            )
-        self._status.update(unmatched=told)
-        self._health.set_status(self._part, self._status)
+            context = {"complete": found.is_complete, **told}
+            self._log("warning", "subjects that no partition takes", action="unmatched", **context)
+        self._show(unmatched=told)
 
     def looped(self, count: int) -> None:
         """So many messages came round, and are left out; logged once."""
         if self._has_looped:
             return
         self._has_looped = True
-        self._log(
-            "warning",
+        what = (
             "messages archived here came back: another site copies what it got from here. They are archived "
-            "once and left out as looped, but each leaves one more copy in the stream",
-            action="looped",
-            stream=self._status["stream"],
-            messages=count,
-            hint="let no `sources` carry back what came from this site; where only Floe writes the stream, "
-            "its feed is to say `relay: true`",
+            "once and left out as looped, but each leaves one more copy in the stream"
         )
+        hint = (
+            "let no `sources` carry back what came from this site; where only Floe writes the stream, "
+            "its feed is to say `relay: true`"
+        )
+        self._log("warning", what, action="looped", stream=self.stream, messages=count, hint=hint)
 
     def durable(self, lapsed: StreamInfo | None, first: int, *, has_begun: bool) -> None:
         """A durable was made, to read from `first` on. `lapsed`: as in `Reader`; `has_begun`: something was
@@ -341,16 +315,11 @@ class FeedReport:
         has_begun, self._had_durable = has_begun or self._had_durable, True
         if lapsed is None:
             return
-        tell = log.error if has_begun else log.warning
-        tell(
-            "an interest stream without a durable keeps nothing for this feed",
-            action="interest_lapsed",
-            first=first,
-            last=lapsed.last_sequence,
-            gone=max(0, min(lapsed.first_sequence - 1, lapsed.last_sequence) - first + 1),
-            hint=f"before anything is published the durable is made by {command('egress init')}",
-            **self._chain.log_context(),
-        )
+        gone = max(0, min(lapsed.first_sequence - 1, lapsed.last_sequence) - first + 1)
+        hint = f"before anything is published the durable is made by {command('egress init')}"
+        context = {"first": first, "last": lapsed.last_sequence, "gone": gone, "hint": hint}
+        what = "an interest stream without a durable keeps nothing for this feed"
+        self._log("error" if has_begun else "warning", what, action="interest_lapsed", **context)
         if has_begun:
             metrics.interest_lapsed.labels(*self._labels).inc()
 
@@ -372,17 +341,11 @@ class FeedReport:
         for reason, count in footer.ledger.counts.items():
             metrics.left_out.labels(*self._labels, str(reason)).inc(count)
         if gone := footer.ledger.counts.get(Reason.GONE_FROM_HOLE):
-            self._log(
-                "warning",
-                "a hole was filled, but the stream holds no more of it all; ingress stops there",
-                action="gone_from_hole",
-                sequences=gone,
-                range=str(footer.unread),
-            )
+            what = "a hole was filled, but the stream holds no more of it all; ingress stops there"
+            self._log("warning", what, action="gone_from_hole", sequences=gone, range=str(footer.unread))
         if footer.last_timestamp_ns is not None:
             self._set(metrics.end_timestamp, footer.last_timestamp_ns / NS_PER_S)
-        self._status.update(position=footer.coverage.last + 1, end=footer.coverage.last)
-        self._health.set_status(self._part, self._status)
+        self._show(position=footer.coverage.last + 1, end=footer.coverage.last)
 
 
 LOOK_EVERY = 600.0  # seconds
@@ -390,35 +353,26 @@ MAX_SUBJECTS = 1_000_000  # looked at; what lies behind is not counted
 
 
 async def look(
-    client: FloeClient,
-    stream: str,
-    filters: Sequence[str],
-    threads: Threads,
-    most: int = MAX_SUBJECTS,
-    within: str = ">",
+    client: FloeClient, stream: str, filters: Sequence[str], threads: Threads, within: str = ">"
 ) -> Unmatched:
-    """What no filter takes of the first `most` subjects of the stream that `within` takes.
+    """What no filter takes of the first MAX_SUBJECTS subjects of the stream that `within` takes.
 
     Raises Unavailable, DataError.
     """
     found, offset = Unmatched(), 0
-    while offset < most:
-        if not (page := await _page(client, stream, offset, within)):
+    while offset < MAX_SUBJECTS:
+        request = {"subjects_filter": within, "offset": offset}
+        answer = await ask(client, f"STREAM.INFO.{stream}", request, timeout=30.0)
+        page = (answer.get("state") or {}).get("subjects") or {}
+        if not isinstance(page, dict):
+            raise DataError(f"STREAM.INFO of {stream}: expected subjects, found {page!r:.40}")
+        if not page:
             return found
         more = await threads.run(unmatched, page, filters)
         count, subjects = found.messages + more.messages, found.subjects + more.subjects
         found = Unmatched(count, subjects, found.example or more.example)
         offset += len(page)
-    return Unmatched(found.messages, found.subjects, found.example, is_complete=False)
-
-
-async def _page(client: FloeClient, stream: str, offset: int, within: str) -> dict[str, int]:
-    request = {"subjects_filter": within, "offset": offset}
-    answer = await ask(client, f"STREAM.INFO.{stream}", request, timeout=30.0)
-    subjects = (answer.get("state") or {}).get("subjects") or {}
-    if not isinstance(subjects, dict):
-        raise DataError(f"STREAM.INFO of {stream}: expected subjects, found {subjects!r:.40}")
-    return subjects
+    return replace(found, is_complete=False)
 
 
 async def watch(partition: Partition, client: FloeClient, threads: Threads, report: FeedReport, clock: Clock) -> None:

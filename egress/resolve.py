@@ -1,7 +1,7 @@
 """What a stopped partition looks like to an operator: verdict, evidence, bounds, choices."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from common.chain import MAX_INCARNATION, Chain
@@ -101,7 +101,7 @@ class Case:
     def as_json(self) -> dict[str, Any]:
         """For `--json` and for people, flat."""
         evidence, verdict = self.evidence, self.verdict
-        source = evidence.source if evidence else None
+        source, tips = (evidence.source, evidence.tips) if evidence else (None, ())
         why = self.error.message if self.error else verdict.why if verdict else "not begun"
         if evidence is not None and self.error is None:
             why += parting(evidence, self.proposal)
@@ -117,13 +117,10 @@ class Case:
             "stream_last": source.last if source else None,
             "created_archived": self.current.stream.created if self.current else "",
             "created_found": source.created if source else "",
-            "evidence": [
-                {"sequence": witness.tip.sequence, "held": witness.held.value}
-                for witness in (evidence.tips if evidence else ())
-            ],
+            "evidence": [{"sequence": each.tip.sequence, "held": each.held.value} for each in tips],
             "from_first": self.bounds.first if self.bounds else None,
             "from_last": self.bounds.last if self.bounds else None,
-            "choices": [{"options": each.options, "meaning": each.meaning} for each in self.choices],
+            "choices": [asdict(each) for each in self.choices],
             "advice": self.advice,
         }
 
@@ -140,7 +137,9 @@ async def look(opened: CommandContext, partition: Partition) -> Case:
         if (lost := await _lost(history, replace(partition.chain, incarnation=following))) is not None:
             return Case(partition, error=lost, incarnation=following)
         if (current := await history.load()) is None:
-            await _check_beginning(opened, partition)
+            if (info := await stream_info(opened.deps.client, partition.stream)) is None:
+                raise never_begun(partition)
+            check_start(info, partition.settings)
     except FloeError as error:
         return Case(partition, error=error, incarnation=number)
     if current is None:
@@ -162,13 +161,6 @@ async def _lost(history: History, chain: Chain) -> FloeError | None:
         return await history.lost(chain)
     except DataError as spoiled:
         return spoiled
-
-
-async def _check_beginning(opened: CommandContext, partition: Partition) -> None:
-    """Raises Stopped where a feed cannot begin."""
-    if (info := await stream_info(opened.deps.client, partition.stream)) is None:
-        raise never_begun(partition)
-    check_start(info, partition.settings)
 
 
 async def _judged(deps: PartitionDeps, current: Incarnation, archive: Archive) -> Case:

@@ -50,7 +50,6 @@ async def resolve(
     """
     from egress import resolve as resolving
     from egress.context import feed_named, opened
-    from egress.deps import Tuning
     from egress.partition import partitions_of
 
     if is_same + is_new + is_believed > 1 or (sequence is not None and not is_new):
@@ -59,7 +58,7 @@ async def resolve(
     partitions = partitions_of(settings.site, feed_named(settings, feed))
     if partition is not None and partition >= len(partitions):
         raise UsageError(f"--partition: expected 0 to {len(partitions) - 1}, found {partition}")
-    async with opened(settings, Tuning()) as components:
+    async with opened(settings) as components:
         cases = [await resolving.look(components, each) for each in partitions]
         chosen = cases if partition is None else [cases[partition]]
         if is_new:

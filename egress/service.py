@@ -4,7 +4,7 @@ import os
 import random
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from functools import partial
 from typing import TypeVar
 
@@ -30,7 +30,7 @@ from common.tasks import Stop, end, orphaned, wait_for, watched
 from egress import metrics
 from egress.context import connected, make_deps
 from egress.deps import EgressDeps, Tuning
-from egress.feed import REEXAMINE, Feed, Runs, lease_key, run_feeds
+from egress.feed import Feed, Runs, lease_key, run_feeds
 from egress.heartbeats import Heartbeats, Reachability, SignOfLife
 from egress.partition import all_partitions, require_feeds
 from egress.workers.process import WorkerPlace
@@ -45,7 +45,7 @@ def share_site(
     keys: Iterable[str],
     rng: random.Random,
     health: Health,
-    siblings: int = 1,
+    siblings: int,
 ) -> LeaseGroup:
     """This process as one of all that have the same `keys` of `site`; `siblings` were started together."""
     members = state_key("egress", "member", site) + "."
@@ -64,9 +64,7 @@ def share_site(
 T = TypeVar("T")
 
 
-async def serve(
-    settings: Settings, *, tuning: Tuning | None = None, reexamine: float = REEXAMINE, place: WorkerPlace | None = None
-) -> int:
+async def serve(settings: Settings, *, tuning: Tuning | None = None, place: WorkerPlace | None = None) -> int:
     """Run egress until a signal; the exit code. Raises ConfigError or Refused where it cannot begin.
 
     `place`: this process is one of several workers, and its parent ends it.
@@ -78,12 +76,10 @@ async def serve(
     # The parent alone reads the monitor of a worker, and has one of its own if any.
     monitor = Monitor("127.0.0.1:0" if place and listen else listen, health)
     monitor.start()
-    try:
+    with closing(monitor):
         async with _stop(place, monitor.port) as stop:
-            service = EgressService(settings, tuning or Tuning(), reexamine, clock, health, stop, place=place)
+            service = EgressService(settings, tuning or Tuning(), clock, health, stop, place=place)
             drained = await service.run()
-    finally:
-        monitor.close()
     if busy_threads():
         # An upload that hangs would hold the process for minutes, and nothing waits for it any more.
         log.warning("uploads abandoned", action="uploads_abandoned", calls=busy_threads())
@@ -125,15 +121,13 @@ class EgressService:
         self,
         settings: Settings,
         tuning: Tuning,
-        reexamine: float,
         clock: Clock,
         health: Health,
         stop: Stop,
         objects: ObjectStore | None = None,
         place: WorkerPlace | None = None,
     ) -> None:
-        self._settings, self._tuning, self._reexamine = settings, tuning, reexamine
-        self._clock, self._health, self._stop = clock, health, stop
+        self._settings, self._tuning, self._clock, self._health, self._stop = settings, tuning, clock, health, stop
         self._objects, self._place, self._reach = objects, place, Reachability(clock)
         self._rng = random.SystemRandom()
 
@@ -147,7 +141,7 @@ class EgressService:
             return await run_feeds(feeds, parts, self._health, self._stop, self._settings.egress.shutdown_timeout)
 
     async def _start(self, stack: AsyncExitStack) -> tuple[list[Runs], EgressDeps]:
-        settings, site, clock = self._settings, self._settings.site, self._clock
+        settings, site = self._settings, self._settings.site
         for part in ("objects", "nats"):
             self._health.set_ready(part, False, "starting")
         objects = answering(self._objects or open_objects(settings.store), self._reach.store)
@@ -156,23 +150,17 @@ class EgressService:
         data, control = [await self._client(stack, name) for name in ("data", "control")]
         state, leases = await self._patiently("nats", lambda: self._buckets(control))
         partitions = all_partitions(site, settings.egress.feeds)
-
-        def fresh() -> Awaitable[FloeClient]:
-            return connected(settings, "check", clock)
-
-        deps = make_deps(settings, self._tuning, objects, data, fresh, state, clock, len(partitions))
+        deps = make_deps(settings, self._tuning, objects, data, state, len(partitions), "check")
         stack.callback(deps.store.close)
         keys = [lease_key(each.chain) for each in partitions]
         siblings = self._place.count if self._place else 1
         sharing = share_site(leases, control, site, keys, self._rng, self._health, siblings)
-        feeds = [Feed(each, deps, sharing, self._health, self._reexamine) for each in partitions]
+        feeds = [Feed(each, deps, sharing, self._health) for each in partitions]
         host, worker = socket.gethostname(), self._place.index if self._place else None
-        process, every = process_name(host, settings.instance, worker), self._tuning.pace.alive
-        reports = [feed.report for feed in feeds]
-        runs: list[Runs] = [sharing, *feeds]
-        runs.append(SignOfLife(site, process, leases.owner, reports, deps.chains, control, clock, every))
-        if (beats := settings.egress.heartbeats).subjects:
-            runs.append(Heartbeats(beats, leases, control, site, host, clock, self._rng, self._health))
+        process, reports = process_name(host, settings.instance, worker), [feed.report for feed in feeds]
+        runs: list[Runs] = [sharing, *feeds, SignOfLife(site, process, leases.owner, reports, deps, control)]
+        if settings.egress.heartbeats.subjects:
+            runs.append(Heartbeats(settings, leases, control, host, self._rng, self._health))
         return runs, deps
 
     async def _patiently(self, part: str, step: Callable[[], Awaitable[T]]) -> T:
@@ -192,12 +180,8 @@ class EgressService:
 
     async def _look_into(self, objects: ObjectStore) -> None:
         """A wrong bucket or credential ends the start, before anything is read."""
-        threads = Threads("egress-start", 1)
-        try:
-            prefix = Layout(self._settings.store.prefix).tails_prefix()
-            await threads.run(objects.list, prefix, limit=1)
-        finally:
-            threads.close()
+        with closing(Threads("egress-start", 1)) as threads:
+            await threads.run(objects.list, Layout(self._settings.store.prefix).tails_prefix(), limit=1)
 
     async def _client(self, stack: AsyncExitStack, name: str) -> FloeClient:
         client = await self._patiently("nats", lambda: connected(self._settings, name, self._clock))

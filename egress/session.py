@@ -10,9 +10,9 @@ is whole, and can still be put into the history that it came from.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from common.clock import NS_PER_S
 from common.errors import FloeError, LeaseLost, Unforeseen
@@ -24,9 +24,9 @@ from common.service.logs import get_logger
 from common.tasks import Stop, StopReason, end, guarded, told, wait_for
 from egress.acks import ReaderResetError, archived
 from egress.archive import Archive
-from egress.builder import Builder, Close, SegmentLimits
+from egress.builder import Builder, Close
 from egress.deps import PartitionDeps
-from egress.encoder import Encoder, SegmentFile, SourceQuestions
+from egress.encoder import Encoder, SourceQuestions
 from egress.evidence import Inquiry
 from egress.identity import SourceStream
 from egress.incarnations import Incarnation
@@ -34,10 +34,9 @@ from egress.partition import Position
 from egress.reader import Reader, ReaderTarget
 from egress.sampling.filters import PreFilter, Sifting
 from egress.sampling.resume import Resumed
-from egress.sampling.settings import Sampling
 from egress.sampling.stage import Sampled
 from egress.uploader import RetakeError, Unflushed, Uploader, closed
-from egress.watchdog import Liveness, SessionStanding
+from egress.watchdog import Liveness, ProgressCheck, SessionStanding
 
 log = get_logger("egress.session")
 
@@ -78,28 +77,13 @@ class Session:
         # Whoever gives bytes back has all readers ask: what one of them raises ends its own session.
         pull = guarded(lambda: self._reader.pull(), self._end_with)
         self._account = deps.budget.account(pull)
-        self._encoder = Encoder(
-            deps.pools.encoder,
-            self._account,
-            deps.report,
-            self._new_file,
-            SourceQuestions(deps, stand.archive.chain, stand.source, inquiry, self._ended),
-            fills_hole=position.fills_hole,
-        )
-        segment = self._partition.settings.segment
-        self._builder = Builder(
-            SegmentLimits(segment.max_messages, segment.max_size, segment.max_age),
-            deps.clock,
-            self._account,
-            self._encoder.emit,
-            first=position.first,
-            until=position.until,
-            sampled=resumed is not None,
-            hurry=hurry,
-        )
+        chain, segment, sampled = stand.archive.chain, self._partition.settings.segment, resumed is not None
+        asked = SourceQuestions(deps, chain, stand.source, inquiry, self._ended)
+        self._encoder = Encoder(deps, chain, self._account, asked, fills_hole=position.fills_hole)
+        emit = self._encoder.emit
+        self._builder = Builder(segment, deps.clock, self._account, emit, position, sampled=sampled, hurry=hurry)
         self._sampled = None
         if resumed is not None:
-            chain = stand.archive.chain
             self._sampled = Sampled(deps, chain, lease, stand.source, position, resumed, self._builder)
         self._reader = Reader(
             deps,
@@ -112,20 +96,8 @@ class Session:
             has_room=self._has_room,
         )
         self._uploader = Uploader(deps, self._archive, lease, self._reader, self._ended)
-        patience = deps.tuning.pace.stalled
-        self._liveness = Liveness(patience, segment.max_age, self._is_waiting, deps.report, deps.clock)
-
-    def _new_file(self) -> SegmentFile:
-        store, partition = self._deps.store, self._partition
-        return SegmentFile(
-            self._archive.chain,
-            store.new_spool,
-            writer=self._deps.writer,
-            compression_level=partition.settings.segment.compression_level,
-            filtered=bool(partition.filter_subject),
-            sampling=Sampling.of(partition.settings),
-            subject_statistics=store.subject_statistics,
-        )
+        progress = ProgressCheck(deps.tuning.pace.stalled, segment.max_age, deps.clock.monotonic())
+        self._liveness = Liveness(progress, self._is_waiting, deps.report, deps.clock)
 
     def _target(self) -> ReaderTarget:
         """Where received messages go: to the builder, through a filter where some may be left out."""
@@ -158,7 +130,9 @@ class Session:
                 self._report.durable(self._reader.lapsed, first, has_begun=has_begun)
             self._report.reading(self._archive.chain, first, end_before)
             async with asyncio.TaskGroup() as tasks:
-                side = [tasks.create_task(work) for work in self._side(stop)]
+                sampling = [] if self._sampled is None else self._sampled.side(self._inquiry.info)
+                sides = self._wake(stop), self._watch(), self._check(), *sampling
+                side = [tasks.create_task(work) for work in sides]
                 encoding = tasks.create_task(self._encode(stop), name="encode")
                 uploading = tasks.create_task(self._upload(), name="put")
                 await asyncio.wait((encoding, uploading))
@@ -169,10 +143,6 @@ class Session:
             await self._reader.close()
         if self._end is not None:
             raise self._end
-
-    def _side(self, stop: Stop) -> list[Coroutine[Any, Any, None]]:
-        sampling = [] if self._sampled is None else self._sampled.side(self._inquiry.info)
-        return [self._wake(stop), self._watch(), self._check(), *sampling]
 
     async def _encode(self, stop: Stop) -> None:
         """What was received becomes finished segments in the spool."""
@@ -261,7 +231,8 @@ class Session:
         while not self._ended.is_set:
             await self._deps.clock.sleep(self._deps.tuning.pace.check)
             if (source := await self._tried(self._look_at_stream())) is not None:
-                await self._tried(self._look_for_next())
+                if await self._tried(self._archive.is_closed()):  # somebody has begun the next incarnation
+                    self._end_with(closed(self._archive))
                 await self._tried(self._look(source))
 
     async def _tried(self, look: Awaitable[T]) -> T | None:
@@ -281,21 +252,10 @@ class Session:
         self._end_with(ReaderResetError("identity", verdict.why))
         return None
 
-    async def _look_for_next(self) -> None:
-        """Whether somebody has begun the next incarnation."""
-        if await self._archive.is_closed():
-            self._end_with(closed(self._archive))
-
     async def _look(self, source: SourceStream) -> None:
         """Whether the chain moves."""
-        standing = SessionStanding(
-            self._reader.count,
-            self._builder.end,
-            self._archive.end,
-            source.last,
-            asks=self._reader.has_room,
-            is_done=self._builder.is_done,
-        )
+        reached = self._reader.count, self._builder.end, self._archive.end
+        standing = SessionStanding(*reached, source.last, self._reader.has_room, self._builder.is_done)
         if (doubt := await self._liveness.look(standing)) is not None:
             self._end_with(doubt)
 

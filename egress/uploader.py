@@ -115,8 +115,7 @@ class Unflushed:
         for spooled in self.sealed:
             missing = await self.archive.uncovered(spooled.footer.coverage)
             if missing and (rows := spooled.footer.rows):
-                ranges, chain = ", ".join(map(str, missing)), self.archive.chain
-                context = {"ranges": ranges, "rows": rows, **chain.log_context()}
+                context = {"ranges": ", ".join(map(str, missing)), "rows": rows, **self.archive.chain.log_context()}
                 log.error("held rows dropped", action="held_dropped", **context)
         self.discard()
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import FloeError
-from common.jetstream.api import StreamInfo, next_message, stream_info
+from common.jetstream.api import next_message, stream_info
 from common.service.logs import get_logger
 from egress.acks import ReaderResetError
 from egress.deps import PartitionDeps
@@ -126,15 +126,9 @@ class Liveness:
     """
 
     def __init__(
-        self,
-        patience: float,
-        segment_age: float,
-        waiting: Callable[[int], Awaitable[bool]],
-        report: FeedReport,
-        clock: Clock,
+        self, progress: ProgressCheck, waiting: Callable[[int], Awaitable[bool]], report: FeedReport, clock: Clock
     ) -> None:
-        self._progress = ProgressCheck(patience, segment_age, clock.monotonic())
-        self._waiting, self._report, self._clock = waiting, report, clock
+        self._progress, self._waiting, self._report, self._clock = progress, waiting, report, clock
 
     async def look(self, standing: SessionStanding) -> ReaderResetError | None:
         """Why the reader is to be given up; None where it is not. Raises what `waiting` raises."""
@@ -234,9 +228,7 @@ class Expiry:
         waiting = await next_message(self._client, partition.stream, max(1, position), partition.filter_subject)
         if waiting is None:
             return math.inf
-        by_age = left_by_age(limits, waiting.timestamp_ns, self._server_ns(info))
+        # This host's time, where the server does not tell its own (before 2.10).
+        server_ns = parse_time(info.time) if info.time else int(self._clock.now() * NS_PER_S)
+        by_age = left_by_age(limits, waiting.timestamp_ns, server_ns)
         return min(by_age, left_by_size(limits, waiting.sequence, info.first_sequence, pace))
-
-    def _server_ns(self, info: StreamInfo) -> int:
-        """The server's time; this host's, where the server does not tell (before 2.10)."""
-        return parse_time(info.time) if info.time else int(self._clock.now() * NS_PER_S)

@@ -6,7 +6,8 @@ judged: the same, then it is thrown away and read again; another one or gone, th
 that it came from, before that history is closed.
 """
 
-from collections.abc import Coroutine
+import asyncio
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,22 +80,20 @@ class Worker:
         wait.
         """
         await self._deps.state.ensure()
-        side = [watched(work, orphaned, name="monitor") for work in self._monitors()]
+        deps, every = self._deps, self._deps.tuning.pace.check
+        looked = deps.partition, deps.client, deps.pools.io, deps.report, deps.clock
+        side = self._beside(
+            unmatched=lambda: watch(*looked), expiry=lambda: self._expiry.run(every), walk=self._walk.run
+        )
         try:
             while not stop.is_set or self._unflushed is not None:
                 await self._round(lease, stop)
         finally:
             await end(*side)
 
-    def _monitors(self) -> list[Coroutine[Any, Any, None]]:
-        """What looks on beside the work, and tells the report; each for itself."""
-        deps, clock = self._deps, self._deps.clock
-        looked = deps.partition, deps.client, deps.pools.io, deps.report, clock
-        return [
-            again("unmatched", lambda: watch(*looked), clock),
-            again("expiry", lambda: self._expiry.run(self._deps.tuning.pace.check), clock),
-            again("walk", self._walk.run, clock),
-        ]
+    def _beside(self, **works: Callable[[], Coroutine[Any, Any, None]]) -> list[asyncio.Task[None]]:
+        """What looks on beside the work; each for itself, by the part that its errors count for."""
+        return [watched(again(name, work, self._deps.clock), orphaned, name=name) for name, work in works.items()]
 
     async def _round(self, lease: Lease, stop: Stop) -> None:
         """Judge, then act; once `stop` is set, only what was left unput is still put where it belongs."""
@@ -177,7 +176,7 @@ class Worker:
         works = {"decisions": lambda: self._watch_decisions(stand, leave)}
         if position.until is None:
             works["walk"] = lambda: self._watch_walk(stand, leave)
-        watches = [watched(again(name, work, self._deps.clock), orphaned, name=name) for name, work in works.items()]
+        watches = self._beside(**works)
         try:
             await self.read_at(position, stand, lease, leave)
         finally:

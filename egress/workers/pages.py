@@ -4,7 +4,7 @@ import http.client
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,15 +41,13 @@ def _ask(worker: WorkerProcess, path: str) -> Said:
     said = Said(worker.index, worker.pid, worker.restarts, worker.port)
     if not said.port:
         return said
-    connection = http.client.HTTPConnection("127.0.0.1", said.port, timeout=TIMEOUT)
     try:
-        connection.request("GET", path, headers={"Accept": "text/plain;version=0.0.4"})
-        answer = connection.getresponse()
-        return replace(said, status=answer.status, text=answer.read().decode())
+        with closing(http.client.HTTPConnection("127.0.0.1", said.port, timeout=TIMEOUT)) as connection:
+            connection.request("GET", path, headers={"Accept": "text/plain;version=0.0.4"})
+            answer = connection.getresponse()
+            return replace(said, status=answer.status, text=answer.read().decode())
     except (OSError, http.client.HTTPException, ValueError):
         return said
-    finally:
-        connection.close()
 
 
 @dataclass(slots=True)
@@ -87,24 +85,17 @@ def labelled(sample: str, worker: str) -> str:
     return f'{sample[:space]}{{worker="{worker}"}}{sample[space:]}'
 
 
-Ask = Callable[[Sequence[WorkerProcess], str], list[Said]]
-
-
 class WorkerPages(Pages):
-    """As the pages of one process. `health` is the parent's, and `ask` asks the workers."""
+    """As the pages of one process. `health` is the parent's, and `ask` asks the workers for a path."""
 
     def __init__(
-        self,
-        health: Health,
-        workers: Sequence[WorkerProcess],
-        registry: CollectorRegistry = REGISTRY,
-        ask: Ask = ask_all,
+        self, health: Health, ask: Callable[[str], list[Said]], registry: CollectorRegistry = REGISTRY
     ) -> None:
         super().__init__(health, registry)
-        self._own, self._workers, self._ask = registry, workers, ask
+        self._own, self._ask = registry, ask
 
     def document(self) -> dict[str, Any]:
-        said = self._ask(self._workers, "/status")
+        said = self._ask("/status")
         workers = {each: _of_worker(each) for each in said}
         problems = [
             f"worker {each.index}: {problem}"
@@ -116,7 +107,7 @@ class WorkerPages(Pages):
         return {**status, "workers": {str(each.index): found for each, found in workers.items()}}
 
     def _metrics(self, _accept: str) -> Answer:
-        said = self._ask(self._workers, "/metrics")
+        said = self._ask("/metrics")
         pages = {str(each.index): each.text for each in said if each.status == 200}
         page = merged(generate_latest(self._own).decode(), pages)
         return 200, CONTENT_TYPE_PLAIN_0_0_4, page.encode()
@@ -125,7 +116,7 @@ class WorkerPages(Pages):
         """A worker that is being started again is no reason to restart the parent; one that hangs is."""
         hanging = [
             f"worker {each.index}: {each.text.strip() or 'no answer'}"
-            for each in self._ask(self._workers, "/healthz")
+            for each in self._ask("/healthz")
             if each.port and each.status != 200
         ]
         return _text(503, hanging) if hanging else super()._healthz(accept)
@@ -133,7 +124,7 @@ class WorkerPages(Pages):
     def _readyz(self, _accept: str) -> Answer:
         problems = [
             f"worker {each.index}: {escaped(line)}"
-            for each in self._ask(self._workers, "/readyz")
+            for each in self._ask("/readyz")
             if each.status != 200
             for line in each.text.splitlines() or [_why_silent(each)]
         ]

@@ -87,10 +87,8 @@ class WorkerProcess:
         """
         mine, other = socket.socketpair()
         with mine:
-            try:
+            with other:
                 process = await self._start(other)
-            finally:
-                other.close()
             self.pid = process.pid
             log.info("worker started", action="worker_started", worker=self.index, pid=process.pid)
             reading = watched(self._read(mine), self._unreadable, name=f"line of worker {self.index}")
@@ -101,16 +99,11 @@ class WorkerProcess:
                 await end(reading)
 
     async def _start(self, line: socket.socket) -> asyncio.subprocess.Process:
-        place = WorkerPlace(self.index, self._count, line.fileno())
+        descriptor, nothing = line.fileno(), asyncio.subprocess.DEVNULL
+        command = (*self._command, "--worker", str(WorkerPlace(self.index, self._count, descriptor)))
+        # A session of its own: a terminal's Ctrl-C is for the parent, which passes it on once.
         return await asyncio.create_subprocess_exec(
-            *self._command,
-            "--worker",
-            str(place),
-            stdin=asyncio.subprocess.DEVNULL,
-            env=self._environment,
-            pass_fds=(line.fileno(),),
-            # A terminal's Ctrl-C is for the parent, which passes it on once.
-            start_new_session=True,
+            *command, stdin=nothing, env=self._environment, pass_fds=(descriptor,), start_new_session=True
         )
 
     async def _read(self, line: socket.socket) -> None:

@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 
 from common.clock import Backoff, Clock, SystemClock
@@ -17,15 +18,14 @@ from common.service.metrics import counter, gauge
 from common.service.monitor import Health, Monitor
 from common.service.process import exit_at_once, hangups, stop_on_signals
 from common.settings.root import Settings
-from common.tasks import Stop, end, orphaned, wait_for, watched
+from common.tasks import GOOD_WHILE, Stop, end, orphaned, wait_for, watched
 from egress.partition import require_feeds
-from egress.workers.pages import WorkerPages
+from egress.workers.pages import WorkerPages, ask_all
 from egress.workers.process import FINAL, WorkerProcess, worst
 
 log = get_logger("egress.workers")
 
 
-GOOD_WHILE = 60.0  # seconds that a worker runs before its end counts as the first
 BEAT = 1.0  # seconds between two of the parent's event loop
 KILL_MARGIN = 10.0  # seconds beyond the shutdown timeout until a worker that does not end is killed
 
@@ -73,13 +73,8 @@ class Crew:
             if self._clock.monotonic() - started > GOOD_WHILE:
                 backoff.reset()
             seconds = backoff.next()
-            log.error(
-                "worker ended, to be started again",
-                action="worker_restart",
-                worker=worker.index,
-                exit_code=code,
-                seconds=round(seconds, 2),
-            )
+            context = {"worker": worker.index, "exit_code": code, "seconds": round(seconds, 2)}
+            log.error("worker ended, to be started again", action="worker_restart", **context)
             if await wait_for(self._ending, seconds):
                 return code
             worker.restarts += 1
@@ -116,12 +111,10 @@ async def run_workers(config: str, settings: Settings, count: int) -> int:
     workers = [WorkerProcess(index, count, command(config), environment) for index in range(count)]
     crew = Crew(workers, settings.egress.shutdown_timeout, clock, random.SystemRandom())
     health = Health(clock)
-    monitor = Monitor(settings.egress.monitor.listen, health, pages=WorkerPages(health, workers))
+    monitor = Monitor(settings.egress.monitor.listen, health, pages=WorkerPages(health, partial(ask_all, workers)))
     monitor.start()
-    try:
+    with closing(monitor):
         return await _run(crew, health, clock)
-    finally:
-        monitor.close()
 
 
 async def _run(crew: Crew, health: Health, clock: Clock) -> int:

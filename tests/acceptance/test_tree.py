@@ -108,7 +108,7 @@ def tree(tmp_path: Path) -> Iterable[Tree]:
 async def egress(config: Path) -> AsyncIterator[None]:
     """Egress in this process, drained at the end."""
     stop, clock = Stop(), SystemClock()
-    task = asyncio.create_task(Egress(load(str(config)), QUICK, 0.3, clock, Health(clock), stop).run())
+    task = asyncio.create_task(Egress(load(str(config)), QUICK, clock, Health(clock), stop).run())
     try:
         yield
     finally:

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from tests.support.invariants import rows_balance, unread_is_named
 SITE = "site"
 QUICK = Tuning(
     pulling=Pulling(batch=500, heartbeat=0.3, expires=5.0, inactive=60.0),
-    pace=EgressTuning(tick=0.05, check=0.3, advance=0.1, idle=0.3, alive=3600.0),
+    pace=EgressTuning(tick=0.05, check=0.3, advance=0.1, idle=0.3, alive=3600.0, reexamine=0.3),
     confirming=Confirming(times=3, span=0.3, attempts=12),
 )
 
@@ -139,7 +139,8 @@ class Bench:
         """Run egress as a task, over `objects` instead of the bench's own and by `clock`, if given."""
         clock = clock or SystemClock()
         health, stop = Health(clock), Stop()
-        service = EgressService(settings, tuning, reexamine, clock, health, stop, objects)
+        patient = replace(tuning, pace=replace(tuning.pace, reexamine=reexamine))
+        service = EgressService(settings, patient, clock, health, stop, objects)
         return Running(health, stop, asyncio.create_task(service.run()))
 
     @asynccontextmanager

@@ -97,4 +97,4 @@ if __name__ == "__main__":
     # Not through the checks of files: a test may set what users cannot yet.
     settings = Settings.model_validate(yaml.safe_load(Path(sys.argv[1]).read_text()))
     logs.configure(settings.log.level, settings.log.format, instance=settings.instance)
-    sys.exit(run_async(serve(settings, tuning=QUICK, reexamine=0.3)))
+    sys.exit(run_async(serve(settings, tuning=QUICK)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ class Server:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, whole: bool = False) -> None:
         self.generation, self.sent, self.deaf, self.whole = 0, [], set[int](), whole
         self.delivered, self.acked, self.found, self.refused = 0, set[int](), "now", False
+        self.clock = ManualClock()
         monkeypatch.setattr(acknowledging, "consumer_info", self.info)
 
     def send(self, data: bytes) -> None:
@@ -53,8 +55,8 @@ class Server:
 
 def acks(server: Any, **settings: Any) -> Acknowledging:
     account = MemoryBudget(10**9).account(lambda: None)
-    settings = {"whole": False, "first": 1, **settings}
-    return Acknowledging(server, "S", info(), ManualClock(), account, **settings)
+    consumer = replace(info(), config={"ack_policy": "all" if server.whole else "explicit"})
+    return Acknowledging(server, "S", consumer, account, **{"first": 1, **settings})
 
 
 def deliver(server: Server, made: Acknowledging, *sequences: int, reply: bytes = SHORT) -> None:
@@ -79,7 +81,7 @@ async def test_each_message_is_acknowledged_up_to_the_last_one(monkeypatch: pyte
 
 async def test_all_up_to_a_message_are_acknowledged_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(monkeypatch, whole=True)
-    made = acks(server, whole=True)
+    made = acks(server)
     deliver(server, made, *range(1, 5001))
     await made.upto(4000)
     assert set(server.sent) <= {(1, 1), (4000, 4000)}
@@ -89,7 +91,7 @@ async def test_all_up_to_a_message_are_acknowledged_by_one(monkeypatch: pytest.M
 async def test_what_is_kept_is_charged_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     server, budget = Server(monkeypatch), MemoryBudget(10**9)
     account = budget.account(lambda: None)
-    made = Acknowledging(server, "S", info(), ManualClock(), account, whole=False, first=1)  # type: ignore[arg-type]
+    made = Acknowledging(server, "S", info(), account, first=1)  # type: ignore[arg-type]
     deliver(server, made, *range(1, 1001))
     assert budget.used == 8_000
     await made.upto(400)

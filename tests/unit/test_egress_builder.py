@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from common.segments.columns import Columns
 from common.segments.segment import Reason
 from common.sequences import SequenceRange
+from common.settings.egress import SegmentSettings
 from egress.batch import SAMPLED_OUT, TOO_OLD, MessageBatch
 from egress.builder import (
     GAP_AGE,
@@ -20,13 +21,13 @@ from egress.builder import (
     Close,
     Emitted,
     Piece,
-    SegmentLimits,
     attribute,
     before_first_gap,
     gone_before_read,
     unread,
 )
 from egress.memory import MemoryAccount, MemoryBudget
+from egress.partition import Position
 from tests.support.basics import is_gapless
 from tests.support.clock import ManualClock
 
@@ -56,12 +57,11 @@ class Bench:
         self.account: MemoryAccount = MemoryBudget(1 << 30).account(lambda: None)
         limits = {"max_messages": 1_000_000, "max_size": 1 << 30, "max_age": 60.0, **closing}
         self.builder = Builder(
-            SegmentLimits(**limits),  # type: ignore[arg-type]
+            SegmentSettings.model_construct(**limits),  # type: ignore[arg-type]
             self.clock,
             self.account,
             self.emitted.append,
-            first=first,
-            until=until,
+            Position(first, until),
             sampled=sampled,
         )
 

@@ -28,6 +28,7 @@ from egress.builder import Close, Piece
 from egress.encoder import BATCH_ROWS, Encoder, SegmentFile, SourceQuestions
 from egress.identity import SourceStream
 from egress.memory import MemoryBudget
+from egress.partition import Partition
 from egress.report import FeedReport
 from egress.sampling.settings import Sampling
 
@@ -68,18 +69,20 @@ def thread() -> Iterator[Threads]:
     threads.close()
 
 
+def deps(folder: Path, feed: FeedSettings, thread: Threads | None = None) -> Any:
+    return SimpleNamespace(
+        partition=Partition("site", feed),
+        store=SimpleNamespace(new_spool=Spool(folder).new_file, subject_statistics=True),
+        writer="test",
+        report=FeedReport(CHAIN, "S", Health(SystemClock())),
+        pools=SimpleNamespace(encoder=thread),
+    )
+
+
 def encoder(thread: Threads, folder: Path, source: Source, *, fills_hole: bool = False) -> Encoder:
     account = MemoryBudget(1 << 30).account(lambda: None)
-    report = FeedReport(CHAIN, "S", Health(SystemClock()))
-    spool = Spool(folder)
-    return Encoder(
-        thread,
-        account,
-        report,
-        lambda: SegmentFile(CHAIN, spool.new_file, writer="test", compression_level=1, filtered=False),
-        source,  # type: ignore[arg-type]
-        fills_hole=fills_hole,
-    )
+    made: Any = source
+    return Encoder(deps(folder, FeedSettings(stream="S"), thread), CHAIN, account, made, fills_hole=fills_hole)
 
 
 def coverages(encoder: Encoder) -> list[str]:
@@ -205,9 +208,7 @@ def sampled_piece(number: int, rows: int) -> Piece:
 @pytest.mark.parametrize("rows", [0, 1, 10])
 def test_pieces_with_a_few_rows_each_become_a_file_like_any_other(tmp_path: Path, rows: int) -> None:
     """99.9 % sampled out: neither a batch nor a row group nor a page for each piece."""
-    draft = SegmentFile(
-        CHAIN, Spool(tmp_path).new_file, writer="test", compression_level=1, filtered=False, sampling=SAMPLING
-    )
+    draft = SegmentFile(deps(tmp_path, FEED), CHAIN)
     for number in range(300):
         draft.add(sampled_piece(number, rows), 1)
         assert draft.held <= 164 * rows * (number + 1) + 600 * BATCH_ROWS

@@ -101,7 +101,7 @@ async def test_the_report_tells_it_once_and_takes_it_back(monkeypatch: pytest.Mo
         assert sequence == 51
         return waits
 
-    liveness = Liveness(60, 300, waiting, report, clock)
+    liveness = Liveness(ProgressCheck(60, 300, clock.monotonic()), waiting, report, clock)
 
     def stalled() -> float | None:
         return REGISTRY.get_sample_value("floe_egress_stalled", {"site": "s", "feed": feed, "partition": "0"})
@@ -128,14 +128,14 @@ async def test_a_stall_that_lasts_over_several_readers_is_told_once(monkeypatch:
 
     fresh = replace(HALF, count=0)
     for _ in range(3):
-        liveness = Liveness(60, 300, waiting, report, clock)
+        liveness = Liveness(ProgressCheck(60, 300, clock.monotonic()), waiting, report, clock)
         for _ in range(3):
             doubt = await liveness.look(fresh)
             clock.advance(30)
         assert doubt is not None
     assert told == ["E-STALLED"]
 
-    liveness = Liveness(60, 300, waiting, report, clock)
+    liveness = Liveness(ProgressCheck(60, 300, clock.monotonic()), waiting, report, clock)
     await liveness.look(HALF)  # it has received something
     for _ in range(3):
         clock.advance(30)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from common.clock import DELAYS, Backoff
 from common.errors import Unavailable
 from common.tasks import Stop, end, unless
-from egress.deps import Confirming
+from egress.deps import Tuning
 from egress.evidence import confirm
 from egress.memory import LARGEST_WINDOW, MemoryBudget
 from tests.support.clock import ManualClock
@@ -27,7 +29,8 @@ def answers(*values: str) -> Callable[[], Awaitable[str]]:
 
 
 async def settle(ask: Callable[[], Awaitable[str]], clock: ManualClock) -> str:
-    return await confirm(ask, clock, Confirming(), harmless=lambda a: a == "same", outline=lambda a: a[0])
+    deps: Any = SimpleNamespace(clock=clock, tuning=Tuning(), freshly=lambda question: question(None))
+    return await confirm(deps, lambda _: ask(), harmless=lambda a: a == "same", outline=lambda a: a[0])
 
 
 async def test_a_harmless_answer_is_taken_at_once() -> None:

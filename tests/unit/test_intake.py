@@ -6,9 +6,11 @@ from collections.abc import Iterable
 
 from common.segments.columns import Columns
 from common.sequences import SequenceRange
+from common.settings.egress import SegmentSettings
 from egress.advisories.advisory import Advisory, Event
-from egress.builder import Builder, Close, Emitted, Piece, SegmentLimits
+from egress.builder import Builder, Close, Emitted, Piece
 from egress.memory import MemoryBudget
+from egress.partition import Position
 from egress.sampling.filters import PreFilter, SampledStretch, SamplingStage, Tracking
 from egress.sampling.sampler import SampledBatch
 from tests.support.clock import ManualClock
@@ -66,16 +68,9 @@ class Bench:
     def __init__(self, stretch: SampledStretch, again: tuple[int, int] | None = None, *, keep: int = 0) -> None:
         self.emitted: list[Emitted] = []
         account = MemoryBudget(1 << 30).account(lambda: None)
-        closing = SegmentLimits(1_000, 1 << 30, 60.0)
-        self.builder = Builder(
-            closing,
-            ManualClock(),
-            account,
-            self.emitted.append,
-            first=stretch.write_from,
-            until=stretch.until,
-            sampled=True,
-        )
+        closing = SegmentSettings.model_construct(max_messages=1_000, max_size=1 << 30, max_age=60.0)
+        position = Position(stretch.write_from, stretch.until)
+        self.builder = Builder(closing, ManualClock(), account, self.emitted.append, position, sampled=True)
         self.sampler, self.taken = Folding(), Taken()
         self.written_from: list[tuple[int, bool]] = []
         self.batches_at: list[int] = []

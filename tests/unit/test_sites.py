@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from common.segments.documents import ChainStore
 from common.segments.keys import Layout
 from common.service.process import Threads
 from common.tasks import Stop
+from egress.deps import EgressTuning, Tuning
 from egress.heartbeats import SignOfLife
 from ingress.discovery.sites import Sites
 from tests.support.basics import soon
@@ -67,7 +69,9 @@ async def test_while_the_store_is_away_nobody_becomes_silent_and_the_dead_stay_s
 async def test_a_sign_of_life_that_could_not_be_put_is_put_soon(tmp_path: Path) -> None:
     store = FaultyStore(LocalObjects(tmp_path)).on("put", away, nth=1)
     documents = ChainStore(store, Layout(""))  # type: ignore[arg-type]
-    sign = SignOfLife(CHAIN.site, "host", "o", (), documents, None, SystemClock(), 12.0)  # type: ignore[arg-type]
+    tuning = Tuning(pace=EgressTuning(alive=12.0))
+    deps: Any = SimpleNamespace(chains=documents, clock=SystemClock(), tuning=tuning)
+    sign = SignOfLife(CHAIN.site, "host", "o", (), deps, None)  # type: ignore[arg-type]
     stop = Stop()
     running = asyncio.create_task(sign.run(stop))
     await soon(lambda: len(documents.listed_alive()) == 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -12,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from common.errors import UsageError
 from common.service.monitor import MAX_BEAT_AGE, Health
 from egress.workers.pages import Said, WorkerPages, labelled, merged
-from egress.workers.process import WorkerPlace, WorkerProcess, exit_code, worst
+from egress.workers.process import WorkerPlace, exit_code, worst
 from tests.support.clock import ManualClock
 
 
@@ -64,11 +63,11 @@ def test_without_workers_the_own_page_stands() -> None:
 def pages(*said: Said) -> tuple[WorkerPages, ManualClock, list[str]]:
     clock, asked = ManualClock(), []
 
-    def ask(_workers: Sequence[WorkerProcess], path: str) -> list[Said]:
+    def ask(path: str) -> list[Said]:
         asked.append(path)
         return list(said)
 
-    return WorkerPages(Health(clock), [], CollectorRegistry(), ask), clock, asked
+    return WorkerPages(Health(clock), ask, CollectorRegistry()), clock, asked
 
 
 def answer(found: WorkerPages, path: str) -> tuple[int, str]:
