@@ -68,18 +68,11 @@ def held_error(advice: Advice, target: str, key: str, holder: str) -> HeldError:
     )
 
 
-class Tenures:
-    """The right to carry while all of `leases` may be used (`ingress.verdict.settle.Tenure`)."""
-
-    def __init__(self, *leases: Lease) -> None:
-        self._leases = leases
+class Tenures(tuple[Lease, ...]):
+    """The right to carry while all of these leases may be used (`ingress.verdict.settle.Tenure`)."""
 
     def is_usable(self) -> bool:
-        return all(lease.is_usable() for lease in self._leases)
-
-    @property
-    def is_lost(self) -> bool:
-        return any(lease.lost.is_set for lease in self._leases)
+        return all(lease.is_usable() for lease in self)
 
 
 class Replay:
@@ -237,7 +230,7 @@ class Replay:
                 lease = await self._acquired(leases, key, stop)
                 # From now on: planning may take longer than a lease lives.
                 held[lease] = watched(lease.keep(), orphaned, name=f"keep-{key}")
-            yield Tenures(*held)
+            yield Tenures(held)
         finally:
             for lease, keeping in held.items():
                 await end(keeping)
@@ -341,9 +334,8 @@ class Carrying:
         """
         info = await self._look()
         keeper, envelope = await self._work.keeper(self._client, self._receipt)
-        settings = target_settings(self._receipt.request)
-        limits = shape_of(self._client, info, settings)
-        chains = ReplayRoster(settings, limits, self._receipt.request, self._limits)
+        limits = shape_of(self._client, info, target_settings(self._receipt.request))
+        chains = ReplayRoster(limits, self._advice, self._limits)
         source, publisher = await self._source(chains), await self._publisher(info, stop)
         delivery = self._delivery(keeper, source, publisher, chains)
         try:
@@ -381,7 +373,7 @@ class Carrying:
         """Tell how far it is; ends everything when a lease is lost."""
         clock = self._work.clock
         begun, started = self._progress(self._begun, 0), clock.monotonic()
-        while not self._tenures.is_lost:
+        while not any(lease.lost.is_set for lease in self._tenures):
             await clock.sleep(WATCH_SPACING)
             now, at = self._progress(delivery.state, source.bytes_done), clock.monotonic()
             text = progress_line(now, begun, at - started)
@@ -412,10 +404,8 @@ class Carrying:
         def may_skip(chain: Chain, hole: SequenceRange) -> bool:
             return skips or not holes(gaps[chain], hole)
 
-        limit = work.service.memory_limit
-        return ReplaySource(
-            self._receipt.ranges, work.store, work.documents, work.threads, chains, may_skip, limit, self._advice
-        )
+        ranges, limit = self._receipt.ranges, work.service.memory_limit
+        return ReplaySource(ranges, work.store, work.documents, work.threads, chains, may_skip, limit)
 
     async def _publisher(self, info: StreamInfo, stop: Stop) -> Publisher:
         client, pace = self._client, self._work.options.pace
