@@ -41,7 +41,7 @@ from ingress.replay.plan import ChainRange, ReplayPlan
 from ingress.replay.receipt import Remembered, receipt_key
 from ingress.replay.replay import Replay
 from ingress.replay.request import ReplayOptions, ReplayResult, Request
-from ingress.replay.survey import former_of, known_chains
+from ingress.replay.survey import known_chains
 
 log = get_logger("ingress.replay.drill")
 
@@ -315,7 +315,7 @@ class Drill:
 
     async def _compared(self, work: Replay, client: FloeClient, plan: ReplayPlan, stop: Stop) -> DrillReport:
         result = await work.run(client, stop)
-        former = await former_of(client, work.service.state_bucket, self.stream)
+        former = await work.former(client)
         if not result.finished or not isinstance(former, Remembered) or stop.is_set:
             raise Unavailable("the drill was stopped before its end", hint="give the same command again")
         found = await self._found(client)

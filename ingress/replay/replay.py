@@ -15,9 +15,9 @@ from common.clock import Backoff, Clock, doubling
 from common.errors import FloeError, LeaseLost, Unavailable
 from common.failpoints import failpoint
 from common.jetstream.api import StreamInfo
-from common.jetstream.buckets import open_leases, open_state
+from common.jetstream.buckets import open_leases, open_state, optional_leases
 from common.jetstream.client import FloeClient, connect
-from common.jetstream.kv import BucketGone, KeyValue, state_key
+from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Lease, Leases, new_owner, owner_text
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
@@ -38,10 +38,10 @@ from ingress.publishers.publisher import Publisher, Replies
 from ingress.replay import target
 from ingress.replay.output import ReplayProgress, Teller, progress_line, standing
 from ingress.replay.pace import Interrupted, PacedPublisher
-from ingress.replay.receipt import Receipt, ReceiptBucket, Remembered, Unreadable, receipt_key
+from ingress.replay.receipt import Receipt, ReceiptBucket, Remembered, Unreadable, receipt_key, remembered
 from ingress.replay.request import Advice, ReplayOptions, ReplayResult, Request
 from ingress.replay.source import ReplayRoster, ReplaySource, target_settings
-from ingress.replay.survey import Outlook, ReplaySurvey, check_plan, continued, former_of, outlook
+from ingress.replay.survey import Outlook, ReplaySurvey, check_plan, continued
 from ingress.rows.prepare import TargetLimits
 from ingress.verdict.settle import Reconciler
 from ingress.verdict.verdict import Finding, IntentVerdict, TargetErrors, TargetReading, TargetStream
@@ -58,8 +58,9 @@ class HeldError(LeaseLost):
     default_code = "E-REPLAY-RUNS"
 
 
-def held_error(advice: Advice, target: str, key: str, holder: str) -> HeldError:
+def held_error(advice: Advice, key: str, holder: str) -> HeldError:
     """What to say where `holder` holds the lease `key` on the target."""
+    target = advice.request.target
     what, then = "a replay", "wait until it is done, or stop it there"
     if key == state_key(INGRESS, target):
         what, then = "ingress", "stop that ingress, or replay into another stream (--target)"
@@ -127,8 +128,15 @@ class Replay:
 
     async def outlook(self, client: FloeClient) -> Outlook:
         """What `run` would do; nothing is written. Raises what speaks against the target's kind."""
-        survey = ReplaySurvey(self.store, self.documents, self.threads, self.clock, self.request)
-        return await outlook(client, survey, self._advice, self.service.state_bucket)
+        request = self.request
+        survey = ReplaySurvey(self.store, self.documents, self.threads, self.clock, request)
+        plan, stream = await survey.look()
+        target.check_source(self._advice, stream)
+        info = await target.look(client, request)
+        recipe = target.recipe(request, stream) if info is None and stream else None
+        config = info.config if info else recipe.config if recipe else {}
+        notes = (*survey.notes, *target.notes(config, plan, request, stream))
+        return Outlook(plan, stream, info, recipe, await self.former(client), notes)
 
     async def refusal(self, client: FloeClient, view: Outlook) -> FloeError | None:
         """Why `run` would refuse now; None where it would begin, or go on. Nothing is written."""
@@ -153,18 +161,14 @@ class Replay:
 
     async def _check_free(self, client: FloeClient) -> None:
         """Raises HeldError where somebody holds a lease on the target now. No bucket is made for it."""
-        bucket = KeyValue(client, self.service.lease_bucket, ttl=self.service.lease_ttl, replicas=1)
+        leases = optional_leases(client, self.service, self._owner, self.clock)
         for key in self._keys:
-            try:
-                entry = await bucket.get(key)
-            except BucketGone:
-                return
-            if entry is not None:
-                holder = owner_text(entry.value.decode("utf-8", "backslashreplace"))
-                raise held_error(self._advice, self.request.target, key, holder)
+            if (holder := await leases.holder(key)) is not None:
+                raise held_error(self._advice, key, owner_text(holder))
 
-    async def _former(self, client: FloeClient) -> Remembered | Unreadable | None:
-        return await former_of(client, self.service.state_bucket, self.request.target)
+    async def former(self, client: FloeClient) -> Remembered | Unreadable | None:
+        """The last replay into the target; no bucket is made to find out."""
+        return await remembered(KeyValue.optional(client, self.service.state_bucket), self.request.target)
 
     # Running
 
@@ -193,17 +197,17 @@ class Replay:
     async def _revision(self, client: FloeClient) -> int:
         """Something that changes with every step of the replay; 0 where nobody can tell now."""
         try:
-            former = await self._former(client)
+            former = await self.former(client)
         except FloeError:
             return 0
         return former.revision if former else 0
 
     async def _attempt(self, client: FloeClient, stop: Stop, started: float) -> ReplayResult:
-        if not self._begun and await self._former(client) is None:
+        if not self._begun and await self.former(client) is None:
             # Before its lease: nobody shall stop an ingress for what is refused afterwards.
             await target.check_ingress(client, self._settings.ingress.state_bucket, self.request.target)
         async with self._leased(client, stop) as tenures:
-            former = continued(self._advice, await self._former(client))
+            former = continued(self._advice, await self.former(client))
             if former is not None and former.receipt.finished:
                 self._former_rows = _rows(former.receipt, former.state)
                 return self._result(former.receipt, former.state, started, finished=True, was_done=True)
@@ -242,7 +246,7 @@ class Replay:
         while (lease := await leases.acquire(key)) is None:
             holder = owner_text(await leases.holder(key) or "nobody any more")
             if stop.is_set or self.clock.monotonic() > deadline:
-                raise held_error(self._advice, self.request.target, key, holder)
+                raise held_error(self._advice, key, holder)
             if not is_told:
                 self.teller.say(f"waiting for the lease of {holder}")
                 is_told = True
@@ -279,7 +283,7 @@ class Replay:
         checkpoint = Checkpoint(info.last_sequence, info.created, positions, info.last_sequence)
         state = TargetState(checkpoint)
         if view.former is not None:
-            bucket = KeyValue(client, self.service.state_bucket, ttl=None, replicas=1)
+            bucket = KeyValue(client, self.service.state_bucket)
             await bucket.delete(receipt_key(self.request.target), view.former.revision)
         keeper, _ = await self.keeper(client, receipt)
         if await keeper.save(state, 0) is None:
