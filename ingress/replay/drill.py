@@ -5,9 +5,11 @@ from __future__ import annotations
 import secrets
 from array import array
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
 from hashlib import blake2b
 from typing import Any
 
@@ -175,7 +177,7 @@ class Scratch:
         """Delete the stream and what is remembered of it; what fails here, the next drill does."""
         try:
             await self._delete(stream)
-            state = KeyValue(self._client, self._settings.state_bucket, ttl=None, replicas=1)
+            state = KeyValue(self._client, self._settings.state_bucket)
             with suppress(BucketGone):
                 if await state.get(receipt_key(stream)) is not None:
                     await state.delete(receipt_key(stream))
@@ -321,10 +323,8 @@ class Drill:
         found = await self._found(client)
         ranges, problems = former.receipt.ranges, list[str]()
         expected = await self._threads.run(self._expected, ranges, problems)
-        total = Differences()
-        for chain in sorted({*expected, *found}):
-            one = compare(expected.get(chain, Trail()), found.get(chain, Trail()), str(chain))
-            total = total.plus(one)
+        compared = (compare(expected[chain], found[chain], str(chain)) for chain in sorted({*expected, *found}))
+        total = reduce(Differences.plus, compared, Differences())
         # Holes are told by the plan, those that are accepted are none.
         told = tuple(line for line in problems if not line.startswith("no segment covers"))
         full = await self._threads.run(self._full_seconds, work.request, plan, result)
@@ -344,36 +344,35 @@ class Drill:
 
     # What came back, and what should have
 
-    async def _found(self, client: FloeClient) -> dict[Chain, Trail]:
+    async def _found(self, client: FloeClient) -> defaultdict[Chain, Trail]:
         if (info := await stream_info(client, self.stream)) is None:
             raise Unavailable(f"scratch stream {self.stream} is gone")
-        trails: dict[Chain, Trail] = {}
-        strip = len(self.prefix) + 1
+        trails, strip = defaultdict[Chain, Trail](Trail), len(self.prefix) + 1
 
         def take(stored: Message) -> None:
             origin, headers = restore(stored.headers)
             if origin is None:
-                trails.setdefault(_FOREIGN, Trail()).add(stored)
+                trails[_FOREIGN].add(stored)
                 return
-            message = Message(origin.sequence, origin.timestamp_ns, stored.subject[strip:], headers, stored.payload)
-            trails.setdefault(origin.chain, Trail()).add(message)
+            subject = stored.subject[strip:]
+            trails[origin.chain].add(Message(origin.sequence, origin.timestamp_ns, subject, headers, stored.payload))
 
         if info.messages:
             await read_through(client, info.name, info.last_sequence, take)
         return trails
 
-    def _expected(self, ranges: tuple[ChainRange, ...], problems: list[str]) -> dict[Chain, Trail]:
+    def _expected(self, ranges: tuple[ChainRange, ...], problems: list[str]) -> defaultdict[Chain, Trail]:
         """By another way through the archive than the replay took. Blocking."""
-        trails: dict[Chain, Trail] = {}
+        trails = defaultdict[Chain, Trail](Trail)
         for each in ranges:
-            trail = trails.setdefault(each.chain, Trail())
             document = self._documents.read_chain(each.chain)
             relay = document is not None and document.relay
             refs = self._store.list(each.chain, position=each.rows.first)
             for batch in read_cover(self._store, refs, each.rows, problems.append):
                 for message in messages(batch):
                     # Former hops of a relay stand among those that the replay adds.
-                    trail.add(replace(message, headers=restore(message.headers)[1]) if relay else message)
+                    kept = replace(message, headers=restore(message.headers)[1]) if relay else message
+                    trails[each.chain].add(kept)
         return trails
 
     def _full_seconds(self, request: Request, plan: ReplayPlan, result: ReplayResult) -> float | None:

@@ -268,20 +268,12 @@ class Replay:
             self.teller.say(f"note: {note}")
         await self._check(client, view)
         info = view.info or await self._created(client, view)
-        plan = view.plan
-        receipt = Receipt(
-            self.request,
-            tuple(chain.range for chain in plan.chains),
-            info.last_sequence,
-            plan.rows,
-            plan.is_exact,
-            self.clock.now(),
-            skips_holes=self.options.skip_holes,
-        )
-        positions = {each.chain: each.rows.first for each in receipt.ranges}
+        plan, last = view.plan, info.last_sequence
+        ranges, skips = tuple(chain.range for chain in plan.chains), self.options.skip_holes
+        receipt = Receipt(self.request, ranges, last, plan.rows, plan.is_exact, self.clock.now(), skips_holes=skips)
         # What stands there already need not be ours: it is not looked at.
-        checkpoint = Checkpoint(info.last_sequence, info.created, positions, info.last_sequence)
-        state = TargetState(checkpoint)
+        positions = {each.chain: each.rows.first for each in ranges}
+        state = TargetState(Checkpoint(last, info.created, positions, last))
         if view.former is not None:
             bucket = KeyValue(client, self.service.state_bucket)
             await bucket.delete(receipt_key(self.request.target), view.former.revision)
@@ -311,7 +303,7 @@ class Replay:
     ) -> ReplayResult:
         rows, seconds = _rows(receipt, state), self.clock.monotonic() - started
         now = rows - self._former_rows
-        return ReplayResult(finished, was_done, rows, now, self._bytes, seconds, receipt.request.target)
+        return ReplayResult(finished, was_done, receipt.request.target, rows, now, self._bytes, seconds)
 
 
 def _rows(receipt: Receipt, state: TargetState) -> int:
@@ -338,12 +330,14 @@ class Carrying:
         """
         info = await self._look()
         keeper, envelope = await self._work.keeper(self._client, self._receipt)
-        limits = shape_of(self._client, info, target_settings(self._receipt.request))
-        chains = ReplayRoster(limits, self._advice, self._limits)
-        source, publisher = await self._source(chains), await self._publisher(info, stop)
-        delivery = self._delivery(keeper, source, publisher, chains)
+        delivery, source, publisher = await self._assembled(info, keeper, stop)
         try:
-            await self._run_beside(delivery, source, stop)
+            async with either(stop, source.finished) as ended:
+                await beside(delivery.run(ended), source.run(), self._watch(delivery, source))
+        except BaseExceptionGroup as errors:
+            error = leading(errors)
+            if not isinstance(error, Interrupted):
+                raise error from None
         finally:
             self.state, self.bytes_done = delivery.state, source.bytes_done
             await publisher.aclose()
@@ -356,16 +350,6 @@ class Carrying:
         elif not stop.is_set:
             raise Unavailable(f"target {self._target}: its state was moved by somebody else")
         return self._is_done
-
-    async def _run_beside(self, delivery: Delivery, source: ReplaySource, stop: Stop) -> None:
-        sides = [source.run(), self._watch(delivery, source)]
-        try:
-            async with either(stop, source.finished) as ended:
-                await beside(delivery.run(ended), *sides)
-        except BaseExceptionGroup as errors:
-            error = leading(errors)
-            if not isinstance(error, Interrupted):
-                raise error from None
 
     @property
     def _is_done(self) -> bool:
@@ -399,33 +383,34 @@ class Carrying:
         """What the target takes now. Raises as looking at it."""
         return shape_of(self._client, await self._look(), target_settings(self._receipt.request))
 
+    async def _assembled(
+        self, info: StreamInfo, keeper: StateStore, stop: Stop
+    ) -> tuple[Delivery, ReplaySource, Publisher]:
+        """What carries from the archive into the target, which is as `info` says."""
+        work, client, advice, name = self._work, self._client, self._advice, self._target
+        limits = shape_of(client, info, target_settings(self._receipt.request))
+        chains = ReplayRoster(limits, advice, self._limits)
+        source = await self._source(chains)
+        chosen = choose(name, "auto", offered(client.server_version, info.config, frozenset()))
+        publisher = make(chosen, client, name, await Replies.open(client))
+        if work.options.pace is not None:
+            publisher = PacedPublisher(publisher, work.options.pace, work.clock, stop)
+        looker, spacing = TargetStream(client, name, work.connect), work.options.look_spacing
+        settler = Reconciler(ReplayChoices(advice), keeper, looker, self._tenures, work.clock, spacing)
+        server = ServerLimits(client, chains, source.reset, advice.refused("E-MSG-TOO-LARGE"))
+        return Delivery(name, keeper, settler, publisher, source, work.clock, limits=server), source, publisher
+
     async def _source(self, chains: ReplayRoster) -> ReplaySource:
-        work, call = self._work, self._work.threads.run
-        found = {each.chain: await call(work.documents.gaps, each.chain) for each in self._receipt.ranges}
+        work, call, ranges = self._work, self._work.threads.run, self._receipt.ranges
+        found = {each.chain: await call(work.documents.gaps, each.chain) for each in ranges}
         gaps = {chain: [gap.range for gap in accepted] for chain, accepted in found.items()}
         skips = self._receipt.skips_holes or work.options.skip_holes
 
         def may_skip(chain: Chain, hole: SequenceRange) -> bool:
             return skips or not holes(gaps[chain], hole)
 
-        ranges, limit = self._receipt.ranges, work.service.memory_limit
+        limit = work.service.memory_limit
         return ReplaySource(ranges, work.store, work.documents, work.threads, chains, may_skip, limit)
-
-    async def _publisher(self, info: StreamInfo, stop: Stop) -> Publisher:
-        client, pace = self._client, self._work.options.pace
-        chosen = choose(self._target, "auto", offered(client.server_version, info.config, frozenset()))
-        publisher = make(chosen, client, self._target, await Replies.open(client))
-        return publisher if pace is None else PacedPublisher(publisher, pace, self._work.clock, stop)
-
-    def _delivery(
-        self, keeper: StateStore, source: ReplaySource, publisher: Publisher, chains: ReplayRoster
-    ) -> Delivery:
-        work, clock = self._work, self._work.clock
-        looker = TargetStream(self._client, self._target, work.connect)
-        choices, spacing = ReplayChoices(self._advice), work.options.look_spacing
-        settler = Reconciler(choices, keeper, looker, self._tenures, clock, spacing)
-        limits = ServerLimits(self._client, chains, source.reset, self._advice.refused("E-MSG-TOO-LARGE"))
-        return Delivery(self._target, keeper, settler, publisher, source, clock, limits=limits)
 
 
 class ReplayChoices(TargetErrors):
@@ -439,8 +424,7 @@ class ReplayChoices(TargetErrors):
         found = super().error(verdict, seen, described)
         found.hint = self._advice.anew("stop what else writes to it, ")
         if verdict.finding is Finding.GONE:
-            anew = self._advice.same("--again", "--create")
-            found.hint = ways(("make it again and begin anew", anew))
+            found.hint = ways(("make it again and begin anew", self._advice.same("--again", "--create")))
         return found
 
     def no_checkpoint(self, reading: TargetReading | None) -> FloeError:
