@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from functools import partial
 
@@ -52,9 +52,7 @@ class CheckpointPlan:
     @property
     def changes(self) -> bool:
         """Whether there is anything to store."""
-        if self.known.problem:
-            return True
-        return self.correction.after != self.known.state
+        return bool(self.known.problem) or self.correction.after != self.known.state
 
 
 class CheckpointEditor:
@@ -211,23 +209,26 @@ class CheckpointEditor:
         """Have the marks stand in the bucket. Raises what the store raises."""
         if marks == ParkedMarks():
             return
-        threads, parked = Threads("marks", PARALLEL), self._parked(kept_as)
-        try:
+        with closing(Threads("marks", PARALLEL)) as threads:
+            parked = self._parked(kept_as)
             await in_threads(threads, parked.mark_left_out, [parked.name(*each) for each in marks.left_out])
             await in_threads(threads, parked.mark_delivered, [parked.name(*each) for each in marks.delivered])
-        finally:
-            threads.close()
 
 
 @asynccontextmanager
 async def opened(settings: Settings, target: str) -> AsyncIterator[CheckpointEditor]:
     """The desk of `target`. Raises UsageError where the configuration has no such target."""
-    found = [each for each in settings.ingress.targets if each.stream == target]
-    if not found:
-        named = ", ".join(each.stream for each in settings.ingress.targets) or "none"
-        raise UsageError(f"--target: expected one of {named}, found {target}")
+    found = target_named(settings, target)
     async with state_of_ingress(settings, "floe checkpoint") as (client, bucket):
-        yield CheckpointEditor(client, bucket, found[0], SystemClock(), partial(_parked, settings, target))
+        yield CheckpointEditor(client, bucket, found, SystemClock(), partial(_parked, settings, target))
+
+
+def target_named(settings: Settings, target: str) -> TargetSettings:
+    """The target of that name. Raises UsageError where the configuration has none."""
+    targets = {each.stream: each for each in settings.ingress.targets}
+    if target not in targets:
+        raise UsageError(f"--target: expected one of {', '.join(targets) or 'none'}, found {target}")
+    return targets[target]
 
 
 def _parked(settings: Settings, target: str, kept_as: ParkedAs) -> ParkedStore:

@@ -184,7 +184,9 @@ def accept(
     arithmetic tells what cannot be read. `repeats`: where nothing tells how much of a chain is stored, take
     the least. Raises CorrectionRefused where that is not allowed, naming each chain.
     """
-    stored = _stored(state, reading) if exclusive and not (census.foreign or census.strangers) else None
+    tells = exclusive and not (census.foreign or census.strangers)
+    verdict = judge(state, reading) if tells else None
+    stored = verdict.stored if verdict and verdict.finding is Finding.STORED else None
     positions, unknown = _found(state, reading, census, stored)
     if (unknown := unknown - {*told}) and not repeats:
         least = (f"{chain} at {positions.get(chain, 'its beginning')} or later" for chain in sorted(unknown))
@@ -201,12 +203,6 @@ def accept(
     marks = marks_of(state.intent, positions, stored, census, repeats=repeats)
     told_of = _of_accepting(state, reading, census, positions) + marks.told()
     return Correction(TargetState(checkpoint), told_of, marks)
-
-
-def _stored(state: TargetState, reading: TargetReading) -> int | None:
-    """How many messages of the open intent stand there; None where the arithmetic does not tell."""
-    verdict = judge(state, reading)
-    return verdict.stored if verdict.finding is Finding.STORED else None
 
 
 def _found(
@@ -236,10 +232,7 @@ def counted(positions: Positions, intent: Intent, stored: int, tail: object) -> 
         done.append(piece)
         stored -= piece.count
     after = advanced(positions, done)
-    if not stored:
-        return after, set()
-    piece = intent.pieces[len(done)]
-    if piece.out_of_turn:
+    if not stored or (piece := intent.pieces[len(done)]).out_of_turn:
         return after, set()
     if isinstance(tail, Origin):
         return {**after, piece.chain: tail.sequence + 1}, set()
