@@ -220,7 +220,7 @@ async def opened(settings: Settings, target: str) -> AsyncIterator[CheckpointEdi
     """The desk of `target`. Raises UsageError where the configuration has no such target."""
     found = target_named(settings, target)
     async with state_of_ingress(settings, "floe checkpoint") as (client, bucket):
-        yield CheckpointEditor(client, bucket, found, SystemClock(), partial(_parked, settings, target))
+        yield CheckpointEditor(client, bucket, found, SystemClock(), partial(open_parked, settings, target))
 
 
 def target_named(settings: Settings, target: str) -> TargetSettings:
@@ -231,6 +231,7 @@ def target_named(settings: Settings, target: str) -> TargetSettings:
     return targets[target]
 
 
-def _parked(settings: Settings, target: str, kept_as: ParkedAs) -> ParkedStore:
+def open_parked(settings: Settings, target: str, kept_as: ParkedAs | str) -> ParkedStore:
+    """What is parked for `target`, under the names of `kept_as`."""
     documents = open_chains(settings)
     return ParkedStore(documents.objects, documents.layout, target, kept_as)

@@ -7,7 +7,7 @@ import getpass
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from typing import TYPE_CHECKING
 
 import click
@@ -30,10 +30,9 @@ PAUSE_COLUMNS = ("target", "site", "feed", "incarnation", "partition", "since", 
 
 def _somebody() -> str:
     """Who runs the command, as far as this host knows."""
-    try:
+    name = "?"
+    with suppress(OSError, KeyError):
         name = getpass.getuser()
-    except (OSError, KeyError):
-        name = "?"
     return f"{name}@{socket.gethostname()}"
 
 

@@ -145,11 +145,9 @@ def _refused(why: str, way: str, pasted: str) -> DataError:
 
 
 def _store(config: str, target: str) -> ParkedStore:
-    from common.open import open_chains
-    from ingress.parked import ParkedStore
+    from ingress.operator.correct import open_parked
 
-    documents = open_chains(load_settings(config, quiet=True))
-    return ParkedStore(documents.objects, documents.layout, target, "")
+    return open_parked(load_settings(config, quiet=True), target, "")
 
 
 async def _current(config: str, target: str) -> ParkedStore:

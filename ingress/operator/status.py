@@ -223,9 +223,7 @@ def by_newest_incarnation(chains: Iterable[Chain], sightings: Mapping[Chain, Sig
 def with_plan(standing: ChainStatus, found: Inside, patience: float, now: float) -> ChainStatus:
     """`standing` with what a look into the archive shows. `patience`: seconds until what is late is lost."""
     plan = found.plan
-    since = plan.waiting_since
-    if plan.stretches:
-        since = plan.stretches[0].segment.modified
+    since = plan.stretches[0].segment.modified if plan.stretches else plan.waiting_since
     age = 0.0 if since is None else max(0.0, now - since)
     phase = Phase.LOST if plan.phase is Phase.LATE and age > patience else plan.phase
     why = f"{plan.hole} is missing" if plan.hole is not None else ""

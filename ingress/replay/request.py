@@ -241,11 +241,10 @@ class Advice:
 
     def source(self, name: str) -> str:
         """The stream that the feed was frozen from is `name` (empty: nobody knows), not the target."""
-        without = self._of(into_source=False)
-        left = (f"replay into {self.request.target}, which is another stream", without.same())
+        words, other = f"replay into {self.request.target}, which is another stream", self._of(into_source=False)
         if not name:
-            return ways(left)
-        return ways(("replay into the source", self._of(target=name).same()), (f"or {left[0]}", left[1]))
+            return ways((words, other.same()))
+        return ways(("replay into the source", self._of(target=name).same()), (f"or {words}", other.same()))
 
     def holes(self, chain: Chain, holes: tuple[SequenceRange, ...]) -> str:
         """Sequences that no segment covers."""
