@@ -88,8 +88,7 @@ async def _sight(client: FloeClient, bucket: KeyValue, target: TargetSettings) -
     if (info := await stream_info(client, target.stream)) is None:
         why = why or ("" if target.create else "target: no such stream")
     else:
-        headers = control_headers(target)
-        against = offered(client.server_version, info.config, headers, exclusive=target.exclusive)
+        against = offered(client.server_version, info.config, control_headers(target), exclusive=target.exclusive)
         try:
             publisher = choose(target.stream, target.publisher, against)
         except ConfigError as error:

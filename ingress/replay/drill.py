@@ -165,7 +165,7 @@ class Scratch:
     @asynccontextmanager
     async def claimed(self, stream: str) -> AsyncIterator[Lease]:
         """The lease that says that the stream is in use; the stream and its state are removed at the end."""
-        if (lease := await (await self._leases()).acquire(_key(stream))) is None:
+        if (lease := await (await self._leases()).acquire(state_key("drill", stream))) is None:
             raise Unavailable(f"drill {stream}: another one has this name")
         try:
             yield lease
@@ -189,7 +189,7 @@ class Scratch:
         leases = await self._leases()
         answer = await ask(self._client, "STREAM.NAMES", {"subject": f"{ROOT}.>"})
         names = [str(name) for name in answer.get("streams") or [] if str(name).startswith(NAME)]
-        left = [name for name in names if await leases.holder(_key(name)) is None]
+        left = [name for name in names if await leases.holder(state_key("drill", name)) is None]
         for name in left:
             await self.remove(name)
         return left
@@ -203,10 +203,6 @@ class Scratch:
 
     async def _leases(self) -> Leases:
         return await open_leases(self._client, self._settings, self._owner, self._clock)
-
-
-def _key(stream: str) -> str:
-    return state_key("drill", stream)
 
 
 LAST_SEQUENCES = 10_000  # what is drilled without bounds

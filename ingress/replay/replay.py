@@ -7,7 +7,7 @@ A crash anywhere leaves nothing, or a receipt with which the same command goes o
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, closing, suppress
 from dataclasses import replace
 
 from common.chain import Chain
@@ -112,12 +112,9 @@ class Replay:
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[FloeClient]:
         """A connection for the length of the block; the threads are closed with it."""
-        client = await self.connect()
-        try:
-            yield client
-        finally:
-            await client.aclose()
-            self.threads.close()
+        with closing(self.threads):
+            async with aclosing(await self.connect()) as client:
+                yield client
 
     async def connect(self) -> FloeClient:
         """A fresh connection to the target's server."""
@@ -196,11 +193,10 @@ class Replay:
 
     async def _revision(self, client: FloeClient) -> int:
         """Something that changes with every step of the replay; 0 where nobody can tell now."""
-        try:
-            former = await self.former(client)
-        except FloeError:
-            return 0
-        return former.revision if former else 0
+        with suppress(FloeError):
+            if former := await self.former(client):
+                return former.revision
+        return 0
 
     async def _attempt(self, client: FloeClient, stop: Stop, started: float) -> ReplayResult:
         if not self._begun and await self.former(client) is None:
@@ -210,7 +206,7 @@ class Replay:
             former = continued(self._advice, await self.former(client))
             if former is not None and former.receipt.finished:
                 self._former_rows = _rows(former.receipt, former.state)
-                return self._result(former.receipt, former.state, started, finished=True, was_done=True)
+                return self._result(former.receipt, former.state, started, finished=True)
             receipt, state = self._resumed(former) if former else await self._begin(client)
             carrying = Carrying(self, client, receipt, state, tenures)
             try:
@@ -298,10 +294,8 @@ class Replay:
         envelope = ReceiptBucket(bucket, receipt)
         return StateStore(envelope, receipt_key(name), name), envelope
 
-    def _result(
-        self, receipt: Receipt, state: TargetState, started: float, *, finished: bool, was_done: bool = False
-    ) -> ReplayResult:
-        rows, seconds = _rows(receipt, state), self.clock.monotonic() - started
+    def _result(self, receipt: Receipt, state: TargetState, started: float, *, finished: bool) -> ReplayResult:
+        rows, seconds, was_done = _rows(receipt, state), self.clock.monotonic() - started, bool(receipt.finished)
         now = rows - self._former_rows
         return ReplayResult(finished, was_done, receipt.request.target, rows, now, self._bytes, seconds)
 
@@ -341,7 +335,9 @@ class Carrying:
         finally:
             self.state, self.bytes_done = delivery.state, source.bytes_done
             await publisher.aclose()
-        if self._is_done:
+        positions, ranges = self.state.checkpoint.positions, self._receipt.ranges
+        is_behind = all(positions.get(each.chain, 0) > each.rows.last for each in ranges)
+        if is_done := is_behind and self.state.intent is None:
             # Remember that all is stored.
             stored = await keeper.load()
             envelope.receipt = replace(self._receipt, finished=self._work.clock.now())
@@ -349,13 +345,7 @@ class Carrying:
                 raise Unavailable(f"target {self._target}: its state was changed at the very end")
         elif not stop.is_set:
             raise Unavailable(f"target {self._target}: its state was moved by somebody else")
-        return self._is_done
-
-    @property
-    def _is_done(self) -> bool:
-        positions = self.state.checkpoint.positions
-        behind = all(positions.get(each.chain, 0) > each.rows.last for each in self._receipt.ranges)
-        return behind and self.state.intent is None
+        return is_done
 
     async def _watch(self, delivery: Delivery, source: ReplaySource) -> None:
         """Tell how far it is; ends everything when a lease is lost."""

@@ -217,8 +217,7 @@ class Advice:
 
     def same(self, *more: str) -> str:
         """The command that was given, with the options `more`."""
-        words = [self.request.words(), *dict.fromkeys([*self.options.words(), *more])]
-        return command("replay", *words)
+        return command("replay", self.request.words(), *dict.fromkeys([*self.options.words(), *more]))
 
     def anew(self, before: str = "") -> str:
         """Empty the target and begin again: two commands, one behind the other."""

@@ -139,17 +139,15 @@ def notes(
 ) -> Iterator[str]:
     """What of the target an operator should know before."""
     name = request.target
-    if config.get("retention") in ("interest", "workqueue"):
-        drops = config["retention"] == "interest"
-        what = "drops what no consumer wants" if drops else "keeps until it is consumed"
+    keeps = {"interest": "drops what no consumer wants", "workqueue": "keeps until it is consumed"}
+    if what := keeps.get(config.get("retention", "")):
         yield f"target {name}: retention {config['retention']} {what}: make its consumers first"
     for limit, needed, text in (("max_msgs", plan.rows, str), ("max_bytes", plan.raw_bytes, format_size)):
         found = int(config.get(limit, -1) or -1)
         if 0 < found < needed:
             short = f"{limit} {text(found)} is less than the {text(needed)} to come"
             yield f"target {name}: {short}: it drops the oldest"
-    per_subject = int(config.get("max_msgs_per_subject", -1) or -1)
-    if per_subject > 0:
+    if (per_subject := int(config.get("max_msgs_per_subject", -1) or -1)) > 0:
         yield f"target {name}: it keeps the last {per_subject} messages of each subject"
     if not request.into_source and document is not None and document.config.get("name") == name:
         yield f"target {name} has the name of the feed's source: if it is that, add --into-source"
