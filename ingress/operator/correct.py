@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
-from functools import partial
 
 from common.chain import Chain
 from common.clock import Clock, SystemClock
@@ -56,18 +55,13 @@ class CheckpointPlan:
 
 
 class CheckpointEditor:
-    """One target in front of an operator. `parked`: opens what is parked for it, under the names given."""
+    """One target in front of an operator. `config`: the whole configuration, `settings`: the target's part."""
 
     def __init__(
-        self,
-        client: FloeClient,
-        bucket: KeyValue,
-        settings: TargetSettings,
-        clock: Clock,
-        parked: Callable[[ParkedAs], ParkedStore],
+        self, client: FloeClient, bucket: KeyValue, config: Settings, settings: TargetSettings, clock: Clock
     ) -> None:
-        self._client, self._bucket, self._settings, self._clock = client, bucket, settings, clock
-        self._parked, self.target = parked, settings.stream
+        self._client, self._bucket, self._config, self._clock = client, bucket, config, clock
+        self._settings, self.target = settings, settings.stream
         self._key = state_key(ROLE, self.target)
 
     # Looking
@@ -123,7 +117,7 @@ class CheckpointEditor:
         """The positions by what stands in the target."""
         known, reading = await self.known(), await self._there()
         kept_as = known.state.checkpoint.parked_as if known.state else ParkedAs(reading.created)
-        entries = await asyncio.to_thread(lambda: self._parked(kept_as).entries())
+        entries = await asyncio.to_thread(lambda: open_parked(self._config, self.target, kept_as).entries())
         parked = {(name.chain, name.sequence) for name in entries}
         census = await self._scanned(TargetScan(0, reading.last_sequence, parked=parked))
         correction = corrections.rebuild(known.state, reading, census, repeats=repeats, entries=list(entries.values()))
@@ -210,7 +204,7 @@ class CheckpointEditor:
         if marks == ParkedMarks():
             return
         with closing(Threads("marks", PARALLEL)) as threads:
-            parked = self._parked(kept_as)
+            parked = open_parked(self._config, self.target, kept_as)
             await in_threads(threads, parked.mark_left_out, [parked.name(*each) for each in marks.left_out])
             await in_threads(threads, parked.mark_delivered, [parked.name(*each) for each in marks.delivered])
 
@@ -220,7 +214,7 @@ async def opened(settings: Settings, target: str) -> AsyncIterator[CheckpointEdi
     """The desk of `target`. Raises UsageError where the configuration has no such target."""
     found = target_named(settings, target)
     async with state_of_ingress(settings, "floe checkpoint") as (client, bucket):
-        yield CheckpointEditor(client, bucket, found, SystemClock(), partial(open_parked, settings, target))
+        yield CheckpointEditor(client, bucket, settings, found, SystemClock())
 
 
 def target_named(settings: Settings, target: str) -> TargetSettings:
