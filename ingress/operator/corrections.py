@@ -58,12 +58,10 @@ def marks_of(
     """
     if intent is None:
         return ParkedMarks()
-    left_out = [(p.chain, each) for p in intent.pieces for each in p.left_out]
-    passed = tuple(each for each in left_out if each[1] < positions.get(each[0], 0))
+    passed = tuple((p.chain, n) for p in intent.pieces for n in p.left_out if n < positions.get(p.chain, 0))
     tried = [(p.chain, p.rows.first) for p in intent.pieces if p.out_of_turn]
     if stored is not None:
-        before = accumulate(piece.count for piece in intent.pieces)
-        ends = zip(intent.pieces, before, strict=True)
+        ends = zip(intent.pieces, accumulate(piece.count for piece in intent.pieces), strict=True)
         found = [(p.chain, p.rows.first) for p, end in ends if p.out_of_turn and end <= stored]
         return ParkedMarks(passed, tuple(found))
     seen = tuple(each for each in tried if each in census.parked_seen)
