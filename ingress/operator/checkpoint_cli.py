@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     from common.settings.root import Settings
     from ingress.operator.correct import CheckpointEditor, CheckpointPlan
 
+Position = tuple[cli.Named, int]
 POSITION_COLUMNS = ("site", "feed", "incarnation", "partition", "before", "after")
 
 
-class PositionParam(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
-    """`SITE/FEED[/INCARNATION[/PARTITION]]=SEQUENCE`, as a pair of a `Named` and the sequence."""
+def _parse_position(text: str) -> Position:
+    """`SITE/FEED[/INCARNATION[/PARTITION]]=SEQUENCE`. Raises ValueError."""
+    from common.segments.keys import parse
 
-    name = "chain=sequence"
+    name, _, sequence = text.rpartition("=")
+    try:
+        site, feed, *numbers = parse(name)
+        named, at = cli.Named(site, feed or "", *numbers), int(sequence)
+    except (ValueError, UsageError) as error:
+        raise ValueError(f"expected SITE/FEED/INCARNATION/PARTITION=SEQUENCE: {error}") from None
+    if not 1 <= at <= MAX_SEQUENCE:
+        raise ValueError(f"expected a sequence from 1 to {MAX_SEQUENCE}, found {at}")
+    return named, at
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[cli.Named, int]:
-        from common.segments.keys import parse
 
-        name, _, sequence = str(value).rpartition("=")
-        try:
-            site, feed, *numbers = parse(name)
-            named, at = cli.Named(site, feed or "", *numbers), int(sequence)
-        except (ValueError, UsageError) as error:
-            self.fail(f"expected SITE/FEED/INCARNATION/PARTITION=SEQUENCE: {error}", param, ctx)
-        if not 1 <= at <= MAX_SEQUENCE:
-            self.fail(f"expected a sequence from 1 to {MAX_SEQUENCE}, found {at}", param, ctx)
-        return named, at
+position_type = cli.Parsed("chain=sequence", tuple, _parse_position)
 
 
 @click.command("set")
@@ -54,22 +54,14 @@ class PositionParam(click.ParamType):  # type: ignore[type-arg]  # generic since
 @click.option("--from-target", is_flag=True, help="Find the positions by reading the target.")
 @click.option("--forget", is_flag=True, help="Fill the empty target again from the archive.")
 @click.option("--forget-unlisted", is_flag=True, help="Forget chains that `sources` does not list.")
-@click.option("--position", "told", type=PositionParam(), multiple=True, help="With --accept: you know it.")
+@click.option("--position", "told", type=position_type, multiple=True, help="With --accept: you know it.")
 @click.option("--accept-repeats", "repeats", is_flag=True, help="Rather store messages twice than not.")
 @cli.dry_run_option
 @cli.yes_option
 @cli.json_option
 @cli.run_command
 async def checkpoint_set(
-    config: str,
-    target: str,
-    named: cli.Named | None,
-    told: tuple[tuple[cli.Named, int], ...],
-    repeats: bool,
-    dry_run: bool,
-    yes: bool,
-    as_json: bool,
-    **options: Any,
+    config: str, target: str, named: cli.Named | None, dry_run: bool, yes: bool, as_json: bool, **options: Any
 ) -> None:
     """Correct what ingress remembers of a target. The service goes on by itself, without a restart.
 
@@ -84,6 +76,8 @@ async def checkpoint_set(
     """
     if (named is None) is not (options["sequence"] is None):
         raise UsageError("expected --site, --feed and --sequence together")
+    told: tuple[Position, ...] = options.pop("told")
+    repeats: bool = options.pop("repeats")
     way = _way(options)
     if told and way != "accept":
         raise UsageError("--position: expected --accept beside it")
@@ -113,7 +107,7 @@ async def checkpoint_set(
             cli.confirm(f"change what is remembered of {target}?", yes)
             await (desk.apply_again(plan, planning) if at_work else desk.apply(plan))
         if as_json:
-            _print_plan(target, plan, dry_run)
+            cli.print_json(_plan_json(target, plan, dry_run))
         else:
             click.echo("done: ingress goes on by itself" if is_done else "nothing was changed", err=True)
 
@@ -131,11 +125,11 @@ def _way(options: Mapping[str, Any]) -> str:
 
 
 async def _chains(
-    settings: Settings, desk: CheckpointEditor, names: Collection[cli.Named | None]
+    settings: Settings, desk: CheckpointEditor, names: set[cli.Named | None]
 ) -> dict[cli.Named | None, Chain]:
     """The chains that are meant by the names."""
     state = (await desk.known()).state if names else None
-    carried = list(state.checkpoint.positions) if state else []
+    carried = [*state.checkpoint.positions] if state else []
     return {name: await asyncio.to_thread(name.chain, settings, (), carried) for name in names if name}
 
 
@@ -160,20 +154,18 @@ def _show(target: str, plan: CheckpointPlan) -> None:
         click.echo(line)
 
 
-def _print_plan(target: str, plan: CheckpointPlan, dry_run: bool) -> None:
+def _plan_json(target: str, plan: CheckpointPlan, dry_run: bool) -> dict[str, object]:
     from ingress.operator.status import checkpoint_json
 
-    cli.print_json(
-        {
-            "target": target,
-            "changed": plan.changes and not dry_run,
-            "dry_run": dry_run,
-            "problem": plan.known.problem or None,
-            "before": checkpoint_json(target, plan.known.state),
-            "after": checkpoint_json(target, plan.correction.after),
-            "told": plan.correction.told,
-        }
-    )
+    return {
+        "target": target,
+        "changed": plan.changes and not dry_run,
+        "dry_run": dry_run,
+        "problem": plan.known.problem or None,
+        "before": checkpoint_json(target, plan.known.state),
+        "after": checkpoint_json(target, plan.correction.after),
+        "told": plan.correction.told,
+    }
 
 
 MEANING = (

@@ -2,9 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
-from functools import partial
 
 from common.chain import Chain
 from common.clock import Clock, SystemClock
@@ -52,24 +51,17 @@ class CheckpointPlan:
     @property
     def changes(self) -> bool:
         """Whether there is anything to store."""
-        if self.known.problem:
-            return True
-        return self.correction.after != self.known.state
+        return bool(self.known.problem) or self.correction.after != self.known.state
 
 
 class CheckpointEditor:
-    """One target in front of an operator. `parked`: opens what is parked for it, under the names given."""
+    """One target in front of an operator. `config`: the whole configuration, `settings`: the target's part."""
 
     def __init__(
-        self,
-        client: FloeClient,
-        bucket: KeyValue,
-        settings: TargetSettings,
-        clock: Clock,
-        parked: Callable[[ParkedAs], ParkedStore],
+        self, client: FloeClient, bucket: KeyValue, config: Settings, settings: TargetSettings, clock: Clock
     ) -> None:
-        self._client, self._bucket, self._settings, self._clock = client, bucket, settings, clock
-        self._parked, self.target = parked, settings.stream
+        self._client, self._bucket, self._config, self._clock = client, bucket, config, clock
+        self._settings, self.target = settings, settings.stream
         self._key = state_key(ROLE, self.target)
 
     # Looking
@@ -125,7 +117,7 @@ class CheckpointEditor:
         """The positions by what stands in the target."""
         known, reading = await self.known(), await self._there()
         kept_as = known.state.checkpoint.parked_as if known.state else ParkedAs(reading.created)
-        entries = await asyncio.to_thread(lambda: self._parked(kept_as).entries())
+        entries = await asyncio.to_thread(lambda: open_parked(self._config, self.target, kept_as).entries())
         parked = {(name.chain, name.sequence) for name in entries}
         census = await self._scanned(TargetScan(0, reading.last_sequence, parked=parked))
         correction = corrections.rebuild(known.state, reading, census, repeats=repeats, entries=list(entries.values()))
@@ -211,25 +203,29 @@ class CheckpointEditor:
         """Have the marks stand in the bucket. Raises what the store raises."""
         if marks == ParkedMarks():
             return
-        threads, parked = Threads("marks", PARALLEL), self._parked(kept_as)
-        try:
+        with closing(Threads("marks", PARALLEL)) as threads:
+            parked = open_parked(self._config, self.target, kept_as)
             await in_threads(threads, parked.mark_left_out, [parked.name(*each) for each in marks.left_out])
             await in_threads(threads, parked.mark_delivered, [parked.name(*each) for each in marks.delivered])
-        finally:
-            threads.close()
 
 
 @asynccontextmanager
 async def opened(settings: Settings, target: str) -> AsyncIterator[CheckpointEditor]:
     """The desk of `target`. Raises UsageError where the configuration has no such target."""
-    found = [each for each in settings.ingress.targets if each.stream == target]
-    if not found:
-        named = ", ".join(each.stream for each in settings.ingress.targets) or "none"
-        raise UsageError(f"--target: expected one of {named}, found {target}")
+    found = target_named(settings, target)
     async with state_of_ingress(settings, "floe checkpoint") as (client, bucket):
-        yield CheckpointEditor(client, bucket, found[0], SystemClock(), partial(_parked, settings, target))
+        yield CheckpointEditor(client, bucket, settings, found, SystemClock())
 
 
-def _parked(settings: Settings, target: str, kept_as: ParkedAs) -> ParkedStore:
+def target_named(settings: Settings, target: str) -> TargetSettings:
+    """The target of that name. Raises UsageError where the configuration has none."""
+    targets = {each.stream: each for each in settings.ingress.targets}
+    if target not in targets:
+        raise UsageError(f"--target: expected one of {', '.join(targets) or 'none'}, found {target}")
+    return targets[target]
+
+
+def open_parked(settings: Settings, target: str, kept_as: ParkedAs | str) -> ParkedStore:
+    """What is parked for `target`, under the names of `kept_as`."""
     documents = open_chains(settings)
     return ParkedStore(documents.objects, documents.layout, target, kept_as)

@@ -58,12 +58,10 @@ def marks_of(
     """
     if intent is None:
         return ParkedMarks()
-    left_out = [(p.chain, each) for p in intent.pieces for each in p.left_out]
-    passed = tuple(each for each in left_out if each[1] < positions.get(each[0], 0))
+    passed = tuple((p.chain, n) for p in intent.pieces for n in p.left_out if n < positions.get(p.chain, 0))
     tried = [(p.chain, p.rows.first) for p in intent.pieces if p.out_of_turn]
     if stored is not None:
-        before = accumulate(piece.count for piece in intent.pieces)
-        ends = zip(intent.pieces, before, strict=True)
+        ends = zip(intent.pieces, accumulate(piece.count for piece in intent.pieces), strict=True)
         found = [(p.chain, p.rows.first) for p, end in ends if p.out_of_turn and end <= stored]
         return ParkedMarks(passed, tuple(found))
     seen = tuple(each for each in tried if each in census.parked_seen)
@@ -184,7 +182,9 @@ def accept(
     arithmetic tells what cannot be read. `repeats`: where nothing tells how much of a chain is stored, take
     the least. Raises CorrectionRefused where that is not allowed, naming each chain.
     """
-    stored = _stored(state, reading) if exclusive and not (census.foreign or census.strangers) else None
+    tells = exclusive and not (census.foreign or census.strangers)
+    verdict = judge(state, reading) if tells else None
+    stored = verdict.stored if verdict and verdict.finding is Finding.STORED else None
     positions, unknown = _found(state, reading, census, stored)
     if (unknown := unknown - {*told}) and not repeats:
         least = (f"{chain} at {positions.get(chain, 'its beginning')} or later" for chain in sorted(unknown))
@@ -201,12 +201,6 @@ def accept(
     marks = marks_of(state.intent, positions, stored, census, repeats=repeats)
     told_of = _of_accepting(state, reading, census, positions) + marks.told()
     return Correction(TargetState(checkpoint), told_of, marks)
-
-
-def _stored(state: TargetState, reading: TargetReading) -> int | None:
-    """How many messages of the open intent stand there; None where the arithmetic does not tell."""
-    verdict = judge(state, reading)
-    return verdict.stored if verdict.finding is Finding.STORED else None
 
 
 def _found(
@@ -236,10 +230,7 @@ def counted(positions: Positions, intent: Intent, stored: int, tail: object) -> 
         done.append(piece)
         stored -= piece.count
     after = advanced(positions, done)
-    if not stored:
-        return after, set()
-    piece = intent.pieces[len(done)]
-    if piece.out_of_turn:
+    if not stored or (piece := intent.pieces[len(done)]).out_of_turn:
         return after, set()
     if isinstance(tail, Origin):
         return {**after, piece.chain: tail.sequence + 1}, set()

@@ -7,7 +7,7 @@ import getpass
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing, suppress
 from typing import TYPE_CHECKING
 
 import click
@@ -30,10 +30,9 @@ PAUSE_COLUMNS = ("target", "site", "feed", "incarnation", "partition", "since", 
 
 def _somebody() -> str:
     """Who runs the command, as far as this host knows."""
-    try:
+    name = "?"
+    with suppress(OSError, KeyError):
         name = getpass.getuser()
-    except (OSError, KeyError):
-        name = "?"
     return f"{name}@{socket.gethostname()}"
 
 
@@ -70,16 +69,13 @@ async def gap_ls(config: str, as_json: bool) -> None:
 
     settings = load_settings(config, quiet=True)
     states = await read_states(settings)
-    store, documents = open_store(settings), open_chains(settings)
-    try:
-        found = []
+    found = []
+    with closing(open_store(settings)) as store:
+        documents = open_chains(settings)
         for chain, position in sorted(_positions(settings, documents.chains(), states).items()):
             archived = look_up(store, documents, chain, position)
             at_position = standing_at(store, archived)
-            found += [at_position] if at_position else []
-            found += archived.holes()
-    finally:
-        store.close()
+            found += [*([at_position] if at_position else []), *archived.holes()]
     rows = [hole.row() for hole in found]
     if as_json:
         cli.print_json(rows)
@@ -149,9 +145,8 @@ def gap_accept(
     except ValueError as error:
         raise UsageError(f"--note: {error}") from None
     settings = load_settings(config, quiet=True)
-    store, documents = open_store(settings), open_chains(settings)
-    try:
-        chain = named.chain(settings)
+    with closing(open_store(settings)) as store:
+        documents, chain = open_chains(settings), named.chain(settings)
         if named.incarnation is None:
             refuse_doubt(store, documents, chain, wanted)
         damaged = check(store, look_up(store, documents, chain, first), wanted)
@@ -160,8 +155,6 @@ def gap_accept(
         if not dry_run:
             cli.confirm(f"give up {len(wanted)} sequences, {wanted}, of {chain}?", yes)
             decision = documents.accept_gap(chain, decision)
-    finally:
-        store.close()
     if as_json:
         shown = {"first": decision.range.first, "last": decision.range.last, "note": decision.note}
         decided = {"by": decision.by, "at": decision.at, "damaged": damaged, "dry_run": dry_run}
@@ -291,9 +284,7 @@ def _rows(target: str, pauses: Pauses) -> list[dict[str, object]]:
 def _show_pauses(target: str, pauses: Pauses, as_json: bool) -> None:
     """What is paused now; the service sees it within two seconds."""
     rows = _rows(target, pauses)
-    if as_json:
-        cli.print_json(rows)
-    elif rows:
-        cli.table(rows, PAUSE_COLUMNS)
+    if rows or as_json:
+        cli.print_json(rows) if as_json else cli.table(rows, PAUSE_COLUMNS)
     else:
         click.echo(f"no chain of {target} is paused")

@@ -37,12 +37,11 @@ def parked_ls(config: str, target: str, as_json: bool) -> None:
     \b
     Example: floe parked ls -c central.yaml --target FLEET
     """
+    from ingress.operator.correct import target_named
+
     settings = load_settings(config, quiet=True)
-    known = [each.stream for each in settings.ingress.targets]
-    names = [name for name in known if target in ("", name)]
-    if target and not names:
-        raise UsageError(f"--target: expected one of {', '.join(known) or 'none'}, found {target}")
-    stores = [_store(config, name) for name in names]
+    targets = [target_named(settings, target)] if target else settings.ingress.targets
+    stores = [_store(config, each.stream) for each in targets]
     rows = [_row(store, entry) for store in stores for entry in store.entries(all_targets=True).values()]
     cli.print_json(rows) if as_json else cli.table(rows, COLUMNS)
 
@@ -146,11 +145,9 @@ def _refused(why: str, way: str, pasted: str) -> DataError:
 
 
 def _store(config: str, target: str) -> ParkedStore:
-    from common.open import open_chains
-    from ingress.parked import ParkedStore
+    from ingress.operator.correct import open_parked
 
-    documents = open_chains(load_settings(config, quiet=True))
-    return ParkedStore(documents.objects, documents.layout, target, "")
+    return open_parked(load_settings(config, quiet=True), target, "")
 
 
 async def _current(config: str, target: str) -> ParkedStore:

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Collection, Coroutine, Iterable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain as joined
 from typing import Any
 
 import click
@@ -18,7 +19,7 @@ from common.jetstream.kv import KeyValue, state_key
 from common.open import open_chains, open_store
 from common.segments.alive import STANDBY, Sighting, newest
 from common.segments.archive import behind, carry
-from common.segments.checks import Foreign, look_for_foreign
+from common.segments.checks import look_for_foreign
 from common.segments.documents import ChainStore
 from common.segments.keys import suggestion
 from common.segments.store import SegmentStore
@@ -87,8 +88,7 @@ async def _sight(client: FloeClient, bucket: KeyValue, target: TargetSettings) -
     if (info := await stream_info(client, target.stream)) is None:
         why = why or ("" if target.create else "target: no such stream")
     else:
-        headers = control_headers(target)
-        against = offered(client.server_version, info.config, headers, exclusive=target.exclusive)
+        against = offered(client.server_version, info.config, control_headers(target), exclusive=target.exclusive)
         try:
             publisher = choose(target.stream, target.publisher, against)
         except ConfigError as error:
@@ -222,9 +222,7 @@ def by_newest_incarnation(chains: Iterable[Chain], sightings: Mapping[Chain, Sig
 def with_plan(standing: ChainStatus, found: Inside, patience: float, now: float) -> ChainStatus:
     """`standing` with what a look into the archive shows. `patience`: seconds until what is late is lost."""
     plan = found.plan
-    since = plan.waiting_since
-    if plan.stretches:
-        since = plan.stretches[0].segment.modified
+    since = plan.stretches[0].segment.modified if plan.stretches else plan.waiting_since
     age = 0.0 if since is None else max(0.0, now - since)
     phase = Phase.LOST if plan.phase is Phase.LATE and age > patience else plan.phase
     why = f"{plan.hole} is missing" if plan.hole is not None else ""
@@ -238,25 +236,26 @@ def with_plan(standing: ChainStatus, found: Inside, patience: float, now: float)
 async def print_status(settings: Settings, as_json: bool) -> int:
     """Print where every chain of every target stands; the exit code, 3 where somebody ought to look."""
     sights = await read_sights(settings)
-    survey = ArchiveSurvey(open_store(settings), open_chains(settings), SystemClock(), settings.ingress.silent_after)
-    try:
+    with closing(open_store(settings)) as store, closing(Threads("status", PARALLEL)) as threads:
+        survey = ArchiveSurvey(store, open_chains(settings), threads, SystemClock(), settings.ingress.silent_after)
         standings = await survey.standings(settings.ingress.targets, sights)
         rows = [standing.row() for standing in standings]
         print_json(rows) if as_json else table(rows, STATUS_COLUMNS)
         with suppress(FloeError):
-            for line in (await survey.foreign()).lines():
+            foreign = await threads.run(look_for_foreign, store.objects, store.layout, (), KEYS_LOOKED_AT)
+            for line in foreign.lines():
                 click.echo(line, err=True)
-    finally:
-        survey.close()
     return DataError.exit_code if any(standing.alarm for standing in standings) else 0
 
 
 class ArchiveSurvey:
     """Looks at the archive for `floe status`."""
 
-    def __init__(self, store: SegmentStore, documents: ChainStore, clock: Clock, silent_after: float) -> None:
-        self._store, self._documents, self._clock = store, documents, clock
-        self._silent_after, self._threads = silent_after, Threads("status", PARALLEL)
+    def __init__(
+        self, store: SegmentStore, documents: ChainStore, threads: Threads, clock: Clock, silent_after: float
+    ) -> None:
+        self._store, self._documents, self._threads = store, documents, threads
+        self._clock, self._silent_after = clock, silent_after
 
     async def standings(self, targets: Iterable[TargetSettings], sights: Mapping[str, Sight]) -> list[ChainStatus]:
         """One for each chain that has a tail or a position, or of which only egress says anything, by target
@@ -276,23 +275,12 @@ class ArchiveSurvey:
                 missing = ChainStatus(name, sight.publisher, Chain(*pair), None, None, phase="missing")
                 wanted.append(self._threads.run(self._unless_begun, missing, tails))
             for chain in sorted(chains):
-                found = ChainStatus(
-                    name,
-                    sight.publisher,
-                    chain,
-                    None,
-                    positions.get(chain),
-                    last_archived=tails[chain].modified if chain in tails else None,
-                    egress=egress.get(chain),
-                    silent_after=self._silent_after,
-                )
+                known = ChainStatus(name, sight.publisher, chain, None, positions.get(chain), egress=egress.get(chain))
+                written = tails[chain].modified if chain in tails else None
+                found = replace(known, last_archived=written, silent_after=self._silent_after)
                 source = sources.get((chain.site, chain.feed))
                 wanted.append(self._threads.run(self._standing, found, sight, source))
         return [each for each in await asyncio.gather(*wanted) if each is not None]
-
-    async def foreign(self) -> Foreign:
-        """The keys in the store that are none of Floe's, of the first 100,000."""
-        return await self._threads.run(look_for_foreign, self._store.objects, self._store.layout, (), KEYS_LOOKED_AT)
 
     async def _sightings(self, sites: Collection[str]) -> dict[Chain, Sighting]:
         """What egress says of itself, by partition; nothing where that may not be read."""
@@ -344,11 +332,6 @@ class ArchiveSurvey:
         ranges = ", ".join(map(str, found))
         return f"{ranges} behind the end {end} of the incarnation: {carry(chain, found[0])}"
 
-    def close(self) -> None:
-        """Let go of the threads and the spool folder."""
-        self._threads.close()
-        self._store.close()
-
 
 def _as_decided(standing: ChainStatus, sight: Sight, *, is_listed: bool) -> ChainStatus:
     """What keeps the chain from being carried whatever the archive holds."""
@@ -383,8 +366,8 @@ async def print_checkpoints(settings: Settings, as_json: bool) -> None:
     if as_json:
         print_json([checkpoint_json(target, state) for target, state in states.items()])
     else:
-        known = {target: state for target, state in states.items() if state is not None}
-        table([row for each in known.items() for row in _checkpoint_rows(*each)], CHECKPOINT_COLUMNS)
+        rows = (_checkpoint_rows(target, state) for target, state in states.items() if state is not None)
+        table(joined.from_iterable(rows), CHECKPOINT_COLUMNS)
 
 
 def checkpoint_json(target: str, state: TargetState | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from common.chain import Chain
 from common.jetstream.api import next_message
 from common.jetstream.client import FloeClient
 from common.jetstream.pull import read_through
+from common.segments.segment import Message
 from ingress.verdict.verdict import Unread, origin_of
 
 
@@ -89,20 +90,17 @@ async def take_census(client: FloeClient, stream: str, retention: str, census: T
     `retention`: the stream's; a work queue allows no second consumer, so it is asked message by message.
     Raises Unavailable where it does not answer, ApiError.
     """
+
+    def add(message: Message) -> None:
+        census.add(message.sequence, message.headers)
+
     if retention == "limits":
-        await read_through(
-            client,
-            stream,
-            census.last,
-            lambda message: census.add(message.sequence, message.headers),
-            after=census.after,
-            headers_only=True,
-        )
+        await read_through(client, stream, census.last, add, after=census.after, headers_only=True)
         return census
     at = census.after + 1
     while at <= census.last:
         if (message := await next_message(client, stream, at)) is None or message.sequence > census.last:
             break
-        census.add(message.sequence, message.headers)
+        add(message)
         at = message.sequence + 1
     return census

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import click
 
 from common.open import load_settings, open_chains, open_store
-from common.service.cli import Duration, SequenceType, config_option, json_option, print_json, run_command
+from common.service.cli import Command, Duration, SequenceType, config_option, json_option, print_json, run_command
 from common.service.exits import LATER
-
-if TYPE_CHECKING:
-    from ingress.replay.request import Request
+from common.service.logs import escaped
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def range_options(function: F) -> F:
+def range_options(function: Command) -> Command:
     """What is replayed."""
     for option in reversed(
         [
@@ -55,19 +51,7 @@ def range_options(function: F) -> F:
 @json_option
 @config_option
 @run_command
-async def replay(
-    config: str,
-    as_json: bool,
-    dry_run: bool,
-    create: bool,
-    append: bool,
-    rate: str,
-    speed: str,
-    allow_lossy: bool,
-    skip_holes: bool,
-    again: bool,
-    **asked: Any,
-) -> int:
+async def replay(config: str, as_json: bool, dry_run: bool, rate: str, speed: str, **asked: Any) -> int:
     """Put what the archive holds of a feed into a stream, in order and once.
 
     Without bounds, all of it. A replay that was stopped or killed goes on when the same command is given
@@ -82,14 +66,14 @@ async def replay(
     from ingress.replay.output import Teller, plan_json, plan_lines, result_line
     from ingress.replay.pace import pace_of, paced_words
     from ingress.replay.replay import Replay
-    from ingress.replay.request import ReplayOptions
+    from ingress.replay.request import FLAGS, ReplayOptions, Request
 
-    request, pace = _request(asked), pace_of(rate, speed)
+    flags = {name: asked.pop(name) for name in FLAGS}
+    request = Request(**asked)
+    options = ReplayOptions(**flags, pace=pace_of(rate, speed), paced=paced_words(rate, speed))
     settings, clock = load_settings(config, quiet=True), SystemClock()
-    store, documents = open_store(settings), open_chains(settings)
-    options = ReplayOptions(create, append, allow_lossy, skip_holes, again, pace, paced_words(rate, speed))
-    work = Replay(settings, request, options, store, documents, clock, teller := Teller())
-    try:
+    with closing(open_store(settings)) as store:
+        work = Replay(settings, request, options, store, open_chains(settings), clock, teller := Teller())
         async with work.connected() as client, stop_on_signals() as stop:
             if dry_run:
                 view = await work.outlook(client)
@@ -100,8 +84,6 @@ async def replay(
                     raise refused
                 return 0
             result = await work.run(client, stop)
-    finally:
-        store.close()
     teller.end_line()
     print_json(result.as_json()) if as_json else click.echo(result_line(result, request))
     return 0 if result.finished else LATER
@@ -124,29 +106,19 @@ async def drill(config: str, as_json: bool, storage: str, **asked: Any) -> int:
     from common.service.process import stop_on_signals
     from ingress.replay.drill import NAME, Drill
     from ingress.replay.output import Teller
+    from ingress.replay.request import Request
 
-    request = _request({"target": NAME, **asked})
+    request = Request(target=NAME, **asked)
     settings, clock = load_settings(config, quiet=True), SystemClock()
-    store, documents = open_store(settings), open_chains(settings)
-    work = Drill(settings, store, documents, clock, teller := Teller(), storage)
-    try:
+    with closing(open_store(settings)) as store:
+        work = Drill(settings, store, open_chains(settings), clock, teller := Teller(), storage)
         async with stop_on_signals() as stop:
             report = await work.run(replace(request, target=work.stream, prefix=work.prefix), stop)
-    finally:
-        store.close()
     teller.end_line()
     print_json(report.as_json()) if as_json else _echo(report.lines())
     return report.exit_code
 
 
-def _request(asked: dict[str, Any]) -> Request:
-    from ingress.replay.request import Request
-
-    return Request(**asked)
-
-
-def _echo(lines: Any) -> None:
-    from common.service.logs import escaped
-
+def _echo(lines: Iterable[str]) -> None:
     for line in lines:
         click.echo(escaped(line))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import secrets
 from array import array
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
 from hashlib import blake2b
 from typing import Any
 
@@ -41,7 +43,7 @@ from ingress.replay.plan import ChainRange, ReplayPlan
 from ingress.replay.receipt import Remembered, receipt_key
 from ingress.replay.replay import Replay
 from ingress.replay.request import ReplayOptions, ReplayResult, Request
-from ingress.replay.survey import former_of, known_chains
+from ingress.replay.survey import known_chains
 
 log = get_logger("ingress.replay.drill")
 
@@ -163,7 +165,7 @@ class Scratch:
     @asynccontextmanager
     async def claimed(self, stream: str) -> AsyncIterator[Lease]:
         """The lease that says that the stream is in use; the stream and its state are removed at the end."""
-        if (lease := await (await self._leases()).acquire(_key(stream))) is None:
+        if (lease := await (await self._leases()).acquire(state_key("drill", stream))) is None:
             raise Unavailable(f"drill {stream}: another one has this name")
         try:
             yield lease
@@ -175,7 +177,7 @@ class Scratch:
         """Delete the stream and what is remembered of it; what fails here, the next drill does."""
         try:
             await self._delete(stream)
-            state = KeyValue(self._client, self._settings.state_bucket, ttl=None, replicas=1)
+            state = KeyValue(self._client, self._settings.state_bucket)
             with suppress(BucketGone):
                 if await state.get(receipt_key(stream)) is not None:
                     await state.delete(receipt_key(stream))
@@ -187,7 +189,7 @@ class Scratch:
         leases = await self._leases()
         answer = await ask(self._client, "STREAM.NAMES", {"subject": f"{ROOT}.>"})
         names = [str(name) for name in answer.get("streams") or [] if str(name).startswith(NAME)]
-        left = [name for name in names if await leases.holder(_key(name)) is None]
+        left = [name for name in names if await leases.holder(state_key("drill", name)) is None]
         for name in left:
             await self.remove(name)
         return left
@@ -201,10 +203,6 @@ class Scratch:
 
     async def _leases(self) -> Leases:
         return await open_leases(self._client, self._settings, self._owner, self._clock)
-
-
-def _key(stream: str) -> str:
-    return state_key("drill", stream)
 
 
 LAST_SEQUENCES = 10_000  # what is drilled without bounds
@@ -315,16 +313,14 @@ class Drill:
 
     async def _compared(self, work: Replay, client: FloeClient, plan: ReplayPlan, stop: Stop) -> DrillReport:
         result = await work.run(client, stop)
-        former = await former_of(client, work.service.state_bucket, self.stream)
+        former = await work.former(client)
         if not result.finished or not isinstance(former, Remembered) or stop.is_set:
             raise Unavailable("the drill was stopped before its end", hint="give the same command again")
         found = await self._found(client)
         ranges, problems = former.receipt.ranges, list[str]()
         expected = await self._threads.run(self._expected, ranges, problems)
-        total = Differences()
-        for chain in sorted({*expected, *found}):
-            one = compare(expected.get(chain, Trail()), found.get(chain, Trail()), str(chain))
-            total = total.plus(one)
+        compared = (compare(expected[chain], found[chain], str(chain)) for chain in sorted({*expected, *found}))
+        total = reduce(Differences.plus, compared, Differences())
         # Holes are told by the plan, those that are accepted are none.
         told = tuple(line for line in problems if not line.startswith("no segment covers"))
         full = await self._threads.run(self._full_seconds, work.request, plan, result)
@@ -344,36 +340,35 @@ class Drill:
 
     # What came back, and what should have
 
-    async def _found(self, client: FloeClient) -> dict[Chain, Trail]:
+    async def _found(self, client: FloeClient) -> defaultdict[Chain, Trail]:
         if (info := await stream_info(client, self.stream)) is None:
             raise Unavailable(f"scratch stream {self.stream} is gone")
-        trails: dict[Chain, Trail] = {}
-        strip = len(self.prefix) + 1
+        trails, strip = defaultdict[Chain, Trail](Trail), len(self.prefix) + 1
 
         def take(stored: Message) -> None:
             origin, headers = restore(stored.headers)
             if origin is None:
-                trails.setdefault(_FOREIGN, Trail()).add(stored)
+                trails[_FOREIGN].add(stored)
                 return
-            message = Message(origin.sequence, origin.timestamp_ns, stored.subject[strip:], headers, stored.payload)
-            trails.setdefault(origin.chain, Trail()).add(message)
+            subject = stored.subject[strip:]
+            trails[origin.chain].add(Message(origin.sequence, origin.timestamp_ns, subject, headers, stored.payload))
 
         if info.messages:
             await read_through(client, info.name, info.last_sequence, take)
         return trails
 
-    def _expected(self, ranges: tuple[ChainRange, ...], problems: list[str]) -> dict[Chain, Trail]:
+    def _expected(self, ranges: tuple[ChainRange, ...], problems: list[str]) -> defaultdict[Chain, Trail]:
         """By another way through the archive than the replay took. Blocking."""
-        trails: dict[Chain, Trail] = {}
+        trails = defaultdict[Chain, Trail](Trail)
         for each in ranges:
-            trail = trails.setdefault(each.chain, Trail())
             document = self._documents.read_chain(each.chain)
             relay = document is not None and document.relay
             refs = self._store.list(each.chain, position=each.rows.first)
             for batch in read_cover(self._store, refs, each.rows, problems.append):
                 for message in messages(batch):
                     # Former hops of a relay stand among those that the replay adds.
-                    trail.add(replace(message, headers=restore(message.headers)[1]) if relay else message)
+                    kept = replace(message, headers=restore(message.headers)[1]) if relay else message
+                    trails[each.chain].add(kept)
         return trails
 
     def _full_seconds(self, request: Request, plan: ReplayPlan, result: ReplayResult) -> float | None:

@@ -41,15 +41,9 @@ class ReplayProgress:
 def standing(ranges: Sequence[ChainRange], positions: Mapping[Chain, int], rows: int, raw_bytes: int) -> ReplayProgress:
     """Where a replay of `ranges` is that stands at `positions`."""
     done = {each: min(positions.get(each.chain, 0), each.rows.last + 1) - each.rows.first for each in ranges}
-    current = next((e for e in reversed(ranges) if done[e] > 0), None)
-    return ReplayProgress(
-        rows,
-        raw_bytes,
-        sum(max(0, count) for count in done.values()),
-        sum(len(each.rows) for each in ranges),
-        None if current is None else current.chain,
-        0 if current is None else positions[current.chain] - 1,
-    )
+    chain = next((each.chain for each in reversed(ranges) if done[each] > 0), None)
+    sequences, of = sum(max(0, count) for count in done.values()), sum(len(each.rows) for each in ranges)
+    return ReplayProgress(rows, raw_bytes, sequences, of, chain, positions[chain] - 1 if chain else 0)
 
 
 def progress_line(now: ReplayProgress, begun: ReplayProgress, seconds: float) -> str:
@@ -110,13 +104,12 @@ SHOWN = 10  # chains and holes
 def plan_json(view: Outlook, request: Request, refused: FloeError | None = None) -> dict[str, Any]:
     """What `--dry-run --json` prints. `refused`: why it would not begin."""
     former = view.former.receipt if isinstance(view.former, Remembered) else None
+    info, recipe = view.info, view.recipe
     return {
         "request": request.to_json(),
         "plan": view.plan.as_json(),
-        "target": None
-        if view.info is None
-        else {"messages": view.info.messages, "last_sequence": view.info.last_sequence},
-        "create": view.recipe and {"config": view.recipe.config, "left_out": list(view.recipe.left_out)},
+        "target": info and {"messages": info.messages, "last_sequence": info.last_sequence},
+        "create": recipe and {"config": recipe.config, "left_out": list(recipe.left_out)},
         "former": former and {"request": former.request.to_json(), "finished": bool(former.finished)},
         "notes": list(view.notes),
         "refused": refused and {"code": refused.code, "message": refused.message, "hint": refused.hint},

@@ -3,6 +3,7 @@
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -115,11 +116,9 @@ def _speed(text: str) -> Pace | None:
 def _rate(text: str) -> Pace | None:
     if not text:
         return None
-    number = text.removesuffix("/s")
-    try:
+    number, value = text.removesuffix("/s"), 0
+    with suppress(ValueError):
         value = parse_size(number)
-    except ValueError:
-        value = 0
     if not text.endswith("/s") or value <= 0:
         raise UsageError(f"--rate: expected messages such as 5000/s or bytes such as 20M/s, found {text!r:.40}")
     return MessageRate(value) if number.isdigit() else ByteRate(value)

@@ -37,9 +37,9 @@ class ReplayPart:
     gone: int | None = None
 
     @property
-    def is_whole(self) -> bool:
-        """Whether all rows of the segment are wanted."""
-        return self.stretch.rows.encloses(self.stretch.segment.coverage)
+    def is_exact(self) -> bool:
+        """Whether `rows` is more than a bound: all of the segment is wanted, and nothing of others."""
+        return self.gone is None and self.stretch.rows.encloses(self.stretch.segment.coverage)
 
     @property
     def rows(self) -> int:
@@ -106,7 +106,7 @@ class ReplayPlan:
     @property
     def is_exact(self) -> bool:
         """Whether `rows` is more than a bound."""
-        return not self.is_filtered and all(part.is_whole and part.gone is None for part in self.parts)
+        return not self.is_filtered and all(part.is_exact for part in self.parts)
 
     @property
     def raw_bytes(self) -> int:
@@ -116,10 +116,6 @@ class ReplayPlan:
     def bytes_to_read(self) -> int:
         """Stored bytes; at most, because of a segment that is not wanted whole only row groups are read."""
         return sum(part.stretch.segment.size for part in self.parts)
-
-    @property
-    def sequences(self) -> int:
-        return sum(len(chain.range.rows) for chain in self.chains)
 
     @property
     def holes(self) -> list[ChainRange]:
@@ -150,7 +146,7 @@ class ReplayPlan:
     @property
     def times(self) -> tuple[int, int] | None:
         """The times (ns) of the first and the last message of the segments; None without messages."""
-        found = [p.footer for p in self.parts if p.footer.rows]
+        found = [part.footer for part in self.parts if part.footer.rows]
         first = [f.first_timestamp_ns for f in found if f.first_timestamp_ns is not None]
         last = [f.last_timestamp_ns for f in found if f.last_timestamp_ns is not None]
         return (min(first), max(last)) if first and last else None
@@ -188,15 +184,10 @@ def stretches_of(
     A hole that is accepted in part counts as several.
     """
     found = cover(refs, rows.first, rows.last)
-    open_ = [hole for whole in holes((s.rows for s in found), rows) for hole in _split(whole, accepted)]
-    given_up = [hole for hole in open_ if not holes(accepted, hole)]
-    return found, open_, given_up
-
-
-def _split(hole: SequenceRange, accepted: Sequence[SequenceRange]) -> list[SequenceRange]:
-    left = holes(accepted, hole)
-    given_up = holes(left, hole)
-    return sorted([*left, *given_up])
+    covered = [stretch.rows for stretch in found]
+    left = holes([*covered, *accepted], rows)
+    given_up = holes([*covered, *left], rows)
+    return found, sorted([*left, *given_up]), given_up
 
 
 def asked_range(
@@ -264,16 +255,13 @@ def _asked(request: Request) -> str:
 
 def _extent(held: Sequence[ArchivedSpan]) -> str:
     chain, rows = held[0].chain, [each.rows for each in held if each.rows is not None]
-    incarnations = " to ".join(_ends([f"{each.chain.incarnation:04d}" for each in held]))
+    numbers = [each.chain.incarnation for each in held]
+    incarnations = " to ".join(f"{number:04d}" for number in sorted({min(numbers), max(numbers)}))
     first = [each.first_ns for each in held if each.first_ns is not None]
     last = [each.last_ns for each in held if each.last_ns is not None]
     times = f", from {time_text(min(first))} to {time_text(max(last))}" if first and last else ""
     which = f"{chain.site}/{chain.feed} (incarnation {incarnations})"
     return f"{which}: sequences {min(r.first for r in rows)} to {max(r.last for r in rows)}{times}"
-
-
-def _ends(values: list[str]) -> list[str]:
-    return sorted({min(values), max(values)})
 
 
 def time_text(timestamp_ns: int) -> str:

@@ -61,19 +61,14 @@ class Receipt:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Receipt:
         """What `to_json` made. Raises ValueError, KeyError, TypeError, FloeError."""
-        return cls(
-            Request.from_json(document["request"]),
-            tuple(
-                ChainRange(Chain.parse(chain), SequenceRange(int(first), int(last)))
-                for chain, first, last in document["ranges"]
-            ),
-            int(document["base"]),
-            int(document["rows"]),
-            bool(document["exact"]),
-            float(document["begun"]),
-            float(document["finished"]),
-            bool(document["skips_holes"]),
-        )
+        request = Request.from_json(document["request"])
+        ranges = [
+            ChainRange(Chain.parse(chain), SequenceRange(int(first), int(last)))
+            for chain, first, last in document["ranges"]
+        ]
+        base, rows, is_exact = int(document["base"]), int(document["rows"]), bool(document["exact"])
+        begun, finished = float(document["begun"]), float(document["finished"])
+        return cls(request, tuple(ranges), base, rows, is_exact, begun, finished, bool(document["skips_holes"]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ A crash anywhere leaves nothing, or a receipt with which the same command goes o
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, closing, suppress
 from dataclasses import replace
 
 from common.chain import Chain
@@ -15,9 +15,9 @@ from common.clock import Backoff, Clock, doubling
 from common.errors import FloeError, LeaseLost, Unavailable
 from common.failpoints import failpoint
 from common.jetstream.api import StreamInfo
-from common.jetstream.buckets import open_leases, open_state
+from common.jetstream.buckets import open_leases, open_state, optional_leases
 from common.jetstream.client import FloeClient, connect
-from common.jetstream.kv import BucketGone, KeyValue, state_key
+from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Lease, Leases, new_owner, owner_text
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
@@ -38,10 +38,10 @@ from ingress.publishers.publisher import Publisher, Replies
 from ingress.replay import target
 from ingress.replay.output import ReplayProgress, Teller, progress_line, standing
 from ingress.replay.pace import Interrupted, PacedPublisher
-from ingress.replay.receipt import Receipt, ReceiptBucket, Remembered, Unreadable, receipt_key
+from ingress.replay.receipt import Receipt, ReceiptBucket, Remembered, Unreadable, receipt_key, remembered
 from ingress.replay.request import Advice, ReplayOptions, ReplayResult, Request
 from ingress.replay.source import ReplayRoster, ReplaySource, target_settings
-from ingress.replay.survey import Outlook, ReplaySurvey, check_plan, continued, former_of, outlook
+from ingress.replay.survey import Outlook, ReplaySurvey, check_plan, continued
 from ingress.rows.prepare import TargetLimits
 from ingress.verdict.settle import Reconciler
 from ingress.verdict.verdict import Finding, IntentVerdict, TargetErrors, TargetReading, TargetStream
@@ -58,8 +58,9 @@ class HeldError(LeaseLost):
     default_code = "E-REPLAY-RUNS"
 
 
-def held_error(advice: Advice, target: str, key: str, holder: str) -> HeldError:
+def held_error(advice: Advice, key: str, holder: str) -> HeldError:
     """What to say where `holder` holds the lease `key` on the target."""
+    target = advice.request.target
     what, then = "a replay", "wait until it is done, or stop it there"
     if key == state_key(INGRESS, target):
         what, then = "ingress", "stop that ingress, or replay into another stream (--target)"
@@ -68,18 +69,11 @@ def held_error(advice: Advice, target: str, key: str, holder: str) -> HeldError:
     )
 
 
-class Tenures:
-    """The right to carry while all of `leases` may be used (`ingress.verdict.settle.Tenure`)."""
-
-    def __init__(self, *leases: Lease) -> None:
-        self._leases = leases
+class Tenures(tuple[Lease, ...]):
+    """The right to carry while all of these leases may be used (`ingress.verdict.settle.Tenure`)."""
 
     def is_usable(self) -> bool:
-        return all(lease.is_usable() for lease in self._leases)
-
-    @property
-    def is_lost(self) -> bool:
-        return any(lease.lost.is_set for lease in self._leases)
+        return all(lease.is_usable() for lease in self)
 
 
 class Replay:
@@ -118,12 +112,9 @@ class Replay:
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[FloeClient]:
         """A connection for the length of the block; the threads are closed with it."""
-        client = await self.connect()
-        try:
-            yield client
-        finally:
-            await client.aclose()
-            self.threads.close()
+        with closing(self.threads):
+            async with aclosing(await self.connect()) as client:
+                yield client
 
     async def connect(self) -> FloeClient:
         """A fresh connection to the target's server."""
@@ -134,8 +125,15 @@ class Replay:
 
     async def outlook(self, client: FloeClient) -> Outlook:
         """What `run` would do; nothing is written. Raises what speaks against the target's kind."""
-        survey = ReplaySurvey(self.store, self.documents, self.threads, self.clock, self.request)
-        return await outlook(client, survey, self._advice, self.service.state_bucket)
+        request = self.request
+        survey = ReplaySurvey(self.store, self.documents, self.threads, self.clock, request)
+        plan, stream = await survey.look()
+        target.check_source(self._advice, stream)
+        info = await target.look(client, request)
+        recipe = target.recipe(request, stream) if info is None and stream else None
+        config = info.config if info else recipe.config if recipe else {}
+        notes = (*survey.notes, *target.notes(config, plan, request, stream))
+        return Outlook(plan, stream, info, recipe, await self.former(client), notes)
 
     async def refusal(self, client: FloeClient, view: Outlook) -> FloeError | None:
         """Why `run` would refuse now; None where it would begin, or go on. Nothing is written."""
@@ -160,18 +158,14 @@ class Replay:
 
     async def _check_free(self, client: FloeClient) -> None:
         """Raises HeldError where somebody holds a lease on the target now. No bucket is made for it."""
-        bucket = KeyValue(client, self.service.lease_bucket, ttl=self.service.lease_ttl, replicas=1)
+        leases = optional_leases(client, self.service, self._owner, self.clock)
         for key in self._keys:
-            try:
-                entry = await bucket.get(key)
-            except BucketGone:
-                return
-            if entry is not None:
-                holder = owner_text(entry.value.decode("utf-8", "backslashreplace"))
-                raise held_error(self._advice, self.request.target, key, holder)
+            if (holder := await leases.holder(key)) is not None:
+                raise held_error(self._advice, key, owner_text(holder))
 
-    async def _former(self, client: FloeClient) -> Remembered | Unreadable | None:
-        return await former_of(client, self.service.state_bucket, self.request.target)
+    async def former(self, client: FloeClient) -> Remembered | Unreadable | None:
+        """The last replay into the target; no bucket is made to find out."""
+        return await remembered(KeyValue.optional(client, self.service.state_bucket), self.request.target)
 
     # Running
 
@@ -199,21 +193,20 @@ class Replay:
 
     async def _revision(self, client: FloeClient) -> int:
         """Something that changes with every step of the replay; 0 where nobody can tell now."""
-        try:
-            former = await self._former(client)
-        except FloeError:
-            return 0
-        return former.revision if former else 0
+        with suppress(FloeError):
+            if former := await self.former(client):
+                return former.revision
+        return 0
 
     async def _attempt(self, client: FloeClient, stop: Stop, started: float) -> ReplayResult:
-        if not self._begun and await self._former(client) is None:
+        if not self._begun and await self.former(client) is None:
             # Before its lease: nobody shall stop an ingress for what is refused afterwards.
             await target.check_ingress(client, self._settings.ingress.state_bucket, self.request.target)
         async with self._leased(client, stop) as tenures:
-            former = continued(self._advice, await self._former(client))
+            former = continued(self._advice, await self.former(client))
             if former is not None and former.receipt.finished:
                 self._former_rows = _rows(former.receipt, former.state)
-                return self._result(former.receipt, former.state, started, finished=True, was_done=True)
+                return self._result(former.receipt, former.state, started, finished=True)
             receipt, state = self._resumed(former) if former else await self._begin(client)
             carrying = Carrying(self, client, receipt, state, tenures)
             try:
@@ -237,7 +230,7 @@ class Replay:
                 lease = await self._acquired(leases, key, stop)
                 # From now on: planning may take longer than a lease lives.
                 held[lease] = watched(lease.keep(), orphaned, name=f"keep-{key}")
-            yield Tenures(*held)
+            yield Tenures(held)
         finally:
             for lease, keeping in held.items():
                 await end(keeping)
@@ -249,7 +242,7 @@ class Replay:
         while (lease := await leases.acquire(key)) is None:
             holder = owner_text(await leases.holder(key) or "nobody any more")
             if stop.is_set or self.clock.monotonic() > deadline:
-                raise held_error(self._advice, self.request.target, key, holder)
+                raise held_error(self._advice, key, holder)
             if not is_told:
                 self.teller.say(f"waiting for the lease of {holder}")
                 is_told = True
@@ -271,22 +264,14 @@ class Replay:
             self.teller.say(f"note: {note}")
         await self._check(client, view)
         info = view.info or await self._created(client, view)
-        plan = view.plan
-        receipt = Receipt(
-            self.request,
-            tuple(chain.range for chain in plan.chains),
-            info.last_sequence,
-            plan.rows,
-            plan.is_exact,
-            self.clock.now(),
-            skips_holes=self.options.skip_holes,
-        )
-        positions = {each.chain: each.rows.first for each in receipt.ranges}
+        plan, last = view.plan, info.last_sequence
+        ranges, skips = tuple(chain.range for chain in plan.chains), self.options.skip_holes
+        receipt = Receipt(self.request, ranges, last, plan.rows, plan.is_exact, self.clock.now(), skips_holes=skips)
         # What stands there already need not be ours: it is not looked at.
-        checkpoint = Checkpoint(info.last_sequence, info.created, positions, info.last_sequence)
-        state = TargetState(checkpoint)
+        positions = {each.chain: each.rows.first for each in ranges}
+        state = TargetState(Checkpoint(last, info.created, positions, last))
         if view.former is not None:
-            bucket = KeyValue(client, self.service.state_bucket, ttl=None, replicas=1)
+            bucket = KeyValue(client, self.service.state_bucket)
             await bucket.delete(receipt_key(self.request.target), view.former.revision)
         keeper, _ = await self.keeper(client, receipt)
         if await keeper.save(state, 0) is None:
@@ -309,12 +294,10 @@ class Replay:
         envelope = ReceiptBucket(bucket, receipt)
         return StateStore(envelope, receipt_key(name), name), envelope
 
-    def _result(
-        self, receipt: Receipt, state: TargetState, started: float, *, finished: bool, was_done: bool = False
-    ) -> ReplayResult:
-        rows, seconds = _rows(receipt, state), self.clock.monotonic() - started
+    def _result(self, receipt: Receipt, state: TargetState, started: float, *, finished: bool) -> ReplayResult:
+        rows, seconds, was_done = _rows(receipt, state), self.clock.monotonic() - started, bool(receipt.finished)
         now = rows - self._former_rows
-        return ReplayResult(finished, was_done, rows, now, self._bytes, seconds, receipt.request.target)
+        return ReplayResult(finished, was_done, receipt.request.target, rows, now, self._bytes, seconds)
 
 
 def _rows(receipt: Receipt, state: TargetState) -> int:
@@ -341,17 +324,20 @@ class Carrying:
         """
         info = await self._look()
         keeper, envelope = await self._work.keeper(self._client, self._receipt)
-        settings = target_settings(self._receipt.request)
-        limits = shape_of(self._client, info, settings)
-        chains = ReplayRoster(settings, limits, self._receipt.request, self._limits)
-        source, publisher = await self._source(chains), await self._publisher(info, stop)
-        delivery = self._delivery(keeper, source, publisher, chains)
+        delivery, source, publisher = await self._assembled(info, keeper, stop)
         try:
-            await self._run_beside(delivery, source, stop)
+            async with either(stop, source.finished) as ended:
+                await beside(delivery.run(ended), source.run(), self._watch(delivery, source))
+        except BaseExceptionGroup as errors:
+            error = leading(errors)
+            if not isinstance(error, Interrupted):
+                raise error from None
         finally:
             self.state, self.bytes_done = delivery.state, source.bytes_done
             await publisher.aclose()
-        if self._is_done:
+        positions, ranges = self.state.checkpoint.positions, self._receipt.ranges
+        is_behind = all(positions.get(each.chain, 0) > each.rows.last for each in ranges)
+        if is_done := is_behind and self.state.intent is None:
             # Remember that all is stored.
             stored = await keeper.load()
             envelope.receipt = replace(self._receipt, finished=self._work.clock.now())
@@ -359,29 +345,13 @@ class Carrying:
                 raise Unavailable(f"target {self._target}: its state was changed at the very end")
         elif not stop.is_set:
             raise Unavailable(f"target {self._target}: its state was moved by somebody else")
-        return self._is_done
-
-    async def _run_beside(self, delivery: Delivery, source: ReplaySource, stop: Stop) -> None:
-        sides = [source.run(), self._watch(delivery, source)]
-        try:
-            async with either(stop, source.finished) as ended:
-                await beside(delivery.run(ended), *sides)
-        except BaseExceptionGroup as errors:
-            error = leading(errors)
-            if not isinstance(error, Interrupted):
-                raise error from None
-
-    @property
-    def _is_done(self) -> bool:
-        positions = self.state.checkpoint.positions
-        behind = all(positions.get(each.chain, 0) > each.rows.last for each in self._receipt.ranges)
-        return behind and self.state.intent is None
+        return is_done
 
     async def _watch(self, delivery: Delivery, source: ReplaySource) -> None:
         """Tell how far it is; ends everything when a lease is lost."""
         clock = self._work.clock
         begun, started = self._progress(self._begun, 0), clock.monotonic()
-        while not self._tenures.is_lost:
+        while not any(lease.lost.is_set for lease in self._tenures):
             await clock.sleep(WATCH_SPACING)
             now, at = self._progress(delivery.state, source.bytes_done), clock.monotonic()
             text = progress_line(now, begun, at - started)
@@ -403,9 +373,26 @@ class Carrying:
         """What the target takes now. Raises as looking at it."""
         return shape_of(self._client, await self._look(), target_settings(self._receipt.request))
 
+    async def _assembled(
+        self, info: StreamInfo, keeper: StateStore, stop: Stop
+    ) -> tuple[Delivery, ReplaySource, Publisher]:
+        """What carries from the archive into the target, which is as `info` says."""
+        work, client, advice, name = self._work, self._client, self._advice, self._target
+        limits = shape_of(client, info, target_settings(self._receipt.request))
+        chains = ReplayRoster(limits, advice, self._limits)
+        source = await self._source(chains)
+        chosen = choose(name, "auto", offered(client.server_version, info.config, frozenset()))
+        publisher = PUBLISHERS[chosen](client, name, await Replies.open(client))
+        if work.options.pace is not None:
+            publisher = PacedPublisher(publisher, work.options.pace, work.clock, stop)
+        looker, spacing = TargetStream(client, name, work.connect), work.options.look_spacing
+        settler = Reconciler(ReplayChoices(advice), keeper, looker, self._tenures, work.clock, spacing)
+        server = ServerLimits(client, chains, source.reset, advice.refused("E-MSG-TOO-LARGE"))
+        return Delivery(name, keeper, settler, publisher, source, work.clock, limits=server), source, publisher
+
     async def _source(self, chains: ReplayRoster) -> ReplaySource:
-        work, call = self._work, self._work.threads.run
-        found = {each.chain: await call(work.documents.gaps, each.chain) for each in self._receipt.ranges}
+        work, call, ranges = self._work, self._work.threads.run, self._receipt.ranges
+        found = {each.chain: await call(work.documents.gaps, each.chain) for each in ranges}
         gaps = {chain: [gap.range for gap in accepted] for chain, accepted in found.items()}
         skips = self._receipt.skips_holes or work.options.skip_holes
 
@@ -413,25 +400,7 @@ class Carrying:
             return skips or not holes(gaps[chain], hole)
 
         limit = work.service.memory_limit
-        return ReplaySource(
-            self._receipt.ranges, work.store, work.documents, work.threads, chains, may_skip, limit, self._advice
-        )
-
-    async def _publisher(self, info: StreamInfo, stop: Stop) -> Publisher:
-        client, pace = self._client, self._work.options.pace
-        chosen = choose(self._target, "auto", offered(client.server_version, info.config, frozenset()))
-        publisher = PUBLISHERS[chosen](client, self._target, await Replies.open(client))
-        return publisher if pace is None else PacedPublisher(publisher, pace, self._work.clock, stop)
-
-    def _delivery(
-        self, keeper: StateStore, source: ReplaySource, publisher: Publisher, chains: ReplayRoster
-    ) -> Delivery:
-        work, clock = self._work, self._work.clock
-        looker = TargetStream(self._client, self._target, work.connect)
-        choices, spacing = ReplayChoices(self._advice), work.options.look_spacing
-        settler = Reconciler(choices, keeper, looker, self._tenures, clock, spacing)
-        limits = ServerLimits(self._client, chains, source.reset, self._advice.refused("E-MSG-TOO-LARGE"))
-        return Delivery(self._target, keeper, settler, publisher, source, clock, limits=limits)
+        return ReplaySource(ranges, work.store, work.documents, work.threads, chains, may_skip, limit)
 
 
 class ReplayChoices(TargetErrors):
@@ -445,8 +414,7 @@ class ReplayChoices(TargetErrors):
         found = super().error(verdict, seen, described)
         found.hint = self._advice.anew("stop what else writes to it, ")
         if verdict.finding is Finding.GONE:
-            anew = self._advice.same("--again", "--create")
-            found.hint = ways(("make it again and begin anew", anew))
+            found.hint = ways(("make it again and begin anew", self._advice.same("--again", "--create")))
         return found
 
     def no_checkpoint(self, reading: TargetReading | None) -> FloeError:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from common.chain import Chain
@@ -46,24 +46,17 @@ class Request:
     into_source: bool = False
 
     def __post_init__(self) -> None:
-        begins = [n for n in ("from_sequence", "from_time", "since") if getattr(self, n)]
-        ends = [n for n in ("to_sequence", "to_time") if getattr(self, n)]
-        for names in (begins, ends):
-            if len(names) > 1:
-                raise UsageError(f"expected one of {' and '.join(map(_option, names))}, found both")
-        for name in ("from_time", "to_time"):
-            if text := getattr(self, name):
-                _time(_option(name), text)
+        for bounds in (("from_sequence", "from_time", "since"), ("to_sequence", "to_time")):
+            if len(given := [name for name in bounds if getattr(self, name)]) > 1:
+                raise UsageError(f"expected one of {' and '.join(map(_option, given))}, found both")
+        times = [_time(_option(n), text) for n in ("from_time", "to_time") if (text := getattr(self, n))]
         for subject in self.subjects:
             if not is_filter(subject):
                 raise UsageError(f"--subject: expected a filter such as nodes.*.temperature, found {subject!r}")
-        self._check_order()
-
-    def _check_order(self) -> None:
         if self.from_sequence and self.to_sequence and self.from_sequence > self.to_sequence:
             most = f"--to-sequence {self.to_sequence}"
             raise UsageError(f"--from-sequence: expected at most {most}, found {self.from_sequence}")
-        if self.from_time and self.to_time and _time("", self.from_time) >= _time("", self.to_time):
+        if len(times) == 2 and times[0] >= times[1]:
             raise UsageError(f"--from-time: expected before --to-time {self.to_time}, found {self.from_time}")
 
     @property
@@ -112,11 +105,10 @@ class Request:
 
     def to_json(self) -> dict[str, Any]:
         """What is not a default."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
         numbers = ("incarnation", "partition")  # of which 0 says something
         return {
             name: list(value) if isinstance(value, tuple) else value
-            for name, value in values.items()
+            for name, value in asdict(self).items()
             if value or (name in numbers and value is not None)
         }
 
@@ -158,6 +150,10 @@ def _time(option: str, text: str) -> int:
         raise UsageError(f"{option}: {error}") from error
 
 
+# Options that are given or not.
+FLAGS = ("create", "append", "allow_lossy", "skip_holes", "again")
+
+
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
     """`again`: begin anew, whatever is remembered of a former replay. `pace` None: as fast as possible.
@@ -177,7 +173,7 @@ class ReplayOptions:
 
     def words(self) -> Iterator[str]:
         """The options that say the same, for a command to paste."""
-        for name in ("create", "append", "allow_lossy", "skip_holes", "again"):
+        for name in FLAGS:
             if getattr(self, name):
                 yield f"--{name.replace('_', '-')}"
         yield from self.paced
@@ -190,11 +186,11 @@ class ReplayResult:
 
     finished: bool
     was_done: bool
+    target: str
     rows: int
     rows_now: int
     bytes: int
     seconds: float
-    target: str
 
     @property
     def rate(self) -> float:
@@ -202,16 +198,7 @@ class ReplayResult:
         return self.rows_now / self.seconds if self.seconds > 0 else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "finished": self.finished,
-            "was_done": self.was_done,
-            "target": self.target,
-            "rows": self.rows,
-            "rows_now": self.rows_now,
-            "bytes": self.bytes,
-            "seconds": round(self.seconds, 3),
-            "rows_per_second": round(self.rate),
-        }
+        return {**asdict(self), "seconds": round(self.seconds, 3), "rows_per_second": round(self.rate)}
 
 
 SHOWN = 10  # holes
@@ -230,8 +217,7 @@ class Advice:
 
     def same(self, *more: str) -> str:
         """The command that was given, with the options `more`."""
-        words = [self.request.words(), *dict.fromkeys([*self.options.words(), *more])]
-        return command("replay", *words)
+        return command("replay", self.request.words(), *dict.fromkeys([*self.options.words(), *more]))
 
     def anew(self, before: str = "") -> str:
         """Empty the target and begin again: two commands, one behind the other."""
@@ -254,11 +240,10 @@ class Advice:
 
     def source(self, name: str) -> str:
         """The stream that the feed was frozen from is `name` (empty: nobody knows), not the target."""
-        without = self._of(into_source=False)
-        left = (f"replay into {self.request.target}, which is another stream", without.same())
+        words, other = f"replay into {self.request.target}, which is another stream", self._of(into_source=False)
         if not name:
-            return ways(left)
-        return ways(("replay into the source", self._of(target=name).same()), (f"or {left[0]}", left[1]))
+            return ways((words, other.same()))
+        return ways(("replay into the source", self._of(target=name).same()), (f"or {words}", other.same()))
 
     def holes(self, chain: Chain, holes: tuple[SequenceRange, ...]) -> str:
         """Sequences that no segment covers."""

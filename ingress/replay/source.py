@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -24,7 +25,7 @@ from common.service.logs import get_logger
 from common.service.process import Threads
 from common.settings.ingress import SourceSettings, TargetSettings
 from common.subjects import matches
-from common.tasks import Stop, end, first_of
+from common.tasks import Stop, unless
 from ingress.chains.chain_state import AskLimits, ChainRegistry
 from ingress.chains.recall import Recall
 from ingress.checkpoint import Gap, Intent, IntentPiece
@@ -32,17 +33,18 @@ from ingress.replay.plan import ChainRange
 from ingress.replay.request import Advice, Request
 from ingress.rows.decoder import Decoder, Relays
 from ingress.rows.prepare import Prepared, Preparer, SubjectRule, TargetLimits
-from ingress.rows.rows import Block, ByteBudget, DecodedAhead, Rows
+from ingress.rows.rows import Block, DecodedAhead, Rows
 
 log = get_logger("ingress.replay.source")
 
 
 class ReplayPreparer(Preparer):
-    """Prepares the rows that the filters `subjects` take (none: all)."""
+    """Prepares the rows that the filters of `request` take (none: all)."""
 
-    def __init__(self, chain: Chain, rule: SubjectRule, shape: TargetLimits, extra: bytes, subjects: tuple[str, ...]):
-        super().__init__(chain, rule, shape, extra)
-        self._subjects_wanted = subjects
+    def __init__(self, chain: Chain, request: Request, limits: TargetLimits) -> None:
+        mark = b"%b: %b" % (REPLAY, request.digest.encode()) if request.into_source else b""
+        super().__init__(chain, SubjectRule(request.prefix.encode()), limits, mark)
+        self._subjects_wanted = request.subjects
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
         """As `Preparer.prepare`; nothing where no row is wanted."""
@@ -51,18 +53,15 @@ class ReplayPreparer(Preparer):
 
 
 class ReplayRoster(ChainRegistry):
-    """Gives out preparers for one request."""
+    """Gives out preparers for the request of `advice`."""
 
-    def __init__(self, settings: TargetSettings, limits: TargetLimits, request: Request, ask_limits: AskLimits) -> None:
-        super().__init__(settings, limits, ask_limits)
-        self._request = request
+    def __init__(self, limits: TargetLimits, advice: Advice, ask_limits: AskLimits) -> None:
+        super().__init__(target_settings(advice.request), limits, ask_limits)
+        self.advice = advice
 
     def preparer(self, chain: Chain) -> ReplayPreparer:
         """A new one; used by one thread at a time."""
-        request = self._request
-        mark = b"%b: %b" % (REPLAY, request.digest.encode()) if request.into_source else b""
-        rule = SubjectRule(request.prefix.encode())
-        return ReplayPreparer(chain, rule, self.limits, mark, request.subjects)
+        return ReplayPreparer(chain, self.advice.request, self.limits)
 
 
 def target_settings(request: Request) -> TargetSettings:
@@ -82,7 +81,6 @@ def matching(batch: pa.RecordBatch, subjects: tuple[str, ...]) -> pa.RecordBatch
     return batch.filter(mask)
 
 
-MaySkip = Callable[[Chain, SequenceRange], bool]
 VANISHED = 5  # times that a segment may be gone before it is too much
 MOST_ROWS = 50_000  # of one intent: progress is told after each
 
@@ -122,15 +120,14 @@ class ReplaySource:
         documents: ChainStore,
         threads: Threads,
         chains: ReplayRoster,
-        may_skip: MaySkip,
+        may_skip: Callable[[Chain, SequenceRange], bool],
         memory_limit: int,
-        advice: Advice,
     ) -> None:
-        self._ranges, self._may_skip, self._chains, self._advice = ranges, may_skip, chains, advice
+        self._ranges, self._may_skip, self._chains = ranges, may_skip, chains
         self._store, self._threads, self._relays = store.in_parts(), threads, Relays(documents, threads)
         self._ahead = DecodedAhead(memory_limit, MOST_ROWS)
         self._decoder = Decoder(self._store, threads, self._ahead.budget)
-        self.recall = ReplayRecall(self._store, threads, self._ahead.budget, chains, self._relays, advice)
+        self.recall = ReplayRecall(self._store, threads, self._ahead.budget, chains, self._relays)
         self._positions: Mapping[Chain, int] = {}
         self._generation, self._is_decoded = 0, False
         self._again, self.finished = asyncio.Event(), asyncio.Event()
@@ -167,14 +164,7 @@ class ReplaySource:
         while True:
             await self._again.wait()
             self._again.clear()
-            work = asyncio.create_task(self._decode_all(), name="replay-decode")
-            try:
-                await first_of(self._again.wait(), asyncio.wait({work}))
-                if work.done():
-                    work.result()
-                    await self._again.wait()
-            finally:
-                await end(work)
+            await unless(self._again, self._decode_all())
 
     async def _decode_all(self) -> None:
         """Everything from the positions of now on; nothing more once there are others."""
@@ -224,15 +214,10 @@ class ReplaySource:
     async def _decode(self, turn: _Turn, stretch: Stretch[SegmentRef]) -> None:
         preparer = self._chains.preparer(turn.chain)
         preparer.relay = await self._relays.of(turn.chain)
-        problem = await self._decoder.read(
-            stretch.segment,
-            stretch.rows,
-            preparer,
-            lambda block: self._append(turn, block),
-            avoided=frozenset(self._damaged),
-        )
+        emit, avoided = partial(self._append, turn), frozenset(self._damaged)
+        problem = await self._decoder.read(stretch.segment, stretch.rows, preparer, emit, avoided=avoided)
         if problem is not None:
-            raise Stopped(problem.message, hint=self._advice.refused(problem.code), code=problem.code)
+            raise Stopped(problem.message, hint=self._chains.advice.refused(problem.code), code=problem.code)
 
     def _pass(self, turn: _Turn, hole: SequenceRange) -> None:
         if not turn.looked_again:
@@ -245,7 +230,7 @@ class ReplaySource:
             self._append(turn, block)
             self._ahead.budget.force(block.size)
         else:
-            raise hole_error(self._advice, turn.chain, hole)
+            raise hole_error(self._chains.advice, turn.chain, hole)
 
     def _append(self, turn: _Turn, block: Block) -> None:
         """The block is ready. Raises _StaleError where the replay has begun again elsewhere meanwhile."""
@@ -258,26 +243,16 @@ class ReplaySource:
 class ReplayRecall(Recall):
     """What to do where the rows of an open intent are gone is said for a replay."""
 
-    def __init__(
-        self,
-        store: SegmentStore,
-        threads: Threads,
-        budget: ByteBudget,
-        chains: ReplayRoster,
-        relays: Relays,
-        advice: Advice,
-    ) -> None:
-        super().__init__(store, threads, budget, chains, relays)
-        self._advice = advice
+    _chains: ReplayRoster
 
     async def rows(self, intent: Intent, stored: int) -> Rows:
         try:
             return await super().rows(intent, stored)
         except Stopped as error:
-            again = self._advice.same()
-            hint = ways(("put the segment back, and go on", again), self._advice.anew("or "))
+            advice = self._chains.advice
+            hint = ways(("put the segment back, and go on", advice.same()), advice.anew("or "))
             if error.code != "E-INTENT":
-                hint = self._advice.refused(error.code)
+                hint = advice.refused(error.code)
             raise Stopped(error.message, hint=hint, code=error.code) from error
 
 

@@ -15,8 +15,6 @@ from common.chain import Chain
 from common.clock import Clock
 from common.errors import DataError, SegmentCorrupt, Stopped, Unavailable
 from common.jetstream.api import StreamInfo
-from common.jetstream.client import FloeClient
-from common.jetstream.kv import BucketGone, KeyValue
 from common.segments.archive import Timeline
 from common.segments.documents import ChainStore, StreamDocument
 from common.segments.parquet_guard import SegmentGone
@@ -38,7 +36,7 @@ from ingress.replay.plan import (
     check_meets,
     stretches_of,
 )
-from ingress.replay.receipt import Remembered, Unreadable, other, remembered, unreadable
+from ingress.replay.receipt import Remembered, Unreadable, other, unreadable
 from ingress.replay.request import Advice, Request
 from ingress.replay.source import hole_error
 
@@ -63,76 +61,42 @@ class Timing:
 
     def extent(self) -> Moments:
         """The least and the greatest time (ns) that the archive goes from and to; None: nobody can tell."""
-        first, last = self._first_telling(), self._last_telling(self._covered)
-        first_ns = None if first is None else self._times(first)[0]
-        if last is None or last.rows.last < self._covered:
+        begin = next((stretch.rows.first for stretch in cover(self._refs, self._begins)), 0)
+        first, last = self._telling(begin), self._telling(self._covered)
+        first_ns = first and first[1][0]
+        if last is None or last[0].rows.last < self._covered:
             return first_ns, None
-        return first_ns, max(self._times(last)[1], self._tip_of(last))
-
-    # The first sequence
+        stretch, (_, newest) = last
+        tip = None  # the last message that was examined, which need not have become a row
+        with suppress(SegmentCorrupt):
+            tip = self._store.footer(stretch.segment).tip
+        return first_ns, max(newest, tip.timestamp_ns if tip else 0)
 
     def _from(self, moment_ns: int) -> int:
         """Where what may be at or after the moment begins; behind the end where nothing may."""
         if (found := self._timeline.first_at(moment_ns)) is None:
             return self._behind_telling(self._covered)
-        stretch = self._holding(found)
-        if self._times(stretch)[0] < moment_ns:
+        telling = self._telling(found)
+        assert telling is not None, "it was found by the time of its row"
+        stretch, (least, _) = telling
+        if least < moment_ns:
             return found
         # What is missing right before may be as new.
         behind = self._behind_telling(stretch.rows.first - 1)
         return behind if behind < stretch.rows.first else found
 
-    def _holding(self, sequence: int) -> Stretch[SegmentRef]:
-        """The stretch around a row that was found by its time."""
-        refs = list(self._refs)
-        while True:
-            stretch = next(s for s in cover(refs, self._begins) if sequence in s.rows)
-            if self._tells(stretch):
-                return stretch
-            refs.remove(stretch.segment)
-
     def _behind_telling(self, upto: int) -> int:
-        last = self._last_telling(upto)
-        return self._begins if last is None else last.rows.last + 1
+        last = self._telling(upto)
+        return last[0].rows.last + 1 if last else self._begins
 
-    # Segments that tell
-
-    def _first_telling(self) -> Stretch[SegmentRef] | None:
-        """Whose segment begins the archive; None where something before it cannot be read."""
+    def _telling(self, upto: int) -> tuple[Stretch[SegmentRef], tuple[int, int]] | None:
+        """The last stretch up to the sequence `upto` that tells of time, and the times in its segment."""
         refs = list(self._refs)
-        begin = min((s.rows.first for s in cover(refs, self._begins)[:1]), default=0)
-        while found := cover(refs, self._begins)[:1]:
-            if found[0].rows.first > begin:
-                return None
-            if self._tells(found[0]):
-                return found[0]
+        while found := cover(refs, self._begins, upto)[-1:]:
+            if (times := self._timeline.times_of(found[0].segment)) is not None:
+                return found[0], times
             refs.remove(found[0].segment)
         return None
-
-    def _last_telling(self, upto: int) -> Stretch[SegmentRef] | None:
-        """The last stretch up to the sequence `upto` that tells of time."""
-        refs = list(self._refs)
-        while upto >= self._begins and (found := cover(refs, self._begins, upto)[-1:]):
-            if self._tells(found[0]):
-                return found[0]
-            refs.remove(found[0].segment)
-        return None
-
-    def _tells(self, stretch: Stretch[SegmentRef]) -> bool:
-        return self._timeline.times_of(stretch.segment) is not None
-
-    def _times(self, stretch: Stretch[SegmentRef]) -> tuple[int, int]:
-        times = self._timeline.times_of(stretch.segment)
-        assert times is not None, "only of stretches that tell"
-        return times
-
-    def _tip_of(self, stretch: Stretch[SegmentRef]) -> int:
-        """The time of the last message that was examined, which need not have become a row."""
-        try:
-            tip = self._store.footer(stretch.segment).tip
-        except SegmentCorrupt:
-            return 0
-        return 0 if tip is None else tip.timestamp_ns
 
 
 LISTINGS = 3  # tries, each on a new listing
@@ -227,52 +191,42 @@ class ReplaySurvey:
 
     async def _planned(self, each: ChainRange) -> ReplayChain:
         """Raises DataError where segments are damaged time and again, Unavailable where they vanish."""
-        lost, all_damaged = set[str](), set[str]()
+        lost, damaged = set[str](), set[str]()
         found = await self._threads.run(self._documents.gaps, each.chain)
         gaps = [gap.range for gap in found]
         for _ in range(LISTINGS):
             refs = await self._threads.run(self._store.list, each.chain, position=each.rows.first)
             usable = [ref for ref in refs if ref.key not in lost]
             stretches, holes, accepted = stretches_of(usable, each.rows, gaps)
-            parts, gone, damaged = await self._footers(stretches, usable)
-            if not gone and not damaged:
-                return ReplayChain(each, tuple(parts), tuple(holes), tuple(accepted))
-            lost |= gone | damaged
-            all_damaged |= damaged
-            self.notes += [f"damaged or gone, left out: {key}" for key in sorted(gone | damaged)]
-        raise vanishing_error(each.chain) if gone else damaged_error(each.chain, all_damaged)
-
-    async def _footers(
-        self, stretches: list[Stretch[SegmentRef]], refs: Sequence[SegmentRef]
-    ) -> tuple[list[ReplayPart], set[str], set[str]]:
-        """The stretches of `refs` with their footers; the keys of segments that are gone, and damaged."""
-        parts: list[ReplayPart] = []
-        gone, damaged = set[str](), set[str]()
-
-        async def read(stretch: Stretch[SegmentRef]) -> ReplayPart | None:
-            try:
-                return await self._threads.run(_part, self._store, stretch, refs)
-            except SegmentGone:
-                gone.add(stretch.segment.key)
-            except SegmentCorrupt:
-                damaged.add(stretch.segment.key)
-            return None
-
-        for begin in range(0, len(stretches), 256):
-            found = await asyncio.gather(*map(read, stretches[begin : begin + 256]))
-            parts += [part for part in found if part is not None]
-        return parts, gone, damaged
+            parts = list[ReplayPart | DataError]()
+            for begin in range(0, len(stretches), 256):
+                some = stretches[begin : begin + 256]
+                parts += await asyncio.gather(*(self._threads.run(_part, self._store, s, usable) for s in some))
+            wrong = {s.segment.key: p for s, p in zip(stretches, parts, strict=True) if isinstance(p, DataError)}
+            if not wrong:
+                sound = tuple(part for part in parts if isinstance(part, ReplayPart))
+                return ReplayChain(each, sound, tuple(holes), tuple(accepted))
+            lost |= wrong.keys()
+            damaged |= {key for key, error in wrong.items() if isinstance(error, SegmentCorrupt)}
+            self.notes += [f"damaged or gone, left out: {key}" for key in sorted(wrong)]
+        is_gone = any(isinstance(error, SegmentGone) for error in wrong.values())
+        raise vanishing_error(each.chain) if is_gone else damaged_error(each.chain, damaged)
 
 
-def _part(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[SegmentRef]) -> ReplayPart:
-    """Blocking; reads rows only where others of `refs` may have what the segment did not read."""
-    footer = store.footer(stretch.segment)
-    unread = footer.unread and footer.unread.intersection(stretch.rows)
-    others = (ref for ref in refs if ref.key != stretch.segment.key)
-    if unread is None or not any(ref.coverage.overlaps(unread) for ref in others):
-        return ReplayPart(stretch, footer)
-    with open_stretch(store, stretch, refs=refs) as reader:
-        return ReplayPart(stretch, footer, reader.still_missing(stretch.rows))
+def _part(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[SegmentRef]) -> ReplayPart | DataError:
+    """With its footer; the error where the segment is gone or damaged. Blocking; reads rows only where others
+    of `refs` may have what the segment did not read.
+    """
+    try:
+        footer = store.footer(stretch.segment)
+        unread = footer.unread and footer.unread.intersection(stretch.rows)
+        others = (ref for ref in refs if ref.key != stretch.segment.key)
+        if unread is None or not any(ref.coverage.overlaps(unread) for ref in others):
+            return ReplayPart(stretch, footer)
+        with open_stretch(store, stretch, refs=refs) as reader:
+            return ReplayPart(stretch, footer, reader.still_missing(stretch.rows))
+    except (SegmentGone, SegmentCorrupt) as error:
+        return error
 
 
 def vanishing_error(chain: Chain) -> Unavailable:
@@ -308,32 +262,6 @@ class Outlook:
     recipe: target.Recipe | None
     former: Remembered | Unreadable | None
     notes: tuple[str, ...]
-
-
-async def outlook(client: FloeClient, survey: ReplaySurvey, advice: Advice, state_bucket: str) -> Outlook:
-    """What replaying the request of `advice` would do now. Raises what speaks against the target's kind."""
-    request = advice.request
-    plan, stream = await survey.look()
-    target.check_source(advice, stream)
-    info = await target.look(client, request)
-    recipe = target.recipe(request, stream) if info is None and stream else None
-    config = info.config if info else recipe.config if recipe else {}
-    notes = (*survey.notes, *target.notes(config, plan, request), *_name_note(request, stream))
-    return Outlook(plan, stream, info, recipe, await former_of(client, state_bucket, request.target), notes)
-
-
-async def former_of(client: FloeClient, state_bucket: str, stream: str) -> Remembered | Unreadable | None:
-    """The last replay into `stream`; no bucket is made to find out."""
-    try:
-        return await remembered(KeyValue(client, state_bucket, ttl=None, replicas=1), stream)
-    except BucketGone:
-        return None
-
-
-def _name_note(request: Request, document: StreamDocument | None) -> list[str]:
-    if request.into_source or document is None or document.config.get("name") != request.target:
-        return []
-    return [f"target {request.target} has the name of the feed's source: if it is that, add --into-source"]
 
 
 def continued(advice: Advice, former: Remembered | Unreadable | None) -> Remembered | None:

@@ -7,7 +7,7 @@ from typing import Any
 from common.errors import ConfigError, FloeError, Stopped
 from common.jetstream.api import StreamInfo, create_stream, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.kv import BucketGone, KeyValue, state_key
+from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.requests import ApiError
 from common.segments.documents import StreamDocument
 from common.service.exits import ways
@@ -25,27 +25,10 @@ log = get_logger("ingress.replay.target")
 # What a stream is made again with. The rest would write or read elsewhere, change subjects, or refuse what
 # was stored once: mirror, sources, subject_transform, republish, sealed, no_ack, …
 KEPT = (
-    "description",
-    "subjects",
-    "retention",
-    "storage",
-    "num_replicas",
-    "max_age",
-    "max_bytes",
-    "max_msgs",
-    "max_msgs_per_subject",
-    "max_msg_size",
-    "max_consumers",
-    "discard",
-    "duplicate_window",
-    "compression",
-    "placement",
-    "consumer_limits",
-    "allow_rollup_hdrs",
-    "allow_msg_ttl",
-    "deny_delete",
-    "deny_purge",
-)
+    "description", "subjects", "retention", "storage", "num_replicas", "max_age", "max_bytes", "max_msgs",
+    "max_msgs_per_subject", "max_msg_size", "max_consumers", "discard", "duplicate_window", "compression",
+    "placement", "consumer_limits", "allow_rollup_hdrs", "allow_msg_ttl", "deny_delete", "deny_purge",
+)  # fmt: skip
 SUBJECTS_OVERLAP = 10065  # with those of another stream
 # Not settings of whoever made the stream.
 _OWN = ("name", "metadata", "first_seq", "allow_direct", "allow_atomic", "allow_batched", "mirror_direct")
@@ -142,12 +125,7 @@ def check_source(advice: Advice, document: StreamDocument | None) -> None:
 
 async def check_ingress(client: FloeClient, state_bucket: str, target: str) -> None:
     """Raises Stopped where ingress remembers the target: it would stop at what a replay puts there."""
-    bucket = KeyValue(client, state_bucket, ttl=None, replicas=1)
-    try:
-        entry = await bucket.get(state_key(INGRESS, target))
-    except BucketGone:
-        return
-    if entry is not None:
+    if await KeyValue.optional(client, state_bucket).get(state_key(INGRESS, target)) is not None:
         elsewhere = "replay into another stream; or empty it and have ingress fill it again"
         raise Stopped(
             f"target {target}: ingress carries into it, and what a replay adds would be foreign to it",
@@ -156,18 +134,20 @@ async def check_ingress(client: FloeClient, state_bucket: str, target: str) -> N
         )
 
 
-def notes(config: Mapping[str, Any], plan: ReplayPlan, request: Request) -> Iterator[str]:
+def notes(
+    config: Mapping[str, Any], plan: ReplayPlan, request: Request, document: StreamDocument | None
+) -> Iterator[str]:
     """What of the target an operator should know before."""
     name = request.target
-    if config.get("retention") in ("interest", "workqueue"):
-        drops = config["retention"] == "interest"
-        what = "drops what no consumer wants" if drops else "keeps until it is consumed"
+    keeps = {"interest": "drops what no consumer wants", "workqueue": "keeps until it is consumed"}
+    if what := keeps.get(config.get("retention", "")):
         yield f"target {name}: retention {config['retention']} {what}: make its consumers first"
     for limit, needed, text in (("max_msgs", plan.rows, str), ("max_bytes", plan.raw_bytes, format_size)):
         found = int(config.get(limit, -1) or -1)
         if 0 < found < needed:
             short = f"{limit} {text(found)} is less than the {text(needed)} to come"
             yield f"target {name}: {short}: it drops the oldest"
-    per_subject = int(config.get("max_msgs_per_subject", -1) or -1)
-    if per_subject > 0:
+    if (per_subject := int(config.get("max_msgs_per_subject", -1) or -1)) > 0:
         yield f"target {name}: it keeps the last {per_subject} messages of each subject"
+    if not request.into_source and document is not None and document.config.get("name") == name:
+        yield f"target {name} has the name of the feed's source: if it is that, add --into-source"

@@ -109,7 +109,7 @@ def of_replays() -> Iterator[str]:
     yield hole_error(ADVICE, CHAIN, HOLE).hint
     yield raised(lambda: target.recipe(REQUEST, None))
     for key in (receipt_key("BACK"), "ingress.BACK"):
-        yield held_error(ADVICE, "BACK", key, "somebody").hint
+        yield held_error(ADVICE, key, "somebody").hint
     yield from (survey.vanishing_error(CHAIN).hint, survey.damaged_error(CHAIN, ["a"]).hint)
 
 
