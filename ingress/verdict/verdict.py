@@ -260,12 +260,11 @@ def contradiction(intent: Intent, read: Mapping[int, Origin | Unread]) -> Intent
     """
     for at, piece in intent.ends(intent.count).items():
         origin = read.get(at, Unread.GONE)
-        expected = f"expected {piece.chain} {piece.rows}"
-        if origin is Unread.FOREIGN:
-            return IntentVerdict(Finding.FOREIGN, detail=f"message {at} {origin.value}, {expected}", at=at)
-        if isinstance(origin, Origin) and not origin.is_of(piece):
-            found = f"message {at} is {origin.chain} {origin.sequence}"
-            return IntentVerdict(Finding.FOREIGN, detail=f"{found}, {expected}", at=at)
+        if origin is Unread.GONE or (isinstance(origin, Origin) and origin.is_of(piece)):
+            continue
+        found = origin.value if isinstance(origin, Unread) else f"is {origin.chain} {origin.sequence}"
+        detail = f"message {at} {found}, expected {piece.chain} {piece.rows}"
+        return IntentVerdict(Finding.FOREIGN, detail=detail, at=at)
     return None
 
 

@@ -276,8 +276,7 @@ async def _holds(bench: Bench, stream: str, number: int) -> bool:
 
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "PAUSES", (0.1, 0.2))
-    monkeypatch.setattr(target, "FIRST_PAUSE", 0.1)
-    monkeypatch.setattr(target, "LAST_PAUSE", 0.2)
+    monkeypatch.setattr(target, "PAUSES", (0.1, 0.2))
 
 
 def _armed(monkeypatch: pytest.MonkeyPatch, places: Places) -> list[tuple[str, list[Throw]]]:
