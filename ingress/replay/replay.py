@@ -382,7 +382,7 @@ class Carrying:
         chains = ReplayRoster(limits, advice, self._limits)
         source = await self._source(chains)
         chosen = choose(name, "auto", offered(client.server_version, info.config, frozenset()))
-        publisher = PUBLISHERS[chosen](client, name, await Replies.open(client))
+        publisher: Publisher = PUBLISHERS[chosen](client, name, await Replies.open(client))
         if work.options.pace is not None:
             publisher = PacedPublisher(publisher, work.options.pace, work.clock, stop)
         looker, spacing = TargetStream(client, name, work.connect), work.options.look_spacing
