@@ -128,7 +128,8 @@ class Model:
         self.phase = Phase.LOOKING
 
     def decide(self) -> None:
-        if self.rng.random() < 0.5:
+        is_over = self.state.end is not None and self.state.end < self.state.position  # then no segment leads on
+        if is_over or self.rng.random() < 0.5:
             self.state.gives_up(SequenceRange(self.state.position, self.state.position + 2))
             self.phase = Phase.PASSING
         else:
