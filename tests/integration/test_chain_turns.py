@@ -161,3 +161,15 @@ async def test_a_wide_segment_behind_a_page_of_others_is_carried_and_its_accepte
         await centre.reaches({CHAIN: 131})
     assert sum(count for _, count in centre.order) == 130
     assert archive.documents.passed_gaps("FLEET", CHAIN) == []
+
+
+async def test_a_chain_that_begins_at_a_moment_to_come_says_what_it_waits_for(archive: Archive) -> None:
+    archive.put(rows_of(1, 20))
+    centre = Centre(archive, start_time="2100-01-01T00:00:00Z")
+    async with centre.running():
+        await centre.look()
+        chain = centre.supply.chains.get(CHAIN)
+        await soon(lambda: "nothing is archived yet from the moment on" in chain.waits_for)
+
+    assert not chain.has_begun
+    assert centre.stored == {}
