@@ -5,18 +5,16 @@ One line each, naming the operation and the key, and of an address scheme, host 
 
 from __future__ import annotations
 
-import builtins
 import re
 import socket
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
-from common.objects.port import Body, ChecksumMismatch, ObjectInfo, ObjectStore
+from common.objects.port import ChecksumMismatch, ObjectStore
 
 PERMISSIONS = {
     "list": "s3:ListBucket",
@@ -26,33 +24,40 @@ PERMISSIONS = {
     "delete": "s3:DeleteObject",
 }
 
+_EXPIRED = "the credential has expired; renew it"
 _CREDENTIALS = {
     "InvalidAccessKeyId": "the server does not know this access key",
     "SignatureDoesNotMatch": "the secret key is not the one of this access key, or a proxy changes requests",
-    "ExpiredToken": "the credential has expired; renew it",
-    "ExpiredTokenException": "the credential has expired; renew it",
-    "TokenRefreshRequired": "the credential has expired; renew it",
+    **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"), _EXPIRED),
     "InvalidToken": "the session token is not valid; renew it",
     "NotSignedUp": "the account has no S3",
     "InvalidSecurity": "check the credential",
 }
 _DENIED = {"AccessDenied", "AllAccessDisabled", "AccountProblem", "Forbidden", "Unauthorized", "401", "403"}
-_DIGEST = {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"}
-_ELSEWHERE = {
-    "PermanentRedirect",
-    "TemporaryRedirect",
-    "Redirect",
+_DIGEST = ("BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch")
+_ELSEWHERE = {"PermanentRedirect", "TemporaryRedirect", "Redirect", "301", "307"} | {
     "AuthorizationHeaderMalformed",
     "IllegalLocationConstraintException",
-    "301",
-    "307",
 }
-_FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "ServiceQuotaExceededException", "507"}
+_FULL = ("QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "ServiceQuotaExceededException", "507")
 _LATER = {"SlowDown", "RequestTimeout", "Throttling", "ThrottlingException", "TooManyRequests", "429"}
 MISSING_KEY = {"NoSuchKey", "NoSuchVersion"}
 NOT_MET = {"PreconditionFailed", "412"}
 IN_CONFLICT = {"ConditionalRequestConflict", "OperationAborted", "409"}
-NOT_IMPLEMENTED = {"NotImplemented", "501"}
+
+# What a code means whatever the status and the verb: the error, its hint and its code.
+_ALWAYS: Mapping[str, tuple[type[FloeError], str, str]] = {
+    **{code: (Refused, hint, "E-S3-AUTH") for code, hint in _CREDENTIALS.items()},
+    "NoSuchBucket": (ConfigError, "create the bucket, or correct store.url", "E-S3-BUCKET"),
+    **dict.fromkeys(
+        ("NotImplemented", "501"),
+        (ConfigError, "this store cannot do it; see store.checksum and store.encryption", "E-S3-REQUEST"),
+    ),
+    **dict.fromkeys(_DIGEST, (ChecksumMismatch, "", "")),
+    "RequestTimeTooSkewed": (Unavailable, "set this host's clock: it and the store's differ", "E-S3-CLOCK"),
+    "InvalidObjectState": (Unavailable, "the object is archived: restore it first", "E-S3-ARCHIVED"),
+    **dict.fromkeys(_FULL, (Unavailable, "make room in the store", "E-STORE-FULL")),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,54 +101,25 @@ def status_of(response: Mapping[str, Any]) -> int:
 
 def explain(failure: S3Failure) -> FloeError:
     """The error to raise for `failure`, as if its outcome were known."""
-    if error := _refusal(failure) or _misconfiguration(failure):
-        return error
     text, code = str(failure), failure.code
-    if code in _DIGEST:
-        return ChecksumMismatch(text)
-    if code == "RequestTimeTooSkewed":
-        return Unavailable(text, hint="set this host's clock: it and the store's differ", code="E-S3-CLOCK")
-    if code == "InvalidObjectState":
-        return Unavailable(text, hint="the object is archived: restore it first", code="E-S3-ARCHIVED")
-    if code in _FULL:
-        return Unavailable(text, hint="make room in the store", code="E-STORE-FULL")
+    if "kms" in f"{code} {failure.message}".lower() and failure.status < 500:
+        return Refused(text, hint="grant kms:GenerateDataKey and kms:Decrypt on the key", code="E-S3-KMS")
+    if code in _ALWAYS:
+        kind, hint, name = _ALWAYS[code]
+        return kind(text, hint=hint, code=name)
+    if code in _DENIED:
+        hint = f"grant {PERMISSIONS[failure.verb]}"
+        if failure.verb in ("get", "head"):
+            hint += ", and s3:ListBucket: without it a missing object is refused too, and is not taken as missing"
+        return Refused(text, hint=hint, code="E-S3-DENIED")
+    if code in _ELSEWHERE:
+        region = failure.region or "the bucket's region"
+        return ConfigError(text, hint=f"set store.region: {region}", code="E-S3-REGION")
     if failure.status >= 500 or failure.status == 404 or code in _LATER | IN_CONFLICT:
         return Unavailable(text, code="E-S3-LATER")
     return ConfigError(
         text, hint="check store: endpoint_url, addressing_style, checksum, encryption", code="E-S3-REQUEST"
     )
-
-
-def _refusal(failure: S3Failure) -> FloeError | None:
-    if "kms" in f"{failure.code} {failure.message}".lower() and failure.status < 500:
-        hint = "grant kms:GenerateDataKey and kms:Decrypt on the key"
-        return Refused(str(failure), hint=hint, code="E-S3-KMS")
-    if hint := _CREDENTIALS.get(failure.code, ""):
-        return Refused(str(failure), hint=hint, code="E-S3-AUTH")
-    if failure.code in _DENIED:
-        return Refused(str(failure), hint=_grant(failure.verb), code="E-S3-DENIED")
-    return None
-
-
-def _grant(verb: str) -> str:
-    hint = f"grant {PERMISSIONS[verb]}"
-    if verb in ("get", "head"):
-        hint += ", and s3:ListBucket: without it a missing object is refused too, and is not taken as missing"
-    return hint
-
-
-def _misconfiguration(failure: S3Failure) -> FloeError | None:
-    text, code = str(failure), failure.code
-    if code == "NoSuchBucket":
-        return ConfigError(text, hint="create the bucket, or correct store.url", code="E-S3-BUCKET")
-    if code in _ELSEWHERE:
-        region = failure.region or "the bucket's region"
-        return ConfigError(text, hint=f"set store.region: {region}", code="E-S3-REGION")
-    if code in NOT_IMPLEMENTED:
-        return ConfigError(
-            text, hint="this store cannot do it; see store.checksum and store.encryption", code="E-S3-REQUEST"
-        )
-    return None
 
 
 # No answer
@@ -205,55 +181,32 @@ def wrong_scheme(text: str, endpoint: str) -> ConfigError:
     return ConfigError(f"{text}: store {address}: {what}", hint=hint, code="E-S3-TLS")
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
+VERBS = ("list", "get", "download", "put", "put_if_absent", "put_if_match", "delete", "head")
 
 
 class AnsweringStore:
     """`objects`, telling `told` after each call, in whatever thread, whether the server gave an answer.
 
-    A refusal is one, and so is "there is no such object".
+    A refusal is one, and so is "there is no such object". It has the verbs of the port and no more.
     """
 
     def __init__(self, objects: ObjectStore, told: Callable[[bool], None]) -> None:
         self._objects, self._told = objects, told
 
-    def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> builtins.list[ObjectInfo]:
-        return self._call(self._objects.list, prefix, start_after=start_after, limit=limit)
+    def __getattr__(self, verb: str) -> Any:
+        if verb not in VERBS:
+            raise AttributeError(verb)
 
-    def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
-        return self._call(self._objects.get, key, first=first, length=length)
-
-    def download(self, key: str, path: Path) -> bool:
-        return self._call(self._objects.download, key, path)
-
-    def put(
-        self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
-    ) -> None:
-        self._call(self._objects.put, key, body, sha256=sha256, metadata=metadata)
-
-    def put_if_absent(
-        self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
-    ) -> bool:
-        return self._call(self._objects.put_if_absent, key, body, sha256=sha256, metadata=metadata)
-
-    def put_if_match(self, key: str, body: Body, etag: str) -> bool:
-        return self._call(self._objects.put_if_match, key, body, etag)
-
-    def delete(self, key: str) -> None:
-        self._call(self._objects.delete, key)
-
-    def head(self, key: str) -> ObjectInfo | None:
-        return self._call(self._objects.head, key)
-
-    def _call(self, verb: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            answer = verb(*args, **kwargs)
-        except (Unavailable, OutcomeUnknown):
-            self._told(False)
-            raise
-        except FloeError:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                answer = getattr(self._objects, verb)(*args, **kwargs)
+            except (Unavailable, OutcomeUnknown):
+                self._told(False)
+                raise
+            except FloeError:
+                self._told(True)
+                raise
             self._told(True)
-            raise
-        self._told(True)
-        return answer
+            return answer
+
+        return call
