@@ -9,7 +9,6 @@ import re
 import socket
 import ssl
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -60,37 +59,8 @@ _ALWAYS: Mapping[str, tuple[type[FloeError], str, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class S3Failure:
-    """A request that a server answered with an error.
-
-    `verb`: of the object store port. `place`: `s3://bucket/key`. `code`: S3's name of the error, or the
-    status where the answer has no body. `region`: where the server says the bucket is, empty if it does not.
-    """
-
-    verb: str
-    place: str
-    status: int
-    code: str
-    message: str
-    region: str = ""
-
-    @classmethod
-    def of(cls, verb: str, place: str, response: Mapping[str, Any]) -> S3Failure:
-        """What boto3's ClientError holds as `response`."""
-        told = response.get("Error", {})
-        headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-        region = str(told.get("Region") or headers.get("x-amz-bucket-region", ""))
-        message = str(told.get("Message", ""))
-        return cls(verb, place, status_of(response), code_of(response), message, region)
-
-    def __str__(self) -> str:
-        told = f": {self.message[:300]}" if self.message else ""
-        return f"{self.verb} {self.place}: {self.code}{told}"
-
-
 def code_of(response: Mapping[str, Any]) -> str:
-    """S3's name of the error."""
+    """S3's name of the error, or the status where the answer has no body."""
     return str(response.get("Error", {}).get("Code", ""))
 
 
@@ -99,23 +69,29 @@ def status_of(response: Mapping[str, Any]) -> int:
     return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
-def explain(failure: S3Failure) -> FloeError:
-    """The error to raise for `failure`, as if its outcome were known."""
-    text, code = str(failure), failure.code
-    if "kms" in f"{code} {failure.message}".lower() and failure.status < 500:
+def explain(verb: str, place: str, response: Mapping[str, Any]) -> FloeError:
+    """The error to raise for an answer that is one, as if its outcome were known.
+
+    `verb`: of the object store port. `place`: `s3://bucket/key`. `response`: what boto3's ClientError holds.
+    """
+    told, status, code = response.get("Error", {}), status_of(response), code_of(response)
+    message = str(told.get("Message", ""))
+    text = f"{verb} {place}: {code}" + (f": {message[:300]}" if message else "")
+    if "kms" in f"{code} {message}".lower() and status < 500:
         return Refused(text, hint="grant kms:GenerateDataKey and kms:Decrypt on the key", code="E-S3-KMS")
     if code in _ALWAYS:
         kind, hint, name = _ALWAYS[code]
         return kind(text, hint=hint, code=name)
     if code in _DENIED:
-        hint = f"grant {PERMISSIONS[failure.verb]}"
-        if failure.verb in ("get", "head"):
+        hint = f"grant {PERMISSIONS[verb]}"
+        if verb in ("get", "head"):
             hint += ", and s3:ListBucket: without it a missing object is refused too, and is not taken as missing"
         return Refused(text, hint=hint, code="E-S3-DENIED")
     if code in _ELSEWHERE:
-        region = failure.region or "the bucket's region"
+        headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+        region = told.get("Region") or headers.get("x-amz-bucket-region") or "the bucket's region"
         return ConfigError(text, hint=f"set store.region: {region}", code="E-S3-REGION")
-    if failure.status >= 500 or failure.status == 404 or code in _LATER | IN_CONFLICT:
+    if status >= 500 or status == 404 or code in _LATER | IN_CONFLICT:
         return Unavailable(text, code="E-S3-LATER")
     return ConfigError(
         text, hint="check store: endpoint_url, addressing_style, checksum, encryption", code="E-S3-REQUEST"

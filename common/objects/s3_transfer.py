@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import builtins
 import hashlib
-import io
 import re
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import IO, Any, TypeVar
 from urllib.parse import unquote_plus
 
 from common.errors import OutcomeUnknown, Unavailable
@@ -137,38 +137,33 @@ def _object_info(entry: Mapping[str, Any]) -> ObjectInfo | None:
 MAX_PARTS = 10_000
 
 
+@dataclass(slots=True)
 class Upload:
     """What is to be put under one key. Raises what boto3 raises, ChecksumMismatch and OutcomeUnknown."""
 
-    def __init__(
-        self,
-        client: Any,  # the stubs know no dictionaries of fields
-        target: Mapping[str, str],
-        body: Body,
-        *,
-        sha256: str | None,
-        checksum: str,
-        common: Mapping[str, Any],
-    ) -> None:
-        self._client, self._target = client, dict(target)
-        self.place = f"s3://{target['Bucket']}/{target['Key']}"
-        self.body, self._sha256, self._checksum, self._common = body, sha256, checksum, common
-        self._upload_id: str | None = None
+    client: Any  # the stubs know no dictionaries of fields
+    target: Mapping[str, str]
+    body: Body
+    sha256: str | None
+    checksum: str
+    common: Mapping[str, Any]
+    _id: str | None = None
+
+    @property
+    def place(self) -> str:
+        return f"s3://{self.target['Bucket']}/{self.target['Key']}"
 
     def whole(self, condition: Mapping[str, Any]) -> None:
         """Put in one request, which the server takes as a whole or not at all."""
-        fields = {**self._common, **self._checksum_of(self.body, self._sha256), **condition}
-        if isinstance(self.body, bytes):
-            self._expect_etag(self._client.put_object(**self._target, Body=self.body, **fields))
-        else:
-            with self.body.open("rb") as file:
-                self._expect_etag(self._client.put_object(**self._target, Body=file, **fields))
+        fields = {**self.common, **self._checksum_of(self.body, self.sha256), **condition}
+        with nullcontext(self.body) if isinstance(self.body, bytes) else self.body.open("rb") as body:
+            self._expect_etag(self.client.put_object(**self.target, Body=body, **fields))
 
     def send_parts(self, part_bytes: int) -> list[dict[str, Any]]:
         """Begin an upload and send all parts; nothing of it can be seen before `commit`."""
-        algorithm = {} if self._checksum == "none" else {"ChecksumAlgorithm": self._checksum.upper()}
-        begun = self._client.create_multipart_upload(**self._target, **self._common, **algorithm)
-        self._upload_id = begun["UploadId"]
+        algorithm = {} if self.checksum == "none" else {"ChecksumAlgorithm": self.checksum.upper()}
+        begun = self.client.create_multipart_upload(**self.target, **self.common, **algorithm)
+        self._id = begun["UploadId"]
         size = max(part_bytes, -(-size_of(self.body) // MAX_PARTS))
         parts, digest = [], hashlib.sha256()
         with opened(self.body) as file:
@@ -176,22 +171,22 @@ class Upload:
                 digest.update(part)
                 parts.append(self._send_part(number, part))
         # The server checks each part only, so the sum over all of them is checked here, before the commit.
-        if self._checksum == "sha256" and self._sha256 not in (None, digest.hexdigest()):
-            raise ChecksumMismatch(f"put {self.place}: expected {self._sha256}, found {digest.hexdigest()}")
+        if self.checksum == "sha256" and self.sha256 not in (None, digest.hexdigest()):
+            raise ChecksumMismatch(f"put {self.place}: expected {self.sha256}, found {digest.hexdigest()}")
         return parts
 
     def commit(self, parts: list[dict[str, Any]], condition: Mapping[str, Any]) -> None:
         """Make the object of the parts."""
-        fields: dict[str, Any] = {"UploadId": self._upload_id, "MultipartUpload": {"Parts": parts}}
-        answer = self._client.complete_multipart_upload(**self._target, **fields, **condition)
+        fields: dict[str, Any] = {"UploadId": self._id, "MultipartUpload": {"Parts": parts}}
+        answer = self.client.complete_multipart_upload(**self.target, **fields, **condition)
         self._expect_etag(answer)
-        self._upload_id = None
+        self._id = None
 
     def abort(self) -> None:
         """Throw away what was sent and not committed."""
-        if self._upload_id:
-            upload_id, self._upload_id = self._upload_id, None
-            self._client.abort_multipart_upload(**self._target, UploadId=upload_id)
+        if self._id:
+            upload_id, self._id = self._id, None
+            self.client.abort_multipart_upload(**self.target, UploadId=upload_id)
 
     def _expect_etag(self, answer: Mapping[str, Any]) -> None:
         if "ETag" not in answer:
@@ -199,15 +194,13 @@ class Upload:
 
     def _send_part(self, number: int, part: bytes) -> dict[str, Any]:
         fields = self._checksum_of(part, None)
-        answer = self._client.upload_part(
-            **self._target, UploadId=self._upload_id, PartNumber=number, Body=part, **fields
-        )
+        answer = self.client.upload_part(**self.target, UploadId=self._id, PartNumber=number, Body=part, **fields)
         return {"PartNumber": number, "ETag": answer["ETag"], **fields}
 
     def _checksum_of(self, body: Body, sha256: str | None) -> dict[str, Any]:
-        if self._checksum == "sha256":
+        if self.checksum == "sha256":
             return {"ChecksumSHA256": hex_to_base64(sha256 or sha256_of(body))}
-        if self._checksum == "crc32":
+        if self.checksum == "crc32":
             return {"ChecksumCRC32": crc32_base64(body)}
         return {}
 
@@ -220,16 +213,6 @@ class CutShortError(Unavailable):
     """The body ended before the length that was announced, or is not the range that was asked for."""
 
     default_code = "E-S3-CUT"
-
-
-class _Stream(Protocol):
-    def read(self, amt: int | None = None) -> bytes: ...
-    def close(self) -> None: ...
-
-
-class _Empty(io.BytesIO):
-    def read(self, amt: int | None = None) -> bytes:
-        return super().read(amt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,13 +240,8 @@ class ByteRange:
 class AnswerBody:
     """A body and the length it must have; None where the server says nothing about its length."""
 
-    def __init__(self, stream: _Stream, expected: int | None) -> None:
+    def __init__(self, stream: IO[bytes], expected: int | None) -> None:
         self._stream, self._expected, self._found = stream, expected, 0
-
-    @classmethod
-    def empty(cls) -> AnswerBody:
-        """No bytes at all."""
-        return cls(_Empty(), 0)
 
     @classmethod
     def of(cls, answer: Mapping[str, Any], wanted: ByteRange | None, size: Callable[[], int | None]) -> AnswerBody:
