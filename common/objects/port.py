@@ -10,11 +10,11 @@ import hashlib
 import io
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from common.errors import ConfigError, Unavailable
 
@@ -131,17 +131,12 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 def check_key(key: str) -> None:
     """Raises ConfigError unless `key` is up to 1024 bytes of UTF-8, no part empty, `.` or `..`."""
-    if any(part in ("", ".", "..") for part in key.split("/")):
-        raise _refusal(key, "parts that are neither empty, '.' nor '..'")
-    _check_text(key)
+    _check(key, key.split("/"))
 
 
 def check_prefix(prefix: str) -> None:
     """Raises ConfigError unless keys can begin with `prefix`, which may be empty or end inside a part."""
-    *folders, _ = prefix.split("/")
-    if any(part in ("", ".", "..") for part in folders):
-        raise _refusal(prefix, "parts that are neither empty, '.' nor '..'")
-    _check_text(prefix)
+    _check(prefix, prefix.split("/")[:-1])
 
 
 def in_key_order(key: str) -> bytes:
@@ -149,7 +144,9 @@ def in_key_order(key: str) -> bytes:
     return key.encode()
 
 
-def _check_text(key: str) -> None:
+def _check(key: str, parts: Sequence[str]) -> None:
+    if any(part in ("", ".", "..") for part in parts):
+        raise _refusal(key, "parts that are neither empty, '.' nor '..'")
     try:
         size = len(key.encode())
     except UnicodeEncodeError:
@@ -179,13 +176,13 @@ def size_of(body: Body) -> int:
 
 
 @contextmanager
-def opened(body: Body) -> Iterator[BinaryIO]:
+def opened(body: Body) -> Iterator[io.BufferedIOBase]:
     """`body` as a file to read from."""
     with body.open("rb") if isinstance(body, Path) else io.BytesIO(body) as file:
         yield file
 
 
-def chunks(file: BinaryIO, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+def chunks(file: io.BufferedIOBase, size: int = CHUNK_BYTES) -> Iterator[bytes]:
     """The rest of `file` in pieces of `size` bytes, the last one shorter."""
     while chunk := file.read(size):
         yield chunk
@@ -194,15 +191,7 @@ def chunks(file: BinaryIO, size: int = CHUNK_BYTES) -> Iterator[bytes]:
 def sha256_of(body: Body) -> str:
     """64 hex digits."""
     with opened(body) as file:
-        return sha256_of_file(file)
-
-
-def sha256_of_file(file: BinaryIO) -> str:
-    """64 hex digits over the rest of `file`."""
-    digest = hashlib.sha256()
-    for chunk in chunks(file):
-        digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def crc32_base64(body: Body) -> str:
