@@ -81,14 +81,22 @@ async def ask(
     raise Unavailable(f"no answer to {client.api_subject(name)} within {timeout:g} s")
 
 
-async def stream_info(client: FloeClient, stream: str) -> StreamInfo | None:
-    """What the server says of the stream; None if there is none of this name."""
+async def find(
+    client: FloeClient, name: str, *absent: int, request: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """As `ask`; None where JetStream answers with one of the errors `absent`."""
     try:
-        return _stream_info(await ask(client, f"STREAM.INFO.{token(stream)}"))
+        return await ask(client, name, request)
     except ApiError as error:
-        if error.err_code == STREAM_NOT_FOUND:
+        if error.err_code in absent:
             return None
         raise
+
+
+async def stream_info(client: FloeClient, stream: str) -> StreamInfo | None:
+    """What the server says of the stream; None if there is none of this name."""
+    answer = await find(client, f"STREAM.INFO.{token(stream)}", STREAM_NOT_FOUND)
+    return None if answer is None else _stream_info(answer)
 
 
 async def most_replicas(client: FloeClient, streams: Iterable[str]) -> int:
@@ -108,12 +116,13 @@ async def next_message(client: FloeClient, stream: str, sequence: int, filter_su
     Raises ApiError where there is no such stream.
     """
     request = {"seq": sequence, "next_by_subj": filter_subject or ">"}
-    try:
-        return stored_message(await ask(client, f"STREAM.MSG.GET.{token(stream)}", request))
-    except ApiError as error:
-        if error.err_code == MESSAGE_NOT_FOUND:
-            return None
-        raise
+    return await message_of(client, stream, request)
+
+
+async def message_of(client: FloeClient, stream: str, request: dict[str, Any]) -> Message | None:
+    """The message that `request` asks STREAM.MSG.GET for; None if there is none."""
+    answer = await find(client, f"STREAM.MSG.GET.{token(stream)}", MESSAGE_NOT_FOUND, request=request)
+    return None if answer is None else stored_message(answer)
 
 
 async def absent(client: FloeClient, stream: str, within: SequenceRange) -> list[SequenceRange]:
@@ -162,12 +171,9 @@ async def create_consumer(client: FloeClient, stream: str, config: dict[str, Any
 
 async def consumer_info(client: FloeClient, stream: str, consumer: str) -> ConsumerInfo | None:
     """What the server says of the consumer; None if the stream or the consumer is not there."""
-    try:
-        return _consumer_info(await ask(client, f"CONSUMER.INFO.{token(stream)}.{token(consumer)}"))
-    except ApiError as error:
-        if error.err_code in (STREAM_NOT_FOUND, CONSUMER_NOT_FOUND):
-            return None
-        raise
+    name = f"CONSUMER.INFO.{token(stream)}.{token(consumer)}"
+    answer = await find(client, name, STREAM_NOT_FOUND, CONSUMER_NOT_FOUND)
+    return None if answer is None else _consumer_info(answer)
 
 
 async def consumer_names(client: FloeClient, stream: str) -> list[str]:

@@ -40,7 +40,7 @@ from common.jetstream.credentials import (
     with_context,
 )
 from common.jetstream.protocol import FrameParser, Sink, WireError, check_subject, frame
-from common.jetstream.requests import ApiError, Asking, Requests
+from common.jetstream.requests import NOBODY, Answer, ApiError, Requests, api_answer
 from common.service.logs import get_logger
 from common.tasks import Tell, guarded, orphaned, wait_for, within
 
@@ -58,6 +58,7 @@ GOOD_WHILE = 1.0  # seconds that a connection stands before its loss counts as t
 CLOSE_TIMEOUT = 2.0  # seconds for the server to take what is still buffered
 SUBSCRIBE_TIMEOUT = 5.0  # seconds
 MOST_REFUSALS = 1000  # subjects whose refusal is remembered
+NO_RESPONDERS = b"NATS/1.0 503"
 
 _VIOLATION = re.compile(r'Permissions Violation for (?:Publish|Subscription) to "([^"]*)"')
 
@@ -124,7 +125,7 @@ class RawSubscription:
         self._client.drop(self._sid)
 
 
-class FloeClient(Asking, Client):
+class FloeClient(Client):
     """A NATS connection, made by `connect` and closed by `aclose`.
 
     `generation` rises with each attempt to reconnect, before any message of the new connection reaches a
@@ -147,7 +148,7 @@ class FloeClient(Asking, Client):
         self._refusals: dict[bytes, str] = {}
         self._up, self._received, self._up_since, self._last_error = asyncio.Event(), 0, 0.0, ""
 
-    # What the roles use, with request_raw and api of Asking
+    # What the roles use
 
     @property
     def is_up(self) -> bool:
@@ -212,6 +213,50 @@ class FloeClient(Asking, Client):
             await written
         if generation != self.generation or not self.is_up:
             raise Unavailable("the NATS connection was lost while writing")
+
+    async def request_raw(
+        self, subject: bytes, payload: bytes, headers: bytes | None = None, *, timeout: float
+    ) -> Answer:
+        """Send one message and return payload and header block of the answer.
+
+        Raises Unavailable where nothing was sent (what is larger than the server takes would cut the
+        connection, and another server may take it) or nobody listens, Refused without the permission,
+        OutcomeUnknown where it was sent and no answer came within `timeout` seconds or before the connection
+        was lost, ValueError for what the wire cannot carry.
+        """
+        if not await self.wait_up(timeout):
+            raise Unavailable("the NATS connection is down")
+        asked = subject.decode("utf-8", "backslashreplace")
+        if (size := len(payload) + len(headers or b"")) > self._max_payload:
+            why = f"expected at most {self._max_payload} bytes (max_payload of its server), found {size}"
+            raise Unavailable(f"message to {asked}: {why}", code="E-NATS-PAYLOAD")
+        waiter: Future[Answer] = asyncio.get_running_loop().create_future()
+        token = self._requests.open(subject, waiter)
+        try:
+            self.send(frame(subject, payload, headers, self._inbox + token))
+            answer, block = await within(waiter, timeout)
+        except TimeoutError:
+            raise OutcomeUnknown(f"no answer to {asked} within {timeout:g} s") from None
+        finally:
+            self._requests.close(token)
+        if not answer and (block or b"").startswith(NO_RESPONDERS):
+            hint = "is JetStream enabled for this account, and is there such a stream"
+            raise Unavailable(f"nobody answers {asked}", hint=hint, code=NOBODY)
+        return answer, block
+
+    async def api(self, name: str, request: dict[str, Any] | None = None, *, timeout: float = 5.0) -> dict[str, Any]:
+        """Ask the JetStream API, `name` without `$JS.API.`, and return the answer's document.
+
+        Raises ApiError where JetStream refuses, else as `request_raw`.
+        """
+        subject = self.api_subject(name)
+        payload = b"" if request is None else json.dumps(request).encode()
+        answer, _ = await self.request_raw(subject.encode(), payload, timeout=timeout)
+        return api_answer(subject, answer)
+
+    def api_subject(self, name: str) -> str:
+        """The subject of the JetStream API call `name`, such as `CONSUMER.MSG.NEXT.S.C`, in this domain."""
+        return f"$JS.{self._domain}.API.{name}" if self._domain else f"$JS.API.{name}"
 
     async def subscribe_raw(self, subject: str, sink: Sink, tell: Tell = orphaned) -> RawSubscription:
         """Hand every message on `subject` to `sink`, from the read loop, status messages included.
@@ -374,16 +419,13 @@ class FloeClient(Asking, Client):
         fails itself: nobody else would notice.
         """
         try:
-            await self._watchdog()
+            while True:
+                await self.clock.sleep(self._interval)
+                received = self._received
+                if not await self._round_trip(self._interval * 0.8) and self._received == received:
+                    raise errors.StaleConnectionError
         except Exception as error:
             await self._process_op_err(error)
-
-    async def _watchdog(self) -> None:
-        while True:
-            await self.clock.sleep(self._interval)
-            received = self._received
-            if not await self._round_trip(self._interval * 0.8) and self._received == received:
-                raise errors.StaleConnectionError
 
     async def _process_op_err(self, e: Exception) -> None:
         if self.is_closed or self.is_reconnecting:

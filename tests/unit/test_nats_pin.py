@@ -102,7 +102,6 @@ def test_what_is_overridden_exists():
         "_round_trip",
         "_stop_tasks",
         "_tell",
-        "_watchdog",
         "_went_down",
         "_wire",
     }
