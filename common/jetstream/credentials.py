@@ -260,7 +260,6 @@ def _first_problem(error: ValueError) -> str:
 
 
 _REFUSED = re.compile(r"authorization violation|authentication (expired|revoked)|invalid (user|client)", re.I)
-_TLS = re.compile(r"certificate|ssl|tls", re.I)
 
 
 def reason(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
@@ -55,15 +55,6 @@ FILE: Shape = (
     | {"monitor_port": WHOLE, "profiling": FLAG, "logfile": TEXT, "loglevel": TEXT}
     | {"heartbeats": HEARTBEATS}
 )
-
-
-def every_key(shape: Shape = FILE, prefix: str = "") -> Iterator[str]:
-    """Every key by its path, such as `streams.advisory.subject`; sections too."""
-    for key, kind in shape.items():
-        yield prefix + key
-        for below in kind if isinstance(kind, list) else [kind]:
-            if not isinstance(below, str):
-                yield from every_key(below, f"{prefix}{key}.")
 
 
 @dataclass(frozen=True, slots=True)
