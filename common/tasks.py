@@ -297,15 +297,12 @@ async def unless(stop: asyncio.Event | Stop, work: Coroutine[Any, Any, T]) -> T 
 
 
 @asynccontextmanager
-async def either(*events: asyncio.Event | Stop, seconds: float | None = None) -> AsyncIterator[Stop]:
-    """A signal of its own that is set as soon as one of `events` is, for the length of the block.
-
-    `seconds`: it is set after that time at the latest.
-    """
+async def either(*events: asyncio.Event | Stop) -> AsyncIterator[Stop]:
+    """A signal of its own that is set as soon as one of `events` is, for the length of the block."""
     one = Stop()
 
     async def pass_on(event: asyncio.Event | Stop) -> None:
-        await first_of(event.wait(), seconds=seconds)
+        await event.wait()
         one.set()
 
     if any(map(_is_set, events)):

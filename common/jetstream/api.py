@@ -60,7 +60,6 @@ class ConsumerInfo:
     stream_sequence: int
     consumer_sequence: int
     pending: int
-    leader: str
     ack_floor: int = 0
     ack_pending: int = 0
     acknowledged: int = 0
@@ -210,7 +209,7 @@ def _stream_info(answer: dict[str, Any]) -> StreamInfo:
             messages=_count(state["messages"]),
             first_timestamp=str(state.get("first_ts", "")),
             last_timestamp=str(state.get("last_ts", "")),
-            leader=_leader(answer),
+            leader=str((answer.get("cluster") or {}).get("leader") or ""),
             time=str(answer.get("ts", "")),
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -227,17 +226,12 @@ def _consumer_info(answer: dict[str, Any]) -> ConsumerInfo:
             stream_sequence=_count(delivered.get("stream_seq", 0)),
             consumer_sequence=_count(delivered.get("consumer_seq", 0)),
             pending=_count(answer.get("num_pending", 0)),
-            leader=_leader(answer),
             ack_floor=_count((answer.get("ack_floor") or {}).get("consumer_seq", 0)),
             ack_pending=_count(answer.get("num_ack_pending", 0)),
             acknowledged=_count((answer.get("ack_floor") or {}).get("stream_seq", 0)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"CONSUMER.INFO: expected a consumer, found {error!r:.80}") from None
-
-
-def _leader(answer: dict[str, Any]) -> str:
-    return str((answer.get("cluster") or {}).get("leader") or "")
 
 
 def _count(value: Any) -> int:

@@ -126,26 +126,14 @@ class Provenance:
         return cls(words[0].decode(), words[1].decode(), incarnation, partition, sequence, timestamp_ns)
 
 
-def escape(
-    block: bytes | None,
-    provenance: Provenance,
-    control_headers: frozenset[bytes] = frozenset(),
-    first_lines: tuple[bytes, ...] = (),
-    *,
-    relay: bool = False,
-) -> bytes:
-    """The block under which a message with the block `block` (None: without headers) is stored in a target.
-
-    `control_headers`: lower-case names of headers that may act again. `first_lines`: Floe's own, without CR
-    LF, such as `Nats-Expected-Last-Sequence: 5`. `relay`: the stream was itself written by Floe: its
-    `Floe-Source` lines stay hops, what it escaped stays escaped, Floe's own lines of that time are dropped.
-    """
-    own = b"".join([line + CRLF for line in first_lines]) + provenance.line() + CRLF
-    return VERSION + own + escaped_lines(block, control_headers, relay=relay) + CRLF
-
-
 def escaped_lines(block: bytes | None, control_headers: frozenset[bytes], *, relay: bool = False) -> bytes:
-    """The part of `escape` that depends on `block` alone: lines, each with its CR LF; empty for None."""
+    """What a block under which a copy is stored takes from `block`, the message's own: lines, each with its CR
+    LF; empty for None.
+
+    `control_headers`: lower-case names of headers that may act again. `relay`: the stream was itself written
+    by Floe: its `Floe-Source` lines stay hops, what it escaped stays escaped, Floe's own lines of that time are
+    dropped.
+    """
     if block is None:
         return b""
     if (inner := _inner(block)) is None:

@@ -21,7 +21,7 @@ LONG = b"$JS.ACK.hub.ACCHASH.S.C.1.%d.%d.1700000000000000000.9.x7"
 
 
 def info(floor: int = 0, delivered: int = 0, pending: int = 0, created: str = "now") -> ConsumerInfo:
-    return ConsumerInfo("C", created, {}, 0, delivered, 0, "", floor, pending)
+    return ConsumerInfo("C", created, {}, 0, delivered, 0, floor, pending)
 
 
 class Server:

@@ -111,7 +111,7 @@ def test_an_older_server_is_told_of_each_message() -> None:
 def test_a_durable_begins_behind_what_a_former_one_acknowledged(
     position: int, begin: int, acknowledged: list[int], expected: int
 ) -> None:
-    former = [ConsumerInfo("c", "", {}, 0, 0, 0, "", acknowledged=each) for each in acknowledged]
+    former = [ConsumerInfo("c", "", {}, 0, 0, 0, acknowledged=each) for each in acknowledged]
     assert first(WantedMessages(part(), "interest", position, begin), former) == expected
 
 
