@@ -26,19 +26,8 @@ from nats.aio.transport import TcpTransport
 
 from common.clock import Backoff, Clock, SystemClock, doubling
 from common.errors import ConfigError, OutcomeUnknown, Refused, Unavailable
-from common.jetstream.credentials import (
-    Credential,
-    credential,
-    explain,
-    host,
-    is_loopback,
-    is_refusal,
-    plaintext,
-    reason,
-    tls_context,
-    wants_tls,
-    with_context,
-)
+from common.jetstream import credentials
+from common.jetstream.credentials import Credential, reason
 from common.jetstream.protocol import FrameParser, Sink, WireError, check_subject, frame
 from common.jetstream.requests import NOBODY, Answer, ApiError, Requests, api_answer
 from common.service.logs import get_logger
@@ -77,9 +66,9 @@ async def connect(
     Refused for a credential or certificate that is refused, ConfigError for TLS that cannot work and for a
     server that takes no headers.
     """
-    clock, rng, settings = clock or SystemClock(), rng or random.SystemRandom(), with_context(settings)
-    auth = credential(settings, clock)
-    tls_context(settings)
+    clock, rng, settings = clock or SystemClock(), rng or random.SystemRandom(), credentials.with_context(settings)
+    auth = credentials.credential(settings, clock)
+    credentials.tls_context(settings)
     if settings.tls.insecure:
         log.warning("certificate of the NATS server is not checked", action="nats_insecure")
     servers = rng.sample(settings.url, len(settings.url))
@@ -95,7 +84,7 @@ async def connect(
             return client
         except BaseException as error:
             await client.aclose()
-            problem = explain(error, servers[0], auth, settings)
+            problem = credentials.explain(error, servers[0], auth, settings)
             if isinstance(problem, Refused) and problem.code == "E-NATS-AUTH" and auth.renew() != shown:
                 continue
             pause = backoff.next()
@@ -340,7 +329,7 @@ class FloeClient(Client):
 
     @property
     def ssl_context(self) -> ssl.SSLContext:
-        return tls_context(self._settings)
+        return credentials.tls_context(self._settings)
 
     async def _select_next_server(self) -> None:
         """One attempt at the next server, after a pause that grows with the failures, with jitter."""
@@ -372,7 +361,7 @@ class FloeClient(Client):
                 task.cancel()
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        if initial_connection and info.get("tls_available") and wants_tls(self._settings):
+        if initial_connection and info.get("tls_available") and credentials.wants_tls(self._settings):
             info["tls_required"] = True
         await super()._process_info(info, initial_connection)
         # A server that is configured anew says so on connections that stand.
@@ -382,12 +371,12 @@ class FloeClient(Client):
         """The line that carries the credential: before it is made, TLS stands or will not come."""
         writer = self._wire._io_writer
         if writer.get_extra_info("ssl_object") is None:
-            if wants_tls(self._settings):
+            if credentials.wants_tls(self._settings):
                 raise ssl.SSLError("the server offers no TLS")
             is_exposed = self._auth.is_secret and not self._settings.allow_plaintext
-            if is_exposed and not is_loopback(writer.get_extra_info("peername")):
+            if is_exposed and not credentials.is_loopback(writer.get_extra_info("peername")):
                 assert self._current_server is not None
-                raise plaintext(host(self._current_server.uri.geturl()), self._auth)
+                raise credentials.plaintext(credentials.host(self._current_server.uri.geturl()), self._auth)
         return super()._connect_command()
 
     @property
@@ -451,7 +440,7 @@ class FloeClient(Client):
 
     async def _on_reconnected(self) -> None:
         assert self._current_server is not None
-        log.info("nats connected", action="nats_connected", server=host(self._current_server.uri.geturl()))
+        log.info("nats connected", action="nats_connected", server=credentials.host(self._current_server.uri.geturl()))
         self._up_since, self._last_error = self.clock.monotonic(), ""
         self._up.set()
         self._tell(True)
@@ -544,7 +533,7 @@ class FloeClient(Client):
     async def _on_error(self, error: Exception) -> None:
         """A failed attempt to connect: told once for each new reason, not twice a second for an hour."""
         text = reason(error)
-        if is_refusal(text):
+        if credentials.is_refusal(text):
             self._auth.renew()  # for the next attempt
         is_first_connect = not self.options["allow_reconnect"]  # whose error is raised
         level = log.debug if is_first_connect or text == self._last_error else log.warning

@@ -22,17 +22,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from common.errors import ConfigError, FloeError, Refused, Unavailable
-from common.objects.port import (
-    CHUNK_BYTES,
-    Body,
-    ChecksumMismatch,
-    ObjectInfo,
-    check_key,
-    check_prefix,
-    chunks,
-    in_key_order,
-    opened,
-)
+from common.objects.port import CHUNK_BYTES, Body, ChecksumMismatch, ObjectInfo, check_key, check_prefix, chunks, opened
 
 HIDDEN = ".floe-objects"
 ABANDONED_AFTER = 86_400.0  # seconds until a file that a crash left half-written is removed
@@ -184,7 +174,7 @@ class LocalObjects:
         folder, slash, stem = prefix.rpartition("/")
         with self._calling("list", prefix):
             self._check_root()
-            return [*islice(self._infos(folder + slash, stem, in_key_order(start_after), limit), limit)]
+            return [*islice(self._infos(folder + slash, stem, start_after.encode(), limit), limit)]
 
     def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
         with self._reading("get", key) as file:
@@ -250,7 +240,7 @@ class LocalObjects:
         from an earlier one while this goes on is seen in one of them. Where a `limit` is expected, names
         beyond it are not kept.
         """
-        under = in_key_order(folder)
+        under = folder.encode()
         if after > under and not after.startswith(under):
             return
         inside, begin = after[len(under) :] if after.startswith(under) else b"", b""

@@ -4,12 +4,10 @@ Services call it in threads (`common.service.process`); Spark tasks call it dire
 (`tests/contract/test_objects.py`) runs over every implementation.
 """
 
-import base64
 import builtins
 import hashlib
 import io
 import re
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,7 +45,8 @@ class ObjectStore(Protocol):
     """
 
     def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> list[ObjectInfo]:
-        """All objects whose key begins with `prefix` and sorts after `start_after`, in order of UTF-8 bytes.
+        """All objects whose key begins with `prefix` and sorts after `start_after`, in order of UTF-8 bytes, which
+        is that of str.
 
         At most `limit`, if given. A failed or invalid page discards the whole listing (Unavailable, code
         E-LIST-INVALID): never a part that looks like the whole.
@@ -139,11 +138,6 @@ def check_prefix(prefix: str) -> None:
     _check(prefix, prefix.split("/")[:-1])
 
 
-def in_key_order(key: str) -> bytes:
-    """What to sort keys by: S3 orders them by the bytes of their UTF-8."""
-    return key.encode()
-
-
 def _check(key: str, parts: Sequence[str]) -> None:
     if any(part in ("", ".", "..") for part in parts):
         raise _refusal(key, "parts that are neither empty, '.' nor '..'")
@@ -192,26 +186,3 @@ def sha256_of(body: Body) -> str:
     """64 hex digits."""
     with opened(body) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def crc32_base64(body: Body) -> str:
-    """As the header `x-amz-checksum-crc32` has it."""
-    crc = 0
-    with opened(body) as file:
-        for chunk in chunks(file):
-            crc = zlib.crc32(chunk, crc)
-    return base64.b64encode(crc.to_bytes(4, "big")).decode()
-
-
-def hex_to_base64(digest: str) -> str:
-    """A digest as the headers `x-amz-checksum-…` have it."""
-    return base64.b64encode(bytes.fromhex(digest)).decode()
-
-
-def base64_to_sha256(text: str) -> str | None:
-    """64 hex digits; None if `text` is not one SHA-256, such as the composite of a multipart upload."""
-    try:
-        digest = base64.b64decode(text, validate=True)
-    except ValueError:
-        return None
-    return digest.hex() if len(digest) == 32 else None

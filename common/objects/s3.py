@@ -16,18 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import boto3.session
+from botocore import exceptions as boto
 from botocore.config import Config
-from botocore.exceptions import (
-    BotoCoreError,
-    ClientError,
-    ConnectionClosedError,
-    ConnectTimeoutError,
-    EndpointConnectionError,
-    NoCredentialsError,
-    ParamValidationError,
-    PartialCredentialsError,
-    SSLError,
-)
+from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
 from common.clock import Clock, SystemClock
@@ -182,7 +173,7 @@ class S3Objects:
         self._bucket = bucket
         self._options = options or S3Options()
         self._clock = clock or SystemClock()
-        self._doubts = Doubts(not_sent=(EndpointConnectionError, ConnectTimeoutError))
+        self._doubts = Doubts(not_sent=(boto.EndpointConnectionError, boto.ConnectTimeoutError))
         self._account = S3Account(access_key_id, secret_access_key, region, endpoint_url, self._options.verification())
         self._secret_file, self._renewing = secret_file, threading.Lock()
         self._client = self._make_client()
@@ -448,22 +439,22 @@ class S3Objects:
     def _unanswered(self, verb: str, key: str, error: BotoCoreError, writes: bool) -> FloeError:
         told = without_paths(str(error))
         text = f"{verb} {self._place(key)}: {told}"
-        if isinstance(error, NoCredentialsError | PartialCredentialsError):
+        if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
             hint = "set store.access_key_id and store.secret_access_key, or a credential as AWS tools find it"
             return Refused(text, hint=hint, code="E-S3-AUTH")
-        if isinstance(error, ParamValidationError):
+        if isinstance(error, boto.ParamValidationError):
             return ConfigError(text, code="E-S3-REQUEST")
-        if isinstance(error, SSLError) and "CERTIFICATE_VERIFY_FAILED" in told:
+        if isinstance(error, boto.SSLError) and "CERTIFICATE_VERIFY_FAILED" in told:
             return ConfigError(text, hint="name the authority in store.tls.ca", code="E-S3-TLS")
-        if isinstance(error, EndpointConnectionError):
+        if isinstance(error, boto.EndpointConnectionError):
             asked, cause = error.kwargs.get("endpoint_url", self._endpoint), error.kwargs.get("error", error)
             why, hint = s3_errors.why_not_connected(str(asked), str(cause))
             kind: type[FloeError] = OutcomeUnknown if writes and self._doubts.found else Unavailable
             return kind(f"{verb} {self._place(key)}: {why}", hint=hint)
         if writes and self._doubts.found:
             return OutcomeUnknown(text)
-        is_not_tls = isinstance(error, SSLError) and s3_errors.is_not_tls(told) and not self._has_answered
-        if is_not_tls or (isinstance(error, ConnectionClosedError) and self._is_plain_on_tls()):
+        is_not_tls = isinstance(error, boto.SSLError) and s3_errors.is_not_tls(told) and not self._has_answered
+        if is_not_tls or (isinstance(error, boto.ConnectionClosedError) and self._is_plain_on_tls()):
             return self._wrong_scheme(verb, key)
         return Unavailable(text)
 

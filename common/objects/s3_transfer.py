@@ -6,40 +6,28 @@ reads all of these as an empty listing: "nothing is there yet". So a page must s
 
 from __future__ import annotations
 
+import base64
 import builtins
 import hashlib
+import io
 import re
+import zlib
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote_plus
 
 from common.errors import OutcomeUnknown, Unavailable
-from common.objects.port import (
-    CHUNK_BYTES,
-    Body,
-    ChecksumMismatch,
-    HiddenObject,
-    ObjectInfo,
-    base64_to_sha256,
-    chunks,
-    crc32_base64,
-    hex_to_base64,
-    in_key_order,
-    opened,
-    sha256_of,
-    size_of,
-)
+from common.objects.port import Body, ChecksumMismatch, HiddenObject, ObjectInfo, chunks, opened, sha256_of, size_of
 
 
 class Listing:
     """The objects of one listing, gathered page by page."""
 
     def __init__(self, bucket: str, prefix: str, start_after: str, limit: int | None) -> None:
-        self._bucket, self._prefix, self._start_after = bucket, prefix, in_key_order(start_after)
-        self._limit = limit
+        self._bucket, self._prefix, self._start_after, self._limit = bucket, prefix, start_after, limit
         self._found: dict[str, ObjectInfo] = {}
         self._passed: set[str] = set()  # keys not asked for, of a server that begins in the wrong place
 
@@ -65,14 +53,17 @@ class Listing:
     def objects(self) -> builtins.list[ObjectInfo]:
         """What was found, in key order, at most `limit`."""
         # SeaweedFS lists `a/1` before `a-b`, folder by folder, so the order of the pages is not the keys'.
-        return [self._found[key] for key in sorted(self._found, key=in_key_order)][: self._limit]
+        return [self._found[key] for key in sorted(self._found)][: self._limit]
 
     def _add_object(self, entry: Mapping[str, Any]) -> None:
-        info = _object_info(entry)
+        info = None
+        with suppress(KeyError, AttributeError, ValueError):
+            etag = str(entry.get("ETag", "")).strip('"')
+            info = ObjectInfo(str(entry["Key"]), int(entry["Size"]), entry["LastModified"].timestamp(), etag)
         is_known = info is not None and (info.key in self._found or info.key in self._passed)
         if info is None or is_known or not info.key.startswith(self._prefix):
             raise self._invalid("an entry", "a new key under the prefix, with size and time", entry)
-        if in_key_order(info.key) > self._start_after:
+        if info.key > self._start_after:
             self._found[info.key] = info
         else:
             self._passed.add(info.key)
@@ -103,10 +94,19 @@ def head_info(key: str, answer: Mapping[str, Any]) -> ObjectInfo | None:
     if modified is None or size is None:
         return None
     is_composite = answer.get("ChecksumType") == "COMPOSITE"  # of the parts' checksums, not of the bytes
-    sha256 = None if is_composite else base64_to_sha256(str(answer.get("ChecksumSHA256", "")))
+    sha256 = None if is_composite else _sha256_in(str(answer.get("ChecksumSHA256", "")))
     etag = str(answer.get("ETag", "")).strip('"')
     metadata = {name.lower(): value for name, value in answer.get("Metadata", {}).items()}
     return ObjectInfo(key, int(size), modified.timestamp(), etag, sha256, metadata)
+
+
+def _sha256_in(text: str) -> str | None:
+    """64 hex digits; None if `text` is not one SHA-256, such as the composite of a multipart upload."""
+    try:
+        digest = base64.b64decode(text, validate=True)
+    except ValueError:
+        return None
+    return digest.hex() if len(digest) == 32 else None
 
 
 def hidden_objects(answer: Mapping[str, Any]) -> list[HiddenObject]:
@@ -123,15 +123,7 @@ def hidden_objects(answer: Mapping[str, Any]) -> list[HiddenObject]:
         for marker in answer.get("DeleteMarkers", [])
         if marker.get("IsLatest") and (kept := newest.get(marker["Key"]))
     }
-    return [found[key] for key in sorted(found, key=in_key_order)]
-
-
-def _object_info(entry: Mapping[str, Any]) -> ObjectInfo | None:
-    try:
-        etag = str(entry.get("ETag", "")).strip('"')
-        return ObjectInfo(str(entry["Key"]), int(entry["Size"]), entry["LastModified"].timestamp(), etag)
-    except (KeyError, AttributeError, ValueError):
-        return None
+    return [found[key] for key in sorted(found)]
 
 
 MAX_PARTS = 10_000
@@ -199,9 +191,14 @@ class Upload:
 
     def _checksum_of(self, body: Body, sha256: str | None) -> dict[str, Any]:
         if self.checksum == "sha256":
-            return {"ChecksumSHA256": hex_to_base64(sha256 or sha256_of(body))}
+            digest = bytes.fromhex(sha256 or sha256_of(body))
+            return {"ChecksumSHA256": base64.b64encode(digest).decode()}
         if self.checksum == "crc32":
-            return {"ChecksumCRC32": crc32_base64(body)}
+            crc = 0
+            with opened(body) as file:
+                for chunk in chunks(file):
+                    crc = zlib.crc32(chunk, crc)
+            return {"ChecksumCRC32": base64.b64encode(crc.to_bytes(4, "big")).decode()}
         return {}
 
 
@@ -240,7 +237,7 @@ class ByteRange:
 class AnswerBody:
     """A body and the length it must have; None where the server says nothing about its length."""
 
-    def __init__(self, stream: IO[bytes], expected: int | None) -> None:
+    def __init__(self, stream: io.BufferedIOBase, expected: int | None) -> None:
         self._stream, self._expected, self._found = stream, expected, 0
 
     @classmethod
@@ -280,6 +277,6 @@ class AnswerBody:
         """Write the body to the file `path`, from its beginning; how many bytes."""
         self._found = 0
         with path.open("wb") as file:
-            while chunk := self._stream.read(CHUNK_BYTES):
+            for chunk in chunks(self._stream):
                 self._found += file.write(chunk)
         return self._found
