@@ -1,22 +1,23 @@
 """Small JSON documents of one version: typed, and checked before anything acts on them."""
 
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 T = TypeVar("T")
 
 
-class JsonForm(Generic[T]):
-    """Reads and writes values of `kind`, a msgspec struct tagged with `version`.
+_VERSIONED = msgspec.defstruct("Version", [("format_version", int)])
+_VERSIONS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_VERSIONED)
 
-    To be made at import: a type that two threads decode for the first time at once ends the process. `field`:
-    where the version stands, the struct's `tag_field`.
+
+class JsonForm(Generic[T]):
+    """Reads and writes values of `kind`, a msgspec struct tagged with `format_version` 1.
+
+    To be made at import: a type that two threads decode for the first time at once ends the process.
     """
 
-    def __init__(self, kind: type[T], version: int = 1, field: str = "format_version") -> None:
-        self._version, self._field = version, field
-        self._versions = msgspec.json.Decoder(msgspec.defstruct("Version", [(field, int)]))
+    def __init__(self, kind: type[T]) -> None:
         self._decoder, self._encoder = msgspec.json.Decoder(kind), msgspec.json.Encoder(order="sorted")
 
     def encode(self, value: T) -> bytes:
@@ -27,8 +28,8 @@ class JsonForm(Generic[T]):
         """What `encode` wrote. Raises ValueError."""
         try:
             # First alone: another version may have other fields.
-            if (found := getattr(self._versions.decode(raw), self._field)) != self._version:
-                raise ValueError(f"{self._field}: expected {self._version}, found {found}")
+            if (found := _VERSIONS.decode(raw).format_version) != 1:
+                raise ValueError(f"format_version: expected 1, found {found}")
             return self._decoder.decode(raw)
         except RecursionError:
             raise ValueError("nested too deeply") from None

@@ -44,7 +44,7 @@ class Members:
         """Be a member (again); nothing where it is one. Raises Unavailable, OutcomeUnknown."""
         if self._lease is not None and not self._lease.lost.is_set:
             return
-        await self._stop_keeping()
+        await self.aclose()
         self._lease = await self._leases.acquire(self.key)
         if self._lease is not None:
             self._keeping = watched(self._lease.keep(), orphaned, name="member")
@@ -59,20 +59,17 @@ class Members:
 
     async def leave(self) -> None:
         """Be no member any more; where that fails the key expires by itself."""
-        await self._stop_keeping()
-        if self._lease is not None:
-            lease, self._lease = self._lease, None
+        lease = self._lease
+        await self.aclose()
+        if lease is not None:
             await lease.release()
 
     async def aclose(self) -> None:
         """Renew nothing any more, without a word to anybody."""
-        await self._stop_keeping()
-        self._lease = None
-
-    async def _stop_keeping(self) -> None:
         if self._keeping is not None:
             keeping, self._keeping = self._keeping, None
             await end(keeping)
+        self._lease = None
 
 
 RETRY = 10.0  # seconds until a subscription that failed is tried again
@@ -198,21 +195,21 @@ class LeaseSlot:
     """The place of the lease `key`. `told` hears who holds it instead.
 
     `lease`: what this member holds, from the moment it is acquired until `vacate`. `rests_until`: given back, and
-    not taken again before (monotonic seconds).
+    not taken again before (monotonic seconds). `offered`: it was acquired, and nobody has come for it.
     """
 
     def __init__(self, key: str, told: Told, vacated: Callable[[LeaseSlot, bool], None]) -> None:
-        self.key, self._told, self._vacated = key, told, vacated
+        self.key, self.told, self._vacated = key, told, vacated
         self.lease: Lease | None = None
         self.rests_until = 0.0
         self.holder: str | None = None
-        self._offered = asyncio.Event()
+        self.offered = asyncio.Event()
 
     async def occupy(self, stop: Stop) -> Lease | None:
         """The lease, as soon as this member holds it; None if `stop` is set first."""
         if not stop.is_set:
-            await first_of(self._offered.wait(), stop.wait())
-        self._offered.clear()
+            await first_of(self.offered.wait(), stop.wait())
+        self.offered.clear()
         return self.lease
 
     def vacate(self, *, lost: bool) -> None:
@@ -224,27 +221,18 @@ class LeaseSlot:
     def offer(self, lease: Lease) -> None:
         """This member has acquired the lease."""
         self.lease, self.holder = lease, None
-        self._offered.set()
-
-    @property
-    def is_unclaimed(self) -> bool:
-        """Whether a lease was offered that nobody has come for."""
-        return self._offered.is_set()
+        self.offered.set()
 
     def clear(self) -> Lease | None:
         """Hold nothing any more; the lease that was held."""
-        self._offered.clear()
+        self.offered.clear()
         lease, self.lease = self.lease, None
         return lease
 
     def taken(self, holder: str | None) -> None:
         """Another member holds it, or nobody: then this one must not, for now."""
         self.holder = holder
-        self._told.standby(holder)
-
-    def fails(self, error: FloeError) -> None:
-        """Nobody can say who holds it."""
-        self._told.waits(error)
+        self.told.standby(holder)
 
 
 HAND_OVERS = ("drained", "surplus", "lost")  # why a lease was given up
@@ -396,7 +384,7 @@ class LeaseGroup:
             log.warning("members not counted", action="members_unknown", code=error.code, error=str(error))
         for slot in self._slots.values():
             if slot.lease is None:
-                slot.fails(error)
+                slot.told.waits(error)
 
     def _give_back(self) -> None:
         for key in surplus(self._held(), self._share):
@@ -421,10 +409,15 @@ class LeaseGroup:
         try:
             if (lease := await self._ask(slot)) is None:
                 slot.taken(await self._leases.holder(slot.key))
-            else:
-                self._acquired(slot, lease)
+                return
         except NO_ANSWER as error:
-            slot.fails(error)
+            slot.told.waits(error)
+            return
+        if slot.holder is not None and slot.holder != self.owner:
+            self._counts.take_overs.inc()
+            log.info("lease taken over", action="take_over", key=slot.key, held_before=slot.holder)
+        self._watcher.released.discard(slot.key)
+        slot.offer(lease)
 
     async def _ask(self, slot: LeaseSlot) -> Lease | None:
         """The lease; None where it is not free, or not for this member now."""
@@ -441,13 +434,6 @@ class LeaseGroup:
     def _room(self) -> int:
         """How many leases more this member may ask for: those it asks for now count as held."""
         return self._share - len(self._held()) - self._asking
-
-    def _acquired(self, slot: LeaseSlot, lease: Lease) -> None:
-        if slot.holder is not None and slot.holder != self.owner:
-            self._counts.take_overs.inc()
-            log.info("lease taken over", action="take_over", key=slot.key, held_before=slot.holder)
-        self._watcher.released.discard(slot.key)
-        slot.offer(lease)
 
     # What is held
 
@@ -469,7 +455,7 @@ class LeaseGroup:
     async def _release_unclaimed(self) -> None:
         """What was acquired while its chain had ended already."""
         for slot in self._slots.values():
-            lease = slot.clear() if slot.is_unclaimed else None
+            lease = slot.clear() if slot.offered.is_set() else None
             if lease is not None:
                 await lease.release()
 
@@ -478,13 +464,5 @@ class LeaseGroup:
         self._counts.members.set(self._count)
         self._counts.share.set(self._share)
         self._counts.held.set(len(held))
-        self._health.set_status(
-            self._part,
-            {
-                "owner": self.owner,
-                "members": self._count,
-                "share": self._share,
-                "held": held,
-                "failure": self._failure,
-            },
-        )
+        status = {"owner": self.owner, "members": self._count, "share": self._share}
+        self._health.set_status(self._part, status | {"held": held, "failure": self._failure})

@@ -19,12 +19,11 @@ def load_settings(path: str, *, quiet: bool = False) -> Settings:
     it logs from warning up (with `--debug` as ever).
     """
     from common.service import exits, logs
-    from common.service import exits as pasting
     from common.settings import loader
 
     document = loader.load_document(path)
     settings = document.settings
-    pasting.remember(path)
+    exits.remember(path)
     is_named = "level" in settings.log.model_fields_set
     level = "warning" if quiet and not is_named and not exits.is_debug() else settings.log.level
     logs.configure(level, settings.log.format, instance=settings.instance)

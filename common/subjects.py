@@ -53,8 +53,3 @@ def overlaps(one: str, other: str) -> bool:
 def first_overlap(filters: Sequence[str]) -> tuple[str, str] | None:
     """The first two of `filters` that overlap; None if no two do."""
     return next((pair for pair in combinations(filters, 2) if overlaps(*pair)), None)
-
-
-def first_repeated(filters: Sequence[str]) -> str | None:
-    """The first of `filters` that stands in it once more; None if none does."""
-    return next((each for place, each in enumerate(filters) if each in filters[:place]), None)

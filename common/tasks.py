@@ -297,15 +297,12 @@ async def unless(stop: asyncio.Event | Stop, work: Coroutine[Any, Any, T]) -> T 
 
 
 @asynccontextmanager
-async def either(*events: asyncio.Event | Stop, seconds: float | None = None) -> AsyncIterator[Stop]:
-    """A signal of its own that is set as soon as one of `events` is, for the length of the block.
-
-    `seconds`: it is set after that time at the latest.
-    """
+async def either(*events: asyncio.Event | Stop) -> AsyncIterator[Stop]:
+    """A signal of its own that is set as soon as one of `events` is, for the length of the block."""
     one = Stop()
 
     async def pass_on(event: asyncio.Event | Stop) -> None:
-        await first_of(event.wait(), seconds=seconds)
+        await event.wait()
         one.set()
 
     if any(map(_is_set, events)):
@@ -322,8 +319,7 @@ async def together(*works: Coroutine[Any, Any, object]) -> None:
 
     Raises a BaseExceptionGroup of what failed. Unlike asyncio's TaskGroup it ends a task for certain.
     """
-    tasks = [asyncio.create_task(work) for work in works]
-    await _run(tasks, tasks)
+    await _run(works, len(works))
 
 
 async def beside(main: Coroutine[Any, Any, object], *sides: Coroutine[Any, Any, object]) -> None:
@@ -331,13 +327,14 @@ async def beside(main: Coroutine[Any, Any, object], *sides: Coroutine[Any, Any, 
 
     Raises a BaseExceptionGroup of what failed.
     """
-    tasks = [asyncio.create_task(work) for work in (main, *sides)]
-    await _run(tasks[:1], tasks)
+    await _run((main, *sides), 1)
 
 
-async def _run(needed: Sequence[asyncio.Task[object]], tasks: Sequence[asyncio.Task[object]]) -> None:
+async def _run(works: Sequence[Coroutine[Any, Any, object]], needed: int) -> None:
+    """Until the first `needed` of `works` have ended, or one of them all has failed."""
+    tasks = [asyncio.create_task(work) for work in works]
     try:
-        while not all(task.done() for task in needed) and not any(map(_failure, tasks)):
+        while not all(task.done() for task in tasks[:needed]) and not any(map(_failure, tasks)):
             await asyncio.wait([t for t in tasks if not t.done()], return_when=asyncio.FIRST_COMPLETED)
     finally:
         await end(*tasks)

@@ -29,12 +29,9 @@ _NUMBER = re.compile(r"[+-]?\d+", re.ASCII)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _MAX_INT32 = 2**31 - 1
 
-_CUTTING = ("SplitFromLeft", "SplitFromRight", "SliceFromLeft", "SliceFromRight", "Left", "Right")
-# How the server spells them: the capitals may be small.
-_NAMES = {
-    name.lower(): re.sub("[A-Z]", lambda capital: f"[{capital[0].lower()}{capital[0]}]", name)
-    for name in ("Wildcard", "Partition", "Split", *_CUTTING, "Random")
-}
+_SPELT = "wildcard partition split splitFromLeft splitFromRight sliceFromLeft sliceFromRight left right random"
+# Capitals, and first letters, may be small or capital for the server.
+_NAMES = {n.lower(): re.sub("^.|[A-Z]", lambda c: f"[{c[0].lower()}{c[0].upper()}]", n) for n in _SPELT.split(" ")}
 
 
 class TransformError(ValueError):
@@ -120,14 +117,11 @@ def _function(text: str) -> tuple[str, list[str]]:
     found = _FUNCTION.fullmatch(text)
     name = found[1].lower() if found else ""
     if found is None or name not in _NAMES or not re.fullmatch(_NAMES[name], found[1]):
-        raise TransformError("destination", f"expected one of {_known()}, found {text}")
+        known = ", ".join(name for name in _NAMES if name != "random")
+        raise TransformError("destination", f"expected one of {known}, found {text}")
     if name == "random":
         raise TransformError("destination", f"expected a function that gives the same each time, found {text}")
     return name, re.split(r",\s*", found[2])
-
-
-def _known() -> str:
-    return ", ".join(name for name in _NAMES if name != "random")
 
 
 def _of_token(text: str, name: str, arguments: list[str], wildcards: Sequence[int]) -> Part:

@@ -17,7 +17,7 @@ from common.jetstream.lease import Leases, new_owner
 from common.leasing import LeaseGroup, LeaseMetrics, LeaseScope
 from common.objects.open import open_objects
 from common.objects.port import ObjectStore
-from common.objects.s3_errors import answering
+from common.objects.s3_errors import AnsweringStore
 from common.segments.alive import process_name
 from common.segments.keys import Layout
 from common.service.exits import LATER
@@ -144,7 +144,7 @@ class EgressService:
         settings, site = self._settings, self._settings.site
         for part in ("objects", "nats"):
             self._health.set_ready(part, False, "starting")
-        objects = answering(self._objects or open_objects(settings.store), self._reach.store)
+        objects = AnsweringStore(self._objects or open_objects(settings.store), self._reach.store)
         await self._patiently("objects", lambda: self._look_into(objects))
         # Leases and marks travel on a connection of their own, so that a flood of messages cannot delay them.
         data, control = [await self._client(stack, name) for name in ("data", "control")]

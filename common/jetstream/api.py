@@ -3,7 +3,7 @@
 import asyncio
 import base64
 import re
-from collections.abc import Awaitable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,19 +80,21 @@ async def ask(
     raise Unavailable(f"no answer to {client.api_subject(name)} within {timeout:g} s")
 
 
-async def unless_missing(answer: Awaitable[dict[str, Any]], *missing: int) -> dict[str, Any] | None:
-    """The answer; None where the server says by one of these numbers that there is no such thing."""
+async def find(
+    client: FloeClient, name: str, *absent: int, request: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """As `ask`; None where JetStream answers with one of the errors `absent`."""
     try:
-        return await answer
+        return await ask(client, name, request)
     except ApiError as error:
-        if error.err_code in missing:
+        if error.err_code in absent:
             return None
         raise
 
 
 async def stream_info(client: FloeClient, stream: str) -> StreamInfo | None:
     """What the server says of the stream; None if there is none of this name."""
-    answer = await unless_missing(ask(client, f"STREAM.INFO.{token(stream)}"), STREAM_NOT_FOUND)
+    answer = await find(client, f"STREAM.INFO.{token(stream)}", STREAM_NOT_FOUND)
     return None if answer is None else _stream_info(answer)
 
 
@@ -113,7 +115,12 @@ async def next_message(client: FloeClient, stream: str, sequence: int, filter_su
     Raises ApiError where there is no such stream.
     """
     request = {"seq": sequence, "next_by_subj": filter_subject or ">"}
-    answer = await unless_missing(ask(client, f"STREAM.MSG.GET.{token(stream)}", request), MESSAGE_NOT_FOUND)
+    return await message_of(client, stream, request)
+
+
+async def message_of(client: FloeClient, stream: str, request: dict[str, Any]) -> Message | None:
+    """The message that `request` asks STREAM.MSG.GET for; None if there is none."""
+    answer = await find(client, f"STREAM.MSG.GET.{token(stream)}", MESSAGE_NOT_FOUND, request=request)
     return None if answer is None else stored_message(answer)
 
 
@@ -163,8 +170,8 @@ async def create_consumer(client: FloeClient, stream: str, config: dict[str, Any
 
 async def consumer_info(client: FloeClient, stream: str, consumer: str) -> ConsumerInfo | None:
     """What the server says of the consumer; None if the stream or the consumer is not there."""
-    question = ask(client, f"CONSUMER.INFO.{token(stream)}.{token(consumer)}")
-    answer = await unless_missing(question, STREAM_NOT_FOUND, CONSUMER_NOT_FOUND)
+    name = f"CONSUMER.INFO.{token(stream)}.{token(consumer)}"
+    answer = await find(client, name, STREAM_NOT_FOUND, CONSUMER_NOT_FOUND)
     return None if answer is None else _consumer_info(answer)
 
 
@@ -181,8 +188,13 @@ async def consumer_names(client: FloeClient, stream: str) -> list[str]:
 
 async def delete_consumer(client: FloeClient, stream: str, consumer: str) -> bool:
     """Delete the consumer; False if it was not there."""
-    asked = client.api(f"CONSUMER.DELETE.{token(stream)}.{token(consumer)}")
-    return await unless_missing(asked, STREAM_NOT_FOUND, CONSUMER_NOT_FOUND) is not None
+    try:
+        await client.api(f"CONSUMER.DELETE.{token(stream)}.{token(consumer)}")
+    except ApiError as error:
+        if error.err_code in (STREAM_NOT_FOUND, CONSUMER_NOT_FOUND):
+            return False
+        raise
+    return True
 
 
 def _stream_info(answer: dict[str, Any]) -> StreamInfo:

@@ -7,7 +7,7 @@ from functools import partial
 from common.clock import Clock
 from common.jetstream.api import most_replicas, stream_info
 from common.jetstream.client import FloeClient, connect
-from common.jetstream.kv import KeyValue, Replicas
+from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Leases
 from common.settings.egress import EgressSettings
 from common.settings.ingress import IngressSettings, TargetSettings
@@ -37,27 +37,29 @@ async def _replicas(client: FloeClient, target: TargetSettings) -> int:
 
 async def open_state(client: FloeClient, settings: ServiceSettings, *, target: str = "") -> KeyValue:
     """The bucket of the state, made where it is missing. `target`: as of `kv_replicas`."""
-    return await KeyValue.open(client, settings.state_bucket, replicas=_asking(client, settings, target))
+    replicas = partial(kv_replicas, client, settings, target)
+    return await KeyValue.open(client, settings.state_bucket, replicas=replicas)
 
 
 def optional_state(client: FloeClient, settings: ServiceSettings) -> KeyValue:
-    """The same for a command that may only look (`KeyValue.optional`)."""
-    return KeyValue.optional(client, settings.state_bucket, replicas=_asking(client, settings, ""))
+    """The same for a command that may only look."""
+    replicas = partial(kv_replicas, client, settings)
+    return KeyValue(client, settings.state_bucket, replicas=replicas, optional=True)
 
 
 async def open_leases(
     client: FloeClient, settings: ServiceSettings, owner: str, clock: Clock, *, target: str = ""
 ) -> Leases:
     """The leases of `owner`, their bucket made where it is missing. `target`: as of `kv_replicas`."""
-    ttl, replicas = settings.lease_ttl, _asking(client, settings, target)
+    ttl, replicas = settings.lease_ttl, partial(kv_replicas, client, settings, target)
     bucket = await KeyValue.open(client, settings.lease_bucket, ttl=ttl, replicas=replicas)
     return Leases(bucket, owner, ttl, clock)
 
 
 def optional_leases(client: FloeClient, settings: ServiceSettings, owner: str, clock: Clock) -> Leases:
     """The same for a command that may only look."""
-    ttl, replicas = settings.lease_ttl, _asking(client, settings, "")
-    bucket = KeyValue.optional(client, settings.lease_bucket, ttl=ttl, replicas=replicas)
+    ttl, replicas = settings.lease_ttl, partial(kv_replicas, client, settings)
+    bucket = KeyValue(client, settings.lease_bucket, ttl=ttl, replicas=replicas, optional=True)
     return Leases(bucket, owner, ttl, clock)
 
 
@@ -72,7 +74,3 @@ async def state_of_ingress(settings: Settings, name: str) -> AsyncIterator[tuple
         yield client, optional_state(client, settings.ingress)
     finally:
         await client.aclose()
-
-
-def _asking(client: FloeClient, settings: ServiceSettings, target: str) -> Replicas:
-    return partial(kv_replicas, client, settings, target)

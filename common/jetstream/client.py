@@ -26,21 +26,10 @@ from nats.aio.transport import TcpTransport
 
 from common.clock import Backoff, Clock, SystemClock, doubling
 from common.errors import ConfigError, OutcomeUnknown, Refused, Unavailable
-from common.jetstream.credentials import (
-    Credential,
-    credential,
-    explain,
-    host,
-    is_loopback,
-    is_refusal,
-    plaintext,
-    reason,
-    tls_context,
-    wants_tls,
-    with_context,
-)
+from common.jetstream import credentials
+from common.jetstream.credentials import Credential, reason
 from common.jetstream.protocol import FrameParser, Sink, WireError, check_subject, frame
-from common.jetstream.requests import ApiError, Asking, Requests
+from common.jetstream.requests import NOBODY, Answer, ApiError, Requests, api_answer
 from common.service.logs import get_logger
 from common.tasks import Tell, guarded, orphaned, wait_for, within
 
@@ -58,6 +47,7 @@ GOOD_WHILE = 1.0  # seconds that a connection stands before its loss counts as t
 CLOSE_TIMEOUT = 2.0  # seconds for the server to take what is still buffered
 SUBSCRIBE_TIMEOUT = 5.0  # seconds
 MOST_REFUSALS = 1000  # subjects whose refusal is remembered
+NO_RESPONDERS = b"NATS/1.0 503"
 
 _VIOLATION = re.compile(r'Permissions Violation for (?:Publish|Subscription) to "([^"]*)"')
 
@@ -76,9 +66,9 @@ async def connect(
     Refused for a credential or certificate that is refused, ConfigError for TLS that cannot work and for a
     server that takes no headers.
     """
-    clock, rng, settings = clock or SystemClock(), rng or random.SystemRandom(), with_context(settings)
-    auth = credential(settings, clock)
-    tls_context(settings)
+    clock, rng, settings = clock or SystemClock(), rng or random.SystemRandom(), credentials.with_context(settings)
+    auth = credentials.credential(settings, clock)
+    credentials.tls_context(settings)
     if settings.tls.insecure:
         log.warning("certificate of the NATS server is not checked", action="nats_insecure")
     servers = rng.sample(settings.url, len(settings.url))
@@ -94,7 +84,7 @@ async def connect(
             return client
         except BaseException as error:
             await client.aclose()
-            problem = explain(error, servers[0], auth, settings)
+            problem = credentials.explain(error, servers[0], auth, settings)
             if isinstance(problem, Refused) and problem.code == "E-NATS-AUTH" and auth.renew() != shown:
                 continue
             pause = backoff.next()
@@ -124,7 +114,7 @@ class RawSubscription:
         self._client.drop(self._sid)
 
 
-class FloeClient(Asking, Client):
+class FloeClient(Client):
     """A NATS connection, made by `connect` and closed by `aclose`.
 
     `generation` rises with each attempt to reconnect, before any message of the new connection reaches a
@@ -147,7 +137,7 @@ class FloeClient(Asking, Client):
         self._refusals: dict[bytes, str] = {}
         self._up, self._received, self._up_since, self._last_error = asyncio.Event(), 0, 0.0, ""
 
-    # What the roles use, with request_raw and api of Asking
+    # What the roles use
 
     @property
     def is_up(self) -> bool:
@@ -212,6 +202,50 @@ class FloeClient(Asking, Client):
             await written
         if generation != self.generation or not self.is_up:
             raise Unavailable("the NATS connection was lost while writing")
+
+    async def request_raw(
+        self, subject: bytes, payload: bytes, headers: bytes | None = None, *, timeout: float
+    ) -> Answer:
+        """Send one message and return payload and header block of the answer.
+
+        Raises Unavailable where nothing was sent (what is larger than the server takes would cut the
+        connection, and another server may take it) or nobody listens, Refused without the permission,
+        OutcomeUnknown where it was sent and no answer came within `timeout` seconds or before the connection
+        was lost, ValueError for what the wire cannot carry.
+        """
+        if not await self.wait_up(timeout):
+            raise Unavailable("the NATS connection is down")
+        asked = subject.decode("utf-8", "backslashreplace")
+        if (size := len(payload) + len(headers or b"")) > self._max_payload:
+            why = f"expected at most {self._max_payload} bytes (max_payload of its server), found {size}"
+            raise Unavailable(f"message to {asked}: {why}", code="E-NATS-PAYLOAD")
+        waiter: Future[Answer] = asyncio.get_running_loop().create_future()
+        token = self._requests.open(subject, waiter)
+        try:
+            self.send(frame(subject, payload, headers, self._inbox + token))
+            answer, block = await within(waiter, timeout)
+        except TimeoutError:
+            raise OutcomeUnknown(f"no answer to {asked} within {timeout:g} s") from None
+        finally:
+            self._requests.close(token)
+        if not answer and (block or b"").startswith(NO_RESPONDERS):
+            hint = "is JetStream enabled for this account, and is there such a stream"
+            raise Unavailable(f"nobody answers {asked}", hint=hint, code=NOBODY)
+        return answer, block
+
+    async def api(self, name: str, request: dict[str, Any] | None = None, *, timeout: float = 5.0) -> dict[str, Any]:
+        """Ask the JetStream API, `name` without `$JS.API.`, and return the answer's document.
+
+        Raises ApiError where JetStream refuses, else as `request_raw`.
+        """
+        subject = self.api_subject(name)
+        payload = b"" if request is None else json.dumps(request).encode()
+        answer, _ = await self.request_raw(subject.encode(), payload, timeout=timeout)
+        return api_answer(subject, answer)
+
+    def api_subject(self, name: str) -> str:
+        """The subject of the JetStream API call `name`, such as `CONSUMER.MSG.NEXT.S.C`, in this domain."""
+        return f"$JS.{self._domain}.API.{name}" if self._domain else f"$JS.API.{name}"
 
     async def subscribe_raw(self, subject: str, sink: Sink, tell: Tell = orphaned) -> RawSubscription:
         """Hand every message on `subject` to `sink`, from the read loop, status messages included.
@@ -295,7 +329,7 @@ class FloeClient(Asking, Client):
 
     @property
     def ssl_context(self) -> ssl.SSLContext:
-        return tls_context(self._settings)
+        return credentials.tls_context(self._settings)
 
     async def _select_next_server(self) -> None:
         """One attempt at the next server, after a pause that grows with the failures, with jitter."""
@@ -327,7 +361,7 @@ class FloeClient(Asking, Client):
                 task.cancel()
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        if initial_connection and info.get("tls_available") and wants_tls(self._settings):
+        if initial_connection and info.get("tls_available") and credentials.wants_tls(self._settings):
             info["tls_required"] = True
         await super()._process_info(info, initial_connection)
         # A server that is configured anew says so on connections that stand.
@@ -337,12 +371,12 @@ class FloeClient(Asking, Client):
         """The line that carries the credential: before it is made, TLS stands or will not come."""
         writer = self._wire._io_writer
         if writer.get_extra_info("ssl_object") is None:
-            if wants_tls(self._settings):
+            if credentials.wants_tls(self._settings):
                 raise ssl.SSLError("the server offers no TLS")
             is_exposed = self._auth.is_secret and not self._settings.allow_plaintext
-            if is_exposed and not is_loopback(writer.get_extra_info("peername")):
+            if is_exposed and not credentials.is_loopback(writer.get_extra_info("peername")):
                 assert self._current_server is not None
-                raise plaintext(host(self._current_server.uri.geturl()), self._auth)
+                raise credentials.plaintext(credentials.host(self._current_server.uri.geturl()), self._auth)
         return super()._connect_command()
 
     @property
@@ -374,16 +408,13 @@ class FloeClient(Asking, Client):
         fails itself: nobody else would notice.
         """
         try:
-            await self._watchdog()
+            while True:
+                await self.clock.sleep(self._interval)
+                received = self._received
+                if not await self.round_trip(self._interval * 0.8) and self._received == received:
+                    raise errors.StaleConnectionError
         except Exception as error:
             await self._process_op_err(error)
-
-    async def _watchdog(self) -> None:
-        while True:
-            await self.clock.sleep(self._interval)
-            received = self._received
-            if not await self.round_trip(self._interval * 0.8) and self._received == received:
-                raise errors.StaleConnectionError
 
     async def _process_op_err(self, e: Exception) -> None:
         if self.is_closed or self.is_reconnecting:
@@ -409,7 +440,7 @@ class FloeClient(Asking, Client):
 
     async def _on_reconnected(self) -> None:
         assert self._current_server is not None
-        log.info("nats connected", action="nats_connected", server=host(self._current_server.uri.geturl()))
+        log.info("nats connected", action="nats_connected", server=credentials.host(self._current_server.uri.geturl()))
         self._up_since, self._last_error = self.clock.monotonic(), ""
         self._up.set()
         self._tell(True)
@@ -502,7 +533,7 @@ class FloeClient(Asking, Client):
     async def _on_error(self, error: Exception) -> None:
         """A failed attempt to connect: told once for each new reason, not twice a second for an hour."""
         text = reason(error)
-        if is_refusal(text):
+        if credentials.is_refusal(text):
             self._auth.renew()  # for the next attempt
         is_first_connect = not self.options["allow_reconnect"]  # whose error is raised
         level = log.debug if is_first_connect or text == self._last_error else log.warning

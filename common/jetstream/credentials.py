@@ -72,26 +72,21 @@ def credential(settings: NatsSettings, clock: Clock) -> Credential:
 
     Raises Refused where a file is missing, unreadable or no credential.
     """
-    if settings.credentials_file:
-        path = str(settings.credentials_file)
-        return _with_jwt(_File("credentials_file", path), _File("credentials_file", path), clock)
-    if settings.jwt_file:
-        seed = _File("nkey_seed_file", str(settings.nkey_seed_file))
-        return _with_jwt(_File("jwt_file", str(settings.jwt_file)), seed, clock)
+    seed = _File("nkey_seed_file", settings.nkey_seed_file)
+    if settings.credentials_file or settings.jwt_file:
+        jwt = _File("jwt_file", settings.jwt_file)
+        if settings.credentials_file:
+            jwt = seed = _File("credentials_file", settings.credentials_file)
+        jwt.check_expiry(clock)
+        seed.public_key()
+        return Credential(str(jwt), {"user_jwt_cb": jwt.jwt, "signature_cb": seed.sign})
     if settings.nkey_seed_file:
-        seed = _File("nkey_seed_file", str(settings.nkey_seed_file))
         return Credential(str(seed), {"signature_cb": seed.sign}, seed.public_key())
     if settings.user:
         shown, file = _shown(settings.password)
         return Credential(f"user {settings.user}", {"user": settings.user, "password": shown}, file=file)
     shown, file = _shown(settings.token)
     return Credential("token", {"token": shown}, file=file) if shown else Credential("no credential")
-
-
-def _with_jwt(jwt: _File, seed: _File, clock: Clock) -> Credential:
-    jwt.check_expiry(clock)
-    seed.public_key()
-    return Credential(str(jwt), {"user_jwt_cb": jwt.jwt, "signature_cb": seed.sign})
 
 
 def _shown(secret: SecretStr) -> tuple[str | Callable[[], str], FileSecret | None]:
@@ -174,11 +169,8 @@ def is_loopback(peer: object) -> bool:
 def plaintext(server: str, auth: Credential) -> ConfigError:
     """A credential that is a secret is not sent to `server`, because the connection is not encrypted."""
     hint = f"nats.url: tls://{server}, or nats.allow_plaintext: true where nobody else is on the way"
-    return ConfigError(
-        f"nats server {server}: expected TLS for {auth.label}, found none; nothing was sent",
-        hint=hint,
-        code="E-NATS-PLAINTEXT",
-    )
+    text = f"nats server {server}: expected TLS for {auth.label}, found none; nothing was sent"
+    return ConfigError(text, hint=hint, code="E-NATS-PLAINTEXT")
 
 
 def wants_tls(settings: NatsSettings) -> bool:
@@ -213,15 +205,8 @@ def _tls_error(key: str, path: str, error: OSError) -> ConfigError:
 
 
 # Key of a context file, and of `nats:`
-_NAMES = {
-    "creds": "credentials_file",
-    "nkey": "nkey_seed_file",
-    "token": "token",
-    "user": "user",
-    "password": "password",
-    "jetstream_domain": "jetstream_domain",
-    "inbox_prefix": "inbox_prefix",
-}
+_SAME = ("token", "user", "password", "jetstream_domain", "inbox_prefix")
+_NAMES = {"creds": "credentials_file", "nkey": "nkey_seed_file"} | dict(zip(_SAME, _SAME, strict=True))
 _TLS_NAMES = {"ca": "ca", "cert": "cert", "key": "key", "tls_first": "handshake_first"}
 _UNSUPPORTED = ("nsc", "jetstream_api_prefix", "user_jwt", "user_seed", "socks_proxy")
 
@@ -275,7 +260,6 @@ def _first_problem(error: ValueError) -> str:
 
 
 _REFUSED = re.compile(r"authorization violation|authentication (expired|revoked)|invalid (user|client)", re.I)
-_TLS = re.compile(r"certificate|ssl|tls", re.I)
 
 
 def reason(error: BaseException) -> str:
@@ -311,11 +295,10 @@ def explain(error: BaseException, server: str, auth: Credential, settings: NatsS
 def _explain_tls(error: ssl.SSLError, where: str, settings: NatsSettings) -> FloeError:
     said = getattr(error, "verify_message", "") or getattr(error, "reason", "") or str(error.args[-1])
     said = said.replace("_", " ").lower()
-    if "alert" in said:
-        hint = f"the server refused nats.tls.cert {settings.tls.cert or '(none given)'}"
-        return Refused(f"{where}: tls failed: {said}", hint=hint, code="E-NATS-TLS")
-    if said in ("the server offers no tls", "wrong version number"):
-        hint = "nats.url: nats:// and no nats.tls; or TLS on the server, with handshake_first as there"
-        return ConfigError(f"{where}: tls failed: {said}", hint=hint, code="E-NATS-TLS")
+    kind: type[FloeError] = ConfigError
     hint = f"checked with nats.tls.ca {settings.tls.ca or '(empty: the certificates of this system)'}"
-    return ConfigError(f"{where}: tls failed: {said}", hint=hint, code="E-NATS-TLS")
+    if "alert" in said:
+        kind, hint = Refused, f"the server refused nats.tls.cert {settings.tls.cert or '(none given)'}"
+    elif said in ("the server offers no tls", "wrong version number"):
+        hint = "nats.url: nats:// and no nats.tls; or TLS on the server, with handshake_first as there"
+    return kind(f"{where}: tls failed: {said}", hint=hint, code="E-NATS-TLS")

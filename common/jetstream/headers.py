@@ -51,11 +51,8 @@ def parse_block(block: bytes) -> list[tuple[bytes, bytes]]:
 
     A line without a colon is a name with an empty value.
     """
-    headers = []
-    for line in lines(block):
-        name, _, value = line.partition(b":")
-        headers.append((name, value.removeprefix(b" ")))
-    return headers
+    parts = (line.partition(b":") for line in lines(block))
+    return [(name, value.removeprefix(b" ")) for name, _, value in parts]
 
 
 def build_block(block_lines: Iterable[bytes]) -> bytes:
@@ -129,26 +126,14 @@ class Provenance:
         return cls(words[0].decode(), words[1].decode(), incarnation, partition, sequence, timestamp_ns)
 
 
-def escape(
-    block: bytes | None,
-    provenance: Provenance,
-    control_headers: frozenset[bytes] = frozenset(),
-    first_lines: tuple[bytes, ...] = (),
-    *,
-    relay: bool = False,
-) -> bytes:
-    """The block under which a message with the block `block` (None: without headers) is stored in a target.
-
-    `control_headers`: lower-case names of headers that may act again. `first_lines`: Floe's own, without CR
-    LF, such as `Nats-Expected-Last-Sequence: 5`. `relay`: the stream was itself written by Floe: its
-    `Floe-Source` lines stay hops, what it escaped stays escaped, Floe's own lines of that time are dropped.
-    """
-    own = b"".join([line + CRLF for line in first_lines]) + provenance.line() + CRLF
-    return VERSION + own + escaped_lines(block, control_headers, relay=relay) + CRLF
-
-
 def escaped_lines(block: bytes | None, control_headers: frozenset[bytes], *, relay: bool = False) -> bytes:
-    """The part of `escape` that depends on `block` alone: lines, each with its CR LF; empty for None."""
+    """What a block under which a copy is stored takes from `block`, the message's own: lines, each with its CR
+    LF; empty for None.
+
+    `control_headers`: lower-case names of headers that may act again. `relay`: the stream was itself written
+    by Floe: its `Floe-Source` lines stay hops, what it escaped stays escaped, Floe's own lines of that time are
+    dropped.
+    """
     if block is None:
         return b""
     if (inner := _inner(block)) is None:
@@ -162,7 +147,7 @@ def escaped_lines(block: bytes | None, control_headers: frozenset[bytes], *, rel
         written = [line for line in written if not line.startswith(_REPLAY_PREFIX)]
         kept = [line if line.startswith(_FLOE) else _escaped_line(line, control_headers) for line in written]
     else:
-        kept = [_escaped_line(line, control_headers) for line in _split(inner)]
+        kept = [_escaped_line(line, control_headers) for line in inner.split(CRLF)[:-1]]
     return CRLF.join([*kept, b""])
 
 
@@ -182,10 +167,6 @@ def _inner(block: bytes) -> bytes | None:
     if inner.count(b"\n") != ends or inner.count(b"\r") != ends or b"\n\r\n" in inner or inner[:2] == CRLF:
         return None
     return inner
-
-
-def _split(inner: bytes) -> list[bytes]:
-    return inner.split(CRLF)[:-1]
 
 
 def restore(block: bytes | None) -> tuple[Provenance | None, bytes | None]:
@@ -234,7 +215,7 @@ def _original(written: list[bytes]) -> bytes | None:
 
 def _floe_lines(block: bytes) -> list[bytes] | None:
     """The lines from `Floe-Source` on, where only `Nats-*` lines stand before; None for other blocks."""
-    found = _split(_inner(block) or b"")
+    found = (_inner(block) or b"").split(CRLF)[:-1]
     for index, line in enumerate(found):
         if line.startswith(_SOURCE_PREFIX):
             return found[index:]

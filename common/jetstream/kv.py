@@ -58,12 +58,15 @@ class KeyValue:
 
     Every method raises Unavailable where nothing was done, OutcomeUnknown where a change was sent and its
     answer lost (read the key to settle it), BucketGone where somebody deleted the bucket, Refused without the
-    right.
+    right. `ttl`: seconds until the server removes an entry, None: never. `optional`: for a command that may
+    only look: a missing bucket is empty, and is created by the first write.
     """
 
-    def __init__(self, client: FloeClient, bucket: str, *, ttl: float | None = None, replicas: Replicas = 1) -> None:
+    def __init__(
+        self, client: FloeClient, bucket: str, ttl: float | None = None, replicas: Replicas = 1, optional: bool = False
+    ) -> None:
         self._client, self.bucket, self.ttl, self._replicas = client, bucket, ttl, replicas
-        self._stream, self._prefix, self._is_optional = f"KV_{bucket}", f"$KV.{bucket}.", False
+        self._stream, self._prefix, self._is_optional = f"KV_{bucket}", f"$KV.{bucket}.", optional
         # An answer about something that lives `ttl` must not be waited for as long as that.
         self._timeout = min(REQUEST_TIMEOUT, (ttl or REQUEST_TIMEOUT * 5) / 5)
 
@@ -73,20 +76,11 @@ class KeyValue:
     ) -> KeyValue:
         """The bucket of that name, created if it is missing.
 
-        `ttl`: seconds until the server removes an entry, None: never. Raises ConfigError where the bucket
-        exists with another time to live: leases would be held too long, or state would vanish.
+        Raises ConfigError where the bucket exists with another time to live: leases would be held too long,
+        or state would vanish.
         """
         store = cls(client, bucket, ttl=ttl, replicas=replicas)
         await store.ensure()
-        return store
-
-    @classmethod
-    def optional(cls, client: FloeClient, bucket: str, *, ttl: float | None = None, replicas: Replicas = 1) -> KeyValue:
-        """The bucket of that name for a command that may only look: a missing one is empty, and is created by
-        the first write.
-        """
-        store = cls(client, bucket, ttl=ttl, replicas=replicas)
-        store._is_optional = True
         return store
 
     async def ensure(self) -> None:
@@ -169,12 +163,8 @@ class KeyValue:
         wanted = f"{self._prefix}{prefix.rpartition('.')[0]}".removesuffix(".") + ".>"
         while True:
             request = {"subjects_filter": wanted, "offset": len(names)}
-            try:
-                answer = await ask(self._client, f"STREAM.INFO.{self._stream}", request, timeout=self._timeout)
-            except ApiError as error:
-                if self._is_missing(error):
-                    return []
-                raise self._gone(error) from None
+            if (answer := await self._ask(f"STREAM.INFO.{self._stream}", request)) is None:
+                return []
             subjects = (answer.get("state") or {}).get("subjects") or {}
             before = len(names)
             names.update(dict.fromkeys(subject.removeprefix(self._prefix) for subject in subjects))
@@ -185,14 +175,19 @@ class KeyValue:
 
     async def _last(self, key: str) -> Message | None:
         """The last message of `key`, a marker too."""
-        name = f"STREAM.MSG.GET.{self._stream}"
         request = {"last_by_subj": self._subject(key)}
+        answer = await self._ask(f"STREAM.MSG.GET.{self._stream}", request, MESSAGE_NOT_FOUND)
+        return None if answer is None else stored_message(answer)
+
+    async def _ask(self, name: str, request: dict[str, Any], *absent: int) -> dict[str, Any] | None:
+        """The answer; None for one of the errors `absent`, and where a bucket is missing that may be."""
         try:
-            return stored_message(await ask(self._client, name, request, timeout=self._timeout))
+            return await ask(self._client, name, request, timeout=self._timeout)
         except ApiError as error:
-            if error.err_code == MESSAGE_NOT_FOUND or self._is_missing(error):
+            is_gone = error.err_code == STREAM_NOT_FOUND
+            if error.err_code in absent or (is_gone and self._is_optional):
                 return None
-            raise self._gone(error) from None
+            raise (self._missing() if is_gone else error) from None
 
     async def _write(self, key: str, value: bytes, expected: int | None, *lines: bytes) -> int | None:
         conditions = [b"Nats-Expected-Stream: %b" % self._stream.encode()]
@@ -239,12 +234,6 @@ class KeyValue:
         if not _KEY.fullmatch(key):
             raise ValueError(f"key {key!r:.80}: expected tokens of A-Z a-z 0-9 - _ / = between dots")
         return self._prefix + key
-
-    def _is_missing(self, error: ApiError) -> bool:
-        return self._is_optional and error.err_code == STREAM_NOT_FOUND
-
-    def _gone(self, error: ApiError) -> Exception:
-        return self._missing() if error.err_code == STREAM_NOT_FOUND else error
 
     def _missing(self) -> BucketGone:
         return BucketGone(f"bucket {self.bucket} does not exist any more")

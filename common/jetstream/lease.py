@@ -62,17 +62,12 @@ class Leases:
         except OutcomeUnknown:
             revision = None  # it may have been done; the value tells
         if revision is None:
+            # One that this owner holds already is written anew: nobody knows how much of its time is left.
             started = self.clock.monotonic()
-            revision = await self._renew_own(key)
-        return None if revision is None else self._lease(key, revision, started)
-
-    async def _renew_own(self, key: str) -> int | None:
-        """Write a lease that this owner holds already anew: nobody knows how much of its time is left."""
-        if (entry := await self._kv.get(key)) is None or entry.value != self.owner.encode():
-            return None
-        return await self._kv.update(key, entry.value, entry.revision)
-
-    def _lease(self, key: str, revision: int, started: float) -> Lease:
+            if (entry := await self._kv.get(key)) is None or entry.value != self.owner.encode():
+                return None
+            if (revision := await self._kv.update(key, entry.value, entry.revision)) is None:
+                return None
         return Lease(self._kv, key, self.owner, revision, started, self.ttl, self.clock)
 
     async def keys(self, prefix: str) -> list[str]:
@@ -129,7 +124,9 @@ class Lease:
                 self._lose("its time ran out")
             else:
                 pause = self._ttl / (3 if await self._renew() else 10)
-            _end_if_cancelled()
+            # `asyncio.wait_for` of Python 3.11 loses a cancellation that comes together with its result.
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError
 
     async def release(self) -> None:
         """Give it up, so that another owner need not wait; what fails here, expiry does later."""
@@ -173,12 +170,3 @@ class Lease:
     def _lose(self, why: str) -> None:
         log.warning("lease lost", action="lease_lost", key=self.key, reason=why)
         self.lost.set(StopReason.LEASE_LOST)
-
-
-def _end_if_cancelled() -> None:
-    """Raises CancelledError in a task whose cancellation was swallowed on the way.
-
-    `asyncio.wait_for` of Python 3.11 does that where the cancellation comes together with its result.
-    """
-    if (task := asyncio.current_task()) is not None and task.cancelling():
-        raise asyncio.CancelledError

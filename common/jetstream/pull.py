@@ -10,15 +10,7 @@ from typing import Any
 
 from common.clock import NS_PER_S, format_time
 from common.errors import FloeError, Unavailable
-from common.jetstream.api import (
-    MESSAGE_NOT_FOUND,
-    ask,
-    create_consumer,
-    delete_consumer,
-    stored_message,
-    token,
-    unless_missing,
-)
+from common.jetstream.api import create_consumer, delete_consumer, message_of
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.protocol import ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
 from common.segments.segment import Message
@@ -105,11 +97,8 @@ async def get_message(client: FloeClient, stream: str, sequence: int) -> Message
 
     Raises ApiError where there is no such stream.
     """
-    question = ask(client, f"STREAM.MSG.GET.{token(stream)}", {"seq": sequence})
-    if (answer := await unless_missing(question, MESSAGE_NOT_FOUND)) is None:
-        return None
-    message = stored_message(answer)
-    if "\ufffd".encode() not in message.subject:
+    message = await message_of(client, stream, {"seq": sequence})
+    if message is None or "\ufffd".encode() not in message.subject:
         return message
     # The API's JSON cannot carry a subject that is not UTF-8; a delivered message can.
     delivered: list[Message] = []

@@ -1,17 +1,13 @@
 """Requests over one connection, and what an answer of the JetStream API means."""
 
-import asyncio
 import json
 from asyncio import Future
 from typing import Any
 
 from common.errors import FloeError, OutcomeUnknown, Unavailable
-from common.jetstream.protocol import frame
-from common.tasks import within
 
 Answer = tuple[bytes, bytes | None]  # payload, raw header block or None
 
-NO_RESPONDERS = b"NATS/1.0 503"
 NOBODY = "E-NO-RESPONDERS"  # the code of Unavailable where nobody listens on the subject
 # No leader for now; a cluster that is not complete or moves its peers; a write in flight on the same subject.
 TEMPORARILY_UNAVAILABLE = (10004, 10008, 10075, 10163)
@@ -60,70 +56,6 @@ class Requests:
             if subject in (None, asked) and not answer.done():
                 answer.set_exception(error)
                 answer.exception()  # whoever waits still gets it; who was cancelled just now wants it no more
-
-
-class Asking:
-    """What a connection that can send offers to those who ask over it."""
-
-    _requests: Requests
-    _inbox: bytes  # what reply subjects begin with, with the dot
-    _domain: str  # of JetStream; empty for the server's own
-    _max_payload: int  # bytes that the server connected to takes in one message
-
-    def send(self, frames: bytes) -> None:
-        raise NotImplementedError
-
-    async def wait_up(self, timeout: float) -> bool:
-        raise NotImplementedError
-
-    async def request_raw(
-        self, subject: bytes, payload: bytes, headers: bytes | None = None, *, timeout: float
-    ) -> Answer:
-        """Send one message and return payload and header block of the answer.
-
-        Raises Unavailable where nothing was sent (what is larger than the server takes would cut the
-        connection, and another server may take it) or nobody listens, Refused without the permission,
-        OutcomeUnknown where it was sent and no answer came within `timeout` seconds or before the connection
-        was lost, ValueError for what the wire cannot carry.
-        """
-        if not await self.wait_up(timeout):
-            raise Unavailable("the NATS connection is down")
-        asked = subject.decode("utf-8", "backslashreplace")
-        if (size := len(payload) + len(headers or b"")) > self._max_payload:
-            why = f"expected at most {self._max_payload} bytes (max_payload of its server), found {size}"
-            raise Unavailable(f"message to {asked}: {why}", code="E-NATS-PAYLOAD")
-        waiter: Future[Answer] = asyncio.get_running_loop().create_future()
-        token = self._requests.open(subject, waiter)
-        try:
-            self.send(frame(subject, payload, headers, self._inbox + token))
-            answer, block = await within(waiter, timeout)
-        except TimeoutError:
-            raise OutcomeUnknown(f"no answer to {asked} within {timeout:g} s") from None
-        finally:
-            self._requests.close(token)
-        if is_no_responders(answer, block):
-            hint = "is JetStream enabled for this account, and is there such a stream"
-            raise Unavailable(f"nobody answers {asked}", hint=hint, code=NOBODY)
-        return answer, block
-
-    async def api(self, name: str, request: dict[str, Any] | None = None, *, timeout: float = 5.0) -> dict[str, Any]:
-        """Ask the JetStream API, `name` without `$JS.API.`, and return the answer's document.
-
-        Raises ApiError where JetStream refuses, else as `request_raw`.
-        """
-        subject = self.api_subject(name)
-        payload = b"" if request is None else json.dumps(request).encode()
-        answer, _ = await self.request_raw(subject.encode(), payload, timeout=timeout)
-        return api_answer(subject, answer)
-
-    def api_subject(self, name: str) -> str:
-        """The subject of the JetStream API call `name`, such as `CONSUMER.MSG.NEXT.S.C`, in this domain."""
-        return f"$JS.{self._domain}.API.{name}" if self._domain else f"$JS.API.{name}"
-
-
-def is_no_responders(payload: bytes, headers: bytes | None) -> bool:
-    """Whether the server says that nobody listens on the subject: the request reached nobody."""
-    return headers is not None and not payload and headers.startswith(NO_RESPONDERS)
 
 
 def api_answer(asked: str, payload: bytes) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
@@ -55,15 +55,6 @@ FILE: Shape = (
     | {"monitor_port": WHOLE, "profiling": FLAG, "logfile": TEXT, "loglevel": TEXT}
     | {"heartbeats": HEARTBEATS}
 )
-
-
-def every_key(shape: Shape = FILE, prefix: str = "") -> Iterator[str]:
-    """Every key by its path, such as `streams.advisory.subject`; sections too."""
-    for key, kind in shape.items():
-        yield prefix + key
-        for below in kind if isinstance(kind, list) else [kind]:
-            if not isinstance(below, str):
-                yield from every_key(below, f"{prefix}{key}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +161,13 @@ def _value(node: Node, kind: str | Shape | list[Shape], problems: Problems, path
     return None
 
 
+_TYPES: Mapping[str, Any] = {TEXT: str, FLAG: bool, NUMBER: int | float, WHOLE: int, ANY_WHOLE: int}
+
+
 def _fits(value: Any, kind: str) -> bool:
-    if kind == FLAG or isinstance(value, bool):
-        return isinstance(value, bool) and kind == FLAG
-    if kind == TEXT:
-        return isinstance(value, str)
-    if kind == NUMBER:
-        return isinstance(value, int | float) and value >= 0
-    return isinstance(value, int) and (kind == ANY_WHOLE or (kind == WHOLE and value >= 0))
+    if kind not in _TYPES or not isinstance(value, _TYPES[kind]) or isinstance(value, bool) != (kind == FLAG):
+        return False
+    return kind not in (NUMBER, WHOLE) or bool(value >= 0)
 
 
 FORM = "a duration of stream-replicator such as 500ms 5s 1m30s 1h 1d 1w 1M 1Y"
@@ -186,8 +176,7 @@ _DAYS = {"w": 7, "W": 7, "d": 1, "D": 1, "M": 30, "Y": 365, "y": 365}
 _LONG = re.compile(r"([0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})([wWdDMYy])")
 _GO_PART = re.compile(r"([0-9]{1,15}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})(ns|us|µs|μs|ms|s|m|h)")
 _GO = re.compile(rf"(?:{_GO_PART.pattern})+")
-_MICRO = dict.fromkeys(("us", "µs", "μs"), "1e-6")
-_SECONDS = _MICRO | {"ns": "1e-9", "ms": "1e-3", "s": "1", "m": "60", "h": "3600"}
+_SECONDS = dict.fromkeys(("us", "µs", "μs"), "1e-6") | {"ns": "1e-9", "ms": "1e-3", "s": "1", "m": "60", "h": "3600"}
 
 
 def convert(text: str) -> str:

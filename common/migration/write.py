@@ -1,7 +1,7 @@
 """The import: a plan as configuration files, one for each site and centre, checked as Floe reads them."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from common.migration import plan
@@ -39,20 +39,6 @@ class File:
     @property
     def variables(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(_VARIABLE.findall(self.text)))
-
-
-def files(
-    top: Given, sites: Sequence[plan.Site], centres: Sequence[plan.Centre], beats: plan.Beats, came_from: str
-) -> list[File]:
-    """The files, in the order of the plan; `came_from`: the imported file, for the first line of each."""
-    made = [_site_file(top, site, beats, len(sites) > 1, came_from) for site in sites]
-    return made + [_centre_file(top, centre, number, came_from) for number, centre in enumerate(centres, 1)]
-
-
-def bare_site(top: Given, name: str, came_from: str, notes: list[Note]) -> File:
-    """The file of a site without streams."""
-    entries = Entries([YamlEntry("site", name, top.at("name")), _store(), *_log(top, notes)])
-    return _file("site.yaml", name, entries, [*top.left_out(LEFT_OUT), *notes], came_from)
 
 
 def _file(name: str, site: str, entries: Entries, notes: Iterable[Note], came_from: str) -> File:
@@ -231,20 +217,20 @@ def import_stream_replicator(data: bytes, name: str) -> Imported:
     top = read(roots[0], problems)
     refuse(problems)
     paths = [path for stream in top.get("streams", ()) if (path := _path(stream, top)) is not None]
-    own = site_name(top.text("name"))
+    # As a site may be called: other characters as `-`.
+    own = re.sub(r"[^A-Za-z0-9_-]", "-", top.text("name")).lstrip("_-")[:63] or "site"
     if not top.text("name"):
         top.refuse("name", "expected a value (required), found nothing")
     sites, centres = plan.plan(own, paths)
     beats = plan.heartbeats(top.get("heartbeats"), sites)
     refuse(top.problems)
-    made = files(top, sites, centres, beats, name) or [bare_site(top, own, name, beats[2])]
+    made = [_site_file(top, site, beats, len(sites) > 1, name) for site in sites]
+    made += [_centre_file(top, centre, number, name) for number, centre in enumerate(centres, 1)]
+    if not made:  # a site without streams
+        entries = Entries([YamlEntry("site", own, top.at("name")), _store(), *_log(top, beats[2])])
+        made.append(_file("site.yaml", own, entries, [*top.left_out(LEFT_OUT), *beats[2]], name))
     _check(made, top, name)
     return Imported(tuple(made))
-
-
-def site_name(text: str) -> str:
-    """The name as a site may have it: other characters as `-`."""
-    return re.sub(r"[^A-Za-z0-9_-]", "-", text).lstrip("_-")[:63] or "site"
 
 
 def _path(stream: Given, top: Given) -> plan.Path | None:

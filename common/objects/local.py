@@ -14,25 +14,15 @@ import secrets
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from heapq import nsmallest
-from io import BufferedIOBase, BufferedReader
+from io import BufferedIOBase
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
 from common.errors import ConfigError, FloeError, Refused, Unavailable
-from common.objects.port import (
-    CHUNK_BYTES,
-    Body,
-    ChecksumMismatch,
-    ObjectInfo,
-    check_key,
-    check_prefix,
-    chunks,
-    in_key_order,
-    opened,
-)
+from common.objects.port import CHUNK_BYTES, Body, ChecksumMismatch, ObjectInfo, check_key, check_prefix, chunks, opened
 
 HIDDEN = ".floe-objects"
 ABANDONED_AFTER = 86_400.0  # seconds until a file that a crash left half-written is removed
@@ -80,13 +70,12 @@ class HiddenFolder:
     def metadata(self, key: str, sha256: str) -> dict[str, str]:
         """What `keep_metadata` was given for these bytes under this key; empty if nothing."""
         with suppress(FileNotFoundError):
-            found: dict[str, str] = json.loads(self._metadata_path(key, sha256).read_bytes())
-            return found
+            return dict(json.loads((self._metadata_folder(key) / sha256).read_bytes()))
         return {}
 
     def keep_metadata(self, key: str, sha256: str, metadata: Mapping[str, str]) -> None:
         """Keep metadata beside what other bytes of the same key have, so that a crash loses neither."""
-        path = self._metadata_path(key, sha256)
+        path = self._metadata_folder(key) / sha256
         if not metadata:
             path.unlink(missing_ok=True)
             return
@@ -103,9 +92,6 @@ class HiddenFolder:
         for path in folder.iterdir() if folder.exists() else ():
             if path.name != but:
                 path.unlink(missing_ok=True)
-
-    def _metadata_path(self, key: str, sha256: str) -> Path:
-        return self._metadata_folder(key) / sha256
 
     def _metadata_folder(self, key: str) -> Path:
         digest = _digest(key)
@@ -155,9 +141,18 @@ def _digest(key: str) -> str:
 
 
 _NOT_THERE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
-_IN_THE_WAY = {errno.ENOTDIR, errno.EISDIR}
+# What an error of the file system means by its number: the error, its hint and its code.
+_MEANINGS: Mapping[int, tuple[type[FloeError], str, str]] = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), (Unavailable, "make room in the store", "E-STORE-FULL")),
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM, errno.EROFS),
+        (Refused, "let this user read and write the store's folder", "E-STORE-DENIED"),
+    ),
+    errno.ENAMETOOLONG: (ConfigError, "a part of a key has at most 255 bytes here", "E-KEY"),
+    **dict.fromkeys(
+        (errno.ENOTDIR, errno.EISDIR), (ConfigError, "a folder cannot hold both KEY and KEY/MORE", "E-KEY")
+    ),
+}
 
 
 class LocalObjects:
@@ -179,7 +174,7 @@ class LocalObjects:
         folder, slash, stem = prefix.rpartition("/")
         with self._calling("list", prefix):
             self._check_root()
-            return [*islice(self._infos(folder + slash, stem, in_key_order(start_after), limit), limit)]
+            return [*islice(self._infos(folder + slash, stem, start_after.encode(), limit), limit)]
 
     def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
         with self._reading("get", key) as file:
@@ -245,7 +240,7 @@ class LocalObjects:
         from an earlier one while this goes on is seen in one of them. Where a `limit` is expected, names
         beyond it are not kept.
         """
-        under = in_key_order(folder)
+        under = folder.encode()
         if after > under and not after.startswith(under):
             return
         inside, begin = after[len(under) :] if after.startswith(under) else b"", b""
@@ -254,7 +249,9 @@ class LocalObjects:
             names = sorted(found) if limit is None else nsmallest(limit, found)
             for name in names:
                 key = folder + name.decode(errors="surrogateescape")
-                if key.removesuffix("/") == HIDDEN or not _is_key(key.removesuffix("/")):
+                try:
+                    self._path(key.removesuffix("/"))
+                except ConfigError:  # no key of an object
                     continue
                 if key.endswith("/"):
                     yield from self._infos(key, "", after, limit)
@@ -290,19 +287,16 @@ class LocalObjects:
         return _info(key, status) if stat.S_ISREG(status.st_mode) else None
 
     @contextmanager
-    def _reading(self, verb: str, key: str) -> Iterator[BufferedReader | None]:
+    def _reading(self, verb: str, key: str) -> Iterator[BufferedIOBase | None]:
         path = self._path(key)
         file = None
         with self._calling(verb, key), suppress(*_NOT_THERE):
             self._check_root()
             file = path.open("rb")
-        try:
+        with file or nullcontext():
             yield file
-        finally:
-            if file:
-                file.close()
 
-    def _read_chunk(self, key: str, file: BufferedReader) -> bytes:
+    def _read_chunk(self, key: str, file: BufferedIOBase) -> bytes:
         with self._calling("get", key):
             return file.read(CHUNK_BYTES)
 
@@ -360,7 +354,8 @@ class LocalObjects:
         try:
             yield
         except OSError as error:
-            raise _explained(f"{verb} {self._root / key}: {error.strerror or error}", error) from error
+            kind, hint, code = _MEANINGS.get(error.errno or 0, (Unavailable, "", ""))
+            raise kind(f"{verb} {self._root / key}: {error.strerror or error}", hint=hint, code=code) from error
 
 
 def _copy(source: BufferedIOBase, file: BinaryIO) -> str:
@@ -377,23 +372,3 @@ def _info(
 ) -> ObjectInfo:
     etag = f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
     return ObjectInfo(key, status.st_size, status.st_mtime, etag, sha256, metadata or {})
-
-
-def _is_key(key: str) -> bool:
-    try:
-        check_key(key)
-    except ConfigError:
-        return False
-    return True
-
-
-def _explained(text: str, error: OSError) -> FloeError:
-    if error.errno in _FULL:
-        return Unavailable(text, hint="make room in the store", code="E-STORE-FULL")
-    if error.errno in _DENIED:
-        return Refused(text, hint="let this user read and write the store's folder", code="E-STORE-DENIED")
-    if error.errno == errno.ENAMETOOLONG:
-        return ConfigError(text, hint="a part of a key has at most 255 bytes here", code="E-KEY")
-    if error.errno in _IN_THE_WAY:
-        return ConfigError(text, hint="a folder cannot hold both KEY and KEY/MORE", code="E-KEY")
-    return Unavailable(text)

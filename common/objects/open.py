@@ -25,6 +25,7 @@ def open_objects(settings: StoreSettings) -> ObjectStore:
     Raises ConfigError for an address that is none, and for a `file://` store what LocalObjects raises.
     """
     scheme, _, rest = settings.url.partition("://")
+    secret = settings.secret_access_key
     if scheme == "file":
         return LocalObjects(Path(unquote(rest)))
     return S3Objects(
@@ -32,15 +33,10 @@ def open_objects(settings: StoreSettings) -> ObjectStore:
         endpoint_url=settings.endpoint_url or None,
         region=settings.region or None,
         access_key_id=settings.access_key_id or None,
-        secret_access_key=settings.secret_access_key.get_secret_value() or None,
+        secret_access_key=secret.get_secret_value() or None,
         options=_options(settings),
-        secret_file=_in_file(settings),
+        secret_file=secret if isinstance(secret, FileSecret) else None,
     )
-
-
-def _in_file(settings: StoreSettings) -> FileSecret | None:
-    secret = settings.secret_access_key
-    return secret if isinstance(secret, FileSecret) else None
 
 
 def open_queue(address: str, settings: StoreSettings) -> SqsQueue:
@@ -49,10 +45,9 @@ def open_queue(address: str, settings: StoreSettings) -> SqsQueue:
     It is not asked anything yet. Where it is reached: Amazon's address, or what AWS tools are told
     (`AWS_ENDPOINT_URL_SQS`): the store's `endpoint_url` is a store. Raises ConfigError.
     """
-    secret = settings.secret_access_key.get_secret_value()
-    verify = _options(settings).verification()
-    region = settings.region or None
-    return SqsQueue(address, S3Account(settings.access_key_id or None, secret or None, region, None, verify))
+    secret, verify = settings.secret_access_key.get_secret_value(), _options(settings).verification()
+    account = S3Account(settings.access_key_id or None, secret or None, settings.region or None, None, verify)
+    return SqsQueue(address, account)
 
 
 def _options(settings: StoreSettings) -> S3Options:

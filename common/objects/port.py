@@ -8,7 +8,7 @@ import builtins
 import hashlib
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +45,8 @@ class ObjectStore(Protocol):
     """
 
     def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> list[ObjectInfo]:
-        """All objects whose key begins with `prefix` and sorts after `start_after`, in order of UTF-8 bytes.
+        """All objects whose key begins with `prefix` and sorts after `start_after`, in order of UTF-8 bytes, which
+        is that of str.
 
         At most `limit`, if given. A failed or invalid page discards the whole listing (Unavailable, code
         E-LIST-INVALID): never a part that looks like the whole.
@@ -78,9 +79,6 @@ class ObjectStore(Protocol):
 
     def head(self, key: str) -> ObjectInfo | None:
         """What the store keeps of the object, the server's own checksum included; None if there is none."""
-
-
-VERBS = ("list", "get", "download", "put", "put_if_absent", "put_if_match", "delete", "head")
 
 
 def store_now(objects: ObjectStore, key: str) -> float:
@@ -132,25 +130,17 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 def check_key(key: str) -> None:
     """Raises ConfigError unless `key` is up to 1024 bytes of UTF-8, no part empty, `.` or `..`."""
-    if any(part in ("", ".", "..") for part in key.split("/")):
-        raise _refusal(key, "parts that are neither empty, '.' nor '..'")
-    _check_text(key)
+    _check(key, key.split("/"))
 
 
 def check_prefix(prefix: str) -> None:
     """Raises ConfigError unless keys can begin with `prefix`, which may be empty or end inside a part."""
-    *folders, _ = prefix.split("/")
-    if any(part in ("", ".", "..") for part in folders):
-        raise _refusal(prefix, "parts that are neither empty, '.' nor '..'")
-    _check_text(prefix)
+    _check(prefix, prefix.split("/")[:-1])
 
 
-def in_key_order(key: str) -> bytes:
-    """What to sort keys by: S3 orders them by the bytes of their UTF-8."""
-    return key.encode()
-
-
-def _check_text(key: str) -> None:
+def _check(key: str, parts: Sequence[str]) -> None:
+    if any(part in ("", ".", "..") for part in parts):
+        raise _refusal(key, "parts that are neither empty, '.' nor '..'")
     try:
         size = len(key.encode())
     except UnicodeEncodeError:

@@ -16,18 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import boto3.session
+from botocore import exceptions as boto
 from botocore.config import Config
-from botocore.exceptions import (
-    BotoCoreError,
-    ClientError,
-    ConnectionClosedError,
-    ConnectTimeoutError,
-    EndpointConnectionError,
-    NoCredentialsError,
-    ParamValidationError,
-    PartialCredentialsError,
-    SSLError,
-)
+from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
 from common.clock import Clock, SystemClock
@@ -94,21 +85,13 @@ class Doubts(threading.local):
     """Whether a try of the request that this thread is making may have been done unseen.
 
     boto3 shows the outcome of the last try only, and a first try whose answer was lost may have been done:
-    then `412` on the second means "it is there", perhaps by this very request. `found`: set to False where a
-    request begins.
+    then `412` on the second means "it is there", perhaps by this very request.
     """
 
     def __init__(self, not_sent: tuple[type[Exception], ...]) -> None:
-        self._not_sent, self.found = not_sent, False
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Leave the doubts as they are, whatever requests are made meanwhile."""
-        before = self.found
-        try:
-            yield
-        finally:
-            self.found = before
+        self._not_sent = not_sent
+        #: Of a try since this was last set to False, as each request does when it begins.
+        self.found = False
 
     def note(self, response: Any = None, caught_exception: Exception | None = None, **_: object) -> None:
         """Take the outcome of one try; boto3 calls this after each (its event `needs-retry`)."""
@@ -190,7 +173,7 @@ class S3Objects:
         self._bucket = bucket
         self._options = options or S3Options()
         self._clock = clock or SystemClock()
-        self._doubts = Doubts(not_sent=(EndpointConnectionError, ConnectTimeoutError))
+        self._doubts = Doubts(not_sent=(boto.EndpointConnectionError, boto.ConnectTimeoutError))
         self._account = S3Account(access_key_id, secret_access_key, region, endpoint_url, self._options.verification())
         self._secret_file, self._renewing = secret_file, threading.Lock()
         self._client = self._make_client()
@@ -198,8 +181,22 @@ class S3Objects:
         self._has_answered = False
 
     def _make_client(self) -> S3Client:
-        config = _config(self._options, self._account.endpoint_url)
-        client: S3Client = make_client("s3", self._account, f"store s3://{self._bucket}", **config)
+        options = self._options
+        # A server of one's own seldom has a name for each bucket.
+        is_path = self._account.endpoint_url and options.addressing_style == "auto"
+        client: S3Client = make_client(
+            "s3",
+            self._account,
+            f"store s3://{self._bucket}",
+            retries={"mode": "standard", "total_max_attempts": options.attempts},
+            max_pool_connections=options.connections,
+            connect_timeout=options.connect_timeout,
+            read_timeout=options.read_timeout,
+            s3={"addressing_style": "path" if is_path else options.addressing_style},
+            # Checksums are set by this module: boto3's own come as trailers, which many stores refuse.
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+        )
         client.meta.events.register("needs-retry.s3", self._doubts.note)
         return client
 
@@ -222,33 +219,32 @@ class S3Objects:
         """
         check_prefix(prefix)
         listing = Listing(self._bucket, prefix, start_after, limit)
-        first: dict[str, Any] = {"StartAfter": start_after} if start_after else {}
-        page = first
+        more: dict[str, Any] = {"StartAfter": start_after} if start_after else {}
         while not listing.is_full():
             with self._calling("list", prefix):
                 answer = self._client.list_objects_v2(
-                    Bucket=self._bucket, Prefix=prefix, MaxKeys=min(limit or PAGE_KEYS, PAGE_KEYS), **page
+                    Bucket=self._bucket, Prefix=prefix, MaxKeys=min(limit or PAGE_KEYS, PAGE_KEYS), **more
                 )
             if (token := listing.add(answer)) is None:
                 break
-            page = {**first, "ContinuationToken": token}
+            more["ContinuationToken"] = token
         return listing.objects()
 
     def pages(self, prefix: str) -> Iterator[builtins.list[ObjectInfo]]:
         """As `Paged` says. Raises Unavailable (E-LIST-INVALID) where the server gives one page twice."""
         check_prefix(prefix)
-        token: str | None = None
+        more: dict[str, Any] = {}
         while True:
-            more: dict[str, Any] = {"ContinuationToken": token} if token else {}
             with self._calling("list", prefix):
                 answer = self._client.list_objects_v2(Bucket=self._bucket, Prefix=prefix, MaxKeys=PAGE_KEYS, **more)
-            page, before = Listing(self._bucket, prefix, "", None), token
+            page = Listing(self._bucket, prefix, "", None)
             token = page.add(answer)
             yield page.objects()
             if token is None:
                 return
-            if token == before:
+            if more == {"ContinuationToken": token}:
                 raise Unavailable(f"list {self._place(prefix)}: one page twice", code="E-LIST-INVALID")
+            more["ContinuationToken"] = token
 
     def hidden(self, prefix: str, *, start_after: str = "") -> builtins.list[HiddenObject]:
         """As `Versioned` says."""
@@ -340,7 +336,11 @@ class S3Objects:
                 if status_of(error.response) == 416:  # the object ends before the range begins
                     return AnswerBody(io.BytesIO(), 0)
                 raise
-        return AnswerBody.of(answer, wanted, lambda: info.size if (info := self.head(key)) else None)
+        return AnswerBody.of(answer, wanted, lambda: self._size(key))
+
+    def _size(self, key: str) -> int | None:
+        info = self.head(key)
+        return info.size if info else None
 
     def _is_there(self, key: str) -> bool:
         if body := self._open(key, ByteRange(0, 1)):
@@ -354,14 +354,9 @@ class S3Objects:
     ) -> bool:
         check_key(key)
         self._renew()
-        upload = Upload(
-            self._client,
-            {"Bucket": self._bucket, "Key": key},
-            body,
-            sha256=sha256,
-            checksum=self._options.checksum,
-            common={"Metadata": dict(metadata or {}), **self._options.storing()},
-        )
+        target = {"Bucket": self._bucket, "Key": key}
+        fields = {"Metadata": dict(metadata or {}), **self._options.storing()}
+        upload = Upload(self._client, target, body, sha256, self._options.checksum, fields)
         with self._calling("put", key, writes=True):
             for pause in PAUSES:
                 try:
@@ -375,35 +370,36 @@ class S3Objects:
     def _send(self, upload: Upload, condition: Mapping[str, str]) -> bool:
         """Whether the condition was met."""
         try:
-            self._send_unchecked(upload, condition)
+            if size_of(upload.body) <= self._options.multipart_bytes:
+                upload.whole(condition)
+            else:
+                self._send_parts(upload, condition)
         except ClientError as error:
-            if not _is_not_met(error, condition):
+            code = code_of(error.response)
+            is_gone = "IfMatch" in condition and code in s3_errors.MISSING_KEY
+            if not is_gone and not (condition and code in s3_errors.NOT_MET):
                 raise
             if self._doubts.found:
                 text = f"put {upload.place}: refused, perhaps because an earlier try of this very put is there"
                 raise OutcomeUnknown(text) from error
             return False
-        finally:
-            self._abort(upload)
         return True
 
-    def _send_unchecked(self, upload: Upload, condition: Mapping[str, str]) -> None:
-        if size_of(upload.body) <= self._options.multipart_bytes:
-            upload.whole(condition)
-            return
+    def _send_parts(self, upload: Upload, condition: Mapping[str, str]) -> None:
         try:
-            parts = upload.send_parts(self._options.part_bytes)
+            try:
+                parts = upload.send_parts(self._options.part_bytes)
+            finally:
+                self._doubts.found = False  # whatever became of the parts, no object has changed
+            upload.commit(parts, condition)
         finally:
-            self._doubts.found = False  # whatever became of the parts, no object has changed
-        upload.commit(parts, condition)
-
-    def _abort(self, upload: Upload) -> None:
-        with self._doubts.kept():
+            in_doubt = self._doubts.found
             try:
                 upload.abort()
             except (BotoCoreError, ClientError) as error:
                 # Costs space until the bucket's rule for incomplete uploads removes it, and nothing else.
                 log.warning("upload not aborted", action="upload_not_aborted", error=without_paths(str(error)))
+            self._doubts.found = in_doubt
 
     # Errors
 
@@ -421,9 +417,8 @@ class S3Objects:
             if not writes and self._is_plain_on_tls():
                 raise self._wrong_scheme(verb, key) from error
             kind: type[FloeError] = OutcomeUnknown if writes else Unavailable
-            raise kind(
-                f"{verb} {self._place(key)}: not an S3 answer: {without_paths(str(error)):.200}", code=_invalid(verb)
-            ) from error
+            text = f"{verb} {self._place(key)}: not an S3 answer: {without_paths(str(error)):.200}"
+            raise kind(text, code="E-LIST-INVALID" if verb == "list" else "E-S3-INVALID") from error
         except BotoCoreError as error:
             raise self._unanswered(verb, key, error, writes) from error
 
@@ -431,7 +426,7 @@ class S3Objects:
         if code_of(error.response) == "400" and self._is_plain_on_tls():  # said by no S3: it names its errors
             return self._wrong_scheme(verb, key)
         self._has_answered = True
-        explained = s3_errors.explain(s3_errors.S3Failure.of(verb, self._place(key), error.response))
+        explained = s3_errors.explain(verb, self._place(key), error.response)
         if isinstance(explained, Refused) and self._secret_file is not None:
             self._secret_file.read_again()
             if self._renew():
@@ -444,22 +439,22 @@ class S3Objects:
     def _unanswered(self, verb: str, key: str, error: BotoCoreError, writes: bool) -> FloeError:
         told = without_paths(str(error))
         text = f"{verb} {self._place(key)}: {told}"
-        if isinstance(error, NoCredentialsError | PartialCredentialsError):
+        if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
             hint = "set store.access_key_id and store.secret_access_key, or a credential as AWS tools find it"
             return Refused(text, hint=hint, code="E-S3-AUTH")
-        if isinstance(error, ParamValidationError):
+        if isinstance(error, boto.ParamValidationError):
             return ConfigError(text, code="E-S3-REQUEST")
-        if isinstance(error, SSLError) and "CERTIFICATE_VERIFY_FAILED" in told:
+        if isinstance(error, boto.SSLError) and "CERTIFICATE_VERIFY_FAILED" in told:
             return ConfigError(text, hint="name the authority in store.tls.ca", code="E-S3-TLS")
-        if isinstance(error, EndpointConnectionError):
+        if isinstance(error, boto.EndpointConnectionError):
             asked, cause = error.kwargs.get("endpoint_url", self._endpoint), error.kwargs.get("error", error)
             why, hint = s3_errors.why_not_connected(str(asked), str(cause))
             kind: type[FloeError] = OutcomeUnknown if writes and self._doubts.found else Unavailable
             return kind(f"{verb} {self._place(key)}: {why}", hint=hint)
         if writes and self._doubts.found:
             return OutcomeUnknown(text)
-        is_not_tls = isinstance(error, SSLError) and s3_errors.is_not_tls(told) and not self._has_answered
-        if is_not_tls or (isinstance(error, ConnectionClosedError) and self._is_plain_on_tls()):
+        is_not_tls = isinstance(error, boto.SSLError) and s3_errors.is_not_tls(told) and not self._has_answered
+        if is_not_tls or (isinstance(error, boto.ConnectionClosedError) and self._is_plain_on_tls()):
             return self._wrong_scheme(verb, key)
         return Unavailable(text)
 
@@ -477,27 +472,3 @@ class S3Objects:
 
     def _place(self, key: str) -> str:
         return f"s3://{self._bucket}/{key}"
-
-
-def _config(options: S3Options, endpoint_url: str | None) -> dict[str, Any]:
-    # A server of one's own seldom has a name for each bucket.
-    is_path = endpoint_url and options.addressing_style == "auto"
-    return {
-        "retries": {"mode": "standard", "total_max_attempts": options.attempts},
-        "max_pool_connections": options.connections,
-        "connect_timeout": options.connect_timeout,
-        "read_timeout": options.read_timeout,
-        "s3": {"addressing_style": "path" if is_path else options.addressing_style},
-        # Checksums are set by this module: boto3's own come as trailers, which many stores refuse.
-        "request_checksum_calculation": "when_required",
-        "response_checksum_validation": "when_required",
-    }
-
-
-def _is_not_met(error: ClientError, condition: Mapping[str, str]) -> bool:
-    is_gone = "IfMatch" in condition and code_of(error.response) in s3_errors.MISSING_KEY
-    return is_gone or (bool(condition) and code_of(error.response) in s3_errors.NOT_MET)
-
-
-def _invalid(verb: str) -> str:
-    return "E-LIST-INVALID" if verb == "list" else "E-S3-INVALID"

@@ -9,13 +9,11 @@ import re
 import socket
 import ssl
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
-from common.objects.port import VERBS, ChecksumMismatch, ObjectStore
+from common.objects.port import ChecksumMismatch, ObjectStore
 
 PERMISSIONS = {
     "list": "s3:ListBucket",
@@ -25,66 +23,44 @@ PERMISSIONS = {
     "delete": "s3:DeleteObject",
 }
 
+_EXPIRED = "the credential has expired; renew it"
 _CREDENTIALS = {
     "InvalidAccessKeyId": "the server does not know this access key",
     "SignatureDoesNotMatch": "the secret key is not the one of this access key, or a proxy changes requests",
-    "ExpiredToken": "the credential has expired; renew it",
-    "ExpiredTokenException": "the credential has expired; renew it",
-    "TokenRefreshRequired": "the credential has expired; renew it",
+    **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"), _EXPIRED),
     "InvalidToken": "the session token is not valid; renew it",
     "NotSignedUp": "the account has no S3",
     "InvalidSecurity": "check the credential",
 }
 _DENIED = {"AccessDenied", "AllAccessDisabled", "AccountProblem", "Forbidden", "Unauthorized", "401", "403"}
-_DIGEST = {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"}
-_ELSEWHERE = {
-    "PermanentRedirect",
-    "TemporaryRedirect",
-    "Redirect",
+_DIGEST = ("BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch")
+_ELSEWHERE = {"PermanentRedirect", "TemporaryRedirect", "Redirect", "301", "307"} | {
     "AuthorizationHeaderMalformed",
     "IllegalLocationConstraintException",
-    "301",
-    "307",
 }
-_FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "ServiceQuotaExceededException", "507"}
+_FULL = ("QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "ServiceQuotaExceededException", "507")
 _LATER = {"SlowDown", "RequestTimeout", "Throttling", "ThrottlingException", "TooManyRequests", "429"}
 MISSING_KEY = {"NoSuchKey", "NoSuchVersion"}
 NOT_MET = {"PreconditionFailed", "412"}
 IN_CONFLICT = {"ConditionalRequestConflict", "OperationAborted", "409"}
-NOT_IMPLEMENTED = {"NotImplemented", "501"}
 
-
-@dataclass(frozen=True, slots=True)
-class S3Failure:
-    """A request that a server answered with an error.
-
-    `verb`: of the object store port. `place`: `s3://bucket/key`. `code`: S3's name of the error, or the
-    status where the answer has no body. `region`: where the server says the bucket is, empty if it does not.
-    """
-
-    verb: str
-    place: str
-    status: int
-    code: str
-    message: str
-    region: str = ""
-
-    @classmethod
-    def of(cls, verb: str, place: str, response: Mapping[str, Any]) -> S3Failure:
-        """What boto3's ClientError holds as `response`."""
-        told = response.get("Error", {})
-        headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-        region = str(told.get("Region") or headers.get("x-amz-bucket-region", ""))
-        message = str(told.get("Message", ""))
-        return cls(verb, place, status_of(response), code_of(response), message, region)
-
-    def __str__(self) -> str:
-        told = f": {self.message[:300]}" if self.message else ""
-        return f"{self.verb} {self.place}: {self.code}{told}"
+# What a code means whatever the status and the verb: the error, its hint and its code.
+_ALWAYS: Mapping[str, tuple[type[FloeError], str, str]] = {
+    **{code: (Refused, hint, "E-S3-AUTH") for code, hint in _CREDENTIALS.items()},
+    "NoSuchBucket": (ConfigError, "create the bucket, or correct store.url", "E-S3-BUCKET"),
+    **dict.fromkeys(
+        ("NotImplemented", "501"),
+        (ConfigError, "this store cannot do it; see store.checksum and store.encryption", "E-S3-REQUEST"),
+    ),
+    **dict.fromkeys(_DIGEST, (ChecksumMismatch, "", "")),
+    "RequestTimeTooSkewed": (Unavailable, "set this host's clock: it and the store's differ", "E-S3-CLOCK"),
+    "InvalidObjectState": (Unavailable, "the object is archived: restore it first", "E-S3-ARCHIVED"),
+    **dict.fromkeys(_FULL, (Unavailable, "make room in the store", "E-STORE-FULL")),
+}
 
 
 def code_of(response: Mapping[str, Any]) -> str:
-    """S3's name of the error."""
+    """S3's name of the error, or the status where the answer has no body."""
     return str(response.get("Error", {}).get("Code", ""))
 
 
@@ -93,56 +69,33 @@ def status_of(response: Mapping[str, Any]) -> int:
     return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
-def explain(failure: S3Failure) -> FloeError:
-    """The error to raise for `failure`, as if its outcome were known."""
-    if error := _refusal(failure) or _misconfiguration(failure):
-        return error
-    text, code = str(failure), failure.code
-    if code in _DIGEST:
-        return ChecksumMismatch(text)
-    if code == "RequestTimeTooSkewed":
-        return Unavailable(text, hint="set this host's clock: it and the store's differ", code="E-S3-CLOCK")
-    if code == "InvalidObjectState":
-        return Unavailable(text, hint="the object is archived: restore it first", code="E-S3-ARCHIVED")
-    if code in _FULL:
-        return Unavailable(text, hint="make room in the store", code="E-STORE-FULL")
-    if failure.status >= 500 or failure.status == 404 or code in _LATER | IN_CONFLICT:
+def explain(verb: str, place: str, response: Mapping[str, Any]) -> FloeError:
+    """The error to raise for an answer that is one, as if its outcome were known.
+
+    `verb`: of the object store port. `place`: `s3://bucket/key`. `response`: what boto3's ClientError holds.
+    """
+    told, status, code = response.get("Error", {}), status_of(response), code_of(response)
+    message = str(told.get("Message", ""))
+    text = f"{verb} {place}: {code}" + (f": {message[:300]}" if message else "")
+    if "kms" in f"{code} {message}".lower() and status < 500:
+        return Refused(text, hint="grant kms:GenerateDataKey and kms:Decrypt on the key", code="E-S3-KMS")
+    if code in _ALWAYS:
+        kind, hint, name = _ALWAYS[code]
+        return kind(text, hint=hint, code=name)
+    if code in _DENIED:
+        hint = f"grant {PERMISSIONS[verb]}"
+        if verb in ("get", "head"):
+            hint += ", and s3:ListBucket: without it a missing object is refused too, and is not taken as missing"
+        return Refused(text, hint=hint, code="E-S3-DENIED")
+    if code in _ELSEWHERE:
+        headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+        region = told.get("Region") or headers.get("x-amz-bucket-region") or "the bucket's region"
+        return ConfigError(text, hint=f"set store.region: {region}", code="E-S3-REGION")
+    if status >= 500 or status == 404 or code in _LATER | IN_CONFLICT:
         return Unavailable(text, code="E-S3-LATER")
     return ConfigError(
         text, hint="check store: endpoint_url, addressing_style, checksum, encryption", code="E-S3-REQUEST"
     )
-
-
-def _refusal(failure: S3Failure) -> FloeError | None:
-    if "kms" in f"{failure.code} {failure.message}".lower() and failure.status < 500:
-        hint = "grant kms:GenerateDataKey and kms:Decrypt on the key"
-        return Refused(str(failure), hint=hint, code="E-S3-KMS")
-    if hint := _CREDENTIALS.get(failure.code, ""):
-        return Refused(str(failure), hint=hint, code="E-S3-AUTH")
-    if failure.code in _DENIED:
-        return Refused(str(failure), hint=_grant(failure.verb), code="E-S3-DENIED")
-    return None
-
-
-def _grant(verb: str) -> str:
-    hint = f"grant {PERMISSIONS[verb]}"
-    if verb in ("get", "head"):
-        hint += ", and s3:ListBucket: without it a missing object is refused too, and is not taken as missing"
-    return hint
-
-
-def _misconfiguration(failure: S3Failure) -> FloeError | None:
-    text, code = str(failure), failure.code
-    if code == "NoSuchBucket":
-        return ConfigError(text, hint="create the bucket, or correct store.url", code="E-S3-BUCKET")
-    if code in _ELSEWHERE:
-        region = failure.region or "the bucket's region"
-        return ConfigError(text, hint=f"set store.region: {region}", code="E-S3-REGION")
-    if code in NOT_IMPLEMENTED:
-        return ConfigError(
-            text, hint="this store cannot do it; see store.checksum and store.encryption", code="E-S3-REQUEST"
-        )
-    return None
 
 
 # No answer
@@ -204,31 +157,32 @@ def wrong_scheme(text: str, endpoint: str) -> ConfigError:
     return ConfigError(f"{text}: store {address}: {what}", hint=hint, code="E-S3-TLS")
 
 
-class _Answering:
+VERBS = ("list", "get", "download", "put", "put_if_absent", "put_if_match", "delete", "head")
+
+
+class AnsweringStore:
+    """`objects`, telling `told` after each call, in whatever thread, whether the server gave an answer.
+
+    A refusal is one, and so is "there is no such object". It has the verbs of the port and no more.
+    """
+
     def __init__(self, objects: ObjectStore, told: Callable[[bool], None]) -> None:
         self._objects, self._told = objects, told
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name not in VERBS:
-            raise AttributeError(name)
-        return partial(self._call, getattr(self._objects, name))
+    def __getattr__(self, verb: str) -> Any:
+        if verb not in VERBS:
+            raise AttributeError(verb)
 
-    def _call(self, verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            answer = verb(*args, **kwargs)
-        except (Unavailable, OutcomeUnknown):
-            self._told(False)
-            raise
-        except FloeError:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                answer = getattr(self._objects, verb)(*args, **kwargs)
+            except (Unavailable, OutcomeUnknown):
+                self._told(False)
+                raise
+            except FloeError:
+                self._told(True)
+                raise
             self._told(True)
-            raise
-        self._told(True)
-        return answer
+            return answer
 
-
-def answering(objects: ObjectStore, told: Callable[[bool], None]) -> ObjectStore:
-    """`objects`, telling `told` after each call, in whatever thread, whether the server gave an answer.
-
-    A refusal is one, and so is "there is no such object".
-    """
-    return cast(ObjectStore, _Answering(objects, told))
+        return call

@@ -9,35 +9,25 @@ from __future__ import annotations
 import base64
 import builtins
 import hashlib
+import io
 import re
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote_plus
 
 from common.errors import OutcomeUnknown, Unavailable
-from common.objects.port import (
-    CHUNK_BYTES,
-    Body,
-    ChecksumMismatch,
-    HiddenObject,
-    ObjectInfo,
-    chunks,
-    in_key_order,
-    opened,
-    sha256_of,
-    size_of,
-)
+from common.objects.port import Body, ChecksumMismatch, HiddenObject, ObjectInfo, chunks, opened, sha256_of, size_of
 
 
 class Listing:
     """The objects of one listing, gathered page by page."""
 
     def __init__(self, bucket: str, prefix: str, start_after: str, limit: int | None) -> None:
-        self._bucket, self._prefix, self._start_after = bucket, prefix, in_key_order(start_after)
-        self._limit = limit
+        self._bucket, self._prefix, self._start_after, self._limit = bucket, prefix, start_after, limit
         self._found: dict[str, ObjectInfo] = {}
         self._passed: set[str] = set()  # keys not asked for, of a server that begins in the wrong place
 
@@ -63,14 +53,17 @@ class Listing:
     def objects(self) -> builtins.list[ObjectInfo]:
         """What was found, in key order, at most `limit`."""
         # SeaweedFS lists `a/1` before `a-b`, folder by folder, so the order of the pages is not the keys'.
-        return [self._found[key] for key in sorted(self._found, key=in_key_order)][: self._limit]
+        return [self._found[key] for key in sorted(self._found)][: self._limit]
 
     def _add_object(self, entry: Mapping[str, Any]) -> None:
-        info = _object_info(entry)
+        info = None
+        with suppress(KeyError, AttributeError, ValueError):
+            etag = str(entry.get("ETag", "")).strip('"')
+            info = ObjectInfo(str(entry["Key"]), int(entry["Size"]), entry["LastModified"].timestamp(), etag)
         is_known = info is not None and (info.key in self._found or info.key in self._passed)
         if info is None or is_known or not info.key.startswith(self._prefix):
             raise self._invalid("an entry", "a new key under the prefix, with size and time", entry)
-        if in_key_order(info.key) > self._start_after:
+        if info.key > self._start_after:
             self._found[info.key] = info
         else:
             self._passed.add(info.key)
@@ -101,10 +94,19 @@ def head_info(key: str, answer: Mapping[str, Any]) -> ObjectInfo | None:
     if modified is None or size is None:
         return None
     is_composite = answer.get("ChecksumType") == "COMPOSITE"  # of the parts' checksums, not of the bytes
-    sha256 = None if is_composite else base64_to_sha256(str(answer.get("ChecksumSHA256", "")))
+    sha256 = None if is_composite else _sha256_in(str(answer.get("ChecksumSHA256", "")))
     etag = str(answer.get("ETag", "")).strip('"')
     metadata = {name.lower(): value for name, value in answer.get("Metadata", {}).items()}
     return ObjectInfo(key, int(size), modified.timestamp(), etag, sha256, metadata)
+
+
+def _sha256_in(text: str) -> str | None:
+    """64 hex digits; None if `text` is not one SHA-256, such as the composite of a multipart upload."""
+    try:
+        digest = base64.b64decode(text, validate=True)
+    except ValueError:
+        return None
+    return digest.hex() if len(digest) == 32 else None
 
 
 def hidden_objects(answer: Mapping[str, Any]) -> list[HiddenObject]:
@@ -121,52 +123,39 @@ def hidden_objects(answer: Mapping[str, Any]) -> list[HiddenObject]:
         for marker in answer.get("DeleteMarkers", [])
         if marker.get("IsLatest") and (kept := newest.get(marker["Key"]))
     }
-    return [found[key] for key in sorted(found, key=in_key_order)]
-
-
-def _object_info(entry: Mapping[str, Any]) -> ObjectInfo | None:
-    try:
-        etag = str(entry.get("ETag", "")).strip('"')
-        return ObjectInfo(str(entry["Key"]), int(entry["Size"]), entry["LastModified"].timestamp(), etag)
-    except (KeyError, AttributeError, ValueError):
-        return None
+    return [found[key] for key in sorted(found)]
 
 
 MAX_PARTS = 10_000
 
 
+@dataclass(slots=True)
 class Upload:
     """What is to be put under one key. Raises what boto3 raises, ChecksumMismatch and OutcomeUnknown."""
 
-    def __init__(
-        self,
-        client: Any,  # the stubs know no dictionaries of fields
-        target: Mapping[str, str],
-        body: Body,
-        *,
-        sha256: str | None,
-        checksum: str,
-        common: Mapping[str, Any],
-    ) -> None:
-        self._client, self._target = client, dict(target)
-        self.place = f"s3://{target['Bucket']}/{target['Key']}"
-        self.body, self._sha256, self._checksum, self._common = body, sha256, checksum, common
-        self._upload_id: str | None = None
+    client: Any  # the stubs know no dictionaries of fields
+    target: Mapping[str, str]
+    body: Body
+    sha256: str | None
+    checksum: str
+    common: Mapping[str, Any]
+    _id: str | None = None
+
+    @property
+    def place(self) -> str:
+        return f"s3://{self.target['Bucket']}/{self.target['Key']}"
 
     def whole(self, condition: Mapping[str, Any]) -> None:
         """Put in one request, which the server takes as a whole or not at all."""
-        fields = {**self._common, **self._checksum_of(self.body, self._sha256), **condition}
-        if isinstance(self.body, bytes):
-            self._expect_etag(self._client.put_object(**self._target, Body=self.body, **fields))
-        else:
-            with self.body.open("rb") as file:
-                self._expect_etag(self._client.put_object(**self._target, Body=file, **fields))
+        fields = {**self.common, **self._checksum_of(self.body, self.sha256), **condition}
+        with nullcontext(self.body) if isinstance(self.body, bytes) else self.body.open("rb") as body:
+            self._expect_etag(self.client.put_object(**self.target, Body=body, **fields))
 
     def send_parts(self, part_bytes: int) -> list[dict[str, Any]]:
         """Begin an upload and send all parts; nothing of it can be seen before `commit`."""
-        algorithm = {} if self._checksum == "none" else {"ChecksumAlgorithm": self._checksum.upper()}
-        begun = self._client.create_multipart_upload(**self._target, **self._common, **algorithm)
-        self._upload_id = begun["UploadId"]
+        algorithm = {} if self.checksum == "none" else {"ChecksumAlgorithm": self.checksum.upper()}
+        begun = self.client.create_multipart_upload(**self.target, **self.common, **algorithm)
+        self._id = begun["UploadId"]
         size = max(part_bytes, -(-size_of(self.body) // MAX_PARTS))
         parts, digest = [], hashlib.sha256()
         with opened(self.body) as file:
@@ -174,22 +163,22 @@ class Upload:
                 digest.update(part)
                 parts.append(self._send_part(number, part))
         # The server checks each part only, so the sum over all of them is checked here, before the commit.
-        if self._checksum == "sha256" and self._sha256 not in (None, digest.hexdigest()):
-            raise ChecksumMismatch(f"put {self.place}: expected {self._sha256}, found {digest.hexdigest()}")
+        if self.checksum == "sha256" and self.sha256 not in (None, digest.hexdigest()):
+            raise ChecksumMismatch(f"put {self.place}: expected {self.sha256}, found {digest.hexdigest()}")
         return parts
 
     def commit(self, parts: list[dict[str, Any]], condition: Mapping[str, Any]) -> None:
         """Make the object of the parts."""
-        fields: dict[str, Any] = {"UploadId": self._upload_id, "MultipartUpload": {"Parts": parts}}
-        answer = self._client.complete_multipart_upload(**self._target, **fields, **condition)
+        fields: dict[str, Any] = {"UploadId": self._id, "MultipartUpload": {"Parts": parts}}
+        answer = self.client.complete_multipart_upload(**self.target, **fields, **condition)
         self._expect_etag(answer)
-        self._upload_id = None
+        self._id = None
 
     def abort(self) -> None:
         """Throw away what was sent and not committed."""
-        if self._upload_id:
-            upload_id, self._upload_id = self._upload_id, None
-            self._client.abort_multipart_upload(**self._target, UploadId=upload_id)
+        if self._id:
+            upload_id, self._id = self._id, None
+            self.client.abort_multipart_upload(**self.target, UploadId=upload_id)
 
     def _expect_etag(self, answer: Mapping[str, Any]) -> None:
         if "ETag" not in answer:
@@ -197,40 +186,20 @@ class Upload:
 
     def _send_part(self, number: int, part: bytes) -> dict[str, Any]:
         fields = self._checksum_of(part, None)
-        answer = self._client.upload_part(
-            **self._target, UploadId=self._upload_id, PartNumber=number, Body=part, **fields
-        )
+        answer = self.client.upload_part(**self.target, UploadId=self._id, PartNumber=number, Body=part, **fields)
         return {"PartNumber": number, "ETag": answer["ETag"], **fields}
 
     def _checksum_of(self, body: Body, sha256: str | None) -> dict[str, Any]:
-        if self._checksum == "sha256":
-            return {"ChecksumSHA256": hex_to_base64(sha256 or sha256_of(body))}
-        if self._checksum == "crc32":
-            return {"ChecksumCRC32": crc32_base64(body)}
+        if self.checksum == "sha256":
+            digest = bytes.fromhex(sha256 or sha256_of(body))
+            return {"ChecksumSHA256": base64.b64encode(digest).decode()}
+        if self.checksum == "crc32":
+            crc = 0
+            with opened(body) as file:
+                for chunk in chunks(file):
+                    crc = zlib.crc32(chunk, crc)
+            return {"ChecksumCRC32": base64.b64encode(crc.to_bytes(4, "big")).decode()}
         return {}
-
-
-def crc32_base64(body: Body) -> str:
-    """As the header `x-amz-checksum-crc32` has it."""
-    crc = 0
-    with opened(body) as file:
-        for chunk in chunks(file):
-            crc = zlib.crc32(chunk, crc)
-    return base64.b64encode(crc.to_bytes(4, "big")).decode()
-
-
-def hex_to_base64(digest: str) -> str:
-    """A digest as the headers `x-amz-checksum-…` have it."""
-    return base64.b64encode(bytes.fromhex(digest)).decode()
-
-
-def base64_to_sha256(text: str) -> str | None:
-    """64 hex digits; None if `text` is not one SHA-256, such as the composite of a multipart upload."""
-    try:
-        digest = base64.b64decode(text, validate=True)
-    except ValueError:
-        return None
-    return digest.hex() if len(digest) == 32 else None
 
 
 T = TypeVar("T")
@@ -268,7 +237,7 @@ class ByteRange:
 class AnswerBody:
     """A body and the length it must have; None where the server says nothing about its length."""
 
-    def __init__(self, stream: IO[bytes], expected: int | None) -> None:
+    def __init__(self, stream: io.BufferedIOBase, expected: int | None) -> None:
         self._stream, self._expected, self._found = stream, expected, 0
 
     @classmethod
@@ -308,6 +277,6 @@ class AnswerBody:
         """Write the body to the file `path`, from its beginning; how many bytes."""
         self._found = 0
         with path.open("wb") as file:
-            while chunk := self._stream.read(CHUNK_BYTES):
+            for chunk in chunks(self._stream):
                 self._found += file.write(chunk)
         return self._found

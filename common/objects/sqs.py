@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from common.errors import ConfigError, FloeError, Refused, Unavailable
 from common.objects.s3 import BotoCoreError, ClientError, S3Account, make_client
@@ -64,7 +64,8 @@ class SqsQueue:
             answer = self._client.receive_message(
                 QueueUrl=self._address(), MaxNumberOfMessages=BATCH, WaitTimeSeconds=wait
             )
-        return [_received(message) for message in answer.get("Messages") or ()]
+        found = answer.get("Messages") or ()
+        return [Received(str(each.get("Body", "")), str(each.get("ReceiptHandle", ""))) for each in found]
 
     def delete(self, messages: Sequence[Received]) -> int:
         """Remove messages that were received; how many the queue refused to remove: they come again."""
@@ -89,10 +90,6 @@ class SqsQueue:
         except BotoCoreError as error:
             text = f"{verb} {self._place}: {without_paths(str(error))}"
             raise Unavailable(text, code="E-SQS") from error
-
-
-def _received(message: dict[str, Any]) -> Received:
-    return Received(str(message.get("Body", "")), str(message.get("ReceiptHandle", "")))
 
 
 def _explained(what: str, error: ClientError) -> FloeError:

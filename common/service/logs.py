@@ -102,7 +102,6 @@ def escaped(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-LEVELS = ("debug", "info", "warning", "error")
 MAX_VALUE = 4096  # characters of one value; longer ones are cut, so that no event floods the log
 
 RESERVED = {"ts", "level", "logger", "event"}  # keys that every line has
@@ -146,7 +145,8 @@ def configure(level: str = "info", format: str = "auto", *, instance: str = "", 
         format = "text" if stream.isatty() else "json"
     reset()
     _handler = LineHandler(stream)
-    _handler.setFormatter(_formatter(format, instance))
+    render = _as_text if format == "text" else _as_json
+    _handler.setFormatter(ProcessorFormatter(processors=[lambda _, _name, event: render(_arrange(event, instance))]))
     logging.getLogger().addHandler(_handler)
     _log_from(getattr(logging, level.upper()))
 
@@ -178,15 +178,6 @@ def flush() -> None:
     """Wait, for a second at most, until the lines so far are written."""
     if _handler is not None:
         _handler.flush()
-
-
-def _formatter(format: str, instance: str) -> ProcessorFormatter:
-    render = _as_text if format == "text" else _as_json
-
-    def arranged(_logger: Any, _method: str, event: Event) -> str:
-        return render(_arrange(event, instance))
-
-    return ProcessorFormatter(processors=[arranged])
 
 
 def _arrange(event: Event, instance: str) -> dict[str, Any]:

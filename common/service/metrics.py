@@ -68,14 +68,12 @@ def gauge(name: str, help: str, labels: Sequence[str] = ()) -> Gauge:
     return Gauge(PREFIX + name, help, labels, registry=REGISTRY)
 
 
-def histogram(
-    name: str, help: str, labels: Sequence[str] = (), buckets: Sequence[float] = SECONDS_BUCKETS, *, kind: str = ""
-) -> Histogram:
-    """A histogram `floe_{name}`; `buckets` are upper bounds in its unit. Raises ValueError if it exists.
+def histogram(name: str, help: str, labels: Sequence[str] = (), *, kind: str = "") -> Histogram:
+    """A histogram `floe_{name}` of seconds. Raises ValueError if it exists.
 
     `kind`: see `begin`.
     """
-    made = Histogram(PREFIX + name, help, labels, registry=REGISTRY, buckets=buckets)
+    made = Histogram(PREFIX + name, help, labels, registry=REGISTRY, buckets=SECONDS_BUCKETS)
     return _noted(made, name, labels, kind, {})
 
 

@@ -133,10 +133,6 @@ class Health:
         """Seconds since the last beat, or since the start."""
         return self._clock.monotonic() - self._beat
 
-    def is_alive(self) -> bool:
-        """Whether the event loop has turned in the last MAX_BEAT_AGE seconds."""
-        return self.beat_age() <= MAX_BEAT_AGE
-
     def set_ready(self, part: str, ready: bool, why: str = "") -> None:
         """Whether `part` ("nats", "objects", a chain) works, and `why` not."""
         with self._lock:
@@ -254,8 +250,9 @@ class Pages:
         return 200, content_type, encode(self._registry)
 
     def _healthz(self, _accept: str) -> Answer:
-        age = f"the event loop turned {self._health.beat_age():.1f} s ago"
-        return _text(200, f"ok: {age}") if self._health.is_alive() else _text(503, f"hangs: {age}")
+        seconds = self._health.beat_age()
+        age = f"the event loop turned {seconds:.1f} s ago"
+        return _text(200, f"ok: {age}") if seconds <= MAX_BEAT_AGE else _text(503, f"hangs: {age}")
 
     def _readyz(self, _accept: str) -> Answer:
         problems = [escaped(problem) for problem in self._health.problems()]

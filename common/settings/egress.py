@@ -10,7 +10,7 @@ from common.chain import FEED_PATTERN
 from common.settings import types as t
 from common.settings.service import ServiceSettings, StartSettings
 from common.settings.types import Section, merged_entries, needed, option, repeated
-from common.subjects import first_overlap, first_repeated
+from common.subjects import first_overlap
 
 _NAME = re.compile(r"[!#-'*+.0-9A-Z^-z|~-]{1,255}")  # a token of RFC 9110; a colon would end it
 _VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]{0,4096}")
@@ -185,8 +185,8 @@ def _problems_of(filters: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         yield "partitions", f"expected filters, none of them empty, found {list(filters)}"
     elif len(filters) > MAX_PARTITIONS:
         yield "partitions", f"expected at most {MAX_PARTITIONS} filters, found {len(filters)}"
-    elif repeated := first_repeated(filters):
-        yield "partitions", f"expected each filter once, found {repeated!r} again"
+    elif again := next(repeated(filters), None):
+        yield "partitions", f"expected each filter once, found {filters[again[0]]!r} again"
     elif pair := first_overlap(filters):
         yield "partitions", f"expected filters that do not overlap, found {pair[0]!r} and {pair[1]!r}"
 

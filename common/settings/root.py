@@ -291,23 +291,17 @@ def is_secret(section: type[Section] | None, key: str) -> bool:
 
 def default_text(field: FieldInfo) -> str:
     """The default of a key as a file writes it; `required` for one without."""
-    if field.default is PydanticUndefined:
-        return "required"
+    return yaml_text(_written(field))
+
+
+def _written(field: FieldInfo) -> Any:
     if field.default == {} and (inner := sections_of(field.annotation)):
-        return yaml_text({name: _Raw(default_text(below)) for name, below in fields_of(inner[0]).items()})
-    return yaml_text(field.default)
-
-
-class _Raw(str):
-    """Text that is written already."""
-
-    __slots__ = ()
+        return {name: _written(below) for name, below in fields_of(inner[0]).items()}
+    return "required" if field.default is PydanticUndefined else field.default
 
 
 def yaml_text(value: Any) -> str:
     """A default as a file writes it, on one line."""
-    if isinstance(value, _Raw):
-        return value
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {yaml_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):

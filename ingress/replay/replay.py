@@ -165,7 +165,7 @@ class Replay:
 
     async def former(self, client: FloeClient) -> Remembered | Unreadable | None:
         """The last replay into the target; no bucket is made to find out."""
-        return await remembered(KeyValue.optional(client, self.service.state_bucket), self.request.target)
+        return await remembered(KeyValue(client, self.service.state_bucket, optional=True), self.request.target)
 
     # Running
 

@@ -125,7 +125,7 @@ def check_source(advice: Advice, document: StreamDocument | None) -> None:
 
 async def check_ingress(client: FloeClient, state_bucket: str, target: str) -> None:
     """Raises Stopped where ingress remembers the target: it would stop at what a replay puts there."""
-    if await KeyValue.optional(client, state_bucket).get(state_key(INGRESS, target)) is not None:
+    if await KeyValue(client, state_bucket, optional=True).get(state_key(INGRESS, target)) is not None:
         elsewhere = "replay into another stream; or empty it and have ingress fill it again"
         raise Stopped(
             f"target {target}: ingress carries into it, and what a replay adds would be foreign to it",

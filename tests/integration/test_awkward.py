@@ -15,7 +15,7 @@ from common.clock import SystemClock
 from common.errors import ConfigError, DataError
 from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, connect
-from common.jetstream.headers import Provenance, escape
+from common.jetstream.headers import Provenance
 from common.segments.segment import Message
 from common.settings.service import NatsSettings
 from common.tasks import Stop
@@ -26,6 +26,7 @@ from infra.emulator import Emulator, PublishSchedule, check_stored, open_stream
 from infra.fleet import Fleet, read_facts
 from infra.oracle import compare, read_stream, source_trace, target_traces
 from tests.support.basics import seeded, unique
+from tests.support.headers import escape
 
 pytestmark = pytest.mark.servers
 

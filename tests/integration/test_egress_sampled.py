@@ -13,7 +13,7 @@ import pytest
 
 from common.errors import Unavailable
 from common.jetstream.api import create_stream
-from common.jetstream.headers import Provenance, escape
+from common.jetstream.headers import Provenance
 from common.jetstream.lease import Lease, Leases
 from common.segments.segment import Message
 from common.tasks import StopReason
@@ -23,6 +23,7 @@ from egress.init import initialise
 from infra.oracle import read_stream
 from tests.support.basics import PATIENCE, counted, soon, unique
 from tests.support.egress import SITE, Bench
+from tests.support.headers import escape
 from tests.support.stores import FaultyStore
 
 

@@ -369,7 +369,7 @@ async def test_no_credential_goes_out_in_clear_where_tls_is_wanted(nats_url: str
 async def test_a_secret_goes_to_another_host_over_tls_only(
     guarded: NatsServer, certificates: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("common.jetstream.client.is_loopback", lambda _peer: False)
+    monkeypatch.setattr("common.jetstream.credentials.is_loopback", lambda _peer: False)
     async with TcpProxy(guarded.port) as proxy:
         url = f"nats://127.0.0.1:{proxy.port}"
         for secret in ({"user": "all", "password": "secret-all"}, {"token": "t"}):
@@ -401,7 +401,7 @@ async def test_a_connection_that_comes_back_without_tls_sends_no_secret(
     async with TcpProxy(guarded.port) as proxy:
         settings = NatsSettings(url=f"nats://127.0.0.1:{proxy.port}", user="all", password="secret-all")
         client = await connect(settings, name="test")
-        monkeypatch.setattr("common.jetstream.client.is_loopback", lambda _peer: False)
+        monkeypatch.setattr("common.jetstream.credentials.is_loopback", lambda _peer: False)
         sent, accepted = proxy.passed["up"], proxy.accepted
         proxy.cut()
         await soon(lambda: proxy.accepted > accepted + 1)

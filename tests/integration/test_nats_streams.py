@@ -11,12 +11,13 @@ import pytest
 from common.errors import Unavailable
 from common.jetstream.api import consumer_info, create_consumer, create_stream, delete_consumer, stream_info
 from common.jetstream.client import ApiError, FloeClient, connect, frame
-from common.jetstream.headers import Provenance, escape, restore
+from common.jetstream.headers import Provenance, restore
 from common.jetstream.pull import get_message
 from common.segments.segment import Message
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer
 from tests.support.basics import AckReply, parse_ack, soon, unique
+from tests.support.headers import escape
 from tests.support.servers import placing
 
 HERE = Provenance("us-east", "NODE_DATA", 0, 0, 7, 1_700_000_000_000_000_001)

@@ -14,7 +14,7 @@ import pytest
 from common.chain import Chain
 from common.jetstream.api import ask, create_stream, stored_message, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.headers import Provenance, build_block, escape, hops, restore
+from common.jetstream.headers import Provenance, build_block, hops, restore
 from common.jetstream.kv import KeyValue, state_key
 from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Ledger, Message
@@ -25,6 +25,7 @@ from ingress.checkpoint import Checkpoint, Intent, IntentPiece, TargetState
 from ingress.checkpoint_store import StateStore
 from tests.support.basics import soon, unique
 from tests.support.egress import Bench, connected
+from tests.support.headers import escape
 from tests.support.ingress import Archive, Centre
 from tests.support.segments import message
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from common.jetstream.headers import Provenance, escape, hops, parse_block, restore
+from common.jetstream.headers import Provenance, hops, parse_block, restore
 from common.jetstream.protocol import check_headers
+from tests.support.headers import escape
 
 HERE = Provenance("us-east", "NODE_DATA", 0, 0, 7, 1_700_000_000_000_000_001)
 OURS = b"Nats-Expected-Last-Sequence: 41"

@@ -17,7 +17,7 @@ from common.clock import SystemClock
 from common.errors import FloeError, OutcomeUnknown, Stopped, Unavailable
 from common.jetstream.api import ask, create_consumer, create_stream, stored_message, stream_info
 from common.jetstream.client import FloeClient, connect, frame
-from common.jetstream.headers import Provenance, escape, restore
+from common.jetstream.headers import Provenance, restore
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.requests import ApiError
 from common.objects.local import LocalObjects
@@ -36,6 +36,7 @@ from ingress.checkpoint_store import StateStore
 from ingress.deps import IngressTuning
 from ingress.service import Controller
 from tests.support.basics import PATIENCE, parse_ack, soon, unique
+from tests.support.headers import escape
 from tests.support.segments import message, write_segment
 
 CHAIN = Chain("us-east", "NODES")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from common.chain import Chain
-from common.jetstream.headers import Provenance, build_block, escape
+from common.jetstream.headers import Provenance, build_block
 from common.segments.columns import Columns
 from egress.loops import MOST_CLAIMS, Claims
+from tests.support.headers import escape
 
 OURS = Provenance("here", "FEED", 2, 1, 7, 1_700_000_000_000_000_001)
 THEIRS = Provenance("there", "FEED", 0, 0, 9, 1_700_000_000_000_000_002)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from common.chain import Chain
-from common.jetstream.headers import Provenance, build_block, escape, header, hops, parse_block, restore, status
+from common.jetstream.headers import Provenance, build_block, header, hops, parse_block, restore, status
+from tests.support.headers import escape
 
 HERE = Provenance("us-east", "NODE_DATA", 0, 3, 42, 1_700_000_000_000_000_001)
 SOURCE = b"Floe-Source: us-east NODE_DATA 0000 3 42 1700000000000000001"

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,7 @@ from click.testing import CliRunner, Result
 
 import floe
 from common.migration import entries, read
-from common.migration import read as shape
-from common.migration.read import convert
+from common.migration.read import FILE, Shape, convert
 from common.migration.write import Imported, import_stream_replicator
 from common.settings import root
 from common.settings.loader import parse_documents
@@ -516,11 +516,20 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 # The keys and the page
 
 
+def every_key(shape: Shape = FILE, prefix: str = "") -> Iterator[str]:
+    """Every key by its path, such as `streams.advisory.subject`; sections too."""
+    for key, kind in shape.items():
+        yield prefix + key
+        for below in kind if isinstance(kind, list) else [kind]:
+            if not isinstance(below, str):
+                yield from every_key(below, f"{prefix}{key}.")
+
+
 def test_the_keys_are_those_of_the_program() -> None:
     # Sections that stand in several places have their keys named once.
     repeated = re.compile(r"^(streams|heartbeats)\.((source_|target_)?(tls|choria))\.")
 
-    assert {key for key in shape.every_key() if not repeated.match(key)} == set(KEYS)
+    assert {key for key in every_key() if not repeated.match(key)} == set(KEYS)
     assert set(read.PARAMETERS) == set(PARAMETERS)
 
 

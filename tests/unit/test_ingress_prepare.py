@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.chain import Chain
-from common.jetstream.headers import Provenance, escape, restore
+from common.jetstream.headers import Provenance, restore
 from common.segments.segment import Message
 from ingress.rows.prepare import (
     MAX_HEADER_BLOCK,
@@ -15,6 +15,7 @@ from ingress.rows.prepare import (
     TargetLimits,
 )
 from ingress.rows.rows import PreparedBatch
+from tests.support.headers import escape
 from tests.support.segments import batch_of, message
 
 CHAIN = Chain("us-east", "NODES", 1, 2)

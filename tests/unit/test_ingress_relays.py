@@ -9,13 +9,14 @@ import pytest
 
 from common.chain import Chain
 from common.errors import DataError, Unavailable
-from common.jetstream.headers import Provenance, escape, hops, restore
+from common.jetstream.headers import Provenance, hops, restore
 from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore
 from common.segments.keys import Layout
 from common.service.process import Threads
 from ingress.rows.decoder import Relays
 from ingress.rows.prepare import Accepting, Preparer, SubjectRule, TargetLimits
+from tests.support.headers import escape
 from tests.support.segments import batch_of, message
 
 CITY, REGION = Chain("city", "NODES"), Chain("region", "FLEET", 0, 1)

@@ -101,7 +101,6 @@ def test_what_is_overridden_exists():
         "_on_server_error",
         "_stop_tasks",
         "_tell",
-        "_watchdog",
         "_went_down",
         "_wire",
     }

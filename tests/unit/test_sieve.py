@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.chain import Chain
-from common.jetstream.headers import Provenance, escape, restore
+from common.jetstream.headers import Provenance, restore
 from common.segments.columns import Columns
 from egress.batch import KEPT, LOOPED, SAMPLED_OUT, TOO_OLD, MessageBatch, left_out
 from egress.loops import Claims
 from egress.sampling.filters import PreFilter
 from egress.sampling.sampler import SampledBatch
+from tests.support.headers import escape
 
 SECOND = 1_000_000_000
 

@@ -1,0 +1,22 @@
+"""The whole header block of a copy, as ingress stores it."""
+
+from __future__ import annotations
+
+from common.jetstream.headers import CRLF, VERSION, Provenance, escaped_lines
+
+
+def escape(
+    block: bytes | None,
+    provenance: Provenance,
+    control_headers: frozenset[bytes] = frozenset(),
+    first_lines: tuple[bytes, ...] = (),
+    *,
+    relay: bool = False,
+) -> bytes:
+    """The block under which a message with the block `block` (None: without headers) is stored in a target.
+
+    `first_lines`: Floe's own, without CR LF, such as `Nats-Expected-Last-Sequence: 5`. The others as of
+    `escaped_lines`.
+    """
+    own = b"".join([line + CRLF for line in first_lines]) + provenance.line() + CRLF
+    return VERSION + own + escaped_lines(block, control_headers, relay=relay) + CRLF
