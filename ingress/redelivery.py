@@ -38,11 +38,11 @@ async def in_threads(threads: Threads, call: Callable[[T], R], each: Iterable[T]
 
 
 class ParkedSource:
-    """The rows of a supply, with parked messages that are tried again among them."""
+    """The rows of a prefetcher, with parked messages that are tried again among them."""
 
-    def __init__(self, supply: Prefetcher, parked: ParkedStore, threads: Threads) -> None:
-        self._supply, self._parked, self._threads = supply, parked, threads
-        self.recall = supply.recall
+    def __init__(self, prefetcher: Prefetcher, parked: ParkedStore, threads: Threads) -> None:
+        self._prefetcher, self._parked, self._threads = prefetcher, parked, threads
+        self.recall = prefetcher.recall
         self._offered: dict[ParkedName, int] = {}
 
     def is_offered(self, name: ParkedName) -> bool:
@@ -57,11 +57,11 @@ class ParkedSource:
     def offer(self, block: Block) -> None:
         """Publish a parked message among what is ready."""
         self._offered[self._name(block.piece)] = block.size
-        self._supply.offer(block)
+        self._prefetcher.offer(block)
 
     async def take(self, stop: Stop, seconds: float) -> Rows | None:
-        """As the supply; of parked messages only what may be delivered, each once."""
-        while (rows := await self._supply.take(stop, seconds)) is not None:
+        """As the prefetcher; of parked messages only what may be delivered, each once."""
+        while (rows := await self._prefetcher.take(stop, seconds)) is not None:
             if not any(block.piece.out_of_turn for block in rows.blocks):
                 return rows
             kept = await self._kept(rows)
@@ -76,7 +76,7 @@ class ParkedSource:
         try:
             may = await in_threads(self._threads, self._parked.may_be_delivered, names)
         except BaseException:
-            self._supply.release(rows)
+            self._prefetcher.release(rows)
             raise
         left = {name for name, each in zip(names, may, strict=True) if each}
         for block in rows.blocks:
@@ -88,21 +88,21 @@ class ParkedSource:
             else:
                 refused.append(block)
                 self._offered.pop(name, None)
-        self._supply.release(Rows(refused))
+        self._prefetcher.release(Rows(refused))
         return Rows(kept)
 
     def release(self, rows: Rows) -> None:
         """Rows are done with: their memory may be used again."""
-        self._supply.release(rows)
+        self._prefetcher.release(rows)
 
     def closed(self, positions: Mapping[Chain, int]) -> None:
         """Everything below `positions` is stored."""
-        self._supply.closed(positions)
+        self._prefetcher.closed(positions)
 
     def reset(self, positions: Mapping[Chain, int]) -> None:
         """Drop what was decoded and offered, and begin again at `positions`."""
         self._offered.clear()
-        self._supply.reset(positions)
+        self._prefetcher.reset(positions)
 
     async def before_close(self, intent: Intent) -> None:
         """Mark what the intent delivered out of turn and what it left out, before the state moves on."""

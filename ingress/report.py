@@ -229,11 +229,11 @@ class TargetReport:
         why = {other: reason for other, reason in against.items() if reason}
         log.info("publisher chosen", action="publisher", target=self.target, publisher=name, against=why)
 
-    def carries(self, carrier: Delivery, supply: Prefetcher) -> None:
+    def carries(self, delivery: Delivery, prefetcher: Prefetcher) -> None:
         """What goes on now; to be told every second."""
         metrics.stopped_targets.labels(self.target).set(0)
         self.is_stopped = False
-        state, now, chains = carrier.state, self._clock.now(), supply.chains
+        state, now, chains = delivery.state, self._clock.now(), prefetcher.chains
         positions = state.checkpoint.positions
         shown = {
             str(each.chain): {
@@ -246,14 +246,14 @@ class TargetReport:
         status = {
             "state": "carrying",
             "publisher": self._publisher,
-            "trouble": carrier.trouble,
+            "trouble": delivery.trouble,
             "target_sequence": state.checkpoint.target_sequence,
             "intent": state.intent and {"base": state.intent.base, "count": state.intent.count},
             "chains": shown,
         }
-        self._health.set_ready(self._part, not carrier.trouble, carrier.trouble)
+        self._health.set_ready(self._part, not delivery.trouble, delivery.trouble)
         self._health.set_status(self._part, status)
-        self._lags.measure(chains, supply.positions, supply.ahead, state.intent, now, self._sites)
+        self._lags.measure(chains, prefetcher.positions, prefetcher.ahead, state.intent, now, self._sites)
 
     def _source(self, chain: Chain) -> dict[str, Any]:
         """What egress says of the chain, where it says anything."""

@@ -87,25 +87,25 @@ async def checkpoint_set(
     from ingress.operator.correct import opened
 
     settings = load_settings(config, quiet=True)
-    async with opened(settings, target) as desk:
-        chains = await _chains(settings, desk, {named, *(name for name, _ in told)} - {None})
+    async with opened(settings, target) as editor:
+        chains = await _chains(settings, editor, {named, *(name for name, _ in told)} - {None})
         plans: dict[str, Callable[[], Awaitable[CheckpointPlan]]] = {
-            "accept": lambda: desk.accept({chains[name]: at for name, at in told}, repeats),
-            "stored": lambda: desk.count_stored(options["stored"]),
-            "from_target": lambda: desk.rebuild(repeats),
-            "forget": desk.forget,
-            "forget_unlisted": desk.forget_unlisted,
-            "sequence": lambda: desk.move(chains[named], options["sequence"]),
+            "accept": lambda: editor.accept({chains[name]: at for name, at in told}, repeats),
+            "stored": lambda: editor.count_stored(options["stored"]),
+            "from_target": lambda: editor.rebuild(repeats),
+            "forget": editor.forget,
+            "forget_unlisted": editor.forget_unlisted,
+            "sequence": lambda: editor.move(chains[named], options["sequence"]),
         }
         # What touches single chains only may be done while ingress carries.
         planning, at_work = plans[way], way in ("sequence", "forget_unlisted")
-        plan = await (desk.patiently(planning) if at_work else planning())
+        plan = await (editor.patiently(planning) if at_work else planning())
         if not as_json:
             _show(target, plan)
         is_done = plan.changes and not dry_run
         if is_done:
             cli.confirm(f"change what is remembered of {target}?", yes)
-            await (desk.apply_again(plan, planning) if at_work else desk.apply(plan))
+            await (editor.apply_again(plan, planning) if at_work else editor.apply(plan))
         if as_json:
             cli.print_json(_plan_json(target, plan, dry_run))
         else:
@@ -125,10 +125,10 @@ def _way(options: Mapping[str, Any]) -> str:
 
 
 async def _chains(
-    settings: Settings, desk: CheckpointEditor, names: set[cli.Named | None]
+    settings: Settings, editor: CheckpointEditor, names: set[cli.Named | None]
 ) -> dict[cli.Named | None, Chain]:
     """The chains that are meant by the names."""
-    state = (await desk.known()).state if names else None
+    state = (await editor.known()).state if names else None
     carried = [*state.checkpoint.positions] if state else []
     return {name: await asyncio.to_thread(name.chain, settings, (), carried) for name in names if name}
 

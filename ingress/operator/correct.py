@@ -20,13 +20,13 @@ from ingress.checkpoint import ParkedAs, TargetState
 from ingress.checkpoint_store import ROLE, StateStore, from_json
 from ingress.operator import corrections
 from ingress.operator.corrections import Correction, CorrectionRefused, ParkedMarks, Positions
-from ingress.operator.target_scan import TargetScan, take_census
+from ingress.operator.target_scan import TargetScan, run_scan
 from ingress.parked import ParkedStore
 from ingress.preflight import control_headers
 from ingress.redelivery import PARALLEL, in_threads
 from ingress.verdict.verdict import TargetReading, read
 
-BUSY = 20.0  # seconds that a carrier at work may keep a correction of one chain waiting
+BUSY = 20.0  # seconds that a delivery at work may keep a correction of one chain waiting
 BUSY_SPACING = 0.02  # seconds between two tries
 STILL = 1.0  # seconds in which a target must not move
 
@@ -86,7 +86,7 @@ class CheckpointEditor:
     async def _scanned(self, scan: TargetScan) -> TargetScan:
         info = await stream_info(self._client, self.target)
         retention = str(info.config.get("retention", "limits")) if info else "limits"
-        return await take_census(self._client, self.target, retention, scan)
+        return await run_scan(self._client, self.target, retention, scan)
 
     # Planning
 
@@ -101,10 +101,8 @@ class CheckpointEditor:
         state = self._state(known)
         is_same = reading.created == state.checkpoint.target_created
         after = state.checkpoint.target_sequence if is_same else 0
-        census = await self._scanned(corrections.scan_behind(state.intent, after, reading.last_sequence))
-        correction = corrections.accept(
-            state, reading, census, told, repeats=repeats, exclusive=self._settings.exclusive
-        )
+        scan = await self._scanned(corrections.scan_behind(state.intent, after, reading.last_sequence))
+        correction = corrections.accept(state, reading, scan, told, repeats=repeats, exclusive=self._settings.exclusive)
         return CheckpointPlan(known, correction, reading.last_sequence)
 
     async def count_stored(self, stored: int) -> CheckpointPlan:
@@ -119,8 +117,8 @@ class CheckpointEditor:
         kept_as = known.state.checkpoint.parked_as if known.state else ParkedAs(reading.created)
         entries = await asyncio.to_thread(lambda: open_parked(self._config, self.target, kept_as).entries())
         parked = {(name.chain, name.sequence) for name in entries}
-        census = await self._scanned(TargetScan(0, reading.last_sequence, parked=parked))
-        correction = corrections.rebuild(known.state, reading, census, repeats=repeats, entries=list(entries.values()))
+        scan = await self._scanned(TargetScan(0, reading.last_sequence, parked=parked))
+        correction = corrections.rebuild(known.state, reading, scan, repeats=repeats, entries=list(entries.values()))
         return CheckpointPlan(known, correction, reading.last_sequence)
 
     async def forget(self) -> CheckpointPlan:
@@ -166,7 +164,7 @@ class CheckpointEditor:
             raise Unavailable(moved, hint="look again", code="E-STATE-MOVED")
 
     async def apply_again(self, plan: CheckpointPlan, again: Callable[[], Awaitable[CheckpointPlan]]) -> None:
-        """Store it; where the state moves under a carrier at work, plan it again for a while."""
+        """Store it; where the state moves under a delivery at work, plan it again for a while."""
         deadline = self._clock.monotonic() + BUSY
         while not await self._store_plan(plan):
             await self._clock.sleep(BUSY_SPACING)
@@ -211,7 +209,7 @@ class CheckpointEditor:
 
 @asynccontextmanager
 async def opened(settings: Settings, target: str) -> AsyncIterator[CheckpointEditor]:
-    """The desk of `target`. Raises UsageError where the configuration has no such target."""
+    """The editor of `target`. Raises UsageError where the configuration has no such target."""
     found = target_named(settings, target)
     async with state_of_ingress(settings, "floe checkpoint") as (client, bucket):
         yield CheckpointEditor(client, bucket, settings, found, SystemClock())

@@ -49,11 +49,11 @@ def _named(messages: Collection[Message]) -> str:
 
 
 def marks_of(
-    intent: Intent | None, positions: Mapping[Chain, int], stored: int | None, census: TargetScan, *, repeats: bool
+    intent: Intent | None, positions: Mapping[Chain, int], stored: int | None, scan: TargetScan, *, repeats: bool
 ) -> ParkedMarks:
     """What the intent that is dropped would have marked, where its chains go on at `positions`.
 
-    `stored`: how many of its messages stand in the target; None: what the census saw. Raises
+    `stored`: how many of its messages stand in the target; None: what the scan saw. Raises
     CorrectionRefused where nobody can tell whether a parked message stands there, unless `repeats`.
     """
     if intent is None:
@@ -64,20 +64,20 @@ def marks_of(
         ends = zip(intent.pieces, accumulate(piece.count for piece in intent.pieces), strict=True)
         found = [(p.chain, p.rows.first) for p, end in ends if p.out_of_turn and end <= stored]
         return ParkedMarks(passed, tuple(found))
-    seen = tuple(each for each in tried if each in census.parked_seen)
+    seen = tuple(each for each in tried if each in scan.parked_seen)
     unseen = [each for each in tried if each not in seen]
-    if unseen and census.gone and not repeats:
+    if unseen and scan.gone and not repeats:
         raise CorrectionRefused(
-            f"{census.gone} messages cannot be read any more: expected to see whether these parked ones are "
+            f"{scan.gone} messages cannot be read any more: expected to see whether these parked ones are "
             f"stored, found neither: {_named(unseen)}",
             hint="--accept-repeats: where the gone messages were these, they are stored twice",
         )
     return ParkedMarks(passed, seen)
 
 
-def marks_by_listing(entries: Collection[ParkedEntry], checkpoint: Checkpoint, census: TargetScan) -> ParkedMarks:
-    """The marks that are missing, by what is parked and what a census of the whole target saw of that."""
-    seen = census.parked_seen
+def marks_by_listing(entries: Collection[ParkedEntry], checkpoint: Checkpoint, scan: TargetScan) -> ParkedMarks:
+    """The marks that are missing, by what is parked and what a scan of the whole target saw of that."""
+    seen = scan.parked_seen
     left_out, delivered = list[Message](), list[Message]()
     for entry in entries:
         chain, sequence = message = (entry.name.chain, entry.name.sequence)
@@ -169,7 +169,7 @@ def scan_behind(intent: Intent | None, after: int, last: int) -> TargetScan:
 def accept(
     state: TargetState,
     reading: TargetReading,
-    census: TargetScan,
+    scan: TargetScan,
     told: Positions,
     *,
     repeats: bool = False,
@@ -177,19 +177,19 @@ def accept(
 ) -> Correction:
     """The next intent begins behind the target as it stands; what is stored there beside our rows stays.
 
-    `census`: the rows of the open intent that stand behind the checkpoint (in another stream of the name:
+    `scan`: the rows of the open intent that stand behind the checkpoint (in another stream of the name:
     anywhere). `told`: positions that the operator knows. `exclusive`: nobody else publishes, so that the
     arithmetic tells what cannot be read. `repeats`: where nothing tells how much of a chain is stored, take
     the least. Raises CorrectionRefused where that is not allowed, naming each chain.
     """
-    tells = exclusive and not (census.foreign or census.strangers)
+    tells = exclusive and not (scan.foreign or scan.strangers)
     verdict = judge(state, reading) if tells else None
     stored = verdict.stored if verdict and verdict.finding is Finding.STORED else None
-    positions, unknown = _found(state, reading, census, stored)
+    positions, unknown = _found(state, reading, scan, stored)
     if (unknown := unknown - {*told}) and not repeats:
         least = (f"{chain} at {positions.get(chain, 'its beginning')} or later" for chain in sorted(unknown))
         raise CorrectionRefused(
-            f"{census.gone} messages behind target sequence {census.after} cannot be read any more: expected "
+            f"{scan.gone} messages behind target sequence {scan.after} cannot be read any more: expected "
             f"to see where each chain stands, found {', '.join(least)}",
             hint="say it (--position SITE/FEED/INCARNATION/PARTITION=SEQUENCE for each), or take the least "
             "(--accept-repeats): where the gone messages were ours they are stored twice",
@@ -198,13 +198,13 @@ def accept(
     parked = kept_as(state.checkpoint, reading.created, positions)
     last = reading.last_sequence
     checkpoint = Checkpoint(last, reading.created, positions, last, parked=parked)
-    marks = marks_of(state.intent, positions, stored, census, repeats=repeats)
-    told_of = _of_accepting(state, reading, census, positions) + marks.told()
+    marks = marks_of(state.intent, positions, stored, scan, repeats=repeats)
+    told_of = _of_accepting(state, reading, scan, positions) + marks.told()
     return Correction(TargetState(checkpoint), told_of, marks)
 
 
 def _found(
-    state: TargetState, reading: TargetReading, census: TargetScan, stored: int | None
+    state: TargetState, reading: TargetReading, scan: TargetScan, stored: int | None
 ) -> tuple[dict[Chain, int], set[Chain]]:
     """The positions by what stands in the target, and the chains for which that is only the least."""
     positions = dict(state.checkpoint.positions)
@@ -213,8 +213,8 @@ def _found(
     if stored is not None:
         return counted(positions, state.intent, stored, reading.tail)
     written = {piece.chain for piece in state.intent.pieces if piece.count and not piece.out_of_turn}
-    positions |= {chain: scanned.newest + 1 for chain, scanned in census.chains.items()}
-    return positions, {chain for chain in written if census.gone_behind(chain)}
+    positions |= {chain: scanned.newest + 1 for chain, scanned in scan.chains.items()}
+    return positions, {chain for chain in written if scan.gone_behind(chain)}
 
 
 def counted(positions: Positions, intent: Intent, stored: int, tail: object) -> tuple[dict[Chain, int], set[Chain]]:
@@ -239,7 +239,7 @@ def counted(positions: Positions, intent: Intent, stored: int, tail: object) -> 
     return after, {piece.chain}
 
 
-def _of_accepting(state: TargetState, reading: TargetReading, census: TargetScan, positions: Positions) -> list[str]:
+def _of_accepting(state: TargetState, reading: TargetReading, scan: TargetScan, positions: Positions) -> list[str]:
     checkpoint, lines = state.checkpoint, []
     if reading.created != checkpoint.target_created:
         lines.append("another stream of the name: what was carried into the former one is not carried again")
@@ -248,25 +248,25 @@ def _of_accepting(state: TargetState, reading: TargetReading, census: TargetScan
         lines.append(f"{lost} messages that were stored stand there no more and are not carried again (--from-target)")
     if state.intent is not None:
         lines.append("the open intent is dropped: stop every paused or cut off instance of ingress first")
-    lines += _stands(census) + _others(census)
-    if census.strangers:
+    lines += _stands(scan) + _others(scan)
+    if scan.strangers:
         lines.append("if the state is an old copy, they are ours: use --from-target instead")
     return lines + consequences(checkpoint.positions, positions)
 
 
-def _stands(census: TargetScan) -> list[str]:
+def _stands(scan: TargetScan) -> list[str]:
     return [
         f"{chain}: {standing.count} messages stand there, {standing.first} to {standing.newest}"
-        for chain, standing in sorted(census.chains.items())
+        for chain, standing in sorted(scan.chains.items())
     ]
 
 
-def _others(census: TargetScan) -> list[str]:
+def _others(scan: TargetScan) -> list[str]:
     lines = []
-    if census.foreign:
-        lines.append(f"{census.foreign} messages are not ours; they stay")
-    if census.strangers:
-        lines.append(f"{census.strangers} messages carry provenance and are not awaited; they stay")
+    if scan.foreign:
+        lines.append(f"{scan.foreign} messages are not ours; they stay")
+    if scan.strangers:
+        lines.append(f"{scan.strangers} messages carry provenance and are not awaited; they stay")
     return lines
 
 
@@ -304,7 +304,7 @@ def count_stored(state: TargetState, reading: TargetReading, stored: int) -> Cor
 def rebuild(
     state: TargetState | None,
     reading: TargetReading,
-    census: TargetScan,
+    scan: TargetScan,
     *,
     repeats: bool = False,
     entries: Collection[ParkedEntry] = (),
@@ -312,13 +312,13 @@ def rebuild(
     """Each chain goes on behind the newest of its messages that stands in the target.
 
     `state`: what is stored, if it can be read: an older copy is a lower bound of what was carried.
-    `census`: of everything. `repeats`: take lower bounds where the target let messages go. `entries`: what is
+    `scan`: of everything. `repeats`: take lower bounds where the target let messages go. `entries`: what is
     parked. Raises CorrectionRefused where that is not allowed.
     """
-    if census.gone and not repeats:
+    if scan.gone and not repeats:
         raise CorrectionRefused(
             f"expected a target that holds all of its {reading.last_sequence} messages, found "
-            f"{census.held}: positions behind the newest that stands there are lower bounds",
+            f"{scan.held}: positions behind the newest that stands there are lower bounds",
             hint="restore the state bucket; or store again what the target let go: --accept-repeats",
         )
     last = reading.last_sequence
@@ -326,21 +326,21 @@ def rebuild(
     lost = same.target_sequence - last if same else 0
     # What the stored state says holds for certain, but where the target lost messages since.
     positions = dict(same.positions) if same and lost <= 0 else {}
-    for chain, scanned in census.chains.items():
+    for chain, scanned in scan.chains.items():
         positions[chain] = max(positions.get(chain, 0), scanned.newest + 1)
-    lines = _stands(census)
+    lines = _stands(scan)
     if lost > 0:
         told = "are carried again: whoever has read them from the target before gets them twice"
         lines.append(f"the last {lost} messages, which the target has lost, {told}")
-    if census.gone:
-        lines.append(f"{census.gone} messages are gone: what of them was newer than what stands is repeated")
-    lines += _others(census)
+    if scan.gone:
+        lines.append(f"{scan.gone} messages are gone: what of them was newer than what stands is repeated")
+    lines += _others(scan)
     if state is None or state.intent is not None:
         lines.append("stop every paused or cut off instance of ingress first")
     before = state.checkpoint.positions if state else {}
     parked = kept_as(state.checkpoint, reading.created, positions) if state else None
     checkpoint = Checkpoint(last, reading.created, positions, last, parked=parked)
-    marks = marks_by_listing(entries, checkpoint, census)
+    marks = marks_by_listing(entries, checkpoint, scan)
     lines += consequences(before, positions) + marks.told()
     return Correction(TargetState(checkpoint), lines, marks)
 

@@ -155,8 +155,8 @@ async def _current(config: str, target: str) -> ParkedStore:
     from ingress.operator.correct import opened
 
     store = _store(config, target)
-    async with opened(load_settings(config, quiet=True), target) as desk:
-        known = await desk.known()
+    async with opened(load_settings(config, quiet=True), target) as editor:
+        known = await editor.known()
     if known.state is None:
         raise _refused(
             f"target {target}: expected a stored state, found none: {known.problem or 'no key'}",

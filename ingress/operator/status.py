@@ -98,14 +98,14 @@ async def _sight(client: FloeClient, bucket: KeyValue, target: TargetSettings) -
 
 async def _judged(client: FloeClient, bucket: KeyValue, target: TargetSettings) -> tuple[TargetState | None, Finding]:
     """The stored state, and what the target says of it; the same state before and after the look."""
-    keeper = StateStore(bucket, state_key(ROLE, target.stream), target.stream)
-    stored = await keeper.load()
+    states = StateStore(bucket, state_key(ROLE, target.stream), target.stream)
+    stored = await states.load()
     for _ in range(LOOKS):
         if stored.state is None:
             break
         reading = await read(client, target.stream)
         verdict = judge(stored.state, reading) if target.exclusive else judge_shared(stored.state, reading, set())
-        before, stored = stored, await keeper.load()
+        before, stored = stored, await states.load()
         if stored.revision == before.revision:
             return stored.state, verdict.finding
     return stored.state, Finding.STORED

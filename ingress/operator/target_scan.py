@@ -84,23 +84,23 @@ class TargetScan:
             scanned.newest, scanned.at, scanned.before = sequence, at, self.held
 
 
-async def take_census(client: FloeClient, stream: str, retention: str, census: TargetScan) -> TargetScan:
-    """Read the messages of `stream` that `census` is about.
+async def run_scan(client: FloeClient, stream: str, retention: str, scan: TargetScan) -> TargetScan:
+    """Read the messages of `stream` that `scan` is about.
 
     `retention`: the stream's; a work queue allows no second consumer, so it is asked message by message.
     Raises Unavailable where it does not answer, ApiError.
     """
 
     def add(message: Message) -> None:
-        census.add(message.sequence, message.headers)
+        scan.add(message.sequence, message.headers)
 
     if retention == "limits":
-        await read_through(client, stream, census.last, add, after=census.after, headers_only=True)
-        return census
-    at = census.after + 1
-    while at <= census.last:
-        if (message := await next_message(client, stream, at)) is None or message.sequence > census.last:
+        await read_through(client, stream, scan.last, add, after=scan.after, headers_only=True)
+        return scan
+    at = scan.after + 1
+    while at <= scan.last:
+        if (message := await next_message(client, stream, at)) is None or message.sequence > scan.last:
             break
         add(message)
         at = message.sequence + 1
-    return census
+    return scan

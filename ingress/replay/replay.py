@@ -273,8 +273,8 @@ class Replay:
         if view.former is not None:
             bucket = KeyValue(client, self.service.state_bucket)
             await bucket.delete(receipt_key(self.request.target), view.former.revision)
-        keeper, _ = await self.keeper(client, receipt)
-        if await keeper.save(state, 0) is None:
+        states, _ = await self.states(client, receipt)
+        if await states.save(state, 0) is None:
             raise Unavailable(f"target {self.request.target}: another replay began at the same moment")
         # Whatever comes now is gone on with, also by another attempt of this very run.
         self._again, self._begun = False, True
@@ -287,7 +287,7 @@ class Replay:
             self.teller.say(f"note: made without {', '.join(recipe.left_out)} of the source")
         return await target.create(client, recipe, self._advice)
 
-    async def keeper(self, client: FloeClient, receipt: Receipt) -> tuple[StateStore, ReceiptBucket]:
+    async def states(self, client: FloeClient, receipt: Receipt) -> tuple[StateStore, ReceiptBucket]:
         """Where the state of this replay is kept, and the envelope around it."""
         name = receipt.request.target
         bucket = await open_state(client, self.service, target=name)
@@ -323,8 +323,8 @@ class Carrying:
         Raises Stopped with what to do, LeaseLost, and what passes by itself.
         """
         info = await self._look()
-        keeper, envelope = await self._work.keeper(self._client, self._receipt)
-        delivery, source, publisher = await self._assembled(info, keeper, stop)
+        states, envelope = await self._work.states(self._client, self._receipt)
+        delivery, source, publisher = await self._assembled(info, states, stop)
         try:
             async with either(stop, source.finished) as ended:
                 await beside(delivery.run(ended), source.run(), self._watch(delivery, source))
@@ -339,9 +339,9 @@ class Carrying:
         is_behind = all(positions.get(each.chain, 0) > each.rows.last for each in ranges)
         if is_done := is_behind and self.state.intent is None:
             # Remember that all is stored.
-            stored = await keeper.load()
+            stored = await states.load()
             envelope.receipt = replace(self._receipt, finished=self._work.clock.now())
-            if stored.state != self.state or await keeper.save(self.state, stored.revision) is None:
+            if stored.state != self.state or await states.save(self.state, stored.revision) is None:
                 raise Unavailable(f"target {self._target}: its state was changed at the very end")
         elif not stop.is_set:
             raise Unavailable(f"target {self._target}: its state was moved by somebody else")
@@ -374,7 +374,7 @@ class Carrying:
         return shape_of(self._client, await self._look(), target_settings(self._receipt.request))
 
     async def _assembled(
-        self, info: StreamInfo, keeper: StateStore, stop: Stop
+        self, info: StreamInfo, states: StateStore, stop: Stop
     ) -> tuple[Delivery, ReplaySource, Publisher]:
         """What carries from the archive into the target, which is as `info` says."""
         work, client, advice, name = self._work, self._client, self._advice, self._target
@@ -386,9 +386,9 @@ class Carrying:
         if work.options.pace is not None:
             publisher = PacedPublisher(publisher, work.options.pace, work.clock, stop)
         looker, spacing = TargetStream(client, name, work.connect), work.options.look_spacing
-        settler = Reconciler(ReplayChoices(advice), keeper, looker, self._tenures, work.clock, spacing)
+        reconciler = Reconciler(ReplayChoices(advice), states, looker, self._tenures, work.clock, spacing)
         server = ServerLimits(client, chains, source.reset, advice.refused("E-MSG-TOO-LARGE"))
-        return Delivery(name, keeper, settler, publisher, source, work.clock, limits=server), source, publisher
+        return Delivery(name, states, reconciler, publisher, source, work.clock, limits=server), source, publisher
 
     async def _source(self, chains: ReplayRoster) -> ReplaySource:
         work, call, ranges = self._work, self._work.threads.run, self._receipt.ranges

@@ -56,12 +56,12 @@ async def test_nothing_is_looked_at_before_it_is_known_what_is_stored(archive: A
     async with centre.running(is_known=False):
         for _ in range(5):
             await centre.look()
-            centre.supply.wake(CHAIN)
+            centre.prefetcher.wake(CHAIN)
             await asyncio.sleep(0.02)
-        assert (tuple(centre.supply.ahead), centre.supply.positions, centre.threads.busy) == ((), {}, 0)
+        assert (tuple(centre.prefetcher.ahead), centre.prefetcher.positions, centre.threads.busy) == ((), {}, 0)
 
         centre.stored = {CHAIN: 51}
-        centre.supply.reset(centre.stored)
+        centre.prefetcher.reset(centre.stored)
         # By itself: no poll has to come first.
         await soon(lambda: centre.stored == {CHAIN: 101, PART: 31})
 
@@ -85,7 +85,7 @@ async def test_a_start_is_resolved_by_what_is_stored_when_it_is_written(
         await centre.look()
         await soon(reads.is_set)
         centre.stored = {CHAIN: 51}
-        centre.supply.reset(centre.stored)
+        centre.prefetcher.reset(centre.stored)
         go_on.set()
         await centre.reaches({CHAIN: 101})
     assert carried(centre) == 50
@@ -100,8 +100,8 @@ async def test_an_error_between_a_begin_and_its_gap_drops_no_start_key(
     archive: Archive, monkeypatch: pytest.MonkeyPatch, error: FloeError
 ) -> None:
     centre = Centre(archive, start_sequence=90)
-    monkeypatch.setattr(centre.supply, "look_at_stopped", 0.0)
-    gaps = centre.supply.locator.gaps
+    monkeypatch.setattr(centre.prefetcher, "look_at_stopped", 0.0)
+    gaps = centre.prefetcher.locator.gaps
     real, asked = gaps.arrived, []
 
     def arrived(chain: Chain, position: int) -> Any:
@@ -114,7 +114,7 @@ async def test_an_error_between_a_begin_and_its_gap_drops_no_start_key(
     async with centre.running():
         await centre.look()
         await soon(lambda: asked)
-        await centre.supply.attend()
+        await centre.prefetcher.attend()
         await centre.reaches({CHAIN: 101})
     assert len(asked) >= 2
     assert carried(centre) == 11
@@ -122,7 +122,7 @@ async def test_an_error_between_a_begin_and_its_gap_drops_no_start_key(
 
 @pytest.mark.parametrize("clears", ["fail", "replan", "ends_at", "stop", "retry"])
 def test_whatever_clears_what_a_chain_leaves_out_makes_it_begin_anew(archive: Archive, clears: str) -> None:
-    state = Centre(archive).supply.chains.add(CHAIN)
+    state = Centre(archive).prefetcher.chains.add(CHAIN)
     assert state is not None
     arguments: dict[str, tuple[Any, ...]] = {"ends_at": (100,), "stop": (Unavailable("x"), 1.0), "retry": (1.0,)}
 
@@ -159,7 +159,7 @@ async def test_a_stream_json_that_cannot_be_read_starves_nobody_and_is_told_once
         await centre.look()
         await centre.look()
         assert caplog.text.count("stream.json unread") == 2
-        assert "no right" in centre.supply.chains.get(LATER).waits_for
+        assert "no right" in centre.prefetcher.chains.get(LATER).waits_for
         errors.clear()
         archive.put(rows_of(1, 5, LATER), chain=LATER)
         await centre.reaches({LATER: 6})
@@ -181,7 +181,7 @@ async def test_what_the_store_refuses_about_one_chain_stops_that_chain_alone(
     centre = Centre(archive)
     async with centre.running():
         await centre.reaches({CHAIN: 101})
-        await soon(lambda: getattr(centre.supply.chains.get(PART).stopped, "code", "") == error.code)
+        await soon(lambda: getattr(centre.prefetcher.chains.get(PART).stopped, "code", "") == error.code)
         archive.put(rows_of(101, 110))
         await centre.reaches({CHAIN: 111})
 
@@ -243,7 +243,7 @@ async def test_what_arrives_while_a_moment_is_searched_for_is_searched_too(
     archive: Archive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     centre = Centre(archive, start_time=moment(105))
-    starts = centre.supply.locator.starts
+    starts = centre.prefetcher.locator.starts
     real, asked = starts.resolve, []
 
     def resolve(*args: Any) -> Any:
@@ -251,7 +251,7 @@ async def test_what_arrives_while_a_moment_is_searched_for_is_searched_too(
         asked.append(found)
         if len(asked) == 1:
             archive.put(rows_of(101, 110))
-            centre.supply.chains.archive(CHAIN, 110)
+            centre.prefetcher.chains.archive(CHAIN, 110)
         return found
 
     monkeypatch.setattr(starts, "resolve", resolve)
@@ -281,7 +281,7 @@ async def test_nothing_is_lost_that_is_only_far_down_a_listing(tmp_path: Path, m
         archive.put(rows_of(sequence, sequence), tail=False)
     archive.put(rows_of(1, 130))
     centre, stops = Centre(archive, lost_segment_timeout="1s"), []
-    monkeypatch.setattr(centre.supply, "_stop", lambda *stop: stops.append(stop))
+    monkeypatch.setattr(centre.prefetcher, "_stop", lambda *stop: stops.append(stop))
     async with centre.running():
         await centre.reaches({CHAIN: 131})
     assert (stops, carried(centre)) == ([], 130)
@@ -299,19 +299,19 @@ async def test_only_what_nothing_covers_is_called_lost_and_everything_is_looked_
     real = survey
     monkeypatch.setattr("ingress.chains.locate.survey", lambda *args: [asked.append(args[2]), real(*args)][1])
     centre = Centre(archive, lost_segment_timeout="1s")
-    monkeypatch.setattr(centre.supply, "look_at_stopped", 0.0)
+    monkeypatch.setattr(centre.prefetcher, "look_at_stopped", 0.0)
     async with centre.running():
 
         async def stopped() -> bool:
             await centre.look()
-            state = centre.supply.chains.get(CHAIN)
+            state = centre.prefetcher.chains.get(CHAIN)
             return state is not None and state.stopped is not None
 
         await soon(stopped, every=0.05)
-        state = centre.supply.chains.get(CHAIN)
+        state = centre.prefetcher.chains.get(CHAIN)
         assert "sequences 1..10 are lost" in state.stopped.message
         looked_at = state.looked_at
-        await centre.supply.attend()
+        await centre.prefetcher.attend()
         await soon(lambda: state.looked_at > looked_at and state.turn is Turn.NONE)
         assert len(asked) == 1
 
@@ -330,7 +330,7 @@ async def test_a_gap_is_counted_and_told_once_however_often_the_chain_is_made_an
     async with centre.running():
         await centre.reaches({CHAIN: 121})
         centre.stored = {CHAIN: 101}
-        centre.supply.reset(centre.stored)  # the position was not stored, though the gap was written down
+        centre.prefetcher.reset(centre.stored)  # the position was not stored, though the gap was written down
         await centre.reaches({CHAIN: 121})
     assert counted(counter) - before == 10
     assert caplog.text.count("gap passed") == 1
@@ -364,7 +364,7 @@ def test_a_spoiled_gap_is_told_once_until_it_is_put_right(archive: Archive, capl
 async def test_decisions_that_cannot_be_read_are_told_once(
     archive: Archive, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    supply = Centre(archive).supply
+    prefetcher = Centre(archive).prefetcher
 
     class Away:
         read = staticmethod(raising(Unavailable("away")))
@@ -374,9 +374,9 @@ async def test_decisions_that_cannot_be_read_are_told_once(
 
     decisions = Away()
     decisions.read = read  # type: ignore[method-assign,assignment]
-    monkeypatch.setattr(supply, "decisions", decisions)
+    monkeypatch.setattr(prefetcher, "decisions", decisions)
     for _ in range(3):
-        await supply.attend()
+        await prefetcher.attend()
     assert caplog.text.count("decisions not readable") == 1
 
 
@@ -390,13 +390,13 @@ async def test_where_the_stores_clock_is_refused_what_was_there_has_not_arrived_
     archive.documents.accept_gap(CHAIN, AcceptedGap(SequenceRange(101, 110)))
     centre = Centre(archive)
     objects = FaultyStore(archive.objects).on("put", raising(Refused("no right")))
-    monkeypatch.setattr(centre.supply.locator.gaps.clock, "_objects", objects)
+    monkeypatch.setattr(centre.prefetcher.locator.gaps.clock, "_objects", objects)
     monkeypatch.setattr(supply_module, "LOOK_AGAIN", 0.1)
     async with centre.running():
         # Down to the second: what was there is older than that then.
         await asyncio.sleep(1.1)
         await centre.reaches({CHAIN: 121})
-        state = centre.supply.chains.get(CHAIN)
+        state = centre.prefetcher.chains.get(CHAIN)
         looked_at = state.looked_at
         await centre.look()
         await soon(lambda: state.looked_at >= looked_at and state.turn is Turn.NONE)

@@ -59,10 +59,10 @@ async def test_a_copy_begins_where_its_entry_says_and_a_restart_changes_nothing(
 ) -> None:
     centre.target_settings["sources"][0] |= keys
     async with centre.running():
-        keeper = await centre.state(client)
+        states = await centre.state(client)
 
         async def begun() -> bool:
-            state = (await keeper.load()).state
+            state = (await states.load()).state
             return state is not None and state.checkpoint.positions.get(CHAIN, 0) == 21
 
         await soon(begun)

@@ -1,4 +1,4 @@
-"""Fair turns, holes at the edges, and hints that lie: a supply over a real archive, without a server."""
+"""Fair turns, holes at the edges, and hints that lie: a prefetcher over a real archive, without a server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = [Chain(f"s{n}", "NODES") for n in range(9)]
 
 
 class Centre:
-    """Takes what a supply has ready and remembers it as stored."""
+    """Takes what a prefetcher has ready and remembers it as stored."""
 
     def __init__(self, archive: Archive, memory: int = 1 << 28, **source: Any) -> None:
         sites = ["us-east", BIG.site, *(chain.site for chain in SMALL)]
@@ -41,13 +41,13 @@ class Centre:
         self.threads = Threads("test", 4)
         self.archive, self.stored = archive, dict[Chain, int]()
         self.order: list[tuple[Chain, int]] = []  # messages by chain, block by block
-        self.supply = Prefetcher(registry, archive.store, archive.documents, self.threads, SystemClock(), memory)
+        self.prefetcher = Prefetcher(registry, archive.store, archive.documents, self.threads, SystemClock(), memory)
 
     @asynccontextmanager
     async def running(self, *, is_known: bool = True) -> AsyncIterator[Centre]:
         if is_known:
-            self.supply.reset(self.stored)
-        tasks = [asyncio.create_task(self.supply.run()), asyncio.create_task(self._carry())]
+            self.prefetcher.reset(self.stored)
+        tasks = [asyncio.create_task(self.prefetcher.run()), asyncio.create_task(self._carry())]
         try:
             yield self
         finally:
@@ -59,7 +59,7 @@ class Centre:
 
     async def _carry(self) -> None:
         while True:
-            if (rows := await self.supply.take(Stop(), 1.0)) is None:
+            if (rows := await self.prefetcher.take(Stop(), 1.0)) is None:
                 continue
             self.stored = advanced(self.stored, rows.pieces())
             self.order += [
@@ -67,15 +67,15 @@ class Centre:
                 for block in rows.blocks
                 if not isinstance(block.piece.segment, Gap)
             ]
-            self.supply.release(rows)
-            self.supply.closed(self.stored)
+            self.prefetcher.release(rows)
+            self.prefetcher.closed(self.stored)
             await asyncio.sleep(0)
 
     async def look(self) -> None:
         """What discovery does: the tails that are there, then a tick."""
         for chain in self.archive.documents.chains():
-            self.supply.found(chain, self.archive.documents.read_tail(chain))
-        await self.supply.tick()
+            self.prefetcher.found(chain, self.archive.documents.read_tail(chain))
+        await self.prefetcher.tick()
 
     async def reaches(self, positions: Mapping[Chain, int], seconds: float = PATIENCE) -> None:
         async def there() -> bool:
@@ -105,7 +105,7 @@ async def test_a_hole_at_the_very_beginning_waits_and_is_passed_once_it_is_accep
     archive.put(rows_of(11, 20))
     async with Centre(archive).running() as centre:
         await centre.look()
-        await soon(lambda: centre.supply.chains.get(CHAIN).plan.hole == SequenceRange(1, 10))
+        await soon(lambda: centre.prefetcher.chains.get(CHAIN).plan.hole == SequenceRange(1, 10))
         archive.documents.accept_gap(CHAIN, AcceptedGap(SequenceRange(1, 10)))
         await centre.reaches({CHAIN: 21})
     assert centre.order == [(CHAIN, 10)]
@@ -118,7 +118,7 @@ async def test_the_end_of_an_incarnation_that_never_arrives_is_lost_and_the_next
     patient, hasty = Centre(archive), Centre(archive, lost_segment_timeout="1s", on_lost="skip")
     async with patient.running():
         await patient.reaches({CHAIN: 11})
-        await soon(lambda: patient.supply.chains.get(CHAIN).plan.hole == SequenceRange(11, 20))
+        await soon(lambda: patient.prefetcher.chains.get(CHAIN).plan.hole == SequenceRange(11, 20))
         assert LATER not in patient.stored
     async with hasty.running():
         await hasty.reaches({CHAIN: 21, LATER: 6})
@@ -168,7 +168,7 @@ async def test_a_chain_that_begins_at_a_moment_to_come_says_what_it_waits_for(ar
     centre = Centre(archive, start_time="2100-01-01T00:00:00Z")
     async with centre.running():
         await centre.look()
-        chain = centre.supply.chains.get(CHAIN)
+        chain = centre.prefetcher.chains.get(CHAIN)
         await soon(lambda: "nothing is archived yet from the moment on" in chain.waits_for)
 
     assert not chain.has_begun

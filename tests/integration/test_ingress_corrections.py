@@ -19,7 +19,7 @@ from ingress import checkpoint_store as state_module
 from ingress import delivery
 from ingress.checkpoint import Checkpoint, IntentPiece, TargetState, open_intent
 from ingress.operator import correct
-from ingress.operator.target_scan import ScannedChain, TargetScan, take_census
+from ingress.operator.target_scan import ScannedChain, TargetScan, run_scan
 from ingress.parked import ParkedStore, State
 from ingress.rows.prepare import Oversize
 from tests.support.basics import soon
@@ -236,8 +236,8 @@ async def test_a_target_restored_from_an_old_copy(
     archive.put(rows_of(1, 30))
     created = await make(client, centre)
     await store(client, centre, rows_of(1, 25))
-    keeper = await centre.state(client)
-    await keeper.save(TargetState(Checkpoint(30, created, {CHAIN: 31})), 0)
+    states = await centre.state(client)
+    await states.save(TargetState(Checkpoint(30, created, {CHAIN: 31})), 0)
     archive.put(rows_of(31, 40))
     async with service(centre) as health:
         await mended(centre, health, "E-TARGET-BEHIND", wanted)
@@ -368,12 +368,12 @@ async def test_a_large_target_is_counted_whole(client: FloeClient, centre: Centr
         client.send(frame(f"{centre.target}.a".encode(), b"x" * 100, block))
     await soon(lambda: count_of(client, centre, 12_002))
     await client.api(f"STREAM.MSG.DELETE.{centre.target}", {"seq": 7_000})
-    census = await take_census(client, centre.target, "limits", TargetScan(0, 12_002))
-    part = await take_census(client, centre.target, "limits", TargetScan(11_000, 11_990))
-    slow = await take_census(client, centre.target, "workqueue", TargetScan(11_990, 12_002))
+    scan = await run_scan(client, centre.target, "limits", TargetScan(0, 12_002))
+    part = await run_scan(client, centre.target, "limits", TargetScan(11_000, 11_990))
+    slow = await run_scan(client, centre.target, "workqueue", TargetScan(11_990, 12_002))
 
-    assert (census.held, census.foreign, census.gone, census.gone_behind(CHAIN)) == (12_001, 2, 1, 0)
-    assert census.chains == {CHAIN: ScannedChain(1, 12_000, 11_999, 12_000, 11_999)}
+    assert (scan.held, scan.foreign, scan.gone, scan.gone_behind(CHAIN)) == (12_001, 2, 1, 0)
+    assert scan.chains == {CHAIN: ScannedChain(1, 12_000, 11_999, 12_000, 11_999)}
     assert part.chains == {CHAIN: ScannedChain(11_001, 11_990, 990, 11_990, 990)}
     assert slow.chains == {CHAIN: ScannedChain(11_991, 12_000, 10, 12_000, 10)}
 
@@ -390,9 +390,9 @@ async def test_a_target_that_let_its_last_messages_go_is_counted_to_its_end(
         await client.api(f"STREAM.PURGE.{centre.target}", {})
     else:
         await client.api(f"STREAM.MSG.DELETE.{centre.target}", {"seq": 5})
-    census = await take_census(client, centre.target, "limits", TargetScan(0, 5))
+    scan = await run_scan(client, centre.target, "limits", TargetScan(0, 5))
 
-    assert (census.held, census.gone) == ((0, 5) if purged else (4, 1))
+    assert (scan.held, scan.gone) == ((0, 5) if purged else (4, 1))
 
 
 async def count_of(client: FloeClient, centre: Centre, wanted: int) -> bool:

@@ -167,13 +167,13 @@ async def test_a_row_of_another_interleaving_before_the_last_message_stops(
     """
     first, second = archive.put(rows_of(1, 10)), archive.put(rows_of(11, 30))
     created = await make(client, centre)
-    keeper = await centre.state(client)
+    states = await centre.state(client)
     state = await left_open(client, centre, first, created)
     assert state.intent is not None
     pieces = [*state.intent.pieces, type(state.intent.pieces[0])(second.segment, second.coverage, 20)]
     intent = type(state.intent)(0, tuple(pieces))
-    stored = await keeper.load()
-    assert await keeper.save(type(state)(state.checkpoint, intent), stored.revision) is not None
+    stored = await states.load()
+    assert await states.save(type(state)(state.checkpoint, intent), stored.revision) is not None
     await store(client, centre, [*rows_of(1, 9), *rows_of(1001, 1001), *rows_of(11, 15)])
     async with service(centre) as health:
         stop = await stop_of(centre, health)

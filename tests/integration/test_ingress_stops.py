@@ -142,11 +142,11 @@ async def test_a_purged_target_goes_on(centre: Centre, client: FloeClient, archi
 
 async def test_a_target_behind_its_checkpoint_stops(centre: Centre, client: FloeClient) -> None:
     await carry_once(centre, client)
-    keeper = await centre.state(client)
-    stored = await keeper.load()
+    states = await centre.state(client)
+    stored = await states.load()
     assert stored.state is not None
     ahead = stored.state.checkpoint
-    await keeper.save(type(stored.state)(type(ahead)(35, ahead.target_created, ahead.positions)), stored.revision)
+    await states.save(type(stored.state)(type(ahead)(35, ahead.target_created, ahead.positions)), stored.revision)
     error = await ending(centre)
 
     assert isinstance(error, Stopped)

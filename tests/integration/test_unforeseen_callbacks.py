@@ -22,7 +22,7 @@ from common.settings.service import NatsSettings
 from common.tasks import Stop, to_its_end
 from infra.local.nats import NatsServer
 from ingress.discovery.notifications import follow_subject
-from ingress.operator.target_scan import TargetScan, take_census
+from ingress.operator.target_scan import TargetScan, run_scan
 from ingress.publishers.publisher import Expected, Replies, Reply
 from tests.support.basics import PATIENCE, soon, unique
 from tests.support.ingress import client_of
@@ -81,7 +81,7 @@ async def asking(client: FloeClient, stream: str) -> None:
 
 
 async def counting(client: FloeClient, stream: str) -> None:
-    await take_census(client, stream, "limits", TargetScan(0, 10))
+    await run_scan(client, stream, "limits", TargetScan(0, 10))
 
 
 async def reading(client: FloeClient, stream: str) -> None:

@@ -107,12 +107,12 @@ class World:
         source |= {"on_lost": "skip"} if self.skip else {}
         settings = TargetSettings.model_validate({"stream": "FLEET", "sources": [source]})
         registry = ChainRegistry(settings, TargetLimits(Accepting([">"]), 1 << 20))
-        supply = Prefetcher(registry, self.store, self.documents, Inline(), self.clock, 1 << 30, decisions=self)  # type: ignore[arg-type]
-        supply.decoder = self  # type: ignore[assignment]
-        gaps = supply.locator.gaps
+        prefetcher = Prefetcher(registry, self.store, self.documents, Inline(), self.clock, 1 << 30, decisions=self)  # type: ignore[arg-type]
+        prefetcher.decoder = self  # type: ignore[assignment]
+        gaps = prefetcher.locator.gaps
         self._give_up, gaps.give_up = gaps.give_up, self.give_up  # type: ignore[method-assign]
-        self.supply = supply
-        supply.reset({})
+        self.prefetcher = prefetcher
+        prefetcher.reset({})
 
     # What stands in for others
 
@@ -131,7 +131,7 @@ class World:
             end = self.rng.randint(begin, rows.last)
             piece = IntentPiece(ref.segment, SequenceRange(begin, end), end - begin + 1)
             emit(Block(piece, None, 100))
-            self.supply.ahead.budget.force(100)  # the real one does before, and gives back where nobody wants it
+            self.prefetcher.ahead.budget.force(100)  # the real one does before, and gives back where nobody wants it
             begin = end + 1
         return None
 
@@ -189,7 +189,7 @@ class World:
             first = rng.choice([rng.randint(1, LAST), min(LAST, self.positions.get(CHAIN, 1))])
             self.accept(first, min(LAST, first + rng.randint(0, 15)))
         elif what < 0.85:
-            self.supply.reset(self.positions)
+            self.prefetcher.reset(self.positions)
         elif what < 0.9:
             paused = chain in self.pauses.paused
             at = str(self.clock.now())
@@ -210,31 +210,31 @@ class World:
         """Let the centre do what it can."""
         for _ in range(3):
             for chain in (CHAIN, LATER):
-                self.supply.found(chain, self.rng.choice([None, 0, LAST]))
-            await self.supply.tick()
-            await self.supply.attend()
+                self.prefetcher.found(chain, self.rng.choice([None, 0, LAST]))
+            await self.prefetcher.tick()
+            await self.prefetcher.attend()
             for _ in range(QUIET):
                 await asyncio.sleep(0)
             await self.carry()
 
     async def carry(self) -> None:
-        while list(self.supply.ahead):
-            rows = await self.supply.take(Stop(), 1.0)
+        while list(self.prefetcher.ahead):
+            rows = await self.prefetcher.take(Stop(), 1.0)
             assert rows is not None
             pieces = rows.pieces()
             if self.rng.random() < 0.1:
                 # A pause and its end while the intent is open: what is taken already is not read again.
                 self.pauses = self.pauses.pause(CHAIN, Pause("now"))
-                await self.supply.attend()
+                await self.prefetcher.attend()
                 self.pauses = self.pauses.resume(CHAIN, str(self.clock.now()))
-                await self.supply.attend()
+                await self.prefetcher.attend()
                 for _ in range(QUIET):
                     await asyncio.sleep(0)
             self.positions = advanced(self.positions, pieces)
             for piece in pieces:
                 self.note(piece)
-            self.supply.release(rows)
-            self.supply.closed(self.positions)
+            self.prefetcher.release(rows)
+            self.prefetcher.closed(self.positions)
             for _ in range(QUIET):
                 await asyncio.sleep(0)
 
@@ -254,7 +254,7 @@ class World:
         assert carried == sorted(set(carried))
         assert not passed & set(carried)
         assert passed | set(carried) == set(range(1, last + 1))
-        assert self.supply.ahead.budget.used == 0
+        assert self.prefetcher.ahead.budget.used == 0
 
 
 def archive_of(rng: random.Random, chain: Chain, last: int) -> list[tuple[Chain, int, int]]:
@@ -273,7 +273,7 @@ async def live(seed: int, skip: bool) -> None:
     rng = random.Random(seed)
     world = World(rng, skip)
     waiting = archive_of(rng, CHAIN, LAST) + archive_of(rng, LATER, LATER_LAST)
-    tasks = [asyncio.create_task(world.supply.take_turns()) for _ in range(3)]
+    tasks = [asyncio.create_task(world.prefetcher.take_turns()) for _ in range(3)]
     try:
         for _ in range(60):
             world.happens(waiting)
@@ -284,8 +284,8 @@ async def live(seed: int, skip: bool) -> None:
                 if rng.random() < 0.2 and (at := world.positions.get(CHAIN, 1)) <= LAST:
                     world.accept(at, min(LAST, at + rng.randint(0, 15)))
             else:
-                world.supply.found(rng.choice([CHAIN, LATER]))
-                await world.supply.tick()
+                world.prefetcher.found(rng.choice([CHAIN, LATER]))
+                await world.prefetcher.tick()
                 for _ in range(rng.randint(0, 40)):
                     await asyncio.sleep(0)
         # In the end everything arrives, is put right, and nobody is paused.

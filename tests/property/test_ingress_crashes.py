@@ -1,5 +1,5 @@
 """The protocol of intents under crashes, pauses, twins, lost answers and late messages: a simulated server
-and bucket, the real carrier, state store and transitions. Whatever happens, the target holds each row once,
+and bucket, the real delivery, state store and transitions. Whatever happens, the target holds each row once,
 in order: also one that forgets or is purged, one that was not empty, with gaps that are given up, and with
 parked messages that are left out and tried again out of turn.
 """
@@ -206,7 +206,7 @@ class Value:
 
 
 class Archive:
-    """Rows of each chain, and the pieces that a supply or an intent takes of them."""
+    """Rows of each chain, and the pieces that a prefetcher or an intent takes of them."""
 
     def __init__(self, rng: random.Random, rows: int) -> None:
         self.last = {chain: rng.randint(rows // 2, rows) for chain in CHAINS}
@@ -254,7 +254,7 @@ class Archive:
         return sum(len(self.carried[chain]) + len(self.parked[chain]) for chain in CHAINS)
 
 
-class FakeSupply:
+class FakeSource:
     """Gives out random stretches in random turns, as the real one gives out what is decoded."""
 
     def __init__(self, host: Host, stop: Stop) -> None:
@@ -319,10 +319,10 @@ class World:
         while True:
             state = StateStore(host, "key", "T")
             stop = Stop()
-            settler = Reconciler(TargetErrors("T"), state, host, host, host, 1.0)
-            carrier = self.kind("T", state, settler, host, FakeSupply(host, stop), host, host.mark)
+            reconciler = Reconciler(TargetErrors("T"), state, host, host, host, 1.0)
+            delivery = self.kind("T", state, reconciler, host, FakeSource(host, stop), host, host.mark)
             try:
-                await carrier.run(stop)
+                await delivery.run(stop)
                 return
             except EXPECTED_ENDS:
                 await self.gates.step(name)

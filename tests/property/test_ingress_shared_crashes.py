@@ -12,7 +12,7 @@ from common.tasks import Stop
 from ingress.checkpoint_store import StateStore
 from ingress.verdict.settle import Reconciler, SharedSettler
 from ingress.verdict.verdict import TargetErrors
-from tests.property.test_ingress_crashes import CHAINS, EXPECTED_ENDS, FOREIGN, FakeSupply, Host, World
+from tests.property.test_ingress_crashes import CHAINS, EXPECTED_ENDS, FOREIGN, FakeSource, Host, World
 from tests.support.basics import seeded
 
 
@@ -20,17 +20,17 @@ class SharedWorld(World):
     """`forgets`: messages expire or are consumed; `foreign`: how likely somebody else publishes in a turn."""
 
     forgets, foreign = True, 0.2
-    settler: type[Reconciler] = SharedSettler
+    reconciler: type[Reconciler] = SharedSettler
 
     async def instance(self, name: str) -> None:
         host = Host(name, self)
         while True:
             state = StateStore(host, "key", "T")
             stop = Stop()
-            settler = self.settler(TargetErrors("T"), state, host, host, host, 1.0)
-            carrier = self.kind("T", state, settler, host, FakeSupply(host, stop), host, host.mark)
+            reconciler = self.reconciler(TargetErrors("T"), state, host, host, host, 1.0)
+            delivery = self.kind("T", state, reconciler, host, FakeSource(host, stop), host, host.mark)
             try:
-                await carrier.run(stop)
+                await delivery.run(stop)
                 return
             except EXPECTED_ENDS:
                 await self.gates.step(name)
@@ -98,7 +98,7 @@ async def test_the_simulation_finds_rows_that_are_lost() -> None:
     lost = 0
     for _ in range(4):
         world = SharedWorld(seeded())
-        world.settler, world.forgets = TrustingSettler, False
+        world.reconciler, world.forgets = TrustingSettler, False
         try:
             await world.run()
         except Exception:  # whatever it ends with, it is found

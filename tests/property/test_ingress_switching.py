@@ -13,7 +13,7 @@ from common.tasks import Stop
 from ingress.checkpoint_store import StateStore
 from ingress.verdict.settle import Reconciler, SharedSettler
 from ingress.verdict.verdict import TargetErrors
-from tests.property.test_ingress_crashes import EXPECTED_ENDS, FakeSupply, Host
+from tests.property.test_ingress_crashes import EXPECTED_ENDS, FakeSource, Host
 from tests.property.test_ingress_shared_crashes import SharedWorld
 from tests.support.basics import seeded
 
@@ -33,10 +33,10 @@ class SwitchingWorld(SharedWorld):
             state = StateStore(host, "key", "T")
             stop = Stop()
             kind = SharedSettler if not self.trouble else self.rng.choice([Reconciler, SharedSettler])
-            settler = kind(TargetErrors("T"), state, host, host, host, 1.0)
-            carrier = self.kind("T", state, settler, host, FakeSupply(host, stop), host, host.mark)
+            reconciler = kind(TargetErrors("T"), state, host, host, host, 1.0)
+            delivery = self.kind("T", state, reconciler, host, FakeSource(host, stop), host, host.mark)
             try:
-                await carrier.run(stop)
+                await delivery.run(stop)
                 return
             except (*EXPECTED_ENDS, Stopped):
                 await self.gates.step(name)

@@ -300,17 +300,17 @@ async def left_open(client: FloeClient, centre: Centre, ref: SegmentRef, created
 
 async def change(client: FloeClient, centre: Centre, **fields: Any) -> None:
     """Change fields of the stored checkpoint, as a restored copy of the bucket would."""
-    keeper = await centre.state(client)
-    stored = await keeper.load()
+    states = await centre.state(client)
+    stored = await states.load()
     assert stored.state is not None
     state = replace(stored.state, checkpoint=replace(stored.state.checkpoint, **fields))
-    assert await keeper.save(state, stored.revision) is not None
+    assert await states.save(state, stored.revision) is not None
 
 
 async def put_back(client: FloeClient, centre: Centre, state: TargetState) -> None:
     """Restore an old copy of the state."""
-    keeper = await centre.state(client)
-    assert await keeper.save(state, (await keeper.load()).revision) is not None
+    states = await centre.state(client)
+    assert await states.save(state, (await states.load()).revision) is not None
 
 
 async def closed_at(client: FloeClient, centre: Centre, sequence: int) -> TargetState:

@@ -38,7 +38,7 @@ def piece(first: int, last: int, count: int, chain: Chain = A) -> IntentPiece:
 OPEN = open_intent(CLOSED, [piece(11, 20, 4), piece(5, 9, 5, B)])
 
 
-def census(after: int, last: int, *held: tuple[int, Chain | None, int], state: TargetState | None = None) -> TargetScan:
+def scan(after: int, last: int, *held: tuple[int, Chain | None, int], state: TargetState | None = None) -> TargetScan:
     """Of these messages: target sequence, chain (None: foreign), sequence; `state`: for its open intent."""
     found = scan_behind(state.intent, after, last) if state else TargetScan(after, last)
     for at, chain, sequence in held:
@@ -92,7 +92,7 @@ def test_a_chain_of_an_open_intent_is_not_moved_under_it_and_others_are() -> Non
 
 
 def test_foreign_messages_behind_a_checkpoint_are_left_where_they_are() -> None:
-    seen = census(100, 102, (101, None, 0), (102, None, 0))
+    seen = scan(100, 102, (101, None, 0), (102, None, 0))
     correction = accept(CLOSED, reading(102, Unread.FOREIGN), seen, {})
 
     assert correction.after == TargetState(Checkpoint(102, "t0", {A: 11, B: 5}, begins=102))
@@ -100,19 +100,19 @@ def test_foreign_messages_behind_a_checkpoint_are_left_where_they_are() -> None:
 
 
 def test_rows_of_an_open_intent_with_a_foreign_message_among_them_are_found_where_they_stand() -> None:
-    seen = census(100, 106, (101, A, 11), (102, A, 13), (103, None, 0), (104, A, 14), (105, A, 19), (106, B, 5))
+    seen = scan(100, 106, (101, A, 11), (102, A, 13), (103, None, 0), (104, A, 14), (105, A, 19), (106, B, 5))
     correction = accept(OPEN, reading(106, Unread.FOREIGN), seen, {})
 
     assert positions(correction.after) == {A: 20, B: 6}
 
 
 def test_a_chain_of_which_nothing_stands_there_stays_where_it_was() -> None:
-    seen = census(100, 102, (101, A, 11), (102, None, 0))
+    seen = scan(100, 102, (101, A, 11), (102, None, 0))
     assert positions(accept(OPEN, reading(102, Unread.FOREIGN), seen, {}).after) == {A: 12, B: 5}
 
 
 def test_where_messages_are_gone_the_operator_has_to_say_each_chain() -> None:
-    seen = census(100, 104, (101, A, 11), (104, None, 0))  # 102 and 103 were consumed
+    seen = scan(100, 104, (101, A, 11), (104, None, 0))  # 102 and 103 were consumed
     with pytest.raises(CorrectionRefused) as caught:
         accept(OPEN, reading(104, Unread.FOREIGN), seen, {})
 
@@ -126,53 +126,53 @@ def test_where_messages_are_gone_the_operator_has_to_say_each_chain() -> None:
 
 def test_what_is_no_row_of_the_open_intent_does_not_count() -> None:
     """Somebody forged it, or replayed an old row into the target."""
-    seen = census(100, 103, (101, A, 11), (102, A, 500), (103, B, 2), state=OPEN)
+    seen = scan(100, 103, (101, A, 11), (102, A, 500), (103, B, 2), state=OPEN)
     correction = accept(OPEN, reading(103, Origin(B, 2)), seen, {})
 
     assert positions(correction.after) == {A: 12, B: 5}
     assert "2 messages carry provenance and are not awaited; they stay" in correction.told
-    closed = accept(CLOSED, reading(101), census(100, 101, (101, A, 500), state=CLOSED), {})
+    closed = accept(CLOSED, reading(101), scan(100, 101, (101, A, 500), state=CLOSED), {})
     assert positions(closed.after) == {A: 11, B: 5}
 
 
 def test_what_is_gone_before_the_newest_of_a_chain_hides_nothing_of_it() -> None:
-    seen = census(100, 105, (103, A, 14), (104, B, 5), (105, None, 0))
+    seen = scan(100, 105, (103, A, 14), (104, B, 5), (105, None, 0))
     assert positions(accept(OPEN, reading(105, Unread.FOREIGN), seen, {}).after) == {A: 15, B: 6}
 
 
 def test_an_intent_whose_arithmetic_holds_needs_no_message_to_be_read() -> None:
     """The rows that are not stored are gone from the archive; the target is a work queue."""
-    assert positions(accept(OPEN, reading(104), census(100, 104), {}).after) == {A: 21, B: 5}
-    assert positions(accept(OPEN, reading(106), census(100, 106), {}).after) == {A: 21, B: 7}
+    assert positions(accept(OPEN, reading(104), scan(100, 104), {}).after) == {A: 21, B: 5}
+    assert positions(accept(OPEN, reading(106), scan(100, 106), {}).after) == {A: 21, B: 7}
     with pytest.raises(CorrectionRefused):  # of a stream that keeps its last message it proves nothing
-        accept(OPEN, reading(104, forgets=False), census(100, 104), {})
+        accept(OPEN, reading(104, forgets=False), scan(100, 104), {})
     with pytest.raises(CorrectionRefused):  # which of 11..20 is the third of four messages?
-        accept(OPEN, reading(103), census(100, 103), {})
-    assert positions(accept(OPEN, reading(103, Origin(A, 17)), census(100, 103), {}).after) == {A: 18, B: 5}
+        accept(OPEN, reading(103), scan(100, 103), {})
+    assert positions(accept(OPEN, reading(103, Origin(A, 17)), scan(100, 103), {}).after) == {A: 18, B: 5}
 
 
 def test_the_arithmetic_means_nothing_where_another_row_stands_before_the_last() -> None:
     """The last message agrees by chance: two ingresses with a state bucket each began on one target."""
     stand = [(101, A, 11), (102, A, 12), (103, A, 900), (104, A, 19), (105, B, 5)]
-    accepted = accept(OPEN, reading(105, Origin(B, 5)), census(100, 105, *stand, state=OPEN), {})
+    accepted = accept(OPEN, reading(105, Origin(B, 5)), scan(100, 105, *stand, state=OPEN), {})
     assert positions(accepted.after) == {A: 20, B: 6}
 
 
 def test_the_arithmetic_means_nothing_where_others_publish_too() -> None:
-    seen = census(100, 102, (101, None, 0), (102, A, 11))
+    seen = scan(100, 102, (101, None, 0), (102, A, 11))
     accepted = accept(OPEN, reading(102, Origin(A, 11)), seen, {}, exclusive=False)
     assert positions(accepted.after) == {A: 12, B: 5}
 
 
 def test_a_target_that_lost_messages_goes_on_without_them() -> None:
-    correction = accept(CLOSED, reading(90), census(100, 90), {})
+    correction = accept(CLOSED, reading(90), scan(100, 90), {})
 
     assert positions(correction.after) == {A: 11, B: 5}
     assert correction.told[0].startswith("10 messages that were stored stand there no more")
 
 
 def test_another_stream_of_the_name_is_taken_with_what_it_holds() -> None:
-    seen = census(0, 2, (1, None, 0), (2, B, 8))
+    seen = scan(0, 2, (1, None, 0), (2, B, 8))
     correction = accept(CLOSED, reading(2, Origin(B, 8), "t1"), seen, {})
 
     # What was put aside for the former one was never stored: it stays what it was.
@@ -193,7 +193,7 @@ def test_a_parked_message_that_is_tried_again_moves_nothing() -> None:
 
 
 def test_a_lost_state_is_found_again_in_a_target_that_holds_everything() -> None:
-    seen = census(0, 4, (1, A, 1), (2, B, 7), (3, A, 4), (4, B, 2))
+    seen = scan(0, 4, (1, A, 1), (2, B, 7), (3, A, 4), (4, B, 2))
     correction = rebuild(None, reading(4, Origin(B, 2)), seen)
 
     assert correction.after == TargetState(Checkpoint(4, "t0", {A: 5, B: 8}, begins=4))
@@ -201,14 +201,14 @@ def test_a_lost_state_is_found_again_in_a_target_that_holds_everything() -> None
 
 
 def test_an_old_state_is_a_lower_bound_where_the_target_let_messages_go() -> None:
-    seen = census(0, 120, (120, A, 30))
+    seen = scan(0, 120, (120, A, 30))
     with pytest.raises(CorrectionRefused, match="expected a target that holds all of its 120 messages, found 1"):
         rebuild(CLOSED, reading(120), seen)
     assert positions(rebuild(CLOSED, reading(120), seen, repeats=True).after) == {A: 31, B: 5}
 
 
 def test_a_target_that_was_restored_from_an_old_copy_gets_what_it_lost_again() -> None:
-    seen = census(0, 2, (1, A, 3), (2, A, 5))
+    seen = scan(0, 2, (1, A, 3), (2, A, 5))
     again = rebuild(CLOSED, reading(2), seen)
     assert positions(again.after) == {A: 6}
     assert any("the last 98 messages, which the target has lost" in line for line in again.told)
@@ -246,9 +246,9 @@ def tried_again(sequence: int, chain: Chain = A) -> IntentPiece:
 def test_what_the_dropped_intent_passed_or_stored_of_parked_messages_is_marked() -> None:
     state = open_intent(CLOSED, [tried_again(3), replace(piece(11, 20, 4), left_out=(12, 19))])
 
-    whole = accept(state, reading(105, Origin(A, 20)), census(100, 105, (101, A, 3), state=state), {})
-    part = accept(state, reading(102, Origin(A, 13)), census(100, 102, (101, A, 3), state=state), {})
-    none = accept(state, reading(100, Origin(A, 10)), census(100, 100, state=state), {})
+    whole = accept(state, reading(105, Origin(A, 20)), scan(100, 105, (101, A, 3), state=state), {})
+    part = accept(state, reading(102, Origin(A, 13)), scan(100, 102, (101, A, 3), state=state), {})
+    none = accept(state, reading(100, Origin(A, 10)), scan(100, 100, state=state), {})
 
     assert whole.marks == ParkedMarks(((A, 12), (A, 19)), ((A, 3),))
     assert (positions(part.after)[A], part.marks) == (14, ParkedMarks(((A, 12),), ((A, 3),)))
@@ -261,9 +261,9 @@ def test_a_parked_message_behind_a_foreign_one_is_marked_by_what_stands_there_or
     state = open_intent(CLOSED, [tried_again(3), tried_again(4), piece(11, 20, 4)])
     held = [(101, A, 3), (102, None, 0), (103, A, 11)]
 
-    seen = accept(state, reading(103, Origin(A, 11)), census(100, 103, *held, state=state), {})
+    seen = accept(state, reading(103, Origin(A, 11)), scan(100, 103, *held, state=state), {})
     assert seen.marks == ParkedMarks((), ((A, 3),))
-    gone = census(100, 103, *held[:2], state=state)
+    gone = scan(100, 103, *held[:2], state=state)
     with pytest.raises(CorrectionRefused, match=f"whether these parked ones are stored, .*: {A} 4"):
         accept(state, reading(103), gone, {A: 12})
     repeated = accept(state, reading(103), gone, {}, repeats=True)
@@ -305,4 +305,4 @@ def test_what_was_parked_stands_for_nothing_where_it_is_carried_again() -> None:
     assert names_of(forget(CLOSED, reading(100), 0).after, 1) == ["t0+1"]
     assert names_of(forget(CLOSED, reading(0), 0).after, 1) == ["t0+1"]
     assert names_of(forget(CLOSED, reading(7, created="t1"), 0).after, 1) == ["t1"]
-    assert names_of(rebuild(CLOSED, reading(2), census(0, 2, (1, A, 3), (2, A, 5))).after, 5, 6) == ["t0", "t0+1"]
+    assert names_of(rebuild(CLOSED, reading(2), scan(0, 2, (1, A, 3), (2, A, 5))).after, 5, 6) == ["t0", "t0+1"]

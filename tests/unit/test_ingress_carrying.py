@@ -1,4 +1,4 @@
-"""What a carrier and its runner do with a stop, with an operator's corrections, and with a defect."""
+"""What a delivery and its runner do with a stop, with an operator's corrections, and with a defect."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def state(sequence: int = 0, **positions: int) -> TargetState:
 
 
 class World:
-    """Everything around a carrier: a target that takes all, a backlog without end, a state of its own.
+    """Everything around a delivery: a target that takes all, a backlog without end, a state of its own.
 
     `moves`: what somebody else stores, one at each look at the state.
     """
@@ -56,7 +56,7 @@ class World:
         self.stop = Stop()
         self.recall, self.sending = self, Sending()
 
-    def carrier(self, limits: Any = None) -> Delivery:
+    def delivery(self, limits: Any = None) -> Delivery:
         world: Any = self
         return Delivery("T", world, world, world, world, ManualClock(), limits=limits)
 
@@ -100,7 +100,7 @@ class World:
 
 async def test_a_stop_in_a_backlog_ends_behind_the_open_intent() -> None:
     world = World()
-    await asyncio.wait_for(world.carrier().run(world.stop), PATIENCE)
+    await asyncio.wait_for(world.delivery().run(world.stop), PATIENCE)
 
     assert world.published == 5
     assert world.stored.state is not None
@@ -130,7 +130,7 @@ class Limits:
 async def test_rows_made_ready_for_another_server_get_into_no_intent() -> None:
     world = World()
     limits: Any = Limits(world)
-    await asyncio.wait_for(world.carrier(limits).run(world.stop), PATIENCE)
+    await asyncio.wait_for(world.delivery(limits).run(world.stop), PATIENCE)
 
     assert limits.renewed == 1
     assert world.stored.state is not None
@@ -141,7 +141,7 @@ async def test_nothing_of_an_open_intent_is_sent_that_the_server_would_not_take(
     world = World()
     limits: Any = Limits(world, refuses=True)
     with pytest.raises(Stopped, match="too large"):
-        await asyncio.wait_for(world.carrier(limits).run(world.stop), PATIENCE)
+        await asyncio.wait_for(world.delivery(limits).run(world.stop), PATIENCE)
 
     assert world.published == 0
 
@@ -160,27 +160,27 @@ def test_the_first_row_above_a_limit_is_found_among_those_that_are_not_stored(
 
 async def test_rows_that_do_not_continue_the_checkpoint_name_what_to_look_at() -> None:
     with pytest.raises(CheckpointConflict) as error:
-        await World(first=7).carrier().run(Stop())
+        await World(first=7).delivery().run(Stop())
     assert "floe status -c " in error.value.hint
 
 
 async def test_corrections_of_single_chains_in_a_row_do_not_end_a_target() -> None:
     world = World(moves=[state(us=n) for n in (100, 200, 300, 400, 500)])
-    carrier = world.carrier()
-    await carrier._begin()
+    delivery = world.delivery()
+    await delivery._begin()
     for _ in range(5):
-        await carrier._wait_for_quiet()
-    assert carrier.state.checkpoint.positions == {CHAIN: 500}
+        await delivery._wait_for_quiet()
+    assert delivery.state.checkpoint.positions == {CHAIN: 500}
 
 
 @pytest.mark.parametrize(
     "moves", [[state(n, us=n + 1) for n in (1, 2, 3)], [open_intent(state(us=1), [piece(1, n)]) for n in (1, 2, 3)]]
 )
 async def test_who_carries_on_and_on_is_another_writer(moves: list[TargetState]) -> None:
-    carrier = World(moves).carrier()
-    await carrier._begin()
+    delivery = World(moves).delivery()
+    await delivery._begin()
     with pytest.raises(AnotherWriter) as error:
-        await carrier._wait_for_quiet()
+        await delivery._wait_for_quiet()
     assert error.value.exit_code == 4
     assert "floe checkpoint ls -c " in error.value.hint
 

@@ -275,7 +275,7 @@ def test_a_target_that_still_moves_has_another_writer() -> None:
 
 
 class Looked:
-    """A target that says one thing after the other, and everything else that a settler needs."""
+    """A target that says one thing after the other, and everything else that a reconciler needs."""
 
     def __init__(self, *lasts: int) -> None:
         self.lasts, self.asked = lasts, 0
@@ -301,9 +301,9 @@ class Looked:
 
     async def error(self) -> FloeError:
         around: Any = self
-        settler = Reconciler(TargetErrors("FLEET"), around, around, around, around)
+        reconciler = Reconciler(TargetErrors("FLEET"), around, around, around, around)
         with pytest.raises(FloeError) as raised:
-            await settler.settle(await self.load(), None)
+            await reconciler.settle(await self.load(), None)
         return raised.value
 
 

@@ -150,7 +150,7 @@ def test_nothing_is_left_out_before_the_store_gives_it_back(tmp_path: Path, lies
             parked.park(CHAIN, Oversize(message(7), WHY))
 
 
-class Supply:
+class FakePrefetcher:
     """Gives out what was offered."""
 
     recall: Any = None
@@ -192,8 +192,8 @@ async def threads() -> AsyncIterator[Threads]:
 async def test_only_what_was_left_out_and_not_delivered_may_go_and_each_once(
     parked: ParkedStore, threads: Threads
 ) -> None:
-    supply = Supply()
-    source = ParkedSource(supply, parked, threads)  # type: ignore[arg-type]
+    prefetcher = FakePrefetcher()
+    source = ParkedSource(prefetcher, parked, threads)  # type: ignore[arg-type]
     for sequence in (5, 6, 7):
         parked.park(CHAIN, Oversize(message(sequence), WHY))
     for sequence in (5, 6):
@@ -206,17 +206,17 @@ async def test_only_what_was_left_out_and_not_delivered_may_go_and_each_once(
 
     assert rows is not None
     assert [block.piece.rows.first for block in rows.blocks] == [5]
-    assert supply.released == 300
+    assert prefetcher.released == 300
     await source.before_close(Intent(0, tuple(rows.pieces())))
     assert parked.entries()[parked.name(CHAIN, 5)].state is State.DELIVERED
     assert source.offered_bytes == 0
     source.offer(again(5))
     assert await source.take(Stop(), 1.0) is None
-    assert supply.released == 400
+    assert prefetcher.released == 400
 
 
 async def test_what_a_reset_drops_may_be_offered_again(parked: ParkedStore, threads: Threads) -> None:
-    source = ParkedSource(Supply(), parked, threads)  # type: ignore[arg-type]
+    source = ParkedSource(FakePrefetcher(), parked, threads)  # type: ignore[arg-type]
     source.offer(again(5))
     assert source.is_offered(parked.name(CHAIN, 5))
 
@@ -238,7 +238,7 @@ async def test_marks_are_put_side_by_side(parked: ParkedStore) -> None:
 
     parked.mark_left_out = mark  # type: ignore[method-assign]
     piece = IntentPiece(SegmentName(CHAIN, 0, SequenceRange(1, 100), "0" * 16), SequenceRange(1, 100), 0)
-    source = ParkedSource(Supply(), parked, threads)  # type: ignore[arg-type]
+    source = ParkedSource(FakePrefetcher(), parked, threads)  # type: ignore[arg-type]
     await source.before_close(Intent(0, (replace(piece, left_out=tuple(range(1, 65))),)))
     threads.close()
 
@@ -255,7 +255,7 @@ class Counting(LocalObjects):
         return super().list(prefix, **options)
 
 
-class Desk:
+class World:
     """The clock, the recall and the pauses of a `Retries`."""
 
     def __init__(self) -> None:
@@ -277,11 +277,11 @@ class Desk:
         return again(name.sequence)
 
 
-def retries_of(parked: ParkedStore, threads: Threads) -> tuple[Retries, Desk]:
-    desk, supply = Desk(), Supply()
-    supply.recall = desk
-    source = ParkedSource(supply, parked, threads)  # type: ignore[arg-type]
-    return Retries(parked, source, threads, desk, desk.reshape, desk), desk  # type: ignore[arg-type]
+def retries_of(parked: ParkedStore, threads: Threads) -> tuple[Retries, World]:
+    editor, prefetcher = World(), FakePrefetcher()
+    prefetcher.recall = editor
+    source = ParkedSource(prefetcher, parked, threads)  # type: ignore[arg-type]
+    return Retries(parked, source, threads, editor, editor.reshape, editor), editor  # type: ignore[arg-type]
 
 
 def left_out(parked: ParkedStore, *sequences: int) -> None:
@@ -294,8 +294,8 @@ async def test_what_nobody_asks_for_is_not_listed_again_and_again(tmp_path: Path
     objects = Counting(tmp_path)
     parked = ParkedStore(objects, Layout("p"), "FLEET", CREATED)
     left_out(parked, 7, 8)
-    retries, desk = retries_of(parked, threads)
-    desk.pauses = Pauses({CHAIN: Pause("2026-01-01T00:00:00Z")})
+    retries, editor = retries_of(parked, threads)
+    editor.pauses = Pauses({CHAIN: Pause("2026-01-01T00:00:00Z")})
 
     for _ in range(3):
         await retries.look()
@@ -304,11 +304,11 @@ async def test_what_nobody_asks_for_is_not_listed_again_and_again(tmp_path: Path
     before = objects.listings
     for _ in range(3):
         await retries.look()
-    assert (objects.listings, desk.tried) == (before + 1, [])  # paused
-    desk.pauses = Pauses()
+    assert (objects.listings, editor.tried) == (before + 1, [])  # paused
+    editor.pauses = Pauses()
     await retries.look()
-    assert (objects.listings, desk.tried) == (before + 1, [7, 8])
-    desk.now += EVERYTHING
+    assert (objects.listings, editor.tried) == (before + 1, [7, 8])
+    editor.now += EVERYTHING
     await retries.look()
     assert objects.listings == before + 2
 
@@ -317,14 +317,14 @@ async def test_one_message_that_cannot_be_tried_keeps_no_other_waiting(
     parked: ParkedStore, threads: Threads, caplog: pytest.LogCaptureFixture
 ) -> None:
     left_out(parked, 7, 8)
-    retries, desk = retries_of(parked, threads)
-    desk.failing = {7}
+    retries, editor = retries_of(parked, threads)
+    editor.failing = {7}
     parked.ask(*parked.entries().values())
 
     for _ in range(3):
         await retries.look()
 
-    assert desk.tried == [7, 8, 7, 7]
+    assert editor.tried == [7, 8, 7, 7]
     told = [record for record in caplog.records if "parked message not tried" in record.getMessage()]
     assert len(told) == 1
 
