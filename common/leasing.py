@@ -325,7 +325,10 @@ class LeaseGroup:
             await self._gather_siblings(stop)
             await self._look_on(stop)
             await self._members.leave()
-            await self._release_unclaimed()
+            for slot in self._slots.values():
+                # Acquired while its chain had ended already.
+                if slot.offered.is_set() and (lease := slot.clear()) is not None:
+                    await lease.release()
         finally:
             await end(listening)
             await self._members.aclose()
@@ -451,13 +454,6 @@ class LeaseGroup:
         else:
             self._watcher.released.add(slot.key)
             self._watcher.wake()
-
-    async def _release_unclaimed(self) -> None:
-        """What was acquired while its chain had ended already."""
-        for slot in self._slots.values():
-            lease = slot.clear() if slot.offered.is_set() else None
-            if lease is not None:
-                await lease.release()
 
     def _show(self) -> None:
         held = self._held()

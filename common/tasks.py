@@ -13,7 +13,7 @@ from weakref import WeakSet
 from common.clock import Backoff, Clock, doubling
 from common.errors import FloeError, OutcomeUnknown, Unavailable, Unforeseen
 from common.service.logs import get_logger
-from common.service.metrics import counter
+from common.service.metrics import begin, counter
 
 log = get_logger("common.clock")
 
@@ -134,8 +134,7 @@ PARTS = (
     "worker",
 )
 unexpected = counter("unexpected_errors", "Errors that nobody foresaw, by what they ended.", ("part",), part=PARTS)
-for _part in PARTS:
-    unexpected.labels(_part)
+begin("unexpected_errors")
 
 
 def told(error: BaseException, part: str, where: str = "", **context: object) -> Unforeseen:

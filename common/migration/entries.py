@@ -44,9 +44,9 @@ class Entries(list[YamlEntry]):
         self.notes = tuple(notes)
 
 
-def render(entries: Entries, indent: str = "") -> str:
+def render(entries: Entries) -> str:
     """The text of the mapping, with a line's end behind each line."""
-    return "".join(f"{indent}{line}\n" for line in _mapping(entries))
+    return "".join(f"{line}\n" for line in _mapping(entries))
 
 
 def _mapping(entries: Entries) -> Iterator[str]:

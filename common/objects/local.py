@@ -280,11 +280,10 @@ class LocalObjects:
                     yield name
 
     def _info(self, key: str) -> ObjectInfo | None:
-        try:
+        with suppress(*_NOT_THERE):
             status = (self._root / key).lstat()
-        except _NOT_THERE:
-            return None
-        return _info(key, status) if stat.S_ISREG(status.st_mode) else None
+            return _info(key, status) if stat.S_ISREG(status.st_mode) else None
+        return None
 
     @contextmanager
     def _reading(self, verb: str, key: str) -> Iterator[BufferedIOBase | None]:

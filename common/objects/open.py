@@ -28,15 +28,15 @@ def open_objects(settings: StoreSettings) -> ObjectStore:
     secret = settings.secret_access_key
     if scheme == "file":
         return LocalObjects(Path(unquote(rest)))
-    return S3Objects(
-        rest,
-        endpoint_url=settings.endpoint_url or None,
-        region=settings.region or None,
-        access_key_id=settings.access_key_id or None,
-        secret_access_key=secret.get_secret_value() or None,
-        options=_options(settings),
-        secret_file=secret if isinstance(secret, FileSecret) else None,
+    options = S3Options(
+        addressing_style=settings.addressing_style,
+        checksum=settings.checksum,
+        storage_class=settings.storage_class,
+        encryption=settings.encryption.mode,
+        kms_key_id=settings.encryption.kms_key_id,
     )
+    account = _account(settings, settings.endpoint_url)
+    return S3Objects(rest, account, options, secret_file=secret if isinstance(secret, FileSecret) else None)
 
 
 def open_queue(address: str, settings: StoreSettings) -> SqsQueue:
@@ -45,21 +45,13 @@ def open_queue(address: str, settings: StoreSettings) -> SqsQueue:
     It is not asked anything yet. Where it is reached: Amazon's address, or what AWS tools are told
     (`AWS_ENDPOINT_URL_SQS`): the store's `endpoint_url` is a store. Raises ConfigError.
     """
-    secret, verify = settings.secret_access_key.get_secret_value(), _options(settings).verification()
-    account = S3Account(settings.access_key_id or None, secret or None, settings.region or None, None, verify)
-    return SqsQueue(address, account)
+    return SqsQueue(address, _account(settings, ""))
 
 
-def _options(settings: StoreSettings) -> S3Options:
-    return S3Options(
-        addressing_style=settings.addressing_style,
-        checksum=settings.checksum,
-        storage_class=settings.storage_class,
-        encryption=settings.encryption.mode,
-        kms_key_id=settings.encryption.kms_key_id,
-        ca=Path(settings.tls.ca) if settings.tls.ca else None,
-        insecure=settings.tls.insecure,
-    )
+def _account(settings: StoreSettings, endpoint_url: str) -> S3Account:
+    key, secret = settings.access_key_id, settings.secret_access_key.get_secret_value()
+    verify = False if settings.tls.insecure else settings.tls.ca or None
+    return S3Account(key or None, secret or None, settings.region or None, endpoint_url or None, verify)
 
 
 PROBE_PREFIX = "_floe/probe/"

@@ -40,9 +40,9 @@ log = get_logger("objects.s3")
 class S3Options:
     """How to speak to a store.
 
-    `checksum`: what the server is asked to check on a put. `ca`: None for the system's. `attempts`: per
-    request, the first included. `connect_timeout`, `read_timeout`: seconds. `connections`: kept open, as many
-    as threads use the store. Bodies above `multipart_bytes` go up in parts of `part_bytes`.
+    `checksum`: what the server is asked to check on a put. `attempts`: per request, the first included.
+    `connect_timeout`, `read_timeout`: seconds. `connections`: kept open, as many as threads use the store.
+    Bodies above `multipart_bytes` go up in parts of `part_bytes`.
     """
 
     addressing_style: Literal["auto", "path", "virtual"] = "auto"
@@ -50,8 +50,6 @@ class S3Options:
     storage_class: str = ""
     encryption: Literal["none", "sse-s3", "sse-kms"] = "none"
     kms_key_id: str = ""
-    ca: Path | None = None
-    insecure: bool = False
     attempts: int = 5
     connect_timeout: float = 5.0
     read_timeout: float = 60.0
@@ -61,20 +59,12 @@ class S3Options:
 
     def storing(self) -> dict[str, Any]:
         """What every new object is put with."""
-        fields = {"StorageClass": self.storage_class} if self.storage_class else {}
-        if self.encryption == "sse-s3":
-            fields["ServerSideEncryption"] = "AES256"
-        if self.encryption == "sse-kms":
-            fields["ServerSideEncryption"] = "aws:kms"
-            if self.kms_key_id:
-                fields["SSEKMSKeyId"] = self.kms_key_id
-        return fields
-
-    def verification(self) -> bool | str | None:
-        """Which certificates boto3 trusts: none checked, a file of authorities, or its own default."""
-        if self.insecure:
-            return False
-        return str(self.ca) if self.ca else None
+        fields = {
+            "StorageClass": self.storage_class,
+            "ServerSideEncryption": {"sse-s3": "AES256", "sse-kms": "aws:kms"}.get(self.encryption, ""),
+            "SSEKMSKeyId": self.kms_key_id if self.encryption == "sse-kms" else "",
+        }
+        return {name: value for name, value in fields.items() if value}
 
 
 # "Not implemented", "busy" and "full" say that nothing was done; other failures may come after the work.
@@ -152,7 +142,7 @@ T = TypeVar("T")
 
 
 class S3Objects:
-    """One bucket. Without `access_key_id` the credential comes from where AWS tools find theirs.
+    """One bucket.
 
     `secret_file`: where the secret stands, if it is in a file: what is there is used once it was read again.
     Raises ConfigError where the address or the region is none.
@@ -161,20 +151,14 @@ class S3Objects:
     def __init__(
         self,
         bucket: str,
-        *,
-        endpoint_url: str | None = None,
-        region: str | None = None,
-        access_key_id: str | None = None,
-        secret_access_key: str | None = None,
+        account: S3Account,
         options: S3Options | None = None,
         clock: Clock | None = None,
         secret_file: FileSecret | None = None,
     ) -> None:
-        self._bucket = bucket
-        self._options = options or S3Options()
-        self._clock = clock or SystemClock()
+        self._bucket, self._account = bucket, account
+        self._options, self._clock = options or S3Options(), clock or SystemClock()
         self._doubts = Doubts(not_sent=(boto.EndpointConnectionError, boto.ConnectTimeoutError))
-        self._account = S3Account(access_key_id, secret_access_key, region, endpoint_url, self._options.verification())
         self._secret_file, self._renewing = secret_file, threading.Lock()
         self._client = self._make_client()
         # Until an answer came the address may be wrong; later what looks like it is trouble on the way.
@@ -310,20 +294,17 @@ class S3Objects:
     # Reading
 
     def _read(self, key: str, wanted: ByteRange | None, use: Callable[[AnswerBody], T]) -> T | None:
-        for pause in PAUSES:
+        for pause in (*PAUSES, None):
             try:
-                return self._read_once(key, wanted, use)
-            except CutShortError as error:
-                log.warning("body cut short", action="get_cut_short", key=key, error=str(error))
-                self._clock.pause(pause)
-        return self._read_once(key, wanted, use)
-
-    def _read_once(self, key: str, wanted: ByteRange | None, use: Callable[[AnswerBody], T]) -> T | None:
-        try:
-            body = self._open(key, wanted)
-            return None if body is None else body.use(use)
-        except (BotoCoreError, CutShortError) as error:
-            raise CutShortError(f"get {self._place(key)}: {without_paths(str(error))}") from error
+                body = self._open(key, wanted)
+                return None if body is None else body.use(use)
+            except (BotoCoreError, CutShortError) as error:
+                cut = CutShortError(f"get {self._place(key)}: {without_paths(str(error))}")
+                if pause is None:
+                    raise cut from error
+            log.warning("body cut short", action="get_cut_short", key=key, error=str(cut))
+            self._clock.pause(pause)
+        raise AssertionError("unreachable")
 
     def _open(self, key: str, wanted: ByteRange | None) -> AnswerBody | None:
         ranged: dict[str, Any] = {"Range": wanted.header()} if wanted else {}

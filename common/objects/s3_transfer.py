@@ -13,7 +13,7 @@ import io
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -255,10 +255,8 @@ class AnswerBody:
 
     def use(self, how: Callable[[AnswerBody], T]) -> T:
         """What `how` makes of the body. Raises CutShortError unless it is as long as announced."""
-        try:
+        with closing(self):
             result = how(self)
-        finally:
-            self.close()
         if self._expected is not None and self._found != self._expected:
             raise CutShortError(f"expected {self._expected} bytes, found {self._found}")
         return result
@@ -275,7 +273,6 @@ class AnswerBody:
 
     def copy_to(self, path: Path) -> int:
         """Write the body to the file `path`, from its beginning; how many bytes."""
-        self._found = 0
         with path.open("wb") as file:
             for chunk in chunks(self._stream):
                 self._found += file.write(chunk)

@@ -57,11 +57,8 @@ async def stop_on_signals(
         else:
             loop.call_soon_threadsafe(_ask, stop, number)
 
-    def on_hangup(_number: int, _frame: FrameType | None) -> None:
-        loop.call_soon_threadsafe(_hang_up)
-
     former = {number: signal.signal(number, on_signal) for number in SIGNALS}
-    former[signal.SIGHUP] = signal.signal(signal.SIGHUP, on_hangup)
+    former[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(_hang_up))
     try:
         yield stop
     finally:

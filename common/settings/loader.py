@@ -6,6 +6,7 @@ import re
 import shlex
 import stat
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -315,10 +316,9 @@ def _insecure(settings: Settings) -> list[str]:
 
 def _is_own(host: str) -> bool:
     """Whether a host of an address is this one."""
-    try:
+    with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return host == "localhost"
 
 
 def _exposed(values: _Values, name: str, settings: Settings) -> list[str]:

@@ -19,7 +19,7 @@ from common.errors import ConfigError, OutcomeUnknown
 from common.objects.local import LocalObjects
 from common.objects.open import open_objects, verifies_checksums
 from common.objects.port import ChecksumMismatch, ObjectInfo, ObjectStore
-from common.objects.s3 import S3Objects, S3Options
+from common.objects.s3 import S3Account, S3Objects, S3Options
 from common.segments.keys import Layout
 from common.settings.root import StoreSettings
 from tests.support.basics import SharedS3
@@ -47,13 +47,8 @@ def body(request: pytest.FixtureRequest, tmp_path: Path) -> Body:
 
 
 def s3_objects(s3: SharedS3, options: S3Options | None = None) -> S3Objects:
-    return S3Objects(
-        s3.new_bucket(),
-        endpoint_url=s3.endpoint_url,
-        access_key_id=s3.access_key,
-        secret_access_key=s3.secret_key,
-        options=options,
-    )
+    account = S3Account(s3.access_key, s3.secret_key, endpoint_url=s3.endpoint_url)
+    return S3Objects(s3.new_bucket(), account, options)
 
 
 def keys(infos: list[ObjectInfo]) -> list[str]:

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
-from common.objects.s3 import S3Objects, S3Options
+from common.objects.open import open_objects
+from common.objects.s3 import S3Account, S3Objects, S3Options
 from common.settings.loader import read_secret
+from common.settings.root import StoreSettings
 from common.settings.types import FileSecret, read_all_again
 from infra.local.process import free_port
 from infra.local.seaweedfs import SeaweedFS
@@ -82,14 +84,8 @@ def objects(s3: SharedS3, proxy: FaultProxy, bucket: str) -> S3Objects:
 
 
 def open_s3(s3: SharedS3, url: str, bucket: str, *, secret: str = "", options: S3Options = OPTIONS) -> S3Objects:
-    return S3Objects(
-        bucket,
-        endpoint_url=url,
-        access_key_id=s3.access_key,
-        secret_access_key=secret or s3.secret_key,
-        options=options,
-        clock=ManualClock(),
-    )
+    account = S3Account(s3.access_key, secret or s3.secret_key, endpoint_url=url)
+    return S3Objects(bucket, account, options, ManualClock())
 
 
 def sha256(content: bytes) -> str:
@@ -142,13 +138,8 @@ def test_a_proxy_named_in_the_environment_is_not_used(
 def test_a_store_that_crashed_comes_back_with_its_objects() -> None:
     with SeaweedFS() as server:
         bucket = server.new_bucket()
-        objects = S3Objects(
-            bucket,
-            endpoint_url=server.endpoint_url,
-            access_key_id=server.access_key,
-            secret_access_key=server.secret_key,
-            options=OPTIONS,
-        )
+        account = S3Account(server.access_key, server.secret_key, endpoint_url=server.endpoint_url)
+        objects = S3Objects(bucket, account, OPTIONS)
         objects.put("k", b"1", sha256=sha256(b"1"), metadata={"tip": "1"})
         server.kill()
         with pytest.raises(Unavailable):
@@ -501,12 +492,9 @@ def test_the_real_server_refuses_wrong_keys_and_missing_rights(s3: SharedS3, buc
     for call in (lambda: wrong.get("k"), lambda: wrong.head("k"), lambda: wrong.list(""), lambda: wrong.put("k", b"")):
         with pytest.raises(Refused, match="SignatureDoesNotMatch"):
             call()
-    reader = S3Objects(
-        bucket,
-        endpoint_url=s3.endpoint_url,
-        access_key_id=s3.server.reader_access_key,
-        secret_access_key=s3.server.reader_secret_key,
-    )
+    server = s3.server
+    account = S3Account(server.reader_access_key, server.reader_secret_key, endpoint_url=s3.endpoint_url)
+    reader = S3Objects(bucket, account)
     assert reader.get("k") == b"1"
     for call in (lambda: reader.list(""), lambda: reader.put("k", b"2"), lambda: reader.delete("k")):
         with pytest.raises(Refused, match="AccessDenied"):
@@ -527,8 +515,8 @@ def test_a_secret_that_was_changed_is_read_again_when_the_former_is_refused(
     path = tmp_path / "secret"
     path.write_text("former")
     file = FileSecret("former", str(path), read_secret)
-    account = {"access_key_id": s3.access_key, "secret_access_key": "former", "secret_file": file}
-    objects = S3Objects(bucket, endpoint_url=s3.endpoint_url, options=OPTIONS, **account)  # type: ignore[arg-type]
+    account = S3Account(s3.access_key, "former", endpoint_url=s3.endpoint_url)
+    objects = S3Objects(bucket, account, OPTIONS, secret_file=file)
     with pytest.raises(Refused):
         objects.list("")
     path.write_text(s3.secret_key)
@@ -553,7 +541,7 @@ def test_a_bucket_elsewhere_is_named_with_its_region(objects: S3Objects, proxy: 
 
 def test_an_address_that_is_none_is_a_mistake_of_the_configuration() -> None:
     with pytest.raises(ConfigError, match="store s3://b: "):
-        S3Objects("b", endpoint_url="not a url")
+        S3Objects("b", S3Account(endpoint_url="not a url"))
 
 
 # TLS
@@ -577,10 +565,15 @@ def tls_proxy(s3: SharedS3, certificate: Path) -> Iterator[FaultProxy]:
         yield proxy
 
 
+def settings_of(s3: SharedS3, url: str, bucket: str, tls: dict[str, object]) -> StoreSettings:
+    key = {"access_key_id": s3.access_key, "secret_access_key": s3.secret_key}
+    return StoreSettings.model_validate({"url": f"s3://{bucket}", "endpoint_url": url, "tls": tls, **key})
+
+
 def test_a_store_behind_a_certificate_of_its_own_is_trusted_by_name(
     s3: SharedS3, tls_proxy: FaultProxy, bucket: str, certificate: Path
 ) -> None:
-    objects = open_s3(s3, tls_proxy.url, bucket, options=S3Options(ca=certificate / "cert.pem"))
+    objects = open_objects(settings_of(s3, tls_proxy.url, bucket, {"ca": str(certificate / "cert.pem")}))
     objects.put("k", b"1", sha256=sha256(b"1"))
     assert objects.get("k") == b"1"
 
@@ -594,7 +587,7 @@ def test_an_unknown_certificate_is_refused(s3: SharedS3, tls_proxy: FaultProxy, 
 
 @pytest.mark.filterwarnings("ignore:Unverified HTTPS request")
 def test_checking_the_certificate_can_be_switched_off(s3: SharedS3, tls_proxy: FaultProxy, bucket: str) -> None:
-    objects = open_s3(s3, tls_proxy.url, bucket, options=S3Options(insecure=True))
+    objects = open_objects(settings_of(s3, tls_proxy.url, bucket, {"insecure": True}))
     objects.put("k", b"1")
     assert objects.get("k") == b"1"
 

@@ -19,7 +19,7 @@ from common.chain import Chain
 from common.errors import OutcomeUnknown, Refused, SegmentCorrupt, Unavailable
 from common.objects.local import LocalObjects
 from common.objects.port import ChecksumMismatch, ObjectStore
-from common.objects.s3 import S3Objects
+from common.objects.s3 import S3Account, S3Objects
 from common.segments import store as fetching
 from common.segments.keys import Layout
 from common.segments.segment import Message, SegmentRef, Tip
@@ -40,9 +40,7 @@ def objects(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     if request.param == "local":
         return LocalObjects(tmp_path / "store")
     s3: SharedS3 = request.getfixturevalue("s3")
-    return S3Objects(
-        s3.new_bucket(), endpoint_url=s3.endpoint_url, access_key_id=s3.access_key, secret_access_key=s3.secret_key
-    )
+    return S3Objects(s3.new_bucket(), S3Account(s3.access_key, s3.secret_key, endpoint_url=s3.endpoint_url))
 
 
 @pytest.fixture
@@ -171,9 +169,7 @@ def test_a_foreign_key_never_hides_a_segment(objects: ObjectStore, make: Make) -
 
 
 def test_a_segment_above_the_multipart_size_is_read_back(s3: SharedS3, make: Make) -> None:
-    objects = S3Objects(
-        s3.new_bucket(), endpoint_url=s3.endpoint_url, access_key_id=s3.access_key, secret_access_key=s3.secret_key
-    )
+    objects = S3Objects(s3.new_bucket(), S3Account(s3.access_key, s3.secret_key, endpoint_url=s3.endpoint_url))
     store = make(objects)
     rows = [message(n, random.Random(n).randbytes(1 << 20)) for n in range(1, 67)]
     ref = store.put(spool(store, rows))

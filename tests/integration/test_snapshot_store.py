@@ -11,7 +11,7 @@ import pytest
 from common.chain import Chain
 from common.errors import DataError, OutcomeUnknown, Refused, Unavailable
 from common.objects.port import ChecksumMismatch, ObjectStore
-from common.objects.s3 import S3Objects, S3Options
+from common.objects.s3 import S3Account, S3Objects, S3Options
 from common.segments.documents import SnapshotRef, sampling_of
 from common.segments.keys import StateName
 from egress.advisories.advisory import Advisory, Event
@@ -38,14 +38,8 @@ def local(tmp_path: Path) -> SampledArchive:
 
 
 def open_s3(s3: SharedS3, url: str, bucket: str) -> S3Objects:
-    return S3Objects(
-        bucket,
-        endpoint_url=url,
-        access_key_id=s3.access_key,
-        secret_access_key=s3.secret_key,
-        options=S3Options(attempts=2, read_timeout=2),
-        clock=ManualClock(),
-    )
+    account = S3Account(s3.access_key, s3.secret_key, endpoint_url=url)
+    return S3Objects(bucket, account, S3Options(attempts=2, read_timeout=2), ManualClock())
 
 
 def sampler_of(site: SampledArchive, values: int = 100) -> Sampler:
