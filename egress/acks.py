@@ -122,17 +122,18 @@ class Acknowledging:
     async def _send(self, stretches: Sequence[range]) -> None:
         for stretch in [stretches[-1][-1:]] if self._whole else stretches:
             for start in range(0, len(stretch), AT_ONCE):
-                self._client.send(self._frames(stretch[start : start + AT_ONCE]))
+                self._client.send(self.frames_of(stretch[start : start + AT_ONCE]))
                 await self._client.flush_writes()
 
-    def _frames(self, stretch: range) -> bytes:
+    def frames_of(self, stretch: range) -> bytes:
+        """The frames that acknowledge what is kept at these places."""
         head, tail = b"PUB " + self._head, self._tail + b" 4\r\n+ACK\r\n"
         chosen, numbers = self._kept[stretch.start : stretch.stop], count(self._number + stretch.start)
         return b"".join([b"%b%d.%d%b" % (head, each, next(numbers), tail) for each in chosen])
 
     async def _probe(self, stretch: range) -> None:
         """Send one acknowledgement and raise Refused where it is not permitted, before a million are."""
-        self._client.send(self._frames(stretch[:1]))
+        self._client.send(self.frames_of(stretch[:1]))
         await self._info()
         number = self._number + stretch.start
         subject = b"%b%d.%d%b" % (self._head, self._kept[stretch.start], number, self._tail)

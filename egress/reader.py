@@ -251,7 +251,7 @@ class Reader:
 
     def _sink(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
         if not reply:
-            self._on_status(headers)
+            self.on_status(headers)
             return
         self._subjects.append(subject)
         self._replies.append(reply)
@@ -317,7 +317,7 @@ class Reader:
         if acks.sequences[0] < self._first:
             self._behind_first.set()
 
-    def _on_status(self, headers: bytes | None) -> None:
+    def on_status(self, headers: bytes | None) -> None:
         self._flush()
         if not self._is_open:
             return

@@ -77,7 +77,7 @@ async def serve(settings: Settings, *, tuning: Tuning | None = None, place: Work
     monitor = Monitor("127.0.0.1:0" if place and listen else listen, health)
     monitor.start()
     with closing(monitor):
-        async with _stop(place, monitor.port) as stop:
+        async with stop_of(place, monitor.port) as stop:
             service = EgressService(settings, tuning or Tuning(), clock, health, stop, place=place)
             drained = await service.run()
     if busy_threads():
@@ -89,7 +89,7 @@ async def serve(settings: Settings, *, tuning: Tuning | None = None, place: Work
 
 
 @asynccontextmanager
-async def _stop(place: WorkerPlace | None, port: int) -> AsyncIterator[Stop]:
+async def stop_of(place: WorkerPlace | None, port: int) -> AsyncIterator[Stop]:
     """What ends the service: a signal, or for a worker also the end of its parent.
 
     A second signal is the parent's affair: a supervisor sends its signal to all processes, and the parent

@@ -137,7 +137,7 @@ class Delivery:
         Raises Stopped with the choices, AnotherWriter, LeaseLost; Unavailable and OutcomeUnknown where
         beginning again may help.
         """
-        await self._begin()
+        await self.begin()
         while True:
             try:
                 if self.state.intent is not None:  # ours, or of whoever crashed
@@ -153,9 +153,9 @@ class Delivery:
                 log.warning("state moved by another instance", action="moved", target=self.target)
                 metrics.intents.labels(self.target, "lost").inc()
                 self._adopt(moved.stored)
-                await self._wait_for_quiet()
+                await self.wait_for_quiet()
 
-    async def _begin(self) -> None:
+    async def begin(self) -> None:
         """Load the state, or make the first one for a target that never held a message."""
         stored, reading = await self._reconciler.first()
         if stored.state is None and reading is not None:
@@ -316,7 +316,7 @@ class Delivery:
         self._known = stored
         return state.intent
 
-    async def _wait_for_quiet(self) -> None:
+    async def wait_for_quiet(self) -> None:
         """What another instance stored was progress; return once it stores nothing more.
 
         An operator who corrects positions is no instance that carries. Raises LeaseLost where the lease is

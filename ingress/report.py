@@ -184,7 +184,7 @@ class TargetReport:
 
     def __init__(self, target: str, health: Health, clock: Clock, sites: Sites | None = None, owner: str = "") -> None:
         self.target, self._health, self._clock, self._sites = target, health, clock, sites
-        self._part, self._owner, self._lags = f"target {target}", owner, Lags(target)
+        self._part, self._owner, self.lags = f"target {target}", owner, Lags(target)
         self.is_stopped = self._is_over = False
         self._publisher, self._reason, self._logged = "", "", float("-inf")
         begin("ingress_", target=target)
@@ -197,7 +197,7 @@ class TargetReport:
     def standby(self, holder: str | None) -> None:
         """Another instance carries into the target: what was shown of the chains is that one's now."""
         if holder not in (None, self._owner):
-            self._lags.forget()
+            self.lags.forget()
             self._shows_publisher("")
         self._state("standby", ready=True, holder=owner_text(holder or ""))
 
@@ -238,7 +238,7 @@ class TargetReport:
         shown = {
             str(each.chain): {
                 **each.status(positions),
-                "lag_seconds": round(self._lags.of(each, positions, now)),
+                "lag_seconds": round(self.lags.of(each, positions, now)),
                 **self._source(each.chain),
             }
             for each in list(chains)[:CHAINS]
@@ -253,7 +253,7 @@ class TargetReport:
         }
         self._health.set_ready(self._part, not delivery.trouble, delivery.trouble)
         self._health.set_status(self._part, status)
-        self._lags.measure(chains, prefetcher.positions, prefetcher.ahead, state.intent, now, self._sites)
+        self.lags.measure(chains, prefetcher.positions, prefetcher.ahead, state.intent, now, self._sites)
 
     def _source(self, chain: Chain) -> dict[str, Any]:
         """What egress says of the chain, where it says anything."""

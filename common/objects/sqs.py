@@ -57,12 +57,13 @@ class SqsQueue:
             connect_timeout=CONNECT_TIMEOUT,
             read_timeout=LONGEST_WAIT + ANSWER_TIMEOUT,
         )
+        self.region = str(self._client.meta.region_name)
 
     def receive(self, wait: int = LONGEST_WAIT) -> list[Received]:
         """Up to ten messages, as soon as there is one; none after `wait` seconds (0 to 20)."""
         with self._calling("receive"):
             answer = self._client.receive_message(
-                QueueUrl=self._address(), MaxNumberOfMessages=BATCH, WaitTimeSeconds=wait
+                QueueUrl=self.address(), MaxNumberOfMessages=BATCH, WaitTimeSeconds=wait
             )
         found = answer.get("Messages") or ()
         return [Received(str(each.get("Body", "")), str(each.get("ReceiptHandle", ""))) for each in found]
@@ -73,10 +74,11 @@ class SqsQueue:
             return 0
         entries = [{"Id": str(n), "ReceiptHandle": each.receipt} for n, each in enumerate(messages)]
         with self._calling("delete"):
-            answer = self._client.delete_message_batch(QueueUrl=self._address(), Entries=entries)
+            answer = self._client.delete_message_batch(QueueUrl=self.address(), Entries=entries)
         return len(answer.get("Failed") or ())
 
-    def _address(self) -> str:
+    def address(self) -> str:
+        """The whole address of the queue, asked for once where only its name is given."""
         if self._url is None:
             self._url = str(self._client.get_queue_url(QueueName=self._name)["QueueUrl"])
         return self._url

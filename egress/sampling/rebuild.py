@@ -214,7 +214,7 @@ class Rebuilding:
         sampler = Sampler(self.sampling, base.state if base else None, tracks=tracks)
         newest_ns, groups = self._plan(base)
         for group in groups:
-            rows = heapq.merge(*(self._read(past, within) for past, within in group))
+            rows = heapq.merge(*(self.read(past, within) for past, within in group))
             while chunk := list(islice(rows, _CHUNK)):
                 _sequences, keys, timestamps_ns, sizes = zip(*chunk, strict=True)
                 sampler.learn(keys, timestamps_ns, sizes)
@@ -243,20 +243,21 @@ class Rebuilding:
             ]
         return newest_ns, groups[::-1]
 
-    def _read(self, past: Past, within: SequenceRange) -> Iterator[Row]:
+    def read(self, past: Past, within: SequenceRange) -> Iterator[Row]:
         """The rows that have a value, by the settings as they are now."""
         for batch in read_cover(self.store, past.refs, within, _tell_missing):
             if self.abandoned.is_set():
                 raise AbandonedError
             lists = columns(batch)
             keys, _forced = self._keys.read(lists)
-            self._count(len(keys), lists.sequences[-1], past.chain)
+            self.count(len(keys), lists.sequences[-1], past.chain)
             rows = zip(lists.sequences, keys, lists.timestamps_ns, lists.payloads, lists.subjects, strict=True)
             for sequence, key, timestamp_ns, payload, subject in rows:
                 if key is not None and matches(past.filter_subject, subject):
                     yield sequence, key, timestamp_ns, len(payload)
 
-    def _count(self, rows: int, sequence: int, chain: Chain) -> None:
+    def count(self, rows: int, sequence: int, chain: Chain) -> None:
+        """Note rows that were read, up to `sequence` of the chain, and tell of it now and then."""
         before, self._rows = self._rows, self._rows + rows
         if before // PROGRESS_ROWS != self._rows // PROGRESS_ROWS:
             far = {"rows": self._rows, "sequence": sequence, "end": self.last}

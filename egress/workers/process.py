@@ -88,7 +88,7 @@ class WorkerProcess:
         mine, other = socket.socketpair()
         with mine:
             with other:
-                process = await self._start(other)
+                process = await self.start(other)
             self.pid = process.pid
             log.info("worker started", action="worker_started", worker=self.index, pid=process.pid)
             reading = watched(self._read(mine), self._unreadable, name=f"line of worker {self.index}")
@@ -98,7 +98,8 @@ class WorkerProcess:
                 self.pid = self.port = 0
                 await end(reading)
 
-    async def _start(self, line: socket.socket) -> asyncio.subprocess.Process:
+    async def start(self, line: socket.socket) -> asyncio.subprocess.Process:
+        """Start the process, with `line` to its parent."""
         descriptor, nothing = line.fileno(), asyncio.subprocess.DEVNULL
         command = (*self._command, "--worker", str(WorkerPlace(self.index, self._count, descriptor)))
         # A session of its own: a terminal's Ctrl-C is for the parent, which passes it on once.

@@ -114,10 +114,12 @@ async def run_workers(config: str, settings: Settings, count: int) -> int:
     monitor = Monitor(settings.egress.monitor.listen, health, pages=WorkerPages(health, partial(ask_all, workers)))
     monitor.start()
     with closing(monitor):
-        return await _run(crew, health, clock)
+        return await run_crew(crew, health, clock)
 
 
-async def _run(crew: Crew, health: Health, clock: Clock) -> int:
+async def run_crew(crew: Crew, health: Health, clock: Clock) -> int:
+    """Run the workers until a signal ends them; the exit code. Raises what fails in this process."""
+
     def kill(number: int) -> None:
         crew.send(signal.SIGKILL)
         flush()

@@ -223,7 +223,7 @@ class Prefetcher:
             chain.fail()
             chain.turn = Turn.ACTIVE if had_failed else Turn.AGAIN
         except STOPS_CHAIN as error:
-            self._stop(chain, error)
+            self.stop_chain(chain, error)
         except (Unavailable, OutcomeUnknown) as error:
             metrics.unreadable.labels(self.chains.target).inc()
             if not had_failed:  # told once, until the chain goes on
@@ -272,7 +272,7 @@ class Prefetcher:
             log.error("segment damaged, left out", action="segment_damaged", error=str(error), **ref.log_context())
         else:
             if problem is not None:
-                self._stop(chain, problem)
+                self.stop_chain(chain, problem)
 
     def _pass(self, chain: ChainState) -> None:
         """Go on behind what is given up."""
@@ -342,7 +342,7 @@ class Prefetcher:
         self.ahead.drop(lambda block: block.piece.chain == chain and not block.piece.out_of_turn)
         return self.chains.renew(chain, {**self.positions, **self._taken_to})
 
-    def _stop(self, chain: ChainState, error: FloeError) -> None:
+    def stop_chain(self, chain: ChainState, error: FloeError) -> None:
         """Nothing more of it is carried until it is looked at again; told once for each reason."""
         if not self.chains.is_current(chain):
             return

@@ -64,11 +64,11 @@ class Recall:
         except BaseException as error:
             self._budget.give(sum(block.size for block in blocks))
             if isinstance(error, RowRefused):
-                raise self._refused(error) from error
+                raise self.refused(error) from error
             raise
         return Rows(blocks)
 
-    def _refused(self, error: RowRefused) -> Stopped:
+    def refused(self, error: RowRefused) -> Stopped:
         """A row of the open intent that the target takes no more: what is done about a chain cannot help,
         since the intent is finished as it stands.
         """

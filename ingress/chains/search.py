@@ -202,7 +202,7 @@ class StoreClock:
     """
 
     def __init__(self, objects: ObjectStore, key: str, clock: Clock) -> None:
-        self._objects, self._key, self._clock = objects, key, clock
+        self.objects, self._key, self._clock = objects, key, clock
         self._known: tuple[float, float] | None = None  # of the store, of the host
         self._refused, self._lock = False, threading.Lock()
 
@@ -227,7 +227,7 @@ class StoreClock:
             host = self._clock.monotonic()
             if self._known is None or host - self._known[1] >= ASKED_EVERY:
                 try:
-                    self._known = store_now(self._objects, self._key), host
+                    self._known = store_now(self.objects, self._key), host
                 except Refused as error:
                     if not self._refused:
                         self._refused = True

@@ -54,10 +54,10 @@ class Discovery:
         self._etags: dict[Chain, str] = {}
         self._woken: set[Chain] = set()
         self._new: set[Chain] = set()
-        self._has_worked = False
+        self.has_worked = False
         self._told: dict[str, str] = {}  # why looks fail, by what they are for
         self.soon = asyncio.Event()  # poll at once: notifications may have been lost
-        self._at_once, self._anew, self._new_sites = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._at_once, self.anew, self._new_sites = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     # For targets
 
@@ -66,7 +66,7 @@ class Discovery:
         self.listeners.append(listener)
         self._pairs |= {*listener.pairs()}
         self._tell(self._known, [listener])
-        for event in (self.soon, self._anew, self._new_sites):
+        for event in (self.soon, self.anew, self._new_sites):
             event.set()
 
     def remove(self, listener: Prefetcher) -> None:
@@ -112,7 +112,7 @@ class Discovery:
 
     async def _poll_once(self, look: Callable[[], Awaitable[None]]) -> None:
         error = await self._error_of("poll", look())
-        if error is not None and not (self._has_worked or passes_by_itself(error)):
+        if error is not None and not (self.has_worked or passes_by_itself(error)):
             raise error
         self._health.set_ready("store", error is None, error.message if error else "")
         if self.listeners:  # else nobody was asked
@@ -130,9 +130,9 @@ class Discovery:
 
     async def _look_up(self) -> None:
         while True:
-            self._anew.clear()
+            self.anew.clear()
             error = await self._error_of("chains", self.look_up_all())
-            await first_of(self._anew.wait(), seconds=TICK if error else LOOK_UP_ALL)
+            await first_of(self.anew.wait(), seconds=TICK if error else LOOK_UP_ALL)
 
     async def _look_at_sites(self) -> None:
         """What egress says of itself; nothing that is carried depends on it."""
@@ -174,7 +174,7 @@ class Discovery:
         ]
         answers = await asyncio.gather(*reads, return_exceptions=True)
         # One site's documents may be refused; where no tail can be read, none ever will be.
-        self._has_worked = self._has_worked or not answers or None in answers
+        self.has_worked = self.has_worked or not answers or None in answers
         await self._tick()
         for failed in (answer for answer in answers if answer is not None):
             raise failed

@@ -33,7 +33,7 @@ class AtomicPublisher(RepliedPublisher):
     """
 
     name = "atomic"
-    _limit = _most = MAX_BATCH
+    _limit = batch_size = MAX_BATCH
     _ask_all = False
 
     async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
@@ -53,11 +53,11 @@ class AtomicPublisher(RepliedPublisher):
         """Send `batch`; while the server works on it, put the following one together."""
         self._replies.listen(batch.reply)
         try:
-            self._client.send(batch.parts[0])
-            await self._client.flush_writes()
+            self.client.send(batch.parts[0])
+            await self.client.flush_writes()
             failpoint("ingress.mid_batch")
-            self._client.send(batch.parts[1])
-            await self._client.flush_writes()
+            self.client.send(batch.parts[1])
+            await self.client.flush_writes()
         except Unavailable as error:
             return UnknownOutcome(error.message), None
         following = self._compose(rows, base, batch.stop)
@@ -67,7 +67,7 @@ class AtomicPublisher(RepliedPublisher):
         """The batch of rows from index `start` on; None where there are none."""
         if start >= rows.count:
             return None
-        stop = rows.stop(start, self._most, MAX_BATCH_BYTES)
+        stop = rows.stop(start, self.batch_size, MAX_BATCH_BYTES)
         batch_id, reply = self._new_batch_id(), Reply(self._replies.subject())
         frames = self._frames(rows, base, start, stop, batch_id.encode(), reply)
         # Between two messages: what others send through the connection meanwhile stands between the parts.
@@ -100,8 +100,8 @@ class AtomicPublisher(RepliedPublisher):
     def _learn(self, unclear: UnknownOutcome | None, size: int) -> None:
         """How large the next batch may be, after one of `size` bytes."""
         if unclear is None:
-            self._most = min(self._limit, self._most * 2)
+            self.batch_size = min(self._limit, self.batch_size * 2)
         elif unclear.err_code == BATCH_TOO_LARGE:
-            self._most = self._limit = max(1, self._most // 2)
+            self.batch_size = self._limit = max(1, self.batch_size // 2)
         elif not self._exclusive and unclear.err_code in WRONG_LAST_SEQUENCE:
-            self._most = max(1 if size > SHARED_BYTES else SHARED_LEAST, self._most // 2)
+            self.batch_size = max(1 if size > SHARED_BYTES else SHARED_LEAST, self.batch_size // 2)

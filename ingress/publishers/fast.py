@@ -147,9 +147,9 @@ class FastPublisher(SinglePublisher):
                 return unclear
             if answers.is_over:
                 return None
-            self._client.send(frames)
+            self.client.send(frames)
             batch.sent = end
-            await self._client.flush_writes()
+            await self.client.flush_writes()
             failpoint("ingress.mid_batch")
             while end == 1 < batch.count and not (answers.every or answers.is_over):
                 if unclear := await self._news(answers):

@@ -211,7 +211,7 @@ class RepliedPublisher:
         exclusive: bool = True,
         ack_timeout: float = ACK_TIMEOUT,
     ) -> None:
-        self._client, self._stream, self._replies, self._exclusive = client, stream, replies, exclusive
+        self.client, self._stream, self._replies, self._exclusive = client, stream, replies, exclusive
         self._ack_timeout, self._writer, self._count = ack_timeout, secrets.token_hex(8), 0
 
     def _new_batch_id(self) -> str:
@@ -246,8 +246,8 @@ class SinglePublisher(RepliedPublisher):
         block = b"NATS/1.0\r\nNats-Expected-Last-Sequence: %d\r\n%b" % (after, tail)
         try:
             line = b"HPUB %b %b %d %d\r\n" % (subject, reply.last, len(block), len(block) + len(payload))
-            self._client.send(b"".join((line, block, payload, b"\r\n")))
-            await self._client.flush_writes()
+            self.client.send(b"".join((line, block, payload, b"\r\n")))
+            await self.client.flush_writes()
         except Unavailable as error:
             return UnknownOutcome(error.message)
         failpoint("ingress.mid_batch")

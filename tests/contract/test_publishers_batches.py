@@ -166,9 +166,9 @@ async def test_batches_shrink_under_foreign_traffic_and_grow_again(client: FloeC
 
     assert (await sender.publish(rows, 7, 0)).unclear is not None  # refused: base is 0
     assert (await sender.publish(rows, 7, 0)).unclear is not None
-    sizes.append(sender._most)  # type: ignore[attr-defined]
+    sizes.append(sender.batch_size)  # type: ignore[attr-defined]
     assert await sender.publish(rows, 0, 0) == Outcome(5000)
-    sizes.append(sender._most)  # type: ignore[attr-defined]
+    sizes.append(sender.batch_size)  # type: ignore[attr-defined]
 
     assert sizes == [250, 1000]
     await sender.aclose()
@@ -179,5 +179,5 @@ async def test_batches_of_an_exclusive_target_keep_their_size(client: FloeClient
 
     await sender.publish(rows_for(stream, 50), 7, 0)
 
-    assert sender._most == 1000  # type: ignore[attr-defined]
+    assert sender.batch_size == 1000  # type: ignore[attr-defined]
     await sender.aclose()

@@ -281,7 +281,7 @@ async def test_nothing_is_lost_that_is_only_far_down_a_listing(tmp_path: Path, m
         archive.put(rows_of(sequence, sequence), tail=False)
     archive.put(rows_of(1, 130))
     centre, stops = Centre(archive, lost_segment_timeout="1s"), []
-    monkeypatch.setattr(centre.prefetcher, "_stop", lambda *stop: stops.append(stop))
+    monkeypatch.setattr(centre.prefetcher, "stop_chain", lambda *stop: stops.append(stop))
     async with centre.running():
         await centre.reaches({CHAIN: 131})
     assert (stops, carried(centre)) == ([], 130)
@@ -390,7 +390,7 @@ async def test_where_the_stores_clock_is_refused_what_was_there_has_not_arrived_
     archive.documents.accept_gap(CHAIN, AcceptedGap(SequenceRange(101, 110)))
     centre = Centre(archive)
     objects = FaultyStore(archive.objects).on("put", raising(Refused("no right")))
-    monkeypatch.setattr(centre.prefetcher.locator.gaps.clock, "_objects", objects)
+    monkeypatch.setattr(centre.prefetcher.locator.gaps.clock, "objects", objects)
     monkeypatch.setattr(supply_module, "LOOK_AGAIN", 0.1)
     async with centre.running():
         # Down to the second: what was there is older than that then.

@@ -92,7 +92,7 @@ class Place:
                 await task
 
     def _has_polled(self) -> bool:
-        return self.discovery._has_worked and self.target.ticks >= 1
+        return self.discovery.has_worked and self.target.ticks >= 1
 
     def forget(self) -> None:
         self.objects.calls.clear()
@@ -337,5 +337,5 @@ async def test_chains_are_looked_up_again_soon_where_that_failed(place: Place, m
         await asyncio.to_thread(place.documents.create_chain, place.chain(5), ChainDocument((), 1, 1))
         place.forget()
         place.objects.on("list", raising(Unavailable("away")), nth=1)
-        place.discovery._anew.set()
+        place.discovery.anew.set()
         await soon(lambda: (place.chain(5), None) in place.target.found_)

@@ -268,7 +268,7 @@ async def test_right_before_a_put_the_consumer_must_still_be_the_same(
     stream = await bench.make_stream(unique("T"))
     patient = replace(QUICK, pace=replace(QUICK.pace, check=3600.0))
     feed = {"stream": stream, "segment": {"max_messages": 50, "max_age": "1h"}}
-    monkeypatch.setattr(Reader, "_on_status", lambda *_: None)
+    monkeypatch.setattr(Reader, "on_status", lambda *_: None)
     monkeypatch.setattr(Reader, "tick", lambda *_: None)
     putting, going_on = asyncio.Event(), asyncio.Event()
     real = Reader.check

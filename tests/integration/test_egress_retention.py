@@ -148,7 +148,7 @@ async def test_some_acks_lost_in_the_middle_are_settled_by_asking(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server's count decides, not that they were sent."""
-    real, stream, dropped = Acknowledging._frames, await make(bench, "workqueue"), []
+    real, stream, dropped = Acknowledging.frames_of, await make(bench, "workqueue"), []
 
     def losing(self: Acknowledging, stretch: range) -> bytes:
         if len(stretch) > 10 and not dropped:
@@ -156,7 +156,7 @@ async def test_some_acks_lost_in_the_middle_are_settled_by_asking(
             return real(self, stretch[:5]) + real(self, stretch[8:])
         return real(self, stretch)
 
-    monkeypatch.setattr(Acknowledging, "_frames", losing)
+    monkeypatch.setattr(Acknowledging, "frames_of", losing)
     monkeypatch.setattr("egress.acks.PATIENCE", 0.3)
     async with bench.egress({"stream": stream}):
         await bench.publish(stream, numbered(200))

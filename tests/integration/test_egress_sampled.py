@@ -259,11 +259,11 @@ async def test_snapshots_that_cannot_be_written_hold_nothing_up(bench: Bench) ->
     await send(bench, feed, NODES)
     await freeze(bench, feed)
     before = len(states(bench))
-    failed = metrics.snapshots.labels(SITE, feed["stream"], "0", "failed")._value
+    failed = metrics.snapshots.labels(SITE, feed["stream"], "0", "failed")
     objects = FaultyStore(bench.objects).on("put_if_absent", _no_snapshots)
     async with bench.egress(feed, objects=objects):  # type: ignore[arg-type]
         async with asyncio.timeout(PATIENCE):
-            while not failed.get():
+            while not counted(failed):
                 await bench.archived_to(feed["stream"], await send(bench, feed, NODES))
         await bench.archived_to(feed["stream"], await send(bench, feed, ["another"]))
     assert len(states(bench)) == before

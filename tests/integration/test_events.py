@@ -203,8 +203,8 @@ async def test_what_is_received_after_the_end_stays_in_the_queue() -> None:
 
 def test_a_whole_address_names_the_region_and_the_queue(sqs: SqsServer) -> None:
     queue = SqsQueue("sqs.eu-west-1.amazonaws.com/123456789012/floe", S3Account("a", "b", "us-east-1"))
-    assert queue._client.meta.region_name == "eu-west-1"
-    assert queue._address() == "https://sqs.eu-west-1.amazonaws.com/123456789012/floe"
+    assert queue.region == "eu-west-1"
+    assert queue.address() == "https://sqs.eu-west-1.amazonaws.com/123456789012/floe"
 
 
 # NATS

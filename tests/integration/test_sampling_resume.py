@@ -321,13 +321,13 @@ async def test_merged_segments_are_read_once_and_only_as_far_as_needed(
         part = [m for m in rows if first <= m.sequence < first + 1000]
         site.put(part, SequenceRange(first, first + 999), examined=log[first + 998])
     counted = []
-    original = rebuild.Rebuilding._count
+    original = rebuild.Rebuilding.count
 
     def count(self, rows: int, sequence: int, chain: Chain) -> None:  # type: ignore[no-untyped-def]
         counted.append(rows)
         original(self, rows, sequence, chain)
 
-    monkeypatch.setattr(rebuild.Rebuilding, "_count", count)
+    monkeypatch.setattr(rebuild.Rebuilding, "count", count)
     found = await site.resume(3001)
     assert found.rebuilt
     young = [m for m in rows if m.timestamp_ns >= log[-1].timestamp_ns - 100 * SECOND]
@@ -411,7 +411,7 @@ async def test_a_cancelled_rebuild_ends_its_thread(site: SampledArchive, monkeyp
     site.put(log[:300], SequenceRange(1, 300), digest="")
     reached, ended = Stop(), []
     loop = asyncio.get_running_loop()
-    original = rebuild.Rebuilding._read
+    original = rebuild.Rebuilding.read
 
     def read(self, source, within):  # type: ignore[no-untyped-def]
         loop.call_soon_threadsafe(reached.set)
@@ -422,7 +422,7 @@ async def test_a_cancelled_rebuild_ends_its_thread(site: SampledArchive, monkeyp
             ended.append(True)
             raise
 
-    monkeypatch.setattr(rebuild.Rebuilding, "_read", read)
+    monkeypatch.setattr(rebuild.Rebuilding, "read", read)
     task = asyncio.create_task(site.resume(301))
     await reached.wait()
     task.cancel()

@@ -16,7 +16,7 @@ from common.clock import SystemClock
 from common.errors import Unforeseen
 from common.service.monitor import Health
 from common.tasks import Stop, to_its_end
-from egress.service import _stop
+from egress.service import stop_of
 from egress.workers import supervisor
 from egress.workers.process import WorkerPlace, WorkerProcess
 from egress.workers.supervisor import Crew
@@ -41,13 +41,13 @@ def crew_of(*scripts: str) -> Crew:
 async def _waited_for(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     """A parent that ends with an error waits for none that it killed; the loop of the test has to."""
     started: list[asyncio.subprocess.Process] = []
-    real = WorkerProcess._start
+    real = WorkerProcess.start
 
     async def start(worker: WorkerProcess, line: socket.socket) -> asyncio.subprocess.Process:
         started.append(process := await real(worker, line))
         return process
 
-    monkeypatch.setattr(WorkerProcess, "_start", start)
+    monkeypatch.setattr(WorkerProcess, "start", start)
     yield
     for process in started:
         await asyncio.wait_for(process.wait(), PATIENCE)
@@ -83,7 +83,7 @@ async def test_what_fails_in_the_parent_ends_it_and_its_workers(
 ) -> None:
     crew, clock = crew_of(SLEEPS, SLEEPS), SystemClock()
     throw = Throw(monkeypatch, owner, name, times=0 if owner is Health else 1)
-    running = asyncio.create_task(to_its_end(supervisor._run(crew, Health(clock), clock)))
+    running = asyncio.create_task(to_its_end(supervisor.run_crew(crew, Health(clock), clock)))
     if owner is Health:
         await soon(lambda: all(worker.pid for worker in crew.workers))
         throw.left = 1
@@ -101,7 +101,7 @@ async def test_a_worker_that_cannot_look_after_its_parent_ends(monkeypatch: pyte
     Throw(monkeypatch, WorkerPlace, "watch")
 
     async def worker() -> None:
-        async with _stop(WorkerPlace(0, 1, other.fileno()), 1) as stop:
+        async with stop_of(WorkerPlace(0, 1, other.fileno()), 1) as stop:
             await stop.wait()
 
     with mine, other, pytest.raises(Unforeseen, match="no room"):

@@ -479,7 +479,7 @@ async def test_the_simulation_finds_the_rows_that_a_purge_passes_off_as_stored(m
     pytest.fail("30 runs without a message lost: the simulation is too tame")
 
 
-class ReplacingCarrier(Delivery):
+class ReplacingDelivery(Delivery):
     """The mistake that the protocol exists to avoid: an open intent is thrown away."""
 
     def _adopt(self, stored: Stored) -> None:
@@ -493,7 +493,7 @@ class ReplacingCarrier(Delivery):
 async def test_the_simulation_finds_the_harm_of_replacing_an_open_intent() -> None:
     rng = seeded()
     for _ in range(30):
-        world = World(random.Random(rng.random()), ReplacingCarrier)
+        world = World(random.Random(rng.random()), ReplacingDelivery)
         try:
             await world.run()
         except Exception:  # stopped by a verdict: noticed too, but only sometimes

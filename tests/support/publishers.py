@@ -97,7 +97,7 @@ async def carry(
         if outcome.unclear is not None:
             unclear += 1
             assert twin or unclear < 100, outcome.unclear
-            await soon(lambda: sender._client.is_up)  # type: ignore[attr-defined]
+            await soon(lambda: sender.client.is_up)  # type: ignore[attr-defined]
             last = await last_of(client, stream)
             assert twin or last <= base + rows.count, "more than the rows stands behind the base"
             stored = max(stored, min(rows.count, last - base))

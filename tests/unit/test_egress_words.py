@@ -48,9 +48,8 @@ def test_what_is_left_out_is_one_sentence() -> None:
 
 
 def test_commands_name_the_file_that_was_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(exits, "_source", "")
-    monkeypatch.setattr(exits, "_path", "")
     monkeypatch.chdir(tmp_path)
+    before = exits.source()
     exits.remember("my site's.yaml")
     path = str(tmp_path / "my site's.yaml")
     assert shlex.split(resolve("F", "--same", 2)) == [
@@ -58,3 +57,4 @@ def test_commands_name_the_file_that_was_read(monkeypatch: pytest.MonkeyPatch, t
     ]
     assert shlex.split(repartition("$F")) == ["floe", "egress", "repartition", "-c", path, "--feed", "$F"]
     assert exits.source() == "my site's.yaml"
+    exits.remember(before)

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from common.chain import Chain
-from common.clock import Backoff, SystemClock, doubling
+from common.clock import SystemClock, doubling
 from common.errors import AnotherWriter, Stopped
 from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
@@ -167,9 +167,9 @@ async def test_rows_that_do_not_continue_the_checkpoint_name_what_to_look_at() -
 async def test_corrections_of_single_chains_in_a_row_do_not_end_a_target() -> None:
     world = World(moves=[state(us=n) for n in (100, 200, 300, 400, 500)])
     delivery = world.delivery()
-    await delivery._begin()
+    await delivery.begin()
     for _ in range(5):
-        await delivery._wait_for_quiet()
+        await delivery.wait_for_quiet()
     assert delivery.state.checkpoint.positions == {CHAIN: 500}
 
 
@@ -178,9 +178,9 @@ async def test_corrections_of_single_chains_in_a_row_do_not_end_a_target() -> No
 )
 async def test_who_carries_on_and_on_is_another_writer(moves: list[TargetState]) -> None:
     delivery = World(moves).delivery()
-    await delivery._begin()
+    await delivery.begin()
     with pytest.raises(AnotherWriter) as error:
-        await delivery._wait_for_quiet()
+        await delivery.wait_for_quiet()
     assert error.value.exit_code == 4
     assert "floe checkpoint ls -c " in error.value.hint
 
@@ -197,20 +197,24 @@ class Sharing:
 
     def slot(self, key: str, told: Any) -> object:
         self.told = told
-        return object()
+        return SimpleNamespace(occupy=self.occupy)
+
+    async def occupy(self, stop: Stop) -> None:
+        return None
 
     async def retire(self, slot: object) -> None:
         self.retired.append(slot)
         self.told.standby("somebody")  # an answer that was on its way
 
 
-async def test_a_defect_is_shown_and_its_target_begins_again_after_pauses_that_grow() -> None:
+async def test_a_defect_is_shown_and_its_target_begins_again_after_pauses_that_grow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     health, sharing, clock = Health(SystemClock()), Sharing(), SystemClock()
     discovery = SimpleNamespace(sites=None)
-    parts: Any = SimpleNamespace(health=health, clock=clock, sharing=sharing, pace=IngressTuning(), discovery=discovery)
+    deps: Any = SimpleNamespace(health=health, clock=clock, sharing=sharing, pace=IngressTuning(), discovery=discovery)
     settings = TargetSettings.model_validate({"stream": "T", "sources": [{"site": "us", "feed": "NODES"}]})
-    runner, stop, began = TargetSupervisor(parts, settings), Stop(), []
-    runner._pauses = Backoff(None, doubling(0.05, 30.0))
+    stop, began = Stop(), []
 
     async def check() -> None:
         began.append(clock.monotonic())
@@ -218,13 +222,9 @@ async def test_a_defect_is_shown_and_its_target_begins_again_after_pauses_that_g
             stop.set()
         raise KeyError("nobody foresaw this")
 
-    async def occupy(_stop: Stop) -> None:
-        return None
-
-    carrying: Any = SimpleNamespace(check=check)
-    slot: Any = SimpleNamespace(occupy=occupy)
-    runner._carrying, runner._slot = carrying, slot
-    await runner.run(stop)
+    monkeypatch.setattr("ingress.target.PAUSES", doubling(0.05, 30.0))
+    monkeypatch.setattr("ingress.target.Target", lambda *_: SimpleNamespace(check=check))
+    await TargetSupervisor(deps, settings).run(stop)
 
     pauses = [b - a for a, b in pairwise(began)]
     assert all(pause >= least for pause, least in zip(pauses, (0.05, 0.1, 0.2), strict=True))

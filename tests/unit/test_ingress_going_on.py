@@ -118,7 +118,7 @@ def test_the_lag_grows_while_nothing_is_carried_and_is_0_when_all_is() -> None:
 def test_the_lag_stays_until_another_instance_carries() -> None:
     target, clock = unique("T"), SystemClock()
     report = TargetReport(target, Health(clock), clock, owner="me")
-    report._lags.measure([chain_state(101, 300)], {CHAIN: 101}, [], None, 1090.0)
+    report.lags.measure([chain_state(101, 300)], {CHAIN: 101}, [], None, 1090.0)
     report.gives_back()
     for nobody in (None, "me"):
         report.standby(nobody)

@@ -84,9 +84,8 @@ def of_chains() -> Iterator[str]:
     for code in ("E-SUBJECT", "E-MSG-TOO-LARGE"):
         yield way_out(CHAIN, "FLEET", code, 7)
         refused: Any = Stopped("x", code=code)
-        recall: Any = Recall.__new__(Recall)
-        recall._chains = registry
-        yield recall._refused(refused).hint
+        nothing: Any = None
+        yield Recall(nothing, nothing, nothing, registry, nothing).refused(refused).hint
     yield documents.way_out(CHAIN, HOLE)
     for hint in ("", "mend it"):
         error = with_way_out(FloeError("x", hint=hint), advice.resume("FLEET", CHAIN))
