@@ -195,7 +195,8 @@ class LeaseSlot:
     """The place of the lease `key`. `told` hears who holds it instead.
 
     `lease`: what this member holds, from the moment it is acquired until `vacate`. `rests_until`: given back, and
-    not taken again before (monotonic seconds). `offered`: it was acquired, and nobody has come for it.
+    not taken again before (monotonic seconds). `offered`: it was acquired, and nobody has come for it. `holder`: who
+    had it instead when it was asked for; None for nobody.
     """
 
     def __init__(self, key: str, told: Told, vacated: Callable[[LeaseSlot, bool], None]) -> None:
@@ -228,11 +229,6 @@ class LeaseSlot:
         self.offered.clear()
         lease, self.lease = self.lease, None
         return lease
-
-    def taken(self, holder: str | None) -> None:
-        """Another member holds it, or nobody: then this one must not, for now."""
-        self.holder = holder
-        self.told.standby(holder)
 
 
 HAND_OVERS = ("drained", "surplus", "lost")  # why a lease was given up
@@ -411,7 +407,8 @@ class LeaseGroup:
     async def _try(self, slot: LeaseSlot) -> None:
         try:
             if (lease := await self._ask(slot)) is None:
-                slot.taken(await self._leases.holder(slot.key))
+                slot.holder = await self._leases.holder(slot.key)
+                slot.told.standby(slot.holder)
                 return
         except NO_ANSWER as error:
             slot.told.waits(error)

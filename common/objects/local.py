@@ -38,8 +38,7 @@ class HiddenFolder:
     @contextmanager
     def new_file(self) -> Iterator[tuple[BinaryIO, Path]]:
         """A new file on the file system of the store, for renaming or linking into place."""
-        folder = self._folder("new")
-        descriptor, name = tempfile.mkstemp(dir=folder)
+        descriptor, name = tempfile.mkstemp(dir=make_folder(self._path / "new"))
         path = Path(name)
         try:
             with open(descriptor, "wb") as file:
@@ -59,7 +58,7 @@ class HiddenFolder:
     @contextmanager
     def lock(self, key: str) -> Iterator[None]:
         """Hold the key against other threads and processes; some keys share a lock."""
-        path = self._folder("locks") / _digest(key)[:2]
+        path = make_folder(self._path / "locks") / _digest(key)[:2]
         descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -97,19 +96,15 @@ class HiddenFolder:
         digest = _digest(key)
         return self._path / "metadata" / digest[:2] / digest[2:]
 
-    def _folder(self, name: str) -> Path:
-        make_folder(self._path / name)
-        return self._path / name
 
-
-def make_folder(path: Path) -> None:
-    """Make `path` and what is above it, durably."""
-    if path.is_dir():
-        return
-    make_folder(path.parent)
-    with suppress(FileExistsError):
-        path.mkdir(mode=_MODE)
-        sync_folder(path.parent)
+def make_folder(path: Path) -> Path:
+    """Make `path` and what is above it, durably; `path`."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        with suppress(FileExistsError):
+            path.mkdir(mode=_MODE)
+            sync_folder(path.parent)
+    return path
 
 
 def sync(file: BinaryIO) -> None:
