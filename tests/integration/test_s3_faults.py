@@ -463,6 +463,13 @@ def test_a_refused_get_is_not_a_missing_object(s3: SharedS3, proxy: FaultProxy, 
             call()
 
 
+@pytest.mark.parametrize("status", [403, 500])
+def test_who_may_not_see_versions_is_shown_none(s3: SharedS3, proxy: FaultProxy, bucket: str, status: int) -> None:
+    objects = open_s3(s3, proxy.url, bucket)
+    proxy.on("versions", refuse(status, "AccessDenied"))
+    assert objects.hidden("a/") == []
+
+
 def test_a_404_that_names_no_missing_key_is_not_a_missing_object(objects: S3Objects, proxy: FaultProxy) -> None:
     proxy.on("get", say(404, b"<html>no such page</html>"))
     proxy.on("head", say(404, b""))

@@ -190,6 +190,7 @@ _OPERATIONS = {
     ("POST", "uploadId"): "complete",
     ("DELETE", "uploadId"): "abort",
     ("GET", "list-type"): "list",
+    ("GET", "versions"): "versions",
 }
 
 
@@ -208,7 +209,7 @@ class Answer:
 
 @dataclass
 class Exchange:
-    """One request: `operation` is a verb of the port, or `part create_upload complete abort bucket`."""
+    """One request: `operation` is a verb of the port, or `part create_upload complete abort versions bucket`."""
 
     operation: str
     key: str
