@@ -193,16 +193,14 @@ class CheckpointEditor:
         if after is None:
             return revision == 0 or await self._bucket.delete(self._key, revision)
         # Before the state moves: nobody else would put them any more.
-        await self._put(plan.correction.marks, after.checkpoint.parked_as)
+        if (marks := plan.correction.marks) != ParkedMarks():
+            await self._put(marks, open_parked(self._config, self.target, after.checkpoint.parked_as))
         store = StateStore(self._bucket, self._key, self.target)
         return await store.save(after, revision) is not None
 
-    async def _put(self, marks: ParkedMarks, kept_as: ParkedAs) -> None:
+    async def _put(self, marks: ParkedMarks, parked: ParkedStore) -> None:
         """Have the marks stand in the bucket. Raises what the store raises."""
-        if marks == ParkedMarks():
-            return
         with closing(Threads("marks", PARALLEL)) as threads:
-            parked = open_parked(self._config, self.target, kept_as)
             await in_threads(threads, parked.mark_left_out, [parked.name(*each) for each in marks.left_out])
             await in_threads(threads, parked.mark_delivered, [parked.name(*each) for each in marks.delivered])
 

@@ -220,21 +220,17 @@ async def chain_resume(
     if is_all is (named is not None):
         raise UsageError("expected --site and --feed, or --all")
     if named is None:
-        pauses = await _resume_all(config, target, at, yes)
+        async with _store(config, target) as (_, store):
+            try:
+                paused = f"chains paused now: {len((await store.read()).paused)}"
+            except Stopped as error:
+                paused = error.message
+            cli.confirm(f"have nothing of {target} paused ({paused})?", yes)
+            pauses = await store.resume_all(at)
     else:
         pauses = await _decide(config, target, named, lambda pauses, chain: pauses.resume(chain, at))
         click.echo(f"{named.site}/{named.feed}: a running ingress looks at it within two seconds", err=True)
     _show_pauses(target, pauses, as_json)
-
-
-async def _resume_all(config: str, target: str, at: str, yes: bool) -> Pauses:
-    async with _store(config, target) as (_, store):
-        try:
-            paused = f"chains paused now: {len((await store.read()).paused)}"
-        except Stopped as error:
-            paused = error.message
-        cli.confirm(f"have nothing of {target} paused ({paused})?", yes)
-        return await store.resume_all(at)
 
 
 @chain.command("ls")

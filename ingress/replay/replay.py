@@ -136,11 +136,14 @@ class Replay:
         return Outlook(plan, stream, info, recipe, await self.former(client), notes)
 
     async def refusal(self, client: FloeClient, view: Outlook) -> FloeError | None:
-        """Why `run` would refuse now; None where it would begin, or go on. Nothing is written."""
+        """Why `run` would refuse now; None where it would begin, or go on. Nothing is written, no bucket is made."""
         try:
             if continued(self._advice, view.former) is None:
                 await self._check(client, view)
-            await self._check_free(client)
+            leases = optional_leases(client, self.service, self._owner, self.clock)
+            for key in self._keys:
+                if (holder := await leases.holder(key)) is not None:
+                    return held_error(self._advice, key, owner_text(holder))
         except FloeError as error:
             return error
         return None
@@ -155,13 +158,6 @@ class Replay:
             target.recipe(self.request, view.stream)
         elif view.info.messages and not self.options.append:
             raise target.not_empty(self._advice, view.info)
-
-    async def _check_free(self, client: FloeClient) -> None:
-        """Raises HeldError where somebody holds a lease on the target now. No bucket is made for it."""
-        leases = optional_leases(client, self.service, self._owner, self.clock)
-        for key in self._keys:
-            if (holder := await leases.holder(key)) is not None:
-                raise held_error(self._advice, key, owner_text(holder))
 
     async def former(self, client: FloeClient) -> Remembered | Unreadable | None:
         """The last replay into the target; no bucket is made to find out."""

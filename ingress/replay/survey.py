@@ -165,17 +165,12 @@ class ReplaySurvey:
                 return held, None
             first = max(first or 1, timed[0])
             last = timed[1] if last is None else min(last, timed[1])
-        self._note_ends(chain, begins, min(covered, ends or covered))
-        rows = asked_range(begins, covered, ends, first, last)
-        return held, None if rows is None else ChainRange(chain, rows)
-
-    def _note_ends(self, chain: Chain, begins: int, ends: int) -> None:
-        """Where a range reaches beyond what is archived."""
-        request = self._request
         if request.from_sequence is not None and request.from_sequence < begins:
             self.notes.append(f"the archive of {chain} begins at {begins}")
-        if request.to_sequence is not None and request.to_sequence > ends:
-            self.notes.append(f"the archive of {chain} ends at {ends}")
+        if request.to_sequence is not None and request.to_sequence > (archived := min(covered, ends or covered)):
+            self.notes.append(f"the archive of {chain} ends at {archived}")
+        rows = asked_range(begins, covered, ends, first, last)
+        return held, None if rows is None else ChainRange(chain, rows)
 
     async def _bounds(self, chain: Chain) -> tuple[int, int | None]:
         """Where the chain begins, and where its incarnation ended (None: it has not)."""
