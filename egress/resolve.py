@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from common.chain import MAX_INCARNATION, Chain
-from common.errors import DataError, FloeError, Unavailable, UsageError
+from common.errors import ConfigError, DataError, FloeError, Stopped, Unavailable, UsageError
 from common.jetstream.api import stream_info
 from common.sequences import SequenceRange
 from common.service.logs import get_logger
@@ -126,7 +126,7 @@ class Case:
 
 
 async def look(opened: CommandContext, partition: Partition) -> Case:
-    """One partition as it is now. Raises Unavailable where nothing can be asked."""
+    """One partition as it is now. Raises Unavailable, Refused and ApiError where nothing can be asked."""
     deps = opened.of(partition)
     history = History(deps)
     number = 0
@@ -140,7 +140,7 @@ async def look(opened: CommandContext, partition: Partition) -> Case:
             if (info := await stream_info(opened.deps.client, partition.stream)) is None:
                 raise never_begun(partition)
             check_start(info, partition.settings)
-    except FloeError as error:
+    except (Stopped, ConfigError, DataError) as error:  # others say nothing of the partition
         return Case(partition, error=error, incarnation=number)
     if current is None:
         return Case(partition)

@@ -146,9 +146,10 @@ def run_command(fn: Callable[P, Any]) -> Callable[P, None]:
 
 def _named(options: dict[str, Any]) -> Named | None:
     site, feed, *history = (options.pop(name) for name in ("site", "feed", "incarnation", "partition"))
-    if bool(site) is not bool(feed):
+    is_required = any(each.name == "site" and each.required for each in click.get_current_context().command.params)
+    if not is_required and bool(site) is not bool(feed):
         raise UsageError("expected --site and --feed together")
-    return Named(site, feed, *history) if site else None
+    return Named(site, feed, *history) if is_required or site else None
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:

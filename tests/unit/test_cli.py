@@ -135,6 +135,23 @@ def test_a_wrong_call_ends_with_2_and_the_usage_of_that_command(arguments: list[
     assert ended.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("words", "site", "feed", "message"),
+    [
+        ("chain pause --target T", "", "", "site '': expected 1 to 63"),
+        ("parked cat --target T --sequence 1", "", "", "site '': expected 1 to 63"),
+        ("gap accept --first 1 --last 6", "", "NODES", "site '': expected 1 to 63"),
+        ("gap accept --first 1 --last 6", "us", "", "feed '': expected 1 to 255"),
+        ("checkpoint set --target T --accept", "us", "", "expected --site and --feed together"),
+    ],
+)
+def test_an_empty_name_is_refused(words: str, site: str, feed: str, message: str):
+    """As `--site "$SITE"` gives where the variable is not set."""
+    call = [*words.split(), "--site", site, "--feed", feed, "-c", "none.yaml"]
+    result = CliRunner().invoke(floe.cli, call, prog_name="floe")
+    assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
+
+
 def test_floe_refuses_to_start_with_the_common_of_another_distribution(tmp_path: Path):
     shutil.copy(ROOT / "floe.py", tmp_path / "floe.py")
     ended = subprocess.run(
