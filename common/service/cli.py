@@ -98,7 +98,7 @@ def table(rows: Iterable[OutputRow], columns: Sequence[str]) -> None:
         shown.add_column(Text(name), justify="right" if is_number else "left", overflow="fold")
     for row in cells:
         shown.add_row(*map(Text, row))
-    console = Console()
+    console = Console(force_terminal=sys.stdout.isatty())  # whatever FORCE_COLOR says: a program may read it
     if not console.is_terminal:
         console.width = sum(max(map(cell_len, column)) + 2 for column in zip(columns, *cells, strict=True))
     with console.capture() as printed:

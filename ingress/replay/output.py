@@ -1,5 +1,6 @@
 """A plan and its end, for people and for programs."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +71,8 @@ class Teller:
     """Writes to stderr: on a terminal one line that is rewritten, elsewhere a line now and then."""
 
     def __init__(self) -> None:
-        self._console, self._told = Console(stderr=True, highlight=False), float("-inf")
+        self._console = Console(stderr=True, highlight=False, force_terminal=sys.stderr.isatty())
+        self._told = float("-inf")
         self._line: Status | None = None
 
     def say(self, text: str) -> None:

@@ -399,6 +399,15 @@ def test_a_table_is_aligned_and_harmless(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out == ("CHAIN       LAG  WHY\na\\x1b[31m     5  -\nlong name  1200  x\n")
 
 
+@pytest.mark.parametrize("name", ["FORCE_COLOR", "TTY_COMPATIBLE"])
+def test_a_table_that_a_program_reads_is_plain_and_unfolded(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv(name, "1")
+    table([["x" * 200, 1]], ["name", "count"])
+    assert capsys.readouterr().out.splitlines()[1] == "x" * 200 + "      1"
+
+
 def test_a_table_without_rows_is_its_header(capsys: pytest.CaptureFixture[str]):
     table([], ["A", "B"])
     assert capsys.readouterr().out == "A  B\n"
