@@ -97,6 +97,10 @@ def cli(debug: bool) -> None:
 
 def main() -> None:
     """The entry point of the command."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # closed: the next file would take its number
+            os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115  (to its end)
     _refuse_foreign_common()
     from common.service.exits import end_with
     from common.service.lean import without

@@ -16,6 +16,7 @@ from common.segments.keys import MAX_LEVEL, Layout, SegmentName
 from common.segments.parquet_guard import Chunk, Metadata, ParquetLimits, bomb, chunk
 from common.segments.segment import FOOTER_KEY, Footer, decode_subject
 from common.sequences import SequenceRange
+from common.service.logs import escaped
 
 MAGIC, ENCRYPTED_MAGIC = b"PAR1", b"PARE"
 TRAILER_BYTES = 8  # length of the metadata in four bytes, then the magic
@@ -223,7 +224,7 @@ class Foreign:
         of = "" if self.is_whole else f" among the first {self.looked_at}; `floe segments verify` looks at all"
         more = [f"  and {self.count - len(self.keys)} more"] if self.count > len(self.keys) else []
         head = f"keys that are none of Floe's, and that nothing reads: {self.count}{of}"
-        return [head, *(f"  {key}" for key in self.keys), *more]
+        return [head, *(f"  {escaped(key)}" for key in self.keys), *more]
 
 
 def look_for_foreign(

@@ -82,8 +82,8 @@ def _plain(value: object) -> Any:
 def table(rows: Iterable[OutputRow], columns: Sequence[str]) -> None:
     """Print the header `columns`, then each row: values in their order, or a mapping by column name.
 
-    None shows as `-`. Columns of numbers are aligned to the right. On a terminal the header is bold and long values
-    are folded to its width; elsewhere each row is one line.
+    None shows as `-`. Columns of numbers are aligned to the right. On a terminal the header is bold. Each row is one
+    line, however wide: what a terminal wraps can still be copied whole.
     """
     from rich.cells import cell_len  # here: a service prints no table
     from rich.console import Console
@@ -99,8 +99,7 @@ def table(rows: Iterable[OutputRow], columns: Sequence[str]) -> None:
     for row in cells:
         shown.add_row(*map(Text, row))
     console = Console(force_terminal=sys.stdout.isatty())  # whatever FORCE_COLOR says: a program may read it
-    if not console.is_terminal:
-        console.width = sum(max(map(cell_len, column)) + 2 for column in zip(columns, *cells, strict=True))
+    console.width = sum(max(map(cell_len, column)) + 2 for column in zip(columns, *cells, strict=True))
     with console.capture() as printed:
         console.print(shown)
     for line in printed.get().splitlines():

@@ -9,7 +9,7 @@ import pytest
 
 from common.objects.open import open_objects
 from common.objects.port import Paged
-from common.segments.checks import look_for_foreign
+from common.segments.checks import Foreign, look_for_foreign
 from common.segments.documents import ChainDocument, ChainStore
 from common.settings.root import StoreSettings
 from compaction.verify import verify_chain
@@ -51,6 +51,7 @@ def test_foreign_keys_are_counted_and_named_whatever_the_size_of_pages(
     assert f"nothing reads: {len(JUNK)}" in found.lines()[0]
     places = archive.layout.places(CHAIN)
     assert sorted(look_for_foreign(archive.objects, archive.layout, places).keys) == [JUNK[2], JUNK[4]]
+    assert Foreign(["a\nerror: b"], 1, 1).lines()[1] == "  a\\nerror: b"
     assert not look_for_foreign(archive.objects, archive.layout, limit=2).is_whole
 
 

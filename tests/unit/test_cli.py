@@ -152,6 +152,24 @@ def test_an_empty_name_is_refused(words: str, site: str, feed: str, message: str
     assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
 
 
+@pytest.mark.parametrize("target", ["", "a.b", "a b"])
+def test_a_target_that_no_stream_can_be_called_is_refused(target: str):
+    call = ["replay", "--site", "us", "--feed", "NODES", "--target", target, "--dry-run", "-c", "none.yaml"]
+    result = CliRunner().invoke(floe.cli, call, prog_name="floe")
+    assert (result.exit_code, "--target: expected a stream name" in result.stderr) == (2, True), result.stderr
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_do_no_harm(closed: str, tmp_path: Path):
+    """As some supervisors and shells start a command: what it opens first must not take their place."""
+    (tmp_path / "c.yaml").write_text(f"store: {{url: file://{tmp_path}/store}}\nsite: us\n")
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} {ROOT / 'floe.py'} segments ls -c {tmp_path}/c.yaml {closed}"],
+        capture_output=True, text=True, check=False, timeout=PATIENCE,
+    )  # fmt: skip
+    assert (done.returncode, "error" in done.stderr) == (0, False), done.stderr
+
+
 def test_floe_refuses_to_start_with_the_common_of_another_distribution(tmp_path: Path):
     shutil.copy(ROOT / "floe.py", tmp_path / "floe.py")
     ended = subprocess.run(
