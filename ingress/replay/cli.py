@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from common.chain import FEED_PATTERN
+from common.errors import UsageError
 from common.open import load_settings, open_chains, open_store
 from common.service.cli import Command, Duration, SequenceType, config_option, json_option, print_json, run_command
 from common.service.exits import LATER
@@ -69,6 +71,9 @@ async def replay(config: str, as_json: bool, dry_run: bool, rate: str, speed: st
     from ingress.replay.request import FLAGS, ReplayOptions, Request
 
     flags = {name: asked.pop(name) for name in FLAGS}
+    if not FEED_PATTERN.fullmatch(name := asked["target"]):
+        form = "1 to 255 characters without space . * > / \\"
+        raise UsageError(f"--target: expected a stream name, {form}, found {name!r:.80}")
     request = Request(**asked)
     options = ReplayOptions(**flags, pace=pace_of(rate, speed), paced=paced_words(rate, speed))
     settings, clock = load_settings(config, quiet=True), SystemClock()

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from common.chain import FEED_PATTERN, Chain
+from common.chain import Chain
 from common.clock import parse_time
 from common.errors import UsageError
 from common.segments.documents import BEFORE_GIVING_UP, accept_command
@@ -28,8 +28,7 @@ class Request:
     `incarnation`, `partition` None: all that the range touches. `from_time`, `to_time`: as they were typed,
     with a zone; `to_time` is exclusive, `to_sequence` inclusive. `since`: seconds before now, 0 for none.
     `subjects`: filters of NATS, none for all. `prefix`: put before each subject, with a dot. `into_source`:
-    the target is the stream that the feed was frozen from. Raises UsageError where keys contradict, and
-    for a target that no stream can be called.
+    the target is the stream that the feed was frozen from. Raises UsageError where keys contradict.
     """
 
     site: str
@@ -47,9 +46,6 @@ class Request:
     into_source: bool = False
 
     def __post_init__(self) -> None:
-        if not FEED_PATTERN.fullmatch(self.target):
-            form = "1 to 255 characters without space . * > / \\"
-            raise UsageError(f"--target: expected a stream name, {form}, found {self.target!r:.80}")
         for bounds in (("from_sequence", "from_time", "since"), ("to_sequence", "to_time")):
             if len(given := [name for name in bounds if getattr(self, name)]) > 1:
                 raise UsageError(f"expected one of {' and '.join(map(_option, given))}, found both")
