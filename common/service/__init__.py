@@ -1,1 +1,1 @@
-"""What makes a program a service: configuration, logs, metrics, health, shutdown."""
+"""What makes a program a service: its health, the pages that show it, signals, threads."""
