@@ -162,11 +162,11 @@ class Run:
     view: DemoView
     clock: Clock
     stack: AsyncExitStack
-    clients: dict[str, FloeClient] = field(default_factory=dict)
-    publishers: list[SitePublisher] = field(default_factory=list)
-    archive: dict[Chain, ArchivedChain] = field(default_factory=dict)
-    publishing_seconds: float = 0.0
-    published_until: float = 0.0
+    clients: dict[str, FloeClient] = field(default_factory=dict, init=False)
+    publishers: list[SitePublisher] = field(default_factory=list, init=False)
+    archive: dict[Chain, ArchivedChain] = field(default_factory=dict, init=False)
+    publishing_seconds: float = field(default=0.0, init=False)
+    published_until: float = field(default=0.0, init=False)
 
     @property
     def services(self) -> Services:

@@ -52,13 +52,14 @@ class ChainState:
     | BEGINNING | `waits_for`; looked at each tick | `begins` |
     | OMITTING | its turn | `passes`; `replan`, which makes it begin anew |
     | LOOKING | its turn, or the next tick | `looked` |
-    | READY | its turn | `next_stretch`, with the last one |
+    | READY | its turn | `next_stretch`, with the last one; `replan`, `stands` |
     | PASSING | its turn | `passes`, `replan` |
     | IDLE, DONE | a longer tail, a notification, 300 s | `wake` |
-    | LATE, LOST, DAMAGED | a segment or a decision; looked at each tick | `wake` |
+    | LATE, LOST, DAMAGED | a segment or a decision; looked at each tick | `wake`, `gives_up`, `leads_on` |
     | FAILED | the next tick | `wake` |
     | STOPPED | an operator, or `retry_at` | `retry` |
-    | PAUSED | an operator | another state of the chain |
+    | PAUSED | an operator | `resume` |
+    | any of them | | `fail`, `stop`; `pause`, which is called on a new state of the chain |
 
     `position`: the next sequence to decode; 0 while it is not known where the chain begins. `end`: where its
     incarnation ended, None while it has not. `archived`: the end of coverage as the chain's tail
@@ -75,28 +76,28 @@ class ChainState:
     chain: Chain
     preparer: Preparer
     position: int = 0
-    end: int | None = None
+    end: int | None = field(default=None, init=False)
     archived: int = 0
-    phase: Phase = Phase.BEGINNING
-    turn: Turn = Turn.NONE
-    stretches: deque[Stretch[SegmentRef]] = field(default_factory=deque)
-    given_up: SequenceRange | None = None
-    plan: ChainPlan = field(default_factory=lambda: ChainPlan(Phase.IDLE))
-    search: SearchState = field(default_factory=SearchState)
-    damaged: set[str] = field(default_factory=set)
-    rechecked: int = 0
-    surveyed: tuple[SequenceRange, SequenceRange] | None = None
-    gone: FromHole | None = None
-    stands_since: tuple[int, float] | None = None
-    passed: list[SequenceRange] = field(default_factory=list)
-    stopped: FloeError | None = None
-    retry_at: float = float("inf")
-    waits_for: str = ""
-    unreached: int = 0
-    look_everywhere: bool = True
-    look_behind: bool = True
-    looked_at: float = float("-inf")
-    looked_everywhere_at: float = float("-inf")
+    phase: Phase = field(default=Phase.BEGINNING, init=False)
+    turn: Turn = field(default=Turn.NONE, init=False)
+    stretches: deque[Stretch[SegmentRef]] = field(default_factory=deque, init=False)
+    given_up: SequenceRange | None = field(default=None, init=False)
+    plan: ChainPlan = field(default_factory=lambda: ChainPlan(Phase.IDLE), init=False)
+    search: SearchState = field(default_factory=SearchState, init=False)
+    damaged: set[str] = field(default_factory=set, init=False)
+    rechecked: int = field(default=0, init=False)
+    surveyed: tuple[SequenceRange, SequenceRange] | None = field(default=None, init=False)
+    gone: FromHole | None = field(default=None, init=False)
+    stands_since: tuple[int, float] | None = field(default=None, init=False)
+    passed: list[SequenceRange] = field(default_factory=list, init=False)
+    stopped: FloeError | None = field(default=None, init=False)
+    retry_at: float = field(default=float("inf"), init=False)
+    waits_for: str = field(default="", init=False)
+    unreached: int = field(default=0, init=False)
+    look_everywhere: bool = field(default=True, init=False)
+    look_behind: bool = field(default=True, init=False)
+    looked_at: float = field(default=float("-inf"), init=False)
+    looked_everywhere_at: float = field(default=float("-inf"), init=False)
 
     def __post_init__(self) -> None:
         self.wake()
@@ -238,6 +239,14 @@ class ChainState:
         if self.phase is Phase.STOPPED:
             self.phase = Phase.LOOKING
         self.replan(everywhere=True)
+
+    def pause(self) -> None:
+        """An operator wants nothing of it carried; called on a new state of the chain, which holds nothing."""
+        self.phase = Phase.PAUSED
+
+    def resume(self) -> None:
+        """It is carried again, from the next look on."""
+        self.phase = Phase.IDLE
 
     def went_on(self) -> None:
         """What stopped it is mended."""

@@ -332,9 +332,9 @@ class Prefetcher:
             what = "chain paused" if is_paused else "chain resumed"
             log.info(what, action="pause", target=self.chains.target, **chain.chain.log_context())
             if is_paused:
-                self._hold(chain.chain).phase = Phase.PAUSED
+                self._hold(chain.chain).pause()
             else:
-                chain.phase = Phase.IDLE
+                chain.resume()
                 self._wake(chain)
 
     def _hold(self, chain: Chain) -> ChainState:

@@ -39,12 +39,12 @@ class TargetScan:
     last: int
     counts: Callable[[Chain, int], bool] | None = None
     parked: Collection[tuple[Chain, int]] = ()
-    held: int = 0
-    foreign: int = 0
-    others: int = 0
-    chains: dict[Chain, ScannedChain] = field(default_factory=dict)
-    parked_seen: set[tuple[Chain, int]] = field(default_factory=set)
-    parked_again: int = 0
+    held: int = field(default=0, init=False)
+    foreign: int = field(default=0, init=False)
+    others: int = field(default=0, init=False)
+    chains: dict[Chain, ScannedChain] = field(default_factory=dict, init=False)
+    parked_seen: set[tuple[Chain, int]] = field(default_factory=set, init=False)
+    parked_again: int = field(default=0, init=False)
 
     @property
     def gone(self) -> int:

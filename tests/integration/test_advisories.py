@@ -19,7 +19,7 @@ from egress.advisories.advisory import Advisory, AdvisoryDocument, Event
 from egress.advisories.outbox import HIGH_WATER, ids_stored
 from infra.local.nats import NatsServer
 from tests.support.advisories import SECOND, World, connected, new, news, now_ns, running
-from tests.support.basics import soon
+from tests.support.basics import PATIENCE, soon
 from tests.support.clock import ManualClock
 from tests.support.proxies import TcpProxy
 
@@ -435,7 +435,7 @@ async def test_unreliable_ones_are_dropped_while_the_line_is_down(nats_server: N
             advisories.take(news(100), again=False)
             await soon(lambda: world.counted()["dropped"] == 100)
             await proxy.listen()
-            assert await cut.wait_up(10)
+            assert await cut.wait_up(PATIENCE)
             advisories.take(news(7), again=False)
             await soon(lambda: _reached(world, 7))
         await cut.aclose()

@@ -215,7 +215,7 @@ async def test_one_instance_works_and_the_other_takes_over_within_two_lease_time
     await bench.archived_to(stream, 10)
     assert len(await consumers(bench, stream)) == 1
     await first.crash()
-    await soon(lambda: second.state(stream) == "reading", seconds=10.0)
+    await soon(lambda: second.state(stream) == "reading")
     await bench.publish(stream, [b"y"] * 10)
     await bench.archived_to(stream, 20)
     await second.drain()
@@ -230,7 +230,7 @@ async def test_a_drained_instance_hands_over_at_once(bench: Bench) -> None:
     second = bench.start(settings)
     await soon(lambda: second.state(stream) == "standby")
     await first.drain()
-    await soon(lambda: second.state(stream) == "reading", seconds=20.0)
+    await soon(lambda: second.state(stream) == "reading")
     await second.drain()
 
 

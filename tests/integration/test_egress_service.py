@@ -17,7 +17,7 @@ from common.errors import ConfigError, Refused
 from egress.service import serve
 from infra.local.nats import NatsServer
 from infra.local.process import free_port, spawn
-from tests.support.basics import SharedS3, eventually, soon, unique
+from tests.support.basics import PATIENCE, SharedS3, eventually, soon, unique
 from tests.support.egress import Bench, connected
 
 ROOT = Path(__file__).parents[2]
@@ -96,7 +96,7 @@ async def test_the_command_runs_shows_its_state_and_drains(bench: Bench) -> None
 
 
 def _page(port: int, path: str) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=PATIENCE) as answer:
         return str(answer.read().decode())
 
 

@@ -22,7 +22,7 @@ from ingress.operator import correct
 from ingress.operator.target_scan import ScannedChain, TargetScan, run_scan
 from ingress.parked import ParkedStore, State
 from ingress.rows.prepare import Oversize
-from tests.support.basics import soon
+from tests.support.basics import PATIENCE, soon
 from tests.support.commands import Done, floe, invoke, paste_checkpoint
 from tests.support.ingress import (
     CHAIN,
@@ -266,11 +266,11 @@ async def test_a_state_that_is_lost_is_found_in_the_target(
     if fault == "lost":
         await client.api(f"STREAM.DELETE.KV_{centre.state_bucket}")
     elif fault == "unreadable":
-        await client.request_raw(subject, b'{"version":99}', timeout=5)
+        await client.request_raw(subject, b'{"version":99}', timeout=PATIENCE)
     async with service(centre) as health:
         if fault == "removed under way":
             await soon(lambda: centre.status(health).get("state") == "carrying")
-            await client.request_raw(subject, b"", b"NATS/1.0\r\nKV-Operation: DEL\r\n\r\n", timeout=5)
+            await client.request_raw(subject, b"", b"NATS/1.0\r\nKV-Operation: DEL\r\n\r\n", timeout=PATIENCE)
         archive.put(rows_of(31, 40))
         code = "E-STATE-KV" if fault == "unreadable" else "E-TARGET-NOT-EMPTY"
         await mended(centre, health, code, "--from-target")

@@ -67,7 +67,7 @@ async def test_a_process_whose_targets_are_all_stopped_stays_and_looks_again(
     centre: Centre, client: FloeClient, archive: Archive
 ) -> None:
     await create_stream(client, {"name": centre.target, "subjects": [f"{centre.target}.>"]})
-    await client.request_raw(f"{centre.target}.a".encode(), b"x", timeout=5)
+    await client.request_raw(f"{centre.target}.a".encode(), b"x", timeout=PATIENCE)
     health, stop = Health(SystemClock()), Stop()
     task = asyncio.create_task(centre.run(stop, health))
     await soon(lambda: centre.status(health).get("state") == "stopped")

@@ -11,7 +11,7 @@ from common.errors import ConfigError, Unavailable
 from infra.local.nats import NatsServer
 from ingress.parked import State
 from tests.integration.test_ingress_parked import kept, states
-from tests.support.basics import soon
+from tests.support.basics import PATIENCE, soon
 from tests.support.ingress import (
     CHAIN,
     Archive,
@@ -97,7 +97,7 @@ async def test_what_the_server_does_not_take_is_not_asked_and_cuts_no_connection
     with server:
         async with client_of(server.url) as client:
             with pytest.raises(Unavailable, match=f"expected at most {SMALLER} bytes"):
-                await client.request_raw(b"a", b"x" * (SMALLER + 1), timeout=5)
+                await client.request_raw(b"a", b"x" * (SMALLER + 1), timeout=PATIENCE)
             assert client.is_up
         assert violations(server) == 0
 

@@ -99,7 +99,7 @@ async def test_a_target_that_held_messages_before_is_begun_behind_them(
     centre = Centre(tmp_path, archive, nats_url, **SHARED)
     await make(client, centre)
     for number in range(17):
-        await client.request_raw(f"{centre.target}.before".encode(), b"%d" % number, timeout=5)
+        await client.request_raw(f"{centre.target}.before".encode(), b"%d" % number, timeout=PATIENCE)
     async with centre.running():
         await all_there(client, centre, archive)
     assert repeats(await our(client, centre), archive) == 0

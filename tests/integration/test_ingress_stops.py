@@ -187,7 +187,7 @@ async def test_a_foreign_writer_that_goes_on_ends_with_exit_code_4(centre: Centr
 async def test_a_spoiled_state_is_not_overwritten(centre: Centre, client: FloeClient) -> None:
     await centre.state(client)
     subject = f"$KV.{centre.state_bucket}.ingress.{centre.target}".encode()
-    await client.request_raw(subject, b'{"version":99}', timeout=5)
+    await client.request_raw(subject, b'{"version":99}', timeout=PATIENCE)
     error = await ending(centre)
 
     assert error.code == "E-STATE-KV"

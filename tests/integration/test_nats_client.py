@@ -17,7 +17,7 @@ from common.jetstream.headers import header, status
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
 from infra.local.process import free_port
-from tests.support.basics import soon, unique
+from tests.support.basics import PATIENCE, soon, unique
 
 Message = tuple[bytes, bytes, bytes, bytes | None]
 
@@ -209,7 +209,7 @@ async def test_many_requests_at_once_get_their_own_answers(client: FloeClient):
         client.send(frame(reply, payload, headers))
 
     await client.subscribe_raw(subject, echo)
-    asked = [client.request_raw(subject.encode(), b"%d" % i, timeout=5) for i in range(500)]
+    asked = [client.request_raw(subject.encode(), b"%d" % i, timeout=PATIENCE) for i in range(500)]
     assert await asyncio.gather(*asked) == [(b"%d" % i, None) for i in range(500)]
 
 

@@ -13,7 +13,7 @@ from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.kv import BucketGone, KeyValue, KvDocument, KvEntry, state_key
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer
-from tests.support.basics import soon, unique
+from tests.support.basics import PATIENCE, soon, unique
 from tests.support.proxies import TcpProxy
 from tests.support.servers import placing
 
@@ -85,7 +85,7 @@ async def test_a_deleted_key_is_absent_and_may_be_created_again(kv: KeyValue):
 async def test_markers_of_others_are_absence(client: FloeClient, kv: KeyValue, lines: bytes):
     await kv.put("k", b"1")
     block = b"NATS/1.0\r\n" + lines + b"\r\n\r\n"
-    await client.request_raw(f"$KV.{kv.bucket}.k".encode(), b"", block, timeout=5)
+    await client.request_raw(f"$KV.{kv.bucket}.k".encode(), b"", block, timeout=PATIENCE)
     assert await kv.get("k") is None
     assert await kv.keys() == []
     assert await kv.create("k", b"2") is not None

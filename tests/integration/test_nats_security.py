@@ -22,7 +22,7 @@ from common.settings.loader import read_secret
 from common.settings.service import NatsSettings
 from common.settings.types import FileSecret
 from infra.local.nats import NatsServer, TlsFiles
-from tests.support.basics import soon
+from tests.support.basics import PATIENCE, soon
 from tests.support.proxies import TcpProxy
 
 
@@ -189,7 +189,7 @@ async def test_a_credentials_file_opens_and_may_be_rotated(operator: Any, tmp_pa
     await asyncio.to_thread(server.restart)
     await soon(lambda: not client.is_up)
     path.write_text(content)
-    assert await client.wait_up(10)
+    assert await client.wait_up(PATIENCE)
     await client.aclose()
 
 
@@ -319,7 +319,7 @@ async def test_speaks_tls_and_checks_the_server(certificates: Path, first: bool)
         tls = {"ca": str(certificates / "ca.pem"), "handshake_first": first}
         client = await connect(NatsSettings(url=server.url, tls=tls), name="test")
         await asyncio.to_thread(server.restart)
-        assert await client.wait_up(10)
+        assert await client.wait_up(PATIENCE)
         assert await stream_info(client, "NONE") is None
         await client.aclose()
 

@@ -16,7 +16,7 @@ from common.jetstream.pull import get_message
 from common.segments.segment import Message
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer
-from tests.support.basics import AckReply, parse_ack, soon, unique
+from tests.support.basics import PATIENCE, AckReply, parse_ack, soon, unique
 from tests.support.headers import escape
 from tests.support.servers import placing
 
@@ -34,7 +34,7 @@ async def publish(
 ) -> dict[str, Any]:
     """The acknowledgement, or the refusal, as the server words it."""
     raw = subject.encode() if isinstance(subject, str) else subject
-    answer, _ = await client.request_raw(raw, payload, headers, timeout=5)
+    answer, _ = await client.request_raw(raw, payload, headers, timeout=PATIENCE)
     return dict(json.loads(answer))
 
 

@@ -14,6 +14,7 @@ from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Ledger, Reason
 from common.sequences import SequenceRange
 from ingress.replay.request import ReplayOptions
+from tests.support.basics import PATIENCE
 from tests.support.ingress import CHAIN, arrived, rows_of
 from tests.support.replay import STEP_NS, World, refused
 from tests.support.segments import START_NS
@@ -141,7 +142,7 @@ async def test_what_lies_behind_the_end_of_an_incarnation_is_not_replayed(world:
 async def test_a_target_that_is_not_empty_is_refused_unless_told(world: World) -> None:
     world.fill((1, 20))
     await world.make()
-    await world.client.request_raw(f"{world.target}.x".encode(), b"theirs", None, timeout=5)
+    await world.client.request_raw(f"{world.target}.x".encode(), b"theirs", None, timeout=PATIENCE)
     error = await refused(world, "E-TARGET-NOT-EMPTY")
     assert "--append" in error.hint
     await world.run(ReplayOptions(append=True))
@@ -153,7 +154,7 @@ async def test_a_target_that_is_not_empty_is_refused_unless_told(world: World) -
 async def test_a_purged_target_is_empty(world: World) -> None:
     world.fill((1, 20))
     await world.make()
-    await world.client.request_raw(f"{world.target}.x".encode(), b"theirs", None, timeout=5)
+    await world.client.request_raw(f"{world.target}.x".encode(), b"theirs", None, timeout=PATIENCE)
     await world.client.api(f"STREAM.PURGE.{world.target}")
     await world.run()
     assert await world.sequences() == list(range(1, 21))

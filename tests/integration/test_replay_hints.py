@@ -105,7 +105,7 @@ async def half_way(world: World, **asked: Any) -> None:
 
 
 async def foreign(world: World) -> None:
-    await world.client.request_raw(f"{world.target}.x".encode(), b"theirs", None, timeout=5)
+    await world.client.request_raw(f"{world.target}.x".encode(), b"theirs", None, timeout=PATIENCE)
 
 
 async def purge(world: World, text: str) -> None:

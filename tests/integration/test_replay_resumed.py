@@ -91,7 +91,7 @@ async def test_a_foreign_message_stops_it_before_the_order_is_lost(world: World)
     await world.make()
     await stopped_half_way(world)
     before = await world.sequences()
-    await world.client.request_raw(f"{world.target}.x".encode(), b"theirs", None, timeout=5)
+    await world.client.request_raw(f"{world.target}.x".encode(), b"theirs", None, timeout=PATIENCE)
     error = await refused(world, "E-TARGET-SHARED")
     assert "--again" in error.hint
     found = await arrived(world.client, world.target)

@@ -22,7 +22,7 @@ from tests.support.basics import seeded
 
 CHAIN = Chain("us-east", "NODES")
 REST = (Phase.FAILED, Phase.STOPPED, Phase.PAUSED)
-PLANNED = (Phase.IDLE, Phase.LATE, Phase.DAMAGED, Phase.DONE)
+PLANNED = (Phase.IDLE, Phase.LATE, Phase.LOST, Phase.DAMAGED, Phase.DONE)
 
 
 def segment(first: int, last: int) -> SegmentRef:
@@ -35,7 +35,9 @@ class Model:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        position = rng.choice([0, 7])
+        self.begin_anew(rng.choice([0, 7]))
+
+    def begin_anew(self, position: int) -> None:
         preparer = Preparer(CHAIN, SubjectRule(), TargetLimits(Accepting([">"]), 1024))
         self.state = ChainState(CHAIN, preparer, position)
         self.phase = Phase.LOOKING if position else Phase.BEGINNING
@@ -93,6 +95,15 @@ class Model:
         ):  # fmt: skip
             self.phase = self.fresh()
 
+    def pause(self) -> None:
+        self.begin_anew(self.state.position if self.has_begun else 0)  # as the registry renews it
+        self.state.pause()
+        self.phase = Phase.PAUSED
+
+    def resume(self) -> None:
+        self.state.resume()
+        self.phase = Phase.IDLE
+
     # What happens in some phases only, because a turn does it
 
     def begin(self) -> None:
@@ -106,7 +117,7 @@ class Model:
         at = self.state.position
         refs = [segment(at, at + 4), segment(at + 5, at + 9)][: self.rng.choice([1, 2])]
         stretches = tuple(Stretch(ref, ref.coverage) for ref in refs) if phase is Phase.READY else ()
-        hole = SequenceRange(at, at) if phase in (Phase.LATE, Phase.DAMAGED) else None
+        hole = SequenceRange(at, at) if phase in (Phase.LATE, Phase.LOST, Phase.DAMAGED) else None
         self.state.looked(ChainPlan(phase, stretches, hole), 3.0)
         self.phase, self.left = phase, len(stretches)
 
@@ -138,6 +149,8 @@ class Model:
 
     def step(self) -> None:
         anywhere: list[Callable[[], None]] = [self.end, self.damage, self.wake]
+        if self.phase is not Phase.PAUSED and self.rng.random() < 0.05:
+            anywhere = [self.pause]
         in_a_turn: dict[Phase, list[Callable[[], None]]] = {
             Phase.BEGINNING: [self.begin, self.fail, self.stop],
             Phase.LOOKING: [self.look, self.look, self.fail, self.stop],
@@ -145,10 +158,13 @@ class Model:
             Phase.OMITTING: [self.pass_on, self.fail],
             Phase.PASSING: [self.pass_on],
             Phase.LATE: [self.decide, self.went_on],
+            Phase.LOST: [self.decide, self.stop],
             Phase.DAMAGED: [self.decide, self.stop],
             Phase.IDLE: [self.went_on],
+            Phase.DONE: [self.went_on],
             Phase.STOPPED: [self.retry],
             Phase.FAILED: [self.retry],
+            Phase.PAUSED: [self.resume, self.resume, self.retry],
         }
         self.rng.choice([*anywhere, *in_a_turn.get(self.phase, [])])()
         self.check()
@@ -162,19 +178,26 @@ class Model:
         assert bool(state.stretches) is (phase is Phase.READY)
         assert (state.stopped is not None) is self.is_stopped
         assert state.may_run is (phase not in (Phase.STOPPED, Phase.PAUSED))
+        assert state.goes_on is (phase in (Phase.READY, Phase.OMITTING, Phase.PASSING))
+        assert not state.is_done or state.position > (state.end or 0)
         if phase is Phase.STOPPED:
             assert state.retry_at == 5.0
         if phase in (Phase.STOPPED, Phase.PAUSED):
             assert not state.waits
-        elif not self.is_stopped and phase in (Phase.BEGINNING, Phase.LATE, Phase.DAMAGED, Phase.FAILED):
+        elif not self.is_stopped and phase in (
+            Phase.BEGINNING, Phase.LATE, Phase.LOST, Phase.DAMAGED, Phase.FAILED,
+        ):  # fmt: skip
             assert state.waits, "nothing else would have it looked at soon"
 
 
-@pytest.mark.parametrize("number", range(20))
-def test_the_phase_is_what_the_table_says(number: int) -> None:
-    model = Model(seeded())
-    for _ in range(400):
-        model.step()
+def test_the_phase_is_what_the_table_says() -> None:
+    rng, seen = seeded(), set()
+    for _ in range(20):
+        model = Model(random.Random(rng.random()))
+        for _ in range(400):
+            model.step()
+            seen.add(model.phase)
+    assert seen == set(Phase)
 
 
 @pytest.mark.parametrize("call", ["ends_at", "forget_damage", "replan"])

@@ -18,15 +18,24 @@ ROOT = Path(__file__).parents[2]
 
 
 async def crash_rounds(rng: random.Random) -> dict[str, Any]:
-    """Run the tests marked `soak`. Raises AssertionError with the end of pytest's words where one fails."""
-    started = time.monotonic()
+    """Run the tests marked `soak`, then those marked `timing` one at a time, beside nothing else.
+
+    Raises AssertionError with the end of pytest's words where one fails.
+    """
+    started, seed = time.monotonic(), str(rng.getrandbits(32))
+    found = [await _run(seed, "soak and not timing", "2"), await _run(seed, "timing", "0")]
+    sums = {name: sum(each[name] for each in found) for name in found[0]}
+    return {**sums, "seconds": round(time.monotonic() - started, 1)}
+
+
+async def _run(seed: str, marked: str, processes: str) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "pytest", "-q", "-m", "soak", "-n", "2", f"--junit-xml={report}"),
+            *("-m", "pytest", "-q", "-m", marked, "-n", processes, f"--junit-xml={report}"),
             cwd=ROOT,
-            env={**os.environ, "FLOE_SEED": str(rng.getrandbits(32))},
+            env={**os.environ, "FLOE_SEED": seed},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
@@ -35,5 +44,4 @@ async def crash_rounds(rng: random.Random) -> dict[str, Any]:
         assert process.returncode == 0, out.decode(errors="replace")[-2000:]
         suite = ElementTree.parse(report).getroot().find("testsuite")
     assert suite is not None, "pytest wrote no report"
-    found = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
-    return {**found, "seconds": round(time.monotonic() - started, 1)}
+    return {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}

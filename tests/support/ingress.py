@@ -281,12 +281,12 @@ async def store(client: FloeClient, centre: Centre, rows: Sequence[Message], **h
     for row in rows:
         where = Provenance(CHAIN.site, CHAIN.feed, 0, 0, row.sequence, row.timestamp_ns)
         subject = centre.prefix + row.subject
-        await client.request_raw(subject, row.payload, escape(row.headers, where, **headers), timeout=5)
+        await client.request_raw(subject, row.payload, escape(row.headers, where, **headers), timeout=PATIENCE)
 
 
 async def foreign(client: FloeClient, centre: Centre, block: bytes | None = None) -> None:
     """A message of somebody else, acknowledged."""
-    await client.request_raw(f"{centre.target}.foreign".encode(), b"x", block, timeout=5)
+    await client.request_raw(f"{centre.target}.foreign".encode(), b"x", block, timeout=PATIENCE)
 
 
 async def left_open(client: FloeClient, centre: Centre, ref: SegmentRef, created: str, base: int = 0) -> TargetState:

@@ -325,7 +325,7 @@ def test_closed_outputs_do_not_change_the_exit_code():
         ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *script("from common.errors import Refused; raise Refused('x')")],
         cwd=ROOT,
         check=False,
-        timeout=20,
+        timeout=PATIENCE,
     )
     assert ended.returncode == 77
 

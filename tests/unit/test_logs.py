@@ -181,7 +181,7 @@ def test_before_configuring_nothing_goes_to_stdout():
 
 def test_nobody_reading_the_log_delays_nothing_and_dropped_lines_are_told(monkeypatch: pytest.MonkeyPatch):
     # Given a pipe that is full, and a short queue
-    monkeypatch.setattr(log_writer, "FLUSH_TIMEOUT", 0.1)
+    monkeypatch.setattr(log_writer, "FLUSH_TIMEOUT", 0.5)
     reader, writer = os.pipe()
     with os.fdopen(reader) as pipe, os.fdopen(writer, "w") as stream:
         handler = log_writer.LineHandler(stream, capacity=10)
@@ -191,7 +191,7 @@ def test_nobody_reading_the_log_delays_nothing_and_dropped_lines_are_told(monkey
         started = time.monotonic()
         for _ in range(100):
             handler.emit(record)
-        assert time.monotonic() - started < 8, "a line that waits takes a tenth of a second"
+        assert time.monotonic() - started < 40, "it would be 50, if each line waited"
         assert handler.dropped >= 80
         # Then a reader that comes back sees whole lines, and how many are missing
         lines = [pipe.readline() for _ in range(100 - handler.dropped + 1)]

@@ -199,7 +199,7 @@ def test_a_scraper_that_never_reads_holds_neither_others_nor_the_shutdown(health
         assert get(monitor, "/healthz")[0] == 200
         started = time.monotonic()
         monitor.close()
-        assert time.monotonic() - started < 4, "it waits for no part of the answer to be taken"
+        assert time.monotonic() - started < PATIENCE, "it waits for no part of the answer to be taken"
 
 
 def test_no_more_than_a_few_requests_are_answered_at_the_same_time(monitor: Monitor):
@@ -231,10 +231,10 @@ def test_a_page_that_cannot_be_made_is_told_and_the_next_one_is_served(health: H
     monitor.start()
     try:
         with pytest.raises(HTTPError) as caught:
-            urlopen(f"http://127.0.0.1:{monitor.port}/status", timeout=5)
+            urlopen(f"http://127.0.0.1:{monitor.port}/status", timeout=PATIENCE)
         assert caught.value.code == 500
         assert b"E-UNEXPECTED" in caught.value.read()
-        assert urlopen(f"http://127.0.0.1:{monitor.port}/healthz", timeout=5).status == 200
+        assert urlopen(f"http://127.0.0.1:{monitor.port}/healthz", timeout=PATIENCE).status == 200
     finally:
         monitor.close()
     assert counted(unexpected.labels("monitor")) == count + 1

@@ -131,5 +131,5 @@ sys.argv = ["floe", "hang"]
 floe.main()
 """
     root = Path(__file__).parents[2]
-    ended = subprocess.run([sys.executable, "-c", script], cwd=root, timeout=20, check=False, capture_output=True)
+    ended = subprocess.run([sys.executable, "-c", script], cwd=root, timeout=PATIENCE, check=False, capture_output=True)
     assert (ended.returncode, ended.stderr) == (75, b"")
