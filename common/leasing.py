@@ -26,7 +26,7 @@ from common.logs import get_logger
 from common.service.monitor import Health
 from common.tasks import Stop, StopReason, Tell, Trouble, again, end, first_of, guarded, orphaned, wait_for, watched
 
-log = get_logger("leasing")
+log = get_logger(__name__)
 
 
 class Members:

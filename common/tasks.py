@@ -15,7 +15,7 @@ from common.errors import FloeError, OutcomeUnknown, Unavailable, Unforeseen
 from common.logs import get_logger
 from common.metrics import begin, counter
 
-log = get_logger("common.clock")
+log = get_logger(__name__)
 
 T = TypeVar("T")
 

@@ -40,7 +40,7 @@ from compaction.tombstones import TombstoneIndex, Tombstones, outdated
 if TYPE_CHECKING:
     from common.settings.root import LevelSettings
 
-log = get_logger("compaction.run")
+log = get_logger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -23,7 +23,7 @@ from common.settings.root import Settings
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-log = get_logger("compaction.spark")
+log = get_logger(__name__)
 
 I = TypeVar("I")  # noqa: E741
 R = TypeVar("R")

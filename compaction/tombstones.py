@@ -30,7 +30,7 @@ from common.sequences import SequenceRange, holes
 from compaction.failures import Failure
 from compaction.supersede import Supersession, may_supersede
 
-log = get_logger("compaction.tombstones")
+log = get_logger(__name__)
 
 
 FORMAT_VERSION = 1

@@ -29,7 +29,7 @@ from egress.deps import EgressTuning, PartitionDeps
 from egress.incarnations import HighWaterMarks, Incarnation
 from egress.partition import believe_listing
 
-log = get_logger("egress.archive")
+log = get_logger(__name__)
 
 
 KEPT = 1000  # segments of a view, those that reach furthest

@@ -37,7 +37,7 @@ from egress.identity import (
 from egress.incarnations import HighWaterMarks, Incarnation, older
 from egress.partition import Position, position
 
-log = get_logger("egress.evidence")
+log = get_logger(__name__)
 
 
 T = TypeVar("T")

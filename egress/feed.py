@@ -26,7 +26,7 @@ from egress.partition import Partition
 from egress.report import FeedReport
 from egress.worker import Worker
 
-log = get_logger("egress.feed")
+log = get_logger(__name__)
 
 BEAT = 1.0  # seconds
 ABANDON = 2.0  # seconds to let go of what was not drained in time

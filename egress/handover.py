@@ -11,7 +11,7 @@ from egress.deps import PartitionDeps
 from egress.identity import Evidence, SourceVerdict, VerdictKind, is_any_equal
 from egress.incarnations import Closing, Closings, End, EndDecision, History, Incarnation, NextStream
 
-log = get_logger("egress.succession")
+log = get_logger(__name__)
 
 POLL = 2.0  # seconds between two looks at what the other partitions have done, at most
 

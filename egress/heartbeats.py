@@ -29,7 +29,7 @@ from egress import metrics
 from egress.deps import EgressDeps
 from egress.report import FeedReport
 
-log = get_logger("egress.heartbeats")
+log = get_logger(__name__)
 
 
 ACK_TIMEOUT = 2.0  # seconds

@@ -28,7 +28,7 @@ from common.sequences import MAX_SEQUENCE
 from egress.deps import PartitionDeps
 from egress.partition import Partition, believe_listing, partitions_of, repartition, resolve, unreadable
 
-log = get_logger("egress.incarnations")
+log = get_logger(__name__)
 
 First = Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCE)]
 

@@ -29,7 +29,7 @@ from egress.batch import LOOPED
 from egress.builder import Piece
 from egress.deps import PartitionDeps
 
-log = get_logger("egress.loops")
+log = get_logger(__name__)
 
 MOST_CLAIMS = 4  # of one message that are asked about: an honest one has one, a forged one a thousand
 ASKED_BYTES = 16 * 2**20  # of messages asked for at once, each as large as the server takes them

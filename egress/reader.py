@@ -32,7 +32,7 @@ from egress.deps import PartitionDeps
 from egress.identity import SourceStream
 from egress.memory import MemoryAccount
 
-log = get_logger("egress.reader")
+log = get_logger(__name__)
 
 MESSAGE_OVERHEAD = 256  # bytes of subject, reply and headers, guessed for the size of a batch
 # Bytes of subject and reply that a pull request's max_bytes counts on top of a payload.

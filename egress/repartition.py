@@ -33,7 +33,7 @@ from egress.report import LeftOut, look
 from egress.session import Stand
 from egress.worker import Worker
 
-log = get_logger("egress.repartition")
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

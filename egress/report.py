@@ -30,7 +30,7 @@ from egress.builder import Close
 from egress.identity import Evidence, SourceVerdict, VerdictKind
 from egress.partition import Partition
 
-log = get_logger("egress.feed")
+log = get_logger(__name__)
 
 
 class SamplingReport:

@@ -32,7 +32,7 @@ from egress.identity import (
 from egress.incarnations import Closings, EndDecision, HighWaterMarks, History, Incarnation, newest_incarnation
 from egress.partition import Partition
 
-log = get_logger("egress.resolve")
+log = get_logger(__name__)
 
 
 # What is wrong with the listing, or with what is remembered of it; the listing may be believed instead.

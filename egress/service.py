@@ -35,7 +35,7 @@ from egress.heartbeats import Heartbeats, Reachability, SignOfLife
 from egress.partition import all_partitions, require_feeds
 from egress.workers.process import WorkerPlace
 
-log = get_logger("egress.service")
+log = get_logger(__name__)
 
 
 def share_site(

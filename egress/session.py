@@ -38,7 +38,7 @@ from egress.sampling.stage import Sampled
 from egress.uploader import RetakeError, Unflushed, Uploader, closed
 from egress.watchdog import Liveness, ProgressCheck, SessionStanding
 
-log = get_logger("egress.session")
+log = get_logger(__name__)
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from egress.reader import Reader
 
 T = TypeVar("T")
 
-log = get_logger("egress.uploader")
+log = get_logger(__name__)
 
 
 class RetakeError(Exception):

@@ -26,7 +26,7 @@ from egress.acks import ReaderResetError
 from egress.deps import PartitionDeps
 from egress.report import FeedReport
 
-log = get_logger("egress.watchdog")
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from egress.session import Session, Stand
 from egress.uploader import RetakeError, Unflushed, require
 from egress.watchdog import Expiry
 
-log = get_logger("egress.worker")
+log = get_logger(__name__)
 
 # Seconds. Where the line is cut more often than segments are due, nothing would ever be stored: the first
 # segment behind a cut is closed after half the time that the line held, but not sooner than this.

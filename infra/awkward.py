@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common.clock import Clock, SystemClock
+from common.clock import NS_PER_S, Clock, SystemClock
 from common.errors import ConfigError
 from common.jetstream.api import stream_info
 from common.jetstream.client import ApiError, FloeClient, frame
@@ -278,7 +278,7 @@ async def _config(client: FloeClient, stream: str) -> dict[str, Any]:
 
 async def _outlast_duplicate_window(publisher: AckedPublisher, config: Mapping[str, Any], clock: Clock) -> None:
     """Let the second half's repeated message ids be stored, where the window is short enough to wait for."""
-    window = config.get("duplicate_window", 0) / 1e9
+    window = config.get("duplicate_window", 0) / NS_PER_S
     if window <= LONGEST_PAUSE:
         await publisher.settle()
         await clock.sleep(window * 2.5)  # the server forgets ids only once in a window

@@ -16,7 +16,7 @@ from common.tasks import Stop, wait_for
 from infra.acked import AckedPublisher, Published
 from infra.fleet import Fleet, Sizes, describe, read_facts
 
-log = get_logger("infra.emulator")
+log = get_logger(__name__)
 
 
 SUBJECT = "choria.node_metadata.{sender}"

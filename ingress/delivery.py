@@ -18,6 +18,7 @@ from common.errors import AnotherWriter, Stopped, Unavailable
 from common.exits import command, ways
 from common.failpoints import failpoint
 from common.jetstream.client import FloeClient, no_headers
+from common.jetstream.requests import WRONG_LAST_SEQUENCE
 from common.logs import get_logger
 from common.tasks import Stop
 from ingress import metrics
@@ -33,12 +34,12 @@ from ingress.checkpoint import (
     share_intent,
 )
 from ingress.checkpoint_store import StateMoved, StateStore, Stored
-from ingress.publishers.publisher import WRONG_LAST_SEQUENCE, Outcome, Publisher, UnknownOutcome
+from ingress.publishers.publisher import Outcome, Publisher, UnknownOutcome
 from ingress.rows.rows import Rows
 from ingress.verdict.settle import Reconciler
 from ingress.verdict.verdict import Settled
 
-log = get_logger("ingress.delivery")
+log = get_logger(__name__)
 
 SLOW_ROUNDS = 8  # attempts in a row that stored nothing before everything is begun again
 FIRST_PAUSE, LAST_PAUSE = 0.05, 5.0  # seconds between such attempts

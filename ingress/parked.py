@@ -26,7 +26,7 @@ from ingress import metrics
 from ingress.checkpoint import ParkedAs, TargetState
 from ingress.rows.prepare import Oversize
 
-log = get_logger("ingress.parked")
+log = get_logger(__name__)
 
 
 _KEY = re.compile(

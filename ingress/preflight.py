@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from common.clock import NS_PER_S
 from common.errors import ConfigError
 from common.jetstream.api import StreamInfo, create_stream, stream_info
 from common.jetstream.client import FloeClient
@@ -15,7 +16,7 @@ from common.settings.ingress import CreateSettings, TargetSettings
 from ingress.errors import passes_by_itself
 from ingress.rows.prepare import Accepting, TargetLimits, rule_of
 
-log = get_logger("ingress.preflight")
+log = get_logger(__name__)
 
 # Headers of a source that may act again, and what the target must allow for it.
 NEEDS = {b"nats-ttl": "allow_msg_ttl", b"nats-rollup": "allow_rollup_hdrs", b"nats-marker-reason": ""}
@@ -64,7 +65,7 @@ def stream_config(settings: TargetSettings, create: CreateSettings) -> dict[str,
         "discard": "old",
         "storage": create.storage,
         "num_replicas": create.replicas,
-        "max_age": int(create.max_age * 1_000_000_000),
+        "max_age": int(create.max_age * NS_PER_S),
         "max_bytes": create.max_bytes or -1,
         "max_msgs": -1,
         "max_msgs_per_subject": -1,

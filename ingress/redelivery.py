@@ -19,7 +19,7 @@ from ingress.parked import ParkedEntry, ParkedName, ParkedStore, State, waiting
 from ingress.rows.prepare import RowRefused
 from ingress.rows.rows import Block, Rows
 
-log = get_logger("ingress.redelivery")
+log = get_logger(__name__)
 
 
 T = TypeVar("T")

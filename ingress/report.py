@@ -27,7 +27,7 @@ from ingress.delivery import Delivery
 from ingress.discovery.sites import Sites
 from ingress.rows.rows import Block
 
-log = get_logger("ingress.target")
+log = get_logger(__name__)
 
 
 Labels = tuple[str, str, str, str]
@@ -170,8 +170,8 @@ def _decoded(ready: Iterable[Block], intent: Intent | None) -> tuple[Counter[Cha
         counts[piece.chain] += piece.count
     for block in ready:
         counts[block.piece.chain] += block.piece.count
-        if block.material is not None and block.material.timestamps_ns:
-            times.setdefault(block.piece.chain, block.material.timestamps_ns[0] / NS_PER_S)
+        if block.batch is not None and block.batch.timestamps_ns:
+            times.setdefault(block.piece.chain, block.batch.timestamps_ns[0] / NS_PER_S)
     return counts, times
 
 

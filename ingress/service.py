@@ -26,7 +26,7 @@ from ingress.discovery.sites import Sites
 from ingress.errors import check_targets, passes_by_itself
 from ingress.target import TargetSupervisor
 
-log = get_logger("ingress.service")
+log = get_logger(__name__)
 
 THREADS = 4
 LOOKERS = 4

@@ -30,7 +30,7 @@ from ingress.rows.prepare import TargetLimits, oversize_hint
 from ingress.verdict.settle import Reconciler, SharedSettler
 from ingress.verdict.verdict import Sending, TargetErrors, TargetStream
 
-log = get_logger("ingress.target")
+log = get_logger(__name__)
 
 
 class Target:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ApiError", "FloeClient", "RawSubscription", "Sink", "connect", "frame"]
 
-log = get_logger("jetstream.client")
+log = get_logger(__name__)
 
 PING_INTERVAL = 10.0  # seconds; a dead connection is noticed within twice that
 READ_SIZE = 256 * 1024  # bytes of one read

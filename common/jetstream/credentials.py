@@ -30,7 +30,7 @@ from common.settings.types import FileSecret
 if TYPE_CHECKING:
     from common.settings.service import NatsSettings
 
-log = get_logger("jetstream.auth")
+log = get_logger(__name__)
 
 
 _JWT = re.compile(rb"-----BEGIN NATS USER JWT-----\s+(\S+)")

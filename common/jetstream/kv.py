@@ -18,11 +18,10 @@ from common.errors import ConfigError, OutcomeUnknown, Unavailable
 from common.jetstream.api import MESSAGE_NOT_FOUND, STREAM_NOT_FOUND, ask, create_stream, stored_message, stream_info
 from common.jetstream.client import FloeClient, RawSubscription
 from common.jetstream.headers import build_block, header
-from common.jetstream.requests import NOBODY, ApiError, api_error
+from common.jetstream.requests import NOBODY, WRONG_LAST_SEQUENCE, ApiError, api_error
 from common.segments.segment import Message
 from common.tasks import Tell, orphaned
 
-WRONG_LAST_SEQUENCE = (10071, 10164)  # the second one where another write of the key is in flight
 NAME_IN_USE = 10058
 REQUEST_TIMEOUT = 5.0  # seconds
 PARALLEL_READS = 64

@@ -20,7 +20,7 @@ from common.jetstream.kv import BucketGone, KeyValue
 from common.logs import get_logger
 from common.tasks import Stop, StopReason, Tell, orphaned, told
 
-log = get_logger("jetstream.lease")
+log = get_logger(__name__)
 
 SETTLING_READS = 3  # tries to learn what became of a write whose answer was lost
 

@@ -8,6 +8,8 @@ from common.errors import FloeError, OutcomeUnknown, Unavailable
 
 Answer = tuple[bytes, bytes | None]  # payload, raw header block or None
 
+# Error codes of a write that expects another last sequence; the second where another write is in flight.
+WRONG_LAST_SEQUENCE = (10071, 10164)
 NOBODY = "E-NO-RESPONDERS"  # the code of Unavailable where nobody listens on the subject
 # No leader for now; a cluster that is not complete or moves its peers; a write in flight on the same subject.
 TEMPORARILY_UNAVAILABLE = (10004, 10008, 10075, 10163)

@@ -16,7 +16,7 @@ from common.objects.sqs import SqsQueue
 from common.settings.root import StoreSettings
 from common.settings.types import FileSecret
 
-log = get_logger("objects.probe")
+log = get_logger(__name__)
 
 
 def open_objects(settings: StoreSettings) -> ObjectStore:

@@ -33,7 +33,7 @@ from common.settings.types import FileSecret
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
-log = get_logger("objects.s3")
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

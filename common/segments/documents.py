@@ -34,7 +34,7 @@ from common.segments.alive import Alive, to_read
 from common.segments.keys import Layout, StateName
 from common.sequences import MAX_SEQUENCE, SequenceRange
 
-log = get_logger("segments.documents")
+log = get_logger(__name__)
 
 
 class _Versioned(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="format_version", tag=1):

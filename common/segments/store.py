@@ -39,7 +39,7 @@ from common.segments.table import SegmentTable
 from common.segments.writer import Spool, SpooledSegment, hash_file, spool_error
 from common.sequences import SequenceRange, cover, holes
 
-log = get_logger("segments.store")
+log = get_logger(__name__)
 
 
 BLOCK_BYTES = 32 * 1024  # the footer of most segments fits

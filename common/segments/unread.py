@@ -29,7 +29,7 @@ from common.segments.segment import Footer, SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, Stretch, preference
 
-log = get_logger("segments.unread")
+log = get_logger(__name__)
 
 NOTHING: frozenset[str] = frozenset()
 

@@ -19,7 +19,7 @@ from common.logs import get_logger
 from common.settings.types import read_all_again
 from common.tasks import Stop, told
 
-log = get_logger("common.shutdown")
+log = get_logger(__name__)
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -32,7 +32,7 @@ from common.chain import FEED_PATTERN, SITE_PATTERN
 from common.clock import TIME_FORM, parse_time
 from common.logs import get_logger
 
-log = get_logger("settings.secret_file")
+log = get_logger(__name__)
 
 
 DURATION_FORM = "a duration such as 500ms 5s 5m 1h30m 7d 1w"

@@ -23,7 +23,7 @@ from common.metrics import begin
 from egress import metrics
 from egress.advisories.advisory import Advisory, Event, filter_of
 
-log = get_logger("egress.advisories")
+log = get_logger(__name__)
 
 
 LIMIT = 100_000  # advisories

@@ -32,7 +32,7 @@ from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot
 
-log = get_logger("egress.sampling")
+log = get_logger(__name__)
 
 
 T = TypeVar("T")

@@ -30,7 +30,7 @@ from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot
 from egress.sampling.snapshot_store import Candidates, SnapshotRef, Snapshots, reason, to_build_upon, to_follow
 
-log = get_logger("egress.sampling")
+log = get_logger(__name__)
 
 _WHY = {
     "settings": "no snapshot is of the sampling settings and partitions as they are now",

@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 
+from common.clock import NS_PER_S
 from common.settings.egress import FeedSettings
 
 #: The version of the fold: raised when the same settings and messages would lead to other choices.
@@ -75,4 +76,4 @@ class Sampling:
 
 
 def _nanoseconds(seconds: float) -> int:
-    return round(seconds * 1_000_000_000)
+    return round(seconds * NS_PER_S)

@@ -26,7 +26,7 @@ from common.service.process import Threads
 from egress.report import SamplingReport
 from egress.sampling.snapshot import Snapshot, decode, encode
 
-log = get_logger("egress.snapshots")
+log = get_logger(__name__)
 
 
 __all__ = ["SnapshotRef", "Snapshots"]

@@ -29,7 +29,7 @@ from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot
 from egress.sampling.snapshot_store import Saving, Snapshots
 
-log = get_logger("egress.sampling")
+log = get_logger(__name__)
 
 
 class Quiet:

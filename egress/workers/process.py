@@ -16,7 +16,7 @@ from common.logs import get_logger
 from common.metrics import begin
 from common.tasks import Stop, end, first_of, told, watched
 
-log = get_logger("egress.workers")
+log = get_logger(__name__)
 
 
 FINAL = (78, 77, 2)  # what a restart would only repeat: configuration, credentials, the command line

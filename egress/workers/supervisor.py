@@ -23,7 +23,7 @@ from egress.partition import require_feeds
 from egress.workers.pages import WorkerPages, ask_all
 from egress.workers.process import FINAL, WorkerProcess, worst
 
-log = get_logger("egress.workers")
+log = get_logger(__name__)
 
 
 BEAT = 1.0  # seconds between two of the parent's event loop
@@ -35,7 +35,7 @@ running_workers = gauge("egress_worker_running", "1 while the process runs under
 restarts = counter("egress_worker_restarts", "Times it was started again after an unexpected end.", WORKER)
 
 
-class Crew:
+class Supervisor:
     """Runs `workers`. `shutdown_timeout`: what each takes to drain, at most."""
 
     def __init__(
@@ -109,28 +109,28 @@ async def run_workers(config: str, settings: Settings, count: int) -> int:
     clock = SystemClock()
     environment = {**os.environ, **({"FLOE_DEBUG": "1"} if is_debug() else {})}
     workers = [WorkerProcess(index, count, command(config), environment) for index in range(count)]
-    crew = Crew(workers, settings.egress.shutdown_timeout, clock, random.SystemRandom())
+    supervisor = Supervisor(workers, settings.egress.shutdown_timeout, clock, random.SystemRandom())
     health = Health(clock)
     monitor = Monitor(settings.egress.monitor.listen, health, pages=WorkerPages(health, partial(ask_all, workers)))
     monitor.start()
     with closing(monitor):
-        return await run_crew(crew, health, clock)
+        return await supervise(supervisor, health, clock)
 
 
-async def run_crew(crew: Crew, health: Health, clock: Clock) -> int:
+async def supervise(supervisor: Supervisor, health: Health, clock: Clock) -> int:
     """Run the workers until a signal ends them; the exit code. Raises what fails in this process."""
 
     def kill(number: int) -> None:
-        crew.send(signal.SIGKILL)
+        supervisor.send(signal.SIGKILL)
         flush()
         exit_at_once(number)
 
-    hang_up = partial(crew.send, signal.SIGHUP)
+    hang_up = partial(supervisor.send, signal.SIGHUP)
     hangups.append(hang_up)
     async with stop_on_signals(second=kill) as stop:
         beating = watched(_beat(health, clock), orphaned, name="beat")
         try:
-            return await crew.run(stop)
+            return await supervisor.run(stop)
         finally:
             hangups.remove(hang_up)
             await end(beating)

@@ -22,7 +22,7 @@ from ingress.errors import set_command, set_position
 from ingress.rows.decoder import FromHole
 from ingress.rows.prepare import Preparer, TargetLimits, rule_of
 
-log = get_logger("ingress.chains.chain_state")
+log = get_logger(__name__)
 
 _AT_REST = (Phase.FAILED, Phase.STOPPED, Phase.PAUSED)  # planning anew ends none of these
 _LOOKED_AT_EACH_TICK = (

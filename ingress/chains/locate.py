@@ -25,7 +25,7 @@ from ingress.chains.starts import Starts
 from ingress.errors import passes_by_itself
 from ingress.rows.decoder import Relays
 
-log = get_logger("ingress.chains.locate")
+log = get_logger(__name__)
 
 
 BY = "ingress"

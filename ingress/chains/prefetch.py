@@ -28,7 +28,7 @@ from ingress.parked import ParkedStore
 from ingress.rows.decoder import Decoder, FromHoleError, Relays
 from ingress.rows.rows import Block, DecodedAhead, Rows
 
-log = get_logger("ingress.chains.prefetch")
+log = get_logger(__name__)
 
 TURNS = 3  # chains that are read at the same time
 LOOK_AGAIN = 300.0  # seconds until a chain is looked at whatever its tail says
@@ -358,7 +358,7 @@ class Prefetcher:
                 await self.chains.renew_limits()
             except FloeError as error:
                 target = self.chains.target
-                log.warning("target not readable", action="shape", target=target, error=str(error))
+                log.warning("target not readable", action="limits", target=target, error=str(error))
                 return
         for chain in wanted:
             if self.chains.is_current(chain):

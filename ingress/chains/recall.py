@@ -23,7 +23,7 @@ from ingress.rows.decoder import Decoder, Relays
 from ingress.rows.prepare import Preparer, RowRefused, oversize_hint
 from ingress.rows.rows import Block, ByteBudget, Rows
 
-log = get_logger("ingress.chains.recall")
+log = get_logger(__name__)
 
 NEIGHBOURS = 20  # segments that may end where one segment ends
 
@@ -114,8 +114,8 @@ class Recall:
         prepared = await self._threads.run(preparer.prepare, batch_of(message))
         if prepared.problem is not None:
             raise prepared.problem
-        assert prepared.material is not None, "one row is ready or refused"
-        return Block(piece, prepared.material, prepared.material.size)
+        assert prepared.batch is not None, "one row is ready or refused"
+        return Block(piece, prepared.batch, prepared.batch.size)
 
     async def _preparer(self, chain: Chain, leaves_out: frozenset[int]) -> Preparer:
         """What makes rows of the chain ready; it leaves out exactly `leaves_out`, whatever the limits are."""

@@ -28,7 +28,7 @@ from common.sequences import SequenceRange, Stretch, extends, leading, preferenc
 from ingress.chains.plan import ChainPlan, Phase, plan_chain
 from ingress.rows.decoder import FromHole, standing_in
 
-log = get_logger("ingress.chains.search")
+log = get_logger(__name__)
 
 
 LISTED = 100  # segments of one level that a look takes

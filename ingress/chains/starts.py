@@ -26,7 +26,7 @@ from common.segments.store import SegmentStore
 from common.sequences import MAX_SEQUENCE
 from common.settings.service import StartSettings
 
-log = get_logger("ingress.chains.starts")
+log = get_logger(__name__)
 
 FORMAT_VERSION = 1
 

@@ -23,7 +23,7 @@ from ingress.chains.prefetch import Prefetcher
 from ingress.discovery.sites import Sites
 from ingress.errors import leading, passes_by_itself
 
-log = get_logger("ingress.discovery")
+log = get_logger(__name__)
 
 LOOK_AT_SITES = 60.0  # seconds between two looks at the signs of life
 LOOK_UP_ALL = 300.0  # seconds between two listings of the chains' documents

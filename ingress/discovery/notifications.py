@@ -26,7 +26,7 @@ from common.tasks import Trouble, first_of, guarded, told
 from ingress import metrics
 from ingress.discovery.discovery import Discovery
 
-log = get_logger("ingress.discovery.sqs")
+log = get_logger(__name__)
 
 
 MAX_BYTES = 1024 * 1024  # of a document; Amazon's queues take no more, and a notification has 1 KB

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from common import cli
+from common.clock import NS_PER_S
 from common.errors import DataError, UsageError
 from common.exits import command, ways
 from common.open import load_settings
@@ -209,7 +210,7 @@ def _row(store: ParkedStore, entry: ParkedEntry) -> dict[str, object]:
         "sequence": entry.name.sequence,
         "state": str(entry.state),
         "bytes": entry.size,
-        "since": format_time(int(entry.since) * 1_000_000_000),
+        "since": format_time(int(entry.since) * NS_PER_S),
         "why": store.why(entry),
         "created": entry.name.created,
     }

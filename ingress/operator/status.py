@@ -11,7 +11,7 @@ import click
 
 from common.chain import Chain
 from common.cli import print_json, table
-from common.clock import Clock, SystemClock, format_time
+from common.clock import NS_PER_S, Clock, SystemClock, format_time
 from common.errors import ConfigError, DataError, FloeError, Refused, Stopped
 from common.jetstream.api import stream_info
 from common.jetstream.buckets import state_of_ingress
@@ -38,7 +38,7 @@ from ingress.preflight import control_headers
 from ingress.publishers.choose import choose, offered
 from ingress.verdict.verdict import Finding, judge, judge_shared, read
 
-log = get_logger("ingress.operator.status")
+log = get_logger(__name__)
 
 
 SILENT = "silent"
@@ -205,7 +205,7 @@ class ChainStatus:
 
 
 def _time(seconds: float | None) -> str | None:
-    return None if seconds is None else format_time(int(seconds) * 1_000_000_000)
+    return None if seconds is None else format_time(int(seconds) * NS_PER_S)
 
 
 def by_newest_incarnation(chains: Iterable[Chain], sightings: Mapping[Chain, Sighting]) -> dict[Chain, Sighting]:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from common.errors import Unavailable
 from common.failpoints import failpoint
-from ingress.publishers.publisher import WRONG_LAST_SEQUENCE, Expected, Outcome, RepliedPublisher, Reply, UnknownOutcome
+from common.jetstream.requests import WRONG_LAST_SEQUENCE
+from ingress.publishers.publisher import Expected, Outcome, RepliedPublisher, Reply, UnknownOutcome
 from ingress.rows.rows import Rows
 
 MAX_BATCH = 1000  # messages; the server's own limit

@@ -20,7 +20,6 @@ from common.tasks import guarded, within
 from ingress.rows.rows import Rows
 
 NO_RESPONDERS = b"NATS/1.0 503"
-WRONG_LAST_SEQUENCE = (10071, 10164)
 BATCH_INCOMPLETE = 10176
 
 Answer = tuple[bytes, bytes | None]  # payload, header block

@@ -45,7 +45,7 @@ from ingress.replay.replay import Replay
 from ingress.replay.request import ReplayOptions, ReplayResult, Request
 from ingress.replay.survey import known_chains
 
-log = get_logger("ingress.replay.drill")
+log = get_logger(__name__)
 
 
 MAX_EXAMPLES = 5

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
-from common.clock import Clock
+from common.clock import NS_PER_S, Clock
 from common.errors import UsageError
 from common.settings.types import parse_size
 from common.tasks import Stop, wait_for
@@ -73,12 +73,12 @@ class Speed:
         if self._anchor is None:
             self._anchor = (now, times_ns[0])
         begun, first_ns = self._anchor
-        reached = first_ns + (now - begun) * self._factor * 1e9
+        reached = first_ns + (now - begun) * self._factor * NS_PER_S
         # A message that is older than one before it goes with that one.
         newest = list(accumulate(times_ns, max))
         if count := bisect_right(newest, reached):
             return count, 0.0
-        return 0, min(LONGEST_WAIT, (newest[0] - reached) / 1e9 / self._factor + 0.001)
+        return 0, min(LONGEST_WAIT, (newest[0] - reached) / NS_PER_S / self._factor + 0.001)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +177,10 @@ def upcoming(rows: Rows, start: int) -> tuple[list[int], list[int]]:
     before = 0
     for block in rows.blocks:
         skip, before = max(0, start - before), before + block.piece.count
-        if (material := block.material) is None or skip >= len(material.sequences):
+        if (batch := block.batch) is None or skip >= len(batch.sequences):
             continue
-        times += material.timestamps_ns[skip:]
-        ends = [0, *material.ends]
+        times += batch.timestamps_ns[skip:]
+        ends = [0, *batch.ends]
         sizes += [end - begin for begin, end in zip(ends[skip:], ends[skip + 1 :], strict=False)]
         if len(times) >= LOOK_AHEAD:
             break

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from common.chain import Chain
+from common.clock import NS_PER_S
 from common.errors import UsageError
 from common.segments.segment import UNREAD, Footer, Ledger, Reason, SegmentRef
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
@@ -266,4 +267,4 @@ def _extent(held: Sequence[ArchivedSpan]) -> str:
 
 def time_text(timestamp_ns: int) -> str:
     """A time for people, to the second."""
-    return datetime.fromtimestamp(timestamp_ns // 10**9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return datetime.fromtimestamp(timestamp_ns // NS_PER_S, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -40,7 +40,7 @@ from ingress.replay.output import ReplayProgress, Teller, progress_line, standin
 from ingress.replay.pace import Interrupted, PacedPublisher
 from ingress.replay.receipt import Receipt, ReceiptBucket, Remembered, Unreadable, receipt_key, remembered
 from ingress.replay.request import Advice, ReplayOptions, ReplayResult, Request
-from ingress.replay.source import ReplayRoster, ReplaySource, target_settings
+from ingress.replay.source import ReplayRegistry, ReplaySource, target_settings
 from ingress.replay.survey import Outlook, ReplaySurvey, check_plan, continued
 from ingress.rows.prepare import TargetLimits
 from ingress.verdict.settle import Reconciler
@@ -375,7 +375,7 @@ class Carrying:
         """What carries from the archive into the target, which is as `info` says."""
         work, client, advice, name = self._work, self._client, self._advice, self._target
         limits = shape_of(client, info, target_settings(self._receipt.request))
-        chains = ReplayRoster(limits, advice, self._limits)
+        chains = ReplayRegistry(limits, advice, self._limits)
         source = await self._source(chains)
         chosen = choose(name, "auto", offered(client.server_version, info.config, frozenset()))
         publisher: Publisher = PUBLISHERS[chosen](client, name, await Replies.open(client))
@@ -386,7 +386,7 @@ class Carrying:
         server = ServerLimits(client, chains, source.reset, advice.refused("E-MSG-TOO-LARGE"))
         return Delivery(name, states, reconciler, publisher, source, work.clock, limits=server), source, publisher
 
-    async def _source(self, chains: ReplayRoster) -> ReplaySource:
+    async def _source(self, chains: ReplayRegistry) -> ReplaySource:
         work, call, ranges = self._work, self._work.threads.run, self._receipt.ranges
         found = {each.chain: await call(work.documents.gaps, each.chain) for each in ranges}
         gaps = {chain: [gap.range for gap in accepted] for chain, accepted in found.items()}

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from common.chain import Chain
-from common.clock import parse_time
+from common.clock import NS_PER_S, parse_time
 from common.errors import UsageError
 from common.exits import command, ways
 from common.segments.documents import BEFORE_GIVING_UP, accept_command
@@ -75,7 +75,7 @@ class Request:
         """
         begin = _time("", self.from_time) if self.from_time else None
         if self.since:
-            begin = int((now - self.since) * 1_000_000_000)
+            begin = int((now - self.since) * NS_PER_S)
         end = _time("", self.to_time) if self.to_time else None
         if begin is not None and end is not None and begin >= end:
             raise UsageError(f"--since {format_duration(self.since)}: expected a begin before --to-time {self.to_time}")

@@ -35,7 +35,7 @@ from ingress.rows.decoder import Decoder, Relays
 from ingress.rows.prepare import Prepared, Preparer, SubjectRule, TargetLimits
 from ingress.rows.rows import Block, DecodedAhead, Rows
 
-log = get_logger("ingress.replay.source")
+log = get_logger(__name__)
 
 
 class ReplayPreparer(Preparer):
@@ -52,7 +52,7 @@ class ReplayPreparer(Preparer):
         return super().prepare(wanted) if wanted.num_rows else Prepared(None)
 
 
-class ReplayRoster(ChainRegistry):
+class ReplayRegistry(ChainRegistry):
     """Gives out preparers for the request of `advice`."""
 
     def __init__(self, limits: TargetLimits, advice: Advice, ask_limits: AskLimits) -> None:
@@ -119,7 +119,7 @@ class ReplaySource:
         store: SegmentStore,
         documents: ChainStore,
         threads: Threads,
-        chains: ReplayRoster,
+        chains: ReplayRegistry,
         may_skip: Callable[[Chain, SequenceRange], bool],
         memory_limit: int,
     ) -> None:
@@ -145,7 +145,7 @@ class ReplaySource:
     def release(self, rows: Rows) -> None:
         """Rows are done with: their memory may be used again."""
         self._ahead.release(rows)
-        self.bytes_done += sum(block.material.ends[-1] for block in rows.blocks if block.material)
+        self.bytes_done += sum(block.batch.ends[-1] for block in rows.blocks if block.batch)
 
     def closed(self, positions: Mapping[Chain, int]) -> None:
         """Everything below `positions` is stored."""
@@ -243,7 +243,7 @@ class ReplaySource:
 class ReplayRecall(Recall):
     """What to do where the rows of an open intent are gone is said for a replay."""
 
-    _chains: ReplayRoster
+    _chains: ReplayRegistry
 
     async def rows(self, intent: Intent, stored: int) -> Rows:
         try:

@@ -20,7 +20,7 @@ from ingress.replay.plan import ReplayPlan
 from ingress.replay.request import Advice, Request
 from ingress.replay.source import target_settings
 
-log = get_logger("ingress.replay.target")
+log = get_logger(__name__)
 
 # What a stream is made again with. The rest would write or read elsewhere, change subjects, or refuse what
 # was stored once: mirror, sources, subject_transform, republish, sealed, no_ack, …

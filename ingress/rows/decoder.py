@@ -173,11 +173,11 @@ class Decoder:
 
 def _block(segment: SegmentName, begin: int, prepared: Prepared) -> Block:
     """The block from `begin` to the last row that is in it or left out of it."""
-    material, left_out = prepared.material, prepared.left_out
-    sequences = material.sequences if material else []
+    batch, left_out = prepared.batch, prepared.left_out
+    sequences = batch.sequences if batch else []
     rows = SequenceRange(begin, max([*left_out[-1:], *sequences[-1:]]))
     piece = IntentPiece(segment, rows, len(sequences), left_out)
-    return Block(piece, material, material.size) if material else Block(piece)
+    return Block(piece, batch, batch.size) if batch else Block(piece)
 
 
 class _Source:

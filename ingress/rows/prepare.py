@@ -246,14 +246,14 @@ class Prepared:
     them that are to be put aside before a piece leaves them out.
     """
 
-    material: PreparedBatch | None
+    batch: PreparedBatch | None
     problem: RowRefused | None = None
     left_out: tuple[int, ...] = ()
     oversize: tuple[Oversize, ...] = ()
 
     @property
     def has_rows(self) -> bool:
-        return self.material is not None or bool(self.left_out)
+        return self.batch is not None or bool(self.left_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,11 +274,11 @@ class Preparer:
     `extra`: one more header line for each message, without its CR LF, behind the provenance. `relay`: the
     chain's stream was itself written by Floe, so its `Floe-Source` lines stay hops. To be set before the
     first row; elsewhere they travel escaped, and a forged one hides nothing. `leaves_out`: exactly these
-    sequences are left out, whatever the limits are (None: what is too large, if the shape says so).
+    sequences are left out, whatever the limits are (None: what is too large, if the limits say so).
     """
 
-    def __init__(self, chain: Chain, rule: Rule, shape: TargetLimits, extra: bytes = b"") -> None:
-        self._chain, self._rule, self._shape, self._origin = chain, rule, shape, _origin(chain)
+    def __init__(self, chain: Chain, rule: Rule, limits: TargetLimits, extra: bytes = b"") -> None:
+        self._chain, self._rule, self._target, self._origin = chain, rule, limits, _origin(chain)
         self._extra = extra + b"\r\n" if extra else b""
         self.relay = False
         self.leaves_out: frozenset[int] | None = None
@@ -287,7 +287,7 @@ class Preparer:
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
         """The rows of `batch`, of the segment schema, up to the first that the target would refuse."""
         if self.leaves_out is None:
-            return self._prepared(batch, parks=self._shape.parks)
+            return self._prepared(batch, parks=self._target.parks)
         found = batch.column("sequence").to_pylist()
         return self._without(batch, tuple(sequence for sequence in found if sequence in self.leaves_out))
 
@@ -297,7 +297,7 @@ class Preparer:
         """`batch` but for the rows of `left_out`; nothing more is put aside."""
         kept = without(batch, left_out)
         rest = self._prepared(kept, parks=False) if kept.num_rows else Prepared(None)
-        return Prepared(rest.material, rest.problem, left_out, oversize)
+        return Prepared(rest.batch, rest.problem, left_out, oversize)
 
     def _prepared(self, batch: pa.RecordBatch, *, parks: bool) -> Prepared:
         rows = _columns(batch)
@@ -310,13 +310,13 @@ class Preparer:
             return self._without(batch, tuple(each.message.sequence for each in too_large), too_large)
         refusal = first_refusal(refusal, limits)
         if refusal is None:
-            return Prepared(self._material(rows, subjects, tails, sizes, len(sizes)))
-        material = self._material(rows, subjects, tails, sizes, refusal.row) if refusal.row else None
+            return Prepared(self._batch(rows, subjects, tails, sizes, len(sizes)))
+        ready = self._batch(rows, subjects, tails, sizes, refusal.row) if refusal.row else None
         sequence = rows.sequences[refusal.row]
-        hint = way_out(self._chain, self._shape.target, refusal.code, sequence)
-        return Prepared(material, RowRefused(self._chain, sequence, refusal, hint))
+        hint = way_out(self._chain, self._target.target, refusal.code, sequence)
+        return Prepared(ready, RowRefused(self._chain, sequence, refusal, hint))
 
-    def _material(
+    def _batch(
         self, rows: _Columns, subjects: list[bytes], tails: list[bytes | None] | None, sizes: list[int], stop: int
     ) -> PreparedBatch:
         return PreparedBatch(
@@ -339,8 +339,8 @@ class Preparer:
         refused = {}
         for subject in set(subjects).difference(known):
             target = self._rule.apply(subject)
-            if not (why := problem(target)) and target not in self._shape.accepting:
-                why = f"the target takes {self._shape.accepting}"
+            if not (why := problem(target)) and target not in self._target.accepting:
+                why = f"the target takes {self._target.accepting}"
             if why:
                 refused[subject] = f"subject {decode_subject(subject)!r} becomes {decode_subject(target)!r}: {why}"
             known[subject] = target
@@ -369,7 +369,7 @@ class Preparer:
 
     def _lines(self, block: bytes) -> bytes:
         """What stands behind the provenance."""
-        if (acting := self._shape.control_headers) and not _may_act(block, acting):
+        if (acting := self._target.control_headers) and not _may_act(block, acting):
             acting = frozenset()
         return b"%b%b\r\n" % (self._extra, escaped_lines(block, acting, relay=self.relay))
 
@@ -381,10 +381,13 @@ class Preparer:
         bare = len(self._origin) + _NUMBERS + PUBLISHER_LINES + len(self._extra)
         if tails is None:
             sizes = [length + bare for length in lengths]
-            return sizes, (Limit(_MESSAGE, sizes, self._shape.max_message),)
+            return sizes, (Limit(_MESSAGE, sizes, self._target.max_message),)
         blocks = [bare if tail is None else len(tail) + PUBLISHER_LINES for tail in tails]
         sizes = [length + block for length, block in zip(lengths, blocks, strict=True)]
-        return sizes, (Limit("header block", blocks, MAX_HEADER_BLOCK), Limit(_MESSAGE, sizes, self._shape.max_message))
+        return sizes, (
+            Limit("header block", blocks, MAX_HEADER_BLOCK),
+            Limit(_MESSAGE, sizes, self._target.max_message),
+        )
 
 
 def _columns(batch: pa.RecordBatch) -> _Columns:

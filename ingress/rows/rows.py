@@ -72,12 +72,12 @@ def views(values: Any) -> list[memoryview]:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A piece of a chain with its messages. `material` is None where the piece has none. `size`:
+    """A piece of a chain with its messages. `batch` is None where the piece has none. `size`:
     bytes in memory.
     """
 
     piece: IntentPiece
-    material: PreparedBatch | None = None
+    batch: PreparedBatch | None = None
     size: int = BLOCK_OVERHEAD
 
 
@@ -103,18 +103,18 @@ class Rows:
     @property
     def most(self) -> int:
         """Bytes of the largest message in memory."""
-        return max((block.material.most for block in self.blocks if block.material), default=0)
+        return max((block.batch.most for block in self.blocks if block.batch), default=0)
 
     def above(self, limit: int, start: int) -> tuple[Chain, int, int] | None:
         """Chain, sequence and bytes of the first message from index `start` on that is larger; None if none
         is.
         """
         for block, begin in zip(self.blocks, self._starts, strict=True):
-            if block.material is None or block.material.most <= limit:
+            if block.batch is None or block.batch.most <= limit:
                 continue
-            for row, (before, end) in enumerate(pairwise([0, *block.material.ends])):
+            for row, (before, end) in enumerate(pairwise([0, *block.batch.ends])):
                 if end - before > limit and begin + row >= start:
-                    return block.piece.chain, block.material.sequences[row], end - before
+                    return block.piece.chain, block.batch.sequences[row], end - before
         return None
 
     def pieces(self) -> list[IntentPiece]:
@@ -125,8 +125,8 @@ class Rows:
         """The sequence, in its chain, of message `index`; None where it is not in memory. Raises
         IndexError.
         """
-        material, row = self._place(index)
-        return None if material is None else material.sequences[row]
+        batch, row = self._place(index)
+        return None if batch is None else batch.sequences[row]
 
     def messages(self, start: int, stop: int) -> Iterator[Ready]:
         """Messages `start` to `stop` (exclusive, at most `count`)."""
@@ -153,15 +153,15 @@ class Rows:
         return max(stop, start + 1)
 
     def _at(self, index: int) -> tuple[PreparedBatch, int]:
-        material, row = self._place(index)
-        assert material is not None, "only messages that are not stored yet are asked for"
-        return material, row
+        batch, row = self._place(index)
+        assert batch is not None, "only messages that are not stored yet are asked for"
+        return batch, row
 
     def _place(self, index: int) -> tuple[PreparedBatch | None, int]:
         if not 0 <= index < self.count:
             raise IndexError(f"message {index} of {self.count}")
         place = bisect.bisect_right(self._starts, index) - 1
-        return self.blocks[place].material, index - self._starts[place]
+        return self.blocks[place].batch, index - self._starts[place]
 
 
 class ByteBudget:

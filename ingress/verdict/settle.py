@@ -32,7 +32,7 @@ from ingress.verdict.verdict import (
     newest,
 )
 
-log = get_logger("ingress.verdict.settle")
+log = get_logger(__name__)
 
 
 T = TypeVar("T")

@@ -162,7 +162,7 @@ async def test_two_workers_share_the_feeds_and_look_like_one_from_outside(bench:
         assert await running.ended() == 0
     assert all(map(is_gone, pids))
     assert await leases_left(bench, names) == []
-    for logger in ("egress.uploader", "common.shutdown"):
+    for logger in ("egress.uploader", "common.service.process"):
         workers = {line.get("worker") for line in running.lines() if line["logger"] == logger}
         assert {0, 1} <= workers
 

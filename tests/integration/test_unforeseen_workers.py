@@ -17,9 +17,8 @@ from common.errors import Unforeseen
 from common.service.monitor import Health
 from common.tasks import Stop, to_its_end
 from egress.service import stop_of
-from egress.workers import supervisor
 from egress.workers.process import WorkerPlace, WorkerProcess
-from egress.workers.supervisor import Crew
+from egress.workers.supervisor import Supervisor
 from tests.support.basics import PATIENCE, soon
 from tests.support.stores import Throw, count, is_no_room
 
@@ -28,13 +27,13 @@ SLEEPS = "import time; time.sleep(60)"
 SPOILS = "import os, sys; os.write(int(sys.argv[-1].split('/')[2]), b'no json\\n');" + SLEEPS
 
 
-def crew_of(*scripts: str) -> Crew:
-    """A parent's crew whose workers run these scripts."""
+def supervisor_of(*scripts: str) -> Supervisor:
+    """A parent's supervisor whose workers run these scripts."""
     workers = [
         WorkerProcess(index, len(scripts), [sys.executable, "-c", script], dict(os.environ))
         for index, script in enumerate(scripts)
     ]
-    return Crew(workers, 5.0, SystemClock(), random.Random(1))
+    return Supervisor(workers, 5.0, SystemClock(), random.Random(1))
 
 
 @pytest.fixture(autouse=True)
@@ -63,9 +62,9 @@ def is_gone(pid: int) -> bool:
 
 
 async def test_a_worker_whose_line_nobody_can_read_is_started_again_and_others_go_on() -> None:
-    crew, stop, before = crew_of(SPOILS, SLEEPS), Stop(), count("worker")
-    running = asyncio.create_task(crew.run(stop))
-    spoiled, other = crew.workers
+    supervisor, stop, before = supervisor_of(SPOILS, SLEEPS), Stop(), count("worker")
+    running = asyncio.create_task(supervisor.run(stop))
+    spoiled, other = supervisor.workers
     await soon(lambda: spoiled.restarts >= 1)
     assert count("worker") > before
     assert (other.restarts, running.done()) == (0, False)
@@ -75,23 +74,23 @@ async def test_a_worker_whose_line_nobody_can_read_is_started_again_and_others_g
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(Health, "beat"), (WorkerProcess, "run_once"), (Crew, "_keep")],
+    [(Health, "beat"), (WorkerProcess, "run_once"), (Supervisor, "_keep")],
     ids=["beat", "process", "worker"],
 )
 async def test_what_fails_in_the_parent_ends_it_and_its_workers(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
-    crew, clock = crew_of(SLEEPS, SLEEPS), SystemClock()
+    supervisor, clock = supervisor_of(SLEEPS, SLEEPS), SystemClock()
     throw = Throw(monkeypatch, owner, name, times=0 if owner is Health else 1)
-    running = asyncio.create_task(to_its_end(supervisor.run_crew(crew, Health(clock), clock)))
+    running = asyncio.create_task(to_its_end(supervisor.supervise(supervisor, Health(clock), clock)))
     if owner is Health:
-        await soon(lambda: all(worker.pid for worker in crew.workers))
+        await soon(lambda: all(worker.pid for worker in supervisor.workers))
         throw.left = 1
-    pids = [worker.pid for worker in crew.workers if worker.pid]
+    pids = [worker.pid for worker in supervisor.workers if worker.pid]
     with pytest.raises(Exception) as caught:
         await asyncio.wait_for(running, PATIENCE)
     assert is_no_room(caught.value)
-    assert all(worker.pid == 0 for worker in crew.workers)
+    assert all(worker.pid == 0 for worker in supervisor.workers)
     await soon(lambda: all(map(is_gone, pids)))
 
 

@@ -246,9 +246,9 @@ class Archive:
         name = SegmentName(chain, 0, SequenceRange(1, self.last[chain]), "0" * 16)
         subjects = [f"{chain}|{s}".encode() for s in held]
         sizes = list(range(1, len(held) + 1))
-        material = PreparedBatch(held, held, subjects, b"", None, pa.array([b""] * len(held), pa.binary()), sizes)
+        batch = PreparedBatch(held, held, subjects, b"", None, pa.array([b""] * len(held), pa.binary()), sizes)
         piece = IntentPiece(name, rows, len(held), left_out, out_of_turn)
-        return Block(piece, material if held else None)
+        return Block(piece, batch if held else None)
 
     def messages(self) -> int:
         return sum(len(self.carried[chain]) + len(self.parked[chain]) for chain in CHAINS)

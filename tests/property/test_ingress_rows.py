@@ -26,10 +26,10 @@ def rows_of(counts: list[int], sizes: list[int]) -> Rows:
             total += sizes[each % len(sizes)]
             ends.append(total)
         subjects = [b"%d" % each for each in taken]
-        material = PreparedBatch(taken, taken, subjects, b"O: ", None, pa.array([b"p"] * count, pa.binary()), ends)
+        batch = PreparedBatch(taken, taken, subjects, b"O: ", None, pa.array([b"p"] * count, pa.binary()), ends)
         # One sequence without a row behind each block, so that empty blocks have a range too.
         piece = IntentPiece(NAME, SequenceRange(sequence + 1, sequence + count + 1), count)
-        blocks.append(Block(piece, material if count else None))
+        blocks.append(Block(piece, batch if count else None))
         sequence += count + 1
     return Rows(blocks)
 

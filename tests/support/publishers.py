@@ -56,7 +56,7 @@ def rows_for(stream: str, count: int, size: int | Sequence[int] = 20, first: int
         )  # fmt: skip
         name = SegmentName(CHAIN, 0, SequenceRange(first, last), "0" * 16)
         piece = IntentPiece(name, SequenceRange(taken[0], taken[-1]), len(taken))
-        blocks.append(Block(piece, preparer.prepare(batch).material))
+        blocks.append(Block(piece, preparer.prepare(batch).batch))
     return Rows(blocks)
 
 

@@ -151,8 +151,8 @@ def test_the_first_row_above_a_limit_is_found_among_those_that_are_not_stored(
     limit: int, stored: int, found: tuple[Chain, int, int] | None
 ) -> None:
     payloads = pa.array([b"", b"", b""], pa.binary())
-    material = PreparedBatch([1, 2, 3], [1, 2, 3], [b"a"] * 3, b"", None, payloads, [10, 110, 120], most=100)
-    rows = Rows([Block(piece(1, 3), material)])
+    batch = PreparedBatch([1, 2, 3], [1, 2, 3], [b"a"] * 3, b"", None, payloads, [10, 110, 120], most=100)
+    rows = Rows([Block(piece(1, 3), batch)])
 
     assert rows.most == 100
     assert rows.above(limit, stored) == found

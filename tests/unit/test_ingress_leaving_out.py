@@ -60,7 +60,7 @@ async def test_what_is_left_out_is_accounted_for_and_found_again_by_other_limits
         assert [(pieces[0].rows.first, pieces[-1].rows.last, len(pieces))] == [(1, last, 1)]
         assert list(pieces[0].left_out) == large
         assert [name.sequence for name in parked.entries()] == large
-        carried = [s for block in blocks if block.material for s in block.material.sequences]
+        carried = [s for block in blocks if block.batch for s in block.batch.sequences]
         assert carried == [s for s in held if s not in large]
         assert budget.used == sum(block.size for block in blocks)
 

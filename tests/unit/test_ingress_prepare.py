@@ -27,8 +27,8 @@ def prepared(*rows: Message, most: int = 1 << 20, control: frozenset[bytes] = fr
     return Preparer(CHAIN, SubjectRule(b"fleet"), shape).prepare(batch_of(rows))
 
 
-def ready(material: PreparedBatch | None) -> list[tuple[bytes, bytes, bytes]]:
-    return [] if material is None else list(material.messages(0, len(material.sequences)))
+def ready(batch: PreparedBatch | None) -> list[tuple[bytes, bytes, bytes]]:
+    return [] if batch is None else list(batch.messages(0, len(batch.sequences)))
 
 
 def block(*lines: bytes) -> bytes:
@@ -38,7 +38,7 @@ def block(*lines: bytes) -> bytes:
 def test_each_message_carries_its_provenance_as_the_headers_module_writes_it() -> None:
     rows = [message(7), message(12, headers=block(b"A: 1", b"a:  2 ", b"Nats-Rollup: all"))]
 
-    found = ready(prepared(*rows).material)
+    found = ready(prepared(*rows).batch)
 
     for row, (subject, tail, payload) in zip(rows, found, strict=True):
         origin = Provenance("us-east", "NODES", 1, 2, row.sequence, row.timestamp_ns)
@@ -50,8 +50,8 @@ def test_each_message_carries_its_provenance_as_the_headers_module_writes_it() -
 def test_rows_up_to_the_first_that_has_no_place_at_the_target_are_ready() -> None:
     result = prepared(message(1), message(2), message(3, subject=b"a..b c"), message(4))
 
-    assert result.material is not None
-    assert result.material.sequences == [1, 2]
+    assert result.batch is not None
+    assert result.batch.sequences == [1, 2]
     assert result.problem is not None
     assert result.problem.code == "E-SUBJECT"
     assert result.problem.message == (
@@ -64,7 +64,7 @@ def test_a_subject_that_the_target_does_not_take_is_named() -> None:
     shape = TargetLimits(Accepting(["other.>"]), 1 << 20)
     result = Preparer(CHAIN, SubjectRule(b"fleet"), shape).prepare(batch_of([message(1)]))
 
-    assert result.material is None
+    assert result.batch is None
     assert result.problem is not None
     assert result.problem.message.endswith("'nodes.one' becomes 'fleet.nodes.one': the target takes other.>")
 
@@ -72,8 +72,8 @@ def test_a_subject_that_the_target_does_not_take_is_named() -> None:
 def test_a_message_that_is_too_large_with_its_headers_is_named_with_both_sizes() -> None:
     result = prepared(message(1, b"x" * 500), message(2, b"x" * 2000), most=2000)
 
-    assert result.material is not None
-    assert result.material.sequences == [1]
+    assert result.batch is not None
+    assert result.batch.sequences == [1]
     assert result.problem is not None
     assert result.problem.code == "E-MSG-TOO-LARGE"
     assert "the message with its headers needs 2270 " in result.problem.message
@@ -92,11 +92,11 @@ def test_a_header_block_that_grows_beyond_what_a_server_keeps_is_named() -> None
 def test_the_size_that_is_checked_is_never_less_than_what_is_sent() -> None:
     rows = [message(1), message(2**62, timestamp_ns=2**62), message(3 + 2**62, timestamp_ns=1, headers=block(b"A: 1"))]
 
-    material = prepared(*rows).material
+    batch = prepared(*rows).batch
 
-    assert material is not None
+    assert batch is not None
     before = 0
-    for (_, tail, payload), end in zip(ready(material), material.ends, strict=True):
+    for (_, tail, payload), end in zip(ready(batch), batch.ends, strict=True):
         assert len(VERSION) + len(tail) + len(payload) + PUBLISHER_LINES - 20 <= end - before
         before = end
 
@@ -113,7 +113,7 @@ def test_a_control_header_acts_only_with_a_value_that_the_server_takes() -> None
     good = message(1, headers=block(b"Nats-TTL: 5m", b"Nats-Rollup: sub"))
     bad = message(2, headers=block(b"Nats-TTL: soon"))
 
-    acting, escaped = [tail for _, tail, _ in ready(prepared(good, bad, control=control).material)]
+    acting, escaped = [tail for _, tail, _ in ready(prepared(good, bad, control=control).batch)]
 
     assert b"\r\nNats-TTL: 5m\r\n" in acting
     assert b"\r\nFloe-Original: Nats-Rollup: sub\r\n" in acting
@@ -124,7 +124,7 @@ def test_a_site_and_a_feed_with_a_percent_sign_are_only_text() -> None:
     chain = Chain("us", "a%d%b")
     preparer = Preparer(chain, SubjectRule(), TargetLimits(Accepting([">"]), 1 << 20))
 
-    ((_, tail, _),) = ready(preparer.prepare(batch_of([message(5)])).material)
+    ((_, tail, _),) = ready(preparer.prepare(batch_of([message(5)])).batch)
 
     assert tail.startswith(b"Floe-Source: us a%d%b 0000 0 5 ")
 
@@ -140,10 +140,8 @@ def test_one_more_line_stands_behind_the_provenance_of_each_message() -> None:
     preparer = Preparer(CHAIN, SubjectRule(), TargetLimits(Accepting([">"]), 1 << 20), b"Floe-Replay: x")
     rows = [message(7), message(8, headers=block(b"A: 1"))]
 
-    found = ready(preparer.prepare(batch_of(rows)).material)
-    bare = ready(
-        Preparer(CHAIN, SubjectRule(), TargetLimits(Accepting([">"]), 1 << 20)).prepare(batch_of(rows)).material
-    )
+    found = ready(preparer.prepare(batch_of(rows)).batch)
+    bare = ready(Preparer(CHAIN, SubjectRule(), TargetLimits(Accepting([">"]), 1 << 20)).prepare(batch_of(rows)).batch)
 
     for (_, tail, _), (_, without, _) in zip(found, bare, strict=True):
         assert tail.replace(b"Floe-Replay: x\r\n", b"") == without
@@ -163,9 +161,9 @@ def test_messages_that_are_too_large_are_left_out_where_they_are_parked() -> Non
     large, block_too_large = message(2, b"x" * 3000), message(4, headers=block(*[b"A: " + b"v" * 90] * 700))
     result = parking(message(1), large, message(3), block_too_large, message(5))
 
-    assert result.material is not None
-    assert result.material.sequences == [1, 3, 5]
-    assert [bytes(payload) for _, _, payload in ready(result.material)] == [b"payload"] * 3
+    assert result.batch is not None
+    assert result.batch.sequences == [1, 3, 5]
+    assert [bytes(payload) for _, _, payload in ready(result.batch)] == [b"payload"] * 3
     assert (result.left_out, result.problem) == ((2, 4), None)
     assert [each.message for each in result.oversize] == [large, block_too_large]
     whats = [each.why.removeprefix("the ").partition(" needs ")[0] for each in result.oversize]
@@ -175,7 +173,7 @@ def test_messages_that_are_too_large_are_left_out_where_they_are_parked() -> Non
 def test_nothing_but_messages_that_are_too_large() -> None:
     result = parking(message(1, b"x" * 3000), message(2, b"x" * 3000))
 
-    assert (result.material, result.left_out, result.problem) == (None, (1, 2), None)
+    assert (result.batch, result.left_out, result.problem) == (None, (1, 2), None)
 
 
 def test_a_subject_that_is_refused_stops_and_nothing_behind_it_is_parked() -> None:
@@ -185,8 +183,8 @@ def test_a_subject_that_is_refused_stops_and_nothing_behind_it_is_parked() -> No
     assert result.problem is not None
     assert result.problem.code == "E-SUBJECT"
     assert result.left_out == (1,)
-    assert result.material is not None
-    assert result.material.sequences == [2]
+    assert result.batch is not None
+    assert result.batch.sequences == [2]
 
 
 def test_an_intent_leaves_out_exactly_what_it_says_whatever_the_limits_are() -> None:
@@ -194,14 +192,14 @@ def test_an_intent_leaves_out_exactly_what_it_says_whatever_the_limits_are() -> 
 
     result = parking(*rows, leaves_out=frozenset({2}))
     assert (result.left_out, result.oversize) == ((2,), ())
-    assert result.material is not None
-    assert result.material.sequences == [1]
+    assert result.batch is not None
+    assert result.batch.sequences == [1]
     assert result.problem is not None
     assert result.problem.code == "E-MSG-TOO-LARGE"
 
     result = parking(*rows, leaves_out=frozenset({3, 99}))
-    assert result.material is not None
-    assert (result.material.sequences, result.left_out, result.problem) == ([1, 2, 4], (3,), None)
+    assert result.batch is not None
+    assert (result.batch.sequences, result.left_out, result.problem) == ([1, 2, 4], (3,), None)
 
 
 def test_the_way_out_of_a_refused_row_is_a_command() -> None:
@@ -216,5 +214,5 @@ def test_hours_and_minutes_that_would_overflow_the_server_travel_as_text() -> No
     control = frozenset({b"nats-ttl"})
     for value, acts in [(b"999999h", True), (b"9999999h", False), (b"5m ", False), (b"  5m", True)]:
         row = message(1, headers=block(b"Nats-TTL: " + value))
-        ((_, tail, _),) = ready(prepared(row, control=control).material)
+        ((_, tail, _),) = ready(prepared(row, control=control).batch)
         assert (b"\r\nNats-TTL:" in tail) is acts

@@ -28,9 +28,9 @@ def carried(block: bytes | None, *, relay: bool, control: frozenset[bytes] = fro
     """The header block at the target, of a message with the header block `block` at the source."""
     preparer = Preparer(REGION, SubjectRule(), TargetLimits(Accepting([">"]), 1 << 20, control))
     preparer.relay = relay
-    material = preparer.prepare(batch_of([message(7, headers=block)])).material
-    assert material is not None
-    [(_, tail, _)] = material.messages(0, 1)
+    batch = preparer.prepare(batch_of([message(7, headers=block)])).batch
+    assert batch is not None
+    [(_, tail, _)] = batch.messages(0, 1)
     return b"NATS/1.0\r\n" + tail
 
 

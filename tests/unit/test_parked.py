@@ -177,9 +177,9 @@ def again(sequence: int) -> Block:
     """A parked message that is tried again."""
     rows = SequenceRange(sequence, sequence)
     payload = pa.array([b"x"], pa.binary())
-    material = PreparedBatch([sequence], [1], [b"a"], b"O: ", None, payload, [10])
+    batch = PreparedBatch([sequence], [1], [b"a"], b"O: ", None, payload, [10])
     piece = IntentPiece(SegmentName(CHAIN, 0, rows, "0" * 16), rows, 1, out_of_turn=True)
-    return Block(piece, material, 100)
+    return Block(piece, batch, 100)
 
 
 @pytest.fixture

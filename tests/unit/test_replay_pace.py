@@ -122,7 +122,7 @@ async def test_a_paced_publisher_sends_exactly_the_rows_and_stops_when_told() ->
             pass
 
     name = SegmentName(Chain("s", "F"), 0, SequenceRange(1, 20), "0" * 16)
-    rows = Rows([Block(IntentPiece(name, SequenceRange(1, 20), 20), _material(20))])
+    rows = Rows([Block(IntentPiece(name, SequenceRange(1, 20), 20), _batch(20))])
     stop = Stop()
     inner = Inner()
     paced = PacedPublisher(inner, MessageRate(1000), ManualClock(), stop)
@@ -133,7 +133,7 @@ async def test_a_paced_publisher_sends_exactly_the_rows_and_stops_when_told() ->
         await paced.publish(rows, 0, 5)
 
 
-def _material(count: int):  # type: ignore[no-untyped-def]
+def _batch(count: int):  # type: ignore[no-untyped-def]
     import pyarrow as pa
 
     from ingress.rows.rows import PreparedBatch
