@@ -59,6 +59,7 @@ class IntentPiece:
         return self.segment.chain
 
     def joined(self, following: IntentPiece) -> IntentPiece | None:
+        """Both as one piece; None unless `following` continues this one in the same segment."""
         both = (self, following)
         if following.segment != self.segment or not following.rows.follows(self.rows):
             return None
@@ -85,6 +86,7 @@ class Intent:
 
     @property
     def end(self) -> int:
+        """The target sequence of its last message; `base` without messages."""
         return self.base + self.count
 
     @property

@@ -79,6 +79,7 @@ class ServerLimits:
         return self._chains.limits.max_payload != self._client.max_payload
 
     async def renew(self, positions: Mapping[Chain, int]) -> None:
+        """Prepare rows again from `positions`, which are stored. Raises what asking raises."""
         await self._chains.renew_limits()
         self._reset(positions)
 
@@ -285,6 +286,7 @@ class Delivery:
         )
 
     async def _pause(self, slow: int, unclear: UnknownOutcome) -> None:
+        """Wait longer after each attempt in a row that stored nothing. Raises Unavailable after too many."""
         if slow >= SLOW_ROUNDS:
             message = f"target {self.target} takes nothing: {unclear.why}"
             raise Unavailable(message, code=f"E-JS-{unclear.err_code}" if unclear.err_code else "")
@@ -301,6 +303,7 @@ class Delivery:
             raise
 
     async def _save(self, state: TargetState) -> Intent | None:
+        """Returns the open intent of the new state. Raises StateMoved where another instance stored one."""
         if (stored := await self._store.save(state, self._known.revision)) is None:
             await self._reconciler.check_moved(self._known)
             raise Unavailable(f"state of target {self.target}: neither stored nor changed by anybody")

@@ -61,6 +61,7 @@ def _flat(error: BaseException) -> list[BaseException]:
 
 
 def check_targets(settings: IngressSettings) -> None:
+    """Raises ConfigError where the configuration has no target, as with that of a site."""
     if not settings.targets:
         raise ConfigError("ingress.targets: expected at least one target, found none")
 

@@ -259,6 +259,7 @@ class TargetReport:
     # Not carrying
 
     def retries(self, error: FloeError, pause: float) -> None:
+        """The problem passes by itself; the next attempt is after `pause` seconds."""
         log.warning("tried again later", action="retry", target=self.target, error=str(error), pause=pause)
         self.waits(error)
 

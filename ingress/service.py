@@ -121,6 +121,7 @@ class Controller:
     # The leases
 
     async def _leases(self, client: FloeClient, stop: Stop) -> Leases | None:
+        """Waits until NATS can be reached; None where `stop` is set first."""
         while not stop.is_set:
             self._health.beat()
             try:

@@ -125,6 +125,7 @@ class Target:
         return shape_of(self._deps.client, info, self._settings)
 
     def _publisher_name(self, info: StreamInfo) -> str:
+        """Raises ConfigError where the wanted publisher is not offered."""
         version, headers = self._deps.client.server_version, control_headers(self._settings)
         against = offered(version, info.config, headers, exclusive=self._settings.exclusive)
         name = choose(self._target, self._settings.publisher, against)
@@ -217,6 +218,7 @@ class TargetSupervisor:
         await first_of(leaving.wait(), seconds=pause)
 
     def _next_pause(self, lasted: float) -> float:
+        """Seconds; twice as long after each attempt that failed soon."""
         if lasted > PAUSES[-1]:
             self._pauses.reset()
         return self._pauses.next()

@@ -182,6 +182,7 @@ class ChainState:
             self.replan()
 
     def looked(self, plan: ChainPlan, now: float) -> None:
+        """Take over a new plan. `now`: monotonic seconds. What is new in the plan is logged."""
         context = self.chain.log_context()
         if plan.hole is not None and plan.hole != self.plan.hole:
             waits = {"phase": str(plan.phase), "hole": str(plan.hole), "since": plan.waiting_since}
@@ -348,6 +349,7 @@ class ChainRegistry:
         return is_news
 
     def _end(self, chain: Chain, positions: Mapping[Chain, int]) -> int | None:
+        """None while the incarnation has not ended, as far as is known."""
         if (previous := self._previous.get(_whole(chain.next_incarnation()))) is not None:
             return previous.get(chain.partition, 0)
         later = any(

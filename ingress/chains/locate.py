@@ -86,7 +86,7 @@ class GapSkipper:
         for _ in range(min(WATCHED, len(gaps))):
             gap = gaps[0]
             gaps.rotate(-1)
-            # The range of a filled hole holds any merge; `verify` finds rows that arrive there.
+            # Merges cover the range of a filled hole, too; `verify` finds rows that arrive there.
             if gap.range.last < position and not gap.from_hole:
                 found += [(gap, ref) for ref in self._behind(chain, gap)]
         return found
@@ -165,7 +165,7 @@ class SegmentLocator:
         floor = await self._threads.run(self._documents.read_floor, chain.chain)
         first = first_position(document.first, floor)
         if not self._chains.is_current(chain):
-            return  # the positions have changed: the question may be settled
+            return  # its state was replaced: the question may be settled
         self._chains.check_may_begin(chain.chain, first)
         source, positions = self._chains.source(chain.chain), dict(self._chains.positions or {})
         start = await self._threads.run(self.starts.resolve, chain.chain, source, first, chain.end, positions)

@@ -269,6 +269,7 @@ class Prefetcher:
         self.ahead.budget.force(block.size)
 
     def _append(self, chain: ChainState, block: Block) -> None:
+        """Raises _StaleError where the chain's state was made anew."""
         if not self.chains.is_current(chain):
             raise _StaleError
         chain.position = block.piece.rows.last + 1

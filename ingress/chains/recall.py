@@ -147,6 +147,7 @@ class Recall:
     async def _read(
         self, piece: IntentPiece, stretches: list[Stretch[SegmentRef]], damaged: set[str], *, alone: bool
     ) -> list[Block] | None:
+        """None where a segment was found damaged or gone; that is then noted."""
         blocks: list[Block] = []
         try:
             preparer = await self._preparer(piece.chain, frozenset(piece.left_out))

@@ -218,6 +218,7 @@ class StoreClock:
         return self._clock.now() if known is None else known
 
     def _now(self) -> float | None:
+        """None where ingress may not write."""
         # Locked: two threads at once would put the object twice, and neither would know whose time it got.
         with self._lock:
             host = self._clock.monotonic()

@@ -91,12 +91,14 @@ class Starts:
         return max(first, min(wanted, behind))
 
     def _first_since(self, chain: Chain, moment_ns: int) -> int | None:
+        """The first sequence at or after the moment; None while none is archived."""
         place = chain, moment_ns
         found, behind = search(self._store, chain, moment_ns, self._searched.get(place, 1))
         self._searched[place] = behind if found is None else 1
         return found
 
     def _start(self, chain: Chain, settings: StartSettings, positions: Mapping[Chain, int]) -> Start | None:
+        """What is stored, or is stored now; None where the whole feed is carried."""
         if not settings.is_set:
             return None
         key = self._documents.layout.start_document(self._target, chain.site, chain.feed)

@@ -168,7 +168,7 @@ class Discovery:
             if self._etags.get(chain) != etag and (chain.site, chain.feed) in self._pairs
         ]
         answers = await asyncio.gather(*reads, return_exceptions=True)
-        # One site's documents may be refused; if no tail can be read, the rights are missing for all.
+        # One site's documents may be refused; where every tail is refused, that will not change.
         self.has_worked = self.has_worked or not answers or None in answers
         await self._tick()
         for failed in (answer for answer in answers if answer is not None):

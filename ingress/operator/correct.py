@@ -197,6 +197,7 @@ class CheckpointEditor:
 
 @asynccontextmanager
 async def opened(settings: Settings, target: str) -> AsyncIterator[CheckpointEditor]:
+    """Raises UsageError where the configuration has no such target."""
     found = target_named(settings, target)
     async with state_of_ingress(settings, "floe checkpoint") as (client, bucket):
         yield CheckpointEditor(client, bucket, settings, found, SystemClock())

@@ -158,6 +158,7 @@ def refuse_doubt(store: SegmentStore, documents: ChainStore, chain: Chain, gap: 
 
 
 def _problem(store: SegmentStore, ref: SegmentRef) -> str | None:
+    """Why the segment cannot be carried; None where it can."""
     try:
         if not store.is_intact(ref):
             return f"{ref.key}: not the bytes that its name promises"

@@ -151,6 +151,7 @@ def _store(config: str, target: str) -> ParkedStore:
 
 
 async def _current(config: str, target: str) -> ParkedStore:
+    """Raises DataError where there is no state."""
     from ingress.operator.correct import opened
 
     store = _store(config, target)

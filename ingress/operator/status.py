@@ -42,7 +42,7 @@ log = get_logger("ingress.operator.status")
 
 
 SILENT = "silent"
-AT_WORK = ("reading", "closing", STANDBY)  # states of egress that may last for any time
+AT_WORK = ("reading", "closing", STANDBY)  # states of egress without a time limit
 
 KEYS_LOOKED_AT = 100_000  # for foreign ones: about 100 requests
 PARALLEL = 8  # chains that are asked for at the same time
@@ -348,6 +348,7 @@ States = Mapping[str, TargetState | None]
 
 
 async def read_states(settings: Settings) -> States:
+    """By the target's name; None where nothing is stored yet."""
     check_targets(settings.ingress)
     async with state_of_ingress(settings, "floe checkpoint") as (_, bucket):
         names = [target.stream for target in settings.ingress.targets]

@@ -77,6 +77,7 @@ class Teller:
         click.echo(text, err=True)
 
     def progress(self, text: str, at: float) -> None:
+        """A line that is soon replaced; `at`: monotonic seconds."""
         if at < self._told + (0.5 if self._console.is_terminal else EVERY):
             return
         self._told = at

@@ -123,6 +123,7 @@ class ReceiptBucket:
         self._bucket, self.receipt = bucket, receipt
 
     async def get(self, key: str) -> KvEntry | None:
+        """The state alone. Raises Stopped where another replay's receipt is around it."""
         if (entry := await self._bucket.get(key)) is None:
             return None
         advice = Advice(self.receipt.request)

@@ -223,6 +223,7 @@ class ReplaySource:
             raise hole_error(self._chains.advice, turn.chain, hole)
 
     def _append(self, turn: _Turn, block: Block) -> None:
+        """Raises _StaleError where the replay has begun again elsewhere in the meantime."""
         if turn.generation != self._generation:
             raise _StaleError
         turn.position, turn.looked_again = block.piece.rows.last + 1, False

@@ -173,6 +173,7 @@ class ReplaySurvey:
         return held, None if rows is None else ChainRange(chain, rows)
 
     async def _bounds(self, chain: Chain) -> tuple[int, int | None]:
+        """Where the chain begins, and where its incarnation ended (None: it has not)."""
         call = self._threads.run
         document, floor, end = await asyncio.gather(
             call(self._documents.read_chain, chain),

@@ -43,6 +43,7 @@ class Recipe:
 
 
 def recipe(request: Request, document: StreamDocument | None) -> Recipe:
+    """The configuration of the stream that was frozen, under the target's name. Raises ConfigError."""
     if document is None:
         raise ConfigError(
             f"target {request.target}: expected stream.json of {request.site}/{request.feed}, found none",

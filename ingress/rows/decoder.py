@@ -74,6 +74,7 @@ def standing_in(
 def _standing(
     reader: StretchReader, stretch: Stretch[SegmentRef], avoided: AbstractSet[str], passed: Sequence[SequenceRange]
 ) -> FromHole | None:
+    """Where rows of a filled hole are missing that no operator has given up; None where none are."""
     if reader.unread is None or not reader.footer.ledger.counts.get(Reason.GONE_FROM_HOLE):
         return None
     for left in holes(passed, reader.unread):

@@ -44,6 +44,7 @@ class PreparedBatch:
 
     @property
     def size(self) -> int:
+        """Bytes in memory, approximately."""
         return self.ends[-1] + ROW_OVERHEAD * len(self.ends) + BLOCK_OVERHEAD
 
     def messages(self, start: int, stop: int) -> Iterator[Ready]:
@@ -97,6 +98,7 @@ class Rows:
 
     @property
     def most(self) -> int:
+        """Bytes of the largest message in memory."""
         return max((block.material.most for block in self.blocks if block.material), default=0)
 
     def above(self, limit: int, start: int) -> tuple[Chain, int, int] | None:

@@ -90,6 +90,7 @@ class Reconciler:
             await self._confirm(known, reading, verdict, rows)
 
     async def check_moved(self, known: Stored) -> None:
+        """Raises StateMoved where the stored state is not `known` any more."""
         stored = await self._store.load()
         if stored.revision == known.revision:
             return
@@ -98,6 +99,7 @@ class Reconciler:
         raise StateMoved(stored)
 
     def check_lease(self) -> None:
+        """Raises LeaseLost where the lease may not be used any more."""
         if not self._lease.is_usable():
             raise LeaseLost(f"lease of target {self.target} is not ours any more")
 

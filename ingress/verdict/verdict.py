@@ -93,6 +93,7 @@ class Sending:
         self._sent = Sent(max(before.acknowledged, stored), most)
 
     def of(self, revision: int) -> Sent | None:
+        """None where nothing is known of the intent stored at that revision."""
         return self._sent if revision == self.revision else None
 
 
@@ -189,6 +190,7 @@ def judge_shared(state: TargetState, reading: TargetReading | None, drifted: Abs
 
 
 def _replaced(checkpoint: Checkpoint, reading: TargetReading, is_same: bool) -> IntentVerdict | None:
+    """What speaks against the stream as a whole; None: nothing."""
     last, least = reading.last_sequence, checkpoint.target_sequence
     if not is_same:
         detail = f"created: expected {checkpoint.target_created}, found {reading.created}"
