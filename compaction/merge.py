@@ -50,6 +50,7 @@ class RowTally:
             self._index += bool(len(sequences))
 
     def _gaps(self, index: int) -> _Gaps | None:
+        """What is missing of what the stretch's segment did not read; None where it read all of it."""
         stretch = self.stretches[index]
         unread = self._footers[stretch.segment.key].unread
         within = unread and unread.intersection(stretch.rows)
@@ -241,6 +242,7 @@ def merge(store: SegmentStore, output: Output) -> Merged:
 
 
 def check_read_back(store: SegmentStore, ref: SegmentRef, footer: Footer) -> None:
+    """Checks order and coverage. Raises SegmentCorrupt."""
     with store.open(ref) as reader:
         if reader.footer != footer:
             raise SegmentCorrupt(f"segment {ref.key}: the footer read back is not the one written")

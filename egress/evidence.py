@@ -83,6 +83,8 @@ class ArchivedMessages:
         return None
 
     async def sequences(self, stretch: Stretch[SegmentRef]) -> list[int]:
+        """The sequences of the messages that the stretch holds. Raises DataError."""
+
         def read() -> list[int]:
             with open_stretch(self._store, stretch) as reader:
                 return list(_sequences(reader, stretch.rows))
@@ -128,6 +130,7 @@ class StreamLook:
             self.source = replace(self.source, first=first, first_timestamp_ns=at)
 
     async def _next(self, sequence: int) -> Message | None:
+        """The first message at or after `sequence` that the feed would get; None if there is none."""
         return await next_message(self._client, self._stream, sequence, self._filter)
 
     async def _message(self, sequence: int) -> Message | None:

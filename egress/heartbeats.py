@@ -250,6 +250,7 @@ class Reachability:
             each.set(0)
 
     def store(self, has_answered: bool) -> None:
+        """From any thread."""
         metrics.store_reachable.set(has_answered)
         if has_answered:
             metrics.store_answered.set(self._clock.now())

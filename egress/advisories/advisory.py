@@ -113,6 +113,7 @@ def inspect_field(feed: FeedSettings) -> str:
 
 
 def event_id(chain: Chain, advisory: Advisory) -> str:
+    """A KSUID: ids sort by the second of their moment, and the rest identifies the advisory."""
     of_chain = (chain.site, chain.feed, chain.incarnation, chain.partition)
     of_event = (advisory.event.value, advisory.value, advisory.seen_ns, advisory.moment_ns)
     digest = hashlib.sha256()
@@ -207,6 +208,7 @@ def loop_of(partition: Partition, chain: Chain, info: StreamInfo) -> Stopped | N
 
 
 def refuse_loop(partition: Partition, chain: Chain, info: StreamInfo) -> None:
+    """Raises Stopped where there is a loop."""
     if (loop := loop_of(partition, chain, info)) is not None:
         raise loop
 

@@ -192,6 +192,7 @@ class ReliableSender(AdvisorySender):
             await wait_for(self._idle, min(0.05, timeout))
 
     async def _step(self) -> bool:
+        """False where there is nothing to do."""
         outbox = self._outbox
         if outbox.doubtful and (self._is_settled or not outbox.has_room):
             await self._compare(list(outbox.doubtful))

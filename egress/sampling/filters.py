@@ -207,6 +207,7 @@ class SamplingStage:
         self.end = stretch.read_from - 1
 
     def begin(self) -> None:
+        """To be called once, before the first message."""
         self._reached(self.end)
 
     def messages(self, columns: Columns) -> None:

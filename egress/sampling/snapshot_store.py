@@ -170,6 +170,9 @@ class Candidates:
         self._damaged: set[str] = set()
 
     def newest(self, refs: Sequence[SnapshotRef]) -> tuple[SnapshotRef, Snapshot] | None:
+        """None if none of `refs`, newest first, is of the settings and readable. Of several at one position the one
+        that knows the newest message: a store's clock ticks in seconds.
+        """
         found: tuple[SnapshotRef, Snapshot] | None = None
         for ref in refs[:ASKED]:
             if found is not None and ref.position < found[0].position:
@@ -229,6 +232,7 @@ class Saving:
         return self._frozen is None and is_time and segments > self._segments
 
     def hold(self, snapshot: Snapshot, segments: int) -> None:
+        """Keep it until `covered` says that it may be stored. To be called while none is held."""
         self._frozen, self._frozen_at, self._segments = snapshot, self._clock.monotonic(), segments
         self._free.clear()
 

@@ -125,6 +125,7 @@ class Sampled:
         return self._advisories is None or self._advisories.has_room
 
     def tick(self) -> None:
+        """To be called regularly, between two batches."""
         self._freeze_if_due()
         if self._clock.monotonic() - self._advanced >= self._pace.advance:
             self._advanced = self._clock.monotonic()

@@ -56,6 +56,7 @@ class Crew:
         return worst(task.result() for task in keeping)
 
     def send(self, number: int) -> None:
+        """For all; may be called from a signal handler."""
         for worker in self.workers:
             worker.send(number)
 

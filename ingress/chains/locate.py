@@ -73,6 +73,7 @@ class GapSkipper:
         log.warning(what, action="gone_from_hole_passed", **context, target=self._target, **chain.log_context())
 
     def _pass(self, chain: Chain, gap: AcceptedGap, lost: int | None = None) -> None:
+        """`lost`: how many sequences of the gap are lost; None: all."""
         self._gaps(chain).append(self._documents.pass_gap(self._target, chain, gap))
         labels = self._target, chain.site, chain.feed, str(chain.partition)
         metrics.lost_sequences.labels(*labels).inc(len(gap.range) if lost is None else lost)

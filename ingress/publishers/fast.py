@@ -169,6 +169,7 @@ class FastPublisher(SinglePublisher):
         return None
 
     async def _end(self, batch: FastBatch) -> UnknownOutcome | None:
+        """The decisive answer, judged; None where it acknowledges exactly the batch."""
         answers = batch.answers
         while not answers.decisive.done():
             timeout = LAST_WORD if answers.refusal else self._ack_timeout

@@ -226,6 +226,7 @@ class SinglePublisher(RepliedPublisher):
         return await self.publish_to(rows, base, stored, rows.count)
 
     async def publish_to(self, rows: Rows, base: int, stored: int, stop: int) -> Outcome:
+        """As `publish`, for rows up to index `stop` (exclusive)."""
         for subject, tail, payload in rows.messages(stored, stop):
             if (unclear := await self._send(subject, tail, payload, base + stored)) is not None:
                 return Outcome(stored, unclear, stored + 1)

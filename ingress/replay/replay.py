@@ -108,6 +108,7 @@ class Replay:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[FloeClient]:
+        """A connection for the length of the block; the threads are closed with it."""
         with closing(self.threads):
             async with aclosing(await self.connect()) as client:
                 yield client

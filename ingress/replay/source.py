@@ -59,6 +59,7 @@ class ReplayRoster(ChainRegistry):
         self.advice = advice
 
     def preparer(self, chain: Chain) -> ReplayPreparer:
+        """A new one; used by one thread at a time."""
         return ReplayPreparer(chain, self.advice.request, self.limits)
 
 

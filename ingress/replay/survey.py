@@ -147,6 +147,7 @@ class ReplaySurvey:
             raise vanishing_error(chain) from error
 
     async def _range(self, chain: Chain) -> tuple[ArchivedSpan, ChainRange | None]:
+        """What the archive holds of the chain, and what of it is asked for (None: nothing)."""
         request, moments = self._request, self._moments
         refs = await self._threads.run(self._store.list, chain)
         begins, ends = await self._bounds(chain)

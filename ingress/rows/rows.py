@@ -120,6 +120,7 @@ class Rows:
         return None if material is None else material.sequences[row]
 
     def messages(self, start: int, stop: int) -> Iterator[Ready]:
+        """Messages `start` to `stop` (exclusive, at most `count`)."""
         while start < stop:
             block, row = self._at(start)
             taken = min(stop - start, len(block.sequences) - row)
@@ -214,6 +215,7 @@ class DecodedAhead:
         return iter(tuple(self._blocks))
 
     def append(self, block: Block) -> None:
+        """Its bytes must be on the budget already."""
         self._blocks.append(block)
         self._changed.set()
 

@@ -375,6 +375,7 @@ class TargetStream:
             await client.aclose()
 
     async def origins(self, places: Collection[int]) -> dict[int, Origin | Unread]:
+        """What the messages at these target sequences say. Raises as `read`."""
         gate = asyncio.Semaphore(PARALLEL)
 
         async def one(place: int) -> Origin | Unread:
