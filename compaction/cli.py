@@ -111,7 +111,6 @@ def verify(config: str, what: str | None, deep: bool, as_json: bool) -> int:
 
 
 def _overridden(settings: Settings, engine: str | None, verify: str | None, master: str | None) -> Settings:
-    """`settings` with the command line on top; without Spark the merge proves itself."""
     compaction = settings.compaction
     engine = engine or compaction.engine
     verify = verify or ("merge" if engine == "local" else compaction.verify)
@@ -121,7 +120,7 @@ def _overridden(settings: Settings, engine: str | None, verify: str | None, mast
 
 
 def _check_names(settings: Settings, selection: Selection) -> None:
-    """Raises UsageError for a site, feed or partition that is not there."""
+    """Raises UsageError for a site, feed or partition that does not exist."""
     from common.segments.archive import among
     from common.segments.keys import chosen, configured
 
@@ -132,7 +131,6 @@ def _check_names(settings: Settings, selection: Selection) -> None:
 
 @contextmanager
 def _compaction(settings: Settings, store: SegmentStore) -> Iterator[Compaction]:
-    """The parts put together as configured; Spark starts when there is work for it."""
     from compaction.proof import SparkProver
     from compaction.run import Compaction, LocalRunner
     from compaction.spark import Spark
@@ -176,7 +174,7 @@ def _show(rows: list[list[object]], columns: Sequence[str]) -> None:
 
 
 def _ending(failures: list[Failure], told: list[Failure]) -> int:
-    """The exit code, once each of `failures` was said that is not among `told`, with the ways out."""
+    """Prints each of `failures` that is not in `told`, with the ways out. Returns the exit code."""
     from compaction.failures import exit_code
 
     new = [failure for failure in failures if failure not in told]
@@ -189,7 +187,6 @@ def _ending(failures: list[Failure], told: list[Failure]) -> int:
 
 
 def _offer(keys: Sequence[str]) -> None:
-    """The commands that put objects away, one a line."""
     from common.segments.store import quarantine_command
 
     for key in keys:

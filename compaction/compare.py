@@ -1,7 +1,7 @@
 """I5 without Spark: read both sides from the store again, and compare them row by row.
 
-Shares no merging with the merge: it walks the *result* row group by row group, and looks every row of the
-superseded segments up in it.
+It shares no code with the merge: it walks the *result* row group by row group, and looks up every row of the
+superseded segments in it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from compaction.union import Values, pc
 
 
 def prove_by_reading(store: SegmentStore, supersession: Supersession) -> None:
-    """Raise unless every row of the superseded segments is in what supersedes them, equal in content.
+    """Raises unless every row of the superseded segments is in what supersedes them, equal in content.
 
     Where the supersession is `exact`, no other row may be there either. Raises DataError (E-ROWS-MISSING,
-    E-ROWS-ADDED, E-FORK) naming segment and sequence; SegmentCorrupt, SegmentGone, Unavailable from reading.
-    Memory is bounded by one row group of each segment.
+    E-ROWS-ADDED, E-FORK) naming segment and sequence; SegmentCorrupt, SegmentGone, Unavailable from reading. Memory
+    is bounded by one row group of each segment.
     """
     with closing(_Readers(store)) as readers:
         for stretch in supersession.stretches:
@@ -45,7 +45,7 @@ class _Readers:
         self._open: dict[str, SegmentReader] = {}
 
     def rows(self, segment: SegmentRef, window: SequenceRange) -> pa.Table:
-        """The rows of `segment` inside `window`; windows ascend."""
+        """The rows of `segment` inside `window`; windows must ascend."""
         if segment.key not in self._open:
             self._open[segment.key] = self._store.open(segment)
         found = _rows(self._open[segment.key], window)
@@ -59,7 +59,6 @@ class _Readers:
 
 
 def _windows(reader: SegmentReader, rows: SequenceRange) -> Iterator[SequenceRange]:
-    """`rows` cut where the row groups of `reader` end: gapless, also where there are no rows."""
     first = rows.first
     for group in reader.row_groups:
         if group.range.last >= rows.last:
@@ -91,7 +90,6 @@ def _compare(
 
 
 def _bounds(below: pa.Table, sequences: list[int]) -> tuple[int, int]:
-    """From where to where in the ascending `sequences` the rows of `below` can lie."""
     if not below.num_rows:
         return 0, 0
     wanted: Values = below.column("sequence")
@@ -99,7 +97,7 @@ def _bounds(below: pa.Table, sequences: list[int]) -> tuple[int, int]:
 
 
 def _find(segment: SegmentRef, above_segment: SegmentRef, below: pa.Table, above: pa.Table) -> Values:
-    """Which rows of `above` are in `below`; raises DataError for one that is missing or different."""
+    """Which rows of `above` are in `below`. Raises DataError for one that is missing or different."""
     wanted = below.column("sequence")
     present = pc.is_in(above.column("sequence"), value_set=wanted)
     matching = above if pc.all(present).as_py() else above.filter(present)
@@ -113,7 +111,6 @@ def _find(segment: SegmentRef, above_segment: SegmentRef, below: pa.Table, above
 
 
 def _marked(found: Values, begin: int, hits: Values) -> Values:
-    """`found`, with `hits` added to what it says from row `begin` on."""
     end = begin + len(hits)
     middle = pc.or_(found.slice(begin, len(hits)), hits)
     parts = [found.slice(0, begin), middle, found.slice(end)]

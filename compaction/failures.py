@@ -11,7 +11,7 @@ from common.errors import FloeError, SegmentCorrupt
 from common.segments.parquet_guard import Forked, SegmentGone
 from common.segments.segment import SegmentRef
 
-# Whichever of these failed, the first of them is what the operator has to hear.
+# Where several of these occurred, the operator has to see the first in this order.
 _EXIT_ORDER = (78, 77, 3, 4, 75)
 
 
@@ -36,9 +36,9 @@ def naming(segment: SegmentRef) -> Iterator[None]:
 class Failure:
     """One piece of work that ended with an error. `what`: the piece, for people.
 
-    `damaged`: the keys of segments that turned out to be unreadable. `is_stale`: what there is has changed
-    since the listing, so that a new one may do. `code`: of its error. `suspects`: the keys of objects that an
-    operator may put away. `chain`: the one it is about, where it is about one.
+    `damaged`: the keys of segments that were found to be unreadable. `is_stale`: the archive has changed since the
+    listing, so a new listing may help. `code`: of its error. `suspects`: the keys of objects that an operator may put
+    away. `chain`: the one it is about, if it is about one.
     """
 
     what: str

@@ -25,9 +25,8 @@ from compaction.union import Values, count_up_to, union
 class RowTally:
     """Counts rows by the stretch of the inputs' cover that they lie in.
 
-    `late`: how many rows, at most, one input has that another had not read, and between which sequences;
-    known with the ledger. `footers`: the inputs' (by key), each at the latest when rows of its coverage are
-    added.
+    `late`: at most how many rows one input has that another had not read, and between which sequences; known once the
+    ledger is. `footers`: the inputs' (by key), each at the latest when rows of its coverage are added.
     """
 
     def __init__(self, output: Output, footers: Mapping[str, Footer]) -> None:
@@ -40,7 +39,7 @@ class RowTally:
         self._index = 0
 
     def add(self, sequences: Values) -> None:
-        """Count rows, which ascend from call to call and lie in the coverage."""
+        """Sequences ascend from call to call and lie in the coverage."""
         while len(sequences):
             last = self.stretches[self._index].rows.last
             inside = len(sequences) if sequences[-1].as_py() <= last else count_up_to(sequences, last)
@@ -58,7 +57,7 @@ class RowTally:
         return None if within is None else self._unread.setdefault(index, _Gaps(within))
 
     def ledger(self) -> tuple[Ledger, SequenceRange | None]:
-        """Why the sequences without a row have none, and where those are that are still gone."""
+        """Why the sequences without a row have none, and the range of those that are still gone."""
         total, unread = Ledger(), None
         for index, (stretch, rows) in enumerate(zip(self.stretches, self.rows, strict=True)):
             found, gaps = self._footers[stretch.segment.key], self._gaps(index)
@@ -97,23 +96,23 @@ class _Gaps:
 
     @property
     def missing(self) -> int:
-        """How many; all rows are added."""
+        """Only valid once all rows are added."""
         self._miss(self.within.last)
         return self._missing
 
     def hull(self) -> SequenceRange:
-        """From the first to the last of them; some are missing, and all rows are added."""
+        """From the first to the last of them. Only valid once all rows are added, and if some are missing."""
         self._miss(self.within.last)
         return SequenceRange(self._first, self._last)
 
 
 def _without_row(missing: int, footer: Footer, gaps: _Gaps | None) -> Ledger:
-    """The part of an input's ledger that belongs to `missing` sequences of a stretch of it, where it can be
-    told; else `unattributed`.
+    """The part of an input's ledger that belongs to `missing` sequences of a stretch of it, where that is known; else
+    `unattributed`.
 
-    A ledger counts sequences and does not name them. What is gone lies in `unread`; a row that another input
-    has there is gone no more. Of the others it can be told when all that the input lacks lies in the stretch,
-    or when everything it lacks has one reason.
+    A ledger counts sequences and does not name them. Gone sequences lie in `unread`; one of which another input has a
+    row is not gone any more. For the others it is known when all that the input lacks lies in the stretch, or when
+    everything it lacks has one reason.
     """
     ledger = footer.ledger
     others = Ledger({r: count for r, count in ledger.counts.items() if count and r not in UNREAD})
@@ -130,7 +129,7 @@ def _without_row(missing: int, footer: Footer, gaps: _Gaps | None) -> Ledger:
 
 
 def _gone(count: int, ledger: Ledger) -> Ledger:
-    """`count` of the sequences that `ledger` counts as gone; the worse of two reasons where either may be."""
+    """`count` of the sequences that `ledger` counts as gone; the worse of two reasons where either is possible."""
     reasons: dict[Reason | str, int] = {r: ledger.counts[r] for r in UNREAD if ledger.counts.get(r)}
     if not count:
         return Ledger()
@@ -140,13 +139,13 @@ def _gone(count: int, ledger: Ledger) -> Ledger:
 
 
 def merged_footer(output: Output, footers: Mapping[str, Footer], tally: RowTally) -> Footer:
-    """The footer of `output`; raw bytes and timestamps are the writer's to fill in.
+    """Raw bytes and timestamps are left to the writer.
 
-    It holds no time and no host, so that two jobs, or one that is run again, write the same bytes.
+    It holds no time and no host, so that two jobs, or a repeated one, write the same bytes.
     """
     sampling, sampling_digest = _sampling(footers.values())
     ledger, unread = tally.ledger()
-    # That of the input that reaches furthest and has one; None where no message was examined for any.
+    # The tip of the input that reaches furthest and has one; None where no message was examined for any.
     furthest = sorted(output.inputs, key=preference, reverse=True)
     tip = next((found for s in furthest if (found := footers[s.key].tip)), None)
     return Footer(
@@ -168,7 +167,7 @@ def merged_footer(output: Output, footers: Mapping[str, Footer], tally: RowTally
 
 
 def _sampling(footers: Iterable[Footer]) -> tuple[Mapping[str, Any] | None, str]:
-    """The settings that left messages out: of all inputs alike, or `{"merged": {digest: settings}}`.
+    """The settings that left messages out: those of all inputs if equal, else `{"merged": {digest: settings}}`.
 
     The key of a whole copy is the empty digest. A merge of sampled and whole segments is a sampled one (I8).
     """
@@ -186,7 +185,7 @@ T = TypeVar("T")
 
 
 def ahead(items: Generator[T, None, None], depth: int = 4) -> Iterator[T]:
-    """`items` in their order, up to `depth` of them made before they are asked for; their error at its place.
+    """`items` in order, up to `depth` of them made before they are requested; an error is raised at its place.
 
     When the caller stops early, `items` is closed before this returns.
     """
@@ -198,7 +197,7 @@ def ahead(items: Generator[T, None, None], depth: int = 4) -> Iterator[T]:
             making.append(pool.submit(next, items, None))
             yield item
     finally:
-        pool.shutdown(cancel_futures=True)  # waits for the one in the making
+        pool.shutdown(cancel_futures=True)  # waits for the item that is being made
         items.close()
 
 
@@ -209,9 +208,10 @@ SPOOL_MARGIN = 1.1
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """An output that is in the store and read back, `ref`. `inputs`: how many it was made of, `size` their
-    stored bytes. `raw_bytes`: of its rows, before compression. `late`: how many rows came with an input that
-    another had not read, and between which sequences; None: none did."""
+    """An output that is in the store and read back, `ref`. `inputs`: how many it was made of, `size` their stored
+    bytes. `raw_bytes`: of its rows, before compression. `late`: how many rows came with an input that another had not
+    read, and between which sequences; None: none did.
+    """
 
     ref: SegmentRef
     inputs: int
@@ -222,13 +222,13 @@ class Merged:
 
 
 def merge(store: SegmentStore, output: Output) -> Merged:
-    """Make `output` and return it once it read back well. The same inputs always give the same bytes.
+    """Make `output`. Returns once it was read back without error. The same inputs always give the same bytes.
 
-    Memory is bounded by a row group of the output and one of each input that overlaps it. Raises
-    SegmentCorrupt for an input that cannot be believed, DataError (E-FORK) for inputs that contradict each
-    other, SegmentGone for one that was deleted, Unavailable (E-SPOOL) without the disk space.
+    Memory is bounded by a row group of the output and one of each input that overlaps it. Raises SegmentCorrupt for
+    an input that is not valid, DataError (E-FORK) for inputs that contradict each other, SegmentGone for one that was
+    deleted, Unavailable (E-SPOOL) where the disk is full.
     """
-    # The crash order: a spool file is nobody's; what is put is a complete, contained segment that readers may
+    # The crash order: nothing refers to a spool file; what is put is a complete, contained segment that readers may
     # already use; only a later step, with its own proof, writes a tombstone.
     spooled, late = _spool(store, output)
     try:
@@ -242,7 +242,7 @@ def merge(store: SegmentStore, output: Output) -> Merged:
 
 
 def check_read_back(store: SegmentStore, ref: SegmentRef, footer: Footer) -> None:
-    """Read order and coverage of a segment from the store again. Raises SegmentCorrupt."""
+    """Checks order and coverage. Raises SegmentCorrupt."""
     with store.open(ref) as reader:
         if reader.footer != footer:
             raise SegmentCorrupt(f"segment {ref.key}: the footer read back is not the one written")

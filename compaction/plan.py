@@ -3,8 +3,8 @@
 Per level, on stored bytes: segments that overlap stay together; runs of adjacent segments, all older than
 `min_age`, are cut before they pass `max_size` or `max_count`; what is left at a run's end is merged when it
 reaches `min_size`, or holds `min_count` and its oldest is older than `max_wait`, so that a quiet chain is
-compacted too. An output never spans a hole. What came late with rows of its own is no matter of policy: it is
-united with what contains it (`unite`). A chain is planned window by window (`common.segments.table`); where
+compacted too. An output never spans a hole. Late segments with rows of their own are merged whatever the policy:
+they are united with what contains them (`unite`). A chain is planned window by window (`common.segments.table`); where
 these are cut makes no difference, because a group that is open at the end of one goes on in the next.
 """
 
@@ -59,8 +59,7 @@ class Output:
 class Planner:
     """Plans one chain by one policy. `now`: seconds since 1970 UTC by the store's clock.
 
-    Segments that cannot be read are left out of what is added, as if they were not there: runs end beside
-    them.
+    Segments that cannot be read are left out of what is added, as if they did not exist: runs end beside them.
     """
 
     def __init__(self, policy: LevelSettings, now: float) -> None:
@@ -69,13 +68,11 @@ class Planner:
 
     @property
     def open(self) -> Sequence[SegmentRef]:
-        """Segments of the group that is not closed yet: a later window may bring an output of them."""
+        """Segments of the group that is not closed yet: a later window may make an output of them."""
         return self._group.segments
 
     def add(self, window: Sequence[SegmentRef]) -> list[Output]:
-        """The outputs that are sure once the segments of the next window are known, those of all its levels;
-        ascending.
-        """
+        """The outputs that are certain once the segments of the next window are known, of all levels; ascending."""
         outputs: list[Output] = []
         for block in blocks(outstanding(window, self._policy.from_)):
             if self._now - max(s.modified for s in block) < self._policy.min_age:
@@ -89,7 +86,6 @@ class Planner:
         return outputs
 
     def end(self) -> list[Output]:
-        """The output of the group that is open at the end of a run, if it is due."""
         group, policy = self._group, self._policy
         return self._close(group.reaches_minimum(policy) or group.has_waited(policy, self._now))
 
@@ -99,10 +95,10 @@ class Planner:
 
 
 def unite(late: Iterable[Supersession]) -> list[Output]:
-    """The merges that bring `late`, segments found contained in others and with rows of their own, into one
-    segment with those others, of the next higher level; what overlaps goes together.
+    """The merges that bring `late`, segments found contained in others and with rows of their own, into one segment
+    with those others, of the next higher level; what overlaps is merged together.
 
-    Above level 9 there is none: what only level 9 contains stays as it is.
+    There is no level above 9: what only level 9 contains stays as it is.
     """
     by_chain: defaultdict[Chain, dict[str, SegmentRef]] = defaultdict(dict)
     for supersession in late:
@@ -133,14 +129,14 @@ class _Group:
         return self.size >= policy.min_size or 1 < len(self.segments) >= policy.max_count
 
     def has_waited(self, policy: LevelSettings, now: float) -> bool:
-        enough = len(self.segments) >= max(policy.min_count, 2)  # so of an empty one no age is asked
+        enough = len(self.segments) >= max(policy.min_count, 2)  # so the age of an empty group is never asked for
         return enough and now - min(s.modified for s in self.segments) > policy.max_wait
 
 
 def blocks(segments: Iterable[SegmentRef]) -> Iterator[tuple[SegmentRef, ...]]:
-    """The overlapping segments together, ascending; no two blocks overlap.
+    """Overlapping segments together, ascending; no two blocks overlap.
 
-    Those of one block are merged together or not at all, whatever their size.
+    The segments of one block are merged together or not at all, whatever their size.
     """
     members: list[SegmentRef] = []
     reach = 0

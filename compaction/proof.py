@@ -5,7 +5,7 @@
     made of exactly these, overlapping   the same, over the distinct rows of the inputs
     found contained                   no (sequence, hash) of the inputs is missing above (a left anti join)
 
-The merge is no part of it: hashes, sums and joins are Spark's.
+It does not use the code of the merge: hashes, sums and joins are Spark's.
 """
 
 from __future__ import annotations
@@ -45,13 +45,12 @@ class Sums:
 
 
 class SparkProver:
-    """Proves with Spark. `store`: to tell which segments are damaged when a proof cannot be made."""
+    """Proves with Spark. `store`: shows which segments are damaged when a proof cannot be made."""
 
     def __init__(self, spark: Spark, store: SegmentStore) -> None:
         self._spark, self._store = spark, store
 
     def prove(self, supersessions: Sequence[Supersession]) -> list[Failure | None]:
-        """As `compaction.run.Prove`."""
         summed = [s for s in supersessions if s.exact and s.is_disjoint]
         verdicts = {id(s): verdict for part in _parts(summed) for s, verdict in self._by_sums(part)}
         return [verdicts[id(s)] if id(s) in verdicts else self._one(s) for s in supersessions]
@@ -62,7 +61,7 @@ class SparkProver:
         except FloeError as error:
             if len(part) == 1:
                 return [(part[0], unproved(self._store, part[0], error))]
-            # One that cannot be read must not hide the others.
+            # A segment that cannot be read must not hide the others.
             middle = len(part) // 2
             return [*self._by_sums(part[:middle]), *self._by_sums(part[middle:])]
         verdicts, place = [], 0
@@ -96,7 +95,6 @@ class SparkProver:
     # What Spark does
 
     def _sums(self, stretches: Sequence[Stretch[SegmentRef]]) -> dict[int, Sums]:
-        """Sums by the place in `stretches`; those without rows are not among them."""
         frame = self._frame(stretches)
         grouped = frame.groupBy("segment").agg(*_sum_columns(_hash(SCHEMA.names)))
         return {row["segment"]: _as_sums(row) for row in _collected(grouped)}
@@ -121,12 +119,10 @@ class SparkProver:
         return unproved(self._store, supersession, error)
 
     def _contents(self, supersession: Supersession) -> tuple[DataFrame, DataFrame]:
-        """Sequence and hash of each row below, each once, and above."""
         below = self._frame([_whole(s) for s in supersession.superseded])
         return _content(below).distinct(), _content(self._frame(supersession.stretches))
 
     def _frame(self, stretches: Sequence[Stretch[SegmentRef]]) -> DataFrame:
-        """The rows of `stretches` as they are, with their place among them in the column `segment`."""
         named = [[s.segment.key, [s.rows.first, s.rows.last]] for s in stretches]
         return self._archive.option("segments", json.dumps(named)).load()
 
@@ -158,14 +154,13 @@ def _whole(segment: SegmentRef) -> Stretch[SegmentRef]:
 
 
 def _hash(columns: Sequence[str]) -> Column:
-    """A hash of the row's `columns`; nulls count too, so that no value moves from one to another unseen."""
+    """Nulls are part of the hash, so that a value moved from one column to another is noticed."""
     from pyspark.sql.functions import col, xxhash64
 
     return xxhash64(*(part for name in columns for part in (col(name), col(name).isNull())))
 
 
 def _content(frame: DataFrame) -> DataFrame:
-    """Sequence and hash of the content of each row."""
     return frame.select("sequence", _hash(["sequence", *CONTENT_COLUMNS]).alias("hash"))
 
 

@@ -29,7 +29,6 @@ VERIFY_COLUMNS = ("chain", "coverage", "segments", "bytes", "overlapping", "acce
 
 
 def report_rows(report: Report) -> list[list[object]]:
-    """One row for each output, one for the deletions of each chain and level, one for its snapshots."""
     rows: list[list[object]] = [
         ["merged", m.ref.chain, m.ref.level, m.ref.coverage, m.inputs, m.size, m.ref.size] for m in report.merged
     ]
@@ -66,7 +65,6 @@ def report_json(report: Report) -> dict[str, Any]:
 
 
 def preview_rows(surveys: Iterable[ChainSurvey]) -> list[list[object]]:
-    """A row for each object that would be read or deleted: its key and bytes."""
     rows: list[list[object]] = []
     for survey in surveys:
         for output in survey.outputs:
@@ -120,14 +118,12 @@ def verify_json(report: ChainReport) -> dict[str, Any]:
 
 
 def foreign_json(foreign: Foreign) -> list[dict[str, Any]]:
-    """One entry beside those of the chains where there are keys that are none of Floe's."""
     nobody: dict[str, Any] = dict.fromkeys(("site", "feed", "incarnation", "partition"))
     counts = {"foreign": foreign.count, "keys": foreign.keys, "problems": []}
     return [{**nobody, **counts}] if foreign.count else []
 
 
 def _added_up(objects: Iterable[Ref], group_of: Callable[[Ref], Any]) -> list[tuple[Any, int, int]]:
-    """The number and the bytes of the objects of each group, by group."""
     counts: Counter[Any] = Counter()
     sizes: Counter[Any] = Counter()
     for each in objects:
@@ -157,8 +153,8 @@ CHAIN_COLUMNS = ("site", "feed", "incarnation", "partition")
 def summarise(settings: Settings) -> list[dict[str, object]]:
     """For each chain: messages, distinct sequences and subjects, bytes of payloads, first and last sequence.
 
-    Empty where the archive holds no message. Raises ConfigError where PySpark or Java is missing, Unavailable
-    where Spark fails.
+    Empty where the archive holds no message. Raises ConfigError where PySpark or Java is missing, Unavailable where
+    Spark fails.
     """
     with Spark(settings) as spark:
         session = spark.session()

@@ -1,6 +1,6 @@
 """One run of compaction: list, plan, merge, prove, tombstone, delete after the grace; then the snapshots.
 
-Every step may be repeated, doubled or cut off; what a run finds half done it takes up where it is:
+Every step may be repeated, done twice or interrupted. A run continues unfinished work where it stands:
 
     put, not proved        the inputs are found contained in the output, proved, tombstoned
     proved, no tombstone   as above: the proof is made again
@@ -48,17 +48,17 @@ R = TypeVar("R")
 LISTINGS_AT_ONCE = 8
 SEGMENTS_OF_A_TOMBSTONE = 10_000  # about 1 MB
 BATCH = 30_000  # segments that are read in one batch of merges and proofs at least, where there are as many
-ROUNDS = 3  # of planning again because of segments that were damaged or gone
+ROUNDS = 3  # rounds of planning again because of segments that were damaged or gone
 
 
 class Runner(Protocol):
-    """Somewhere to work."""
+    """A place where work is done."""
 
     def map(self, work: Callable[[SegmentStore, T], R], items: Sequence[T]) -> list[R]:
         """What `work` answers for each item, in their order; the first items are begun first."""
 
 
-#: Single segments with a row that what contains them has not, each with the failure of its proof.
+#: Single segments with a row that their containing segments lack, each with the failure of its proof.
 Late = list[tuple[Supersession, Failure]]
 #: Proves I5, by other code than wrote the segments: for each supersession None where every superseded row was
 #: found, else why it was not.
@@ -90,7 +90,6 @@ def merge_one(store: SegmentStore, output: Output) -> Merged | Failure:
 
 
 def prove_one(store: SegmentStore, supersession: Supersession) -> Failure | None:
-    """Read both sides again and compare them row by row."""
     try:
         prove_by_reading(store, supersession)
     except FloeError as error:
@@ -122,7 +121,7 @@ class Selection:
 
 @dataclass(slots=True)
 class Report:
-    """What a run did. `told`: those of `failures` that an earlier run has told."""
+    """What a run did. `told`: those of `failures` that an earlier run has reported."""
 
     merged: list[Merged] = field(default_factory=list)
     tombstones: list[str] = field(default_factory=list)
@@ -134,9 +133,9 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class ChainSurvey:
-    """What is to be done in one chain, or in one window of it. `in_use`: keys of segments that contain some
-    of `leftovers` and that an earlier survey of the same listing merges. `going`, `outdated`: what may be
-    deleted now, which only a preview works out.
+    """What is to be done in one chain, or in one window of it. `in_use`: keys of segments that contain some of
+    `leftovers` and that an earlier survey of the same listing merges. `going`, `outdated`: what may be deleted now;
+    only a preview fills these.
     """
 
     chain: Chain
@@ -149,7 +148,6 @@ class ChainSurvey:
 
     @property
     def segments(self) -> int:
-        """How many a run has to read, or thereabouts."""
         return sum(len(o.inputs) for o in self.outputs) + sum(len(s.superseded) for s in self.leftovers)
 
 
@@ -186,17 +184,17 @@ class Compaction:
         if self._grace is not None:
             found = self._delete(chains, self._grace)
             if found - damaged:
-                # What a damaged output was made of is still there: merged again, it is put right.
+                # The inputs of a damaged output still exist: merging them again repairs it.
                 self._work(chains, selection, damaged | found)
             self._prune(chains, self._grace)
         self._report.failures = list(dict.fromkeys(self._report.failures))
-        # A run over one level does not meet what is wrong with others.
+        # A run over one level does not see the problems of others.
         self._remember(chains if selection.level is None else [])
         failpoint("compaction.done")
         return self._report
 
     def _work(self, chains: Sequence[Chain], selection: Selection, damaged: frozenset[str]) -> frozenset[str]:
-        """Plan, merge, prove and tombstone; again where segments were gone or damaged. All damaged ones."""
+        """Plan, merge, prove and tombstone; again where segments were gone or damaged. Returns all damaged ones."""
         for round_number in range(1, ROUNDS + 1):
             now, failures = self._tombstones.now(), []
             for surveys in self._batches(chains, selection, now, damaged):
@@ -222,7 +220,6 @@ class Compaction:
     def _batches(
         self, chains: Sequence[Chain], selection: Selection, now: float, damaged: frozenset[str]
     ) -> Iterator[list[ChainSurvey]]:
-        """What is to be done in all chains, some of it at a time: enough for many executors."""
         batch: list[ChainSurvey] = []
         count = 0
         for chain, listed in zip(chains, _at_once(self._listed, chains), strict=True):
@@ -242,7 +239,6 @@ class Compaction:
         return listed
 
     def _index(self, chain: Chain, segments: SegmentTable, names: Iterable[ObjectInfo]) -> TombstoneIndex:
-        """What the tombstones say of `segments`, and what objects beside them are none; one at a time."""
         index = TombstoneIndex(segments)
         for info in names:
             try:
@@ -256,7 +252,6 @@ class Compaction:
     def _survey(
         self, chain: Chain, listed: TombstoneIndex, selection: Selection, now: float, damaged: frozenset[str]
     ) -> Iterator[ChainSurvey]:
-        """What is to be done in one chain, window by window; pure."""
         segments, buried = listed.segments, listed.buried()
         policies = [p for p in self._policies if selection.level in (None, p.from_)]
         planners = [Planner(policy, now or segments.newest) for policy in policies]
@@ -273,7 +268,7 @@ class Compaction:
             ready = tuple(s for found in held if not _is_in(open_, found) for s in found)
             held = [found for found in held if _is_in(open_, found)]
             in_use = frozenset(merged)
-            # The same window may have had a merge too, which is over when the rest of it is taken up.
+            # The same window may have had a merge too, which is done when the rest of it is processed.
             merged.update(s.key for output in outputs for s in output.inputs)
             merged &= {above.key for found in held for s in found for above in s.superseding}
             failpoint("compaction.plan")
@@ -285,7 +280,7 @@ class Compaction:
     # Merge
 
     def _merge(self, outputs: Sequence[Output], leftovers: Sequence[Supersession]) -> tuple[Late, list[Failure]]:
-        """Make `outputs`, the largest first, and prove them and `leftovers`; what came late, and what failed."""
+        """Make `outputs`, the largest first; prove them and `leftovers`. Returns what came late, and what failed."""
         supersessions: list[Supersession] = []
         failures: list[Failure] = []
         if outputs:
@@ -306,8 +301,8 @@ class Compaction:
     def _unite(self, late: Late, in_use: AbstractSet[str]) -> list[Failure]:
         """Merge late segments that have rows of their own with what contains them, and prove it.
 
-        `in_use`: keys of inputs of this round's merges. What is contained in one of these waits for the next
-        round: two outputs of one level that both hold it could hide each other's rows.
+        `in_use`: keys of inputs of this round's merges. What is contained in one of these waits for the next round:
+        two outputs of one level that both hold it could hide each other's rows.
         """
         ready = [s for s, _ in late if in_use.isdisjoint(above.key for above in s.superseding)]
         outputs = unite(ready)
@@ -323,7 +318,7 @@ class Compaction:
     # Prove and tombstone
 
     def _prove(self, supersessions: list[Supersession]) -> tuple[Late, list[Failure]]:
-        """Prove them and write tombstones for those that hold. What came late; why others do not hold."""
+        """Write tombstones for those that hold. Returns what came late, and why the others do not hold."""
         failpoint("compaction.verify")
         late: Late = []
         refused: list[Failure] = []
@@ -332,12 +327,12 @@ class Compaction:
             for supersession, failure in zip(supersessions, self._proofs(supersessions), strict=True):
                 count, is_contained = len(supersession.superseded), not supersession.exact
                 if failure is None:
-                    # Only now: everything that the tombstone names was found in what replaces it.
+                    # Only now: everything that the tombstone names has been found in what replaces it.
                     for part in supersession.parts(SEGMENTS_OF_A_TOMBSTONE):
                         self._report.tombstones.append(self._tombstones.put(part))
                         failpoint("compaction.tombstone")
                 elif is_contained and count > 1 and _is_about_rows(failure):
-                    # One late segment may be keeping the others from being proved.
+                    # One late segment may prevent the proof of the others.
                     doubtful += supersession.parts(-(-count // 2))
                 elif is_contained and count == 1 and failure.code == "E-ROWS-MISSING":
                     late.append((supersession, failure))
@@ -349,7 +344,7 @@ class Compaction:
     # Delete
 
     def _delete(self, chains: Sequence[Chain], grace: float) -> frozenset[str]:
-        """Delete what may go; the keys of replacing segments that are damaged."""
+        """Returns the keys of replacing segments that are damaged: what they replace is not deleted."""
         now = self._tombstones.now()
         failpoint("compaction.grace")
         damaged: set[str] = set()
@@ -404,24 +399,23 @@ class Compaction:
         return pruned, failures
 
     def _outdated(self, chain: Chain, now: float, grace: float) -> tuple[list[SnapshotRef], list[Failure]]:
-        """Which snapshots may go; a listing that fails is a failure of this chain alone."""
         try:
             refs = list_snapshots(self._store.objects, self._store.layout, chain)
         except FloeError as error:
             return [], [Failure.of(f"snapshots of {chain}", error)]
         return outdated(refs, now or max((ref.modified for ref in refs), default=0.0), grace), []
 
-    # Tell
+    # Report
 
     def preview(self, selection: Selection) -> list[ChainSurvey]:
         """What a run would begin with, chain by chain; all of it at once in memory.
 
-        It writes nothing but the object that tells the store's time.
+        It writes only the object that shows the store's time.
         """
         try:
             now = self._tombstones.now()
         except Refused:
-            now = 0.0  # a credential that may only read: the youngest object of each chain is its time
+            now = 0.0  # read-only credentials: the youngest object of each chain gives its time
         return list(_at_once(lambda chain: self._foretold(chain, selection, now), self._selected(selection)))
 
     def _foretold(self, chain: Chain, selection: Selection, now: float) -> ChainSurvey:
@@ -438,7 +432,7 @@ class Compaction:
         return replace(found, problems=(*found.problems, *failures), going=going, outdated=tuple(snapshots))
 
     def _remember(self, chains: Sequence[Chain]) -> None:
-        """Tell what was told before from what is new; without that memory all of it is new."""
+        """Separates failures that were reported before from new ones; if the record cannot be read, all are new."""
         report = self._report
         try:
             report.told = self.reported.told(report.failures)
@@ -448,9 +442,9 @@ class Compaction:
 
 
 def _at_once(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """`work` of each item in their order, several at once: it mostly waits for the store.
+    """`work` of each item in order, several in parallel: it mostly waits for the store.
 
-    No more results are kept than are worked on at once.
+    At most as many results are kept as items are worked on at once.
     """
     with ThreadPoolExecutor(LISTINGS_AT_ONCE) as pool:
         running: deque[Future[R]] = deque()
@@ -463,7 +457,6 @@ def _at_once(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
 
 
 def _is_in(keys: AbstractSet[str], supersessions: Iterable[Supersession]) -> bool:
-    """Whether any of `supersessions` is by a segment among `keys`."""
     return any(above.key in keys for s in supersessions for above in s.superseding)
 
 
@@ -472,7 +465,6 @@ def _is_about_rows(failure: Failure) -> bool:
 
 
 def _came_late(ref: SegmentRef, count: int, rows: SequenceRange) -> Failure:
-    """What is to be told of rows that another segment had not read: a target may have passed them by then."""
     error = DataError(
         f"{count} rows of {rows} came with a segment that was put later than one that had not read them; "
         "they are united now; a target whose position was behind them when they came does not hold them",

@@ -37,9 +37,9 @@ def read_stretch(
 ) -> Iterator[pa.RecordBatch]:
     """The rows of `stretch` in order: `columns` of the segment schema, or all.
 
-    With what others have of what its segment did not read (`common.segments.unread`). Where the segment is
-    gone or cannot be read, the rest is read through the cover of what else is there. Raises the segment's own
-    error (SegmentGone, SegmentCorrupt) where nothing else accounts for the rows.
+    Includes what others have of what its segment did not read (`common.segments.unread`). Where the segment is gone
+    or cannot be read, the rest is read through the cover of the remaining segments. Raises the segment's own error
+    (SegmentGone, SegmentCorrupt) where nothing else accounts for the rows.
     """
     wanted = [name for name in SCHEMA.names if columns is None or name in columns]
     pending, avoided = [stretch], set[str]()
@@ -65,7 +65,7 @@ def read_stretch(
 def read_segment(
     store: SegmentStore, stretch: Stretch[SegmentRef], columns: Sequence[str] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of `stretch` from its own segment and no other. Raises SegmentGone, SegmentCorrupt."""
+    """The rows of `stretch` from its own segment only. Raises SegmentGone, SegmentCorrupt."""
     with store.open(stretch.segment, rows=stretch.rows) as reader:
         yield from reader.batches(rows=stretch.rows, columns=columns)
 
@@ -74,7 +74,6 @@ _LISTINGS_AT_ONCE = 8
 
 
 def register(spark: SparkSession) -> None:
-    """Make `spark.read.format("floe")` known to the session."""
     spark.dataSource.register(FloeDataSource)
 
 
@@ -86,7 +85,6 @@ class FloeDataSource(DataSource):
         return "floe"
 
     def read_options(self) -> ReadOptions:
-        """What the options ask for."""
         return parse_options(self.options)
 
     def schema(self) -> types.StructType:
@@ -99,7 +97,7 @@ class FloeDataSource(DataSource):
 
 
 def source_of(settings: Settings, name: str) -> type[FloeDataSource]:
-    """The same source under `name`, its store given in code: no secret travels as a Spark option."""
+    """The same source under `name`, its store given in code: no secret is passed as a Spark option."""
 
     class _Given(FloeDataSource):
         @classmethod
@@ -155,7 +153,7 @@ class _Reader(DataSourceReader):
         schema, stretch = self._options.schema(), partition.stretch
         wanted = {*schema.names, *(["headers"] if HEADERS_PARSED.name in schema.names else [])}
         columns = [name for name in SCHEMA.names if name in wanted]
-        # Segments that are named are wanted as they are: nothing else may stand in for them.
+        # Named segments are wanted as they are: no other segment may replace them.
         reading = read_segment if self._options.segments is not None else read_stretch
         for batch in reading(_open_store(self._options), stretch, columns):
             yield arranged(batch, schema, stretch.segment.chain, partition.number)
@@ -176,7 +174,6 @@ class _FilteringReader(_Reader):
 
 
 def _bounds(condition: Filter) -> tuple[int, int]:
-    """The least and the greatest sequence that `condition` can be true for."""
     if getattr(condition, "attribute", None) != ("sequence",):
         return 1, MAX_SEQUENCE
     match condition:
@@ -209,7 +206,7 @@ _stores: dict[str, SegmentStore] = {}
 
 
 def _open_store(options: ReadOptions) -> SegmentStore:
-    """The store, opened once in each process: Spark gives one Python process many small partitions."""
+    """Opened once in each process: Spark gives one Python process many small partitions."""
     settings = options.store
     identity = f"{settings.model_dump_json()} {settings.secret_access_key.get_secret_value()} {options.spool_dir}"
     if identity not in _stores:

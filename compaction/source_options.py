@@ -29,7 +29,6 @@ SEGMENT = pa.field("segment", pa.int32(), nullable=False)
 
 
 def arranged(batch: pa.RecordBatch, schema: pa.Schema, chain: Chain, segment: int) -> pa.RecordBatch:
-    """`batch`, a segment's rows, as `schema` wants them; `segment` is what its column `segment` says."""
     parts = {**chain.log_context(), "segment": segment}
 
     def column(name: str) -> Values:
@@ -44,7 +43,7 @@ def arranged(batch: pa.RecordBatch, schema: pa.Schema, chain: Chain, segment: in
 
 
 def _pairs(block: bytes | None) -> list[dict[str, str]] | None:
-    """Names and values in order with repeats, as text; null where a message has no header block."""
+    """Names and values in order with repeats, as text; None where a message has no header block."""
     if block is None:
         return None
     return [{"name": _text(name), "value": _text(value)} for name, value in parse_block(block)]
@@ -64,10 +63,10 @@ _OPTIONS = {"config", *_STORE_OPTIONS, *CHAIN_FIELDS.names, *_READ_OPTIONS}
 class ReadOptions:
     """What to read, and with which columns.
 
-    `chain`: the parts of a chain that are given; each missing one is a column. `rows`: of every chain.
-    `columns`: None for all. `segments`: keys and rows (None: all) to read as they are instead of the cover,
-    None usually. `feeds`: of the configuration, if there is one, of which nothing need be archived. `pushdown`:
-    whether filters are to be pushed down.
+    `chain`: the parts of a chain that are given; each missing one is a column. `rows`: of every chain. `columns`:
+    None for all. `segments`: keys and rows (None: all) to read as they are instead of the cover, usually None.
+    `feeds`: of the configuration, if there is one; they need not be archived yet. `pushdown`: whether filters are to
+    be pushed down.
     """
 
     store: StoreSettings
@@ -81,13 +80,12 @@ class ReadOptions:
     pushdown: bool = False
 
     def selected(self, chains: ChainStore) -> list[Chain]:
-        """The chains to read. Raises UsageError where there are none of the names given."""
+        """Raises UsageError where there are no chains of the names given."""
         site, feed = (str(self.chain[n]) if n in self.chain else None for n in ("site", "feed"))
         numbers = [int(self.chain[n]) if n in self.chain else None for n in ("incarnation", "partition")]
         return among(chains, site, feed, lambda known: chosen(known, self.feeds, site, feed, *numbers))
 
     def schema(self) -> pa.Schema:
-        """The columns of the result: the parts of the chain not given, a segment's, others."""
         fields = [field for field in CHAIN_FIELDS if field.name not in self.chain]
         fields += list(SCHEMA.remove_metadata())
         fields += [HEADERS_PARSED] if self.headers_parsed else []
@@ -134,7 +132,7 @@ def _store(given: Mapping[str, str]) -> tuple[StoreSettings, str, frozenset[Pair
     try:
         return StoreSettings.model_validate(fields), "", frozenset()
     except ValidationError as error:
-        # pydantic's text is told without what was found: it may be a secret.
+        # The message of pydantic is shown without the value: it may be a secret.
         found = error.errors(include_input=False, include_url=False, include_context=False)
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in found)
         raise UsageError(f"options of the store: {problems}", hint="or give option config") from None

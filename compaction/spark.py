@@ -55,9 +55,9 @@ _RESULT_FIELDS: list[Any] = [pa.field("id", pa.int64()), pa.field("result", pa.b
 
 
 class Spark:
-    """Spark as a place to work: its session is made on first use and stopped at the end of the context.
+    """Spark as a place where work is done: its session is made on first use and stopped at the end of the context.
 
-    `settings` travel to the executors, secrets included, and into no log.
+    `settings` are sent to the executors, including secrets, and are never logged.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -66,8 +66,8 @@ class Spark:
         self._session: SparkSession | None = None
 
     def session(self) -> SparkSession:
-        """The session. Raises ConfigError where PySpark or Java is missing."""
-        # It warns of versions of pandas, which nothing of Floe goes through.
+        """Raises ConfigError where PySpark or Java is missing."""
+        # It warns of versions of pandas, which Floe does not use.
         warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas", FutureWarning)
         if self._session is None:
             self._session = start(self.settings.compaction.spark.master, self.settings.compaction.spark.conf)
@@ -82,7 +82,7 @@ class Spark:
         except Exception as error:  # Spark raises its own, py4j's and the tasks' errors
             raise spark_error(work.__name__, error) from error
         log.info("items done", action="items_done", work=work.__name__, items=len(items))
-        # What our own executors answered, over Spark's own connection.
+        # What our own executors answered, over Spark's connection.
         return [pickle.loads(row.result) for row in sorted(rows, key=lambda row: row.id)]  # noqa: S301
 
     def __enter__(self) -> Spark:
@@ -94,7 +94,7 @@ class Spark:
 
 
 def check_conf(conf: Mapping[str, str]) -> None:
-    """Raise ConfigError for a setting that would double the work of tasks; warn of those overridden."""
+    """Raises ConfigError for a setting that would double the work of tasks; warns of those overridden."""
     for name, value in FIXED.items():
         found = conf.get(name, value)
         if found.lower() == value:
@@ -105,7 +105,6 @@ def check_conf(conf: Mapping[str, str]) -> None:
 
 
 def spark_conf(master: str, conf: Mapping[str, str]) -> dict[str, Any]:
-    """All settings of the session: defaults, those of the configuration, and those that are fixed."""
     own = {"spark.ui.showConsoleProgress": str(sys.stderr.isatty()).lower()}
     if _LOCAL.fullmatch(master):
         own |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
@@ -120,7 +119,6 @@ def spark_conf(master: str, conf: Mapping[str, str]) -> dict[str, Any]:
 
 
 def warn_of_open(master: str, conf: Mapping[str, Any]) -> None:
-    """Say so where executors on other hosts are spoken to without authentication."""
     if not master.startswith("local") and str(conf.get(_AUTHENTICATE, "false")).lower() != "true":
         log.warning(
             "spark without authentication: the store's secrets travel to executors that anybody may pose as; "
@@ -131,13 +129,13 @@ def warn_of_open(master: str, conf: Mapping[str, Any]) -> None:
 
 
 def with_retries(master: str) -> str:
-    """`local[N]` runs a failed task once only; its other form runs it again, as a cluster does."""
+    """`local[N]` runs a failed task only once; the form `local[N,M]` repeats it, as a cluster does."""
     match = _LOCAL.fullmatch(master)
     return f"local[{match['cores'] or 1},{_TASK_FAILURES}]" if match else master
 
 
 def start(master: str, conf: Mapping[str, str]) -> SparkSession:
-    """Start Spark. Raises ConfigError where PySpark or Java is missing, Unavailable where it fails."""
+    """Raises ConfigError where PySpark or Java is missing, Unavailable where Spark fails."""
     try:
         from pyspark.errors import PySparkException
         from pyspark.sql import SparkSession
@@ -157,7 +155,7 @@ def start(master: str, conf: Mapping[str, str]) -> SparkSession:
                 hint="install Java 17 or 21 and set JAVA_HOME, or use --engine local",
                 code="E-SPARK",
             ) from error
-        # Also py4j's errors: the JVM is there, the master perhaps is not.
+        # Also py4j's errors: the JVM runs, but the master may not.
         raise spark_error("start", error) from error
 
 
@@ -174,7 +172,6 @@ def _set_environment(master: str, conf: Mapping[str, str]) -> None:
 
 
 def spark_error(what: str, error: Exception) -> FloeError:
-    """What an error of Spark is to an operator: its first line; the rest is for the log."""
     text = str(error)
     if DISTRIBUTION_PROBLEM in text:
         found = text[text.index(DISTRIBUTION_PROBLEM) :].splitlines()[0]
@@ -189,7 +186,7 @@ def spark_error(what: str, error: Exception) -> FloeError:
 
 
 def task_of(payload: bytes, expected: str) -> Callable[[Batches], Iterator[pa.RecordBatch]]:
-    """The function that tasks run. It imports nothing of Floe before it knows whose `common` it would get."""
+    """It imports nothing of Floe before it knows which `common` it would get."""
     marker = DISTRIBUTION_PROBLEM
 
     def task(batches: Batches) -> Iterator[pa.RecordBatch]:
@@ -214,7 +211,7 @@ def task_of(payload: bytes, expected: str) -> Callable[[Batches], Iterator[pa.Re
 
 
 def run_items(payload: bytes, batches: Batches) -> Iterator[pa.RecordBatch]:
-    """Do the items whose numbers the batches hold; in an executor."""
+    """Runs in an executor. The batches hold the numbers of the items."""
     settings, work, items = pickle.loads(payload)  # noqa: S301 - from our own driver
     store = open_store(settings)
     try:

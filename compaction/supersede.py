@@ -2,7 +2,7 @@
 
 A segment may be superseded only by segments of a higher level, or by one of the same level and coverage with
 a larger name. Contained means: the cover of the superseding segments, together, accounts for its whole
-coverage. What is contained is a candidate only: `compaction.compare` and `compaction.proof` read its rows
+coverage. A contained segment is only a candidate: `compaction.compare` and `compaction.proof` read its rows
 before anything is written down, and `compaction.tombstones` says what may go.
 """
 
@@ -31,8 +31,8 @@ Stretches = tuple[Stretch[SegmentRef], ...]
 class Supersession:
     """Segments, and what accounts for them from now on.
 
-    `superseded`: ascending by coverage. `stretches`: the rows of the superseding segments that readers take
-    there, ascending. `exact`: the superseding segment was made of exactly these, so it holds no other rows.
+    `superseded`: ascending by coverage. `stretches`: the rows of the superseding segments that readers take there,
+    ascending. `exact`: the superseding segment was made of exactly these, so it holds no other rows.
     """
 
     superseded: tuple[SegmentRef, ...]
@@ -41,12 +41,10 @@ class Supersession:
 
     @property
     def superseding(self) -> tuple[SegmentRef, ...]:
-        """The segments of `stretches`, each once."""
         return tuple({s.segment.key: s.segment for s in self.stretches}.values())
 
     @property
     def is_disjoint(self) -> bool:
-        """Whether no two superseded segments overlap."""
         return all(not b.coverage.overlaps(a.coverage) for a, b in pairwise(self.superseded))
 
     def parts(self, limit: int) -> list[Supersession]:
@@ -57,7 +55,6 @@ class Supersession:
         return [Supersession(part, self._within(part)) for part in cut]
 
     def _within(self, part: tuple[SegmentRef, ...]) -> Stretches:
-        """`stretches` as far as they concern `part`."""
         rows = SequenceRange(min(s.coverage.first for s in part), max(s.coverage.last for s in part))
         common = [(stretch.segment, stretch.rows.intersection(rows)) for stretch in self.stretches]
         return tuple(Stretch(segment, both) for segment, both in common if both)
@@ -73,7 +70,6 @@ def may_supersede(upper: SegmentRef, lower: SegmentRef) -> bool:
 
 
 def made_by(output: SegmentRef, inputs: Iterable[SegmentRef]) -> Supersession:
-    """What a merge of `inputs` into `output` supersedes."""
     ascending = tuple(sorted(inputs, key=_by_coverage))
     return Supersession(ascending, (Stretch(output, output.coverage),), exact=True)
 
@@ -85,7 +81,7 @@ def contained(segments: Sequence[SegmentRef]) -> list[Supersession]:
     """
     groups: defaultdict[object, list[tuple[Stretches, SegmentRef]]] = defaultdict(list)
     for stretches, segment in _contained(segments):
-        # What one single segment replaces goes together: the usual case, a merge's inputs.
+        # All that one segment replaces stays together: the usual case, a merge's inputs.
         groups[stretches if len(stretches) > 1 else stretches[0].segment.key].append((stretches, segment))
     found = []
     for group in sorted(groups.values(), key=lambda group: len(group[0][0]) == 1):
@@ -122,7 +118,6 @@ def _contained(segments: Sequence[SegmentRef]) -> Iterator[tuple[Stretches, Segm
 
 
 def _largest_twins(segments: Iterable[SegmentRef]) -> dict[SequenceRange, SegmentRef]:
-    """Of each coverage the segment with the largest name."""
     return {segment.coverage: segment for segment in sorted(segments, key=lambda s: s.name)}
 
 
@@ -131,7 +126,7 @@ def _by_coverage(segment: SegmentRef) -> tuple[SequenceRange, str]:
 
 
 class _Cover:
-    """The cover of some segments, computed once, asked often."""
+    """The cover of some segments, computed once and asked many times."""
 
     def __init__(self, segments: Sequence[SegmentRef]) -> None:
         self._stretches = cover(segments, 1)
@@ -156,18 +151,17 @@ MAX_BYTES = 64 * 1024  # of one note
 
 
 class Reported:
-    """What was told of the chains of one store."""
+    """What was reported about the chains of one store."""
 
     def __init__(self, objects: ObjectStore, layout: Layout) -> None:
         self._objects, self._layout = objects, layout
 
     def told(self, failures: Iterable[Failure]) -> list[Failure]:
-        """Those of `failures` that an earlier run has told."""
         known = self._listed()
         return [failure for failure in failures if self._key(failure) in known]
 
     def remember(self, chains: Sequence[Chain], failures: Iterable[Failure]) -> None:
-        """`failures` are all that is wrong with `chains` now: write down what is new, remove what is over."""
+        """`failures` are all problems of `chains` now: record the new ones, remove those that are over."""
         known = self._listed()
         found = {key: failure for failure in failures if (key := self._key(failure))}
         for key, failure in found.items():
@@ -180,7 +174,7 @@ class Reported:
                 self._objects.delete(key)
 
     def _is_over(self, key: str) -> bool:
-        """Whether an object is gone that the note at `key` names, or it names none."""
+        """True also where the note at `key` names no object."""
         raw = self._objects.get(key, length=MAX_BYTES) or b""
         try:
             named = json.loads(raw)["objects"]
@@ -192,7 +186,7 @@ class Reported:
         return {info.key for info in self._objects.list(self._layout.reported_prefix())}
 
     def _key(self, failure: Failure) -> str:
-        """Where the failure is noted; empty for one that is not about the data of one chain."""
+        """Where the failure is recorded; empty for one that is not about the data of one chain."""
         if failure.chain is None or failure.exit_code != DataError.exit_code:
             return ""
         digest = hashlib.sha256(failure.line.encode()).hexdigest()[:16]

@@ -2,10 +2,10 @@
 
     {prefix}/_floe/tombstones/site=…/…/partition={n}/{last:020d}-{first:020d}-{sha256[:16]}.json
 
-A tombstone is written once the rows of its superseded segments were found in the superseding ones, and its
-age by the store's clock is the grace. It holds no time and no host: two jobs, or a job that is run again,
-write the same bytes under the same name. What a tombstone says is untrusted until its name, its hash and
-every rule of `compaction.supersede` have been checked; a damaged one is reported and never acted on.
+A tombstone is written once the rows of its superseded segments were found in the superseding ones. The grace is
+counted from then, by the store's clock. It holds no time and no host: two jobs, or a repeated job, write the same
+bytes under the same name. A tombstone is untrusted until its name, its hash and every rule of
+`compaction.supersede` have been checked; a damaged one is reported and never acted on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NAME = re.compile(r"(?P<last>\d{20})-(?P<first>\d{20})-(?P<digest>[0-9a-f]{16})
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """Segments that were proved to be in others. What is written holds no times; `modified` is 0 there."""
+    """Segments that were proved to be in others. The stored form has no times; `modified` is 0 there."""
 
     superseded: tuple[SegmentRef, ...]
     superseding: tuple[SegmentRef, ...]
@@ -56,18 +56,16 @@ class Tombstone:
 
     @property
     def coverage(self) -> SequenceRange:
-        """From the first to the last sequence of the superseded segments."""
         ranges = [s.coverage for s in self.superseded]
         return SequenceRange(min(r.first for r in ranges), max(r.last for r in ranges))
 
     @property
     def name(self) -> str:
-        """The last part of its key."""
         digest = hashlib.sha256(self.to_json()).hexdigest()[:16]
         return f"{self.coverage.last:020d}-{self.coverage.first:020d}-{digest}.json"
 
     def problem(self) -> str:
-        """What rule it breaks; empty if it keeps them all."""
+        """The rule that it breaks; empty if it keeps them all."""
         for lower in self.superseded:
             above = [u for u in self.superseding if may_supersede(u, lower)]
             if len(above) < len(self.superseding):
@@ -92,7 +90,7 @@ class Tombstone:
         version = document["format_version"] if "format_version" in fields else FORMAT_VERSION
         if version != FORMAT_VERSION:
             raise ValueError(f"format_version: expected {FORMAT_VERSION}, found {version!r:.40}")
-        if not fields >= _FIELDS:  # others are a newer version's
+        if not fields >= _FIELDS:  # others are from a newer version
             raise ValueError(f"expected an object of {sorted(_FIELDS)}, found {raw[:60]!r}")
         tombstone = cls(_refs(document["superseded"], layout, chain), _refs(document["superseding"], layout, chain))
         if problem := tombstone.problem():
@@ -114,9 +112,9 @@ class StoredTombstone:
 
 @dataclass(frozen=True, slots=True)
 class Buried:
-    """A tombstone as far as it concerns what is listed; 8 bytes for each segment, by its place there.
+    """What a tombstone says about listed segments; 8 bytes for each segment, by its place in the listing.
 
-    `superseded`: those of them that are listed; `changed`: among these, with another length than it says.
+    `superseded`: those of them that are listed; `changed`: among these, those with another length than it says.
     `superseding`: None where one is not listed with the length that it says.
     """
 
@@ -128,7 +126,7 @@ class Buried:
 
 
 class TombstoneIndex:
-    """What the tombstones of one chain say of its listed `segments`. Pure; `add` all before asking anything.
+    """What the tombstones of one chain say about its listed `segments`. Pure; `add` all before asking anything.
 
     `problems`: with objects among the tombstones.
     """
@@ -140,7 +138,6 @@ class TombstoneIndex:
         self._stones: list[Buried] = []
 
     def add(self, stone: StoredTombstone) -> None:
-        """Take a tombstone; what it names and is not listed is forgotten."""
         superseded, changed = array("q"), set()
         for segment in stone.tombstone.superseded:
             if (place := self.segments.place(segment)) is not None:
@@ -179,12 +176,12 @@ class TombstoneIndex:
     def deletable(self, now: float, grace: float) -> Iterator[Tombstone]:
         """What may be deleted, by tombstone, as listed; the caller still checks what stays.
 
-        `now`: by the store's clock; `grace`: seconds since a tombstone was written. A segment that reaches
-        the chain's greatest end stays, and so does one whose length is not what the tombstone says.
+        `now`: by the store's clock; `grace`: seconds since a tombstone was written. A segment that reaches the
+        chain's greatest end stays, and so does one whose length is not what the tombstone says.
         """
         greatest = self.segments.end
         for stone in self.valid():
-            # Without a grace no clock is asked: a store may round the times of objects.
+            # Without a grace the clock is not used: a store may round the times of objects.
             if grace and now - stone.written < grace:
                 continue
             same = (place for place in stone.superseded if place not in stone.changed)
@@ -193,7 +190,6 @@ class TombstoneIndex:
                 yield Tombstone(may_go, tuple(self.segments[place] for place in stone.superseding or ()))
 
     def done(self) -> list[str]:
-        """The keys of the tombstones whose superseded segments are all gone from the listing."""
         return [stone.key for stone in self._stones if not stone.superseded]
 
 
@@ -204,13 +200,10 @@ class Tombstones:
         self._objects, self._layout = objects, layout
 
     def names(self, chain: Chain) -> list[ObjectInfo]:
-        """The objects where the chain's tombstones stand, by range."""
         return self._objects.list(self._layout.tombstones_prefix(chain))
 
     def read(self, chain: Chain, info: ObjectInfo) -> StoredTombstone | None:
-        """One of `names`; None if it was deleted meanwhile. Raises DataError (E-STATE-JSON) for what is not
-        a sound tombstone.
-        """
+        """None if it was deleted meanwhile. Raises DataError (E-STATE-JSON) for what is not a valid tombstone."""
         try:
             if not (match := _NAME.fullmatch(info.key.rpartition("/")[2])):
                 raise ValueError("foreign name")
@@ -229,7 +222,7 @@ class Tombstones:
             ) from error
 
     def put(self, supersession: Supersession) -> str:
-        """Write it down, read it back, and return its key; an equal one that is there already keeps its age.
+        """Write it, read it back, and return its key; an equal one that exists already keeps its age.
 
         Raises DataError where `supersession` breaks a rule, and OutcomeUnknown if it does not read back.
         """
@@ -248,7 +241,6 @@ class Tombstones:
 
 
 def _timeless(segments: Iterable[SegmentRef]) -> tuple[SegmentRef, ...]:
-    """By level and name, without times."""
     return tuple(replace(s, modified=0.0) for s in sorted(segments, key=lambda s: (s.level, s.name)))
 
 

@@ -2,7 +2,7 @@
 
 Segments that do not overlap are passed through batch by batch. Where they overlap, the rows up to the
 sequence that every open segment has reached are put together, a batch of each at a time; equal sequences
-must have equal content, else two histories met under one name (a fork) and nothing is written.
+must have equal content, else two histories share one name (a fork) and nothing is written.
 """
 
 from bisect import bisect_right
@@ -27,7 +27,6 @@ pc: Any = pyarrow.compute
 
 
 def count_up_to(sequences: Values, last: int) -> int:
-    """How many of the ascending `sequences` are at most `last`."""
     return int(pc.sum(pc.less_equal(sequences, pa.scalar(last, pa.int64()))).as_py() or 0)
 
 
@@ -38,8 +37,8 @@ _Parts = list[tuple[SegmentRef, pa.RecordBatch]]
 def union(segments: Iterable[SegmentRef], open_segment: Open) -> Generator[pa.RecordBatch, None, None]:
     """The rows of `segments` in ascending order; where they overlap, those of equal sequence once.
 
-    A segment is opened when its coverage is reached and closed when its rows are out. Raises DataError, code
-    E-FORK, naming two segments that differ in one sequence; what `open_segment` and reading raise.
+    A segment is opened when its coverage is reached and closed when its rows are out. Raises DataError, code E-FORK,
+    naming two segments that differ in one sequence; what `open_segment` and reading raise.
     """
     waiting = deque(sorted(segments, key=lambda s: (s.coverage, s.name)))
     runs: list[_Run] = []
@@ -63,19 +62,16 @@ class _Run:
 
     @property
     def last(self) -> int:
-        """The last sequence of the rows at hand."""
         assert self.head is not None
         return int(self.head.column("sequence")[-1].as_py())
 
     def advance(self) -> None:
-        """Take the next batch; after the last one the segment is closed."""
         with naming(self.segment):
             self.head = next(self._batches, None)
         if self.head is None:
             self.reader.close()
 
     def take(self, last: int) -> pa.RecordBatch:
-        """The rows at hand up to sequence `last`."""
         assert self.head is not None
         count = self.head.num_rows if self.last <= last else count_up_to(self.head.column("sequence"), last)
         taken, self.head = self.head.slice(0, count), self.head.slice(count)
@@ -106,7 +102,7 @@ def _next_batch(runs: list[_Run]) -> pa.RecordBatch:
 
 
 def _together(parts: _Parts) -> pa.RecordBatch:
-    """The rows of overlapping batches, sorted, of each sequence the first; raises DataError for a fork."""
+    """The rows of overlapping batches, sorted; for each sequence the first. Raises DataError for a fork."""
     table = pa.Table.from_batches([batch for _, batch in parts])
     order: Values = pc.sort_indices(table.column("sequence"))  # stable: equal sequences keep the order of the parts
     merged = table.take(order)

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class VerifyProblem:
-    """One thing that is wrong. `kind`: hole, gone, late, damaged, rows, fork, document, behind.
+    """One problem. `kind`: hole, gone, late, damaged, rows, fork, document, behind.
 
     `hint`: what to do.
     """
@@ -51,9 +51,10 @@ class VerifyProblem:
 
 @dataclass(slots=True)
 class ChainReport:
-    """What was found in one chain. `coverage`: None without segments. `overlapping`: segments that share
-    sequences with another one of their level, which costs space and is no fault. `accepted`: holes that an
-    operator has given up, which are no fault either."""
+    """What was found in one chain. `coverage`: None without segments. `overlapping`: segments that share sequences
+    with another one of their level, which costs space and is not a fault. `accepted`: holes that an operator has
+    given up, which are not faults either.
+    """
 
     chain: Chain
     coverage: SequenceRange | None = None
@@ -67,16 +68,17 @@ class ChainReport:
 def verify_chain(
     store: SegmentStore, chains: ChainStore, chain: Chain, *, deep: bool = False, window: int = WINDOW
 ) -> ChainReport:
-    """Look at one chain. Raises what the store raises; what is wrong with the data is in the report.
+    """Raises what the store raises; problems of the data are in the report.
 
-    Segments that are deleted meanwhile are passed over, where others account for them. `window`: how many are
-    looked at together at least.
+    Segments that are deleted meanwhile are skipped, where others account for them. `window`: the least number of
+    segments that are looked at together.
     """
     return _Verification(store, chain).run(chains, window, deep=deep)
 
 
 class _Verification:
-    """One chain being looked at. `_found`: told behind what is found of its documents and single segments.
+    """One chain being looked at. `_found`: problems that are reported after those of its documents
+    and single segments.
 
     `_behind`: segments that reach behind the end of the incarnation, `_end`.
     """
@@ -125,7 +127,7 @@ class _Verification:
     # One window
 
     def _footers(self, segments: Sequence[SegmentRef], *, deep: bool) -> dict[str, Footer]:
-        """Of the segments that are what they should be, by key; a problem for each other one."""
+        """The footers of sound segments, by key; a problem is noted for each other segment."""
         footers: dict[str, Footer] = {}
         # Whole segments are read one after the other: each may need much memory.
         with ThreadPoolExecutor(1 if deep else REQUESTS_AT_ONCE) as pool:
@@ -138,7 +140,6 @@ class _Verification:
         return footers
 
     def _add(self, segments: Sequence[SegmentRef]) -> None:
-        """Account for sound segments, and count them."""
         report = self._report
         reach: dict[int, int] = {}  # by level
         for segment in sorted(segments, key=lambda s: s.coverage):
@@ -151,7 +152,7 @@ class _Verification:
                 self._behind.extend([segment])
 
     def _check_unread(self, segments: Sequence[SegmentRef], footers: dict[str, Footer]) -> None:
-        """What others have of what a segment did not read, and what of a filled hole nobody has."""
+        """What others have of what a segment did not read, and what of a filled hole no segment has."""
         for stretch in cover(segments, 1):
             if footers[stretch.segment.key].unread is None:
                 continue
@@ -175,7 +176,6 @@ class _Verification:
                 yield VerifyProblem("gone", text, way_out_filled(self._chain, rows))
 
     def _check_levels(self, segments: Sequence[SegmentRef], footers: dict[str, Footer]) -> None:
-        """Where segments lie side by side below one that covers exactly the same: the same number of rows."""
         for supersession in contained(segments):
             below, [above, *others] = supersession.superseded, supersession.superseding
             is_same = not others and sum(len(s.coverage) for s in below) == len(above.coverage)
@@ -200,8 +200,8 @@ class _Verification:
     # All of it
 
     def _check_coverage(self, first: int | None, tail: int) -> None:
-        """`first`: where the chain must begin, None where nothing says so; `tail`: where its tail says it
-        ends, 0 where there is none.
+        """`first`: where the chain must begin, None where that is not known; `tail`: where its tail says it ends, 0
+        where there is none.
         """
         stretches = self._covered.stretches()
         last = max(self._covered.end, tail) if self._end is None else self._end
@@ -219,7 +219,7 @@ class _Verification:
                 self._report.problems.append(VerifyProblem("hole", text, hint))
 
     def _check_end(self) -> None:
-        """What lies behind the end of the incarnation, which nobody delivers; holes there are no fault."""
+        """What lies behind the end of the incarnation is not delivered; holes there are not faults."""
         for rows in behind(self._covered.stretches(), self._end, self._accepted):
             count = sum(s.coverage.overlaps(rows) for s in self._behind)
             text = f"sequences {rows}, in {count} segment{'' if count == 1 else 's'}, lie behind the end of the "
@@ -228,7 +228,7 @@ class _Verification:
 
 
 def check_segment(store: SegmentStore, segment: SegmentRef, *, deep: bool) -> Footer | VerifyProblem | None:
-    """None for a segment that is gone: whether its coverage is missed is judged by the others."""
+    """None for a segment that is gone: the others show whether its coverage is missing."""
     try:
         if deep:
             with store.open(segment) as reader:
@@ -247,8 +247,8 @@ def check_segment(store: SegmentStore, segment: SegmentRef, *, deep: bool) -> Fo
 
 
 def _brought_back(store: SegmentStore, chain: Chain, hole: SequenceRange) -> str:
-    """What to do about a hole; first, where a versioned bucket still has a segment of the lowest level that
-    covers some of it, remove the marker.
+    """What to do about a hole. If a versioned bucket still has a segment of the lowest level that covers some of it,
+    removing its delete marker comes first.
     """
     layout, hidden = store.layout, list[HiddenObject]()
     if isinstance(store.objects, Versioned):
@@ -287,6 +287,6 @@ def _missing_rows(store: SegmentStore, supersession: Supersession) -> Iterator[V
         except DataError as error:
             if len(part.superseded) > 1:
                 yield from _missing_rows(store, part)
-            elif error.code != "E-FORK":  # those were named above
+            elif error.code != "E-FORK":  # damaged ones were reported above
                 late = "the next `floe compact` merges it with what contains it"
                 yield VerifyProblem("rows", error.message, late if error.code == "E-ROWS-MISSING" else "")

@@ -1,8 +1,8 @@
 """What was delivered through a durable and is not acknowledged yet.
 
-Kept are sequences alone, eight bytes each: the replies of one consumer differ in the sequence and in the
-consumer's own number, and that one is the message's place. Whether the server has taken acknowledgements is
-settled by asking the consumer, never by having sent them.
+Only sequences are kept, eight bytes each: the replies of one consumer differ in the sequence and in the
+consumer's own number, and that number is the message's place. Whether the server has taken acknowledgements is
+found out by asking the consumer, never assumed because they were sent.
 """
 
 import asyncio
@@ -26,9 +26,7 @@ REASONS = (
 
 
 class ReaderResetError(Exception):
-    """The consumer or the stream behind it may not be what it was; `reason` is one of REASONS, for
-    metrics.
-    """
+    """The consumer or the stream behind it may have changed; `reason` is one of REASONS, for metrics."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -42,8 +40,8 @@ PAUSES = (0.01, 0.02, 0.05, 0.1, 0.2)  # seconds between two questions; the last
 
 
 def archived(first: int, place: Position) -> tuple[SequenceRange, ...]:
-    """What a segment accounts for below the position, in a chain that begins at `first`: nobody needs it in
-    the stream any more. What lies in a hole is left out.
+    """What a segment accounts for below the position, in a chain that begins at `first`: it is not needed in the
+    stream any more. Sequences in a hole are left out.
     """
     if place.first <= first:
         return ()
@@ -53,8 +51,8 @@ def archived(first: int, place: Position) -> tuple[SequenceRange, ...]:
 class Acknowledging:
     """Acknowledges what `consumer` delivers: each message, or all up to one where that is its policy.
 
-    `archived`: what may be acknowledged of the messages before `first`; of the others whatever `upto` is
-    called with. `account`: charged for what is kept.
+    `archived`: what may be acknowledged of the messages before `first`; the others are acknowledged as far as `upto`
+    says. `account`: charged for what is kept.
     """
 
     def __init__(
@@ -78,7 +76,6 @@ class Acknowledging:
 
     @property
     def left(self) -> int:
-        """How many messages are neither archived nor to be read, and stay in the stream."""
         return self._left
 
     def delivered(self, reply: bytes, sequences: Sequence[int]) -> None:
@@ -91,8 +88,8 @@ class Acknowledging:
     async def upto(self, last: int) -> None:
         """Acknowledge what was delivered up to `last`, and return when the server has taken it.
 
-        Raises Unavailable, OutcomeUnknown (it may be called again), ReaderResetError where the consumer is
-        gone, Refused without the right to acknowledge.
+        Raises Unavailable, OutcomeUnknown (it may be called again), ReaderResetError where the consumer is gone,
+        Refused without the right to acknowledge.
         """
         async with self._lock:
             size = bisect_right(self._kept, last)
@@ -109,7 +106,6 @@ class Acknowledging:
             self._left += left
 
     def _stretches(self, size: int) -> list[range]:
-        """Places among the first `size` of what is to be acknowledged."""
         kept = self._kept
         found = [range(bisect_left(kept, a.first), min(size, bisect_right(kept, a.last))) for a in self._archived]
         return [stretch for stretch in (*found, range(bisect_left(kept, self._first), size)) if stretch]
@@ -126,13 +122,12 @@ class Acknowledging:
                 await self._client.flush_writes()
 
     def frames_of(self, stretch: range) -> bytes:
-        """The frames that acknowledge what is kept at these places."""
         head, tail = b"PUB " + self._head, self._tail + b" 4\r\n+ACK\r\n"
         chosen, numbers = self._kept[stretch.start : stretch.stop], count(self._number + stretch.start)
         return b"".join([b"%b%d.%d%b" % (head, each, next(numbers), tail) for each in chosen])
 
     async def _probe(self, stretch: range) -> None:
-        """Send one acknowledgement and raise Refused where it is not permitted, before a million are."""
+        """Send one acknowledgement and raise Refused where it is not permitted, before a million are sent."""
         self._client.send(self.frames_of(stretch[:1]))
         await self._info()
         number = self._number + stretch.start
@@ -142,7 +137,7 @@ class Acknowledging:
         self._is_permitted = True
 
     async def _settle(self, number: int, left: int) -> None:
-        """Return when nothing up to the consumer's `number` is pending, but for `left` that stay."""
+        """Returns when nothing up to the consumer's `number` is pending, except `left` messages that stay."""
         pauses, lowest, since = iter(PAUSES), None, self._clock.monotonic()
         while True:
             if self._client.generation != self._generation:
@@ -167,7 +162,6 @@ class Acknowledging:
 
 
 def is_settled(info: ConsumerInfo, number: int, left: int) -> bool:
-    """Whether of the messages up to the consumer's `number` none but `left` is pending."""
     delivered = info.consumer_sequence >= number
     if info.ack_floor >= number or (delivered and not info.ack_pending):
         return True
@@ -175,6 +169,5 @@ def is_settled(info: ConsumerInfo, number: int, left: int) -> bool:
 
 
 def _ends(reply: bytes) -> tuple[bytes, bytes]:
-    """What stands before the sequence, and behind the consumer's number, in all replies of a consumer."""
     begin, words = layout(reply)[1], reply.split(b".")
     return b".".join(words[: begin + 3]) + b".", b"." + b".".join(words[begin + 5 :])

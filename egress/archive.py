@@ -1,6 +1,6 @@
 """One chain's place in the object store, and its high-water mark in the state bucket.
 
-The listing says what is archived; the mark is there to catch a listing that shows less than was put once.
+The listing says what is archived; the mark detects a listing that shows less than was put once.
 """
 
 from __future__ import annotations
@@ -48,12 +48,10 @@ class ListingView:
 
     @property
     def newest(self) -> list[SegmentRef]:
-        """The one that reaches furthest first."""
         refs = (ref for _last, _key, ref in self._heap)
         return sorted(refs, key=lambda ref: (ref.coverage.last, ref.coverage.first), reverse=True)
 
     def add(self, page: Iterable[SegmentRef]) -> None:
-        """Take more of the listing; none of it twice."""
         for ref in page:
             self.covered.add(ref.coverage)
             entry = (ref.coverage.last, ref.key, ref)
@@ -63,17 +61,16 @@ class ListingView:
                 heapq.heapreplace(self._heap, entry)
 
 
-NEWER = "E-SEG-VERSION"  # written by a newer Floe, whose names are as good as ours
+NEWER = "E-SEG-VERSION"  # written by a newer Floe, whose names are as reliable as ours
 
 
 class Archive:
-    """What is archived of one chain, and the steps by which more is. It keeps no list of segments.
+    """What is archived of one chain, and the steps that add to it. It keeps no list of segments.
 
-    `end`: the last sequence covered, 0 if none is. `holes`: those below it that are known, ascending; what
-    lies before the high-water mark only a walk tells. `newest`: the segments that reach furthest, the newest
-    first, all from some sequence on; empty only where nothing is archived. `damaged`: segments that reach
-    beyond the mark and are not what their names promise, by key, and why. They count for nothing: what they
-    claim to cover is read again.
+    `end`: the last sequence covered, 0 if none is. `holes`: known holes below it, ascending; only a walk finds those
+    before the high-water mark. `newest`: the segments that reach furthest, the newest first, complete from some
+    sequence on; empty only where nothing is archived. `damaged`: segments that reach beyond the mark and do not match
+    their names, by key, and why. They do not count: what they claim to cover is read again.
     """
 
     def __init__(
@@ -91,7 +88,6 @@ class Archive:
 
     @classmethod
     async def of(cls, current: Incarnation, deps: PartitionDeps) -> Archive:
-        """The archive of an incarnation, not listed yet; retention may have moved its beginning."""
         floor = await deps.pools.io.run(deps.chains.read_floor, current.chain)
         first = max(current.document.first, floor or 0)
         marks = HighWaterMarks(deps.state)
@@ -116,16 +112,14 @@ class Archive:
             )
 
     async def reach(self, position: int) -> None:
-        """List what reaches `position`, of a chain that nothing is put into any more."""
         view = await self._threads.run(self._reaching, position)
         self.end, self.newest, self._looked_back = view.covered.end, view.newest, True
 
     async def survey(self) -> None:
-        """List all of the chain, and believe it whatever the mark says."""
+        """List all of the chain, and trust the listing whatever the mark says."""
         await self._look(lambda: ListingView(self.pages()), None, self.first)
 
     async def _look(self, listing: Callable[[], ListingView], mark: int | None, since: int) -> ListingView:
-        """Take what the listing shows without segments that are damaged, with the holes from `since` on."""
         view = await self._threads.run(listing)
         while not await self._threads.run(self._all_sound, view, mark):
             view = await self._threads.run(listing)
@@ -134,9 +128,9 @@ class Archive:
         return view
 
     def _all_sound(self, view: ListingView, mark: int | None) -> bool:
-        """Whether the segments beyond the mark are what their names promise.
+        """Whether the segments beyond the mark match their names.
 
-        Without a mark the end is what counts: it is that of the first sound one, from the top down.
+        Without a mark only the end counts: it is that of the first sound segment, from the top down.
         """
         are_sound = True
         for ref in view.newest:
@@ -149,7 +143,6 @@ class Archive:
         return are_sound
 
     def _is_sound(self, ref: SegmentRef) -> bool:
-        """Whether the footer says what the name says."""
         if ref.key not in self._sound and ref.key not in self.damaged:
             try:
                 self._store.footer(ref)
@@ -165,7 +158,6 @@ class Archive:
     # Looking further
 
     async def look_back(self, least: int) -> Sequence[SegmentRef]:
-        """The newest segments, a hundred of them or all that reach `least`, the newest first."""
         if not self._looked_back and self.newest and self.end >= least:
             width = len(self.newest[0].coverage) * FIRST_PAGE
             found = await self._threads.run(self._newest, SequenceRange(max(least, 1), self.end), width)
@@ -174,7 +166,6 @@ class Archive:
         return self.newest
 
     async def at(self, sequence: int) -> Sequence[SegmentRef]:
-        """Segments near `sequence`, with one that contains it if there is any."""
         sequence = max(sequence, self.first)
         if sequence > self.end:
             return ()
@@ -186,29 +177,25 @@ class Archive:
         return found
 
     async def begin_at_floor(self) -> None:
-        """Begin where retention has left the chain since."""
         floor = await self._threads.run(self._chains.read_floor, self.chain)
         self.first = max(self.first, floor or 0)
 
     async def uncovered(self, within: SequenceRange) -> list[SequenceRange]:
-        """The parts of `within` that no segment covers, as listed now."""
         return await self._threads.run(self._uncovered, within)
 
     # Blocking
 
     def pages(self) -> Iterator[list[SegmentRef]]:
-        """All of the chain, page by page."""
         return map(self._undamaged, self._store.walk(self.chain))
 
     def refs(self, position: int = 1) -> list[SegmentRef]:
-        """All segments that reach `position`, for whoever needs every one of them at once."""
         return self._undamaged(self._store.list(self.chain, position=position))
 
     def _undamaged(self, refs: Iterable[SegmentRef]) -> list[SegmentRef]:
         return [ref for ref in refs if ref.key not in self.damaged]
 
     def _reaching(self, position: int) -> ListingView:
-        """What reaches `position`: of level 0, and of the others where that does not contain it.
+        """What reaches `position`: of level 0, and of the others where level 0 does not contain it.
 
         The segment that reaches the end of a chain stays in level 0 until there is a newer one.
         """
@@ -221,8 +208,8 @@ class Archive:
         return view
 
     def _newest(self, within: SequenceRange, width: int) -> list[SegmentRef]:
-        """The FIRST_PAGE segments that reach furthest, or all that reach `within` where these are fewer, the
-        newest first. `width`: how many sequences they may cover together, to begin with.
+        """The FIRST_PAGE segments that reach furthest, or all that reach `within` where these are fewer, the newest
+        first. `width`: how many sequences they may cover together, to begin with.
         """
         while True:
             position = max(within.first, within.last + 1 - width)
@@ -232,7 +219,6 @@ class Archive:
             width *= WIDER
 
     def _at(self, position: int) -> Sequence[SegmentRef]:
-        """Segments that reach `position` and are nearest to it, with one that contains it if there is any."""
         found: list[SegmentRef] = []
         for level in range(MAX_LEVEL + 1):
             page = self._store.list(self.chain, position=position, level=level, limit=FIRST_PAGE)
@@ -242,7 +228,6 @@ class Archive:
         return found
 
     def _uncovered(self, within: SequenceRange) -> list[SequenceRange]:
-        """Level by level from the bottom, as far as it takes."""
         covered = Covered()
         for level in range(MAX_LEVEL + 1):
             for page in self._store.pages(self.chain, level, position=within.first):
@@ -255,12 +240,12 @@ class Archive:
         return covered.holes(within)
 
     def is_hollow(self, source_first: int) -> bool:
-        """Whether an empty listing may hide what was archived: no mark says that nothing was, and the source
-        no longer holds everything from the chain's beginning on."""
+        """Whether an empty listing may hide what was archived: no mark says that nothing was put, and the source no
+        longer holds everything from the chain's beginning on.
+        """
         return not self.end and self._mark is None and source_first > self.first
 
     def hollow(self, source_first: int) -> Stopped:
-        """The error where it may."""
         return Stopped(
             f"{self.chain}: no segment and no high-water mark, and the source holds {source_first} on, "
             f"while the chain begins at {self.first}",
@@ -269,7 +254,6 @@ class Archive:
         )
 
     async def mend(self) -> None:
-        """Bring a mark or a tail up to the end that a crash has left behind."""
         end = max(self.end, self.first - 1)
         if self._mark is None or self._mark < end:
             await self._marks.raise_to(self.chain, end)
@@ -286,7 +270,7 @@ class Archive:
         return any(extends(ref.coverage, sequence) and self._is_sound(ref) for ref in refs)
 
     async def is_closed(self) -> bool:
-        """Whether the next incarnation exists: nobody delivers what is put into this one any more."""
+        """Whether the next incarnation exists: segments put into this one would not be delivered."""
         return await self._threads.run(self._chains.is_followed, self.chain)
 
     # The order in which a segment is put: the object, read back; then the tail, by which readers notice it;
@@ -298,20 +282,18 @@ class Archive:
         failpoint("egress.before_put")
         ref = await self._threads.run(self._store.put, spooled)
         self._sound.add(ref.key)
-        if ref.coverage.last > self.end:  # not one that fills a hole: there are others between
+        if ref.coverage.last > self.end:  # not one that fills a hole: other segments are in between
             self.newest = [ref, *self.newest[: FIRST_PAGE - 1]]
             self.end = ref.coverage.last
-        self.damaged.pop(ref.key, None)  # put again, it is what its name promises
+        self.damaged.pop(ref.key, None)  # put again, it matches its name
         failpoint("egress.after_put")
         return ref
 
     async def write_tail(self) -> None:
-        """Let the tail say where coverage ends."""
         await self._threads.run(self._chains.write_tail, self.chain, self.end)
         failpoint("egress.after_tail")
 
     async def raise_mark(self) -> None:
-        """Raise the high-water mark to where coverage ends."""
         await self._marks.raise_to(self.chain, self.end)
         failpoint("egress.after_mark")
 
@@ -322,10 +304,10 @@ class _Walk:
     def __init__(self, archive: Archive) -> None:
         self.archive, self.end, self.covered = archive, archive.end, Covered()
         self._pages = archive.pages()
-        self._lock = threading.Lock()  # a call that nobody awaits any more may still be under way
+        self._lock = threading.Lock()  # a call that is not awaited any more may still be running
 
     def step(self) -> bool:
-        """Take the next page; False where there is none. Blocking."""
+        """False where there is no next page. Blocking."""
         with self._lock:
             page = next(self._pages, None)
             for ref in page or ():
@@ -333,14 +315,13 @@ class _Walk:
             return page is not None
 
     def holes(self) -> list[SequenceRange]:
-        """Those from where the chain begins on that it passed."""
         first = self.archive.first
         return self.covered.holes(SequenceRange(first, self.end)) if self.end >= first else []
 
 
 class ArchiveWalks:
-    """The walks of one partition. `news`: set when one has ended, for whoever reads; `holes`: what it found,
-    ascending, looked at twice.
+    """The walks of one partition. `news`: set when one has ended, for the reader; `holes`: what it found, ascending,
+    looked at twice.
     """
 
     def __init__(self, threads: Threads, clock: Clock, pace: EgressTuning) -> None:
@@ -353,7 +334,6 @@ class ArchiveWalks:
         self.holes: tuple[SequenceRange, ...] = ()
 
     def follow(self, archive: Archive) -> None:
-        """Walk this archive from now on; tell it what is known."""
         if self._archive is None or self._archive.chain != archive.chain:
             self.holes, self._progress, self._due = (), None, 0.0
             self._turned.set()
@@ -361,14 +341,13 @@ class ArchiveWalks:
         self.tell(archive)
 
     def tell(self, archive: Archive) -> None:
-        """Let the archive know the holes that the last walk found."""
         known = Covered()
         for hole in (*archive.holes, *self.holes):
             known.add(hole)
         archive.holes = tuple(known.stretches())
 
     async def run(self) -> None:
-        """Until cancelled; called again, it goes on where it was. What cannot be listed is put off."""
+        """Until cancelled; called again, it goes on where it was. A failed listing is tried again later."""
         while True:
             self._turned.clear()
             left = self._due - self._clock.monotonic()
@@ -396,7 +375,7 @@ class ArchiveWalks:
         await archive.begin_at_floor()
         found: list[SequenceRange] = []
         for hole in progress.holes():
-            # Again, because a listing in pages is none of one moment.
+            # Again, because the pages of a listing are from different moments.
             found += await archive.uncovered(hole)
         if self._archive is not None and self._archive.chain == archive.chain:
             self.holes = tuple(found)

@@ -23,14 +23,13 @@ class MessageBatch:
 
     @classmethod
     def whole(cls, columns: Columns) -> MessageBatch:
-        """All of them are kept."""
         return cls(columns, bytes(len(columns)), columns)
 
     def __len__(self) -> int:
         return len(self.examined)
 
     def part(self, first: int, last: int) -> MessageBatch:
-        """The examined messages at the places `first` up to, not including, `last`."""
+        """The examined messages from `first` to `last` (exclusive), by place."""
         if len(self.kept) == len(self):
             rows = self.kept.part(first, last)
         else:
@@ -46,6 +45,5 @@ class MessageBatch:
 
 
 def left_out(codes: bytes | bytearray) -> dict[Reason, int]:
-    """How many messages each reason left out; reasons with 0 are left out."""
     counts = {reason: codes.count(code) for code, reason in REASONS.items()}
     return {reason: count for reason, count in counts.items() if count}

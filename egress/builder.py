@@ -1,8 +1,8 @@
 """The open segment of one chain: takes what the reader hands over, and says when it closes.
 
-Synchronous, and called for every batch of messages: it only moves lists. What it emits, in order, is pieces
-(rows and coverage, for the encoder) and, after the last piece of a segment, why the segment closed. An error
-in the middle of a batch leaves it torn: it emits nothing any more, and what it holds is read again.
+Synchronous, and called for every batch of messages: it only moves lists. It emits, in order, pieces (rows and
+coverage, for the encoder) and, after the last piece of a segment, why the segment closed. An error in the middle
+of a batch leaves it torn, that is inconsistent: it emits nothing any more, and what it holds is read again.
 """
 
 import math
@@ -24,8 +24,8 @@ from egress.partition import Position
 
 PIECE_BYTES = 4 * 2**20  # raw bytes handed to the encoder at once
 PIECE_MESSAGES = 16_384
-# Seconds until a piece with gaps is handed over unfilled, so that its gaps are judged by a source's first
-# sequence that is hardly newer than they are.
+# Seconds until a piece with gaps is handed over before it is full, so that its gaps are judged by a first
+# sequence of the source that is hardly newer than they are.
 GAP_AGE = 5.0
 # Python's own bytes for one message: five objects and their places in the lists.
 MESSAGE_OVERHEAD = 300
@@ -47,11 +47,11 @@ class Close(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of a segment: its pieces stand one behind the other.
+    """Part of a segment; the pieces of a segment follow each other without a gap.
 
-    `examined`: the sequences of all messages received, of which `rows` are those kept. `last`: the last
-    message received, None where there is none. `size`: raw bytes of the rows; `memory`: what is charged for
-    all of it. `codes`: as in `MessageBatch`, one for each examined message; empty: all are kept.
+    `examined`: the sequences of all messages received, of which `rows` are those kept. `last`: the last message
+    received, None where there is none. `size`: raw bytes of the rows; `memory`: what is charged for all of it.
+    `codes`: as in `MessageBatch`, one for each examined message; empty: all are kept.
     """
 
     coverage: SequenceRange
@@ -64,7 +64,6 @@ class Piece:
 
     @property
     def missing(self) -> int:
-        """Covered sequences that were not received."""
         return len(self.coverage) - len(self.examined)
 
 
@@ -74,9 +73,8 @@ Emitted = Piece | Close
 class Builder:
     """Builds segments that cover everything from `position` on. `closed`: how many.
 
-    `closing`: when a segment closes, by rows, raw bytes, and seconds since it began to cover anything.
-    `sampled`: rows have sample keys. `hurry`: the greatest age of the first segment, where that is less than
-    that of the others.
+    `closing`: when a segment closes, by rows, raw bytes, and seconds since it began to cover anything. `sampled`:
+    rows have sample keys. `hurry`: the greatest age of the first segment, where that is less than that of the others.
     """
 
     def __init__(
@@ -100,27 +98,24 @@ class Builder:
 
     @property
     def end(self) -> int:
-        """The last sequence accounted for."""
         return self._end
 
     @property
     def is_done(self) -> bool:
-        """Whether `until` is reached; what comes after is dropped."""
         return self._until is not None and self._end >= self._until
 
     @property
     def is_open(self) -> bool:
-        """Whether the open segment covers anything."""
         return self._end >= self._first
 
     def messages(self, columns: Columns) -> None:
-        """Take received messages, in sequence order, all behind `end`, and keep all of them."""
+        """In sequence order, all behind `end`; all of them are kept."""
         self.sifted(MessageBatch.whole(columns))
 
     def sifted(self, batch: MessageBatch) -> None:
         """Take received messages, in sequence order, all behind `end`, and keep some of them.
 
-        Only what is kept counts for the limits of a segment, which closes behind the one that reaches them.
+        Only what is kept counts for the limits of a segment, which closes behind the message that reaches them.
         """
         with self._changing():
             while len(batch) and not self.is_done:
@@ -139,7 +134,7 @@ class Builder:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """For steps that may fail halfway, where memory runs out: rows without their coverage, or twice."""
+        """For steps that may fail halfway when memory runs out: rows would be without coverage, or counted twice."""
         if self._is_torn:
             raise RuntimeError("builder: expected nothing more after an error")
         self._is_torn = True
@@ -147,7 +142,6 @@ class Builder:
         self._is_torn = False
 
     def passed(self, sequence: int) -> None:
-        """The consumer has passed `sequence` and delivered all that it had up to there."""
         if sequence <= self._end or self.is_done:
             return
         with self._changing():
@@ -157,7 +151,6 @@ class Builder:
                 self._close(Close.HOLE)
 
     def tick(self) -> None:
-        """Close the segment if it is old enough; to be called every now and then."""
         if self._opened is None or self._is_torn:
             return
         now = self._clock.monotonic()
@@ -175,7 +168,7 @@ class Builder:
         return max(0.0, self._opened + self._max_age - self._clock.monotonic())
 
     def close(self, why: Close) -> None:
-        """Close the segment; nothing where it covers nothing, or is torn."""
+        """Does nothing where the segment covers nothing, or the builder is torn."""
         if not self._is_torn:
             with self._changing():
                 self._close(why)
@@ -208,10 +201,6 @@ class Builder:
             self._piece_opened = now
 
     def _fitting(self, batch: MessageBatch, size: int) -> tuple[int, Close | None]:
-        """How many of the messages the open segment takes, and why it closes behind them, if it does.
-
-        `size`: raw bytes of what is kept.
-        """
         count, why = len(batch), None
         sequences, rows = batch.examined.sequences, batch.kept
         if self._until is not None and sequences[-1] >= self._until:
@@ -252,7 +241,6 @@ class Builder:
 
 
 def _filled(columns: Columns, room: int) -> int:
-    """How many of the messages it takes to fill `room` bytes; at least one."""
     rows = zip(columns.subjects, columns.headers, columns.payloads, strict=True)
     sums = list(accumulate(len(subject) + len(headers or b"") + len(payload) for subject, headers, payload in rows))
     return bisect_left(sums, room) + 1
@@ -261,10 +249,10 @@ def _filled(columns: Columns, room: int) -> int:
 def attribute(piece: Piece, source_first: int, *, filtered: bool, from_hole: Sequence[SequenceRange] = ()) -> Ledger:
     """The ledger of `piece`: what was received and left out, what the consumer passed, what was gone before.
 
-    `source_first`: the source's first sequence, asked for after the piece was received. Sequences that were
-    not received and lie below it expired or were purged; the others are interior gaps. Without anything
-    missing it does not matter. `from_hole`: what is missing in a hole under existing coverage, where nobody
-    knows whether it was deleted before it was archived; nothing else of the piece is gone then.
+    `source_first`: the source's first sequence, asked for after the piece was received; it has no effect where
+    nothing is missing. Sequences that were not received and lie below it expired or were purged; the others are
+    interior gaps. `from_hole`: what is missing in a hole under existing coverage, where it is not known whether it
+    was deleted before it was archived; nothing else of the piece is gone then.
     """
     gone = 0 if from_hole else gone_before_read(piece, source_first)
     lost = sum(map(len, from_hole))
@@ -279,7 +267,6 @@ def attribute(piece: Piece, source_first: int, *, filtered: bool, from_hole: Seq
 
 
 def gaps(piece: Piece) -> Iterator[SequenceRange]:
-    """The covered sequences that were not received, ascending."""
     position = piece.coverage.first
     for sequence in piece.examined:
         if sequence > position:
@@ -300,7 +287,6 @@ def unread(piece: Piece, source_first: int, from_hole: Sequence[SequenceRange] =
 
 
 def gone_before_read(piece: Piece, source_first: int) -> int:
-    """How many covered sequences below `source_first` were not received."""
     if (last := min(source_first - 1, piece.coverage.last)) < piece.coverage.first:
         return 0
     return last - piece.coverage.first + 1 - bisect_left(piece.examined, source_first)

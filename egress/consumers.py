@@ -6,9 +6,9 @@
 | work queue | durable, of all that the queue holds | each message |
 | interest | durable, from what is not acknowledged on, or from the position | all up to a message |
 
-A durable that lived on would deliver new messages before those that were delivered and not acknowledged, so
-each session replaces it and delivery begins again, in order. On an interest stream the next one is created
-before the former is deleted, so that the stream never stops to keep messages for Floe; a work queue allows
+A durable that was kept would deliver new messages before those that were delivered and not acknowledged. So
+each session replaces it, and delivery begins again, in order. On an interest stream the next one is created
+before the former is deleted, so that the stream never stops keeping messages for Floe; a work queue allows
 one consumer for each subject, so there the former is deleted first. Every one has a fresh name: a paused
 instance that wakes up cannot pull from its successor's.
 """
@@ -42,7 +42,8 @@ from egress.partition import Partition, partitions_of
 async def first_sequence(client: FloeClient, info: StreamInfo, start: StartSettings, clock: Clock) -> int:
     """The sequence at which a new feed of the stream begins; without start keys, the first it holds.
 
-    A start before the first message held begins there: what was gone before the feed existed is not missed.
+    A start before the first message held begins there: messages that were gone before the feed existed are not
+    missing.
     """
     held = max(1, info.first_sequence)
     if start.start_at_end:
@@ -57,7 +58,6 @@ async def first_sequence(client: FloeClient, info: StreamInfo, start: StartSetti
 
 
 async def _at(client: FloeClient, stream: str, moment: str) -> int:
-    """The first sequence stored at or after `moment`: where the server places a consumer that begins then."""
     config = {
         "name": f"floe-start-{secrets.token_hex(8)}",
         "deliver_policy": "by_start_time",
@@ -73,11 +73,11 @@ async def _at(client: FloeClient, stream: str, moment: str) -> int:
 
 
 LIMITS, INTEREST, WORK_QUEUE = "limits", "interest", "workqueue"
-# Seconds. What is delivered again while it is still read puts the reader in doubt, so this exceeds the
+# Seconds. A message delivered again while it is still being read resets the reader, so this exceeds the
 # longest that a message may wait for its segment, a lease and an upload together.
 ACK_WAIT = 7 * 86_400.0
-TAKEN = (10099, 10100)  # a work queue has a consumer for these subjects already
-ACKNOWLEDGES_ALL = (2, 15, 0)  # 2.10.26, 2.11.11 and 2.12.8 are older in this
+TAKEN = (10099, 10100)  # the work queue has a consumer for these subjects already
+ACKNOWLEDGES_ALL = (2, 15, 0)  # 2.10.26, 2.11.11 and 2.12.8 count as older here
 READING = "Floe egress; replaced by each of its sessions"
 HOLDING = "Floe egress; keeps messages until it is known which stream this is"
 RANDOM = 4  # bytes at the end of a name
@@ -87,9 +87,9 @@ RANDOM = 4  # bytes at the end of a name
 class WantedMessages:
     """What is to be read: the messages of `partition`, from a stream of that `retention`.
 
-    `first`: where it is read from, where the retention leaves the choice; on an interest stream what a former
-    durable did not acknowledge comes before that, but not before `begin`. `inactive`: seconds until the
-    server drops an idle ephemeral.
+    `first`: where to read from, if the retention leaves the choice; on an interest stream, messages that a former
+    durable did not acknowledge come before that, but not before `begin`. `inactive`: seconds until the server drops
+    an idle ephemeral.
     """
 
     partition: Partition
@@ -104,28 +104,24 @@ class WantedMessages:
 
     @property
     def is_durable(self) -> bool:
-        """Whether the stream keeps messages until they are acknowledged."""
         return self.retention != LIMITS
 
     @property
     def filtering(self) -> dict[str, str]:
-        """What the configuration of a consumer says of its subjects."""
         return {"filter_subject": self.partition.filter_subject} if self.partition.filter_subject else {}
 
     def is_ours(self, name: str) -> bool:
-        """Whether `name` is that of a durable of this slice."""
         return self.partition.partition_of(name) == self.partition.number
 
     def is_former(self, name: str) -> bool:
-        """Whether `name` is that of a durable of a partition which the feed has no more."""
         partition = self.partition.partition_of(name)
         return partition is not None and partition >= len(self.partition.settings.filters())
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The consumer to read through, and the durables of the slice that it has replaced, but for those that
-    `hold` made.
+    """The consumer to read through, and the durables of the partition that it has replaced, except those that `hold`
+    made.
     """
 
     consumer: ConsumerInfo
@@ -133,7 +129,6 @@ class Taken:
 
 
 def ephemeral(wanted: WantedMessages) -> dict[str, Any]:
-    """A consumer that takes no acknowledgements and ends with its reader."""
     return {
         "name": f"floe-{secrets.token_hex(8)}",
         "deliver_policy": "by_start_sequence",
@@ -148,10 +143,10 @@ def ephemeral(wanted: WantedMessages) -> dict[str, Any]:
 
 
 def durable(wanted: WantedMessages, version: tuple[int, int, int], description: str = READING) -> dict[str, Any]:
-    """A consumer that outlives its reader, with storage and replicas as the stream has them.
+    """A consumer that outlives its reader, with storage and replicas like the stream's.
 
-    `version`: the server's. Older ones believe that a durable which acknowledges all up to a message still
-    wants what lies before its beginning, and keep that for it.
+    `version`: the server's. Older servers assume that a durable which acknowledges all up to a message still wants
+    what lies before its beginning, and keep that for it.
     """
     if wanted.retention == INTEREST:
         policy = "all" if version >= ACKNOWLEDGES_ALL else "explicit"
@@ -171,10 +166,10 @@ def durable(wanted: WantedMessages, version: tuple[int, int, int], description: 
 
 
 async def take(client: FloeClient, wanted: WantedMessages) -> Taken:
-    """A consumer to read through; on an interest stream and a work queue it replaces the slice's former ones.
+    """A consumer to read through; on an interest stream and a work queue it replaces the partition's former ones.
 
-    Raises ReaderResetError where another instance was faster, Stopped where the stream does not allow it,
-    else as `create_consumer`.
+    Raises ReaderResetError where another instance was faster, Stopped where the stream does not allow it, else as
+    `create_consumer`.
     """
     if not wanted.is_durable:
         return Taken(await create_consumer(client, wanted.stream, ephemeral(wanted)))
@@ -186,7 +181,7 @@ async def take(client: FloeClient, wanted: WantedMessages) -> Taken:
         ours = [info.name for info in known]
         consumer = await create(client, replace(wanted, first=first(wanted, known)))
         if former or any(filters(info.config) != [wanted.partition.filter_subject] for info in known):
-            # Before a repartition one durable kept messages for what are several partitions now.
+            # Before a repartition, one durable kept messages for several of today's partitions.
             await keep_for_all(client, wanted.partition, wanted.retention)
         await _delete(client, wanted, ours + former)
         ours = [info.name for info in known if info.config.get("description") != HOLDING]
@@ -199,8 +194,8 @@ async def take(client: FloeClient, wanted: WantedMessages) -> Taken:
 def first(wanted: WantedMessages, former: Sequence[ConsumerInfo]) -> int:
     """Where the durable of an interest stream begins: behind what a former one has acknowledged.
 
-    Servers before 2.15 keep what is behind that and before a new durable for ever, so it is delivered to the
-    new one, and acknowledged by it.
+    Servers before 2.15 keep for ever what is behind that and before a new durable, so it is delivered to the new one,
+    and acknowledged by it.
     """
     if not former:
         return wanted.first
@@ -208,7 +203,6 @@ def first(wanted: WantedMessages, former: Sequence[ConsumerInfo]) -> int:
 
 
 async def keep_for_all(client: FloeClient, partition: Partition, retention: str) -> None:
-    """Have a durable for each partition of the feed, so that an interest stream keeps messages for all."""
     names = await consumer_names(client, partition.stream)
     for each in partitions_of(partition.site, partition.settings):
         wanted = WantedMessages(each, retention)
@@ -217,10 +211,10 @@ async def keep_for_all(client: FloeClient, partition: Partition, retention: str)
 
 
 async def hold(client: FloeClient, partition: Partition) -> None:
-    """Let an interest stream without a durable of the slice keep messages for it from now on.
+    """Let an interest stream without a durable of the partition keep messages for it from now on.
 
-    Before the stream is judged, which takes its time, and where the chain stops until an operator decides: a
-    stream that was made anew would drop meanwhile what is published.
+    Called before the stream is judged, which takes time, and where the chain stops until an operator decides: a
+    recreated stream would drop what is published meanwhile.
     """
     info = await stream_info(client, partition.stream)
     if info is None or info.config.get("retention") != INTEREST:
@@ -231,12 +225,11 @@ async def hold(client: FloeClient, partition: Partition) -> None:
 
 
 async def ours(client: FloeClient, wanted: WantedMessages) -> list[str]:
-    """The names of the slice's durables."""
     return [name for name in await consumer_names(client, wanted.stream) if wanted.is_ours(name)]
 
 
 async def drop_strays(client: FloeClient, wanted: WantedMessages, kept: str) -> None:
-    """Delete durables of the slice other than `kept`: a paused instance made them when it woke up, and an
+    """Delete durables of the partition other than `kept`: a paused instance made them when it woke up, and an
     interest stream would keep messages for them for ever.
     """
     await _delete(client, wanted, [name for name in await ours(client, wanted) if name != kept])
@@ -283,7 +276,6 @@ def unfit(wanted: WantedMessages, config: dict[str, Any]) -> Stopped | None:
 
 
 async def _taken(client: FloeClient, wanted: WantedMessages) -> Exception:
-    """Why a work queue has no room for the consumer: another of this feed's, or somebody else's."""
     subject = wanted.partition.filter_subject
     for name in await consumer_names(client, wanted.stream):
         info = await consumer_info(client, wanted.stream, name)
@@ -301,13 +293,13 @@ async def _taken(client: FloeClient, wanted: WantedMessages) -> Exception:
 
 
 def filters(config: dict[str, Any]) -> list[str]:
-    """The filters of a consumer; an empty one takes all subjects."""
+    """The filters of a consumer; an empty one matches all subjects."""
     return list(config.get("filter_subjects") or [config.get("filter_subject", "")])
 
 
 def check_start(info: StreamInfo, start: StartSettings) -> None:
-    """Raises Stopped where a feed would begin in the middle of a work queue: nobody would ever take what is
-    before, and to acknowledge it would throw it away.
+    """Raises Stopped where a feed would begin in the middle of a work queue: no consumer would ever take the messages
+    before, and to acknowledge them would throw them away.
     """
     if info.config.get("retention") == WORK_QUEUE and start.is_set:
         raise Stopped(

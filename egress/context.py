@@ -36,13 +36,12 @@ class CommandContext:
     pools: Pools
 
     def of(self, partition: Partition) -> PartitionDeps:
-        """The components of one partition, with a report that nobody reads."""
         report = FeedReport(partition.chain, partition.stream, Health(self.deps.clock))
         return self.deps.of(partition, report, self.pools)
 
 
 async def connected(settings: Settings, name: str, clock: Clock) -> FloeClient:
-    """A connection of egress. Raises Unavailable, Refused."""
+    """Raises Unavailable, Refused."""
     title = f"floe egress {settings.site} {name}"
     return await connect(settings.nats_for("egress"), name=title, clock=clock)
 
@@ -56,7 +55,6 @@ def make_deps(
     chains: int,
     name: str,
 ) -> EgressDeps:
-    """The components of a process that works on so many `chains`; `name`: of the connections that it makes."""
     return EgressDeps(
         client=client,
         connect=partial(connected, settings, name, client.clock),
@@ -74,7 +72,7 @@ def make_deps(
 
 @asynccontextmanager
 async def opened(settings: Settings) -> AsyncIterator[CommandContext]:
-    """Connect, and close at the end. Raises Unavailable, Refused, ConfigError."""
+    """Raises Unavailable, Refused, ConfigError."""
     clock, egress = SystemClock(), settings.egress
     client = await connected(settings, "command", clock)
     pools = Pools(Threads("egress-command", 2), Threads("encode-command", 1))
@@ -89,7 +87,7 @@ async def opened(settings: Settings) -> AsyncIterator[CommandContext]:
 
 
 def feed_named(settings: Settings, name: str) -> FeedSettings:
-    """The feed of that name. Raises UsageError."""
+    """Raises UsageError where the configuration has no such feed."""
     feeds = {feed.name: feed for feed in settings.egress.feeds}
     if name in feeds:
         return feeds[name]

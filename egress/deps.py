@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Pulling:
-    """How messages are asked for.
+    """How messages are requested.
 
-    `batch`: messages owed at most; half of it is asked for again when half is used up. `heartbeat`,
-    `expires`, `inactive`: seconds between idle heartbeats, until a request ends, and until the server drops
-    an idle consumer.
+    `batch`: greatest number of messages outstanding; half of it is requested again when half is used up. `heartbeat`,
+    `expires`, `inactive`: seconds between idle heartbeats, until a request ends, and until the server drops an idle
+    consumer.
     """
 
     batch: int = 10_000
@@ -41,11 +41,10 @@ class Pulling:
 class EgressTuning:
     """Seconds: how often time is looked at, and between two checks that the stream is the same.
 
-    `hand_over`: how long a lease that others wait for may be kept for the sake of the open segment.
-    `advance`: between two looks at which values have fallen silent; `idle`: between two questions whether
-    nothing comes because there is nothing. `stalled`: without progress while messages wait, until a chain
-    counts as stalled. `alive`: between two signs of life. `reexamine`: until a stopped chain is looked at
-    again.
+    `hand_over`: how long a lease that others wait for may be kept for the sake of the open segment. `advance`:
+    between two looks at which values have fallen silent; `idle`: between two questions whether nothing comes because
+    there is nothing. `stalled`: without progress while messages wait, until a chain counts as stalled. `alive`:
+    between two signs of life. `reexamine`: until a stopped chain is looked at again.
     """
 
     tick: float = 0.5
@@ -92,12 +91,11 @@ class Pools:
     encoder: Threads
 
     async def idle(self) -> None:
-        """Return when no call is running, those whose await was cancelled included."""
+        """Returns when no call is running, including calls whose await was cancelled."""
         await self.io.idle()
         await self.encoder.idle()
 
     def close(self) -> None:
-        """Take no more calls."""
         self.io.close()
         self.encoder.close()
 
@@ -122,12 +120,10 @@ class EgressDeps:
     tuning: Tuning = field(default_factory=Tuning)
 
     async def freshly(self, ask: Callable[[FloeClient], Awaitable[T]]) -> T:
-        """What `ask` answers on a connection of its own."""
         async with aclosing(await self.connect()) as client:
             return await ask(client)
 
     def of(self, partition: Partition, report: FeedReport, pools: Pools) -> PartitionDeps:
-        """These, with what belongs to one partition."""
         shared = {each.name: getattr(self, each.name) for each in fields(EgressDeps)}
         return PartitionDeps(**shared, partition=partition, report=report, pools=pools)
 

@@ -64,7 +64,7 @@ class SegmentFile:
 
     @property
     def held(self) -> int:
-        """About how many bytes wait in memory for a row group to be full."""
+        """Approximate bytes in memory that wait for a row group to be full."""
         written = self._file.raw_bytes + self._file.rows * ROW_OVERHEAD_BYTES
         return min(written, ROW_GROUP_BYTES_LEVEL_0) + self._few_bytes
 
@@ -92,7 +92,6 @@ class SegmentFile:
             self._append(rows)
 
     def _append(self, rows: Columns) -> None:
-        """Append `rows`, the few among them."""
         if rows:
             self._file.append(
                 record_batch(
@@ -102,7 +101,7 @@ class SegmentFile:
         self._few, self._few_bytes = Columns.empty(sampled=self._sampling is not None), 0
 
     def finish(self) -> SpooledSegment:
-        """Close and hash the file. Raises ValueError if nothing was added."""
+        """Raises ValueError if nothing was added."""
         if self._coverage is None:
             raise ValueError("segment: expected at least one piece")
         self._append(self._few)
@@ -113,7 +112,7 @@ class SegmentFile:
             rows=self._file.rows,
             ledger=self._ledger,
             raw_bytes=self._file.raw_bytes,
-            first_timestamp_ns=None,  # it and the next come from the rows
+            first_timestamp_ns=None,  # both times come from the rows
             last_timestamp_ns=None,
             tip=Tip.of(self._last) if self._last else None,
             writer=self._writer,
@@ -126,12 +125,11 @@ class SegmentFile:
         return spooled
 
     def abort(self) -> None:
-        """Remove the file."""
         self._file.abort()
 
 
 def _let_go() -> None:
-    """Return freed memory: the allocator keeps what this thread has freed, a row group or two, until told."""
+    """Return freed memory: the allocator keeps a row group or two that this thread has freed, until told."""
     pa.default_memory_pool().release_unused()
 
 
@@ -140,8 +138,8 @@ AHEAD = 2  # finished segments waiting in the spool, the one being put included;
 
 
 class SourceQuestions:
-    """What the encoder asks of the stream. Once the session has `ended`, what cannot be asked any more is
-    taken for the least that can be known.
+    """What the encoder asks of the stream. Once the session has `ended`, an answer that cannot be had any more is
+    replaced by the least that is known.
     """
 
     def __init__(self, deps: PartitionDeps, chain: Chain, source: SourceStream, inquiry: Inquiry, ended: Stop) -> None:
@@ -150,19 +148,18 @@ class SourceQuestions:
         self._loops = Loops(deps, chain)
 
     async def first(self) -> int:
-        """The stream's first sequence; what is sealed after the end goes by the last answer."""
         if self._deps.partition.filter_subject and not self._is_kept:
-            return 1  # what lies below was acknowledged, by another partition perhaps: nobody can tell
+            return 1  # everything below was acknowledged, perhaps by another partition: that cannot be known
         if not self._ended.is_set:
             self._first = await self._asked(self._inquiry.first(), self._first)
         return self._first
 
     async def without_looped(self, piece: Piece) -> Piece:
-        """The piece without what came round; what cannot be compared is archived as it is."""
+        """The piece without looped messages; what cannot be compared is archived as it is."""
         return await self._asked(self._loops.without(piece), piece)
 
     async def gone(self, missing: Sequence[SequenceRange]) -> Sequence[SequenceRange]:
-        """Which of the sequences that were not received the stream holds no more.
+        """Which of the sequences that were not received the stream no longer holds.
 
         A filtered consumer passes what it does not match, so the stream is asked for each of them.
         """
@@ -181,18 +178,18 @@ class SourceQuestions:
             if self._ended.is_set:
                 return otherwise
             raise ReaderResetError("unreachable", error.message) from error
-        except ApiError as error:  # a stream that is gone holds nothing; any other refusal says nothing of it
+        except ApiError as error:  # a missing stream holds nothing; any other refusal proves nothing
             if self._ended.is_set and error.err_code == STREAM_NOT_FOUND:
                 return otherwise
             raise
 
 
 class Encoder:
-    """Encodes segments of `chain`, in order. `sealed`: the finished ones, oldest first; whoever put one removes it.
+    """Encodes segments of `chain`, in order. `sealed`: the finished ones, oldest first; the uploader removes each one
+    after putting it.
 
-    `fills_hole`: the segments stand under existing coverage: what was archived once may be gone from the
-    source now. What lies below its first sequence is not covered again; of a gap above, the source says what
-    it holds no more.
+    `fills_hole`: the segments stand under existing coverage: what was archived once may be gone from the source now.
+    What lies below its first sequence is not covered again; of a gap above, the source says what it no longer holds.
     """
 
     def __init__(
@@ -208,7 +205,6 @@ class Encoder:
         self.wake, self.on_sealed = asyncio.Event(), asyncio.Event()
 
     def emit(self, item: Emitted) -> None:
-        """Take the builder's next item."""
         if self._is_cut:
             return
         self._queued += item.memory if isinstance(item, Piece) else 0
@@ -217,21 +213,18 @@ class Encoder:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits to be encoded."""
         return not self._outbox
 
     @property
     def is_ahead(self) -> bool:
-        """Whether enough finished segments wait to be put."""
         return len(self.sealed) >= AHEAD
 
     @property
     def has_room(self) -> bool:
-        """Whether more should be read."""
         return self._queued < QUEUE_BYTES
 
     async def next(self) -> bool:
-        """Encode the next item; False where the segment was ended because the source moved on in a hole."""
+        """False where the segment was ended because the source moved on in a hole."""
         item, first = self._outbox[0], 1
         from_hole: Sequence[SequenceRange] = ()
         if isinstance(item, Piece):
@@ -239,7 +232,7 @@ class Encoder:
             first = await self._source.first() if item.missing else 1
             if self._fills_hole and item.missing and not gone_before_read(item, first):
                 from_hole = await self._source.gone(list(gaps(item)))
-        # Only now: what raises above must not lose the piece. What raises below has: what follows it would
+        # Only now: an error above must not lose the piece. An error below does lose it: the next piece would
         # cover its sequences without its rows.
         self._outbox.popleft()
         self._is_torn = True
@@ -260,12 +253,10 @@ class Encoder:
         return True
 
     async def all(self) -> None:
-        """Encode everything that was emitted; nothing more behind a piece that was lost to an error."""
         while self._outbox and not self._is_torn and await self.next():
             pass
 
     def close(self) -> None:
-        """Drop what is not finished, and remove what is from the spool."""
         self._outbox.clear()
         if self._open_file is not None:
             self._open_file.abort()
@@ -273,7 +264,6 @@ class Encoder:
             spooled.path.unlink(missing_ok=True)
 
     async def _cut(self, piece: Piece) -> None:
-        """End the segment before the first gap, and drop whatever comes behind it."""
         if (leading := before_first_gap(piece)) is not None:
             await self._add(leading, 1)
         if self._open_file is not None:

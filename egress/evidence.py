@@ -109,8 +109,8 @@ def _sequences(reader: SegmentReader | StretchReader, rows: SequenceRange) -> It
 
 
 class StreamLook:
-    """One look at the stream, over `client`: what it holds where the archive has messages. `source`: the
-    stream as it stood then.
+    """One look at the stream, over `client`: what it holds where the archive has messages. `source`: the stream as it
+    was then.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class StreamLook:
         self._stream, self._filter = deps.partition.stream, deps.partition.filter_subject
 
     async def narrow(self) -> None:
-        """Let the stream begin where it does for this feed, where acknowledgements decide what is held.
+        """Where acknowledgements decide what is held, let the stream begin at this feed's first message.
 
-        There the first message may be one that another partition has yet to take, older than all of ours.
+        The stream's first message may be one that another partition has not taken yet, older than all of ours.
         """
         if self._filter and self.source.retention != LIMITS:
             found, behind = await self._next(self.source.first), self.source.last + 1
@@ -134,17 +134,14 @@ class StreamLook:
         return await next_message(self._client, self._stream, sequence, self._filter)
 
     async def _message(self, sequence: int) -> Message | None:
-        """The message of that sequence; None where the stream does not hold it."""
         if not self.source.first <= sequence <= self.source.last:
             return None
         return await get_message(self._client, self._stream, sequence)
 
     async def compare(self, tip: Tip) -> Witness:
-        """The archived message `tip`, and what the stream holds in its place."""
         return _witness(tip, await self._message(tip.sequence))
 
     async def tips(self, archive: Archive, current: Incarnation, end: int) -> list[Witness]:
-        """The witnesses of the archive; where none of them is held, those of others in the same history."""
         found = await self._witnesses(archive)
         if archive.end and _all_absent(found):
             found += await self._beside(current.siblings, end)
@@ -156,7 +153,7 @@ class StreamLook:
     async def _revenants(self, refs: Sequence[SegmentRef]) -> list[Witness]:
         """A message at the end of the newest segment, where the consumer passed and found none.
 
-        What was not there cannot come back: the stream was set back and written again.
+        A message cannot appear there later, unless the stream was set back and written again.
         """
         if (newest := max(refs, key=preference, default=None)) is None:
             return []
@@ -170,9 +167,10 @@ class StreamLook:
         return [Witness(Tip.of(found), HeldMessage.DIFFERENT)]
 
     async def _beside(self, siblings: Sequence[Chain], end: int) -> list[Witness]:
-        """Of the first other partition that has something to compare: of one stream, theirs is as good.
+        """Of the first other partition that has something to compare: it is the same stream, so its messages prove as
+        much.
 
-        What differs behind this one's end says nothing about it.
+        What differs behind this partition's end proves nothing about it.
         """
         for chain in siblings:
             held = [w for w in await self._walk((await self._former(chain, end)).newest) if w.is_held]
@@ -189,7 +187,6 @@ class StreamLook:
         return None
 
     async def _former(self, chain: Chain, position: int) -> Archive:
-        """What of a chain that nothing is put into any more reaches `position`."""
         deps = self._deps
         archive = Archive(chain, 1, deps.store, deps.chains, HighWaterMarks(deps.state), deps.pools.io)
         await archive.reach(position)
@@ -198,10 +195,10 @@ class StreamLook:
     async def _witnesses(self, archive: Archive) -> list[Witness]:
         """From the newest tip back to the first that is held; where that differs, the oldest held one too.
 
-        Of one history whatever is older than an equal message is equal, so the oldest held one tells whether
-        any is. Where tips do not tell, rows of the archive speak for them: the newest that is held where the
-        newest tip is not, and the oldest where none is equal. Where the newest tip is equal, as it is but for
-        streams that let single messages go, nothing is listed for all this.
+        In one history, everything older than an equal message is equal, so the oldest held one shows whether any is.
+        Where tips do not decide, rows of the archive do: the newest that is held where the newest tip is not, and the
+        oldest where none is equal. Where the newest tip is equal, as it is except in streams that drop single
+        messages, nothing is listed for all this.
         """
         found, row = await self._walk(archive.newest), list[Witness]()
         if found and not found[0].is_held:
@@ -225,7 +222,7 @@ class StreamLook:
         found: list[Witness] = []
         for ref in refs:
             if found and ref.coverage.last < self.source.first:
-                continue  # no tip of these can be held
+                continue  # the source can hold no tip of these
             if (tip := await _unless_damaged("no tip", ref, self._archived.tip(ref))) is None:
                 continue
             found.append(await self.compare(tip))
@@ -236,8 +233,8 @@ class StreamLook:
     async def _newest_row(self, archive: Archive) -> list[Witness]:
         """The newest message that the source holds of what is archived, beside its row.
 
-        An older tip that is equal says nothing of what came behind it. Of a sample, where few messages have
-        rows, the newest of the last rows that is held.
+        An older tip that is equal says nothing about what came behind it. For a sample, where few messages have rows,
+        the newest of the last rows that is held.
         """
         message = await self._newest_held(min(self.source.last, archive.end))
         near = () if message is None else await archive.at(message.sequence)
@@ -248,8 +245,8 @@ class StreamLook:
         return await self._first_held(ref, ref.coverage, newest=True)
 
     async def _newest_held(self, end: int) -> Message | None:
-        """The last message that the source holds up to `end`, found by halves; None if it holds none."""
-        low, high, found = self.source.first - 1, end, None  # behind `high` none is held
+        """The last message that the source holds up to `end`, by bisection; None if it holds none."""
+        low, high, found = self.source.first - 1, end, None  # none is held behind `high`
         while low < high:
             middle = (low + high + 1) // 2
             if (message := await self._next(middle)) is None or message.sequence > high:
@@ -259,14 +256,12 @@ class StreamLook:
         return found
 
     async def _oldest_row(self, archive: Archive) -> list[Witness]:
-        """The oldest row that the source holds, of the archive's first ones from the source's first on."""
         ref = choose(await archive.at(self.source.first), self.source.first)
         if ref is None or self.source.first_timestamp_ns is None:
             return []
         return await self._first_held(ref, SequenceRange(self.source.first, ref.coverage.last))
 
     async def _first_held(self, ref: SegmentRef, rows: SequenceRange, *, newest: bool = False) -> list[Witness]:
-        """Of a few rows of the segment within `rows`, the first that the source holds."""
         for sequence in await _unless_damaged("no row", ref, self._archived.some(ref, rows, newest=newest)) or ():
             if (message := await self._message(sequence)) is not None:
                 tip = await self._row(ref, sequence)
@@ -279,8 +274,8 @@ class StreamLook:
     async def first_unlike(self, refs: Sequence[SegmentRef], end: int) -> int:
         """The first sequence from which on the stream holds what `refs`, up to `end`, do not.
 
-        The stream's first where nothing agrees. Raises what the stream and the store raise, DataError for a
-        damaged segment.
+        The stream's first where nothing agrees. Raises what the stream and the store raise, DataError for a damaged
+        segment.
         """
         first, end = self.source.first, min(self.source.last, end)
         for stretch in reversed(cover(refs, first, end)) if end >= first else []:
@@ -290,7 +285,6 @@ class StreamLook:
         return first
 
     async def _last_equal(self, ref: SegmentRef, sequences: Sequence[int]) -> int | None:
-        """The last of `sequences` whose message the stream holds as it was archived; None if none is."""
         low, high = -1, len(sequences)  # up to `low` equal or not held, from `high` on different or not held
         equal = None
         while high - low > 1:
@@ -310,8 +304,8 @@ class StreamLook:
     async def _next_held(self, sequences: Sequence[int], first: int, end: int) -> int | None:
         """The first place in first..end-1 of `sequences` whose message the stream holds; None if none is.
 
-        The stream is asked for what it holds next, so a stretch that it let go of costs one question. Behind
-        many messages that were archived without a row, as a sample leaves them out, it is given up.
+        The stream is asked for what it holds next, so a stretch that it dropped costs one question. The search is
+        given up behind many messages that were archived without a row, as in a sample.
         """
         place = first
         for _ in range(ABSENT_ROWS):
@@ -348,7 +342,6 @@ def _witness(tip: Tip, message: Message | None) -> Witness:
 
 
 def source_of(info: StreamInfo) -> SourceStream:
-    """The stream as identity sees it."""
     first, last, retention = max(1, info.first_sequence), info.last_sequence, str(info.config.get("retention", LIMITS))
     asked = parse_time(info.time) if info.time else None
     if not info.messages:
@@ -360,12 +353,11 @@ def source_of(info: StreamInfo) -> SourceStream:
 async def confirm(
     deps: EgressDeps, ask: Question[T], harmless: Callable[[T], bool], outline: Callable[[T], Hashable]
 ) -> T:
-    """The answer that `ask`, on a fresh connection each time, gives again and again; equal ones have one
+    """The answer that `ask`, on a fresh connection each time, gives again and again; equal answers have one
     `outline`.
 
-    A harmless answer is taken at once, because nothing is stopped, minted or skipped for it. The others need
-    agreement over time: the STREAM.INFO of a deposed leader is stale. Raises Unavailable where answers keep
-    changing.
+    A harmless answer is taken at once, because nothing is stopped, created or skipped for it. The others need
+    agreement over time: the STREAM.INFO of a deposed leader is stale. Raises Unavailable where answers keep changing.
     """
     answers: list[T] = []
     confirming = deps.tuning.confirming
@@ -401,17 +393,15 @@ class Inquiry:
         self.acceptance: Acceptance | None = None
 
     async def info(self) -> StreamInfo | None:
-        """The stream, None if there is none."""
         return await stream_info(self._deps.client, self._stream)
 
     async def first(self, client: FloeClient | None = None) -> int:
-        """The stream's first sequence. Raises Unavailable where there is no stream."""
+        """Raises Unavailable where there is no stream."""
         if (info := await stream_info(client or self._deps.client, self._stream)) is None:
             raise Unavailable(f"stream {self._stream} does not exist any more")
         return source_of(info).first
 
     async def judge(self, current: Incarnation, archive: Archive, received: Tip | None = None) -> Answer:
-        """The verdict, confirmed where it has consequences."""
         answer = await self.look(current, archive, received)
         if answer[1].is_same:
             return answer
@@ -428,8 +418,8 @@ class Inquiry:
     ) -> Answer:
         """The verdict on one look at the stream, over the shared connection unless another one is given.
 
-        `received`: the tip of what was received and not archived yet. Raises Unavailable where source or store
-        cannot be asked.
+        `received`: the tip of what was received and not archived yet. Raises Unavailable where source or store cannot
+        be asked.
         """
         evidence = await self._gathered(client or self._deps.client, current, archive, received)
         return evidence, judge_with(evidence, self.acceptance)
@@ -438,7 +428,7 @@ class Inquiry:
         self, client: FloeClient, current: Incarnation, archive: Archive, received: Tip | None
     ) -> Evidence:
         created = current.stream.created
-        # What this history covers, whether or not this incarnation has covered anything yet.
+        # The coverage of this history, whether or not this incarnation has covered anything yet.
         end = archive.end or (archive.first - 1 if current.continued else 0)
         if (info := await stream_info(client, self._stream)) is None:
             return Evidence(None, created, end)
@@ -452,13 +442,12 @@ class Inquiry:
             if last is None or last.held is not HeldMessage.EQUAL:
                 number = await look.matching(current.chain, archive.first)
             if number is None:
-                # Of a work queue, and of a stream that forgets, no message is left to tell.
+                # A work queue, and a stream that drops messages, may hold none that could prove it.
                 number = await self._threads.run(self._made_for, current, source.created)
         source = replace(source, first_timestamp_ns=look.source.first_timestamp_ns)
         return Evidence(source, created, end, tuple(tips), last, number)
 
     def _made_for(self, current: Incarnation, created: str) -> int | None:
-        """The newest older incarnation that was made for the stream created at `created`. Blocking."""
         for chain in older(current.chain):
             try:
                 document = self._deps.chains.read_stream(chain)
@@ -474,7 +463,7 @@ class Inquiry:
     ) -> int | None:
         """Where the next incarnation should begin so that nothing is missed and nothing archived twice.
 
-        None where there is no stream or it cannot be told.
+        None where there is no stream or it is not known.
         """
         source = evidence.source
         if source is None or verdict.kind not in (VerdictKind.ROLLED_BACK, VerdictKind.FORKED, VerdictKind.UNKNOWN):
@@ -490,7 +479,6 @@ class Inquiry:
     def _known_of(
         self, current: Incarnation, archive: Archive, source: SourceStream, older: int | None
     ) -> list[tuple[list[SegmentRef], int]]:
-        """The segments of the history that the stream belongs to, and where each chain of it ended."""
         if older is None and (archive.end or not current.continued):
             return [(archive.refs(source.first), archive.end)]
         number = current.chain.incarnation - 1 if older is None else older
@@ -503,9 +491,9 @@ class Inquiry:
     async def place(self, archive: Archive, source: SourceStream) -> Position:
         """Where to read. Raises Stopped where an empty listing may hide an archive.
 
-        Where acknowledged messages leave the stream, its first sequence says nothing of what it holds behind:
-        a hole was archived once and acknowledged, so none of it is held. What comes before the first sequence
-        may have been another partition's.
+        Where acknowledged messages leave the stream, its first sequence says nothing about what it holds behind: a
+        hole was archived once and acknowledged, so none of it is held. What comes before the first sequence may have
+        been another partition's.
         """
         is_kept, source_first = source.retention == LIMITS, source.first
         if source.retention == WORK_QUEUE:
@@ -535,7 +523,7 @@ class Inquiry:
         return place
 
     async def _is_hole(self, archive: Archive, place: Position) -> bool:
-        """Whether the hole is there still; where not, the archive knows it no more."""
+        """Whether the hole still exists; if not, the archive forgets it."""
         hole = next(hole for hole in archive.holes if place.first in hole)
         if (left := await archive.uncovered(hole)) == [hole]:
             return True
@@ -543,8 +531,8 @@ class Inquiry:
         return False
 
     async def _waiting_holes(self, archive: Archive, first: int) -> tuple[SequenceRange, ...]:
-        """The holes that are known, and those among what was delivered and never acknowledged: what lies in
-        one of them must not be, it is nowhere else.
+        """The known holes, and those among what was delivered and never acknowledged: messages in them must not be
+        acknowledged, they are nowhere else.
         """
         client, end = self._deps.client, archive.end
         held = await next_message(client, self._stream, first, self._filter) if first <= end else None

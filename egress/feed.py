@@ -1,8 +1,8 @@
 """The egress service: one task for each partition of a feed, under its lease; readiness, drain.
 
-A feed never ends the service: what only an operator can mend stops its own chain and is looked at again,
-what is unreachable is tried again, an instance without the lease stands by, and an error that nobody foresaw
-ends the session, which begins again after a pause that grows (`common/clock.py`).
+A feed never ends the service. What only an operator can repair stops its own chain and is looked at again; what
+is unreachable is tried again; an instance without the lease stands by; an unexpected error ends the session,
+which begins again after a pause that grows (`common/clock.py`).
 """
 
 import asyncio
@@ -29,11 +29,11 @@ from egress.worker import Worker
 log = get_logger(__name__)
 
 BEAT = 1.0  # seconds
-ABANDON = 2.0  # seconds to let go of what was not drained in time
+ABANDON = 2.0  # seconds to release what was not drained in time
 
 
 def lease_key(feed: Chain) -> str:
-    """One lease for all incarnations: whoever holds it may begin the next."""
+    """One lease for all incarnations: its holder may begin the next."""
     return state_key("egress", feed.site, feed.feed, str(feed.partition))
 
 
@@ -51,7 +51,6 @@ class Feed:
         self._worker, self._backoff = Worker(self._deps), Backoff(deps.rng)
 
     async def run(self, stop: Stop) -> None:
-        """Until `stop` is set and everything is put."""
         with closing(self._pools):
             while (lease := await self._slot.occupy(stop)) is not None:
                 await self._hold(lease, stop)
@@ -59,7 +58,7 @@ class Feed:
     async def _hold(self, lease: Lease, stop: Stop) -> None:
         """Work under the lease until it is lost or to be given back, or `stop` is set.
 
-        It is given back only when no upload is under way any more: another instance would begin beside it.
+        It is given back only when no upload is in progress any more: another instance would begin beside it.
         """
         self._report.working()
         leave = Stop(stop, lease.lost, lease.give_back)
@@ -78,7 +77,6 @@ class Feed:
         self._slot.vacate(lost=was_lost)
 
     async def _halt(self, leave: Stop) -> None:
-        """A lease to be given back waits for its segment's end, but not too long."""
         await leave.wait()
         await self._deps.clock.sleep(self._deps.tuning.pace.hand_over)
         leave.set(StopReason.SHUTDOWN)
@@ -114,11 +112,11 @@ class Runs(Protocol):
 async def run_feeds(
     feeds: Sequence[Runs], deps: EgressDeps, health: Health, stop: Stop, shutdown_timeout: float
 ) -> bool:
-    """Run until `stop` is set and all `feeds` have drained; whether they have, in `shutdown_timeout` seconds.
+    """Run until `stop` is set and all `feeds` have drained. Returns whether they have, within `shutdown_timeout`
+    seconds.
 
-    Among them is whatever runs as long as they do.
-
-    What was not drained keeps its lease until it expires: its uploads may still be on their way.
+    `feeds` includes other tasks that run as long as the feeds do. A feed that was not drained keeps its lease until
+    it expires: its uploads may still be in progress.
     """
     tasks = {
         asyncio.create_task(_run_all(feeds, stop), name="feeds"),

@@ -24,7 +24,6 @@ class Handover:
         self._count, self._closings = len(deps.partition.settings.filters()), Closings(deps.state)
 
     async def closing(self, current: Incarnation) -> Closing:
-        """How far the current incarnation is with closing."""
         return await self._closings.get(current.chain)
 
     async def begin(self, current: Incarnation, closing: Closing) -> None:
@@ -34,7 +33,7 @@ class Handover:
         log.warning("incarnation closed", action="recreated", **context)
 
     async def reopen(self, current: Incarnation, closing: Closing) -> bool:
-        """Let this partition read on: what it noted of its end is withdrawn; False where it is too late.
+        """Let this partition read on: its noted end is withdrawn. False where it is too late.
 
         A decision about a partition that goes on by itself again is void.
         """
@@ -54,8 +53,8 @@ class Handover:
     ) -> Closing:
         """Note that the partition ends where `archive` does, and goes on at `first` of the stream `info`.
 
-        Begins the next incarnation where it is the last partition to do so. Nothing is noted where the
-        decision it goes by was taken back.
+        Begins the next incarnation if this is the last partition to end. Nothing is noted where the decision behind
+        it was taken back.
         """
         end = End(archive.end, first, info.created)
         stream = NextStream(info.created, info.config)
@@ -82,11 +81,10 @@ class Handover:
                 return
 
     async def is_decided(self, chain: Chain, created: str) -> bool:
-        """Whether an operator has decided that the incarnation ends."""
         return (await self._closings.get(chain)).decision_for(created) is not None
 
     def adopt(self, evidence: Evidence, verdict: SourceVerdict, closing: Closing) -> SourceVerdict:
-        """The verdict of another partition of the same stream, where this one's own evidence tells nothing.
+        """The verdict of another partition of the same stream, where this one's own evidence decides nothing.
 
         A partition without messages has none to compare.
         """

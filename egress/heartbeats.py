@@ -1,7 +1,7 @@
 """Heartbeats: one member of the site publishes a small message to each configured subject, again and again.
 
-Who does is elected by a lease. A paused leader finds its lease unusable the moment it wakes, so two of one
-turn are rare; none is sent again because its acknowledgement was lost.
+A lease elects the member. A paused leader finds its lease unusable as soon as it wakes, so two heartbeats for one
+turn are rare; a heartbeat whose acknowledgement was lost is not sent again.
 """
 
 import asyncio
@@ -38,7 +38,6 @@ PART = "egress heartbeats"
 
 
 def heartbeat_key(site: str) -> str:
-    """The lease of whoever publishes the site's heartbeats."""
     return state_key("egress", "heartbeats", site)
 
 
@@ -57,7 +56,7 @@ class Heartbeats:
     async def run(self, stop: Stop) -> None:
         """Publish while this member leads, stand by while another does, until `stop` is set.
 
-        After an error that nobody foresaw it begins again.
+        After an unexpected error it begins again.
         """
         await again("heartbeats", lambda: self._take_part(stop), self._clock)
 
@@ -79,7 +78,7 @@ class Heartbeats:
                 await hearing.unsubscribe()
 
     async def _hear(self, trouble: Trouble) -> RawSubscription | None:
-        """Hear of a leader that steps down; without the right to it the lease is asked for now and then."""
+        """Listen for a leader that steps down. None without the right to: the lease is then tried now and then."""
         try:
             return await self._leases.listen(self._key, self._on_write, trouble.tell)
         except FloeError as error:
@@ -91,7 +90,7 @@ class Heartbeats:
             self._released.set()
 
     async def _elect(self) -> Lease | None:
-        """The lease; None where another leads, or nobody can say."""
+        """None where another member leads, or the leader is not known."""
         try:
             return await self._leases.acquire(self._key)
         except (Unavailable, OutcomeUnknown, ApiError) as error:
@@ -126,7 +125,6 @@ class Heartbeats:
             due = next_due(due, interval, self._clock.monotonic())
 
     async def _publish(self, subject: str, block: bytes) -> None:
-        """One heartbeat; what becomes of it is counted, and told where it is news."""
         started = self._clock.monotonic()
         try:
             body = b"%d" % self._clock.now()
@@ -152,13 +150,13 @@ class Heartbeats:
 
 
 def header_block(headers: dict[str, str], host: str, subject: str) -> bytes:
-    """The headers of a heartbeat. Raises ValueError for what no header can carry."""
+    """Raises ValueError for a value that a header cannot carry."""
     own = {"Floe-Originator": host, "Floe-Subject": subject}
     return build_block(f"{name}: {value}".encode() for name, value in {**headers, **own}.items())
 
 
 def next_due(due: float, interval: float, now: float) -> float:
-    """When the heartbeat after that of `due` is due; turns that have passed by `now` are left out."""
+    """When the heartbeat after that of `due` is due; turns that have passed by `now` are skipped."""
     missed = max(0.0, now - due) // interval
     return due + interval * (missed + 1)
 
@@ -175,7 +173,7 @@ def check_stored(answer: bytes, subject: str) -> None:
         raise OutcomeUnknown(f"heartbeat to {subject}: expected an acknowledgement, found {answer[:60]!r}")
 
 
-SOON = 1 / 12  # of the time between two: by then most chains have something to say, or the store is back
+SOON = 1 / 12  # part of the interval: by then most chains have something to report, or the store is back
 
 
 class SignOfLife:
@@ -192,7 +190,6 @@ class SignOfLife:
         self._failure, self._is_put_off = "", False
 
     async def run(self, stop: Stop) -> None:
-        """Put it again and again until `stop` is set; after an error that nobody foresaw it begins again."""
         await again("alive", lambda: self._put_on(stop), self._clock)
 
     async def _put_on(self, stop: Stop) -> None:
@@ -201,7 +198,7 @@ class SignOfLife:
             while not stop.is_set:
                 began = self._clock.monotonic()
                 await unless(stop, self._once(threads))
-                # At the centre the site looks silent until it is put: soon after the store is back.
+                # The site looks silent at the centre until it is put: so put it soon after the store is back.
                 pause = self._every * (SOON if self._is_put_off else 1)
                 await wait_for(stop, max(0.0, began + pause - self._clock.monotonic()))
 
@@ -214,7 +211,7 @@ class SignOfLife:
         except FloeError as error:
             metrics.alive_errors.labels(self._site).inc()
             self._is_put_off = isinstance(error, Unavailable | OutcomeUnknown)
-            if self._failure != error.code:  # told once for each reason, until it works again
+            if self._failure != error.code:  # logged once for each reason, until it works again
                 self._failure = code = error.code
                 log.warning("sign of life not stored", action="alive_failed", code=code, error=str(error))
         else:
@@ -223,9 +220,6 @@ class SignOfLife:
             self._failure = ""
 
     async def _ask_sources(self) -> None:
-        """How far the stream of each chain is that this process has: also where the store is away, and where
-        the chain waits for an operator.
-        """
         working = [report for report in self._reports if report.works_on_chain]
         streams = sorted({report.stream for report in working})
         answers = dict(zip(streams, await asyncio.gather(*map(self._ask, streams)), strict=True))
@@ -234,7 +228,7 @@ class SignOfLife:
                 report.source(*answer)
 
     async def _ask(self, stream: str) -> tuple[int, int | None] | None:
-        """Sequence and time of its last message; None where nobody can tell, or there is no such stream."""
+        """Sequence and time of its last message; None where it cannot be asked, or there is no such stream."""
         if not self._client.is_up:
             return None
         try:
@@ -256,13 +250,12 @@ class Reachability:
             each.set(0)
 
     def store(self, has_answered: bool) -> None:
-        """The store was asked; from any thread."""
+        """From any thread."""
         metrics.store_reachable.set(has_answered)
         if has_answered:
             metrics.store_answered.set(self._clock.now())
 
     def nats(self, line: str, is_up: bool) -> None:
-        """A connection to NATS came up or broke."""
         self._lines[line] = is_up
         are_up, now = all(self._lines.values()), self._clock.now()
         metrics.nats_reachable.set(are_up)

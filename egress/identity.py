@@ -12,7 +12,7 @@
 | no such stream | GONE |
 | anything else | UNKNOWN |
 
-A tip also stands for a message found where the archive covers a stretch without any: that one differs.
+A message found where the archive covers a stretch without messages counts as a tip that differs.
 `created` alone proves nothing: it drifts on the same data, and a recreated stream may already be longer than
 the archive. Nothing here waits or asks; `egress.evidence` gathers, and asks again before a verdict has
 consequences.
@@ -53,23 +53,21 @@ class Witness:
 
     @property
     def is_held(self) -> bool:
-        """Whether there is any message."""
         return self.held is not HeldMessage.ABSENT
 
 
 def is_any_equal(witnesses: Iterable[Witness]) -> bool:
-    """Whether the source holds one of the messages as it was archived."""
     return any(witness.held is HeldMessage.EQUAL for witness in witnesses)
 
 
 @dataclass(frozen=True, slots=True)
 class SourceStream:
-    """The stream as it stands.
+    """The stream as it is now.
 
-    `first`: its first sequence. `last`: the last one it assigned, whether or not it is held.
-    `first_timestamp_ns`: of the first message held, None where none is. `last_timestamp_ns`: likewise.
-    `retention`: `limits`, `interest` or `workqueue`. `asked_ns`: the server's time of the answer, None where
-    it does not say (before 2.10).
+    `first`: its first sequence. `last`: the last one it assigned, whether or not it is held. `first_timestamp_ns`: of
+    the first message held, None where none is. `last_timestamp_ns`: likewise for the last message. `retention`:
+    `limits`, `interest` or `workqueue`. `asked_ns`: the server's time of the answer, None where it does not say
+    (before 2.10).
     """
 
     created: str
@@ -119,12 +117,10 @@ class SourceVerdict:
 
     @property
     def is_same(self) -> bool:
-        """Whether the chain may go on."""
         return self.kind in (VerdictKind.SAME, VerdictKind.UNVERIFIED)
 
 
 def judge(evidence: Evidence) -> SourceVerdict:
-    """The verdict of the table above; its rows are tried in the order in which they stand here."""
     if (source := evidence.source) is None:
         return SourceVerdict(VerdictKind.GONE, "the stream does not exist")
     if equal := _tips(evidence, HeldMessage.EQUAL):
@@ -158,7 +154,6 @@ def _judge_matching(evidence: Evidence, source: SourceStream, equal: Tip) -> Sou
 
 
 def _judge_received(evidence: Evidence, source: SourceStream, received: Tip) -> SourceVerdict:
-    """No archived tip matches, but what was received after them does."""
     if _tips(evidence, HeldMessage.DIFFERENT) or source.last < evidence.end:
         return _unknown(evidence, source)
     why = f"sequence {received.sequence} is as received"
@@ -198,8 +193,8 @@ def _created(evidence: Evidence, source: SourceStream) -> str:
 
 
 class Acceptance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format_version", tag=1):
-    """The stream created at `created` is taken for the one that was archived up to `end`, whatever differs
-    up to there.
+    """The stream created at `created` counts as the one that was archived up to `end`, even if messages up to there
+    differ.
     """
 
     created: str
@@ -210,22 +205,20 @@ ACCEPTANCE = JsonForm(Acceptance)
 
 
 def acceptance_key(chain: Chain) -> str:
-    """Where the acceptance of a chain stands."""
     number = f"{chain.incarnation:04d}"
     return state_key("egress", "same", chain.site, chain.feed, number, str(chain.partition))
 
 
 def acceptance_of(state: KeyValue, chain: Chain) -> KvDocument[Acceptance]:
-    """What an operator accepted of a chain."""
     hint = f"without it the evidence counts: {believe_listing(chain)}"
     return KvDocument(state, acceptance_key(chain), ACCEPTANCE, unreadable(f"acceptance of {chain}", hint))
 
 
 def judge_with(evidence: Evidence, acceptance: Acceptance | None) -> SourceVerdict:
-    """The verdict, where an acceptance stands for all that was archived up to its end.
+    """The verdict, where an acceptance replaces the evidence for all that was archived up to its end.
 
-    It says nothing of another stream, nor where the stream ends before what it accepted, nor of what was
-    archived since: that is judged as ever.
+    It says nothing about another stream, or about one that ends before what was accepted, or about what was archived
+    since: that is judged as usual.
     """
     source = evidence.source
     if acceptance is None or source is None or source.created != acceptance.created:
@@ -257,14 +250,13 @@ class Choice:
 
 
 def bounds(source: SourceStream) -> SequenceRange:
-    """Where the next incarnation of the stream may begin."""
     last = min(max(source.last + 1, source.first), MAX_SEQUENCE)
     return SequenceRange(min(source.first, last), last)
 
 
 def can_be_same(evidence: Evidence, verdict: SourceVerdict) -> bool:
-    """Whether the stream may be declared the same: no archived message is known to differ, and nothing that
-    is archived lies behind its end.
+    """Whether the stream may be declared the same: no archived message is known to differ, and nothing that is
+    archived lies behind its end.
     """
     source = evidence.source
     is_long = source is not None and source.last >= evidence.end
@@ -276,9 +268,9 @@ def _differs(evidence: Evidence) -> bool:
 
 
 def choices(evidence: Evidence, verdict: SourceVerdict, proposal: int | None, *, is_cut: bool = False) -> list[Choice]:
-    """The ways on by command, that which loses nothing first; none where there is no stream, or where nothing
-    is wrong. `proposal`: the first sequence that is not as archived, None where that cannot be told.
-    `is_cut`: into partitions, each of which has a beginning of its own: one `--from` would not do for all.
+    """The ways on by command, the one that loses nothing first; empty where there is no stream, or where nothing is
+    wrong. `proposal`: the first sequence that is not as archived, None where that is not known. `is_cut`: into
+    partitions, each with its own beginning: one `--from` would not fit all.
     """
     source, found = evidence.source, list[Choice]()
     if source is not None and verdict.kind in CLOSABLE:
@@ -299,7 +291,6 @@ def choices(evidence: Evidence, verdict: SourceVerdict, proposal: int | None, *,
 
 
 def _anew(evidence: Evidence, source: SourceStream, verdict: SourceVerdict, proposal: int | None) -> str:
-    """What beginning the next incarnation at the proposal repeats and loses."""
     sequence, end = proposal or source.first, evidence.end
     text = f"freeze what it is now, from {sequence} on, as the next incarnation: "
     both = _both(source, end)
@@ -313,12 +304,10 @@ def _anew(evidence: Evidence, source: SourceStream, verdict: SourceVerdict, prop
 
 
 def _both(source: SourceStream, end: int) -> int:
-    """How many sequences, at most, the stream holds that the archive covers too."""
     return max(0, min(end, source.last) - source.first + 1)
 
 
 def never_begun(partition: Partition) -> Stopped:
-    """Why a feed that nothing was archived of cannot begin."""
     return Stopped(
         f"{partition.chain}: stream {partition.stream} does not exist",
         hint="create it: the feed then begins by itself",
@@ -329,7 +318,7 @@ def never_begun(partition: Partition) -> Stopped:
 def gone_advice(partition: Partition, chain: Chain, *, continues: bool = False) -> str:
     """The ways on where the stream of a feed that has begun does not exist any more.
 
-    `continues`: the incarnation goes on with the history of the one before, so one alone is not the stream.
+    `continues`: the incarnation continues the history of the one before, so it alone is not the whole stream.
     """
     again = "create it again: then its next incarnation begins by itself"
     if partition.settings.on_recreated == "halt":
@@ -355,7 +344,7 @@ def stopped_error(
     *,
     continues: bool = False,
 ) -> Stopped:
-    """Why the chain stops on a verdict, with the choices that there are; `continues` as in `gone_advice`."""
+    """Why the chain stops on a verdict, with the possible choices; `continues` as in `gone_advice`."""
     where = f"{chain}: stream {partition.stream}"
     text = f"{where} is {verdict.kind.value.replace('_', ' ')}: {verdict.why}{parting(evidence, proposal)}"
     if evidence.source is None:
@@ -374,7 +363,6 @@ def parting(evidence: Evidence, proposal: int | None) -> str:
 
 
 def _hint(partition: Partition, chain: Chain, evidence: Evidence, verdict: SourceVerdict, proposal: int | None) -> str:
-    """The ways on: each command on a line of its own, what it means before it."""
     source = evidence.source
     assert source is not None, "a stream that is gone has no choices"
     first = {

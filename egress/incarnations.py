@@ -1,10 +1,10 @@
 """The incarnations of a feed: which one is current, how the first and the next come to be.
 
 A new incarnation is a high-water mark at 0 for each partition, a `stream.json`, and a `chain.json` for each
-partition, in that order, all put only if absent; what is there counts. `stream.json` says of every partition
-what its `chain.json` will say, so that all hosts begin alike, and a crash between the two leaves what the
-next start completes. The marks come first because the source may let go of the beginning as soon as
-`stream.json` has fixed it: a mark tells an archive into which nothing was put from one that was lost.
+partition, in that order, all put only if absent; existing ones count. `stream.json` says of every partition
+what its `chain.json` will say, so that all hosts begin alike, and the next start completes what a crash between
+the two leaves. The marks come first because the source may drop the beginning as soon as `stream.json` has fixed
+it: a mark distinguishes an archive into which nothing was put from one that was lost.
 """
 
 from __future__ import annotations
@@ -61,14 +61,13 @@ class NextStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Closing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format_version", tag=1):
-    """How far closing is. `next`: set once all partitions have their ends; nothing changes any more then."""
+    """How far closing is. `next`: set once all partitions have their ends; nothing changes after that."""
 
     ends: dict[int, End] = {}
     decision: EndDecision | None = None
     next: NextStream | None = None
 
     def noted(self, partition: int, end: End, count: int, stream: NextStream) -> Closing:
-        """With the end of one of `count` partitions; closed for `stream` where that was the last one."""
         if self.next is not None:
             return self
         ends = {**self.ends, partition: end}
@@ -83,15 +82,13 @@ class Closing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         return msgspec.structs.replace(self, ends=others)
 
     def decided(self, decision: EndDecision) -> Closing:
-        """With the operator's decision. Unchanged once the incarnation is closed."""
         return self if self.next is not None else msgspec.structs.replace(self, decision=decision)
 
     def decision_for(self, created: str) -> EndDecision | None:
-        """The decision, if it is about the stream created at `created`."""
+        """None unless the decision is about the stream created at `created`."""
         return self.decision if self.decision is not None and self.decision.created == created else None
 
     def missing(self, count: int, created: str) -> list[int]:
-        """The partitions of `count` that have not ended for the stream created at `created`."""
         return [n for n in range(count) if n not in self.ends or self.ends[n].created != created]
 
 
@@ -110,18 +107,15 @@ class Incarnation:
 
     @property
     def chains(self) -> tuple[ChainDocument, ...]:
-        """What the chains of all partitions are, by their numbers."""
         return self.stream.chains or (self.document,)
 
     @property
     def siblings(self) -> tuple[Chain, ...]:
-        """The chains of the other partitions."""
         numbers = [number for number in range(len(self.chains)) if number != self.chain.partition]
         return tuple(replace(self.chain, partition=number) for number in numbers)
 
     @property
     def continued(self) -> tuple[Chain, ...]:
-        """The chains of the incarnation before, where that is the same history."""
         if not self.stream.continues or not self.chain.incarnation:
             return ()
         number = self.chain.incarnation - 1
@@ -148,7 +142,7 @@ class _MarkForm:
 class HighWaterMarks:
     """High-water marks: the last sequence of a chain that was put and read back. No service lowers one.
 
-    Methods raise DataError for a value that is none.
+    Methods raise DataError for an invalid value.
     """
 
     def __init__(self, state: KeyValue) -> None:
@@ -156,7 +150,6 @@ class HighWaterMarks:
 
     @staticmethod
     def key(chain: Chain) -> str:
-        """Where the mark of a chain stands."""
         parts = (chain.site, chain.feed, f"{chain.incarnation:04d}", str(chain.partition))
         return state_key("egress", "mark", *parts)
 
@@ -165,19 +158,18 @@ class HighWaterMarks:
         return KvDocument(self._state, self.key(chain), _MarkForm(), unreadable(f"high-water mark of {chain}", hint))
 
     async def get(self, chain: Chain) -> int | None:
-        """The mark; None if there is none."""
+        """None if there is no mark."""
         return (await self._of(chain).get())[0]
 
     async def begin(self, chain: Chain) -> int:
-        """Have a mark at 0 unless there is one; where it is then."""
+        """Write a mark of 0 unless there is one. Returns the mark that is stored."""
         return 0 if await self._of(chain).create(0) is not None else await self.get(chain) or 0
 
     async def set(self, chain: Chain, end: int) -> None:
-        """Have the mark at `end`, whatever it was."""
+        """Even if that lowers the mark."""
         await self._of(chain).put(end)
 
     async def raise_to(self, chain: Chain, end: int) -> None:
-        """Have the mark at `end` or above."""
         await self._of(chain).change(lambda found: end if found is None else max(found, end))
 
 
@@ -190,7 +182,9 @@ class History:
         self._threads, self._clock = deps.pools.io, deps.clock
 
     async def load(self) -> Incarnation | None:
-        """The newest incarnation; None for a new feed. Raises Stopped where it is cut otherwise."""
+        """The newest incarnation; None for a new feed. Raises Stopped where its partitions are not those of the
+        configuration.
+        """
         return await self._threads.run(self._load)
 
     def _load(self) -> Incarnation | None:
@@ -198,9 +192,9 @@ class History:
         return None if number is None else self._read(replace(self._feed, incarnation=number))
 
     def _read(self, chain: Chain) -> Incarnation | None:
-        """The incarnation, its `chain.json` made if a crash has left it out.
+        """The incarnation; its `chain.json` is made if a crash prevented that.
 
-        None where only a `stream.json` of the first version is there: its partition has not begun.
+        None where there is only a `stream.json` of the first version: its partition has not begun.
         """
         stream, document = self._chains.read_stream(chain), self._chains.read_chain(chain)
         if stream is None:
@@ -215,7 +209,7 @@ class History:
         return Incarnation(chain, stream, document)
 
     def _cut_of_old(self, chain: Chain, document: ChainDocument | None) -> tuple[ChainDocument, ...]:
-        """What the chains are where `stream.json` does not say so: there was one partition then."""
+        """The chains where `stream.json` does not name them: there was one partition then."""
         if document is None and chain.partition:
             document = self._chains.read_chain(replace(chain, partition=0))
         if document is None and chain.incarnation:
@@ -256,7 +250,7 @@ class History:
     # Beginning
 
     async def begin(self, info: StreamInfo, first: int) -> Incarnation:
-        """Make incarnation 0000 begin at `first`, or load what another instance has made of it.
+        """Make incarnation 0000 begin at `first`, or load what another instance made.
 
         Raises Stopped where its archive was lost.
         """
@@ -264,12 +258,11 @@ class History:
         found = await self._create_stream(self._feed, document)
         if found.chains:
             return await self._threads.run(self._loaded, self._feed)
-        # Of the first version, which resolved where it begins only afterwards.
+        # Of the first version, which determined its beginning only afterwards.
         own = document.chains[self._feed.partition]
         return await self._threads.run(self._create_chain, self._feed, found, own)
 
     async def _create_stream(self, chain: Chain, document: StreamDocument) -> StreamDocument:
-        """Have the marks of all partitions, then `stream.json`; what that is now."""
         await self._begin_marks(chain, len(document.chains))
         failpoint("egress.before_stream_document")
         found = await self._threads.run(self._chains.create_stream, chain, document)
@@ -277,11 +270,10 @@ class History:
         return found
 
     async def _begin_marks(self, chain: Chain, count: int) -> None:
-        """Say of the partitions of an incarnation that does not exist yet that nothing was put.
+        """Note for each partition of an incarnation that does not exist yet that nothing was put.
 
-        Where a document is there already, a missing mark was lost: it says nothing. Raises Stopped where a
-        mark says that something was put: what others make and put meanwhile shows in `stream.json`, which
-        came before.
+        Where a document exists already, a missing mark was lost: it proves nothing. Raises Stopped where a mark says
+        that something was put: what other instances make and put meanwhile shows in `stream.json`, which comes first.
         """
         if await self._threads.run(self._exists, chain):
             return
@@ -292,16 +284,15 @@ class History:
             raise self._lost(*put[0])
 
     def _exists(self, chain: Chain) -> bool:
-        """Whether there is any document of the chain's incarnation."""
         if self._chains.read_stream(chain) is not None:
             return True
         listed = self._chains.chains(chain.site, chain.feed)
         return any(each.incarnation == chain.incarnation for each in listed)
 
     async def lost(self, chain: Chain) -> Stopped | None:
-        """The error where something was put into a chain of whose incarnation no document is there any more.
+        """The error where something was put into a chain and no document of its incarnation exists any more.
 
-        Raises DataError for a mark that is none.
+        Raises DataError for an invalid mark.
         """
         if not (end := await self._marks.get(chain)) or await self._threads.run(self._exists, chain):
             return None
@@ -331,7 +322,7 @@ class History:
         return await self._threads.run(self._loaded, chain)
 
     async def open_next(self, chain: Chain, document: StreamDocument) -> None:
-        """Put `stream.json` of `chain`'s incarnation. Raises Stopped where there is one of another stream."""
+        """Raises Stopped where there is a `stream.json` of another stream."""
         found = await self._create_stream(chain, document)
         if (found.created, found.previous) == (document.created, document.previous):
             return
@@ -349,7 +340,7 @@ class History:
     async def check_interval(self, current: Chain, source_first: int) -> None:
         """Raises Stopped where the current incarnation was itself made less than an hour ago.
 
-        `source_first`: of the stream, named as where an operator would begin the next.
+        `source_first`: first sequence of the stream, proposed to the operator as the beginning of the next one.
         """
         if current.incarnation == 0:
             return
@@ -379,7 +370,7 @@ class History:
 
 
 def newest_incarnation(chains: ChainStore, feed: Chain) -> int | None:
-    """The newest incarnation of which there is a `stream.json` or a `chain.json`; None for a new feed."""
+    """The newest incarnation that has a `stream.json` or a `chain.json`; None for a new feed."""
     listed = chains.chains(feed.site, feed.feed)
     newest = max((chain.incarnation for chain in listed), default=-1)
     following = min(newest + 1, MAX_INCARNATION)
@@ -389,24 +380,21 @@ def newest_incarnation(chains: ChainStore, feed: Chain) -> int | None:
 
 
 def configured(partition: Partition, first: int = 1) -> tuple[ChainDocument, ...]:
-    """What the configuration says that the chains of all partitions are; all begin at `first`."""
     parts, relay = partitions_of(partition.site, partition.settings), partition.settings.relay
     return tuple(ChainDocument(each.filters, len(parts), first, relay) for each in parts)
 
 
 def outline(cut: Sequence[ChainDocument]) -> list[tuple[tuple[str, ...], int, bool]]:
-    """What may not change within an incarnation."""
     return [(each.filters, each.partitions, each.relay) for each in cut]
 
 
 def cut_text(cut: Sequence[ChainDocument]) -> str:
-    """What the chains take, for people."""
     relay = " as a relay" if cut[0].relay else ""
     return filters_text([each.filters[0] if each.filters else "" for each in cut]) + relay
 
 
 def filters_text(filters: Sequence[str]) -> str:
-    """The filter of each partition, for people; empty: all subjects."""
+    """Empty means all subjects."""
     if len(filters) == 1:
         return f"the filter {filters[0]}" if filters[0] else "the whole stream"
     more = f" and {len(filters) - FILTERS_SHOWN} more" if len(filters) > FILTERS_SHOWN else ""
@@ -414,7 +402,6 @@ def filters_text(filters: Sequence[str]) -> str:
 
 
 def older(current: Chain) -> Sequence[Chain]:
-    """The chains of the incarnations before `current`, newest first."""
     return [replace(current, incarnation=number) for number in reversed(range(current.incarnation))]
 
 
@@ -426,7 +413,6 @@ class Closings:
 
     @staticmethod
     def key(chain: Chain) -> str:
-        """The key of the chain's incarnation; all its partitions share it."""
         return state_key("egress", "end", chain.site, chain.feed, f"{chain.incarnation:04d}")
 
     def _of(self, chain: Chain) -> KvDocument[Closing]:
@@ -435,11 +421,13 @@ class Closings:
         return KvDocument(self._state, self.key(chain), CLOSING, error)
 
     async def get(self, chain: Chain) -> Closing:
-        """How far closing is; an empty one where nobody has begun."""
+        """An empty one where closing has not begun."""
         return (await self._of(chain).get())[0] or Closing()
 
     async def change(self, chain: Chain, step: Callable[[Closing], Closing]) -> Closing:
-        """Make what `step` makes of it, whoever else changes it meanwhile; what is there then."""
+        """Store what `step` makes of the current value; repeated if another instance was faster. Returns what is
+        stored.
+        """
 
         def changed(found: Closing | None) -> Closing | None:
             made = step(found or Closing())

@@ -36,7 +36,6 @@ class Done:
 
 
 async def initialise(client: FloeClient, settings: Settings) -> tuple[list[Done], list[FloeError]]:
-    """What is there now, and what could not be made."""
     parts = all_partitions(settings.site, settings.egress.feeds)
     streams = {name: await stream_info(client, name) for name in dict.fromkeys(partition.stream for partition in parts)}
     done = await _buckets(client, settings)
@@ -96,7 +95,7 @@ def dropped(info: StreamInfo) -> str:
 
 
 async def _stale(client: FloeClient, site: str, stream: str, parts: Sequence[Partition]) -> list[Done]:
-    """Durables of this site that no configured slice reads: an interest stream keeps messages for them."""
+    """Durables of this site that no configured partition reads: an interest stream keeps messages for them."""
     names = [name for name in await consumer_names(client, stream) if is_of_site(name, site)]
     return [
         Done("durable", name, THERE, stream, f"of no configured slice: nats consumer rm {stream} {name}")

@@ -1,12 +1,12 @@
-"""Messages that came round: archived here, carried to another site, and copied back into the stream.
+"""Looped messages: archived here, carried to another site, and copied back into the stream.
 
-On a relay their hops are believed. Elsewhere anybody may have written them: what a header claims is only
-asked about. A message is left out as `looped` where the one that it names is there: of this very site, feed
-and incarnation, of a lower sequence, with the same time and payload. Everything else is archived, and so is
-what cannot be compared, so a forged header hides nothing.
+On a relay their hops are trusted. Elsewhere any publisher may have written them: what a header claims is only
+checked. A message is left out as `looped` where the message that it names exists: of this site, feed and
+incarnation, of a lower sequence, with the same time and payload. Everything else is archived, and so is what
+cannot be compared, so a forged header hides nothing.
 
-Which messages claim to have come round says the header alone: a sampler is never shown those, whatever comes
-of the question, and so chooses the same when the stream is read again (I8).
+The header alone decides which messages claim to be copies. A sampler is never shown those, whatever the check
+finds, so it chooses the same when the stream is read again (I8).
 """
 
 import asyncio
@@ -31,10 +31,10 @@ from egress.deps import PartitionDeps
 
 log = get_logger(__name__)
 
-MOST_CLAIMS = 4  # of one message that are asked about: an honest one has one, a forged one a thousand
-ASKED_BYTES = 16 * 2**20  # of messages asked for at once, each as large as the server takes them
-MOST_SEGMENTS = 8  # looked into for one piece; what would need more is archived
-LISTED = 4  # segments that reach a sequence; one of them contains it, but where many overlap
+MOST_CLAIMS = 4  # claims checked for one message: a genuine message has one, a forged one may have a thousand
+ASKED_BYTES = 16 * 2**20  # of messages requested at once, each as large as the server allows
+MOST_SEGMENTS = 8  # opened for one piece; messages that would need more are archived
+LISTED = 4  # segments that reach a sequence; one of them contains it, unless many overlap
 
 _SOURCE_PREFIX = SOURCE + b": "
 _ORIGINAL_PREFIX = ORIGINAL + b": "
@@ -48,7 +48,6 @@ class Claims:
         self._mark = b"%b%b %b %04d " % (_SOURCE_PREFIX, chain.site.encode(), chain.feed.encode(), chain.incarnation)
 
     def places(self, rows: Columns) -> list[int]:
-        """The places of those messages. Hot: where nobody copies back, one search through all blocks."""
         mark, sequences = self._mark, rows.sequences
         if mark not in b"".join(filter(None, rows.headers)):
             return []
@@ -59,9 +58,9 @@ class Claims:
         ]
 
     def of(self, sequence: int, block: bytes) -> list[Provenance]:
-        """What the message claims to be copies of, the newest first; nothing where a replay brought it.
+        """What the message claims to be copies of, the newest first; empty where a replay brought it.
 
-        However deep it was escaped: a site in between may take this one's hop for a publisher's text.
+        However deep it was escaped: a site in between may treat this one's hop as a publisher's text.
         """
         found: list[Provenance] = []
         for line in lines(block):
@@ -96,9 +95,9 @@ class _Asked:
 
 
 class Loops:
-    """Takes out of pieces of `chain` what came round: `stream` is asked, then the cover of what is archived.
+    """Takes looped messages out of pieces of `chain`: `stream` is asked, then the cover of what is archived.
 
-    Of what is asked for at once, memory holds 16 MiB, or one message where the server takes larger ones.
+    One question holds at most 16 MiB in memory, or one message where the server takes larger ones.
     """
 
     def __init__(self, deps: PartitionDeps, chain: Chain) -> None:
@@ -106,7 +105,7 @@ class Loops:
         self._threads, self._report, self._claims = deps.pools.io, deps.report, Claims(chain)
 
     async def without(self, piece: Piece) -> Piece:
-        """`piece` without the rows that came round. Raises what the stream and the store raise."""
+        """`piece` without the looped rows. Raises what the stream and the store raise."""
         places = self._claims.places(piece.rows)
         if not places or not (looped := await self._looped(piece.rows, places)):
             return piece
@@ -151,7 +150,6 @@ class Loops:
     # The archive. Blocking.
 
     def _archived(self, asked: Sequence[_Asked]) -> set[int]:
-        """The places of those that are copies of archived rows, as far as few segments tell."""
         claimed = [(claim, each) for each in asked for claim in each.claims if claim.sequence <= MAX_SEQUENCE]
         wanted = sorted(claimed, key=lambda pair: (pair[0].partition, pair[0].sequence))
         found: set[int] = set()
@@ -167,7 +165,7 @@ class Loops:
         return found
 
     def _segment(self, claim: Provenance) -> SegmentRef | None:
-        """The segment that covers what is claimed; None where that is not found."""
+        """The segment that covers what is claimed; None where it is not found."""
         try:
             chain = claim.chain
         except ValueError:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-# Pull requests of all chains that fit into the budget at once; what is asked for is charged only as it
-# arrives.
+# Pull requests of all chains that fit into the budget at once; requested bytes are charged only when they
+# arrive.
 WINDOWS = 8
 LARGEST_WINDOW = 16 * 2**20  # bytes
 
@@ -19,36 +19,31 @@ class MemoryBudget:
 
     @property
     def used(self) -> int:
-        """Bytes charged and not released."""
         return sum(account.used for account in self._accounts)
 
     @property
     def window(self) -> int:
-        """Bytes of one pull request."""
         return min(LARGEST_WINDOW, self.limit // (WINDOWS * self._chains))
 
     def has_room(self, size: int) -> bool:
-        """Whether `size` more bytes fit. Into an empty budget anything does: a large message must pass."""
+        """Whether `size` more bytes fit. Into an empty budget any size does: a large message must pass."""
         used = self.used
         return used == 0 or used + size <= self.limit
 
     def account(self, on_release: Callable[[], None]) -> MemoryAccount:
-        """A new account; `on_release` is called whenever any account gives bytes back."""
+        """`on_release` is called whenever any account gives bytes back."""
         account = MemoryAccount(self, on_release)
         self._accounts.append(account)
         return account
 
     def is_largest(self, account: MemoryAccount) -> bool:
-        """Whether no other account holds more."""
         return account.used == max(each.used for each in self._accounts)
 
     def released(self) -> None:
-        """Tell every account that there may be room now."""
         for account in list(self._accounts):
             account.on_release()
 
     def close(self, account: MemoryAccount) -> None:
-        """Forget the account and what it had charged."""
         self._accounts.remove(account)
         self.released()
 
@@ -60,18 +55,14 @@ class MemoryAccount:
         self.on_release, self.used, self._budget = on_release, 0, budget
 
     def charge(self, size: int) -> None:
-        """Count `size` more bytes."""
         self.used += size
 
     def release(self, size: int) -> None:
-        """Give `size` bytes back."""
         self.used -= size
         self._budget.released()
 
     def is_largest(self) -> bool:
-        """Whether no other account holds more."""
         return self._budget.is_largest(self)
 
     def close(self) -> None:
-        """Give everything back."""
         self._budget.close(self)

@@ -51,7 +51,7 @@ memory_limit = gauge("egress_memory_limit_bytes", "The budget for them.")
 
 SITE = ("site",)
 
-# Who can be reached, and the sign of life (`egress.heartbeats`)
+# Reachability, and the sign of life (`egress.heartbeats`)
 
 store_reachable = gauge("egress_store_reachable", "1 while the object store answers what it is asked.")
 store_answered = gauge(

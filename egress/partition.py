@@ -34,7 +34,6 @@ class Partition:
 
     @property
     def chain(self) -> Chain:
-        """Its chain in incarnation 0000."""
         return Chain(self.site, self.settings.name, partition=self.number)
 
     @property
@@ -43,7 +42,7 @@ class Partition:
         return _durable(self.site, self.settings.name, self.number)
 
     def partition_of(self, durable: str) -> int | None:
-        """Whose durable this is: a partition of the same feed, configured or not; None: it is another's."""
+        """The partition of the same feed, configured or not, that has this durable; None: it is another feed's."""
         found = _DURABLE.fullmatch(durable)
         if found is None or _durable(self.site, self.settings.name, int(found[2])) != found[1]:
             return None
@@ -51,18 +50,16 @@ class Partition:
 
     @property
     def filters(self) -> tuple[str, ...]:
-        """As `chain.json` holds them."""
         return (self.filter_subject,) if self.filter_subject else ()
 
 
 def is_of_site(durable: str, site: str) -> bool:
-    """Whether a consumer of this name is the durable of some slice of `site`, configured or not."""
     return re.fullmatch(rf"floe_{site}_.+_{_hash(site)}[0-9a-f]{{8}}_[0-9a-f]{{8}}", durable) is not None
 
 
 def _durable(site: str, feed: str, partition: int) -> str:
-    """Legal, and unlike that of any other slice: the hashes tell sites and feeds apart whose names look alike
-    when they stand in a row (`A_1` and `B`, `A` and `1_B`).
+    """Legal, and unique: the hashes distinguish sites and feeds whose joined names are alike (`A_1` and `B`, `A` and
+    `1_B`).
     """
     mark = _hash(site) + _hash(f"{site}/{feed}/{partition}")
     return f"floe_{site}_{_UNSAFE.sub('-', feed)[:100]}_{partition}_{mark}"
@@ -73,7 +70,6 @@ def _hash(text: str) -> str:
 
 
 def partitions_of(site: str, feed: FeedSettings) -> list[Partition]:
-    """All partitions of a feed, in their order."""
     return [Partition(site, feed, number, subject) for number, subject in enumerate(feed.filters())]
 
 
@@ -84,7 +80,6 @@ def require_feeds(feeds: Sequence[FeedSettings]) -> None:
 
 
 def all_partitions(site: str, feeds: Sequence[FeedSettings]) -> list[Partition]:
-    """All partitions of all feeds, in the order of the configuration."""
     return [each for feed in feeds for each in partitions_of(site, feed)]
 
 
@@ -92,10 +87,9 @@ def all_partitions(site: str, feeds: Sequence[FeedSettings]) -> list[Partition]:
 class Position:
     """Where to read.
 
-    `first`: the sequence to begin with. `until`: the last one to cover, None where reading goes on without
-    end. `lost`: holes below `first` or above it, under existing coverage, that the source no longer holds:
-    they were archived once, so nothing may cover them again. `is_end`: nothing lies behind `until`, the chain
-    ends there.
+    `first`: the sequence to begin with. `until`: the last one to cover, None where reading goes on without end.
+    `lost`: holes below `first` or above it, under existing coverage, that the source no longer holds: they were
+    archived once, so nothing may cover them again. `is_end`: nothing lies behind `until`, the chain ends there.
     """
 
     first: int
@@ -105,15 +99,14 @@ class Position:
 
     @property
     def fills_hole(self) -> bool:
-        """Whether there is coverage behind `until`."""
         return self.until is not None and not self.is_end
 
 
 def position(first: int, end: int, gaps: Iterable[SequenceRange], source_first: int) -> Position:
     """The first sequence from `first` (where the chain begins) that is not covered and can still be covered.
 
-    `end`: where coverage ends, 0 where there is none. `gaps`: the holes below it that are known, ascending.
-    A hole is read again as far as the source holds it, from `source_first` on; what is before stays a hole.
+    `end`: where coverage ends, 0 where there is none. `gaps`: the known holes below it, ascending. A hole is read
+    again as far as the source holds it, from `source_first` on; the part before stays a hole.
     """
     if end < first:
         return Position(first)
@@ -128,19 +121,17 @@ def position(first: int, end: int, gaps: Iterable[SequenceRange], source_first: 
 
 
 def resolve(feed: str, options: str = "", partition: int | None = None) -> str:
-    """`floe egress resolve` for a feed, or for one partition of it."""
     named = "" if partition is None else f"--partition {partition}"
     return command("egress resolve", shlex.quote(feed), named, options)
 
 
 def repartition(feed: str) -> str:
-    """Cut a feed as it is configured now."""
     return command("egress repartition", "--feed", shlex.quote(feed))
 
 
 def bring_back(partition: Partition, chain: Chain, *, continues: bool) -> str:
-    """Make the stream again with what the archive holds of it: of its incarnation, or of all where that goes
-    on with the history of the one before.
+    """The command that makes the stream again from the archive: from its incarnation, or from all where that
+    continues the history of the one before.
     """
     words = ["--site", partition.site, "--feed", shlex.quote(chain.feed)]
     words += ["--incarnation", str(chain.incarnation)] if chain.incarnation and not continues else []
@@ -148,10 +139,9 @@ def bring_back(partition: Partition, chain: Chain, *, continues: bool) -> str:
 
 
 def unreadable(what: str, hint: str) -> Callable[[str], DataError]:
-    """Makes the error of a value in the bucket that is none (`KvDocument`)."""
+    """Makes the error for an invalid value in the bucket (`KvDocument`)."""
     return lambda why: DataError(f"{what}: {why}", hint=hint, code="E-STATE-KV")
 
 
 def believe_listing(chain: Chain) -> str:
-    """Have the listing of the chain believed as it is."""
     return resolve(chain.feed, "--believe-listing", chain.partition or None)

@@ -2,10 +2,10 @@
 
 Which consumer it is depends on the stream's retention (`egress.consumers`). One inbox subscription stays open
 and is re-armed with big pull requests before the last one is used up. Everything received goes to a sink that
-is called from the connection's read loop; what a burst left there is parsed at once, in the next turn of the
+is called from the connection's read loop; all messages of a burst are parsed together, in the next turn of the
 event loop.
 
-Whatever is not certain ends the reader with a doubt: a gap in the consumer's numbers, a consumer that is
+Anything uncertain ends the reader with a ReaderResetError: a gap in the consumer's numbers, a consumer that is
 gone, no heartbeat, a reconnect. Its owner then asks whether the stream is still the same, and makes a new
 reader. An error while messages are handed over ends it too: what did not arrive counts as not received.
 """
@@ -34,14 +34,14 @@ from egress.memory import MemoryAccount
 
 log = get_logger(__name__)
 
-MESSAGE_OVERHEAD = 256  # bytes of subject, reply and headers, guessed for the size of a batch
+MESSAGE_OVERHEAD = 256  # bytes of subject, reply and headers: an estimate for the size of a batch
 # Bytes of subject and reply that a pull request's max_bytes counts on top of a payload.
 MESSAGE_ROOM = 16 * 1024
 MISSES = 4  # requests that ended without a message because the next one did not fit
 
 
 class ReaderTarget(Protocol):
-    """Where a reader hands over what it is sure of; called from the event loop, synchronously."""
+    """Receives what a reader is sure of; called from the event loop, synchronously."""
 
     def messages(self, columns: Columns) -> None:
         """The next messages of the consumer, in order and without a gap in its numbers."""
@@ -53,10 +53,10 @@ class ReaderTarget(Protocol):
 class Reader:
     """A consumer from `first` on, of the stream whose `created` is that of `source` and stays so.
 
-    Where the stream keeps messages until they are acknowledged, what comes before `first` is not handed over:
-    what is `archived` is acknowledged at once, the rest is left alone. `account`: charged for what is kept
-    until then. `has_room`: asked before each pull request, with its bytes. `on_end` is called at most once,
-    with a ReaderResetError, or with what handing over raised; nothing is handed to `target` afterwards.
+    Where the stream keeps messages until they are acknowledged, messages before `first` are not handed over: those
+    that are `archived` are acknowledged at once, the others are left alone. `account`: charged for what is kept until
+    then. `has_room`: asked before each pull request, with its bytes. `on_end` is called at most once, with a
+    ReaderResetError, or with what handing over raised; nothing is handed to `target` afterwards.
     """
 
     def __init__(
@@ -93,8 +93,7 @@ class Reader:
         self._headers: list[bytes | None] = []
 
     async def open(self) -> None:
-        """Create the consumer and begin to pull. Raises ReaderResetError where the stream is not the one
-        bound to.
+        """Create the consumer and begin to pull. Raises ReaderResetError where the stream is not the one bound to.
 
         Checked before and after creating it: a stream deleted and made again in between has no such consumer.
         """
@@ -118,13 +117,12 @@ class Reader:
 
     @property
     def is_durable(self) -> bool:
-        """Whether the stream keeps messages until they are acknowledged."""
         return self._wanted.is_durable
 
     @property
     def lapsed(self) -> StreamInfo | None:
-        """The stream, where an interest stream had no durable of the slice when this one was made: what was
-        published before, and not wanted by others, was not kept. Else None. After `open` only.
+        """The stream, where an interest stream had no durable of the partition when this one was made: messages
+        published before, and not wanted by others, were not kept. Else None. After `open` only.
         """
         if self._taken is None or self._taken.former or self._wanted.retention != INTEREST:
             return None
@@ -161,7 +159,6 @@ class Reader:
             await drop_strays(self._client, self._wanted, self._taken.consumer.name)
 
     async def _catch_up(self, acks: Acknowledging) -> None:
-        """Acknowledge what was archived before, as it is delivered once more."""
         while True:
             await self._behind_first.wait()
             self._behind_first.clear()
@@ -188,7 +185,7 @@ class Reader:
             await self._subscription.unsubscribe()
 
     async def close(self) -> None:
-        """Stop, and remove a consumer that is no durable, where the server can be reached; raises nothing."""
+        """Stop, and remove a consumer that is not durable, where the server can be reached; raises nothing."""
         self._is_open = False
         if self._catching_up is not None:
             await end(self._catching_up)
@@ -200,7 +197,6 @@ class Reader:
     # Pulling
 
     def pull(self) -> None:
-        """Ask for more if half of the batch or more is used up and there is room for it."""
         batch = self._batch()
         wanted = batch - self._owed
         if not self._is_open or wanted * 2 < batch or not self.has_room:
@@ -222,21 +218,18 @@ class Reader:
 
     @property
     def count(self) -> int:
-        """How many messages were received."""
         return self._next - 1
 
     @property
     def has_room(self) -> bool:
-        """Whether what one more pull request may bring fits into memory."""
         return self._has_room(self._window)
 
     def _batch(self) -> int:
-        """As many messages as the window holds, going by those received, so that it is not used up first."""
         average = self._received_bytes // max(1, self._next - 1)
         return max(2, min(self._pulling.batch, self._window // (average + MESSAGE_OVERHEAD)))
 
     def tick(self) -> None:
-        """Pull if there is room again; doubt a consumer from which nothing comes, not even a heartbeat."""
+        """Pull if there is room again; end a reader whose consumer sends nothing, not even a heartbeat."""
         if not self._is_open:
             return
         silent = self._clock.monotonic() - self._heard
@@ -262,7 +255,7 @@ class Reader:
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Raises nothing: the event loop would only log it, and others would go on behind it."""
+        """Raises nothing: the event loop would only log it, and other callbacks would go on."""
         try:
             self._take()
         except Exception as error:
@@ -271,7 +264,7 @@ class Reader:
     def _take(self) -> None:
         """Hand over what has arrived.
 
-        Only what is there counts as received: numbers move on, and acknowledgements are prepared, behind it.
+        Messages count as received only after that: numbers move on, and acknowledgements are prepared, behind it.
         """
         self._scheduled = False
         replies, subjects, payloads, headers = self._replies, self._subjects, self._payloads, self._headers
@@ -302,13 +295,12 @@ class Reader:
         if acks.contiguous < len(subjects):
             columns = columns.part(0, acks.contiguous)
         if columns.sequences[0] < self._first:
-            # Delivered once more: it was archived, and its acknowledgement lost.
+            # Delivered again: it was archived, and its acknowledgement was lost.
             columns = columns.part(bisect_left(columns.sequences, self._first), len(columns))
         if columns:
             self._target.messages(columns)
 
     def _received(self, acks: Acks, payloads: list[bytes]) -> None:
-        """These were handed over; those below `first` may be acknowledged."""
         count = acks.contiguous
         self._next += count
         self._owed = max(0, self._owed - count)
@@ -334,7 +326,7 @@ class Reader:
         if (sent := heartbeat.consumer_sequence) == self._next - 1:
             self._target.passed(heartbeat.sequence)
         elif sent > self._next - 1:
-            # It may have overtaken messages on their way; a second one has not.
+            # The first may have overtaken messages in flight; a second one has not.
             if self._behind == self._next:
                 self._doubt("gap", f"the consumer sent {sent} messages, received {self._next - 1}")
             self._behind = self._next
@@ -351,7 +343,7 @@ class Reader:
         self._end(ReaderResetError(reason, text))
 
     def _fail(self, error: Exception) -> None:
-        """What was received did not get where it belongs: it is read again, by the next reader."""
+        """What was received did not reach its target: the next reader reads it again."""
         if self._is_open:
             self._end(Unforeseen.of(error))
         else:

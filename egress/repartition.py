@@ -1,13 +1,13 @@
 """Closes the incarnation of a feed and opens the next of the same history, cut as it is configured now.
 
     take the leases of all partitions, old and new
-    read every old partition on to where the furthest of them is, with its old filter
-    make the durables of the new ones, where the stream keeps messages for those that ask
-    put stream.json of the next incarnation: from here on it counts
+    read every old partition on to where the furthest one is, with its old filter
+    make the durables of the new ones, where the stream keeps messages only for consumers
+    put stream.json of the next incarnation: from here on it is valid
     put chain.json of each new partition
 
-Every step may be done again: a crash before `stream.json` leaves the old incarnation a little longer, one
-behind it what the next run, or the next start of egress, completes.
+Every step may be repeated. After a crash before `stream.json` the old incarnation stays for now; after a crash
+behind it, the next run, or the next start of egress, completes the work.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -45,17 +45,14 @@ class PartitionReach:
 
     @property
     def through(self) -> int:
-        """The last sequence that needs no reading any more."""
         return max(self.end, self.first - 1)
 
 
 def common_end(reaches: Sequence[PartitionReach]) -> int:
-    """Where all partitions are to end: the furthest that one of them is."""
     return max(reach.through for reach in reaches)
 
 
 def settings_of(cut: Sequence[ChainDocument], settings: FeedSettings) -> FeedSettings:
-    """The settings of a feed as they were when it was cut like that."""
     filters = tuple(each.filters[0] if each.filters else "" for each in cut)
     partitions, single = (filters, "") if len(filters) > 1 else (PartitionSettings(), filters[0])
     return settings.model_copy(update={"partitions": partitions, "filter_subject": single, "relay": cut[0].relay})
@@ -63,8 +60,8 @@ def settings_of(cut: Sequence[ChainDocument], settings: FeedSettings) -> FeedSet
 
 @dataclass(frozen=True, slots=True)
 class RepartitionPlan:
-    """What is to be done. `current`: the incarnation that is open. `old`, `new`: its partitions, as they are
-    and as configured. `reaches`: of the old ones. `is_done`: it is cut as configured already.
+    """What is to be done. `current`: the incarnation that is open. `old`, `new`: its partitions, as they are and as
+    configured. `reaches`: of the old ones. `is_done`: it is cut as configured already.
     """
 
     current: Chain
@@ -75,12 +72,10 @@ class RepartitionPlan:
 
     @property
     def end(self) -> int:
-        """Where the incarnation will end, if nothing moves it meanwhile."""
         return common_end(self.reaches)
 
     @property
     def behind(self) -> dict[int, int]:
-        """How many sequences each old partition has to be read on."""
         return {number: self.end - reach.through for number, reach in enumerate(self.reaches)}
 
 
@@ -94,14 +89,14 @@ class RepartitionResult:
 
 
 class Repartition:
-    """Cuts one feed anew."""
+    """Cuts one feed into new partitions."""
 
     def __init__(self, opened: CommandContext, settings: FeedSettings) -> None:
         self._opened, self._settings, self._site = opened, settings, opened.settings.site
         self._new = partitions_of(self._site, settings)
 
     async def plan(self) -> RepartitionPlan:
-        """What there is to do. Raises UsageError for a feed that has not begun, Stopped for a broken one."""
+        """Raises UsageError for a feed that has not begun, Stopped for a broken one."""
         deps, io = self._opened.deps, self._opened.pools.io
         if (number := await io.run(newest_incarnation, deps.chains, self._new[0].chain)) is None:
             raise UsageError(f"feed {self._settings.name} has not begun: it will begin as it is configured")
@@ -136,7 +131,6 @@ class Repartition:
         return found
 
     async def left_out(self, plan: RepartitionPlan) -> list[LeftOut]:
-        """What the stream holds that an old partition takes and no new one does, by old partition."""
         client, stream = self._opened.deps.client, self._settings.stream
         filters = [partition.filter_subject for partition in plan.new]
         if plan.is_done or not all(filters) or await stream_info(client, stream) is None:
@@ -157,14 +151,13 @@ class Repartition:
         if plan.is_done:
             return await self._complete()
         async with self._leases(plan) as leases:
-            plan = await self.plan()  # nobody moves it any more
+            plan = await self.plan()  # it does not change any more
             if not plan.is_done:
                 await self._close(plan, leases, stop)
             return await self._complete()
 
     @asynccontextmanager
     async def _leases(self, plan: RepartitionPlan) -> AsyncIterator[list[Lease]]:
-        """The leases of all partitions, old and new, kept for the length of the block."""
         longer = max(plan.old, plan.new, key=len)
         async with AsyncExitStack() as stack:
             yield [await self._lease(stack, partition.chain) for partition in longer]
@@ -184,7 +177,6 @@ class Repartition:
         return lease
 
     async def _close(self, plan: RepartitionPlan, leases: Sequence[Lease], stop: Stop) -> None:
-        """Bring all old partitions to one end, and put the `stream.json` behind it."""
         held = zip(plan.old, leases, strict=False)
         ends = {each.number: await self._catch_up(each, plan.end, lease, stop) for each, lease in held}
         if (info := await stream_info(self._opened.deps.client, self._settings.stream)) is None:
@@ -200,13 +192,13 @@ class Repartition:
         await self._drop_durables(info, plan.old)
 
     async def _make_durables(self, info: StreamInfo, first: int) -> None:
-        """An interest stream keeps only what somebody asked for: the new ones ask before the old ones go."""
+        """An interest stream keeps only what a consumer asked for: the new ones are made before the old ones go."""
         if info.config.get("retention") == INTEREST:
             for partition in self._new:
                 await create(self._opened.deps.client, WantedMessages(partition, INTEREST, first))
 
     async def _drop_durables(self, info: StreamInfo, old: Sequence[Partition]) -> None:
-        """A work queue takes no two consumers of one subject: the old ones make room."""
+        """A work queue allows one consumer for each subject: the old ones must go first."""
         if info.config.get("retention") == WORK_QUEUE:
             client = self._opened.deps.client
             for name in await consumer_names(client, info.name):
@@ -214,7 +206,6 @@ class Repartition:
                     await delete_consumer(client, info.name, name)
 
     async def _complete(self) -> RepartitionResult:
-        """Make what is missing of the incarnation that is open now."""
         found = []
         for partition in self._new:
             found.append(await self._load(partition))
@@ -226,8 +217,8 @@ class Repartition:
     # For one old partition
 
     async def _catch_up(self, partition: Partition, last: int, lease: Lease, stop: Stop) -> int:
-        """Cover everything up to `last` that the stream still holds, and nothing behind it; where coverage ends
-        (0: nothing is).
+        """Cover everything up to `last` that the stream still holds, and nothing behind it. Returns where coverage
+        ends (0: nothing is covered).
 
         Raises Stopped where the stream is not what was archived, Unavailable where `stop` comes first.
         """
@@ -245,7 +236,7 @@ class Repartition:
         raise Unavailable(f"{partition.chain}: stopped before it was read up to {last}", hint="try again")
 
     async def _judged(self, partition: Partition, worker: Worker) -> Stand:
-        """Where it stands, with all holes, because nothing reads it again. Raises Stopped where the stream is
+        """Where it stands, with all holes, because no later session reads them. Raises Stopped where the stream is
         not the same.
         """
         current = await self._load(partition)

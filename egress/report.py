@@ -42,22 +42,18 @@ class SamplingReport:
         begin("egress_", "sampled", site=chain.site, feed=chain.feed, partition=str(chain.partition))
 
     def chose(self, missing: int, forced: int) -> None:
-        """A batch was sampled: so many messages had no key, so many were forced to pass."""
         metrics.sample_keys_missing.labels(*self._labels).inc(missing)
         metrics.forced_copies.labels(*self._labels).inc(forced)
 
     def tracks(self, values: int) -> None:
-        """So many values are known."""
         metrics.tracked_values.labels(*self._labels).set(values)
 
     def written(self, ref: SnapshotRef, seconds: float) -> None:
-        """A snapshot was encoded, put and read back."""
         metrics.snapshots.labels(*self._labels, "written").inc()
         metrics.snapshot_seconds.labels(*self._labels).observe(seconds)
         log.info("snapshot written", action="snapshot_written", **ref.log_context())
 
     def failed(self, position: int, error: FloeError | OSError) -> None:
-        """A snapshot could not be written; the next one that is due is tried."""
         metrics.snapshots.labels(*self._labels, "failed").inc()
         code = error.code if isinstance(error, FloeError) else "E-SPOOL"
         context = {"position": position, "code": code, "error": str(error), **self._chain.log_context()}
@@ -77,11 +73,9 @@ class Unmatched:
     is_complete: bool = True
 
     def told(self) -> dict[str, Any]:
-        """For programs."""
         return {"messages": self.messages, "subjects": self.subjects, "example": self.example}
 
     def __str__(self) -> str:
-        """For people: how many messages, on which subjects."""
         least = "" if self.is_complete else "at least "
         such = "" if self.subjects == 1 else "such as "
         count = f"{least}{counted(self.messages, 'message')} on {counted(self.subjects, 'subject')}"
@@ -101,12 +95,10 @@ class LeftOut:
 
 
 def counted(count: int, what: str) -> str:
-    """So many of `what`, for people."""
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def unmatched(subjects: Mapping[str, int], filters: Sequence[str]) -> Unmatched:
-    """What of `subjects`, with the number of messages of each, no filter takes."""
     left = {each: count for each, count in subjects.items() if not any(matches(taken, each) for taken in filters)}
     return Unmatched(sum(left.values()), len(left), min(left, default=""))
 
@@ -141,30 +133,26 @@ class FeedReport:
         getattr(log, level)(event, **context, **self._chain.log_context())
 
     def _show(self, **found: object) -> None:
-        """On the status page."""
         self._status.update(found)
         self._health.set_status(self._part, self._status)
 
     def state(self, state: str, *, ready: bool, why: str = "", hint: str = "", code: str = "", **more: object) -> None:
-        """Show what the feed is doing; `why` where it is not ready; `more` of the status page."""
         if (state, code) != (self._status.get("state"), self._status.get("code")):
             self._since = self._clock.now()
         self._health.set_ready(self._part, ready, why)
         self._show(state=state, why=why, hint=hint, code=code, **more)
 
     def standby(self, holder: str | None) -> None:
-        """Another instance works on the chain."""
         self._set(metrics.lease_held, 0)
-        self._left = lambda: math.inf  # whoever holds the lease tells
+        self._left = lambda: math.inf  # the holder of the lease reports it
         self.state(STANDBY, ready=True, holder=owner_text(holder or ""))
 
     def working(self) -> None:
-        """This instance holds the lease."""
         self._set(metrics.lease_held, 1)
         self.state("starting", ready=False, why="starting", holder="this instance")
 
     def reading(self, chain: Chain, first: int, end: int) -> None:
-        """Messages are read from `first` on, what is before is accounted for; the archive ends at `end`."""
+        """Messages are read from `first` on, everything before is accounted for; the archive ends at `end`."""
         self._chain = chain
         self._status.update(incarnation=chain.incarnation, position=first, end=end)
         self._set(metrics.incarnation, chain.incarnation)
@@ -173,13 +161,11 @@ class FeedReport:
         self.works()
 
     def works(self) -> None:
-        """Whatever was asked was answered."""
         self._set(metrics.waiting, 0)
         self._failure = ""
         self.state("reading", ready=True)
 
     def closing(self, missing: Sequence[int]) -> None:
-        """The partition has ended with its incarnation; the others are waited for."""
         self._set(metrics.stopped, 0)
         self._set(metrics.waiting, 0)
         self._failure = ""
@@ -187,7 +173,6 @@ class FeedReport:
         self.state("closing", ready=True, why=f"waiting for partitions {numbers}")
 
     def waits(self, error: FloeError) -> None:
-        """A server cannot be reached; it is tried again."""
         self._set(metrics.waiting, 1)
         if error.message != self._failure:
             self._failure = error.message
@@ -195,7 +180,6 @@ class FeedReport:
         self.state("waiting", ready=False, why=error.message, hint=error.hint, code=error.code)
 
     def stopped(self, error: FloeError) -> None:
-        """The chain waits for an operator."""
         self._set(metrics.stopped, 1)
         if error.message != self._failure:
             self._failure = error.message
@@ -203,19 +187,16 @@ class FeedReport:
         self.state("stopped", ready=False, why=error.message, hint=error.hint, code=error.code)
 
     def fails(self, error: BaseException) -> None:
-        """An error that nobody foresaw ended what was going on; it begins again by itself."""
         known = told(error, "feed", f"chain {self._chain}", **self._chain.log_context())
         self._set(metrics.stopped, 1)
         self.state("stopped", ready=False, why=known.message, hint=known.hint, code=known.code)
 
     def doubt(self, reason: str, text: str) -> None:
-        """A reader was given up."""
         metrics.doubts.labels(*self._labels, reason).inc()
         self._log("info", "reader given up", action="doubt", reason=reason, text=text)
         self.state("checking", ready=False, why=text)
 
     def judged(self, evidence: Evidence, verdict: SourceVerdict) -> None:
-        """The stream was compared with the archive."""
         self._set(metrics.unverified, verdict.kind is VerdictKind.UNVERIFIED)
         if verdict.drifted and not self._status.get("drifted"):
             self._log("warning", "created drifted", action="created_drifted", why=verdict.why)
@@ -225,7 +206,6 @@ class FeedReport:
             self.source(evidence.source.last, evidence.source.last_timestamp_ns)
 
     def source(self, last: int, last_timestamp_ns: int | None) -> None:
-        """The stream was asked just now: sequence and time of its last message."""
         self._source_asked = self._clock.now()
         self._set(metrics.source_sequence, last)
         self._set(metrics.source_asked, self._source_asked)
@@ -235,22 +215,18 @@ class FeedReport:
 
     @property
     def works_on_chain(self) -> bool:
-        """Whether this instance holds the lease, as far as it knows."""
         return self._status.get("state") != STANDBY
 
     def sign(self) -> ChainSign:
-        """What the sign of life of this process says of the chain."""
         told, asked = self._status, self._source_asked
         ends = told.get("end"), told.get("source_last")
         return ChainSign(told["state"], self._since, told["code"], told["why"], *ends, asked, chain=self._chain)
 
     def lost(self, sequences: int) -> None:
-        """So many sequences under existing coverage are in neither archive nor stream."""
         self._set(metrics.lost, sequences)
         self._status.update(lost=sequences)
 
     def damaged(self, found: Mapping[str, str]) -> None:
-        """Segments beyond the high-water mark that are not what their names promise, by key, and why."""
         self._set(metrics.damaged, len(found))
         for key in found.keys() - self._status.get("damaged", {}).keys():
             away = command("segments quarantine", shlex.quote(key))
@@ -269,7 +245,6 @@ class FeedReport:
         self.state("stalled", ready=False, why=why, code="E-STALLED")
 
     def moves(self) -> None:
-        """Something was received or archived, or there is nothing to do."""
         self._set(metrics.stalled, 0)
         if self._is_stalled:
             self._is_stalled = False
@@ -278,13 +253,10 @@ class FeedReport:
                 self.state("reading", ready=True)
 
     def expires(self, left: Callable[[], float]) -> None:
-        """`left`: seconds until the stream expires what is not archived, whenever it is asked; infinite
-        where it does not.
-        """
+        """`left`: gives the seconds until the stream expires what is not archived; infinite where it does not."""
         self._left = left
 
     def unmatched(self, found: Unmatched) -> None:
-        """So many messages stand on subjects that no partition takes."""
         metrics.unmatched.labels(*self._labels[:2]).set(found.messages)
         known = self._status.get("unmatched", {"messages": 0, "subjects": 0})
         told = found.told()
@@ -294,7 +266,6 @@ class FeedReport:
         self._show(unmatched=told)
 
     def looped(self, count: int) -> None:
-        """So many messages came round, and are left out; logged once."""
         if self._has_looped:
             return
         self._has_looped = True
@@ -309,8 +280,8 @@ class FeedReport:
         self._log("warning", what, action="looped", stream=self.stream, messages=count, hint=hint)
 
     def durable(self, lapsed: StreamInfo | None, first: int, *, has_begun: bool) -> None:
-        """A durable was made, to read from `first` on. `lapsed`: as in `Reader`; `has_begun`: something was
-        archived before, so that there ought to have been one.
+        """A durable was made, to read from `first` on. `lapsed`: as in `Reader`; `has_begun`: something was archived
+        before, so a durable should have existed.
         """
         has_begun, self._had_durable = has_begun or self._had_durable, True
         if lapsed is None:
@@ -324,13 +295,11 @@ class FeedReport:
             metrics.interest_lapsed.labels(*self._labels).inc()
 
     def sealed(self, spooled: SpooledSegment, why: Close) -> None:
-        """A segment was finished in the spool."""
         metrics.closed.labels(*self._labels, why.value).inc()
         coverage = str(spooled.footer.coverage)
         log.debug("segment sealed", action="segment_sealed", reason=why.value, coverage=coverage)
 
     def put(self, spooled: SpooledSegment, seconds: float) -> None:
-        """A segment was put, read back and announced."""
         footer = spooled.footer
         metrics.segments.labels(*self._labels).inc()
         metrics.messages.labels(*self._labels).inc(footer.rows)
@@ -349,13 +318,13 @@ class FeedReport:
 
 
 LOOK_EVERY = 600.0  # seconds
-MAX_SUBJECTS = 1_000_000  # looked at; what lies behind is not counted
+MAX_SUBJECTS = 1_000_000  # that are looked at; further ones are not counted
 
 
 async def look(
     client: FloeClient, stream: str, filters: Sequence[str], threads: Threads, within: str = ">"
 ) -> Unmatched:
-    """What no filter takes of the first MAX_SUBJECTS subjects of the stream that `within` takes.
+    """What no filter matches of the first MAX_SUBJECTS subjects of the stream that match `within`.
 
     Raises Unavailable, DataError.
     """
@@ -378,7 +347,7 @@ async def look(
 async def watch(partition: Partition, client: FloeClient, threads: Threads, report: FeedReport, clock: Clock) -> None:
     """Look now and every ten minutes, and tell `report`; until cancelled.
 
-    Only for partition 0 of a feed that is cut into partitions: who names one filter wants no other subjects.
+    Only for partition 0 of a feed that is cut into partitions: a feed with a single filter wants no other subjects.
     """
     if partition.number or not partition.settings.is_partitioned:
         return
@@ -390,4 +359,4 @@ async def watch(partition: Partition, client: FloeClient, threads: Threads, repo
                 log.info("subjects not looked at", action="unmatched_put_off", error=str(error))
             await clock.sleep(LOOK_EVERY)
     finally:
-        report.unmatched(Unmatched())  # whoever looks next tells
+        report.unmatched(Unmatched())  # the next look reports it

@@ -35,16 +35,16 @@ from egress.partition import Partition
 log = get_logger(__name__)
 
 
-# What is wrong with the listing, or with what is remembered of it; the listing may be believed instead.
+# Problems of the listing or of the mark; `--believe-listing` solves them.
 OF_LISTING = ("E-LISTING", "E-EMPTY-ARCHIVE", "E-STATE-KV")
-OF_FEED = ("E-FILTERS",)  # the same for all partitions, which may be others than the feed has
+OF_FEED = ("E-FILTERS",)  # the same for all partitions, which may differ from those of the feed
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One partition. `current`: None for one that has not begun. `end`: where the listing ends now, 0 where
-    it is empty. `error`: what keeps it from being judged. `proposal`: where its next incarnation should
-    begin, None where nothing is wrong. `incarnation`: the newest, where `current` cannot be read.
+    """One partition. `current`: None if it has not begun. `end`: where the listing ends now, 0 where it is empty.
+    `error`: why it cannot be judged. `proposal`: where its next incarnation should begin, None where nothing is
+    wrong. `incarnation`: the newest, where `current` cannot be read.
     """
 
     partition: Partition
@@ -65,7 +65,7 @@ class Case:
 
     @property
     def code(self) -> str:
-        """Why it stops; empty where it does not."""
+        """Empty where it does not stop."""
         if self.error is not None:
             return self.error.code
         if self.verdict is None or self.verdict.is_same:
@@ -74,12 +74,10 @@ class Case:
 
     @property
     def bounds(self) -> SequenceRange | None:
-        """Where the next incarnation may begin."""
         return bounds(self.evidence.source) if self.evidence and self.evidence.source else None
 
     @property
     def choices(self) -> list[Choice]:
-        """The ways on by command."""
         if self.code in OF_LISTING:
             what = f"the listing is right: it ends at {self.end}" if self.end else "nothing was ever archived"
             return [Choice("--believe-listing", what)]
@@ -99,7 +97,6 @@ class Case:
         return self.error.hint if self.error else ""
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json` and for people, flat."""
         evidence, verdict = self.evidence, self.verdict
         source, tips = (evidence.source, evidence.tips) if evidence else (None, ())
         why = self.error.message if self.error else verdict.why if verdict else "not begun"
@@ -126,7 +123,7 @@ class Case:
 
 
 async def look(opened: CommandContext, partition: Partition) -> Case:
-    """One partition as it is now. Raises Unavailable, Refused and ApiError where nothing can be asked."""
+    """Raises Unavailable, Refused and ApiError where nothing can be asked."""
     deps = opened.of(partition)
     history = History(deps)
     number = 0
@@ -140,7 +137,7 @@ async def look(opened: CommandContext, partition: Partition) -> Case:
             if (info := await stream_info(opened.deps.client, partition.stream)) is None:
                 raise never_begun(partition)
             check_start(info, partition.settings)
-    except (Stopped, ConfigError, DataError) as error:  # others say nothing of the partition
+    except (Stopped, ConfigError, DataError) as error:  # other errors say nothing about the partition
         return Case(partition, error=error, incarnation=number)
     if current is None:
         return Case(partition)
@@ -156,7 +153,6 @@ async def look(opened: CommandContext, partition: Partition) -> Case:
 
 
 async def _lost(history: History, chain: Chain) -> FloeError | None:
-    """What keeps an incarnation from being made: an archive of it that was lost, or a mark that is none."""
     try:
         return await history.lost(chain)
     except DataError as spoiled:
@@ -180,7 +176,7 @@ async def _judged(deps: PartitionDeps, current: Incarnation, archive: Archive) -
 
 
 def plan_incarnation(cases: Sequence[Case], sequence: int | None) -> EndDecision:
-    """Where the partitions that cannot go on begin anew: at `sequence`, or where each one's proposal is.
+    """Where the partitions that cannot go on begin again: at `sequence`, or each at its proposal.
 
     The others begin behind their ends by themselves. Raises UsageError where that cannot be decided now.
     """
@@ -218,7 +214,7 @@ def warnings(case: Case, first: int) -> str:
 
 
 async def new_incarnation(opened: CommandContext, cases: Sequence[Case], decision: EndDecision) -> None:
-    """Let the incarnation of all partitions end. Raises UsageError where it has ended already."""
+    """Raises UsageError where the incarnation has ended already."""
     chain = cases[0].chain
     closing = await Closings(opened.deps.state).change(chain, lambda found: found.decided(decision))
     if closing.next is not None:
@@ -227,7 +223,7 @@ async def new_incarnation(opened: CommandContext, cases: Sequence[Case], decisio
 
 
 def check_same(case: Case) -> Acceptance:
-    """What accepting the stream as the same would be. Raises UsageError where that cannot be."""
+    """The acceptance of the stream as the same. Raises UsageError where that is not possible."""
     evidence, verdict = case.evidence, case.verdict
     if evidence is None or verdict is None or evidence.source is None or not case.code or case.error:
         raise UsageError(f"{case.chain}: --same is not a choice here: {case.as_json()['why']}")
@@ -245,13 +241,15 @@ def check_same(case: Case) -> Acceptance:
 
 
 async def same(opened: CommandContext, case: Case) -> None:
-    """Accept the stream of this partition as the one that was archived."""
     await acceptance_of(opened.deps.state, case.chain).put(check_same(case))
     log.info("decided", action="decided", what="same stream", **case.chain.log_context())
 
 
 async def believe_listing(opened: CommandContext, case: Case) -> int:
-    """Have the mark where the listing ends, and forget what cannot be read; the mark."""
+    """Set the mark to the end of the listing; delete an acceptance or a closing that cannot be read.
+
+    Returns the new mark.
+    """
     if case.code not in OF_LISTING:
         raise UsageError(f"{case.chain}: nothing is wrong with its listing")
     deps, chain = opened.deps, case.chain

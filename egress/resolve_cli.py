@@ -117,7 +117,7 @@ def _show(cases: Sequence[Case], as_json: bool) -> int:
     if as_json:
         print_json([case.as_json() for case in cases])
     else:
-        # One for each partition; one alone where what is wrong is the feed's.
+        # One for each partition; a single one where the problem is the feed's.
         of_feed = next((case for case in cases if case.code in OF_FEED), None)
         for case in cases if of_feed is None else [of_feed]:
             click.echo("\n".join(_lines(case)))

@@ -47,7 +47,6 @@ def share_site(
     health: Health,
     siblings: int,
 ) -> LeaseGroup:
-    """This process as one of all that have the same `keys` of `site`; `siblings` were started together."""
     members = state_key("egress", "member", site) + "."
     scope = LeaseScope(state_key("egress", site) + ".*.*", members, "egress sharing")
     begin("egress_", site=site)
@@ -65,7 +64,7 @@ T = TypeVar("T")
 
 
 async def serve(settings: Settings, *, tuning: Tuning | None = None, place: WorkerPlace | None = None) -> int:
-    """Run egress until a signal; the exit code. Raises ConfigError or Refused where it cannot begin.
+    """Returns the exit code. Raises ConfigError or Refused where it cannot begin.
 
     `place`: this process is one of several workers, and its parent ends it.
     """
@@ -92,8 +91,8 @@ async def serve(settings: Settings, *, tuning: Tuning | None = None, place: Work
 async def stop_of(place: WorkerPlace | None, port: int) -> AsyncIterator[Stop]:
     """What ends the service: a signal, or for a worker also the end of its parent.
 
-    A second signal is the parent's affair: a supervisor sends its signal to all processes, and the parent
-    passes it on besides.
+    The parent handles a second signal: a supervisor sends its signal to all processes, and the parent passes it on as
+    well.
     """
     if place is None:
         async with stop_on_signals() as stop:
@@ -112,7 +111,7 @@ class _StopAskedError(Exception):
 
 
 class EgressService:
-    """One egress process. What cannot be reached at the start is waited for, like later on.
+    """One egress process. What cannot be reached at the start is waited for, as later on.
 
     `objects`, if given, is used instead of the configured store; `place`: among processes started together.
     """
@@ -132,7 +131,7 @@ class EgressService:
         self._rng = random.SystemRandom()
 
     async def run(self) -> bool:
-        """Until the stop is asked for and all is drained; whether it was, in time."""
+        """Until the stop is requested and all is drained. Returns whether it was, in time."""
         async with AsyncExitStack() as stack:
             try:
                 feeds, parts = await self._start(stack)
@@ -146,7 +145,7 @@ class EgressService:
             self._health.set_ready(part, False, "starting")
         objects = AnsweringStore(self._objects or open_objects(settings.store), self._reach.store)
         await self._patiently("objects", lambda: self._look_into(objects))
-        # Leases and marks travel on a connection of their own, so that a flood of messages cannot delay them.
+        # Leases and marks have a connection of their own, so that a flood of messages cannot delay them.
         data, control = [await self._client(stack, name) for name in ("data", "control")]
         state, leases = await self._patiently("nats", lambda: self._buckets(control))
         partitions = all_partitions(site, settings.egress.feeds)
@@ -164,7 +163,6 @@ class EgressService:
         return runs, deps
 
     async def _patiently(self, part: str, step: Callable[[], Awaitable[T]]) -> T:
-        """What `step` returns, once what it needs can be reached."""
         backoff = Backoff(self._rng)
         while not self._stop.is_set:
             try:
@@ -179,7 +177,6 @@ class EgressService:
         raise _StopAskedError
 
     async def _look_into(self, objects: ObjectStore) -> None:
-        """A wrong bucket or credential ends the start, before anything is read."""
         with closing(Threads("egress-start", 1)) as threads:
             await threads.run(objects.list, Layout(self._settings.store.prefix).tails_prefix(), limit=1)
 

@@ -3,9 +3,9 @@
     reader → filter → builder → encoder → uploader
 
 Encoding, uploading and a check that the stream is still the same run side by side;
-`egress.sampling.stage` adds what a sampled feed needs. None of them is cancelled in the middle of a step:
-whatever ends the session is noted, each loop finishes its step and returns. So what was received and not put
-is whole, and can still be put into the history that it came from.
+`egress.sampling.stage` adds what a sampled feed needs. None of them is cancelled in the middle of a step: the
+cause that ends the session is noted, and each loop finishes its step and returns. So what was received and not
+put is complete, and can still be put into the history that it came from.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ class Session:
         self._end: BaseException | None = None
         self._is_all_sealed = False
         self._surplus_at: int | None = None  # puts, when others began to wait
-        # Whoever gives bytes back has all readers ask: what one of them raises ends its own session.
+        # A release of bytes makes all readers ask: an error of one of them ends its own session.
         pull = guarded(lambda: self._reader.pull(), self._end_with)
         self._account = deps.budget.account(pull)
         chain, segment, sampled = stand.archive.chain, self._partition.settings.segment, resumed is not None
@@ -100,7 +100,6 @@ class Session:
         self._liveness = Liveness(progress, self._is_waiting, deps.report, deps.clock)
 
     def _target(self) -> ReaderTarget:
-        """Where received messages go: to the builder, through a filter where some may be left out."""
         feed = self._partition.settings
         if self._sampled is not None:
             return self._sampled.target
@@ -111,16 +110,14 @@ class Session:
         return Sifting(self._builder, sieve)
 
     def _has_room(self, size: int) -> bool:
-        """Whether `size` more bytes may be asked for."""
         is_held_up = self._sampled is not None and not self._sampled.has_room
         return not is_held_up and self._encoder.has_room and self._deps.budget.has_room(size)
 
     async def run(self, stop: Stop) -> None:
-        """Returns when all is put after `stop`. Raises what ended it: ReaderResetError, RetakeError,
-        LeaseLost.
+        """Returns when all is put after `stop`. Raises what ended it: ReaderResetError, RetakeError, LeaseLost.
 
-        What nobody foresaw is raised too, as a group or as Unforeseen: nothing more is put then, and what was
-        received is read again from the archive's position on.
+        Unexpected errors are raised too, as a group or as Unforeseen: nothing more is put then, and what was received
+        is read again from the archive's position on.
         """
         first, end_before = self._position.first, self._archive.end
         try:
@@ -145,7 +142,6 @@ class Session:
             raise self._end
 
     async def _encode(self, stop: Stop) -> None:
-        """What was received becomes finished segments in the spool."""
         encoder = self._encoder
         try:
             while not (self._ended.is_set or self._is_all_sealed):
@@ -157,7 +153,7 @@ class Session:
                 elif encoder.is_idle and (self._builder.is_done or self._drains(stop)):
                     await self._stop_reading()
                 else:
-                    # To the moment a segment closes by age: a tick later would be late on average by half.
+                    # Until the moment a segment closes by age: with ticks it would be late by half a tick on average.
                     await wait_for(encoder.wake, min(self._builder.due_in, self._deps.tuning.pace.tick))
         except (FloeError, ReaderResetError) as error:
             self._end_with(error)
@@ -170,11 +166,10 @@ class Session:
             if not self._sampled.has_room:
                 return
         if self._encoder.is_idle and self._account.is_largest() and not self._reader.has_room:
-            # Nobody can ask for more, and nothing is on its way out of memory: let this segment go.
+            # No reader can ask for more, and nothing is leaving memory: close this segment.
             self._builder.close(Close.MEMORY)
 
     def _drains(self, stop: Stop) -> bool:
-        """Whether to read no more; where others wait for the lease, at the open segment's end."""
         if stop.reason is None or stop.reason is StopReason.LEASE_LOST:
             return False
         if stop.reason is not StopReason.GIVE_BACK:
@@ -184,7 +179,6 @@ class Session:
         return self.puts > self._surplus_at or not (self._builder.is_open or self._encoder.sealed)
 
     async def _stop_reading(self) -> None:
-        """Stop reading and close the open segment; tell the uploading when nothing is left to encode."""
         await self._reader.stop()
         self._builder.close(Close.DRAIN)
         if self._encoder.is_idle:
@@ -192,7 +186,6 @@ class Session:
             self._encoder.on_sealed.set()
 
     async def _upload(self) -> None:
-        """One finished segment after the other."""
         sealed, on_sealed = self._encoder.sealed, self._encoder.on_sealed
         try:
             while not self._ended.is_set:
@@ -227,16 +220,15 @@ class Session:
         self._end_with(LeaseLost(f"lease of {chain}: another instance holds it, or it was not renewed"))
 
     async def _check(self) -> None:
-        """Whether it is still the stream, the incarnation is open, and the chain moves."""
         while not self._ended.is_set:
             await self._deps.clock.sleep(self._deps.tuning.pace.check)
             if (source := await self._tried(self._look_at_stream())) is not None:
-                if await self._tried(self._archive.is_closed()):  # somebody has begun the next incarnation
+                if await self._tried(self._archive.is_closed()):  # another instance has begun the next incarnation
                     self._end_with(closed(self._archive))
                 await self._tried(self._look(source))
 
     async def _tried(self, look: Awaitable[T]) -> T | None:
-        """None too where it cannot be told: that is put off."""
+        """None too where it cannot be found out now: that is tried later."""
         try:
             return await look
         except FloeError as error:
@@ -244,7 +236,7 @@ class Session:
             return None
 
     async def _look_at_stream(self) -> SourceStream | None:
-        """The stream; None where the session ends because it is another one."""
+        """None where the session ends because it is another stream."""
         evidence, verdict = await self._inquiry.look(self._stand.current, self._archive, self.received)
         self._report.judged(evidence, verdict)
         if verdict.is_same:
@@ -253,19 +245,16 @@ class Session:
         return None
 
     async def _look(self, source: SourceStream) -> None:
-        """Whether the chain moves."""
         reached = self._reader.count, self._builder.end, self._archive.end
         standing = SessionStanding(*reached, source.last, self._reader.has_room, self._builder.is_done)
         if (doubt := await self._liveness.look(standing)) is not None:
             self._end_with(doubt)
 
     async def _is_waiting(self, sequence: int) -> bool:
-        """Whether the stream holds a message for the chain at or after `sequence`."""
         stream, filter_subject = self._partition.stream, self._partition.filter_subject
         return await next_message(self._deps.client, stream, sequence, filter_subject) is not None
 
     def _end_with(self, cause: BaseException) -> None:
-        """End the session; the first cause counts."""
         if self._end is None:
             self._end = cause
         elif isinstance(cause, Unforeseen):
@@ -278,7 +267,6 @@ class Session:
 
     @property
     def puts(self) -> int:
-        """How many segments were put."""
         return self._uploader.puts
 
     @property
@@ -289,7 +277,7 @@ class Session:
     async def unflushed(self) -> Unflushed:
         """Close what is open and hand over all that was received and not put. After `run` only.
 
-        Of a builder that an error tore only what was finished before.
+        If an error left the builder inconsistent, only the segments finished before are handed over.
         """
         await self._deps.pools.idle()
         self._builder.close(Close.DOUBT)

@@ -53,7 +53,6 @@ class Uploader:
         failpoint("egress.after_ack")
 
     async def _put_checked(self, spooled: SpooledSegment) -> SegmentRef:
-        """Put what still belongs into this history, is not there yet, and is this instance's to put."""
         await self._reader.check()
         if await self._archive.is_covered(spooled.footer.coverage.first):
             raise RetakeError("another instance has covered it")
@@ -63,7 +62,7 @@ class Uploader:
         return await self._archive.put(spooled)
 
     async def _persist(self, step: Callable[[], Awaitable[T]]) -> T:
-        """Do the step until it is done or the session ends; then raises what the step raised last."""
+        """Repeat the step until it is done or the session ends; then raises what the step raised last."""
         while True:
             try:
                 result = await step()
@@ -88,9 +87,9 @@ class Unflushed:
     received: Tip | None
 
     async def put(self, lease: Lease) -> None:
-        """Put them into the history that they came from; each goes as it is put. Raises LeaseLost.
+        """Put them into the history that they came from; each is removed once it is put. Raises LeaseLost.
 
-        Into one that has ended meanwhile nothing is put: nobody would deliver it.
+        Nothing is put into a history that has ended meanwhile: it would not be delivered.
         """
         while self.sealed:
             require(lease, self.archive)
@@ -102,7 +101,7 @@ class Unflushed:
 
     async def _put_one(self, spooled: SpooledSegment) -> None:
         coverage = spooled.footer.coverage
-        # Another instance may have put a beginning of it alone, and there is no other copy of the rest.
+        # Another instance may have put only its beginning, and there is no other copy of the rest.
         if await self.archive.is_covered(coverage.first) and not await self.archive.uncovered(coverage):
             return
         ref = await self.archive.put(spooled)
@@ -111,7 +110,7 @@ class Unflushed:
         log.info("held segment put", action="held_put", **ref.log_context())
 
     async def drop(self) -> None:
-        """Throw them away, though they are not read again; says what is archived nowhere."""
+        """Throw them away though they are not read again, and log what is archived nowhere."""
         for spooled in self.sealed:
             missing = await self.archive.uncovered(spooled.footer.coverage)
             if missing and (rows := spooled.footer.rows):
@@ -120,13 +119,11 @@ class Unflushed:
         self.discard()
 
     def discard(self) -> None:
-        """Throw them away: they are read again."""
         for spooled in self.sealed:
             spooled.path.unlink(missing_ok=True)
 
 
 def closed(archive: Archive) -> ReaderResetError:
-    """Why nothing is put any more: somebody began the next incarnation, of this source or of another one."""
     return ReaderResetError("closed", f"{archive.chain}: the next incarnation exists")
 
 

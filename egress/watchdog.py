@@ -7,7 +7,7 @@
 - What was received is not archived `patience` seconds after its segment had to close: a stall; the store is
   at fault.
 
-Only the first kind ends the session: what was received and not put is thrown away with it, and read again.
+Only the first kind ends the session: what was received and not put is then thrown away, and read again.
 """
 
 from __future__ import annotations
@@ -47,19 +47,17 @@ class SessionStanding:
 
     @property
     def waits(self) -> bool:
-        """Whether the stream holds more to read."""
         return self.source > self.received and not self.is_done
 
     @property
     def is_open(self) -> bool:
-        """Whether something was received and is not archived."""
         return self.received > self.archived
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """`since`: seconds without progress. `unread`: messages wait in the stream. `heals`: whether a fresh
-    reader may help.
+    """`since`: seconds without progress. `unread`: messages wait in the stream. `heals`: whether a fresh reader may
+    help.
     """
 
     pending: str
@@ -93,7 +91,7 @@ class ProgressCheck:
         return self._unread(standing, now) or self._unarchived(standing, now)
 
     def excuse(self, standing: SessionStanding, now: float) -> Stall | None:
-        """What seemed to wait does not; whether something else holds the chain up."""
+        """The messages that seemed to wait do not. Returns what else holds the chain up, if anything does."""
         self._received_at = now
         self.moves = not standing.is_open
         return self._unarchived(standing, now)
@@ -114,15 +112,15 @@ class ProgressCheck:
 
 
 def _reading(standing: SessionStanding) -> tuple[int, int, int]:
-    # What was archived counts too: memory that is given back lets the reader ask again.
+    # Archiving counts too: memory that is given back lets the reader ask again.
     return standing.count, standing.received, standing.archived
 
 
 class Liveness:
-    """Looks at one session at each of its checks, and tells its report.
+    """Looks at one session at each of its checks, and updates its report.
 
-    `waiting`: whether the stream holds a message of the feed at or after a sequence; asked only before a
-    stall is told, because sequences alone may stand for nothing.
+    `waiting`: whether the stream holds a message of the feed at or after a sequence; asked only before a stall is
+    reported, because sequences alone may be without messages.
     """
 
     def __init__(
@@ -131,7 +129,7 @@ class Liveness:
         self._progress, self._waiting, self._report, self._clock = progress, waiting, report, clock
 
     async def look(self, standing: SessionStanding) -> ReaderResetError | None:
-        """Why the reader is to be given up; None where it is not. Raises what `waiting` raises."""
+        """Why the reader is to be replaced; None where it is not. Raises what `waiting` raises."""
         now = self._clock.monotonic()
         stall = self._progress.judge(standing, now)
         if stall is not None and stall.unread and not await self._waiting(standing.received + 1):
@@ -156,7 +154,6 @@ class StreamLimits:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> StreamLimits:
-        """Those of a stream's configuration as STREAM.INFO gives it."""
         limited = int(config.get("max_msgs", -1)) > 0 or int(config.get("max_bytes", -1)) > 0
         drops = config.get("discard", "old") == "old" and config.get("retention", "limits") == "limits"
         return cls(int(config.get("max_age", 0)), limited and drops)
@@ -170,8 +167,8 @@ def left_by_age(limits: StreamLimits, waiting_since_ns: int, server_ns: int) -> 
 
 
 def left_by_size(limits: StreamLimits, waiting: int, first: int, pace: float) -> float:
-    """Seconds until the stream's first sequence has risen from `first` to above `waiting`, at `pace`
-    sequences a second; infinite where it does not rise.
+    """Seconds until the stream's first sequence has risen from `first` to above `waiting`, at `pace` sequences per
+    second; infinite where it does not rise.
     """
     if not limits.by_size or pace <= 0:
         return math.inf
@@ -185,7 +182,7 @@ class Rise:
         self._looks: deque[tuple[float, int]] = deque(maxlen=LOOKS)
 
     def look(self, now: float, first: int) -> float:
-        """Sequences a second up to `now` (monotonic seconds); 0 at the first look, or after a fall."""
+        """Sequences per second up to `now` (monotonic seconds); 0 at the first look, or after a fall."""
         if self._looks and first < self._looks[-1][1]:
             self._looks.clear()
         self._looks.append((now, first))
@@ -202,8 +199,8 @@ class Expiry:
         self.position: Callable[[], int] | None = None
 
     async def run(self, every: float) -> None:
-        """Look every `every` seconds until cancelled; what cannot be asked leaves the last answer standing,
-        and its time running out.
+        """Look every `every` seconds until cancelled. Where it cannot ask, the last answer stays, and its time runs
+        out.
         """
         while True:
             try:
@@ -214,7 +211,6 @@ class Expiry:
             await self._clock.sleep(every)
 
     def _tell(self, left: float) -> None:
-        """Time goes on while nobody can be asked."""
         at = self._clock.monotonic() + left
         self._report.expires(lambda: max(0.0, at - self._clock.monotonic()))
 
@@ -228,7 +224,7 @@ class Expiry:
         waiting = await next_message(self._client, partition.stream, max(1, position), partition.filter_subject)
         if waiting is None:
             return math.inf
-        # This host's time, where the server does not tell its own (before 2.10).
+        # This host's time, where the server does not say its own (before 2.10).
         server_ns = parse_time(info.time) if info.time else int(self._clock.now() * NS_PER_S)
         by_age = left_by_age(limits, waiting.timestamp_ns, server_ns)
         return min(by_age, left_by_size(limits, waiting.sequence, info.first_sequence, pace))

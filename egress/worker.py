@@ -2,8 +2,8 @@
 read, again.
 
 Start, repair and take-over are one path. What a session leaves behind on a doubt is kept until the stream is
-judged: the same, then it is thrown away and read again; another one or gone, then it is put into the history
-that it came from, before that history is closed.
+judged. If it is the same, that is thrown away and read again; if it is another one or gone, it is put into the
+history that it came from, before that history is closed.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ from egress.watchdog import Expiry
 
 log = get_logger(__name__)
 
-# Seconds. Where the line is cut more often than segments are due, nothing would ever be stored: the first
-# segment behind a cut is closed after half the time that the line held, but not sooner than this.
+# Seconds. If the connection breaks more often than segments are due, nothing would ever be stored: the first
+# segment after a break is closed after half the time that the connection held, but not sooner than this.
 MIN_HURRY = 1.0
 
 
@@ -52,7 +52,6 @@ class Findings:
 
     @property
     def decision(self) -> EndDecision | None:
-        """What an operator decided about the stream as it is now."""
         source = self.evidence.source
         return None if source is None else self.closing.decision_for(source.created)
 
@@ -60,7 +59,7 @@ class Findings:
 class Worker:
     """Freezes one partition of a feed.
 
-    `run` may be called again after whatever it raised; it goes on from the listing.
+    `run` may be called again after anything it raised; it goes on from the listing.
     """
 
     def __init__(self, deps: PartitionDeps) -> None:
@@ -76,8 +75,8 @@ class Worker:
     async def run(self, lease: Lease, stop: Stop) -> None:
         """Freeze until `stop` is set and everything is put.
 
-        Raises Stopped where only an operator can go on, LeaseLost, Unavailable and others for the caller to
-        wait.
+        Raises Stopped where only an operator can go on, LeaseLost, Unavailable and others after which the caller
+        waits.
         """
         await self._deps.state.ensure()
         deps, every = self._deps, self._deps.tuning.pace.check
@@ -92,11 +91,10 @@ class Worker:
             await end(*side)
 
     def _beside(self, **works: Callable[[], Coroutine[Any, Any, None]]) -> list[asyncio.Task[None]]:
-        """What looks on beside the work; each for itself, by the part that its errors count for."""
         return [watched(again(name, work, self._deps.clock), orphaned, name=name) for name, work in works.items()]
 
     async def _round(self, lease: Lease, stop: Stop) -> None:
-        """Judge, then act; once `stop` is set, only what was left unput is still put where it belongs."""
+        """Judge, then act. Once `stop` is set, only what was left to upload is still put where it belongs."""
         current = await self._current()
         archive = await self._open_archive(current)
         self._walk.follow(archive)
@@ -121,7 +119,7 @@ class Worker:
             raise await self.stopped(found.current, found.archive, found.evidence, found.verdict)
 
     async def _judge(self, current: Incarnation, archive: Archive, closing: Closing, stop: Stop) -> Findings | None:
-        """None where `stop` came first and nothing is left unput that would depend on the answer."""
+        """None where `stop` came first and nothing is left to upload that would depend on the answer."""
         judging = self.judge(current, archive)
         answer = await (unless(stop, judging) if self._unflushed is None else judging)
         if answer is None:
@@ -132,17 +130,15 @@ class Worker:
         return Findings(current, archive, closing, evidence, verdict)
 
     async def judge(self, current: Incarnation, archive: Archive) -> tuple[Evidence, SourceVerdict]:
-        """What the stream is, by what is archived, was received and was accepted by an operator."""
         self.inquiry.acceptance, _ = await acceptance_of(self._deps.state, current.chain).get()
         received = None if self._unflushed is None else self._unflushed.received
         return await self.inquiry.judge(current, archive, received)
 
     async def _go_on(self, found: Findings, lease: Lease, stop: Stop) -> None:
-        """The stream is the same: read on, unless an operator lets the incarnation end."""
         source, decision = found.evidence.source, found.decision
         assert source is not None, "what is the same is there"
         if self._unflushed is not None and source.retention != LIMITS:
-            # It may be the last copy: who removes the durable of an interest stream removes its messages.
+            # It may be the last copy: removing the durable of an interest stream removes its messages.
             await self._flush(lease)
             return
         self.discard()
@@ -152,7 +148,6 @@ class Worker:
             await self._read(Stand(found.current, found.archive, source), lease, stop)
 
     async def _turn(self, found: Findings, lease: Lease, stop: Stop) -> None:
-        """The stream is another one, or not what it was: end the incarnation where that may be done."""
         decision, source = found.decision, found.evidence.source
         halts = self._partition.settings.on_recreated == "halt"
         if source is None or (halts and decision is None):
@@ -183,7 +178,6 @@ class Worker:
             await end(*watches)
 
     async def _watch_decisions(self, stand: Stand, leave: Stop) -> None:
-        """End the session where an operator closes the incarnation because of another partition."""
         while len(self._partition.settings.filters()) > 1 and not leave.is_set:
             await self._deps.clock.sleep(self._deps.tuning.pace.check)
             try:
@@ -193,7 +187,6 @@ class Worker:
                 log.info("decisions not read", action="decisions_put_off", error=str(error))
 
     async def _watch_walk(self, stand: Stand, leave: Stop) -> None:
-        """End the session where a walk has found a hole that the source still holds: it comes next."""
         while not leave.is_set:
             await self._walk.news.wait()
             self._walk.news.clear()
@@ -210,7 +203,6 @@ class Worker:
                 leave.set(StopReason.RESET)
 
     async def read_at(self, position: Position, stand: Stand, lease: Lease, stop: Stop) -> None:
-        """One session at `position`. Raises as `_read`."""
         resumed = None
         if self._partition.settings.sampling_key:
             resumed = await unless(stop, self._resume(position, stand))
@@ -231,7 +223,7 @@ class Worker:
             self._hurry = None if session.puts else max(MIN_HURRY, min(lasted, self._hurry or lasted) / 2)
             await self._pause(session, stop)
         except LeaseLost:
-            # Whoever holds the lease reads it again; if the stream is gone by then, this is the last copy.
+            # The holder of the lease reads it again; if the stream is gone by then, this is the last copy.
             self._unflushed = await session.unflushed()
             raise
         finally:
@@ -245,7 +237,6 @@ class Worker:
         return await resuming.run(deps.pools.io)
 
     async def _pause(self, session: Session, stop: Stop) -> None:
-        """Wait before the next session where this one stored nothing."""
         if session.puts:
             self._backoff.reset()
         else:
@@ -254,15 +245,13 @@ class Worker:
     async def stopped(
         self, current: Incarnation, archive: Archive, evidence: Evidence, verdict: SourceVerdict
     ) -> Stopped:
-        """The error for a stream that is not what was archived, with the choices that there are."""
         proposal = await self.inquiry.proposal(current, archive, evidence, verdict)
         continues = current.stream.continues
         return stopped_error(self._partition, current.chain, evidence, verdict, proposal, continues=continues)
 
-    # What is there
+    # The current incarnation
 
     async def _current(self) -> Incarnation:
-        """The newest incarnation; the first one is made if there is none."""
         if (found := await self._history.load()) is None:
             if (info := await self.inquiry.info()) is None:
                 raise never_begun(self._partition)
@@ -283,13 +272,11 @@ class Worker:
         return archive
 
     async def _flush(self, lease: Lease) -> None:
-        """Put what was received through a reader of the history that has ended, into that history."""
         if self._unflushed is not None:
             await self._unflushed.put(lease)
         self._unflushed = None
 
     def discard(self) -> None:
-        """Throw away what a session left unput: it is read again."""
         if self._unflushed is not None:
             self._unflushed.discard()
         self._unflushed = None
@@ -297,7 +284,6 @@ class Worker:
     # The end of an incarnation
 
     async def _close(self, found: Findings, lease: Lease, stop: Stop) -> None:
-        """Note where the partition ends; wait for the others a while, if there are any."""
         source, decision = found.evidence.source, found.decision
         if (info := await self.inquiry.info()) is None or source is None or info.created != source.created:
             return
@@ -310,7 +296,7 @@ class Worker:
             await self.handover.wait(found.current, closing, info.created, lease, stop)
 
     def _next_first(self, archive: Archive, verdict: SourceVerdict, decision: EndDecision | None) -> int | None:
-        """Where the partition goes on in the next incarnation; None where an operator has yet to say so."""
+        """Where the partition goes on in the next incarnation; None where an operator must decide."""
         if decision is not None and self._partition.number in decision.first:
             return decision.first[self._partition.number]
         if verdict.is_same:

@@ -4,8 +4,8 @@
 
 The intent is stored before the first of its rows is published and the server takes row n only at base + n, so
 after any unclear outcome `last sequence of the target − base` rows are stored. An open intent is
-finished as it stands and never replaced: a paused twin's late messages are then the very messages its
-successor sends.
+finished as it stands and never replaced: late messages of a paused instance are then exactly the messages that
+its successor sends.
 """
 
 from __future__ import annotations
@@ -34,19 +34,18 @@ class CheckpointConflict(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Stands in the place of a segment where a stretch is given up: an accepted or a skipped gap."""
+    """Stands in place of a segment where a stretch is given up: an accepted or a skipped gap."""
 
     chain: Chain
 
 
 @dataclass(frozen=True, slots=True)
 class IntentPiece:
-    """A stretch of one segment: the sequences `rows` are accounted for by `count` messages of it,
-    perhaps none.
+    """A stretch of one segment: `count` messages (perhaps none) account for the sequences `rows`.
 
-    `left_out`: sequences of messages that the segment holds and that are parked, ascending; they are no part
-    of `count`. `out_of_turn`: parked messages that are tried again: they stand below the chain's position and
-    do not move it.
+    `left_out`: sequences of messages that the segment holds and that are parked, ascending; they are not part of
+    `count`. `out_of_turn`: parked messages that are tried again: they stand below the chain's position and do not
+    move it.
     """
 
     segment: SegmentName | Gap
@@ -74,7 +73,7 @@ class IntentPiece:
 class Intent:
     """Which rows are about to be published, in this order, after target sequence `base`.
 
-    `is_shared`: messages of others may stand between them, so counting does not tell how many are stored.
+    `is_shared`: messages of other publishers may stand between them, so counting does not show how many are stored.
     """
 
     base: int
@@ -83,7 +82,6 @@ class Intent:
 
     @property
     def count(self) -> int:
-        """How many messages it holds; 0 where all pieces are without rows."""
         return sum(piece.count for piece in self.pieces)
 
     @property
@@ -93,13 +91,12 @@ class Intent:
 
     @property
     def ending(self) -> Ending | None:
-        """What its last message is; None without messages."""
         last = next((piece for piece in reversed(self.pieces) if piece.count), None)
         return None if last is None else Ending(last.chain, last.rows)
 
     def ends(self, stored: int) -> dict[int, IntentPiece]:
-        """The pieces with messages that end among the first `stored` messages, by the target sequence of
-        their last one.
+        """The pieces with messages that end among the first `stored` messages, by the target sequence of their last
+        message.
         """
         found, at = {}, self.base
         for piece in self.pieces:
@@ -109,9 +106,7 @@ class Intent:
         return found
 
     def piece_at(self, index: int) -> tuple[int, IntentPiece]:
-        """Which piece holds message `index` (0 is the first), and how many messages stand before
-        that piece.
-        """
+        """The piece that holds message `index` (from 0), and how many messages stand before that piece."""
         before = 0
         for piece in self.pieces:
             if index < before + piece.count:
@@ -130,21 +125,20 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class ParkedAs:
-    """Under which name the parked messages of a target are kept: of the stream that was `created` when the
-    first was put aside; `anew`: where operators had chains carried again (None: all of them), each with the
-    sequence from which on what was parked before stands for nothing.
+    """Under which name the parked messages of a target are kept: of the stream that was `created` when the first one
+    was parked. `anew`: where operators had chains carried again (None: all chains), each with the sequence from which
+    on messages that were parked before no longer count.
     """
 
     created: str
     anew: tuple[tuple[Chain | None, int], ...] = ()
 
     def of(self, chain: Chain, sequence: int) -> str:
-        """The name for one message; another one each time that it is carried again."""
+        """The name for one message; a new name each time it is carried again."""
         times = sum(each in (None, chain) and sequence >= first for each, first in self.anew)
         return self.names()[times]
 
     def names(self) -> list[str]:
-        """All names that messages may have, the first one first."""
         return [self.created, *(f"{self.created}+{times}" for times in range(1, len(self.anew) + 1))]
 
 
@@ -152,10 +146,10 @@ class ParkedAs:
 class Checkpoint:
     """What is stored for good: everything below `positions`, up to `target_sequence` of the target.
 
-    `target_created` tells this target from another of the same name. A chain without a position has
-    not begun. `begins`: what stands at or below this target sequence was there before Floe, or was accepted
-    by an operator as it is; it need not be ours. `ending`: what stands at `target_sequence`; None where that
-    is not known. `parked`: None where nothing was ever carried again, and the stream is the first one.
+    `target_created` tells this target from another of the same name. A chain without a position has not begun.
+    `begins`: messages at or below this target sequence were there before Floe, or an operator accepted them; they
+    need not be ours. `ending`: the message at `target_sequence`; None where that is not known. `parked`: None where
+    nothing was ever carried again and the stream is the first one.
     """
 
     target_sequence: int
@@ -167,7 +161,6 @@ class Checkpoint:
 
     @property
     def parked_as(self) -> ParkedAs:
-        """Under which name parked messages are kept."""
         return self.parked or ParkedAs(self.target_created)
 
 
@@ -180,18 +173,17 @@ class TargetState:
 
     @property
     def expected_sequence(self) -> int:
-        """The greatest last sequence that the target can have by our own doing."""
+        """The greatest last sequence that the target can have through Floe alone."""
         return self.checkpoint.target_sequence if self.intent is None else self.intent.end
 
 
 def open_intent(
     state: TargetState, pieces: Sequence[IntentPiece], base: int | None = None, *, is_shared: bool = False
 ) -> TargetState:
-    """`state` with an intent over `pieces`. Raises CheckpointConflict where one is open or a piece
-    does not fit.
+    """Raises CheckpointConflict where an intent is open or a piece does not fit.
 
-    `base`: the target sequence that its rows come after, where foreign messages stand behind the checkpoint
-    (None: nothing does). `is_shared`: as in `Intent`.
+    `base`: the target sequence that its rows come after, where foreign messages stand behind the checkpoint (None:
+    there are none). `is_shared`: as in `Intent`.
     """
     if state.intent is not None:
         raise CheckpointConflict(f"expected no open intent, found one after sequence {state.intent.base}")
@@ -201,18 +193,17 @@ def open_intent(
 
 
 def share_intent(state: TargetState) -> TargetState:
-    """`state` with its open intent as one that messages of others may stand in. Raises CheckpointConflict."""
+    """Mark the open intent as shared: foreign messages may stand between its rows. Raises CheckpointConflict."""
     if state.intent is None:
         raise CheckpointConflict("expected an open intent, found none")
     return replace(state, intent=replace(state.intent, is_shared=True))
 
 
 def close_intent(state: TargetState, base: int | None = None) -> TargetState:
-    """The checkpoint behind the open intent; call it only when all rows are stored. Raises
-    CheckpointConflict.
+    """The checkpoint behind the open intent. Call it only when all rows are stored. Raises CheckpointConflict.
 
-    `base`: the target sequence that the last row stands at, less the number of rows, where foreign messages
-    in between have moved it (None: nothing has).
+    `base`: the target sequence of the last row, less the number of rows, where foreign messages in between have moved
+    it (None: there are none).
     """
     if state.intent is None:
         raise CheckpointConflict("expected an open intent, found none")
@@ -223,8 +214,8 @@ def close_intent(state: TargetState, base: int | None = None) -> TargetState:
 
 
 def advanced(positions: Mapping[Chain, int], pieces: Sequence[IntentPiece]) -> dict[Chain, int]:
-    """`positions` behind `pieces`; each piece must begin exactly where its chain stands (a new one:
-    anywhere; one that is out of turn: below).
+    """`positions` behind `pieces`. Each piece must begin exactly where its chain stands (a new chain: anywhere; a
+    piece out of turn: below).
 
     Raises CheckpointConflict, naming both sequences.
     """
@@ -240,7 +231,6 @@ def advanced(positions: Mapping[Chain, int], pieces: Sequence[IntentPiece]) -> d
 
 
 def merged(pieces: Sequence[IntentPiece]) -> list[IntentPiece]:
-    """`pieces` with neighbours that continue each other joined; the order of the messages is unchanged."""
     joined: list[IntentPiece] = []
     for piece in pieces:
         both = joined[-1].joined(piece) if joined else None

@@ -31,7 +31,6 @@ _GAP = "gap"  # in the place of a segment
 
 
 def to_json(target: str, state: TargetState) -> bytes:
-    """The stored form of `state`."""
     checkpoint, ending, parked = state.checkpoint, state.checkpoint.ending, state.checkpoint.parked
     anew = [[chain and str(chain), first] for chain, first in parked.anew] if parked else []
     return json.dumps(
@@ -51,7 +50,7 @@ def to_json(target: str, state: TargetState) -> bytes:
 
 
 def from_json(target: str, raw: bytes) -> TargetState:
-    """What `to_json` wrote for this target. Raises Stopped (E-STATE-KV), naming what is wrong."""
+    """Raises Stopped (E-STATE-KV), naming what is wrong."""
     try:
         document = json.loads(raw)
         if not isinstance(document, dict):
@@ -155,7 +154,7 @@ MAX_STATE = 900 * 1024  # bytes; a message of 1 MiB is what a server takes by de
 
 
 class StateBucket(Protocol):
-    """The verbs of `common.jetstream.kv.KeyValue` that are needed here."""
+    """The methods of `common.jetstream.kv.KeyValue` that are needed here."""
 
     async def get(self, key: str) -> KvEntry | None: ...
     async def create(self, key: str, value: bytes) -> int | None: ...
@@ -171,7 +170,6 @@ class Stored:
 
     @property
     def there(self) -> TargetState:
-        """The state; only to be asked for where there is one."""
         assert self.state is not None, "only what exists is settled"
         return self.state
 
@@ -187,7 +185,7 @@ class StateMoved(Exception):
 class StateStore:
     """The state of one target under one key.
 
-    `seen`: told of each state that is loaded, and of each before it is saved.
+    `seen`: called with each state that is loaded, and with each one before it is saved.
     """
 
     def __init__(
@@ -196,7 +194,7 @@ class StateStore:
         self._bucket, self._key, self._target, self._seen = bucket, key, target, seen
 
     async def load(self) -> Stored:
-        """What is stored now. Raises Stopped where it cannot be read, Unavailable, OutcomeUnknown."""
+        """Raises Stopped where it cannot be read, Unavailable, OutcomeUnknown."""
         if (entry := await self._bucket.get(self._key)) is None:
             return Stored(None, 0)
         state = from_json(self._target, entry.value)
@@ -206,8 +204,8 @@ class StateStore:
     async def save(self, state: TargetState, revision: int) -> Stored | None:
         """Store `state` if the revision still is `revision` (0: if there is no value yet).
 
-        None where it is not: somebody else stored something. An answer that was lost is settled by reading.
-        Raises Unavailable, and OutcomeUnknown where reading does not settle it.
+        None where it is not: another writer was first. A lost answer is settled by reading. Raises Unavailable, and
+        OutcomeUnknown where reading does not settle it.
         """
         self._seen(state)
         value = to_json(self._target, state)

@@ -5,7 +5,7 @@ The crash order, one step after the other:
 
 store the intent → publish its rows → (unclear: read the target) → all stored → mark what is parked → close
 
-A crash anywhere leaves the checkpoint, or an open intent that whoever comes next finishes as it stands.
+A crash anywhere leaves the checkpoint, or an open intent that the next owner finishes as it stands.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -41,9 +41,9 @@ from ingress.verdict.verdict import Settled
 
 log = get_logger(__name__)
 
-SLOW_ROUNDS = 8  # attempts in a row that stored nothing before everything is begun again
+SLOW_ROUNDS = 8  # attempts in a row that stored nothing before everything starts again
 FIRST_PAUSE, LAST_PAUSE = 0.05, 5.0  # seconds between such attempts
-ROUNDS = 3  # looks at what another instance does before it is too much
+ROUNDS = 3  # looks at another instance's progress before giving up
 ROUND_SPACING = 1.0  # seconds between them
 IDLE_SPACING = 2.0  # seconds between two looks at the state while nothing is ready
 IDLE_LOOK = 30.0  # seconds between two looks at the target meanwhile
@@ -53,7 +53,7 @@ BeforeClose = Callable[[Intent], Awaitable[None]]
 
 
 class RowSource(Protocol):
-    """Who has rows ready (`ingress.redelivery.ParkedSource`, `ingress.replay.source.ReplaySource`)."""
+    """Gives out rows that are ready (`ingress.redelivery.ParkedSource`, `ingress.replay.source.ReplaySource`)."""
 
     @property
     def recall(self) -> Recall: ...
@@ -64,10 +64,10 @@ class RowSource(Protocol):
 
 
 class ServerLimits:
-    """The limits of the server, beside those that the rows of one target were made ready for.
+    """The limits of the server, compared with those that the rows of one target were prepared for.
 
-    `reset`: drops what is ready, and begins again at positions. `hint`: what is done about a row of the open
-    intent that is too large.
+    `reset`: drops what is ready, and begins again at positions. `hint`: what to do about a row of the open intent
+    that is too large.
     """
 
     def __init__(
@@ -77,16 +77,15 @@ class ServerLimits:
 
     @property
     def are_outdated(self) -> bool:
-        """Whether rows were made ready for another server than the one that is connected to now."""
         return self._chains.limits.max_payload != self._client.max_payload
 
     async def renew(self, positions: Mapping[Chain, int]) -> None:
-        """Have rows made ready anew from `positions`, which are stored. Raises what asking raises."""
+        """Prepare rows again from `positions`, which are stored. Raises what asking raises."""
         await self._chains.renew_limits()
         self._reset(positions)
 
     def check(self, rows: Rows, stored: int) -> None:
-        """Right before rows of an open intent are written, of which the first `stored` are not.
+        """Call right before rows of an open intent are written; the first `stored` rows are not sent again.
 
         Raises Stopped for a row that the server would not take, ConfigError where it takes no headers.
         """
@@ -107,7 +106,7 @@ class ServerLimits:
 class Delivery:
     """Carries into one target, as long as the lease may be used.
 
-    `is_settled`: whether target and state agreed since this began. `trouble`: why nothing is stored at the
+    `is_settled`: whether target and state have agreed since this began. `trouble`: why nothing is stored at the
     moment; empty while all is well.
     """
 
@@ -129,19 +128,18 @@ class Delivery:
 
     @property
     def state(self) -> TargetState:
-        """What is stored, as far as this instance knows."""
         return self._known.there
 
     async def run(self, stop: Stop) -> None:
         """Carry until `stop` is set and no intent is open.
 
-        Raises Stopped with the choices, AnotherWriter, LeaseLost; Unavailable and OutcomeUnknown where
-        beginning again may help.
+        Raises Stopped with the choices, AnotherWriter, LeaseLost; Unavailable and OutcomeUnknown where a new attempt
+        may help.
         """
         await self.begin()
         while True:
             try:
-                if self.state.intent is not None:  # ours, or of whoever crashed
+                if self.state.intent is not None:  # ours, or of an instance that crashed
                     await self._finish(self.state.intent)
                 elif not self.is_settled:
                     await self._reconciler.settle(self._known, None)
@@ -157,10 +155,9 @@ class Delivery:
                 await self.wait_for_quiet()
 
     async def begin(self) -> None:
-        """Load the state, or make the first one for a target that never held a message."""
         stored, reading = await self._reconciler.first()
         if stored.state is None and reading is not None:
-            # What a target that others publish to holds at the first start was there before.
+            # What a shared target holds at the first start was there before Floe.
             last = reading.last_sequence
             stored = Stored(TargetState(Checkpoint(last, reading.created, begins=last)), 0)
         self._adopt(stored)
@@ -171,16 +168,14 @@ class Delivery:
         if behind.intent is not None:
             metrics.intents.labels(self.target, "taken_over").inc()
             behind = close_intent(behind)
-        # What comes after the open intent may be decoded while it is being finished.
+        # Rows behind the open intent may be decoded while it is being finished.
         self._source.reset(behind.checkpoint.positions)
 
     # One intent
 
     async def _take(self, stop: Stop) -> Rows | None:
-        """Rows that are ready; None when `stop` was set. Raises StateMoved where somebody corrected the state
-        while nothing was ready.
-        """
-        # Asked here too: whoever has rows ready gives them without waiting, for ever in a backlog.
+        """None when `stop` was set. Raises StateMoved where an operator corrected the state while nothing was ready."""
+        # Checked here too: with a backlog, rows are always ready and taking them never waits.
         while not stop.is_set:
             if (rows := await self._source.take(stop, IDLE_SPACING)) is not None:
                 return rows
@@ -193,13 +188,12 @@ class Delivery:
         return None
 
     async def _deliver(self, rows: Rows) -> None:
-        """Open an intent over `rows` and finish it."""
         try:
             self._reconciler.check_lease()
-            # A foreign message is better found before an intent stands open that can never be finished.
+            # Find a foreign message before an intent is opened that could never be finished.
             settled = await self._reconciler.settle(self._known, None)
             if self._limits is not None and self._limits.are_outdated:
-                # What the server does not take any more must not get into an intent.
+                # A row that the server no longer takes must not get into an intent.
                 await self._limits.renew(self.state.checkpoint.positions)
                 return
             metrics.stepped_over(self.target, settled.base - self.state.checkpoint.target_sequence)
@@ -213,7 +207,7 @@ class Delivery:
             self._source.release(rows)
 
     async def _finish(self, intent: Intent, rows: Rows | None = None) -> None:
-        """Publish what of the open intent is not stored, and close it.
+        """Publish what is not yet stored of the open intent, and close it.
 
         `rows`: its messages if it was opened just now and nothing of it was sent; None: find out.
         """
@@ -233,7 +227,7 @@ class Delivery:
 
     async def _publish_rest(self, intent: Intent) -> int:
         if self._reconciler.steps_over and not intent.is_shared:
-            # Before another row is sent it says that messages of others may stand in it.
+            # Before another row is sent, the intent is marked as shared.
             await self._save(share_intent(self.state))
             intent = replace(intent, is_shared=True)
         settled = await self._reconciler.settle(self._known, None)
@@ -249,8 +243,8 @@ class Delivery:
             self._source.release(rows)
 
     async def _publish(self, intent: Intent, rows: Rows, settled: Settled) -> int:
-        """Publish until all rows of the open intent are stored, `settled.stored` of which are already; the
-        base that the last of them stands by.
+        """Publish until all rows of the open intent are stored; `settled.stored` of them already are. Returns the
+        base of the last row.
 
         Raises what settling raises, and Unavailable where the target takes nothing.
         """
@@ -270,9 +264,9 @@ class Delivery:
                 settled = await self._reconciler.settle(self._known, rows)
                 sending.settled(self._known.revision, settled.stored)
                 if self._reconciler.steps_over and settled.stored < outcome.stored:
-                    # Acknowledged rows are stored, even where others are read that cannot be found any more.
+                    # Acknowledged rows are stored, even if reading cannot find them any more.
                     settled = Settled(settled.base + settled.stored - outcome.stored, outcome.stored)
-                # What others stored meanwhile explains a refusal, and waiting would not help.
+                # Foreign messages stored meanwhile explain a refusal, and waiting would not help.
                 foreign = settled.base > before.base and outcome.unclear.err_code in WRONG_LAST_SEQUENCE
                 metrics.stepped_over(self.target, settled.base - before.base)
                 slow = 0 if foreign or settled.stored > before.stored else slow + 1
@@ -293,7 +287,7 @@ class Delivery:
         )
 
     async def _pause(self, slow: int, unclear: UnknownOutcome) -> None:
-        """Wait the longer, the more attempts in a row stored nothing. Raises Unavailable after too many."""
+        """Wait longer after each attempt in a row that stored nothing. Raises Unavailable after too many."""
         if slow >= SLOW_ROUNDS:
             message = f"target {self.target} takes nothing: {unclear.why}"
             raise Unavailable(message, code=f"E-JS-{unclear.err_code}" if unclear.err_code else "")
@@ -310,7 +304,7 @@ class Delivery:
             raise
 
     async def _save(self, state: TargetState) -> Intent | None:
-        """Store the next state; its open intent. Raises StateMoved where somebody else stored one."""
+        """Returns the open intent of the new state. Raises StateMoved where another instance stored one."""
         if (stored := await self._store.save(state, self._known.revision)) is None:
             await self._reconciler.check_moved(self._known)
             raise Unavailable(f"state of target {self.target}: neither stored nor changed by anybody")
@@ -318,10 +312,10 @@ class Delivery:
         return state.intent
 
     async def wait_for_quiet(self) -> None:
-        """What another instance stored was progress; return once it stores nothing more.
+        """Another instance stored progress; return once it stores nothing more.
 
-        An operator who corrects positions is no instance that carries. Raises LeaseLost where the lease is
-        not ours, AnotherWriter where it is and the other goes on and on.
+        A correction by an operator does not count as another instance. Raises LeaseLost where the lease is not ours,
+        AnotherWriter where it is ours and the other instance does not stop.
         """
         for _ in range(ROUNDS):
             await self._clock.sleep(ROUND_SPACING)

@@ -21,9 +21,8 @@ from ingress.verdict.settle import LOOK_SPACING
 
 @dataclass(frozen=True, slots=True)
 class IngressTuning:
-    """Seconds: between the three looks that confirm a verdict, until a stopped target is looked at again,
-    between two reports of what goes on, between two looks for parked messages that are asked for, until a
-    chain that stopped is looked at again.
+    """Seconds: between the three looks that confirm a verdict, until a stopped target is looked at again, between two
+    reports, between two looks for parked messages to try again, until a chain that stopped is looked at again.
     """
 
     look_spacing: float = LOOK_SPACING
@@ -51,7 +50,9 @@ class IngressDeps:
 
     @property
     def memory_limit(self) -> int:
-        """Bytes for one target. Split over all targets: whoever is left alone holds every one of them."""
+        """Bytes for one target. The memory is split over all targets, because one instance may have to hold every one
+        of them.
+        """
         return self.settings.memory_limit // len(self.settings.targets)
 
 
@@ -60,5 +61,4 @@ SCOPE = LeaseScope(state_key(ROLE) + ".*", state_key(ROLE, "member") + ".", "ing
 
 
 def lease_key(target: str) -> str:
-    """The lease of a target."""
     return state_key(ROLE, target)

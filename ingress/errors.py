@@ -21,25 +21,24 @@ from common.segments.store import quarantine_command
 from common.sequences import SequenceRange
 from common.settings.ingress import IngressSettings
 
-# A cluster whose members do not all know each other yet says so too, for some seconds.
+# A cluster whose members do not all know each other yet also answers with this, for some seconds.
 NO_SUITABLE_PEERS = 10005
-# What stops one chain and keeps back no other.
+# What stops one chain and does not affect the others.
 STOPS_CHAIN = (Stopped, DataError, Refused, ConfigError)
 LOOK_AT_STOPPED = 60.0  # seconds until a target or a chain that stopped is looked at again
 
 
 def passes_by_itself(error: BaseException) -> bool:
-    """Whether trying again later may help without anybody doing anything."""
+    """Whether trying again later may help without an operator."""
     if isinstance(error, ApiError):
         return error.status >= 500 or error.status == 429 or error.err_code == NO_SUITABLE_PEERS
     return isinstance(error, Unavailable | OutcomeUnknown)
 
 
 def ends_target(error: FloeError, *, was_checked: bool) -> bool:
-    """Whether the target is over for this process: another writer, or a configuration that cannot work.
+    """Whether this process gives the target up: another writer, or a configuration that cannot work.
 
-    `was_checked`: the configuration and the target went together once, so that the target has changed since,
-    and may change again.
+    `was_checked`: configuration and target matched once. Then the target has changed since, and may change again.
     """
     if isinstance(error, ConfigError):
         return not was_checked or error.code == "E-SOURCES"
@@ -47,7 +46,9 @@ def ends_target(error: FloeError, *, was_checked: bool) -> bool:
 
 
 def leading(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error of a group that says most: one that an operator has to deal with before one that passes."""
+    """The most important error of a group: one that an operator must deal with comes before one that passes by
+    itself.
+    """
     errors = list(_flat(group))
     ranked = sorted(errors, key=lambda e: (passes_by_itself(e), not isinstance(e, FloeError)))
     return ranked[0]
@@ -60,13 +61,12 @@ def _flat(error: BaseException) -> list[BaseException]:
 
 
 def check_targets(settings: IngressSettings) -> None:
-    """Raises ConfigError where there is nothing to carry into, as with the configuration of a site."""
+    """Raises ConfigError where the configuration has no target, as with that of a site."""
     if not settings.targets:
         raise ConfigError("ingress.targets: expected at least one target, found none")
 
 
 def set_command(target: str, *options: str) -> str:
-    """`floe checkpoint set -c FILE --target STREAM …`, to paste; on a terminal it shows, and asks."""
     return command("checkpoint set", f"--target {shlex.quote(target)}", *options)
 
 
@@ -74,7 +74,7 @@ SHOWN = 5  # damaged segments
 
 
 def way_out_of(chain: Chain, hole: SequenceRange, damaged: Sequence[str]) -> str:
-    """What to do about a hole; first about segments that would cover it and are `damaged`: their keys."""
+    """`damaged`: keys of segments that would cover the hole; what to do about them comes first."""
     if not damaged:
         return way_out(chain, hole)
     away = "\n".join(map(quarantine_command, damaged[:SHOWN]))
@@ -83,10 +83,8 @@ def way_out_of(chain: Chain, hole: SequenceRange, damaged: Sequence[str]) -> str
 
 
 def resume(target: str, chain: Chain) -> str:
-    """Carry a paused chain again, or look again at one that has stopped."""
     return command("chain resume", f"--target {shlex.quote(target)}", of_chain(chain))
 
 
 def set_position(target: str, chain: Chain, sequence: int) -> str:
-    """Make a chain go on at `sequence`."""
     return set_command(target, of_chain(chain), f"--sequence {sequence} --yes")

@@ -4,7 +4,7 @@ from common.leasing import HAND_OVERS
 from common.metrics import counter, gauge, histogram
 from ingress.checkpoint import Intent
 
-# The refusals that are known to come; another number begins when it comes for the first time: a wrong last
+# The refusals that are known to occur; a series for another number begins with its first refusal: a wrong last
 # sequence (two), a batch that is not complete, one that is too large, a stream at its limits (two).
 REFUSALS = ("10071", "10164", "10176", "10199", "10047", "10077")
 
@@ -112,7 +112,7 @@ stopped_targets = gauge(
     "ingress_stopped", "1 while the target waits for an operator: its code stands in /status.", ("target",)
 )
 
-# What those read who delete
+# What those who delete from the archive read
 positions_put = gauge(
     "ingress_positions_put_timestamp_seconds",
     "When the positions of the target were stored last, for those who delete; 0: not by this process.",
@@ -148,13 +148,11 @@ take_overs = counter("ingress_take_overs", "Leases taken that another member was
 
 
 def stepped_over(target: str, messages: int) -> None:
-    """Count messages of others in a shared target; an exclusive one has none."""
     if messages > 0:
         foreign_messages.labels(target).inc(messages)
 
 
 def closed(target: str, intent: Intent) -> None:
-    """Count what an intent carried, now that it is closed."""
     intents.labels(target, "closed").inc()
     target_sequence.labels(target).set(intent.end)
     for piece in intent.pieces:

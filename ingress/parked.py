@@ -39,7 +39,7 @@ _KEY = re.compile(
 class State(StrEnum):
     """What is known of a parked message."""
 
-    PENDING = "pending"  # kept, but its chain has not passed without it: it may still go in its turn
+    PENDING = "pending"  # stored, but its chain has not passed it: it may still go in its turn
     PARKED = "parked"
     ASKED = "asked for"
     DELIVERED = "delivered"
@@ -56,8 +56,8 @@ class ParkedName:
 
 @dataclass(slots=True)
 class ParkedEntry:
-    """What a listing shows of one parked message. `size`, `since` (seconds since 1970): its object's;
-    `asked`: how often it was asked for; `answered`: the last request that was answered.
+    """What a listing shows of one parked message. `size`, `since` (seconds since 1970): of its object; `asked`: how
+    often an operator asked for it; `answered`: the last request that was answered.
     """
 
     name: ParkedName
@@ -87,20 +87,16 @@ class ParkedKeys:
 
     @property
     def prefix(self) -> str:
-        """What all of them begin with; ends in a slash."""
         return f"{self.layout.ingress_prefix(self.target)}parked/"
 
     def created_prefix(self, created: str) -> str:
-        """What those of the target as it was `created` begin with; ends in a slash."""
         return f"{self.prefix}{encode(created)}/"
 
     @property
     def request_marker(self) -> str:
-        """What is written with each request."""
         return f"{self.prefix}asked/rung"
 
     def folder(self, name: ParkedName) -> str:
-        """What the keys of one message begin with; ends in a slash."""
         chain = name.chain
         parts = f"{encode(chain.site)}/{encode(chain.feed)}/{chain.incarnation:04d}/{chain.partition}"
         return f"{self.created_prefix(name.created)}{parts}/{name.sequence:020d}/"
@@ -110,7 +106,6 @@ class ParkedKeys:
         return f"{self.folder(name)}{what}" + ("" if number is None else f"-{number:04d}")
 
     def entries(self, listing: Iterable[ObjectInfo]) -> dict[ParkedName, ParkedEntry]:
-        """What a listing says of each message, in order; foreign keys are passed over."""
         found: dict[ParkedName, ParkedEntry] = {}
         for info in listing:
             match = _KEY.fullmatch(info.key.removeprefix(self.prefix))
@@ -144,7 +139,6 @@ def _name(match: re.Match[str]) -> ParkedName | None:
 
 
 def waiting(entries: Mapping[ParkedName, ParkedEntry]) -> int:
-    """How many of the messages are left out and not delivered."""
     return sum(entry.state in (State.PARKED, State.ASKED) for entry in entries.values())
 
 
@@ -153,7 +147,6 @@ MAX_LINE = 64 * 1024
 
 
 def to_bytes(chain: Chain, message: Message) -> bytes:
-    """The object of `message`."""
     body = (message.headers or b"") + message.payload
     line = {
         "version": VERSION,
@@ -169,7 +162,7 @@ def to_bytes(chain: Chain, message: Message) -> bytes:
 
 
 def from_bytes(key: str, raw: bytes, chain: Chain, sequence: int) -> Message:
-    """What `to_bytes` wrote. Raises DataError (E-PARKED) where it is not the message that `key` names."""
+    """Raises DataError (E-PARKED) where it is not the message that `key` names."""
     first, _, body = raw.partition(b"\n")
     try:
         return _message(json.loads(first[:MAX_LINE]), body, chain, sequence)
@@ -197,9 +190,10 @@ ROUNDS = 3  # of putting and reading back
 
 
 class ParkedStore:
-    """What was put aside for `target`, kept as the state says now. Every method raises what the store raises.
+    """What was parked for `target`, under the names that the state says now. Every method raises what the store
+    raises.
 
-    `kept_as` is set anew whenever another state is adopted.
+    `kept_as` is set again whenever another state is adopted.
     """
 
     def __init__(self, objects: ObjectStore, layout: Layout, target: str, kept_as: ParkedAs | str) -> None:
@@ -208,13 +202,12 @@ class ParkedStore:
         self.keys, self._objects = ParkedKeys(layout, target), objects
 
     def adopt(self, state: TargetState) -> None:
-        """Keep messages as this state says: so no mark is put under a former name."""
         self.kept_as = state.checkpoint.parked_as
 
     # Putting aside
 
     def park(self, chain: Chain, oversize: Oversize) -> None:
-        """Return once the message is durable and read back; the same one may be put again and again."""
+        """Returns once the message is durable and read back. The same message may be put several times."""
         message = oversize.message
         key, body = self.keys.key(self.name(chain, message.sequence), "message"), to_bytes(chain, message)
         if self._objects.get(key) == body:
@@ -227,41 +220,37 @@ class ParkedStore:
         log.warning("message parked", action="parked", **context, **chain.log_context())
 
     def name(self, chain: Chain, sequence: int) -> ParkedName:
-        """The message with this sequence, for the target of now."""
         return ParkedName(chain, sequence, self.kept_as.of(chain, sequence))
 
     # Marks
 
     def mark_left_out(self, name: ParkedName) -> None:
-        """The intent whose piece leaves the message out is complete and may be closed."""
         self._keep(self.keys.key(name, "left_out"), b"{}")
 
     def mark_delivered(self, name: ParkedName) -> None:
-        """The intent that holds the message is stored and may be closed."""
+        """Call when the intent that holds the message is stored, before it is closed."""
         self._keep(self.keys.key(name, "delivered"), b"{}")
 
     def answer(self, entry: ParkedEntry, why: str) -> None:
-        """The request of `entry` was looked at: the message stays parked, and why."""
         body = json.dumps({"why": why}).encode()
         self._objects.put(self.keys.key(entry.name, "answered", entry.asked), body)
 
     def ask(self, *entries: ParkedEntry) -> None:
-        """Ask the service to try these again, once more than before."""
         for entry in entries:
             self._keep(self.keys.key(entry.name, "asked", entry.answered + 1), b"{}")
-        # Behind the requests: whoever sees it sees them.
+        # After the requests: a reader that sees the marker sees them.
         self._objects.put(self.keys.request_marker, secrets.token_hex(16).encode())
 
     def last_request(self) -> str:
-        """Another text whenever something was asked for; empty if nothing ever was."""
+        """A text that changes with each request; empty if there was none."""
         info = self._objects.head(self.keys.request_marker)
         return "" if info is None else info.etag
 
     def may_be_delivered(self, name: ParkedName) -> bool:
         """Whether its chain has passed without the message, and it was not delivered since.
 
-        Both marks are written before the state moves, so what this says holds for the state that was loaded
-        before it was called.
+        Both marks are written before the state moves. So the answer holds for the state that was loaded before the
+        call.
         """
         head = self._objects.head
         return head(self.keys.key(name, "left_out")) is not None and head(self.keys.key(name, "delivered")) is None
@@ -269,7 +258,7 @@ class ParkedStore:
     # Reading
 
     def entries(self, *, all_targets: bool = False) -> dict[ParkedName, ParkedEntry]:
-        """Everything that was put aside and counts now, or all that was for streams of the target's name."""
+        """All that was parked and counts now; `all_targets`: also for earlier streams of the target's name."""
         if all_targets:
             return self.keys.entries(self._objects.list(self.keys.prefix))
         found: dict[ParkedName, ParkedEntry] = {}
@@ -278,17 +267,15 @@ class ParkedStore:
         return {name: found[name] for name in sorted(found) if name == self.name(name.chain, name.sequence)}
 
     def entry(self, name: ParkedName) -> ParkedEntry:
-        """What there is of one message now, by one short listing."""
         return self.keys.entries(self._objects.list(self.keys.folder(name))).get(name, ParkedEntry(name))
 
     def read(self, name: ParkedName) -> Message | None:
-        """The message; None if it is not there. Raises DataError (E-PARKED) where it is spoiled."""
+        """None if it is not there. Raises DataError (E-PARKED) where it is damaged."""
         key = self.keys.key(name, "message")
         raw = self._objects.get(key)
         return None if raw is None else from_bytes(key, raw, name.chain, name.sequence)
 
     def why(self, entry: ParkedEntry) -> str:
-        """Why it is parked: the last answer, else what was said when it was put aside."""
         if entry.answered:
             raw = self._objects.get(self.keys.key(entry.name, "answered", entry.answered))
             try:
@@ -299,7 +286,7 @@ class ParkedStore:
         return "" if info is None else info.metadata.get("why", "")
 
     def _keep(self, key: str, body: bytes, metadata: Mapping[str, str] | None = None) -> None:
-        """Return once the store gives `body` back. Raises Unavailable where it never does."""
+        """Returns once the store gives `body` back. Raises Unavailable where it never does."""
         sha256 = hashlib.sha256(body).hexdigest()
         for _ in range(ROUNDS):
             try:

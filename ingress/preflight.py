@@ -18,14 +18,14 @@ from ingress.rows.prepare import Accepting, TargetLimits, rule_of
 
 log = get_logger(__name__)
 
-# Headers of a source that may act again, and what the target must allow for it.
+# Headers of a source that may take effect at the target, and what the target must allow for it.
 NEEDS = {b"nats-ttl": "allow_msg_ttl", b"nats-rollup": "allow_rollup_hdrs", b"nats-marker-reason": ""}
-# How `nats stream add` is told the same.
+# The same as options of `nats stream add`.
 FLAGS = {"allow_msg_ttl": "--allow-msg-ttl", "allow_rollup_hdrs": "--allow-rollup"}
 
 
 async def ensure_target(client: FloeClient, settings: TargetSettings) -> StreamInfo:
-    """The target, created if it is missing and may be. Raises ConfigError with every reason against it."""
+    """Create the target if it is missing and may be created. Raises ConfigError with every reason against it."""
     if (info := await stream_info(client, settings.stream)) is None:
         info = await _create(client, settings)
     if found := list(problems(info.config, settings)):
@@ -52,12 +52,12 @@ async def _create(client: FloeClient, settings: TargetSettings) -> StreamInfo:
 
 
 def control_headers(settings: TargetSettings) -> frozenset[bytes]:
-    """The names of headers that act again, in lower case."""
+    """The names of headers that take effect at the target, in lower case."""
     return frozenset(name.lower().encode() for name in settings.control_headers)
 
 
 def stream_config(settings: TargetSettings, create: CreateSettings) -> dict[str, Any]:
-    """The configuration of a target that Floe creates; nothing of a source's habits is copied."""
+    """The configuration of a target that Floe creates; no setting of a source is copied."""
     return {
         "name": settings.stream,
         "subjects": list(settings.subjects_to_create()),
@@ -79,9 +79,6 @@ def stream_config(settings: TargetSettings, create: CreateSettings) -> dict[str,
 
 
 def add_command(settings: TargetSettings) -> str:
-    """The line that makes the missing stream. It asks for the subjects where the configuration does not tell
-    them.
-    """
     words = [
         f"nats stream add {settings.stream}",
         *_subjects_option(settings),
@@ -94,7 +91,6 @@ def add_command(settings: TargetSettings) -> str:
 
 
 def _subjects_option(settings: TargetSettings) -> list[str]:
-    """`--subjects`, with what the rules of all sources make; nothing where one of them may make anything."""
     made = [rule_of(source).pattern for source in settings.sources]
     known = [pattern for pattern in made if pattern is not None]
     if not made or len(known) < len(made):
@@ -106,12 +102,11 @@ def _subjects_option(settings: TargetSettings) -> list[str]:
 
 
 def _needed(settings: TargetSettings) -> set[str]:
-    """Keys of the stream that must be true for the control headers."""
     return {NEEDS[name] for name in control_headers(settings) if NEEDS.get(name)}
 
 
 def problems(config: Mapping[str, Any], settings: TargetSettings) -> Iterator[str]:
-    """What of the stream's configuration would break a promise; each with what was expected and found."""
+    """What in the stream's configuration would break a promise; each with what was expected and found."""
     for name in ("mirror", "sources", "subject_transform"):
         if config.get(name):
             yield f"{name}: expected none, found one: another writer, or other subjects than were sent"
@@ -132,7 +127,6 @@ def problems(config: Mapping[str, Any], settings: TargetSettings) -> Iterator[st
 
 
 def _differences(config: Mapping[str, Any], settings: TargetSettings, create: CreateSettings) -> Iterator[str]:
-    """Where the stream would keep less, or take less, than `create` says."""
     expected = stream_config(settings, create)
     for name in ("retention", "storage"):
         if config.get(name) != expected[name]:
@@ -161,7 +155,6 @@ def _control_problems(config: Mapping[str, Any], settings: TargetSettings) -> It
 
 
 def _subject_problems(config: Mapping[str, Any], settings: TargetSettings) -> Iterator[str]:
-    """Sources of which no message could be stored, as far as the configuration alone says."""
     accepting = Accepting(config.get("subjects") or [settings.stream])
     for index, source in enumerate(settings.sources):
         if (made := rule_of(source).pattern) is not None and not accepting.meets(made):
@@ -169,7 +162,7 @@ def _subject_problems(config: Mapping[str, Any], settings: TargetSettings) -> It
 
 
 def shape_of(client: FloeClient, info: StreamInfo, settings: TargetSettings) -> TargetLimits:
-    """What the target takes: its subjects, and the lesser of its and its server's greatest message."""
+    """The subjects, and the smaller of the stream's and its server's largest message."""
     limits = [client.max_payload]
     if (size := int(info.config.get("max_msg_size", -1))) >= 0:
         limits.append(size)

@@ -29,7 +29,7 @@ PARALLEL = 16
 
 
 async def in_threads(threads: Threads, call: Callable[[T], R], each: Iterable[T]) -> list[R]:
-    """What `call` returns for each, in order, PARALLEL of them at a time. Raises what one of them raises."""
+    """In order, PARALLEL of them at a time. Raises what one of them raises."""
     wanted, done = list(each), list[R]()
     for start in range(0, len(wanted), PARALLEL):
         group = wanted[start : start + PARALLEL]
@@ -46,21 +46,17 @@ class ParkedSource:
         self._offered: dict[ParkedName, int] = {}
 
     def is_offered(self, name: ParkedName) -> bool:
-        """Whether the message is on its way, as far as this instance knows."""
         return name in self._offered
 
     @property
     def offered_bytes(self) -> int:
-        """Bytes in memory of parked messages that are on their way."""
         return sum(self._offered.values())
 
     def offer(self, block: Block) -> None:
-        """Publish a parked message among what is ready."""
         self._offered[self._name(block.piece)] = block.size
         self._prefetcher.offer(block)
 
     async def take(self, stop: Stop, seconds: float) -> Rows | None:
-        """As the prefetcher; of parked messages only what may be delivered, each once."""
         while (rows := await self._prefetcher.take(stop, seconds)) is not None:
             if not any(block.piece.out_of_turn for block in rows.blocks):
                 return rows
@@ -70,7 +66,6 @@ class ParkedSource:
         return None
 
     async def _kept(self, rows: Rows) -> Rows:
-        """Without the blocks that may not be published."""
         kept, refused = list[Block](), list[Block]()
         names = list({self._name(block.piece): None for block in rows.blocks if block.piece.out_of_turn})
         try:
@@ -92,15 +87,12 @@ class ParkedSource:
         return Rows(kept)
 
     def release(self, rows: Rows) -> None:
-        """Rows are done with: their memory may be used again."""
         self._prefetcher.release(rows)
 
     def closed(self, positions: Mapping[Chain, int]) -> None:
-        """Everything below `positions` is stored."""
         self._prefetcher.closed(positions)
 
     def reset(self, positions: Mapping[Chain, int]) -> None:
-        """Drop what was decoded and offered, and begin again at `positions`."""
         self._offered.clear()
         self._prefetcher.reset(positions)
 
@@ -129,9 +121,10 @@ ROOM_SPACING = 0.1  # seconds between two looks whether there is room
 
 
 class Retries:
-    """Tries again what an operator asks for. A message that still has no place is answered, and stays.
+    """Tries parked messages again when an operator asks. A message that the target still does not take is answered,
+    and stays parked.
 
-    `renew_limits`: looks what the target takes now, before anything is made ready for it.
+    `renew_limits`: asks what the target takes now, before a message is prepared for it.
     """
 
     spacing = SPACING
@@ -153,12 +146,11 @@ class Retries:
         self._told: set[ParkedName] = set()
 
     async def run(self) -> None:
-        """Look for ever; a store that cannot be reached is looked at again."""
         while True:
             try:
                 await self.look()
             except FloeError as error:
-                # Nothing here is worth to end what is carried beside it.
+                # No error here is worth ending the delivery for.
                 what, target = "parked messages not looked at", self._parked.target
                 log.warning(what, action="parked_retry", target=target, error=str(error))
             await self._clock.sleep(self.spacing)
@@ -179,13 +171,12 @@ class Retries:
                 await self._try(entry)
                 self._told.discard(entry.name)
             except FloeError as error:
-                # Keeps nothing else waiting, and is told of once.
+                # It delays nothing else, and is logged once.
                 if entry.name not in self._told:
                     self._told.add(entry.name)
                     self._tell("parked message not tried", entry, "parked_retry", str(error))
 
     async def _find(self) -> None:
-        """Which requests are open now."""
         seen = (self._parked.kept_as, await self._threads.run(self._parked.last_request))
         now = self._clock.monotonic()
         if seen != self._seen or now - self._listed_at >= EVERYTHING:

@@ -37,9 +37,9 @@ Labels = tuple[str, str, str, str]
 class Lag:
     """Where one chain, or one partition over all its incarnations, stands.
 
-    `sequences`, `messages`: archived and not carried; what is not decoded counts by its sequences in both.
-    `seconds`: age of the oldest message of it, or of its segment; 0 where everything is carried. `waiting`:
-    seconds that a hole or damage has lasted; `late`: sequences of that hole.
+    `sequences`, `messages`: archived and not carried; what is not decoded counts by its sequences in both. `seconds`:
+    age of the oldest message of it, or of its segment; 0 where everything is carried. `waiting`: seconds that a hole
+    or damage has lasted; `late`: sequences of that hole.
     """
 
     sequences: int = 0
@@ -49,14 +49,13 @@ class Lag:
     late: int = 0
 
     def add(self, other: Lag) -> None:
-        """Count another incarnation of the same partition in."""
         self.sequences, self.messages = self.sequences + other.sequences, self.messages + other.messages
         self.seconds, self.waiting = max(self.seconds, other.seconds), max(self.waiting, other.waiting)
         self.late += other.late
 
 
 class Lags:
-    """The gauges of one target. What was shown is remembered, so that it can be taken back."""
+    """The gauges of one target. What was shown is remembered, so that it can be removed."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -74,7 +73,7 @@ class Lags:
     ) -> None:
         """Set the gauges at `now` (seconds since 1970). `ready`: decoded blocks, in order; `intent`: open.
 
-        `sites`: what egress says of itself.
+        `sites`: what egress says about itself.
         """
         counts, times = _decoded(ready, intent)
         found: dict[Labels, Lag] = {}
@@ -102,7 +101,6 @@ class Lags:
         metrics.lag_measured.labels(self._target).set(now)
 
     def forget(self) -> None:
-        """Take everything back: the target is not this process's any more."""
         self._oldest.clear()
         for gauge, labels in [*product(_OF_CHAINS, self._shown), *product(_OF_TARGET, [(self._target,)])]:
             with suppress(KeyError):
@@ -132,7 +130,7 @@ class Lags:
         )
 
     def _since(self, state: ChainState, at: int, oldest: float | None, now: float) -> float:
-        """When the oldest message not carried was published; the same as long as nothing is carried."""
+        """When the oldest message not carried was published. It stays the same while nothing is carried."""
         if (known := self._oldest.get(state.chain)) is None or known[0] != at:
             segment = state.stretches[0].segment.modified if state.stretches else state.plan.waiting_since
             found = next((time for time in (oldest, segment) if time is not None), now)
@@ -163,7 +161,6 @@ def _position(state: ChainState, positions: Mapping[Chain, int]) -> int:
 
 
 def _decoded(ready: Iterable[Block], intent: Intent | None) -> tuple[Counter[Chain], dict[Chain, float]]:
-    """Messages that are decoded and not stored, and the time of the first of them, by chain."""
     counts: Counter[Chain] = Counter()
     times: dict[Chain, float] = {}
     for piece in intent.pieces if intent else ():
@@ -195,25 +192,22 @@ class TargetReport:
     # The lease
 
     def standby(self, holder: str | None) -> None:
-        """Another instance carries into the target: what was shown of the chains is that one's now."""
         if holder not in (None, self._owner):
             self.lags.forget()
             self._shows_publisher("")
         self._state("standby", ready=True, holder=owner_text(holder or ""))
 
     def waits(self, error: FloeError) -> None:
-        """Nobody can say who holds the lease, or whether the target is there."""
         self._state("waits", ready=False, why=error.message)
 
     def holds(self) -> None:
-        """This instance holds the lease."""
         metrics.holds_lease.labels(self.target).set(1)
         self._state("starting", ready=False, why="starting")
         log.info("carrying", action="carrying", target=self.target)
 
     def gives_back(self) -> None:
-        """It holds it no more. What it showed of the chains stays until another instance is seen to hold it:
-        where NATS is away nobody does.
+        """The lease is given up. The values of the chains stay until another instance is seen to hold it: while NATS
+        is away none does.
         """
         metrics.holds_lease.labels(self.target).set(0)
         metrics.stopped_targets.labels(self.target).set(0)
@@ -224,13 +218,12 @@ class TargetReport:
     # Carrying
 
     def publishes(self, name: str, against: dict[str, str]) -> None:
-        """The publisher was chosen; `against`: what speaks against each."""
         self._shows_publisher(name)
         why = {other: reason for other, reason in against.items() if reason}
         log.info("publisher chosen", action="publisher", target=self.target, publisher=name, against=why)
 
     def carries(self, delivery: Delivery, prefetcher: Prefetcher) -> None:
-        """What goes on now; to be told every second."""
+        """To be called every second."""
         metrics.stopped_targets.labels(self.target).set(0)
         self.is_stopped = False
         state, now, chains = delivery.state, self._clock.now(), prefetcher.chains
@@ -256,7 +249,6 @@ class TargetReport:
         self.lags.measure(chains, prefetcher.positions, prefetcher.ahead, state.intent, now, self._sites)
 
     def _source(self, chain: Chain) -> dict[str, Any]:
-        """What egress says of the chain, where it says anything."""
         if self._sites is None or (sighting := self._sites.of(chain)) is None:
             return {}
         sign = sighting.sign
@@ -267,12 +259,11 @@ class TargetReport:
     # Not carrying
 
     def retries(self, error: FloeError, pause: float) -> None:
-        """What keeps it from carrying passes by itself; it is tried again after `pause` seconds."""
+        """The problem passes by itself; the next attempt is after `pause` seconds."""
         log.warning("tried again later", action="retry", target=self.target, error=str(error), pause=pause)
         self.waits(error)
 
     def stopped(self, error: FloeError) -> None:
-        """An operator has to do something; it is looked at again, and logged once for each new reason."""
         metrics.stopped_targets.labels(self.target).set(1)
         self.is_stopped = True
         self._state("stopped", ready=False, why=error.message, code=error.code, hint=error.hint)
@@ -282,7 +273,6 @@ class TargetReport:
             self._log_stop(error)
 
     def ended(self, error: FloeError) -> None:
-        """It is not carried by this process any more, whatever an operator does."""
         self.stopped(error)
         self._is_over = True
         self._log_stop(error)
@@ -291,7 +281,7 @@ class TargetReport:
         log.error("target stopped", action="target_stopped", target=self.target, error=str(error), code=error.code)
 
     def _state(self, state: str, *, ready: bool, why: str = "", **more: str) -> None:
-        if not self._is_over:  # whoever asks for its lease just now tells nothing new
+        if not self._is_over:  # after that, its lease does not matter
             self._health.set_ready(self._part, ready, why)
             self._health.set_status(self._part, {"state": state, "why": why, **more})
 
@@ -308,10 +298,10 @@ LOOK = 1.0  # seconds between two looks whether anything has changed
 
 
 class PositionsReport:
-    """Puts `positions.json` of one target. Nothing waits for it: a store that refuses it stops no carrying.
+    """Writes `positions.json` of one target. Nothing waits for it: carrying goes on if the store refuses it.
 
-    `positions`: of the last closed checkpoint; None while that is not known to be true. `sources`: the
-    `site/feed` that may flow in.
+    `positions`: of the last closed checkpoint; None while that is not known to be true. `sources`: the `site/feed`
+    that may flow in.
     """
 
     def __init__(
@@ -329,20 +319,18 @@ class PositionsReport:
         self._asked_at, self._failure = float("-inf"), ""
 
     async def run(self) -> None:
-        """Say it for as long as the target is carried."""
         while True:
             await self.look()
             await self._clock.sleep(LOOK)
 
     async def look(self) -> None:
-        """Say it if it has changed, and the last time is long enough ago."""
         positions, now = self._positions(), self._clock.monotonic()
         if positions is not None and self._is_due(positions, now):
             self._asked_at = now
             await self._say(dict(positions))
 
     def _is_due(self, positions: Mapping[Chain, int], now: float) -> bool:
-        """Whether to put it now: what was put must not stay ahead of a chain that was moved back."""
+        """A stored value must not stay ahead of a chain that was moved back."""
         is_long_ago, put = now - self._asked_at >= SPACING, self._put or {}
         if any(positions.get(chain, 0) < at for chain, at in put.items()):
             return is_long_ago or not self._failure

@@ -32,11 +32,11 @@ THREADS = 4
 LOOKERS = 4
 BEAT_SPACING = 2.0  # seconds
 RETRY = 2.0  # seconds between two attempts to open the bucket of the leases
-LET_GO = 5.0  # seconds for each step that lets go of something at the end
+LET_GO = 5.0  # seconds for each step that releases something at the end
 
 
 class Controller:
-    """Runs every target of `settings` until it is asked to stop. `pace`: what tests shorten."""
+    """Runs every target of `settings` until it is asked to stop. `pace`: intervals, shortened in tests."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Controller:
     # The leases
 
     async def _leases(self, client: FloeClient, stop: Stop) -> Leases | None:
-        """Once what they need can be reached; None where `stop` is set first."""
+        """Waits until NATS can be reached; None where `stop` is set first."""
         while not stop.is_set:
             self._health.beat()
             try:
@@ -141,7 +141,6 @@ class Controller:
     # Running
 
     async def _run(self, runner: TargetSupervisor, stop: Stop) -> None:
-        """One target; an error that ends it for this process leaves the others alone."""
         try:
             await runner.run(stop)
         except FloeError as error:
@@ -156,9 +155,9 @@ class Controller:
     # `shutdown_timeout`), what is not done by then is dropped, then the connection, threads and files.
 
     async def _drained(self, targets: list[asyncio.Task[None]], sides: list[asyncio.Task[None]], stop: Stop) -> None:
-        """Wait until no target runs any more; from `stop` on for the time-out at most.
+        """Wait until no target runs any more; once `stop` is set, at most for the time-out.
 
-        A side task that fails ends the service, and so does an error that a target did not take itself.
+        A side task that fails ends the service, and so does an error that a target did not handle itself.
         """
         failing = asyncio.wait(sides, return_when=asyncio.FIRST_COMPLETED)
         carrying = asyncio.wait(targets, return_when=asyncio.FIRST_EXCEPTION)
@@ -168,7 +167,7 @@ class Controller:
         running = [target.get_name() for target in targets if not target.done()]
         log.info("draining", action="draining", targets=len(running))
         timeout = self._settings.ingress.shutdown_timeout
-        # The sharing ends last: it gives back what nobody came for.
+        # The sharing ends last: it gives back leases that were not taken over.
         await asyncio.wait([*targets, sides[2]], timeout=timeout)
         if left := [target.get_name() for target in targets if not target.done()]:
             log.warning("drain timed out", action="drain_timeout", seconds=timeout, left=left)

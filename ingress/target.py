@@ -41,14 +41,14 @@ class Target:
         self._sending: tuple[Lease | None, Sending] = (None, Sending())
 
     async def check(self) -> None:
-        """Make the target where it may be made. Raises ConfigError where it is not of the right kind."""
-        with suppress(Stopped):  # carrying tells, under the lease
+        """Make the target if it may be made. Raises ConfigError where it is not of the right kind."""
+        with suppress(Stopped):  # reported while carrying, under the lease
             self._publisher_name(await self._info())
 
     async def run(self, lease: Lease, stop: Stop) -> None:
         """Carry until `stop` is set and no intent is open.
 
-        Raises what an operator has to deal with, LeaseLost, and what passes by itself.
+        Raises what an operator must deal with, LeaseLost, and errors that pass by themselves.
         """
         deps, name, info = self._deps, self._target, await self._info()
         objects, layout = deps.documents.objects, deps.documents.layout
@@ -79,16 +79,14 @@ class Target:
             await publisher.aclose()
 
     async def _watch(self, delivery: Delivery, prefetch: Prefetcher, lease: Lease) -> None:
-        """Report what goes on, and end everything when the lease is lost."""
         while not lease.lost.is_set:
-            # A target that was stopped stays so until it is known to be mended.
+            # A stopped target stays stopped until it is known to be repaired.
             if delivery.is_settled or delivery.trouble or not self._report.is_stopped:
                 self._report.carries(delivery, prefetch)
             await lease.lost.wait(self._deps.pace.watch)
         raise LeaseLost(f"lease of target {self._target} is not ours any more")
 
     def _says(self, delivery: Delivery) -> PositionsReport:
-        """What those read who delete."""
         deps, sources = self._deps, self._settings.sources
         pairs = {f"{site}/{feed}" for source in sources for site, feed in source.pairs()}
 
@@ -110,8 +108,8 @@ class Target:
     async def _info(self) -> StreamInfo:
         """The target as it is, made if it is missing and may be made.
 
-        One that was carried into is never made again by itself: it could not be restored under its name then.
-        Raises Stopped for that, else as `ensure_target`.
+        A target that was carried into is never made again automatically: it could then not be restored under its
+        name. Raises Stopped for that, else as `ensure_target`.
         """
         client, settings = self._deps.client, self._settings
         if (create := settings.create) is not None and await stream_info(client, self._target) is None:
@@ -127,7 +125,7 @@ class Target:
         return shape_of(self._deps.client, info, self._settings)
 
     def _publisher_name(self, info: StreamInfo) -> str:
-        """The publisher for the target as it is. Raises ConfigError where the wanted one is not offered."""
+        """Raises ConfigError where the wanted publisher is not offered."""
         version, headers = self._deps.client.server_version, control_headers(self._settings)
         against = offered(version, info.config, headers, exclusive=self._settings.exclusive)
         name = choose(self._target, self._settings.publisher, against)
@@ -135,7 +133,6 @@ class Target:
         return name
 
     async def _bucket(self, replicas: int) -> KeyValue:
-        """The state bucket, made with so many replicas where the configuration says nothing."""
         settings = self._deps.settings
         replicas = settings.kv_replicas or replicas
         return await KeyValue.open(self._deps.client, settings.state_bucket, replicas=replicas)
@@ -157,7 +154,7 @@ class TargetSupervisor:
     async def run(self, stop: Stop) -> None:
         """Carry, or stand by, until `stop` is set and no intent is open.
 
-        What nobody foresaw ends an attempt, loudly, and the next one begins after a pause that grows. Raises
+        An unexpected error ends an attempt and is logged; the next attempt begins after a pause that grows. Raises
         what ends the target for this process: ConfigError at the start, AnotherWriter.
         """
         try:
@@ -200,7 +197,6 @@ class TargetSupervisor:
             lease.lost.set(StopReason.LEASE_LOST)
 
     async def _attempt(self, work: Coroutine[Any, Any, None], leaving: Stop) -> None:
-        """Do `work`, and wait after what keeps it from its end, unless `leaving` is set."""
         began = self._deps.clock.monotonic()
         try:
             await work
@@ -222,7 +218,7 @@ class TargetSupervisor:
         await first_of(leaving.wait(), seconds=pause)
 
     def _next_pause(self, lasted: float) -> float:
-        """Twice as long after each attempt that failed soon."""
+        """Seconds; twice as long after each attempt that failed soon."""
         if lasted > PAUSES[-1]:
             self._pauses.reset()
         return self._pauses.next()

@@ -20,7 +20,7 @@ from egress.partition import Partition
 
 
 class Event(StrEnum):
-    """What became of a value; the words of stream-replicator."""
+    """What happened to a value; the words of stream-replicator."""
 
     NEW = "new"
     TIMEOUT = "timeout"
@@ -30,11 +30,11 @@ class Event(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Advisory:
-    """One event of one value. All of it follows from the log, so that it is the same whoever finds it.
+    """One event of one value. All of it follows from the log, so every instance finds the same.
 
-    `seen_ns`: when the value was last seen, by message time: for NEW the message itself, for the others the
-    message before the silence. `moment_ns`: when the event was: of NEW and RECOVER the message's time, of
-    TIMEOUT `seen_ns` and `warn_duration`, of EXPIRE `seen_ns` and `inspect_duration`. Nanoseconds since 1970.
+    `seen_ns`: when the value was last seen, by message time: for NEW the message itself, for the others the message
+    before the silence. `moment_ns`: when the event was: of NEW and RECOVER the message's time, of TIMEOUT `seen_ns`
+    plus `warn_duration`, of EXPIRE `seen_ns` plus `inspect_duration`. Nanoseconds since 1970.
     """
 
     event: Event
@@ -53,8 +53,8 @@ BASE62 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 class AdvisoryDocument(msgspec.Struct, frozen=True):
     """What is published, key by key in stream-replicator's order.
 
-    `age`: seconds between `seen` and the moment of the event, whole ones where Floe wrote it. `seen`,
-    `timestamp`: seconds since 1970. `replicator`: the site.
+    `age`: seconds between `seen` and the moment of the event, whole seconds where Floe wrote it. `seen`, `timestamp`:
+    seconds since 1970. `replicator`: the site.
     """
 
     protocol: str
@@ -68,7 +68,7 @@ class AdvisoryDocument(msgspec.Struct, frozen=True):
     value: str
 
     def to_json(self) -> bytes:
-        """One line of UTF-8; what is no character travels escaped."""
+        """One line of UTF-8; code points that are not characters are escaped."""
         try:
             return _ENCODER.encode(self)
         except UnicodeEncodeError:  # half of a surrogate pair, which JSON can carry and UTF-8 cannot
@@ -81,7 +81,7 @@ _DECODER = msgspec.json.Decoder(AdvisoryDocument)
 
 
 def parse(payload: bytes) -> AdvisoryDocument | None:
-    """The advisory that `payload` is, Floe's or stream-replicator's; None for anything else."""
+    """The advisory in `payload`, Floe's or stream-replicator's; None for anything else."""
     try:
         document = _DECODER.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -90,7 +90,6 @@ def parse(payload: bytes) -> AdvisoryDocument | None:
 
 
 def document_of(chain: Chain, inspect_field: str, advisory: Advisory) -> AdvisoryDocument:
-    """The same for the same advisory, whoever finds it and whenever."""
     age_ns = max(0, advisory.moment_ns - advisory.seen_ns)
     return AdvisoryDocument(
         protocol=PROTOCOL,
@@ -106,9 +105,7 @@ def document_of(chain: Chain, inspect_field: str, advisory: Advisory) -> Advisor
 
 
 def inspect_field(feed: FeedSettings) -> str:
-    """What the feed is sampled by, as documents name it: the JSON path, the header, or `subject` or
-    `subject.N`.
-    """
+    """What the feed is sampled by, as documents name it: the JSON path, the header, or `subject` or `subject.N`."""
     if feed.inspect_field or feed.inspect_header:
         return feed.inspect_field or feed.inspect_header
     token = feed.inspect_subject_token
@@ -116,19 +113,19 @@ def inspect_field(feed: FeedSettings) -> str:
 
 
 def event_id(chain: Chain, advisory: Advisory) -> str:
-    """A KSUID: ids sort by the second of their moment, and the rest says which advisory it is."""
+    """A KSUID: ids sort by the second of their moment, and the rest identifies the advisory."""
     of_chain = (chain.site, chain.feed, chain.incarnation, chain.partition)
     of_event = (advisory.event.value, advisory.value, advisory.seen_ns, advisory.moment_ns)
     digest = hashlib.sha256()
     for each in (*of_chain, *of_event):
         raw = str(each).encode("utf-8", "surrogatepass")
-        # With its length, so that no two lists of parts give the same bytes.
+        # With its length, so that different lists of parts never give the same bytes.
         digest.update(b"%d:%b" % (len(raw), raw))
     return ksuid(advisory.moment_ns // NS_PER_S, digest.digest()[:16])
 
 
 def ksuid(seconds: int, payload: bytes) -> str:
-    """The KSUID of a time (since 1970, cut to what four bytes hold) and 16 bytes."""
+    """The KSUID of a time (seconds since 1970, cut to four bytes) and 16 bytes."""
     since = min(max(0, seconds - KSUID_EPOCH), MAX_KSUID_SECONDS)
     number = int.from_bytes(since.to_bytes(4, "big") + payload, "big")
     digits = []
@@ -138,7 +135,7 @@ def ksuid(seconds: int, payload: bytes) -> str:
     return "".join(reversed(digits))
 
 
-HASH_DIGITS = 32  # what a value that was cut to MAX_VALUE ends in, after a ~
+HASH_DIGITS = 32  # the end, after a ~, of a value that was cut to MAX_VALUE
 
 # Spaces of all kinds, control characters, wildcards, half surrogates; dots that would make an empty token.
 _UNSAFE = re.compile(r"[\s\x00-\x20\x7f-\x9f*>%\ud800-\udfff]|^\.|\.$|(?<=\.)\.")
@@ -164,14 +161,12 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def subject_of(template: str, advisory: Advisory) -> str:
-    """Where `advisory` is published; a subject that can be published to, where the template is valid."""
     words = {EVENT: advisory.event.value, VALUE: safe(advisory.value)}
-    # Both in one go: what a value brings in is not looked at again.
+    # Both in one pass: placeholders inside a value are not replaced.
     return _PLACES.sub(lambda match: words[match[0]], template)
 
 
 def filter_of(template: str) -> str:
-    """The narrowest filter that takes every subject of the template."""
     tokens: list[str] = []
     for token in template.split("."):
         if VALUE in token:
@@ -196,7 +191,7 @@ def fed_back(template: str, subjects: Sequence[str], filter_subject: str) -> tup
 
 
 def loop_of(partition: Partition, chain: Chain, info: StreamInfo) -> Stopped | None:
-    """Why `partition` cannot be read: the advisories of `chain` would come back with its messages."""
+    """Why `partition` cannot be read: the advisories of `chain` would come back with its messages. None: no loop."""
     template = partition.settings.advisory.subject
     found = fed_back(template, info.config.get("subjects") or (), partition.filter_subject) if template else None
     if found is None:
@@ -219,7 +214,6 @@ def refuse_loop(partition: Partition, chain: Chain, info: StreamInfo) -> None:
 
 
 async def look_for_loop(partition: Partition, chain: Chain, client: FloeClient) -> None:
-    """As `refuse_loop`, of the stream as it is now. Asks only where there are advisories."""
     info = await stream_info(client, partition.stream) if partition.settings.advisory.subject else None
     if info is not None:
         refuse_loop(partition, chain, info)

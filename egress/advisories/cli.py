@@ -34,7 +34,7 @@ PAUSE = 1.0  # seconds until a connection that was lost is tried again
 
 
 def line_of(document: AdvisoryDocument) -> str:
-    """One line for people; times are UTC. Raises ValueError for a time that no calendar has."""
+    """Times are UTC. Raises ValueError for a time outside the calendar."""
     try:
         at = datetime.fromtimestamp(document.timestamp, UTC)
     except (OverflowError, OSError, ValueError):
@@ -46,9 +46,9 @@ def line_of(document: AdvisoryDocument) -> str:
 
 @dataclass
 class AdvisorySearch:
-    """Advisories of `value` (None: of all) stored in the last `since` seconds; `follow`: and those that come.
+    """Advisories of `value` (None: of all) stored in the last `since` seconds; `follow`: and those that come later.
 
-    `foreign` counts the messages that were no advisories.
+    `foreign` counts the messages that were not advisories.
     """
 
     client: FloeClient
@@ -61,7 +61,6 @@ class AdvisorySearch:
     _next: int = 0
 
     async def documents(self) -> AsyncGenerator[AdvisoryDocument]:
-        """What is found, in the stream's order; without an end where it follows, through lost connections."""
         if (info := await stream_info(self.client, self.stream)) is None:
             raise FloeError(
                 f"stream {self.stream}: expected one on this server, found none",

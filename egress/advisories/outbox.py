@@ -1,7 +1,7 @@
 """Advisories that are not stored yet: which to send now, which are late, which are stored already.
 
-What is doubtful may have been sent already: by a process that ended, or by this one, whose answer was lost.
-It is not sent before the stream was asked, and neither is what follows it for the same value.
+A doubtful advisory may have been sent already: by a process that ended, or by this one, which lost the answer.
+It is not sent before the stream was asked, and neither are those behind it for the same value.
 """
 
 import json
@@ -27,7 +27,7 @@ log = get_logger(__name__)
 
 
 LIMIT = 100_000  # advisories
-# Reading stops here. What was asked for by then still comes: a batch, with up to three advisories a message.
+# Reading stops here. What was requested before still comes: a batch, with up to three advisories a message.
 HIGH_WATER = LIMIT - 3 * 10_000
 WAVE = 256  # advisories on their way at once
 
@@ -50,11 +50,10 @@ class Outbox:
 
     @property
     def doubtful(self) -> Collection[Advisory]:
-        """What may have been stored already, in the order in which it was added."""
         return self._doubtful.keys()
 
     def add(self, advisories: Iterable[Advisory], *, doubtful: bool = False) -> None:
-        """Behind what is there of the same value. What is there already and in doubt is not added twice."""
+        """Added behind the others of the same value. A doubtful one that is here already is not added twice."""
         for advisory in advisories:
             if self._doubtful and advisory in self._doubtful:
                 continue
@@ -64,12 +63,11 @@ class Outbox:
                 self._doubtful[advisory] = None
 
     def wave(self, most: int = WAVE) -> list[Advisory]:
-        """What to send now: of each of the first values its first advisory, unless that is doubtful."""
+        """What to send now: for each of the first values its first advisory, unless that is doubtful."""
         heads = (queue[0] for queue in self._queues.values())
         return list(islice((head for head in heads if head not in self._doubtful), most))
 
     def remove(self, advisory: Advisory) -> None:
-        """It is stored, or not to be sent any more. Nothing where it is not there."""
         self._doubtful.pop(advisory, None)
         queue = self._queues.get(advisory.value, [])
         if advisory not in queue:
@@ -79,13 +77,11 @@ class Outbox:
         self._to_the_end(advisory.value)
 
     def put_back(self, advisory: Advisory, *, doubtful: bool) -> None:
-        """It was sent, and is not known to be stored."""
         self._to_the_end(advisory.value)
         if doubtful:
             self._doubtful[advisory] = None
 
     def _to_the_end(self, value: str) -> None:
-        """A value that had its turn comes last, so that no other is held up."""
         if queue := self._queues.pop(value):
             self._queues[value] = queue
 
@@ -95,7 +91,6 @@ class Outbox:
             self._doubtful.pop(advisory, None)
 
     def pending(self) -> tuple[Advisory, ...]:
-        """Everything that is not known to be stored, in order for each value."""
         return tuple(chain.from_iterable(self._queues.values()))
 
 
@@ -105,13 +100,12 @@ ASK_EVERY = 60.0  # seconds
 
 
 def is_late(advisory: Advisory, now_ns: int, duration_ns: int) -> bool:
-    """Whether `advisory` is not to be sent any more at `now_ns`, by the clock that stamps messages."""
     limit = max(DURATIONS * duration_ns, AT_LEAST)
     return advisory.event is not Event.NEW and now_ns - advisory.moment_ns > limit
 
 
 class Lateness:
-    """Judges by this host's clock, and before it drops anything by that of the server of `stream`.
+    """Judges by this host's clock; before it drops anything, by that of the server of `stream`.
 
     Moments are times of messages, which the server set: a host whose clock is ahead must not lose them.
     """
@@ -121,7 +115,7 @@ class Lateness:
         self._ahead_ns, self._asked = 0, float("-inf")
 
     async def late(self, advisories: list[Advisory]) -> set[Advisory]:
-        """Those that come too late. Raises Unavailable where the server must be asked and does not answer."""
+        """Raises Unavailable where the server must be asked and does not answer."""
         if (late := self._judge(advisories)) and self._clock.monotonic() - self._asked > ASK_EVERY:
             await self._ask()
             late = self._judge(advisories)
@@ -136,7 +130,7 @@ class Lateness:
             info = await stream_info(self._client, self._stream)
         except (ApiError, Refused):
             info = None
-        # Where nobody says the time (servers before 2.10 do not), this host's has to do.
+        # Where the server does not say its time (before 2.10), this host's time is used.
         server_ns = parse_time(info.time) if info is not None and info.time else self._now_ns()
         self._ahead_ns, self._asked = self._now_ns() - server_ns, self._clock.monotonic()
 
@@ -145,7 +139,7 @@ class Lateness:
 
 
 MESSAGE_ID = b"Nats-Msg-Id"
-MARGIN = 60 * NS_PER_S  # by which clocks of servers may differ
+MARGIN = 60 * NS_PER_S  # by which the clocks of servers may differ
 # Headers only, so that many fit into little memory.
 ASKED = Asked(batch=5000, window=2 * 1024 * 1024)
 
@@ -163,7 +157,7 @@ async def ids_stored(
     for name in names:
         if (info := await stream_info(client, name)) is None:
             raise Unavailable(f"stream {name} was there a moment ago and is not now")
-        # The consumer may sit on a replica that is behind: it must pass what the leader has stored.
+        # The consumer may be on a replica that is behind: it must pass what the leader has stored.
         last = info.last_sequence
         pieces = scan(client, name, start, until=last, subject=subject, headers_only=True, asked=asked)
         async with aclosing(pieces):
@@ -194,7 +188,7 @@ class AdvisoryTally:
     def __init__(self, chain: Chain, template: str) -> None:
         self._chain, self._template = chain, template
         self._labels = chain.site, chain.feed, str(chain.partition)
-        #: The code of what the last attempts failed with; empty while they do not.
+        #: The code of the error of the last attempts; empty while they succeed.
         self.failing = ""
         begin("egress_", "advisories", site=chain.site, feed=chain.feed, partition=str(chain.partition))
         self.waiting(0)
@@ -207,7 +201,6 @@ class AdvisoryTally:
         metrics.advisories_waiting.labels(*self._labels).set(count)
 
     def fails(self, error: FloeError) -> None:
-        """Sending fails; told once for each cause, not once for each advisory."""
         metrics.advisories_failing.labels(*self._labels).set(1)
         if error.code != self.failing:
             self.failing = error.code
@@ -225,14 +218,13 @@ class AdvisoryTally:
             )
 
     def works(self) -> None:
-        """Nothing that failed waits any more."""
         if self.failing:
             self.failing = ""
             metrics.advisories_failing.labels(*self._labels).set(0)
             log.info("advisories are stored again", action="advisories_work", **self._chain.log_context())
 
     def not_compared(self, why: str) -> None:
-        """What may have been sent could not be looked for: only the stream's duplicate window protects."""
+        """Advisories that may have been sent could not be looked for: only the stream's duplicate window protects."""
         log.warning(
             "advisories are not compared with their stream",
             action="advisories_not_compared",
@@ -243,7 +235,6 @@ class AdvisoryTally:
         )
 
     def refused(self, advisory: Advisory, error: ValueError) -> None:
-        """It can never be sent."""
         self.count(advisory, SendResult.DROPPED)
         log.error(
             "advisory dropped",
@@ -258,8 +249,8 @@ class AdvisoryTally:
 def judge_ack(subject: str, payload: bytes) -> SendResult:
     """STORED or DUPLICATE where a stream says so.
 
-    Raises ApiError or Unavailable where it refuses: nothing is stored; OutcomeUnknown for anything else, such
-    as the answer of somebody who is no stream.
+    Raises ApiError or Unavailable where it refuses: nothing is stored; OutcomeUnknown for anything else, such as an
+    answer that is not from a stream.
     """
     ack = api_answer(subject, payload)
     stream, sequence, duplicate = ack.get("stream"), ack.get("seq"), ack.get("duplicate", False)

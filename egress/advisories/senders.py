@@ -19,7 +19,7 @@ from egress.advisories.outbox import LIMIT, WAVE, AdvisoryTally, Lateness, Outbo
 from egress.partition import Partition
 
 ACK_TIMEOUT = 5.0  # seconds
-TICK = 0.5  # seconds between looks at what nobody wakes us for
+TICK = 0.5  # seconds between looks at what no event wakes us for
 PROBE = 4  # advisories sent at once where the right to send is missing: the connection logs each subject
 IDS_AT_ONCE = 1000  # made in one turn of the event loop
 
@@ -29,8 +29,8 @@ class AdvisorySender:
     """Publishes the advisories of `chain`, each once and as soon as it can; drops and counts them where the
     connection is down. Made only where `partition.settings.advisory.subject` is set.
 
-    `outbox`: what a snapshot says is not stored yet; some of it may have been sent since. `may_send`: asked
-    before anything is sent, such as whether the lease is usable. `ack_timeout`: seconds.
+    `outbox`: what a snapshot says is not stored yet; some of it may have been sent since. `may_send`: asked before
+    anything is sent, such as whether the lease is usable. `ack_timeout`: seconds.
     """
 
     partition: Partition
@@ -55,7 +55,7 @@ class AdvisorySender:
     def take(self, advisories: Sequence[Advisory], *, again: bool) -> None:
         """Send these, in this order for each value. Called from the event loop; never waits, never refuses.
 
-        `again`: found while reading again what was read before, so that they may have been sent.
+        `again`: found while reading again what was read before, so they may have been sent.
         """
         if again:
             return
@@ -68,18 +68,18 @@ class AdvisorySender:
         self._wake.set()
 
     def settle(self) -> None:
-        """Reading again has ended: what may have been sent is looked for in the stream, then sent."""
+        """Reading again has ended: advisories that may have been sent are looked for in the stream, then sent."""
 
     @property
     def has_room(self) -> bool:
-        """False while so many wait to be stored that the reader must ask for no more (stop, don't skip).
+        """False while so many wait to be stored that the reader must not ask for more (stop, don't skip).
 
-        To be asked again at each tick: room comes back by itself.
+        Ask again at each tick: no event says when there is room.
         """
         return True
 
     def pending(self) -> tuple[Advisory, ...]:
-        """Not known to be stored, those on their way included: goes into snapshots. Empty if not reliable."""
+        """Not known to be stored, including those in flight: goes into snapshots. Empty if not reliable."""
         return ()
 
     async def run(self) -> None:
@@ -93,7 +93,7 @@ class AdvisorySender:
             await wait_for(self._wake, TICK)
 
     async def drain(self, timeout: float) -> None:
-        """Return when nothing waits, sending fails, or `timeout` seconds have passed; while `run` runs."""
+        """Returns when nothing waits, sending fails, or `timeout` seconds have passed. `run` must be running."""
         await wait_for(self._idle, timeout)
 
     async def _send(self, wave: list[Advisory]) -> None:
@@ -119,9 +119,9 @@ class AdvisorySender:
             self._tally.count(advisory, result)
 
     def _message(self, advisory: Advisory) -> tuple[bytes, bytes, bytes]:
-        """Subject, payload, and headers with the id by which the stream knows it again.
+        """Subject, payload, and headers with the id by which the stream recognises it.
 
-        Raises ValueError where the server would not take it, and end the connection.
+        Raises ValueError where the server would refuse it and close the connection.
         """
         document = document_of(self.chain, inspect_field(self.partition.settings), advisory)
         payload, headers = document.to_json(), build_block([b"Nats-Msg-Id: " + document.event_id.encode()])
@@ -131,10 +131,10 @@ class AdvisorySender:
 
 
 class ReliableSender(AdvisorySender):
-    """Sends what is in its outbox: of each value one at a time, of all values a wave at a time.
+    """Sends what is in its outbox: for each value one at a time, over all values a wave at a time.
 
-    An answer that is lost makes an advisory doubtful. What is doubtful is looked for in the stream, and sent
-    if it is not there. Nothing is given up but what comes too late.
+    A lost answer makes an advisory doubtful. A doubtful one is looked for in the stream, and sent if it is not there.
+    Only what comes too late is given up.
     """
 
     def __post_init__(self, outbox: Sequence[Advisory]) -> None:
@@ -144,7 +144,7 @@ class ReliableSender(AdvisorySender):
         self._is_settled, self._is_compared, self._most = False, True, WAVE
         self.take(outbox, again=True)
 
-    # What comes in
+    # Incoming
 
     def take(self, advisories: Sequence[Advisory], *, again: bool) -> None:
         self._outbox.add(advisories, doubtful=again)
@@ -178,7 +178,7 @@ class ReliableSender(AdvisorySender):
             try:
                 went_on = self.may_send() and self.client.is_up and await self._step()
             except FloeError as error:
-                # A line that is down is told elsewhere; a lost answer is looked for next.
+                # A lost connection is reported elsewhere; a lost answer is looked for next.
                 if self.client.is_up and not isinstance(error, OutcomeUnknown):
                     self._tally.fails(error)
                 await self.clock.sleep(self._backoff.next())
@@ -192,7 +192,7 @@ class ReliableSender(AdvisorySender):
             await wait_for(self._idle, min(0.05, timeout))
 
     async def _step(self) -> bool:
-        """Do what is next; False where there is nothing to do."""
+        """False where there is nothing to do."""
         outbox = self._outbox
         if outbox.doubtful and (self._is_settled or not outbox.has_room):
             await self._compare(list(outbox.doubtful))
@@ -221,7 +221,7 @@ class ReliableSender(AdvisorySender):
             raise failures[0]
 
     async def _send_one(self, advisory: Advisory) -> FloeError | None:
-        """Send it and note what became of it; why not, where it is not stored."""
+        """Returns why it is not stored; None where it is."""
         try:
             subject, payload, headers = self._message(advisory)
             answer, _ = await self.client.request_raw(subject, payload, headers, timeout=self.ack_timeout)
@@ -240,7 +240,6 @@ class ReliableSender(AdvisorySender):
     # What may have been sent
 
     async def _compare(self, doubtful: list[Advisory]) -> None:
-        """Leave out what the stream holds; the rest may be sent."""
         advisories, wanted = await self._without_late(doubtful), dict[str, Advisory]()
         for start in range(0, len(advisories), IDS_AT_ONCE):
             some = advisories[start : start + IDS_AT_ONCE]
@@ -253,7 +252,7 @@ class ReliableSender(AdvisorySender):
         self._changed()
 
     async def _stored(self, wanted: dict[str, Advisory]) -> set[str]:
-        """The ids that are stored; none where nobody can say. Raises Unavailable where it is to be asked
+        """The ids that are stored; empty where that cannot be found out. Raises Unavailable where it is to be asked
         again.
         """
         subject, least_ns = filter_of(self._template), min(each.moment_ns for each in wanted.values())
@@ -279,5 +278,4 @@ class ReliableSender(AdvisorySender):
 
 
 def sender_kind(partition: Partition) -> type[AdvisorySender]:
-    """What the settings of `partition` ask for."""
     return ReliableSender if partition.settings.advisory.reliable else AdvisorySender

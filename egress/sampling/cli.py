@@ -30,10 +30,10 @@ _LINES_AT_ONCE = 1000
 
 @dataclass(frozen=True, slots=True)
 class KeySelection:
-    """Which values: those that match `pattern` (None: all), were seen at `since_ns` or later, and, where
-    `silent_ns` is not None, are known to be silent or were seen before it.
+    """Which values: those that match `pattern` (None: all), were seen at `since_ns` or later, and, where `silent_ns`
+    is not None, are known to be silent or were seen before it.
 
-    Those last seen at `expired_ns` or before have expired, like those that were told about: they are unknown.
+    Values last seen at `expired_ns` or before have expired, like those whose expiry was reported: they are unknown.
     """
 
     pattern: re.Pattern[str] | None = None
@@ -42,7 +42,6 @@ class KeySelection:
     expired_ns: int = 0
 
     def takes(self, known: KnownKey) -> bool:
-        """Whether `known`, which has not expired, is one of them."""
         if known.seen_ns < self.since_ns:
             return False
         if self.silent_ns is not None and not (known.notice or known.seen_ns < self.silent_ns):
@@ -62,7 +61,7 @@ class Values:
         self._sizes, self._notices = array("Q"), bytearray()
         self.known = self.expired = 0
         for known in state.known():
-            # What only waits to be forgotten.
+            # Keys that only wait to be forgotten.
             if known.notice == Notice.EXPIRE or known.seen_ns <= selection.expired_ns:
                 self.expired += 1
                 continue
@@ -77,7 +76,6 @@ class Values:
         return len(self._values)
 
     def last_seen_by(self, time_ns: int) -> int:
-        """How many of them were seen last at `time_ns` or before."""
         return sum(seen <= time_ns for seen in self._times[::3])
 
     def __iter__(self) -> Iterator[KnownKey]:
@@ -87,19 +85,16 @@ class Values:
 
 
 def as_value(_chain: Chain, known: KnownKey) -> str:
-    """The value alone."""
     return escaped(known.value)
 
 
 def _as_text(chain: Chain, known: KnownKey) -> str:
-    """One line for people; what a value holds cannot forge another."""
     advised = known.notice.name.lower() if known.notice else "-"
     times = f"{format_time(known.seen_ns):{_TIME_WIDTH}}  {format_time(known.copied_ns):{_TIME_WIDTH}}"
     return f"{chain}  {times}  {known.size:10}  {advised:7}  {escaped(known.value)}"
 
 
 def _as_json(chain: Chain, known: KnownKey) -> str:
-    """One line for programs. `advised`: null or `timeout`; `due`: when the next one passes."""
     return json.dumps(
         {
             "chain": str(chain),
@@ -187,7 +182,6 @@ def state(
 
 
 def _tell(ref: SnapshotRef, snapshot: Snapshot, chosen: Values, now: float) -> None:
-    """How many values there are, and how old what is known of them is."""
     text = (
         f"{ref.chain}: {len(chosen)} of {chosen.known} values, as of sequence {ref.position - 1}; "
         f"the snapshot is {max(0.0, now - ref.modified):.0f} s old"
@@ -200,7 +194,7 @@ def _tell(ref: SnapshotRef, snapshot: Snapshot, chosen: Values, now: float) -> N
 
 
 def _sampled(settings: Settings, feed: str | None) -> list[FeedSettings]:
-    """The sampled feeds, or `feed` alone. Raises UsageError where that is none of them."""
+    """The sampled feeds, or `feed` alone. Raises UsageError where that is not one of them."""
     sampled = [each for each in settings.egress.feeds if each.sampling_key]
     found = [each for each in sampled if feed in (None, each.name)]
     if not found and feed is None:
@@ -212,7 +206,9 @@ def _sampled(settings: Settings, feed: str | None) -> list[FeedSettings]:
 
 
 def _read(store: SegmentStore, chain: Chain, failures: list[FloeError]) -> tuple[SnapshotRef, Snapshot] | None:
-    """The newest readable snapshot; None without one, a failure where there are some and none is readable."""
+    """The newest readable snapshot; None without one. If there are some and none is readable, that is added to
+    `failures`.
+    """
     snapshots = Snapshots(store, chain)
     if not (refs := snapshots.list()):
         click.echo(f"{chain}: no snapshot yet", err=True)

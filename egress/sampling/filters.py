@@ -1,7 +1,7 @@
 """Which received messages are kept, and what is told of their keys, on the way to the builder.
 
-Reasons for leaving out, in this order: looped, too old, sampled out. What a reason leaves out is not shown to
-the next one: a message that is too old never touches the sampler. Nor does one that claims to have come round
+Reasons for leaving out, in this order: looped, too old, sampled out. A message that one reason leaves out is not
+shown to the next: one that is too old never reaches the sampler. Nor does one that claims to be a copy
 (`egress.loops`): it passes, and is compared before it is written.
 """
 
@@ -20,7 +20,7 @@ from egress.builder import Builder
 from egress.loops import Claims
 from egress.sampling.sampler import SampledBatch, Sampler
 
-# From whether a message is kept (1 or 0) to its code, and from its code to whether it is still in question.
+# Maps "is kept" (1 or 0) to the code of a message, and its code to whether it is still undecided.
 _FROM_CHOICE = bytes([SAMPLED_OUT, 0]) + bytes(254)
 _IN_QUESTION = bytes([1]) + bytes(255)
 
@@ -29,10 +29,10 @@ _IN_QUESTION = bytes([1]) + bytes(255)
 class PreFilter:
     """Made where a feed has `max_age`, is a relay or is sampled.
 
-    `site`: messages that came through it are left out where `relay` is true. `keep_ns`: messages older than
-    this before the newest one seen are left out; 0 keeps all. `newest_ns`: the newest seen so far, 0 if none
-    was. `sampler`: None keeps what the others let pass. `claims`: which messages it is not shown. `choices`:
-    what it chose of the last batch, if asked.
+    `site`: messages that came through it are left out where `relay` is true. `keep_ns`: messages older than this
+    before the newest one seen are left out; 0 keeps all. `newest_ns`: the newest seen so far, 0 if none was.
+    `sampler`: None keeps what the others let pass. `claims`: which messages it is not shown. `choices`: what it chose
+    of the last batch, if asked.
     """
 
     site: str
@@ -45,7 +45,7 @@ class PreFilter:
     choices: SampledBatch | None = field(init=False, default=None)
 
     def saw(self, timestamp_ns: int) -> bool:
-        """The source holds a message as new as this; whether older ones are left out because of it."""
+        """The source holds a message as new as this. Returns whether older ones are left out because of it."""
         older = self.newest_ns
         self.newest_ns = max(older, timestamp_ns)
         return bool(self.keep_ns) and timestamp_ns - self.keep_ns > older
@@ -75,7 +75,6 @@ class PreFilter:
         return codes
 
     def _looped(self, columns: Columns) -> list[int]:
-        """The places of the messages that this site froze before and no replay brought back."""
         places: list[int] = []
         for place, block in enumerate(columns.headers if self.relay else ()):
             if block is not None and SOURCE in block:
@@ -86,7 +85,6 @@ class PreFilter:
         return places
 
     def _too_old(self, columns: Columns) -> list[int]:
-        """The places of the messages that are too old beside the newest one before them."""
         times = columns.timestamps_ns
         before, self.newest_ns = self.newest_ns, max(self.newest_ns, max(times))
         if not self.keep_ns or min(times) >= self.newest_ns - self.keep_ns:
@@ -106,7 +104,6 @@ class PreFilter:
 
 
 def _around(sampler: Sampler, columns: Columns, claiming: list[int]) -> SampledBatch:
-    """What the sampler chooses of all but those at the places `claiming`, which pass without a key."""
     if not claiming:
         return sampler.fold(columns)
     shown = bytearray(b"\1") * len(columns)
@@ -122,11 +119,11 @@ def _around(sampler: Sampler, columns: Columns, claiming: list[int]) -> SampledB
 
 
 class Tracking:
-    """Tells what the sampler finds out about keys, and lets time pass for it.
+    """Reports what the sampler finds out about keys, and lets time pass for it.
 
-    `advisories`: None where the feed has none; then time only lets the sampler forget. `again_last`: up to
-    this sequence a former session may have found the same already. `again_until_ns`: and it may have let this
-    time pass, if by then all messages up to `again_last` are folded in; 0 if not.
+    `advisories`: None where the feed has none; then time only lets the sampler forget. `again_last`: up to this
+    sequence a former session may have found the same already. `again_until_ns`: that session may have advanced to
+    this time, if by then all messages up to `again_last` are folded in; 0 if not.
     """
 
     def __init__(
@@ -137,12 +134,10 @@ class Tracking:
         self.is_again = True
 
     def found(self, advisories: list[Advisory], *, again: bool = False) -> None:
-        """Hand these over; `again`: they may have been sent, though nothing is read again any more."""
         if self._advisories is not None and advisories:
             self._advisories.take(advisories, again=again or self.is_again)
 
     def reached(self, sequence: int) -> None:
-        """All up to `sequence` is folded in."""
         if self.is_again and sequence >= self._again_last:
             self.advance(max(self._sampler.watermark_ns, self._again_until_ns))
             self.is_again = False
@@ -163,12 +158,10 @@ class Sifting:
         self._builder, self._sieve = builder, sieve
 
     def messages(self, columns: Columns) -> None:
-        """The next messages."""
         if not self._builder.is_done:
             self._builder.sifted(self._sieve.sift(columns))
 
     def passed(self, sequence: int) -> None:
-        """The consumer delivers no more up to `sequence`."""
         self._builder.passed(sequence)
 
 
@@ -191,8 +184,8 @@ class SampledStretch:
 class SamplingStage:
     """For a sampled feed.
 
-    `on_writing`: called once, where writing begins, with whether messages are judged by a time that no
-    snapshot knows. `on_batch`: called before each batch that is written; `on_choices`: behind it.
+    `on_writing`: called once, where writing begins; its argument: whether messages are judged by a time that no
+    snapshot knows. `on_batch`: called before each batch that is written; `on_choices`: after it.
     """
 
     def __init__(
@@ -218,7 +211,6 @@ class SamplingStage:
         self._reached(self.end)
 
     def messages(self, columns: Columns) -> None:
-        """The next messages; what is archived of them is only folded."""
         if count := bisect_left(columns.sequences, self._stretch.write_from):
             self._sift(columns.part(0, count))
             self._reached(columns.sequences[count - 1])
@@ -227,7 +219,6 @@ class SamplingStage:
             self._write(columns)
 
     def passed(self, sequence: int) -> None:
-        """The consumer delivers no more up to `sequence`."""
         self._builder.passed(sequence)
         self._reached(max(self.end, min(sequence, self._until)))
 

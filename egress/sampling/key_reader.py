@@ -1,7 +1,7 @@
 """Reads the key of a message: from a JSON field, a header or the subject; and its force field.
 
-Values of JSON are found by typed decoders of msgspec: they check the document whole, and skip what is not
-asked for. Where that is not enough (a list on the way, two things under one name) the slow walk finds the
+Values of JSON are found by typed decoders of msgspec: they check the whole document, and skip what is not
+asked for. Where that is not enough (a list on the way, two members with one name) the slow walk finds the
 same.
 """
 
@@ -50,8 +50,8 @@ def scalar(raw: bytes) -> str | None:
 def _walk(path: Path) -> Callable[[bytes], bytes | None]:
     """Finds the JSON of the value at `path`, whatever the document looks like; None if there is none.
 
-    The last of several members of one name counts, and what stands behind the value is checked too. Raises
-    one of `UNREADABLE`.
+    Of several members with one name the last counts; what stands behind the value is checked too. Raises one of
+    `UNREADABLE`.
     """
     steps = list(map(_step, path))
 
@@ -67,7 +67,7 @@ def _walk(path: Path) -> Callable[[bytes], bytes | None]:
 def _step(name: str) -> Callable[[bytes], bytes | None]:
     """From an object to its member, from an array to its item; None where there is none."""
     member = _member(name)
-    # More digits than that name no item of a payload.
+    # No payload has an item with more digits than that.
     index = int(name) if name.isascii() and name.isdigit() and len(name) < 10 else None
 
     def step(value: bytes) -> bytes | None:
@@ -94,7 +94,6 @@ def _bytes(raw: msgspec.Raw | None) -> bytes | None:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether msgspec takes it as the name of a field."""
     return not any(character in '"\\' or character < " " for character in name)
 
 
@@ -103,7 +102,7 @@ Branch = dict[str, "Branch | int"]
 
 
 def _grow(branch: Branch, path: Path, place: int) -> bool:
-    """Add a path to the branch; False where it collides with another."""
+    """False where the path collides with another."""
     for name in path[:-1]:
         below = branch.setdefault(name, {})
         if isinstance(below, int):
@@ -113,10 +112,10 @@ def _grow(branch: Branch, path: Path, place: int) -> bool:
 
 
 def _struct(branch: Branch, kinds: Sequence[Any], prefix: str, attributes: list[str]) -> Any:
-    """The type of a branch. What is absent is None at its end, and an empty struct on the way there.
+    """The type of a branch. An absent value is None at its end, and an empty struct on the way there.
 
-    `attributes` takes for each path the attributes that lead to its value from the root, `prefix` those that
-    lead here.
+    `attributes` receives for each path the attributes that lead to its value from the root, `prefix` those that lead
+    here.
     """
     fields: list[tuple[str, Any, Any]] = []
     for number, below in enumerate(branch.values()):
@@ -143,8 +142,8 @@ class Way:
 class JsonReader:
     """Reads the key at one path, and whether `true` stands at another; either may be None.
 
-    It begins with a decoder of text. A document that holds something else there is read once more, as JSON
-    values, and after the first key that is found so this way comes first; what neither can read is walked
+    It begins with a decoder of text. A document with another type of value there is read once more, as JSON values;
+    after the first key found that way, this decoder is tried first. A document that neither can read is walked
     through. The answer depends on the document alone, not on what was read before.
     """
 
@@ -152,7 +151,7 @@ class JsonReader:
         self._ways, self._first = _ways(key, force), 0
 
     def keys(self, payloads: Sequence[bytes]) -> list[str | None]:
-        """The key of each; None for a document without one, and for what is no document."""
+        """None for a document without a key, and for what is not JSON."""
         keys: list[str | None] = []
         append, first = keys.append, self._ways[self._first]
         decode, key = first.decode, first.key
@@ -164,7 +163,7 @@ class JsonReader:
         return keys
 
     def both(self, payloads: Sequence[bytes]) -> tuple[list[str | None], list[bool]]:
-        """The key of each, as above, and whether it is to pass; False for what is no document."""
+        """The keys, as above, and whether each message is to pass; False for what is not JSON."""
         found: list[tuple[str | None, bool]] = []
         first = self._ways[self._first]
         decode, key, forced = first.decode, first.key, first.forced
@@ -215,7 +214,9 @@ def _tree(key: Path | None, force: Path | None, kind: Any) -> Way | None:
 
 
 def _way(decode: Callable[[bytes], Any], find_key: Find | None, find_force: Find | None) -> Way:
-    """`find_key`, `find_force`: give the JSON of a value, None where it is absent; None where nobody asks."""
+    """`find_key`, `find_force`: give the JSON of a value, None where it is absent. Either is None where it is not
+    asked for.
+    """
 
     def key(document: Any) -> str | None:
         found = find_key(document) if find_key else None
@@ -250,14 +251,13 @@ class KeyReader:
             keys = self._by(columns)
         elif forced is None:
             keys = self._json.keys(columns.payloads)
-        # A character is four bytes at most: mostly this one comparison is all.
+        # A character has at most four bytes: this one comparison mostly decides.
         if max(map(len, filter(None, keys)), default=0) > MAX_KEY_BYTES // 4:
             keys = [None if key is None or len(key.encode()) > MAX_KEY_BYTES else key for key in keys]
         return keys, forced
 
 
 def _by_header(name: str) -> Callable[[Columns], Keys]:
-    """By the first header of this name, in any case, without the spaces around its value."""
     line = rb"\r\n[ \t]*" + re.escape(name.encode()) + rb"[ \t]*:([^\r\n]*)"
     find = re.compile(line, re.IGNORECASE).search
 
@@ -269,7 +269,6 @@ def _by_header(name: str) -> Callable[[Columns], Keys]:
 
 
 def _by_token(token: int) -> Callable[[Columns], Keys]:
-    """By one token of the subject, counted from 1, or by all of it (-1)."""
     if token < 0:
         return lambda columns: list(map(_key_text, columns.subjects))
 

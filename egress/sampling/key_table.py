@@ -1,7 +1,8 @@
 """What is known about each key: places for keys, and parallel columns with one entry for each place.
 
 Columns and not an object for each key: a million keys fit in 200 MB, are frozen in a few milliseconds, and
-Arrow finds the silent ones at once. The fold reads and writes the columns itself; only keys come and go here.
+Arrow finds the silent ones at once. The fold reads and writes the columns itself; here only keys are added and
+removed.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ import pyarrow.compute as pc
 
 from common.clock import NS_PER_S
 
-#: A publisher with a period of `inspect_duration` is never quite on time: it may be early by this much.
+#: A publisher with a period of `inspect_duration` is never exactly on time: it may be early by this much.
 SLACK_PART = 100
 
 
 def period_ns(key: str, duration_ns: int) -> int:
     """After how many nanoseconds since its last copy a message of `key` passes again.
 
-    That is `duration_ns`, less a slack of a hundredth of it (at most one second), less a share of a tenth of
-    it that follows from the key alone: copies that began together drift apart, and none is late.
+    That is `duration_ns`, less a slack of one hundredth of it (at most one second), less a share of up to a tenth of
+    it that depends on the key alone. So copies that began together drift apart, and none is late.
     """
     digest = blake2b(key.encode("utf-8", "backslashreplace"), digest_size=8).digest()
     spread = int.from_bytes(digest, "big") * duration_ns // (10 << 64)
@@ -39,7 +40,7 @@ CHUNK = 4096
 
 
 class Notice(IntEnum):
-    """What was told about a key since it was last seen."""
+    """What was reported about a key since it was last seen."""
 
     NONE = 0
     TIMEOUT = 1
@@ -66,9 +67,9 @@ class KnownKey:
 class SamplerState:
     """What a sampler knew at one moment, at first nothing. Made by `Sampler.freeze` and by `decode`.
 
-    `watermark_ns`: the newest message time folded in. `values`: lists of `CHUNK` keys (the last may be
-    shorter), None where a place is free. The other fields hold the columns, one entry for each place: `seen`
-    and `due` 8 bytes (ns), `sizes` 4, `notices` 1, in the byte order of this machine.
+    `watermark_ns`: the newest message time folded in. `values`: lists of `CHUNK` keys (the last may be shorter), None
+    where a place is free. The other fields hold the columns, one entry for each place: `seen` and `due` 8 bytes (ns),
+    `sizes` 4, `notices` 1, in the byte order of this machine.
     """
 
     duration_ns: int
@@ -80,11 +81,9 @@ class SamplerState:
     notices: bytes = b""
 
     def count(self) -> int:
-        """How many keys are known."""
         return sum(len(chunk) - chunk.count(None) for chunk in self.values)
 
     def known(self) -> Iterator[KnownKey]:
-        """Every key with what is known about it, in no order that means anything."""
         values, times = chain.from_iterable(self.values), (array("q", self.seen), array("q", self.due))
         columns = zip(values, *times, array("I", self.sizes), self.notices, strict=True)
         for value, seen, due, size, notice in columns:
@@ -98,7 +97,7 @@ NEVER = 2**63 - 1
 
 
 def later(time_ns: int, by_ns: int) -> int:
-    """`time_ns + by_ns`, as far as a column holds it: message times may be any that a server can write."""
+    """`time_ns + by_ns`, capped to what a column holds: message times may be any that a server can write."""
     return min(NEVER, time_ns + by_ns)
 
 
@@ -106,7 +105,7 @@ def later(time_ns: int, by_ns: int) -> int:
 class DueLimits:
     """Keys last seen before `timeout`, not after `expire` or not after `forget` (ns) are due.
 
-    Only what was not told yet is due to be told.
+    Only what was not reported yet is due to be reported.
     """
 
     timeout: int
@@ -134,17 +133,14 @@ class Table:
                 self.places[key] = place
 
     def __len__(self) -> int:
-        """How many keys stand here."""
         return len(self.places)
 
     def key(self, place: int) -> str:
-        """The key at a place that is not free."""
         key = self._chunks[place // CHUNK][place % CHUNK]
         assert key is not None
         return key
 
     def add(self, key: str, seen: int, due: int, size: int) -> None:
-        """A key that does not stand here yet."""
         if not self._free:
             place = len(self.seen)
             if place % CHUNK == 0:
@@ -162,7 +158,6 @@ class Table:
         self.places[key] = place
 
     def forget(self, place: int) -> None:
-        """Free a place that is not free."""
         del self.places[self.key(place)]
         self._own(place)[place % CHUNK] = None
         self.seen[place], self.due[place], self.sizes[place] = NEVER, 0, 0
@@ -170,13 +165,11 @@ class Table:
         self._free.append(place)
 
     def freeze(self, duration_ns: int, watermark_ns: int) -> SamplerState:
-        """What stands here now. The keys are not copied: their lists are shared until one of them changes."""
         self._shared = bytearray(b"\1" * len(self._chunks))
         columns = self.seen.tobytes(), self.due.tobytes(), self.sizes.tobytes(), bytes(self.notices)
         return SamplerState(duration_ns, watermark_ns, tuple(self._chunks), *columns)
 
     def _own(self, place: int) -> list[str | None]:
-        """The list of keys that `place` is in, copied if a frozen state holds it too."""
         number = place // CHUNK
         if self._shared[number]:
             self._chunks[number] = list(self._chunks[number])
@@ -186,14 +179,13 @@ class Table:
     # By Arrow: no key can be added while its arrays exist.
 
     def _columns(self) -> tuple[pa.Array[Any], pa.Array[Any]]:
-        """`seen` and `notices`, not copied."""
         count = len(self.seen)
         seen = pa.Array.from_buffers(pa.int64(), count, [None, pa.py_buffer(self.seen)])
         notices = pa.Array.from_buffers(pa.uint8(), count, [None, pa.py_buffer(self.notices)])
         return seen, notices
 
     def due_places(self, limits: DueLimits, most: int) -> list[int]:
-        """The first places of keys that are due, so many at most."""
+        """The first places of keys that are due, at most `most`."""
         seen, notices = self._columns()
         is_silent = pc.less(seen, _time(max(limits.timeout, limits.expire + 1, limits.forget + 1)))
         silent = cast("pa.Array[Any]", pc.call_function("indices_nonzero", [is_silent]))
@@ -207,7 +199,7 @@ class Table:
         return cast(list[int], due.slice(0, most).to_pylist())
 
     def oldest(self) -> tuple[int, int, int]:
-        """The least `seen` of keys nothing was told about, of those with a timeout, and of all keys.
+        """The least `seen` of keys without a notice, of those with a timeout, and of all keys.
 
         `NEVER` where there is none.
         """

@@ -1,8 +1,8 @@
 """A sampler built again from the archive: what was copied lately, and when.
 
-The rows of the last `inspect_duration` say of every value when it was copied last, which is what a choice
-goes by. What they cannot say is when a value was seen and left out; so every value counts as just seen, and
-nobody is told of a silence that may be none.
+The rows of the last `inspect_duration` show when each value was copied last; choices depend on that. They do not
+show when a value was seen and left out. So every value counts as just seen, and no silence is reported that may
+not be one.
 """
 
 import heapq
@@ -40,8 +40,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LookbackRange:
-    """`first`: the first sequence to read, None where no row counts. `is_whole`: whether older rows are known
-    not to count; if not, what came before the chain may count too."""
+    """`first`: the first sequence to read, None where no row counts. `is_whole`: whether older rows are known not to
+    count; if not, rows before the chain may count too.
+    """
 
     first: int | None
     is_whole: bool
@@ -56,7 +57,7 @@ class _DamagedError(Exception):
 
 
 class Past:
-    """The rows of `chain` up to `last`, by the cover of `refs`, that `filter_subject` takes. Blocking."""
+    """The rows of `chain` up to `last`, by the cover of `refs`, that match `filter_subject`. Blocking."""
 
     def __init__(
         self, store: SegmentStore, chain: Chain, refs: Sequence[SegmentRef], last: int, filter_subject: str = ""
@@ -75,7 +76,7 @@ class Past:
         return self._around_damage(newest)
 
     def since(self, horizon_ns: int) -> LookbackRange:
-        """From where on rows are as young as `horizon_ns`. Footers tell; few segments are opened."""
+        """From where on rows are not older than `horizon_ns`. Found by footers; few segments are opened."""
         return self._around_damage(lambda stretches: self._since(stretches, horizon_ns))
 
     def _around_damage(self, look: Callable[[list[Stretch[SegmentRef]]], T]) -> T:
@@ -89,7 +90,7 @@ class Past:
         first = None
         for stretch in reversed(stretches):
             footer = self._footer(stretch.segment)
-            # What the segment did not read others may have; how young that is no footer of it tells.
+            # Others may have what the segment did not read; its footer does not show how young that is.
             unread = footer.unread and footer.unread.intersection(stretch.rows)
             if (newest := _newest(footer)) is not None and newest < horizon_ns:
                 return LookbackRange(first, True)
@@ -111,7 +112,7 @@ class Past:
         return self._footers[ref.key]
 
     def _within(self, stretch: Stretch[SegmentRef], horizon_ns: int) -> LookbackRange:
-        """As `since`, inside one stretch, which may hold young rows only though its segment does not.
+        """As `since`, inside one stretch, whose own rows may all be older though its segment has young ones.
 
         Row groups are looked at from the end on, their times only.
         """
@@ -129,7 +130,6 @@ class Past:
 
 @contextmanager
 def _named(ref: SegmentRef) -> Iterator[None]:
-    """Say which segment it is that cannot be read."""
     try:
         yield
     except (SegmentCorrupt, SegmentGone) as error:
@@ -140,7 +140,7 @@ def _named(ref: SegmentRef) -> Iterator[None]:
 def continued(store: SegmentStore, chain: Chain) -> dict[Chain, int]:
     """Where the chains of the incarnation before ended, if it froze the same stream as `chain`'s; else empty.
 
-    So it is after `floe egress repartition`; a stream that was made again is another one.
+    That is so after `floe egress repartition`; a stream that was made again is another one.
     """
     if chain.incarnation == 0:
         return {}
@@ -159,7 +159,9 @@ def _newest(footer: Footer) -> int | None:
 
 
 def _young(batches: Iterable[pa.RecordBatch], horizon_ns: int) -> tuple[int | None, bool]:
-    """The first sequence as young as `horizon_ns`, None if none is; and whether it is the very first."""
+    """The first sequence that is not older than `horizon_ns`, None if none is; and whether it is the very first
+    row.
+    """
     is_all = True
     for batch in batches:
         young = pc.greater_equal(batch.column("timestamp_ns"), pa.scalar(horizon_ns, pa.int64()))
@@ -176,7 +178,7 @@ Row = tuple[int, str, int, int]  # sequence, value, nanoseconds since 1970, byte
 
 
 class AbandonedError(Exception):
-    """Nobody waits for the result any more."""
+    """The result is not needed any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +194,9 @@ class Rebuilt:
 class Rebuilding:
     """Builds the sampler of one chain. Blocking, for long; used once.
 
-    `chain`, `refs`, `last`: what is archived, and up to where it counts. `filter_subject`: what the chain
-    takes of rows of the incarnations before, of the same stream under other partitions; empty: all.
-    `abandoned` ends it with AbandonedError.
+    `chain`, `refs`, `last`: what is archived, and up to where it counts. `filter_subject`: which rows of the
+    incarnations before, of the same stream under other partitions, the chain takes; empty: all. `abandoned` ends it
+    with AbandonedError.
     """
 
     store: SegmentStore
@@ -210,7 +212,7 @@ class Rebuilding:
         self._keys, self._rows = KeyReader(self.sampling), 0
 
     def run(self, base: Snapshot | None = None, *, tracks: bool = True) -> Rebuilt:
-        """The sampler; `base`: a snapshot of the same settings to build upon. Not settled yet."""
+        """`base`: a snapshot of the same settings to build upon. The sampler is not settled yet."""
         sampler = Sampler(self.sampling, base.state if base else None, tracks=tracks)
         newest_ns, groups = self._plan(base)
         for group in groups:
@@ -221,7 +223,6 @@ class Rebuilding:
         return Rebuilt(sampler, newest_ns, self._rows)
 
     def _plan(self, base: Snapshot | None) -> tuple[int, list[list[tuple[Past, SequenceRange]]]]:
-        """The newest message time, and what to read: incarnations in order, chains of one side by side."""
         newest_ns, position = (base.newest_ns, base.position) if base else (0, 1)
         groups, group = [], [self._current]
         while group:
@@ -236,7 +237,7 @@ class Rebuilding:
             )
             if base or all(reach.is_whole for _, reach in reaches):
                 break
-            # Not what the chain has yet to read: there it would count twice.
+            # Not what the chain has still to read: that would count twice.
             group = [
                 Past(self.store, former, self.store.list(former), min(end, self.last), self.filter_subject)
                 for former, end in continued(self.store, group[0].chain).items()
@@ -244,7 +245,6 @@ class Rebuilding:
         return newest_ns, groups[::-1]
 
     def read(self, past: Past, within: SequenceRange) -> Iterator[Row]:
-        """The rows that have a value, by the settings as they are now."""
         for batch in read_cover(self.store, past.refs, within, _tell_missing):
             if self.abandoned.is_set():
                 raise AbandonedError
@@ -257,7 +257,6 @@ class Rebuilding:
                     yield sequence, key, timestamp_ns, len(payload)
 
     def count(self, rows: int, sequence: int, chain: Chain) -> None:
-        """Note rows that were read, up to `sequence` of the chain, and tell of it now and then."""
         before, self._rows = self._rows, self._rows + rows
         if before // PROGRESS_ROWS != self._rows // PROGRESS_ROWS:
             far = {"rows": self._rows, "sequence": sequence, "end": self.last}

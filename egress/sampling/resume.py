@@ -5,8 +5,8 @@
     nothing is, but another incarnation of the same stream is there          built from its rows
     anything else                                                            built from the chain's rows
 
-What was not taken from a snapshot is stored as one before anything is read, so that a crash right behind it
-goes on from the very same state.
+A state that was not taken from a snapshot is stored as one before anything is read, so that after a crash the next
+start goes on from exactly the same state.
 """
 
 import asyncio
@@ -43,10 +43,10 @@ _WHY = {
 class Resumed:
     """A sampler, and from where the stream is to be read to it.
 
-    `sampler`: everything below `read_from` is folded in. `read_from`: at most the position; what is between
-    the two is folded only, not written. `newest_ns`: the newest message time seen, 0 if none was. `outbox`:
-    advisories that may not be stored yet. `rebuilt`: the state is the archive's, not the fold's. `taken`: the
-    key of the snapshot that it was taken from; empty if it was none.
+    `sampler`: everything below `read_from` is folded in. `read_from`: at most the position; what is between the two
+    is only folded, not written. `newest_ns`: the newest message time seen, 0 if none was. `outbox`: advisories that
+    may not be stored yet. `rebuilt`: the state was built from the archive, not by the fold. `taken`: the key of the
+    snapshot that it was taken from; empty if there was none.
     """
 
     sampler: Sampler
@@ -81,7 +81,7 @@ class Resuming:
         self._candidates = Candidates(snapshots, sampling.digest)
 
     async def run(self, threads: Threads) -> Resumed:
-        """What was found, in one thread. Raises what the store raises.
+        """Runs in one thread. Raises what the store raises.
 
         A chain of which nothing is covered gets its genesis here: a snapshot at its position, before its first
         segment.
@@ -109,11 +109,9 @@ class Resuming:
         return Resumed(sampler, 0, self._first)
 
     def _held_from(self) -> int:
-        """From where on the source holds everything; what was acknowledged may be gone from anywhere."""
         return self._source.first if self._source.retention == "limits" else self._first
 
     def _store_state(self, sampler: Sampler, newest_ns: int, outbox: tuple[Advisory, ...]) -> None:
-        """Make what was not taken from a snapshot one, at the position."""
         digest = self._sampling.digest
         self._snapshots.save(Snapshot(self._chain, self._first, digest, newest_ns, sampler.freeze(), outbox))
 
@@ -136,7 +134,7 @@ class Resuming:
         ).run(base[1] if base else None, tracks=self._tracks)
         settled_ns = rebuilt.newest_ns
         if self._source.first > self._first:
-            # What no longer exists silenced nobody: the silence is counted from what is read next.
+            # Messages that are gone must not count as silence: it is counted from what is read next.
             settled_ns = max(settled_ns, self._source.first_timestamp_ns or 0)
         rebuilt.sampler.settle(settled_ns)
         self._store_state(rebuilt.sampler, rebuilt.newest_ns, outbox)
@@ -155,7 +153,6 @@ class Resuming:
         return Resumed(rebuilt.sampler, rebuilt.newest_ns, self._first, outbox, rebuilt=True)
 
     def _written_by(self) -> str:
-        """The digest of the settings that the newest segment was sampled by; empty for a whole copy."""
         newest = max(self._archive.newest, key=preference, default=None)
         try:
             return "" if newest is None else self._store.footer(newest).sampling_digest

@@ -1,8 +1,8 @@
 """The sampler: a pure fold over the log. The same settings and messages lead to the same choices (I8).
 
-All times are message times in ns, made to run forward (`stretches`). Nothing here reads a clock, and
-whether and when a silent key is forgotten changes no choice: a key that was silent for `inspect_duration` is
-as unknown as one never seen, and it is forgotten only once the messages have come that far.
+All times are message times in ns, made to run forward (`stretches`). Nothing here reads a clock. When a silent
+key is forgotten changes no choice: a key that was silent for `inspect_duration` counts as never seen, and it is
+forgotten only once the messages have come that far.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,7 @@ class MessageRun:
 
 
 def stretches(timestamps_ns: Sequence[int], newest_ns: int, tolerance_ns: int) -> list[MessageRun]:
-    """The batch as stretches of time, one behind the other; one, nearly always, and none of nothing.
+    """The batch as consecutive runs of time: nearly always one; none for an empty batch.
 
     `newest_ns`: the newest time before the batch.
     """
@@ -49,11 +49,11 @@ def stretches(timestamps_ns: Sequence[int], newest_ns: int, tolerance_ns: int) -
 
 @dataclass(frozen=True, slots=True)
 class SampledBatch:
-    """What a batch led to.
+    """The result for a batch.
 
-    `kept`: 1 for each message that passes, else 0. `keys`: the key of each, None where it has none.
-    `missing`: how many have none; `forced`: how many have a force field that is true. `advisories`: in the
-    order of the messages that led to them.
+    `kept`: 1 for each message that passes, else 0. `keys`: the key of each, None where it has none. `missing`: how
+    many have none; `forced`: how many have a force field that is true. `advisories`: in the order of the messages
+    that led to them.
     """
 
     kept: bytearray
@@ -66,8 +66,8 @@ class SampledBatch:
 class Sampler:
     """Chooses which messages pass, and finds out which keys are new, silent or back.
 
-    `state`: what it knows to begin with; None: nothing. `tracks`: False where nobody wants advisories; then
-    none are made.
+    `state`: what it knows to begin with; None: nothing. `tracks`: False where advisories are not wanted; then none
+    are made.
     """
 
     def __init__(self, sampling: Sampling, state: SamplerState | None = None, *, tracks: bool = True) -> None:
@@ -81,11 +81,9 @@ class Sampler:
 
     @property
     def values(self) -> int:
-        """How many keys are known and not expired."""
         return len(self._table) - self._table.notices.count(Notice.EXPIRE)
 
     def fold(self, columns: Columns) -> SampledBatch:
-        """Take the next messages of the log, in sequence order, and choose."""
         keys, forced = self._keys.read(columns)
         return self.choose(keys, forced, columns.timestamps_ns, list(map(len, columns.payloads)))
 
@@ -103,11 +101,11 @@ class Sampler:
         return SampledBatch(kept, keys, keys.count(None), forced.count(True) if forced else 0, found)
 
     def advance(self, now_ns: int, most: int = NEVER) -> list[Advisory]:
-        """Time has come to `now_ns` at least: what is to be told about silent keys, by moment and value.
+        """Time has come to `now_ns` at least: returns what to report about silent keys, by moment and value.
 
-        `now_ns`: the watermark, or the server's time where the source holds nothing newer. `most`: so many
-        keys are handled, and the next call goes on with the others, so that a whole site that fell silent
-        holds nobody up. Cheap where nothing is due; else it looks at the whole table.
+        `now_ns`: the watermark, or the server's time where the source holds nothing newer. `most`: greatest number of
+        keys to handle; the next call goes on with the others, so that a whole silent site does not block the caller.
+        Cheap where nothing is due; else it looks at the whole table.
         """
         now_ns = max(now_ns, self.watermark_ns)
         is_quiet = not self._tracks or now_ns < self._quiet_until
@@ -116,9 +114,9 @@ class Sampler:
         return self._silent(now_ns, most)
 
     def settle(self, at_ns: int) -> None:
-        """Every known key counts as seen at `at_ns` at least, and nothing was told about it.
+        """Every known key counts as seen at `at_ns` at least, and without a notice.
 
-        To be called behind `learn`: what is silent then is told from there on, and not all at once.
+        To be called after `learn`: keys that are silent then are reported from there on, and not all at once.
         """
         table = self._table
         for place, seen in enumerate(table.seen):
@@ -136,7 +134,7 @@ class Sampler:
         self._look_again()
 
     def freeze(self) -> SamplerState:
-        """What is known now, as a value: some milliseconds for a million keys."""
+        """What is known now, as a value: takes some milliseconds for a million keys."""
         return self._table.freeze(self._duration, self.watermark_ns)
 
     def _take(
@@ -148,18 +146,17 @@ class Sampler:
         kept: bytearray,
         found: list[Advisory],
     ) -> None:
-        """Choose for the messages of one stretch. Run for every message: no look-ups, no objects."""
         first, last = stretch.first, stretch.first + len(stretch.times)
         whole = last - first == len(keys)
         forces: Iterable[bool] = repeat(False) if forced is None else forced[first:last]
         table, duration, size_trigger = self._table, self._duration, self._size_trigger
-        # Where nobody is told, silence is of no interest: after a long one the key is due anyway.
+        # Without advisories, silence does not matter: after a long one the key is due anyway.
         loud = self._warn if self._tracks else NEVER
         place_of, seen_at, due_at = table.places.get, table.seen, table.due
         size_of, notice_of = table.sizes, table.notices
         messages = zip(
             range(first, last),
-            # None among them is no key of the table.
+            # None is never a key of the table.
             cast(list[str], keys if whole else keys[first:last]),
             stretch.times,
             sizes if whole else sizes[first:last],
@@ -184,14 +181,12 @@ class Sampler:
                 due_at[place] = later(now, period_ns(key, duration))
 
     def _meet(self, key: str, now: int, size: int, found: list[Advisory]) -> None:
-        """A key that is not in the table."""
         self._table.add(key, now, later(now, period_ns(key, self._duration)), size)
         self._wait(now)
         if self._tracks:
             found.append(Advisory(Event.NEW, key, now, now))
 
     def _return(self, key: str, place: int, now: int, found: list[Advisory]) -> bool:
-        """A key that was silent, or that something was told about; whether it is unknown by now."""
         seen, notice = self._table.seen[place], self._table.notices[place]
         unknown = now - seen >= self._duration
         self._table.notices[place] = Notice.NONE
@@ -208,9 +203,8 @@ class Sampler:
         return unknown
 
     def _silent(self, now_ns: int, most: int) -> list[Advisory]:
-        """Handle what is due, of so many keys at most."""
         table, found = self._table, list[Advisory]()
-        # By the server's time keys are only told about: forgotten, they would be chosen anew by a clock that
+        # By the server's time keys are only reported. If they were forgotten, choices would depend on a clock that
         # is not the messages'.
         forget = self.watermark_ns - self._duration
         limits = DueLimits(timeout=forget, expire=forget, forget=forget)
@@ -226,7 +220,7 @@ class Sampler:
                 table.notices[place] = Notice.EXPIRE
             if seen <= limits.forget:
                 table.forget(place)
-        # Until when nothing is due, whatever messages of known keys come meanwhile.
+        # Until then nothing is due, even if messages of known keys come meanwhile.
         untold, timed_out, least = table.oldest()
         self._quiet_until = min(untold + self._warn + 1, timed_out + self._duration)
         self._whole_until = least + self._duration
@@ -234,7 +228,7 @@ class Sampler:
         return found
 
     def _set_back(self, to_ns: int, found: list[Advisory]) -> None:
-        """The clock was set back: what lies behind `to_ns` by now counts as of then.
+        """The clock was set back: times behind `to_ns` count as `to_ns`.
 
         What is due at the watermark is handled first, so that it does not matter when that was done last.
         """
@@ -249,10 +243,8 @@ class Sampler:
         self._look_again()
 
     def _look_again(self) -> None:
-        """Nothing is known about when the next key is due."""
         self._quiet_until = self._whole_until = 0
 
     def _wait(self, now: int) -> None:
-        """A key is to be looked after from `now` on, when perhaps no other was."""
         self._quiet_until = min(self._quiet_until, now + self._warn + 1)
         self._whole_until = min(self._whole_until, now + self._duration)

@@ -20,10 +20,10 @@ MAX_KEY_BYTES = 1024
 class Sampling:
     """How one feed is sampled. Exactly one of `field`, `header`, `subject_token` is set.
 
-    `field`, `force_field`: dotted JSON paths, empty where not set. `subject_token`: from 1, -1 the whole
-    subject, 0 not set. `duration_ns`: one message of each key passes in about this time, and a key that was
-    silent for as long is unknown. `warn_ns`: a key silent for longer than this is told about, less than
-    `duration_ns`. `size_trigger`: bytes, 0 is off. `max_age_ns`, `relay`: which messages reach the fold.
+    `field`, `force_field`: dotted JSON paths, empty where not set. `subject_token`: from 1, -1 the whole subject, 0
+    not set. `duration_ns`: one message of each key passes in about this time, and a key that was silent for as long
+    is unknown. `warn_ns`: a key silent for longer than this is reported, less than `duration_ns`. `size_trigger`:
+    bytes, 0 is off. `max_age_ns`, `relay`: which messages reach the fold.
     """
 
     field: str
@@ -38,7 +38,7 @@ class Sampling:
 
     @classmethod
     def of(cls, feed: FeedSettings) -> Sampling | None:
-        """How `feed` is sampled; None where it is frozen whole."""
+        """None where the feed is frozen whole."""
         if not feed.sampling_key:
             return None
         duration = _nanoseconds(feed.inspect_duration)

@@ -1,7 +1,7 @@
 """A snapshot: what a sampler knows at a position of its chain, and its bytes.
 
-The file holds a head, then keys with their columns, then advisories, as msgpack. It is untrusted like all in
-a bucket: memory grows with what was read and checked, never with what is only declared.
+The file holds a head, then keys with their columns, then advisories, as msgpack. Like everything in a bucket it
+is untrusted: memory grows with what was read and checked, never with what is only declared.
 """
 
 import hashlib
@@ -73,8 +73,8 @@ Key = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 class Snapshot:
     """What a sampler knows before `position`, the first sequence not folded in.
 
-    `sampling_digest`: `Sampling.digest` of the settings it was made with. `newest_ns`: the newest message
-    time seen. `outbox`: advisories that were found and not stored yet.
+    `sampling_digest`: `Sampling.digest` of the settings it was made with. `newest_ns`: the newest message time seen.
+    `outbox`: advisories that were found and not stored yet.
     """
 
     chain: Chain
@@ -125,7 +125,7 @@ _advisories = msgspec.msgpack.Decoder(_Advisories).decode
 
 
 def encode(snapshot: Snapshot) -> Iterator[bytes]:
-    """The bytes of `snapshot`, in steps of `CHUNK` keys: for a thread beside others that must not wait."""
+    """In steps of `CHUNK` keys: for a thread beside others that must not wait."""
     return framed(_blocks(snapshot))
 
 
@@ -153,7 +153,6 @@ def _blocks(snapshot: Snapshot) -> Iterator[bytes]:
 
 
 def _chunk(state: SamplerState, first: int, values: list[str | None]) -> _Keys:
-    """One list of keys with its columns, without the free places."""
     used = [value is not None for value in values]
     last = first + len(values)
     return _Keys(
@@ -166,7 +165,7 @@ def _chunk(state: SamplerState, first: int, values: list[str | None]) -> _Keys:
 
 
 def decode(raw: bytes) -> Snapshot:
-    """The snapshot that `encode` wrote. Raises ValueError for anything else."""
+    """Raises ValueError for anything that `encode` did not write."""
     blocks = unframed(raw)
     head = _head(next(blocks, b""))
     if head.byte_order != sys.byteorder:

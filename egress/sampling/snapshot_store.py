@@ -1,8 +1,8 @@
 """A chain's snapshots in the store: read and put, the one to go on from, and when to save the next.
 
-A name carries its content, so nothing is ever overwritten with other bytes, and what a late or a second
-instance writes harms nobody. Whoever can write to the bucket can write here: what is read is bounded, held
-against its name, and used only if it says of itself what its key says.
+A name contains a hash of the content, so nothing is ever overwritten with other bytes, and what a late or a second
+instance writes does no harm. Everyone who can write to the bucket can write here: what is read is bounded,
+compared with its name, and used only if its content agrees with its key.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ __all__ = ["SnapshotRef", "Snapshots"]
 
 # Beyond this an object is not read: 1,000,000 values of the greatest length allowed stay below.
 MAX_SNAPSHOT_BYTES = 1 << 30
-READ_PAUSES = (0.1, 0.5)  # seconds before one that arrived damaged is fetched again
+READ_PAUSES = (0.1, 0.5)  # seconds before a snapshot that arrived damaged is fetched again
 
 
 class Snapshots:
@@ -48,11 +48,11 @@ class Snapshots:
         self._clock = clock or SystemClock()
 
     def list(self) -> builtins.list[SnapshotRef]:
-        """All of them, newest first: the greatest position, and of one position what was stored last."""
+        """Newest first: the greatest position, and of one position what was stored last."""
         return list_snapshots(self._objects, self._store.layout, self.chain)
 
     def label(self, ref: SnapshotRef) -> str:
-        """The digest of the settings that the object says it was made by; empty where it does not say.
+        """The digest of the settings that the object says it was made with; empty where it does not say.
 
         A hint that saves reading a snapshot of other settings.
         """
@@ -60,7 +60,7 @@ class Snapshots:
         return "" if info is None else sampling_of(info.metadata)
 
     def read(self, ref: SnapshotRef) -> Snapshot:
-        """The snapshot. Raises DataError (E-SNAPSHOT) where it is gone or not what its name promises."""
+        """Raises DataError (E-SNAPSHOT) where it is gone or does not match its name."""
         raw = self._fetch(ref)
         try:
             snapshot = decode(raw)
@@ -72,13 +72,12 @@ class Snapshots:
         return snapshot
 
     def _fetch(self, ref: SnapshotRef) -> bytes:
-        """The bytes that the name promises."""
         if ref.size > MAX_SNAPSHOT_BYTES:
             raise _spoiled(ref, f"expected at most {MAX_SNAPSHOT_BYTES} bytes, found {ref.size}")
         found = ""
         for pause in (0.0, *READ_PAUSES):
             if found:
-                # The line may have damaged what the store keeps well.
+                # The transfer may have damaged it while the stored object is sound.
                 log.warning("snapshot read damaged", action="read_damaged", **ref.log_context())
                 self._clock.pause(pause)
             if (raw := self._objects.get(ref.key, length=ref.size + 1)) is None:
@@ -91,10 +90,10 @@ class Snapshots:
         raise _spoiled(ref, f"expected {expected}, found {found}")
 
     def write(self, position: int, body: Path | bytes, *, sampling_digest: str = "") -> SnapshotRef:
-        """Put an encoded snapshot and read it back; returning means that the store holds these very bytes.
+        """Put an encoded snapshot and read it back; after the return the store holds exactly these bytes.
 
-        `sampling_digest`: as in the snapshot; others read it without opening the object. The same bytes may
-        be written again, by anybody. Raises Unavailable, code E-READ-BACK, where it never reads back.
+        `sampling_digest`: as in the snapshot; other readers see it without opening the object. The same bytes may be
+        written again, by any instance. Raises Unavailable, code E-READ-BACK, where it never reads back.
         """
         sha256 = sha256_of(body)
         name = StateName(self.chain, position, sha256[:DIGEST_LENGTH])
@@ -137,22 +136,19 @@ def to_follow(refs: Iterable[SnapshotRef], place_first: int, source_first: int) 
 
 
 def to_build_upon(refs: Iterable[SnapshotRef], place_first: int) -> list[SnapshotRef]:
-    """The snapshots that say something of what was before `place_first` and nothing of the rest; newest
-    first.
-    """
+    """The snapshots that know something from before `place_first` and nothing behind it; newest first."""
     return sorted((ref for ref in refs if ref.position <= place_first), key=newest_first)
 
 
 def may_be_of(label: str, digest: str) -> bool:
-    """Whether an object with `label` can be a snapshot of the settings `digest`; a label may be lost."""
     return label in ("", digest)
 
 
 def reason(is_known: bool, is_followed: bool, written_by: str, digest: str) -> str:
     """Why there was nothing to go on from: `settings`, `damaged` or `source`.
 
-    `is_known`, `is_followed`: whether any snapshot says it is of the settings `digest`, and whether the
-    source still follows one of those. `written_by`: the digest of the settings of the newest segment.
+    `is_known`, `is_followed`: whether any snapshot says it is of the settings `digest`, and whether the source still
+    follows one of those. `written_by`: the digest of the settings of the newest segment.
     """
     if is_known:
         return "damaged" if is_followed else "source"
@@ -165,7 +161,7 @@ ASKED = 200  # snapshots that are looked at before the archive is asked instead
 class Candidates:
     """For settings with `digest`. Blocking; raises what the store raises.
 
-    One that turns out to be damaged is told once and left out.
+    A damaged snapshot is reported once and left out.
     """
 
     def __init__(self, snapshots: Snapshots, digest: str) -> None:
@@ -174,9 +170,8 @@ class Candidates:
         self._damaged: set[str] = set()
 
     def newest(self, refs: Sequence[SnapshotRef]) -> tuple[SnapshotRef, Snapshot] | None:
-        """The first readable one of the settings among `refs`, newest first; None if there is none.
-
-        Of several at one position the one that knows of the newest message: a store's clock ticks in seconds.
+        """None if none of `refs`, newest first, is of the settings and readable. Of several at one position the one
+        that knows the newest message: a store's clock ticks in seconds.
         """
         found: tuple[SnapshotRef, Snapshot] | None = None
         for ref in refs[:ASKED]:
@@ -190,21 +185,17 @@ class Candidates:
         return found
 
     def newest_of_any(self, refs: Sequence[SnapshotRef]) -> Snapshot | None:
-        """The first readable one, whatever its settings."""
         return next((found for ref in refs[:ASKED] if (found := self._open(ref)) is not None), None)
 
     def known(self, refs: Sequence[SnapshotRef]) -> list[SnapshotRef]:
-        """Those that were found, or say without being read, to be of the settings."""
         return [ref for ref in refs if self._labels.get(ref.key) == self._digest]
 
     def _label(self, ref: SnapshotRef) -> str:
-        """By what settings it was made, as far as the object says."""
         if ref.key not in self._labels:
             self._labels[ref.key] = self._snapshots.label(ref)
         return self._labels[ref.key]
 
     def _open(self, ref: SnapshotRef) -> Snapshot | None:
-        """None where it cannot be read."""
         if ref.key in self._damaged:
             return None
         try:
@@ -232,10 +223,10 @@ class Saving:
         self._free.set()
 
     def is_due(self, segments: int) -> bool:
-        """Whether to freeze now, when so many segments were closed.
+        """Whether to freeze now, when `segments` segments have been closed.
 
-        Only behind one that was closed since the last time: then the snapshot mostly stands where a segment
-        ends, and little is to be read again.
+        Only after a segment was closed since the last time: then the snapshot mostly stands where a segment ends, and
+        little has to be read again.
         """
         is_time = self._clock.monotonic() - self._frozen_at >= self._interval
         return self._frozen is None and is_time and segments > self._segments
@@ -246,16 +237,14 @@ class Saving:
         self._free.clear()
 
     def covered(self, last: int) -> None:
-        """The archive holds everything up to `last`."""
         if self._frozen is not None and self._frozen.position - 1 <= last:
             self._reached.set()
 
     async def free(self) -> None:
-        """Return when none is held: the last one is stored, or has failed."""
+        """Returns when none is held: the last one is stored, or has failed."""
         await self._free.wait()
 
     async def run(self) -> None:
-        """Store what is held and covered, until cancelled."""
         while True:
             await self._reached.wait()
             self._reached.clear()

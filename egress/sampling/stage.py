@@ -40,19 +40,16 @@ class Quiet:
         self._last = 0
 
     def waits(self, end: int) -> bool:
-        """Whether it is too early to ask again: up to `end` all is folded in."""
         return self._last > end
 
     def heard(self, last: int, now_ns: int) -> None:
-        """At `now_ns` the stream ended at the sequence `last`."""
         self._times, self._last = [*self._times[-1:], now_ns], last
 
     def forget(self) -> None:
-        """Nobody answered, or not for this stream."""
         self._times, self._last = [], 0
 
     def until(self, end: int) -> int | None:
-        """Up to what time (ns) all messages are folded in, if all up to `end` are; None if nobody knows."""
+        """Up to what time (ns) all messages are folded in, if all up to `end` are; None if that is not known."""
         return self._times[0] if len(self._times) > 1 and not self.waits(end) else None
 
 
@@ -62,7 +59,9 @@ LAST_SNAPSHOT = 5.0
 
 
 class Sampled:
-    """Of a session that reads on at `position` and fills `builder`. `source`: the stream as it was judged."""
+    """The part of a session that samples; it reads on at `position` and fills `builder`. `source`: the stream as it
+    was judged.
+    """
 
     def __init__(
         self,
@@ -100,7 +99,7 @@ class Sampled:
         if feed.advisory.reliable:
             again = max(position.first - 1, source.last), source.asked_ns or 0
         self._tracking = Tracking(resumed.sampler, self._advisories, *again)
-        # What fills a hole stands below snapshots that are there already.
+        # A segment that fills a hole is below existing snapshots.
         self._saving = None
         if not position.fills_hole:
             snapshots = Snapshots(deps.store, chain, clock=deps.clock)
@@ -115,7 +114,7 @@ class Sampled:
             on_batch=self._freeze_if_due,
             on_choices=lambda found: self._report.chose(found.missing, found.forced),
         )
-        # Servers before 2.10 do not say what time it is: what a former session has told cannot be told by it.
+        # Servers before 2.10 do not say their time: then it is not known what a former session has reported.
         self._doubts_silence = feed.advisory.reliable and not source.asked_ns
         self._advanced, self._is_opening = deps.clock.monotonic(), False
         self.target.begin()
@@ -126,7 +125,7 @@ class Sampled:
         return self._advisories is None or self._advisories.has_room
 
     def tick(self) -> None:
-        """To be called every now and then, between two batches."""
+        """To be called regularly, between two batches."""
         self._freeze_if_due()
         if self._clock.monotonic() - self._advanced >= self._pace.advance:
             self._advanced = self._clock.monotonic()
@@ -136,7 +135,6 @@ class Sampled:
     # Snapshots
 
     def _freeze(self) -> Snapshot:
-        """What is known before the first sequence that was not folded in."""
         position, newest_ns, state = self.target.end + 1, self._sieve.newest_ns, self._sampler.freeze()
         outbox = () if self._advisories is None else self._advisories.pending()
         return Snapshot(self._chain, position, self._digest, newest_ns, state, outbox)
@@ -146,20 +144,18 @@ class Sampled:
             self._saving.hold(self._freeze(), self._builder.closed)
 
     def _on_writing(self, is_news: bool) -> None:
-        """Where the source's newest message makes others too old, nothing else would tell a later session."""
         if is_news and self._saving is not None:
             self._is_opening = True
             self._saving.hold(self._freeze(), self._builder.closed)
             self._saving.covered(self.target.end)
 
     async def before_first_put(self) -> None:
-        """Return when the snapshot is stored, or has failed, that the first segment must not go before."""
+        """Waits for the snapshot that must be stored before the first segment; returns also where it failed."""
         if self._is_opening and self._saving is not None:
             await self._saving.free()
             self._is_opening = False
 
     def covered(self, last: int) -> None:
-        """Everything up to `last` was put."""
         if self._saving is not None:
             self._saving.covered(last)
 
@@ -179,14 +175,13 @@ class Sampled:
     # Loops
 
     def side(self, ask: Callable[[], Awaitable[StreamInfo | None]]) -> list[Coroutine[Any, Any, None]]:
-        """What runs beside reading until it is cancelled. `ask`: how the stream stands."""
+        """What runs beside reading until it is cancelled. `ask`: returns the state of the stream."""
         loops = [] if self._saving is None else [self._saving.run()]
         if self._advisories is not None:
             loops += [self._advisories.run(), self._let_time_pass(ask)]
         return loops
 
     async def _let_time_pass(self, ask: Callable[[], Awaitable[StreamInfo | None]]) -> None:
-        """Where nothing comes, the server's clock says for how long values have been silent."""
         quiet = Quiet()
         while True:
             await self._clock.sleep(self._pace.idle)

@@ -21,7 +21,7 @@ TIMEOUT = 2.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What one worker answered; status 0: nothing, because it runs not, not yet, or not on."""
+    """What one worker answered; status 0: nothing, because it does not run, not yet, or not any more."""
 
     index: int
     pid: int
@@ -32,7 +32,7 @@ class Said:
 
 
 def ask_all(workers: Sequence[WorkerProcess], path: str) -> list[Said]:
-    """What each says on `path`, in their order; within a few seconds, whatever they do."""
+    """In the order of the workers; within a few seconds, even if they do not answer."""
     with ThreadPoolExecutor(len(workers), thread_name_prefix="ask") as pool:
         return list(pool.map(lambda worker: _ask(worker, path), workers))
 
@@ -78,7 +78,6 @@ def merged(own: str, pages: Mapping[str, str]) -> str:
 
 
 def labelled(sample: str, worker: str) -> str:
-    """A sample line with the label `worker` before its others."""
     brace, space = sample.find("{"), sample.find(" ")
     if 0 <= brace < space:
         return f'{sample[: brace + 1]}worker="{worker}",{sample[brace + 1 :]}'
@@ -132,7 +131,6 @@ class WorkerPages(Pages):
 
 
 def _of_worker(said: Said) -> dict[str, Any]:
-    """What /status shows of one worker."""
     about: dict[str, Any] = {"pid": said.pid, "restarts": said.restarts}
     with suppress(ValueError, TypeError):
         return {**about, **json.loads(said.text)}

@@ -19,16 +19,16 @@ from common.tasks import Stop, end, first_of, told, watched
 log = get_logger(__name__)
 
 
-FINAL = (78, 77, 2)  # what a restart would only repeat: configuration, credentials, the command line
+FINAL = (78, 77, 2)  # errors that a restart would only repeat: configuration, credentials, the command line
 
 
 def exit_code(returned: int) -> int:
-    """The exit code of a process that `returned`, below 0: ended by that signal."""
+    """`returned` below 0: the process was ended by that signal."""
     return 128 - returned if returned < 0 else returned
 
 
 def worst(codes: Iterable[int]) -> int:
-    """The code that says most of what an operator has to do; 0 if there is none."""
+    """The code that matters most to an operator; 0 if there is none."""
     ranks = {0: 0, LATER: 1, **dict.fromkeys(FINAL, 3)}
     return max(codes, key=lambda code: (ranks.get(code, 2), code), default=0)
 
@@ -43,7 +43,7 @@ class WorkerPlace:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """`INDEX/COUNT/DESCRIPTOR`. Raises UsageError: the option is the parent's, not for people."""
+        """`INDEX/COUNT/DESCRIPTOR`. Raises UsageError: only the parent uses the option."""
         try:
             index, count, descriptor = map(int, text.split("/"))
         except ValueError:
@@ -81,7 +81,7 @@ class WorkerProcess:
         begin("egress_worker_", worker=str(index))
 
     async def run_once(self, ending: Stop, patience: float) -> int:
-        """Run one process to its end; its exit code. Raises OSError where none can be started.
+        """Run one process to its end. Returns its exit code. Raises OSError where none can be started.
 
         Once `ending` is set it is asked to drain, and killed after `patience` seconds.
         """
@@ -99,7 +99,6 @@ class WorkerProcess:
                 await end(reading)
 
     async def start(self, line: socket.socket) -> asyncio.subprocess.Process:
-        """Start the process, with `line` to its parent."""
         descriptor, nothing = line.fileno(), asyncio.subprocess.DEVNULL
         command = (*self._command, "--worker", str(WorkerPlace(self.index, self._count, descriptor)))
         # A session of its own: a terminal's Ctrl-C is for the parent, which passes it on once.
@@ -108,7 +107,6 @@ class WorkerProcess:
         )
 
     async def _read(self, line: socket.socket) -> None:
-        """Learn the port of the worker's monitor."""
         line.setblocking(False)
         loop, text = asyncio.get_running_loop(), b""
         while not text.endswith(b"\n"):
@@ -118,7 +116,6 @@ class WorkerProcess:
         self.port = int(json.loads(text)["port"])
 
     def _unreadable(self, error: Exception) -> None:
-        """A worker that nobody can look into is ended, and started again."""
         told(error, "worker", f"line of worker {self.index}")
         self.send(signal.SIGTERM)
 
@@ -137,7 +134,6 @@ class WorkerProcess:
                 self.send(signal.SIGKILL)
 
     def send(self, number: int) -> None:
-        """Send a signal, if there is a process."""
         if self.pid:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)

@@ -36,7 +36,7 @@ restarts = counter("egress_worker_restarts", "Times it was started again after a
 
 
 class Supervisor:
-    """Runs `workers`. `shutdown_timeout`: what each takes to drain, at most."""
+    """Runs `workers`. `shutdown_timeout`: seconds that each may take to drain, at most."""
 
     def __init__(
         self, workers: Sequence[WorkerProcess], shutdown_timeout: float, clock: Clock, rng: random.Random
@@ -46,7 +46,7 @@ class Supervisor:
         self._ending = Stop()
 
     async def run(self, stop: Stop) -> int:
-        """Until `stop` is set, or one ended as a restart would again, and all have ended.
+        """Until `stop` is set, or one has ended in a way that a restart would repeat, and all have ended.
 
         Returns the worst of their exit codes.
         """
@@ -61,7 +61,6 @@ class Supervisor:
             worker.send(number)
 
     async def _keep(self, worker: WorkerProcess) -> int:
-        """Run one worker until all are to end; the exit code of its last process."""
         backoff = Backoff(self._rng)
         while True:
             started = self._clock.monotonic()
@@ -93,17 +92,16 @@ class Supervisor:
 
 
 def command(config: str) -> list[str]:
-    """What runs one worker: this Python, this Floe, the same file."""
-    # As a script its own folder comes first, whatever the folder is that the parent was started in.
+    # As a script: its own folder comes first, not the one that the parent was started in.
     if (found := importlib.util.find_spec("floe")) is None or found.origin is None:
         raise FloeError("floe: expected the command among the modules, found none", code="E-UNEXPECTED")
     return [sys.executable, found.origin, "egress", "run", "-c", config]
 
 
 async def run_workers(config: str, settings: Settings, count: int) -> int:
-    """Run `count` workers of the configuration file `config` until a signal; the worst of their exit codes.
+    """Run `count` workers of the configuration file `config` until a signal. Returns the worst of their exit codes.
 
-    The first signal has them drain, the second kills them.
+    On the first signal they drain, the second kills them.
     """
     require_feeds(settings.egress.feeds)
     clock = SystemClock()
@@ -118,7 +116,7 @@ async def run_workers(config: str, settings: Settings, count: int) -> int:
 
 
 async def supervise(supervisor: Supervisor, health: Health, clock: Clock) -> int:
-    """Run the workers until a signal ends them; the exit code. Raises what fails in this process."""
+    """Returns the exit code. Raises what fails in this process."""
 
     def kill(number: int) -> None:
         supervisor.send(signal.SIGKILL)

@@ -24,7 +24,7 @@ from ingress.rows.prepare import Preparer, TargetLimits, rule_of
 
 log = get_logger(__name__)
 
-_AT_REST = (Phase.FAILED, Phase.STOPPED, Phase.PAUSED)  # planning anew ends none of these
+_AT_REST = (Phase.FAILED, Phase.STOPPED, Phase.PAUSED)  # a new plan ends none of these
 _LOOKED_AT_EACH_TICK = (
     Phase.BEGINNING, Phase.LOOKING, Phase.LATE, Phase.LOST, Phase.DAMAGED, Phase.FAILED,
 )  # fmt: skip
@@ -50,7 +50,7 @@ class ChainState:
     | phase | waits for | ended by |
     |---|---|---|
     | BEGINNING | `waits_for`; looked at each tick | `begins` |
-    | OMITTING | its turn | `passes`; `replan`, which makes it begin anew |
+    | OMITTING | its turn | `passes`; `replan`, which makes it begin again |
     | LOOKING | its turn, or the next tick | `looked` |
     | READY | its turn | `next_stretch`, with the last one; `replan`, `stands` |
     | PASSING | its turn | `passes`, `replan` |
@@ -108,57 +108,49 @@ class ChainState:
 
     @property
     def is_done(self) -> bool:
-        """Whether everything up to the end of the incarnation is decoded and its tail names no more."""
         return self.end is not None and self.position > self.end and self.archived <= self.end
 
     @property
     def is_behind(self) -> bool:
-        """Whether its tail names more than is decoded."""
         return self.archived >= self.position and self.plan.phase is not Phase.DONE
 
     @property
     def waits(self) -> bool:
-        """Whether it is looked at by each tick."""
         if self.stopped is not None or self.phase is Phase.PAUSED:
             return False
         return self.phase in _LOOKED_AT_EACH_TICK or self.is_behind
 
     @property
     def goes_on(self) -> bool:
-        """Whether the next turn has something to carry."""
         return self.phase in _GO_ON
 
     @property
     def may_run(self) -> bool:
-        """Whether it may be looked at now."""
         return self.phase not in (Phase.STOPPED, Phase.PAUSED)
 
     def wake(self) -> None:
-        """It is looked at anew, unless it has something to carry."""
         if self.may_run and not self.goes_on:
             self.phase = Phase.LOOKING if self.has_begun else Phase.BEGINNING
 
     def begins(self, first: int, start: int) -> None:
-        """It begins at `start`. What of the archive is before, from `first` on, is given up, and stored so
-        with the positions: a restart begins at the same sequence.
+        """Begin at `start`. What the archive holds before it, from `first` on, is given up. That is stored with the
+        positions, so a restart begins at the same sequence.
         """
         self.position, self.phase = first, Phase.LOOKING
         if start > first:
             self.given_up, self.phase = SequenceRange(first, start - 1), Phase.OMITTING
 
     def gives_up(self, part: SequenceRange) -> None:
-        """`part`, which begins at the position, is passed next."""
         self.given_up, self.phase = part, Phase.PASSING
 
     def passes(self) -> None:
-        """What is given up is on its way."""
         self.given_up, self.phase = None, Phase.LOOKING
 
     def replan(self, *, everywhere: bool = False) -> None:
-        """Forget what was going to be read; with `everywhere` look at all levels next time."""
+        """Forget what was planned to be read. `everywhere`: the next look lists all levels."""
         self.stretches.clear()
         if self.phase is Phase.OMITTING:
-            # Nothing says yet what it leaves out: from its position it would be carried whole.
+            # It is not known yet what it leaves out: from its position it would be carried completely.
             self.position = 0
         self.given_up = None
         if self.phase not in _AT_REST:
@@ -166,9 +158,9 @@ class ChainState:
         self.look_everywhere = self.look_everywhere or everywhere
 
     def stands(self, gone: FromHole) -> None:
-        """Nothing is read from where `gone` begins until what is missing comes, or is given up.
+        """Read nothing from where `gone` begins until what is missing arrives or is given up.
 
-        Compaction puts the segment anew, with a new LastModified: that does not begin the waiting again.
+        Compaction writes the segment again with a new LastModified: that does not restart the waiting time.
         """
         first, since = gone.rows.first, gone.segment.modified
         before = self.stands_since[1] if self.stands_since and self.stands_since[0] == first else since
@@ -176,24 +168,22 @@ class ChainState:
         self.replan()
 
     def fail(self) -> None:
-        """The last look or read did not come to its end: everything is to be looked at again."""
         self.replan(everywhere=True)
         self.phase = Phase.FAILED
 
     def forget_damage(self) -> None:
-        """Give damaged segments another chance: somebody may have put them right."""
         if self.damaged:
             self.damaged.clear()
             self.replan(everywhere=True)
 
     def ends_at(self, end: int | None) -> None:
-        """The incarnation ended at `end` (None: it has not)."""
+        """`end`: last sequence of the incarnation; None: it has not ended."""
         if end != self.end:
             self.end = end
             self.replan()
 
     def looked(self, plan: ChainPlan, now: float) -> None:
-        """Take over a new plan, made at `now` (monotonic seconds); what is new about it is logged."""
+        """Take over a new plan. `now`: monotonic seconds. What is new in the plan is logged."""
         context = self.chain.log_context()
         if plan.hole is not None and plan.hole != self.plan.hole:
             waits = {"phase": str(plan.phase), "hole": str(plan.hole), "since": plan.waiting_since}
@@ -208,14 +198,12 @@ class ChainState:
             self.archived = max(self.archived, plan.stretches[-1].rows.last)
 
     def leads_on(self, segment: SegmentRef) -> None:
-        """The segment continues after all."""
         last = segment.coverage.last if self.end is None else min(segment.coverage.last, self.end)
         self.stretches.append(Stretch(segment, SequenceRange(self.position, last)))
         self.plan = ChainPlan(Phase.READY, tuple(self.stretches))
         self.phase = Phase.READY
 
     def next_stretch(self) -> Stretch[SegmentRef]:
-        """What is read now."""
         stretch = self.stretches.popleft()
         self.phase = Phase.READY if self.stretches else Phase.LOOKING
         return stretch
@@ -223,15 +211,15 @@ class ChainState:
     # Stopping
 
     def stop(self, error: FloeError, retry_at: float) -> bool:
-        """Nothing more of it is carried until `retry_at`; whether that, or the reason, is new."""
+        """Carry none of it until `retry_at` (monotonic seconds). Returns whether that, or the reason, is new."""
         is_new = self.stopped is None or str(self.stopped) != str(error)
         self.replan(everywhere=True)
         self.stopped, self.retry_at, self.phase = error, retry_at, Phase.STOPPED
         return is_new
 
     def retry(self, retry_at: float) -> None:
-        """Look again: whether what stopped it is mended, and whether damaged segments are; if that does not
-        come to an end, once more at `retry_at`.
+        """Look again: what stopped it may be repaired, and so may damaged segments. If the look fails, look once more
+        at `retry_at`.
         """
         if self.stopped is not None:
             self.retry_at = retry_at
@@ -249,13 +237,11 @@ class ChainState:
         self.phase = Phase.IDLE
 
     def went_on(self) -> None:
-        """What stopped it is mended."""
         if self.stopped is not None:
             self.stopped, self.retry_at = None, float("inf")
             log.info("chain goes on", action="chain_goes_on", **self.chain.log_context())
 
     def status(self, positions: Mapping[Chain, int]) -> dict[str, Any]:
-        """What /status shows of it."""
         plan, position = self.plan, positions.get(self.chain, 0)
         state: dict[str, Any] = {"position": position, "archived": self.archived, "phase": str(plan.phase)}
         if plan.hole is not None:
@@ -275,8 +261,8 @@ class ChainState:
 class ChainRegistry:
     """The chains of one target. `sources` of the configuration is the allow-list: no other chain gets in.
 
-    `positions`: what is stored for good, by chain: the next sequence; None as long as that is not known.
-    `limits`: what rows are made ready for; `ask_limits`: asks the target anew (None: it never changes).
+    `positions`: what is stored for good, by chain: the next sequence; None while that is not known. `limits`: what
+    rows are prepared for; `ask_limits`: asks the target again (None: the limits never change).
     """
 
     def __init__(self, settings: TargetSettings, limits: TargetLimits, ask_limits: AskLimits | None = None) -> None:
@@ -298,15 +284,14 @@ class ChainRegistry:
         return self._states.get(chain)
 
     def is_current(self, state: ChainState) -> bool:
-        """Whether it was not made anew: what was found for a former one counts for nobody."""
+        """False once the state was replaced: what was found for an earlier state does not count."""
         return self._states.get(state.chain) is state
 
     def pairs(self) -> list[tuple[str, str]]:
-        """The (site, feed) that may flow in."""
         return list(self._sources)
 
     def preparer(self, chain: Chain) -> Preparer:
-        """What makes the rows of `chain` ready. Raises ConfigError for a chain that may not flow in."""
+        """Raises ConfigError for a chain that may not flow in."""
         if (source := self._sources.get((chain.site, chain.feed))) is None:
             message = f"target {self.target}: sources: expected {chain.site}/{chain.feed}, found none"
             listed = "an intent holds rows of it: list it again until it ran once; or drop the rest of it"
@@ -314,11 +299,10 @@ class ChainRegistry:
         return Preparer(chain, rule_of(source), self.limits)
 
     def source(self, chain: Chain) -> SourceSettings:
-        """The source entry of a chain that may flow in."""
         return self._sources[chain.site, chain.feed]
 
     async def renew_limits(self) -> None:
-        """Have rows prepared for the target as it is now. Raises what asking it raises."""
+        """Prepare rows for the target as it is now. Raises what asking the target raises."""
         limits = await self._ask_limits() if self._ask_limits else self.limits
         if limits != self.limits:
             self.limits = limits
@@ -326,7 +310,7 @@ class ChainRegistry:
                 state.preparer = self.preparer(state.chain)
 
     def add(self, chain: Chain) -> ChainState | None:
-        """The state of `chain`, made if it is new; None for a chain that may not flow in."""
+        """None for a chain that may not flow in."""
         if (chain.site, chain.feed) not in self._sources:
             return None
         if chain not in self._states:
@@ -335,22 +319,18 @@ class ChainRegistry:
         return self._states.get(chain) or self.renew(chain, self.positions or {})
 
     def archive(self, chain: Chain, end: int) -> None:
-        """The chain's coverage ends at `end`, as its tail says."""
         self._archived[chain] = end
         if state := self._states.get(chain):
             state.archived = end
 
     def reset(self, positions: Mapping[Chain, int]) -> None:
-        """Make all states anew, standing at `positions`."""
         self.positions = positions
         former, self._states = self._states, {}
         for chain in former:
             self.renew(chain, positions)
 
     def renew(self, chain: Chain, positions: Mapping[Chain, int]) -> ChainState:
-        """A state in place of the former one, standing at `positions`; what was read for that belongs to
-        nobody.
-        """
+        """A new state in place of the former one. What was read for the former one is not used."""
         archived = self._archived.get(chain, 0)
         state = ChainState(chain, self.preparer(chain), positions.get(chain, 0), archived=archived)
         state.end = self._end(chain, positions)
@@ -362,26 +342,23 @@ class ChainRegistry:
     # Incarnations
 
     def needs_previous(self) -> list[Chain]:
-        """One chain of each incarnation above 0 whose `stream.json` was not read yet."""
         found = {_whole(chain): chain for chain in self._states if chain.incarnation}
         return [chain for whole, chain in found.items() if whole not in self._previous]
 
     def set_previous(self, chain: Chain, previous: Mapping[int, int] | None) -> None:
-        """What `stream.json` of the chain's incarnation says of the ends of the one before
-        (None: nothing).
-        """
+        """`previous`: where the incarnation before ended, as `stream.json` says; None: it says nothing."""
         self._previous[_whole(chain)] = previous
         for state in self._states.values():
             state.ends_at(self._end(state.chain, self.positions or {}))
 
     def cannot_read(self, chain: Chain, why: str) -> bool:
-        """`stream.json` of the chain's incarnation is there and cannot be read; whether that is news."""
+        """The `stream.json` of the chain's incarnation exists and cannot be read. Returns whether that is new."""
         is_news = self._unread.get(_whole(chain)) != why
         self._unread[_whole(chain)] = why
         return is_news
 
     def _end(self, chain: Chain, positions: Mapping[Chain, int]) -> int | None:
-        """Where the chain's incarnation ended; None while it has not, as far as known."""
+        """None while the incarnation has not ended, as far as is known."""
         if (previous := self._previous.get(_whole(chain.next_incarnation()))) is not None:
             return previous.get(chain.partition, 0)
         later = any(
@@ -392,7 +369,7 @@ class ChainRegistry:
         return positions.get(chain, 1) - 1 if later else None
 
     def obstacle(self, chain: Chain) -> str:
-        """What keeps a chain from beginning, and passes by itself; empty if nothing does."""
+        """What keeps a chain from beginning and goes away by itself; empty if nothing does."""
         if chain.incarnation == 0:
             return ""
         if _whole(chain) not in self._previous:
@@ -401,7 +378,7 @@ class ChainRegistry:
         return "; ".join(f"{before} stands at {at} and ends at {end}" for before, (at, end) in left.items())
 
     def check_may_begin(self, chain: Chain, first: int) -> None:
-        """Raises Stopped where an operator decides whether an incarnation begins. `first`: where it would."""
+        """Raises Stopped where an operator must decide whether the incarnation begins. `first`: where it would."""
         if chain.incarnation == 0:
             return
         if self._previous.get(_whole(chain)) is None:
@@ -415,5 +392,4 @@ class ChainRegistry:
 
 
 def _whole(chain: Chain) -> Chain:
-    """The same for all partitions of an incarnation."""
     return Chain(chain.site, chain.feed, chain.incarnation)

@@ -29,11 +29,11 @@ log = get_logger(__name__)
 
 
 BY = "ingress"
-WATCHED = 10  # gaps of a chain that one look behind it takes; the others have their turn next time
+WATCHED = 10  # gaps of a chain that one look behind them checks; the next look takes others
 
 
 class GapSkipper:
-    """What one target gives up. Blocking."""
+    """Decides what one target gives up, and writes it down. Blocking."""
 
     def __init__(self, target: str, store: SegmentStore, documents: ChainStore, clock: Clock) -> None:
         self._target, self._store, self._documents = target, store, documents
@@ -50,7 +50,7 @@ class GapSkipper:
         return decide(plan, gaps, self.clock.now(plan.waiting_since or 0.0), source)
 
     def give_up(self, chain: Chain, decision: GapDecision, damaged: AbstractSet[str]) -> SegmentRef | SequenceRange:
-        """As `survey`; what of the decision's part nothing covers is written down.
+        """As `survey`; the range that no segment covers is written down.
 
         `damaged`: keys of segments that do not count. Raises what the store raises.
         """
@@ -62,8 +62,9 @@ class GapSkipper:
         return found
 
     def pass_missing(self, chain: Chain, part: SequenceRange, missing: int, why: str) -> None:
-        """Write down, count and tell that the target goes on though `missing` sequences of `part` are gone,
-        unless that was done before: whoever begins again inside of it passes it again.
+        """Write down, count and log that the target goes on though `missing` sequences of `part` are gone.
+
+        Done once for each range: a start inside of it passes it again without a new record.
         """
         if any(gap.range.encloses(part) for gap in self._gaps(chain).copy()):
             return
@@ -72,21 +73,21 @@ class GapSkipper:
         log.warning(what, action="gone_from_hole_passed", **context, target=self._target, **chain.log_context())
 
     def _pass(self, chain: Chain, gap: AcceptedGap, lost: int | None = None) -> None:
-        """Write it down and count it. `lost`: how many of its sequences (None: all)."""
+        """`lost`: how many sequences of the gap are lost; None: all."""
         self._gaps(chain).append(self._documents.pass_gap(self._target, chain, gap))
         labels = self._target, chain.site, chain.feed, str(chain.partition)
         metrics.lost_sequences.labels(*labels).inc(len(gap.range) if lost is None else lost)
 
     def arrived(self, chain: Chain, position: int) -> list[tuple[AcceptedGap, SegmentRef]]:
-        """Segments that arrived behind gaps of the chain that are passed (they end before `position`), each
-        told once. Raises what the store raises.
+        """Segments that arrived behind gaps that were passed (the gaps end before `position`), each reported once.
+        Raises what the store raises.
         """
         gaps = self._gaps(chain)
         found = []
         for _ in range(min(WATCHED, len(gaps))):
             gap = gaps[0]
             gaps.rotate(-1)
-            # In the range of one that was filled any merge stands; rows that come are `verify`'s to find.
+            # Merges cover the range of a filled hole, too; `verify` finds rows that arrive there.
             if gap.range.last < position and not gap.from_hole:
                 found += [(gap, ref) for ref in self._behind(chain, gap)]
         return found
@@ -94,7 +95,7 @@ class GapSkipper:
     def _behind(self, chain: Chain, gap: AcceptedGap) -> Iterator[SegmentRef]:
         since = parse_time(gap.at) / NS_PER_S if gap.at else 0.0
         for ref in self._store.list(chain, position=gap.range.first, limit=LISTED):
-            # What was there before is damaged: otherwise it would have been carried.
+            # A segment that was there before is damaged: otherwise it would have been carried.
             is_new = ref.modified >= since and ref.key not in self._reported
             if is_new and ref.coverage.overlaps(gap.range):
                 self._reported.add(ref.key)
@@ -106,7 +107,7 @@ class GapSkipper:
         return self._passed[chain]
 
     def _now(self) -> str:
-        """By the store's clock, down to the second: some stores keep no more of when an object was stored."""
+        """By the store's clock, in whole seconds: some stores keep no finer LastModified."""
         now = datetime.fromtimestamp(int(self.clock.stamp()), UTC)
         return now.isoformat().replace("+00:00", "Z")
 
@@ -129,9 +130,9 @@ class SegmentLocator:
         self.gaps = GapSkipper(chains.target, store, documents, clock)
 
     async def read_previous(self) -> None:
-        """Read the `stream.json` of incarnations of which it is not known yet.
+        """Read the `stream.json` files that are not known yet.
 
-        One that cannot be read keeps back its own incarnation only; told once for each reason.
+        One that cannot be read holds back only its own incarnation. It is reported once for each reason.
         """
         for chain in self._chains.needs_previous():
             try:
@@ -148,9 +149,9 @@ class SegmentLocator:
     # Beginning
 
     async def begin(self, chain: ChainState) -> None:
-        """Find out where the chain begins, and what it leaves out before that.
+        """Find where the chain begins, and what it leaves out before that.
 
-        Raises Stopped and DataError where only an operator can help the chain, and what the store raises.
+        Raises Stopped and DataError where only an operator can help, and what the store raises.
         """
         archived = chain.archived
         if chain.unreached and chain.unreached == archived:
@@ -165,7 +166,7 @@ class SegmentLocator:
         floor = await self._threads.run(self._documents.read_floor, chain.chain)
         first = first_position(document.first, floor)
         if not self._chains.is_current(chain):
-            return  # the positions are others now: where it stands is no question, perhaps
+            return  # its state was replaced: the question may be settled
         self._chains.check_may_begin(chain.chain, first)
         source, positions = self._chains.source(chain.chain), dict(self._chains.positions or {})
         start = await self._threads.run(self.starts.resolve, chain.chain, source, first, chain.end, positions)
@@ -180,7 +181,7 @@ class SegmentLocator:
     # Looking
 
     async def look(self, state: ChainState) -> None:
-        """List from the position; where a hole or damage keeps the chain waiting, see what becomes of it.
+        """List from the position. Where a hole or damage keeps the chain waiting, decide about it.
 
         Raises as `begin`.
         """
@@ -200,7 +201,6 @@ class SegmentLocator:
         await self._settle(state, plan)
 
     async def _standing(self, state: ChainState, plan: ChainPlan) -> ChainPlan:
-        """`plan`; late where the state stands at a hole filled in part, as long as nothing has come."""
         gone, state.gone = state.gone, None
         if gone is None or not plan.stretches or plan.stretches[0].segment.key != gone.segment.key:
             return plan
@@ -211,7 +211,7 @@ class SegmentLocator:
         return ChainPlan(Phase.LATE, (), gone.rows, since, plan.beyond)
 
     async def _plan(self, state: ChainState) -> ChainPlan:
-        # Whoever asks for it meanwhile asks for another look; one that fails is made again everywhere.
+        # A request that comes meanwhile is for another look; a look that fails is repeated on all levels.
         wanted, state.look_everywhere = state.look_everywhere, False
         plan = await self._threads.run(
             look,
@@ -224,7 +224,7 @@ class SegmentLocator:
             search=state.search,
         )
         if wanted and not plan.stretches:
-            # What leads on is found before all levels are listed.
+            # A segment that continues is found before all levels are listed.
             state.looked_everywhere_at = self._clock.monotonic()
         return plan
 
@@ -245,12 +245,12 @@ class SegmentLocator:
             state.passed.append(decision.part)
             await self.look(state)
         elif state.damaged and state.rechecked != state.position:
-            # Somebody may have put them right meanwhile; what is read and still damaged is given up then.
+            # They may have been repaired meanwhile; what is then read and still damaged is given up.
             state.rechecked = state.position
             state.forget_damage()
             await self.look(state)
         else:
-            # Go on behind what is given up, as far as nothing covers it after all.
+            # Go on behind what is given up, as far as no segment covers it after all.
             damaged = frozenset(state.damaged)
             found = await self._threads.run(self.gaps.give_up, state.chain, decision, damaged)
             if isinstance(found, SegmentRef):
@@ -259,9 +259,9 @@ class SegmentLocator:
                 state.gives_up(found)
 
     async def _halt(self, state: ChainState, plan: ChainPlan, decision: GapDecision) -> None:
-        """The hole is lost, and somebody has to decide; unless all there is of the chain says otherwise.
+        """The hole is lost and an operator must decide, unless a listing of the whole chain shows otherwise.
 
-        Looked through once for each hole: from then on the usual looks find what arrives.
+        The whole chain is listed once for each hole; later arrivals are found by the usual looks.
         """
         chain, gone = state.chain, state.gone
         if gone is not None:
@@ -283,7 +283,6 @@ class SegmentLocator:
         raise Stopped(message, hint=documents.way_out(chain, part), code="E-LOST")
 
     async def look_behind(self, state: ChainState) -> None:
-        """Tell what arrived behind gaps that were passed: it is not carried."""
         found = await self._threads.run(self.gaps.arrived, state.chain, state.position)
         state.look_behind = False
         for gap, ref in found:

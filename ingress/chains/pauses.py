@@ -1,9 +1,9 @@
 """Which chains of a target an operator has paused, in one key of the state bucket beside the target's state.
 
-A resumed chain stays named with the time of its resumption, so that a running service sees that somebody
-wants it looked at again. Read back, the value is untrusted: where it is not what this version wrote, the
-target does not begin, because a chain that somebody paused must not be carried by mistake; one that is being
-carried keeps to what was known. `floe chain resume --all` writes it anew.
+A resumed chain stays in the list with the time of its resumption, so that a running service sees that it is to
+look at the chain again. The value is untrusted when it is read back. If this version did not write it, the
+target does not begin, because a paused chain must not be carried by mistake; a target that is already
+carried keeps the decisions it knew. `floe chain resume --all` writes a new value.
 """
 
 from __future__ import annotations
@@ -51,25 +51,23 @@ _ENCODER = msgspec.json.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
-    """`paused`: the chains that are not carried. `resumed`: when somebody wanted a chain looked at again."""
+    """`paused`: the chains that are not carried. `resumed`: when an operator asked for another look at a chain."""
 
     paused: Mapping[Chain, Pause] = field(default_factory=dict)
     resumed: Mapping[Chain, str] = field(default_factory=dict)
 
     def pause(self, chain: Chain, pause: Pause) -> Pauses:
-        """With `chain` paused; one that is paused stays as it was."""
+        """A chain that is paused already keeps its first entry."""
         paused = {**self.paused, chain: self.paused.get(chain, pause)}
         return Pauses(paused, {c: at for c, at in self.resumed.items() if c != chain})
 
     def resume(self, chain: Chain, at: str) -> Pauses:
-        """With `chain` carried again, or looked at again where it has stopped by itself."""
         resumed = {**{c: t for c, t in self.resumed.items() if c != chain}, chain: at}
         most = MOST - len(self.paused)
         kept = dict(list(resumed.items())[-most:]) if most > 0 else {}
         return replace(self, paused={c: p for c, p in self.paused.items() if c != chain}, resumed=kept)
 
     def resume_all(self, at: str) -> Pauses:
-        """With every paused chain carried again."""
         found = self
         for chain in self.paused:
             found = found.resume(chain, at)
@@ -96,7 +94,7 @@ class _Form:
 
 
 class PauseStore:
-    """The pauses of one target. `states`: its state, for whoever asks what it carries."""
+    """The pauses of one target. `states`: the target's state, to find out which chains it carries."""
 
     def __init__(self, bucket: KeyValue, target: str, states: StateStore | None = None) -> None:
         key = state_key(PAUSES_ROLE, target)
@@ -112,11 +110,11 @@ class PauseStore:
         self._document, self._states = KvDocument(bucket, key, _Form(target), unreadable), states
 
     async def read(self) -> Pauses:
-        """What is decided now. Raises Stopped (E-PAUSES) for an unreadable value, and as the bucket does."""
+        """Raises Stopped (E-PAUSES) for an unreadable value, and what the bucket raises."""
         return (await self._document.get())[0] or Pauses()
 
     async def carried(self) -> list[Chain]:
-        """The chains of which the target has a position; none where its state is not known."""
+        """The chains for which the target has a position; empty where its state is not known."""
         try:
             state = (await self._states.load()).state if self._states else None
         except Stopped:
@@ -124,18 +122,17 @@ class PauseStore:
         return [] if state is None else list(state.checkpoint.positions)
 
     async def change(self, step: Callable[[Pauses], Pauses]) -> Pauses:
-        """Have stored what `step` makes of it, whoever else changes it too. Raises as `read`."""
+        """Store what `step` makes of the current value; repeated if another writer was faster. Raises as `read`."""
         return await self._document.change(lambda found: step(found or Pauses())) or Pauses()
 
     async def resume_all(self, at: str) -> Pauses:
-        """Have nothing paused, also where what stands there cannot be read. Raises what the bucket raises."""
+        """Pause nothing, even where the stored value cannot be read. Raises what the bucket raises."""
         found = await self._document.change(lambda found: (found or Pauses()).resume_all(at), anew=True)
         return found or Pauses()
 
 
 @asynccontextmanager
 async def pause_stores(settings: Settings) -> AsyncIterator[dict[str, PauseStore]]:
-    """A store for each target, by its name. Raises what connecting raises."""
     check_targets(settings.ingress)
     async with state_of_ingress(settings, "floe chain") as (_, bucket):
         names = [target.stream for target in settings.ingress.targets]

@@ -18,7 +18,7 @@ from common.settings.types import format_duration
 
 
 class Phase(StrEnum):
-    """Where a chain stands: the first six by its plan alone, all of them in `ChainState`."""
+    """Where a chain stands. A plan knows only the first six; `ChainState` knows all."""
 
     READY = "ready"  # rows can be carried now
     IDLE = "idle"  # everything that is archived is carried
@@ -54,14 +54,13 @@ class ChainPlan:
 
     @property
     def waits(self) -> bool:
-        """Whether a hole or damage keeps the chain waiting."""
         return self.phase in (Phase.LATE, Phase.LOST, Phase.DAMAGED)
 
     def since(self, former: ChainPlan) -> ChainPlan:
-        """This plan; where `former` was late at the same place it is late since then.
+        """This plan; if `former` was late at the same place, late since then.
 
-        Compaction puts segments behind a hole anew, with a new LastModified. For how long something was
-        damaged says nothing about how long it is late.
+        Compaction writes segments behind a hole again, with a new LastModified. How long something was damaged does
+        not count as how long it is late.
         """
         if not self.hole or not former.hole or self.hole.first != former.hole.first:
             return self
@@ -74,8 +73,7 @@ class ChainPlan:
 def plan_chain(
     segments: Iterable[SegmentRef], position: int, end: int | None, damaged: AbstractSet[str] = frozenset()
 ) -> ChainPlan:
-    """The stretches from `position` to the first hole, or to `end` (inclusive) if the incarnation
-    ended there.
+    """The stretches from `position` to the first hole, or to `end` (inclusive) if the incarnation ended there.
 
     `damaged`: keys of segments to leave out.
     """
@@ -99,7 +97,6 @@ def plan_chain(
 
 
 def first_position(first: int, floor: int | None) -> int:
-    """Where a chain without a position begins: `chain.json`'s first, or what retention left."""
     return max(first, floor or 1)
 
 
@@ -121,7 +118,7 @@ def unfinished(
 
 @dataclass(frozen=True, slots=True)
 class GapDecision:
-    """The leading `part` of a hole is given up, or lost and nobody has decided (`halts`). `why`: in words."""
+    """The leading `part` of a hole is given up, or lost and an operator must decide (`halts`). `why`: in words."""
 
     part: SequenceRange
     why: str
@@ -129,10 +126,10 @@ class GapDecision:
 
 
 def decide(plan: ChainPlan, gaps: Sequence[AcceptedGap], now: float, source: SourceSettings) -> GapDecision | None:
-    """What to do about the hole of `plan`, whose phase is LATE or DAMAGED; None: wait, it may still come.
+    """What to do about the hole of `plan`, whose phase is LATE or DAMAGED; None: wait, it may still arrive.
 
-    `gaps`: what operators accepted and what this target gave up before. `now`: seconds by the store's clock.
-    Damage never becomes lost by itself: the object is there, and no waiting makes it worse.
+    `gaps`: what operators accepted and what this target gave up before. `now`: seconds by the store's clock. Damage
+    never turns into a lost hole by itself: the object is there, and waiting does not make it worse.
     """
     assert plan.hole is not None, "only holes are decided about"
     part = accepted_part(plan.hole, (gap.range for gap in gaps))

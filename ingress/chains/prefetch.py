@@ -31,19 +31,19 @@ from ingress.rows.rows import Block, DecodedAhead, Rows
 log = get_logger(__name__)
 
 TURNS = 3  # chains that are read at the same time
-LOOK_AGAIN = 300.0  # seconds until a chain is looked at whatever its tail says
-LOOK_EVERYWHERE = 3600.0  # seconds until that is at all levels: ten listings, not one
+LOOK_AGAIN = 300.0  # seconds until a chain is looked at, whatever its tail says
+LOOK_EVERYWHERE = 3600.0  # seconds until such a look lists all levels: ten listings, not one
 ATTEND = 2.0  # seconds between two looks at what operators have decided
 
 
 class _StaleError(Exception):
-    """The chain's state was made anew while its rows were read: they belong to nobody."""
+    """The chain's state was replaced while its rows were read: the rows are not used."""
 
 
 class Prefetcher:
-    """Rows for one target, decoded ahead of whoever publishes them.
+    """Rows for one target, decoded ahead of the publisher.
 
-    `decisions`: which chains are paused (None: none ever is).
+    `decisions`: which chains are paused (None: no chain is ever paused).
     """
 
     look_at_stopped = LOOK_AT_STOPPED
@@ -70,19 +70,15 @@ class Prefetcher:
         self._due: set[Chain] = set()  # found, and looked at by the next tick
         # Behind what was taken: where a chain goes on, though that is not stored yet.
         self._taken_to: dict[Chain, int] = {}
-        self._decided: Pauses | None = None  # not known yet: none may run before
+        self._decided: Pauses | None = None  # not known yet: no chain may run before
         self._unread = ""  # why the decisions could not be read the last time
 
     @property
     def positions(self) -> Mapping[Chain, int]:
-        """What is stored for good, by chain: the next sequence; empty as long as that is not known."""
         return self.chains.positions or {}
 
     async def run(self) -> None:
-        """Decode for ever, from the first `reset` on.
-
-        Ends only by an error that an operator has to deal with.
-        """
+        """Decode from the first `reset` on, until an error that an operator must deal with."""
         await self._read_decisions()
         while self._decided is None:
             await self._clock.sleep(ATTEND)
@@ -90,10 +86,9 @@ class Prefetcher:
         self._wake_all()
         await together(self._look_after(), self._trouble.wait(), *(self.take_turns() for _ in range(TURNS)))
 
-    # For whoever publishes
+    # For the publisher
 
     async def take(self, stop: Stop, seconds: float) -> Rows | None:
-        """As `DecodedAhead.take`."""
         rows = await self.ahead.take(stop, seconds)
         for block in rows.blocks if rows else ():
             if not block.piece.out_of_turn:
@@ -101,7 +96,6 @@ class Prefetcher:
         return rows
 
     def release(self, rows: Rows) -> None:
-        """Rows are done with: their memory may be used again."""
         self.ahead.release(rows)
 
     def closed(self, positions: Mapping[Chain, int]) -> None:
@@ -112,7 +106,7 @@ class Prefetcher:
                 self._wake(chain)
 
     def reset(self, positions: Mapping[Chain, int]) -> None:
-        """Drop what was decoded and begin again at `positions`: somebody else has carried meanwhile."""
+        """Drop what was decoded and begin again at `positions`: another instance has carried in the meantime."""
         self._taken_to.clear()
         self.ahead.drop()
         while not self._turns.empty():
@@ -122,9 +116,9 @@ class Prefetcher:
         self._wake_all()
 
     def offer(self, block: Block) -> None:
-        """Publish a block that was made elsewhere (a parked message tried again) in its turn.
+        """Publish a block that was made elsewhere (a parked message tried again), in its turn.
 
-        Its bytes are forced onto the budget. A `reset` drops it, as everything that is ready.
+        Its bytes are forced onto the budget. A `reset` drops it, like everything that is ready.
         """
         self.ahead.budget.force(block.size)
         self.ahead.append(block)
@@ -132,13 +126,12 @@ class Prefetcher:
     # For discovery
 
     def pairs(self) -> list[tuple[str, str]]:
-        """The (site, feed) that may flow in."""
         return self.chains.pairs()
 
     def found(self, chain: Chain, end: int | None = None) -> None:
-        """The chain exists, or its tail has changed: its coverage ends at `end` (None: not known).
+        """The chain exists, or its tail has changed. The next `tick` looks at it.
 
-        It is looked at by the next `tick`.
+        `end`: the end of its coverage; None: not known.
         """
         if (state := self.chains.add(chain)) is not None:
             self._mark([state])
@@ -147,13 +140,11 @@ class Prefetcher:
                 self.chains.archive(chain, end)
 
     def wake(self, chain: Chain) -> None:
-        """Look at the chain at once: a notification says that there is more of it."""
         if (state := self.chains.get(chain)) is not None:
             self._wake(state)
 
     async def tick(self) -> None:
-        """Look at chains that were found or that wait, and now and then at all."""
-        # First where incarnations ended: nothing behind may be carried because it was looked at too early.
+        # First read where incarnations ended: a look before that could carry what is behind an end.
         await self.locator.read_previous()
         now, due = self._clock.monotonic(), self._due
         self._due = set()
@@ -163,7 +154,6 @@ class Prefetcher:
 
     @staticmethod
     def _is_long_ago(chain: ChainState, now: float) -> bool:
-        """Whether the chain is to be looked at whatever its tail says, and then at more than usual."""
         if now - chain.looked_at < LOOK_AGAIN:
             return False
         chain.forget_damage()
@@ -174,7 +164,7 @@ class Prefetcher:
         return True
 
     def fails(self, error: Exception) -> None:
-        """What discovery told of led to an error: it ends `run`, and so the target, which begins again."""
+        """An error in what discovery called: it ends `run` and so the target, which begins again."""
         self._trouble.tell(error)
 
     # Turns
@@ -186,8 +176,8 @@ class Prefetcher:
                 self._wake(chain)
 
     def _wake(self, chain: ChainState) -> None:
-        """The one place that gives a chain a turn."""
-        # None may run before it is known which are paused.
+        """The only place that gives a chain a turn."""
+        # No chain may run before it is known which are paused.
         is_informed = self.decisions is None or self._decided is not None
         if self.chains.positions is None or not (is_informed and chain.may_run):
             return
@@ -198,7 +188,6 @@ class Prefetcher:
             self._turns.put_nowait(chain)
 
     async def take_turns(self) -> None:
-        """Read one chain after the other, for ever."""
         while True:
             chain = await self._turns.get()
             chain.turn = Turn.ACTIVE
@@ -218,7 +207,7 @@ class Prefetcher:
         except _StaleError:
             pass
         except SegmentGone:
-            # Compacted meanwhile; a listing that goes on naming it is looked at again only after a while.
+            # Compacted meanwhile. If a listing still names it, the next look comes only after a while.
             log.info("segment gone", action="segment_gone", **chain.chain.log_context())
             chain.fail()
             chain.turn = Turn.ACTIVE if had_failed else Turn.AGAIN
@@ -233,7 +222,6 @@ class Prefetcher:
             chain.turn = Turn.ACTIVE
 
     async def _advance(self, chain: ChainState) -> None:
-        """Find out what comes next of the chain, and carry one stretch of it into the queue of ready rows."""
         if chain.phase is Phase.BEGINNING:
             await self.locator.begin(chain)
         if chain.has_begun and chain.look_behind:
@@ -251,7 +239,6 @@ class Prefetcher:
                 chain.went_on()
 
     async def _decode(self, chain: ChainState, stretch: Stretch[SegmentRef]) -> None:
-        """Blocks as long as the budget lasts; waits where it is used up."""
         ref = stretch.segment
         chain.preparer.relay = await self._relays.of(chain.chain)
         try:
@@ -275,7 +262,6 @@ class Prefetcher:
                 self.stop_chain(chain, problem)
 
     def _pass(self, chain: ChainState) -> None:
-        """Go on behind what is given up."""
         assert chain.given_up is not None, "only what is given up is passed"
         block = Block(IntentPiece(Gap(chain.chain), chain.given_up, 0))
         self._append(chain, block)
@@ -283,7 +269,7 @@ class Prefetcher:
         self.ahead.budget.force(block.size)
 
     def _append(self, chain: ChainState, block: Block) -> None:
-        """The block is ready. Raises _StaleError where it is nobody's any more."""
+        """Raises _StaleError where the chain's state was made anew."""
         if not self.chains.is_current(chain):
             raise _StaleError
         chain.position = block.piece.rows.last + 1
@@ -298,14 +284,13 @@ class Prefetcher:
             await self.attend()
 
     async def attend(self) -> None:
-        """See what operators have decided, and look again at what has been stopped for long enough."""
         await self._read_decisions()
         now = self._clock.monotonic()
         await self._retry([chain for chain in self.chains if chain.stopped and now >= chain.retry_at])
 
     async def _read_decisions(self) -> None:
-        """Take over what is decided; it stays as it was where that cannot be read now. Raises Stopped where
-        it was never known, and is spoiled.
+        """Keeps the known decisions where the value cannot be read now. Raises Stopped where it was never known and
+        is not readable.
         """
         try:
             decided = await self.decisions.read() if self.decisions else Pauses()
@@ -324,7 +309,6 @@ class Prefetcher:
         await self._retry([chain for chain in self.chains if chain.chain in asked])
 
     def _mark(self, chains: Iterable[ChainState]) -> None:
-        """Have `chains` paused or not as it is decided."""
         for chain in chains:
             is_paused = self._decided is not None and chain.chain in self._decided.paused
             if is_paused is (chain.phase is Phase.PAUSED):
@@ -338,12 +322,11 @@ class Prefetcher:
                 self._wake(chain)
 
     def _hold(self, chain: Chain) -> ChainState:
-        """Drop what is ready of the chain; the state that goes on behind what was taken."""
         self.ahead.drop(lambda block: block.piece.chain == chain and not block.piece.out_of_turn)
         return self.chains.renew(chain, {**self.positions, **self._taken_to})
 
     def stop_chain(self, chain: ChainState, error: FloeError) -> None:
-        """Nothing more of it is carried until it is looked at again; told once for each reason."""
+        """Carry nothing more of the chain until it is looked at again. Reported once for each reason."""
         if not self.chains.is_current(chain):
             return
         told = with_way_out(error, errors.resume(self.chains.target, chain.chain))
@@ -352,7 +335,6 @@ class Prefetcher:
             log.error("chain stopped", action="chain_stopped", error=str(told), code=told.code, **context)
 
     async def _retry(self, wanted: list[ChainState]) -> None:
-        """Look again at chains, by what the target takes now."""
         if any(chain.stopped for chain in wanted):
             try:
                 await self.chains.renew_limits()
@@ -367,7 +349,7 @@ class Prefetcher:
 
 
 def with_way_out(error: FloeError, look_again: str) -> FloeError:
-    """The error; where its hint names no command, with the one that has the chain looked at at once."""
+    """The error; if its hint names no command, a command that looks at the chain at once is added."""
     if "floe " in error.hint:
         return error
     then = ways(("then, to have it looked at at once", look_again))

@@ -29,8 +29,9 @@ NEIGHBOURS = 20  # segments that may end where one segment ends
 
 
 class Recall:
-    """Reads the rows that an intent names; the blocks' bytes are counted in `budget` without waiting for it,
-    because what was decoded ahead is not published before the intent is closed."""
+    """Reads the rows that an intent names. The bytes of the blocks are counted in `budget` without waiting for it,
+    because what was decoded ahead is not published before the intent is closed.
+    """
 
     def __init__(
         self,
@@ -45,10 +46,10 @@ class Recall:
         self._relays, self._parked, self._decoder = relays, parked, Decoder(store, threads, budget)
 
     async def rows(self, intent: Intent, stored: int) -> Rows:
-        """All messages of the intent by their index; of pieces that are stored completely only the number.
+        """All messages of the intent by their index; for pieces that are stored completely only the number.
 
-        Raises Stopped where the archive does not give exactly these rows or the target takes one of them no
-        more, ConfigError for a chain that may no longer flow in, and what the store raises.
+        Raises Stopped where the archive does not give exactly these rows or the target no longer takes one of them,
+        ConfigError for a chain that may no longer flow in, and what the store raises.
         """
         blocks: list[Block] = []
         before = 0
@@ -69,8 +70,8 @@ class Recall:
         return Rows(blocks)
 
     def refused(self, error: RowRefused) -> Stopped:
-        """A row of the open intent that the target takes no more: what is done about a chain cannot help,
-        since the intent is finished as it stands.
+        """The error for a row of the open intent that the target no longer takes. Hints about the chain would not
+        help: the intent is finished as it stands.
         """
         message, target = f"{error.message}; the row is part of the open intent", self._chains.target
         drop = set_command(target, "--accept --yes")
@@ -89,10 +90,10 @@ class Recall:
     # Parked messages
 
     async def again(self, name: ParkedName) -> Block:
-        """The parked message, made ready by the limits and rules of now; its bytes are not on the budget yet.
+        """The parked message, prepared by the current limits and rules. Its bytes are not yet on the budget.
 
-        Raises RowRefused where it still has no place at the target, ConfigError where its chain may not flow
-        in, DataError where it is not there or is spoiled, and what the store raises.
+        Raises RowRefused where the target still does not take it, ConfigError where its chain may not flow in,
+        DataError where it is missing or damaged, and what the store raises.
         """
         assert self._parked is not None, "only who parks tries again"
         if (message := await self._threads.run(self._parked.read, name)) is None:
@@ -103,7 +104,7 @@ class Recall:
         return await self._out_of_turn(IntentPiece(segment, rows, 1, out_of_turn=True), message)
 
     async def _parked_again(self, piece: IntentPiece) -> Block | None:
-        """What a piece that is out of turn names; None where only the archive can have it."""
+        """The message of a piece that is out of turn; None where only the archive can hold it."""
         if self._parked is None or not piece.out_of_turn:
             return None
         message = await self._threads.run(self._parked.read, self._parked.name(piece.chain, piece.rows.first))
@@ -118,7 +119,6 @@ class Recall:
         return Block(piece, prepared.batch, prepared.batch.size)
 
     async def _preparer(self, chain: Chain, leaves_out: frozenset[int]) -> Preparer:
-        """What makes rows of the chain ready; it leaves out exactly `leaves_out`, whatever the limits are."""
         preparer = self._chains.preparer(chain)
         preparer.relay = await self._relays.of(chain)
         preparer.leaves_out = leaves_out
@@ -133,8 +133,8 @@ class Recall:
         last, level = name.coverage.last, name.level
         refs = await call(self._store.list, piece.chain, position=last, level=level, limit=NEIGHBOURS)
         while True:
-            # By its name the segment gives the very rows of the intent; what others may have of what it did
-            # not read is none of them. Where it is gone, the cover holds them, and may hold more by now.
+            # The segment of that name gives exactly the rows of the intent; other segments may hold rows that it did
+            # not read, which are not part of it. If it is gone, the cover holds the rows, and may hold more by now.
             named = [ref for ref in refs if ref.segment == name and ref.key not in damaged]
             stretches = [Stretch(ref, piece.rows) for ref in named]
             if not named:
@@ -147,9 +147,7 @@ class Recall:
     async def _read(
         self, piece: IntentPiece, stretches: list[Stretch[SegmentRef]], damaged: set[str], *, alone: bool
     ) -> list[Block] | None:
-        """The blocks of the stretches; None where a segment turned out damaged or gone, which is then
-        noted.
-        """
+        """None where a segment was found damaged or gone; that is then noted."""
         blocks: list[Block] = []
         try:
             preparer = await self._preparer(piece.chain, frozenset(piece.left_out))

@@ -1,6 +1,6 @@
 """Which segments continue a chain, by listings of bounded length.
 
-No look takes longer in an archive of a million segments.
+A look takes no longer in an archive of a million segments.
 
 Level 0 is listed first, because new segments stand there; the levels above only on a miss, ascending, until
 one leads on. A page holds the segments that end first behind the position, so it holds the one that continues
@@ -42,7 +42,7 @@ _LEADS_ON = (Phase.READY, Phase.DONE)
 class SearchState:
     """Where a look that found nothing goes on: behind the last segments of pages that were full.
 
-    `position`: what is searched for; another one begins the search anew.
+    `position`: what is searched for; another position starts a new search.
     """
 
     position: int = 0
@@ -60,7 +60,7 @@ def look(
     search: SearchState | None = None,
     limit: int = LISTED,
 ) -> ChainPlan:
-    """What can be carried from `position` on, as far as one page of each level and one of `search` tell.
+    """What can be carried from `position` on, as far as one page of each level and one of `search` show.
 
     `everywhere` false: the levels above 0 are listed only if level 0 shows anything. Blocking.
     """
@@ -90,8 +90,8 @@ def look(
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """A plan by what segments hold, not by their names only. `damaged`: keys of those left out, each of which
-    would continue; `gone`: why the chain stands at its position though a segment covers it.
+    """A plan by what segments hold, not only by their names. `damaged`: keys of segments that were left out, each of
+    which would continue; `gone`: why the chain stands at its position though a segment covers it.
     """
 
     plan: ChainPlan
@@ -102,7 +102,7 @@ class Inside:
 def look_into(
     store: SegmentStore, chain: Chain, position: int, end: int | None, passed: Sequence[SequenceRange]
 ) -> Inside:
-    """What ingress finds at `position` once it opens what continues there; for commands.
+    """What ingress finds at `position` once it opens the segments that continue there; for commands.
 
     `passed`: what is given up of filled holes. Blocking; raises what the store raises.
     """
@@ -117,7 +117,7 @@ def look_into(
         except SegmentCorrupt:
             damaged = (*damaged, segment.key)
             continue
-        except (SegmentGone, Forked):  # being replaced right now; a matter of `segments verify`
+        except (SegmentGone, Forked):  # being replaced right now; `segments verify` would report it
             return Inside(plan, damaged)
         if gone is None or gone.rows.first != position:
             return Inside(plan, damaged)
@@ -127,11 +127,11 @@ def look_into(
 def survey(
     store: SegmentStore, chain: Chain, hole: SequenceRange, damaged: AbstractSet[str]
 ) -> SegmentRef | SequenceRange:
-    """What all there is of a chain says about a hole: an undamaged segment that continues after all, or how
-    much of the hole, from its first sequence on, no such segment covers.
+    """What the whole chain shows about a hole: an undamaged segment that continues after all, or how much of the
+    hole, from its first sequence on, no such segment covers.
 
-    Lists everything that reaches the hole, page by page, in bounded memory. Blocking. For decisions that are
-    final only. Raises what the store raises.
+    Lists everything that reaches the hole, page by page, in bounded memory. Blocking. Only for final decisions.
+    Raises what the store raises.
     """
     best: SegmentRef | None = None
     reach = hole.last
@@ -146,13 +146,12 @@ def survey(
 
 
 def has_news(store: SegmentStore, gone: FromHole) -> bool:
-    """Whether a segment stands where something was missing that was not there, as far as one page tells."""
     refs = store.list(gone.segment.chain, position=gone.rows.first, limit=LISTED)
     return any(ref.coverage.overlaps(gone.rows) and ref.key not in gone.known for ref in refs)
 
 
 def _everything(store: SegmentStore, chain: Chain, position: int) -> Iterator[SegmentRef]:
-    """Level by level, from the lowest: what is merged meanwhile is seen in one of them."""
+    """Level by level, from the lowest: a segment that is merged in the meantime is seen in one of them."""
     for level in range(MAX_LEVEL + 1):
         page = store.list(chain, position=position, level=level, limit=SURVEYED)
         while page:
@@ -168,7 +167,7 @@ def covering(
 ) -> list[Stretch[SegmentRef]]:
     """What to read for all of `rows`; empty where segments whose keys are not `damaged` do not cover them.
 
-    Lists no further than until they are covered. Blocking; raises what the store raises.
+    Lists only until they are covered. Blocking; raises what the store raises.
     """
     kept: list[SegmentRef] = []
     for page in _pages(store, chain, rows.first):
@@ -181,7 +180,7 @@ def covering(
 
 
 def _pages(store: SegmentStore, chain: Chain, position: int) -> Iterator[list[SegmentRef]]:
-    """The first page of each level, because what is wanted stands there but for rare cases; then the rest."""
+    """The first page of each level, because it almost always holds what is wanted; then the other pages."""
     behind: deque[SegmentRef] = deque()
     for level in range(MAX_LEVEL + 1):
         page = store.list(chain, position=position, level=level, limit=FIRST_PAGE)
@@ -193,13 +192,11 @@ def _pages(store: SegmentStore, chain: Chain, position: int) -> Iterator[list[Se
         yield page
 
 
-ASKED_EVERY = 60.0  # seconds; in between the host's clock that never jumps is added
+ASKED_EVERY = 60.0  # seconds; in between, the host's monotonic clock is added
 
 
 class StoreClock:
-    """The store's clock as one target asks for it, by the object `key`. Blocking; safe to use from several
-    threads.
-    """
+    """The store's clock as one target asks for it, by the object `key`. Blocking; safe to use from several threads."""
 
     def __init__(self, objects: ObjectStore, key: str, clock: Clock) -> None:
         self.objects, self._key, self._clock = objects, key, clock
@@ -209,20 +206,20 @@ class StoreClock:
     def now(self, at_least: float) -> float:
         """Seconds since 1970 UTC by the store's clock.
 
-        `at_least`: the time of an object that is there; it is the answer where ingress may not write, which
-        can only make holes wait longer. Raises what the store raises otherwise.
+        `at_least`: the time of an existing object. It is the answer where ingress may not write: holes then only wait
+        longer. Otherwise raises what the store raises.
         """
         known = self._now()
         return at_least if known is None else max(at_least, known)
 
     def stamp(self) -> float:
-        """As `now`, for what is only written down: by the host's clock where ingress may not write."""
+        """As `now`, for records only: by the host's clock where ingress may not write."""
         known = self._now()
         return self._clock.now() if known is None else known
 
     def _now(self) -> float | None:
         """None where ingress may not write."""
-        # Locked: two that ask at once would put the object twice, and neither would know whose time it has.
+        # Locked: two threads at once would put the object twice, and neither would know whose time it got.
         with self._lock:
             host = self._clock.monotonic()
             if self._known is None or host - self._known[1] >= ASKED_EVERY:

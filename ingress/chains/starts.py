@@ -1,10 +1,10 @@
 """Where the copy of a feed begins, where its source entry says so.
 
-Resolved once for a target and written down, so that a restart does not resolve it again:
+Resolved once for a target and stored, so that a restart does not resolve it again:
 
-    start_sequence            of the first incarnation; later ones are carried whole
-    start_time, start_delta   a moment: of every incarnation what is at or after it
-    start_at_end              of every incarnation that is there, what comes behind the end of its coverage
+    start_sequence            of the first incarnation; later ones are carried completely
+    start_time, start_delta   a time: of every incarnation what is at or after it
+    start_at_end              of every existing incarnation, what comes behind the end of its coverage
 
 A target that has a position for any chain of the feed has begun: the keys are ignored then.
 """
@@ -32,8 +32,8 @@ FORMAT_VERSION = 1
 
 
 class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Where the copy of one feed begins. `moment_ns`: with what is at or after it (ns since 1970 UTC); None:
-    no moment. `sequence`: the first one of incarnation 0; 0: no matter. `ends`: by chain, the sequence behind
+    """Where the copy of one feed begins. `moment_ns`: with what is at or after this time (ns since 1970 UTC); None:
+    no such bound. `sequence`: the first one of incarnation 0; 0: no such bound. `ends`: by chain, the sequence behind
     which it begins.
     """
 
@@ -47,7 +47,7 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @classmethod
     def from_json(cls, raw: bytes) -> Start:
-        """What `to_json` wrote. Raises ValueError."""
+        """Raises ValueError."""
         start = _DECODER.decode(raw)
         numbers = (start.sequence, *start.ends.values())
         if start.format_version != FORMAT_VERSION or not all(0 <= n <= MAX_SEQUENCE for n in numbers):
@@ -65,17 +65,17 @@ class Starts:
 
     def __init__(self, target: str, store: SegmentStore, documents: ChainStore, clock: Clock) -> None:
         self._target, self._store, self._documents, self._clock = target, store, documents, clock
-        # How far nothing is at or after a moment (ns): what comes is searched from there on.
+        # By moment (ns): up to where nothing is at or after it; the search goes on from there.
         self._searched: dict[tuple[Chain, int], int] = {}
 
     def resolve(
         self, chain: Chain, settings: StartSettings, first: int, end: int | None, positions: Mapping[Chain, int]
     ) -> int:
-        """The sequence at which `chain` begins, which has no position; 0 while nothing is archived from the
-        moment on at which the copy begins. `first`: its first sequence in the archive; `end`: of
-        its incarnation, None while that goes on; `positions`: of all chains of the target.
+        """The sequence at which `chain`, which has no position, begins; 0 while nothing is archived from the start
+        time on.
 
-        Raises DataError for a document that is not what it must be, and what the store raises.
+        `first`: its first sequence in the archive; `end`: of its incarnation, None while that goes on; `positions`:
+        of all chains of the target. Raises DataError for a document that is not valid, and what the store raises.
         """
         if (start := self._start(chain, settings, positions)) is None:
             return first
@@ -98,7 +98,7 @@ class Starts:
         return found
 
     def _start(self, chain: Chain, settings: StartSettings, positions: Mapping[Chain, int]) -> Start | None:
-        """What is written down, or is now; None where the whole feed is carried."""
+        """What is stored, or is stored now; None where the whole feed is carried."""
         if not settings.is_set:
             return None
         key = self._documents.layout.start_document(self._target, chain.site, chain.feed)
@@ -118,7 +118,7 @@ class Starts:
         return Start(FORMAT_VERSION, moment_ns=round((self._clock.now() - settings.start_delta) * NS_PER_S))
 
     def _end(self, chain: Chain) -> int:
-        """The end of the coverage; the tail is a hint that may be old."""
+        """The end of the coverage, by listing: the tail is a hint that may be old."""
         tail = self._documents.read_tail(chain) or 0
         newer = span(self._store.list(chain, position=tail + 1))
         return tail if newer is None else newer.last
@@ -133,7 +133,6 @@ class Starts:
             ) from error
 
     def _write(self, key: str, start: Start) -> Start:
-        """Write it unless another instance has; what is there now, read back."""
         body = start.to_json()
         try:
             self._documents.objects.put_if_absent(key, body, sha256=hashlib.sha256(body).hexdigest())

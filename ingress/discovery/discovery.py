@@ -2,7 +2,7 @@
 
 Four loops. One lists `tails/` now and then, which tells which chains have grown. One looks at the chains
 that notifications name, and at no others. One looks up all chains every few minutes. One reads the signs of
-life of egress once a minute. Whatever a notification says, what is carried is what the store holds: a lost,
+life of egress once a minute. Only what the store holds is carried, whatever a notification says: a lost,
 repeated, forged or late one costs a look or a poll.
 """
 
@@ -30,7 +30,7 @@ LOOK_UP_ALL = 300.0  # seconds between two listings of the chains' documents
 LOOK_UPS = 2  # of these at the same time: a poll must find a free thread
 TICK = 10.0  # seconds at most between two looks at chains that wait
 SPACING = 0.05  # seconds between two looks that notifications cause: a thousand in a second cause twenty
-MOST_NEW = 64  # unknown chains that one look takes from notifications; the next poll finds the rest
+MOST_NEW = 64  # unknown chains that one look takes from notifications; the next poll finds the others
 
 
 class Discovery:
@@ -62,7 +62,6 @@ class Discovery:
     # For targets
 
     def add(self, listener: Prefetcher) -> None:
-        """Tell `listener` of every chain that is known, and of what changes from now on."""
         self.listeners.append(listener)
         self._pairs |= {*listener.pairs()}
         self._tell(self._known, [listener])
@@ -70,14 +69,13 @@ class Discovery:
             event.set()
 
     def remove(self, listener: Prefetcher) -> None:
-        """Tell it nothing more."""
         self.listeners.remove(listener)
         self._pairs = frozenset(pair for listener in self.listeners for pair in listener.pairs())
 
     # For notifications; on the event loop
 
     def wake(self, chains: Iterable[Chain]) -> bool:
-        """Look at these chains at once; whether any of them may flow into a target of this process."""
+        """Look at these chains at once. Returns whether any of them may flow into a target of this process."""
         wanted = [chain for chain in chains if (chain.site, chain.feed) in self._pairs]
         for chain in wanted:
             if chain in self._known:
@@ -91,8 +89,8 @@ class Discovery:
     # The loops
 
     async def run(self) -> None:
-        """Look for ever; a store that does not answer is asked again, and so is one that refuses, unless it
-        has refused from the first poll on: that is raised.
+        """A store that does not answer, or refuses, is asked again. A store that has refused from the first poll on:
+        that error is raised.
         """
         try:
             await together(self._poll(), self._follow(), self._look_up(), self._look_at_sites())
@@ -101,7 +99,7 @@ class Discovery:
 
     async def _poll(self) -> None:
         while True:
-            # Before the look: whoever asks for one while it goes on may have come too late for it.
+            # Before the look: a request during the look may come too late for it.
             self.soon.clear()
             await self._poll_once(self.look)
             due = self._clock.monotonic() + self._poll_interval
@@ -115,7 +113,7 @@ class Discovery:
         if error is not None and not (self.has_worked or passes_by_itself(error)):
             raise error
         self._health.set_ready("store", error is None, error.message if error else "")
-        if self.listeners:  # else nobody was asked
+        if self.listeners:  # else nothing was looked at
             is_answered = not isinstance(error, Unavailable | OutcomeUnknown)
             metrics.store_reachable.set(is_answered)
             if is_answered:
@@ -135,7 +133,6 @@ class Discovery:
             await first_of(self.anew.wait(), seconds=TICK if error else LOOK_UP_ALL)
 
     async def _look_at_sites(self) -> None:
-        """What egress says of itself; nothing that is carried depends on it."""
         while True:
             self._new_sites.clear()
             if self._pairs and self.sites:
@@ -143,7 +140,6 @@ class Discovery:
             await first_of(self._new_sites.wait(), seconds=LOOK_AT_SITES)
 
     async def _error_of(self, what: str, look: Awaitable[None]) -> FloeError | None:
-        """What kept the store from answering, told once for each reason; None if nothing did."""
         try:
             await look
         except FloeError as error:
@@ -157,7 +153,6 @@ class Discovery:
     # Looks; each raises what the store raises
 
     async def look(self) -> None:
-        """One poll: a listing of the tails, and a look at the chains whose tail changed or that wait."""
         if not self.listeners:
             return
         etags = await self._threads.run(self._documents.tails)
@@ -173,14 +168,14 @@ class Discovery:
             if self._etags.get(chain) != etag and (chain.site, chain.feed) in self._pairs
         ]
         answers = await asyncio.gather(*reads, return_exceptions=True)
-        # One site's documents may be refused; where no tail can be read, none ever will be.
+        # One site's documents may be refused; where every tail is refused, that will not change.
         self.has_worked = self.has_worked or not answers or None in answers
         await self._tick()
         for failed in (answer for answer in answers if answer is not None):
             raise failed
 
     async def look_up_all(self) -> None:
-        """Chains without a tail exist too: a crash may stand between a segment and its tail."""
+        """Chains without a tail exist too: a crash may happen between a segment and its tail."""
         gate = asyncio.Semaphore(LOOK_UPS)
 
         async def read(site: str, feed: str) -> list[Chain]:
@@ -196,7 +191,6 @@ class Discovery:
         await self._tell_missing()
 
     async def _tell_missing(self) -> None:
-        """Say once of each feed of `sources` that nothing is archived of it: a slip, or not begun yet."""
         missing = self._pairs - {(chain.site, chain.feed) for chain in self._known}
         new, self._missing = missing - self._missing, missing
         tails = await self._threads.run(self._documents.tails) if new else ()
@@ -210,7 +204,6 @@ class Discovery:
             self._health.forget("sources")
 
     async def _look_at_named(self) -> None:
-        """Look at the chains that notifications named since the last time."""
         woken, self._woken, new, self._new = self._woken, set(), self._new, set()
         for listener in self.listeners:
             wake = guarded(listener.wake, listener.fails)
@@ -220,7 +213,6 @@ class Discovery:
         await self._add_chains(chain for chain, is_there in zip(new, exist, strict=True) if is_there)
 
     async def _exists(self, chain: Chain) -> bool:
-        """Whether the store knows a chain that nobody but a notification has named."""
         key = self._documents.layout.chain_document(chain)
         try:
             return await self._threads.run(self._documents.objects.head, key) is not None

@@ -37,23 +37,25 @@ _DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
 class Written(NamedTuple):
-    """An object that was written, as a notification says. `keys`: it, or what it may be: some encode it."""
+    """An object that was written, as a notification says. `keys`: its key, or several candidates, because some
+    senders encode it.
+    """
 
     bucket: str
     keys: tuple[str, ...]
 
 
 def written(raw: bytes | str, wrappings: int = MAX_WRAPPINGS) -> list[Written] | None:
-    """The objects that the notification `raw`, in at most `wrappings` envelopes, says were written; None for
-    what is no notification.
+    """The objects that the notification `raw` says were written; None for anything that is not a notification.
 
-    Empty for a notification of something else: an object removed, a test of the queue.
+    At most `wrappings` envelopes are opened. Empty for a notification of something else: an object removed, a test of
+    the queue.
     """
     if len(raw) > MAX_BYTES:
         return None
     try:
         document = _DECODER.decode(raw)
-    except (ValueError, RecursionError):  # no JSON
+    except (ValueError, RecursionError):  # not JSON
         return None
     if not isinstance(document, dict):
         return None
@@ -78,20 +80,18 @@ def _of_records(records: list[Any]) -> Iterator[Written]:
 
 
 def _text(value: Any, *path: str) -> str:
-    """The text at `path`; empty where there is none."""
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
     return value if isinstance(value, str) else ""
 
 
 def chains_in(notice: list[Written], bucket: str, layout: Layout) -> set[Chain]:
-    """The chains of which something new was written to `bucket`; none for objects that say nothing new."""
     keys = (key for each in notice if each.bucket == bucket for key in each.keys)
     return {chain for key in keys if (chain := chain_of(key, layout)) is not None}
 
 
 def chain_of(key: str, layout: Layout) -> Chain | None:
-    """The chain that has to be looked at when `key` was written: a segment, a tail, `chain.json`, a gap."""
+    """The chain to look at when `key` was written: a segment, a tail, `chain.json`, a gap. None for other keys."""
     if (name := layout.parse_segment(key)) is not None:
         return name.chain
     folder, is_gap, _ = key.rpartition("/gaps/")
@@ -109,8 +109,8 @@ TAKE_TIMEOUT = 10.0  # seconds for the event loop to take what was received
 async def follow_queue(open_queue: Callable[[], SqsQueue], notified: Notified) -> None:
     """Hand over every message of the queue, for ever, and delete it from the queue afterwards.
 
-    Nobody waits for the thread at the end: a receive waits up to 20 s. What it receives then is not deleted,
-    and comes again to whoever asks next. Nothing raises: what fails is logged and tried again.
+    Shutdown does not wait for the thread: a receive takes up to 20 s. A message received then is not deleted, and is
+    delivered again to the next reader. Raises nothing: what fails is logged and tried again.
     """
     receiver = _Receiver(open_queue, notified, asyncio.get_running_loop())
     threading.Thread(target=receiver.run, name="sqs", daemon=True).start()
@@ -121,7 +121,7 @@ async def follow_queue(open_queue: Callable[[], SqsQueue], notified: Notified) -
 
 
 class _Receiver:
-    """What the thread does, until `stop` is set."""
+    """The work of the thread, until `stop` is set."""
 
     def __init__(self, open_queue: Callable[[], SqsQueue], notified: Notified, loop: asyncio.AbstractEventLoop) -> None:
         self.stop = threading.Event()
@@ -168,12 +168,12 @@ class _Receiver:
         if not isinstance(error, FloeError | TimeoutError):
             told(error, "events", "events of sqs")
         log.warning("no notifications", action="events_failed", error=str(error), pause=pause)
-        with suppress(Exception):  # it is told of already
+        with suppress(Exception):  # already logged
             self._on_loop(lambda: self._notified.failed(why))
 
     def _on_loop(self, call: Callable[[], None]) -> None:
-        """Have `call` made on the event loop, and wait until it was. Raises TimeoutError, and what it raises:
-        this thread takes notifications again after a pause, the loop would only end.
+        """Run `call` on the event loop and wait for it. Raises TimeoutError, and what `call` raises: this thread goes
+        on after a pause, whereas the loop would end.
         """
         done = threading.Event()
         failed: list[Exception] = []
@@ -199,7 +199,7 @@ CHECK_SPACING = 30.0  # seconds between two looks whether the subscription was r
 async def follow_subject(client: FloeClient, subject: str, notified: Notified, clock: Clock) -> None:
     """Hand over every message on `subject`, for ever.
 
-    No queue group: each instance hears each message. What passes while the connection is down is lost; so
+    No queue group: each instance gets each message. Messages sent while the connection is down are lost, so
     `listening` is called again after every reconnect. A refusal is logged, and tried again.
     """
 
@@ -217,7 +217,7 @@ async def follow_subject(client: FloeClient, subject: str, notified: Notified, c
                     pauses.reset()
                     log.info("listening", action="events", subject=subject)
                     notified.listening()
-                    # What the server says against the subscription, once it does: rights may change.
+                    # Why the server refuses the subscription, if it does: rights may change.
                     while (refused := client.refusal(subject.encode())) is None:
                         await first_of(clock.sleep(CHECK_SPACING), trouble.told.wait())
                         trouble.check()
@@ -245,11 +245,11 @@ class Notified:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether this process carries anything: one that stands by leaves the queue to the others."""
+        """Whether this process carries anything: a standby leaves the queue to the other instances."""
         return bool(self._discovery.listeners)
 
     def take(self, raw: bytes) -> None:
-        """One document, of whatever content. Never raises."""
+        """One document, of any content. Never raises."""
         if (notice := written(raw)) is None:
             self._count("spoiled")
         else:
@@ -257,12 +257,10 @@ class Notified:
             self._count("woke" if self._discovery.wake(chains) else "ignored")
 
     def listening(self) -> None:
-        """From now on notifications come; what came before may be lost."""
         self._discovery.soon.set()
         self._health.set_status("events", {"source": self._source, "state": "listening"})
 
     def failed(self, why: str) -> None:
-        """Notifications do not come; polling goes on."""
         self._count("failed")
         self._health.set_status("events", {"source": self._source, "state": "failing", "why": why})
 

@@ -1,9 +1,8 @@
 """What the processes of egress say of themselves (`common.segments.alive`), as the running service knows it.
 
-One listing a minute, and a read of each object that changed since. Whether a site is silent is judged by how
-long its objects have stood still, by this host's clock that never jumps; only at the first look by their
-age. A store that does not answer makes nobody silent: nobody could put anything there either, so that time
-does not count.
+One listing a minute, and a read of each object that has changed. A site counts as silent when its objects have
+not changed for too long, by this host's monotonic clock; only the first look uses their age. Time in which the
+store does not answer does not count: no site could write then either.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ from common.segments.documents import ChainStore
 from common.service.process import Threads
 from ingress import metrics
 
-MOST_READ = 1000  # objects that one look reads; the others' turn comes with the next
+MOST_READ = 1000  # objects that one look reads; the next look reads others
 READ_AT_ONCE = 4
 
 Shown = Mapping[tuple[str, ...], tuple[float, ...]]  # values of some gauges, by their labels
@@ -29,8 +28,8 @@ Shown = Mapping[tuple[str, ...], tuple[float, ...]]  # values of some gauges, by
 
 @dataclass(slots=True)
 class _Known:
-    """One object. `moved`: when it was seen to change, or would have been; `read_at`: when it was read; both
-    in monotonic seconds. `seen_etag`: as it was then.
+    """One object. `moved`: when it was seen to change, or would have been; `read_at`: when it was read; both in
+    monotonic seconds. `seen_etag`: its ETag then.
     """
 
     info: ObjectInfo
@@ -52,15 +51,14 @@ class Sites:
         self._shown: dict[tuple[Gauge, ...], set[tuple[str, ...]]] = {}
 
     def of(self, chain: Chain) -> Sighting | None:
-        """What is known of the partition that `chain` is of, whichever incarnation; None: nothing."""
+        """The last sign of life of the partition of `chain`, whatever the incarnation; None: nothing is known."""
         return self._sightings.get(Chain(chain.site, chain.feed, 0, chain.partition))
 
     def is_silent(self, sighting: Sighting) -> bool:
-        """Whether the last sign of life is too long ago."""
         return sighting.age > self.silent_after
 
     async def look(self, pairs: Collection[tuple[str, str]]) -> None:
-        """One listing, and what changed of the sites of `pairs`. Raises what the store raises."""
+        """One listing, and a read of what changed for the sites of `pairs`. Raises what the store raises."""
         sites = {site for site, _ in pairs}
         try:
             listed = await self._threads.run(self._documents.listed_alive)
@@ -125,7 +123,6 @@ class Sites:
         self._set((metrics.source_stopped, metrics.source_silent), of_chains)
 
     def _set(self, gauges: tuple[Gauge, ...], values: Shown) -> None:
-        """Set the gauges, and take back what they showed before and is not among `values` (by labels)."""
         for labels, each in values.items():
             for gauge, value in zip(gauges, each, strict=True):
                 gauge.labels(*labels).set(value)

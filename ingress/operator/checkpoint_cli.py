@@ -97,7 +97,7 @@ async def checkpoint_set(
             "forget_unlisted": editor.forget_unlisted,
             "sequence": lambda: editor.move(chains[named], options["sequence"]),
         }
-        # What touches single chains only may be done while ingress carries.
+        # A correction of single chains is allowed while ingress carries.
         planning, at_work = plans[way], way in ("sequence", "forget_unlisted")
         plan = await (editor.patiently(planning) if at_work else planning())
         if not as_json:
@@ -113,7 +113,6 @@ async def checkpoint_set(
 
 
 def _way(options: Mapping[str, Any]) -> str:
-    """The option that says what to do."""
     ways = ("accept", "stored", "from_target", "forget", "forget_unlisted", "sequence")
     chosen = [way for way in ways if options[way] is not None and options[way] is not False]
     if len(chosen) != 1:
@@ -127,7 +126,6 @@ def _way(options: Mapping[str, Any]) -> str:
 async def _chains(
     settings: Settings, editor: CheckpointEditor, names: set[cli.Named | None]
 ) -> dict[cli.Named | None, Chain]:
-    """The chains that are meant by the names."""
     state = (await editor.known()).state if names else None
     carried = [*state.checkpoint.positions] if state else []
     return {name: await asyncio.to_thread(name.chain, settings, (), carried) for name in names if name}
@@ -188,7 +186,7 @@ async def checkpoint_release(config: str, target: str, yes: bool) -> None:
     chains = open_chains(load_settings(config, quiet=True))
     try:
         known = chains.read_positions(target)
-    except DataError as error:  # what cannot be read holds everything, until it is released
+    except DataError as error:  # an unreadable file keeps everything, until it is released
         click.echo(str(error), err=True)
         known = TargetPositions(target, 0.0)
     if known is None:

@@ -26,7 +26,7 @@ from ingress.preflight import control_headers
 from ingress.redelivery import PARALLEL, in_threads
 from ingress.verdict.verdict import TargetReading, read
 
-BUSY = 20.0  # seconds that a delivery at work may keep a correction of one chain waiting
+BUSY = 20.0  # seconds that a running delivery may delay a correction of one chain
 BUSY_SPACING = 0.02  # seconds between two tries
 STILL = 1.0  # seconds in which a target must not move
 
@@ -50,7 +50,6 @@ class CheckpointPlan:
 
     @property
     def changes(self) -> bool:
-        """Whether there is anything to store."""
         return bool(self.known.problem) or self.correction.after != self.known.state
 
 
@@ -67,7 +66,6 @@ class CheckpointEditor:
     # Looking
 
     async def known(self) -> StoredState:
-        """What is stored now, readable or not."""
         if (entry := await self._bucket.get(self._key)) is None:
             return StoredState(None, 0)
         try:
@@ -91,12 +89,10 @@ class CheckpointEditor:
     # Planning
 
     async def move(self, chain: Chain, sequence: int) -> CheckpointPlan:
-        """`chain` goes on at `sequence`."""
         known = await self.known()
         return CheckpointPlan(known, corrections.move(self._state(known), chain, sequence))
 
     async def accept(self, told: Positions, repeats: bool) -> CheckpointPlan:
-        """The target as it stands."""
         known, reading = await self.known(), await self._there()
         state = self._state(known)
         is_same = reading.created == state.checkpoint.target_created
@@ -106,13 +102,11 @@ class CheckpointEditor:
         return CheckpointPlan(known, correction, reading.last_sequence)
 
     async def count_stored(self, stored: int) -> CheckpointPlan:
-        """So many rows of the open intent are stored."""
         known, reading = await self.known(), await self._there()
         correction = corrections.count_stored(self._state(known), reading, stored)
         return CheckpointPlan(known, correction, reading.last_sequence)
 
     async def rebuild(self, repeats: bool) -> CheckpointPlan:
-        """The positions by what stands in the target."""
         known, reading = await self.known(), await self._there()
         kept_as = known.state.checkpoint.parked_as if known.state else ParkedAs(reading.created)
         entries = await asyncio.to_thread(lambda: open_parked(self._config, self.target, kept_as).entries())
@@ -122,14 +116,12 @@ class CheckpointEditor:
         return CheckpointPlan(known, correction, reading.last_sequence)
 
     async def forget(self) -> CheckpointPlan:
-        """Everything from the beginning."""
         known, reading = await self.known(), await self._reading()
         info = await stream_info(self._client, self.target)
         correction = corrections.forget(known.state, reading, info.messages if info else 0)
         return CheckpointPlan(known, correction, None if reading is None else reading.last_sequence)
 
     async def forget_unlisted(self) -> CheckpointPlan:
-        """Only chains that `sources` lists."""
         known = await self.known()
         listed = self._settings.source_of.keys()
         return CheckpointPlan(known, corrections.forget_unlisted(self._state(known), listed))
@@ -146,9 +138,9 @@ class CheckpointEditor:
     # Doing
 
     async def apply(self, plan: CheckpointPlan) -> None:
-        """Store it, if neither the state nor the target has moved since it was planned.
+        """Store it, if neither the state nor the target has changed since it was planned.
 
-        Raises AnotherWriter where the target moves, Unavailable where the state did.
+        Raises AnotherWriter where the target has changed, Unavailable where the state has.
         """
         if plan.last is not None and self._settings.exclusive:
             await self._clock.sleep(STILL)
@@ -164,7 +156,6 @@ class CheckpointEditor:
             raise Unavailable(moved, hint="look again", code="E-STATE-MOVED")
 
     async def apply_again(self, plan: CheckpointPlan, again: Callable[[], Awaitable[CheckpointPlan]]) -> None:
-        """Store it; where the state moves under a delivery at work, plan it again for a while."""
         deadline = self._clock.monotonic() + BUSY
         while not await self._store_plan(plan):
             await self._clock.sleep(BUSY_SPACING)
@@ -173,7 +164,7 @@ class CheckpointEditor:
     async def patiently(
         self, planning: Callable[[], Awaitable[CheckpointPlan]], deadline: float | None = None
     ) -> CheckpointPlan:
-        """The plan, tried again while an open intent stands against it; raises its error in the end."""
+        """The plan, tried again while an open intent prevents it; raises its error in the end."""
         deadline = self._clock.monotonic() + BUSY if deadline is None else deadline
         while True:
             try:
@@ -183,7 +174,7 @@ class CheckpointEditor:
                     raise
                 before = await self.known()
                 await self._clock.sleep(STILL)
-                # Where somebody changes the state, the intent that is open now will be closed.
+                # If the state changes, the intent that is open now will be closed.
                 if (await self.known()).revision == before.revision:
                     raise
             await self._clock.sleep(BUSY_SPACING)
@@ -192,14 +183,13 @@ class CheckpointEditor:
         after, revision = plan.correction.after, plan.known.revision
         if after is None:
             return revision == 0 or await self._bucket.delete(self._key, revision)
-        # Before the state moves: nobody else would put them any more.
+        # Before the state moves: afterwards no one would write them.
         if (marks := plan.correction.marks) != ParkedMarks():
             await self._put(marks, open_parked(self._config, self.target, after.checkpoint.parked_as))
         store = StateStore(self._bucket, self._key, self.target)
         return await store.save(after, revision) is not None
 
     async def _put(self, marks: ParkedMarks, parked: ParkedStore) -> None:
-        """Have the marks stand in the bucket. Raises what the store raises."""
         with closing(Threads("marks", PARALLEL)) as threads:
             await in_threads(threads, parked.mark_left_out, [parked.name(*each) for each in marks.left_out])
             await in_threads(threads, parked.mark_delivered, [parked.name(*each) for each in marks.delivered])
@@ -207,14 +197,14 @@ class CheckpointEditor:
 
 @asynccontextmanager
 async def opened(settings: Settings, target: str) -> AsyncIterator[CheckpointEditor]:
-    """The editor of `target`. Raises UsageError where the configuration has no such target."""
+    """Raises UsageError where the configuration has no such target."""
     found = target_named(settings, target)
     async with state_of_ingress(settings, "floe checkpoint") as (client, bucket):
         yield CheckpointEditor(client, bucket, settings, found, SystemClock())
 
 
 def target_named(settings: Settings, target: str) -> TargetSettings:
-    """The target of that name. Raises UsageError where the configuration has none."""
+    """Raises UsageError where the configuration has no such target."""
     targets = {each.stream: each for each in settings.ingress.targets}
     if target not in targets:
         raise UsageError(f"--target: expected one of {', '.join(targets) or 'none'}, found {target}")
@@ -222,6 +212,5 @@ def target_named(settings: Settings, target: str) -> TargetSettings:
 
 
 def open_parked(settings: Settings, target: str, kept_as: ParkedAs | str) -> ParkedStore:
-    """What is parked for `target`, under the names of `kept_as`."""
     documents = open_chains(settings)
     return ParkedStore(documents.objects, documents.layout, target, kept_as)

@@ -1,8 +1,8 @@
 """What an operator may make of the state of a target: pure functions from what is stored and what stands
 there.
 
-Every correction drops the open intent, if there is one: its rows that stand in the target are behind the
-positions, the others are carried again.
+Every correction drops the open intent, if there is one. The positions pass its rows that stand in the target; the
+other rows are carried again.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,7 +21,7 @@ Positions = Mapping[Chain, int]
 
 
 class CorrectionRefused(Stopped):
-    """A correction that would lose or repeat messages without anybody having said so."""
+    """A correction that would lose or repeat messages without the operator's consent."""
 
     default_code = "E-CORRECTION"
 
@@ -34,7 +34,6 @@ class ParkedMarks:
     delivered: tuple[Message, ...] = ()
 
     def told(self) -> list[str]:
-        """What becomes of them, a line for each kind."""
         lines = []
         if self.left_out:
             lines.append(f"{_named(self.left_out)}: parked; floe parked retry delivers it")
@@ -51,10 +50,10 @@ def _named(messages: Collection[Message]) -> str:
 def marks_of(
     intent: Intent | None, positions: Mapping[Chain, int], stored: int | None, scan: TargetScan, *, repeats: bool
 ) -> ParkedMarks:
-    """What the intent that is dropped would have marked, where its chains go on at `positions`.
+    """What the dropped intent would have marked, where its chains go on at `positions`.
 
-    `stored`: how many of its messages stand in the target; None: what the scan saw. Raises
-    CorrectionRefused where nobody can tell whether a parked message stands there, unless `repeats`.
+    `stored`: how many of its messages stand in the target; None: as many as the scan saw. Raises CorrectionRefused
+    where it cannot be known whether a parked message stands there, unless `repeats`.
     """
     if intent is None:
         return ParkedMarks()
@@ -76,7 +75,6 @@ def marks_of(
 
 
 def marks_by_listing(entries: Collection[ParkedEntry], checkpoint: Checkpoint, scan: TargetScan) -> ParkedMarks:
-    """The marks that are missing, by what is parked and what a scan of the whole target saw of that."""
     seen = scan.parked_seen
     left_out, delivered = list[Message](), list[Message]()
     for entry in entries:
@@ -92,10 +90,10 @@ def marks_by_listing(entries: Collection[ParkedEntry], checkpoint: Checkpoint, s
 
 
 def kept_as(checkpoint: Checkpoint, created: str, positions: Mapping[Chain, int]) -> ParkedAs | None:
-    """Under which name parked messages are kept where chains go on at `positions`, in the stream `created`.
+    """Under which name parked messages are kept once chains go on at `positions`, in the stream `created`.
 
-    What was parked of a chain behind its new position stands for nothing: it comes again. All else stays what
-    it was, also where the stream is another one.
+    Messages of a chain that were parked behind its new position no longer count: they come again. Everything else
+    stays as it was, even where the stream is another one.
     """
     was, before = checkpoint.parked_as, checkpoint.positions
     back = [(chain, at) for chain, at in sorted(positions.items()) if at < before.get(chain, 0)]
@@ -108,7 +106,7 @@ def kept_as(checkpoint: Checkpoint, created: str, positions: Mapping[Chain, int]
 class Correction:
     """The next state (None: nothing is to be remembered), and in plain words what becomes of messages.
 
-    `marks`: what is to be put for parked messages, under the names of `after`, before `after` is stored.
+    `marks`: written for parked messages, under the names of `after`, before `after` is stored.
     """
 
     after: TargetState | None
@@ -120,7 +118,7 @@ class Correction:
 
 
 def move(state: TargetState, chain: Chain, sequence: int) -> Correction:
-    """`chain` goes on at `sequence`. Raises CorrectionRefused while an open intent holds rows of it."""
+    """Raises CorrectionRefused while an open intent holds rows of the chain."""
     if state.intent is not None and chain in {piece.chain for piece in state.intent.pieces}:
         raise CorrectionRefused(
             f"chain {chain}: expected no open intent with rows of it, found one",
@@ -134,7 +132,6 @@ def move(state: TargetState, chain: Chain, sequence: int) -> Correction:
 
 
 def consequences(before: Positions, after: Positions) -> list[str]:
-    """What the change of positions does to messages, a line for each chain that moves."""
     lines = []
     for chain in sorted({*before, *after}):
         was, now = before.get(chain), after.get(chain)
@@ -156,7 +153,7 @@ def consequences(before: Positions, after: Positions) -> list[str]:
 
 
 def scan_behind(intent: Intent | None, after: int, last: int) -> TargetScan:
-    """A scan, still empty, that counts messages of the open intent; what else stands there is not ours."""
+    """An empty scan that will count messages of the open intent; anything else there is not ours."""
     pieces = [piece for piece in intent.pieces if not piece.out_of_turn] if intent else []
     tried = [(p.chain, p.rows.first) for p in intent.pieces if p.out_of_turn] if intent else []
 
@@ -175,12 +172,12 @@ def accept(
     repeats: bool = False,
     exclusive: bool = True,
 ) -> Correction:
-    """The next intent begins behind the target as it stands; what is stored there beside our rows stays.
+    """The next intent begins behind the target as it stands; foreign messages stored there stay.
 
-    `scan`: the rows of the open intent that stand behind the checkpoint (in another stream of the name:
-    anywhere). `told`: positions that the operator knows. `exclusive`: nobody else publishes, so that the
-    arithmetic tells what cannot be read. `repeats`: where nothing tells how much of a chain is stored, take
-    the least. Raises CorrectionRefused where that is not allowed, naming each chain.
+    `scan`: the rows of the open intent that stand behind the checkpoint (in another stream of the same name:
+    anywhere). `told`: positions that the operator knows. `exclusive`: there is no other publisher, so the arithmetic
+    shows what cannot be read. `repeats`: where nothing shows how much of a chain is stored, take the least. Raises
+    CorrectionRefused where that is not allowed, naming each chain.
     """
     tells = exclusive and not (scan.foreign or scan.strangers)
     verdict = judge(state, reading) if tells else None
@@ -206,7 +203,6 @@ def accept(
 def _found(
     state: TargetState, reading: TargetReading, scan: TargetScan, stored: int | None
 ) -> tuple[dict[Chain, int], set[Chain]]:
-    """The positions by what stands in the target, and the chains for which that is only the least."""
     positions = dict(state.checkpoint.positions)
     if state.intent is None:
         return positions, set()
@@ -218,10 +214,10 @@ def _found(
 
 
 def counted(positions: Positions, intent: Intent, stored: int, tail: object) -> tuple[dict[Chain, int], set[Chain]]:
-    """The positions where `stored` messages of the intent stand, and the chain for which that does not tell
-    the sequence (none or one).
+    """The positions where `stored` messages of the intent stand, and the chain (none or one) for which that does not
+    give the sequence.
 
-    `tail`: what the last of them says of itself, where it can be read.
+    `tail`: what the last of them says about itself, where it can be read.
     """
     done: list[IntentPiece] = []
     for piece in intent.pieces:
@@ -271,7 +267,7 @@ def _others(scan: TargetScan) -> list[str]:
 
 
 def count_stored(state: TargetState, reading: TargetReading, stored: int) -> Correction:
-    """Of the open intent `stored` rows are stored; the others are sent behind what the target ends with now.
+    """`stored` rows of the open intent are stored; the others are sent behind the current end of the target.
 
     Raises CorrectionRefused where there is no such intent, or the target cannot hold so many of its rows.
     """
@@ -311,9 +307,9 @@ def rebuild(
 ) -> Correction:
     """Each chain goes on behind the newest of its messages that stands in the target.
 
-    `state`: what is stored, if it can be read: an older copy is a lower bound of what was carried.
-    `scan`: of everything. `repeats`: take lower bounds where the target let messages go. `entries`: what is
-    parked. Raises CorrectionRefused where that is not allowed.
+    `state`: what is stored, if it can be read: an older copy is a lower bound of what was carried. `scan`: of
+    everything. `repeats`: take lower bounds where the target no longer holds messages. `entries`: what is parked.
+    Raises CorrectionRefused where that is not allowed.
     """
     if scan.gone and not repeats:
         raise CorrectionRefused(
@@ -324,7 +320,7 @@ def rebuild(
     last = reading.last_sequence
     same = state.checkpoint if state and reading.created == state.checkpoint.target_created else None
     lost = same.target_sequence - last if same else 0
-    # What the stored state says holds for certain, but where the target lost messages since.
+    # The stored state is certainly right, unless the target lost messages since.
     positions = dict(same.positions) if same and lost <= 0 else {}
     for chain, scanned in scan.chains.items():
         positions[chain] = max(positions.get(chain, 0), scanned.newest + 1)
@@ -349,9 +345,7 @@ def rebuild(
 
 
 def forget(state: TargetState | None, reading: TargetReading | None, messages: int) -> Correction:
-    """An empty target is filled again from where its chains begin. Raises CorrectionRefused where it holds
-    messages.
-    """
+    """An empty target is filled again from where its chains begin. Raises CorrectionRefused where it holds messages."""
     if messages:
         raise CorrectionRefused(
             f"expected an empty target, found {messages} messages: they would be stored twice",
@@ -371,7 +365,6 @@ def forget(state: TargetState | None, reading: TargetReading | None, messages: i
 
 
 def forget_unlisted(state: TargetState, pairs: Collection[tuple[str, str]]) -> Correction:
-    """Chains that are not listed any more are forgotten, those of an open intent excepted."""
     kept = {piece.chain for piece in state.intent.pieces} if state.intent else set()
     before = state.checkpoint.positions
     positions = {c: at for c, at in before.items() if c in kept or (c.site, c.feed) in pairs}

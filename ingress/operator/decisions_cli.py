@@ -29,7 +29,6 @@ PAUSE_COLUMNS = ("target", "site", "feed", "incarnation", "partition", "since", 
 
 
 def _somebody() -> str:
-    """Who runs the command, as far as this host knows."""
     name = "?"
     with suppress(OSError, KeyError):
         name = getpass.getuser()
@@ -94,8 +93,8 @@ async def gap_ls(config: str, as_json: bool) -> None:
 
 
 def _positions(settings: Settings, chains: list[Chain], states: States) -> dict[Chain, int | None]:
-    """Each chain that flows into a target and where the target that is furthest behind stands; None: it has
-    not begun there.
+    """Each chain that flows into a target, and the position of the target that is furthest behind; None: it has not
+    begun there.
     """
     found: dict[Chain, int | None] = {}
     for target in settings.ingress.targets:
@@ -215,7 +214,7 @@ async def chain_resume(
     Example: floe chain resume -c central.yaml --target FLEET --site us-east --feed NODES
              floe chain resume -c central.yaml --target FLEET --all
     """
-    # Two resumptions within a millisecond are two.
+    # Two resumptions within a millisecond must differ.
     at = f"{_now()} {secrets.token_hex(4)}"
     if is_all is (named is not None):
         raise UsageError("expected --site and --feed, or --all")
@@ -278,7 +277,6 @@ def _rows(target: str, pauses: Pauses) -> list[dict[str, object]]:
 
 
 def _show_pauses(target: str, pauses: Pauses, as_json: bool) -> None:
-    """What is paused now; the service sees it within two seconds."""
     rows = _rows(target, pauses)
     if rows or as_json:
         cli.print_json(rows) if as_json else cli.table(rows, PAUSE_COLUMNS)

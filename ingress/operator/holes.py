@@ -21,9 +21,9 @@ from ingress.errors import way_out_of
 
 @dataclass(frozen=True, slots=True)
 class ArchivedCover:
-    """What there is of one chain. `first`: where it is looked at from; `end`: the end of its coverage, which
-    is that of its incarnation where that has ended, 0 where there is none. `ended`: where its incarnation
-    ended, None while it has not.
+    """What the archive holds of one chain. `first`: where the look begins; `end`: the end of its coverage, or of its
+    incarnation where that has ended; 0 where there is none. `ended`: where its incarnation ended, None while it has
+    not.
     """
 
     chain: Chain
@@ -34,7 +34,6 @@ class ArchivedCover:
     ended: int | None = None
 
     def holes(self) -> list[Hole]:
-        """Its holes, ascending."""
         if self.end < self.first:
             return []
         found = []
@@ -49,10 +48,10 @@ class ArchivedCover:
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """Sequences that no segment covers. `since`: when the first segment behind them was stored, by the
-    store's clock; None where none is. `behind`: the segment that comes next. `left`: what nobody accepted.
-    `kind`: "hole", "gone" where segments cover them and lack some of what was lost there, or "damaged", with
-    the keys of the segments that would cover them.
+    """Sequences that no segment covers. `since`: when the first segment behind them was stored, by the store's clock;
+    None where there is none. `behind`: the segment that comes next. `left`: what no operator has accepted. `kind`:
+    "hole"; "gone" where segments cover them and lack some of what was lost there; or "damaged", with the keys of the
+    segments that would cover them.
     """
 
     chain: Chain
@@ -64,7 +63,6 @@ class Hole:
     damaged: tuple[str, ...] = ()
 
     def ways_out(self) -> list[str]:
-        """What to do about each part that nobody has accepted; giving up comes last."""
         if self.kind == "gone":
             return [way_out_filled(self.chain, part) for part in self.left]
         return [way_out_of(self.chain, part, self.damaged) for part in self.left]
@@ -83,9 +81,9 @@ class Hole:
 
 
 def look_up(store: SegmentStore, documents: ChainStore, chain: Chain, position: int | None = None) -> ArchivedCover:
-    """What there is of `chain` from `position` on (None: from where it begins). Blocking.
+    """What the archive holds of `chain` from `position` on (None: from where it begins). Blocking.
 
-    Raises DataError for a document that is not what it must be, and what the store raises.
+    Raises DataError for a document that is not valid, and what the store raises.
     """
     first = position
     if first is None:
@@ -99,8 +97,8 @@ def look_up(store: SegmentStore, documents: ChainStore, chain: Chain, position: 
 
 
 def standing_at(store: SegmentStore, archived: ArchivedCover) -> Hole | None:
-    """Why ingress stands at the position though a segment covers it by name: some of a filled hole is gone,
-    or it is damaged. None where that is not so. Blocking.
+    """Why ingress stands at the position though a segment covers it by name: some of a filled hole is gone, or the
+    segment is damaged. None where neither is so. Blocking.
     """
     accepted = [gap.range for gap in archived.accepted]
     found = look_into(store, archived.chain, archived.first, archived.ended, accepted)
@@ -114,11 +112,11 @@ def standing_at(store: SegmentStore, archived: ArchivedCover) -> Hole | None:
 
 
 def check(store: SegmentStore, archived: ArchivedCover, gap: SequenceRange) -> list[str]:
-    """Whether `gap` may be given up; what is returned: why segments that cover parts of it do not count.
+    """Whether `gap` may be given up. Returns why segments that cover parts of it do not count.
 
-    Raises UsageError where a sound segment covers a part of it, unless it filled a hole of which that part
-    was gone, or where it reaches beyond the end of coverage; what the store raises. Blocking: segments that
-    cover it are read. Behind the end of its incarnation nothing is delivered, so anything may be given up.
+    Raises UsageError where it reaches beyond the end of coverage, or where a sound segment covers a part of it,
+    unless that segment filled a hole and the part was gone; and what the store raises. Blocking: reads the segments
+    that cover it. Nothing is delivered behind the end of its incarnation, so anything there may be given up.
     """
     if gap.last > archived.end:
         raise UsageError(
@@ -137,15 +135,15 @@ def check(store: SegmentStore, archived: ArchivedCover, gap: SequenceRange) -> l
 
 
 def _is_gone(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[SegmentRef]) -> bool:
-    """Whether the stretch stands where a hole was filled, and some of what was lost there is missing."""
+    """Whether ingress stands here because a hole was filled and some of what was lost is still missing."""
     with open_stretch(store, stretch, refs=refs) as reader:
         is_filled = bool(reader.footer.ledger.counts.get(Reason.GONE_FROM_HOLE))
         return is_filled and reader.unread == stretch.rows and reader.still_missing(stretch.rows) > 0
 
 
 def refuse_doubt(store: SegmentStore, documents: ChainStore, chain: Chain, gap: SequenceRange) -> None:
-    """Raises UsageError where an incarnation before that of `chain` has a hole in `gap`, too: a number alone
-    does not say which is meant. Blocking.
+    """Raises UsageError where an earlier incarnation has a hole in `gap`, too: the number alone does not say which
+    one is meant. Blocking.
     """
     for each in documents.chains(chain.site, chain.feed):
         if each.partition != chain.partition or each.incarnation >= chain.incarnation:

@@ -152,7 +152,7 @@ def _store(config: str, target: str) -> ParkedStore:
 
 
 async def _current(config: str, target: str) -> ParkedStore:
-    """What is parked for the target as its stored state says. Raises DataError where there is no state."""
+    """Raises DataError where there is no state."""
     from ingress.operator.correct import opened
 
     store = _store(config, target)
@@ -169,7 +169,7 @@ async def _current(config: str, target: str) -> ParkedStore:
 
 
 def _meant(config: str, store: ParkedStore, named: cli.Named, sequence: int | None) -> Chain:
-    """The chain of which it is parked. Raises UsageError where that may be several."""
+    """Raises UsageError where the message may be of several chains."""
     found = {
         name.chain
         for name in store.entries()

@@ -42,11 +42,11 @@ log = get_logger(__name__)
 
 
 SILENT = "silent"
-AT_WORK = ("reading", "closing", STANDBY)  # what egress does for as long as it likes
+AT_WORK = ("reading", "closing", STANDBY)  # states of egress without a time limit
 
 KEYS_LOOKED_AT = 100_000  # for foreign ones: about 100 requests
 PARALLEL = 8  # chains that are asked for at the same time
-LOOKS = 3  # at a target that a running service moves on meanwhile
+LOOKS = 3  # at a target that a running service changes meanwhile
 
 STATUS_COLUMNS = (
     "target", "publisher", "site", "feed", "incarnation", "partition", "phase",
@@ -60,8 +60,8 @@ STATUS_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What one target looks like. `state`: None where nothing is stored; `publisher`: how it is carried,
-    empty where it cannot be; `stopped`: why ingress would stop, empty where it would not.
+    """What one target looks like. `state`: None where nothing is stored; `publisher`: how it is carried, empty where
+    it cannot be; `stopped`: why ingress would stop, empty where it would not.
     """
 
     state: TargetState | None = None
@@ -71,7 +71,7 @@ class Sight:
 
 
 async def read_sights(settings: Settings) -> dict[str, Sight]:
-    """What every target of the configuration looks like, by its name. Raises what connecting raises."""
+    """By the target's name. Raises what connecting raises."""
     check_targets(settings.ingress)
     async with state_of_ingress(settings, "floe status") as (client, bucket):
         return {each.stream: await _sight(client, bucket, each) for each in settings.ingress.targets}
@@ -81,7 +81,7 @@ async def _sight(client: FloeClient, bucket: KeyValue, target: TargetSettings) -
     try:
         state, finding = await _judged(client, bucket, target)
         pauses = await PauseStore(bucket, target.stream).read()
-    except Stopped as error:  # a stored value that nobody can read
+    except Stopped as error:  # a stored value that cannot be read
         return Sight(stopped=f"{error.code}: {error.message}")
     publisher = ""
     why = "" if finding is Finding.STORED else f"target: {finding.value}"
@@ -97,7 +97,6 @@ async def _sight(client: FloeClient, bucket: KeyValue, target: TargetSettings) -
 
 
 async def _judged(client: FloeClient, bucket: KeyValue, target: TargetSettings) -> tuple[TargetState | None, Finding]:
-    """The stored state, and what the target says of it; the same state before and after the look."""
     states = StateStore(bucket, state_key(ROLE, target.stream), target.stream)
     stored = await states.load()
     for _ in range(LOOKS):
@@ -141,13 +140,13 @@ class ChainStatus:
 
     @property
     def lag_sequences(self) -> int:
-        """Archived sequences that are to be carried: at least as many as messages."""
+        """Archived sequences that are to be carried: an upper bound of the messages."""
         archived = self.archived or 0
         return max(0, (archived if self.end is None else min(archived, self.end)) - (self.position or 1) + 1)
 
     @property
     def source_lag_sequences(self) -> int | None:
-        """Sequences of the stream that are not carried, archived or not; None where nobody said."""
+        """Sequences of the stream that are not carried, archived or not; None where egress said nothing."""
         if self.egress is None:
             return None
         left = self.egress.sign.not_archived(self.chain.incarnation, self.archived or 0)
@@ -155,7 +154,7 @@ class ChainStatus:
 
     @property
     def egress_state(self) -> str | None:
-        """What egress does with the chain; None where no process said anything of it."""
+        """None where no egress process said anything about the chain."""
         if self.egress is None:
             return None
         if self.egress.age > self.silent_after:
@@ -165,7 +164,7 @@ class ChainStatus:
 
     @property
     def alarm(self) -> bool:
-        """Whether somebody ought to look: it is stopped, or late or silent for longer than `silent_after`."""
+        """Whether an operator should look: it is stopped, or late or silent for longer than `silent_after`."""
         if self.phase in ("stopped", Phase.LOST, Phase.DAMAGED):
             return True
         if self.phase == Phase.LATE and self.lag_seconds > self.silent_after:
@@ -177,7 +176,6 @@ class ChainStatus:
         return self.egress_state == SILENT or sign.state == "stopped" or lasts
 
     def row(self) -> dict[str, object]:
-        """It as one line of the table, or one object of the list."""
         return {
             "target": self.target,
             "publisher": self.publisher,
@@ -209,8 +207,8 @@ def _time(seconds: float | None) -> str | None:
 
 
 def by_newest_incarnation(chains: Iterable[Chain], sightings: Mapping[Chain, Sighting]) -> dict[Chain, Sighting]:
-    """What egress says, by the chain that it is about: of each partition the newest incarnation that `chains`
-    or egress itself names. `sightings`: by partition, as `newest` gives them.
+    """What egress says, by chain: for each partition the newest incarnation that `chains` or egress itself names.
+    `sightings`: by partition, as `newest` gives them.
     """
     incarnations = {partition: each.sign.chain.incarnation for partition, each in sightings.items()}
     for chain in chains:
@@ -234,7 +232,7 @@ def with_plan(standing: ChainStatus, found: Inside, patience: float, now: float)
 
 
 async def print_status(settings: Settings, as_json: bool) -> int:
-    """Print where every chain of every target stands; the exit code, 3 where somebody ought to look."""
+    """Returns the exit code: 3 where an operator should look."""
     sights = await read_sights(settings)
     with closing(open_store(settings)) as store, closing(Threads("status", PARALLEL)) as threads:
         survey = ArchiveSurvey(store, open_chains(settings), threads, SystemClock(), settings.ingress.silent_after)
@@ -258,8 +256,8 @@ class ArchiveSurvey:
         self._clock, self._silent_after = clock, silent_after
 
     async def standings(self, targets: Iterable[TargetSettings], sights: Mapping[str, Sight]) -> list[ChainStatus]:
-        """One for each chain that has a tail or a position, or of which only egress says anything, by target
-        and chain; and one for each feed of `sources` of which there is nothing.
+        """One for each chain that has a tail or a position, or that only egress knows, by target and chain; and one
+        for each feed of `sources` of which there is nothing.
         """
         tails = await self._threads.run(self._documents.listed_tails)
         sightings = await self._sightings({site for each in targets for site, _ in each.source_of})
@@ -283,7 +281,6 @@ class ArchiveSurvey:
         return [each for each in await asyncio.gather(*wanted) if each is not None]
 
     async def _sightings(self, sites: Collection[str]) -> dict[Chain, Sighting]:
-        """What egress says of itself, by partition; nothing where that may not be read."""
         layout, now = self._documents.layout, self._clock.now()
         try:
             listed = await self._threads.run(self._documents.listed_alive)
@@ -324,7 +321,6 @@ class ArchiveSurvey:
         return _as_decided(found, sight, is_listed=source is not None)
 
     def _behind(self, chain: Chain, end: int) -> str:
-        """What was put behind the end of the incarnation, and how it is carried; empty where given up."""
         coverages = [ref.coverage for ref in self._store.list(chain, position=end + 1)]
         accepted = [gap.range for gap in self._documents.gaps(chain, position=end + 1)]
         if not (found := behind(coverages, end, accepted)):
@@ -334,7 +330,6 @@ class ArchiveSurvey:
 
 
 def _as_decided(standing: ChainStatus, sight: Sight, *, is_listed: bool) -> ChainStatus:
-    """What keeps the chain from being carried whatever the archive holds."""
     if sight.stopped:
         return replace(standing, phase="stopped", why=sight.stopped)
     if standing.chain in sight.paused:
@@ -353,7 +348,7 @@ States = Mapping[str, TargetState | None]
 
 
 async def read_states(settings: Settings) -> States:
-    """What is stored of each target, by its name; None where nothing is yet."""
+    """By the target's name; None where nothing is stored yet."""
     check_targets(settings.ingress)
     async with state_of_ingress(settings, "floe checkpoint") as (_, bucket):
         names = [target.stream for target in settings.ingress.targets]
@@ -361,7 +356,6 @@ async def read_states(settings: Settings) -> States:
 
 
 async def print_checkpoints(settings: Settings, as_json: bool) -> None:
-    """Print the checkpoint of every target of the configuration."""
     states = await read_states(settings)
     if as_json:
         print_json([checkpoint_json(target, state) for target, state in states.items()])
@@ -371,7 +365,6 @@ async def print_checkpoints(settings: Settings, as_json: bool) -> None:
 
 
 def checkpoint_json(target: str, state: TargetState | None) -> dict[str, Any]:
-    """The checkpoint and the open intent of one target; null where nothing is stored."""
     if state is None:
         return {"target": target, "target_sequence": None, "positions": [], "intent": None}
     checkpoint, intent = state.checkpoint, state.intent

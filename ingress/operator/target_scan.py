@@ -13,10 +13,10 @@ from ingress.verdict.verdict import Unread, origin_of
 
 @dataclass(slots=True)
 class ScannedChain:
-    """What of a chain stands in the stretch that was read.
+    """What the stretch that was read holds of a chain.
 
-    `first`, `newest`: least and greatest sequence found, `count`: messages; `at`: target sequence of the
-    newest; `before`: messages of any kind that were read up to and including it.
+    `first`, `newest`: least and greatest sequence found, `count`: messages; `at`: target sequence of the newest;
+    `before`: messages of any kind that were read up to and including it.
     """
 
     first: int
@@ -30,9 +30,9 @@ class ScannedChain:
 class TargetScan:
     """What stands in a target behind sequence `after`, up to and including `last`.
 
-    `held`: messages of any kind, `foreign`: those of them without provenance, `others`: those with one that
-    `counts` does not take (None: it takes all). `parked`: messages that were put aside; `parked_seen`: those
-    of them that stand there, `parked_again`: how often one does that `counts` does not take.
+    `held`: messages of any kind; `foreign`: those of them without provenance; `others`: those with provenance that
+    `counts` does not take (None: it takes all). `parked`: messages that were put aside; `parked_seen`: those of them
+    that stand there; `parked_again`: how often one stands there that `counts` does not take.
     """
 
     after: int
@@ -48,22 +48,20 @@ class TargetScan:
 
     @property
     def gone(self) -> int:
-        """How many messages of the stretch cannot be read any more."""
         return max(0, self.last - self.after) - self.held
 
     @property
     def strangers(self) -> int:
-        """Messages with provenance that do not count, parked ones that are tried again left out."""
         return self.others - self.parked_again
 
     def gone_behind(self, chain: Chain) -> int:
-        """How many of them stood behind the chain's newest: some may have been newer ones of the chain."""
+        """How many of them stood behind the chain's newest: some may have been newer messages of the chain."""
         if (scanned := self.chains.get(chain)) is None:
             return self.gone
         return self.last - scanned.at - (self.held - scanned.before)
 
     def add(self, at: int, headers: bytes | None) -> None:
-        """One more message, which stands at target sequence `at`, ascending."""
+        """`at`: target sequence of the message; call in ascending order."""
         self.held += 1
         origin = origin_of(headers)
         if isinstance(origin, Unread):
@@ -85,10 +83,8 @@ class TargetScan:
 
 
 async def run_scan(client: FloeClient, stream: str, retention: str, scan: TargetScan) -> TargetScan:
-    """Read the messages of `stream` that `scan` is about.
-
-    `retention`: the stream's; a work queue allows no second consumer, so it is asked message by message.
-    Raises Unavailable where it does not answer, ApiError.
+    """`retention`: the stream's. A work queue allows no second consumer, so it is asked message by message. Raises
+    Unavailable where it does not answer, ApiError.
     """
 
     def add(message: Message) -> None:

@@ -11,7 +11,7 @@ from ingress.rows.rows import Rows
 MAX_BATCH = 1000  # messages; the server's own limit
 MAX_BATCH_BYTES = 8 * 1024 * 1024
 BATCH_TOO_LARGE = 10199
-# A batch that is smaller than both is no faster: its time is the way to the server and back.
+# A smaller batch is not faster: its time is the round trip to the server.
 SHARED_LEAST = 32  # messages
 SHARED_BYTES = 64 * 1024
 
@@ -29,8 +29,8 @@ class AtomicBatch:
 class AtomicPublisher(RepliedPublisher):
     """Atomic batches (ADR-50): all messages of a batch are stored together, or none.
 
-    Where others publish to the stream too, a batch is halved when one of their messages came first, and
-    doubled when it was stored, so that under heavy foreign traffic small ones still get through.
+    Where other publishers write to the stream too, a batch is halved when a foreign message came first, and doubled
+    when it was stored. So small batches still get through under heavy foreign traffic.
     """
 
     name = "atomic"
@@ -51,7 +51,6 @@ class AtomicPublisher(RepliedPublisher):
     async def _send(
         self, batch: AtomicBatch, rows: Rows, base: int
     ) -> tuple[UnknownOutcome | None, AtomicBatch | None]:
-        """Send `batch`; while the server works on it, put the following one together."""
         self._replies.listen(batch.reply)
         try:
             self.client.send(batch.parts[0])
@@ -65,13 +64,12 @@ class AtomicPublisher(RepliedPublisher):
         return await self._replies.judged(batch.reply, batch.expected, self._ack_timeout), following
 
     def _compose(self, rows: Rows, base: int, start: int) -> AtomicBatch | None:
-        """The batch of rows from index `start` on; None where there are none."""
         if start >= rows.count:
             return None
         stop = rows.stop(start, self.batch_size, MAX_BATCH_BYTES)
         batch_id, reply = self._new_batch_id(), Reply(self._replies.subject())
         frames = self._frames(rows, base, start, stop, batch_id.encode(), reply)
-        # Between two messages: what others send through the connection meanwhile stands between the parts.
+        # Split between two messages: other traffic on the connection may come between the parts.
         half = len(frames) // 6 * 3
         parts = b"".join(frames[:half]), b"".join(frames[half:])
         return AtomicBatch(parts, stop, reply, Expected(self._stream, base + stop, batch_id, stop - start))
@@ -94,12 +92,11 @@ class AtomicPublisher(RepliedPublisher):
             frames += payload, b"\r\n"
             if number == 1:
                 lines = b"Nats-Batch-Id: %b\r\n" % batch_id
-                # An answer to each message costs time, and is asked for only where the reason is looked for.
+                # An answer to each message costs time, and is requested only to find the reason of a failure.
                 answer_to = answer_to if self._ask_all else b""
         return frames
 
     def _learn(self, unclear: UnknownOutcome | None, size: int) -> None:
-        """How large the next batch may be, after one of `size` bytes."""
         if unclear is None:
             self.batch_size = min(self._limit, self.batch_size * 2)
         elif unclear.err_code == BATCH_TOO_LARGE:

@@ -13,7 +13,7 @@ Version = tuple[int, int, int]
 
 FAST_SINCE: Version = (2, 14, 0)
 ATOMIC_SINCE: Version = (2, 12, 0)
-# Headers that an atomic batch takes at some places only; in a fast one each message stands for itself.
+# Headers that an atomic batch takes at some places only; in a fast batch each message is independent.
 NOT_IN_ATOMIC = frozenset({b"nats-rollup"})
 ALLOW = {"fast": "--allow-fast", "atomic": "--allow-batch"}  # of the command `nats stream edit`
 
@@ -23,8 +23,8 @@ def offered(
 ) -> dict[str, str]:
     """What speaks against each publisher, by name, the best first; empty text where nothing does.
 
-    `config` is what the stream echoes: an older server drops what it does not know without a word, and would
-    store the messages of a batch one by one. `exclusive`: nobody else publishes to the stream.
+    `config` is what the stream echoes: an older server silently drops settings it does not know, and would store the
+    messages of a batch one by one. `exclusive`: there is no other publisher to the stream.
     """
     acting = sorted(name.decode() for name in control_headers & NOT_IN_ATOMIC)
     fast = _against_server(version, FAST_SINCE, config, "allow_batched")
@@ -43,7 +43,7 @@ def _against_server(version: Version, since: Version, config: Mapping[str, Any],
 
 
 def choose(target: str, setting: str, against: Mapping[str, str]) -> str:
-    """The name of the publisher that `setting` (`auto` or a name) stands for. Raises ConfigError."""
+    """The publisher for `setting` (`auto` or a name). Raises ConfigError."""
     if setting == "auto":
         return next(name for name, why in against.items() if not why)
     if against[setting]:

@@ -2,7 +2,7 @@
 
 The expected sequence stands on every message. So whatever happens to a batch, and however late its messages
 come, the server takes row n only at base + n: a gap, a foreign message or another leader ends the batch, and
-messages of a batch that was given up are the very messages that are sent again, at the very same places.
+messages of a batch that was given up are exactly the messages that are sent again, at the same sequences.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ingress.publishers.publisher import Expected, Outcome, Reply, SinglePublish
 from ingress.rows.rows import Rows
 
 START, APPEND, FINAL = 0, 1, 2  # operations
-OWN_LINES = len(b"NATS/1.0\r\nNats-Expected-Last-Sequence: \r\n")  # beside the digits
+OWN_LINES = len(b"NATS/1.0\r\nNats-Expected-Last-Sequence: \r\n")  # besides the digits
 MOST_FLOW = 500  # messages from one acknowledgement to the next; the server gives no more
-AHEAD = 2  # acknowledgements that may be owed; more makes nothing faster
+AHEAD = 2  # acknowledgements that may be outstanding; more is not faster
 WINDOW_BYTES = 8 * 1024 * 1024  # on the way without an acknowledgement
 LAST_WORD = 1.0  # seconds for the last answer to a batch that the server has already refused
 MOST_ALONE = 1024  # rows
@@ -41,13 +41,12 @@ class FastBatch:
 
     @property
     def count(self) -> int:
-        """Rows in all."""
         return self.rows.count - self.start
 
     def compose(self, begin: int, end: int) -> bytes:
-        """Its messages from the one at index `begin` to `end` (exclusive), on the wire. The first goes alone.
+        """Its messages from index `begin` to `end` (exclusive), on the wire. The first message goes alone.
 
-        The loop is what a fast target costs most of: one bytes object for each row, none for its size.
+        This loop is most of the cost of a fast target: it makes one bytes object for each row, and none for its size.
         """
         after = self.base + self.start + begin
         width, longer = len(b"%d" % after), 10 ** len(b"%d" % after)
@@ -73,9 +72,9 @@ class FastBatch:
 class Answers(Reply):
     """The answers to one batch.
 
-    `acked`: messages that the server says it has stored, in the batch's own count; it paces the sending and
-    proves nothing, because it names neither stream nor sequence. `every`: messages to the next such answer.
-    `refusal`: the server stopped the batch; the decisive answer is still to come.
+    `acked`: messages that the server says it has stored, in the batch's own count. It paces the sending and proves
+    nothing, because it names neither stream nor sequence. `every`: messages to the next such answer. `refusal`: the
+    server stopped the batch; the decisive answer is still to come.
     """
 
     def __init__(self, subject: bytes, batch_id: str) -> None:
@@ -86,7 +85,6 @@ class Answers(Reply):
 
     @property
     def is_over(self) -> bool:
-        """Whether the server has ended the batch."""
         return self.refusal is not None or self.decisive.done()
 
     def take(self, _subject: bytes, payload: bytes, headers: bytes | None) -> None:
@@ -103,11 +101,11 @@ class Answers(Reply):
 
 
 class FastPublisher(SinglePublisher):
-    """Fast-ingest batches, one in flight: two would lose a message.
+    """Fast-ingest batches, one in flight: with two, a message would be lost.
 
-    After a batch that failed, the next rows go one by one (as with `single`), the more the more batches
-    failed: where the target takes no batch for the moment (too many are open, another version leads), rows go
-    on being stored, and a refusal of the row itself costs no batch.
+    After a batch that failed, the next rows are sent one by one (as with `single`), more of them after each further
+    failure. So rows are still stored where the target takes no batch at the moment (too many are open, another
+    version leads), and a refusal of the row itself costs no batch.
     """
 
     name = "fast"
@@ -126,7 +124,6 @@ class FastPublisher(SinglePublisher):
         return Outcome(batch.start, unclear, batch.start + batch.sent) if unclear else Outcome(rows.count)
 
     async def _publish(self, batch: FastBatch) -> UnknownOutcome | None:
-        """Send it to its end; None where all of it is acknowledged."""
         self._replies.listen(batch.answers)
         try:
             unclear = await self._send_batch(batch)
@@ -137,8 +134,8 @@ class FastPublisher(SinglePublisher):
     async def _send_batch(self, batch: FastBatch) -> UnknownOutcome | None:
         """Send all messages, at the server's pace, up to an answer that ends the batch early.
 
-        The first goes alone: its answer says whether there are such batches here, and the pace. While the
-        server works on one stretch the next one is put together. Raises Unavailable.
+        The first goes alone: its answer says whether such batches are possible here, and the pace. While the server
+        works on one stretch the next one is composed. Raises Unavailable.
         """
         answers, end = batch.answers, 1
         while batch.sent < batch.count:
@@ -158,9 +155,9 @@ class FastPublisher(SinglePublisher):
         return None
 
     async def _wait_for_room(self, batch: FastBatch, more: int) -> UnknownOutcome | None:
-        """Until `more` messages may be on their way too, or the server has stopped the batch.
+        """Wait until `more` messages may be sent, or the server has stopped the batch.
 
-        An answer is sure to come only where `every` messages are on their way.
+        An answer is certain only where `every` messages are on their way.
         """
         answers = batch.answers
         while not answers.is_over:
@@ -183,7 +180,7 @@ class FastPublisher(SinglePublisher):
         return answers.refusal or judge_ack(*answer, batch.expected)
 
     async def _news(self, answers: Answers, timeout: float = 0.0) -> UnknownOutcome | None:
-        """Wait for any answer; why not if none comes in time. Every answer gives the next one its time."""
+        """Wait for any answer; returns the problem if none comes in time. Every answer restarts the timeout."""
         timeout = timeout or self._ack_timeout
         answers.news.clear()
         if not await wait_for(answers.news, timeout):
@@ -192,9 +189,9 @@ class FastPublisher(SinglePublisher):
 
 
 def flow_of(rows: Rows, start: int, stop: int) -> int:
-    """Messages from one acknowledgement to the next, so that what is under way stays in WINDOW_BYTES.
+    """Messages from one acknowledgement to the next, so that what is in flight stays within WINDOW_BYTES.
 
-    At least 1: a message that is larger than all of the window goes nevertheless.
+    At least 1: a message that is larger than the window is sent all the same.
     """
     flow, at = MOST_FLOW, start
     while at < stop and flow > 1:
@@ -206,7 +203,6 @@ def flow_of(rows: Rows, start: int, stop: int) -> int:
 
 
 def _parsed(payload: bytes) -> dict[str, Any]:
-    """The JSON object; empty where it is none."""
     try:
         answer = json.loads(payload)
     except (ValueError, RecursionError):
@@ -215,7 +211,6 @@ def _parsed(payload: bytes) -> dict[str, Any]:
 
 
 def _reason(answer: dict[str, Any]) -> UnknownOutcome:
-    """Why the server ended the batch: a message was refused, or it missed one."""
     error = answer.get("error")
     if isinstance(error, dict):
         return refusal(error)

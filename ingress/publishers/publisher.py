@@ -1,7 +1,7 @@
 """What every publisher is, what the answers to published messages are worth, and publisher `single`.
 
-An acknowledgement counts only when stream, sequence and count are exactly what was expected; everything
-else, a refusal included, says nothing about what is stored: that is settled by reading the target.
+An acknowledgement counts only when stream, sequence and count are exactly what was expected. Everything
+else, even a refusal, says nothing about what is stored: that is settled by reading the target.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ def judge_ack(payload: bytes, headers: bytes | None, expected: Expected) -> Unkn
 
 
 def refusal(error: dict[str, Any]) -> UnknownOutcome:
-    """What the server says in an `error` of its answer."""
     code = error.get("err_code")
     return UnknownOutcome(str(error.get("description", "refused")), code if isinstance(code, int) else 0)
 
@@ -80,21 +79,19 @@ class Reply:
         self.refusal: UnknownOutcome | None = None
 
     def take(self, subject: bytes, payload: bytes, headers: bytes | None) -> None:
-        """An answer came; called from the read loop."""
         if subject == self.last:
             self._decide((payload, headers))
         elif payload or headers:  # empty: staged
             self.refusal = self.refusal or judge_ack(payload, headers, Expected("", 0))
 
     def lost(self) -> None:
-        """No answer will come any more."""
         self._decide(None)
 
     def fail(self, error: Exception) -> None:
-        """Answers cannot be taken any more: raised where they are waited for."""
+        """Answers cannot be taken any more: `error` is raised where they are awaited."""
         if not self.decisive.done():
             self.decisive.set_exception(error)
-            self.decisive.exception()  # where nobody waits, it is told by the next batch
+            self.decisive.exception()  # where no caller waits, the next batch raises it
 
     def _decide(self, answer: Answer | None) -> None:
         if not self.decisive.done():
@@ -114,25 +111,22 @@ class Replies:
 
     @classmethod
     async def open(cls, client: FloeClient) -> Replies:
-        """Subscribe. Raises Unavailable, Refused."""
+        """Raises Unavailable, Refused."""
         replies = cls(client, client.new_inbox())
         inbox = f"{replies.inbox}.>"
         replies._subscription = await client.subscribe_raw(inbox, replies._sink, replies._fail)
         return replies
 
     async def aclose(self) -> None:
-        """Answers are dropped from now on."""
         self._remove_listener()
         if self._subscription is not None:
             await self._subscription.unsubscribe()
 
     def subject(self) -> bytes:
-        """Under it come the answers to one batch, and to no other."""
         self._count += 1
         return b"%b.%x" % (self.inbox.encode(), self._count)
 
     def listen(self, reply: Reply) -> None:
-        """Take the answers to this batch from now on, and drop those to all others."""
         self._waiting = reply
         if self._failure is not None:
             reply.fail(self._failure)
@@ -154,7 +148,7 @@ class Replies:
             self._waiting.take(subject, payload, headers)
 
     def _fail(self, error: Exception) -> None:
-        """What an answer led to ends whoever waits for it, now or next, and not the connection."""
+        """An error in an answer's handler is raised in the waiting caller, now or next. The connection goes on."""
         self._failure = error
         if self._waiting is not None:
             self._waiting.fail(error)
@@ -171,8 +165,7 @@ ACK_TIMEOUT = 5.0  # seconds
 class Outcome:
     """How many rows of the intent are stored for certain, and why it is not known whether there are more.
 
-    `handed`: the rows from this index on were not given to the connection by this call; it never is less than
-    what was.
+    `handed`: this call gave no row from this index on to the connection. It may be too high, never too low.
     """
 
     stored: int
@@ -197,7 +190,7 @@ class Publisher(Protocol):
 
 
 class RepliedPublisher:
-    """What the publishers share: a connection, a stream, an inbox. `exclusive`: nobody else publishes to the
+    """What the publishers share: a connection, a stream, an inbox. `exclusive`: there is no other publisher to the
     stream. `ack_timeout`: seconds.
     """
 
@@ -218,13 +211,13 @@ class RepliedPublisher:
         return f"{self._writer}-{self._count:x}"
 
     async def aclose(self) -> None:
-        """Let go of the inbox."""
         await self._replies.aclose()
 
 
 class SinglePublisher(RepliedPublisher):
-    """One message in flight. Never pipelined: with expected sequences, one foreign write in between would
-    make one message vanish and the next be accepted."""
+    """One message in flight. Never pipelined: with expected sequences, one foreign write in between would make one
+    message vanish and the next be accepted.
+    """
 
     name = "single"
 
@@ -232,7 +225,7 @@ class SinglePublisher(RepliedPublisher):
         return await self.publish_to(rows, base, stored, rows.count)
 
     async def publish_to(self, rows: Rows, base: int, stored: int, stop: int) -> Outcome:
-        """`publish`, for rows up to index `stop` (exclusive)."""
+        """As `publish`, for rows up to index `stop` (exclusive)."""
         for subject, tail, payload in rows.messages(stored, stop):
             if (unclear := await self._send(subject, tail, payload, base + stored)) is not None:
                 return Outcome(stored, unclear, stored + 1)

@@ -62,13 +62,12 @@ class Trail:
         return len(self.sequences)
 
     def add(self, message: Message) -> None:
-        """Note the next message."""
         self.sequences.append(message.sequence)
         self.prints.append(fingerprint(message))
 
 
 def fingerprint(message: Message) -> int:
-    """64 bits over time, subject, header block and payload; no headers and an empty block differ."""
+    """64 bits over time, subject, header block and payload; no headers and an empty block give different values."""
     digest = blake2b(b"%d:" % message.timestamp_ns, digest_size=8)
     for part in (message.subject, message.headers, message.payload):
         digest.update(b"-" if part is None else b"%d:" % len(part))
@@ -91,11 +90,9 @@ class Differences:
 
     @property
     def none(self) -> bool:
-        """Whether everything came back as it was."""
         return not (self.lost or self.repeated or self.out_of_order or self.altered or self.unexpected)
 
     def plus(self, other: Differences) -> Differences:
-        """The sums, and some examples of both."""
         ours, theirs = asdict(self), asdict(other)
         sums = {name: ours[name] + theirs[name] for name in ours}
         return Differences(**{**sums, "examples": sums["examples"][:MAX_EXAMPLES]})
@@ -139,7 +136,6 @@ ROOT = "_floe_drill"
 
 
 def scratch_config(stream: str, prefix: str, storage: str, most_bytes: int) -> dict[str, object]:
-    """A stream that takes nobody else's subjects."""
     return {
         "name": stream,
         "description": "scratch of floe drill; may be deleted",
@@ -164,7 +160,7 @@ class Scratch:
 
     @asynccontextmanager
     async def claimed(self, stream: str) -> AsyncIterator[Lease]:
-        """The lease that says that the stream is in use; the stream and its state are removed at the end."""
+        """The lease that marks the stream as in use. Stream and state are removed at the end."""
         if (lease := await (await self._leases()).acquire(state_key("drill", stream))) is None:
             raise Unavailable(f"drill {stream}: another one has this name")
         try:
@@ -174,7 +170,6 @@ class Scratch:
             await lease.release()
 
     async def remove(self, stream: str) -> None:
-        """Delete the stream and what is remembered of it; what fails here, the next drill does."""
         try:
             await self._delete(stream)
             state = KeyValue(self._client, self._settings.state_bucket)
@@ -185,7 +180,6 @@ class Scratch:
             log.warning("scratch left behind", action="drill_left", stream=stream, error=str(error))
 
     async def sweep(self) -> list[str]:
-        """Remove what killed drills left; the names of their streams."""
         leases = await self._leases()
         answer = await ask(self._client, "STREAM.NAMES", {"subject": f"{ROOT}.>"})
         names = [str(name) for name in answer.get("streams") or [] if str(name).startswith(NAME)]
@@ -211,8 +205,9 @@ SLACK = 64 * 1024 * 1024  # bytes of the scratch stream above the messages
 
 @dataclass(frozen=True, slots=True)
 class DrillReport:
-    """What a drill found. `full_seconds`: what a replay of the whole feed would take at this rate, None where
-    nothing was replayed. `problems`: lines of reading the archive."""
+    """What a drill found. `full_seconds`: what a replay of the whole feed would take at this rate, None where nothing
+    was replayed. `problems`: lines about reading the archive.
+    """
 
     request: Request
     result: ReplayResult
@@ -276,7 +271,7 @@ class Drill:
     async def run(self, request: Request, stop: Stop) -> DrillReport:
         """Drill `request`, whose target and prefix are `stream` and `prefix`.
 
-        Raises Unavailable where `stop` is set before the end. The scratch stream is removed whatever happens.
+        Raises Unavailable where `stop` is set before the end. The scratch stream is removed in every case.
         """
         request = await self._threads.run(self._bounded, request)
         options = ReplayOptions(allow_lossy=True, skip_holes=True)
@@ -321,13 +316,12 @@ class Drill:
         expected = await self._threads.run(self._expected, ranges, problems)
         compared = (compare(expected[chain], found[chain], str(chain)) for chain in sorted({*expected, *found}))
         total = reduce(Differences.plus, compared, Differences())
-        # Holes are told by the plan, those that are accepted are none.
+        # The plan reports holes; accepted ones do not count.
         told = tuple(line for line in problems if not line.startswith("no segment covers"))
         full = await self._threads.run(self._full_seconds, work.request, plan, result)
         return DrillReport(work.request, result, plan, total, full, told)
 
     def _bounded(self, request: Request) -> Request:
-        """`request`; the last sequences where it has no bounds. Blocking."""
         if any((request.by_sequence, request.from_time, request.to_time, request.since)):
             return request
         chains = request.chains(known_chains(self._documents, request))
@@ -358,7 +352,6 @@ class Drill:
         return trails
 
     def _expected(self, ranges: tuple[ChainRange, ...], problems: list[str]) -> defaultdict[Chain, Trail]:
-        """By another way through the archive than the replay took. Blocking."""
         trails = defaultdict[Chain, Trail](Trail)
         for each in ranges:
             document = self._documents.read_chain(each.chain)
@@ -366,13 +359,12 @@ class Drill:
             refs = self._store.list(each.chain, position=each.rows.first)
             for batch in read_cover(self._store, refs, each.rows, problems.append):
                 for message in messages(batch):
-                    # Former hops of a relay stand among those that the replay adds.
+                    # Earlier hops of a relay are mixed with those that the replay adds.
                     kept = replace(message, headers=restore(message.headers)[1]) if relay else message
                     trails[each.chain].add(kept)
         return trails
 
     def _full_seconds(self, request: Request, plan: ReplayPlan, result: ReplayResult) -> float | None:
-        """By stored bytes: what the whole feed has over what was replayed. Blocking."""
         drilled = sum(p.stretch.segment.size * p.rows / max(1, p.footer.rows) for p in plan.parts)
         if not drilled:
             return None

@@ -23,8 +23,9 @@ EVERY = 10.0  # seconds between two lines where there is no terminal
 
 @dataclass(frozen=True, slots=True)
 class ReplayProgress:
-    """How far a replay is. `sequences`: accounted for, of `of`; `rows`: messages stored; `bytes`: of them, in
-    this run. `chain`, `sequence`: the last one stored; None before the first."""
+    """How far a replay is. `sequences`: accounted for, of `of`; `rows`: messages stored; `bytes`: of them, in this
+    run. `chain`, `sequence`: the last one stored; None before the first.
+    """
 
     rows: int
     bytes: int
@@ -35,12 +36,10 @@ class ReplayProgress:
 
     @property
     def share(self) -> float:
-        """From 0 to 1."""
         return self.sequences / self.of if self.of else 1.0
 
 
 def standing(ranges: Sequence[ChainRange], positions: Mapping[Chain, int], rows: int, raw_bytes: int) -> ReplayProgress:
-    """Where a replay of `ranges` is that stands at `positions`."""
     done = {each: min(positions.get(each.chain, 0), each.rows.last + 1) - each.rows.first for each in ranges}
     chain = next((each.chain for each in reversed(ranges) if done[each] > 0), None)
     sequences, of = sum(max(0, count) for count in done.values()), sum(len(each.rows) for each in ranges)
@@ -48,7 +47,6 @@ def standing(ranges: Sequence[ChainRange], positions: Mapping[Chain, int], rows:
 
 
 def progress_line(now: ReplayProgress, begun: ReplayProgress, seconds: float) -> str:
-    """One line; `begun`: where this run began, `seconds` ago."""
     moved = now.sequences - begun.sequences
     left = "-"
     if moved > 0 and seconds > 0:
@@ -59,7 +57,6 @@ def progress_line(now: ReplayProgress, begun: ReplayProgress, seconds: float) ->
 
 
 def size_text(size: float) -> str:
-    """Bytes for people."""
     for unit in ("B", "KB", "MB"):
         if size < 1000:
             return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
@@ -76,12 +73,11 @@ class Teller:
         self._line: Status | None = None
 
     def say(self, text: str) -> None:
-        """A line that stays."""
         self.end_line()
         click.echo(text, err=True)
 
     def progress(self, text: str, at: float) -> None:
-        """A line that is out of date soon; `at`: monotonic seconds."""
+        """A line that is soon replaced; `at`: monotonic seconds."""
         if at < self._told + (0.5 if self._console.is_terminal else EVERY):
             return
         self._told = at
@@ -94,7 +90,6 @@ class Teller:
             self._line.update(Text(text))
 
     def end_line(self) -> None:
-        """Leave the line that is rewritten, if there is one."""
         if self._line is not None:
             self._line.stop()
             self._line = None
@@ -119,7 +114,6 @@ def plan_json(view: Outlook, request: Request, refused: FloeError | None = None)
 
 
 def plan_lines(view: Outlook, request: Request) -> Iterator[str]:
-    """What `--dry-run` prints."""
     plan = view.plan
     most = "" if plan.is_exact else "at most "
     yield f"{request.site}/{request.feed} into {request.target}: {most}{plan.rows:,} messages"
@@ -168,7 +162,6 @@ def _target_lines(view: Outlook, request: Request) -> Iterator[str]:
 
 
 def result_line(result: ReplayResult, request: Request) -> str:
-    """The last line of a replay."""
     where = f"{request.site}/{request.feed} into {result.target}"
     if result.was_done:
         return f"done before: {result.rows:,} messages of {where}; --again replays them anew"

@@ -23,8 +23,7 @@ class Pace(Protocol):
     """Decides how many of the next messages may go."""
 
     def allowed(self, now: float, times_ns: Sequence[int], sizes: Sequence[int]) -> tuple[int, float]:
-        """How many of the next messages may go at `now` (monotonic seconds), and where none may: for how many
-        seconds to wait.
+        """How many of the next messages may go at `now` (monotonic seconds); if none, how many seconds to wait.
 
         What is allowed counts as sent. `times_ns` and `sizes` are of equal length, not empty.
         """
@@ -32,7 +31,7 @@ class Pace(Protocol):
 
 @dataclass
 class _Bucket:
-    """A token bucket that may go below zero by one message, so that a huge one goes at all."""
+    """A token bucket that one message may take below zero, so that a huge message is sent at all."""
 
     rate: float
     tokens: float = 0.0
@@ -63,7 +62,7 @@ class ByteRate(_Bucket):
 
 
 class Speed:
-    """The original distances in time, `factor` times as fast, from the first message on."""
+    """The original time between messages, divided by `factor`, from the first message on."""
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
@@ -74,7 +73,7 @@ class Speed:
             self._anchor = (now, times_ns[0])
         begun, first_ns = self._anchor
         reached = first_ns + (now - begun) * self._factor * NS_PER_S
-        # A message that is older than one before it goes with that one.
+        # A message that is older than the one before it goes together with it.
         newest = list(accumulate(times_ns, max))
         if count := bisect_right(newest, reached):
             return count, 0.0
@@ -83,7 +82,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Both:
-    """Whatever both allow: a rate that must not be passed, at a speed."""
+    """As many as both allow: a rate that must not be exceeded, at a speed."""
 
     speed: Pace
     rate: Pace
@@ -94,13 +93,12 @@ class Both:
 
 
 def pace_of(rate: str, speed: str) -> Pace | None:
-    """What `--rate` and `--speed` say; None: as fast as the target takes. Raises UsageError."""
+    """The pace of `--rate` and `--speed`; None: as fast as the target takes. Raises UsageError."""
     paces = [pace for pace in (_speed(speed), _rate(rate)) if pace is not None]
     return Both(*paces) if len(paces) == 2 else next(iter(paces), None)
 
 
 def paced_words(rate: str, speed: str) -> tuple[str, ...]:
-    """The options `--rate` and `--speed`, each one word; none of a pace that is the default."""
     found = [f"--rate={rate}"] if rate else []
     return (*found, f"--speed={speed}") if speed != "max" else tuple(found)
 
@@ -128,7 +126,7 @@ LOOK_AHEAD = 5_000  # messages that a pace is asked about at a time
 
 
 class Interrupted(Exception):
-    """The replay is to stop; its open intent is finished by whoever goes on."""
+    """The replay is to stop; the next run finishes its open intent."""
 
 
 class PacedPublisher:
@@ -142,7 +140,6 @@ class PacedPublisher:
         self._inner, self._pace, self._clock, self._stop = inner, pace, clock, stop
 
     async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
-        """As `Publisher.publish`, but returns after a part of the rows."""
         times, sizes = upcoming(rows, stored)
         while True:
             if self._stop.is_set:
@@ -171,7 +168,6 @@ class Head(Rows):
 
 
 def upcoming(rows: Rows, start: int) -> tuple[list[int], list[int]]:
-    """Timestamps (ns) and sizes of the messages from index `start` on; some of them."""
     times: list[int] = []
     sizes: list[int] = []
     before = 0

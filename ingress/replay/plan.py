@@ -13,7 +13,7 @@ from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
 from common.settings.types import format_duration
 from ingress.replay.request import Request
 
-# What a message of the source may have been that the archive does not hold, and nobody chose to delete.
+# Reasons for a message that the archive does not hold though no one chose to delete it.
 LOSSY = (Reason.SAMPLED_OUT, Reason.TOO_OLD, *UNREAD, Reason.LOST)
 
 
@@ -27,9 +27,9 @@ class ChainRange:
 
 @dataclass(frozen=True, slots=True)
 class ReplayPart:
-    """A stretch that will be read, and what its segment says of itself.
+    """A stretch that will be read, and what its segment says about itself.
 
-    `gone`: how many of the sequences that it did not read no other segment has either, at most; None where
+    `gone`: of the sequences that this segment did not read, at most how many no other segment has either; None where
     no other segment covers any of them.
     """
 
@@ -39,22 +39,19 @@ class ReplayPart:
 
     @property
     def is_exact(self) -> bool:
-        """Whether `rows` is more than a bound: all of the segment is wanted, and nothing of others."""
         return self.gone is None and self.stretch.rows.encloses(self.stretch.segment.coverage)
 
     @property
     def rows(self) -> int:
-        """Its messages; at most so many where it is not whole, or others may hold some of them."""
+        """Its messages; an upper bound where only a part is wanted, or other segments may hold some of them."""
         return min(self.kept, len(self.stretch.rows))
 
     @property
     def kept(self) -> int:
-        """The rows of the segment, with what others have of what it did not read."""
         return self.footer.rows + self.footer.ledger.unread() - self.ledger.unread()
 
     @property
     def ledger(self) -> Ledger:
-        """The segment's, without what others have."""
         if self.gone is None:
             return self.footer.ledger
         counts, left = dict(self.footer.ledger.counts), self.gone
@@ -65,14 +62,15 @@ class ReplayPart:
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of subjects, headers and payloads, in proportion where it is not whole."""
+        """Bytes of subjects, headers and payloads; a proportional share where only a part is wanted."""
         return self.footer.raw_bytes * self.rows // max(1, self.footer.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayChain:
-    """One chain. `holes`: sequences that nothing covers; `accepted`: those of them that an operator has given
-    up for good."""
+    """One chain. `holes`: sequences that nothing covers; `accepted`: those of them that an operator has given up for
+    good.
+    """
 
     range: ChainRange
     parts: tuple[ReplayPart, ...]
@@ -101,12 +99,10 @@ class ReplayPlan:
 
     @property
     def rows(self) -> int:
-        """How many messages; at most, unless `is_exact`."""
         return sum(chain.rows for chain in self.chains)
 
     @property
     def is_exact(self) -> bool:
-        """Whether `rows` is more than a bound."""
         return not self.is_filtered and all(part.is_exact for part in self.parts)
 
     @property
@@ -115,12 +111,11 @@ class ReplayPlan:
 
     @property
     def bytes_to_read(self) -> int:
-        """Stored bytes; at most, because of a segment that is not wanted whole only row groups are read."""
+        """Stored bytes. An upper bound: where only a part of a segment is wanted, only some row groups are read."""
         return sum(part.stretch.segment.size for part in self.parts)
 
     @property
     def holes(self) -> list[ChainRange]:
-        """The holes that nobody has accepted."""
         return [ChainRange(c.chain, hole) for c in self.chains for hole in c.holes if hole not in c.accepted]
 
     @property
@@ -129,7 +124,6 @@ class ReplayPlan:
 
     @property
     def ledger(self) -> Ledger:
-        """Why sequences of the segments have no row."""
         total = Ledger()
         for part in self.parts:
             total = total.plus(part.ledger)
@@ -137,7 +131,7 @@ class ReplayPlan:
 
     @property
     def missing(self) -> int:
-        """Messages that the archive does not hold and that nobody deleted, in the segments that are read."""
+        """Messages that the archive does not hold and that were not deleted, in the segments that are read."""
         return sum(self.ledger.counts.get(reason, 0) for reason in LOSSY)
 
     @property
@@ -173,7 +167,6 @@ class ReplayPlan:
 
 
 def range_json(each: ChainRange) -> dict[str, Any]:
-    """One range with its chain."""
     return {**each.chain.log_context(), "first": each.rows.first, "last": each.rows.last}
 
 
@@ -194,10 +187,10 @@ def stretches_of(
 def asked_range(
     begins: int, covered: int, ends: int | None, first: int | None, last: int | None
 ) -> SequenceRange | None:
-    """The sequences of a chain that begins at `begins` and is covered up to `covered` (0: not at all).
+    """The sequences to replay of a chain that begins at `begins` and is covered up to `covered` (0: nothing is).
 
-    `ends`: where its incarnation ended, None while it has not; what lies behind is never replayed. `first`,
-    `last`: what was asked for. None where nothing of it is there.
+    `ends`: where its incarnation ended, None while it has not; nothing behind that is ever replayed. `first`, `last`:
+    what was asked for. None where none of it is there.
     """
     low = max(begins, first or 1)
     high = min(covered if last is None else last, covered, MAX_SEQUENCE if ends is None else ends)
@@ -209,8 +202,8 @@ Moments = tuple[int | None, int | None]
 
 @dataclass(frozen=True, slots=True)
 class ArchivedSpan:
-    """What the archive holds of a chain: sequences (None: nothing), and the times (ns, inclusive) of
-    the first and the last message (None: its segments do not tell).
+    """What the archive holds of a chain: sequences (None: nothing), and the times (ns, inclusive) of the first and
+    the last message (None: its segments do not say).
     """
 
     chain: Chain
@@ -222,7 +215,7 @@ class ArchivedSpan:
 def check_meets(request: Request, moments: Moments, archive: Sequence[ArchivedSpan]) -> None:
     """Raises UsageError where the bounds of `request` lie before or behind all that is archived.
 
-    Fine is a range inside the archive that holds no messages, and an archive that holds nothing yet.
+    Allowed are a range inside the archive that holds no messages, and an archive that holds nothing yet.
     """
     held = [each for each in archive if each.rows is not None]
     if held and not any(_meets(request, moments, each) for each in held):
@@ -243,7 +236,6 @@ def _meets(request: Request, moments: Moments, held: ArchivedSpan) -> bool:
 
 
 def _asked(request: Request) -> str:
-    """The bounds as they were typed."""
     bounds = {
         "--from-sequence": request.from_sequence,
         "--from-time": request.from_time,
@@ -266,5 +258,4 @@ def _extent(held: Sequence[ArchivedSpan]) -> str:
 
 
 def time_text(timestamp_ns: int) -> str:
-    """A time for people, to the second."""
     return datetime.fromtimestamp(timestamp_ns // NS_PER_S, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

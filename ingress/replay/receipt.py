@@ -1,7 +1,7 @@
 """What is remembered of a replay: the request, the ranges it meant, the state of the target, its end.
 
-All of it stands under one key of the state bucket. The state of the target is what ingress keeps too, so that
-the same steps, by compare-and-set, keep it; this envelope is around it.
+All of it is stored under one key of the state bucket. The state of the target has the form that ingress uses, so
+that the same steps, by compare-and-set, store it; this envelope is around it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ VERSION = 1
 
 
 def receipt_key(target: str) -> str:
-    """The key of the replay into `target`, and of its lease."""
     return state_key(ROLE, target)
 
 
@@ -33,8 +32,8 @@ def receipt_key(target: str) -> str:
 class Receipt:
     """One replay. `ranges`: what the request meant when it began. `base`: the target's last sequence then.
 
-    `rows`: how many messages, at most unless `is_exact`. `begun`, `finished`: seconds since 1970; 0 for not
-    finished. `skips_holes`: an operator said so.
+    `rows`: how many messages; an upper bound unless `is_exact`. `begun`, `finished`: seconds since 1970; 0 for not
+    finished. `skips_holes`: the operator allowed it.
     """
 
     request: Request
@@ -60,7 +59,7 @@ class Receipt:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Receipt:
-        """What `to_json` made. Raises ValueError, KeyError, TypeError, FloeError."""
+        """Raises ValueError, KeyError, TypeError, FloeError."""
         request = Request.from_json(document["request"])
         ranges = [
             ChainRange(Chain.parse(chain), SequenceRange(int(first), int(last)))
@@ -100,7 +99,6 @@ async def remembered(bucket: KeyValue, target: str) -> Remembered | Unreadable |
 
 
 def unreadable(advice: Advice, why: str) -> Stopped:
-    """What a replay ends with where nobody can tell what was done before."""
     return Stopped(
         f"stored state of the replay into {advice.request.target} cannot be read: {why}",
         hint=advice.anew(),
@@ -109,7 +107,6 @@ def unreadable(advice: Advice, why: str) -> Stopped:
 
 
 def other(advice: Advice, receipt: Receipt) -> Stopped:
-    """What a replay ends with where another one into its target is not finished."""
     request, found = advice.request, receipt.request
     return Stopped(
         f"target {request.target}: another replay into it is not finished: expected {request.words()}, "

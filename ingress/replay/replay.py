@@ -53,13 +53,12 @@ WATCH_SPACING = 0.25  # seconds between two looks at how far it is
 
 
 class HeldError(LeaseLost):
-    """Somebody else holds the target, and goes on holding it."""
+    """Another process holds the target, and keeps holding it."""
 
     default_code = "E-REPLAY-RUNS"
 
 
 def held_error(advice: Advice, key: str, holder: str) -> HeldError:
-    """What to say where `holder` holds the lease `key` on the target."""
     target = advice.request.target
     what, then = "a replay", "wait until it is done, or stop it there"
     if key == state_key(INGRESS, target):
@@ -101,12 +100,10 @@ class Replay:
 
     @property
     def _advice(self) -> Advice:
-        """Commands for hints; once the replay has begun, they go on with it."""
         return Advice(self.request, replace(self.options, again=self._again))
 
     @property
     def _keys(self) -> tuple[str, str]:
-        """Of the leases that a replay needs: its own, and that of ingress on the same target."""
         return receipt_key(self.request.target), state_key(INGRESS, self.request.target)
 
     @asynccontextmanager
@@ -117,14 +114,13 @@ class Replay:
                 yield client
 
     async def connect(self) -> FloeClient:
-        """A fresh connection to the target's server."""
         nats = self._settings.nats_for("egress" if self.request.into_source else "ingress")
         return await connect(nats, name=f"floe replay {self._settings.instance}".strip(), clock=self.clock)
 
     # Looking
 
     async def outlook(self, client: FloeClient) -> Outlook:
-        """What `run` would do; nothing is written. Raises what speaks against the target's kind."""
+        """What `run` would do; nothing is written. Raises what the target's configuration violates."""
         request = self.request
         survey = ReplaySurvey(self.store, self.documents, self.threads, self.clock, request)
         plan, stream = await survey.look()
@@ -136,7 +132,7 @@ class Replay:
         return Outlook(plan, stream, info, recipe, await self.former(client), notes)
 
     async def refusal(self, client: FloeClient, view: Outlook) -> FloeError | None:
-        """Why `run` would refuse now; None where it would begin, or go on. Nothing is written, no bucket is made."""
+        """Why `run` would refuse now; None where it would begin or go on. Nothing is written, no bucket is made."""
         try:
             if continued(self._advice, view.former) is None:
                 await self._check(client, view)
@@ -149,7 +145,6 @@ class Replay:
         return None
 
     async def _check(self, client: FloeClient, view: Outlook) -> None:
-        """Raises what speaks against beginning the replay of `view`."""
         await target.check_ingress(client, self._settings.ingress.state_bucket, self.request.target)
         check_plan(view.plan, self._advice)
         if view.info is None:
@@ -160,7 +155,6 @@ class Replay:
             raise target.not_empty(self._advice, view.info)
 
     async def former(self, client: FloeClient) -> Remembered | Unreadable | None:
-        """The last replay into the target; no bucket is made to find out."""
         return await remembered(KeyValue(client, self.service.state_bucket, optional=True), self.request.target)
 
     # Running
@@ -168,7 +162,7 @@ class Replay:
     async def run(self, client: FloeClient, stop: Stop) -> ReplayResult:
         """Replay until all is stored, or until `stop` is set.
 
-        Raises Stopped, ConfigError, UsageError; HeldError where another replay runs; Unavailable after long.
+        Raises Stopped, ConfigError, UsageError; HeldError where another replay runs; Unavailable after many attempts.
         """
         started = moved = self.clock.monotonic()
         backoff, seen = Backoff(None, PAUSES), -1
@@ -188,7 +182,7 @@ class Replay:
                     raise
 
     async def _revision(self, client: FloeClient) -> int:
-        """Something that changes with every step of the replay; 0 where nobody can tell now."""
+        """Changes with every step of the replay; 0 where it cannot be read now."""
         with suppress(FloeError):
             if former := await self.former(client):
                 return former.revision
@@ -196,7 +190,7 @@ class Replay:
 
     async def _attempt(self, client: FloeClient, stop: Stop, started: float) -> ReplayResult:
         if not self._begun and await self.former(client) is None:
-            # Before its lease: nobody shall stop an ingress for what is refused afterwards.
+            # Before its lease: an ingress must not be stopped for a replay that is then refused.
             await target.check_ingress(client, self._settings.ingress.state_bucket, self.request.target)
         async with self._leased(client, stop) as tenures:
             former = continued(self._advice, await self.former(client))
@@ -213,10 +207,10 @@ class Replay:
 
     @asynccontextmanager
     async def _leased(self, client: FloeClient, stop: Stop) -> AsyncIterator[Tenures]:
-        """The leases of replay and of ingress on the target; those of a killed holder are waited for.
+        """The leases of replay and of ingress on the target; leases of a killed holder are waited for.
 
-        An ingress that is told of the target meanwhile then waits too. Raises HeldError where a holder lives
-        on, or `stop` is set first.
+        An ingress that gets the target in the meantime then waits too. Raises HeldError where a holder lives on, or
+        `stop` is set first.
         """
         service, name = self.service, self.request.target
         leases = await open_leases(client, service, self._owner, self.clock, target=name)
@@ -233,7 +227,6 @@ class Replay:
                 await lease.release()
 
     async def _acquired(self, leases: Leases, key: str, stop: Stop) -> Lease:
-        """The lease, waited for longer than a killed holder's lives."""
         deadline, is_told = self.clock.monotonic() + 1.5 * leases.ttl + 1, False
         while (lease := await leases.acquire(key)) is None:
             holder = owner_text(await leases.holder(key) or "nobody any more")
@@ -254,7 +247,6 @@ class Replay:
         return former.receipt, former.state
 
     async def _begin(self, client: FloeClient) -> tuple[Receipt, TargetState]:
-        """Check everything, make the target, and store what is going to be done."""
         view = await self.outlook(client)
         for note in view.notes:
             self.teller.say(f"note: {note}")
@@ -263,7 +255,7 @@ class Replay:
         plan, last = view.plan, info.last_sequence
         ranges, skips = tuple(chain.range for chain in plan.chains), self.options.skip_holes
         receipt = Receipt(self.request, ranges, last, plan.rows, plan.is_exact, self.clock.now(), skips_holes=skips)
-        # What stands there already need not be ours: it is not looked at.
+        # What the target holds already need not be ours: it is not looked at.
         positions = {each.chain: each.rows.first for each in ranges}
         state = TargetState(Checkpoint(last, info.created, positions, last))
         if view.former is not None:
@@ -272,7 +264,7 @@ class Replay:
         states, _ = await self.states(client, receipt)
         if await states.save(state, 0) is None:
             raise Unavailable(f"target {self.request.target}: another replay began at the same moment")
-        # Whatever comes now is gone on with, also by another attempt of this very run.
+        # From now on any attempt, also one of this run, continues this replay.
         self._again, self._begun = False, True
         failpoint("replay.begun")
         return receipt, state
@@ -284,7 +276,6 @@ class Replay:
         return await target.create(client, recipe, self._advice)
 
     async def states(self, client: FloeClient, receipt: Receipt) -> tuple[StateStore, ReceiptBucket]:
-        """Where the state of this replay is kept, and the envelope around it."""
         name = receipt.request.target
         bucket = await open_state(client, self.service, target=name)
         envelope = ReceiptBucket(bucket, receipt)
@@ -297,7 +288,6 @@ class Replay:
 
 
 def _rows(receipt: Receipt, state: TargetState) -> int:
-    """Messages that are stored by `state`."""
     return state.checkpoint.target_sequence - receipt.base
 
 
@@ -314,9 +304,9 @@ class Carrying:
         self.state, self.bytes_done = state, 0
 
     async def run(self, stop: Stop) -> bool:
-        """Carry until all is stored, or `stop` is set; whether all is.
+        """Carry until all is stored, or `stop` is set. Returns whether all is stored.
 
-        Raises Stopped with what to do, LeaseLost, and what passes by itself.
+        Raises Stopped with what to do, LeaseLost, and errors that pass by themselves.
         """
         info = await self._look()
         states, envelope = await self._work.states(self._client, self._receipt)
@@ -344,7 +334,6 @@ class Carrying:
         return is_done
 
     async def _watch(self, delivery: Delivery, source: ReplaySource) -> None:
-        """Tell how far it is; ends everything when a lease is lost."""
         clock = self._work.clock
         begun, started = self._progress(self._begun, 0), clock.monotonic()
         while not any(lease.lost.is_set for lease in self._tenures):
@@ -366,13 +355,11 @@ class Carrying:
         return info
 
     async def _limits(self) -> TargetLimits:
-        """What the target takes now. Raises as looking at it."""
         return shape_of(self._client, await self._look(), target_settings(self._receipt.request))
 
     async def _assembled(
         self, info: StreamInfo, states: StateStore, stop: Stop
     ) -> tuple[Delivery, ReplaySource, Publisher]:
-        """What carries from the archive into the target, which is as `info` says."""
         work, client, advice, name = self._work, self._client, self._advice, self._target
         limits = shape_of(client, info, target_settings(self._receipt.request))
         chains = ReplayRegistry(limits, advice, self._limits)

@@ -23,12 +23,12 @@ from ingress.verdict.settle import LOOK_SPACING
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Which messages, and where to.
+    """Which messages to replay, and where to.
 
-    `incarnation`, `partition` None: all that the range touches. `from_time`, `to_time`: as they were typed,
-    with a zone; `to_time` is exclusive, `to_sequence` inclusive. `since`: seconds before now, 0 for none.
-    `subjects`: filters of NATS, none for all. `prefix`: put before each subject, with a dot. `into_source`:
-    the target is the stream that the feed was frozen from. Raises UsageError where keys contradict.
+    `incarnation`, `partition` None: all that the range touches. `from_time`, `to_time`: as they were typed, with a
+    zone; `to_time` is exclusive, `to_sequence` inclusive. `since`: seconds before now, 0 for none. `subjects`:
+    filters of NATS, none for all. `prefix`: put before each subject, with a dot. `into_source`: the target is the
+    stream that the feed was frozen from. Raises UsageError where keys contradict.
     """
 
     site: str
@@ -61,11 +61,9 @@ class Request:
 
     @property
     def by_sequence(self) -> bool:
-        """Whether a bound is a sequence, which means something in one incarnation only."""
         return bool(self.from_sequence or self.to_sequence)
 
     def is_behind(self, end: int) -> bool:
-        """Whether it asks, by its number, for what an incarnation has behind `end`, where it ended."""
         return self.incarnation is not None and (self.from_sequence or 0) > end
 
     def moments(self, now: float) -> tuple[int | None, int | None]:
@@ -82,10 +80,10 @@ class Request:
         return begin, end
 
     def chains(self, known: Sequence[Chain]) -> list[Chain]:
-        """Those of `known` that are asked for, by incarnation and partition; without any of the feed, `known`
-        are all there are.
+        """Those of `known` that are asked for, by incarnation and partition. If none is of the feed, `known` is every
+        chain.
 
-        By sequences without an incarnation: of the newest. Raises UsageError where there are none.
+        By sequences without an incarnation: the newest incarnation. Raises UsageError where there are none.
         """
         feed = [c for c in known if (c.site, c.feed) == (self.site, self.feed)]
         if not feed:
@@ -104,8 +102,7 @@ class Request:
     # Its forms
 
     def to_json(self) -> dict[str, Any]:
-        """What is not a default."""
-        numbers = ("incarnation", "partition")  # of which 0 says something
+        numbers = ("incarnation", "partition")  # for which 0 is a value
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
@@ -114,18 +111,17 @@ class Request:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Request:
-        """What `to_json` made. Raises TypeError, UsageError."""
+        """Raises TypeError, UsageError."""
         return cls(**{**document, "subjects": tuple(document.get("subjects", ()))})
 
     @property
     def digest(self) -> str:
-        """16 hex digits that are equal for equal requests, whatever the order of subjects."""
+        """16 hex digits, equal for equal requests, whatever the order of subjects."""
         document = {**self.to_json(), "subjects": sorted(set(self.subjects))}
         canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     def words(self) -> str:
-        """The options that say the same, for a command to paste."""
         words: list[str] = []
         for name, value in self.to_json().items():
             if name == "since":
@@ -156,10 +152,10 @@ FLAGS = ("create", "append", "allow_lossy", "skip_holes", "again")
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """`again`: begin anew, whatever is remembered of a former replay. `pace` None: as fast as possible.
+    """`again`: begin from the start, whatever is remembered of a former replay. `pace` None: as fast as possible.
 
-    `paced`: the options that said so, to repeat. `look_spacing`: seconds between the three looks that confirm
-    a verdict.
+    `paced`: the options of the pace, to repeat them. `look_spacing`: seconds between the three looks that confirm a
+    verdict.
     """
 
     create: bool = False
@@ -172,7 +168,6 @@ class ReplayOptions:
     look_spacing: float = LOOK_SPACING
 
     def words(self) -> Iterator[str]:
-        """The options that say the same, for a command to paste."""
         for name in FLAGS:
             if getattr(self, name):
                 yield f"--{name.replace('_', '-')}"
@@ -181,8 +176,9 @@ class ReplayOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """How a replay ended. `finished`: all is stored; `was_done`: by an earlier run. `rows`: messages stored
-    by all its runs; `rows_now`, `bytes`, `seconds`: of this run."""
+    """How a replay ended. `finished`: all is stored; `was_done`: by an earlier run. `rows`: messages stored by all
+    its runs; `rows_now`, `bytes`, `seconds`: of this run.
+    """
 
     finished: bool
     was_done: bool
@@ -194,7 +190,6 @@ class ReplayResult:
 
     @property
     def rate(self) -> float:
-        """Messages a second of this run."""
         return self.rows_now / self.seconds if self.seconds > 0 else 0.0
 
     def as_json(self) -> dict[str, Any]:
@@ -212,19 +207,15 @@ class Advice:
     options: ReplayOptions = field(default_factory=ReplayOptions)
 
     def _of(self, **changes: Any) -> Advice:
-        """Those of another request."""
         return replace(self, request=replace(self.request, **changes))
 
     def same(self, *more: str) -> str:
-        """The command that was given, with the options `more`."""
         return command("replay", self.request.words(), *dict.fromkeys([*self.options.words(), *more]))
 
     def anew(self, before: str = "") -> str:
-        """Empty the target and begin again: two commands, one behind the other."""
         return ways((f"{before}empty the target, and begin anew", self.empty, self.same("--again")))
 
     def not_created(self, *, is_taken: bool) -> str:
-        """The server does not make the target; `is_taken`: another stream has its subjects."""
         if not is_taken:
             return ways(("mend what the server names, and give the same command again", self.same()))
         apart = f"{self.request.target}_ALL"
@@ -235,25 +226,22 @@ class Advice:
 
     @property
     def empty(self) -> str:
-        """The command that empties the target."""
         return f"nats stream purge {shlex.quote(self.request.target)} --force"
 
     def source(self, name: str) -> str:
-        """The stream that the feed was frozen from is `name` (empty: nobody knows), not the target."""
+        """`name`: the stream that the feed was frozen from, which is not the target; empty: not known."""
         words, other = f"replay into {self.request.target}, which is another stream", self._of(into_source=False)
         if not name:
             return ways((words, other.same()))
         return ways(("replay into the source", self._of(target=name).same()), (f"or {words}", other.same()))
 
     def holes(self, chain: Chain, holes: tuple[SequenceRange, ...]) -> str:
-        """Sequences that no segment covers."""
         given_up = [accept_command(chain, hole) for hole in holes[:SHOWN]]
         last = "only when nobody has them any more, give them up for all targets"
         skip = (f"{BEFORE_GIVING_UP}; or go on without them", self.same("--skip-holes"))
         return ways(skip, (last, *given_up))
 
     def refused(self, code: str) -> str:
-        """A row that the target does not take."""
         name, again = shlex.quote(self.request.target), self.same()
         if code == "E-SUBJECT":
             edit = f"nats stream edit {name} --subjects SUBJECTS"

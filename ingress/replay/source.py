@@ -39,7 +39,7 @@ log = get_logger(__name__)
 
 
 class ReplayPreparer(Preparer):
-    """Prepares the rows that the filters of `request` take (none: all)."""
+    """Prepares the rows that match the filters of `request` (no filters: all rows)."""
 
     def __init__(self, chain: Chain, request: Request, limits: TargetLimits) -> None:
         mark = b"%b: %b" % (REPLAY, request.digest.encode()) if request.into_source else b""
@@ -47,7 +47,6 @@ class ReplayPreparer(Preparer):
         self._subjects_wanted = request.subjects
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
-        """As `Preparer.prepare`; nothing where no row is wanted."""
         wanted = matching(batch, self._subjects_wanted)
         return super().prepare(wanted) if wanted.num_rows else Prepared(None)
 
@@ -65,13 +64,11 @@ class ReplayRegistry(ChainRegistry):
 
 
 def target_settings(request: Request) -> TargetSettings:
-    """The target of a replay as ingress would have it in its configuration."""
     source = SourceSettings(site=(request.site,), feed=(request.feed,), subject_prefix=request.prefix)
     return TargetSettings(stream=request.target, sources=(source,))
 
 
 def matching(batch: pa.RecordBatch, subjects: tuple[str, ...]) -> pa.RecordBatch:
-    """The rows of `batch` whose subject one of the filters takes; all without filters."""
     if not subjects:
         return batch
     text, raw = batch.column("subject").cast(pa.binary()), batch.column("subject_raw")
@@ -81,12 +78,12 @@ def matching(batch: pa.RecordBatch, subjects: tuple[str, ...]) -> pa.RecordBatch
     return batch.filter(mask)
 
 
-VANISHED = 5  # times that a segment may be gone before it is too much
-MOST_ROWS = 50_000  # of one intent: progress is told after each
+VANISHED = 5  # times that a segment may be gone before giving up
+MOST_ROWS = 50_000  # of one intent: progress is reported after each
 
 
 class _StaleError(Exception):
-    """The replay has begun again at other positions: what is decoded belongs to nobody."""
+    """The replay has begun again at other positions: what was decoded is not used."""
 
 
 @dataclass(slots=True)
@@ -108,9 +105,9 @@ class _Turn:
 class ReplaySource:
     """The rows of `ranges` (`ingress.delivery.RowSource`).
 
-    Incarnations one after the other, their partitions in turn, a stretch of a segment at a time. `may_skip`:
-    whether a hole is accepted. `memory_limit`: bytes. `finished`: set at the end of the ranges, once nothing
-    is ready any more.
+    Incarnations one after the other, their partitions in turn, a stretch of a segment at a time. `may_skip`: whether
+    a hole is accepted. `memory_limit`: bytes. `finished`: set at the end of the ranges, once everything that was
+    ready has been taken.
     """
 
     def __init__(
@@ -134,16 +131,14 @@ class ReplaySource:
         self._damaged: set[str] = set()
         self.bytes_done = 0
 
-    # For whoever publishes
+    # For the publisher
 
     async def take(self, stop: Stop, seconds: float) -> Rows | None:
-        """As `DecodedAhead.take`."""
         if self._is_decoded and not [*self._ahead] and not stop.is_set:
             self.finished.set()
         return await self._ahead.take(stop, seconds)
 
     def release(self, rows: Rows) -> None:
-        """Rows are done with: their memory may be used again."""
         self._ahead.release(rows)
         self.bytes_done += sum(block.batch.ends[-1] for block in rows.blocks if block.batch)
 
@@ -151,7 +146,6 @@ class ReplaySource:
         """Everything below `positions` is stored."""
 
     def reset(self, positions: Mapping[Chain, int]) -> None:
-        """Begin again at `positions`."""
         self._ahead.drop()
         self._positions, self._is_decoded = dict(positions), False
         self._generation += 1
@@ -160,14 +154,12 @@ class ReplaySource:
     # Decoding
 
     async def run(self) -> None:
-        """Decode for as long as the replay runs; ends only by an error."""
         while True:
             await self._again.wait()
             self._again.clear()
             await unless(self._again, self._decode_all())
 
     async def _decode_all(self) -> None:
-        """Everything from the positions of now on; nothing more once there are others."""
         generation, positions = self._generation, self._positions
         with suppress(_StaleError):
             for _, group in groupby(self._ranges, key=lambda each: each.chain.incarnation):
@@ -184,7 +176,6 @@ class ReplaySource:
             self._ahead.wake()
 
     async def _advance(self, turn: _Turn) -> None:
-        """Read the next stretch of a chain, or go on behind a hole."""
         if (stretch := await self._next(turn)) is None or stretch.rows.first > turn.position:
             last = turn.last if stretch is None else stretch.rows.first - 1
             self._pass(turn, SequenceRange(turn.position, last))
@@ -221,7 +212,7 @@ class ReplaySource:
 
     def _pass(self, turn: _Turn, hole: SequenceRange) -> None:
         if not turn.looked_again:
-            # A listing may be hours old, and damage may have been put right: once more before it counts.
+            # A listing may be hours old, and damage may have been repaired: look once more before it counts.
             turn.looked_again = True
             turn.stretches.clear()
             self._damaged.clear()
@@ -233,7 +224,7 @@ class ReplaySource:
             raise hole_error(self._chains.advice, turn.chain, hole)
 
     def _append(self, turn: _Turn, block: Block) -> None:
-        """The block is ready. Raises _StaleError where the replay has begun again elsewhere meanwhile."""
+        """Raises _StaleError where the replay has begun again elsewhere in the meantime."""
         if turn.generation != self._generation:
             raise _StaleError
         turn.position, turn.looked_again = block.piece.rows.last + 1, False
@@ -241,7 +232,7 @@ class ReplaySource:
 
 
 class ReplayRecall(Recall):
-    """What to do where the rows of an open intent are gone is said for a replay."""
+    """Its hints about missing rows of an open intent are those of a replay."""
 
     _chains: ReplayRegistry
 
@@ -257,6 +248,5 @@ class ReplayRecall(Recall):
 
 
 def hole_error(advice: Advice, chain: Chain, *holes: SequenceRange) -> Stopped:
-    """What a replay ends with where sequences are missing that nobody has given up."""
     shown = ", ".join(map(str, holes[:10])) + (f" and {len(holes) - 10} more" if len(holes) > 10 else "")
     return Stopped(f"chain {chain}: no segment covers {shown}", hint=advice.holes(chain, holes), code="E-REPLAY-HOLE")

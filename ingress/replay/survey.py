@@ -1,8 +1,8 @@
 """Looks into the archive: which chains and sequences a request means, which segments hold them, what is not
 there.
 
-Nothing is written. Of segments only footers are read, and the sequences of what came late; listings are
-taken anew where compaction removes what one named.
+Nothing is written. Only footers of segments are read, and the sequences of rows that came late. A listing is
+repeated where compaction has removed a segment that it named.
 """
 
 import asyncio
@@ -50,7 +50,9 @@ class Timing:
         self._covered = max((ref.coverage.last for ref in refs), default=0)
 
     def between(self, moments: Moments) -> tuple[int, int] | None:
-        """First and last sequence from the one moment up to, and without, the other; None: nothing is."""
+        """First and last sequence from the first moment (inclusive) to the second (exclusive); None: nothing is
+        there.
+        """
         begin_ns, end_ns = moments
         first, last = self._begins, self._covered
         if begin_ns is not None:
@@ -60,7 +62,7 @@ class Timing:
         return (first, last) if first <= last else None
 
     def extent(self) -> Moments:
-        """The least and the greatest time (ns) that the archive goes from and to; None: nobody can tell."""
+        """The least and the greatest time (ns) in the archive; None: not known."""
         begin = next((stretch.rows.first for stretch in cover(self._refs, self._begins)), 0)
         first, last = self._telling(begin), self._telling(self._covered)
         first_ns = first and first[1][0]
@@ -73,7 +75,7 @@ class Timing:
         return first_ns, max(newest, tip.timestamp_ns if tip else 0)
 
     def _from(self, moment_ns: int) -> int:
-        """Where what may be at or after the moment begins; behind the end where nothing may."""
+        """The first sequence that may be at or after the moment; behind the end where there is none."""
         if (found := self._timeline.first_at(moment_ns)) is None:
             return self._behind_telling(self._covered)
         telling = self._telling(found)
@@ -81,7 +83,7 @@ class Timing:
         stretch, (least, _) = telling
         if least < moment_ns:
             return found
-        # What is missing right before may be as new.
+        # Messages missing right before it may be as new.
         behind = self._behind_telling(stretch.rows.first - 1)
         return behind if behind < stretch.rows.first else found
 
@@ -90,7 +92,6 @@ class Timing:
         return last[0].rows.last + 1 if last else self._begins
 
     def _telling(self, upto: int) -> tuple[Stretch[SegmentRef], tuple[int, int]] | None:
-        """The last stretch up to the sequence `upto` that tells of time, and the times in its segment."""
         refs = list(self._refs)
         while found := cover(refs, self._begins, upto)[-1:]:
             if (times := self._timeline.times_of(found[0].segment)) is not None:
@@ -103,7 +104,7 @@ LISTINGS = 3  # tries, each on a new listing
 
 
 def known_chains(documents: ChainStore, request: Request) -> list[Chain]:
-    """The chains of the feed; where there is none, all that there are. Blocking."""
+    """The chains of the feed; where it has none, all chains. Blocking."""
     return documents.chains(request.site, request.feed) or documents.chains()
 
 
@@ -119,8 +120,8 @@ class ReplaySurvey:
         self.notes: list[str] = []
 
     async def look(self) -> tuple[ReplayPlan, StreamDocument | None]:
-        """The plan, and what the source stream was. Raises UsageError, what the store raises, DataError where
-        damage lies behind damage, Unavailable where segments vanish time and again.
+        """The plan, and the document of the source stream. Raises UsageError, what the store raises, DataError where
+        damage lies behind damage, Unavailable where segments vanish again and again.
         """
         request = self._request
         chains = request.chains(await self._threads.run(known_chains, self._documents, request))
@@ -185,7 +186,7 @@ class ReplaySurvey:
     # Which segments
 
     async def _planned(self, each: ChainRange) -> ReplayChain:
-        """Raises DataError where segments are damaged time and again, Unavailable where they vanish."""
+        """Raises DataError where segments are damaged again and again, Unavailable where they vanish."""
         lost, damaged = set[str](), set[str]()
         found = await self._threads.run(self._documents.gaps, each.chain)
         gaps = [gap.range for gap in found]
@@ -209,8 +210,8 @@ class ReplaySurvey:
 
 
 def _part(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[SegmentRef]) -> ReplayPart | DataError:
-    """With its footer; the error where the segment is gone or damaged. Blocking; reads rows only where others
-    of `refs` may have what the segment did not read.
+    """With its footer; the error where the segment is gone or damaged. Blocking; reads rows only where others of
+    `refs` may have what the segment did not read.
     """
     try:
         footer = store.footer(stretch.segment)
@@ -248,8 +249,9 @@ def _verify(chain: Chain) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """`stream`: what the source was. `info`: the target, None where it is missing; `recipe`: how it would be
-    made. `former`: the last replay into it."""
+    """`stream`: what the source was. `info`: the target, None where it is missing; `recipe`: how it would be made.
+    `former`: the last replay into it.
+    """
 
     plan: ReplayPlan
     stream: StreamDocument | None
@@ -260,9 +262,9 @@ class Outlook:
 
 
 def continued(advice: Advice, former: Remembered | Unreadable | None) -> Remembered | None:
-    """The former replay that the one of `advice` goes on with, or has done; None to begin.
+    """The former replay that the one of `advice` goes on with, or that did it already; None to begin.
 
-    Raises Stopped where another one is not finished, or nobody can tell.
+    Raises Stopped where another one is not finished, or the record cannot be read.
     """
     if former is None or advice.options.again:
         return None
@@ -277,7 +279,7 @@ def continued(advice: Advice, former: Remembered | Unreadable | None) -> Remembe
 
 
 def check_plan(plan: ReplayPlan, advice: Advice) -> None:
-    """Raises Stopped where the archive holds less than was asked for, and nobody said that this is fine."""
+    """Raises Stopped where the archive holds less than was asked for, and no option allows that."""
     if plan.is_lossy and not advice.options.allow_lossy:
         raise Stopped(
             f"the archive of this range is a copy, not a backup: {lossy_text(plan)}",

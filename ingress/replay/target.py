@@ -22,15 +22,15 @@ from ingress.replay.source import target_settings
 
 log = get_logger(__name__)
 
-# What a stream is made again with. The rest would write or read elsewhere, change subjects, or refuse what
+# What a stream is made again with. Other keys would write or read elsewhere, change subjects, or refuse what
 # was stored once: mirror, sources, subject_transform, republish, sealed, no_ack, …
 KEPT = (
     "description", "subjects", "retention", "storage", "num_replicas", "max_age", "max_bytes", "max_msgs",
     "max_msgs_per_subject", "max_msg_size", "max_consumers", "discard", "duplicate_window", "compression",
     "placement", "consumer_limits", "allow_rollup_hdrs", "allow_msg_ttl", "deny_delete", "deny_purge",
 )  # fmt: skip
-SUBJECTS_OVERLAP = 10065  # with those of another stream
-# Not settings of whoever made the stream.
+SUBJECTS_OVERLAP = 10065  # together with those of another stream
+# Not settings of the user who made the stream.
 _OWN = ("name", "metadata", "first_seq", "allow_direct", "allow_atomic", "allow_batched", "mirror_direct")
 
 
@@ -63,7 +63,7 @@ def recipe(request: Request, document: StreamDocument | None) -> Recipe:
 
 
 async def create(client: FloeClient, recipe: Recipe, advice: Advice) -> StreamInfo:
-    """Make the target. Raises ConfigError where the server refuses."""
+    """Raises ConfigError where the server refuses."""
     name = recipe.config["name"]
     try:
         info = await create_stream(client, recipe.config)
@@ -86,7 +86,6 @@ async def look(client: FloeClient, request: Request) -> StreamInfo | None:
 
 
 def missing(advice: Advice) -> FloeError:
-    """What to say of a target that is not there and shall not be made."""
     request = advice.request
     return ConfigError(
         f"target {request.target}: expected a stream, found none",
@@ -99,7 +98,6 @@ def missing(advice: Advice) -> FloeError:
 
 
 def not_empty(advice: Advice, info: StreamInfo) -> FloeError:
-    """What to say of a target that holds messages."""
     return Stopped(
         f"target {advice.request.target}: expected an empty stream, found {info.messages} messages up to "
         f"sequence {info.last_sequence}",
@@ -112,7 +110,7 @@ def not_empty(advice: Advice, info: StreamInfo) -> FloeError:
 
 
 def check_source(advice: Advice, document: StreamDocument | None) -> None:
-    """Raises ConfigError where the target is said to be the feed's source and is not."""
+    """Raises ConfigError where the target should be the feed's source and is not."""
     name = None if document is None else document.config.get("name")
     request = advice.request
     if request.into_source and name != request.target:
@@ -124,7 +122,7 @@ def check_source(advice: Advice, document: StreamDocument | None) -> None:
 
 
 async def check_ingress(client: FloeClient, state_bucket: str, target: str) -> None:
-    """Raises Stopped where ingress remembers the target: it would stop at what a replay puts there."""
+    """Raises Stopped where ingress remembers the target: ingress would stop at what a replay puts there."""
     if await KeyValue(client, state_bucket, optional=True).get(state_key(INGRESS, target)) is not None:
         elsewhere = "replay into another stream; or empty it and have ingress fill it again"
         raise Stopped(
@@ -137,7 +135,6 @@ async def check_ingress(client: FloeClient, state_bucket: str, target: str) -> N
 def notes(
     config: Mapping[str, Any], plan: ReplayPlan, request: Request, document: StreamDocument | None
 ) -> Iterator[str]:
-    """What of the target an operator should know before."""
     name = request.target
     keeps = {"interest": "drops what no consumer wants", "workqueue": "keeps until it is consumed"}
     if what := keeps.get(config.get("retention", "")):

@@ -24,10 +24,9 @@ from ingress.checkpoint import IntentPiece
 from ingress.rows.prepare import Oversize, Prepared, Preparer
 from ingress.rows.rows import Block, ByteBudget
 
-# Of a chunk: its raw bytes (a single larger message is a chunk of its own) and its rows. Making Python
-# objects of
-# a column holds the interpreter, and a publisher that waits for an acknowledgement should not wait for that
-# too.
+# Of a chunk: its raw bytes (a single larger message is a chunk of its own) and its rows. Making
+# Python objects of a column holds the interpreter, and a publisher that waits for an acknowledgement should not
+# also wait for that.
 CHUNK_BYTES = 4 * 1024 * 1024
 CHUNK_ROWS = 2048
 
@@ -38,10 +37,10 @@ Park = Callable[[Chain, Oversize], None]
 
 @dataclass(frozen=True, slots=True)
 class FromHole:
-    """Where a hole was filled and something was missing by then that was archived once, perhaps.
+    """A filled hole in which messages are still missing that may have been archived once.
 
-    `rows`: what `segment` does not have all of; `missing`: how many of them no segment has. `known`: keys of
-    the segments that were looked into.
+    `rows`: what `segment` does not completely have; `missing`: how many of them no segment has. `known`: keys of the
+    segments that were looked into.
     """
 
     segment: SegmentRef
@@ -75,7 +74,7 @@ def standing_in(
 def _standing(
     reader: StretchReader, stretch: Stretch[SegmentRef], avoided: AbstractSet[str], passed: Sequence[SequenceRange]
 ) -> FromHole | None:
-    """Where rows of a filled hole are missing that nobody has given up; None where none are."""
+    """Where rows of a filled hole are missing that no operator has given up; None where none are."""
     if reader.unread is None or not reader.footer.ledger.counts.get(Reason.GONE_FROM_HOLE):
         return None
     for left in holes(passed, reader.unread):
@@ -88,10 +87,10 @@ def _standing(
 class Decoder:
     """Opens segments and hands out their rows, ready to be published, as blocks.
 
-    A block names the segment that its rows are of: what a segment did not read others may have, and an open
-    intent is finished from the segments that it names, whatever has come since.
+    A block names the segment that its rows are of. Other segments may hold what a segment did not read, and an open
+    intent is finished from the segments that it names, whatever has been added since.
 
-    `park`: where the messages go that a block leaves out, before the block is handed out.
+    `park`: stores the messages that a block leaves out, before the block is handed out.
     """
 
     def __init__(self, store: SegmentStore, threads: Threads, budget: ByteBudget, park: Park | None = None) -> None:
@@ -111,14 +110,14 @@ class Decoder:
     ) -> Stopped | None:
         """Hand the rows `rows` of `ref` to `emit`, in blocks that together account for all of them.
 
-        With what others have of what it did not read, but for those whose keys are `avoided`; `alone`: its
-        own rows only. `passed`: what is given up of filled holes (None: all): FromHoleError is raised where
-        something else of them is missing.
+        Rows that `ref` did not read are taken from other segments, except those whose keys are `avoided`; `alone`:
+        only its own rows. `passed`: what is given up of filled holes (None: all). FromHoleError is raised where
+        something else of a filled hole is missing.
 
-        The bytes of a block are taken from the budget before it is decoded (with `wait` false:
-        whatever is left) and belong to whoever got it. Returns the problem of the first row that
-        must not be published, None if there is none. Raises SegmentCorrupt (blocks handed out
-        before are good), SegmentGone, what the store raises, and what `emit` raises.
+        The bytes of a block are taken from the budget before it is decoded (with `wait` false: as much as is left)
+        and then belong to the receiver of the block. Returns the problem of the first row that must not be published,
+        None if there is none. Raises SegmentCorrupt (blocks handed out before are good), SegmentGone, what the store
+        raises, and what `emit` raises.
         """
         begin = rows.first
         source = _Source(self._store, Stretch(ref, rows), preparer, self._park, alone, avoided, passed)
@@ -131,7 +130,7 @@ class Decoder:
                 if prepared.problem is not None:
                     return prepared.problem
         finally:
-            # In a thread, because it waits for a chunk that is being decoded for nobody any more.
+            # In a thread, because it waits for a chunk that is still being decoded and is not needed any more.
             await self._threads.run(source.close)
         stands = source.stands
         self._account(ref, begin, rows.last if stands is None else stands.rows.first - 1, emit)
@@ -140,14 +139,12 @@ class Decoder:
         return None
 
     def _account(self, ref: SegmentRef, begin: int, last: int, emit: Emit) -> int:
-        """Hand out a block without rows from `begin` to `last`, if that is anything; the sequence behind."""
         if begin > last:
             return begin
         self._budget.force(CHUNK_BYTES)
         return self._hand_out(Block(IntentPiece(ref.segment, SequenceRange(begin, last), 0)), emit)
 
     def _hand_out(self, block: Block, emit: Emit) -> int:
-        """The sequence behind the block, once its bytes belong to whoever took it."""
         self._budget.give(CHUNK_BYTES - block.size)
         try:
             emit(block)
@@ -172,7 +169,6 @@ class Decoder:
 
 
 def _block(segment: SegmentName, begin: int, prepared: Prepared) -> Block:
-    """The block from `begin` to the last row that is in it or left out of it."""
     batch, left_out = prepared.batch, prepared.left_out
     sequences = batch.sequences if batch else []
     rows = SequenceRange(begin, max([*left_out[-1:], *sequences[-1:]]))
@@ -181,7 +177,7 @@ def _block(segment: SegmentName, begin: int, prepared: Prepared) -> Block:
 
 
 class _Source:
-    """One stretch, used by one thread at a time and closed when none uses it; the fields as in `Decoder.read`.
+    """One stretch, used by one thread at a time and closed when no thread uses it; the fields as in `Decoder.read`.
 
     `stands`: where its rows end before the stretch does, as far as they are read.
     """
@@ -204,7 +200,6 @@ class _Source:
         self.stands: FromHole | None = None
 
     def next(self) -> tuple[UnreadPart, Prepared] | None:
-        """The next rows, and what they are ready as; None behind the last."""
         with self._lock:
             if self._closed:
                 return None
@@ -222,7 +217,6 @@ class _Source:
             return part, prepared
 
     def _open(self) -> Iterator[UnreadPart]:
-        """The rows up to where it stands."""
         segment, rows = self._stretch.segment, self._stretch.rows
         if self._alone:
             self._reader = own = self._store.open(segment, rows=rows)
@@ -237,7 +231,6 @@ class _Source:
         return reader.parts(SequenceRange(rows.first, self.stands.rows.first - 1))
 
     def close(self) -> None:
-        """Let go of the segment; `next` then gives None."""
         with self._lock:
             self._closed = True
             if self._reader is not None:
@@ -262,14 +255,13 @@ class Relays:
         self._known: dict[Chain, bool] = {}
 
     def note(self, chain: Chain, document: ChainDocument) -> None:
-        """The chain's document, by whoever has read it."""
         self._known[chain] = document.relay
 
     async def of(self, chain: Chain) -> bool:
         """Whether the chain is a relay's.
 
-        Never guessed: rows that are published a second time must be the same bytes. Raises Unavailable where
-        there is no `chain.json`, DataError where it is spoiled, and what the store raises.
+        Never guessed: rows that are published a second time must be the same bytes. Raises Unavailable where there is
+        no `chain.json`, DataError where it is damaged, and what the store raises.
         """
         if chain not in self._known:
             if (document := await self._threads.run(self._documents.read_chain, chain)) is None:

@@ -27,7 +27,7 @@ from common.transforms import Transform, compile_transform
 from ingress.errors import resume, set_command, set_position
 from ingress.rows.rows import PreparedBatch
 
-# What would end or split the control line of the protocol. All else a server takes as it is, wildcards too:
+# What would end or split the control line of the protocol. A server takes everything else, even wildcards:
 # a source may hold `a.*` as the subject of a message.
 _UNSAFE = re.compile(rb"[\x00\t\n\r ]")
 MAX_SUBJECT = 3900  # bytes: with reply and sizes it must fit the control line, 4096 by default
@@ -43,7 +43,6 @@ class SubjectRule:
     remove: bytes = b""
 
     def apply(self, subject: bytes) -> bytes:
-        """The subject at the target; not yet checked."""
         if self.prefix:
             subject = (self.prefix + b"." + subject).replace(b"..", b".")
         if self.remove:
@@ -52,9 +51,7 @@ class SubjectRule:
 
     @property
     def pattern(self) -> str | None:
-        """A filter that takes whatever it makes: `{prefix}.>`, where nothing that is removed can touch the
-        prefix; None elsewhere.
-        """
+        """A filter that matches every result, `{prefix}.>`; None where a removed text may touch the prefix."""
         kept = (self.prefix + b".").replace(b"..", b".")
         ends = (kept[at:] for at in range(len(kept)))
         if b"" in kept[:-1].split(b".") or (self.remove and self.remove in kept):
@@ -68,7 +65,6 @@ Rule = SubjectRule | Transform
 
 
 def rule_of(source: SourceSettings) -> Rule:
-    """The rule that the configuration of a source names."""
     wanted = source.subject_transform
     if wanted.source:
         return compile_transform(wanted.source, wanted.destination)
@@ -98,11 +94,9 @@ class Accepting:
         return ">" in self.patterns or any(matches(pattern, subject) for pattern in self.patterns)
 
     def covers(self, pattern: str) -> bool:
-        """Whether each subject that `pattern` stands for is one of these."""
         return any(covers(mine, pattern) for mine in self.patterns)
 
     def meets(self, pattern: str) -> bool:
-        """Whether any subject that `pattern` stands for is one of these."""
         return any(overlaps(mine, pattern) for mine in self.patterns)
 
     def __str__(self) -> str:
@@ -127,7 +121,7 @@ class Refusal:
 
 
 class RowRefused(Stopped):
-    """A row that the target would refuse for good; `why` says it without naming the row."""
+    """A row that the target would refuse for good; `why` does not name the row."""
 
     def __init__(self, chain: Chain, sequence: int, refusal: Refusal, hint: str) -> None:
         message = f"chain {chain} stops at sequence {sequence}: {refusal.why}"
@@ -137,25 +131,22 @@ class RowRefused(Stopped):
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Bytes by row of something that has a limit, and the limit."""
+    """Bytes of each row that count against a limit, and the limit."""
 
     what: str
     sizes: list[int]
     most: int
 
     def rows(self) -> list[int]:
-        """The rows above it."""
         if max(self.sizes) <= self.most:
             return []
         return [row for row, size in enumerate(self.sizes) if size > self.most]
 
     def why(self, row: int) -> str:
-        """What speaks against a row above it."""
         return f"the {self.what} needs {self.sizes[row]} bytes, the target takes {self.most}"
 
 
 def first_refusal(refusal: Refusal | None, limits: tuple[Limit, ...]) -> Refusal | None:
-    """The refusal of the first row: `refusal`, or one by a limit."""
     for limit in limits:
         for row in limit.rows()[:1]:
             if refusal is None or row < refusal.row:
@@ -164,13 +155,11 @@ def first_refusal(refusal: Refusal | None, limits: tuple[Limit, ...]) -> Refusal
 
 
 def oversize(batch: pa.RecordBatch, limits: tuple[Limit, ...], stop: int) -> tuple[Oversize, ...]:
-    """The rows in front of `stop` that are above a limit, each by the first of them."""
     over = {row: limit for limit in reversed(limits) for row in limit.rows() if row < stop}
     return tuple(Oversize(next(messages(batch.slice(row, 1))), over[row].why(row)) for row in sorted(over))
 
 
 def without(batch: pa.RecordBatch, sequences: tuple[int, ...]) -> pa.RecordBatch:
-    """`batch` without the rows of `sequences`."""
     if not sequences:
         return batch
     column: Any = batch.column("sequence")
@@ -179,7 +168,6 @@ def without(batch: pa.RecordBatch, sequences: tuple[int, ...]) -> pa.RecordBatch
 
 
 def way_out(chain: Chain, target: str, code: str, sequence: int) -> str:
-    """What an operator does about a row that the target would refuse."""
     again, skip = resume(target, chain), set_position(target, chain, sequence + 1)
     if code == "E-SUBJECT":
         mend, other = "let the target take the subject", "change the subject rules of this source"
@@ -190,7 +178,7 @@ def way_out(chain: Chain, target: str, code: str, sequence: int) -> str:
 
 
 def oversize_hint(target: str) -> str:
-    """What is done about a row of the open intent that is too large: the intent is finished as it stands."""
+    """For a row of the open intent that is too large: the intent is finished as it stands."""
     return ways(
         "connect to a server with the former max_payload, or raise it and the target's max_msg_size again: "
         "it goes on by itself",
@@ -212,7 +200,7 @@ _MESSAGE = "message with its headers"
 # Subjects that never repeat must not fill the memory.
 _MAX_REMEMBERED = 100_000
 
-# Values that the server takes; a header with another value travels escaped, as if it might not act.
+# Values that the server takes; a header with another value is escaped, as if it were not allowed to act.
 # Hours and minutes are bounded so that the server's nanoseconds cannot overflow, which it would refuse.
 _ACTING_VALUES = {
     b"nats-ttl": re.compile(rb" *(never|[1-9]\d{0,8}s?|[1-9]\d{0,7}m|[1-9]\d{0,5}h)"),
@@ -224,10 +212,10 @@ _ACTING_VALUES = {
 class TargetLimits:
     """What the target takes.
 
-    `max_message`: bytes of header block and payload together. `control_headers`: lower-case names of
-    headers of the source that act again at the target. `parks`: a message that is too large is put aside
-    instead of stopping its chain. `target`: the stream's name, for what an operator is told. `max_payload`:
-    of the server by which `max_message` was found.
+    `max_message`: bytes of header block and payload together. `control_headers`: lower-case names of headers of the
+    source that take effect at the target. `parks`: a message that is too large is parked instead of stopping its
+    chain. `target`: the stream's name, for messages to operators. `max_payload`: of the server from which
+    `max_message` was computed.
     """
 
     accepting: Accepting
@@ -242,8 +230,8 @@ class TargetLimits:
 class Prepared:
     """The leading rows that may be published (None where there are none), and why the next may not be.
 
-    `left_out`: sequences in front of that row which are in nobody's batch, ascending. `oversize`: those of
-    them that are to be put aside before a piece leaves them out.
+    `left_out`: sequences in front of that row which are in no batch, ascending. `oversize`: those of them that are to
+    be parked before a piece leaves them out.
     """
 
     batch: PreparedBatch | None
@@ -258,7 +246,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """A batch as lists of equal length; the payloads, by far the most, stay where they are."""
+    """A batch as lists of equal length; the payloads, by far the largest part, are not copied."""
 
     sequences: list[int]
     timestamps_ns: list[int]
@@ -271,10 +259,10 @@ class _Columns:
 class Preparer:
     """Prepares the rows of one chain; used by one thread at a time.
 
-    `extra`: one more header line for each message, without its CR LF, behind the provenance. `relay`: the
-    chain's stream was itself written by Floe, so its `Floe-Source` lines stay hops. To be set before the
-    first row; elsewhere they travel escaped, and a forged one hides nothing. `leaves_out`: exactly these
-    sequences are left out, whatever the limits are (None: what is too large, if the limits say so).
+    `extra`: one more header line for each message, without its CR LF, behind the provenance. `relay`: the chain's
+    stream was itself written by Floe, so its `Floe-Source` lines stay hops. To be set before the first row; in other
+    chains such lines are escaped, and a forged one hides nothing. `leaves_out`: exactly these sequences are left out,
+    whatever the limits are (None: what is too large, if the limits say so).
     """
 
     def __init__(self, chain: Chain, rule: Rule, limits: TargetLimits, extra: bytes = b"") -> None:
@@ -294,7 +282,6 @@ class Preparer:
     def _without(
         self, batch: pa.RecordBatch, left_out: tuple[int, ...], oversize: tuple[Oversize, ...] = ()
     ) -> Prepared:
-        """`batch` but for the rows of `left_out`; nothing more is put aside."""
         kept = without(batch, left_out)
         rest = self._prepared(kept, parks=False) if kept.num_rows else Prepared(None)
         return Prepared(rest.batch, rest.problem, left_out, oversize)
@@ -306,7 +293,7 @@ class Preparer:
         sizes, limits = self._limits(rows.lengths, tails)
         stop = len(sizes) if refusal is None else refusal.row
         if parks and (too_large := oversize(batch, limits, stop)):
-            # Prepared again without them: this is seldom, and nothing else is slowed down by it.
+            # Prepared again without them: this is rare, and costs nothing else.
             return self._without(batch, tuple(each.message.sequence for each in too_large), too_large)
         refusal = first_refusal(refusal, limits)
         if refusal is None:
@@ -334,7 +321,6 @@ class Preparer:
     # Subjects
 
     def _subjects(self, subjects: list[bytes]) -> tuple[list[bytes], Refusal | None]:
-        """The subjects at the target; what stands at a refused row and behind it means nothing."""
         known = self._mapped
         refused = {}
         for subject in set(subjects).difference(known):
@@ -368,7 +354,6 @@ class Preparer:
         ]
 
     def _lines(self, block: bytes) -> bytes:
-        """What stands behind the provenance."""
         if (acting := self._target.control_headers) and not _may_act(block, acting):
             acting = frozenset()
         return b"%b%b\r\n" % (self._extra, escaped_lines(block, acting, relay=self.relay))
@@ -376,8 +361,9 @@ class Preparer:
     # Sizes
 
     def _limits(self, lengths: list[int], tails: list[bytes | None] | None) -> tuple[list[int], tuple[Limit, ...]]:
-        """Bytes of each row's payload and header block, never less than what will be sent; and what of it
-        the target limits."""
+        """Bytes of each row's payload and header block, never less than what will be sent; and which of them the
+        target limits.
+        """
         bare = len(self._origin) + _NUMBERS + PUBLISHER_LINES + len(self._extra)
         if tails is None:
             sizes = [length + bare for length in lengths]
@@ -408,7 +394,6 @@ def _origin(chain: Chain) -> bytes:
 
 
 def _may_act(block: bytes, acting: frozenset[bytes]) -> bool:
-    """Whether the acting headers of `block` have values that the server takes."""
     forms = {name: form for name, form in _ACTING_VALUES.items() if name in acting}
     lines = ((name.lower(), value) for name, value in parse_block(block))
     return all(name not in forms or forms[name].fullmatch(value) for name, value in lines)

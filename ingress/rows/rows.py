@@ -13,7 +13,7 @@ from common.tasks import Stop, first_of
 from ingress.checkpoint import MAX_BYTES, MAX_LEFT_OUT, MAX_PIECES, MAX_ROWS, IntentPiece, merged
 
 # One message as the publisher needs it: subject, everything of its header block behind the version line, and
-# a view of its payload, because a copy would cost as much as all the rest.
+# a view of its payload, because a copy would cost as much as everything else.
 Ready = tuple[bytes, bytes, memoryview]
 
 # What a message costs in memory beside its bytes, and a block beside its messages.
@@ -44,7 +44,7 @@ class PreparedBatch:
 
     @property
     def size(self) -> int:
-        """Bytes in memory, about."""
+        """Bytes in memory, approximately."""
         return self.ends[-1] + ROW_OVERHEAD * len(self.ends) + BLOCK_OVERHEAD
 
     def messages(self, start: int, stop: int) -> Iterator[Ready]:
@@ -63,7 +63,6 @@ class PreparedBatch:
 
 
 def views(values: Any) -> list[memoryview]:
-    """Each value of a binary array without nulls, not copied."""
     _, ends, data = values.buffers()
     offsets = memoryview(ends).cast("i")[values.offset : values.offset + len(values) + 1]
     everything = memoryview(b"" if data is None else data)
@@ -72,9 +71,7 @@ def views(values: Any) -> list[memoryview]:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A piece of a chain with its messages. `batch` is None where the piece has none. `size`:
-    bytes in memory.
-    """
+    """A piece of a chain with its messages. `batch` is None where the piece has none. `size`: bytes in memory."""
 
     piece: IntentPiece
     batch: PreparedBatch | None = None
@@ -97,7 +94,6 @@ class Rows:
 
     @property
     def size(self) -> int:
-        """Bytes in memory."""
         return sum(block.size for block in self.blocks)
 
     @property
@@ -106,9 +102,7 @@ class Rows:
         return max((block.batch.most for block in self.blocks if block.batch), default=0)
 
     def above(self, limit: int, start: int) -> tuple[Chain, int, int] | None:
-        """Chain, sequence and bytes of the first message from index `start` on that is larger; None if none
-        is.
-        """
+        """Chain, sequence and bytes of the first larger message from index `start` on; None if there is none."""
         for block, begin in zip(self.blocks, self._starts, strict=True):
             if block.batch is None or block.batch.most <= limit:
                 continue
@@ -118,13 +112,10 @@ class Rows:
         return None
 
     def pieces(self) -> list[IntentPiece]:
-        """What the intent over these rows says."""
         return merged([block.piece for block in self.blocks])
 
     def sequence(self, index: int) -> int | None:
-        """The sequence, in its chain, of message `index`; None where it is not in memory. Raises
-        IndexError.
-        """
+        """The sequence, in its chain, of message `index`; None where it is not in memory. Raises IndexError."""
         batch, row = self._place(index)
         return None if batch is None else batch.sequences[row]
 
@@ -137,9 +128,7 @@ class Rows:
             start += taken
 
     def stop(self, start: int, most: int, most_bytes: int) -> int:
-        """Where a batch that begins at `start` ends: at most `most` messages and `most_bytes`,
-        at least one.
-        """
+        """Where a batch that begins at `start` ends: at most `most` messages and `most_bytes`, at least one message."""
         stop, left = start, most_bytes
         while stop < min(self.count, start + most):
             block, row = self._at(stop)
@@ -165,9 +154,9 @@ class Rows:
 
 
 class ByteBudget:
-    """At most `limit` bytes at a time, given out in the order they were asked for.
+    """At most `limit` bytes at a time, given out in the order of the requests.
 
-    What is larger than the limit is given out alone, so that a single huge message cannot block for ever.
+    A request larger than the limit is granted alone, so that a single huge message cannot block for ever.
     """
 
     def __init__(self, limit: int) -> None:
@@ -175,7 +164,6 @@ class ByteBudget:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def take(self, size: int) -> None:
-        """Wait until `size` bytes are free, and take them."""
         if not self._waiting and self._fits(size):
             self.used += size
             return
@@ -196,7 +184,6 @@ class ByteBudget:
         self.used += size
 
     def give(self, size: int) -> None:
-        """Give back `size` bytes."""
         self.used -= size
         self._serve()
 
@@ -214,8 +201,8 @@ class ByteBudget:
 class DecodedAhead:
     """Blocks in the order in which they are published; `budget` holds their bytes until they are released.
 
-    `memory_limit`: bytes; the rest is for what decoding needs beside the rows, for what is on the wire, and
-    for what the allocator keeps. `max_rows`: of one intent.
+    `memory_limit`: bytes; the rest is for what decoding needs beside the rows, for what is on the wire, and for what
+    the allocator keeps. `max_rows`: of one intent.
     """
 
     def __init__(self, memory_limit: int, max_rows: int = MAX_ROWS) -> None:
@@ -228,17 +215,16 @@ class DecodedAhead:
         return iter(tuple(self._blocks))
 
     def append(self, block: Block) -> None:
-        """It is ready; its bytes are on the budget already."""
+        """Its bytes must be on the budget already."""
         self._blocks.append(block)
         self._changed.set()
 
     def wake(self) -> None:
-        """Have whoever waits in `take` look again."""
         self._changed.set()
 
     async def take(self, stop: Stop, seconds: float) -> Rows | None:
-        """Everything that is ready, as far as one intent holds it; None where `stop` is set, or nothing came
-        in `seconds`.
+        """Everything that is ready, as far as one intent holds it; None where `stop` is set, or nothing came in
+        `seconds`.
         """
         if not self._blocks and not stop.is_set:
             self._changed.clear()
@@ -257,11 +243,9 @@ class DecodedAhead:
             yield self._blocks.popleft()
 
     def release(self, rows: Rows) -> None:
-        """Rows are done with: their memory may be used again."""
         self.budget.give(rows.size)
 
     def drop(self, is_dropped: Callable[[Block], bool] = lambda _: True) -> None:
-        """Forget blocks that were not taken."""
         dropped = [block for block in self._blocks if is_dropped(block)]
         self._blocks = deque(block for block in self._blocks if not is_dropped(block))
         self.budget.give(sum(block.size for block in dropped))

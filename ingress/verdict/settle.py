@@ -39,9 +39,9 @@ T = TypeVar("T")
 
 LOOKS = 3  # equal answers before a verdict that stops
 LOOK_SPACING = 10.0  # seconds between them
-MOST_READ = 1000  # messages that are read to find one of an intent that is doubted
+MOST_READ = 1000  # messages that are read to find one of a doubtful intent
 AT_ONCE = 50
-PATIENCE = 30.0  # seconds without an answer of the target before everything is begun again
+PATIENCE = 30.0  # seconds without an answer of the target before everything starts again
 PAUSES = doubling(0.05, 5.0)  # seconds between two questions
 
 
@@ -54,7 +54,7 @@ class Tenure(Protocol):
 class Reconciler:
     """Looks at one exclusive target and its stored state.
 
-    `sending`: what this process sent of the open intent. `steps_over`: messages of others.
+    `sending`: what this process sent of the open intent. `steps_over`: counts messages of other publishers.
     """
 
     steps_over = False
@@ -78,9 +78,8 @@ class Reconciler:
     async def settle(self, known: Stored, rows: Rows | None) -> Settled:
         """How many messages of the open intent of `known` are stored, by the target itself.
 
-        `rows`: the intent's messages, where they are in memory. Raises StateMoved where another instance
-        went on; Stopped or AnotherWriter where the target is not what the state says, three times over;
-        LeaseLost.
+        `rows`: the intent's messages, where they are in memory. Raises StateMoved where another instance went on;
+        Stopped or AnotherWriter where the target contradicts the state three times; LeaseLost.
         """
         while True:
             reading = await self._patiently(self._stream.read)
@@ -105,24 +104,24 @@ class Reconciler:
             raise LeaseLost(f"lease of target {self.target} is not ours any more")
 
     async def first(self) -> tuple[Stored, TargetReading | None]:
-        """What is stored, and where nothing is: a look at a target with which a state may begin.
+        """What is stored; where nothing is, a look at a target with which a state may begin.
 
-        Raises Stopped where nothing is stored and the target is not such a one, three times over.
+        Raises Stopped where nothing is stored and three looks show a target with which no state may begin.
         """
         for look in range(LOOKS):
             if look:
                 await self._clock.sleep(self._look_spacing)
-            # The target before the state: whatever is stored there had an intent before.
+            # The target is read before the state: every stored row had an intent before.
             reading = await self._patiently(self._stream.read)
             stored = await self._store.load()
             if stored.state is not None or (reading is not None and self._may_begin_with(reading)):
                 return stored, reading
         raise self._errors.no_checkpoint(reading)
 
-    # What differs where others publish too
+    # What differs in a shared target
 
     def _may_begin_with(self, reading: TargetReading) -> bool:
-        """Whether a target of which nothing is remembered may be like this: it never held a message."""
+        """Whether the target never held a message; only then may a state begin with it."""
         return reading.last_sequence == 0
 
     async def _settled(
@@ -131,7 +130,6 @@ class Reconciler:
         return Settled(known.there.checkpoint.target_sequence, verdict.stored)
 
     async def _judged(self, known: Stored, reading: TargetReading | None, rows: Rows | None) -> IntentVerdict:
-        """The verdict, and where rows are stored, what the ends of the pieces before the last one say."""
         intent, expected = known.there.intent, None
         if reading is not None and rows is not None and intent is not None:
             last = reading.last_sequence - intent.base - 1
@@ -140,7 +138,7 @@ class Reconciler:
         if verdict.finding is not Finding.STORED or intent is None:
             return verdict
         if self._proved[0] != known.revision:
-            # What an operator accepted as it is need not be ours.
+            # Messages that an operator accepted need not be ours.
             self._proved = (known.revision, max(intent.base, known.there.checkpoint.begins))
         places = [at for at in intent.ends(verdict.stored) if at > self._proved[1]]
         against = contradiction(intent, await self._origins(places) if places else {})
@@ -152,7 +150,6 @@ class Reconciler:
     # Looking
 
     async def _patiently(self, question: Callable[[], Awaitable[T]]) -> T:
-        """The answer; asked again for a while where the target does not answer."""
         deadline, pauses = self._clock.monotonic() + PATIENCE, Backoff(None, PAUSES)
         while True:
             pause = pauses.next()
@@ -169,9 +166,9 @@ class Reconciler:
     async def _confirm(
         self, known: Stored, reading: TargetReading | None, verdict: IntentVerdict, rows: Rows | None
     ) -> None:
-        """Look again, on fresh connections; returns if the answer changes, else raises what it means.
+        """Look again, on fresh connections. Returns if the answer changes, else raises what it means.
 
-        Where somebody else stores messages: the same answer three times, or one that still moves.
+        Where another writer stores messages: the same answer three times, or one that still moves.
         """
         finding, seen = verdict.finding, [reading]
         log.warning(
@@ -188,7 +185,6 @@ class Reconciler:
         raise await self._error(known, verdict, [each for each in seen if each is not None])
 
     async def _error(self, known: Stored, verdict: IntentVerdict, seen: list[TargetReading]) -> FloeError:
-        """What the verdict means for an operator, with what can be read of the messages that it is about."""
         if verdict.doubt is not None and verdict.doubt.certain < verdict.doubt.counted:
             verdict = replace(verdict, doubt=await self._less_doubt(known, verdict.doubt))
         described = ""
@@ -198,7 +194,6 @@ class Reconciler:
         return self._errors.error(verdict, seen, described)
 
     async def _less_doubt(self, known: Stored, doubt: Doubt) -> Doubt:
-        """What of the rows that count as stored can be read, from the last one back, at most `MOST_READ`."""
         intent = known.there.intent
         assert intent is not None, "only rows of an open intent are doubted"
         above = intent.base + max(doubt.certain, doubt.counted - MOST_READ)
@@ -226,8 +221,8 @@ FIRST_READ, LARGEST_READ = 16, 512  # messages that are asked for at the same ti
 
 @dataclass(frozen=True, slots=True)
 class _Scan:
-    """What was read for the intent stored at `revision`, up to target sequence `upto`: the `newest` of its
-    rows that was found, and the target sequence `at` which it stands.
+    """What was read for the intent stored at `revision`, up to target sequence `upto`: the `newest` of its rows that
+    was found, and the target sequence `at` which it stands.
     """
 
     revision: int
@@ -237,9 +232,9 @@ class _Scan:
 
 
 class SharedSettler(Reconciler):
-    """Looks at one target that is not exclusive, and its stored state: what stands between the rows of the
-    open intent and the end is stepped over. The base is such that the next row is expected right behind the
-    target's last message.
+    """Looks at one target that is not exclusive, and its stored state: foreign messages between the rows of the open
+    intent and the end are stepped over. The base is such that the next row is expected right behind the target's last
+    message.
     """
 
     steps_over = True
@@ -247,7 +242,7 @@ class SharedSettler(Reconciler):
     _drifted: frozenset[str] = frozenset()
 
     def _may_begin_with(self, _reading: TargetReading) -> bool:
-        return True  # what it holds is of others
+        return True  # it holds only foreign messages
 
     async def _settled(
         self, known: Stored, rows: Rows | None, reading: TargetReading, _verdict: IntentVerdict
@@ -255,23 +250,22 @@ class SharedSettler(Reconciler):
         intent, last = known.there.intent, reading.last_sequence
         if intent is None:
             return Settled(last, 0)
-        # Side by side: the longer it takes, the more likely somebody publishes meanwhile.
+        # In parallel: the longer it takes, the more likely is a foreign message meanwhile.
         stored, _ = await asyncio.gather(self._stored(known.revision, intent, rows, last), self.check_moved(known))
-        # Of a complete intent the base tells where it ends, whoever has published since.
+        # The base of a complete intent gives its end, whatever was published since.
         return Settled((self._scan.at if stored == intent.count else last) - stored, stored)
 
     async def _judged(self, known: Stored, reading: TargetReading | None, _rows: Rows | None) -> IntentVerdict:
         checkpoint = known.there.checkpoint
         is_drifted = reading and reading.created not in (checkpoint.target_created, *self._drifted)
         if reading and is_drifted and 0 < checkpoint.target_sequence <= reading.last_sequence:
-            # Some servers report another creation time after a restart; a row of ours in its place tells so.
+            # Some servers report another creation time after a restart; a row of ours in its place proves it.
             origin = (await self._origins([checkpoint.target_sequence]))[checkpoint.target_sequence]
             if isinstance(origin, Origin) and origin.sequence < checkpoint.positions.get(origin.chain, 0):
                 self._drifted |= {reading.created}
         return judge_shared(known.there, reading, self._drifted)
 
     async def _stored(self, revision: int, intent: Intent, rows: Rows | None, last: int) -> int:
-        """How many rows of the intent stand at or below target sequence `last`, for certain."""
         former = self._scan if self._scan.revision == revision else _Scan(revision, intent.base)
         found = await self._newest(intent, former.upto, last)
         upto = max(last, former.upto)
@@ -282,7 +276,6 @@ class SharedSettler(Reconciler):
         return _place(intent, self._scan.newest, rows)
 
     async def _newest(self, intent: Intent, after: int, last: int) -> tuple[Origin, int] | None:
-        """The newest message of the intent in (`after`, `last`], read from the end, and where it stands."""
         lowest, size = max(after, last - MOST_SCANNED), FIRST_READ
         while last > lowest:
             first = max(lowest, last - size) + 1
@@ -296,7 +289,6 @@ class SharedSettler(Reconciler):
 
 
 def _piece_of(intent: Intent, origin: Origin) -> tuple[int, IntentPiece] | None:
-    """The piece that the message belongs to, and how many messages stand before that piece."""
     before = 0
     for piece in intent.pieces:
         if piece.count and origin.is_of(piece) and origin.sequence not in piece.left_out:
@@ -308,8 +300,8 @@ def _piece_of(intent: Intent, origin: Origin) -> tuple[int, IntentPiece] | None:
 def _place(intent: Intent, origin: Origin | None, rows: Rows | None) -> int:
     """How many rows of the intent are stored for certain where `origin` is; 0 for None.
 
-    Exact where its piece is in memory, else the least that is possible: of the sequences behind it in the
-    piece each may have a row.
+    Exact where its piece is in memory, else the least that is possible: each sequence behind it in the piece may have
+    a row.
     """
     found = None if origin is None else _piece_of(intent, origin)
     if origin is None or found is None:

@@ -1,8 +1,7 @@
 """What the target's last sequence and its last message say about an intent: a pure verdict.
 
-Nothing here trusts an acknowledgement that was lost. The arithmetic (`last sequence − base` rows are
-stored) holds whether or not the messages can still be read; where the last one can be read, its
-provenance must agree.
+Lost acknowledgements are never relied on. The arithmetic (`last sequence − base` rows are stored) holds
+whether or not the messages can still be read; where the last one can be read, its provenance must agree.
 """
 
 from __future__ import annotations
@@ -35,12 +34,11 @@ class Origin:
     sequence: int
 
     def is_of(self, part: IntentPiece | Ending) -> bool:
-        """Whether that is among the rows of `part`."""
         return self.chain == part.chain and self.sequence in part.rows
 
 
 class Unread(Enum):
-    """Why the last message of the target testifies to nothing, or against us."""
+    """Why the last message of the target proves nothing, or contradicts the state."""
 
     GONE = "not held any more, or there is none"
     FOREIGN = "carries no provenance: Floe did not write it"
@@ -50,7 +48,7 @@ class Unread(Enum):
 class TargetReading:
     """One look at the target: its last sequence, when it was created, and what its last message says.
 
-    `forgets`: the stream may let go of its last message by itself, so that it proves nothing that it is gone.
+    `forgets`: the stream may remove its last message by itself. Then a missing last message proves nothing.
     """
 
     last_sequence: int
@@ -61,9 +59,8 @@ class TargetReading:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What this process knows of the rows of an open intent: the first `acknowledged` are stored for certain;
-    those behind the first `handed` were never given to the connection (None: another process may have sent
-    them).
+    """What this process knows of the rows of an open intent: the first `acknowledged` are stored for certain; those
+    behind the first `handed` were never given to the connection (None: another process may have sent them).
     """
 
     acknowledged: int
@@ -72,19 +69,17 @@ class Sent:
 
 @dataclass(slots=True)
 class Sending:
-    """Remembers what was sent of the intent that was stored at `revision`, for as long as one lease lasts:
-    another process may send whatever it likes of an intent that it takes over.
+    """Remembers what was sent of the intent that was stored at `revision`, for as long as one lease lasts: a process
+    that takes over an intent may send any of it.
     """
 
     revision: int = 0
     _sent: Sent = Sent(0)
 
     def opens(self, revision: int) -> None:
-        """This process opened the intent, and nothing of it was sent."""
         self.revision, self._sent = revision, Sent(0, 0)
 
     def settled(self, revision: int, stored: int) -> None:
-        """So many rows of the intent are known to be stored, whoever opened it."""
         before = self.of(revision) or Sent(0)
         self.revision, self._sent = revision, replace(before, acknowledged=max(before.acknowledged, stored))
 
@@ -94,12 +89,11 @@ class Sending:
         return before
 
     def ends(self, before: Sent, stored: int, handed: int) -> None:
-        """`stored` rows are acknowledged; those from `handed` on were not given to the connection."""
         most = None if before.handed is None else max(before.handed, stored, handed)
         self._sent = Sent(max(before.acknowledged, stored), most)
 
     def of(self, revision: int) -> Sent | None:
-        """What is known of the intent stored at that revision; None: nothing."""
+        """None where nothing is known of the intent stored at that revision."""
         return self._sent if revision == self.revision else None
 
 
@@ -121,8 +115,8 @@ NOT_COUNTED = "expected one that was opened with `exclusive: true`, found one of
 
 @dataclass(frozen=True, slots=True)
 class IntentVerdict:
-    """`stored`: how many messages of the open intent are stored; 0 unless the finding is STORED. `at`: where
-    the message stands that speaks against going on; 0: none does. `doubt`: how far the counting is trusted.
+    """`stored`: how many messages of the open intent are stored; 0 unless the finding is STORED. `at`: target
+    sequence of the message that speaks against going on; 0: none. `doubt`: how far the counting is trusted.
     """
 
     finding: Finding
@@ -134,7 +128,7 @@ class IntentVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """Of the `count` rows of the open intent the first `certain` are stored; `counted` are by the last
+    """Of the `count` rows of the open intent the first `certain` are stored; `counted` are stored by the last
     sequence, which something else may have moved.
     """
 
@@ -145,8 +139,8 @@ class Doubt:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """`stored`: how many messages of the open intent are stored (0 without one). `base`: row n of the intent
-    is to stand at target sequence base + n, from the first row that is not stored on.
+    """`stored`: how many messages of the open intent are stored (0 without one). `base`: row n of the intent must be
+    at target sequence base + n, from the first row that is not stored on.
     """
 
     base: int
@@ -161,15 +155,15 @@ def judge(
 ) -> IntentVerdict:
     """How much of the open intent (if any) is stored, or what speaks against going on.
 
-    `reading`: None where there is no such stream. `expected`: the exact sequence of the chain's
-    message that must stand last, where the caller knows it. `sent`: what the caller knows of its rows.
+    `reading`: None where there is no such stream. `expected`: the exact sequence of the chain's message that must
+    stand last, where the caller knows it. `sent`: what the caller knows of its rows.
     """
     if reading is None:
         return _GONE
     checkpoint, last = state.checkpoint, reading.last_sequence
     is_explained = checkpoint.target_sequence <= last <= state.expected_sequence and counts(state)
     against = _against(state, reading, expected) if is_explained else ""
-    # Some servers report another creation time after a restart; a message of ours in its place tells so.
+    # Some servers report another creation time after a restart; a message of ours in its place proves it.
     vouches = is_explained and not against and isinstance(reading.tail, Origin) and last > checkpoint.begins
     is_same = reading.created == checkpoint.target_created or vouches
     if (replaced := _replaced(checkpoint, reading, is_same)) is not None:
@@ -207,7 +201,7 @@ def _replaced(checkpoint: Checkpoint, reading: TargetReading, is_same: bool) -> 
 
 
 def _ahead(state: TargetState, reading: TargetReading, most: int, sent: Sent | None) -> IntentVerdict:
-    """The target ends behind `most`, the last sequence that our own doing explains."""
+    """The target ends behind `most`, the last sequence that Floe's own writes explain."""
     last, intent, doubt = reading.last_sequence, state.intent, None
     if intent is not None and reading.tail is Unread.GONE:
         certain = sent.acknowledged if sent else 0
@@ -219,9 +213,9 @@ def _ahead(state: TargetState, reading: TargetReading, most: int, sent: Sent | N
 def _unread(state: TargetState, reading: TargetReading, stored: int, sent: Sent) -> IntentVerdict | None:
     """What speaks against counting a last row that cannot be read; None: nothing does.
 
-    A purge up to a sequence beyond the end moves the last sequence without anything having been stored. What
-    this process never sent was stored by nobody; for what it may have sent, the stream must be one that lets
-    go of its last message. A row that can be read proves itself, whoever sent it.
+    A purge up to a sequence beyond the end moves the last sequence though nothing was stored. Rows that this process
+    never sent were not stored; for rows that it may have sent, the stream must be one that removes its last message
+    by itself. A row that can be read proves itself, whichever process sent it.
     """
     intent, last = state.intent, reading.last_sequence
     if intent is None or reading.tail is not Unread.GONE or last <= state.checkpoint.begins:
@@ -245,8 +239,8 @@ def newest(intent: Intent, read: Mapping[int, Origin | Unread]) -> int:
 
 
 def counts(state: TargetState) -> bool:
-    """Whether the arithmetic holds for the open intent, if there is one: nobody else's messages may stand
-    before or between its rows.
+    """Whether the arithmetic holds for the open intent, if there is one: no foreign messages may stand before or
+    between its rows.
     """
     intent = state.intent
     return intent is None or (not intent.is_shared and intent.base == state.checkpoint.target_sequence)
@@ -254,7 +248,7 @@ def counts(state: TargetState) -> bool:
 
 def contradiction(intent: Intent, read: Mapping[int, Origin | Unread]) -> IntentVerdict | None:
     """What speaks against the intent among the ends of its pieces that were `read`, by target sequence; None:
-    nothing. What is not held any more speaks for nothing.
+    nothing. Messages that are gone prove nothing.
 
     The last message alone could agree by chance where another writer stored other rows before it.
     """
@@ -269,7 +263,6 @@ def contradiction(intent: Intent, read: Mapping[int, Origin | Unread]) -> Intent
 
 
 def _against(state: TargetState, reading: TargetReading, expected: int | None) -> str:
-    """What the last message says against standing where it does; empty: nothing."""
     checkpoint, last, tail = state.checkpoint, reading.last_sequence, reading.tail
     if tail is Unread.GONE or last <= checkpoint.begins:
         return ""
@@ -298,7 +291,6 @@ class TargetErrors:
         self._forget = set_command(target, "--forget")
 
     def no_checkpoint(self, reading: TargetReading | None) -> FloeError:
-        """A target that is missing, or that holds or held messages, and of which nothing is remembered."""
         if reading is None:
             return self.error(_GONE, [])
         return Stopped(
@@ -309,8 +301,8 @@ class TargetErrors:
         )
 
     def error(self, verdict: IntentVerdict, seen: Sequence[TargetReading], described: str = "") -> FloeError:
-        """What to raise for a confirmed `verdict`; `seen`: the readings, oldest first. `described`: the
-        message that speaks against going on, as far as it can be read.
+        """`seen`: the readings, oldest first. `described`: the message that speaks against going on, as far as it can
+        be read.
         """
         message = f"target {self.target}: {verdict.finding.value}: {verdict.detail}"
         message = f"{message}; {described}" if described else message
@@ -339,7 +331,7 @@ class TargetErrors:
         hint = ways(("stop what else publishes to it; then leave its messages where they are", self._accept))
         if doubt is not None:
             hint = ways("stop what else publishes to it, or purges it; then choose", self._counted(doubt))
-        # What came before the last two looks has stopped.
+        # What came before the last two looks has ended.
         if len(seen) > 1 and seen[-1].last_sequence > seen[-2].last_sequence:
             return AnotherWriter(f"{message}; it still moves", hint=hint, code="E-TARGET-SHARED")
         if seen and isinstance(seen[-1].tail, Origin):
@@ -347,7 +339,6 @@ class TargetErrors:
         return Stopped(message, hint=hint, code="E-TARGET-SHARED")
 
     def _counted(self, doubt: Doubt) -> str:
-        """The two ways to go on where the last sequence does not tell how many rows are stored."""
         rest = f"of the {doubt.count} rows of the open intent"
         again = f"send {rest} those from row {doubt.certain + 1} on (what of them is stored comes twice)"
         count = f"or count {doubt.counted} {rest} as stored (what of them is not stored is lost)"
@@ -359,9 +350,7 @@ PARALLEL = 32  # messages that are asked for at the same time
 
 
 class TargetStream:
-    """The target stream as one client sees it; `connect` makes a client for verdicts that need a
-    fresh look.
-    """
+    """The target stream as one client sees it; `connect` makes a client for verdicts that need a fresh look."""
 
     def __init__(
         self,
@@ -378,7 +367,7 @@ class TargetStream:
         return await read(self._client, self._stream, self._control_headers)
 
     async def read_fresh(self) -> TargetReading | None:
-        """The same over a connection of its own, which a deposed leader's old one cannot be."""
+        """As `read`, over a new connection, which cannot be one to a deposed leader."""
         client = await self._connect()
         try:
             return await read(client, self._stream, self._control_headers)
@@ -410,7 +399,6 @@ class TargetStream:
 async def read(
     client: FloeClient, stream: str, control_headers: frozenset[bytes] = frozenset()
 ) -> TargetReading | None:
-    """One look at the stream, over `client`. `control_headers`: those that act in it."""
     if (info := await stream_info(client, stream)) is None:
         return None
     tail = await _tail(client, stream, info.last_sequence)
@@ -419,8 +407,8 @@ async def read(
 
 
 def forgets(config: Mapping[str, Any], control_headers: frozenset[bytes], largest: int) -> bool:
-    """Whether the stream may let go of its last message by itself: it is consumed, it expires, or it is
-    larger than all that the stream may hold. Every other limit takes older ones first.
+    """Whether the stream may remove its last message by itself: it is consumed, it expires, or it is larger than all
+    that the stream may hold. Every other limit removes older messages first.
 
     `largest`: bytes that a message may have.
     """
@@ -435,9 +423,7 @@ async def _tail(client: FloeClient, stream: str, sequence: int) -> Origin | Unre
 
 
 async def _message(client: FloeClient, stream: str, sequence: int) -> Message | None:
-    """The message of that sequence; None where it is gone. Its subject is for people: the answer's JSON
-    cannot carry every one.
-    """
+    """None where it is gone. Its subject is for people only: the JSON of the answer cannot represent every subject."""
     try:
         return stored_message(await ask(client, f"STREAM.MSG.GET.{stream}", {"seq": sequence}))
     except ApiError as error:
@@ -447,7 +433,6 @@ async def _message(client: FloeClient, stream: str, sequence: int) -> Message | 
 
 
 def origin_of(headers: bytes | None) -> Origin | Unread:
-    """Where a message with this header block says it comes from."""
     provenance, _ = restore(headers)
     try:
         return Unread.FOREIGN if provenance is None else Origin(provenance.chain, provenance.sequence)
