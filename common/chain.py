@@ -42,7 +42,7 @@ class Chain:
     def parse(cls, text: str) -> Chain:
         """The chain that `str` wrote; `site/feed` alone means 0000/0. Raises ValueError."""
         parts = text.split("/")
-        if not 2 <= len(parts) <= 4:
+        if not 2 <= len(parts) <= 4 or not all(part.isascii() and part.isdigit() for part in parts[2:]):
             raise ValueError(f"chain {text!r}: expected SITE/FEED[/INCARNATION[/PARTITION]]")
         return cls(parts[0], parts[1], *(int(part) for part in parts[2:]))
 

@@ -11,6 +11,8 @@ import dataclasses
 import functools
 import inspect
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -98,8 +100,10 @@ def table(rows: Iterable[OutputRow], columns: Sequence[str]) -> None:
         shown.add_column(Text(name), justify="right" if is_number else "left", overflow="fold")
     for row in cells:
         shown.add_row(*map(Text, row))
-    console = Console(force_terminal=sys.stdout.isatty())  # whatever FORCE_COLOR says: a program may read it
-    console.width = sum(max(map(cell_len, column)) + 2 for column in zip(columns, *cells, strict=True))
+    width = sum(max(map(cell_len, column)) + 2 for column in zip(columns, *cells, strict=True))
+    # Whatever FORCE_COLOR says: a program may read it. A height, because of a dumb terminal only both count.
+    is_styled = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    console = Console(width=width, height=len(cells) + 1, force_terminal=is_styled)
     with console.capture() as printed:
         console.print(shown)
     for line in printed.get().splitlines():
@@ -258,4 +262,9 @@ def confirm(question: str, yes: bool) -> None:
         return
     if not sys.stdin.isatty():
         raise UsageError("expected --yes where nobody can be asked")
-    click.confirm(question, abort=True, err=True)
+    # The event loop's own handler only cancels a task, and the terminal would go on being read.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        click.confirm(question, abort=True, err=True)
+    finally:
+        signal.signal(signal.SIGINT, before)

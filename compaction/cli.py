@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from common.cli import config_option, json_option, print_json, run_command, table
-from common.errors import DataError
+from common.errors import DataError, UsageError
 from common.open import load_settings, open_chains, open_store
 
 if TYPE_CHECKING:
@@ -57,8 +57,10 @@ def compact(
     """
     from compaction.run import Selection
 
+    if "" in (site, feed):
+        raise UsageError("expected names, found an empty --site or --feed")
     settings = _overridden(load_settings(config), engine, verify, master)
-    selection = Selection(site or settings.site or None, feed, partition, level)
+    selection = Selection((settings.site or None) if site is None else site, feed, partition, level)
     store = open_store(settings)
     try:
         if (site, feed, partition) != (None, None, None):

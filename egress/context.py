@@ -92,4 +92,4 @@ def feed_named(settings: Settings, name: str) -> FeedSettings:
     if name in feeds:
         return feeds[name]
     where = f"expected one of {', '.join(feeds)}" if feeds else "the configuration has no feed; name the site's file"
-    raise UsageError(f"feed {name}: {where}")
+    raise UsageError(f"feed {name or repr(name)}: {where}")

@@ -107,7 +107,8 @@ class Delivery:
     """Carries into one target, as long as the lease may be used.
 
     `is_settled`: whether target and state have agreed since this began. `trouble`: why nothing is stored at the
-    moment; empty while all is well.
+    moment; empty while all is well. `sending_times`: when the first message of each chain in the rows that were sent
+    last was published, in seconds since 1970.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Delivery:
         limits: ServerLimits | None = None,
     ) -> None:
         self.target, self.is_settled, self.trouble = target, False, ""
+        self.sending_times: Mapping[Chain, float] = {}
         self._store, self._reconciler, self._publisher, self._limits = store, reconciler, publisher, limits
         self._source, self._clock, self._before_close = source, clock, before_close
         self._known, self._looked_at = Stored(TargetState(Checkpoint(0, "")), 0), clock.monotonic()
@@ -248,7 +250,7 @@ class Delivery:
 
         Raises what settling raises, and Unavailable where the target takes nothing.
         """
-        slow, sending = 0, self._reconciler.sending
+        slow, sending, self.sending_times = 0, self._reconciler.sending, rows.times()
         sending.settled(self._known.revision, settled.stored)
         while settled.stored < intent.count:
             self._reconciler.check_lease()

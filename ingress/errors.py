@@ -14,7 +14,7 @@ from common.errors import (
     Stopped,
     Unavailable,
 )
-from common.exits import command
+from common.exits import command, source
 from common.jetstream.requests import ApiError
 from common.segments.documents import of_chain, way_out
 from common.segments.store import quarantine_command
@@ -63,7 +63,7 @@ def _flat(error: BaseException) -> list[BaseException]:
 def check_targets(settings: IngressSettings) -> None:
     """Raises ConfigError where the configuration has no target, as with that of a site."""
     if not settings.targets:
-        raise ConfigError("ingress.targets: expected at least one target, found none")
+        raise ConfigError(f"{source()}: ingress.targets: expected at least one target, found none")
 
 
 def set_command(target: str, *options: str) -> str:

@@ -154,10 +154,7 @@ def stepped_over(target: str, messages: int) -> None:
 
 def closed(target: str, intent: Intent) -> None:
     intents.labels(target, "closed").inc()
-    target_sequence.labels(target).set(intent.end)
     for piece in intent.pieces:
         chain = piece.chain
         labels = (target, chain.site, chain.feed, str(chain.partition))
         messages.labels(*labels).inc(piece.count)
-        if not piece.out_of_turn:
-            position.labels(*labels).set(piece.rows.last + 1)

@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 from common.chain import Chain
-from common.clock import NS_PER_S, Clock
+from common.clock import Clock
 from common.errors import FloeError
 from common.jetstream.lease import owner_text
 from common.logs import get_logger
@@ -25,7 +25,7 @@ from ingress.chains.prefetch import Prefetcher
 from ingress.checkpoint import Intent
 from ingress.delivery import Delivery
 from ingress.discovery.sites import Sites
-from ingress.rows.rows import Block
+from ingress.rows.rows import Block, Rows
 
 log = get_logger(__name__)
 
@@ -59,7 +59,8 @@ class Lags:
 
     def __init__(self, target: str) -> None:
         self._target = target
-        self._oldest: dict[Chain, tuple[int, float]] = {}
+        # Position, since when, and whether that is a message's or a segment's time: else the first look's.
+        self._oldest: dict[Chain, tuple[int, float, bool]] = {}
         self._shown: set[Labels] = set()
 
     def measure(
@@ -70,25 +71,32 @@ class Lags:
         intent: Intent | None,
         now: float,
         sites: Sites | None = None,
+        sending: Mapping[Chain, float] | None = None,
     ) -> None:
-        """Set the gauges at `now` (seconds since 1970). `ready`: decoded blocks, in order; `intent`: open.
+        """Set the gauges at `now` (seconds since 1970). `ready`: decoded blocks, in order; `intent`: open, `sending`:
+        the time of its first message of each chain.
 
         `sites`: what egress says about itself.
         """
-        counts, times = _decoded(ready, intent)
+        counts, times = _decoded(ready, intent, sending or {})
         found: dict[Labels, Lag] = {}
         stopped = paused = 0
         newest: dict[Labels, ChainState] = {}
+        carried: dict[Labels, tuple[int, int]] = {}  # the newest incarnation that has a position
         for state in chains:
             lag = self._lag(state, positions, counts[state.chain], times.get(state.chain), now)
             labels = self._target, state.chain.site, state.chain.feed, str(state.chain.partition)
             found.setdefault(labels, Lag()).add(lag)
             newest[labels] = max(state, newest.get(labels, state), key=lambda each: each.chain.incarnation)
+            if at := positions.get(state.chain, state.position if state.plan.waits else 0):
+                carried[labels] = max(carried.get(labels, (-1, 0)), (state.chain.incarnation, at))
             stopped += state.stopped is not None
             paused += state.phase is Phase.PAUSED
         metrics.stopped_chains.labels(self._target).set(stopped)
         metrics.paused_chains.labels(self._target).set(paused)
         metrics.intent_open.labels(self._target).set(intent is not None)
+        for labels, (_, at) in carried.items():
+            metrics.position.labels(*labels).set(at)
         for labels, lag in found.items():
             for gauge, value in zip(_LAGS, astuple(lag), strict=True):
                 gauge.labels(*labels).set(value)
@@ -109,7 +117,7 @@ class Lags:
 
     def of(self, state: ChainState, positions: Mapping[Chain, int], now: float) -> float:
         """Seconds: age of the oldest message of the chain that is not carried; 0: none, or not measured."""
-        at, since = self._oldest.get(state.chain, (0, now))
+        at, since, _ = self._oldest.get(state.chain, (0, now, False))
         return max(0.0, now - since) if at == _position(state, positions) else 0.0
 
     def _lag(
@@ -130,12 +138,19 @@ class Lags:
         )
 
     def _since(self, state: ChainState, at: int, oldest: float | None, now: float) -> float:
-        """When the oldest message not carried was published. It stays the same while nothing is carried."""
-        if (known := self._oldest.get(state.chain)) is None or known[0] != at:
+        """When the oldest message not carried was published. It stays the same while nothing is carried.
+
+        As long as nothing of it was read, as of a paused chain, it is when it was first seen.
+        """
+        known_at, since, is_known = self._oldest.get(state.chain, (0, now, False))
+        if known_at != at:
+            since, is_known = now, False
+        if not is_known:
             segment = state.stretches[0].segment.modified if state.stretches else state.plan.waiting_since
-            found = next((time for time in (oldest, segment) if time is not None), now)
-            known = self._oldest[state.chain] = (at, min(now, found))
-        return known[1]
+            found = next((time for time in (oldest, segment) if time is not None), None)
+            since, is_known = min(since, found or since), found is not None
+        self._oldest[state.chain] = (at, since, is_known)
+        return since
 
 
 _OF_TARGET = (
@@ -160,16 +175,16 @@ def _position(state: ChainState, positions: Mapping[Chain, int]) -> int:
     return positions.get(state.chain, state.position or 1)
 
 
-def _decoded(ready: Iterable[Block], intent: Intent | None) -> tuple[Counter[Chain], dict[Chain, float]]:
+def _decoded(
+    ready: Iterable[Block], intent: Intent | None, sending: Mapping[Chain, float]
+) -> tuple[Counter[Chain], dict[Chain, float]]:
     counts: Counter[Chain] = Counter()
-    times: dict[Chain, float] = {}
     for piece in intent.pieces if intent else ():
         counts[piece.chain] += piece.count
-    for block in ready:
+    rows = Rows(list(ready))
+    for block in rows.blocks:
         counts[block.piece.chain] += block.piece.count
-        if block.batch is not None and block.batch.timestamps_ns:
-            times.setdefault(block.piece.chain, block.batch.timestamps_ns[0] / NS_PER_S)
-    return counts, times
+    return counts, rows.times() | (dict(sending) if intent else {})
 
 
 REMIND = 600.0  # seconds until the same reason is logged again
@@ -246,7 +261,10 @@ class TargetReport:
         }
         self._health.set_ready(self._part, not delivery.trouble, delivery.trouble)
         self._health.set_status(self._part, status)
-        self.lags.measure(chains, prefetcher.positions, prefetcher.ahead, state.intent, now, self._sites)
+        metrics.target_sequence.labels(self.target).set(state.checkpoint.target_sequence)
+        self.lags.measure(
+            chains, prefetcher.positions, prefetcher.ahead, state.intent, now, self._sites, delivery.sending_times
+        )
 
     def _source(self, chain: Chain) -> dict[str, Any]:
         if self._sites is None or (sighting := self._sites.of(chain)) is None:
@@ -270,19 +288,16 @@ class TargetReport:
         reason, now = f"{error.code} {error.message}", self._clock.monotonic()
         if reason != self._reason or now - self._logged >= REMIND:
             self._reason, self._logged = reason, now
-            self._log_stop(error)
+            log.error("target stopped", action="target_stopped", target=self.target, error=str(error), code=error.code)
 
     def ended(self, error: FloeError) -> None:
+        self._reason = ""  # told once more: it is the last word
         self.stopped(error)
         self._is_over = True
-        self._log_stop(error)
-
-    def _log_stop(self, error: FloeError) -> None:
-        log.error("target stopped", action="target_stopped", target=self.target, error=str(error), code=error.code)
 
     def _state(self, state: str, *, ready: bool, why: str = "", **more: str) -> None:
         if not self._is_over:  # after that, its lease does not matter
-            self._health.set_ready(self._part, ready, why)
+            self._health.set_ready(self._part, ready, why.removeprefix(f"{self._part}: "))
             self._health.set_status(self._part, {"state": state, "why": why, **more})
 
     def _shows_publisher(self, name: str) -> None:

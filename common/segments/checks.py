@@ -42,7 +42,8 @@ def check_trailer(trailer: bytes, size: int, limits: ParquetLimits) -> int:
     if (magic := trailer[4:]) == ENCRYPTED_MAGIC:
         raise SegmentCorrupt("expected plain Parquet metadata, found an encrypted footer", code="E-SEG-CODEC")
     if size < 2 * TRAILER_BYTES or magic != MAGIC:
-        raise SegmentCorrupt(f"not a Parquet file ({size} bytes, ends in {magic!r})")
+        ends = f", ends in {magic!r}" if magic else ""
+        raise SegmentCorrupt(f"not a Parquet file ({size} bytes{ends})")
     if (stored := int.from_bytes(trailer[:4], "little")) > size - TRAILER_BYTES - len(MAGIC):
         raise SegmentCorrupt(f"not a Parquet file (metadata of {stored} bytes in a file of {size} bytes)")
     if stored > limits.footer_bytes:

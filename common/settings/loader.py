@@ -365,6 +365,6 @@ def read_file(path: str) -> tuple[bytes, list[str]]:
             data = file.read(yaml.MAX_BYTES + 1)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise ConfigError(f"{path}: expected a file that can be read, found: {reason}") from error
+        raise ConfigError(f"{path or repr(path)}: expected a file that can be read, found: {reason}") from error
     is_open = stat.S_ISREG(mode) and mode & stat.S_IWOTH
     return data, [f"{path}: every user of this host may write it"] if is_open else []

@@ -243,7 +243,8 @@ class ChainState:
 
     def status(self, positions: Mapping[Chain, int]) -> dict[str, Any]:
         plan, position = self.plan, positions.get(self.chain, 0)
-        state: dict[str, Any] = {"position": position, "archived": self.archived, "phase": str(plan.phase)}
+        phase = self.phase if self.phase is Phase.PAUSED else plan.phase
+        state: dict[str, Any] = {"position": position, "archived": self.archived, "phase": str(phase)}
         if plan.hole is not None:
             away = sorted(self.damaged) if plan.phase is Phase.DAMAGED else []
             chain, hole = self.chain, plan.hole

@@ -176,30 +176,33 @@ class Discovery:
 
     async def look_up_all(self) -> None:
         """Chains without a tail exist too: a crash may happen between a segment and its tail."""
-        gate = asyncio.Semaphore(LOOK_UPS)
+        gate, pairs = asyncio.Semaphore(LOOK_UPS), self._pairs  # targets may be added while they are looked up
 
         async def read(site: str, feed: str) -> list[Chain]:
             async with gate:
                 return await self._threads.run(self._documents.chains, site, feed)
 
-        reads = (read(site, feed) for site, feed in sorted(self._pairs))
+        reads = (read(site, feed) for site, feed in sorted(pairs))
         answers = await asyncio.gather(*reads, return_exceptions=True)
         found = [chain for answer in answers if not isinstance(answer, BaseException) for chain in answer]
         await self._add_chains(found)
         for failed in (answer for answer in answers if isinstance(answer, BaseException)):
             raise failed
-        await self._tell_missing()
+        await self._tell_missing(pairs)
 
-    async def _tell_missing(self) -> None:
-        missing = self._pairs - {(chain.site, chain.feed) for chain in self._known}
+    async def _tell_missing(self, pairs: frozenset[Pair]) -> None:
+        missing = pairs - {(chain.site, chain.feed) for chain in self._known}
         new, self._missing = missing - self._missing, missing
         tails = await self._threads.run(self._documents.tails) if new else ()
         names = {f"{chain.site}/{chain.feed}" for chain in tails}
         for site, feed in sorted(new):
             hint, what = suggestion(f"{site}/{feed}", names), "nothing archived of a feed of `sources`"
             log.warning(what, action="source_missing", site=site, feed=feed, hint=hint)
-        if missing:
-            self._health.set_status("sources", {"missing": ["/".join(pair) for pair in sorted(missing)]})
+        self._show_missing()
+
+    def _show_missing(self) -> None:
+        if self._missing:
+            self._health.set_status("sources", {"missing": ["/".join(pair) for pair in sorted(self._missing)]})
         else:
             self._health.forget("sources")
 
@@ -241,5 +244,8 @@ class Discovery:
 
     def _tell(self, chains: Iterable[Chain], listeners: list[Prefetcher]) -> None:
         for chain in chains:
+            if (pair := (chain.site, chain.feed)) in self._missing:
+                self._missing -= {pair}
+                self._show_missing()
             for listener in listeners:
                 guarded(listener.found, listener.fails)(chain, self._known[chain])

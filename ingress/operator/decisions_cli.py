@@ -228,7 +228,7 @@ async def chain_resume(
             pauses = await store.resume_all(at)
     else:
         pauses = await _decide(config, target, named, lambda pauses, chain: pauses.resume(chain, at))
-        click.echo(f"{named.site}/{named.feed}: a running ingress looks at it within two seconds", err=True)
+        click.echo(f"{named.site}/{named.feed}: resumed; a running ingress looks at it within two seconds", err=True)
     _show_pauses(target, pauses, as_json)
 
 
@@ -281,4 +281,4 @@ def _show_pauses(target: str, pauses: Pauses, as_json: bool) -> None:
     if rows or as_json:
         cli.print_json(rows) if as_json else cli.table(rows, PAUSE_COLUMNS)
     else:
-        click.echo(f"no chain of {target} is paused")
+        click.echo(f"paused chains of {target}: none")

@@ -121,8 +121,10 @@ async def parked_retry(
         store.ask(*wanted)
     if as_json:
         cli.print_json([_row(store, entry) for entry in wanted])
-    else:
+    elif wanted:
         click.echo(f"asked for {len(wanted)}: ingress tries them within half a minute", err=True)
+    else:
+        click.echo(f"nothing of {chain} is parked for {target}", err=True)
 
 
 def _to_deliver(entry: ParkedEntry, target: str) -> ParkedEntry:

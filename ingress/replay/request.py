@@ -93,10 +93,10 @@ class Request:
         found = [c for c in feed if wanted in (None, c.incarnation) and self.partition in (None, c.partition)]
         if not found:
             there = sorted(f"{c.incarnation:04d}/{c.partition}" for c in feed)
-            raise UsageError(
-                f"{self.site}/{self.feed}: expected one of {', '.join(there[:20])}, "
-                f"found incarnation {wanted}, partition {self.partition}"
-            )
+            asked = [] if wanted is None else [f"incarnation {wanted}"]
+            asked += [] if self.partition is None else [f"partition {self.partition}"]
+            where = f"{self.site}/{self.feed}"
+            raise UsageError(f"{where}: expected one of {', '.join(there[:20])}, found {', '.join(asked)}")
         return sorted(found, key=lambda c: (c.incarnation, c.partition))
 
     # Its forms

@@ -9,6 +9,7 @@ from itertools import pairwise, repeat
 from typing import Any
 
 from common.chain import Chain
+from common.clock import NS_PER_S
 from common.tasks import Stop, first_of
 from ingress.checkpoint import MAX_BYTES, MAX_LEFT_OUT, MAX_PIECES, MAX_ROWS, IntentPiece, merged
 
@@ -100,6 +101,14 @@ class Rows:
     def most(self) -> int:
         """Bytes of the largest message in memory."""
         return max((block.batch.most for block in self.blocks if block.batch), default=0)
+
+    def times(self) -> dict[Chain, float]:
+        """When the first message of each chain was published, in seconds since 1970."""
+        found: dict[Chain, float] = {}
+        for block in self.blocks:
+            if block.batch is not None and block.batch.timestamps_ns:
+                found.setdefault(block.piece.chain, block.batch.timestamps_ns[0] / NS_PER_S)
+        return found
 
     def above(self, limit: int, start: int) -> tuple[Chain, int, int] | None:
         """Chain, sequence and bytes of the first larger message from index `start` on; None if there is none."""

@@ -55,6 +55,13 @@ class Target:
         self.failed = error
 
 
+class Later(Target):
+    """A target whose feed is not archived yet."""
+
+    def pairs(self) -> list[tuple[str, str]]:
+        return [(SITE, "LATER")]
+
+
 class Place:
     """A store in a folder with some chains, what looks at it, and who takes notifications of it."""
 
@@ -184,6 +191,35 @@ async def test_what_flows_nowhere_is_ignored(place: Place) -> None:
         await asyncio.sleep(0.1)
 
         assert (place.target.woken, place.target.found_, place.objects.calls) == ([], [], {})
+
+
+async def test_a_feed_counts_as_missing_only_until_it_is_archived(place: Place) -> None:
+    async with place.looking():
+        await place.discovery.look_up_all()
+        missing = {"missing": [f"{SITE}/{FEED}"]}
+        assert place.health.status()["parts"]["sources"] == missing
+        place.make(1)
+        await place.discovery.look()
+        assert "sources" not in place.health.status()["parts"]
+
+
+async def test_a_target_added_during_a_look_is_looked_up_by_the_next(place: Place) -> None:
+    place.make(1)
+    chains = place.documents.chains
+
+    def meanwhile(site: str, feed: str) -> list[Chain]:
+        found = chains(site, feed)
+        place.discovery.add(Later())
+        return found
+
+    place.discovery.add(place.target)
+    place.documents.chains = meanwhile  # type: ignore[method-assign]
+    await place.discovery.look_up_all()
+    assert "sources" not in place.health.status()["parts"]
+    place.documents.chains = chains  # type: ignore[method-assign]
+    await place.discovery.look_up_all()
+    assert place.health.status()["parts"]["sources"] == {"missing": [f"{SITE}/LATER"]}
+    place.threads.close()
 
 
 async def test_notifications_without_end_put_off_no_poll(tmp_path: Path) -> None:

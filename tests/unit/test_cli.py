@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import termios
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,6 +146,8 @@ def test_a_wrong_call_ends_with_2_and_the_usage_of_that_command(arguments: list[
         ("gap accept --first 1 --last 6", "", "NODES", "site '': expected 1 to 63"),
         ("gap accept --first 1 --last 6", "us", "", "feed '': expected 1 to 255"),
         ("checkpoint set --target T --accept", "us", "", "expected --site and --feed together"),
+        ("compact --engine local --dry-run", "", "NODES", "found an empty --site or --feed"),
+        ("compact --engine local --dry-run", "us", "", "found an empty --site or --feed"),
     ],
 )
 def test_an_empty_name_is_refused(words: str, site: str, feed: str, message: str):
@@ -514,3 +519,44 @@ def test_config_check_of_a_missing_file_is_a_line(folder: Path):
         78,
         "error[E-CONFIG]: none.yaml: expected a file that can be read, found: no such file or directory\n",
     )
+
+
+@pytest.mark.parametrize("term", ["dumb", "xterm"])
+def test_a_row_of_a_table_is_one_line_on_every_terminal(term: str):
+    done = in_terminal("from common.cli import table; table([['x' * 200, 1]], ['name', 'count'])", TERM=term)
+    assert "x" * 200 in done
+    assert "\x1b[1m" not in in_terminal("from common.cli import table; table([[1]], ['name'])", NO_COLOR="1")
+
+
+def test_ctrl_c_at_a_question_ends_the_command():
+    asked = """
+import click
+from common.cli import confirm, run_command
+@click.command()
+@run_command
+async def ask() -> None:
+    confirm("go on?", False)
+ask()
+"""
+    assert "Aborted!" in in_terminal(asked, answer=b"\x03", upon=b"[y/N]")
+
+
+def in_terminal(code: str, answer: bytes = b"", upon: bytes = b"", **env: str) -> str:
+    """What Python code prints on a terminal of 80 columns, where `answer` is typed once `upon` is there."""
+    master, slave = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave,
+        env={**os.environ, "TERM": "xterm", **env}, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(slave)
+    found = b""
+    with suppress(OSError):  # the terminal is gone with the process
+        while read := os.read(master, 65536):
+            found += read
+            if answer and upon in found:
+                os.write(master, answer)
+                answer = b""
+    os.close(master)
+    process.wait(PATIENCE)
+    return found.decode()

@@ -127,3 +127,53 @@ def test_the_lag_stays_until_another_instance_carries() -> None:
     assert asked == 1090
     report.standby("another")
     assert gauge(target, "lag_sequences") is None
+
+
+def test_the_lag_of_rows_that_are_being_sent_is_theirs() -> None:
+    target = unique("T")
+    lags = Lags(target)
+    sending = Intent(9, (piece(101, 200, 7),))
+    lags.measure([chain_state(301, 300)], {CHAIN: 101}, [], sending, 1050.0, sending={CHAIN: 1000.0})
+    assert gauge(target, "lag_seconds") == 50
+    lags.forget()
+
+
+def test_the_lag_is_exact_as_soon_as_a_time_is_known() -> None:
+    target = unique("T")
+    lags = Lags(target)
+    lags.measure([chain_state(101, 300)], {CHAIN: 101}, [], None, 1050.0)
+    assert gauge(target, "lag_seconds") == 0
+    late = ChainPlan(Phase.LATE, (), SequenceRange(101, 110), 1000.0)
+    lags.measure([chain_state(101, 300, late)], {CHAIN: 101}, [], None, 1060.0)
+    assert gauge(target, "lag_seconds") == 60
+    lags.forget()
+
+
+def test_the_position_is_shown_before_anything_is_carried_and_where_it_was_set_back() -> None:
+    target = unique("T")
+    lags = Lags(target)
+    late = ChainPlan(Phase.LATE, (), SequenceRange(1, 10), 1000.0)
+    lags.measure([chain_state(1, 300, late)], {}, [], None, 1050.0)
+    assert gauge(target, "position") == 1
+    for at in (101, 51):
+        lags.measure([chain_state(at, 300)], {CHAIN: at}, [], None, 1060.0)
+        assert gauge(target, "position") == at
+    lags.forget()
+    assert gauge(target, "position") is None
+
+
+def test_a_paused_chain_is_shown_as_paused() -> None:
+    state = chain_state(101, 300)
+    assert state.status({CHAIN: 101})["phase"] == "idle"
+    state.pause()
+    assert state.status({CHAIN: 101}).items() >= {"phase": "paused", "paused": True, "position": 101}.items()
+
+
+def test_a_target_that_ends_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    target, clock = unique("T"), SystemClock()
+    health = Health(clock)
+    report = TargetReport(target, health, clock)
+    with caplog.at_level("ERROR", logger="ingress.report"):
+        report.ended(ConfigError(f"target {target}: wrong", code="E-TARGET"))
+    assert len(caplog.records) == 1
+    assert health.problems() == [f"target {target}: wrong"]
