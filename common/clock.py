@@ -76,7 +76,6 @@ DELAYS = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0)  # seconds
 
 
 def doubling(first: float, last: float) -> tuple[float, ...]:
-    """Seconds from `first` to `last`, each twice the one before."""
     delays = [first]
     while delays[-1] < last:
         delays.append(min(last, delays[-1] * 2))

@@ -133,7 +133,6 @@ class LeaseWatcher:
         self.woken.set()
 
     def look(self) -> bool:
-        """Begins a look; returns whether it must be at every lease."""
         at_all, self.is_missed = self.is_missed, False
         self.woken.clear()
         return at_all
@@ -388,7 +387,7 @@ class LeaseGroup:
         waiting = [slot for key, slot in self._slots.items() if key in keys and slot.lease is None]
         self._rng.shuffle(waiting)
         while waiting and not stop.is_set:
-            # No more at a time than there is room for: a key without room is not asked for again in this look,
+            # No more at a time than there is room for: a key that finds no room is not asked for again now,
             # and the one lease that was asked for may be another's.
             pace = AT_ONCE if self._count == 1 or self._room() <= 0 else min(BESIDE_OTHERS, self._room())
             batch, waiting = waiting[:pace], waiting[pace:]

@@ -51,7 +51,6 @@ class LineHandler(QueueHandler):
         dropped_lines.inc()
 
     def flush(self) -> None:
-        """Waits until the lines so far are written, FLUSH_TIMEOUT at most."""
         with self._lines.all_tasks_done:
             self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, FLUSH_TIMEOUT)
 

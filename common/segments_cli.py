@@ -243,7 +243,6 @@ def describe_chain(store: SegmentStore, chains: ChainStore, chain: Chain) -> dic
 
 
 def lines(found: Mapping[str, Any]) -> list[tuple[str, object]]:
-    """`found` as rows of field and value, nested fields with their path."""
     rows: list[tuple[str, object]] = []
     for name, value in found.items():
         if isinstance(value, Mapping):

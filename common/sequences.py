@@ -45,6 +45,7 @@ class SequenceRange:
         return self.first <= other.first and other.last <= self.last
 
     def intersection(self, other: SequenceRange) -> SequenceRange | None:
+        """None if no sequence is in both."""
         first, last = max(self.first, other.first), min(self.last, other.last)
         return SequenceRange(first, last) if first <= last else None
 

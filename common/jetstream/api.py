@@ -118,6 +118,7 @@ async def next_message(client: FloeClient, stream: str, sequence: int, filter_su
 
 
 async def message_of(client: FloeClient, stream: str, request: dict[str, Any]) -> Message | None:
+    """None if there is no such message."""
     answer = await find(client, f"STREAM.MSG.GET.{token(stream)}", MESSAGE_NOT_FOUND, request=request)
     return None if answer is None else stored_message(answer)
 

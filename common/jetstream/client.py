@@ -152,6 +152,7 @@ class FloeClient(Client):
         return self._server_info.get("headers") is True
 
     async def wait_up(self, timeout: float) -> bool:
+        """Waits at most `timeout` seconds; returns `is_up`."""
         return self.is_up or (await wait_for(self._up, timeout) and self.is_up)
 
     def add_listener(self, listener: Callable[[bool], None]) -> Callable[[], None]:

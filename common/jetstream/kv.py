@@ -120,7 +120,6 @@ class KeyValue:
         return await self._write(key, value, revision)
 
     async def put(self, key: str, value: bytes) -> int:
-        """Sets `key` whatever it holds; returns the revision."""
         if (revision := await self._write(key, value, None)) is None:
             raise OutcomeUnknown(f"key {key}: a write without a condition was refused as conditional")
         return revision

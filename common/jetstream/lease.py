@@ -82,6 +82,7 @@ class Leases:
         return await self._kv.listen(pattern, heard, tell)
 
     async def holder(self, key: str) -> str | None:
+        """The owner; None where the lease is free."""
         entry = await self._kv.get(key)
         return None if entry is None else entry.value.decode("utf-8", "backslashreplace")
 

@@ -90,7 +90,6 @@ class Centre:
 
 
 def plan(name: str, paths: Sequence[Path]) -> tuple[list[Site], list[Centre]]:
-    """The sites and centres that do what `paths` say; the first site is called `name`."""
     by_source: dict[object, list[Path]] = defaultdict(list)
     for path in paths:
         by_source[path.source.identity].append(path)

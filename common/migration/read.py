@@ -91,7 +91,6 @@ class Given:
         return str(self.values.get(key, ""))
 
     def place(self, key: str) -> str:
-        """The key's path in the file, such as `streams.0.stream`."""
         return f"{self.path}.{key}" if self.path else key
 
     def at(self, key: str) -> Mark:
@@ -230,11 +229,9 @@ class Connection:
 
     @property
     def host(self) -> str:
-        """The first server without scheme and port, for comments."""
         return self.servers[0].partition("://")[2].rpartition(":")[0] if self.servers else ""
 
     def entry(self, side: Side, given: Given) -> YamlEntry:
-        """The section `nats`, from a URL of `given`; a secret is a variable."""
         mark = given.at(f"{side}_url")
         url: object = self.servers[0] if len(self.servers) == 1 else list(self.servers)
         found = Entries(YamlEntry(key, value, mark) for key, value in (("url", url), *self.login))

@@ -191,7 +191,6 @@ class Imported:
 
     @property
     def notes(self) -> list[Note]:
-        """What is lost or works differently, once each, in the order of the file."""
         found = dict.fromkeys(note for file in self.files for note in file.notes)
         return sorted(found, key=lambda note: note.mark)
 

@@ -150,6 +150,7 @@ class Sighting:
 
     @property
     def lasts(self) -> float:
+        """Seconds, by the clock of the process alone."""
         return max(0.0, self.time - self.sign.since)
 
 

@@ -178,6 +178,7 @@ class Columns:
 
     @property
     def last(self) -> Message:
+        """There must be at least one message."""
         return Message(
             self.sequences[-1], self.timestamps_ns[-1], self.subjects[-1], self.headers[-1], self.payloads[-1]
         )

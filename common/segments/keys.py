@@ -186,7 +186,6 @@ class Layout:
     # Documents about a chain
 
     def documents_prefix(self, site: str | None = None, feed: str | None = None) -> str:
-        """Of all sites, of a site, or of one feed of it."""
         of_site = "" if site is None else f"{encode(site)}/"
         of_feed = "" if site is None or feed is None else f"feed={encode(feed)}/"
         return self._under(f"_floe/site={of_site}{of_feed}")
@@ -261,7 +260,7 @@ class Layout:
         return f"{self.alive_prefix(site)}{encode(process)}"
 
     def parse_alive(self, key: str) -> tuple[str, str] | None:
-        """The site and the process; None for any other key."""
+        """Site and process."""
         match = _ALIVE.fullmatch(self._relative(key))
         site, process = (decode(match["site"]), decode(match["process"])) if match else (None, None)
         if site is None or process is None or not SITE_PATTERN.fullmatch(site):
@@ -277,7 +276,6 @@ class Layout:
         return self._under(f"{path}{_chain_path(chain)}/" if chain else path)
 
     def clock(self) -> str:
-        """The object by whose modified time compaction reads the store's clock."""
         return self._under("_floe/tombstones/clock")
 
     def quarantined(self, key: str, digest: str) -> str:

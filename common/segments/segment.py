@@ -69,7 +69,6 @@ class Ledger:
         return sum(self.counts.values())
 
     def unread(self) -> int:
-        """Sequences that may have held messages which the writer never received."""
         return sum(self.counts.get(reason, 0) for reason in UNREAD)
 
     def plus(self, other: Ledger) -> Ledger:

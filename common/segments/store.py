@@ -283,6 +283,7 @@ class SegmentStore:
         return info if sha256 is not None and sha256.startswith(digest) else None
 
     def _stored_sha256(self, ref: SegmentRef | SnapshotRef) -> str | None:
+        """64 hex digits; None if there is no such object."""
         with self._downloaded(ref) as path:
             return hash_file(path)[1] if path else None
 
@@ -456,6 +457,7 @@ def _is_sound(store: SegmentStore, segment: SegmentRef) -> bool:
 
 
 def _copy(store: SegmentStore, key: str, metadata: Mapping[str, str]) -> tuple[str, str]:
+    """Returns the copy's key, and the SHA-256 of both. Raises OutcomeUnknown where the copy does not read back."""
     spool = store.new_spool()
     try:
         sha256 = _fetched(store, key, spool)

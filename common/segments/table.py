@@ -129,7 +129,6 @@ class SegmentTable(Sequence[SegmentRef]):
         return max((max(folder.modified) for folder in self._folders.values()), default=0.0)
 
     def place(self, ref: SegmentRef) -> int | None:
-        """The place of the segment with the key of `ref`; None if it is not here."""
         prefix, offset = ref.key[: -len(ref.name)], 0
         for folder in self._folders.values():
             if folder.prefix == prefix:

@@ -72,7 +72,7 @@ class StretchReader(AbstractContextManager["StretchReader"]):
 
     @cached_property
     def others(self) -> Sequence[SegmentRef]:
-        """The other segments that cover some of `unread`. Raises what the store raises."""
+        """Raises what the store raises."""
         if (unread := self.unread) is None:
             return []
         listed = self._store.covering(self._stretch.segment.chain, unread) if self._refs is None else self._refs
@@ -81,7 +81,6 @@ class StretchReader(AbstractContextManager["StretchReader"]):
     def batches(
         self, rows: SequenceRange | None = None, columns: Sequence[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """The rows in sequence order, as `SegmentReader.batches` gives them; without `rows` those of the stretch."""
         for part in self.parts(rows, columns):
             yield part.batch
 

@@ -242,7 +242,6 @@ class SegmentWriter:
             raise ValueError(f"rows {self._first}..{self._last}: expected them in {footer.coverage}")
 
     def abort(self) -> None:
-        """Closes and removes the file; no error if it is gone."""
         self._pending = []
         if self._file is not None:
             with suppress(OSError, pa.ArrowException):
@@ -251,6 +250,7 @@ class SegmentWriter:
 
 
 def hash_file(path: Path) -> tuple[int, str]:
+    """Size in bytes, and SHA-256 in hex."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
         return file.tell(), digest.hexdigest()

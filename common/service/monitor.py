@@ -130,6 +130,7 @@ class Health:
         self._beat = self._clock.monotonic()
 
     def beat_age(self) -> float:
+        """Seconds since the last beat, or since the start."""
         return self._clock.monotonic() - self._beat
 
     def set_ready(self, part: str, ready: bool, why: str = "") -> None:

@@ -149,7 +149,6 @@ class FeedSettings(StartSettings):
 
     @property
     def is_partitioned(self) -> bool:
-        """Whether `partitions` is set, even if that makes one slice."""
         return self.partitions != PartitionSettings()
 
     @property

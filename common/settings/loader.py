@@ -318,7 +318,6 @@ def _is_own(host: str) -> bool:
 
 
 def _exposed(values: _Values, name: str, settings: Settings) -> list[str]:
-    """Files with secrets that others may read: this one, and those that it names."""
     nats = (settings.egress.nats, settings.ingress.nats)
     files = [file for each in nats for file in (each.credentials_file, each.nkey_seed_file, each.tls.key)]
     warnings = [

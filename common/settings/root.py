@@ -156,7 +156,6 @@ class CompactionSettings(Section):
     retention: RetentionSettings = option({}, "when segments are deleted for good")
 
     def cautions(self) -> Iterator[tuple[str, str]]:
-        """Keys that are allowed as they are, and what can happen."""
         if self.delete and self.delete_grace < LONG_READER and not self.allow_short_times:
             why = (
                 f"{t.format_duration(self.delete_grace)} is shorter than a long replay or query may take: "
@@ -261,6 +260,7 @@ def fields_of(section: type[Section]) -> dict[str, FieldInfo]:
 
 
 def section_at(path: Sequence[str | int]) -> type[Section] | None:
+    """None if there is no such section."""
     section: type[Section] | None = Settings
     for part in path:
         if isinstance(part, str) and section is not None:

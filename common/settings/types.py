@@ -443,14 +443,12 @@ def merged(defaults: Any, entry: Any) -> Any:
 
 
 def merged_entries(section: Any, key: str, defaults: Any) -> Any:
-    """`section` with `defaults` below each entry of its list `key`, if it has one."""
     if not isinstance(section, Mapping) or not isinstance(section.get(key), list | tuple):
         return section
     return {**section, key: [merged(defaults, entry) for entry in section[key]]}
 
 
 def repeated(values: Iterable[Hashable]) -> Iterator[tuple[int, int]]:
-    """The positions of each repeated value: first that of the earlier one."""
     first: dict[Hashable, int] = {}
     for index, value in enumerate(values):
         if first.setdefault(value, index) != index:

@@ -121,7 +121,6 @@ class ConfigFileError(ConfigError):
 
 
 def meant(found: str, known: Collection[str]) -> str:
-    """The suggestion for the key `found`, which is none of `known`."""
     close = difflib.get_close_matches(found, known, n=1)
     return f"did you mean {close[0]}?" if close else f"expected one of {' '.join(known)}"
 
@@ -259,7 +258,6 @@ class Place:
 
 
 def locate(root: Keys, location: Sequence[str | int]) -> Place:
-    """The place of the value at `location`, which is written as pydantic writes it."""
     wanted = [part for part in location if not str(part).startswith(("(", "["))]
     nearest = Place(root.mark, root.mark, (), root)
     places = [nearest]
