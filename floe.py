@@ -42,7 +42,7 @@ ADDED = {"segments": {"verify": "compaction.cli:verify"}}
 
 
 class LazyGroup(click.Group):
-    """A group that imports a command's module when the command is called."""
+    """A group that imports the module of a command only when that command is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(COMMANDS)
@@ -96,7 +96,6 @@ def cli(debug: bool) -> None:
 
 
 def main() -> None:
-    """The entry point of the command."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:  # closed: the next file would take its number
             os.open(os.devnull, os.O_RDWR)
@@ -119,12 +118,12 @@ def main() -> None:
 
 
 def _uses_spark(words: Sequence[str]) -> bool:
-    """Whether a command line may start Spark; every other command would import its pandas for nothing."""
+    """Whether a command line may start Spark; every other command would import pandas needlessly."""
     return words[:1] == ["demo"] or (words[:1] == ["compact"] and "local" not in words)
 
 
 def _refuse_foreign_common() -> None:
-    """Exit 78 where `common` is another distribution's: the name is a common one."""
+    """Exits with 78 if `common` is from another distribution: many use that name."""
     home = Path(__file__).resolve().parent
     spec = importlib.util.find_spec("common")
     found = [Path(place).resolve() for place in (spec and spec.submodule_search_locations) or ()]
@@ -139,7 +138,7 @@ def _refuse_foreign_common() -> None:
 
 
 def _leave(code: int) -> None:
-    """Exit, also where a call to a server that never answers still holds a thread."""
+    """Exits even if a thread still waits for a server that never answers."""
     if (threads := sys.modules.get("common.service.process")) is not None and threads.busy_threads():
         from common import logs
 

@@ -1,13 +1,12 @@
 """What is read of and written to an archive.
 
-`listing.1m`: which segments come next, decided in an archive of 1,000,000 of them.
-`listing.egress_1m`: the memory in which egress finds where it goes on in one, and walks it for holes, with at
-most 20 LISTs at the start of a session and one before each put.
-`compaction.merge`: inputs to a verified output, beside pyarrow reading and writing the same rows.
-`replay.bytes_read`: bytes read to replay 1 % of the time of 10,000 segments, over all their bytes.
+`listing.1m`: which segments come next, decided in an archive of 1,000,000 of them. `listing.egress_1m`: the memory that
+egress needs to find its position in such an archive, and to walk it for holes, with at most 20 LISTs at the start of a
+session and one before each put. `compaction.merge`: inputs to a verified output, beside pyarrow reading and writing the
+same rows. `replay.bytes_read`: bytes read to replay 1 % of the time of 10,000 segments, over all their bytes.
 
-The port of the listings is synthetic: its keys are made when they are asked for, so that what is measured is
-Floe's own work over the pages of a listing, not a server's.
+The port of the listings is synthetic: its keys are made when they are asked for, so that the figure is Floe's own work
+over the pages of a listing, not a server's.
 """
 
 import asyncio
@@ -58,7 +57,7 @@ SEED = 7
 
 
 class LevelKeys(Sequence[str]):
-    """The keys of one level, ascending: `count` segments of ROWS sequences each behind sequence `after`."""
+    """The keys of one level, ascending: `count` segments of ROWS sequences each after sequence `after`."""
 
     def __init__(self, level: int, after: int, count: int) -> None:
         self._level, self._after, self._count = level, after, count
@@ -140,7 +139,7 @@ async def session(objects: Synthetic) -> Archive:
 
 
 def walked() -> Figure:
-    """MB by which the process grows at most while a session begins and the whole chain is walked."""
+    """The most MB by which the process grows while a session begins and the whole chain is walked."""
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     archive, covered = asyncio.run(session(Synthetic())), Covered()
@@ -160,7 +159,6 @@ INPUTS, INPUT_ROWS = 8, 50_000
 
 
 def inputs(store: SegmentStore) -> list[SegmentRef]:
-    """Adjacent segments of level 0 with messages of 1 KB, as egress writes them."""
     bodies = payloads()
     return [_segment(store, SequenceRange(n * INPUT_ROWS + 1, (n + 1) * INPUT_ROWS), bodies) for n in range(INPUTS)]
 
@@ -179,7 +177,7 @@ def _segment(store: SegmentStore, coverage: SequenceRange, bodies: list[bytes]) 
 
 
 def plain_copy(paths: list[Path], target: Path) -> float:
-    """Seconds in which pyarrow reads the rows, row group by row group, and writes them, same codec."""
+    """Seconds in which pyarrow reads the rows, row group by row group, and writes them with the same codec."""
     started = time.perf_counter()
     with pq.ParquetFile(paths[0]) as first:
         schema = first.schema_arrow
@@ -221,7 +219,7 @@ PARTS = 100  # of the archive, one of which is replayed
 
 
 def fill_folder(folder: Path) -> int:
-    """Segments as egress writes them, straight into the folder; their bytes."""
+    """Writes segments as egress does, straight into the folder; returns their bytes."""
     layout, noise, total = Layout("data"), random.Random(1).randbytes(PAYLOAD + SMALL_ROWS * SMALL), 0
     for number in range(SMALL):
         coverage = SequenceRange(number * SMALL_ROWS + 1, (number + 1) * SMALL_ROWS)
@@ -247,7 +245,7 @@ def fill_folder(folder: Path) -> int:
 
 
 async def replayed(folder: Path, url: str) -> int:
-    """Replay one part of the time out of the middle; the bytes that were read."""
+    """Replays a part out of the middle of the time; returns the bytes that were read."""
     objects = CountingObjects(folder)
     store, documents = SegmentStore(objects, Layout("data")), ChainStore(objects, Layout("data"))
     documents.create_stream(CHAIN, StreamDocument({"name": "BENCH"}, "t0"))

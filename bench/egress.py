@@ -12,7 +12,7 @@ SAMPLED = {"inspect_field": "sender", "inspect_duration": "1h", "size_trigger": 
 
 
 def freeze(at: BenchPlace) -> tuple[float, float]:
-    """Messages a second from the first stored segment to the last, and the peak resident size in MB.
+    """Messages per second from the first stored segment to the last, and the peak resident size in MB.
 
     From the first segment on, so that the start of the process is left out: a service runs for months.
     """
@@ -45,10 +45,9 @@ def memory() -> Figure:
 
 
 def freeze_sampled(at: BenchPlace, count: int) -> float:
-    """Messages a second from one segment to another, first and last left out.
+    """Messages per second from one segment to another, first and last left out.
 
-    Segments close by age, so all of them are put off by the same second; the last one waits for messages that
-    do not come.
+    Segments close by age, so all of them are late by the same second; the last one waits for messages that do not come.
     """
     config = at.config(at.s3.new_bucket(), SAMPLED)
     store = store_of(config)

@@ -26,7 +26,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A figure and what is asked of it: the least ratio, or the greatest value where there is no floor."""
+    """A figure and its requirement: the least ratio, or the greatest value where there is no floor."""
 
     name: str
     unit: str
@@ -37,7 +37,7 @@ class Bench:
 def paired(
     name: str, unit: str, floor: Callable[[], float], value: Callable[[], float], repeats: int = REPEATS
 ) -> Figure:
-    """Floor and value in turn, so that a drifting machine hurts both; medians, also of the ratios."""
+    """Floor and value in turn, so that a machine that changes speed affects both; medians, also of the ratios."""
     pairs = [(floor(), value()) for _ in range(repeats)]
     floors, values = zip(*pairs, strict=True)
     ratios = [v / f for f, v in pairs]
@@ -51,7 +51,6 @@ def paired(
 
 
 def report(results: Iterable[tuple[Bench, Figure]]) -> None:
-    """Print the table."""
     table = Table("name", "value", "unit", "floor", "ratio", "ask")
     for bench, result in results:
         floor = "–" if result.floor is None else f"{result.floor:,.0f}"
@@ -61,12 +60,11 @@ def report(results: Iterable[tuple[Bench, Figure]]) -> None:
 
 
 def _shown(value: float) -> str:
-    """Small figures with their decimals."""
     return f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
 
 
 def save(results: Iterable[Figure]) -> None:
-    """Keep earlier figures of other names (`ONLY=` runs one), replace those of the same."""
+    """Keeps earlier figures of other names (`ONLY=` runs one), replaces those of the same name."""
     kept = {r["name"]: r for r in (json.loads(RESULTS.read_text()) if RESULTS.exists() else [])}
     kept.update({result.name: asdict(result) for result in results})
     RESULTS.write_text(json.dumps(sorted(kept.values(), key=lambda r: r["name"]), indent=1) + "\n")

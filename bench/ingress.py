@@ -58,7 +58,6 @@ def frozen(at: BenchPlace) -> Path:
 
 
 def written(at: BenchPlace, chains: int) -> Path:
-    """The configuration of a bucket with all messages in this many chains of equal length."""
     config = at.config(at.s3.new_bucket())
     sites = [f"bench-{number}" for number in range(chains)]
     _change(config, ["sources"], [{"site": sites, "feed": STREAM}])
@@ -82,9 +81,9 @@ def _write(config: Path, chain: Chain, count: int) -> None:
 
 
 def melt(at: BenchPlace, config: Path, publisher: str) -> tuple[float, float]:
-    """Messages a second from the first stored in the target to the last, and the peak resident size in MB.
+    """Messages per second from the first stored in the target to the last, and the peak resident size in MB.
 
-    Each run has a target of its own and state of its own, so every run carries everything.
+    Each run has its own target and state, so every run carries everything.
     """
     fresh = unique("T")
     own = config.with_name(f"{fresh}.yaml")
@@ -104,7 +103,6 @@ def melt(at: BenchPlace, config: Path, publisher: str) -> tuple[float, float]:
 
 
 def _change(config: Path, path: Sequence[Any], value: Any) -> None:
-    """Set one key of the target in a configuration file."""
     document = yaml.safe_load(config.read_text())
     place = document["ingress"]["targets"][0]
     for step in path[:-1]:
@@ -160,7 +158,6 @@ def fast() -> Figure:
 
 
 def ten_chains() -> Figure:
-    """Ten chains into one target, and as many messages in one chain."""
     with place() as at:
         one, ten = written(at, 1), written(at, CHAINS)
         return paired(
@@ -192,7 +189,6 @@ class Clocked:
         self.stored: dict[bytes, float] = {}
 
     async def follow(self) -> None:
-        """A consumer of the target hands over what is stored, as it is stored."""
         inbox = self._client.new_inbox()
         await self._client.subscribe_raw(inbox, self._sink)
         config = {"deliver_subject": inbox, "ack_policy": "none", "deliver_policy": "all"}
@@ -234,7 +230,7 @@ async def _prepare(url: str) -> None:
 
 
 def _configs(at: BenchPlace, bucket: str, endpoint_url: str, ingress: Mapping[str, Any]) -> tuple[Path, Path]:
-    """One for each service: egress writes through `endpoint_url`."""
+    """One for each service; egress writes through `endpoint_url`."""
     central = at.config(bucket, {"segment": {"max_age": "1s"}})
     document = yaml.safe_load(central.read_text())
     document["ingress"] = {**{k: v for k, v in document["ingress"].items() if k != "poll_interval"}, **ingress}

@@ -28,7 +28,7 @@ from tests.support.basics import SharedS3
 STREAM = "BENCH"
 CHAIN = Chain("bench", STREAM)
 TARGET = "TARGET"
-SEGMENT = 50_000  # messages; the number of a run is a multiple, so that the last segment closes by itself
+SEGMENT = 50_000  # messages; a run has a multiple of it, so that the last segment closes by itself
 
 run = uvloop.run
 
@@ -42,7 +42,7 @@ class BenchPlace:
     s3: SharedS3
 
     def config(self, bucket: str, feed: Mapping[str, Any] | None = None, **more: Any) -> Path:
-        """A configuration for both services; the lease and state buckets are new with each bucket.
+        """A configuration for both services; each bucket has new lease and state buckets.
 
         `feed`: further keys of the feed.
         """
@@ -76,13 +76,11 @@ class BenchPlace:
         return path
 
     def service(self, name: str, *command: str) -> Service:
-        """A Floe process, started."""
         return Service(self.folder, name, *command).start()
 
 
 @contextmanager
 def place() -> Iterator[BenchPlace]:
-    """Servers for one benchmark, stopped at the end."""
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="floe-bench-") as folder, NatsServer() as nats, SeaweedFS() as s3:
@@ -90,7 +88,7 @@ def place() -> Iterator[BenchPlace]:
 
 
 def archive_end(store: SegmentStore) -> int:
-    """The last sequence that the archive covers without a hole from 1; 0 where it begins with one."""
+    """The last sequence that the archive covers without a hole from 1; 0 where it does not cover 1."""
     end = 0
     for ref in sorted(store.list(CHAIN, level=0), key=lambda ref: ref.coverage.first):
         if ref.coverage.first <= end + 1:
@@ -103,7 +101,7 @@ def store_of(config: Path) -> SegmentStore:
 
 
 def until(check: Callable[[], bool], service: Service, seconds: float = 120, every: float = 0.02) -> float:
-    """Poll until `check` holds; the moment at which it did."""
+    """Polls until `check` is true; returns the moment. Times in seconds."""
     deadline = time.perf_counter() + seconds
     while not check():
         assert service.runs(), service.tail()
@@ -125,23 +123,22 @@ PULL_BYTES = 16 * 2**20
 FILL_AHEAD = 3_000  # messages that may be on their way into a stream
 ATOMIC_BATCH = 1000
 FAST_FLOW = 500  # messages from one acknowledgement to the next; the server gives no more
-FAST_AHEAD = 2  # acknowledgements that may be owed
+FAST_AHEAD = 2  # acknowledgements that may be outstanding
 
 
 async def client_of(url: str) -> FloeClient:
-    """A connection as the services make it."""
     return await connect(NatsSettings(url=url), name="bench")
 
 
 def payloads(count: int = 500) -> list[bytes]:
-    """Documents of 1 KB that compress about as well as JSON does: half text that repeats, half noise."""
+    """Documents of 1 KB that compress about as well as JSON does: half repeating text, half noise."""
     rng = random.Random(1)
     text = json.dumps({"facts": {f"key{n}": n for n in range(40)}}).encode()[: MESSAGE_BYTES // 2]
     return [text + rng.randbytes(MESSAGE_BYTES // 2).hex().encode()[: MESSAGE_BYTES // 2] for _ in range(count)]
 
 
 def documents(size: int, senders: int) -> Callable[[int], bytes]:
-    """Registrations of `size` bytes in turn by `senders` nodes; the sender stands first, as Choria has it."""
+    """Registrations of `size` bytes, in turn by `senders` nodes; the sender comes first, as in Choria's."""
     rng = random.Random(1)
     bodies = [
         json.dumps({"facts": {f"key{n}": rng.randbytes(9).hex() for n in range(size // 31)}}).encode()[1:]
@@ -156,7 +153,6 @@ def documents(size: int, senders: int) -> Callable[[int], bytes]:
 
 
 async def fill(url: str, stream: str, count: int, payload: Callable[[int], bytes] | None = None) -> None:
-    """A file stream of `count` messages over 1,000 subjects; without `payload` of 1 KB."""
     client = await client_of(url)
     bodies = payloads()
     make = payload or (lambda number: bodies[number % len(bodies)])
@@ -171,15 +167,15 @@ async def fill(url: str, stream: str, count: int, payload: Callable[[int], bytes
 
 
 async def stored(client: FloeClient, stream: str, count: int) -> None:
-    """Return when the stream holds `count` messages. A server drops what comes faster than it stores."""
+    """Returns when the stream holds `count` messages. A server drops messages that come faster than it stores."""
     while count > 0 and ((info := await stream_info(client, stream)) is None or info.messages < count):
         await asyncio.sleep(0.005)
 
 
 async def raw_read(url: str, stream: str, count: int, size: int = MESSAGE_BYTES) -> float:
-    """Messages a second that one client reads with big pull requests into a sink that only counts.
+    """Messages per second that one client reads with big pull requests into a sink that only counts.
 
-    `size`: of a message; a server cuts off a client to which it owes more than 64 MiB.
+    `size`: of a message; a server disconnects a client for which more than 64 MiB are waiting.
     """
     batch = min(PULL_BATCH // 2, PULL_BYTES // size)
     client, done, seen = await client_of(url), asyncio.Event(), 0
@@ -212,9 +208,9 @@ async def raw_read(url: str, stream: str, count: int, size: int = MESSAGE_BYTES)
 
 
 async def raw_atomic(url: str, stream: str, subject: str, count: int, header: bytes = b"") -> float:
-    """Messages a second that one client stores in atomic batches of 1,000, one in flight.
+    """Messages per second that one client stores in atomic batches of 1,000, one in flight.
 
-    `header`: a line that each message carries beside those of the batch, so that sizes are those of Floe.
+    `header`: a line that each message carries besides those of the batch, so that sizes are those of Floe.
     """
     client, bodies = await client_of(url), payloads()
     await create_stream(client, {"name": stream, "subjects": [subject + ".>"], "storage": "file", "allow_atomic": True})
@@ -243,10 +239,10 @@ async def raw_atomic(url: str, stream: str, subject: str, count: int, header: by
 
 
 async def raw_fast(url: str, stream: str, subject: str, count: int, header: bytes = b"") -> float:
-    """Messages a second that one client stores in one fast-ingest batch, at the server's pace.
+    """Messages per second that one client stores in one fast-ingest batch, at the server's pace.
 
-    The expected sequence stands on every message. `header`: a line that each message carries beside it, so
-    that sizes are those of Floe.
+    The expected sequence is on every message. `header`: a line that each message carries besides it, so that sizes are
+    those of Floe.
     """
     client, bodies = await client_of(url), payloads()
     await create_stream(

@@ -42,7 +42,6 @@ def settings() -> Sampling:
 
 
 def batch(start: int, order: list[int]) -> Columns:
-    """The messages `start` and following of senders in a random order."""
     numbers = range(start, start + BATCH)
     subjects = [b"nodes.node%07d.site.example.net" % order[number % SENDERS] for number in numbers]
     times = [1_700_000_000_000_000_000 + number * 1000 for number in numbers]
@@ -55,7 +54,7 @@ def resident_mb() -> float:
 
 
 def longest_turn(sampler: Sampler, batches: list[Columns], is_over: threading.Event) -> float:
-    """Folds batches as the reader does, until `is_over`; the longest time from one to the next, in ms."""
+    """Folds batches as the reader does, until `is_over`; returns the longest time between two, in ms."""
     longest, number, before = 0.0, 0, time.perf_counter()
     while not is_over.is_set():
         sampler.fold(batches[number % len(batches)])
@@ -65,7 +64,7 @@ def longest_turn(sampler: Sampler, batches: list[Columns], is_over: threading.Ev
 
 
 def pause(sampler: Sampler, batches: list[Columns], folder: Path) -> float:
-    """The longest pause, in milliseconds: freezing, or a batch while another thread writes the snapshot."""
+    """The longest pause, in milliseconds: to freeze, or for a batch while another thread writes the snapshot."""
     objects = open_objects(StoreSettings.model_validate({"url": f"file://{folder}"}))
     store, is_over = SegmentStore(objects, Layout("data"), spool_dir=folder), threading.Event()
     began = time.perf_counter()

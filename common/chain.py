@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 SITE_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
-# What nats-server takes as a stream name, less what no key, header or log line should carry.
+# What nats-server accepts as a stream name, without what no key, header or log line should hold.
 FEED_PATTERN = re.compile(r"[^\s.*>/\\\x00-\x1f\x7f]{1,255}")
 
 MAX_INCARNATION = 9999
@@ -40,16 +40,14 @@ class Chain:
 
     @classmethod
     def parse(cls, text: str) -> Chain:
-        """The chain that `str` wrote; `site/feed` alone means 0000/0. Raises ValueError."""
+        """The reverse of `str`; `site/feed` alone means incarnation 0000, partition 0. Raises ValueError."""
         parts = text.split("/")
         if not 2 <= len(parts) <= 4 or not all(part.isascii() and part.isdigit() for part in parts[2:]):
             raise ValueError(f"chain {text!r}: expected SITE/FEED[/INCARNATION[/PARTITION]]")
         return cls(parts[0], parts[1], *(int(part) for part in parts[2:]))
 
     def next_incarnation(self) -> Chain:
-        """The same partition of the history that follows this one."""
         return replace(self, incarnation=self.incarnation + 1)
 
     def log_context(self) -> dict[str, object]:
-        """The fields that every log line about this chain carries."""
         return {"site": self.site, "feed": self.feed, "incarnation": self.incarnation, "partition": self.partition}

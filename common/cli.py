@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
-    """What `parse` makes of a text: a `kind`, or ValueError with what is wrong."""
+    """A parameter type: `parse` makes a `kind` of a text, or raises ValueError that says what is wrong."""
 
     def __init__(self, name: str, kind: type, parse: Callable[[str], Any]) -> None:
         self.name, self._kind, self._parse = name, kind, parse
@@ -101,7 +101,7 @@ def table(rows: Iterable[OutputRow], columns: Sequence[str]) -> None:
     for row in cells:
         shown.add_row(*map(Text, row))
     width = sum(max(map(cell_len, column)) + 2 for column in zip(columns, *cells, strict=True))
-    # Whatever FORCE_COLOR says: a program may read it. A height, because of a dumb terminal only both count.
+    # FORCE_COLOR does not count: a program may read it. A dumb terminal takes a width only with a height.
     is_styled = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     console = Console(width=width, height=len(cells) + 1, force_terminal=is_styled)
     with console.capture() as printed:
@@ -129,10 +129,10 @@ json_option = click.option("-j", "--json", "as_json", is_flag=True, help="Print 
 
 
 def run_command(fn: Callable[P, Any]) -> Callable[P, None]:
-    """Run the body of a click command, a coroutine function or a plain one, and end as its outcome asks.
+    """Runs the body of a click command, a coroutine function or a plain one, and exits according to its outcome.
 
-    Stands below the click decorators. The exit code is what `fn` returns (None: 0), or that of the error.
-    Where `fn` has a parameter `named`, it gets what the options say of a chain as one `Named`, None for none.
+    Stands below the click decorators. The exit code is what `fn` returns (None: 0), or that of the error. Where `fn`
+    has a parameter `named`, it gets the options that name a chain as one `Named`; None where none is given.
     """
     takes_named = "named" in inspect.signature(fn).parameters
 
@@ -156,9 +156,9 @@ def _named(options: dict[str, Any]) -> Named | None:
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` to its end on a new event loop: uvloop's where it is installed (the extra `fast`).
+    """Runs `main` to its end on a new event loop: uvloop's where it is installed (the extra `fast`).
 
-    Raises Unforeseen for an error in the background that nobody else takes.
+    Raises Unforeseen for an error in the background that has no owner.
     """
     from common.tasks import to_its_end
 
@@ -184,14 +184,13 @@ dry_run_option = click.option("--dry-run", is_flag=True, help="Show only.")
 
 
 def history_options(command: Command) -> Command:
-    """`[--incarnation] [--partition]`, None where they are not given: the newest, the only one."""
+    """`[--incarnation] [--partition]`. None where not given: the newest incarnation, the only partition."""
     partition = click.option("--partition", type=click.IntRange(0, 65535), help="The partition, if several.")
     incarnation = click.option("--incarnation", type=click.IntRange(0, 9999), help="Else the newest.")
     return incarnation(partition(command))
 
 
 def chain_options(command: Command, **given: Any) -> Command:
-    """`--site --feed [--incarnation] [--partition]`: one chain."""
     given = given or {"required": True}
     feed = click.option("--feed", help="The feed.", **given)
     site = click.option("--site", help="The site.", **given)
@@ -199,7 +198,6 @@ def chain_options(command: Command, **given: Any) -> Command:
 
 
 def any_chain_options(command: Command) -> Command:
-    """As `chain_options`, where a command can do without; site and feed are empty then."""
     return chain_options(command, default="")
 
 
@@ -207,7 +205,7 @@ def any_chain_options(command: Command) -> Command:
 class Named:
     """One chain as an operator names it. `incarnation`, `partition` None: the newest, the only one.
 
-    Raises UsageError for what no chain can be called.
+    Raises UsageError for values that no chain can have.
     """
 
     site: str
@@ -222,10 +220,11 @@ class Named:
             raise UsageError(str(error)) from None
 
     def chain(self, settings: Settings, held: Collection[Chain] = (), carried: Collection[Chain] = ()) -> Chain:
-        """The chain that is meant, of the archive or of `held`: what a target remembers of others.
+        """The chain that is meant, among those of the archive and `held`: chains that a target remembers.
 
-        Blocking, unless it is named in full and held. `carried`: where a target has a position. Raises
-        UsageError for what is not there, and where the target is not at the newest incarnation yet.
+        Blocking, unless all parts are named and `held` has the chain. `carried`: chains of which a target has a
+        position. Raises UsageError where there is no such chain, and where the target is not at the newest incarnation
+        yet.
         """
         from common.open import open_chains
         from common.segments.archive import among
@@ -257,7 +256,7 @@ class Named:
 
 
 def confirm(question: str, yes: bool) -> None:
-    """Ask, on stderr, unless `yes`. Raises UsageError where nobody can be asked, Abort for a no."""
+    """Asks on stderr, unless `yes`. Raises UsageError where there is no terminal to ask on, Abort for the answer no."""
     if yes:
         return
     if not sys.stdin.isatty():

@@ -31,7 +31,7 @@ def parse_time(text: str) -> int:
 
 
 def format_time(nanoseconds: int) -> str:
-    """RFC 3339 UTC with nanoseconds where there are any; the bare number for years that it does not have."""
+    """RFC 3339 UTC, with nanoseconds if there are any; the bare number for a year outside 1 to 9999."""
     seconds, rest = divmod(nanoseconds, NS_PER_S)
     try:
         text = datetime.fromtimestamp(seconds, UTC).isoformat().removesuffix("+00:00")
@@ -76,7 +76,6 @@ DELAYS = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0)  # seconds
 
 
 def doubling(first: float, last: float) -> tuple[float, ...]:
-    """Seconds from `first` to `last`, each twice the one before."""
     delays = [first]
     while delays[-1] < last:
         delays.append(min(last, delays[-1] * 2))
@@ -84,20 +83,18 @@ def doubling(first: float, last: float) -> tuple[float, ...]:
 
 
 class Backoff:
-    """`delays` (seconds) one after another, the last again and again.
+    """The `delays` (seconds) one after another; the last one is repeated.
 
-    `rng`: for 50 to 100 % of each, so that instances that failed together do not come back together.
+    `rng`: takes 50 to 100 % of each, so that instances that failed together do not come back together.
     """
 
     def __init__(self, rng: random.Random | None, delays: Sequence[float] = DELAYS) -> None:
         self._rng, self._delays, self._failures = rng, delays, 0
 
     def next(self) -> float:
-        """Seconds to wait now."""
         delay = self._delays[min(self._failures, len(self._delays) - 1)]
         self._failures += 1
         return delay if self._rng is None else delay * self._rng.uniform(0.5, 1.0)
 
     def reset(self) -> None:
-        """Something succeeded."""
         self._failures = 0

@@ -53,7 +53,6 @@ def check(file: str, strict: bool, as_json: bool) -> int:
 
 
 def _check(file: str) -> tuple[list[ConfigDocument], list[ConfigError], list[str]]:
-    """The documents of a file, what is wrong with them, and what every command that runs them refuses."""
     from common.settings.loader import note_loops, note_unbuilt, read_documents
     from common.settings.yaml import ConfigFileError, Problems
 
@@ -129,7 +128,7 @@ def import_stream_replicator(file: str, out_dir: str | None, as_json: bool) -> i
 
 
 def _write(files: tuple[File, ...], folder: Path) -> None:
-    """Write all of them, or none where one is there already."""
+    """Writes all files, or none where one of them exists already."""
     there = [str(folder / each.name) for each in files if (folder / each.name).exists()]
     if there:
         raise UsageError(f"{there[0]}: expected no such file, found one", hint="choose another --out-dir")

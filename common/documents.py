@@ -14,20 +14,20 @@ _VERSIONS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_VERSIONED)
 class JsonForm(Generic[T]):
     """Reads and writes values of `kind`, a msgspec struct tagged with `format_version` 1.
 
-    To be made at import: a type that two threads decode for the first time at once ends the process.
+    Create it at import: if two threads decode a type for the first time at once, the process ends.
     """
 
     def __init__(self, kind: type[T]) -> None:
         self._decoder, self._encoder = msgspec.json.Decoder(kind), msgspec.json.Encoder(order="sorted")
 
     def encode(self, value: T) -> bytes:
-        """With the keys in order: the same value gives the same bytes."""
+        """The keys are in order: the same value gives the same bytes."""
         return self._encoder.encode(msgspec.to_builtins(value, str_keys=True))
 
     def decode(self, raw: bytes) -> T:
-        """What `encode` wrote. Raises ValueError."""
+        """Raises ValueError for anything that `encode` does not write."""
         try:
-            # First alone: another version may have other fields.
+            # The version first, alone: another version may have other fields.
             if (found := _VERSIONS.decode(raw).format_version) != 1:
                 raise ValueError(f"format_version: expected 1, found {found}")
             return self._decoder.decode(raw)

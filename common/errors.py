@@ -7,7 +7,7 @@ FloeError
 ├── Unavailable          75  wait: retried with backoff, then given up
 │   └── LeaseLost        75  another instance holds the work
 ├── OutcomeUnknown       75  neither done nor not done: settled by reading, never by guessing
-├── AnotherWriter         4  somebody else writes where only this program may
+├── AnotherWriter         4  another writer writes where only this program may
 ├── Stopped               1  a verdict that needs an operator; names the choices
 ├── Unforeseen            1  a defect, or no memory: what it ended begins again (`common/clock.py`)
 └── DataError             3  the data is not what it must be
@@ -18,11 +18,11 @@ from __future__ import annotations
 
 
 class FloeError(Exception):
-    """Something Floe explains in one line.
+    """An error that Floe explains in one line.
 
-    `message` is lower case without a full stop and says both sides ("expected 1, found 2"); `hint` is what to
-    do next, or empty: a sentence, then commands to paste, each on a line of its own; `code` is the stable
-    name of the cause, such as `E-SEG-CORRUPT`.
+    `message` is lower case without a full stop and says both sides ("expected 1, found 2"); `hint` is what to do next,
+    or empty: a sentence, then commands to paste, each on its own line; `code` is the stable name of the cause, such as
+    `E-SEG-CORRUPT`.
     """
 
     exit_code = 1
@@ -37,7 +37,7 @@ class FloeError(Exception):
         return f"{self.message}; {self.hint}" if self.hint else self.message
 
     def line(self) -> str:
-        """What is printed to stderr: one line, then what stands on further lines of the hint.
+        """What is printed to stderr: one line, then the further lines of the hint.
 
         Control characters are escaped, so that data cannot forge lines.
         """
@@ -110,15 +110,15 @@ class Stopped(FloeError):
 
 
 class Unforeseen(FloeError):
-    """An error that nobody foresaw: a defect, or memory that ran out."""
+    """An error that was not foreseen: a defect, or memory that ran out."""
 
     default_code = "E-UNEXPECTED"
 
     @classmethod
     def of(cls, error: BaseException, where: str = "") -> Unforeseen:
-        """What `error` is told as; that of a group by the first one in it. `where`: what it ended."""
+        """Wraps `error`, or the first error of a group. `where`: the work that it ended."""
         while isinstance(error, BaseExceptionGroup):
-            # Of errors side by side the one that nobody foresaw says most.
+            # Of several errors, the unforeseen one says most.
             error = min(error.exceptions, key=lambda each: isinstance(each, FloeError))
         if isinstance(error, Unforeseen):
             return error

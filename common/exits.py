@@ -20,7 +20,7 @@ import click
 from common.errors import FloeError
 
 DIFFERENCES = 3  # done, and something is missing, damaged or to be decided
-LATER = 75  # the same again goes on
+LATER = 75  # the same command goes on later
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
@@ -36,7 +36,7 @@ class CommandEnding:
 
 @contextmanager
 def end_with() -> Iterator[CommandEnding]:
-    """Run a block, then exit: with the code it set, or as `report` says. Click's own exceptions pass."""
+    """Runs a block, then exits: with the code it set, or as `report` says. Click's own exceptions pass through."""
     ending = CommandEnding()
     try:
         yield ending
@@ -50,7 +50,6 @@ def end_with() -> Iterator[CommandEnding]:
 
 
 def report(error: BaseException) -> int:
-    """Print the lines that explain `error`; its exit code."""
     if isinstance(error, BrokenPipeError) and _nobody_reads():
         _discard_output()
         return BROKEN_PIPE
@@ -73,7 +72,6 @@ def is_debug() -> bool:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The errors within a group, in order; a single one itself."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from _causes(inner)
@@ -101,7 +99,7 @@ def _to_stderr(text: str) -> None:
 
 
 def _nobody_reads() -> bool:
-    """Whether the reader of stdout is gone; a broken pipe may also be a connection of ours."""
+    """Whether the reader of stdout is gone; a broken pipe may also be one of our connections."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), select.POLLOUT)
@@ -122,23 +120,22 @@ _source = _path = "site.yaml"  # until something is read from a file
 
 
 def remember(path: str) -> None:
-    """The configuration was read from `path`. The last call wins."""
     global _source, _path
     _source, _path = path, os.path.abspath(path)
 
 
 def source() -> str:
-    """The file of the configuration, as it was named."""
     return _source
 
 
 def ways(*found: str | tuple[str, ...]) -> str:
-    """A hint, each way on in lines of its own: words, and of a tuple the commands behind them, one a line
-    with nothing behind it, so that a whole line can be pasted.
+    """A hint that lists ways to go on, each on its own lines: words, or a tuple of words and commands.
+
+    Each command has a line for itself, so that the whole line can be pasted.
     """
     return "\n".join(way if isinstance(way, str) else "\n".join([f"{way[0]}:", *way[1:]]) for way in found)
 
 
 def command(words: str, *rest: str) -> str:
-    """`floe {words} -c FILE {rest}`, the file quoted for a shell and found from any folder."""
+    """`floe {words} -c FILE {rest}`; the file is quoted for a shell, with a path that works from any folder."""
     return " ".join(["floe", words, "-c", shlex.quote(_path), *filter(None, rest)])

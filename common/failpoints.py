@@ -21,7 +21,7 @@ _passes: Counter[str] = Counter()
 
 
 def enable(text: str) -> None:
-    """Act as `text` says, in the words of FLOE_FAILPOINTS, and as nothing said before."""
+    """Acts from now on as `text` says, in the format of FLOE_FAILPOINTS; forgets what was set before."""
     _points.clear()
     for part in filter(None, text.split(",")):
         name, _, action = part.partition("=")
@@ -33,7 +33,6 @@ enable(os.environ.get("FLOE_FAILPOINTS", ""))
 
 
 def failpoint(name: str) -> None:
-    """Act as `FLOE_FAILPOINTS` says for `name`; nothing where it says nothing."""
     if name not in _points:
         return
     action, nth = _points[name]

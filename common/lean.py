@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 class _Without:
-    """Answers for one package, before any other finder, that there is none."""
+    """Import finder that is asked first and says of one package that it is not installed."""
 
     def __init__(self, package: str) -> None:
         self._package = package
@@ -18,9 +18,9 @@ class _Without:
 
 
 def slim() -> None:
-    """Make a service process small. Call it before anything imports pyarrow.
+    """Makes a service process small. Call it before anything imports pyarrow.
 
-    Arrow's default pool keeps what it was given: at its peak ingress had 298 to 322 MB, with jemalloc 237 to
+    Arrow's default pool keeps the memory it was given: at its peak ingress used 298 to 322 MB, with jemalloc 237 to
     254.
     """
     without("pandas")
@@ -29,9 +29,9 @@ def slim() -> None:
 
 
 def without(package: str) -> None:
-    """Have nobody find `package`, unless it is loaded already: those who could use it do without.
+    """Hides `package` from imports, unless it is loaded already; libraries that use it optionally then do without it.
 
-    `pandas`: for every command but those that start Spark; pyarrow would import it for nothing, half a second and 40
-    to 50 MB. `rich`: for services, where structlog would import it; commands show tables with it.
+    `pandas`: for every command except those that start Spark; pyarrow would import it needlessly, which costs half a
+    second and 40 to 50 MB. `rich`: for services, where structlog would import it; commands show tables with it.
     """
     sys.meta_path.insert(0, _Without(package))

@@ -41,7 +41,7 @@ class Members:
         self._keeping: asyncio.Task[None] | None = None
 
     async def join(self) -> None:
-        """Be a member (again); nothing where it is one. Raises Unavailable, OutcomeUnknown."""
+        """Becomes a member (again); does nothing if it is one. Raises Unavailable, OutcomeUnknown."""
         if self._lease is not None and not self._lease.lost.is_set:
             return
         await self.aclose()
@@ -50,22 +50,21 @@ class Members:
             self._keeping = watched(self._lease.keep(), orphaned, name="member")
 
     async def listed(self) -> set[str]:
-        """The keys of all members, this one's among them. Raises Unavailable where nobody can say."""
+        """The keys of all members, including this one's. Raises Unavailable where they cannot be read."""
         try:
             return {*await self._leases.keys(self._prefix), self.key}
         except BucketGone:
-            await self.aclose()  # with the bucket went the own key, whatever its time
+            await self.aclose()  # the own key is gone with the bucket, although it had time left
             raise
 
     async def leave(self) -> None:
-        """Be no member any more; where that fails the key expires by itself."""
+        """Where it fails, the key expires by itself."""
         lease = self._lease
         await self.aclose()
         if lease is not None:
             await lease.release()
 
     async def aclose(self) -> None:
-        """Renew nothing any more, without a word to anybody."""
         if self._keeping is not None:
             keeping, self._keeping = self._keeping, None
             await end(keeping)
@@ -76,13 +75,13 @@ RETRY = 10.0  # seconds until a subscription that failed is tried again
 
 
 class LeaseWatcher:
-    """Hears of the leases `keys` under `pattern`, and of members whose keys begin with `prefix`.
+    """Watches the leases `keys` under `pattern`, and members whose keys begin with `prefix`.
 
-    `woken` is set when there is a reason to look; `released` holds the keys heard to be free.
+    `woken` is set when there is a reason to look; `released` holds the keys that became free.
 
-    `taken` collects the keys that somebody has written, for whoever empties it.
-    `is_missed`: the reason concerns every lease: members changed, or nothing was heard for a while.
-    `members`: the member keys known to whoever looks, so that their renewals wake nobody.
+    `taken` collects the keys that were written; its reader empties it. `is_missed`: the reason concerns every lease:
+    members changed, or nothing was heard for a while. `members`: the member keys that are known already, so that their
+    renewals wake no task.
     """
 
     def __init__(self, leases: Leases, client: FloeClient, pattern: str, prefix: str, keys: Collection[str]) -> None:
@@ -94,7 +93,7 @@ class LeaseWatcher:
         self.is_missed = False
 
     async def run(self, stop: Stop) -> None:
-        """Listen until `stop` is set; without the permission nothing is ever heard."""
+        """Listens until `stop` is set; without the permission it never hears anything."""
         patterns: dict[str, Callable[[str, bytes | None], None]] = {
             self._pattern: self._on_lease,
             self._prefix + "*": self._on_member,
@@ -116,7 +115,7 @@ class LeaseWatcher:
     async def _subscribe(
         self, pattern: str, heard: Callable[[str, bytes | None], None], tell: Tell, stop: Stop
     ) -> RawSubscription | None:
-        """The subscription once it stands; None where it is refused or `stop` came first."""
+        """The subscription once the server has it; None where it is refused or `stop` came first."""
         while not stop.is_set:
             try:
                 return await self._leases.listen(pattern, heard, tell)
@@ -129,12 +128,11 @@ class LeaseWatcher:
         return None
 
     def wake(self, *, at_all: bool = False) -> None:
-        """Have whoever waits look now: at what is released, or `at_all`."""
+        """Wakes the waiting task: to look at the released leases, or with `at_all` at every lease."""
         self.is_missed |= at_all
         self.woken.set()
 
     def look(self) -> bool:
-        """Begin a look; whether it has to be at every lease."""
         at_all, self.is_missed = self.is_missed, False
         self.woken.clear()
         return at_all
@@ -155,36 +153,35 @@ class LeaseWatcher:
             self.wake(at_all=True)
 
     def _on_connection(self, is_up: bool) -> None:
-        """What was said meanwhile was missed."""
         if is_up:
             self.wake(at_all=True)
 
 
 def fair_share(chains: int, members: int) -> int:
-    """The most leases that one of `members` holds of `chains`: as many as are needed for all to be held.
+    """The most leases of `chains` that one member holds: enough that all are held.
 
-    Fewer than one member counts as one: whoever asks is one.
+    Fewer than one member counts as one, the caller.
     """
     return -(-chains // max(1, members))
 
 
 def surplus(held: Collection[str], share: int) -> list[str]:
-    """The keys of `held` above `share`: the same ones whenever the same keys are held."""
+    """The keys of `held` above `share`; the same keys whenever the same are held."""
     return sorted(held)[share:]
 
 
 def group_name(keys: Iterable[str]) -> str:
-    """A name for a set of leases, in whatever order: members with the same set share it among themselves.
+    """A name for a set of leases, in any order: members with the same set share it among themselves.
 
-    A member with another configuration is in another group. Counted together, a chain that only one of them
-    knows could be above its share, and nobody's.
+    A member with another configuration is in another group. If they were counted together, a chain that only one of
+    them has could be above its share, and would have no owner.
     """
     text = "\n".join(sorted(set(keys)))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 class Told(Protocol):
-    """Whom a slot tells why it has no lease."""
+    """Gets the reason why a slot has no lease."""
 
     def standby(self, holder: str | None) -> None: ...
 
@@ -192,11 +189,11 @@ class Told(Protocol):
 
 
 class LeaseSlot:
-    """The place of the lease `key`. `told` hears who holds it instead.
+    """The place of the lease `key`. `told` hears who else holds it.
 
-    `lease`: what this member holds, from the moment it is acquired until `vacate`. `rests_until`: given back, and
-    not taken again before (monotonic seconds). `offered`: it was acquired, and nobody has come for it. `holder`: who
-    had it instead when it was asked for; None for nobody.
+    `lease`: what this member holds, from the moment it is acquired until `vacate`. `rests_until`: it was given back,
+    and is not taken again before (monotonic seconds). `offered`: it was acquired, and `occupy` has not returned it yet.
+    `holder`: who else had it when it was asked for; None: no other owner.
     """
 
     def __init__(self, key: str, told: Told, vacated: Callable[[LeaseSlot, bool], None]) -> None:
@@ -214,18 +211,15 @@ class LeaseSlot:
         return self.lease
 
     def vacate(self, *, lost: bool) -> None:
-        """The lease that `occupy` gave is released, or was lost."""
         self._vacated(self, lost)
 
-    # The sharing's side
+    # Called by the group
 
     def offer(self, lease: Lease) -> None:
-        """This member has acquired the lease."""
         self.lease, self.holder = lease, None
         self.offered.set()
 
     def clear(self) -> Lease | None:
-        """Hold nothing any more; the lease that was held."""
         self.offered.clear()
         lease, self.lease = self.lease, None
         return lease
@@ -236,11 +230,11 @@ HAND_OVERS = ("drained", "surplus", "lost")  # why a lease was given up
 
 @dataclass(frozen=True, slots=True)
 class LeaseScope:
-    """A kind of work that is shared out by leases.
+    """A kind of work that is divided by leases.
 
-    `leases`: the pattern that their keys have in the bucket, such as `egress.us-east.*.*`. `members`: what
-    the keys of members begin with; the name of their group and the owner follow, so that it must not match
-    `leases`. `part`: the name of it all in /status.
+    `leases`: the pattern of their keys in the bucket, such as `egress.us-east.*.*`. `members`: how the keys of members
+    begin; the name of their group and the owner follow, so it must not match `leases`. `part`: the name of all this in
+    /status.
     """
 
     leases: str
@@ -250,8 +244,8 @@ class LeaseScope:
 
 @dataclass(frozen=True, slots=True)
 class LeaseMetrics:
-    """The metrics of one group. `hand_overs`: the counter for a reason, one of HAND_OVERS. `take_overs`: of leases
-    that another member was seen to hold.
+    """The metrics of one group. `hand_overs`: the counter for a reason, one of HAND_OVERS. `take_overs`: counts leases
+    that another member was seen to hold before.
     """
 
     members: Gauge
@@ -261,18 +255,18 @@ class LeaseMetrics:
     take_overs: Counter
 
 
-JITTER = 0.02  # seconds, so that members who hear of one release do not all ask at once
+JITTER = 0.02  # seconds, so that members that hear of one release do not all ask at once
 AT_ONCE = 16  # leases that are asked for side by side
 BESIDE_OTHERS = 4  # the same where other members ask too
 FOR_SIBLINGS = 3.0  # seconds to wait for the other processes of this host before the first lease is taken
-NO_ANSWER = (Unavailable, OutcomeUnknown, ApiError)  # what a cluster says while it finds itself, too
+NO_ANSWER = (Unavailable, OutcomeUnknown, ApiError)  # also the answers of a cluster that is still forming
 
 
 class LeaseGroup:
-    """Shares the leases `keys` of `scope` with all members that have the same.
+    """Shares the leases `keys` of `scope` with all members that have the same keys.
 
-    `siblings`: how many processes were started together; the first leases wait until they are members too.
-    `owner`: what this member's leases are held by.
+    `siblings`: how many processes were started together; the first leases wait until all of them are members. `owner`:
+    the name under which this member holds leases.
     """
 
     def __init__(
@@ -297,20 +291,20 @@ class LeaseGroup:
         self._share, self._count, self._asking, self._failure = 0, 0, 0, ""
 
     def slot(self, key: str, told: Told) -> LeaseSlot:
-        """The place of one of the keys; once for each."""
+        """Call once for each key."""
         self._slots[key] = LeaseSlot(key, told, self._vacated)
         return self._slots[key]
 
     async def retire(self, slot: LeaseSlot) -> None:
-        """Nobody works on this key in this process any more; it still counts for the fair share."""
+        """This process does not work on this key any more; the key still counts for the fair share."""
         self._slots.pop(slot.key, None)
         if (lease := slot.clear()) is not None:
             await lease.release()
 
     async def run(self, stop: Stop) -> None:
-        """Take and give back until `stop` is set. Then this is no member any more, before all else.
+        """Takes and gives back leases until `stop` is set; then it first leaves the group.
 
-        After an error that nobody foresaw it begins again.
+        Begins again after an unforeseen error.
         """
         await again("sharing", lambda: self._share_out(stop), self._clock)
 
@@ -344,7 +338,6 @@ class LeaseGroup:
                 await self._clock.sleep(self._rng.uniform(0, JITTER))
 
     async def _gather_siblings(self, stop: Stop) -> None:
-        """Wait for the processes that were started with this one, so that the first does not take all."""
         until = self._clock.monotonic() + FOR_SIBLINGS
         while self._siblings > 1 and not stop.is_set and self._clock.monotonic() < until:
             if await self._recount() and self._count >= self._siblings:
@@ -355,14 +348,13 @@ class LeaseGroup:
     # One look
 
     async def _look(self, stop: Stop) -> None:
-        """At everything: members, what is held, what is free."""
         if await self._recount():
             self._give_back()
             await self._take(self._keys, stop)
         self._show()
 
     async def _recount(self) -> bool:
-        """Be a member, and learn how many there are; False where the bucket cannot be asked."""
+        """Joins again if needed, and counts the members; False where the bucket cannot be asked."""
         try:
             await self._members.join()
             found = await self._members.listed()
@@ -392,11 +384,10 @@ class LeaseGroup:
                 lease.give_back.set(StopReason.GIVE_BACK)
 
     async def _take(self, keys: Collection[str], stop: Stop) -> None:
-        """Ask for free leases in random order while the share allows it; learn who holds the others."""
         waiting = [slot for key, slot in self._slots.items() if key in keys and slot.lease is None]
         self._rng.shuffle(waiting)
         while waiting and not stop.is_set:
-            # No more at a time than there is room for: what finds none is not asked for again in this look,
+            # No more at a time than there is room for: a key that finds no room is not asked for again now,
             # and the one lease that was asked for may be another's.
             pace = AT_ONCE if self._count == 1 or self._room() <= 0 else min(BESIDE_OTHERS, self._room())
             batch, waiting = waiting[:pace], waiting[pace:]
@@ -420,8 +411,8 @@ class LeaseGroup:
         slot.offer(lease)
 
     async def _ask(self, slot: LeaseSlot) -> Lease | None:
-        """The lease; None where it is not free, or not for this member now."""
-        # Given back just now, and nobody has had it since.
+        """None where the lease is not free, or this member may not take it now."""
+        # Given back just now, and no other member has had it since.
         rests = self._clock.monotonic() < slot.rests_until and slot.key not in self._watcher.taken
         if self._room() <= 0 or rests:
             return None
@@ -432,7 +423,6 @@ class LeaseGroup:
             self._asking -= 1
 
     def _room(self) -> int:
-        """How many leases more this member may ask for: those it asks for now count as held."""
         return self._share - len(self._held()) - self._asking
 
     # What is held
@@ -441,7 +431,7 @@ class LeaseGroup:
         return [key for key, slot in self._slots.items() if slot.lease is not None]
 
     def _vacated(self, slot: LeaseSlot, lost: bool) -> None:
-        """What was given back is left to others for a while, what was lost is looked for at once."""
+        """A lease that was given back is left to others for a while; a lost one is looked for at once."""
         lease = slot.clear()
         given_back = lease is not None and lease.give_back.is_set
         self._counts.hand_overs("lost" if lost else "surplus" if given_back else "drained").inc()

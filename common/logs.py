@@ -43,7 +43,7 @@ class LineHandler(QueueHandler):
         return self.format(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802
-        """The queue is full, or a value's str() failed, which must not fail the service."""
+        """The queue is full, or a value's str() failed; neither must fail the service."""
         self.drop()
 
     def drop(self) -> None:
@@ -51,12 +51,10 @@ class LineHandler(QueueHandler):
         dropped_lines.inc()
 
     def flush(self) -> None:
-        """Wait until the lines so far are written; FLUSH_TIMEOUT at most."""
         with self._lines.all_tasks_done:
             self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, FLUSH_TIMEOUT)
 
     def close(self) -> None:
-        """Write what waits (as `flush`) and end the thread."""
         self.flush()
         with suppress(queue.Full):
             self._writer.enqueue_sentinel()
@@ -64,7 +62,7 @@ class LineHandler(QueueHandler):
 
 
 class _Writer(QueueListener):
-    """Writes the lines of a handler, and tells how many it had to drop."""
+    """Writes the lines of a handler, and reports how many were dropped."""
 
     def __init__(self, stream: TextIO, handler: LineHandler) -> None:
         super().__init__(handler.queue)
@@ -113,7 +111,7 @@ _always: dict[str, Any] = {}
 _level = logging.NOTSET
 _handler: LineHandler | None = None
 
-# Set at import: before `configure`, and where nobody calls it, structlog alone would print to stdout.
+# Set at import: until `configure` is called, or if it never is, structlog alone would print to stdout.
 structlog.configure(
     processors=[
         structlog.stdlib.filter_by_level,
@@ -127,7 +125,6 @@ structlog.configure(
 
 
 def get_logger(name: str) -> BoundLogger:
-    """The logger of one part, such as `egress.worker`."""
     _names.add(name)
     logging.getLogger(name).setLevel(_level)
     logger: BoundLogger = structlog.stdlib.get_logger(name)
@@ -135,9 +132,9 @@ def get_logger(name: str) -> BoundLogger:
 
 
 def configure(level: str = "info", format: str = "auto", *, instance: str = "", stream: TextIO | None = None) -> None:
-    """Log from `level` up, as `format` (`json`, `text`, `auto`: text on a terminal) to `stream` (stderr).
+    """Logs from `level` up, as `format` (`json`, `text`, `auto`: text on a terminal) to `stream` (stderr).
 
-    `instance`, if given, stands in every line. May be called again: the last call wins.
+    `instance`, if given, is in every line. May be called again: the last call wins.
     """
     global _handler
     stream = stream or sys.stderr
@@ -152,7 +149,6 @@ def configure(level: str = "info", format: str = "auto", *, instance: str = "", 
 
 
 def reset() -> None:
-    """Write nothing more, as before the first `configure`."""
     global _handler
     if _handler is not None:
         logging.getLogger().removeHandler(_handler)
@@ -170,12 +166,12 @@ def _log_from(level: int) -> None:
 
 
 def always(**fields: Any) -> None:
-    """Have every line from now on hold these fields, those of libraries too."""
+    """Adds these fields to every line from now on, also to those of libraries."""
     _always.update(fields)
 
 
 def flush() -> None:
-    """Wait, for a second at most, until the lines so far are written."""
+    """Waits until the lines so far are written, a second at most."""
     if _handler is not None:
         _handler.flush()
 
@@ -194,12 +190,12 @@ def _arrange(event: Event, instance: str) -> dict[str, Any]:
         line["instance"] = instance
     line.update(_always)
     _explain(event)
-    # What a line says of itself is no event's to change: such a field keeps its value under another key.
+    # An event must not change the keys that every line has: such a field keeps its value under another key.
     return line | {(f"{key}_" if key in RESERVED else key): _plain(value) for key, value in event.items()}
 
 
 def _explain(event: Event) -> None:
-    """Replace `exc_info` by error and error_type; an error nobody foresaw keeps its traceback."""
+    """Replaces `exc_info` by error and error_type; an unforeseen error keeps its traceback."""
     if (info := event.pop("exc_info", None)) is True:
         info = sys.exc_info()
     error = info[1] if isinstance(info, tuple) else info
@@ -212,7 +208,6 @@ def _explain(event: Event) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON holds it, cut to a bounded length."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):

@@ -54,7 +54,7 @@ GCCollector(registry=REGISTRY)
 
 
 def counter(name: str, help: str, labels: Sequence[str] = (), *, kind: str = "", **sets: Iterable[str]) -> Counter:
-    """A counter `floe_{name}_total`; `name` may end in `_total` or not. Raises ValueError if it exists.
+    """A counter `floe_{name}_total`; `name` may end in `_total`. Raises ValueError if it exists.
 
     `sets`: the values of labels that have a small fixed set. `kind`: see `begin`.
     """
@@ -102,9 +102,9 @@ def _noted(metric: M, name: str, labels: Sequence[str], kind: str, sets: Mapping
 
 
 def begin(prefix: str, kind: str = "", **labels: str) -> None:
-    """Have all counters and histograms `floe_{prefix}…` with just these labels, and with fixed sets, show 0.
+    """Shows 0 for all counters and histograms `floe_{prefix}…` that have just these labels, and labels with fixed sets.
 
-    `kind`: only those that were declared with it, because they do not concern everyone of these labels.
+    `kind`: only those that were declared with it, because they do not concern every owner of these labels.
     """
     for each in COUNTED:
         if each.name.startswith(prefix) and each.kind == kind and set(each.labels) == labels.keys():

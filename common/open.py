@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def load_settings(path: str, *, quiet: bool = False) -> Settings:
-    """The configuration at `path`, with logs set up as it says. Raises ConfigError.
+    """Reads the configuration at `path` and sets up logs as it says. Raises ConfigError.
 
-    `quiet`: for a command that ends by itself and prints its result; where the configuration names no level,
-    it logs from warning up (with `--debug` as ever).
+    `quiet`: for a command that ends by itself and prints its result; where the configuration names no level, it logs
+    from warning up (`--debug` still counts).
     """
     from common import exits, logs
     from common.settings import loader
@@ -33,7 +33,7 @@ def load_settings(path: str, *, quiet: bool = False) -> Settings:
 
 
 def open_store(settings: Settings, objects: ObjectStore | None = None) -> SegmentStore:
-    """The segments of the configured store; `objects`, if given, is used instead of opening it again."""
+    """`objects`, if given, is used instead of opening the configured store again."""
     from common.objects.open import open_objects
     from common.segments.keys import Layout
     from common.segments.store import SegmentStore
@@ -47,7 +47,6 @@ def open_store(settings: Settings, objects: ObjectStore | None = None) -> Segmen
 
 
 def open_chains(settings: Settings, objects: ObjectStore | None = None) -> ChainStore:
-    """The documents of the configured store's chains; `objects` as in `open_store`."""
     from common.objects.open import open_objects
     from common.segments.documents import ChainStore
     from common.segments.keys import Layout

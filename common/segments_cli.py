@@ -167,7 +167,7 @@ def cat(config: str, what: str, from_sequence: int | None, to_sequence: int | No
 
 
 def _segment(store: SegmentStore, settings: Settings, what: str) -> SegmentRef | None:
-    """The segment whose key, path or URL is `what`; None where it is not one."""
+    """The segment whose key, path or URL is `what`; None where that is not a segment's."""
     key = _key(settings, what)
     if (name := store.layout.parse_segment(key)) is None:
         return None
@@ -177,7 +177,6 @@ def _segment(store: SegmentStore, settings: Settings, what: str) -> SegmentRef |
 
 
 def _key(settings: Settings, what: str) -> str:
-    """The key of what is named by key, path or URL."""
     url = settings.store.url.rstrip("/")
     return what.removeprefix(f"{url}/").removeprefix(f"{url.removeprefix('file://')}/")
 
@@ -192,7 +191,6 @@ def _chain(settings: Settings, chains: ChainStore, what: str) -> Chain:
 
 
 def _listed(ref: SegmentRef, rows: SequenceRange, url: str) -> dict[str, object]:
-    """A segment in a listing: `rows` are taken from it; `path` is where other engines find it."""
     return {
         "chain": str(ref.chain),
         "level": ref.level,
@@ -220,7 +218,6 @@ def describe_segment(store: SegmentStore, ref: SegmentRef) -> dict[str, Any]:
 
 
 def describe_chain(store: SegmentStore, chains: ChainStore, chain: Chain) -> dict[str, Any]:
-    """What is there of one chain: documents, segments by level, holes."""
     refs = store.list(chain)
     whole = span(refs)
     document, stream = chains.read_chain(chain), chains.read_stream(chain)
@@ -246,7 +243,6 @@ def describe_chain(store: SegmentStore, chains: ChainStore, chain: Chain) -> dic
 
 
 def lines(found: Mapping[str, Any]) -> list[tuple[str, object]]:
-    """`found` as rows of field and value, nested fields with their path."""
     rows: list[tuple[str, object]] = []
     for name, value in found.items():
         if isinstance(value, Mapping):
@@ -259,9 +255,6 @@ def lines(found: Mapping[str, Any]) -> list[tuple[str, object]]:
 
 
 def readable(found: Mapping[str, Any]) -> dict[str, Any]:
-    """`found`, of a segment or a chain, for people: times and durations as they are written, and the share
-    that was sampled out.
-    """
     shown = _without_nanoseconds(found)
     if found.get("sampling") is not None:
         left_out = found["ledger"].get(Reason.SAMPLED_OUT.value, 0)

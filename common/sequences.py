@@ -36,19 +36,16 @@ class SequenceRange:
         return f"{self.first}..{self.last}"
 
     def follows(self, other: SequenceRange) -> bool:
-        """Whether this range begins exactly where `other` ends."""
         return self.first == other.last + 1
 
     def overlaps(self, other: SequenceRange) -> bool:
-        """Whether any sequence is in both."""
         return self.first <= other.last and other.first <= self.last
 
     def encloses(self, other: SequenceRange) -> bool:
-        """Whether every sequence of `other` is in this range."""
         return self.first <= other.first and other.last <= self.last
 
     def intersection(self, other: SequenceRange) -> SequenceRange | None:
-        """The sequences in both; None if there are none."""
+        """None if no sequence is in both."""
         first, last = max(self.first, other.first), min(self.last, other.last)
         return SequenceRange(first, last) if first <= last else None
 
@@ -76,7 +73,7 @@ class Stretch(Generic[S]):
 
 
 def extends(coverage: SequenceRange, position: int) -> bool:
-    """Whether `coverage` accounts for `position`; overlap below it is fine. For reading across levels."""
+    """Whether `coverage` accounts for `position`; it may begin below. For reading across levels."""
     return position in coverage
 
 
@@ -95,9 +92,7 @@ def holes(ranges: Iterable[SequenceRange], within: SequenceRange) -> list[Sequen
 
 
 class Covered:
-    """Which sequences the ranges that were added account for. What is kept grows with the holes between them,
-    not with their number.
-    """
+    """Which sequences the added ranges account for. Its size grows with the number of holes, not of ranges."""
 
     def __init__(self) -> None:
         self._firsts: list[int] = []  # of stretches without a hole, ascending
@@ -115,7 +110,6 @@ class Covered:
         return index >= 0 and sequence <= self._lasts[index]
 
     def add(self, coverage: SequenceRange) -> None:
-        """Account for `coverage` too."""
         first, last = coverage.first, coverage.last
         begin = bisect_left(self._lasts, first - 1)  # of those that it touches
         behind = bisect_right(self._firsts, last + 1)
@@ -125,16 +119,14 @@ class Covered:
         self._lasts[begin:behind] = [last]
 
     def stretches(self) -> list[SequenceRange]:
-        """What is accounted for, ascending, with holes between."""
         return [*map(SequenceRange, self._firsts, self._lasts)]
 
     def holes(self, within: SequenceRange) -> list[SequenceRange]:
-        """As the function `holes`."""
         return holes(self.stretches(), within)
 
 
 def preference(segment: Covering) -> tuple[int, int, str]:
-    """Orders segments that contain one position: furthest end, then higher level, then larger name."""
+    """Sort key of segments that contain one position: furthest end, then higher level, then larger name."""
     return (segment.coverage.last, segment.level, segment.name)
 
 
@@ -155,7 +147,7 @@ def cover(segments: Iterable[S], first: int, last: int = MAX_SEQUENCE) -> list[S
 
 
 def leading(segments: Iterable[S], first: int, last: int = MAX_SEQUENCE) -> list[Stretch[S]]:
-    """The stretches of the cover from `first` to its first hole; nothing behind that is worked out."""
+    """The stretches of the cover from `first` to its first hole; what is behind is not computed."""
     return until_hole(_sweep(sorted(segments, key=lambda s: s.coverage.first), first, last), first)
 
 

@@ -5,9 +5,9 @@ from itertools import combinations, zip_longest
 
 
 def matches(filter_subject: str, subject: bytes | str) -> bool:
-    """Whether `filter_subject` takes `subject`, a literal one; the empty filter takes all.
+    """Whether `filter_subject` takes `subject`, which has no wildcards; the empty filter takes all.
 
-    `*` stands for one token, `>` at the end for one or more; anywhere else they are letters like others.
+    `*` stands for one token, a last `>` for one or more; elsewhere they are ordinary letters.
     """
     if not filter_subject:
         return True
@@ -42,7 +42,7 @@ def overlaps(one: str, other: str) -> bool:
         return True
     for left, right in zip_longest(one.split("."), other.split(".")):
         if left is None or right is None:
-            return False  # the shorter one takes no subject of that many tokens
+            return False  # the shorter one takes no subject with so many tokens
         if ">" in (left, right):
             return True  # it takes whatever is left of the other, one token at least
         if left != right and "*" not in (left, right):
@@ -51,5 +51,4 @@ def overlaps(one: str, other: str) -> bool:
 
 
 def first_overlap(filters: Sequence[str]) -> tuple[str, str] | None:
-    """The first two of `filters` that overlap; None if no two do."""
     return next((pair for pair in combinations(filters, 2) if overlaps(*pair)), None)

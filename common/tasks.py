@@ -24,17 +24,17 @@ class StopReason(StrEnum):
     """Why work ends."""
 
     SHUTDOWN = "shutdown"  # of the process
-    GIVE_BACK = "give_back"  # of the lease, to who shall have it
+    GIVE_BACK = "give_back"  # of the lease, to the member that is to have it
     LEASE_LOST = "lease_lost"
-    RESET = "reset"  # whoever works is to begin anew
+    RESET = "reset"  # the work is to begin again from the start
     DECISION = "decision"  # an operator's
 
 
 class Stop:
-    """The one signal that work is to end, with its reason: the first one stays, but for GIVE_BACK, which
-    leaves time and gives way to any other.
+    """The one signal that work is to end, with its reason: the first one stays, except GIVE_BACK, which leaves time and
+    is replaced by any other.
 
-    `parents`: signals of whoever started the work; it ends with the first of them, for the same reason.
+    `parents`: signals of the callers; it is set with the first of them, for the same reason.
     """
 
     def __init__(self, *parents: Stop) -> None:
@@ -59,16 +59,15 @@ class Stop:
                 child.set(reason)
 
     async def wait(self, seconds: float | None = None) -> bool:
-        """Wait until it is set, or `seconds` have passed; whether it is set."""
         if not self.is_set:
             await first_of(self._event.wait(), seconds=seconds)
         return self.is_set
 
 
 async def wait_for(event: asyncio.Event | Stop, seconds: float) -> bool:
-    """Wait until `event` is set or `seconds` have passed; whether it was set.
+    """Waits until `event` is set or `seconds` have passed; returns whether it is set.
 
-    Not by `asyncio.wait_for`, which in Python 3.11 loses a cancellation that comes together with the event.
+    Does not use `asyncio.wait_for`, which in Python 3.11 loses a cancellation that comes together with the event.
     """
     if not _is_set(event):
         await first_of(event.wait(), seconds=seconds)
@@ -80,9 +79,9 @@ def _is_set(event: asyncio.Event | Stop) -> bool:
 
 
 async def within(future: asyncio.Future[T], seconds: float) -> T:
-    """The result of `future`, cancelled where it does not come in `seconds`: then raises TimeoutError.
+    """The result of `future`. Raises TimeoutError, and cancels it, where it does not come in `seconds`.
 
-    Instead of `asyncio.wait_for`, for the reason that `wait_for` gives.
+    Used instead of `asyncio.wait_for`, for the reason that `wait_for` gives.
     """
     try:
         await asyncio.wait((future,), timeout=seconds)
@@ -94,7 +93,6 @@ async def within(future: asyncio.Future[T], seconds: float) -> T:
 
 
 async def first_of(*waits: Awaitable[object], seconds: float | None = None) -> None:
-    """Return when one of `waits` is done or `seconds` have passed; the others are cancelled."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -138,10 +136,9 @@ begin("unexpected_errors")
 
 
 def told(error: BaseException, part: str, where: str = "", **context: object) -> Unforeseen:
-    """Log and count an error that ended `part` (of `PARTS`); what it is told as."""
     unexpected.labels(part).inc()
     known = Unforeseen.of(error, where)
-    # Not by exc_info: the log keeps tracebacks for what is no FloeError, and the cause is what counts.
+    # Not by exc_info: the log keeps tracebacks only of errors that are not FloeErrors, and the cause is what counts.
     cause = known.__cause__ or error
     trace = "".join(traceback.format_exception(cause))
     log.error(
@@ -157,13 +154,13 @@ def told(error: BaseException, part: str, where: str = "", **context: object) ->
 
 
 def orphaned(error: BaseException) -> None:
-    """An error without an owner: it ends the service (`to_its_end`). To be called on the event loop."""
+    """Takes an error without an owner: it ends the service (`to_its_end`). Call it on the event loop."""
     context = {"message": "an error without an owner", "exception": error}
     asyncio.get_running_loop().call_exception_handler(context)
 
 
 def guarded(callback: Callable[P, None], tell: Tell) -> Callable[P, None]:
-    """`callback`, for others to call: what it raises is its owner's, who is told, and not theirs."""
+    """Wraps `callback` for others to call: its errors go to its owner by `tell`, not to the caller."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
@@ -175,8 +172,6 @@ def guarded(callback: Callable[P, None], tell: Tell) -> Callable[P, None]:
 
 
 def watched(work: Coroutine[Any, Any, None], tell: Tell, *, name: str) -> asyncio.Task[None]:
-    """Run `work` as a task that its owner does not await: its error is told as soon as there is one."""
-
     def on_end(task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception):
@@ -188,9 +183,9 @@ def watched(work: Coroutine[Any, Any, None], tell: Tell, *, name: str) -> asynci
 
 
 class Trouble:
-    """What a callback could not do, kept until its owner, who waits for something else too, raises it.
+    """The error of a callback, kept until its owner, which waits for something else too, raises it.
 
-    `told`: an event that its owner waits for anyway, set with the first error; by default one of its own.
+    `told`: an event that the owner waits for anyway, set with the first error; by default its own.
     """
 
     def __init__(self, told: asyncio.Event | None = None) -> None:
@@ -198,25 +193,24 @@ class Trouble:
         self._error: Exception | None = None
 
     def tell(self, error: Exception) -> None:
-        """The first error counts."""
+        """Only the first error counts."""
         self._error = self._error or error
         self.told.set()
 
     def check(self) -> None:
-        """Raises what was told."""
         if self._error is not None:
             raise self._error
 
     async def wait(self) -> None:
-        """Wait for ever, or until something is told: then it is raised."""
+        """Waits until an error is told, then raises it."""
         await self.told.wait()
         self.check()
 
 
 async def again(part: str, work: Callable[[], Coroutine[Any, Any, None]], clock: Clock) -> None:
-    """Run `work` to its end; after an error that nobody foresaw it begins again, after a pause that grows.
+    """Runs `work` to its end; after an unforeseen error it begins again, after a pause that grows.
 
-    Raises what is a FloeError and no `Unforeseen`: that was foreseen, and is the caller's to deal with.
+    Raises a FloeError that is not `Unforeseen`: that one is for the caller to handle.
     """
     backoff = Backoff(None, PAUSES)
     while True:
@@ -235,7 +229,7 @@ async def again(part: str, work: Callable[[], Coroutine[Any, Any, None]], clock:
 
 
 async def to_its_end(main: Coroutine[Any, Any, T]) -> T:
-    """Run what a process is there for; an error without an owner cancels it. Raises that as Unforeseen."""
+    """Runs the main work of a process; an error without an owner cancels it, and is raised as Unforeseen."""
     loop = asyncio.get_running_loop()
     orphan: asyncio.Future[BaseException] = loop.create_future()
 
@@ -248,7 +242,7 @@ async def to_its_end(main: Coroutine[Any, Any, T]) -> T:
         if (error := context.get("exception")) is None or _is_of_transport(error, context):
             log.warning("event loop", action="loop", reason=context.get("message"), error=str(error or ""))
         else:
-            # A task that nobody awaited is found by the garbage collection, in whatever thread that runs.
+            # A task that was never awaited is found by the garbage collection, which may run in any thread.
             loop.call_soon_threadsafe(keep, error)
 
     former = loop.get_exception_handler()
@@ -266,15 +260,14 @@ async def to_its_end(main: Coroutine[Any, Any, T]) -> T:
 
 
 def _is_of_transport(error: BaseException, context: dict[str, Any]) -> bool:
-    """Whether it is about a connection, which is made again by whoever needs it."""
     return "transport" in context or isinstance(error, ConnectionError | TimeoutError | Unavailable | OutcomeUnknown)
 
 
 async def end(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel `tasks` and return when they have ended; what they raise is dropped.
+    """Cancels `tasks` and returns when they have ended; drops what they raise.
 
-    More than once, because `asyncio.wait_for` of Python 3.11 loses a cancellation that comes together with
-    the result it waits for: the task goes on.
+    Cancels more than once, because `asyncio.wait_for` of Python 3.11 loses a cancellation that comes together with the
+    result it waits for: the task goes on.
     """
     while running := [task for task in tasks if not task.done()]:
         for task in running:
@@ -286,7 +279,7 @@ async def end(*tasks: asyncio.Task[Any]) -> None:
 
 
 async def unless(stop: asyncio.Event | Stop, work: Coroutine[Any, Any, T]) -> T | None:
-    """What `work` returns; None where `stop` is set first: then it is cancelled."""
+    """The result of `work`; None where `stop` is set first: then `work` is cancelled."""
     task = asyncio.create_task(work)
     try:
         await first_of(stop.wait(), asyncio.wait({task}))
@@ -297,7 +290,7 @@ async def unless(stop: asyncio.Event | Stop, work: Coroutine[Any, Any, T]) -> T 
 
 @asynccontextmanager
 async def either(*events: asyncio.Event | Stop) -> AsyncIterator[Stop]:
-    """A signal of its own that is set as soon as one of `events` is, for the length of the block."""
+    """A new signal that is set as soon as one of `events` is, while the block runs."""
     one = Stop()
 
     async def pass_on(event: asyncio.Event | Stop) -> None:
@@ -314,15 +307,15 @@ async def either(*events: asyncio.Event | Stop) -> AsyncIterator[Stop]:
 
 
 async def together(*works: Coroutine[Any, Any, object]) -> None:
-    """Run `works` side by side to their ends; the first that fails ends the others.
+    """Runs `works` side by side to their ends; the first that fails ends the others.
 
-    Raises a BaseExceptionGroup of what failed. Unlike asyncio's TaskGroup it ends a task for certain.
+    Raises a BaseExceptionGroup of what failed. Unlike asyncio's TaskGroup it certainly ends a task.
     """
     await _run(works, len(works))
 
 
 async def beside(main: Coroutine[Any, Any, object], *sides: Coroutine[Any, Any, object]) -> None:
-    """Run `main` to its end; the `sides` run as long, and one of them that fails ends everything.
+    """Runs `main` to its end, and the `sides` as long; one of them that fails ends everything.
 
     Raises a BaseExceptionGroup of what failed.
     """
@@ -330,7 +323,6 @@ async def beside(main: Coroutine[Any, Any, object], *sides: Coroutine[Any, Any, 
 
 
 async def _run(works: Sequence[Coroutine[Any, Any, object]], needed: int) -> None:
-    """Until the first `needed` of `works` have ended, or one of them all has failed."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         while not all(task.done() for task in tasks[:needed]) and not any(map(_failure, tasks)):

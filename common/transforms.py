@@ -44,7 +44,7 @@ class TransformError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """One transform. `pattern`: a filter that takes all that it makes of matching subjects."""
+    """One transform. `pattern`: a filter that takes every subject it makes of matching ones."""
 
     source: str
     destination: str
@@ -53,7 +53,7 @@ class Transform:
     _rest: int | None
 
     def apply(self, subject: bytes) -> bytes:
-        """What becomes of `subject`; itself where the source does not match it."""
+        """A subject that the source does not match is returned as it is."""
         tokens = subject.split(b".")
         literal = all(token and token not in (b"*", b">") for token in tokens)
         if not literal or not matches(self.source, subject):
@@ -63,7 +63,7 @@ class Transform:
 
 
 def compile_transform(source: str, destination: str) -> Transform:
-    """The transform from `source` to `destination`. Raises TransformError."""
+    """Raises TransformError."""
     wanted, given = _tokens("source", source), _tokens("destination", destination)
     if "*" in given:
         raise TransformError("destination", "expected $n or {{wildcard(n)}} in the place of *")
@@ -89,7 +89,6 @@ def _tokens(where: str, subject: str) -> list[str]:
 
 
 def _pattern(texts: Sequence[str], rest: int | None) -> str:
-    """A filter over what these tokens make: as narrow as is certain."""
     known: list[str] = []
     for text in texts:
         if "split" in text.lower() or "slice" in text.lower():
@@ -125,7 +124,6 @@ def _function(text: str) -> tuple[str, list[str]]:
 
 
 def _of_token(text: str, name: str, arguments: list[str], wildcards: Sequence[int]) -> Part:
-    """A function of one token of the source."""
     expected = 1 if name == "wildcard" else 2
     if len(arguments) != expected or (expected == 1 and not arguments[0]):
         raise TransformError("destination", f"{text}: expected {expected} of arguments, found {len(arguments)}")
@@ -145,7 +143,7 @@ def _at(place: int) -> Part:
 
 
 def _place(text: str, number: int, wildcards: Sequence[int]) -> int:
-    """Where wildcard `number` (1 is the first) stands in the source."""
+    """Where wildcard `number` (1 is the first) is in the source."""
     if not 1 <= number <= len(wildcards):
         found = f"source has {len(wildcards)}" if wildcards else "source has none"
         raise TransformError("destination", f"{text}: expected the number of a * of the source, {found}")
@@ -186,8 +184,9 @@ def _split(text: str, at: str, place: int) -> Part:
 
 
 def _split_at(token: bytes, at: bytes) -> bytes:
-    """The pieces of `token`, with a dot wherever the server puts one: not behind an empty first piece, and
-    before no empty one."""
+    """The pieces of `token`, with dots where the server puts them: none after an empty first piece, none before an
+    empty piece.
+    """
     pieces, made = token.split(at), b""
     for index, piece in enumerate(pieces):
         made += piece

@@ -1,7 +1,7 @@
 """Publishing many messages to a stream and knowing of each whether the server stored it.
 
 Every message carries a reply subject of its own, so acknowledgements are counted exactly and in any order,
-with a bounded number under way: a server that falls behind slows the publisher instead of dropping messages.
+with a bounded number in flight: a server that falls behind slows the publisher instead of dropping messages.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from common.errors import Unavailable
 from common.jetstream.client import FloeClient, RawSubscription, frame
 from common.tasks import wait_for
 
-WINDOW = 4096  # messages under way
-ACK_TIMEOUT = 10.0  # seconds without any acknowledgement until those under way count as unknown
+WINDOW = 4096  # messages in flight
+ACK_TIMEOUT = 10.0  # seconds without any acknowledgement until those in flight count as unknown
 FLUSH_BYTES = 256 * 1024  # what is queued between two waits for the socket
 
 Frame = Callable[[bytes, bytes, bytes | None, bytes | None], bytes]
@@ -26,7 +26,7 @@ OnStored = Callable[[int, int], None]  # number of the message (0 is the first p
 
 @dataclass(slots=True)
 class Published:
-    """What became of the messages. `unknown`: neither acknowledged nor refused in time."""
+    """What happened to the messages. `unknown`: neither acknowledged nor refused in time."""
 
     sent: int = 0
     stored: int = 0
@@ -36,7 +36,6 @@ class Published:
     refused: Counter[str] = field(default_factory=Counter)
 
     def line(self) -> str:
-        """One line for people."""
         refused = "".join(f"; refused {count}: {why}" for why, count in self.refused.most_common(3))
         more = f", {self.duplicates} duplicates" * bool(self.duplicates) + f", {self.unknown} unknown" * bool(
             self.unknown
@@ -45,7 +44,7 @@ class Published:
 
 
 class AckedPublisher:
-    """Use as `async with AckedPublisher(client) as publisher`; leaving waits for what is under way."""
+    """Use as `async with AckedPublisher(client) as publisher`; at the end it waits for messages in flight."""
 
     def __init__(self, client: FloeClient, *, window: int = WINDOW, on_stored: OnStored | None = None) -> None:
         self.published = Published()
@@ -69,7 +68,7 @@ class AckedPublisher:
     async def publish(
         self, subject: bytes, payload: bytes, headers: bytes | None = None, *, make: Frame = frame
     ) -> int:
-        """Send one message when there is room; its number. Raises ValueError for what `make` refuses."""
+        """Sends one message when there is room; returns its number. Raises what `make` raises (ValueError)."""
         number = self.published.sent
         data = make(subject, payload, headers, self._inbox + b"%d" % number)
         while len(self._under_way) >= self._window:
@@ -84,7 +83,7 @@ class AckedPublisher:
         return number
 
     async def flush(self) -> None:
-        """Hand what is queued to the socket. Raises Unavailable where the connection stays lost."""
+        """Gives what is queued to the socket. Raises Unavailable where the connection stays lost."""
         self._queued = 0
         try:
             await self._client.flush_writes()
@@ -92,7 +91,6 @@ class AckedPublisher:
             await self._reconnected()
 
     async def settle(self) -> Published:
-        """Wait until each message is acknowledged, refused or given up as unknown."""
         await self.flush()
         while self._under_way:
             await self._wait()
@@ -106,7 +104,7 @@ class AckedPublisher:
             self._client.send(data)
 
     async def _reconnected(self) -> None:
-        """Give up what was under way and wait for the connection. Raises Unavailable if it stays lost."""
+        """Gives up the messages in flight and waits for the connection. Raises Unavailable if it stays lost."""
         self._give_up()
         if not await self._client.wait_up(ACK_TIMEOUT):
             raise Unavailable(f"the NATS connection was lost and did not come back within {ACK_TIMEOUT:g} s")

@@ -1,9 +1,9 @@
 """A stream of awkward messages: the same again for the same random source.
 
-Each kind is a message that nats-server 2.15 stores and a careless copier loses, repeats, alters, or lets
-act a second time: a function from `Context` to `Awkward`. Kinds in `NEEDS` are stored only by a stream with
-that setting. Beside them: the same message id far apart, sequences deleted after they were stored, and few
-subjects over and over, so that a limit per subject leaves holes.
+Each kind is a message that nats-server 2.15 stores and a careless copier loses, repeats, alters, or lets act a second
+time: a function from `Context` to `Awkward`. Kinds in `NEEDS` are stored only by a stream with that setting. Besides
+there are: the same message id far apart, sequences deleted after they were stored, and a few subjects again and again,
+so that a limit per subject leaves holes.
 """
 
 import random
@@ -35,7 +35,7 @@ class Awkward:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a kind may use: `number` is the message's place in the sequence, unlike any other's."""
+    """What a kind may use: `number` is the message's index, different from every other's."""
 
     root: bytes
     stream: bytes
@@ -44,7 +44,6 @@ class Context:
     rng: random.Random
 
     def text(self) -> bytes:
-        """A payload that no other message of this run has."""
         return b'{"number":%d,"noise":"%s"}' % (self.number, self.rng.randbytes(8).hex().encode())
 
     def subject(self, *tokens: bytes) -> bytes:
@@ -52,7 +51,7 @@ class Context:
 
 
 def unchecked_frame(subject: bytes, payload: bytes, headers: bytes | None = None, reply: bytes | None = None) -> bytes:
-    """As `frame`, and with whatever `headers` holds: other clients do not check it either."""
+    """As `frame`, with any `headers`: other clients do not check them either."""
     if headers is None:
         return frame(subject, payload, None, reply)
     size = len(headers)
@@ -61,7 +60,6 @@ def unchecked_frame(subject: bytes, payload: bytes, headers: bytes | None = None
 
 
 def block(*lines: bytes) -> bytes:
-    """The raw header block with these lines, as they are."""
     return b"NATS/1.0\r\n" + b"".join(line + b"\r\n" for line in lines) + b"\r\n"
 
 
@@ -79,7 +77,7 @@ def _kind(name: str, make: Callable[[Context], tuple[bytes, bytes | None, bytes]
 
 
 def _headers(name: str, *lines: bytes, payload: bytes | None = None, needs: str = "") -> None:
-    """A kind told by its header lines; `%d` in one is the message's number, `%s` the stream's name."""
+    """A kind that is given by its header lines; `%d` in one is the message's number, `%s` the stream's name."""
 
     def make(context: Context) -> tuple[bytes, bytes | None, bytes]:
         values = {b"%d": b"%d" % context.number, b"%s": context.stream, b"%r": context.root}
@@ -128,7 +126,7 @@ _headers("many", *[b"K%d: v" % i for i in range(1000)])
 _headers("traced", b"traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
 RARE |= {"long_value", "many"}
 
-# Blocks that are none, by clients that wrote their own; the server stores what lies in the announced bytes
+# Invalid blocks, of clients that wrote their own; the server stores whatever is in the announced bytes
 _block("block_without_end", b"NATS/1.0\r\nA: 1\r\n")
 _block("block_without_lines", b"NATS/1.0")
 _block("block_of_another_protocol", b"HTTP/1.1 200 OK\r\nNats-Marker-Reason: x\r\n\r\n")
@@ -145,7 +143,7 @@ _subject("subject_control", b"\x01\x7f")
 _subject("subject_long", b"x" * 2000)
 _subject("subject_deep", *[b"t"] * 100)
 _subject("subject_dollar", b"$JS", b"API", b"INFO")
-_subject("subject_star_token", b"*")  # stored, and no wildcard where it stands in a message
+_subject("subject_star_token", b"*")  # stored; in a message's subject it is not a wildcard
 _subject("subject_full_wildcard", b">")
 _subject("subject_star_inside", b"a*b>c")
 _kind("few_subjects", lambda c: (c.subject(b"limited", b"%d" % c.rng.randrange(3)), None, c.text()))
@@ -163,7 +161,7 @@ _headers(
     b"Nats-Expected-Last-Subject-Sequence: 0",
     b"Nats-Expected-Last-Subject-Sequence-Subject: %r.never.%d",
 )
-_headers("rollup_lower", b"nats-rollup: all")  # no rollup here: the server knows one spelling
+_headers("rollup_lower", b"nats-rollup: all")  # not a rollup: the server knows one spelling only
 _headers("kv_delete", b"KV-Operation: DEL", payload=b"")
 _headers("kv_purge", b"KV-Operation: PURGE", payload=b"")
 _headers("marker", b"Nats-Marker-Reason: MaxAge", payload=b"")
@@ -214,7 +212,7 @@ LONGEST_PAUSE = 2.0  # seconds; a stream's duplicate window up to this is waited
 
 @dataclass(frozen=True, slots=True)
 class AwkwardReport:
-    """What became of the messages; `stored`: how many of each kind; `deleted`: sequences removed again."""
+    """What happened to the messages; `stored`: how many of each kind; `deleted`: sequences removed again."""
 
     published: Published
     stored: Counter[str]
@@ -246,11 +244,11 @@ async def publish_awkward(
     largest: int | None = None,
     clock: Clock | None = None,
 ) -> AwkwardReport:
-    """Publish `count` awkward messages into `stream` and delete some of them again.
+    """Publishes `count` awkward messages into `stream` and deletes some of them again.
 
-    The stream must take `{subject_root}.>`. `largest`: bytes of the largest messages, headers included; by
-    default what the server takes at most, and then the server of a target must take more. Raises ConfigError
-    where the stream does not exist.
+    The stream must take `{subject_root}.>`. `largest`: bytes of the largest messages, headers included; by default the
+    most that the server takes, and then the server of a target must take more. Raises ConfigError where the stream does
+    not exist.
     """
     config = await _config(client, stream)
     made = awkward_messages(
@@ -277,7 +275,7 @@ async def _config(client: FloeClient, stream: str) -> dict[str, Any]:
 
 
 async def _outlast_duplicate_window(publisher: AckedPublisher, config: Mapping[str, Any], clock: Clock) -> None:
-    """Let the second half's repeated message ids be stored, where the window is short enough to wait for."""
+    """Waits, if the window is short enough, so that the second half's repeated message ids are stored."""
     window = config.get("duplicate_window", 0) / NS_PER_S
     if window <= LONGEST_PAUSE:
         await publisher.settle()
@@ -287,7 +285,6 @@ async def _outlast_duplicate_window(publisher: AckedPublisher, config: Mapping[s
 async def _delete_some(
     client: FloeClient, stream: str, sequences: list[int], rng: random.Random, share: float
 ) -> tuple[int, ...]:
-    """As many as that share of `sequences`, where the stream still holds so many of them."""
     wanted, deleted = int(len(sequences) * share), list[int]()
     for sequence in rng.sample(sequences, len(sequences)):
         if len(deleted) == wanted:
@@ -298,11 +295,11 @@ async def _delete_some(
 
 
 async def delete(client: FloeClient, stream: str, sequence: int) -> bool:
-    """Delete one message; False where a limit or a rollup was faster."""
+    """False where a limit or a rollup deleted it first."""
     try:
         await client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence, "no_erase": True})
     except ApiError as error:
-        # The server's number for it depends on where the message stood and on the kind of its store.
+        # The server's number for it depends on the position of the message and on the kind of store.
         if await get_message(client, stream, sequence) is not None:
             raise error from None
         return False

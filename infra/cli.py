@@ -116,7 +116,7 @@ def _seed(given: int | None) -> int:
 
 
 def _connection(config: str | None, server: str | None) -> NatsSettings:
-    """Where to connect: the URL, else what the configuration says for egress, else this machine."""
+    """The URL if given, else what the configuration says for egress, else this machine."""
     if config and server:
         raise UsageError("--server and --config: expected at most one of them")
     if config:
@@ -134,7 +134,7 @@ def _connection(config: str | None, server: str | None) -> NatsSettings:
 
 
 async def _until_terminated(running: Coroutine[Any, Any, T]) -> T:
-    """Run it; SIGTERM cancels it as Ctrl-C does, so that it cleans up."""
+    """SIGTERM cancels it as Ctrl-C does, so that it cleans up."""
     task, loop = asyncio.ensure_future(running), asyncio.get_running_loop()
     terminated = False
 

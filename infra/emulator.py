@@ -28,9 +28,9 @@ TICK = 0.05  # seconds between two looks at what is due
 class PublishSchedule:
     """When which message is due, in seconds after the start.
 
-    `interval`: every node publishes once in so many seconds, one after the other. `rate`: messages per second
-    of the whole fleet instead; 0 means as fast as the server takes them. `count`, `duration`: where to stop,
-    whichever comes first; None means never.
+    `interval`: every node publishes once in so many seconds, one after the other. `rate`: messages per second of the
+    whole fleet instead; 0 means as fast as the server takes them. `count`, `duration`: where to stop, whichever comes
+    first; None means never.
     """
 
     nodes: int
@@ -44,7 +44,7 @@ class PublishSchedule:
             raise UsageError(f"interval {self.interval}, rate {self.rate}: expected more than 0 seconds, 0 or more")
 
     def per_second(self) -> float:
-        """Messages per second; infinity where nothing holds them back."""
+        """Infinity if there is no limit."""
         if self.rate is None:
             return self.nodes / self.interval
         return self.rate or float("inf")
@@ -55,7 +55,6 @@ class PublishSchedule:
         return int(min(limit, 1 + elapsed * self.per_second()))
 
     def is_over(self, published: int, elapsed: float) -> bool:
-        """Whether there is nothing left to do."""
         timed_out = self.duration is not None and elapsed >= self.duration
         return timed_out or (self.count is not None and published >= self.count)
 
@@ -68,7 +67,7 @@ class EmulatorProgress:
     elapsed: float = 0.0
 
     def rate(self) -> float:
-        """Messages per second so far."""
+        """Messages per second."""
         return self.published.sent / self.elapsed if self.elapsed else 0.0
 
 
@@ -88,7 +87,7 @@ class Emulator:
         self._documents = self._endless()
 
     async def run(self, stop: Stop) -> Published:
-        """Publish until the pace is over or `stop` is set; returns when all is acknowledged."""
+        """Publishes until the schedule is over or `stop` is set; returns when all is acknowledged."""
         started = self._clock.monotonic()
         async with AckedPublisher(self._client) as publisher:
             self.progress.published = publisher.published
@@ -101,7 +100,9 @@ class Emulator:
             return await publisher.settle()
 
     async def _publish_due(self, publisher: AckedPublisher, elapsed: float, stop: Stop) -> None:
-        """Publish what is due now, a second's worth of the fastest pace at most, and wait for the next."""
+        """Publishes what is due now, at most what the fastest rate gives in a second, and waits for the next
+        message.
+        """
         due = min(self._pace.due(elapsed) - publisher.published.sent, 20_000)
         for _ in range(due):
             if stop.is_set:
@@ -124,7 +125,7 @@ class Emulator:
 def subject_filter(subject: str) -> str:
     """The subjects of a stream that takes what is published under `subject`.
 
-    Raises UsageError unless `{sender}` stands in it, behind a first token.
+    Raises UsageError unless it contains `{sender}`, after a first token.
     """
     before, sender, _ = subject.partition("{sender}")
     if not sender or "." not in before.lstrip("."):
@@ -133,7 +134,7 @@ def subject_filter(subject: str) -> str:
 
 
 async def open_stream(client: FloeClient, stream: str, subject: str, *, create: bool) -> StreamInfo:
-    """The stream, made first if `create` and it is missing. Raises ConfigError where it is missing."""
+    """Creates the stream if `create` and it is missing. Raises ConfigError where it is missing."""
     info = await stream_info(client, stream)
     if info is None and create:
         subjects = [subject_filter(subject)]
@@ -145,7 +146,7 @@ async def open_stream(client: FloeClient, stream: str, subject: str, *, create: 
 
 
 async def check_stored(client: FloeClient, before: StreamInfo, published: Published) -> None:
-    """Compare the stream with what was acknowledged. Raises DataError where it grew by less."""
+    """Raises DataError where the stream grew by less than was acknowledged."""
     after = await stream_info(client, before.name)
     grown = after.last_sequence - before.last_sequence if after else 0
     if grown < published.stored or published.refused or published.unknown:
@@ -181,7 +182,7 @@ class Emulation:
 
 
 async def run_emulation(emulation: Emulation, clock: Clock | None = None) -> dict[str, object]:
-    """Publish until the pace is over or a signal comes; the result as a document, its sentence under `line`.
+    """Publishes until the schedule is over or a signal comes; returns the result, with a sentence under `line`.
 
     Raises DataError where the stream does not hold what was sent, ConfigError where it does not exist.
     """
@@ -199,7 +200,6 @@ async def run_emulation(emulation: Emulation, clock: Clock | None = None) -> dic
 
 
 async def _run(emulator: Emulator) -> None:
-    """Run until it is over or a signal comes, with a line now and then."""
     async with stop_on_signals() as stop, asyncio.TaskGroup() as group:
         watching = group.create_task(_watch(emulator, stop))
         await emulator.run(stop)

@@ -56,7 +56,7 @@ def read_facts(root: Path = Path("/")) -> Facts:
 
 
 def _text_of(path: Path) -> str:
-    """The file's text; empty where it cannot be read."""
+    """Empty where the file cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -133,7 +133,7 @@ def _processes(root: Path) -> Iterator[dict[str, object]]:
 
 
 def _installed(root: Path) -> dict[str, str]:
-    """The installed packages of Debian and its kin; elsewhere those of this Python."""
+    """The installed packages of Debian and its derivatives; elsewhere those of this Python."""
     packages, name = {}, ""
     for line in _text_of(root / "var/lib/dpkg/status").splitlines():
         if line.startswith("Package: "):
@@ -162,7 +162,7 @@ _STATUS = (
     b',"status":{"uptime":%d,"load":[%d.%02d,%d.%02d,%d.%02d],"memory_free":%d,"processes":%d,"cpu_seconds":%d,'
     b'"bytes_received":%d,"bytes_sent":%d,"total_messages":%d,"valid_messages":%d,"initializing":false}}'
 )
-_REST = 900  # bytes of all but the facts, about
+_REST = 900  # bytes of everything except the facts, about
 _PACKAGE_FILL = 32  # bytes of JSON that a package entry takes, about
 
 
@@ -202,7 +202,7 @@ class Fleet:
         return f"{ROLES[mixed % len(ROLES)]}{node:05d}.{LOCATIONS[(mixed >> 8) % len(LOCATIONS)]}.example.net"
 
     def document(self, node: int, turn: int, now: float) -> bytes:
-        """What `node` publishes in the `turn`-th interval (0 is the first), at `now` seconds since 1970."""
+        """What `node` publishes in the interval `turn` (0 is the first), at `now` seconds since 1970."""
         own, mood = _mix(self._seed, node, 0), _mix(self._seed, node, turn + 1)
         variant = (own // 64 + (turn + node) // TURNS_BETWEEN_UPGRADES) % VARIANTS
         body = self._bodies[own % len(ROLES)][variant]
@@ -255,7 +255,7 @@ def _body(facts: Facts, role: str, size: int, rng: random.Random) -> bytes:
 
 
 def _facts(facts: Facts, room: int, rng: random.Random) -> dict[str, object]:
-    """Facts of about `room` bytes of JSON: first what every machine has, then as many lists as fit."""
+    """Facts of about `room` bytes of JSON: first those that every machine has, then as many lists as fit."""
     chosen: dict[str, object] = {"os": facts.os, "kernel": facts.kernel, "cpu": facts.cpu}
     room -= len(json.dumps(chosen))
     lists = {"interfaces": facts.interfaces, "mounts": facts.mounts, "processes": facts.processes}
@@ -281,13 +281,11 @@ def _sample(entries: tuple[dict[str, object], ...], room: int, rng: random.Rando
 
 
 def _packages(facts: Facts, count: int, rng: random.Random) -> dict[str, str]:
-    """`count` of the packages, a few of them at another version than the real one."""
     names = sorted(rng.sample(sorted(facts.packages), min(count, len(facts.packages))))
     return {name: facts.packages[name] + rng.choice(("", "", "", "+upd1")) for name in names}
 
 
 def describe(facts: Facts) -> str:
-    """One line on the machine behind the fleet."""
     data = asdict(facts)
     lists = ", ".join(f"{len(data[name])} {name}" for name in ("mounts", "processes", "packages"))
     return f"{facts.os.get('pretty_name', facts.kernel['name'])}, {facts.cpu['count']} CPUs, {lists}"

@@ -1,12 +1,12 @@
 """Compares what a stream held, what the archive holds and what arrived, message by message.
 
-Each place is read into a `Trace`: 24 bytes for each message, whatever its size. `compare` then tells apart
-what can have happened to messages on the way: lost (in front, in the middle, at the end), repeated, out of
-order, altered, unexpected. `source_trace` and `target_traces` fill them
-from streams, `archived` reads the archive through the cover rule.
+Each place is read into a `Trace`: 24 bytes for each message, whatever its size. `compare` then tells apart what can
+have happened to messages on the way: lost (in front, in the middle, at the end), repeated, out of order, altered,
+unexpected. `source_trace` and `target_traces` fill them from streams, `archived` reads the archive through the cover
+rule.
 
-Streams are read raw, byte for byte, through a consumer of their own. In memory is one pull of messages at a
-time, beside 24 to 32 bytes for each message read.
+Streams are read raw, byte for byte, through their own consumer. Memory holds one pull of messages at a time, and 24 to
+32 bytes for each message read.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ class Trace:
         return len(self.sequences)
 
     def add(self, message: Message, subject: bytes | None = None) -> None:
-        """Note the next message, under another `subject` if one is given."""
         subject = message.subject if subject is None else subject
         self.sequences.append(message.sequence)
         self.timestamps.append(message.timestamp_ns)
@@ -81,7 +80,6 @@ class Trace:
 
     @classmethod
     def of(cls, messages: Iterable[Message], subject: SubjectMap = same_subject) -> Trace:
-        """The trace of `messages`, each under its mapped subject."""
         trace = cls()
         for message in messages:
             trace.add(message, subject(message.subject))
@@ -92,8 +90,8 @@ class Trace:
 class Comparison:
     """How what was found differs from what was expected; counts of messages.
 
-    `gone`: found, and no longer held by the source, which does not count as damage. `left_out`: not found, as
-    the archive's ledger says. `examples`: a few lines that name sequences.
+    `gone`: found, and no longer held by the source, which does not count as damage. `left_out`: not found, in agreement
+    with the archive's ledger. `examples`: a few lines that name sequences.
     """
 
     name: str = ""
@@ -117,17 +115,14 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
         return not (self.lost or self.repeated or self.out_of_order or self.altered or self.unexpected)
 
     def line(self) -> str:
-        """The verdict in one line."""
         more = f", unexpected {self.unexpected}" if self.unexpected else ""
         counts = f"lost {self.lost}, repeated {self.repeated}, out of order {self.out_of_order}"
         return f"{counts}, altered {self.altered}{more}"
 
     def report(self) -> str:
-        """The verdict, and lines that say which messages."""
         return "\n".join((f"{self.name}: {self.line()}" if self.name else self.line(), *self.examples))
 
 
@@ -142,9 +137,9 @@ def compare(expected: Trace, found: Trace, *, name: str = "", may_be_gone: bool 
 
 
 def allow(comparison: Comparison, left_out: int) -> Comparison:
-    """The comparison where `left_out` messages, no more and no fewer, were left out by choice.
+    """The comparison if `left_out` messages, no more and no fewer, were left out on purpose.
 
-    Where another number is missing, the difference counts as lost.
+    If another number is missing, the difference counts as lost.
     """
     missing = comparison.lost
     if missing == left_out:
@@ -161,7 +156,6 @@ def allow(comparison: Comparison, left_out: int) -> Comparison:
 
 
 def total(comparisons: Iterable[Comparison], name: str = "") -> Comparison:
-    """The sums over several chains."""
     result = Comparison(name=name)
     counts = [key for key in Comparison.__slots__ if key not in ("name", "examples")]
     for one in comparisons:
@@ -172,7 +166,7 @@ def total(comparisons: Iterable[Comparison], name: str = "") -> Comparison:
 
 
 class _Walk:
-    """One pass over what was found, beside a mark for each message that was expected."""
+    """One pass over the found messages, with a mark for each expected message."""
 
     def __init__(self, expected: Trace, found: Trace, name: str, may_be_gone: bool) -> None:
         self._expected, self._found, self._name = expected, found, name
@@ -202,7 +196,7 @@ class _Walk:
         )
 
     def _take(self, index: int, sequence: int) -> bool:
-        """Judge the message at `index`; False if it was there before."""
+        """Judges the message at `index`; False if it was there before."""
         place = self._place(sequence)
         if place is None:
             return self._take_other(sequence)
@@ -214,7 +208,6 @@ class _Walk:
         return True
 
     def _place(self, sequence: int) -> int | None:
-        """Where `expected` holds the sequence; None if it does not."""
         place = bisect_left(self._expected.sequences, sequence)
         held = place < len(self._expected) and self._expected.sequences[place] == sequence
         return place if held else None
@@ -238,7 +231,7 @@ class _Walk:
             self._note("altered", f"sequence {sequence}: timestamp {there} became {here}")
 
     def _lost(self) -> tuple[int, int, int]:
-        """Lost in front, in the middle, at the end; where nothing came at all, all is lost at the end."""
+        """Lost in front, in the middle, at the end; if nothing came at all, all is lost at the end."""
         lost = self._seen.count(0)
         if lost:
             self._example_lost()
@@ -269,7 +262,7 @@ def _require_order(trace: Trace) -> None:
 
 
 async def source_trace(client: FloeClient, stream: str, subject: SubjectMap = same_subject) -> Trace:
-    """What the stream holds now. Raises ConfigError where it does not exist."""
+    """Raises ConfigError where the stream does not exist."""
     trace = Trace()
     last = await read_stream(client, stream, lambda message: trace.add(message, subject(message.subject)))
     trace.through = last
@@ -289,7 +282,6 @@ class Arrived:
     foreign: int = 0
 
     def take(self, message: Message) -> None:
-        """Note one message of the target."""
         provenance, original = restore(message.headers)
         if provenance is None:
             self.foreign += 1
@@ -303,14 +295,14 @@ class Arrived:
 
 
 async def target_traces(client: FloeClient, stream: str) -> Arrived:
-    """What has arrived in the target stream. Raises ConfigError where it does not exist."""
+    """Raises ConfigError where the stream does not exist."""
     arrived = Arrived()
     await read_stream(client, stream, arrived.take)
     return arrived
 
 
 async def read_stream(client: FloeClient, stream: str, take: Callable[[Message], None]) -> int:
-    """Give every message that the stream holds to `take`, in order; the stream's last sequence.
+    """Gives every message that the stream holds to `take`, in order; returns the stream's last sequence.
 
     Raises ConfigError where the stream does not exist, else as `scan`.
     """
@@ -323,7 +315,7 @@ async def read_stream(client: FloeClient, stream: str, take: Callable[[Message],
 
 
 def archived(store: SegmentStore, chain: Chain, position: int = 1) -> Iterator[Message]:
-    """The messages that the cover of `chain` holds from `position` on; holes are stepped over."""
+    """The messages that the cover of `chain` holds from `position` on; holes are skipped."""
     for stretch in cover(store.list(chain, position=position), position):
         with open_stretch(store, stretch) as reader:
             for batch in reader.batches(stretch.rows):

@@ -24,12 +24,11 @@ ATTEMPTS = 3  # of a question whose answer was lost
 
 @dataclass(frozen=True, slots=True)
 class StreamInfo:
-    """What STREAM.INFO says of a stream, by its leader or by one that was deposed and does not know yet.
+    """What STREAM.INFO says of a stream; a leader that was deposed and does not know it yet may answer too.
 
     `first_sequence`, `last_sequence`: 0 where the stream never held a message; `first_sequence` is above
-    `last_sequence` where it is empty now. `created`, `first_timestamp`, `last_timestamp`: RFC 3339, as given.
-    `leader`: empty on a single server and where there is none now. `time`: the server's, when it answered;
-    empty before 2.10.
+    `last_sequence` where it is empty now. `created`, `first_timestamp`, `last_timestamp`: RFC 3339, as given. `leader`:
+    empty on a single server and where there is none now. `time`: the server's, when it answered; empty before 2.10.
     """
 
     name: str
@@ -68,9 +67,9 @@ class ConsumerInfo:
 async def ask(
     client: FloeClient, name: str, request: dict[str, Any] | None = None, *, timeout: float = 5.0
 ) -> dict[str, Any]:
-    """A question that changes nothing, so that a lost answer is asked for again.
+    """Asks a question that changes nothing, so a lost answer is asked for again.
 
-    Raises Unavailable where none comes within `timeout` seconds, else as `FloeClient.api`.
+    Raises Unavailable where no answer comes within `timeout` seconds, else as `FloeClient.api`.
     """
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout):
@@ -93,19 +92,19 @@ async def find(
 
 
 async def stream_info(client: FloeClient, stream: str) -> StreamInfo | None:
-    """What the server says of the stream; None if there is none of this name."""
+    """None if there is no such stream."""
     answer = await find(client, f"STREAM.INFO.{token(stream)}", STREAM_NOT_FOUND)
     return None if answer is None else _stream_info(answer)
 
 
 async def most_replicas(client: FloeClient, streams: Iterable[str]) -> int:
-    """As many as the most replicated of the streams has; 1 where there is none of them."""
+    """The replicas of the most replicated of the streams; 1 where none of them exists."""
     found = [await stream_info(client, stream) for stream in sorted(set(streams))]
     return max((int(info.config.get("num_replicas", 1)) for info in found if info), default=1)
 
 
 async def create_stream(client: FloeClient, config: dict[str, Any]) -> StreamInfo:
-    """Create the stream `config["name"]`; the same configuration again changes nothing. Raises ApiError."""
+    """Creates the stream `config["name"]`; the same configuration again changes nothing. Raises ApiError."""
     return _stream_info(await client.api(f"STREAM.CREATE.{token(config['name'])}", config))
 
 
@@ -119,13 +118,13 @@ async def next_message(client: FloeClient, stream: str, sequence: int, filter_su
 
 
 async def message_of(client: FloeClient, stream: str, request: dict[str, Any]) -> Message | None:
-    """The message that `request` asks STREAM.MSG.GET for; None if there is none."""
+    """None if there is no such message."""
     answer = await find(client, f"STREAM.MSG.GET.{token(stream)}", MESSAGE_NOT_FOUND, request=request)
     return None if answer is None else stored_message(answer)
 
 
 async def absent(client: FloeClient, stream: str, within: SequenceRange) -> list[SequenceRange]:
-    """The sequences of `within` that the stream does not hold; one question for each that it holds.
+    """The sequences of `within` that the stream does not hold; one request for each that it holds.
 
     Raises ApiError where there is no such stream.
     """
@@ -156,7 +155,7 @@ def stored_message(answer: dict[str, Any]) -> Message:
 
 
 async def create_consumer(client: FloeClient, stream: str, config: dict[str, Any]) -> ConsumerInfo:
-    """Create the consumer `config["name"]` (or `durable_name`).
+    """Creates the consumer `config["name"]` (or `durable_name`).
 
     Raises ApiError, also where one of that name exists with another configuration.
     """
@@ -169,14 +168,14 @@ async def create_consumer(client: FloeClient, stream: str, config: dict[str, Any
 
 
 async def consumer_info(client: FloeClient, stream: str, consumer: str) -> ConsumerInfo | None:
-    """What the server says of the consumer; None if the stream or the consumer is not there."""
+    """None if the stream or the consumer does not exist."""
     name = f"CONSUMER.INFO.{token(stream)}.{token(consumer)}"
     answer = await find(client, name, STREAM_NOT_FOUND, CONSUMER_NOT_FOUND)
     return None if answer is None else _consumer_info(answer)
 
 
 async def consumer_names(client: FloeClient, stream: str) -> list[str]:
-    """The names of all consumers of the stream. Raises ApiError where there is no such stream."""
+    """Raises ApiError where there is no such stream."""
     names: list[str] = []
     while True:
         answer = await ask(client, f"CONSUMER.NAMES.{token(stream)}", {"offset": len(names)})
@@ -187,7 +186,7 @@ async def consumer_names(client: FloeClient, stream: str) -> list[str]:
 
 
 async def delete_consumer(client: FloeClient, stream: str, consumer: str) -> bool:
-    """Delete the consumer; False if it was not there."""
+    """False if it did not exist."""
     try:
         await client.api(f"CONSUMER.DELETE.{token(stream)}.{token(consumer)}")
     except ApiError as error:
@@ -241,7 +240,7 @@ def _count(value: Any) -> int:
 
 
 def token(name: str) -> str:
-    """`name` as one token of an API subject. Raises ValueError where it is more or less than that."""
+    """`name`, if it is one token of an API subject; else raises ValueError."""
     if not re.fullmatch(r"[^\s.*>/\\\x00-\x1f\x7f]+", name):
         raise ValueError(f"name {name!r}: expected no space . * > / or \\")
     return name

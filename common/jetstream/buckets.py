@@ -16,8 +16,8 @@ from common.settings.service import ServiceSettings
 
 
 async def kv_replicas(client: FloeClient, settings: ServiceSettings, target: str = "") -> int:
-    """What the configuration says; else as many as the most replicated of its streams has, or will have when
-    it is created. `target`: of a replay; it counts as well.
+    """What the configuration says; else as many as the most replicated of its streams has, or will have when it is
+    created. `target`: of a replay; it counts as well.
     """
     if settings.kv_replicas:
         return settings.kv_replicas
@@ -36,13 +36,13 @@ async def _replicas(client: FloeClient, target: TargetSettings) -> int:
 
 
 async def open_state(client: FloeClient, settings: ServiceSettings, *, target: str = "") -> KeyValue:
-    """The bucket of the state, made where it is missing. `target`: as of `kv_replicas`."""
+    """The bucket of the state, created if it is missing. `target`: as in `kv_replicas`."""
     replicas = partial(kv_replicas, client, settings, target)
     return await KeyValue.open(client, settings.state_bucket, replicas=replicas)
 
 
 def optional_state(client: FloeClient, settings: ServiceSettings) -> KeyValue:
-    """The same for a command that may only look."""
+    """For a command that may only read: a missing bucket is empty, and is created by the first write."""
     replicas = partial(kv_replicas, client, settings)
     return KeyValue(client, settings.state_bucket, replicas=replicas, optional=True)
 
@@ -50,14 +50,13 @@ def optional_state(client: FloeClient, settings: ServiceSettings) -> KeyValue:
 async def open_leases(
     client: FloeClient, settings: ServiceSettings, owner: str, clock: Clock, *, target: str = ""
 ) -> Leases:
-    """The leases of `owner`, their bucket made where it is missing. `target`: as of `kv_replicas`."""
+    """The leases of `owner`; their bucket is created if it is missing. `target`: as in `kv_replicas`."""
     ttl, replicas = settings.lease_ttl, partial(kv_replicas, client, settings, target)
     bucket = await KeyValue.open(client, settings.lease_bucket, ttl=ttl, replicas=replicas)
     return Leases(bucket, owner, ttl, clock)
 
 
 def optional_leases(client: FloeClient, settings: ServiceSettings, owner: str, clock: Clock) -> Leases:
-    """The same for a command that may only look."""
     ttl, replicas = settings.lease_ttl, partial(kv_replicas, client, settings)
     bucket = KeyValue(client, settings.lease_bucket, ttl=ttl, replicas=replicas, optional=True)
     return Leases(bucket, owner, ttl, clock)
@@ -65,9 +64,9 @@ def optional_leases(client: FloeClient, settings: ServiceSettings, owner: str, c
 
 @asynccontextmanager
 async def state_of_ingress(settings: Settings, name: str) -> AsyncIterator[tuple[FloeClient, KeyValue]]:
-    """A connection for the command `name`, and over it the bucket with the states of the targets.
+    """A connection for the command `name`, and through it the bucket with the states of the targets.
 
-    Raises what connecting raises.
+    Raises what `connect` raises.
     """
     client = await connect(settings.nats_for("ingress"), name=name)
     try:

@@ -43,7 +43,7 @@ log = get_logger(__name__)
 PING_INTERVAL = 10.0  # seconds; a dead connection is noticed within twice that
 READ_SIZE = 256 * 1024  # bytes of one read
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between attempts, before jitter
-GOOD_WHILE = 1.0  # seconds that a connection stands before its loss counts as the first
+GOOD_WHILE = 1.0  # seconds after which the loss of a connection counts as the first
 CLOSE_TIMEOUT = 2.0  # seconds for the server to take what is still buffered
 SUBSCRIBE_TIMEOUT = 5.0  # seconds
 MOST_REFUSALS = 1000  # subjects whose refusal is remembered
@@ -60,11 +60,10 @@ async def connect(
     rng: random.Random | None = None,
     ping_interval: float = PING_INTERVAL,
 ) -> FloeClient:
-    """Connect, trying all servers for `settings.connect_timeout`; then the client reconnects by itself.
+    """Connects, trying all servers for `settings.connect_timeout`; then the client reconnects by itself.
 
-    `name` is what the server shows of this connection. Raises Unavailable where no server answers in time,
-    Refused for a credential or certificate that is refused, ConfigError for TLS that cannot work and for a
-    server that takes no headers.
+    `name` is what the server shows of this connection. Raises Unavailable where no server answers in time, Refused for
+    a credential or certificate that is refused, ConfigError for TLS that cannot work and for a server without headers.
     """
     clock, rng, settings = clock or SystemClock(), rng or random.SystemRandom(), credentials.with_context(settings)
     auth = credentials.credential(settings, clock)
@@ -95,7 +94,6 @@ async def connect(
 
 
 def no_headers() -> ConfigError:
-    """What to say of a server that takes no headers: nothing that Floe stores goes without."""
     return ConfigError(
         "nats-server: expected one that takes headers, found `headers: false`",
         hint="take no_header_support out of its configuration",
@@ -110,16 +108,16 @@ class RawSubscription:
         self._client, self._sid, self.subject = client, sid, subject
 
     async def unsubscribe(self) -> None:
-        """End it: no message reaches the sink any more."""
+        """No message reaches the sink after this."""
         self._client.drop(self._sid)
 
 
 class FloeClient(Client):
     """A NATS connection, made by `connect` and closed by `aclose`.
 
-    `generation` rises with each attempt to reconnect, before any message of the new connection reaches a
-    sink: whoever asked under a former generation may have lost answers. Until all subscriptions stand again
-    `is_up` is False, and `send` raises Unavailable.
+    `generation` rises with each attempt to reconnect, before any message of the new connection reaches a sink: answers
+    to requests of a former generation may be lost. Until all subscriptions exist again `is_up` is False, and `send`
+    raises Unavailable.
     """
 
     def __init__(
@@ -141,30 +139,27 @@ class FloeClient(Client):
 
     @property
     def is_up(self) -> bool:
-        """Whether messages can be sent now and every subscription stands."""
         return self._up.is_set() and self.is_connected
 
     @property
     def server_version(self) -> tuple[int, int, int]:
-        """Of the server connected to last, such as (2, 15, 1)."""
         text = str(self._server_info.get("version", "")).partition("-")[0]
         major, minor, patch = [*map(int, re.findall(r"\d+", text)), 0, 0, 0][:3]
         return major, minor, patch
 
     @property
     def takes_headers(self) -> bool:
-        """Whether the server connected to last takes messages with headers."""
         return self._server_info.get("headers") is True
 
     async def wait_up(self, timeout: float) -> bool:
-        """Wait until `is_up`, at most `timeout` seconds; whether it is."""
+        """Waits at most `timeout` seconds; returns `is_up`."""
         return self.is_up or (await wait_for(self._up, timeout) and self.is_up)
 
     def add_listener(self, listener: Callable[[bool], None]) -> Callable[[], None]:
-        """Call `listener` with False when the connection is lost, with True when it is up again.
+        """Calls `listener` with False when the connection is lost, with True when it is up again.
 
-        It must not raise: that would end the service. Returns what removes it; a closed client has none any
-        more.
+        It must not raise: that would end the service. Returns a function that removes it; closing the client removes
+        all.
         """
         listening = guarded(listener, orphaned)
         self._listeners.append(listening)
@@ -176,10 +171,10 @@ class FloeClient(Client):
         return forget
 
     def send(self, frames: bytes) -> None:
-        """Buffer bytes made by `frame` and have them written soon. Raises Unavailable while not `is_up`.
+        """Buffers bytes made by `frame`; they are written soon. Raises Unavailable while not `is_up`.
 
-        The buffer is unbounded: whoever sends much awaits `flush_writes` now and then. What is still buffered
-        when the connection is lost is dropped, never sent later.
+        The buffer is unbounded: who sends much awaits `flush_writes` now and then. What is still buffered when the
+        connection is lost is dropped, never sent later.
         """
         if not self.is_up:
             raise Unavailable("the NATS connection is down")
@@ -190,9 +185,9 @@ class FloeClient(Client):
             self._flush_queue.put_nowait(asyncio.get_running_loop().create_future())
 
     async def flush_writes(self) -> None:
-        """Return when all that was sent is with the operating system, however long that takes.
+        """Returns when all that was sent is with the operating system, however long that takes.
 
-        Raises Unavailable where the connection was lost meanwhile; what arrived is then unknown.
+        Raises Unavailable where the connection was lost meanwhile; it is then unknown what arrived.
         """
         generation = self.generation
         if self.is_up:
@@ -206,12 +201,12 @@ class FloeClient(Client):
     async def request_raw(
         self, subject: bytes, payload: bytes, headers: bytes | None = None, *, timeout: float
     ) -> Answer:
-        """Send one message and return payload and header block of the answer.
+        """Sends one message and returns payload and header block of the answer.
 
-        Raises Unavailable where nothing was sent (what is larger than the server takes would cut the
-        connection, and another server may take it) or nobody listens, Refused without the permission,
-        OutcomeUnknown where it was sent and no answer came within `timeout` seconds or before the connection
-        was lost, ValueError for what the wire cannot carry.
+        Raises Unavailable where nothing was sent (a message that is too large for the server would end the connection;
+        another server may take it) or no one listens on the subject, Refused without the permission, OutcomeUnknown
+        where it was sent and no answer came within `timeout` seconds or before the connection was lost, ValueError for
+        what the wire cannot carry.
         """
         if not await self.wait_up(timeout):
             raise Unavailable("the NATS connection is down")
@@ -234,7 +229,7 @@ class FloeClient(Client):
         return answer, block
 
     async def api(self, name: str, request: dict[str, Any] | None = None, *, timeout: float = 5.0) -> dict[str, Any]:
-        """Ask the JetStream API, `name` without `$JS.API.`, and return the answer's document.
+        """Asks the JetStream API, `name` without `$JS.API.`, and returns the document of the answer.
 
         Raises ApiError where JetStream refuses, else as `request_raw`.
         """
@@ -244,15 +239,14 @@ class FloeClient(Client):
         return api_answer(subject, answer)
 
     def api_subject(self, name: str) -> str:
-        """The subject of the JetStream API call `name`, such as `CONSUMER.MSG.NEXT.S.C`, in this domain."""
         return f"$JS.{self._domain}.API.{name}" if self._domain else f"$JS.API.{name}"
 
     async def subscribe_raw(self, subject: str, sink: Sink, tell: Tell = orphaned) -> RawSubscription:
-        """Hand every message on `subject` to `sink`, from the read loop, status messages included.
+        """Gives every message on `subject` to `sink`, from the read loop, status messages included.
 
-        Where the sink raises, the subscription ends and its owner is told; without one the service ends.
-        Returns when the server has taken the subscription. Raises Refused without the permission, Unavailable
-        where the connection stays down, ValueError for what is no subject.
+        Where the sink raises, the subscription ends and its owner is told; without an owner the service ends. Returns
+        when the server has accepted the subscription. Raises Refused without the permission, Unavailable where the
+        connection stays down, ValueError for an invalid subject.
         """
         check_subject(subject.encode())
         if not await self.wait_up(SUBSCRIBE_TIMEOUT):
@@ -270,22 +264,21 @@ class FloeClient(Client):
         return RawSubscription(self, sid, subject)
 
     def drop(self, sid: int) -> None:
-        """End a raw subscription; nothing where it has ended already."""
         self._sinks.pop(b"%d" % sid, None)
         self._owners.pop(b"%d" % sid, None)
         if self._subs.pop(sid, None) is not None and self.is_up:
             self.send(b"UNSUB %d\r\n" % sid)
 
     def refusal(self, subject: bytes) -> Refused | None:
-        """What the server said of this connection's right to `subject`; None if it has not complained."""
+        """The server's complaint about this connection's right to `subject`; None if there was none."""
         if (text := self._refusals.get(subject)) is None:
             return None
-        # The subject stands in quotes, as it is: upper and lower case make other subjects.
+        # The subject is in quotes, unchanged: upper and lower case make different subjects.
         text = re.sub(r'^[^"]*', lambda words: words[0].lower(), text)
         return Refused(text, hint=f"grant it to {self._auth.label}", code="E-NATS-PERMISSION")
 
     async def aclose(self) -> None:
-        """Let the server take what is buffered (if it does soon) and close.
+        """Lets the server take what is buffered (if it does so soon) and closes.
 
         Waiting requests end with OutcomeUnknown.
         """
@@ -305,7 +298,7 @@ class FloeClient(Client):
     # Connecting
 
     async def open(self, servers: list[str], name: str, timeout: float) -> None:
-        """One attempt at the first of `servers`; from then on reconnects for ever, to any of them."""
+        """One attempt at the first of `servers`; from then on it reconnects for ever, to any of them."""
         self._public_nkey = self._auth.public_nkey or None
         await super().connect(
             servers,
@@ -332,7 +325,6 @@ class FloeClient(Client):
         return credentials.tls_context(self._settings)
 
     async def _select_next_server(self) -> None:
-        """One attempt at the next server, after a pause that grows with the failures, with jitter."""
         self._abort()
         if self._current_server is not None:
             await self.clock.sleep(self._backoff.next())
@@ -364,11 +356,11 @@ class FloeClient(Client):
         if initial_connection and info.get("tls_available") and credentials.wants_tls(self._settings):
             info["tls_required"] = True
         await super()._process_info(info, initial_connection)
-        # A server that is configured anew says so on connections that stand.
+        # A server with a changed configuration says so on open connections.
         self._max_payload = info.get("max_payload", self._max_payload)
 
     def _connect_command(self) -> bytes:
-        """The line that carries the credential: before it is made, TLS stands or will not come."""
+        """The line that carries the credential. Before it is made, TLS is up or will not come."""
         writer = self._wire._io_writer
         if writer.get_extra_info("ssl_object") is None:
             if credentials.wants_tls(self._settings):
@@ -400,12 +392,12 @@ class FloeClient(Client):
     async def _flusher(self) -> None:
         try:
             await super()._flusher()
-        except Exception as error:  # nothing would be written any more, while messages still come
+        except Exception as error:  # nothing would be written any more, while messages still arrive
             await self._process_op_err(error)
 
     async def _ping_interval(self) -> None:
-        """The watchdog of one connection: it ends in a reconnect when nothing comes back any more, or when it
-        fails itself: nobody else would notice.
+        """The watchdog of one connection: it reconnects when no answers come any more, and when it fails itself:
+        nothing else would notice.
         """
         try:
             while True:
@@ -425,7 +417,7 @@ class FloeClient(Client):
         try:
             self._went_down("the connection was lost")
             await super()._process_op_err(e)
-        except Exception as failure:  # nobody would connect again, and nobody awaits the task that asked for it
+        except Exception as failure:  # no one would reconnect, and the task that asked for it is not awaited
             orphaned(failure)
 
     async def _attempt_reconnect(self) -> None:
@@ -446,7 +438,6 @@ class FloeClient(Client):
         self._tell(True)
 
     def _went_down(self, why: str) -> None:
-        """Forget what was buffered for the lost connection, and tell all who wait."""
         if (was_up := self._up.is_set()) and self.clock.monotonic() - self._up_since >= GOOD_WHILE:
             self._backoff.reset()
         self._up.clear()
@@ -465,9 +456,9 @@ class FloeClient(Client):
             listener(up)
 
     def _abort(self) -> None:
-        """Drop the socket at once: an orderly close of a dead connection waits for its unsent bytes.
+        """Drops the socket at once: an orderly close of a dead connection waits for its unsent bytes.
 
-        Nor does anybody wait for its end; nats-py would for ever, after a TLS handshake that failed.
+        It does not wait for the end either; nats-py would wait for ever after a TLS handshake that failed.
         """
         if (writer := getattr(self._transport, "_io_writer", None)) is not None:
             writer.transport.abort()
@@ -501,14 +492,13 @@ class FloeClient(Client):
     async def _on_message(
         self, sid: bytes, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None
     ) -> None:
-        """A message of a subscription made through nats-py itself."""
         try:
             await self._process_msg(int(sid), subject, reply, payload, cast(bytes, headers))
         except (ValueError, IndexError) as error:
             log.warning("message dropped", action="nats_poison", subject=repr(subject), reason=reason(error))
 
     def _on_broken(self, sid: bytes, error: Exception) -> None:
-        """What a sink raises is no fault of the connection, on which others read."""
+        """An error of a sink is not a fault of the connection, which serves others too."""
         tell = self._owners.get(sid, orphaned)
         self.drop(int(sid))
         tell(error)
@@ -531,7 +521,7 @@ class FloeClient(Client):
             self._requests.fail(refused, None if subject == self._inbox + b"*" else subject)
 
     async def _on_error(self, error: Exception) -> None:
-        """A failed attempt to connect: told once for each new reason, not twice a second for an hour."""
+        """A failed attempt to connect: reported once for each new reason, not twice a second for an hour."""
         text = reason(error)
         if credentials.is_refusal(text):
             self._auth.renew()  # for the next attempt

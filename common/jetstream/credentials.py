@@ -39,11 +39,11 @@ _SEED = re.compile(rb"-----BEGIN USER NKEY SEED-----\s+(\S+)")
 
 @dataclass(frozen=True, slots=True)
 class Credential:
-    """`label`: how messages name it, such as `credentials_file /etc/floe.creds`; `options`: for the NATS
-    client. `is_secret`: whether what is shown to the server is a secret itself (a password, a token), not a
-    signature; `file`: where it stands in a file that may be read again.
+    """`label`: how messages name it, such as `credentials_file /etc/floe.creds`; `options`: for the NATS client.
+    `is_secret`: whether what is sent to the server is a secret itself (a password, a token), not a signature; `file`:
+    the file with the secret, which may be read again.
 
-    `public_nkey`: the public key to show where a bare NKEY is the credential, else empty.
+    `public_nkey`: the public key to send where a bare NKEY is the credential, else empty.
     """
 
     label: str
@@ -52,14 +52,14 @@ class Credential:
     file: FileSecret | None = None
 
     def renew(self) -> str:
-        """Read again what was refused; what it is now, empty where it stands in no file."""
+        """Reads a refused secret again and returns it; empty where it is not in a file."""
         if self.file is not None:
             self.file.read_again()
         return self.in_file
 
     @property
     def in_file(self) -> str:
-        """The secret that is shown, where it stands in a file that may be read again; else empty."""
+        """The secret that is sent, if it is in a file that may be read again; else empty."""
         return "" if self.file is None else self.file.get_secret_value()
 
     @property
@@ -70,7 +70,7 @@ class Credential:
 def credential(settings: NatsSettings, clock: Clock) -> Credential:
     """The credential that `settings` name.
 
-    Raises Refused where a file is missing, unreadable or no credential.
+    Raises Refused where a file is missing, unreadable or does not hold a credential.
     """
     seed = _File("nkey_seed_file", settings.nkey_seed_file)
     if settings.credentials_file or settings.jwt_file:
@@ -90,7 +90,6 @@ def credential(settings: NatsSettings, clock: Clock) -> Credential:
 
 
 def _shown(secret: SecretStr) -> tuple[str | Callable[[], str], FileSecret | None]:
-    """A secret as the NATS client takes it: of a file what it is when it is shown."""
     if isinstance(secret, FileSecret):
         return secret.get_secret_value, secret
     return secret.get_secret_value(), None
@@ -98,7 +97,7 @@ def _shown(secret: SecretStr) -> tuple[str | Callable[[], str], FileSecret | Non
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file that holds a credential or a part of one; `key` is the setting that names it."""
+    """A file that holds a credential or a part of it; `key` is the setting that names it."""
 
     key: str
     path: str
@@ -107,7 +106,7 @@ class _File:
         return f"{self.key} {self.path}"
 
     def jwt(self) -> bytes:
-        """The user JWT of a credentials file, or the whole of a file that holds nothing else."""
+        """The user JWT of a credentials file, or the whole content of a file that holds nothing else."""
         content = self._read()
         found = _JWT.search(content)
         jwt = found[1] if found else content.strip()
@@ -116,7 +115,6 @@ class _File:
         return jwt
 
     def sign(self, nonce: str) -> bytes:
-        """The signature over `nonce`, in Base64, by the seed in the file."""
         return base64.b64encode(self._key_pair().sign(nonce.encode()))
 
     def public_key(self) -> str:
@@ -157,7 +155,6 @@ class _File:
 
 
 def is_loopback(peer: object) -> bool:
-    """Whether the address that a socket is connected to (its peername) is this host's own."""
     try:
         address = ipaddress.ip_address(str(peer[0]).partition("%")[0]) if isinstance(peer, tuple) else None
     except (ValueError, IndexError):
@@ -167,7 +164,6 @@ def is_loopback(peer: object) -> bool:
 
 
 def plaintext(server: str, auth: Credential) -> ConfigError:
-    """A credential that is a secret is not sent to `server`, because the connection is not encrypted."""
     hint = f"nats.url: tls://{server}, or nats.allow_plaintext: true where nobody else is on the way"
     text = f"nats server {server}: expected TLS for {auth.label}, found none; nothing was sent"
     return ConfigError(text, hint=hint, code="E-NATS-PLAINTEXT")
@@ -182,7 +178,7 @@ def wants_tls(settings: NatsSettings) -> bool:
 
 
 def tls_context(settings: NatsSettings) -> ssl.SSLContext:
-    """The context that `nats.tls` describes. Raises ConfigError naming the file and the reason."""
+    """Raises ConfigError that names the file and the reason."""
     tls = settings.tls
     try:
         context = ssl.create_default_context(cafile=tls.ca or None)
@@ -212,9 +208,9 @@ _UNSUPPORTED = ("nsc", "jetstream_api_prefix", "user_jwt", "user_seed", "socks_p
 
 
 def with_context(settings: NatsSettings) -> NatsSettings:
-    """`settings`, where a key that is not set there comes from the context they name.
+    """`settings`; keys that are not set come from the context they name.
 
-    Raises ConfigError where the context cannot be read or holds what Floe does not support.
+    Raises ConfigError where the context cannot be read or holds something that Floe does not support.
     """
     if not settings.context:
         return settings
@@ -253,7 +249,7 @@ def _translate(document: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _first_problem(error: ValueError) -> str:
-    """What is wrong with which key; pydantic's own text would show the values, secrets among them."""
+    """Which key is wrong, and why; pydantic's own text would show the values, secrets among them."""
     problems: list[dict[str, Any]] = getattr(error, "errors", list)()
     first = problems[0] if problems else {}
     return f"{'.'.join(str(part) for part in first.get('loc', ()))}: {first.get('msg', 'not valid')}".strip(": ")
@@ -263,23 +259,20 @@ _REFUSED = re.compile(r"authorization violation|authentication (expired|revoked)
 
 
 def reason(error: BaseException) -> str:
-    """What an exception of the NATS client says, without its decoration."""
     text = str(error) or type(error).__name__
     return text.removeprefix("nats: ").strip(" '")
 
 
 def host(url: str) -> str:
-    """`HOST:PORT` of a server's URL, never a credential that stands in it."""
+    """`HOST:PORT` of a server's URL, never a credential in it."""
     return urlsplit(url if "://" in url else f"nats://{url}").netloc.rpartition("@")[2]
 
 
 def is_refusal(text: str) -> bool:
-    """Whether a server says so that it does not take the credential."""
     return _REFUSED.search(text) is not None
 
 
 def explain(error: BaseException, server: str, auth: Credential, settings: NatsSettings) -> BaseException:
-    """What failed at the first connect; an error of Floe and what is no error stay as they are."""
     if isinstance(error, FloeError) or not isinstance(error, Exception):
         return error
     where, text = f"nats server {host(server)}", reason(error)

@@ -42,12 +42,12 @@ _FLOE = (_SOURCE_PREFIX, _ORIGINAL_PREFIX, _EMPTY, _BLOCK_PREFIX)
 
 
 def lines(block: bytes) -> list[bytes]:
-    """What lies between the CR LFs of any block, without its first and without empty lines."""
+    """The lines of any block, without its first and without empty ones."""
     return [line for line in block.split(CRLF)[1:] if line]
 
 
 def parse_block(block: bytes) -> list[tuple[bytes, bytes]]:
-    """Names and values in order, with repeats, as written: one space after the colon is the separator's.
+    """Names and values in order, with repeats, as written: one space after the colon belongs to the separator.
 
     A line without a colon is a name with an empty value.
     """
@@ -56,9 +56,9 @@ def parse_block(block: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def build_block(block_lines: Iterable[bytes]) -> bytes:
-    """The block of these lines, each `Name: value` without its CR LF.
+    """A block of these lines, each `Name: value` without its CR LF.
 
-    Raises ValueError for CR, LF or nothing.
+    Raises ValueError for a line with CR or LF, and for an empty line.
     """
     wanted = list(block_lines)
     for line in wanted:
@@ -77,10 +77,9 @@ def header(block: bytes | None, name: bytes) -> bytes | None:
 
 
 def status(block: bytes | None) -> tuple[int, bytes] | None:
-    """Code and description of a status line such as `NATS/1.0 404 No Messages`; None where the block has
-    none.
+    """Code and description of a status line such as `NATS/1.0 404 No Messages`; None where the block has none.
 
-    A stored message may carry such a line too: what the server says itself comes without a `$JS.ACK…` reply.
+    A stored message may have such a line too: a status of the server itself comes without a `$JS.ACK…` reply.
     """
     first = (block or b"").partition(CRLF)[0]
     version, _, rest = first.partition(b" ")
@@ -101,7 +100,7 @@ class Provenance:
 
     @property
     def chain(self) -> Chain:
-        """Raises ValueError where the parts name no chain."""
+        """Raises ValueError where the parts are not a chain."""
         return Chain(self.site, self.feed, self.incarnation, self.partition)
 
     def line(self) -> bytes:
@@ -118,7 +117,7 @@ class Provenance:
 
     @classmethod
     def parse(cls, line: bytes) -> Provenance:
-        """What `line` wrote, with or without the header's name. Raises ValueError."""
+        """The reverse of `line`, with or without the header's name. Raises ValueError."""
         words = line.removeprefix(_SOURCE_PREFIX).split(b" ")
         if len(words) != 6 or not all(word.isdigit() for word in words[2:]):
             raise ValueError(f"provenance {line!r:.120}: expected site, feed and four numbers")
@@ -127,12 +126,10 @@ class Provenance:
 
 
 def escaped_lines(block: bytes | None, control_headers: frozenset[bytes], *, relay: bool = False) -> bytes:
-    """What a block under which a copy is stored takes from `block`, the message's own: lines, each with its CR
-    LF; empty for None.
+    """What the block of a copy takes from `block`, the message's own: lines, each with its CR LF; empty for None.
 
-    `control_headers`: lower-case names of headers that may act again. `relay`: the stream was itself written
-    by Floe: its `Floe-Source` lines stay hops, what it escaped stays escaped, Floe's own lines of that time are
-    dropped.
+    `control_headers`: lower-case names of headers that may act again. `relay`: the stream was itself written by Floe:
+    its `Floe-Source` lines stay hops, what it escaped stays escaped, other lines that Floe added then are dropped.
     """
     if block is None:
         return b""
@@ -170,9 +167,7 @@ def _inner(block: bytes) -> bytes | None:
 
 
 def restore(block: bytes | None) -> tuple[Provenance | None, bytes | None]:
-    """The newest provenance and the block that the publisher wrote; (None, `block`) for what Floe did not
-    write.
-    """
+    """The newest provenance and the block that the publisher wrote; (None, `block`) if Floe did not write it."""
     provenances, original = _read(block)
     return (provenances[0], original) if provenances else (None, block)
 
@@ -180,7 +175,7 @@ def restore(block: bytes | None) -> tuple[Provenance | None, bytes | None]:
 def hops(block: bytes | None) -> list[Provenance]:
     """All provenances, the newest first; more than one only behind a relay.
 
-    Empty for what Floe did not write.
+    Empty for a block that Floe did not write.
     """
     return _read(block)[0]
 
@@ -188,7 +183,7 @@ def hops(block: bytes | None) -> list[Provenance]:
 def is_replayed(block: bytes) -> bool:
     """Whether Floe wrote the block when it replayed a feed into its own source.
 
-    To be asked only where `Floe-*` headers are believed; a publisher's own header of that name is escaped.
+    Ask only where `Floe-*` headers are believed; a publisher's own header of that name is escaped.
     """
     return any(line.startswith(_REPLAY_PREFIX) for line in _floe_lines(block) or [])
 
@@ -214,7 +209,7 @@ def _original(written: list[bytes]) -> bytes | None:
 
 
 def _floe_lines(block: bytes) -> list[bytes] | None:
-    """The lines from `Floe-Source` on, where only `Nats-*` lines stand before; None for other blocks."""
+    """The lines from `Floe-Source` on, if only `Nats-*` lines come before; None for other blocks."""
     found = (_inner(block) or b"").split(CRLF)[:-1]
     for index, line in enumerate(found):
         if line.startswith(_SOURCE_PREFIX):

@@ -25,7 +25,7 @@ from common.tasks import Tell, orphaned
 NAME_IN_USE = 10058
 REQUEST_TIMEOUT = 5.0  # seconds
 PARALLEL_READS = 64
-PAUSES = (0.02, 0.05, 0.1, 0.2, 0.4)  # seconds before a write that reached nobody is sent again
+PAUSES = (0.02, 0.05, 0.1, 0.2, 0.4)  # seconds before a write that no server received is sent again
 KEYS_OF_ONE_ANSWER = 100_000  # the server's limit of subjects in one STREAM.INFO
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ _KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*")
 _FOREIGN = re.compile(rb"[^-_a-zA-Z0-9]")
 
 
-#: Replicas of a bucket that is made; a question is asked then only.
+#: Replicas of a bucket that is created; a function is called only then.
 Replicas = int | Callable[[], Awaitable[int]]
 
 
@@ -56,7 +56,7 @@ class KeyValue:
     """One bucket.
 
     Every method raises Unavailable where nothing was done, OutcomeUnknown where a change was sent and its
-    answer lost (read the key to settle it), BucketGone where somebody deleted the bucket, Refused without the
+    answer lost (read the key to settle it), BucketGone where the bucket was deleted, Refused without the
     right. `ttl`: seconds until the server removes an entry, None: never. `optional`: for a command that may
     only look: a missing bucket is empty, and is created by the first write.
     """
@@ -73,24 +73,23 @@ class KeyValue:
     async def open(
         cls, client: FloeClient, bucket: str, *, ttl: float | None = None, replicas: Replicas = 1
     ) -> KeyValue:
-        """The bucket of that name, created if it is missing.
+        """Creates the bucket if it is missing.
 
-        Raises ConfigError where the bucket exists with another time to live: leases would be held too long,
-        or state would vanish.
+        Raises ConfigError where the bucket exists with another time to live: leases would be held too long, or state
+        would vanish.
         """
         store = cls(client, bucket, ttl=ttl, replicas=replicas)
         await store.ensure()
         return store
 
     async def ensure(self) -> None:
-        """Create the bucket unless it is there."""
         info = await stream_info(self._client, self._stream)
         max_age = round((self.ttl or 0) * NS_PER_S)
         if info is None:
             replicas = self._replicas if isinstance(self._replicas, int) else await self._replicas()
             try:
                 info = await create_stream(self._client, self._config(max_age, replicas))
-            except ApiError as error:  # somebody else created it just now
+            except ApiError as error:  # another client created it just now
                 if error.err_code != NAME_IN_USE:
                     raise
                 info = await stream_info(self._client, self._stream)
@@ -104,12 +103,12 @@ class KeyValue:
             )
 
     async def get(self, key: str) -> KvEntry | None:
-        """The value of `key` by the leader; None where there is none, it was deleted, or it expired."""
+        """The value at the leader; None where there is none, it was deleted, or it expired."""
         last = await self._last(key)
         return None if last is None or _is_marker(last) else KvEntry(last.payload, last.sequence)
 
     async def create(self, key: str, value: bytes) -> int | None:
-        """Set `key` unless it has a value; its revision, or None where it has one."""
+        """Sets `key` unless it has a value; returns the revision, or None where it has one."""
         if (revision := await self._write(key, value, 0)) is not None:
             return revision
         if (last := await self._last(key)) is not None and not _is_marker(last):
@@ -117,26 +116,25 @@ class KeyValue:
         return await self._write(key, value, 0 if last is None else last.sequence)
 
     async def update(self, key: str, value: bytes, revision: int) -> int | None:
-        """Replace the value of that revision; the new revision, or None where the key has moved on."""
+        """Replaces the value of that revision; returns the new revision, or None where the key has changed."""
         return await self._write(key, value, revision)
 
     async def put(self, key: str, value: bytes) -> int:
-        """Set `key` whatever it holds; its revision."""
         if (revision := await self._write(key, value, None)) is None:
             raise OutcomeUnknown(f"key {key}: a write without a condition was refused as conditional")
         return revision
 
     async def delete(self, key: str, revision: int | None = None) -> bool:
-        """Delete `key`, if given only at that revision; False where the key has moved on."""
+        """Deletes `key`, if `revision` is given only at that revision; False where the key has changed."""
         return await self._write(key, b"", revision, b"KV-Operation: DEL") is not None
 
     async def listen(
         self, pattern: str, heard: Callable[[str, bytes | None], None], tell: Tell = orphaned
     ) -> RawSubscription:
-        """Call `heard` with key and value (None: deleted) of each write on keys like `pattern`, at once.
+        """Calls `heard` with key and value (None: deleted) of each write on keys like `pattern`, at once.
 
-        `*` stands for any token. A hint: a write that the server refuses is heard too, one may be missed, and
-        nothing is heard of what expires. `tell`, and what it raises, as of `subscribe_raw`.
+        `*` stands for any token. Only a hint: a write that the server refuses is heard too, one may be missed, and
+        expiry is not heard. `tell` and errors: as in `subscribe_raw`.
         """
 
         def sink(subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
@@ -146,7 +144,6 @@ class KeyValue:
         return await self._client.subscribe_raw(self._prefix + pattern, sink, tell)
 
     async def keys(self, prefix: str = "") -> list[str]:
-        """The keys that have a value and begin with `prefix`, sorted."""
         names = [name for name in await self._names(prefix) if name.startswith(prefix)]
         gate = asyncio.Semaphore(PARALLEL_READS)
 
@@ -173,13 +170,12 @@ class KeyValue:
                 raise Unavailable(f"keys of {self.bucket}: expected more behind {before}, found the same again")
 
     async def _last(self, key: str) -> Message | None:
-        """The last message of `key`, a marker too."""
         request = {"last_by_subj": self._subject(key)}
         answer = await self._ask(f"STREAM.MSG.GET.{self._stream}", request, MESSAGE_NOT_FOUND)
         return None if answer is None else stored_message(answer)
 
     async def _ask(self, name: str, request: dict[str, Any], *absent: int) -> dict[str, Any] | None:
-        """The answer; None for one of the errors `absent`, and where a bucket is missing that may be."""
+        """The answer; None for one of the errors `absent`, and for a missing bucket that is optional."""
         try:
             return await ask(self._client, name, request, timeout=self._timeout)
         except ApiError as error:
@@ -196,7 +192,7 @@ class KeyValue:
         return self._revision(key, answer, expected)
 
     async def _publish(self, subject: bytes, value: bytes, block: bytes) -> bytes:
-        """The server's answer. A bucket made just now may not be known yet at the server that we speak to."""
+        """The server's answer. A bucket created just now may not be known yet at the server we are connected to."""
         for pause in (*PAUSES, None):
             try:
                 return (await self._client.request_raw(subject, value, block, timeout=self._timeout))[0]
@@ -273,16 +269,15 @@ class Bucket(Protocol):
 class KvDocument(Generic[T]):
     """One key whose value is a T. Methods raise what the bucket raises.
 
-    `unreadable` makes the error of a value that is none, from what is wrong with it: `get` and `change` raise
-    it.
+    `unreadable` makes the error for an invalid value, from what is wrong with it: `get` and `change` raise it.
     """
 
     def __init__(self, bucket: Bucket, key: str, form: Form[T], unreadable: Callable[[str], Exception]) -> None:
         self._bucket, self.key, self._form, self._unreadable = bucket, key, form, unreadable
 
     async def get(self, *, anew: bool = False) -> tuple[T | None, int]:
-        """The value and its revision; None and 0 where there is none. `anew`: an unreadable value is as none,
-        with its revision, so that it can be replaced.
+        """The value and its revision; None and 0 where there is none. `anew`: an unreadable value counts as none, with
+        its revision, so that it can be replaced.
         """
         if (entry := await self._bucket.get(self.key)) is None:
             return None, 0
@@ -294,23 +289,21 @@ class KvDocument(Generic[T]):
             raise self._unreadable(f"{error} (begins {entry.value[:40]!r})") from error
 
     async def put(self, value: T) -> int:
-        """Have this value, whatever was there; its revision."""
         return await self._bucket.put(self.key, self._form.encode(value))
 
     async def create(self, value: T) -> int | None:
-        """As `KeyValue.create`."""
         return await self._bucket.create(self.key, self._form.encode(value))
 
     async def update(self, value: T, revision: int) -> int | None:
-        """As `KeyValue.update`; where `revision` is 0, as `create`."""
+        """As `KeyValue.update`; as `create` where `revision` is 0."""
         if revision == 0:
             return await self.create(value)
         return await self._bucket.update(self.key, self._form.encode(value), revision)
 
     async def change(self, step: Callable[[T | None], T | None], *, anew: bool = False) -> T | None:
-        """Have what `step` makes of the value (None: none is there), whoever else changes it too; what is
-        there then. Where `step` gives None, or the same again, the value stays. What `step` raises is raised.
-        `anew`: as in `get`.
+        """Replaces the value by what `step` makes of it (None: there is none), also while others change it; returns the
+        value that is there then. Where `step` returns None or an equal value, the value stays. Raises what `step`
+        raises. `anew`: as in `get`.
         """
         while True:
             found, revision = await self.get(anew=anew)
@@ -321,13 +314,11 @@ class KvDocument(Generic[T]):
 
 
 def _is_marker(message: Message) -> bool:
-    """Whether a message says that its key has no value: deleted, purged, or expired with a marker left."""
     return bool(header(message.headers, b"KV-Operation") or header(message.headers, b"Nats-Marker-Reason"))
 
 
 def state_key(*parts: str) -> str:
-    """One key of all `parts`, each a token: what a key cannot hold becomes `=XX`, so that no two parts
-    collide.
+    """One key of all `parts`, each a token: other characters become `=XX`, so that different parts never collide.
 
     Raises ValueError for an empty part.
     """

@@ -26,12 +26,12 @@ SETTLING_READS = 3  # tries to learn what became of a write whose answer was los
 
 
 def new_owner(instance: str) -> str:
-    """A name that no other process has, on this host or another: `instance/host/pid/random`."""
+    """A name that no other process has, on any host: `instance/host/pid/random`."""
     return f"{instance or '-'}/{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
 
 
 def owner_text(owner: str) -> str:
-    """An owner for people: `label on host (process 370)`; what is no `new_owner` stays as it is."""
+    """An owner for people: `label on host (process 370)`; text that `new_owner` did not make stays as it is."""
     parts = owner.rsplit("/", 3)
     if len(parts) < 4:
         return owner
@@ -40,7 +40,10 @@ def owner_text(owner: str) -> str:
 
 
 class Leases:
-    """The leases of one owner in one bucket, whose time to live must be `ttl` seconds."""
+    """The leases of one owner in one bucket, whose time to live must be `ttl` seconds.
+
+    Methods raise what the bucket raises.
+    """
 
     def __init__(self, kv: KeyValue, owner: str, ttl: float, clock: Clock) -> None:
         if kv.ttl != ttl:
@@ -48,7 +51,7 @@ class Leases:
         self._kv, self.owner, self.ttl, self.clock = kv, owner, ttl, clock
 
     async def acquire(self, key: str) -> Lease | None:
-        """The lease on `key`; None where another owner holds it. Raises Unavailable, OutcomeUnknown."""
+        """None where another owner holds it. Raises Unavailable, OutcomeUnknown."""
         try:
             return await self._acquire(key)
         except BucketGone:
@@ -62,7 +65,7 @@ class Leases:
         except OutcomeUnknown:
             revision = None  # it may have been done; the value tells
         if revision is None:
-            # One that this owner holds already is written anew: nobody knows how much of its time is left.
+            # A lease that this owner holds already is written again: how much of its time is left is unknown.
             started = self.clock.monotonic()
             if (entry := await self._kv.get(key)) is None or entry.value != self.owner.encode():
                 return None
@@ -71,17 +74,15 @@ class Leases:
         return Lease(self._kv, key, self.owner, revision, started, self.ttl, self.clock)
 
     async def keys(self, prefix: str) -> list[str]:
-        """The keys that begin with `prefix` and are held by anybody. Raises as `acquire`."""
         return await self._kv.keys(prefix)
 
     async def listen(
         self, pattern: str, heard: Callable[[str, bytes | None], None], tell: Tell = orphaned
     ) -> RawSubscription:
-        """Hear at once who takes, renews and releases what, as `KeyValue.listen`."""
         return await self._kv.listen(pattern, heard, tell)
 
     async def holder(self, key: str) -> str | None:
-        """The owner of the lease on `key`; None where nobody holds it."""
+        """The owner; None where the lease is free."""
         entry = await self._kv.get(key)
         return None if entry is None else entry.value.decode("utf-8", "backslashreplace")
 
@@ -89,8 +90,8 @@ class Leases:
 class Lease:
     """One lease that this owner held at `started` (monotonic seconds).
 
-    `lost` is set when another owner holds it, when the bucket is gone, or when the deadline passed; it stays
-    set. `give_back` is set by whoever shares leases out: the work is to end at the next good place.
+    `lost` is set when another owner holds it, when the bucket is gone, or when the deadline passed; it stays set.
+    `give_back` is set by the group that shares leases: the work is to end at the next good place.
     """
 
     def __init__(
@@ -101,14 +102,14 @@ class Lease:
         self._ttl, self._clock, self._deadline = ttl, clock, started + ttl
 
     def is_usable(self) -> bool:
-        """Whether work may still be begun under this lease: a third of its time is left, at least."""
+        """Whether new work may begin under this lease: at least a third of its time is left."""
         return not self.lost.is_set and self._clock.monotonic() < self._deadline - self._ttl / 3
 
     async def keep(self) -> None:
-        """Renew it every third of its time until it is lost; to run as a task, cancelled before `release`.
+        """Renews it every third of its time until it is lost; run it as a task, and cancel it before `release`.
 
-        Cancelled once, it ends: nothing would be worse than a lease that is renewed for nobody. Whatever else
-        ends it, the lease counts as lost, which its holder sees.
+        One cancellation ends it: a lease must not be renewed without a holder. If it ends in any other way, the lease
+        counts as lost, and the holder sees that.
         """
         try:
             await self._keep()
@@ -129,7 +130,7 @@ class Lease:
                 raise asyncio.CancelledError
 
     async def release(self) -> None:
-        """Give it up, so that another owner need not wait; what fails here, expiry does later."""
+        """Gives it up, so that another owner need not wait; if this fails, it expires."""
         held = not self.lost.is_set
         self.lost.set(StopReason.LEASE_LOST)
         for _ in range(SETTLING_READS if held else 0):
@@ -141,7 +142,7 @@ class Lease:
                 return
 
     async def _renew(self) -> bool:
-        """Whether a renewal that began now was done; if not, it is lost or to be tried again."""
+        """Whether a renewal that began now was done; if not, it is lost or is tried again."""
         try:
             for _ in range(SETTLING_READS):
                 started = self._clock.monotonic()
@@ -153,14 +154,14 @@ class Lease:
                     return False
         except BucketGone:
             self._lose("the bucket was deleted")
-        except FloeError as error:  # whatever it is, the time that is left decides
+        except FloeError as error:  # whatever the error, the time that is left decides
             log.warning("lease not renewed", action="lease_renew", key=self.key, reason=str(error))
         return False
 
     async def _adopt(self) -> bool:
-        """Take over the revision of a write of ours whose answer was lost; False where the value is not ours.
+        """Takes over the revision of our own write whose answer was lost; False where the value is not ours.
 
-        The deadline stays: which of several attempts wrote it is unknown, so the next renewal sets it.
+        The deadline stays: it is unknown which of several attempts wrote it, so the next renewal sets it.
         """
         if (entry := await self._kv.get(self.key)) is None or entry.value != self._value:
             return False

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import lt
 
 # Called synchronously with subject, reply (b"" if none), payload and raw header block (None if none). What it
-# raises is its owner's affair, never the connection's.
+# raises concerns its owner, never the connection.
 Sink = Callable[[bytes, bytes, bytes, bytes | None], None]
 
 MAX_CONTROL_LINE = 4096  # bytes; the server's default, beyond which it closes the connection
@@ -23,7 +23,7 @@ _UNSAFE_IN_SUBJECT = re.compile(rb"[\x00\t\n\r ]")
 
 
 class WireError(Exception):
-    """The server sent bytes that are not its protocol; the connection cannot be used further."""
+    """The server sent bytes that do not follow its protocol; the connection cannot be used further."""
 
 
 def check_subject(subject: bytes) -> None:
@@ -47,8 +47,8 @@ def check_headers(headers: bytes) -> None:
 def frame(subject: bytes, payload: bytes, headers: bytes | None = None, reply: bytes | None = None) -> bytes:
     """The bytes that publish one message; `headers` is a whole block, None for none.
 
-    Raises ValueError for what the wire cannot carry. Whether it fits the server's max_payload (header block
-    and payload together) is the caller's to check: `FloeClient.max_payload`.
+    Raises ValueError for what the wire cannot carry. The caller checks that header block and payload together fit the
+    server's max_payload: `FloeClient.max_payload`.
     """
     if _UNSAFE_IN_SUBJECT.search(subject) is not None or not subject:
         check_subject(subject)
@@ -84,13 +84,12 @@ class FrameParser:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what is not yet a whole message: a new connection begins."""
         self._parts: list[bytes] = []
         self._have, self._need = 0, 1
         self._epoch = object()
 
     async def parse(self, data: bytes) -> None:
-        """Take the next bytes. Raises WireError."""
+        """Raises WireError."""
         self._parts.append(data)
         self._have += len(data)
         if self._have < self._need:
@@ -99,12 +98,12 @@ class FrameParser:
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         used, need = await self._split(data)
         if epoch is not self._epoch:
-            return  # a line closed this connection; the rest belongs to nobody
+            return  # a line closed this connection; the rest is dropped
         rest = data[used:]
         self._parts, self._have, self._need = [rest] if rest else [], len(rest), max(need, len(rest) + 1)
 
     async def _split(self, data: bytes) -> tuple[int, int]:
-        """How many bytes were used, and how many from there on make the next whole message (0: unknown)."""
+        """How many bytes were used, and how many bytes after these the next whole message needs (0: unknown)."""
         sinks, epoch, position, size = self._sinks, self._epoch, 0, len(data)
         while (end := data.find(b"\r\n", position)) >= 0:
             if (kind := data[position : position + 4]) == b"HMSG" or kind == b"MSG ":
@@ -145,9 +144,9 @@ _ACK = (b"$JS", b"ACK")
 
 def layout(reply: bytes) -> tuple[int, int]:
     """How many words the replies of one consumer have, and where in them stream, consumer, deliveries, sequence,
-    consumer sequence, timestamp and what is pending begin: the layout with or without a domain (ADR-15).
+    consumer sequence, timestamp and the pending count begin: the layout with or without a domain (ADR-15).
 
-    Raises ValueError for what is no such reply.
+    Raises ValueError for another form of reply.
     """
     words = reply.split(b".")
     if tuple(words[:2]) == _ACK and len(words) == 9:
@@ -159,7 +158,7 @@ def layout(reply: bytes) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Acks:
-    """What the replies of consecutive messages say; `contiguous` of them continue the consumer's sequence."""
+    """What the replies of consecutive messages say; the first `contiguous` of them continue the consumer's sequence."""
 
     sequences: list[int]
     timestamps_ns: list[int]
@@ -167,10 +166,9 @@ class Acks:
 
 
 def parse_acks(replies: Sequence[bytes], consumer: bytes, expected: int) -> Acks:
-    """Sequences and times of the messages with `replies`, the first of which `consumer` should have numbered
-    `expected`.
+    """Sequences and times of the messages with `replies`; `consumer` should have numbered the first one `expected`.
 
-    All at once, because it runs for every message. Raises ValueError for a reply of another form or consumer.
+    All at once, because this runs for every message. Raises ValueError for a reply of another form or consumer.
     """
     count, (step, begin) = len(replies), layout(replies[0])
     # A stream's and a consumer's name hold no dot, so the words of all replies can be split in one go.
@@ -218,7 +216,6 @@ Status = Heartbeat | RequestOver | ConsumerTrouble
 
 
 def parse_status(block: bytes | None) -> Status:
-    """The meaning of a status frame's header block."""
     first, *rest = (block or b"").split(b"\r\n")
     text = first.removeprefix(b"NATS/1.0").strip().decode("utf-8", "backslashreplace")
     values = {name.strip().lower(): value.strip() for name, _, value in (line.partition(b":") for line in rest)}

@@ -19,12 +19,12 @@ from common.tasks import Trouble, wait_for
 SILENT = 10  # heartbeats that may fail to come
 MESSAGE_ROOM = 16 * 1024  # bytes of subject and reply, counted on top of a payload
 EXPIRES = 30  # seconds that a pull request stays open
-INACTIVE = 60  # seconds after which the server removes a consumer that nobody asks
+INACTIVE = 60  # seconds without a pull request after which the server removes the consumer
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """How it is asked for: `batch` messages or `window` bytes at a time; `heartbeat` in seconds."""
+    """What a pull request asks for: `batch` messages or `window` bytes at a time; `heartbeat` in seconds."""
 
     batch: int = 2000
     window: int = 4 * 1024 * 1024
@@ -58,9 +58,9 @@ async def scan(
 ) -> AsyncGenerator[Sequence[Message]]:
     """The messages on `subject` (empty: all) in pieces, up to sequence `until` or for ever.
 
-    A piece may be empty: the stream is quiet. `headers_only`: payloads are empty. Raises Unavailable where
-    the consumer or the connection is lost, ApiError where there is no such stream or no such right. To be
-    closed (`contextlib.aclosing`).
+    A piece may be empty: the stream is quiet. `headers_only`: payloads are empty. Raises Unavailable where the consumer
+    or the connection is lost, ApiError where there is no such stream or no such right. The caller must close it
+    (`contextlib.aclosing`).
     """
     if until is not None and until < max(1, start.sequence):
         return
@@ -85,7 +85,7 @@ async def read_through(
     after: int = 0,
     headers_only: bool = False,
 ) -> None:
-    """Give each message behind sequence `after`, up to `until`, to `take`. Raises as `scan` and `take`."""
+    """Gives each message after sequence `after`, up to `until`, to `take`. Raises what `scan` and `take` raise."""
     async with aclosing(scan(client, stream, From(after + 1), until=until, headers_only=headers_only)) as pieces:
         async for piece in pieces:
             for message in piece:
@@ -159,7 +159,6 @@ class _Reading:
         self._owed = self._asked.batch
 
     async def next(self) -> list[Message]:
-        """What has arrived; waits for a frame of any kind, a heartbeat at the latest."""
         if not await wait_for(self._arrived, SILENT * self._asked.heartbeat):
             raise Unavailable(f"stream {self._stream}: nothing heard of the consumer")
         self._trouble.check()

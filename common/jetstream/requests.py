@@ -10,8 +10,8 @@ Answer = tuple[bytes, bytes | None]  # payload, raw header block or None
 
 # Error codes of a write that expects another last sequence; the second where another write is in flight.
 WRONG_LAST_SEQUENCE = (10071, 10164)
-NOBODY = "E-NO-RESPONDERS"  # the code of Unavailable where nobody listens on the subject
-# No leader for now; a cluster that is not complete or moves its peers; a write in flight on the same subject.
+NOBODY = "E-NO-RESPONDERS"  # the code of Unavailable where no one listens on the subject
+# No leader at the moment; a cluster that is incomplete or moves its peers; a write in flight on the same subject.
 TEMPORARILY_UNAVAILABLE = (10004, 10008, 10075, 10163)
 
 
@@ -30,38 +30,35 @@ class ApiError(FloeError):
 
 
 class Requests:
-    """Who waits for which answer. An inbox is `{prefix}.{token}`; one wildcard subscription feeds `sink`."""
+    """The requests that wait for an answer. An inbox is `{prefix}.{token}`; one wildcard subscription feeds `sink`."""
 
     def __init__(self) -> None:
         self._waiting: dict[bytes, tuple[bytes, Future[Answer]]] = {}
         self._count = 0
 
     def open(self, subject: bytes, answer: Future[Answer]) -> bytes:
-        """The token under which the answer to a request on `subject` will come."""
         self._count += 1
         token = b"%x" % self._count
         self._waiting[token] = (subject, answer)
         return token
 
     def close(self, token: bytes) -> None:
-        """Nobody waits any more; a late answer is dropped."""
         self._waiting.pop(token, None)
 
     def sink(self, subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
-        """Hand an answer to whoever waits for it."""
         if (found := self._waiting.get(subject.rpartition(b".")[2])) is not None and not found[1].done():
             found[1].set_result((payload, headers))
 
     def fail(self, error: FloeError, subject: bytes | None = None) -> None:
-        """Raise `error` for all who wait, or for those who asked on `subject`."""
+        """Raises `error` in all waiting requests, or only in those on `subject`."""
         for asked, answer in self._waiting.values():
             if subject in (None, asked) and not answer.done():
                 answer.set_exception(error)
-                answer.exception()  # whoever waits still gets it; who was cancelled just now wants it no more
+                answer.exception()  # a waiting caller still gets it; one that was cancelled just now does not need it
 
 
 def api_answer(asked: str, payload: bytes) -> dict[str, Any]:
-    """The document of a JetStream answer. Raises ApiError, Unavailable; OutcomeUnknown where it is none."""
+    """The document of a JetStream answer. Raises ApiError, Unavailable; OutcomeUnknown where it is invalid."""
     try:
         document = json.loads(payload)
     except (ValueError, RecursionError):
@@ -74,7 +71,7 @@ def api_answer(asked: str, payload: bytes) -> dict[str, Any]:
 
 
 def api_error(error: Any, asked: str) -> FloeError:
-    """The error that the `error` object of an answer stands for: ApiError, or Unavailable where it passes."""
+    """The error for the `error` object of an answer: ApiError, or Unavailable where it is temporary."""
     if not isinstance(error, dict):
         error = {}
     code, err_code = error.get("code"), error.get("err_code")

@@ -31,7 +31,7 @@ class YamlEntry:
 
 
 class Variable(str):
-    """Text whose `${VAR}` are meant; those of other text are escaped."""
+    """Text in which `${VAR}` is a variable; in other text it is escaped."""
 
     __slots__ = ()
 
@@ -45,7 +45,6 @@ class Entries(list[YamlEntry]):
 
 
 def render(entries: Entries) -> str:
-    """The text of the mapping, with a line's end behind each line."""
     return "".join(f"{line}\n" for line in _mapping(entries))
 
 
@@ -80,7 +79,7 @@ def _item(entries: Entries) -> Iterator[str]:
 
 
 def comment(notes: Sequence[str]) -> Iterator[str]:
-    """The notes as lines of comment, wrapped; nothing in them can end the comment."""
+    """The notes as comment lines, wrapped; nothing in them can end the comment."""
     for note in notes:
         yield from _WRAPPER.wrap(_printable(note)) or ["#"]
 
@@ -90,7 +89,7 @@ def _printable(text: str) -> str:
 
 
 def scalar(value: Any) -> str:
-    """A value on one line; text in quotes wherever it could be read as something else."""
+    """A value on one line; text is quoted wherever it could be read as something else."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if not isinstance(value, str):
@@ -109,7 +108,6 @@ def _escaped(char: str) -> str:
 
 
 def origins(entries: Entries, path: str = "") -> dict[str, Mark]:
-    """Where values came from, by their path such as `egress.feeds.0.stream`."""
     found: dict[str, Mark] = {}
     for entry in entries:
         where = f"{path}.{entry.key}" if path else entry.key

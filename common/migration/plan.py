@@ -1,8 +1,8 @@
 """Which sites, feeds, centres and targets the entries of `streams` become; heartbeats too. Pure.
 
-An entry of stream-replicator is a path from one stream to another. In Floe the way to the bucket (a feed) and
-the way from it (a source of a target) are apart, so one feed may serve several targets, and entries that are
-partitions of one stream become partitions of one feed.
+An entry of stream-replicator is a path from one stream to another. In Floe the way to the bucket (a feed) and the way
+from it (a source of a target) are separate, so one feed may serve several targets, and entries that are partitions of
+one stream become partitions of one feed.
 """
 
 import math
@@ -33,7 +33,7 @@ class Path:
 
     @property
     def filter(self) -> str:
-        """The filter subject; empty: the whole stream. `>` filters nothing."""
+        """The filter subject; empty for the whole stream, also for `>`."""
         text = self.given.text("filter_subject")
         return "" if text == ">" else text
 
@@ -43,7 +43,7 @@ class Path:
 
     @property
     def wishes(self) -> str:
-        """Equal for entries that ask the same of a feed, filters apart."""
+        """Equal for entries that want the same feed settings, apart from filters."""
         return render(self.feed)
 
     @property
@@ -55,7 +55,7 @@ class Path:
 
 @dataclass(slots=True)
 class PlannedFeed:
-    """A feed of a site: `paths` all ask the same of it and lead to different targets, or are its partitions,
+    """A feed of a site: its `paths` want the same settings and lead to different targets, or are its partitions,
     which `filters` then holds in their order.
     """
 
@@ -65,7 +65,6 @@ class PlannedFeed:
 
     @property
     def routes(self) -> list[Path]:
-        """One path for each place that it leads to."""
         return list({path.route: path for path in reversed(self.paths)}.values())[::-1]
 
 
@@ -91,7 +90,6 @@ class Centre:
 
 
 def plan(name: str, paths: Sequence[Path]) -> tuple[list[Site], list[Centre]]:
-    """The sites and centres that do what `paths` say; a first site is called `name`."""
     by_source: dict[object, list[Path]] = defaultdict(list)
     for path in paths:
         by_source[path.source.identity].append(path)
@@ -114,7 +112,6 @@ def _feeds(paths: Sequence[Path]) -> list[PlannedFeed]:
 
 
 def _bundles(paths: Sequence[Path]) -> list[tuple[list[Path], tuple[str, ...]]]:
-    """Entries that are partitions of one another together, the others alone; in the order of the file."""
     groups: dict[object, list[Path]] = defaultdict(list)
     for path in paths:
         groups[path.wishes, path.route].append(path)
@@ -129,13 +126,11 @@ def _bundles(paths: Sequence[Path]) -> list[tuple[list[Path], tuple[str, ...]]]:
 
 
 def _may_share(feed: PlannedFeed, group: Sequence[Path], filters: tuple[str, ...]) -> bool:
-    """Whether the feed is what the group asks for, and none of its targets would get it twice."""
     taken = {path.route[:2] for path in feed.paths}
     return feed.filters == filters and feed.paths[0].wishes == group[0].wishes and group[0].route[:2] not in taken
 
 
 def _name(path: Path, taken: set[str]) -> str:
-    """The stream's name; where that is taken, with the entry's name or a number behind it."""
     own = path.given.text("name").strip()
     wanted = [path.stream, *([f"{path.stream}_{own}"] if own else [])]
     numbered = (f"{path.stream}_{number}" for number in range(2, len(taken) + 3))
@@ -168,7 +163,7 @@ _ZERO_TIME = "0001-01-01T00:00:00Z"
 
 
 def feed_of(stream: Given) -> tuple[Entries, list[Note]]:
-    """The keys of the feed but for its name and filter, and what differs; problems are noted."""
+    """The keys of the feed except name and filter, and notes about differences; problems are noted."""
     entries, notes = Entries([stream.entry("stream", stream.text("stream"))]), stream.left_out(LEFT_OUT)
     entries += [*_start(stream, notes), *stream.duration("max_age")]
     if mode := _mode(stream, notes):
@@ -189,7 +184,7 @@ def _start(stream: Given, notes: list[Note]) -> list[YamlEntry]:
 
 
 def _mode(stream: Given, notes: list[Note]) -> str:
-    """The key to sample by; empty where nothing is sampled."""
+    """The key that sampling goes by; empty where nothing is sampled."""
     found = [key for key in _MODES if stream.get(key)]
     if len(found) > 1:
         stream.refuse(found[1], f"expected at most one key to sample by, found {' and '.join(found)}")
@@ -238,7 +233,7 @@ _LEFT_OUT = {
 
 
 def heartbeats(given: Given | None, sites: Sequence[Site]) -> Beats:
-    """The heartbeats of the section `given`; nothing where there is none."""
+    """The heartbeats of the section `given`; empty where there is no such section."""
     if given is None:
         return None, Entries(), []
     notes = given.left_out(_LEFT_OUT)
@@ -264,7 +259,6 @@ def _site(given: Given, sites: Sequence[Site], notes: list[Note]) -> Site:
 
 
 def _headers(given: Given, subjects: tuple[Given, ...], notes: list[Note]) -> Entries:
-    """The headers of every message: those of all subjects together, where they are the same for each."""
     common: Mapping[str, str] = given.get("headers", {})
     wanted = [{**common, **subject.get("headers", {})} for subject in subjects]
     if all(headers == wanted[0] for headers in wanted):

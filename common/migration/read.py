@@ -80,42 +80,37 @@ class Given:
     problems: Problems
 
     def has(self, key: str) -> bool:
-        """Whether the file gives the key, be it an empty value."""
         return key in self.values
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Its value: text, int, float, bool, a mapping of headers, a section, or a tuple of sections."""
+        """The value: text, int, float, bool, a mapping of headers, a section, or a tuple of sections."""
         return self.values.get(key, default)
 
     def text(self, key: str) -> str:
-        """Its text; empty where it is not given."""
+        """Empty where it is not given."""
         return str(self.values.get(key, ""))
 
     def place(self, key: str) -> str:
-        """The key's path in the file, such as `streams.0.stream`."""
         return f"{self.path}.{key}" if self.path else key
 
     def at(self, key: str) -> Mark:
-        """Where its value stands; the section's place where it is not given."""
+        """The place of the value; that of the section where it is not given."""
         return self.marks.get(key, self.mark)
 
     def note(self, key: str, text: str) -> Note:
         return Note(self.place(key), self.at(key), text)
 
     def left_out(self, why: Mapping[str, str]) -> list[Note]:
-        """A note for each of the keys that the file gives."""
         return [self.note(key, text) for key, text in why.items() if self.has(key)]
 
     def refuse(self, key: str, problem: str) -> None:
-        """Note a problem of the key."""
         self.problems.add(self.at(key), (self.place(key),), problem)
 
     def entry(self, key: str, value: Any = None) -> YamlEntry:
-        """The key as Floe has it under the same name; without `value` as it is given."""
         return YamlEntry(key, self.get(key) if value is None else value, self.at(key))
 
     def duration(self, key: str) -> list[YamlEntry]:
-        """The key with its duration as Floe writes it; none where that is 0, or wrong, which is noted."""
+        """The key with its duration as Floe writes it; empty where the duration is 0, or invalid, which is noted."""
         try:
             value = convert(self.text(key))
         except ValueError as error:
@@ -125,7 +120,7 @@ class Given:
 
 
 def read(node: Keys, problems: Problems, shape: Shape = FILE, path: str = "") -> Given:
-    """The section `node`; unknown keys and values of another kind are noted and left out."""
+    """The section `node`; unknown keys and values of a wrong kind are noted and left out."""
     given: dict[str, Any] = {}
     for key, below in node.entries.items():
         where = f"{path}.{key}" if path else key
@@ -138,7 +133,7 @@ def read(node: Keys, problems: Problems, shape: Shape = FILE, path: str = "") ->
 
 
 def _value(node: Node, kind: str | Shape | list[Shape], problems: Problems, path: str) -> Any:
-    """None, with a problem noted, where it is of another kind."""
+    """None, with a problem noted, for a value of another kind."""
     if isinstance(kind, list):
         if isinstance(node, Items):
             found = [_value(item, kind[0], problems, f"{path}.{n}") for n, item in enumerate(node.items)]
@@ -156,7 +151,7 @@ def _value(node: Node, kind: str | Shape | list[Shape], problems: Problems, path
         if _fits(value, kind):
             return value
         expected = kind + ("; quote it" if kind == TEXT and isinstance(value, bool | int | float) else "")
-    # Never what was found: a password may stand where none belongs.
+    # Never the value found: a password may be in a wrong place.
     problems.add(node.mark, (path,), f"expected {expected}, found something else")
     return None
 
@@ -180,9 +175,9 @@ _SECONDS = dict.fromkeys(("us", "µs", "μs"), "1e-6") | {"ns": "1e-9", "ms": "1
 
 
 def convert(text: str) -> str:
-    """The duration as Floe writes it; `0s` for an empty text. Raises ValueError with what was expected.
+    """The duration as Floe writes it; `0s` for an empty text. Raises ValueError that says what was expected.
 
-    A month is 30 days and a year 365, and parts of an hour of such a number are dropped, as there.
+    As in stream-replicator, a month is 30 days and a year 365, and fractions of an hour of such a number are dropped.
     """
     text = text.strip()
     if not text or text == "0":
@@ -215,9 +210,9 @@ _FALSE = ("0", "f", "F", "FALSE", "false", "False", "")
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """The servers of one side. Equal ones are one place; the secret takes part, and is never shown.
+    """The servers of one side. Equal connections are one place; the secret is compared, and never shown.
 
-    `login`: the keys by which it authenticates. `secret_key`: `password` or `token` where `secret` is one.
+    `login`: the keys for authentication. `secret_key`: `password` or `token` where `secret` is one.
     """
 
     servers: tuple[str, ...]
@@ -229,16 +224,14 @@ class Connection:
 
     @property
     def identity(self) -> object:
-        """Equal for the same servers, in whatever order they are named, and the same way to them."""
+        """Equal for the same servers, in any order, and the same way to connect to them."""
         return frozenset(self.servers), self.login, self.secret, self.tls, self.connect_timeout
 
     @property
     def host(self) -> str:
-        """The first server without scheme and port, for comments."""
         return self.servers[0].partition("://")[2].rpartition(":")[0] if self.servers else ""
 
     def entry(self, side: Side, given: Given) -> YamlEntry:
-        """The section `nats`, from a URL of `given`; a secret is a variable."""
         mark = given.at(f"{side}_url")
         url: object = self.servers[0] if len(self.servers) == 1 else list(self.servers)
         found = Entries(YamlEntry(key, value, mark) for key, value in (("url", url), *self.login))
@@ -255,8 +248,8 @@ class Connection:
 
 
 def connection(stream: Given, top: Given, side: Side) -> tuple[Connection | None, list[Note]]:
-    """The connection of one side of a stream, and what of it is left out; None, with problems noted, where
-    it cannot be.
+    """The connection of one side of a stream, and notes about what is left out; None, with problems noted, where it
+    is invalid.
     """
     key, notes, tls = f"{side}_url", [], {}
     if not stream.text(key):
@@ -276,7 +269,6 @@ def connection(stream: Given, top: Given, side: Side) -> tuple[Connection | None
 
 
 def _inherited(stream: Given, top: Given, side: Side, key: str) -> list[tuple[Given, str]]:
-    """The most specific section of that kind, if any; it replaces the others as a whole."""
     places = ((stream, f"{side}_{key}"), (stream, key), (top, key))
     return [(place, name) for place, name in places if place.has(name)][:1]
 
@@ -284,7 +276,7 @@ def _inherited(stream: Given, top: Given, side: Side, key: str) -> list[tuple[Gi
 def read_url(given: Given, key: str, tls: Mapping[str, str]) -> tuple[Connection | None, list[str]]:
     """The connection that a URL and the TLS keys ask for, and remarks; None with the problem noted.
 
-    No message ever holds a part of the URL before the host was found to be one.
+    No message holds a part of the URL before its host is known to be valid.
     """
     try:
         return _connection([_parts(each.strip()) for each in given.text(key).split(",")], tls)
@@ -296,7 +288,7 @@ def read_url(given: Given, key: str, tls: Mapping[str, str]) -> tuple[Connection
 def _parts(text: str) -> SplitResult:
     try:
         return urlsplit(text if "://" in text else f"nats://{text}")
-    except ValueError:  # its words hold parts of the text
+    except ValueError:  # its message holds parts of the text
         raise ValueError(f"expected {URL_FORM}, found another") from None
 
 
@@ -313,7 +305,6 @@ def _server(part: SplitResult) -> str:
 
 
 def _options(parts: list[SplitResult]) -> dict[str, str]:
-    """The query parameters, each with its last value."""
     found: dict[str, str] = {}
     for part in parts:
         for name, value in parse_qsl(part.query, keep_blank_values=True):
@@ -360,7 +351,6 @@ def _connection(parts: list[SplitResult], tls: Mapping[str, str]) -> tuple[Conne
 
 
 def _flags(options: Mapping[str, str]) -> dict[str, bool]:
-    """The TLS keys that parameters switch on."""
     names = ("tls_handshake_first", "insecure")
     for name in names:
         if options.get(name, "") not in (*_TRUE, *_FALSE):

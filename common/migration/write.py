@@ -28,7 +28,7 @@ _CENTRE_HEAD = "the centre: floe ingress run -c {name}; cron: floe compact -c {n
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A configuration file to write. `site`: empty for a centre; `variables`: what its `${…}` need."""
+    """A configuration file to write. `site`: empty for a centre; `variables`: those that its `${…}` need."""
 
     name: str
     site: str
@@ -128,7 +128,7 @@ def _centre_file(top: Given, centre: plan.Centre, number: int, came_from: str) -
 
 
 def _created(centre: plan.Centre) -> dict[str, list[str]]:
-    """The subjects of the targets that are to be created, by stream: none takes those of another."""
+    """The subjects of the targets that are to be created, by stream: no target takes the subjects of another."""
     found = {
         target.stream: _subjects(target)
         for target in centre.targets
@@ -140,7 +140,6 @@ def _created(centre: plan.Centre) -> dict[str, list[str]]:
 
 
 def _target(target: plan.PlannedTarget, subjects: list[str], notes: list[Note]) -> Entries:
-    """A target; without `create` where its subjects are not known, or it is not to be created."""
     given = target.sources[0][2].given
     mark = given.at("target_stream" if given.has("target_stream") else "stream")
     entries = Entries([YamlEntry("stream", target.stream, mark)])
@@ -165,7 +164,7 @@ def _source(site: plan.Site, feed: plan.PlannedFeed, path: plan.Path, notes: lis
 
 
 def _subjects(target: plan.PlannedTarget) -> list[str]:
-    """What the messages of all sources are published to; empty where it cannot be told."""
+    """The subjects of the messages of all sources; empty where they are not known."""
     found = [subject for _, feed, path in target.sources for subject in _mapped(feed, path)]
     if "" in found:
         return []
@@ -175,7 +174,7 @@ def _subjects(target: plan.PlannedTarget) -> list[str]:
 
 
 def _mapped(feed: plan.PlannedFeed, path: plan.Path) -> list[str]:
-    """The subjects of one source at the target; an empty one where it cannot be told."""
+    """The subjects of one source at the target; contains an empty one where they are not known."""
     prefix = path.given.text("target_subject_prefix").rstrip(".")
     if not (removed := path.given.text("target_subject_remove")):
         return [f"{prefix}.{each or '>'}" if prefix else each for each in feed.filters]
@@ -186,27 +185,25 @@ def _mapped(feed: plan.PlannedFeed, path: plan.Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """The files that one becomes, each a configuration that `floe config check` takes."""
+    """The files that one file becomes, each a configuration that `floe config check` accepts."""
 
     files: tuple[File, ...]
 
     @property
     def notes(self) -> list[Note]:
-        """What is not carried over, or otherwise, once each, in the order of the file."""
         found = dict.fromkeys(note for file in self.files for note in file.notes)
         return sorted(found, key=lambda note: note.mark)
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The variables of the environment that the files need."""
         return tuple(dict.fromkeys(name for file in self.files for name in file.variables))
 
 
 def import_stream_replicator(data: bytes, name: str) -> Imported:
-    """What the file with the content `data`, called `name` in messages, becomes.
+    """What the file with the content `data` becomes; messages call it `name`.
 
-    Raises ConfigFileError with a line for each problem, placed in that file; never with a secret. Nothing
-    that the file names is opened, and no variable of the environment is read.
+    Raises ConfigFileError with a line for each problem, placed in that file; never with a secret. Opens no file that is
+    named in it, and reads no environment variable.
     """
     problems = Problems(name)
     roots = parse_yaml(data, problems)
@@ -247,7 +244,7 @@ def _path(stream: Given, top: Given) -> plan.Path | None:
     return plan.Path(stream, source, target, feed, [*source_notes, *notes], target_notes)
 
 
-# What Floe says of the result, told of the file that it was made from
+# What Floe's checks say of the result, reported for the file that it was made from
 
 
 def _check(made: Iterable[File], top: Given, name: str) -> None:

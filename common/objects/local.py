@@ -1,7 +1,7 @@
 """The object store port over a local directory: an object is a file whose path under the root is its key.
 
-Files that somebody copies into the tree are objects too; that is how a bucket is restored by hand. What Floe
-adds stands in one hidden folder, and a tree without it is complete but for the objects' metadata.
+Files that are copied into the tree are objects too; that is how a bucket is restored by hand. What Floe adds is in
+one hidden folder, and a tree without it is complete except for the objects' metadata.
 """
 
 import builtins
@@ -30,14 +30,13 @@ _MODE = 0o700
 
 
 class HiddenFolder:
-    """The folder `HIDDEN` of one store; made when something is first written."""
+    """The folder `HIDDEN` of one store; created at the first write."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     @contextmanager
     def new_file(self) -> Iterator[tuple[BinaryIO, Path]]:
-        """A new file on the file system of the store, for renaming or linking into place."""
         descriptor, name = tempfile.mkstemp(dir=make_folder(self._path / "new"))
         path = Path(name)
         try:
@@ -47,7 +46,7 @@ class HiddenFolder:
             path.unlink(missing_ok=True)
 
     def remove_abandoned(self) -> None:
-        """Remove what crashed processes left half-written, judged by the file system's own clock."""
+        """Removes what crashed processes left half-written, judged by the file system's own clock."""
         with self.new_file() as (_, path):
             newest = path.stat().st_mtime
             for other in path.parent.iterdir():
@@ -57,7 +56,7 @@ class HiddenFolder:
 
     @contextmanager
     def lock(self, key: str) -> Iterator[None]:
-        """Hold the key against other threads and processes; some keys share a lock."""
+        """Locks the key against other threads and processes; some keys share a lock."""
         path = make_folder(self._path / "locks") / _digest(key)[:2]
         descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
         try:
@@ -67,13 +66,13 @@ class HiddenFolder:
             os.close(descriptor)
 
     def metadata(self, key: str, sha256: str) -> dict[str, str]:
-        """What `keep_metadata` was given for these bytes under this key; empty if nothing."""
+        """What `keep_metadata` got for these bytes under this key; empty if nothing."""
         with suppress(FileNotFoundError):
             return dict(json.loads((self._metadata_folder(key) / sha256).read_bytes()))
         return {}
 
     def keep_metadata(self, key: str, sha256: str, metadata: Mapping[str, str]) -> None:
-        """Keep metadata beside what other bytes of the same key have, so that a crash loses neither."""
+        """Keeps it beside the metadata of other bytes of the same key, so that a crash loses neither."""
         path = self._metadata_folder(key) / sha256
         if not metadata:
             path.unlink(missing_ok=True)
@@ -86,7 +85,6 @@ class HiddenFolder:
         sync_folder(path.parent)
 
     def drop_metadata(self, key: str, *, but: str = "") -> None:
-        """Forget the metadata of `key`, except that of the bytes with the SHA-256 `but`."""
         folder = self._metadata_folder(key)
         for path in folder.iterdir() if folder.exists() else ():
             if path.name != but:
@@ -98,7 +96,7 @@ class HiddenFolder:
 
 
 def make_folder(path: Path) -> Path:
-    """Make `path` and what is above it, durably; `path`."""
+    """Makes `path` and the folders above it, durably; returns `path`."""
     if not path.is_dir():
         make_folder(path.parent)
         with suppress(FileExistsError):
@@ -108,13 +106,11 @@ def make_folder(path: Path) -> Path:
 
 
 def sync(file: BinaryIO) -> None:
-    """Return when the content of `file` is on the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
-    """Return when the names in the folder are on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -123,7 +119,7 @@ def sync_folder(path: Path) -> None:
 
 
 def set_unique_time(path: Path) -> None:
-    """Give the file a time of change, right to the millisecond, that no other version of it has."""
+    """Sets a modification time, precise to the millisecond, that no other version of the file has."""
     # The kernel's clock ticks every few milliseconds and inodes are used again, so two versions written one
     # after the other could else look the same to `put_if_match`.
     changed = path.stat().st_mtime_ns
@@ -151,7 +147,7 @@ _MEANINGS: Mapping[int, tuple[type[FloeError], str, str]] = {
 
 
 class LocalObjects:
-    """The objects under `root`, which is made (mode 0700) if it is not there.
+    """The objects under `root`, which is created (mode 0700) if it is missing.
 
     What a writing verb did is on the disk when it returns. `sha256` is computed from the file at each `head`.
     """
@@ -229,11 +225,10 @@ class LocalObjects:
         return self._root / key
 
     def _infos(self, folder: str, stem: str, after: bytes, limit: int | None) -> Iterator[ObjectInfo]:
-        """The objects behind `after` in `folder` (empty, or ending in a slash), in key order.
+        """The objects after `after` in `folder` (empty, or ending in a slash), in key order.
 
-        A folder is read when its turn comes, as a server goes: what is put into a later one and then deleted
-        from an earlier one while this goes on is seen in one of them. Where a `limit` is expected, names
-        beyond it are not kept.
+        A folder is read when its turn comes, as a server does it: an object that is put into a later folder and then
+        deleted from an earlier one meanwhile is seen in one of them. With a `limit`, names beyond it are not kept.
         """
         under = folder.encode()
         if after > under and not after.startswith(under):
@@ -246,7 +241,7 @@ class LocalObjects:
                 key = folder + name.decode(errors="surrogateescape")
                 try:
                     self._path(key.removesuffix("/"))
-                except ConfigError:  # no key of an object
+                except ConfigError:  # not the key of an object
                     continue
                 if key.endswith("/"):
                     yield from self._infos(key, "", after, limit)
@@ -257,8 +252,8 @@ class LocalObjects:
             begin = names[-1]
 
     def _names(self, folder: str, stem: str, after: bytes, begin: bytes) -> Iterator[bytes]:
-        """What stands in `folder` and begins with `stem`, in no order; a folder's name ends in a slash, so
-        that names sort as keys do. Neither what ends at `after` or before, nor names up to `begin`.
+        """The names in `folder` that begin with `stem`, in no order; a folder's name ends in a slash, so that names
+        sort as keys do. Leaves out what ends at `after` or before, and names up to `begin`.
         """
         try:
             entries = os.scandir(self._root / folder)
@@ -310,7 +305,7 @@ class LocalObjects:
         install: Callable[[Path, Path], object],
         may_follow: Callable[[ObjectInfo | None], bool],
     ) -> bool:
-        """Write unless `may_follow` refuses what is there, or `install` finds a file that came meanwhile."""
+        """Writes unless `may_follow` refuses what is there, or `install` finds a file that came meanwhile."""
         path = self._path(key)
         with opened(body) as source, self._calling("put", key):
             self._check_root()
@@ -330,7 +325,7 @@ class LocalObjects:
         path = self._root / key
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "objects stand under this key", str(path))
-        # Metadata first: a crash between the two leaves metadata of bytes that nobody will read.
+        # Metadata first: a crash between the two leaves metadata of bytes that are never read.
         self._hidden.keep_metadata(key, sha256, metadata)
         try:
             install()
@@ -344,7 +339,6 @@ class LocalObjects:
 
     @contextmanager
     def _calling(self, verb: str, key: str) -> Iterator[None]:
-        """Raise a FloeError for what the file system raises."""
         try:
             yield
         except OSError as error:

@@ -20,9 +20,9 @@ log = get_logger(__name__)
 
 
 def open_objects(settings: StoreSettings) -> ObjectStore:
-    """The object store that `settings` names. An S3 store is not asked anything yet.
+    """The object store that `settings` name. Sends no request to an S3 store yet.
 
-    Raises ConfigError for an address that is none, and for a `file://` store what LocalObjects raises.
+    Raises ConfigError for an invalid address, and for a `file://` store what LocalObjects raises.
     """
     scheme, _, rest = settings.url.partition("://")
     secret = settings.secret_access_key
@@ -42,8 +42,8 @@ def open_objects(settings: StoreSettings) -> ObjectStore:
 def open_queue(address: str, settings: StoreSettings) -> SqsQueue:
     """The queue `address`, a name or a whole address, with credential, region and TLS of the store.
 
-    It is not asked anything yet. Where it is reached: Amazon's address, or what AWS tools are told
-    (`AWS_ENDPOINT_URL_SQS`): the store's `endpoint_url` is a store. Raises ConfigError.
+    Sends no request yet. Its service is at Amazon's address, or at the one that AWS tools are told
+    (`AWS_ENDPOINT_URL_SQS`), because the store's `endpoint_url` is that of a store. Raises ConfigError.
     """
     return SqsQueue(address, _account(settings, ""))
 
@@ -62,7 +62,7 @@ _answers: WeakKeyDictionary[ObjectStore, bool] = WeakKeyDictionary()
 
 
 def is_verifying(objects: ObjectStore, prefix: str = PROBE_PREFIX) -> bool:
-    """`verifies_checksums`, asked once for each `objects`; False where the credential may not try it."""
+    """`verifies_checksums`, tested once for each `objects`; False where the credential may not test it."""
     with _guard:
         if (answer := _answers.get(objects)) is None:
             try:
@@ -70,7 +70,7 @@ def is_verifying(objects: ObjectStore, prefix: str = PROBE_PREFIX) -> bool:
                 if not answer:
                     log.warning("store takes wrong checksums: reading back whole", action="read_back_whole")
             except Refused:
-                # Who may only read finds out by reading.
+                # A credential that may only read finds out by reading.
                 log.info("no right to try the store: reading back whole", action="read_back_whole")
                 answer = False
             _answers[objects] = answer
@@ -78,10 +78,10 @@ def is_verifying(objects: ObjectStore, prefix: str = PROBE_PREFIX) -> bool:
 
 
 def verifies_checksums(objects: ObjectStore, prefix: str = PROBE_PREFIX) -> bool:
-    """Whether the store refuses bytes that their SHA-256 denies; if not, only a full GET proves a put.
+    """Whether the store refuses bytes with another SHA-256; if not, only a full GET proves a put.
 
-    Puts one object under `prefix`, always the same, and removes it where that is allowed. Raises what
-    `ObjectStore.put` raises.
+    Puts one object under `prefix`, always the same, and removes it where that is allowed. Raises what `ObjectStore.put`
+    raises.
     """
     key = f"{prefix}wrong-checksum"
     try:

@@ -45,17 +45,17 @@ class ObjectStore(Protocol):
     """
 
     def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> list[ObjectInfo]:
-        """All objects whose key begins with `prefix` and sorts after `start_after`, in order of UTF-8 bytes, which
-        is that of str.
+        """All objects whose key begins with `prefix` and sorts after `start_after`, in order of UTF-8 bytes, which is
+        the order of str.
 
         At most `limit`, if given. A failed or invalid page discards the whole listing (Unavailable, code
-        E-LIST-INVALID): never a part that looks like the whole.
+        E-LIST-INVALID): a part is never returned as the whole.
         """
 
     def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
         """The bytes from offset `first`, `length` of them or to the end; None if there is no such object.
 
-        Fewer bytes than the server announced are retried, then Unavailable; never returned.
+        If fewer bytes come than the server announced, it tries again, then raises Unavailable; it never returns them.
         """
 
     def download(self, key: str, path: Path) -> bool:
@@ -69,7 +69,9 @@ class ObjectStore(Protocol):
     def put_if_absent(
         self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
     ) -> bool:
-        """Write the object unless one is there; False if one is. A second line: some servers ignore it."""
+        """Writes the object unless there is one; False if there is. Not the only protection: some servers ignore the
+        condition.
+        """
 
     def put_if_match(self, key: str, body: Body, etag: str) -> bool:
         """Replace the object if its etag is still `etag`; False if it is not, or the object is gone."""
@@ -91,8 +93,8 @@ def store_now(objects: ObjectStore, key: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class HiddenObject:
-    """An object behind a delete marker. `version`: the newest that is kept, stored at `modified`; `marker`:
-    the version of the marker, whose removal brings the object back.
+    """An object behind a delete marker. `version`: the newest that is kept, stored at `modified`; `marker`: the version
+    of the marker; removing that brings the object back.
     """
 
     key: str
@@ -101,7 +103,7 @@ class HiddenObject:
     marker: str
 
 
-# What a store may offer beside these verbs; whoever uses it does without where it is missing.
+# What a store may offer besides these verbs; callers work without it where it is missing.
 
 
 @runtime_checkable
@@ -109,7 +111,7 @@ class Paged(Protocol):
     """A store that lists page by page."""
 
     def pages(self, prefix: str) -> Iterator[builtins.list[ObjectInfo]]:
-        """What `list(prefix)` gives, as it comes: in no order, and not all of it at once in memory."""
+        """What `list(prefix)` gives, page by page: in no order, and never all of it in memory."""
 
 
 @runtime_checkable
@@ -117,9 +119,9 @@ class Versioned(Protocol):
     """A store that may keep former versions of objects."""
 
     def hidden(self, prefix: str, *, start_after: str = "") -> builtins.list[HiddenObject]:
-        """The first objects below `prefix` that a delete marker hides, by one request.
+        """The first objects under `prefix` that a delete marker hides, by one request.
 
-        Empty where the bucket keeps no versions, the store knows none, or the credential may not see them.
+        Empty where the bucket keeps no versions, the store does not support them, or the credential may not see them.
         """
 
 
@@ -159,25 +161,22 @@ CHUNK_BYTES = 1024 * 1024
 
 
 class ChecksumMismatch(Unavailable):
-    """The store received other bytes than the checksum says and kept none of them."""
+    """The store received bytes that do not match the checksum, and kept none of them."""
 
     default_code = "E-STORE-DIGEST"
 
 
 def size_of(body: Body) -> int:
-    """Bytes in `body`."""
     return body.stat().st_size if isinstance(body, Path) else len(body)
 
 
 @contextmanager
 def opened(body: Body) -> Iterator[io.BufferedIOBase]:
-    """`body` as a file to read from."""
     with body.open("rb") if isinstance(body, Path) else io.BytesIO(body) as file:
         yield file
 
 
 def chunks(file: io.BufferedIOBase, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """The rest of `file` in pieces of `size` bytes, the last one shorter."""
     while chunk := file.read(size):
         yield chunk
 

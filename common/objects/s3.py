@@ -58,7 +58,6 @@ class S3Options:
     part_bytes: int = 16 * 1024 * 1024
 
     def storing(self) -> dict[str, Any]:
-        """What every new object is put with."""
         fields = {
             "StorageClass": self.storage_class,
             "ServerSideEncryption": {"sse-s3": "AES256", "sse-kms": "aws:kms"}.get(self.encryption, ""),
@@ -72,19 +71,19 @@ _NOT_DONE = {501, 503, 507}
 
 
 class Doubts(threading.local):
-    """Whether a try of the request that this thread is making may have been done unseen.
+    """Whether a try of this thread's current request may have been done although its answer was lost.
 
-    boto3 shows the outcome of the last try only, and a first try whose answer was lost may have been done:
-    then `412` on the second means "it is there", perhaps by this very request.
+    boto3 shows the outcome of the last try only, and a first try whose answer was lost may have been done: then `412`
+    on the second means "it is there", perhaps because of this very request.
     """
 
     def __init__(self, not_sent: tuple[type[Exception], ...]) -> None:
         self._not_sent = not_sent
-        #: Of a try since this was last set to False, as each request does when it begins.
+        #: Of any try since this was last set to False; each request does that when it begins.
         self.found = False
 
     def note(self, response: Any = None, caught_exception: Exception | None = None, **_: object) -> None:
-        """Take the outcome of one try; boto3 calls this after each (its event `needs-retry`)."""
+        """Takes the outcome of one try; boto3 calls this after each (its event `needs-retry`)."""
         if caught_exception is not None:
             self.found |= not isinstance(caught_exception, self._not_sent)
         elif response is not None:
@@ -97,11 +96,11 @@ __all__ = ["BotoCoreError", "ClientError", "S3Account", "make_client"]
 
 @dataclass(frozen=True, slots=True)
 class S3Account:
-    """Who asks, and where.
+    """Credential and address.
 
-    Without `access_key_id` the credential comes from where AWS tools find theirs. `endpoint_url` None: what
-    AWS tools ask, so `AWS_ENDPOINT_URL_SQS` and the like count. `region` None: theirs, else us-east-1.
-    `verify`: which certificates are trusted, as boto3 takes it.
+    Without `access_key_id` the credential comes from where AWS tools find theirs. `endpoint_url` None: the address that
+    AWS tools use, so `AWS_ENDPOINT_URL_SQS` and the like count. `region` None: theirs, else us-east-1. `verify`: which
+    certificates are trusted, as boto3 takes it.
     """
 
     access_key_id: str | None = None
@@ -112,9 +111,9 @@ class S3Account:
 
 
 def make_client(service: str, account: S3Account, place: str, **config: Any) -> Any:
-    """A client of `service`, `s3` or `sqs`; nothing is asked yet. `config`: as botocore's Config takes it.
+    """A client of `service`, `s3` or `sqs`; sends no request yet. `config`: as botocore's Config takes it.
 
-    Raises ConfigError, which names `place`, where the address or the region is none.
+    Raises ConfigError, which names `place`, where the address or the region is invalid.
     """
     session = boto3.session.Session(account.access_key_id, account.secret_access_key)
     client: Any = session.client  # one signature for all services; the stubs know one for each
@@ -126,7 +125,7 @@ def make_client(service: str, account: S3Account, place: str, **config: Any) -> 
             verify=account.verify,
             config=Config(
                 tcp_keepalive=True,
-                proxies={},  # none from the environment, which could send the data elsewhere
+                proxies={},  # no proxy from the environment, which could send the data elsewhere
                 user_agent_appid="floe",  # type: ignore[call-arg]  # the stubs do not know it
                 **config,
             ),
@@ -144,8 +143,8 @@ T = TypeVar("T")
 class S3Objects:
     """One bucket.
 
-    `secret_file`: where the secret stands, if it is in a file: what is there is used once it was read again.
-    Raises ConfigError where the address or the region is none.
+    `secret_file`: the file with the secret, if there is one: its new content is used once it was read again. Raises
+    ConfigError where the address or the region is invalid.
     """
 
     def __init__(
@@ -161,12 +160,12 @@ class S3Objects:
         self._doubts = Doubts(not_sent=(boto.EndpointConnectionError, boto.ConnectTimeoutError))
         self._secret_file, self._renewing = secret_file, threading.Lock()
         self._client = self._make_client()
-        # Until an answer came the address may be wrong; later what looks like it is trouble on the way.
+        # Before the first answer the address may be wrong; later the same errors mean trouble on the network.
         self._has_answered = False
 
     def _make_client(self) -> S3Client:
         options = self._options
-        # A server of one's own seldom has a name for each bucket.
+        # A self-hosted server seldom has a host name for each bucket.
         is_path = self._account.endpoint_url and options.addressing_style == "auto"
         client: S3Client = make_client(
             "s3",
@@ -185,7 +184,7 @@ class S3Objects:
         return client
 
     def _renew(self) -> bool:
-        """Go on with what the file of the secret was found to hold; whether that is another one."""
+        """Uses the new content of the secret's file from now on; returns whether it is another secret."""
         if self._secret_file is None:
             return False
         with self._renewing:
@@ -196,10 +195,8 @@ class S3Objects:
         return True
 
     def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> builtins.list[ObjectInfo]:
-        """As the port says.
-
-        SeaweedFS begins in the wrong place where `start_after` lies among folders; among the objects of one
-        folder, where Floe uses it, it does not.
+        """SeaweedFS begins in the wrong place where `start_after` is among folders; among the objects of one folder,
+        where Floe uses it, it does not.
         """
         check_prefix(prefix)
         listing = Listing(self._bucket, prefix, start_after, limit)
@@ -215,7 +212,7 @@ class S3Objects:
         return listing.objects()
 
     def pages(self, prefix: str) -> Iterator[builtins.list[ObjectInfo]]:
-        """As `Paged` says. Raises Unavailable (E-LIST-INVALID) where the server gives one page twice."""
+        """Raises Unavailable (E-LIST-INVALID) where the server gives one page twice."""
         check_prefix(prefix)
         more: dict[str, Any] = {}
         while True:
@@ -231,7 +228,6 @@ class S3Objects:
             more["ContinuationToken"] = token
 
     def hidden(self, prefix: str, *, start_after: str = "") -> builtins.list[HiddenObject]:
-        """As `Versioned` says."""
         check_prefix(prefix)
         try:
             with self._calling("list versions", prefix):
@@ -386,7 +382,6 @@ class S3Objects:
 
     @contextmanager
     def _calling(self, verb: str, key: str, *, writes: bool = False) -> Iterator[None]:
-        """Raise a FloeError for what boto3 raises."""
         self._renew()
         self._doubts.found = False
         try:
@@ -444,7 +439,7 @@ class S3Objects:
         return str(self._client.meta.endpoint_url)
 
     def _is_plain_on_tls(self) -> bool:
-        """Whether the address is `http://` and what listens there speaks TLS; not asked once it answered."""
+        """Whether the address is `http://` and the server there speaks TLS; not asked after a first answer."""
         plain = not self._has_answered and self._endpoint.startswith("http:")
         return plain and s3_errors.speaks_tls(self._endpoint)
 

@@ -61,17 +61,16 @@ _ALWAYS: Mapping[str, tuple[type[FloeError], str, str]] = {
 
 
 def code_of(response: Mapping[str, Any]) -> str:
-    """S3's name of the error, or the status where the answer has no body."""
+    """S3's name of the error, or the HTTP status where the answer has no body."""
     return str(response.get("Error", {}).get("Code", ""))
 
 
 def status_of(response: Mapping[str, Any]) -> int:
-    """The HTTP status."""
     return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 def explain(verb: str, place: str, response: Mapping[str, Any]) -> FloeError:
-    """The error to raise for an answer that is one, as if its outcome were known.
+    """The FloeError for an error answer, as if its outcome were known.
 
     `verb`: of the object store port. `place`: `s3://bucket/key`. `response`: what boto3's ClientError holds.
     """
@@ -110,12 +109,12 @@ PROBE_TIMEOUT = 3.0  # seconds
 
 
 def without_paths(text: str) -> str:
-    """`text` with each address in it cut down to scheme, host and port."""
+    """`text` with each address in it reduced to scheme, host and port."""
     return _URL.sub(r"\1\2", text)
 
 
 def why_not_connected(endpoint: str, cause: str) -> tuple[str, str]:
-    """Why no connection to the address `endpoint` came about, and what to do. `cause`: as boto3 tells it."""
+    """Why no connection to the address `endpoint` was made, and what to do. `cause`: boto3's text."""
     host = urlsplit(endpoint).hostname or endpoint
     where = f"store {without_paths(endpoint)}"
     if _UNKNOWN_HOST.search(cause):
@@ -128,12 +127,11 @@ def why_not_connected(endpoint: str, cause: str) -> tuple[str, str]:
 
 
 def is_not_tls(cause: str) -> bool:
-    """Whether a handshake failed as it does where the server does not speak TLS."""
     return _NOT_TLS.search(cause) is not None
 
 
 def speaks_tls(endpoint: str) -> bool:
-    """Whether what listens at the address answers a TLS handshake, with whatever certificate. Blocking."""
+    """Whether the server at the address answers a TLS handshake, with any certificate. Blocking."""
     address = urlsplit(endpoint)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -150,7 +148,6 @@ def speaks_tls(endpoint: str) -> bool:
 
 
 def wrong_scheme(text: str, endpoint: str) -> ConfigError:
-    """The address says TLS and the port is plain, or the other way round."""
     found, expected = ("https", "http") if endpoint.startswith("https") else ("http", "https")
     what = "the port does not speak TLS" if found == "https" else "the port speaks TLS"
     address = without_paths(endpoint)
@@ -162,9 +159,9 @@ VERBS = ("list", "get", "download", "put", "put_if_absent", "put_if_match", "del
 
 
 class AnsweringStore:
-    """`objects`, telling `told` after each call, in whatever thread, whether the server gave an answer.
+    """`objects`; after each call it calls `told`, in the same thread, with whether the server gave an answer.
 
-    A refusal is one, and so is "there is no such object". It has the verbs of the port and no more.
+    A refusal is an answer, and so is "there is no such object". It has only the verbs of the port.
     """
 
     def __init__(self, objects: ObjectStore, told: Callable[[bool], None]) -> None:

@@ -29,16 +29,15 @@ class Listing:
     def __init__(self, bucket: str, prefix: str, start_after: str, limit: int | None) -> None:
         self._bucket, self._prefix, self._start_after, self._limit = bucket, prefix, start_after, limit
         self._found: dict[str, ObjectInfo] = {}
-        self._passed: set[str] = set()  # keys not asked for, of a server that begins in the wrong place
+        self._passed: set[str] = set()  # unwanted keys, from a server that begins in the wrong place
 
     def is_full(self) -> bool:
-        """Whether `limit` objects were found."""
         return self._limit is not None and len(self._found) >= self._limit
 
     def add(self, page: Mapping[str, Any]) -> str | None:
-        """Take a page; the token of the next one, None after the last. Raises Unavailable.
+        """Adds a page; returns the token of the next one, None after the last. Raises Unavailable.
 
-        Each key comes once, asked for or not: a server that repeats itself would be asked for ever.
+        Each key comes once, wanted or not: with a server that repeats itself this would never end.
         """
         contents = page.get("Contents", [])
         self._expect("Name", page.get("Name"), self._bucket)
@@ -51,7 +50,6 @@ class Listing:
         return self._next_token(page, len(contents))
 
     def objects(self) -> builtins.list[ObjectInfo]:
-        """What was found, in key order, at most `limit`."""
         # SeaweedFS lists `a/1` before `a-b`, folder by folder, so the order of the pages is not the keys'.
         return [self._found[key] for key in sorted(self._found)][: self._limit]
 
@@ -89,7 +87,7 @@ class Listing:
 
 
 def head_info(key: str, answer: Mapping[str, Any]) -> ObjectInfo | None:
-    """What the answer to a HEAD says; None where it lacks what every store says."""
+    """What the answer to a HEAD says; None where it lacks what every store gives."""
     modified, size = answer.get("LastModified"), answer.get("ContentLength")
     if modified is None or size is None:
         return None
@@ -110,7 +108,6 @@ def _sha256_in(text: str) -> str | None:
 
 
 def hidden_objects(answer: Mapping[str, Any]) -> list[HiddenObject]:
-    """The objects that a delete marker hides, with the newest version behind it, in key order."""
     newest: dict[str, Mapping[str, Any]] = {}
     for entry in answer.get("Versions", []):
         known = newest.setdefault(entry["Key"], entry)
@@ -146,13 +143,12 @@ class Upload:
         return f"s3://{self.target['Bucket']}/{self.target['Key']}"
 
     def whole(self, condition: Mapping[str, Any]) -> None:
-        """Put in one request, which the server takes as a whole or not at all."""
         fields = {**self.common, **self._checksum_of(self.body, self.sha256), **condition}
         with nullcontext(self.body) if isinstance(self.body, bytes) else self.body.open("rb") as body:
             self._expect_etag(self.client.put_object(**self.target, Body=body, **fields))
 
     def send_parts(self, part_bytes: int) -> list[dict[str, Any]]:
-        """Begin an upload and send all parts; nothing of it can be seen before `commit`."""
+        """Begins an upload and sends all parts; nothing of it is visible before `commit`."""
         algorithm = {} if self.checksum == "none" else {"ChecksumAlgorithm": self.checksum.upper()}
         begun = self.client.create_multipart_upload(**self.target, **self.common, **algorithm)
         self._id = begun["UploadId"]
@@ -168,14 +164,12 @@ class Upload:
         return parts
 
     def commit(self, parts: list[dict[str, Any]], condition: Mapping[str, Any]) -> None:
-        """Make the object of the parts."""
         fields: dict[str, Any] = {"UploadId": self._id, "MultipartUpload": {"Parts": parts}}
         answer = self.client.complete_multipart_upload(**self.target, **fields, **condition)
         self._expect_etag(answer)
         self._id = None
 
     def abort(self) -> None:
-        """Throw away what was sent and not committed."""
         if self._id:
             upload_id, self._id = self._id, None
             self.client.abort_multipart_upload(**self.target, UploadId=upload_id)
@@ -220,7 +214,6 @@ class ByteRange:
     length: int | None
 
     def header(self) -> str:
-        """The value of the header `Range`."""
         return f"bytes={self.first}-{'' if self.length is None else self.first + self.length - 1}"
 
     def size_in(self, content_range: str) -> int:
@@ -254,7 +247,7 @@ class AnswerBody:
             raise
 
     def use(self, how: Callable[[AnswerBody], T]) -> T:
-        """What `how` makes of the body. Raises CutShortError unless it is as long as announced."""
+        """The result of `how` for the body. Raises CutShortError unless the body is as long as announced."""
         with closing(self):
             result = how(self)
         if self._expected is not None and self._found != self._expected:
@@ -262,17 +255,14 @@ class AnswerBody:
         return result
 
     def close(self) -> None:
-        """Give the connection back."""
         self._stream.close()
 
     def read_all(self) -> bytes:
-        """The whole body."""
         content = self._stream.read()
         self._found = len(content)
         return content
 
     def copy_to(self, path: Path) -> int:
-        """Write the body to the file `path`, from its beginning; how many bytes."""
         with path.open("wb") as file:
             for chunk in chunks(self._stream):
                 self._found += file.write(chunk)

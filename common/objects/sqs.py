@@ -30,7 +30,7 @@ _REGION = re.compile(r"sqs\.([a-z0-9-]+)\.amazonaws\.com(?:\.cn)?")
 
 
 class Received(NamedTuple):
-    """A message, and what it is deleted by."""
+    """A message, and the handle by which it is deleted."""
 
     body: str
     receipt: str
@@ -39,9 +39,8 @@ class Received(NamedTuple):
 class SqsQueue:
     """One queue: its name, or its address without `https://` (`sqs.REGION.amazonaws.com/ACCOUNT/NAME`).
 
-    Blocking; for one thread. An address tells the region, whatever `account` says.
-    Raises ConfigError where address or region is none; every method raises ConfigError (no such queue),
-    Refused (credential or right) and Unavailable.
+    Blocking; for one thread. An address tells the region, whatever `account` says. Raises ConfigError where address or
+    region is invalid; every method raises ConfigError (no such queue), Refused (credential or right) and Unavailable.
     """
 
     def __init__(self, address: str, account: S3Account) -> None:
@@ -60,7 +59,7 @@ class SqsQueue:
         self.region = str(self._client.meta.region_name)
 
     def receive(self, wait: int = LONGEST_WAIT) -> list[Received]:
-        """Up to ten messages, as soon as there is one; none after `wait` seconds (0 to 20)."""
+        """Up to ten messages, as soon as there is one; empty after `wait` seconds (0 to 20)."""
         with self._calling("receive"):
             answer = self._client.receive_message(
                 QueueUrl=self.address(), MaxNumberOfMessages=BATCH, WaitTimeSeconds=wait
@@ -69,7 +68,7 @@ class SqsQueue:
         return [Received(str(each.get("Body", "")), str(each.get("ReceiptHandle", ""))) for each in found]
 
     def delete(self, messages: Sequence[Received]) -> int:
-        """Remove messages that were received; how many the queue refused to remove: they come again."""
+        """Removes received messages; returns how many the queue refused to remove: they come again."""
         if not messages:
             return 0
         entries = [{"Id": str(n), "ReceiptHandle": each.receipt} for n, each in enumerate(messages)]
@@ -78,7 +77,6 @@ class SqsQueue:
         return len(answer.get("Failed") or ())
 
     def address(self) -> str:
-        """The whole address of the queue, asked for once where only its name is given."""
         if self._url is None:
             self._url = str(self._client.get_queue_url(QueueName=self._name)["QueueUrl"])
         return self._url

@@ -2,13 +2,12 @@
 
     {prefix}/_floe/alive/{site}/{host}[.{label}][.{worker}]
 
-The time that the store notes of it (LastModified) is the sign of life; inside stands what no other object
-tells the centre: why a chain does not go on, and how far the stream itself is. A process that is started
-again has the same name and replaces its object. Objects of processes that never come back are passed over:
-of each chain the newest object that names it counts, and what is FORGOTTEN older than the newest object of
-its site is not read at all.
+The time that the store notes of it (LastModified) is the sign of life; its content tells the centre what no other
+object does: why a chain does not go on, and how far the stream itself is. A process that is started again has the same
+name and replaces its object. Objects of processes that never come back are passed over: of each chain the newest object
+that names it counts, and an object that is FORGOTTEN older than the newest of its site is not read at all.
 
-Whoever can write to the bucket can write these: they are read up to a size, and only shown and measured by.
+Every program that can write to the bucket can write these: they are read up to a size, and only shown and measured by.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ class _Said(msgspec.Struct, frozen=True, omit_defaults=True):
     source_asked: float | None = None
 
     def said(self) -> dict[str, Any]:
-        """Every field, texts no longer than they may be."""
         fields = {name: getattr(self, name) for name in _Said.__struct_fields__}
         return {name: value[:_TEXT] if isinstance(value, str) else value for name, value in fields.items()}
 
@@ -65,29 +63,28 @@ _FORM = JsonForm(_AliveWire)
 class ChainSign(_Said, frozen=True, kw_only=True):
     """What a process says of one chain. `state`, `code`, `why`: as in its /status, since `since`.
 
-    `end`: the last sequence archived, None where that was not looked up yet. `source_last`: the last sequence
-    of the stream when it was last asked, at `source_asked`. Times in seconds since 1970 by the clock of the
-    process. `incarnation` of `chain`: the one that was written last; 0 where none was found yet.
+    `end`: the last archived sequence, None where that was not looked up yet. `source_last`: the last sequence of the
+    stream when it was last asked, at `source_asked`. Times in seconds since 1970 by the clock of the process.
+    `incarnation` of `chain`: the one that was written last; 0 where none was found yet.
     """
 
     chain: Chain
 
     @property
     def works(self) -> bool:
-        """Whether it comes from the process that has the chain."""
         return self.state != STANDBY
 
     def not_archived(self, incarnation: int, archived: int) -> int | None:
-        """Sequences of the stream behind what is archived; None where nobody said how far the stream is.
+        """Sequences of the stream behind what is archived; None where the end of the stream is unknown.
 
-        `incarnation`, `archived`: the newest that the reader knows of, and the end of its coverage (0: none).
+        `incarnation`, `archived`: the newest incarnation that the reader knows, and the end of its coverage (0: none).
         """
         if self.source_last is None:
             return None
         end = self.end or 0
         if self.chain.incarnation > incarnation:
             return max(0, self.source_last - end)
-        # A process that was started again and stopped before it looked names none, and says 0.
+        # A process that was restarted, and stopped before it looked, knows no incarnation and says 0.
         known = max(archived, end) if self.chain.incarnation == incarnation else archived
         return max(0, self.source_last - known)
 
@@ -110,7 +107,7 @@ class Alive:
 
     @classmethod
     def from_json(cls, raw: bytes) -> Alive:
-        """What `to_json` wrote, by this version or a later one that added fields. Raises ValueError."""
+        """Reads what this version wrote, or a later one that added fields. Raises ValueError."""
         wire = _FORM.decode(raw)
         if len(wire.chains) > MAX_CHAINS:
             raise ValueError(f"chains: expected at most {MAX_CHAINS}, found {len(wire.chains)}")
@@ -125,13 +122,13 @@ def _sign(site: str, wire: _ChainWire) -> ChainSign:
 
 
 def process_name(host: str, instance: str = "", worker: int | None = None) -> str:
-    """What a process is called in its key: the same after a restart, and another for each of its siblings."""
+    """The name of a process in its key: the same after a restart, different from those of its siblings."""
     return ".".join([host, *([instance] if instance else []), *([] if worker is None else [str(worker)])])
 
 
 def to_read(found: Iterable[tuple[str, ObjectInfo]]) -> list[ObjectInfo]:
-    """The objects that may still say something, of (site, object): none FORGOTTEN older than the newest of
-    its site.
+    """The objects that may still be useful, of (site, object): without those FORGOTTEN older than the newest of
+    their site.
     """
     objects = list(found)
     newest: dict[str, float] = {}
@@ -142,8 +139,8 @@ def to_read(found: Iterable[tuple[str, ObjectInfo]]) -> list[ObjectInfo]:
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """What one object says of one chain. `modified`: its sign of life, by the store's clock; `age`: how long
-    ago that was, in seconds; `time`: when it was written, by the clock of the process.
+    """What one object says of one chain. `modified`: its sign of life, by the store's clock; `age`: how long ago
+    that was, in seconds; `time`: when it was written, by the clock of the process.
     """
 
     sign: ChainSign
@@ -153,13 +150,13 @@ class Sighting:
 
     @property
     def lasts(self) -> float:
-        """Seconds that its state had lasted, by the clock of the process alone."""
+        """Seconds, by the clock of the process alone."""
         return max(0.0, self.time - self.sign.since)
 
 
 def newest(sightings: Iterable[Sighting]) -> dict[Chain, Sighting]:
-    """What counts of each partition, by its chain in incarnation 0000: the newest that comes from a process
-    that has the chain; from one that stands by only where there is no other.
+    """The sighting that counts for each partition, by its chain in incarnation 0000: the newest from a process that
+    has the chain; one from a process that stands by counts only where there is no other.
     """
     found: dict[Chain, Sighting] = {}
     for each in sorted(sightings, key=lambda each: (each.sign.works, each.modified), reverse=True):

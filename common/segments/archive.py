@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 
 def select_chains(chains: ChainStore, text: str | None, feeds: Collection[Pair] = ()) -> list[Chain]:
-    """The chains that `SITE[/FEED[/INCARNATION[/PARTITION]]]` means, all for None.
+    """The chains that `SITE[/FEED[/INCARNATION[/PARTITION]]]` means; None means all.
 
-    `feeds`: of the configuration, of which nothing need be archived. One that is named in full need not have
-    a `chain.json`. Raises UsageError for what is not there, with the names that are.
+    `feeds`: those of the configuration, which may have no archive yet. A chain that is named in full need not have a
+    `chain.json`. Raises UsageError, with the names that exist, for one that does not.
     """
     if text is None:
         return chains.chains()
@@ -41,9 +41,9 @@ def select_chains(chains: ChainStore, text: str | None, feeds: Collection[Pair] 
 
 
 def find_chain(chains: ChainStore, text: str, feeds: Collection[Pair] = ()) -> Chain:
-    """The chain that `SITE/FEED[/INCARNATION[/PARTITION]]` means; without one, of the newest incarnation.
+    """The chain that `SITE/FEED[/INCARNATION[/PARTITION]]` means; without an incarnation, the newest.
 
-    Raises UsageError as `select_chains`, and where several partitions may be meant.
+    Raises UsageError as `select_chains`, and where several partitions match.
     """
     site, feed, incarnation, partition = parse(text)
     if feed is None:
@@ -54,7 +54,7 @@ def find_chain(chains: ChainStore, text: str, feeds: Collection[Pair] = ()) -> C
 
 
 def among(chains: ChainStore, site: str | None, feed: str | None, find: Callable[[Collection[Chain]], T]) -> T:
-    """What `find` finds among the chains of a site or feed; where that is nothing, its error knows of all."""
+    """What `find` finds among the chains of a site or feed; if nothing, its error lists all chains."""
     try:
         return find(chains.chains(site, feed))
     except UsageError as error:
@@ -77,8 +77,8 @@ def read_cover(
 ) -> Iterator[pa.RecordBatch]:
     """The rows of `within` by the cover of `refs`, in sequence order, each once.
 
-    A segment that is damaged or gone is left out and reported, and what else covers its rows is read; a
-    stretch that nothing covers is reported and stepped over.
+    A segment that is damaged or gone is left out and reported, and its rows are read from others that cover them; a
+    stretch that no segment covers is reported and skipped.
     """
     usable, position = list(refs), within.first
     while position <= within.last:
@@ -110,12 +110,12 @@ _COLUMNS = ("sequence", "timestamp_ns")
 def search(
     store: SegmentStore, chain: Chain, moment_ns: int, position: int = 1, listings: int = _LISTINGS
 ) -> tuple[int | None, int]:
-    """The first sequence of the chain whose row's timestamp is at or after `moment_ns` (ns since 1970 UTC), among
-    the segments that reach `position` only; and where a search that found nothing goes on when there is more of
-    the chain, so that what ends before is not listed again.
+    """The first sequence of the chain whose row's timestamp is at or after `moment_ns` (ns since 1970 UTC), among the
+    segments that reach `position` only; and the position for the next search if nothing was found and the chain has
+    grown, so that earlier segments are not listed again.
 
-    None: the rows of the archive are all before, or there are none. Damaged segments are left out. Blocking.
-    Raises SegmentGone where segments vanish time and again, and what the store raises.
+    None: all rows of the archive are earlier, or there are none. Damaged segments are left out. Blocking. Raises
+    SegmentGone where segments vanish repeatedly, and what the store raises.
     """
     timeline = Timeline(store, store.list(chain, position=position), position)
     try:
@@ -128,9 +128,9 @@ def search(
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """The times in one segment, inclusive; of its last examined message where it has no rows.
+    """The times in one segment, inclusive; without rows, those of its last examined message.
 
-    `is_mixed`: some of the rows are those of other segments, which this one did not read.
+    `is_mixed`: some of the rows come from other segments, because this one did not read them.
     """
 
     first: int
@@ -140,8 +140,8 @@ class _Times:
 
 
 class Timeline:
-    """The segments `refs` of one chain by time, from sequence `first` on; remembers the footers that it has
-    read. Blocking.
+    """The segments `refs` of one chain by time, from sequence `first` on; keeps the footers that it has read.
+    Blocking.
     """
 
     def __init__(self, store: SegmentStore, refs: Iterable[SegmentRef], first: int = 1) -> None:
@@ -149,7 +149,7 @@ class Timeline:
         self._times: dict[str, _Times | None] = {}
 
     def first_at(self, moment_ns: int) -> int | None:
-        """As the function `search`. Raises SegmentGone for a segment that is not there any more."""
+        """As the function `search`. Raises SegmentGone for a segment that does not exist any more."""
         while True:
             try:
                 return self._first_at(cover(self._usable, self._first), moment_ns)
@@ -158,11 +158,10 @@ class Timeline:
 
     @property
     def behind(self) -> int:
-        """The sequence behind all segments that were not found damaged."""
         return max((ref.coverage.last + 1 for ref in self._usable), default=self._first)
 
     def times_of(self, ref: SegmentRef) -> tuple[int, int] | None:
-        """The least and the greatest timestamp (ns) in a segment; None where it says nothing of time."""
+        """The least and the greatest timestamp (ns) in a segment; None where it holds no times."""
         try:
             times = self._of(ref)
         except _DamagedError:
@@ -179,7 +178,6 @@ class Timeline:
         return None
 
     def _bisected(self, stretches: list[Stretch[SegmentRef]], moment_ns: int) -> int:
-        """A stretch that reaches the moment while the one before does not; their number if none does."""
         low, high = 0, len(stretches)
         while low < high:
             middle = probe = (low + high) // 2
@@ -193,7 +191,6 @@ class Timeline:
         return low
 
     def _stepped_back(self, stretches: list[Stretch[SegmentRef]], begin: int, moment_ns: int) -> int:
-        """How far before `begin` a row at or after the moment may stand."""
         while begin > 0:
             times = self._of(stretches[begin - 1].segment)
             if times is not None and times.last < moment_ns - MARGIN_NS:
@@ -202,7 +199,7 @@ class Timeline:
         return begin
 
     def _of(self, ref: SegmentRef) -> _Times | None:
-        """None where the segment says nothing of time: nothing was examined for it."""
+        """None where the segment holds no times: no message was examined for it."""
         if ref.key not in self._times:
             try:
                 self._times[ref.key] = self._read(ref)
@@ -220,14 +217,12 @@ class Timeline:
             return None if tip is None else _Times(tip.timestamp_ns, tip.timestamp_ns, False)
 
     def _mixed(self, ref: SegmentRef, unread: SequenceRange) -> list[tuple[int, int]]:
-        """The times of the rows that stand where `ref` did not read everything, if others have some there."""
         with open_stretch(self._store.in_parts(), Stretch(ref, unread), refs=self._usable) as reader:
             batches = reader.batches(columns=_COLUMNS) if reader.others else ()
             columns: list[list[Any]] = [batch.column("timestamp_ns").to_pylist() for batch in batches]
             return [(min(times), max(times)) for times in columns]
 
     def _row(self, stretch: Stretch[SegmentRef], moment_ns: int) -> int | None:
-        """The first row of the stretch at or after the moment; only row groups that may hold it are read."""
         times = self._of(stretch.segment)
         try:
             if times is not None and times.is_mixed:
@@ -248,7 +243,7 @@ class Timeline:
 
 
 class _DamagedError(Exception):
-    """`ref` cannot be read."""
+    """The segment `ref` cannot be read."""
 
     def __init__(self, ref: SegmentRef) -> None:
         super().__init__(ref.key)
@@ -265,7 +260,7 @@ def _first(batch: pa.RecordBatch, moment_ns: int) -> int | None:
 def behind(
     coverages: Iterable[SequenceRange], end: int | None, accepted: Iterable[SequenceRange] = ()
 ) -> list[SequenceRange]:
-    """What is covered behind `end` and nobody has given up, ascending.
+    """The covered ranges after `end` that were not given up, ascending.
 
     `end`: where the incarnation ended, None while it has not.
     """
@@ -278,7 +273,6 @@ def behind(
 
 
 def carry(chain: Chain, rows: SequenceRange) -> str:
-    """Put what is there into a stream of its own."""
     stream = shlex.quote(f"{chain.feed}_{chain.incarnation:04d}")
     bounds = f"--from-sequence {rows.first} --to-sequence {rows.last}"
     target = f"--target {stream} --subject-prefix {stream}"
@@ -286,7 +280,6 @@ def carry(chain: Chain, rows: SequenceRange) -> str:
 
 
 def ways_on(chain: Chain, rows: SequenceRange) -> str:
-    """The two commands, one to choose."""
     return (
         f"carry them into a stream of their own:\n{carry(chain, rows)}\n"
         f"or give them up for good; the segments stay:\n{accept_command(chain, rows)}"

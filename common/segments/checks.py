@@ -52,7 +52,7 @@ def check_trailer(trailer: bytes, size: int, limits: ParquetLimits) -> int:
 
 
 def check_schema(found: pa.Schema) -> None:
-    """Every column of `SCHEMA` with its type and nullability; further columns may stand there if nullable."""
+    """All columns of `SCHEMA` with type and nullability; further columns are allowed if they are nullable."""
     wrong = [problem for field in SCHEMA if (problem := _field_problem(field, found))]
     extra = [field for field in found if field.name not in SCHEMA.names and not field.nullable]
     wrong += [f"column {field.name}: expected no such column or a nullable one" for field in extra]
@@ -77,7 +77,7 @@ def _describe(field: pa.Field[Any]) -> str:
 
 
 def read_footer(metadata: Metadata, expected: SegmentName) -> Footer:
-    """Floe's footer, which agrees with the key `expected`, the rows and itself (I7)."""
+    """Floe's footer, if it agrees with the key `expected`, the rows and itself (I7)."""
     if (raw := metadata.values.get(FOOTER_KEY)) is None:
         raise _meta("footer floe.segment: expected one, found none")
     try:
@@ -116,7 +116,7 @@ def _check_counts(footer: Footer, rows: int) -> None:
 
 
 def row_groups(metadata: Metadata, sequence_column: int, footer: Footer) -> tuple[RowGroup, ...]:
-    """The row groups, whose statistics of `sequence` ascend within the coverage."""
+    """The row groups, if their statistics of `sequence` ascend within the coverage."""
     groups: list[RowGroup] = []
     after = footer.coverage.first - 1
     for index, group in enumerate(metadata.groups):
@@ -134,7 +134,6 @@ def row_groups(metadata: Metadata, sequence_column: int, footer: Footer) -> tupl
 
 
 def times(metadata: Metadata, timestamp_column: int) -> list[tuple[int, int]]:
-    """The least and the greatest `timestamp_ns` of each row group."""
     chunks = [chunk("timestamp_ns", group, timestamp_column) for group in metadata.groups]
     return [_bounds(index, found) for index, found in enumerate(chunks)]
 
@@ -148,7 +147,7 @@ def _bounds(index: int, column: Chunk) -> tuple[int, int]:
 
 
 def check_order(sequences: pa.Array[Any], after: int, within: SequenceRange) -> None:
-    """Sequences that ascend strictly, all greater than `after` and inside `within`."""
+    """Sequences ascend strictly, and are greater than `after` and inside `within`."""
     if not len(sequences):
         return
     first, last = sequences[0].as_py(), sequences[-1].as_py()
@@ -161,7 +160,6 @@ def check_order(sequences: pa.Array[Any], after: int, within: SequenceRange) -> 
 
 
 def check_text(batch: pa.RecordBatch) -> None:
-    """Text that is UTF-8, dictionaries that hold what refers to them."""
     for name in {*TEXT_COLUMNS} & {*batch.schema.names}:
         column = batch.column(name)
         try:
@@ -173,7 +171,7 @@ def check_text(batch: pa.RecordBatch) -> None:
 
 
 def check_values(batch: pa.RecordBatch) -> None:
-    """Nulls only where allowed, timestamps that agree, raw subjects where needed; of what `batch` has."""
+    """Nulls only where allowed, timestamps that agree, raw subjects where needed; for the columns that `batch` has."""
     for name in batch.schema.names:
         if (nulls := batch.column(name).null_count) and not SCHEMA.field(name).nullable:
             raise _rows(f"column {name}: expected no nulls, found {nulls}")
@@ -209,8 +207,8 @@ SHOWN = 100  # keys that are named
 
 @dataclass(slots=True)
 class Foreign:
-    """How many foreign keys there are, and the first of them. `looked_at`: of how many keys; `is_whole`:
-    whether these were all.
+    """The number of foreign keys, and the first of them. `looked_at`: the number of keys examined; `is_whole`:
+    whether these were all keys.
     """
 
     keys: list[str]
@@ -219,7 +217,7 @@ class Foreign:
     is_whole: bool = True
 
     def lines(self) -> list[str]:
-        """It for people; empty where there is none."""
+        """Lines for people; empty where there are no foreign keys."""
         if not self.count:
             return []
         of = "" if self.is_whole else f" among the first {self.looked_at}; `floe segments verify` looks at all"
@@ -231,7 +229,7 @@ class Foreign:
 def look_for_foreign(
     objects: ObjectStore, layout: Layout, prefixes: Iterable[str] = (), limit: int | None = None
 ) -> Foreign:
-    """The foreign keys below `prefixes` (none: below the layout's), of at most about `limit` keys."""
+    """The foreign keys under `prefixes` (empty: the layout's prefix), among about `limit` keys at most."""
     found = Foreign([])
     for page in _pages(objects, list(prefixes) or [layout.root]):
         if limit is not None and found.looked_at >= limit:

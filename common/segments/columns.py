@@ -17,7 +17,7 @@ def _field(number: int, name: str, kind: pa.DataType, *, nullable: bool = False)
     return pa.field(name, kind, nullable, metadata={"PARQUET:field_id": str(number)})
 
 
-# Ids are for ever: a new column gets the next number, stands last and may be null.
+# Ids never change: a new column gets the next number, is the last one and may be null.
 SCHEMA: pa.Schema = pa.schema(
     [
         _field(1, "sequence", pa.int64()),
@@ -33,7 +33,7 @@ SCHEMA: pa.Schema = pa.schema(
 
 DELTA_COLUMNS = ("sequence", "timestamp", "timestamp_ns")
 DICTIONARY_COLUMNS = ("subject",)
-# Least and greatest payload and header block in the metadata would show contents to whoever reads only that.
+# The least and greatest payload and header block in the metadata would show contents to who reads only metadata.
 STATISTICS_COLUMNS = (*DELTA_COLUMNS, "subject")
 TEXT_COLUMNS = ("subject", "sample_key")
 RAW_COLUMNS = ("subject", "subject_raw", "headers", "payload")
@@ -44,7 +44,7 @@ _ZERO = pa.scalar(0, pa.int64())
 
 
 def microseconds(timestamps_ns: pa.Array[Any]) -> pa.Array[Any]:
-    """Whole microseconds, rounded down (before 1970 too, where integer division would round up)."""
+    """Whole microseconds, rounded down (also before 1970, where integer division would round up)."""
     negative = pc.less(timestamps_ns, _ZERO)
     if negative.true_count:
         timestamps_ns = pc.if_else(negative, pc.subtract(timestamps_ns, _ROUND_DOWN), timestamps_ns)
@@ -52,9 +52,9 @@ def microseconds(timestamps_ns: pa.Array[Any]) -> pa.Array[Any]:
 
 
 def row_sizes(batch: pa.RecordBatch) -> pa.Array[Any]:
-    """Raw bytes of each row: its subject, header block and payload, as the footer's `raw_bytes` counts them.
+    """Bytes of each row: its subject, header block and payload, as the footer's `raw_bytes` counts them.
 
-    A column that `batch` lacks counts as nothing.
+    A missing column counts as 0.
     """
     names = set(batch.schema.names)
     sizes: pa.Array[Any] = pa.repeat(_ZERO, batch.num_rows)
@@ -73,7 +73,7 @@ def _subject_sizes(batch: pa.RecordBatch) -> pa.Array[Any]:
 
 
 def lengths(values: pa.Array[Any]) -> pa.Array[Any]:
-    """Bytes of each value, null where it is null; of a dictionary's values without expanding them."""
+    """Bytes of each value, null where it is null; a dictionary's values are not expanded."""
     if isinstance(values, pa.DictionaryArray):
         return pc.take(lengths(values.dictionary), values.indices)
     sizes: pa.Array[Any] = pc.binary_length(values)  # type: ignore[call-overload]
@@ -81,12 +81,10 @@ def lengths(values: pa.Array[Any]) -> pa.Array[Any]:
 
 
 def total(sizes: pa.Array[Any]) -> int:
-    """The sum, 0 of nothing."""
     return int(pc.sum(sizes).as_py() or 0)
 
 
 def raw_size(batch: pa.RecordBatch) -> int:
-    """Raw bytes of all rows of `batch`: what a segment's `max_size` and the footer's `raw_bytes` count."""
     return total(row_sizes(batch))
 
 
@@ -145,7 +143,6 @@ def _subjects(subjects: Sequence[bytes]) -> tuple[pa.Array[Any], pa.Array[Any]]:
 
 
 def is_text(raw: bytes) -> bool:
-    """Whether `raw` is UTF-8."""
     try:
         raw.decode()
     except UnicodeDecodeError:
@@ -155,9 +152,9 @@ def is_text(raw: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """A batch as lists of equal length, in sequence order: what a publisher loops over.
+    """A batch as lists of equal length, in sequence order: the form that a publisher loops over.
 
-    `sample_keys`: by what the sampler told the messages apart; None where they were not sampled.
+    `sample_keys`: the keys by which the sampler tells messages apart; None where they were not sampled.
     """
 
     sequences: list[int]
@@ -169,7 +166,6 @@ class Columns:
 
     @classmethod
     def empty(cls, *, sampled: bool) -> Columns:
-        """No messages; with room for sample keys where `sampled`."""
         return cls([], [], [], [], [], [] if sampled else None)
 
     def __len__(self) -> int:
@@ -177,19 +173,18 @@ class Columns:
 
     @property
     def raw_size(self) -> int:
-        """Bytes of subjects, header blocks and payloads."""
         headers = sum(map(len, filter(None, self.headers)))
         return sum(map(len, self.payloads)) + sum(map(len, self.subjects)) + headers
 
     @property
     def last(self) -> Message:
-        """The last of the messages, of which there is one at least."""
+        """There must be at least one message."""
         return Message(
             self.sequences[-1], self.timestamps_ns[-1], self.subjects[-1], self.headers[-1], self.payloads[-1]
         )
 
     def part(self, first: int, last: int) -> Columns:
-        """The messages at the places `first` up to, not including, `last`."""
+        """The messages from index `first` up to, not including, `last`."""
         keys = self.sample_keys
         return Columns(
             self.sequences[first:last],
@@ -201,7 +196,7 @@ class Columns:
         )
 
     def chosen(self, selected: Sequence[bool] | bytes | bytearray, keys: list[str | None] | None = None) -> Columns:
-        """The messages at whose places `selected` is true, with those of `keys` as their sample keys."""
+        """The messages where `selected` is true, with their part of `keys` as sample keys."""
         return Columns(
             list(compress(self.sequences, selected)),
             list(compress(self.timestamps_ns, selected)),
@@ -212,7 +207,7 @@ class Columns:
         )
 
     def extend(self, more: Columns) -> None:
-        """Append `more`; its sample keys only where there are any here."""
+        """Appends `more`; its sample keys only if there are some here."""
         self.sequences.extend(more.sequences)
         self.timestamps_ns.extend(more.timestamps_ns)
         self.subjects.extend(more.subjects)
@@ -223,7 +218,6 @@ class Columns:
 
 
 def columns(batch: pa.RecordBatch) -> Columns:
-    """The messages of `batch`, which has the columns of `SCHEMA`, as lists."""
     text, raw = batch.column("subject").cast(pa.binary()), batch.column("subject_raw")
     return Columns(
         _list(batch.column("sequence")),
@@ -239,13 +233,12 @@ def _list(values: pa.Array[Any]) -> list[Any]:
 
 
 def messages(batch: pa.RecordBatch) -> Iterator[Message]:
-    """The messages of `batch` one by one, byte for byte as they were read; `columns` is faster."""
+    """The messages one by one, byte for byte as they were read; `columns` is faster."""
     lists = columns(batch)
     return map(Message, lists.sequences, lists.timestamps_ns, lists.subjects, lists.headers, lists.payloads)
 
 
 def batch_of(*rows: Message) -> pa.RecordBatch:
-    """One batch of `SCHEMA` of these messages."""
     return record_batch(
         [row.sequence for row in rows],
         [row.timestamp_ns for row in rows],

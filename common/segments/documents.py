@@ -9,7 +9,7 @@
     alive/…       what each process of egress says of itself every minute (`common.segments.alive`)
     ingress/…     how far each target is (`common.segments.documents`)
 
-Whoever can write to the bucket can write these: they are read up to a size, every field is checked, and one
+Every program that can write to the bucket can write these: they are read up to a size, every field is checked, and one
 that is not as it must be is never acted on (DataError, code E-STATE-JSON).
 """
 
@@ -84,7 +84,7 @@ class ChainDocument(_Versioned, frozen=True):
 
     @classmethod
     def from_json(cls, raw: bytes) -> ChainDocument:
-        """What `to_json` wrote. Raises ValueError."""
+        """Raises ValueError."""
         return _CHAIN.decode(raw)
 
 
@@ -94,7 +94,7 @@ class StreamDocument:
 
     `previous`: for each partition of the incarnation before, the last sequence it covered (0: none); None
     where there is no incarnation before. `chains`: what each partition's `chain.json` says, by its number, so
-    that all hosts begin alike whoever comes first; empty in documents of the first version. `continues`: it
+    that all hosts begin alike, in any order; empty in documents of the first version. `continues`: it
     is the same history as the incarnation before, only cut otherwise. Raises ValueError where a number is
     outside its range.
     """
@@ -119,7 +119,7 @@ class StreamDocument:
 
     @classmethod
     def from_json(cls, raw: bytes) -> StreamDocument:
-        """What `to_json` wrote. Raises ValueError."""
+        """Raises ValueError."""
         wire = _STREAM.decode(raw)
         count = len(wire.chains)
         chains = tuple(ChainDocument(each.filters, count, each.first, each.relay) for each in wire.chains)
@@ -127,22 +127,22 @@ class StreamDocument:
 
 
 def floor_to_json(first: int) -> bytes:
-    """`floor.json`. Raises ValueError."""
+    """Raises ValueError."""
     return _FLOOR.encode(_FloorWire(_expect("first", first, 1, MAX_SEQUENCE)))
 
 
 def floor_from_json(raw: bytes) -> int:
-    """What `floor_to_json` wrote. Raises ValueError."""
+    """Raises ValueError."""
     return _expect("first", _FLOOR.decode(raw).first, 1, MAX_SEQUENCE)
 
 
 def tail_to_json(end: int) -> bytes:
-    """A tail; `end` 0: nothing is covered. Raises ValueError."""
+    """`end` 0: nothing is covered. Raises ValueError."""
     return _TAIL.encode(_TailWire(_expect("end", end, 0, MAX_SEQUENCE)))
 
 
 def tail_from_json(raw: bytes) -> int:
-    """What `tail_to_json` wrote. Raises ValueError."""
+    """Raises ValueError."""
     return _expect("end", _TAIL.decode(raw).end, 0, MAX_SEQUENCE)
 
 
@@ -170,10 +170,10 @@ class _GapWire(_Versioned, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class AcceptedGap:
-    """`range` is given up. `by`: who decided; `at`: when, RFC 3339 by the decider's clock; `note`: why, or
-    empty. An empty `at`: not known. `from_hole`: segments cover it, and lack some of what was lost there.
+    """`range` is given up. `by`: who decided; `at`: when, RFC 3339 by that person's clock; empty: not known; `note`:
+    why, or empty. `from_hole`: segments cover it, and lack some of what was lost there.
 
-    Raises ValueError for texts that are too long, and for an `at` that is no time.
+    Raises ValueError for texts that are too long, and for an invalid `at`.
     """
 
     range: SequenceRange
@@ -194,7 +194,7 @@ class AcceptedGap:
 
     @classmethod
     def from_json(cls, raw: bytes) -> AcceptedGap:
-        """What `to_json` wrote. Raises ValueError."""
+        """Raises ValueError."""
         wire = _GAP.decode(raw)
         return cls(SequenceRange(wire.first, wire.last), wire.note, wire.by, wire.at, wire.from_hole)
 
@@ -206,12 +206,11 @@ def of_chain(chain: Chain) -> str:
 
 
 def accept_command(chain: Chain, hole: SequenceRange) -> str:
-    """Give up a hole, for all targets; it asks first."""
     return command("gap accept", of_chain(chain), f"--first {hole.first} --last {hole.last}")
 
 
 def way_out(chain: Chain, hole: SequenceRange) -> str:
-    """What to do about a hole, in the order in which it costs least: giving up comes last."""
+    """What to do about a hole, the cheapest first: giving up comes last."""
     return (
         f"{BEFORE_GIVING_UP}; only when nobody has them any more, give them up for all targets:\n"
         f"{accept_command(chain, hole)}"
@@ -219,7 +218,6 @@ def way_out(chain: Chain, hole: SequenceRange) -> str:
 
 
 def way_out_filled(chain: Chain, rows: SequenceRange) -> str:
-    """What to do about sequences that are missing where a hole was filled."""
     return (
         "put the lost segment back; only when nobody has it any more, give up what is missing, for all "
         f"targets (what is there is carried):\n{accept_command(chain, rows)}"
@@ -227,7 +225,6 @@ def way_out_filled(chain: Chain, rows: SequenceRange) -> str:
 
 
 def carry_late(chain: Chain, rows: SequenceRange) -> str:
-    """What to do about rows that came behind the position of a target."""
     bounds = f"--from-sequence {rows.first} --to-sequence {rows.last}"
     target = shlex.quote(f"{chain.feed}_LATE")
     replay = command("replay", of_chain(chain), bounds, f"--target {target} --subject-prefix late --create")
@@ -238,7 +235,7 @@ def carry_late(chain: Chain, rows: SequenceRange) -> str:
 
 
 def accepted_part(hole: SequenceRange, gaps: Iterable[SequenceRange]) -> SequenceRange | None:
-    """The leading part of `hole` that `gaps` account for without a break; None where its first is in none."""
+    """The first part of `hole` that `gaps` account for without a break; None where they lack its first sequence."""
     reach = hole.first - 1
     for gap in sorted(gaps):
         if gap.first > reach + 1:
@@ -277,12 +274,12 @@ class SnapshotRef:
 
 
 def newest_first(ref: SnapshotRef) -> tuple[int, float, str]:
-    """What to sort by: the greatest position first; of one position, the one that was stored last."""
+    """Sort key: the greatest position first; of one position, the one that was stored last."""
     return -ref.position, -ref.modified, ref.key
 
 
 def list_snapshots(objects: ObjectStore, layout: Layout, chain: Chain) -> list[SnapshotRef]:
-    """The snapshots of a chain, newest first. Foreign keys are passed over; raises what the store raises."""
+    """The snapshots of a chain, newest first. Foreign keys are skipped; raises what the store raises."""
     found = []
     for info in objects.list(layout.states_prefix(chain)):
         if (name := layout.parse_state(info.key)) is None:
@@ -293,12 +290,12 @@ def list_snapshots(objects: ObjectStore, layout: Layout, chain: Chain) -> list[S
 
 
 def snapshot_metadata(sampling_digest: str, sha256: str) -> dict[str, str]:
-    """What the object says of itself without being opened. A hint only: what counts is in the snapshot."""
+    """What the object says of itself without being opened. Only a hint: what counts is in the snapshot."""
     return {"format": "1", _SAMPLING: sampling_digest, "sha256": sha256}
 
 
 def sampling_of(metadata: Mapping[str, str]) -> str:
-    """The digest of the settings by which the snapshot was made; empty where the object does not say."""
+    """The digest of the settings with which the snapshot was made; empty where the object does not say."""
     return metadata.get(_SAMPLING, "")
 
 
@@ -317,9 +314,9 @@ class _PositionsWire(_Versioned, frozen=True):
 class TargetPositions:
     """One object, written at `time` (seconds since 1970 by the clock of ingress).
 
-    `positions`: by chain, the first sequence that the target does not hold yet. `sources`: the `site/feed`
-    that may flow in; a chain of them without a position has not begun, and needs everything. `released`: an
-    operator let the target go.
+    `positions`: by chain, the first sequence that the target does not hold yet. `sources`: the `site/feed` that may
+    flow in; a chain of them without a position has not begun, and needs everything. `released`: an operator released
+    the target, which needs nothing any more.
     """
 
     target: str
@@ -334,7 +331,7 @@ class TargetPositions:
 
     @classmethod
     def from_json(cls, raw: bytes) -> TargetPositions:
-        """What `to_json` wrote, by this version or a later one that added fields. Raises ValueError."""
+        """Reads what this version wrote, or a later one that added fields. Raises ValueError."""
         wire = _POSITIONS.decode(raw)
         for chain, at in wire.positions.items():
             if not 0 <= at <= MAX_SEQUENCE + 1:
@@ -356,8 +353,9 @@ D = TypeVar("D")
 class ChainStore:
     """The documents under one layout. Blocking; safe to use from several threads.
 
-    Every method raises what the object store raises, and DataError (E-STATE-JSON) for a document that is
-    there and is not what it must be.
+    A `read_…` method gives None where there is no such document; a `create_…` method writes the document unless there
+    is one, and gives the one that is there afterwards. Every method raises what the object store raises, and DataError
+    (E-STATE-JSON) for an invalid document.
     """
 
     def __init__(self, objects: ObjectStore, layout: Layout) -> None:
@@ -365,15 +363,13 @@ class ChainStore:
         self._ignored: dict[str, str] = {}  # spoiled gaps and signs of life by key, and why
 
     def create_stream(self, chain: Chain, document: StreamDocument) -> StreamDocument:
-        """Make `stream.json` of the chain's incarnation unless there is one; what is there now."""
         return self._create(self.layout.stream_document(chain), document.to_json(), StreamDocument.from_json)
 
     def read_stream(self, chain: Chain) -> StreamDocument | None:
-        """`stream.json` of the chain's incarnation; None if there is none."""
         return self._read(self.layout.stream_document(chain), StreamDocument.from_json)
 
     def is_followed(self, chain: Chain) -> bool:
-        """Whether the next incarnation exists: nothing is put into this one any more. One HEAD."""
+        """Whether the next incarnation exists: nothing is put into this one any more. One HEAD request."""
         if chain.incarnation == MAX_INCARNATION:
             return False
         return self.objects.head(self.layout.stream_document(chain.next_incarnation())) is not None
@@ -385,19 +381,17 @@ class ChainStore:
         return None if previous is None else previous.get(chain.partition, 0)
 
     def create_chain(self, chain: Chain, document: ChainDocument) -> ChainDocument:
-        """Make `chain.json` unless there is one; what is there now."""
         return self._create(self.layout.chain_document(chain), document.to_json(), ChainDocument.from_json)
 
     def read_chain(self, chain: Chain) -> ChainDocument | None:
-        """`chain.json`; None if there is none."""
         return self._read(self.layout.chain_document(chain), ChainDocument.from_json)
 
     def read_floor(self, chain: Chain) -> int | None:
-        """The first sequence that retention has left; None where it has never run."""
+        """The first sequence that retention left; None where retention never ran."""
         return self._read(self.layout.floor_document(chain), floor_from_json)
 
     def raise_floor(self, chain: Chain, first: int) -> None:
-        """Make `first` the floor unless it is that high already: it never falls. Raises Unavailable too."""
+        """Raises the floor to `first` unless it is that high already: it never falls. Raises Unavailable too."""
         key, body = self.layout.floor_document(chain), floor_to_json(first)
         for _ in range(_ROUNDS):
             # The etag before the content: a change between the two makes the write fail, not the check.
@@ -409,13 +403,12 @@ class ChainStore:
             raise Unavailable(f"floor of {chain}: lost to other writers {_ROUNDS} times", code="E-RACE")
 
     def write_tail(self, chain: Chain, end: int) -> None:
-        """Say that coverage ends at `end`."""
         self.objects.put(self.layout.tail(chain), tail_to_json(end))
 
     def read_tail(self, chain: Chain) -> int | None:
-        """Where coverage ended when the tail was written; None if there is none, or it is not a tail.
+        """The end of coverage when the tail was written; None if there is none, or it is invalid.
 
-        It is only a hint: a spoiled one is written again, and stops nobody.
+        It is only a hint: a spoiled tail is written again, and stops nothing.
         """
         try:
             return self._read(self.layout.tail(chain), tail_from_json)
@@ -428,7 +421,7 @@ class ChainStore:
         return {chain: info.etag for chain, info in self.listed_tails().items()}
 
     def listed_tails(self) -> dict[Chain, ObjectInfo]:
-        """Every tail as one listing shows it; its `modified` is when something was archived last."""
+        """Every tail as one listing shows it; `modified` is when something was last archived."""
         listing = self.objects.list(self.layout.tails_prefix())
         found = ((self.layout.parse_tail(info.key), info) for info in listing)
         return {chain: info for chain, info in found if chain is not None}
@@ -436,17 +429,15 @@ class ChainStore:
     # Signs of life
 
     def write_alive(self, process: str, alive: Alive) -> None:
-        """Put the sign of life of one process of a site in place of its last one."""
         self.objects.put(self.layout.alive(alive.site, process), alive.to_json())
 
     def listed_alive(self) -> list[ObjectInfo]:
-        """The signs of life that may still say something, of all sites, by one listing."""
         listing = self.objects.list(self.layout.alive_prefix())
         parsed = ((self.layout.parse_alive(info.key), info) for info in listing)
         return to_read((name[0], info) for name, info in parsed if name is not None)
 
     def read_alive(self, key: str) -> Alive | None:
-        """The sign of life at `key`; None if there is none, or it is not one: it stops nobody."""
+        """None if there is none at `key`, or it is invalid: it stops nothing."""
         name = self.layout.parse_alive(key)
         try:
             alive = self._read(key, Alive.from_json)
@@ -461,11 +452,9 @@ class ChainStore:
     # Targets
 
     def write_positions(self, positions: TargetPositions) -> None:
-        """Say how far a target is, in place of what was said before."""
         self.objects.put(self.layout.ingress_positions(positions.target), positions.to_json())
 
     def read_positions(self, target: str) -> TargetPositions | None:
-        """How far a target is; None where nothing was ever said. Raises DataError for what cannot be read."""
         key = self.layout.ingress_positions(target)
         found = self._read(key, TargetPositions.from_json, MAX_BYTES)
         if found is not None and found.target != target:
@@ -473,12 +462,11 @@ class ChainStore:
         return found
 
     def targets_with_positions(self) -> list[str]:
-        """The targets that say how far they are, released ones too."""
+        """Released targets too."""
         listing = self.objects.list(self.layout.ingress_targets_prefix())
         return [t for info in listing if (t := self.layout.parse_ingress_positions(info.key)) is not None]
 
     def chains(self, site: str | None = None, feed: str | None = None) -> list[Chain]:
-        """The chains that have a `chain.json`, in order; of one site, of one feed."""
         listing = self.objects.list(self.layout.documents_prefix(site, feed))
         found = (self.layout.parse_chain_document(info.key) for info in listing)
         return sorted(chain for chain in found if chain is not None and feed in (None, chain.feed))
@@ -486,19 +474,17 @@ class ChainStore:
     # Gaps that are given up
 
     def gaps(self, chain: Chain, *, position: int = 1) -> list[AcceptedGap]:
-        """The accepted gaps that reach `position`, by where they end; spoiled ones are passed over."""
+        """The accepted gaps that reach `position`, by where they end; spoiled ones are skipped."""
         return self._gaps(self.layout.gaps_prefix(chain), position)
 
     def accept_gap(self, chain: Chain, gap: AcceptedGap) -> AcceptedGap:
-        """Write an accepted gap unless its range is accepted already; what is there now, read back."""
+        """Writes an accepted gap unless its range is accepted already; returns what is there, read back."""
         return self._keep_gap(self.layout.gaps_prefix(chain), gap)
 
     def passed_gaps(self, target: str, chain: Chain, *, position: int = 1) -> list[AcceptedGap]:
-        """The gaps that reach `position` and that `target` goes on behind, by where they end."""
         return self._gaps(self.layout.passed_prefix(target, chain), position)
 
     def pass_gap(self, target: str, chain: Chain, gap: AcceptedGap) -> AcceptedGap:
-        """Write down that `target` goes on behind `gap`; what is there now, read back."""
         return self._keep_gap(self.layout.passed_prefix(target, chain), gap)
 
     def _gaps(self, prefix: str, position: int) -> list[AcceptedGap]:
@@ -518,7 +504,7 @@ class ChainStore:
         return gap
 
     def _ignore(self, key: str, why: str, what: str) -> None:
-        """Tell it once: a chain that waits has its gaps read again and again."""
+        """Reported once: a chain that waits has its gaps read again and again."""
         if self._ignored.get(key) != why:
             self._ignored[key] = why
             log.warning(f"{what} ignored", action=f"{what.replace(' ', '_')}_ignored", error=why)
@@ -537,7 +523,7 @@ class ChainStore:
         return document
 
     def _replace(self, key: str, body: bytes, etag: str | None) -> None:
-        """Write where the object is still as `etag` says (None: absent); reading tells what came of it."""
+        """Writes if the object still has `etag` (None: does not exist); the caller reads to learn the outcome."""
         try:
             if etag is None:
                 self.objects.put_if_absent(key, body, sha256=hashlib.sha256(body).hexdigest())

@@ -50,7 +50,7 @@ _TOMBSTONE = re.compile(rf"_floe/tombstones/{_CHAIN}/{_BOUNDS}-{_DIGEST}\.json")
 _CHAIN_OBJECT = re.compile(
     rf"_floe/{_INCARNATION}/(?:stream\.json|{_PARTITION}/(?:chain\.json|floor\.json|gaps/{_BOUNDS}\.json))"
 )
-# What is kept below these has rules of its own.
+# Objects under these have rules of their own.
 _OTHER_OBJECTS = re.compile(
     rf"_floe/(?:probe|ingress|alive|quarantine|site={_ENCODED}/feed={_ENCODED}/probe|tombstones/reported)/.+"
     "|_floe/tombstones/clock",
@@ -96,7 +96,7 @@ def encode(part: str) -> str:
 
 
 def decode(part: str) -> str | None:
-    """The text that `encode` wrote as `part`; None if it did not."""
+    """The text that `encode` wrote as `part`; None for any other `part`."""
     try:
         text = unquote_to_bytes(part).decode()
     except UnicodeDecodeError:
@@ -106,13 +106,16 @@ def decode(part: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Every key under one `prefix`, which may be empty and has no slash at either end."""
+    """Every key under one `prefix`, which may be empty and has no slash at either end.
+
+    `…_prefix`: how the keys of those objects begin; ends in a slash, except that of all documents. `parse_…`: the
+    reverse of the method that makes the key; None for any other key.
+    """
 
     prefix: str = ""
 
     @property
     def root(self) -> str:
-        """What every key begins with; empty, or ends in a slash."""
         return f"{self.prefix}/" if self.prefix else ""
 
     def _under(self, path: str) -> str:
@@ -124,16 +127,15 @@ class Layout:
         return key[len(root) :] if key.startswith(root) else ""
 
     def places(self, chain: Chain) -> tuple[str, ...]:
-        """What the keys begin with under which a chain's objects stand; each ends in a slash."""
         path = _chain_path(chain)
         return tuple(self._under(f"{place}{path}/") for place in ("", "_floe/", "_floe/tombstones/"))
 
-    # Whose a key is
+    # Which keys are Floe's
 
     def is_foreign(self, key: str) -> bool:
-        """Whether nothing of Floe has this key: a segment or document of another name, or junk.
+        """Whether the key is not one of Floe's: a segment or document of another name, or junk.
 
-        Empty objects that consoles put down as folders end in a slash; they are nothing.
+        Empty objects that consoles create as folders end in a slash; they are not counted.
         """
         if key.endswith("/"):
             return False
@@ -141,7 +143,9 @@ class Layout:
         return self.parse_segment(key) is None and not self._is_document(key) and not is_tombstone
 
     def may_be_put_away(self, key: str) -> bool:
-        """Whether an operator may take the object away: none that rules a chain, and none of others."""
+        """Whether an operator may put the object away: not a document that rules a chain, and not a key outside the
+        prefix.
+        """
         return bool(self._relative(key)) and not self._is_document(key)
 
     def _is_document(self, key: str) -> bool:
@@ -152,15 +156,13 @@ class Layout:
     # Segments
 
     def partition_prefix(self, chain: Chain) -> str:
-        """What every key of one chain begins with, whatever its level; ends in a slash."""
         return self._under(f"{_chain_path(chain)}/")
 
     def segments_prefix(self, chain: Chain, level: int) -> str:
-        """What every key of one chain's level begins with; ends in a slash."""
         return f"{self.partition_prefix(chain)}level={level}/"
 
     def segment(self, name: SegmentName) -> str:
-        """The key of a segment. Raises ValueError where a part is outside its range."""
+        """Raises ValueError where a part is outside its range."""
         if not 0 <= name.level <= MAX_LEVEL:
             raise ValueError(f"level {name.level}: expected 0 to {MAX_LEVEL}")
         _check_digest(name.digest)
@@ -168,7 +170,6 @@ class Layout:
         return f"{self.segments_prefix(name.chain, name.level)}{bounds}-{name.digest}.parquet"
 
     def parse_segment(self, key: str) -> SegmentName | None:
-        """What `segment` formatted as `key`; None for a foreign key."""
         match = _SEGMENT.fullmatch(self._relative(key))
         chain = _chain(match)
         if not match or not chain:
@@ -185,47 +186,37 @@ class Layout:
     # Documents about a chain
 
     def documents_prefix(self, site: str | None = None, feed: str | None = None) -> str:
-        """What the keys of all documents begin with: of all sites, of a site, or of one feed of it."""
         of_site = "" if site is None else f"{encode(site)}/"
         of_feed = "" if site is None or feed is None else f"feed={encode(feed)}/"
         return self._under(f"_floe/site={of_site}{of_feed}")
 
     def stream_document(self, chain: Chain) -> str:
-        """The key of `stream.json`, one for each incarnation."""
         return self._under(f"_floe/{_incarnation_path(chain)}/stream.json")
 
     def chain_document(self, chain: Chain) -> str:
-        """The key of `chain.json`."""
         return self._under(f"_floe/{_chain_path(chain)}/chain.json")
 
     def parse_chain_document(self, key: str) -> Chain | None:
-        """The chain whose `chain.json` has `key`; None for any other key."""
         return _chain(_CHAIN_DOCUMENT.fullmatch(self._relative(key)))
 
     def floor_document(self, chain: Chain) -> str:
-        """The key of `floor.json`: the first sequence that retention has left."""
         return self._under(f"_floe/{_chain_path(chain)}/floor.json")
 
     # Gaps that are given up
 
     def gaps_prefix(self, chain: Chain) -> str:
-        """What the keys of the accepted gaps of a chain begin with; ends in a slash."""
         return self._under(f"_floe/{_chain_path(chain)}/gaps/")
 
     def passed_prefix(self, target: str, chain: Chain) -> str:
-        """What the keys of the gaps of a chain that one target has passed begin with; ends in a slash."""
         return f"{self.ingress_prefix(target)}gaps/{_chain_path(chain)}/"
 
     def gap(self, prefix: str, gap: SequenceRange) -> str:
-        """The key of a gap under one of the two prefixes above."""
         return f"{prefix}{gap.last:020d}-{gap.first:020d}.json"
 
     def gaps_after(self, prefix: str, position: int) -> str:
-        """A key that sorts after all gaps that end before `position` and before all others."""
         return f"{prefix}{position:020d}"
 
     def parse_gap(self, prefix: str, key: str) -> SequenceRange | None:
-        """What `gap` formatted as `key`; None for a foreign key."""
         match = _GAP.fullmatch(key[len(prefix) :]) if key.startswith(prefix) else None
         first, last = (int(match["first"]), int(match["last"])) if match else (0, 0)
         return SequenceRange(first, last) if 1 <= first <= last <= MAX_SEQUENCE else None
@@ -233,18 +224,16 @@ class Layout:
     # Snapshots of samplers
 
     def states_prefix(self, chain: Chain) -> str:
-        """What the keys of a chain's snapshots begin with; ends in a slash."""
         return self._under(f"_floe/{_chain_path(chain)}/state/")
 
     def state(self, name: StateName) -> str:
-        """The key of a snapshot. Raises ValueError where a part is outside its range."""
+        """Raises ValueError where a part is outside its range."""
         if not 1 <= name.position <= MAX_SEQUENCE:
             raise ValueError(f"position {name.position}: expected 1 to 2^63-1")
         _check_digest(name.digest)
         return f"{self.states_prefix(name.chain)}{name.position:020d}-{name.digest}"
 
     def parse_state(self, key: str) -> StateName | None:
-        """What `state` formatted as `key`; None for a foreign key."""
         match = _STATE.fullmatch(self._relative(key))
         chain = _chain(match)
         if not match or not chain:
@@ -255,28 +244,23 @@ class Layout:
     # Tails and tombstones
 
     def tails_prefix(self) -> str:
-        """What the keys of all tails begin with."""
         return self._under("_floe/tails/")
 
     def tail(self, chain: Chain) -> str:
-        """The key of a chain's tail."""
         parts = f"{encode(chain.site)}/{encode(chain.feed)}/{chain.incarnation:04d}/{chain.partition}"
         return self.tails_prefix() + parts
 
     def parse_tail(self, key: str) -> Chain | None:
-        """The chain whose tail has `key`; None for any other key."""
         return _chain(_TAIL.fullmatch(self._relative(key)))
 
     def alive_prefix(self, site: str | None = None) -> str:
-        """What the keys of all signs of life begin with, or those of one site; ends in a slash."""
         return self._under("_floe/alive/" + (f"{encode(site)}/" if site is not None else ""))
 
     def alive(self, site: str, process: str) -> str:
-        """The key of the sign of life of one process of a site."""
         return f"{self.alive_prefix(site)}{encode(process)}"
 
     def parse_alive(self, key: str) -> tuple[str, str] | None:
-        """The site and the process whose sign of life has `key`; None for any other key."""
+        """Site and process."""
         match = _ALIVE.fullmatch(self._relative(key))
         site, process = (decode(match["site"]), decode(match["process"])) if match else (None, None)
         if site is None or process is None or not SITE_PATTERN.fullmatch(site):
@@ -284,16 +268,14 @@ class Layout:
         return site, process
 
     def tombstones_prefix(self, chain: Chain) -> str:
-        """What the keys of a chain's tombstones begin with; ends in a slash."""
         return self._under(f"_floe/tombstones/{_chain_path(chain)}/")
 
     def reported_prefix(self, chain: Chain | None = None) -> str:
-        """What the keys of the problems begin with that compaction has told: of all chains, or of one."""
+        """Of the problems that compaction has reported: of all chains, or of one."""
         path = "_floe/tombstones/reported/"
         return self._under(f"{path}{_chain_path(chain)}/" if chain else path)
 
     def clock(self) -> str:
-        """The key of the object by whose modified time compaction reads the store's clock."""
         return self._under("_floe/tombstones/clock")
 
     def quarantined(self, key: str, digest: str) -> str:
@@ -306,28 +288,22 @@ class Layout:
         return f"{self._under('_floe/quarantine/')}{digest[:DIGEST_LENGTH]}/{relative}"
 
     def ingress_prefix(self, target: str) -> str:
-        """What the keys of one target's objects begin with; ends in a slash."""
         return self._under(f"_floe/ingress/{encode(target)}/")
 
     def ingress_positions(self, target: str) -> str:
-        """The key of the object that says how far one target is."""
         return f"{self.ingress_prefix(target)}positions.json"
 
     def ingress_targets_prefix(self) -> str:
-        """What the keys of all targets' objects begin with; ends in a slash."""
         return self._under("_floe/ingress/")
 
     def parse_ingress_positions(self, key: str) -> str | None:
-        """The target whose positions have `key`; None for any other key."""
         match = _POSITIONS.fullmatch(self._relative(key))
         return decode(match["target"]) if match else None
 
     def ingress_clock(self, target: str) -> str:
-        """The key of the object by whose modified time ingress reads the store's clock."""
         return f"{self.ingress_prefix(target)}clock"
 
     def start_document(self, target: str, site: str, feed: str) -> str:
-        """The key of where the copy of one feed into a target begins, as its start keys were resolved."""
         return f"{self.ingress_prefix(target)}starts/site={encode(site)}/feed={encode(feed)}/start.json"
 
 
@@ -345,7 +321,6 @@ def _chain_path(chain: Chain) -> str:
 
 
 def _chain(match: re.Match[str] | None) -> Chain | None:
-    """The chain that is named; partition 0 where none may be."""
     return match and _parsed(match["site"], match["feed"], match["incarnation"], match["partition"] or "0")
 
 
@@ -369,7 +344,6 @@ MOST_NAMES = 20  # that an error lists
 
 
 def configured(settings: Settings) -> frozenset[Pair]:
-    """The feeds that the configuration names: those that this site freezes, and those that targets carry."""
     own = {(settings.site, feed.name) for feed in settings.egress.feeds}
     carried = {pair for t in settings.ingress.targets for source in t.sources for pair in source.pairs()}
     return frozenset(own | carried)
@@ -383,9 +357,9 @@ def chosen(
     incarnation: int | None = None,
     partition: int | None = None,
 ) -> list[Chain]:
-    """Those of `known` that are meant, None means all; none where only `feeds`, of the configuration, has it.
+    """Those of `known` that the parts name, None means all; empty where only `feeds`, of the configuration, has it.
 
-    Raises UsageError with the names that there are.
+    Raises UsageError with the names that exist.
     """
     wanted = (site, feed, incarnation, partition)
     found = sorted(c for c in known if _is_meant((c.site, c.feed, c.incarnation, c.partition), wanted))
@@ -407,9 +381,9 @@ def one(
     incarnation: int | None = None,
     partition: int | None = None,
 ) -> Chain:
-    """The one chain that is meant: of the newest incarnation, and of its only partition, where not named.
+    """The one chain that is meant: the newest incarnation and the only partition, where they are not named.
 
-    Raises UsageError as `chosen`, and where several partitions may be meant.
+    Raises UsageError as `chosen`, and where several partitions match.
     """
     if not (there := chosen(known, feeds, site, feed, incarnation)):
         return Chain(site, feed, incarnation or 0, partition or 0)
@@ -424,7 +398,7 @@ def one(
 
 
 def parse(text: str) -> tuple[str, str | None, int | None, int | None]:
-    """The parts of `SITE[/FEED[/INCARNATION[/PARTITION]]]`, None for what is not named. Raises UsageError."""
+    """The parts of `SITE[/FEED[/INCARNATION[/PARTITION]]]`, None for those not named. Raises UsageError."""
     parts = text.split("/")
     try:
         numbers = [int(part) for part in parts[2:]]
@@ -438,7 +412,6 @@ def parse(text: str) -> tuple[str, str | None, int | None, int | None]:
 
 
 def unknown(pairs: Collection[Pair], site: str | None, feed: str | None) -> UsageError:
-    """The error for a site or a feed that is none of `pairs`."""
     if feed is None:
         found, names, what = str(site), {each for each, _ in pairs}, "site"
     elif site is None:
@@ -452,7 +425,6 @@ def unknown(pairs: Collection[Pair], site: str | None, feed: str | None) -> Usag
 
 
 def suggestion(found: str, names: Iterable[str]) -> str:
-    """What may have been meant by `found`, and what there is."""
     there = sorted(names)
     close = difflib.get_close_matches(found, there, n=1)
     meant = f"did you mean {close[0]}? " if close else ""

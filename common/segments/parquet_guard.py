@@ -29,7 +29,7 @@ Struct = dict[int, Any]
 
 
 class TruncatedError(ValueError):
-    """The bytes end inside the structure; more bytes may complete it."""
+    """The bytes end inside the structure; it may be complete with more bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class _Reader:
 
 MIB = 2**20
 
-# What the writer puts into one row group: raw bytes, which bound the memory of whoever reads it.
+# What the writer puts into one row group: raw bytes, which limit the memory of a reader.
 ROW_GROUP_BYTES_LEVEL_0 = 32 * MIB
 ROW_GROUP_BYTES_MERGED = 128 * MIB
 # The columns of a row that are not raw bytes: so that a million empty messages are not one row group.
@@ -168,7 +168,9 @@ DEFAULT_LIMITS = ParquetLimits()
 
 
 class SegmentGone(DataError):
-    """The segment is not in the store any more: deleted, most likely superseded, since it was listed."""
+    """The segment is not in the store any more: it was deleted after it was listed, most likely because it was
+    superseded.
+    """
 
     default_code = "E-SEG-GONE"
 
@@ -191,21 +193,19 @@ class Forked(DataError):
 
 
 def fork(one: SegmentRef, other: SegmentRef, sequence: int) -> Forked:
-    """The error for two segments that hold different messages under one sequence."""
     message = f"sequence {sequence} of {one.chain} has one content in {one.key} and another in {other.key}"
     return Forked(message, one.key, other.key)
 
 
 def bomb(cause: str) -> SegmentCorrupt:
-    """The error for a file that asks for more than the limits give."""
     return SegmentCorrupt(cause, code="E-SEG-BOMB")
 
 
 @contextmanager
 def explained(key: str) -> Iterator[None]:
-    """Turn what reading untrusted bytes may raise into SegmentCorrupt that names `key`.
+    """Turns what reading untrusted bytes may raise into SegmentCorrupt that names `key`.
 
-    Other errors of Floe (the store is away) and of the disk under the file pass as they are.
+    Other errors of Floe (such as an unreachable store) and of the disk under the file pass unchanged.
     """
     try:
         yield
@@ -273,9 +273,9 @@ class Metadata:
 
 
 def parse(raw: bytes, limits: ParquetLimits) -> Metadata:
-    """Read the metadata, `raw` from the first to the last byte. Raises SegmentCorrupt.
+    """Reads the metadata; `raw` is all of its bytes. Raises SegmentCorrupt.
 
-    No Arrow schema may come with the file: types come from the Parquet schema alone.
+    The file may not bring an Arrow schema: types come from the Parquet schema alone.
     """
     bounds = Bounds(values=limits.metadata_values, elements=max(limits.row_groups, limits.columns))
     try:
@@ -306,7 +306,7 @@ def _count(fields: Struct, number: int) -> int:
 
 
 def check_shape(metadata: Metadata, columns: int, limits: ParquetLimits) -> None:
-    """The number of row groups and of `columns` in the schema; that row groups have both rows and columns."""
+    """Raises SegmentCorrupt for a wrong number of row groups or of `columns`, and for empty row groups."""
     groups = ("row groups", len(metadata.groups), limits.row_groups)
     for what, found, most in (groups, ("columns", columns, limits.columns)):
         if found > most:

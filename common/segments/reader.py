@@ -36,7 +36,7 @@ _SCHEMA_DEPTH = 8
 
 
 def all_present(first: int, length: int) -> None:
-    """The fetch of a source that is whole."""
+    """`fetch` for a source that is complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class SegmentSource:
         return parse(self.file.read_at(stored, size - tail - stored), self.limits)
 
     def parquet(self) -> Any:
-        """The pyarrow ParquetFile over the bytes, its schema checked. Raises whatever pyarrow does.
+        """The pyarrow ParquetFile over the bytes, its schema checked. Raises whatever pyarrow raises.
 
-        Only after `metadata`: see there what pyarrow does with bad ones.
+        Call it only after `metadata`: see there what pyarrow does with bad ones.
         """
         metadata = _ParquetFile(
             self.file,
@@ -86,7 +86,7 @@ class SegmentSource:
 
 @dataclass(frozen=True, slots=True)
 class OpenedSegment:
-    """A segment whose metadata are checked. `leaves`: the number that each name has among the columns."""
+    """A segment whose metadata are checked. `leaves`: the number of each column, by name."""
 
     source: SegmentSource
     file: Any
@@ -98,8 +98,8 @@ class OpenedSegment:
 class Scan:
     """Reads the columns `names` of the rows in `rows` (None: all) once.
 
-    The order of rows is always checked, and a subject is never read without its raw bytes, which say how much
-    it counts.
+    The order of rows is always checked, and a subject is never read without its raw bytes, which say how much it
+    counts.
     """
 
     def __init__(self, opened: OpenedSegment, names: list[str], rows: SequenceRange | None) -> None:
@@ -111,7 +111,7 @@ class Scan:
         self._totals = _Totals(footer, set(self._schema.names), opened.source.limits.row_group_bytes)
 
     def batches(self, groups: Iterable[RowGroup]) -> Iterator[pa.RecordBatch]:
-        """The rows of those `groups` that may hold some; raises SegmentCorrupt."""
+        """The rows in those of `groups` that may hold some. Raises SegmentCorrupt."""
         with explained(self._source.key):
             for group in groups:
                 if self._rows is None or self._rows.overlaps(group.range):
@@ -144,7 +144,6 @@ class Scan:
         return (batch for batch in batches if batch.num_rows)
 
     def _decoded_bytes(self, group: RowGroup) -> int:
-        """What decoding the row group costs at most; known before anything is decoded."""
         claimed = self._opened.metadata.groups[group.index]
         size, most = 0, self._source.limits.row_group_bytes
         for name in self._schema.names:
@@ -174,7 +173,6 @@ class Scan:
 
 
 def _expanded(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """`batch` without dictionaries, in `schema`'s order; their sizes were counted before."""
     plain: dict[str, Any] = {
         name: column.dictionary_decode() if isinstance(column, pa.DictionaryArray) else column
         for name, column in zip(batch.schema.names, batch.columns, strict=True)
@@ -183,7 +181,7 @@ def _expanded(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
 
 
 class _Totals:
-    """What a pass has seen so far, against what the footer claims of the whole."""
+    """What was read so far, to compare with what the footer claims of the whole."""
 
     def __init__(self, footer: Footer, names: set[str], most_in_a_batch: int) -> None:
         self.last_sequence, self._footer, self._names, self._most = 0, footer, names, most_in_a_batch
@@ -191,7 +189,7 @@ class _Totals:
         self._times: tuple[int | None, int | None] = (None, None)
 
     def count(self, batch: pa.RecordBatch) -> None:
-        """Add up raw bytes before dictionaries are expanded: one long text may be used by every row."""
+        """Adds up raw bytes before dictionaries are expanded: every row may use one long text."""
         raw = raw_size(batch)
         self._raw_bytes += raw
         if self._raw_bytes > self._footer.raw_bytes:
@@ -201,7 +199,6 @@ class _Totals:
             raise bomb(f"expected batches of at most {self._most} bytes, found {expanded}")
 
     def remember(self, batch: pa.RecordBatch) -> None:
-        """Take note of where the rows ended."""
         self.last_sequence = batch.column("sequence")[-1].as_py()
         if "timestamp_ns" in self._names:
             times = batch.column("timestamp_ns")
@@ -209,7 +206,6 @@ class _Totals:
             self._times = (first, times[-1].as_py())
 
     def check_end(self) -> None:
-        """After the last row of a whole segment: the footer told the truth."""
         footer = self._footer
         if self._names.issuperset(RAW_COLUMNS) and self._raw_bytes != footer.raw_bytes:
             raise _claim("raw_bytes", self._raw_bytes, footer.raw_bytes)
@@ -258,7 +254,6 @@ class SegmentReader(AbstractContextManager["SegmentReader"]):
             return checks.times(self._opened.metadata, self._opened.leaves["timestamp_ns"])
 
     def close(self) -> None:
-        """Let go of the file; no error if that was done."""
         self._opened.source.cleanup.close()
 
     def __exit__(self, *_: object) -> None:
@@ -275,18 +270,17 @@ def open_file(
     fetch: Fetch = all_present,
     on_close: Callable[[], None] | None = None,
 ) -> SegmentReader:
-    """Open the segment at `source` whose key says `expected`; `key` is what errors call it.
+    """Opens the segment at `source` whose key says `expected`; errors name it `key`.
 
-    `rows` is what `batches` gives out unless it is told otherwise.
-    `fetch` is called before bytes are read, for a source of which only parts are present; `on_close` when the
-    reader is closed, or when opening fails. Raises SegmentCorrupt naming the cause; what `fetch` raises;
-    OSError where the disk under the file fails.
+    `rows` is what `batches` gives unless it is called with others. `fetch` is called before bytes are read, for a
+    source of which only parts are present; `on_close` when the reader is closed, or when opening fails. Raises
+    SegmentCorrupt that names the cause; what `fetch` raises; OSError where the disk under the file fails.
     """
     name = key or Layout().segment(expected)
     with ExitStack() as cleanup, explained(name):
         if on_close is not None:
             cleanup.callback(on_close)
-        # Without the interpreter where it is a file on disk.
+        # A file on disk is read without the interpreter.
         file: pa.NativeFile = cleanup.enter_context(
             pa.OSFile(str(source), mode="r") if isinstance(source, Path) else pa.PythonFile(source, mode="r")
         )

@@ -52,7 +52,7 @@ class Reason(StrEnum):
     UNATTRIBUTED = "unattributed"
 
 
-# Sequences that may have held messages which the writer of the segment never received: others may have them.
+# Sequences that may have held messages which the segment's writer never received: other segments may have them.
 UNREAD = (Reason.GONE_BEFORE_READ, Reason.GONE_FROM_HOLE)
 
 
@@ -66,15 +66,12 @@ class Ledger:
     counts: Mapping[Reason | str, int] = field(default_factory=dict)
 
     def total(self) -> int:
-        """The covered sequences without a row."""
         return sum(self.counts.values())
 
     def unread(self) -> int:
-        """Those that may have held messages which the writer never received."""
         return sum(self.counts.get(reason, 0) for reason in UNREAD)
 
     def plus(self, other: Ledger) -> Ledger:
-        """The sums by reason."""
         reasons = {*self.counts, *other.counts}
         return Ledger({r: self.counts.get(r, 0) + other.counts.get(r, 0) for r in sorted(reasons)})
 
@@ -103,7 +100,7 @@ class Tip:
 
     @classmethod
     def from_text(cls, text: str) -> Tip:
-        """What `to_text` wrote. Raises ValueError."""
+        """The reverse of `to_text`. Raises ValueError."""
         sequence, timestamp_ns, digest = text.split(":")
         if len(digest) != 32:
             raise ValueError(f"tip {text!r}: expected 32 hex digits, found {len(digest)}")
@@ -111,7 +108,7 @@ class Tip:
 
 
 def message_digest(message: Message) -> str:
-    """32 hex digits over subject, headers and payload, each with its length: none runs into the next."""
+    """32 hex digits over subject, headers and payload, each with its length, so that none runs into the next."""
     digest = hashlib.sha256()
     for part in (message.subject, message.headers, message.payload):
         digest.update(b"-" if part is None else len(part).to_bytes(8, "big"))
@@ -139,8 +136,8 @@ class Footer:
     first and the last row, None without rows. `tip`: None where no message was examined. `sampling`: the
     settings by which messages were left out, None for a whole copy; `sampling_digest`: a SHA-256 over them,
     empty for a whole copy. `inputs`: None at level 0. `unread`: the least range with every sequence that the
-    ledger counts as `gone_before_read` or `gone_from_hole`, None where none is: of these sequences other
-    segments may hold the rows, which whoever reads this one takes from there (`common.segments.unread`).
+    ledger counts as `gone_before_read` or `gone_from_hole`, None without any: of these sequences other
+    segments may hold the rows, and a reader of this one takes them from there (`common.segments.unread`).
     """
 
     chain: Chain
@@ -164,7 +161,7 @@ class Footer:
         return self.rows + self.ledger.total() == len(self.coverage)
 
     def is_unread_named(self) -> bool:
-        """I7: `unread` is there where the ledger counts such sequences, holds them all, and is covered."""
+        """I7: where the ledger counts unread sequences, `unread` is set, can hold them all, and is covered."""
         count = self.ledger.unread()
         if self.unread is None:
             return count == 0
@@ -192,7 +189,7 @@ class Footer:
 
     @classmethod
     def from_json(cls, raw: bytes) -> Footer:
-        """Raises SegmentCorrupt, naming the field, where `raw` is not a footer this version reads."""
+        """Raises SegmentCorrupt, naming the field, where `raw` is not a footer that this version reads."""
         try:
             document = json.loads(raw)
         except (ValueError, RecursionError) as error:
@@ -234,7 +231,6 @@ class Footer:
 
 
 def _field(document: Mapping[str, Any], name: str, kind: type, *, optional: bool = False) -> Any:
-    """A field of an untrusted footer; the message names what is wrong."""
     if (value := document.get(name)) is None and optional:
         return None
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -244,7 +240,7 @@ def _field(document: Mapping[str, Any], name: str, kind: type, *, optional: bool
 
 def _unread(bounds: list[Any] | None, coverage: SequenceRange, ledger: Ledger) -> SequenceRange | None:
     if bounds is None:
-        # Written before footers said where: anywhere.
+        # Written before footers had `unread`: they may be anywhere.
         return coverage if ledger.unread() else None
     if len(bounds) != 2 or not all(type(bound) is int for bound in bounds):
         raise ValueError(f"unread: expected two sequences, found {bounds!r:.60}")
@@ -288,7 +284,6 @@ class SegmentRef:
 
     @property
     def name(self) -> str:
-        """The last part of the key: `{last}-{first}-{digest}.parquet`."""
         return self.key.rpartition("/")[2]
 
     def log_context(self) -> dict[str, object]:
@@ -302,5 +297,4 @@ def decode_subject(subject: bytes) -> str:
 
 
 def encode_bytes(raw: bytes) -> str:
-    """Base64, for JSON output of bytes that need not be text."""
     return base64.b64encode(raw).decode()

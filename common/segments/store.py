@@ -59,7 +59,7 @@ class SparseCopy:
         self._file.truncate(size)
 
     def fetch(self, first: int, length: int) -> None:
-        """Make `length` bytes from offset `first` readable, as far as the object reaches.
+        """Makes `length` bytes from offset `first` readable, as far as the object reaches.
 
         Raises SegmentGone, SegmentCorrupt where the object is shorter than listed, Unavailable (E-SPOOL too).
         """
@@ -85,12 +85,10 @@ class SparseCopy:
         self._present.update(run)
 
     def close(self) -> None:
-        """Close the file; it is not removed here."""
         self._file.close()
 
 
 def _runs(blocks: list[int]) -> list[range]:
-    """Adjacent blocks together, as far as one request should carry."""
     runs: list[range] = []
     for block in blocks:
         if runs and runs[-1].stop == block and len(runs[-1]) * BLOCK_BYTES < _MAX_GET_BYTES:
@@ -106,7 +104,7 @@ FETCH_PAUSES = (0.1, 0.5)  # seconds before what arrived damaged is fetched agai
 
 
 class WrongBytes(SegmentCorrupt):
-    """What was fetched is not what the name promises."""
+    """The fetched bytes are not those that the name promises."""
 
 
 __all__ = ["SegmentGone", "SegmentStore", "object_metadata"]
@@ -143,10 +141,10 @@ class SegmentStore:
         self._in_parts = False
 
     def in_parts(self) -> SegmentStore:
-        """The same store, where `open` fetches of a segment only what is read if a part of it is wanted.
+        """The same store, where `open` with `rows` fetches only those parts of a segment that are read.
 
-        For whoever reads a little of an archive: the bytes of such a part are proved by page checksums and
-        the footer, not by the segment's name. Closing either closes both.
+        For reading a little of an archive: the bytes of such a part are proved by page checksums and the footer, not by
+        the segment's name. Closing either closes both.
         """
         view = copy.copy(self)
         view._in_parts = True
@@ -159,14 +157,13 @@ class SegmentStore:
     ) -> builtins.list[SegmentRef]:
         """The segments that reach `position`, by level and within a level by where they end.
 
-        `level` None: all levels. `limit`: at most so many of each level. Foreign keys are passed over.
+        `level` None: all levels. `limit`: of each level. Foreign keys are skipped.
         """
         levels = range(MAX_LEVEL + 1) if level is None else (level,)
         afters = ((each, self.layout.start_after(chain, each, position)) for each in levels)
         return [ref for each, after in afters for ref in self._list_from(chain, each, after, limit)]
 
     def list_behind(self, ref: SegmentRef, limit: int) -> builtins.list[SegmentRef]:
-        """At most `limit` segments of the chain and level of `ref` that are listed behind it."""
         return self._list_from(ref.chain, ref.level, ref.key, limit)
 
     def pages(
@@ -181,7 +178,7 @@ class SegmentStore:
     def walk(self, chain: Chain, size: int = PAGE) -> Iterator[builtins.list[SegmentRef]]:
         """All segments, `size` at a time; one listing where there are fewer.
 
-        Level by level from the bottom: what a merge moves up meanwhile is seen above.
+        Level by level from the bottom: a segment that a merge moves up meanwhile is seen in the higher level.
         """
         page = self.objects.list(self.layout.partition_prefix(chain), limit=size)
         if len(page) < size:
@@ -197,8 +194,8 @@ class SegmentStore:
     def covering(self, chain: Chain, within: SequenceRange) -> builtins.list[SegmentRef]:
         """The segments of all levels that cover some of `within`.
 
-        Everything behind its first sequence is listed, page by page, because a segment that ends far behind
-        may begin before it; only what is asked for is kept.
+        Everything behind its first sequence is listed, page by page, because a segment that ends far behind may begin
+        before it; only matching segments are kept.
         """
         levels = (self.pages(chain, level, position=within.first) for level in range(MAX_LEVEL + 1))
         return [ref for pages in levels for page in pages for ref in page if ref.coverage.overlaps(within)]
@@ -223,14 +220,14 @@ class SegmentStore:
     # Writing
 
     def new_spool(self) -> Path:
-        """A new empty file in a private folder; its user removes it. Raises Unavailable, code E-SPOOL."""
+        """A new empty file in a private folder; the caller removes it. Raises Unavailable, code E-SPOOL."""
         return self._spool.new_file()
 
     def put(self, spooled: SpooledSegment) -> SegmentRef:
-        """Put the segment and read it back; returning means that the store holds these very bytes.
+        """Puts the segment and reads it back; when it returns, the store holds these very bytes.
 
-        Raises Unavailable, code E-READ-BACK, where it never reads back as it was sent; then, and after every
-        other error, the same call may be made again. The spooled file stays.
+        Raises Unavailable, code E-READ-BACK, where it never reads back as it was sent; then, and after every other
+        error, the same call may be made again. The spooled file stays.
         """
         name = spooled.segment_name
         ref = SegmentRef(name, self.layout.segment(name), spooled.size, 0.0)
@@ -240,10 +237,10 @@ class SegmentStore:
     def put_verified(
         self, ref: SegmentRef | SnapshotRef, body: Path | bytes, metadata: Mapping[str, str], *, point: str
     ) -> ObjectInfo:
-        """Put `body`, whose `sha256` `metadata` names, and read it back, as often as it takes.
+        """Puts `body`, whose `sha256` is in `metadata`, and reads it back; repeats this a few times if needed.
 
-        Returning means that the store holds these very bytes. `point`: how its failpoints begin. Raises
-        Unavailable, code E-READ-BACK, where it never reads back as it was sent.
+        When it returns, the store holds these very bytes. `point`: how its failpoints begin. Raises Unavailable, code
+        E-READ-BACK, where it never reads back as it was sent.
         """
         what, sha256 = "segment" if isinstance(ref, SegmentRef) else "snapshot", metadata["sha256"]
         for number, pause in enumerate((*PUT_PAUSES, 0.0)):
@@ -252,7 +249,7 @@ class SegmentStore:
             try:
                 put(ref.key, body, sha256=sha256, metadata=metadata)
             except (OutcomeUnknown, ChecksumMismatch) as error:
-                # What came of it is found out by reading back.
+                # Reading back tells the outcome.
                 log.warning("put in doubt", action="put_in_doubt", error=str(error), **ref.log_context())
             failpoint(f"{point}read_back")
             if (info := self._read_back(ref, sha256)) is not None:
@@ -268,17 +265,16 @@ class SegmentStore:
         )
 
     def delete(self, ref: SegmentRef) -> None:
-        """Remove the segment; no error if it is gone."""
+        """No error if the segment is gone."""
         self.objects.delete(ref.key)
 
     # Reading back
 
     def is_intact(self, ref: SegmentRef) -> bool:
-        """Whether the segment is there, as long as it was listed and with the bytes its name promises."""
+        """Whether the segment exists, with the size of the listing and the bytes that its name promises."""
         return self._read_back(ref, ref.segment.digest) is not None
 
     def _read_back(self, ref: SegmentRef | SnapshotRef, digest: str) -> ObjectInfo | None:
-        """What the store says of the object, if its size is right and its SHA-256 begins with `digest`."""
         if (info := self.objects.head(ref.key)) is None or info.size != ref.size:
             return None
         probe = f"{self.layout.documents_prefix(ref.chain.site, ref.chain.feed)}probe/"
@@ -287,7 +283,7 @@ class SegmentStore:
         return info if sha256 is not None and sha256.startswith(digest) else None
 
     def _stored_sha256(self, ref: SegmentRef | SnapshotRef) -> str | None:
-        """64 hex digits over the bytes that the store gives out; None if there is no such object."""
+        """64 hex digits; None if there is no such object."""
         with self._downloaded(ref) as path:
             return hash_file(path)[1] if path else None
 
@@ -306,10 +302,10 @@ class SegmentStore:
     # Opening
 
     def open(self, ref: SegmentRef, *, rows: SequenceRange | None = None) -> SegmentReader:
-        """Open the segment; `rows`: what `batches` then gives out (None: all).
+        """Opens the segment; `rows`: what `batches` then gives (None: all).
 
-        Up to 256 MiB it is fetched whole and its SHA-256 held against its name; a larger one is fetched by
-        ranges as it is read, under the page checksums. Raises SegmentCorrupt, SegmentGone.
+        Up to 256 MiB it is fetched whole and its SHA-256 compared with its name; a larger one is fetched by ranges as
+        it is read, under the page checksums. Raises SegmentCorrupt, SegmentGone.
         """
         is_part = self._in_parts and rows is not None and not rows.encloses(ref.coverage)
         if is_part or ref.size > WHOLE_BYTES:
@@ -318,7 +314,7 @@ class SegmentStore:
             try:
                 return self._open_whole(ref, rows)
             except WrongBytes as error:
-                # The line may have damaged what the store keeps well.
+                # The network may have damaged what is intact in the store.
                 log.warning("segment read damaged", action="read_damaged", error=str(error), **ref.log_context())
                 self._clock.pause(pause)
         return self._open_whole(ref, rows)
@@ -336,9 +332,9 @@ class SegmentStore:
             return open_file(path, ref.segment, key=ref.key, rows=rows)
 
     def open_part(self, ref: SegmentRef, *, rows: SequenceRange | None = None) -> SegmentReader:
-        """As `open`, with no more of the object fetched than what is read, whatever its size.
+        """As `open`, but fetches only the parts of the object that are read, whatever its size.
 
-        The name cannot prove bytes that are not all there: page checksums and the footer do.
+        The name cannot prove bytes that are incomplete: page checksums and the footer do.
         """
         path = self._spool.new_file()
         try:
@@ -366,7 +362,7 @@ class SegmentStore:
         return self.footer(ref).tip
 
     def close(self) -> None:
-        """Remove the spool folder. Readers that are open stay good."""
+        """Removes the spool folder. Open readers stay usable."""
         self._spool.close()
 
 
@@ -383,8 +379,8 @@ AGAIN = "egress reads them again while the source holds them; otherwise every ta
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """What became of the object at `key`. `uncovered`: sequences that nothing else covers now. `note`: what
-    egress needs before it goes on; empty where it needs nothing.
+    """What happened to the object at `key`. `uncovered`: sequences that nothing else covers now. `note`: what egress
+    needs before it goes on; empty where it needs nothing.
     """
 
     key: str
@@ -396,16 +392,15 @@ class Quarantined:
 
 
 def quarantine_command(key: str) -> str:
-    """The command that puts the object at `key` away."""
     return command("segments quarantine", shlex.quote(key))
 
 
 def quarantine(store: SegmentStore, key: str, *, accept_hole: bool = False) -> Quarantined:
-    """Put the object at `key` away.
+    """Puts the object at `key` away.
 
-    Raises UsageError (E-QUARANTINE) for a document that rules a chain, and unless `accept_hole` for a segment
-    with sequences that no other undamaged segment covers; SegmentGone where there is no such object;
-    OutcomeUnknown where the copy does not read back. The object stays until then; repeating it does no harm.
+    Raises UsageError (E-QUARANTINE) for a document that rules a chain, and unless `accept_hole` for a segment with
+    sequences that no other undamaged segment covers; SegmentGone where there is no such object; OutcomeUnknown where
+    the copy does not read back. The object stays until the copy reads back; it is safe to repeat.
     """
     if (info := store.objects.head(key)) is None:
         raise SegmentGone(f"object {key}: not in the store")
@@ -433,7 +428,7 @@ def quarantine(store: SegmentStore, key: str, *, accept_hole: bool = False) -> Q
 
 
 def _at_the_end(store: SegmentStore, segment: SegmentRef) -> str:
-    """What egress needs where nothing reaches the end of `segment` then: the high-water mark may be there."""
+    """What egress needs afterwards if nothing else reaches the end of `segment`: the high-water mark may be there."""
     last = segment.coverage.last
     if any(ref.key != segment.key for ref in store.list(segment.chain, position=last, limit=2)):
         return ""
@@ -445,7 +440,6 @@ def _at_the_end(store: SegmentStore, segment: SegmentRef) -> str:
 
 
 def _uncovered(store: SegmentStore, segment: SegmentRef) -> Sequence[SequenceRange]:
-    """The sequences of `segment` that no other undamaged segment covers."""
     first, last = segment.coverage.first, segment.coverage.last
     others = [s for s in store.list(segment.chain, position=first) if s.key != segment.key]
     while True:
@@ -463,13 +457,13 @@ def _is_sound(store: SegmentStore, segment: SegmentRef) -> bool:
 
 
 def _copy(store: SegmentStore, key: str, metadata: Mapping[str, str]) -> tuple[str, str]:
-    """Copy the object into the quarantine and read it back: the copy's key, and the SHA-256 of both."""
+    """Returns the copy's key, and the SHA-256 of both. Raises OutcomeUnknown where the copy does not read back."""
     spool = store.new_spool()
     try:
         sha256 = _fetched(store, key, spool)
         kept_at = store.layout.quarantined(key, sha256)
         store.objects.put(kept_at, spool, sha256=sha256, metadata=metadata)
-        # The line may damage what the store keeps well: the original is read again too.
+        # The network may damage what is intact in the store: the original is read again too.
         if {_fetched(store, each, spool) for each in (kept_at, key)} != {sha256}:
             raise OutcomeUnknown(f"object {kept_at}: what was read back is not what was written")
     finally:
@@ -478,7 +472,6 @@ def _copy(store: SegmentStore, key: str, metadata: Mapping[str, str]) -> tuple[s
 
 
 def _fetched(store: SegmentStore, key: str, spool: Path) -> str:
-    """The SHA-256 of an object, once it is in the file `spool`."""
     if not store.objects.download(key, spool):
         raise SegmentGone(f"object {key}: not in the store")
     return hash_file(spool)[1]

@@ -24,7 +24,7 @@ Window = list[range]
 
 
 class _Folder:
-    """The segments of one chain and level: what they have in common, and a column for all else."""
+    """The segments of one chain and level: what they have in common, and a column for each other value."""
 
     def __init__(self, prefix: str, chain: Chain, level: int) -> None:
         self.prefix, self.chain, self.level = prefix, chain, level
@@ -48,7 +48,7 @@ class _Folder:
         return SegmentRef(name, key, self.sizes[row], self.modified[row])
 
     def find(self, name: SegmentName) -> int | None:
-        """The row of `name`, where the rows ascend by name."""
+        """The row of `name`; the rows must ascend by name. None if it is not here."""
         digest = int(name.digest, 16)
         begin, end = (side(self.lasts, name.coverage.last) for side in (bisect_left, bisect_right))
         same = (row for row in range(begin, end) if self.firsts[row] == name.coverage.first)
@@ -56,11 +56,11 @@ class _Folder:
 
 
 class SegmentTable(Sequence[SegmentRef]):
-    """Segments, grouped by chain and level in the order in which these first came; a reference is made where
-    it is asked for. The *place* of a segment is its index.
+    """Segments, grouped by chain and level in the order in which these first came; a reference is made when it is asked
+    for. The *place* of a segment is its index.
 
-    What looks for one, or cuts windows, expects the segments of one chain, each level ascending by name, as a
-    listing gives them.
+    Searching and cutting windows expect the segments of one chain, each level ascending by name, as a listing gives
+    them.
     """
 
     def __init__(self, refs: Iterable[SegmentRef] = ()) -> None:
@@ -69,18 +69,16 @@ class SegmentTable(Sequence[SegmentRef]):
 
     @classmethod
     def listing(cls, refs: Iterable[SegmentRef]) -> SegmentTable:
-        """`refs` of one chain, in whatever order, as a listing of it would show them."""
         return cls(sorted(refs, key=lambda ref: (ref.level, ref.name)))
 
     def extend(self, refs: Iterable[SegmentRef]) -> None:
-        """Take more segments."""
         for ref in refs:
             if (prefix := ref.key[: -len(ref.name)]) not in self._folders:
                 self._folders[prefix] = _Folder(prefix, ref.chain, ref.level)
             self._folders[prefix].add(ref)
 
     def absorb(self, other: SegmentTable) -> None:
-        """Take all of `other`, which is not used any more: a chain and level new here is only moved."""
+        """Takes all of `other`, which must not be used any more: a chain and level that is new here is only moved."""
         for prefix, folder in other._folders.items():
             if self._folders.setdefault(prefix, folder) is not folder:
                 self.extend(map(folder.ref, range(len(folder))))
@@ -103,7 +101,6 @@ class SegmentTable(Sequence[SegmentRef]):
             yield from map(folder.ref, range(len(folder)))
 
     def __eq__(self, other: object) -> bool:
-        """Whether `other` is a sequence of the same segments."""
         if not isinstance(other, Sequence):
             return NotImplemented
         return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
@@ -114,27 +111,24 @@ class SegmentTable(Sequence[SegmentRef]):
         return f"SegmentTable({len(self)} segments)"
 
     def size_of(self, place: int) -> int:
-        """Stored bytes of the segment at `place`."""
         folder, row = self._at(place)
         return folder.sizes[row]
 
     def end_of(self, place: int) -> int:
-        """The last sequence that the segment at `place` covers."""
         folder, row = self._at(place)
         return folder.lasts[row]
 
     @property
     def end(self) -> int:
-        """The last sequence that any segment covers; 0 if there is none."""
+        """The last sequence that any segment covers; 0 without segments."""
         return max((max(folder.lasts) for folder in self._folders.values()), default=0)
 
     @property
     def newest(self) -> float:
-        """When the youngest was stored, seconds since 1970 by the store's clock; 0 if there is none."""
+        """When the newest was stored, seconds since 1970 by the store's clock; 0 without segments."""
         return max((max(folder.modified) for folder in self._folders.values()), default=0.0)
 
     def place(self, ref: SegmentRef) -> int | None:
-        """Where the segment with the key of `ref` stands; None if it is not here."""
         prefix, offset = ref.key[: -len(ref.name)], 0
         for folder in self._folders.values():
             if folder.prefix == prefix:
@@ -146,8 +140,8 @@ class SegmentTable(Sequence[SegmentRef]):
     def windows(self, size: int | None = None) -> Iterator[Window]:
         """The places of all segments, window by window, ascending; in each a range for each level.
 
-        A window holds `size` segments (None: WINDOW) and what overlaps these: where all segments are
-        connected by overlaps there is one window, as large as the chain.
+        A window holds `size` segments (None: WINDOW) and those that overlap them: if overlaps connect all segments,
+        there is one window, as large as the chain.
         """
         begins = dict.fromkeys(self._folders, 0)
         for cut in [*reversed(self._cuts(size or WINDOW)), MAX_SEQUENCE]:
@@ -161,14 +155,14 @@ class SegmentTable(Sequence[SegmentRef]):
                 yield window
 
     def _cuts(self, size: int) -> list[int]:
-        """Sequences, descending, that no segment covers together with the next sequence; between two of them
-        end at least `size` segments.
+        """Sequences, descending, that no segment covers together with the next sequence; between two of them end at
+        least `size` segments.
         """
         cuts: list[int] = []
         if len(self) <= size:
             return cuts
         count, least = 0, MAX_SEQUENCE + 1  # `least`: where the first of those behind begins
-        # From the end, because only there it is known where what stands behind begins.
+        # From the end, because there it is known where the segments behind begin.
         descending = (zip(reversed(f.lasts), reversed(f.firsts), strict=True) for f in self._folders.values())
         for last, first in heapq.merge(*descending, reverse=True):
             if count >= size and last < least:

@@ -1,9 +1,9 @@
 """The rows of a stretch of a cover: those of its segment, and those that others have of what it did not read.
 
-The cover goes by names. A segment whose writer never received some sequences of its coverage (they had left
-the source by then) says so in its footer, `unread`; one that arrives later, of a writer that was slower, may
-hold their messages. So whoever reads a stretch opens it here: for those sequences the rows of all undamaged
-segments count. For the others nothing else is looked at.
+The cover goes by names. A segment whose writer never received some sequences of its coverage (they had left the source
+by then) says so in its footer, `unread`; a segment that arrives later, from a slower writer, may hold their messages.
+So readers of a stretch open it here: for those sequences the rows of all undamaged segments count. For the others no
+other segment is read.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ NOTHING: frozenset[str] = frozenset()
 class UnreadPart:
     """Some rows of a stretch, ascending, all from `segment`.
 
-    `segment` has no other rows between the part before, or `since` where that is greater, and the last of
-    these: so its name and a range are enough to find the very same rows again.
+    `segment` has no other rows between the part before, or `since` if that is greater, and the last of these: so its
+    name and a range are enough to find exactly the same rows again.
     """
 
     segment: SegmentRef
@@ -72,7 +72,7 @@ class StretchReader(AbstractContextManager["StretchReader"]):
 
     @cached_property
     def others(self) -> Sequence[SegmentRef]:
-        """The other segments that cover some of `unread`. Raises what the store raises."""
+        """Raises what the store raises."""
         if (unread := self.unread) is None:
             return []
         listed = self._store.covering(self._stretch.segment.chain, unread) if self._refs is None else self._refs
@@ -81,7 +81,6 @@ class StretchReader(AbstractContextManager["StretchReader"]):
     def batches(
         self, rows: SequenceRange | None = None, columns: Sequence[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """The rows in sequence order, as `SegmentReader.batches` gives them; without `rows` the stretch."""
         for part in self.parts(rows, columns):
             yield part.batch
 
@@ -103,10 +102,11 @@ class StretchReader(AbstractContextManager["StretchReader"]):
             yield from self._own(SequenceRange(unread.last + 1, wanted.last), columns)
 
     def still_missing(self, within: SequenceRange) -> int:
-        """How many of the sequences in `within` that the segment counts as gone no segment has, at most.
+        """The most sequences in `within` that may still be missing: the segment's ledger counts them as gone, and no
+        segment has their rows.
 
-        A ledger counts, and does not name them: where other reasons stand in the same range, a row that is
-        missing for one of those counts too.
+        The ledger has only numbers, not sequences: where other reasons apply in the same range, rows that are missing
+        for those reasons count too.
         """
         unread = self.unread and self.unread.intersection(within)
         if unread is None:
@@ -120,7 +120,6 @@ class StretchReader(AbstractContextManager["StretchReader"]):
             yield UnreadPart(segment, since, batch)
 
     def _united(self, within: SequenceRange, columns: Sequence[str] | None) -> Iterator[UnreadPart]:
-        """The rows that any of the segments has inside `within`, without those that cannot be read."""
         names = [name for name in SCHEMA.names if columns is None or name in columns]
         own = self._stretch.segment
         position = within.first
@@ -143,7 +142,6 @@ class StretchReader(AbstractContextManager["StretchReader"]):
                 uniting.close()
 
     def close(self) -> None:
-        """Let go of the segment; no error if that was done."""
         self._reader.close()
 
     def __exit__(self, *_: object) -> None:
@@ -157,10 +155,10 @@ def open_stretch(
     refs: Sequence[SegmentRef] | None = None,
     avoided: AbstractSet[str] = NOTHING,
 ) -> StretchReader:
-    """Open what a cover takes of a segment.
+    """Opens what a cover takes of a segment.
 
-    `refs`: the segments of the chain, where they are listed already (None: listed when it matters).
-    `avoided`: keys of segments that do not count. Raises SegmentCorrupt, SegmentGone, what the store raises.
+    `refs`: the segments of the chain, if they are listed already (None: listed when needed). `avoided`: keys of
+    segments that do not count. Raises SegmentCorrupt, SegmentGone, what the store raises.
     """
     reader = store.open(stretch.segment, rows=stretch.rows)
     return StretchReader(store, stretch, reader, refs, avoided)
@@ -180,7 +178,7 @@ _Taken = list[tuple[SegmentRef, pa.RecordBatch]]
 class _Uniting:
     """The rows of `own` and of `others` inside `within`, each sequence once; used once.
 
-    An equal row is taken from where the row before it came from, so that there are few changes.
+    Of equal rows it takes the one from the segment that the row before came from, so that there are few changes.
     """
 
     def __init__(
@@ -214,7 +212,6 @@ class _Uniting:
             reader.close()
 
     def _open_reached(self) -> None:
-        """Open what covers a sequence up to the least that all runs have at hand, or the next of all."""
         while self._waiting:
             at_hand = [run.last for run in self._runs if run.head is not None]
             if at_hand and self._waiting[0].coverage.first > min(at_hand):
@@ -239,7 +236,6 @@ class _Uniting:
             raise _UnusableError(run.segment) from error
 
     def _taken(self, run: _Run, last: int) -> pa.RecordBatch:
-        """The rows at hand up to sequence `last`."""
         assert run.head is not None
         count = bisect_right(_sequences(run.head), last)
         taken, run.head = run.head.slice(0, count), run.head.slice(count)
@@ -266,7 +262,7 @@ class _Uniting:
 
 
 class _Run:
-    """One open segment and the rows of it that are next; `head` None: there are no more."""
+    """One open segment and its next rows; `head` None: there are no more."""
 
     def __init__(self, segment: SegmentRef, batches: Iterator[pa.RecordBatch]) -> None:
         self.segment, self.batches = segment, batches
@@ -274,7 +270,6 @@ class _Run:
 
     @property
     def last(self) -> int:
-        """The last sequence of the rows at hand."""
         assert self.head is not None
         return int(self.head.column("sequence")[-1].as_py())
 

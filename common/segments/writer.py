@@ -30,10 +30,10 @@ _LOCK = "lock"
 
 
 class Spool:
-    """A folder of mode 0700 under `parent` (None: the system's temporary folder), made on first use.
+    """A folder of mode 0700 under `parent` (None: the system's temporary folder), created at first use.
 
-    It is removed when the process ends. Safe to use from several threads. Raises Unavailable, code E-SPOOL,
-    where the disk is full or read-only.
+    It is removed when the process ends. Safe to use from several threads. Raises Unavailable, code E-SPOOL, where the
+    disk is full or read-only.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
@@ -43,7 +43,6 @@ class Spool:
         self._owner = 0
 
     def new_file(self) -> Path:
-        """A new empty file of mode 0600."""
         try:
             handle, name = tempfile.mkstemp(dir=self._private_folder())
         except OSError as error:
@@ -52,7 +51,7 @@ class Spool:
         return Path(name)
 
     def close(self) -> None:
-        """Remove the folder with all that is in it; `new_file` makes another."""
+        """Removes the folder with its content; `new_file` makes another."""
         with self._guard:
             folder, lock = self._folder, self._lock
             self._folder = self._lock = None
@@ -74,12 +73,11 @@ class Spool:
 
 
 def spool_error(folder: Path, error: OSError) -> Unavailable:
-    """What a failing disk under the spool is to an operator."""
     return Unavailable(f"spool folder {folder}: {error}", hint="free space there or set spool_dir", code="E-SPOOL")
 
 
 def _lock_folder(folder: Path) -> int:
-    # Locked under another name first: whoever sees `lock` sees it locked, unless its owner is dead.
+    # Locked under another name first: when `lock` becomes visible it is locked, unless its owner is dead.
     handle = os.open(folder / "locking", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.rename(folder / "locking", folder / _LOCK)
@@ -87,14 +85,13 @@ def _lock_folder(folder: Path) -> int:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove the folders of processes that are gone; what is not ours to remove stays."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             _remove_if_dead(folder)
 
 
 def _remove_if_dead(folder: Path) -> None:
-    # O_NOFOLLOW and the owner: in a shared temporary folder others may lay out names like ours.
+    # O_NOFOLLOW and the owner: in a shared temporary folder others may create names like ours.
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         return
     handle = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -120,7 +117,6 @@ class SpooledSegment:
 
     @property
     def segment_name(self) -> SegmentName:
-        """What its key will say."""
         footer = self.footer
         return SegmentName(footer.chain, footer.level, footer.coverage, self.sha256[:DIGEST_LENGTH])
 
@@ -149,7 +145,7 @@ class SegmentWriter:
         self._file: pq.ParquetWriter | None = None
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Add rows of `SCHEMA` whose sequences ascend and are greater than those before; else ValueError."""
+        """Adds rows of `SCHEMA`. Raises ValueError unless the sequences ascend, and after those before."""
         if not batch.schema.equals(SCHEMA):
             raise ValueError(f"batch: expected columns {SCHEMA.names} with their types, found {batch.schema}")
         if not batch.num_rows:
@@ -167,7 +163,6 @@ class SegmentWriter:
         self._split(batch, pc.add(sizes, pa.scalar(ROW_OVERHEAD_BYTES, pa.int64())))
 
     def _split(self, batch: pa.RecordBatch, weights: pa.Array[Any]) -> None:
-        """Close row groups so that none passes the limit, unless it is a single message that does."""
         ends = pc.cumulative_sum(weights)
         begin, before = 0, 0
         while begin < batch.num_rows:
@@ -208,16 +203,16 @@ class SegmentWriter:
                 # A page is closed only between writes: after 1,024 large messages it would be huge.
                 write_batch_size=max(1, min(_MAX_ROWS_PER_WRITE, _PAGE_BYTES // row_bytes)),
                 sorting_columns=[pq.SortingColumn(SCHEMA.get_field_index("sequence"))],
-                # Every type comes back from the Parquet schema alone; nobody need parse an Arrow one.
+                # Every type comes back from the Parquet schema alone; readers need no Arrow one.
                 store_schema=False,
             )
         return self._file
 
     def finish(self, footer: Footer) -> SpooledSegment:
-        """Write what is pending and the footer, close the file and hash it.
+        """Writes pending rows and the footer, closes the file and hashes it.
 
-        The footer's `rows`, coverage and ledger must agree with what was appended, else ValueError; its
-        `raw_bytes` and timestamps are taken from the rows, whatever it says.
+        The footer's `rows`, coverage and ledger must agree with what was appended, else ValueError; its `raw_bytes` and
+        timestamps are taken from the rows, whatever it says.
         """
         first, last = self._times or (None, None)
         footer = replace(footer, raw_bytes=self.raw_bytes, first_timestamp_ns=first, last_timestamp_ns=last)
@@ -247,7 +242,6 @@ class SegmentWriter:
             raise ValueError(f"rows {self._first}..{self._last}: expected them in {footer.coverage}")
 
     def abort(self) -> None:
-        """Close and remove the file; no error if it is gone."""
         self._pending = []
         if self._file is not None:
             with suppress(OSError, pa.ArrowException):
@@ -256,7 +250,7 @@ class SegmentWriter:
 
 
 def hash_file(path: Path) -> tuple[int, str]:
-    """Size in bytes and SHA-256 in hex of a file, in bounded memory."""
+    """Size in bytes, and SHA-256 in hex."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
         return file.tell(), digest.hexdigest()

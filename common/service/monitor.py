@@ -1,7 +1,7 @@
 """Health of the process, and the pages that show it.
 
-They are answered from threads, so also when the event loop hangs; no request reads NATS or the object store,
-and no page shows the configuration.
+Pages are answered from threads, so also when the event loop hangs; no request reads NATS or the object store, and no
+page shows the configuration.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class HttpServer(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is its own affair."""
+        """A client that disconnected is not an error."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -100,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _read_head(connection: socket.socket) -> bytes:
-    """The head of a request, all of it within REQUEST_TIMEOUT seconds and MAX_REQUEST bytes; else OSError."""
+    """The head of a request. Raises OSError unless it comes within REQUEST_TIMEOUT seconds and MAX_REQUEST bytes."""
     clock = SystemClock()
     deadline = clock.monotonic() + REQUEST_TIMEOUT
     head = b""
@@ -118,7 +118,7 @@ MAX_BEAT_AGE = 30.0  # seconds without a heartbeat of the event loop before /hea
 
 
 class Health:
-    """What the process knows of itself. The event loop writes, the monitor's threads read."""
+    """What the process knows of its own health. The event loop writes, the monitor's threads read."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._lock, self._beat = clock, threading.Lock(), clock.monotonic()
@@ -126,7 +126,7 @@ class Health:
         self._status: dict[str, Mapping[str, Any]] = {}
 
     def beat(self) -> None:
-        """The event loop turns; to be called every few seconds."""
+        """The event loop runs; to be called every few seconds."""
         self._beat = self._clock.monotonic()
 
     def beat_age(self) -> float:
@@ -134,12 +134,11 @@ class Health:
         return self._clock.monotonic() - self._beat
 
     def set_ready(self, part: str, ready: bool, why: str = "") -> None:
-        """Whether `part` ("nats", "objects", a chain) works, and `why` not."""
         with self._lock:
             self._not_ready[part] = "" if ready else why or "not ready"
 
     def forget(self, part: str) -> None:
-        """`part` is no longer this process's: it is neither ready nor not, and has no status."""
+        """`part` does not belong to this process any more: it is neither ready nor not, and has no status."""
         with self._lock:
             self._not_ready.pop(part, None)
             self._status.pop(part, None)
@@ -152,12 +151,11 @@ class Health:
             return [f"{part}: {why}" for part, why in sorted(self._not_ready.items()) if why]
 
     def set_status(self, part: str, status: Mapping[str, Any]) -> None:
-        """What /status shows for `part`: values that JSON holds, no secrets, no payloads."""
+        """What /status shows for `part`: values that JSON can hold, no secrets, no payloads."""
         with self._lock:
             self._status[part] = dict(status)
 
     def status(self) -> dict[str, Any]:
-        """What /status answers."""
         problems = self.problems()
         with self._lock:
             parts = dict(sorted(self._status.items()))
@@ -190,7 +188,7 @@ class Monitor:
         return 0 if self._server is None else int(self._server.server_address[1])
 
     def start(self) -> None:
-        """Bind and serve. Raises Unavailable where the address is taken, ConfigError where it cannot be."""
+        """Raises Unavailable where the address is taken, ConfigError where it cannot be used."""
         if (address := parse_listen(self._listen)) is None:
             return
         try:
@@ -203,7 +201,7 @@ class Monitor:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving; no error if nothing is served."""
+        """No error if nothing is served."""
         if self._server is None or self._thread is None:
             return
         self._server.shutdown()
@@ -213,7 +211,7 @@ class Monitor:
 
 
 def _cannot_listen(listen: str, error: OSError) -> FloeError:
-    """Unavailable where another process is in the way, which may be the one that this one follows."""
+    """Unavailable where another process has the address; it may be the one that this process replaces."""
     reason = {
         errno.EADDRINUSE: "another process listens there",
         errno.EADDRNOTAVAIL: "this host has no such address",
@@ -241,7 +239,6 @@ class Pages:
         }
 
     def answer(self, path: str, accept: str) -> Answer:
-        """The answer to a GET of `path` by a client that takes `accept`."""
         page = self._pages.get(path.partition("?")[0])
         return page(accept) if page else _text(404, f"expected one of {' '.join(self._pages)}")
 
@@ -259,7 +256,6 @@ class Pages:
         return _text(503, "\n".join(problems)) if problems else _text(200, "ready")
 
     def document(self) -> dict[str, Any]:
-        """What /status and the status page show."""
         return self._health.status()
 
     def _status(self, _accept: str) -> Answer:

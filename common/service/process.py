@@ -1,7 +1,7 @@
 """Signals and threads of a process: how it is asked to stop, and what it must wait for.
 
-The first SIGTERM or SIGINT asks the service to drain, the second ends the process at once. SIGHUP ends
-nothing: it calls what `hangups` holds, such as reading secrets again.
+The first SIGTERM or SIGINT asks the service to drain, the second ends the process at once. SIGHUP ends nothing: it
+calls the functions in `hangups`, such as reading secrets again.
 """
 
 import asyncio
@@ -38,11 +38,10 @@ def exit_at_once(number: int) -> None:
 async def stop_on_signals(
     second: Callable[[int], None] = exit_at_once, *, deaf_afterwards: bool = False
 ) -> AsyncIterator[Stop]:
-    """An event that the first SIGTERM or SIGINT sets. Each further one calls `second` with its number.
+    """A signal that the first SIGTERM or SIGINT sets. Each further one calls `second` with its number.
 
-    SIGHUP calls `hangups`. To be entered in the main thread. On leaving, the former handlers are back; with
-    `deaf_afterwards` signals are ignored from then on: a process that has done its work ends with its own
-    exit code.
+    SIGHUP calls `hangups`. Enter it in the main thread. At the end the former handlers are restored; with
+    `deaf_afterwards` signals are ignored from then on: a process that has done its work ends with its own exit code.
     """
     stop = Stop()
     loop = asyncio.get_running_loop()
@@ -97,9 +96,9 @@ class Threads:
         self._calls: set[Future[Any]] = set()
 
     async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `fn(*args, **kwargs)` returns or raises, called in a thread with the task's context variables.
+        """Calls `fn(*args, **kwargs)` in a thread with the task's context variables; returns or raises what it does.
 
-        Cancelled while it waits for a free thread, it is never called.
+        If cancelled while it waits for a free thread, `fn` is never called.
         """
         context = contextvars.copy_context()
         call = self._executor.submit(context.run, functools.partial(fn, *args, **kwargs))
@@ -110,27 +109,26 @@ class Threads:
 
     @property
     def busy(self) -> int:
-        """Calls that run or wait for a thread, cancelled awaits included."""
         return len(self._calls)
 
     async def idle(self) -> None:
-        """Return when no call is running, those whose await was cancelled included."""
+        """Returns when no call is running, including those whose await was cancelled."""
         while calls := set(self._calls):
             # asyncio.wait cancels nothing when it is cancelled itself.
             await asyncio.wait({_settled(call) for call in calls})
 
     def close(self) -> None:
-        """Take no more calls and forget those not begun; does not wait for running ones."""
+        """Takes no more calls and drops those that have not begun; does not wait for running ones."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _settled(call: Future[Any]) -> asyncio.Future[Any]:
     waiter: asyncio.Future[Any] = asyncio.wrap_future(call)
-    # Whoever awaited the call has seen its error; here it only tells that the call ended.
+    # The caller that awaited it has seen its error; here it only shows that the call ended.
     waiter.add_done_callback(lambda done: done.cancelled() or done.exception())
     return waiter
 
 
 def busy_threads() -> int:
-    """Calls still running in all pools of this process: abandoned ones, once the event loop has ended."""
+    """Calls still running in all pools of this process: after the end of the event loop, abandoned ones."""
     return len(_running)

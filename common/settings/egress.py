@@ -85,7 +85,7 @@ class PartitionSettings(Section):
             yield "subject", f"expected {expected}, found {self.subject!r}"
 
     def filters(self) -> tuple[str, ...]:
-        """The filter of each, by its number. No two overlap: they differ in a token that is no wildcard."""
+        """The filter of each, by its number. No two overlap: they differ in a token that is not a wildcard."""
         return tuple(self.subject.replace(PARTITION, str(number)) for number in range(self.count))
 
 
@@ -136,7 +136,7 @@ class FeedSettings(StartSettings):
     @classmethod
     def completed(cls, given: Mapping[str, Any]) -> Any:
         stream = given.get("stream")
-        # A wrong stream is told once, as the stream.
+        # An invalid stream name is reported once, as `stream`.
         if isinstance(stream, str) and FEED_PATTERN.fullmatch(stream) and given.get("name", "") == "":
             return {**given, "name": stream}
         return given
@@ -149,12 +149,11 @@ class FeedSettings(StartSettings):
 
     @property
     def is_partitioned(self) -> bool:
-        """Whether `partitions` says what is frozen, even if that is one slice."""
         return self.partitions != PartitionSettings()
 
     @property
     def sampling_key(self) -> str:
-        """The key that sampling is by, such as `inspect_field`; empty where the feed is not sampled."""
+        """The setting that names the sampling key, such as `inspect_field`; empty where the feed is not sampled."""
         return next(iter(self._sampling_keys()), "")
 
     def _sampling_keys(self) -> list[str]:
@@ -180,7 +179,6 @@ class FeedSettings(StartSettings):
 
 
 def _problems_of(filters: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """What is wrong with a list of partitions."""
     if not filters or not all(filters):
         yield "partitions", f"expected filters, none of them empty, found {list(filters)}"
     elif len(filters) > MAX_PARTITIONS:

@@ -98,7 +98,6 @@ class SourceSettings(StartSettings):
                 yield f"{name}.{index}", f"expected each {name} once, found {values[index]!r} twice"
 
     def pairs(self) -> list[tuple[str, str]]:
-        """Each (site, feed) of this entry."""
         return [(site, feed) for site in self.site for feed in self.feed]
 
 
@@ -125,7 +124,6 @@ class TargetSettings(Section):
 
     @property
     def source_of(self) -> dict[tuple[str, str], SourceSettings]:
-        """The entry of `sources` for each (site, feed) that may flow into it."""
         return {pair: source for source in self.sources for pair in source.pairs()}
 
     def subjects_to_create(self) -> tuple[str, ...]:
@@ -173,7 +171,7 @@ class IngressSettings(ServiceSettings):
 
     @property
     def poll_seconds(self) -> float:
-        """Between two polls: `poll_interval`; where events are set and it is not, longer."""
+        """Between two polls: `poll_interval`; longer where events are set and it is not."""
         is_set = "poll_interval" in self.model_fields_set
         return _POLL_BESIDE_EVENTS if self.events and not is_set else self.poll_interval
 

@@ -23,7 +23,7 @@ from common.settings.types import FROM_FILE, Expanded, FileSecret, Section
 
 @dataclass(frozen=True, slots=True)
 class ConfigDocument:
-    """One YAML document that is a valid configuration. `warnings`: what is allowed and should not be."""
+    """One YAML document that is a valid configuration. `warnings`: what is allowed but not advised."""
 
     settings: Settings
     root: yaml.Keys
@@ -37,9 +37,10 @@ _EXPRESSION = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<defaul
 
 
 def expand(text: str, environment: Mapping[str, str]) -> str:
-    """`text` with `${VAR}` and `${VAR:-default}` replaced, `$${` as `${`; itself where there is none.
+    """`text` with `${VAR}` and `${VAR:-default}` replaced, `$${` as `${`; `text` itself where there is nothing to
+    replace.
 
-    Raises ValueError where a variable is not set or an expression is not one of the two.
+    Raises ValueError where a variable is not set or an expression is neither of the two.
     """
     if "${" not in text:
         return text
@@ -60,7 +61,7 @@ def _replacement(match: re.Match[str], environment: Mapping[str, str]) -> str:
 
 
 def read_secret(path: str) -> Expanded:
-    """The content of the file `path` without one line end behind it.
+    """The content of the file `path` without one line end after it.
 
     Raises ValueError, never with the content.
     """
@@ -84,9 +85,9 @@ _UNKNOWN = "?"  # in place of a secret that has its problem already: the key is 
 
 
 class _Values:
-    """The values of a document; what cannot be expanded or read is noted.
+    """The values of a document; values that cannot be expanded or read are noted as problems.
 
-    `inline`: the keys that hold a secret as it is; `files`: those that are named for others.
+    `inline`: the keys that hold a secret directly; `files`: the secret files that are named.
     """
 
     def __init__(self, problems: yaml.Problems, environment: Mapping[str, str]) -> None:
@@ -122,7 +123,7 @@ class _Values:
         return expanded if isinstance(expanded, Expanded) else node.value()
 
     def _given(self, value: Any, mark: yaml.Mark, path: yaml.KeyPath) -> Any:
-        """A secret; noted where it was to come from a variable and did not."""
+        """Notes a problem for a secret that a variable or file left empty."""
         if not isinstance(value, Expanded) or value:
             return value
         self._problems.add(mark, path, f"expected a secret in {value.source}, found nothing")
@@ -156,7 +157,6 @@ _FREE = ("conf", "headers")  # mappings whose keys are the user's, secrets perha
 
 
 def explain(error: ValidationError, root: yaml.Keys, problems: yaml.Problems) -> None:
-    """Note each problem of `error` at its place in the document `root`."""
     spoiled = problems.marks()  # values that could not be expanded have their problem already
     for detail in error.errors(include_url=False, include_input=False):
         location = detail["loc"]
@@ -172,7 +172,6 @@ def explain(error: ValidationError, root: yaml.Keys, problems: yaml.Problems) ->
 def add_combinations(
     location: Sequence[str | int], found: Iterable[tuple[str, str]], root: yaml.Keys, problems: yaml.Problems
 ) -> None:
-    """Note what is wrong between keys of the section at `location`."""
     for key, problem in found:
         parts = (int(part) if part.isdecimal() else part for part in key.split("."))
         place = yaml.locate(root, (*location, *parts))
@@ -193,7 +192,7 @@ def _message(detail: Mapping[str, Any], place: yaml.Place) -> str:
 
 
 def _unknown(location: Sequence[str | int]) -> str:
-    """Asked by where the key would count, which for a key of defaults is the entry."""
+    """Checked at the place where the key counts; for a key of defaults that is the entry."""
     section = section_at([part for part in location[:-1] if not str(part).startswith("(")])
     known = list(fields_of(section)) if section else []
     known += [f"{name}_file" for name in known if is_secret(section, name)]
@@ -201,7 +200,7 @@ def _unknown(location: Sequence[str | int]) -> str:
 
 
 def found_text(place: yaml.Place) -> str:
-    """What stands at `place`, for a message: no secret, no password of a URL, no content of a variable."""
+    """The value at `place`, for a message: no secret, no password of a URL, no content of a variable."""
     node = place.node
     if isinstance(node, yaml.Keys):
         return _MAPPING
@@ -234,12 +233,10 @@ def refuse_unrunnable(document: ConfigDocument) -> None:
 
 
 def note_loops(document: ConfigDocument, problems: yaml.Problems) -> None:
-    """Note each target that flows into itself."""
     add_combinations((), document.settings.loops(), document.root, problems)
 
 
 def note_unbuilt(document: ConfigDocument, problems: yaml.Problems) -> None:
-    """Note each key that is set and whose feature is not built."""
     for path in UNBUILT:
         above, _, key = path.rpartition(".")
         section: Section = attrgetter(above)(document.settings)
@@ -253,13 +250,13 @@ def note_unbuilt(document: ConfigDocument, problems: yaml.Problems) -> None:
 def load(path: str) -> Settings:
     """The configuration in the file `path`, which holds one document.
 
-    Raises ConfigError with a line for each problem, keys whose feature this version does not have included.
+    Raises ConfigError with a line for each problem, including keys whose feature this version does not have.
     """
     return load_document(path).settings
 
 
 def load_document(path: str) -> ConfigDocument:
-    """As `load`, with the places of all values and the warnings."""
+    """As `load`, with the places of all values, and warnings."""
     documents = read_documents(path)
     if len(documents) != 1:
         raise ConfigError(
@@ -271,15 +268,15 @@ def load_document(path: str) -> ConfigDocument:
 
 
 def parse(text: str, name: str) -> list[Settings]:
-    """The configurations of all YAML documents in `text`, which `name` stands for in messages.
+    """The configurations of all YAML documents in `text`; messages call it `name`.
 
-    Raises ConfigError with a line for each problem. Does not ask whether a key's feature is built.
+    Raises ConfigError with a line for each problem. Does not check whether a key's feature is built.
     """
     return [document.settings for document in parse_documents(text.encode(), name)]
 
 
 def read_documents(path: str) -> list[ConfigDocument]:
-    """The documents of the file `path`. Raises ConfigError as `parse`."""
+    """Raises ConfigError as `parse`."""
     data, warnings = read_file(path)
     return [replace(each, warnings=(*warnings, *each.warnings)) for each in parse_documents(data, path)]
 
@@ -315,14 +312,12 @@ def _insecure(settings: Settings) -> list[str]:
 
 
 def _is_own(host: str) -> bool:
-    """Whether a host of an address is this one."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def _exposed(values: _Values, name: str, settings: Settings) -> list[str]:
-    """Files that hold secrets and that others may read: this one, and those that it names."""
     nats = (settings.egress.nats, settings.ingress.nats)
     files = [file for each in nats for file in (each.credentials_file, each.nkey_seed_file, each.tls.key)]
     warnings = [
@@ -337,11 +332,10 @@ def _exposed(values: _Values, name: str, settings: Settings) -> list[str]:
 
 
 def chmod_against_others(path: str) -> str:
-    """The command that takes from others what they may read of a file; empty where they may not, or there is
-    no such file.
+    """The command that removes the others' right to read a file; empty where they have none, or there is no such file.
 
-    The group of the file counts as others only where it is the owner's own, as files are made by default: a
-    file of another owner is read through its group, and another group was chosen.
+    The group of the file counts as others only if it is the owner's own group, the default for new files: a file of
+    another owner is read through its group, and another group was chosen on purpose.
     """
     try:
         found = os.stat(path)
@@ -355,7 +349,7 @@ def chmod_against_others(path: str) -> str:
 
 
 def read_file(path: str) -> tuple[bytes, list[str]]:
-    """The content of a file, one byte more than 1 MiB of a longer one, and warnings about its mode.
+    """The content of a file, only one byte more than 1 MiB of a larger one, and warnings about its mode.
 
     Raises ConfigError.
     """

@@ -83,7 +83,7 @@ class StoreSettings(Section):
             yield "tls", "expected none for an http:// endpoint, found some"
 
 
-LEAST_AGE = 60.0  # seconds; what is younger may have neighbours that are still on their way
+LEAST_AGE = 60.0  # seconds; neighbours of younger segments may still be on their way
 LONG_READER = 6 * 3600.0  # seconds; a replay of a large archive takes hours
 
 _KEYS = ("from", "to", "min_age", "max_wait", "min_count", "max_count", "min_size", "max_size")
@@ -156,7 +156,6 @@ class CompactionSettings(Section):
     retention: RetentionSettings = option({}, "when segments are deleted for good")
 
     def cautions(self) -> Iterator[tuple[str, str]]:
-        """Keys that are allowed as they are, and what can happen."""
         if self.delete and self.delete_grace < LONG_READER and not self.allow_short_times:
             why = (
                 f"{t.format_duration(self.delete_grace)} is shorter than a long replay or query may take: "
@@ -213,7 +212,6 @@ class Settings(Section):
         return {**given, **roles}
 
     def nats_for(self, role: Role) -> NatsSettings:
-        """The connection of `role`: `nats` with the role's overrides, key by key."""
         return (self.egress if role == "egress" else self.ingress).nats
 
     def combinations(self) -> Iterator[tuple[str, str]]:
@@ -223,9 +221,9 @@ class Settings(Section):
             yield "ingress.events", "expected none beside a file:// store, found some"
 
     def loops(self) -> Iterator[tuple[str, str]]:
-        """Targets that are the source of the very feed that flows into them: they would grow for ever.
+        """Targets that are also the source of the feed that flows into them: they would grow for ever.
 
-        As `combinations`; apart from it because the file with every default shows one stream on both sides.
+        As `combinations`; separate because the file with every default has one stream on both sides.
         """
         if set(self.egress.nats.url).isdisjoint(self.ingress.nats.url):
             return
@@ -252,19 +250,17 @@ UNBUILT = (
 
 
 def sections_of(annotation: Any) -> list[type[Section]]:
-    """The sections that a value of this type may be or hold."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     return [section for inner in get_args(annotation) for section in sections_of(inner)]
 
 
 def fields_of(section: type[Section]) -> dict[str, FieldInfo]:
-    """The keys of a section as a file writes them."""
     return {field.alias or name: field for name, field in section.model_fields.items()}
 
 
 def section_at(path: Sequence[str | int]) -> type[Section] | None:
-    """The section at `path`, positions in lists included; None if there is none."""
+    """None if there is no such section."""
     section: type[Section] | None = Settings
     for part in path:
         if isinstance(part, str) and section is not None:
@@ -284,13 +280,12 @@ def default_of(section: type[Section], key: str) -> Any:
 
 
 def is_secret(section: type[Section] | None, key: str) -> bool:
-    """Whether the value of `key` must never be shown."""
     field = fields_of(section).get(key) if section else None
     return field is not None and field.annotation is SecretStr
 
 
 def default_text(field: FieldInfo) -> str:
-    """The default of a key as a file writes it; `required` for one without."""
+    """The default of a key as in a file; `required` for a key without one."""
     return yaml_text(_written(field))
 
 
@@ -301,7 +296,6 @@ def _written(field: FieldInfo) -> Any:
 
 
 def yaml_text(value: Any) -> str:
-    """A default as a file writes it, on one line."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {yaml_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -9,7 +9,7 @@ from common.settings.types import Section, option, repeated
 
 
 class StartSettings(Section):
-    """The four keys; without any, everything there is."""
+    """The four keys; without any of them, everything in the stream."""
 
     start_sequence: Annotated[t.Whole, t.Range(0, MAX_SEQUENCE)] = option(0, "begin at this sequence")
     start_time: t.Time = option("", "begin with the first message at or after this time")
@@ -18,7 +18,6 @@ class StartSettings(Section):
 
     @property
     def is_set(self) -> bool:
-        """Whether any of the keys says something."""
         return bool(self._keys())
 
     def _keys(self) -> list[str]:

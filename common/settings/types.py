@@ -53,7 +53,7 @@ _LISTEN = re.compile(r"(?:\[([\w.:%-]*)\]|([\w.%-]*)):([0-9]{1,5})")
 
 
 def parse_duration(text: str) -> float:
-    """Seconds, from one or more numbers each with its unit (ms s m h d w)."""
+    """Seconds, from one or more numbers, each with its unit (ms s m h d w). Raises ValueError."""
     if not _DURATION.fullmatch(text):
         raise ValueError(f"expected {DURATION_FORM}, found {text!r:.60}")
     parts = _DURATION_PART.findall(text)
@@ -73,7 +73,7 @@ def format_duration(seconds: float) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Bytes: a number, alone or with K M G T P, each with or without B or iB; all binary."""
+    """Bytes: a number, alone or with K M G T P, each with or without B or iB; all binary. Raises ValueError."""
     match = _SIZE.fullmatch(text)
     size = int(Decimal(match[1]) * _BYTES[match[2]]) if match else -1
     if not match or size > MAX_SIZE:
@@ -82,13 +82,14 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size: int) -> str:
-    """The text that `parse_size` reads as `size`, in the largest unit that divides it."""
     unit = next((u for u, n in reversed(_BYTES.items()) if size and size % n == 0), "")
     return f"{size // _BYTES[unit]}{unit}"
 
 
 def parse_listen(text: str) -> tuple[str, int] | None:
-    """Host and port (0: any free one) to listen on; `:9464`: everywhere; None for an empty text: nowhere."""
+    """Host and port to listen on (port 0: any free one); `:9464`: all addresses; None for an empty text: no
+    listener.
+    """
     if not text:
         return None
     if not (match := _LISTEN.fullmatch(text)) or int(match[3]) > 65535:
@@ -101,7 +102,7 @@ FROM_FILE = {"source": "file"}
 
 
 class Expanded(str):
-    """Text that `${VAR}` or a file put in place of `source`; it may stand for a number or a truth value."""
+    """Text that `${VAR}` or a file replaced `source` with; it may stand for a number or a truth value."""
 
     __slots__ = ("source",)
     source: str
@@ -113,7 +114,6 @@ class Expanded(str):
 
 
 def refuse(expected: str, **context: Any) -> PydanticCustomError:
-    """The error for one value; the loader appends what was found."""
     return PydanticCustomError("floe_value", "expected {expected}", {"expected": expected, **context})
 
 
@@ -126,9 +126,9 @@ class TypeName:
 
 @dataclass(frozen=True)
 class Range:
-    """A value from `minimum` to `maximum` as they are written in a file; `why` stands in the message.
+    """A value from `minimum` to `maximum` as they are written in a file; `why` is part of the message.
 
-    `or_zero`: 0 is allowed below the minimum, and switches off.
+    `or_zero`: 0 is allowed below the minimum, and switches the feature off.
     """
 
     minimum: str | int | None = None
@@ -156,7 +156,6 @@ class Range:
 
 
 def _core_scalar(text: str) -> Any:
-    """What an expanded text stands for where no text is wanted."""
     if re.fullmatch(r"[-+]?(0|[1-9][0-9]*)", text):
         return int(text)
     return {"true": True, "false": False}.get(text, text)
@@ -200,7 +199,7 @@ def _parsed(value: Any, parse: Callable[[str], Any], form: str) -> Any:
 
 
 def matching(pattern: re.Pattern[str], form: str) -> AfterValidator:
-    """Empty text, or text that is one match of `pattern`; `form` says what that is."""
+    """A validator: empty text, or text that matches all of `pattern`; messages describe it as `form`."""
 
     def check(value: str) -> str:
         if value and not pattern.fullmatch(value):
@@ -211,8 +210,6 @@ def matching(pattern: re.Pattern[str], form: str) -> AfterValidator:
 
 
 def readable(parse: Callable[[str], Any], form: str) -> AfterValidator:
-    """Empty text, or text that `parse` takes."""
-
     def check(value: str) -> str:
         if value:
             _parsed(value, parse, form)
@@ -257,7 +254,7 @@ Listen = Annotated[Text, readable(parse_listen, LISTEN_FORM), TypeName("address"
 
 
 def is_subject(text: str) -> bool:
-    """Whether `text` can be published to: no wildcards, spaces, control characters or empty tokens."""
+    """Whether messages can be published to `text`: no wildcards, spaces, control characters or empty tokens."""
     return bool(_SUBJECT.fullmatch(text))
 
 
@@ -267,7 +264,6 @@ def is_filter(text: str) -> bool:
 
 
 def required(value: Any) -> Any:
-    """Refuses empty text and empty lists where a value must stand."""
     if not value:
         raise refuse("a value" if isinstance(value, str) else "at least one entry")
     return value
@@ -284,7 +280,7 @@ _IP = re.compile(r"[0-9]+(\.[0-9]+){3}")
 
 
 def host_url(schemes: Sequence[str], credentials: str, *, or_empty: bool = False) -> AfterValidator:
-    """`scheme://host[:port]` and no more; `credentials`: where user and password belong."""
+    """`scheme://host[:port]` only; `credentials`: where user and password belong instead."""
     form = " or ".join(f"{scheme}://HOST:PORT" for scheme in schemes)
 
     def check(text: str) -> str:
@@ -305,7 +301,6 @@ def host_url(schemes: Sequence[str], credentials: str, *, or_empty: bool = False
 
 
 def check_store_url(text: str) -> str:
-    """`text`, if it is `s3://BUCKET` or `file:///FOLDER`."""
     scheme, _, rest = text.partition("://")
     if scheme == "file":
         folder = unquote(rest)
@@ -327,7 +322,7 @@ def check_store_url(text: str) -> str:
 
 EVENT, VALUE = "%s", "%v"
 MAX_VALUE = 512  # bytes that a value may take in a subject
-MAX_SUBJECT = 3500  # bytes; a server takes lines of 4,096, and a reply subject stands in them too
+MAX_SUBJECT = 3500  # bytes; a server takes lines of 4,096, which also hold a reply subject
 
 _UNKNOWN = re.compile("%(?![sv%])")
 
@@ -341,7 +336,7 @@ def _check_advisory(template: str) -> str:
         raise refuse("%s for the event, %v for the value, and % before no other letter")
     first = template.partition(".")[0]
     if VALUE in first or first.startswith("$"):
-        # A value is what a publisher wrote: it must not choose whose subject this is, such as $JS.API.
+        # A value comes from a publisher: it must not be able to choose the beginning of the subject, such as $JS.API.
         raise refuse("a first token of its own: without %v, and not beginning with $")
     if len(template.replace(VALUE, "v" * MAX_VALUE).encode()) > MAX_SUBJECT:
         raise refuse(f"at most {MAX_SUBJECT} bytes, counting {MAX_VALUE} for each %v")
@@ -355,10 +350,10 @@ _KNOWN: weakref.WeakValueDictionary[int, FileSecret] = weakref.WeakValueDictiona
 
 
 class FileSecret(SecretStr):
-    """What `read` found in the file `path`. It stays until somebody has it read again: when it was refused,
-    or on SIGHUP. A file that is ahead of its server so does no harm.
+    """What `read` found in the file `path`. It stays until the file is read again: when it was refused, or on SIGHUP.
+    So a file that is newer than the server's secret does no harm.
 
-    `read` raises ValueError for what is no secret, never with the content.
+    `read` raises ValueError for what is not a secret, never with the content.
     """
 
     def __init__(self, value: str, path: str, read: Callable[[str], str]) -> None:
@@ -367,7 +362,7 @@ class FileSecret(SecretStr):
         _KNOWN[id(self)] = self
 
     def read_again(self) -> bool:
-        """Read the file again; whether the secret is another one now. From any thread."""
+        """Reads the file again; returns whether the secret is another one now. From any thread."""
         try:
             found = self._read(self.path)
         except ValueError as error:
@@ -381,30 +376,27 @@ class FileSecret(SecretStr):
 
 
 def read_all_again() -> None:
-    """Read the files of all secrets of this process again."""
     for secret in list(_KNOWN.values()):
         secret.read_again()
 
 
 def option(default: Any, meaning: str) -> Any:
-    """A key with its default, written as in a file, and its line in the documentation."""
     return Field(default, description=meaning)
 
 
 def needed(meaning: str) -> Any:
-    """A key without a default, and its line in the documentation."""
     return Field(description=meaning)
 
 
 class Section(BaseModel):
-    """A section of the configuration. Defaults are validated too, so they stand as a file would have them."""
+    """A section of the configuration. Defaults are validated too, so they are values as a file would have them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
 
     def combinations(self) -> Iterator[tuple[str, str]]:
-        """What is wrong between keys: the key to point at (dotted, within the section) and the problem.
+        """Problems between keys: the key to point at (dotted, within the section) and the problem.
 
-        Asked once every value is right by itself.
+        Called once every value is valid by itself.
         """
         yield from ()
 
@@ -413,7 +405,6 @@ class Section(BaseModel):
         return [name for name in names if getattr(self, name)]
 
     def together(self, one: str, other: str) -> Iterator[tuple[str, str]]:
-        """The problem, if one of two keys is set without the other."""
         for there, missing in ((one, other), (other, one)):
             value = getattr(self, missing)
             if getattr(self, there) and not value:
@@ -422,7 +413,7 @@ class Section(BaseModel):
 
     @classmethod
     def completed(cls, given: Mapping[str, Any]) -> Any:
-        """What is given, with what other keys say of it; asked before any value is judged."""
+        """What is given, completed from other keys; called before any value is validated."""
         return given
 
     @model_validator(mode="before")
@@ -439,12 +430,11 @@ class Section(BaseModel):
 
 
 def plain(value: Any) -> Any:
-    """The keys that were set, where `value` is a section; anything else as it is."""
     return value.model_dump(by_alias=True, exclude_unset=True) if isinstance(value, Section) else value
 
 
 def merged(defaults: Any, entry: Any) -> Any:
-    """`entry` over `defaults`, nested mappings key by key; where either is no mapping, `entry` stands."""
+    """`entry` over `defaults`, nested mappings key by key; where either is not a mapping, `entry` wins."""
     defaults, entry = plain(defaults), plain(entry)
     if not isinstance(defaults, Mapping) or not isinstance(entry, Mapping):
         return entry
@@ -453,14 +443,12 @@ def merged(defaults: Any, entry: Any) -> Any:
 
 
 def merged_entries(section: Any, key: str, defaults: Any) -> Any:
-    """`section` with `defaults` below each entry of its list `key`, if it has one."""
     if not isinstance(section, Mapping) or not isinstance(section.get(key), list | tuple):
         return section
     return {**section, key: [merged(defaults, entry) for entry in section[key]]}
 
 
 def repeated(values: Iterable[Hashable]) -> Iterator[tuple[int, int]]:
-    """The positions of each value that stood before: first the one where it did."""
     first: dict[Hashable, int] = {}
     for index, value in enumerate(values):
         if first.setdefault(value, index) != index:

@@ -39,14 +39,13 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A value as it is written. `is_plain`: without quotes, so it may stand for something else than text."""
+    """A value as it is written. `is_plain`: without quotes, so it may be something else than text."""
 
     mark: Mark
     text: str
     is_plain: bool
 
     def value(self) -> Any:
-        """None, True, False, an int, a float or text."""
         if not self.is_plain:
             return self.text
         if self.text in _CONSTANTS:
@@ -79,7 +78,7 @@ Node = Scalar | Items | Keys
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong. Line and column 0: the file as a whole; `path`: empty where there is none."""
+    """One problem. Line and column 0: the file as a whole; `path`: empty where there is none."""
 
     name: str
     line: int
@@ -100,11 +99,9 @@ class Problems:
         self._found: dict[tuple[Mark, str], Problem] = {}
 
     def add(self, mark: Mark, path: KeyPath, message: str) -> None:
-        """Note a problem, once."""
         self._found.setdefault((mark, message), Problem(self.name, *mark, ".".join(map(str, path)), message))
 
     def marks(self) -> set[Mark]:
-        """The places that have a problem."""
         return {mark for mark, _ in self._found}
 
     def __iter__(self) -> Iterator[Problem]:
@@ -116,7 +113,7 @@ class Problems:
 
 
 class ConfigFileError(ConfigError):
-    """A file that is wrong. `found`: each problem, with its place."""
+    """The file is wrong. `found`: each problem, with its place."""
 
     def __init__(self, found: Iterable[Problem]) -> None:
         self.found = tuple(found)
@@ -124,19 +121,18 @@ class ConfigFileError(ConfigError):
 
 
 def meant(found: str, known: Collection[str]) -> str:
-    """What to write in place of the key `found`, which is none of `known`."""
     close = difflib.get_close_matches(found, known, n=1)
     return f"did you mean {close[0]}?" if close else f"expected one of {' '.join(known)}"
 
 
 def refuse(problems: Problems) -> None:
-    """Raises ConfigFileError if there are any."""
+    """Raises ConfigFileError if there are problems."""
     if problems:
         raise ConfigFileError(problems)
 
 
 def parse_yaml(data: bytes, problems: Problems) -> list[Keys]:
-    """The documents of a file; what is wrong is noted, and a document that is no mapping left out."""
+    """The documents of a file; problems are noted, and a document that is not a mapping is left out."""
     if (text := _text(data, problems)) is None:
         return []
     try:
@@ -262,7 +258,6 @@ class Place:
 
 
 def locate(root: Keys, location: Sequence[str | int]) -> Place:
-    """The place of the value at `location`, as pydantic names it."""
     wanted = [part for part in location if not str(part).startswith(("(", "["))]
     nearest = Place(root.mark, root.mark, (), root)
     places = [nearest]
@@ -273,7 +268,7 @@ def locate(root: Keys, location: Sequence[str | int]) -> Place:
         below += [place for place in others if place.node is not None]
         if places and not below:
             nearest = places[0]
-            if not isinstance(nearest.node, Scalar):  # one value stands for a list
+            if not isinstance(nearest.node, Scalar):  # one value counts as a list
                 nearest = Place(nearest.mark, nearest.mark, (*nearest.path, *wanted[index:]), None)
         places = below  # none: a fallback may still be found further down
     return places[0] if places else nearest

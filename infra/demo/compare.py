@@ -36,11 +36,11 @@ COLUMNS = ("chain", "source", "left out", "archive", "target", "segments", "MiB"
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """One chain as it stands in three places.
+    """One chain as it is in three places.
 
-    `delays`: milliseconds from source to target, unsorted. `segments`: how many by level. `stored_bytes`: of
-    the segments that account for the chain; `waiting_bytes`: of those that were merged into others since.
-    `left_out`: messages that were left out by choice, as the ledgers of the segments say.
+    `delays`: milliseconds from source to target, unsorted. `segments`: how many by level. `stored_bytes`: of the
+    segments that account for the chain; `waiting_bytes`: of those that have been merged into others. `left_out`:
+    messages that were left out on purpose, according to the ledgers of the segments.
     """
 
     chain: Chain
@@ -56,8 +56,8 @@ class Readings:
     def compared(self) -> list[Comparison]:
         """The archive against the source, the target against the archive, and the target against the source.
 
-        What the source has deleted since, by a limit or by hand, is still in the archive and the target;
-        between those two nothing may differ. As much must be missing as the ledgers say was sampled out.
+        What the source has deleted since, by a limit or by hand, is still in the archive and the target; between those
+        two nothing may differ. As many must be missing as the ledgers say were sampled out.
         """
         name = f"{self.chain.site}/{self.chain.feed}"
         return [
@@ -74,12 +74,11 @@ class Readings:
         return self.archive.raw_bytes / self.stored_bytes if self.stored_bytes else 0.0
 
     def delay(self, share: float) -> float:
-        """Seconds behind that `share` (0 to 1) of the messages did not exceed; 0 without messages."""
+        """Seconds that `share` (0 to 1) of the messages did not exceed; 0 without messages."""
         ordered = sorted(self.delays)
         return ordered[min(int(len(ordered) * share), len(ordered) - 1)] / 1000 if ordered else 0.0
 
     def row(self) -> tuple[str, ...]:
-        """This chain's line of the table."""
         return (
             f"{self.chain.site}/{self.chain.feed}",
             f"{len(self.source):,}",
@@ -95,7 +94,7 @@ class Readings:
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """The end of a demo. `problems`: what else is wrong, beside messages; `seconds`: how long all took."""
+    """The end of a demo. `problems`: what else is wrong, besides messages; `seconds`: how long all took."""
 
     readings: tuple[Readings, ...]
     published: int
@@ -112,11 +111,9 @@ class DemoResult:
         return self.comparison().ok and not self.problems and bool(self.readings)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The lines of the table."""
         return [readings.row() for readings in self.readings]
 
     def figures(self) -> tuple[str, ...]:
-        """What the table leaves out, each as a sentence."""
         target = sum(len(r.target) for r in self.readings)
         raw, stored = (sum(r.archive.raw_bytes for r in self.readings), sum(r.stored_bytes for r in self.readings))
         waiting = sum(readings.waiting_bytes for readings in self.readings)
@@ -133,7 +130,6 @@ class DemoResult:
         )
 
     def to_json(self) -> dict[str, object]:
-        """The same for programs."""
         comparison = self.comparison()
         return {
             "ok": self.ok,
@@ -150,7 +146,6 @@ class DemoResult:
 
 
 def worst(comparisons: Sequence[Comparison]) -> Comparison:
-    """The comparison with the most damage; of equals the last."""
     return max(comparisons, key=lambda c: (c.lost + c.repeated + c.out_of_order + c.altered + c.unexpected, c.found))
 
 
@@ -169,14 +164,14 @@ def _chain_json(readings: Readings) -> dict[str, object]:
     }
 
 
-# What may follow on what: a node appears, falls silent, and comes back or is forgotten.
+# Which event may follow which: a node appears, falls silent, and comes back or is forgotten.
 FOLLOWS = {"": {"new"}, "new": {"timeout"}, "timeout": {"recover", "expire"}, "recover": {"timeout"}, "expire": {"new"}}
 MAX_PROBLEMS = 5
 
 
 @dataclass(slots=True)
 class Stories:
-    """The advisories of one stream. `counts`: by event; `problems`: what cannot be true, a few lines."""
+    """The advisories of one stream. `counts`: by event; `problems`: impossible histories, a few lines."""
 
     counts: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
@@ -184,7 +179,6 @@ class Stories:
     _ids: set[str] = field(default_factory=set)
 
     def take(self, message: Message) -> None:
-        """Note one advisory."""
         document = json.loads(message.payload)
         event, value, identity = document["event"], document["value"], document["event_id"]
         before, self._last[value] = self._last.get(value, ""), event
@@ -201,7 +195,6 @@ class Stories:
 
 
 async def stories(client: FloeClient, stream: str) -> Stories:
-    """Read all advisories of the stream."""
     told = Stories()
     await read_stream(client, stream, told.take)
     return told
@@ -211,8 +204,8 @@ async def stories(client: FloeClient, stream: str) -> Stories:
 class ArchivedChain:
     """One chain of the archive, read through the cover rule. `segments`: how many by level.
 
-    `stored_bytes`: of the segments that the cover takes; `waiting_bytes`: of those merged into others since.
-    `left_out`: messages left out by choice, as the ledgers of those segments say.
+    `stored_bytes`: of the segments that the cover takes; `waiting_bytes`: of those that have been merged into others.
+    `left_out`: messages left out on purpose, according to the ledgers of those segments.
     """
 
     trace: Trace = field(default_factory=Trace)
@@ -224,7 +217,7 @@ class ArchivedChain:
 
 
 def read_archive(world: World) -> dict[Chain, ArchivedChain]:
-    """All chains in the bucket, with subjects as the target has them."""
+    """All chains in the bucket, with subjects as in the target."""
     settings = loader.load(str(world.central_config))
     with closing(open_store(settings)) as store:
         return {chain: _read_chain(store, chain) for chain in open_chains(settings).chains()}
@@ -244,20 +237,18 @@ def _read_chain(store: SegmentStore, chain: Chain) -> ArchivedChain:
 
 
 def _left_out(store: SegmentStore, stretch: Stretch[SegmentRef]) -> int:
-    """Messages that the segment leaves out by choice, of those that it accounts for in the cover."""
     footer = store.footer(stretch.segment)
     chosen = sum(footer.ledger.counts.get(reason, 0) for reason in (Reason.SAMPLED_OUT, Reason.TOO_OLD))
     if stretch.rows == footer.coverage or not chosen:
         return chosen
     with store.open(stretch.segment, rows=stretch.rows) as reader:
-        # Of a part the ledger does not tell; nothing is deleted from the sampled stream, so the rest is.
+        # The ledger has no numbers for a part of a segment. The sampled stream deletes nothing: the rest was left out.
         return len(stretch.rows) - sum(batch.num_rows for batch in reader.batches(stretch.rows))
 
 
 async def read_chains(
     clients: Mapping[str, FloeClient], archive: Mapping[Chain, ArchivedChain]
 ) -> tuple[list[Readings], list[str]]:
-    """Each chain as it stands in source, archive and target; and what is wrong beside the messages."""
     arrived = await target_traces(clients["central"], TARGET)
     expected = [Chain(site, stream) for site in clients if site != "central" for stream in STREAMS]
     problems = _strangers(expected, archive, arrived)
@@ -273,7 +264,6 @@ async def read_chains(
 
 
 async def ask_advisories(clients: Mapping[str, FloeClient]) -> tuple[str, list[str]]:
-    """What the sites' advisories say of their nodes, in a sentence; and what cannot be true of it."""
     counts: Counter[str] = Counter()
     problems: list[str] = []
     for site, client in clients.items():
@@ -285,7 +275,6 @@ async def ask_advisories(clients: Mapping[str, FloeClient]) -> tuple[str, list[s
 
 
 def _strangers(expected: list[Chain], archive: Mapping[Chain, object], arrived: Arrived) -> list[str]:
-    """Chains and messages that nobody published."""
     found = sorted({*archive, *arrived.traces} - set(expected))
     problems = [f"{chain}: a chain that no site has" for chain in found]
     if arrived.foreign:
@@ -294,7 +283,9 @@ def _strangers(expected: list[Chain], archive: Mapping[Chain, object], arrived: 
 
 
 async def ask_spark(world: World, readings: list[Readings]) -> tuple[str, list[str]]:
-    """Count the archive's rows with a Spark query; a sentence about it, and what differs from our reading."""
+    """Counts the archive's rows with a Spark query; returns a sentence about it, and the differences from our
+    reading.
+    """
     out = await run_command(world.folder, "spark query", "compaction.report", "-c", str(world.central_config))
     try:
         rows = {Chain.parse(row["chain"]): row for row in json.loads(out)}
@@ -314,9 +305,9 @@ WHERE = (SITES[0], AWKWARD)  # the feed that holds every kind of message that is
 
 
 async def ask_drill(world: World) -> tuple[str, list[str]]:
-    """Restore one feed into a scratch stream; a sentence about it, and what differs from the archive.
+    """Restores one feed into a scratch stream; returns a sentence about it, and the differences from the archive.
 
-    Raises FloeError where the drill fails, or says nothing that can be read.
+    Raises FloeError where the drill fails, or its output cannot be read.
     """
     site, feed = WHERE
     command = ("floe", "drill", "-c", str(world.central_config), "--site", site, "--feed", feed, "--json")

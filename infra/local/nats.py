@@ -31,8 +31,8 @@ STOP_TIMEOUT = 15.0  # seconds until SIGTERM becomes SIGKILL
 def nats_server_binary(version: str = "") -> Path:
     """The server program: beside the running interpreter, else on the PATH. Raises FileNotFoundError.
 
-    `version`, such as `2.10`: an older one, as `FLOE_NATS_SERVER_2_10` names it, as `make setup` installs it
-    beside the interpreter's programs, or as `nats-server-2.10` on the PATH.
+    `version`, such as `2.10`: an older one, which `FLOE_NATS_SERVER_2_10` names, or which `make setup` installed beside
+    the interpreter's programs, or `nats-server-2.10` on the PATH.
     """
     if version:
         return _older_binary(version)
@@ -76,7 +76,7 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlace:
-    """Where a server stands in a cluster: its own route port and those of all members.
+    """A server's place in a cluster: its own route port and those of all members.
 
     `advertise`: whether clients are told the addresses of the other members.
     """
@@ -129,7 +129,7 @@ class NatsServer:
 
     @property
     def pid(self) -> int:
-        """The process id. Raises RuntimeError while the server does not run."""
+        """Raises RuntimeError while the server does not run."""
         if self._process is None:
             raise RuntimeError(f"nats-server {self.name} does not run")
         return self._process.pid
@@ -152,7 +152,7 @@ class NatsServer:
         self.close()
 
     def start(self, *, wait: bool = True) -> None:
-        """Start the server; with `wait` return when JetStream serves. Raises RuntimeError."""
+        """With `wait`, returns when JetStream is ready. Raises RuntimeError."""
         if self.is_running:
             return
         config = self.folder / "nats.conf"
@@ -163,13 +163,13 @@ class NatsServer:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
-                start_new_session=True,  # Ctrl-C in a terminal is for the demo, which stops the server last
+                start_new_session=True,  # the demo gets Ctrl-C and stops the server last
             )
         if wait:
             self.wait_ready()
 
     def stop(self) -> None:
-        """SIGTERM, and SIGKILL where that does not help in time; the store stays."""
+        """SIGTERM, then SIGKILL if it does not end in time; the store stays."""
         if self.is_running:
             self.resume()
             self._signal(signal.SIGTERM)
@@ -185,30 +185,28 @@ class NatsServer:
         self._process = None
 
     def use(self, binary: Path) -> None:
-        """Another program from the next start on: an upgrade, or the way back."""
+        """Uses another program from the next start on: an upgrade or a downgrade."""
         self._binary = binary
 
     def restart(self) -> None:
-        """Stop, and start on the same ports and store."""
         self.stop()
         self.start()
 
     def pause(self) -> None:
-        """SIGSTOP: connections stay open and nobody answers."""
+        """SIGSTOP: connections stay open without answers."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """SIGCONT."""
         self._signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """Stop, and remove the folder if it is a temporary one."""
+        """Stops it, and removes the folder if it is a temporary one."""
         self.stop()
         if self._own_folder:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
-        """Return when JetStream serves all its streams (in a cluster: a leader is known)."""
+        """Returns when JetStream serves all its streams (in a cluster: a leader is known)."""
         deadline = time.monotonic() + timeout
         while not self.is_healthy():
             if not self.is_running or time.monotonic() > deadline:
@@ -216,14 +214,14 @@ class NatsServer:
             time.sleep(0.02)
 
     def is_healthy(self) -> bool:
-        """Whether the server says of itself that JetStream serves; False also while it does not answer."""
+        """Whether the server says that JetStream is ready; False also if it does not answer."""
         try:
             return bool(self.monitor("healthz").get("status") == "ok")
         except (OSError, ValueError):
             return False
 
     def monitor(self, path: str) -> dict[str, object]:
-        """What the server's monitoring port answers for `path`, such as `jsz`. Raises OSError, ValueError."""
+        """Raises OSError, ValueError."""
         url = f"http://127.0.0.1:{self.monitor_port}/{path}"
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=2.0) as answer:
             return dict(json.load(answer))
@@ -309,14 +307,13 @@ class NatsCluster:
         self.close()
 
     def start(self) -> None:
-        """Start all members together (none becomes ready alone) and wait for all."""
         for server in self.servers:
             server.start(wait=False)
         for server in self.servers:
             server.wait_ready()
 
     def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
-        """Return when every running member knows the leader and has caught up."""
+        """Returns when every running member knows the leader and has caught up."""
         for server in self.servers:
             if server.is_running:
                 server.wait_ready(timeout)

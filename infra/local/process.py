@@ -1,9 +1,9 @@
 """Child processes that end with the process that started them, however that ends; free ports for them.
 
-A test run or a demo that is killed cannot stop its servers. A death signal (PR_SET_PDEATHSIG) follows the
-thread that started the child, not the process: a server would end with the thread that started it. Here a
-small guard process holds the reading end of a pipe: the kernel closes the writing end when its owner is gone,
-and the guard then kills what was tethered and still runs.
+A test run or a demo that is killed cannot stop its servers. A death signal (PR_SET_PDEATHSIG) follows the thread that
+started the child, not the process: a server would end with the thread that started it. Here a small guard process holds
+the reading end of a pipe: the kernel closes the writing end when its owner is gone, and the guard then kills the
+tethered processes that still run.
 """
 
 import contextlib
@@ -41,14 +41,14 @@ def spawn(command: Sequence[str | os.PathLike[str]], **options: Any) -> subproce
 
 
 def tether(pid: int) -> None:
-    """Have the child `pid` killed when this process is gone; the group that it leads too.
+    """The child `pid` is killed when this process is gone, and so is the process group that it leads.
 
-    To be called before the child is waited for: until then its number is not given to another process.
+    Call it before the child is waited for: until then its number is not given to another process.
     """
     with _lock:
         try:
             _tell(pid)
-        except BrokenPipeError:  # somebody killed the guard
+        except BrokenPipeError:  # the guard was killed
             killed = _guards.pop(os.getpid())
             os.close(killed.pipe)
             os.waitpid(killed.pid, 0)
@@ -63,7 +63,7 @@ def _tell(pid: int) -> None:
 
 
 def _start() -> _Guard:
-    # Not a Popen: the guard outlives this interpreter, which would complain of a child that still runs.
+    # Not a Popen: the guard outlives this interpreter, which would warn about a child that still runs.
     reading, writing = os.pipe()
     try:
         pid = os.posix_spawn(
@@ -79,7 +79,7 @@ def _start() -> _Guard:
 
 
 def _guard() -> None:
-    """Until the owner is gone: take in process ids, one a line; then kill what still runs of them."""
+    """Reads process ids, one a line, until the owner is gone; then kills those that still run."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     poll, rest = select.poll(), b""
@@ -110,15 +110,15 @@ def _kill(pid: int) -> None:
         (os.killpg if leads else os.kill)(pid, signal.SIGKILL)
 
 
-# Below the range that Linux hands to outgoing connections (32768 and up): a server keeps its port over
-# restarts, and would else find it taken by a client of some other server.
+# Below the range that Linux gives to outgoing connections (32768 and up): a server keeps its port over restarts;
+# from that range, a client of another server could take it meanwhile.
 _LOWEST, _HIGHEST = 10_240, 22_500
 PAIR_DISTANCE = 10_000
 _TRIES = 1000
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on. Raises OSError where none is found."""
+    """A port of 127.0.0.1 without a listener. Raises OSError where none is found."""
     return free_ports(1)[0]
 
 
@@ -135,7 +135,6 @@ def free_ports(count: int, *, paired: bool = False) -> list[int]:
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could bind `port` on 127.0.0.1 now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

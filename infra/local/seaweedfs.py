@@ -57,7 +57,6 @@ class SignedClient:
 
 
 def request(port: int, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
-    """Status and body of the answer of a server on loopback. Raises OSError and http.client.HTTPException."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT)
     try:
         connection.request(method, path, body=body, headers=headers)
@@ -106,24 +105,22 @@ class SeaweedFS:
 
     @property
     def endpoint_url(self) -> str:
-        """The address of the S3 service."""
         return f"http://127.0.0.1:{self._ports['s3']}"
 
     @property
     def pid(self) -> int | None:
-        """The process id; None while it does not run."""
+        """None while it does not run."""
         return self._process.pid if self._process else None
 
     @property
     def log_path(self) -> Path:
-        """What the server wrote to stderr since it was last started."""
         return self._folder / "weed.log"
 
     def start(self) -> None:
-        """Start, and wait until an object was written and read back.
+        """Returns when an object was written and read back.
 
-        Raises ConfigError where the program is not installed, Unavailable (with the end of its log) where it
-        does not serve in time.
+        Raises ConfigError where the program is not installed, Unavailable (with the end of its log) where it is not
+        ready in time.
         """
         for _ in range(_STARTS if not self._ports else 1):
             self._ports = self._ports or _choose_ports()
@@ -135,7 +132,7 @@ class SeaweedFS:
         raise taken
 
     def kill(self) -> None:
-        """End the process with SIGKILL, as a crash does; data, ports and keys stay."""
+        """SIGKILL, as in a crash; data, ports and keys stay."""
         if self._process:
             self._process.kill()
             self._process.wait()
@@ -143,20 +140,20 @@ class SeaweedFS:
             self._remove_sockets()
 
     def stop(self) -> None:
-        """End the process and remove the folder, if it is a temporary one."""
+        """Ends the process and removes the folder, if it is a temporary one."""
         # A polite stop waits 15 s for the other servers of a cluster; this one has none.
         self.kill()
         if not self._keeps_folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def create_bucket(self, name: str) -> None:
-        """Make the bucket; no error if it is there. Raises Unavailable."""
+        """No error if it exists. Raises Unavailable."""
         status, body = self._client().call("PUT", f"/{name}")
         if status not in (200, 409):
             raise Unavailable(f"create bucket {name}: expected 200, found {status} {body[:200]!r}")
 
     def new_bucket(self) -> str:
-        """Make a bucket under a name that nobody else uses."""
+        """Makes a bucket with a unique name."""
         name = f"b-{secrets.token_hex(6)}"
         self.create_bucket(name)
         return name
@@ -185,7 +182,7 @@ class SeaweedFS:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C on the demo must reach the demo, which then stops this
+                start_new_session=True,  # the demo gets Ctrl-C and then stops this
             )
 
     def _options(self, data: Path, config: Path) -> list[str]:
@@ -241,7 +238,7 @@ class SeaweedFS:
             raise kind(f"weed server: ended with {status}: {self._log_end()!r}")
 
     def _share_volumes(self) -> bool:
-        # Else each new bucket waits for volumes of its own, and the twentieth finds none left.
+        # Without this each new bucket waits for volumes of its own, and the twentieth finds none left.
         rule = {"locationPrefix": "/buckets/", "collection": "all-buckets", "volumeGrowthCount": 1}
         body = json.dumps({"locations": [rule]}).encode()
         return request(self._ports["filer"], "PUT", "/etc/seaweedfs/filer.conf", body, {})[0] in (200, 201)
@@ -260,14 +257,14 @@ class SeaweedFS:
         return self.log_path.read_bytes()[-1000:]
 
     def _remove_sockets(self) -> None:
-        # It puts them into /tmp whatever it is told, and a SIGKILL leaves them there.
+        # It always puts them into /tmp, and a SIGKILL leaves them there.
         for service, port in self._ports.items():
             for name in (f"{service}-{port}", f"{service}-grpc-{port + PAIR_DISTANCE}"):
                 Path(f"/tmp/seaweedfs-{name}.sock").unlink(missing_ok=True)
 
 
 class _PortTakenError(Unavailable):
-    """Somebody took a port between the search and the start."""
+    """Another process took a port between the search and the start."""
 
 
 def _choose_ports() -> dict[str, int]:
