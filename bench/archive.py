@@ -1,9 +1,10 @@
 """What is read of and written to an archive.
 
-`listing.1m`: which segments come next, decided in an archive of 1,000,000 of them. `listing.egress_1m`: the memory that
-egress needs to find its position in such an archive, and to walk it for holes, with at most 20 LISTs at the start of a
-session and one before each put. `compaction.merge`: inputs to a verified output, beside pyarrow reading and writing the
-same rows. `replay.bytes_read`: bytes read to replay 1 % of the time of 10,000 segments, over all their bytes.
+`listing.1m`: which segments come next, decided in an archive of 1,000,000 of them.
+`listing.egress_1m`: the memory that egress needs to find its position in such an archive, and to walk it for holes,
+with at most 20 LISTs at the start of a session and one before each put.
+`compaction.merge`: inputs to a verified output, beside pyarrow reading and writing the same rows.
+`replay.bytes_read`: bytes read to replay 1 % of the time of 10,000 segments, over all their bytes.
 
 The port of the listings is synthetic: its keys are made when they are asked for, so that the figure is Floe's own work
 over the pages of a listing, not a server's.

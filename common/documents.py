@@ -25,7 +25,7 @@ class JsonForm(Generic[T]):
         return self._encoder.encode(msgspec.to_builtins(value, str_keys=True))
 
     def decode(self, raw: bytes) -> T:
-        """Raises ValueError for anything that `encode` does not write."""
+        """Raises ValueError for a value of another form or version."""
         try:
             # The version first, alone: another version may have other fields.
             if (found := _VERSIONS.decode(raw).format_version) != 1:

@@ -5,7 +5,7 @@ from itertools import combinations, zip_longest
 
 
 def matches(filter_subject: str, subject: bytes | str) -> bool:
-    """Whether `filter_subject` takes `subject`, which has no wildcards; the empty filter takes all.
+    """Whether `filter_subject` takes the literal `subject`; the empty filter takes all.
 
     `*` stands for one token, a last `>` for one or more; elsewhere they are ordinary letters.
     """

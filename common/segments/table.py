@@ -129,6 +129,7 @@ class SegmentTable(Sequence[SegmentRef]):
         return max((max(folder.modified) for folder in self._folders.values()), default=0.0)
 
     def place(self, ref: SegmentRef) -> int | None:
+        """None if it is not here."""
         prefix, offset = ref.key[: -len(ref.name)], 0
         for folder in self._folders.values():
             if folder.prefix == prefix:
