@@ -9,7 +9,7 @@ FloeError
 ├── OutcomeUnknown       75  neither done nor not done: settled by reading, never by guessing
 ├── AnotherWriter         4  another writer writes where only this program may
 ├── Stopped               1  a verdict that needs an operator; names the choices
-├── Unforeseen            1  a defect, or no memory: what it ended begins again (`common/clock.py`)
+├── Unforeseen            1  a defect, or no memory: what it ended begins again (`common/tasks.py`)
 └── DataError             3  the data is not what it must be
     └── SegmentCorrupt    3
 """

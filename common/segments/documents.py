@@ -5,9 +5,9 @@
     chain.json    one for each chain: filters, number of partitions, first sequence, whether it is a relay
     floor.json    the first sequence that retention has left
     tails/…       the end of a chain's coverage; a hint that tells when a listing is worth while
-    gaps/…        sequences that are given up (`common.segments.documents`)
+    gaps/…        sequences that are given up
     alive/…       what each process of egress says of itself every minute (`common.segments.alive`)
-    ingress/…     how far each target is (`common.segments.documents`)
+    ingress/…     how far each target is
 
 Every program that can write to the bucket can write these: they are read up to a size, every field is checked, and one
 that is not as it must be is never acted on (DataError, code E-STATE-JSON).

@@ -1,7 +1,7 @@
 """Reading one segment file, which is untrusted: anybody who can write to the bucket may have made it.
 
 A file is believed in this order: size and magic, size of the metadata, shape, schema, footer against key;
-then for each row group its page headers (`pages`), and only then its rows, batch by batch (`scan`).
+then for each row group its page headers (`common.segments.parquet_guard`), and only then its rows, batch by batch.
 """
 
 from __future__ import annotations
