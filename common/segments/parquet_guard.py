@@ -1,4 +1,4 @@
-"""What stands before pyarrow: metadata parsed within limits, pages walked before they are decoded: what that can cost at most.
+"""Before pyarrow: metadata parsed within limits, pages walked before they are decoded: what decoding can cost at most.
 
 Sizes in the metadata of a Parquet file are claims. A dictionary of one 10 MiB value, used a hundred times,
 decodes to 1 GiB from 700 bytes; an encoding that shares prefixes does worse; a forged count makes a decoder
