@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from common.errors import DataError
+from common.clock import Clock, SystemClock
+from common.errors import DataError, UsageError
 from common.open import load_settings, open_chains, open_store
 from common.service.cli import config_option, json_option, print_json, run_command, table
 
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from common.segments.store import SegmentStore
     from common.settings.root import Settings
     from compaction.failures import Failure
-    from compaction.run import Compaction, Selection
+    from compaction.run import Compaction, Report, Selection
 
 
 @click.command()
@@ -29,6 +31,12 @@ if TYPE_CHECKING:
 @click.option("--master", metavar="URL", help="Spark's master, such as local[2] or spark://host:7077.")
 @click.option("--dry-run", is_flag=True, help="List what would be read and deleted, and do nothing.")
 @click.option("--strict", is_flag=True, help="Exit 3 also for what an earlier run has told.")
+@click.option(
+    "--metrics-textfile",
+    "textfile",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Put what the run did there, for node_exporter: NAME.prom.",
+)
 @json_option
 @config_option
 @run_command
@@ -43,6 +51,7 @@ def compact(
     master: str | None,
     dry_run: bool,
     strict: bool,
+    textfile: Path | None,
     as_json: bool,
 ) -> int:
     """Merge small segments into larger ones, prove it, and delete what was merged after a grace.
@@ -54,19 +63,22 @@ def compact(
     Examples:
       floe compact -c central.yaml
       floe compact -c central.yaml --dry-run --site us-east
+      floe compact -c central.yaml --metrics-textfile /var/lib/prometheus/node-exporter/floe.prom
     """
+    if dry_run and textfile:
+        raise UsageError("expected --dry-run or --metrics-textfile: what does nothing has no metrics")
     from compaction.run import Selection
 
-    settings = _overridden(load_settings(config), engine, verify, master)
-    selection = Selection(site or settings.site or None, feed, partition, level)
-    store = open_store(settings)
-    try:
-        if (site, feed, partition) != (None, None, None):
-            _check_names(settings, selection)
-        with _compaction(settings, store) as compaction:
-            return (_preview if dry_run else _run)(compaction, selection, as_json, strict)
-    finally:
-        store.close()
+    with _Metrics(textfile, SystemClock()) as metrics:
+        settings = _overridden(load_settings(config), engine, verify, master)
+        selection = Selection(site or settings.site or None, feed, partition, level)
+        with closing(open_store(settings)) as store:
+            if (site, feed, partition) != (None, None, None):
+                _check_names(settings, selection)
+            with _compaction(settings, store) as compaction:
+                if dry_run:
+                    return _preview(compaction, selection, as_json, strict)
+                return _run(compaction, selection, as_json, strict, metrics)
 
 
 @click.command()
@@ -145,7 +157,7 @@ def _compaction(settings: Settings, store: SegmentStore) -> Iterator[Compaction]
         yield Compaction(store, chosen.levels, grace, runner, prove)
 
 
-def _run(compaction: Compaction, selection: Selection, as_json: bool, strict: bool) -> int:
+def _run(compaction: Compaction, selection: Selection, as_json: bool, strict: bool, metrics: _Metrics) -> int:
     from compaction import report
 
     done = compaction.run(selection)
@@ -153,7 +165,35 @@ def _run(compaction: Compaction, selection: Selection, as_json: bool, strict: bo
         print_json(report.report_json(done))
     else:
         _show(report.report_rows(done), report.COLUMNS)
-    return _ending(done.failures, [] if strict else done.told)
+    code = _ending(done.failures, [] if strict else done.told)
+    metrics.write(done, is_success=code == 0)
+    return code
+
+
+class _Metrics:
+    """The metrics of a run, as the file `path` at its end (None: nobody wants them), also where it breaks off."""
+
+    def __init__(self, path: Path | None, clock: Clock) -> None:
+        self._path, self._clock, self._began = path, clock, clock.monotonic()
+
+    def __enter__(self) -> _Metrics:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            with suppress(OSError):  # what broke it off is told instead
+                self.write(None, is_success=False)
+
+    def write(self, done: Report | None, *, is_success: bool) -> None:
+        """`done` None: the run broke off. Raises OSError where the file cannot be written."""
+        from compaction import report
+
+        if self._path is None:
+            return
+        report.last_success.set(report.succeeded_at(self._path))
+        seconds = self._clock.monotonic() - self._began
+        report.show_metrics(done, seconds, self._clock.now(), is_success=is_success)
+        report.write_metrics(self._path)
 
 
 def _preview(compaction: Compaction, selection: Selection, as_json: bool, strict: bool) -> int:

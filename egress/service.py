@@ -152,6 +152,7 @@ class EgressService:
         partitions = all_partitions(site, settings.egress.feeds)
         deps = make_deps(settings, self._tuning, objects, data, state, len(partitions), "check")
         stack.callback(deps.store.close)
+        metrics.spool_bytes.set_function(deps.store.spooled_bytes)
         keys = [lease_key(each.chain) for each in partitions]
         siblings = self._place.count if self._place else 1
         sharing = share_site(leases, control, site, keys, self._rng, self._health, siblings)

@@ -226,6 +226,10 @@ class SegmentStore:
         """A new empty file in a private folder; its user removes it. Raises Unavailable, code E-SPOOL."""
         return self._spool.new_file()
 
+    def spooled_bytes(self) -> int:
+        """Bytes of the files in the private folder: what is being written, and what is not put yet."""
+        return self._spool.size()
+
     def put(self, spooled: SpooledSegment) -> SegmentRef:
         """Put the segment and read it back; returning means that the store holds these very bytes.
 

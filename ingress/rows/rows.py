@@ -105,6 +105,10 @@ class Rows:
         """Bytes of the largest message in memory."""
         return max((block.material.most for block in self.blocks if block.material), default=0)
 
+    def sizes(self) -> Iterator[tuple[Chain, int]]:
+        """Of each block with messages in memory, its chain and their bytes."""
+        return ((each.piece.chain, each.material.ends[-1]) for each in self.blocks if each.material)
+
     def above(self, limit: int, start: int) -> tuple[Chain, int, int] | None:
         """Chain, sequence and bytes of the first message from index `start` on that is larger; None if none
         is.
