@@ -173,7 +173,7 @@ class FeedReport:
     def reading(self, chain: Chain, first: int, end: int) -> None:
         """Messages are read from `first` on, what is before is accounted for; the archive ends at `end`."""
         self._chain = chain
-        self._status.update(incarnation=chain.incarnation, position=first, end=end)
+        self._status.update(chain=str(chain), incarnation=chain.incarnation, position=first, end=end)
         self._set(metrics.incarnation, chain.incarnation)
         self._set(metrics.end_sequence, end)
         self._set(metrics.stopped, 0)

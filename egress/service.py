@@ -19,6 +19,7 @@ from common.objects.open import open_objects
 from common.objects.port import ObjectStore
 from common.objects.s3_errors import AnsweringStore
 from common.segments.alive import process_name
+from common.segments.coverage import CoverageWatch
 from common.segments.keys import Layout
 from common.service.exits import LATER
 from common.service.logs import flush, get_logger
@@ -160,6 +161,7 @@ class EgressService:
         host, worker = socket.gethostname(), self._place.index if self._place else None
         process, reports = process_name(host, settings.instance, worker), [feed.report for feed in feeds]
         runs: list[Runs] = [sharing, *feeds, SignOfLife(site, process, leases.owner, reports, deps, control)]
+        runs.append(CoverageWatch(deps.store, self._health, self._clock))
         if settings.egress.heartbeats.subjects:
             runs.append(Heartbeats(settings, leases, control, host, self._rng, self._health))
         return runs, deps

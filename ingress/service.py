@@ -10,6 +10,7 @@ from common.jetstream.buckets import open_leases
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.lease import Leases, new_owner
 from common.leasing import LeaseGroup, LeaseMetrics
+from common.segments.coverage import CoverageWatch
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
 from common.service.logs import get_logger
@@ -90,6 +91,7 @@ class Controller:
             asyncio.create_task(self._beat(), name="beat"),
             asyncio.create_task(parts.sharing.run(stop), name="sharing"),
             asyncio.create_task(again("events", events, self._clock), name="events"),
+            asyncio.create_task(CoverageWatch(self._store, self._health, self._clock).run(stop), name="coverage"),
         ]
         targets = [
             asyncio.create_task(self._run(TargetSupervisor(parts, each), stop), name=f"target-{each.stream}")
