@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from common.check_cli import CheckResult, CheckState, Figure, check_command
 from common.clock import Clock, SystemClock
 from common.errors import DataError, UsageError
 from common.open import load_settings, open_chains, open_store
 from common.service.cli import config_option, json_option, print_json, run_command, table
+
+DAY = 86_400.0  # seconds
 
 if TYPE_CHECKING:
     from common.segments.store import SegmentStore
@@ -120,6 +124,54 @@ def verify(config: str, what: str | None, deep: bool, as_json: bool) -> int:
         text = f"{chain}: {problem.kind}: {problem.text}"
         click.echo(DataError(text, hint=problem.hint, code="E-VERIFY").line(), err=True)
     return DataError.exit_code if problems else 0
+
+
+@check_command(None, "compaction", "", "", "age of the oldest segment that waits for a merge")
+@click.option(
+    "--textfile",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="What `floe compact --metrics-textfile` wrote: the last success is judged too.",
+)
+def check_compaction(
+    settings: Settings, warning: float | None, critical: float | None, textfile: Path | None
+) -> CheckResult:
+    """Look at the bucket: what a run of compaction would merge now, and since when that waits.
+
+    Lists all segments, as `floe compact --dry-run` does. Without thresholds: WARNING a day, CRITICAL three days
+    beyond the longest `max_wait` of the levels.
+
+    Example: floe check compaction -c central.yaml --warning 2d --critical 4d
+    """
+    from compaction.report import succeeded_at
+    from compaction.run import Compaction, LocalRunner, Selection
+
+    levels, now = settings.compaction.levels, SystemClock().now()
+    longest = max((level.max_wait for level in levels), default=0.0)
+    limits = longest + DAY if warning is None else warning, longest + 3 * DAY if critical is None else critical
+    with closing(open_store(settings)) as store:
+        surveys = Compaction(store, levels, None, LocalRunner(store)).preview(Selection(settings.site or None))
+        merged = (store.pages(survey.chain, level) for survey in surveys for level in {level.to for level in levels})
+        done = max((ref.modified for pages in merged for page in pages for ref in page), default=None)
+    waiting = [segment for survey in surveys for output in survey.outputs for segment in output.inputs]
+    age = now - min((segment.modified for segment in waiting), default=now)
+    ranges = f"{limits[0]:.0f}", f"{limits[1]:.0f}"
+    last = "none was made yet" if done is None else f"the last was made {now - done:.0f} s ago"
+    result = CheckResult(f"{len(waiting)} segments wait for a merge; {last}", [
+        Figure("chains", len(surveys)),
+        Figure("waiting", len(waiting)),
+        Figure("waiting_bytes", sum(segment.size for segment in waiting), "B"),
+        Figure("oldest", max(0.0, age), "s", *ranges),
+        Figure("last_merge", math.inf if done is None else max(0.0, now - done), "s"),
+    ])  # fmt: skip
+    result.limit(f"{len(waiting)} segments wait for a merge, the oldest for {age:.0f} s", age, *limits)
+    for survey in surveys:
+        for problem in survey.problems:
+            result.add(CheckState.WARNING, problem.line)
+    if textfile is not None:
+        since = now - succeeded_at(textfile)
+        result.figures.append(Figure("last_success", since, "s", *ranges))
+        result.limit(f"no run has succeeded for {since:.0f} s", since, *limits)
+    return result
 
 
 def _overridden(settings: Settings, engine: str | None, verify: str | None, master: str | None) -> Settings:
