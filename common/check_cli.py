@@ -44,7 +44,7 @@ class CheckState(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class CheckFigure:
     """One value of the performance data; `unit` is `s`, `B` or none. `warning`, `critical`: as ranges of Nagios."""
 
     name: str
@@ -63,7 +63,7 @@ class CheckResult:
     """What a check found. `said`: of what is well; `problems`: what is not, the worst decides."""
 
     said: str
-    figures: list[Figure] = field(default_factory=list)
+    figures: list[CheckFigure] = field(default_factory=list)
     problems: list[tuple[CheckState, str]] = field(default_factory=list)
 
     @property
@@ -235,10 +235,10 @@ def judge_egress(document: Mapping[str, Any], expiry: float, warning: float, cri
     behind = sum(max(0, last - end) for last, end in ends if last is not None and end is not None)
     stopped = [f"{name}: {part.get('code')}" for name, part in feeds.items() if part.get("state") == "stopped"]
     result = CheckResult(f"{len(feeds)} chains, {behind} sequences not archived", [
-        Figure("chains", len(feeds)),
-        Figure("stopped", len(stopped)),
-        Figure("not_archived", behind),
-        Figure("expiry", expiry, "s", f"{warning:.0f}:", f"{critical:.0f}:"),
+        CheckFigure("chains", len(feeds)),
+        CheckFigure("stopped", len(stopped)),
+        CheckFigure("not_archived", behind),
+        CheckFigure("expiry", expiry, "s", f"{warning:.0f}:", f"{critical:.0f}:"),
     ])  # fmt: skip
     for each in stopped:
         result.add(CheckState.CRITICAL, f"stopped: {each}")
@@ -260,11 +260,11 @@ def judge_ingress(document: Mapping[str, Any], warning: float, critical: float) 
     limits = f"{warning:.0f}", f"{critical:.0f}"
     most = max(lags.values(), default=0.0)
     result = CheckResult(f"{len(targets)} targets, {len(chains)} chains, {most:.0f} s behind", [
-        Figure("targets", len(targets)),
-        Figure("chains", len(chains)),
-        Figure("stopped", len(stopped)),
-        Figure("waiting", sum("hole" in each for each in chains.values())),
-        Figure("lag", most, "s", *limits),
+        CheckFigure("targets", len(targets)),
+        CheckFigure("chains", len(chains)),
+        CheckFigure("stopped", len(stopped)),
+        CheckFigure("waiting", sum("hole" in each for each in chains.values())),
+        CheckFigure("lag", most, "s", *limits),
     ])  # fmt: skip
     for each in stopped:
         result.add(CheckState.CRITICAL, f"stopped: {each}")
@@ -285,7 +285,7 @@ def _with_process(result: CheckResult, document: Mapping[str, Any]) -> CheckResu
 
 
 @dataclass(frozen=True, slots=True)
-class ArchivedChain:
+class CheckedChain:
     """What a check sees of one chain. `end`: of its coverage, 0 where there is none; `missing`: sequences in
     holes that nobody accepted; `damaged`: keys of segments that are none; `egress`: what its process said last,
     None where nothing was said, or of a former incarnation.
@@ -298,17 +298,17 @@ class ArchivedChain:
     egress: Sighting | None = None
 
 
-def judge_archive(found: list[ArchivedChain], warning: float, critical: float) -> CheckResult:
+def judge_archive(found: list[CheckedChain], warning: float, critical: float) -> CheckResult:
     """What the bucket amounts to. `warning`, `critical`: seconds since the last sign of life of a chain."""
     said = [(each.chain, each.egress) for each in found if each.egress is not None]
     ages = [sighting.age for _, sighting in said]
     left = [(e.egress.sign.not_archived(e.chain.incarnation, e.end) or 0) for e in found if e.egress is not None]
     result = CheckResult(f"{len(found)} chains, {sum(left)} sequences not archived", [
-        Figure("chains", len(found)),
-        Figure("holes", sum(len(each.missing) for each in found)),
-        Figure("damaged", sum(len(each.damaged) for each in found)),
-        Figure("not_archived", sum(left)),
-        Figure("silent", max(ages, default=0.0), "s", f"{warning:.0f}", f"{critical:.0f}"),
+        CheckFigure("chains", len(found)),
+        CheckFigure("holes", sum(len(each.missing) for each in found)),
+        CheckFigure("damaged", sum(len(each.damaged) for each in found)),
+        CheckFigure("not_archived", sum(left)),
+        CheckFigure("silent", max(ages, default=0.0), "s", f"{warning:.0f}", f"{critical:.0f}"),
     ])  # fmt: skip
     if not found:
         result.add(CheckState.UNKNOWN, "nothing is archived")
@@ -337,7 +337,7 @@ def _sightings(documents: ChainStore, now: float) -> dict[Chain, Sighting]:
     return {each.sign.chain: each for each in newest(found).values()}
 
 
-def _look(store: SegmentStore, documents: ChainStore, chain: Chain, said: Mapping[Chain, Sighting]) -> ArchivedChain:
+def _look(store: SegmentStore, documents: ChainStore, chain: Chain, said: Mapping[Chain, Sighting]) -> CheckedChain:
     from common.sequences import Covered, SequenceRange, holes
 
     # Before the listing: what is written meanwhile can only make the coverage reach further.
@@ -352,7 +352,7 @@ def _look(store: SegmentStore, documents: ChainStore, chain: Chain, said: Mappin
     if end >= first:
         accepted = [gap.range for gap in documents.gaps(chain)]
         missing = holes([*stretches, *accepted], SequenceRange(first, end))
-    found = ArchivedChain(chain, end, tuple(map(str, missing)), tuple(_damaged(store, table)))
+    found = CheckedChain(chain, end, tuple(map(str, missing)), tuple(_damaged(store, table)))
     return replace(found, egress=said.get(chain))
 
 

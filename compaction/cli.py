@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from common.check_cli import CheckResult, CheckState, Figure, check_command
+from common.check_cli import CheckFigure, CheckResult, CheckState, check_command
 from common.clock import Clock, SystemClock
 from common.errors import DataError, UsageError
 from common.open import load_settings, open_chains, open_store
@@ -157,11 +157,11 @@ def check_compaction(
     ranges = f"{limits[0]:.0f}", f"{limits[1]:.0f}"
     last = "none was made yet" if done is None else f"the last was made {now - done:.0f} s ago"
     result = CheckResult(f"{len(waiting)} segments wait for a merge; {last}", [
-        Figure("chains", len(surveys)),
-        Figure("waiting", len(waiting)),
-        Figure("waiting_bytes", sum(segment.size for segment in waiting), "B"),
-        Figure("oldest", max(0.0, age), "s", *ranges),
-        Figure("last_merge", math.inf if done is None else max(0.0, now - done), "s"),
+        CheckFigure("chains", len(surveys)),
+        CheckFigure("waiting", len(waiting)),
+        CheckFigure("waiting_bytes", sum(segment.size for segment in waiting), "B"),
+        CheckFigure("oldest", max(0.0, age), "s", *ranges),
+        CheckFigure("last_merge", math.inf if done is None else max(0.0, now - done), "s"),
     ])  # fmt: skip
     result.limit(f"{len(waiting)} segments wait for a merge, the oldest for {age:.0f} s", age, *limits)
     for survey in surveys:
@@ -169,7 +169,7 @@ def check_compaction(
             result.add(CheckState.WARNING, problem.line)
     if textfile is not None:
         since = now - succeeded_at(textfile)
-        result.figures.append(Figure("last_success", since, "s", *ranges))
+        result.figures.append(CheckFigure("last_success", since, "s", *ranges))
         result.limit(f"no run has succeeded for {since:.0f} s", since, *limits)
     return result
 

@@ -185,9 +185,10 @@ def _about(found: Part) -> str:
         return "no segments"
     compacted = found.get("compacted")
     holes = found.get("holes", 0)
+    counted = f"{holes or 'no'} hole{'s' if holes > 1 else ''}"
     last = f"last compaction {_time(compacted)}" if compacted else "not compacted yet"
     rest = "" if found.get("is_complete", True) else "; only the first segments were looked at"
-    what = f"{found['first']}..{found['last']}, {'no hole' if not holes else f'{holes} holes'}, {last}"
+    what = f"{found['first']}..{found['last']}, {counted}, {last}"
     return f"{what}; looked at {_time(found.get('at'))}{rest}"
 
 

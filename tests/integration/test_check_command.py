@@ -13,7 +13,7 @@ import yaml
 from common.jetstream.client import FloeClient
 from common.segments.alive import Alive, ChainSign
 from common.segments.documents import ChainDocument, ChainStore
-from common.service.monitor import Monitor
+from common.service.monitor import Health, Monitor
 from infra.local.process import free_ports
 from tests.support.basics import soon, unique
 from tests.support.commands import floe
@@ -90,11 +90,17 @@ async def test_ingress_is_asked_at_its_monitor(
             said = await checked("ingress", "-c", str(config), code=0)
             assert said.startswith("OK - 1 targets, 1 chains, 0 s behind | targets=1 chains=1")
             archive.put(rows_of(31, 40))
-            os.utime(archive.folder / archive.store.list(CHAIN)[-1].key, (1, 1))
-            await soon(lambda: "hole" in str(health.status()))
-            assert "s behind" in await checked("ingress", "-c", str(config), code=2)
+            await soon(lambda: lag(health) >= 2)
+            assert "s behind" in await checked("ingress", "-c", str(config), "--warning", "1s", code=1)
+            assert "s behind" in await checked("ingress", "-c", str(config), "--critical", "1s", code=2)
         finally:
             monitor.close()
+
+
+def lag(health: Health) -> float:
+    """Seconds that the one chain of the one target is behind."""
+    [target] = [part for name, part in health.status()["parts"].items() if name.startswith("target ")]
+    return float(target["chains"][str(CHAIN)]["lag_seconds"])
 
 
 @pytest.mark.parametrize("wrong", [("--warning", "soon"), ("--nothing",), ()], ids=["value", "option", "no file"])

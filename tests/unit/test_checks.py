@@ -9,10 +9,10 @@ import pytest
 
 from common.chain import Chain
 from common.check_cli import (
-    ArchivedChain,
+    CheckedChain,
+    CheckFigure,
     CheckResult,
     CheckState,
-    Figure,
     judge_archive,
     judge_egress,
     judge_ingress,
@@ -72,10 +72,10 @@ def test_ingress(document: dict[str, Any], state: CheckState, said: str) -> None
     assert said in result.line()
 
 
-def chain(age: float | None = 10.0, state: str = "reading", **fields: Any) -> ArchivedChain:
+def chain(age: float | None = 10.0, state: str = "reading", **fields: Any) -> CheckedChain:
     sign = ChainSign(state, 0.0, "E-FORKED" if state == "stopped" else "", "", 90, 100, 0.0, chain=CHAIN)
     sighting = None if age is None else Sighting(sign, 0.0, age, 0.0)
-    return ArchivedChain(CHAIN, end=90, egress=sighting, **fields)
+    return CheckedChain(CHAIN, end=90, egress=sighting, **fields)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def chain(age: float | None = 10.0, state: str = "reading", **fields: Any) -> Ar
         ([], UNKNOWN, "nothing is archived"),
     ],
 )
-def test_archive(found: list[ArchivedChain], state: CheckState, said: str) -> None:
+def test_archive(found: list[CheckedChain], state: CheckState, said: str) -> None:
     result = judge_archive(found, 300, 3600)
 
     assert result.state is state
@@ -99,7 +99,9 @@ def test_archive(found: list[ArchivedChain], state: CheckState, said: str) -> No
 
 
 def test_the_line_has_one_bar_and_no_line_ends_whatever_is_said() -> None:
-    result = CheckResult("fine", [Figure("a", 1), Figure("b", 2.5, "s", "3", "4"), Figure("c", math.inf, "s")])
+    result = CheckResult(
+        "fine", [CheckFigure("a", 1), CheckFigure("b", 2.5, "s", "3", "4"), CheckFigure("c", math.inf, "s")]
+    )
     assert result.line() == "OK - fine | a=1 b=2.5s;3;4"
     for number in range(5):
         result.add(WARNING, f"{number}: a|b\nc")
