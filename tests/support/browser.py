@@ -35,7 +35,7 @@ def dom(folder: Path, url: str) -> str:
 
 def screenshot(folder: Path, url: str, path: Path, size: str = "1280,900") -> None:
     """What the page looks like, as a PNG at `path`."""
-    browse(folder, url, f"--screenshot={path}", f"--window-size={size}")
+    browse(folder, url, f"--screenshot={path}", f"--window-size={size}", "--force-device-scale-factor=0.9")
 
 
 def table_rows(document: str) -> list[list[str]]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import struct
 import sys
 import tempfile
 import time
-import zlib
 from pathlib import Path
 
 from common.chain import Chain
@@ -83,23 +81,8 @@ async def picture(health: Health, folder: Path, path: Path, size: str) -> None:
     monitor.start()
     try:
         await asyncio.to_thread(screenshot, folder, f"http://127.0.0.1:{monitor.port}/", path, size)
-        path.write_bytes(smaller(path.read_bytes()))
     finally:
         monitor.close()
-
-
-def smaller(png: bytes) -> bytes:
-    """The same picture, packed as well as zlib can, without what is no picture."""
-    packed, kept, at = b"", [], 8
-    while at < len(png):
-        length = int.from_bytes(png[at : at + 4], "big")
-        kind, content = png[at + 4 : at + 8], png[at + 8 : at + 8 + length]
-        at += length + 12
-        packed += content if kind == b"IDAT" else b""
-        kept += [(kind, content)] if kind in (b"IHDR", b"IEND") else []
-    chunks = [kept[0], (b"IDAT", zlib.compress(zlib.decompress(packed), 9)), kept[1]]
-    whole = ((kind, content, zlib.crc32(kind + content)) for kind, content in chunks)
-    return png[:8] + b"".join(struct.pack(">I4s", len(c), k) + c + struct.pack(">I", crc) for k, c, crc in whole)
 
 
 if __name__ == "__main__":
