@@ -68,6 +68,7 @@ def rendered(document: Part, paths: Iterable[str]) -> bytes:
     body = [
         *_top(document, paths),
         *_stops({**feeds, **targets}),
+        *_workers(document.get("workers", {})),
         *(_feeds(feeds) if feeds else ()),
         *(line for name, part in targets.items() for line in _target(name, part)),
         *(_leases(leases) if leases else ()),
@@ -98,6 +99,16 @@ def _stops(parts: Mapping[str, Part]) -> Iterator[str]:
             why = each.get("stopped") or each.get("why") or (f"{each['hole']} is missing" if "hole" in each else "")
             yield f"<h3 class=bad>{_text(name)}: {_text(each.get('code') or each.get('phase'))}</h3>"
             yield f"<p>{_text(why)}</p><pre>{_text(hint)}</pre>"
+
+
+def _workers(workers: Mapping[str, Part]) -> Iterator[str]:
+    if workers:
+        yield "<h2>Workers</h2>"
+        rows = []
+        for index, each in workers.items():
+            state = _Marked("ready" if each.get("ready") else "not ready", not each.get("ready"))
+            rows.append([index, state, each.get("pid"), each.get("restarts")])
+        yield from _table(("worker", "state", "process", "restarts"), rows)
 
 
 def _and_chains(name: str, part: Part) -> Iterator[tuple[str, Part]]:
