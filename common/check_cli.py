@@ -131,15 +131,16 @@ def check_command(
                 click.echo(result.line())
             sys.exit(result.state)
 
-        for option, default, state in (("--critical", critical, "CRITICAL"), ("--warning", warning, "WARNING")):
-            text = f"{state} beyond this {of}."
-            run = click.option(option, type=Duration(), default=default or None, show_default=bool(default), help=text)(
-                run
-            )
-        run = json_option(config_option(run))
-        return (group.command if group else click.command)(name, cls=_CheckCommand)(run)
+        chosen = _threshold(CheckState.WARNING, warning, of)(_threshold(CheckState.CRITICAL, critical, of)(run))
+        return (group.command if group else click.command)(name, cls=_CheckCommand)(json_option(config_option(chosen)))
 
     return made
+
+
+def _threshold(state: CheckState, default: str, of: str) -> Callable[[Command], Command]:
+    """`--warning DURATION` or `--critical DURATION`, by `state`; without a default it is None."""
+    option, text = f"--{state.name.lower()}", f"{state.name} beyond this {of}."
+    return click.option(option, type=Duration(), default=default or None, show_default=bool(default), help=text)
 
 
 @click.group()

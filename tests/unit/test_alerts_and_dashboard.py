@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +32,24 @@ def named(expression: str) -> set[str]:
     return set(re.findall(r"\b(?:floe_|process_)\w+|\bup\b", re.sub(r'"[^"]*"', "", expression)))
 
 
+@cache
+def names() -> frozenset[str]:
+    return frozenset(metric_names())
+
+
 def unknown(expression: str) -> set[str]:
-    known = metric_names()
+    known = names()
     series = known | {f"{name}{end}" for name in known for end in ("_bucket", "_count", "_sum")}
     return named(expression) - series - NOT_FLOES
 
 
 def labels_of() -> dict[str, set[str]]:
     """The labels of each of Floe's metrics."""
-    assert metric_names()
+    assert names()
     found: dict[str, set[str]] = {}
-    for metric, names in REGISTRY._collector_to_names.items():
+    for metric, series in REGISTRY._collector_to_names.items():
         if isinstance(metric, Counter | Gauge | Histogram):
-            for name in names:
+            for name in series:
                 found[name] = set(metric._labelnames)
     return found
 
