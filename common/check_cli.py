@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from common.cli import Command, Duration, config_option, json_option, print_json
 from common.errors import ConfigError, DataError, FloeError, Refused, Unavailable
-from common.service.cli import Command, Duration, config_option, json_option, print_json
-from common.service.logs import escaped
+from common.logs import escaped
 
 if TYPE_CHECKING:
     from common.chain import Chain

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import click
 
 from common.check_cli import CheckFigure, CheckResult, CheckState, check_command
+from common.cli import config_option, json_option, print_json, run_command, table
 from common.clock import Clock, SystemClock
 from common.errors import DataError, UsageError
 from common.open import load_settings, open_chains, open_store
-from common.service.cli import config_option, json_option, print_json, run_command, table
 
 DAY = 86_400.0  # seconds
 

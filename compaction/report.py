@@ -12,13 +12,13 @@ import click
 from prometheus_client import write_to_textfile
 
 from common.chain import Chain
+from common.cli import print_json
+from common.exits import end_with
+from common.metrics import REGISTRY, gauge
 from common.segments.checks import Foreign
 from common.segments.documents import SnapshotRef
 from common.segments.keys import SegmentName
 from common.segments.segment import SegmentRef
-from common.service.cli import print_json
-from common.service.exits import end_with
-from common.service.metrics import REGISTRY, gauge
 from common.settings import loader
 from common.settings.root import Settings
 from compaction.plan import Output

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from common.errors import ConfigError, OutcomeUnknown, Refused, Unavailable
-from common.service.metrics import begin, counter, histogram
+from common.metrics import begin, counter, histogram
 
 Body = bytes | Path
 

@@ -10,11 +10,11 @@ from typing import Any
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError
+from common.logs import get_logger
 from common.segments.keys import parse
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import Covered, SequenceRange
-from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.service.process import Threads
 from common.tasks import Stop, again, unless, wait_for

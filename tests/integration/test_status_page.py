@@ -13,9 +13,9 @@ import pytest
 from common.chain import Chain
 from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient
+from common.metrics import REGISTRY
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
-from common.service.metrics import REGISTRY
 from common.service.monitor import Health, Monitor
 from tests.support.basics import soon, unique
 from tests.support.browser import bars, dom, needs_chromium, table_rows

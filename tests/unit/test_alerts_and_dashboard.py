@@ -14,7 +14,7 @@ import pytest
 import yaml
 from prometheus_client import Counter, Gauge, Histogram
 
-from common.service.metrics import REGISTRY
+from common.metrics import REGISTRY
 from infra import dashboards
 from tests.unit.test_docs import metric_names
 
