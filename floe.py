@@ -32,13 +32,17 @@ COMMANDS = {
     "replay": Entry("ingress.replay.cli:replay", "Put what the archive holds of a feed into a stream."),
     "drill": Entry("ingress.replay.cli:drill", "Replay into a scratch stream, compare, and remove it."),
     "status": Entry("ingress.cli:status", "Show sites, chains and targets at a glance."),
+    "check": Entry("common.check_cli:check", "Say in one line whether a part works, for Nagios and cron."),
     "config": Entry("common.config_cli:config", "Check a configuration."),
     "emulate": Entry("infra.cli:emulate", "Publish what a fleet would publish."),
     "demo": Entry("infra.cli:demo", "Run everything on this host, on loopback."),
 }
 
 #: Commands that a group of one part gets from another part.
-ADDED = {"segments": {"verify": "compaction.cli:verify"}}
+ADDED = {
+    "segments": {"verify": "compaction.cli:verify"},
+    "check": {"compaction": "compaction.cli:check_compaction"},
+}
 
 
 class LazyGroup(click.Group):

@@ -68,13 +68,21 @@ def gauge(name: str, help: str, labels: Sequence[str] = ()) -> Gauge:
     return Gauge(PREFIX + name, help, labels, registry=REGISTRY)
 
 
-def histogram(name: str, help: str, labels: Sequence[str] = (), *, kind: str = "") -> Histogram:
+def histogram(
+    name: str,
+    help: str,
+    labels: Sequence[str] = (),
+    *,
+    kind: str = "",
+    buckets: Sequence[float] = SECONDS_BUCKETS,
+    **sets: Iterable[str],
+) -> Histogram:
     """A histogram `floe_{name}` of seconds. Raises ValueError if it exists.
 
-    `kind`: see `begin`.
+    `kind`: see `begin`; `sets`: as of `counter`.
     """
-    made = Histogram(PREFIX + name, help, labels, registry=REGISTRY, buckets=SECONDS_BUCKETS)
-    return _noted(made, name, labels, kind, {})
+    made = Histogram(PREFIX + name, help, labels, registry=REGISTRY, buckets=buckets)
+    return _noted(made, name, labels, kind, sets)
 
 
 # Beginning at 0: a counter without a sample has no increase at its first event, which no alert then sees

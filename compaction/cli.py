@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from common.check_cli import CheckFigure, CheckResult, CheckState, check_command
 from common.cli import config_option, json_option, print_json, run_command, table
+from common.clock import Clock, SystemClock
 from common.errors import DataError, UsageError
 from common.open import load_settings, open_chains, open_store
+
+DAY = 86_400.0  # seconds
 
 if TYPE_CHECKING:
     from common.segments.store import SegmentStore
     from common.settings.root import Settings
     from compaction.failures import Failure
-    from compaction.run import Compaction, Selection
+    from compaction.run import Compaction, Report, Selection
 
 
 @click.command()
@@ -29,6 +35,12 @@ if TYPE_CHECKING:
 @click.option("--master", metavar="URL", help="Spark's master, such as local[2] or spark://host:7077.")
 @click.option("--dry-run", is_flag=True, help="List what would be read and deleted, and do nothing.")
 @click.option("--strict", is_flag=True, help="Exit 3 also for what an earlier run has told.")
+@click.option(
+    "--metrics-textfile",
+    "textfile",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Put what the run did there, for node_exporter: NAME.prom.",
+)
 @json_option
 @config_option
 @run_command
@@ -43,6 +55,7 @@ def compact(
     master: str | None,
     dry_run: bool,
     strict: bool,
+    textfile: Path | None,
     as_json: bool,
 ) -> int:
     """Merge small segments into larger ones, prove it, and delete what was merged after a grace.
@@ -54,21 +67,24 @@ def compact(
     Examples:
       floe compact -c central.yaml
       floe compact -c central.yaml --dry-run --site us-east
+      floe compact -c central.yaml --metrics-textfile /var/lib/prometheus/node-exporter/floe.prom
     """
+    if dry_run and textfile:
+        raise UsageError("expected --dry-run or --metrics-textfile: what does nothing has no metrics")
     from compaction.run import Selection
 
     if "" in (site, feed):
         raise UsageError("expected names, found an empty --site or --feed")
-    settings = _overridden(load_settings(config), engine, verify, master)
-    selection = Selection((settings.site or None) if site is None else site, feed, partition, level)
-    store = open_store(settings)
-    try:
-        if (site, feed, partition) != (None, None, None):
-            _check_names(settings, selection)
-        with _compaction(settings, store) as compaction:
-            return (_preview if dry_run else _run)(compaction, selection, as_json, strict)
-    finally:
-        store.close()
+    with _Metrics(textfile, SystemClock()) as metrics:
+        settings = _overridden(load_settings(config), engine, verify, master)
+        selection = Selection((settings.site or None) if site is None else site, feed, partition, level)
+        with closing(open_store(settings)) as store:
+            if (site, feed, partition) != (None, None, None):
+                _check_names(settings, selection)
+            with _compaction(settings, store) as compaction:
+                if dry_run:
+                    return _preview(compaction, selection, as_json, strict)
+                return _run(compaction, selection, as_json, strict, metrics)
 
 
 @click.command()
@@ -112,6 +128,54 @@ def verify(config: str, what: str | None, deep: bool, as_json: bool) -> int:
     return DataError.exit_code if problems else 0
 
 
+@check_command(None, "compaction", "", "", "age of the oldest segment that waits for a merge")
+@click.option(
+    "--textfile",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="What `floe compact --metrics-textfile` wrote: the last success is judged too.",
+)
+def check_compaction(
+    settings: Settings, warning: float | None, critical: float | None, textfile: Path | None
+) -> CheckResult:
+    """Look at the bucket: what a run of compaction would merge now, and since when that waits.
+
+    Lists all segments, as `floe compact --dry-run` does. Without thresholds: WARNING a day, CRITICAL three days
+    beyond the longest `max_wait` of the levels.
+
+    Example: floe check compaction -c central.yaml --warning 2d --critical 4d
+    """
+    from compaction.report import succeeded_at
+    from compaction.run import Compaction, LocalRunner, Selection
+
+    levels, now = settings.compaction.levels, SystemClock().now()
+    longest = max((level.max_wait for level in levels), default=0.0)
+    limits = longest + DAY if warning is None else warning, longest + 3 * DAY if critical is None else critical
+    with closing(open_store(settings)) as store:
+        surveys = Compaction(store, levels, None, LocalRunner(store)).preview(Selection(settings.site or None))
+        merged = (store.pages(survey.chain, level) for survey in surveys for level in {level.to for level in levels})
+        done = max((ref.modified for pages in merged for page in pages for ref in page), default=None)
+    waiting = [segment for survey in surveys for output in survey.outputs for segment in output.inputs]
+    age = now - min((segment.modified for segment in waiting), default=now)
+    ranges = f"{limits[0]:.0f}", f"{limits[1]:.0f}"
+    last = "none was made yet" if done is None else f"the last was made {now - done:.0f} s ago"
+    result = CheckResult(f"{len(waiting)} segments wait for a merge; {last}", [
+        CheckFigure("chains", len(surveys)),
+        CheckFigure("waiting", len(waiting)),
+        CheckFigure("waiting_bytes", sum(segment.size for segment in waiting), "B"),
+        CheckFigure("oldest", max(0.0, age), "s", *ranges),
+        CheckFigure("last_merge", math.inf if done is None else max(0.0, now - done), "s"),
+    ])  # fmt: skip
+    result.limit(f"{len(waiting)} segments wait for a merge, the oldest for {age:.0f} s", age, *limits)
+    for survey in surveys:
+        for problem in survey.problems:
+            result.add(CheckState.WARNING, problem.line)
+    if textfile is not None:
+        since = now - succeeded_at(textfile)
+        result.figures.append(CheckFigure("last_success", since, "s", *ranges))
+        result.limit(f"no run has succeeded for {since:.0f} s", since, *limits)
+    return result
+
+
 def _overridden(settings: Settings, engine: str | None, verify: str | None, master: str | None) -> Settings:
     compaction = settings.compaction
     engine = engine or compaction.engine
@@ -145,7 +209,7 @@ def _compaction(settings: Settings, store: SegmentStore) -> Iterator[Compaction]
         yield Compaction(store, chosen.levels, grace, runner, prove)
 
 
-def _run(compaction: Compaction, selection: Selection, as_json: bool, strict: bool) -> int:
+def _run(compaction: Compaction, selection: Selection, as_json: bool, strict: bool, metrics: _Metrics) -> int:
     from compaction import report
 
     done = compaction.run(selection)
@@ -153,7 +217,35 @@ def _run(compaction: Compaction, selection: Selection, as_json: bool, strict: bo
         print_json(report.report_json(done))
     else:
         _show(report.report_rows(done), report.COLUMNS)
-    return _ending(done.failures, [] if strict else done.told)
+    code = _ending(done.failures, [] if strict else done.told)
+    metrics.write(done, is_success=code == 0)
+    return code
+
+
+class _Metrics:
+    """The metrics of a run, as the file `path` at its end (None: nobody wants them), also where it breaks off."""
+
+    def __init__(self, path: Path | None, clock: Clock) -> None:
+        self._path, self._clock, self._began = path, clock, clock.monotonic()
+
+    def __enter__(self) -> _Metrics:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            with suppress(OSError):  # what broke it off is told instead
+                self.write(None, is_success=False)
+
+    def write(self, done: Report | None, *, is_success: bool) -> None:
+        """`done` None: the run broke off. Raises OSError where the file cannot be written."""
+        from compaction import report
+
+        if self._path is None:
+            return
+        report.last_success.set(report.succeeded_at(self._path))
+        seconds = self._clock.monotonic() - self._began
+        report.show_metrics(done, seconds, self._clock.now(), is_success=is_success)
+        report.write_metrics(self._path)
 
 
 def _preview(compaction: Compaction, selection: Selection, as_json: bool, strict: bool) -> int:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from prometheus_client import write_to_textfile
 
 from common.chain import Chain
 from common.cli import print_json
 from common.exits import end_with
+from common.metrics import REGISTRY, gauge
 from common.segments.checks import Foreign
 from common.segments.documents import SnapshotRef
 from common.segments.keys import SegmentName
@@ -145,6 +149,56 @@ def _output_json(made: SegmentName | Output, inputs: int, size: int) -> dict[str
 
 def _segment_json(segment: SegmentRef | SnapshotRef) -> dict[str, Any]:
     return {"key": segment.key, "size": segment.size}
+
+
+# For node_exporter's textfile collector: a run ends before anybody could ask it
+
+_DONE = "compaction_last_success_timestamp_seconds"
+
+last_run = gauge("compaction_last_run_timestamp_seconds", "When the last run ended, since 1970.")
+last_success = gauge(_DONE, "When a run last ended with exit code 0, since 1970; 0: none since the file was made.")
+duration = gauge("compaction_duration_seconds", "How long the last run took.")
+merged_segments = gauge("compaction_merged_segments", "Segments that the last run made into larger ones.")
+output_segments = gauge("compaction_output_segments", "Segments that the last run made of them.")
+merged_rows = gauge("compaction_merged_rows", "Messages in what the last run made.")
+read_bytes = gauge("compaction_read_bytes", "Stored bytes of the segments that the last run merged.")
+written_bytes = gauge("compaction_written_bytes", "Stored bytes of the segments that the last run made.")
+deleted_segments = gauge("compaction_deleted_segments", "Segments that the last run deleted.")
+deleted_bytes = gauge("compaction_deleted_bytes", "Stored bytes of the segments that the last run deleted.")
+failed = gauge("compaction_failures", "What went wrong in the last run, told before or not; 1 where it broke off.")
+
+
+def show_metrics(report: Report | None, seconds: float, now: float, *, is_success: bool) -> None:
+    """Set the metrics of a run that took `seconds` and ends at `now`; `report` None: it broke off."""
+    done = report or Report()
+    last_run.set(now)
+    duration.set(seconds)
+    if is_success:
+        last_success.set(now)
+    merged_segments.set(sum(each.inputs for each in done.merged))
+    output_segments.set(len(done.merged))
+    merged_rows.set(sum(each.rows for each in done.merged))
+    read_bytes.set(sum(each.size for each in done.merged))
+    written_bytes.set(sum(each.ref.size for each in done.merged))
+    deleted_segments.set(len(done.deleted))
+    deleted_bytes.set(sum(map(done.deleted.size_of, range(len(done.deleted)))))
+    failed.set(1 if report is None else len(done.failures))
+
+
+def write_metrics(path: Path) -> None:
+    """Put the metrics of the run into the file `path`, which is whole at any moment. Raises OSError."""
+    names = [family.name for family in REGISTRY.collect() if family.name.startswith("floe_compaction_")]
+    write_to_textfile(str(path), REGISTRY.restricted_registry(names))
+
+
+def succeeded_at(path: Path) -> float:
+    """When a run last succeeded, as the file of the run before says; 0 where it says nothing."""
+    with suppress(OSError, ValueError):
+        for line in path.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == f"floe_{_DONE}":
+                return float(value)
+    return 0.0
 
 
 CHAIN_COLUMNS = ("site", "feed", "incarnation", "partition")

@@ -22,6 +22,11 @@ left_out = counter(
     "egress_left_out", "Sequences archived without a message, by why.", (*CHAIN, "reason"), reason=Reason
 )
 put_seconds = histogram("egress_put_seconds", "Time to put one segment, tail and mark.", CHAIN)
+put_done = gauge(
+    "egress_put_last_success_timestamp_seconds",
+    "When this process last put a segment of the chain, since 1970; 0: not yet.",
+    CHAIN,
+)
 incarnation = gauge("egress_incarnation", "The incarnation that is written.", CHAIN)
 end_sequence = gauge("egress_end_sequence", "The last sequence archived.", CHAIN)
 end_timestamp = gauge("egress_end_timestamp_seconds", "Time of the last message archived, since 1970.", CHAIN)
@@ -48,6 +53,7 @@ damaged = gauge(
 lease_held = gauge("egress_lease_held", "1 while this process works on the chain, 0 while it stands by.", CHAIN)
 memory_used = gauge("egress_memory_bytes", "Bytes between the wire and the object store.")
 memory_limit = gauge("egress_memory_limit_bytes", "The budget for them.")
+spool_bytes = gauge("egress_spool_bytes", "Bytes in the spool: segments being encoded, and those not put yet.")
 
 SITE = ("site",)
 

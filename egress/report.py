@@ -120,7 +120,14 @@ class FeedReport:
         for prefix in ("egress_", "segment_"):
             begin(prefix, site=feed.site, feed=feed.feed)
         metrics.expiry.labels(*self._labels).set_function(lambda: self._left())
-        of_chain = metrics.stopped, metrics.waiting, metrics.lost, metrics.lease_held, metrics.unverified
+        of_chain = (
+            metrics.stopped,
+            metrics.waiting,
+            metrics.lost,
+            metrics.lease_held,
+            metrics.unverified,
+            metrics.put_done,
+        )
         for each in (*of_chain, metrics.damaged, metrics.stalled):
             self._set(each, 0)
         for reason in UNREAD:
@@ -154,7 +161,7 @@ class FeedReport:
     def reading(self, chain: Chain, first: int, end: int) -> None:
         """Messages are read from `first` on, everything before is accounted for; the archive ends at `end`."""
         self._chain = chain
-        self._status.update(incarnation=chain.incarnation, position=first, end=end)
+        self._status.update(chain=str(chain), incarnation=chain.incarnation, position=first, end=end)
         self._set(metrics.incarnation, chain.incarnation)
         self._set(metrics.end_sequence, end)
         self._set(metrics.stopped, 0)
@@ -306,6 +313,7 @@ class FeedReport:
         metrics.raw_bytes.labels(*self._labels).inc(footer.raw_bytes)
         metrics.stored_bytes.labels(*self._labels).inc(spooled.size)
         metrics.put_seconds.labels(*self._labels).observe(seconds)
+        self._set(metrics.put_done, self._clock.now())
         self._set(metrics.end_sequence, footer.coverage.last)
         for reason, count in footer.ledger.counts.items():
             metrics.left_out.labels(*self._labels, str(reason)).inc(count)

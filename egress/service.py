@@ -22,6 +22,7 @@ from common.objects.open import open_objects
 from common.objects.port import ObjectStore
 from common.objects.s3_errors import AnsweringStore
 from common.segments.alive import process_name
+from common.segments.coverage import CoverageWatch
 from common.segments.keys import Layout
 from common.service.monitor import Health, Monitor
 from common.service.process import Threads, busy_threads, stop_on_signals
@@ -151,6 +152,7 @@ class EgressService:
         partitions = all_partitions(site, settings.egress.feeds)
         deps = make_deps(settings, self._tuning, objects, data, state, len(partitions), "check")
         stack.callback(deps.store.close)
+        metrics.spool_bytes.set_function(deps.store.spooled_bytes)
         keys = [lease_key(each.chain) for each in partitions]
         siblings = self._place.count if self._place else 1
         sharing = share_site(leases, control, site, keys, self._rng, self._health, siblings)
@@ -158,6 +160,7 @@ class EgressService:
         host, worker = socket.gethostname(), self._place.index if self._place else None
         process, reports = process_name(host, settings.instance, worker), [feed.report for feed in feeds]
         runs: list[Runs] = [sharing, *feeds, SignOfLife(site, process, leases.owner, reports, deps, control)]
+        runs.append(CoverageWatch(deps.store, self._health, self._clock))
         if settings.egress.heartbeats.subjects:
             runs.append(Heartbeats(settings, leases, control, host, self._rng, self._health))
         return runs, deps

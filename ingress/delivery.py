@@ -224,7 +224,7 @@ class Delivery:
         await self._save(close_intent(self.state, base))
         failpoint("ingress.after_close")
         metrics.publish_seconds.labels(self.target).observe(self._clock.monotonic() - started)
-        metrics.closed(self.target, intent)
+        metrics.closed(self.target, intent, self._clock.now())
         self._source.closed(self.state.checkpoint.positions)
 
     async def _publish_rest(self, intent: Intent) -> int:
@@ -274,6 +274,7 @@ class Delivery:
                 slow = 0 if foreign or settled.stored > before.stored else slow + 1
                 await self._pause(slow, outcome.unclear)
         self.trouble = ""
+        metrics.published(self.target, rows.sizes())
         failpoint("ingress.after_commit")
         return settled.base
 

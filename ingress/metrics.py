@@ -1,5 +1,8 @@
 """What ingress counts."""
 
+from collections.abc import Iterable
+
+from common.chain import Chain
 from common.leasing import HAND_OVERS
 from common.metrics import counter, gauge, histogram
 from ingress.checkpoint import Intent
@@ -12,6 +15,7 @@ _CHAIN = ("target", "site", "feed", "partition")
 _FEED = ("site", "feed", "partition")
 
 messages = counter("ingress_messages", "Messages stored in the target.", _CHAIN)
+carried_bytes = counter("ingress_bytes", "Bytes of headers and payloads published into the target.", _CHAIN)
 position = gauge("ingress_position", "The first sequence of the chain that the target does not hold yet.", _CHAIN)
 lag_sequences = gauge("ingress_lag_sequences", "Archived sequences that are not carried yet.", _CHAIN)
 waiting_seconds = gauge(
@@ -27,6 +31,11 @@ intents = counter(
 )
 unclear = counter("ingress_unclear_outcomes", "Batches whose fate had to be read from the target.", ("target",))
 publish_seconds = histogram("ingress_publish_seconds", "From opening an intent to closing it.", ("target",))
+publish_done = gauge(
+    "ingress_publish_last_success_timestamp_seconds",
+    "When this process last closed an intent of the target, since 1970; 0: not yet.",
+    ("target",),
+)
 target_sequence = gauge(
     "ingress_target_sequence", "Last sequence of the target that ingress accounts for.", ("target",)
 )
@@ -152,7 +161,15 @@ def stepped_over(target: str, messages: int) -> None:
         foreign_messages.labels(target).inc(messages)
 
 
-def closed(target: str, intent: Intent) -> None:
+def published(target: str, sizes: Iterable[tuple[Chain, int]]) -> None:
+    """Count the bytes of what was published, block by block."""
+    for chain, size in sizes:
+        carried_bytes.labels(target, chain.site, chain.feed, str(chain.partition)).inc(size)
+
+
+def closed(target: str, intent: Intent, now: float) -> None:
+    """Count what an intent carried, now that it is closed."""
+    publish_done.labels(target).set(now)
     intents.labels(target, "closed").inc()
     for piece in intent.pieces:
         chain = piece.chain

@@ -200,7 +200,7 @@ class TargetReport:
         self.is_stopped = self._is_over = False
         self._publisher, self._reason, self._logged = "", "", float("-inf")
         begin("ingress_", target=target)
-        for each in (metrics.holds_lease, metrics.stopped_targets):
+        for each in (metrics.holds_lease, metrics.stopped_targets, metrics.publish_done):
             each.labels(target).set(0)
         self._state("starting", ready=False, why="nobody knows yet who holds its lease")
 

@@ -12,6 +12,7 @@ from common.jetstream.lease import Leases, new_owner
 from common.leasing import LeaseGroup, LeaseMetrics
 from common.logs import get_logger
 from common.metrics import begin
+from common.segments.coverage import CoverageWatch
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
 from common.service.monitor import Health
@@ -90,6 +91,7 @@ class Controller:
             asyncio.create_task(self._beat(), name="beat"),
             asyncio.create_task(parts.sharing.run(stop), name="sharing"),
             asyncio.create_task(again("events", events, self._clock), name="events"),
+            asyncio.create_task(CoverageWatch(self._store, self._health, self._clock).run(stop), name="coverage"),
         ]
         targets = [
             asyncio.create_task(self._run(TargetSupervisor(parts, each), stop), name=f"target-{each.stream}")

@@ -31,6 +31,7 @@ from common.jetstream.credentials import Credential, reason
 from common.jetstream.protocol import FrameParser, Sink, WireError, check_subject, frame
 from common.jetstream.requests import NOBODY, Answer, ApiError, Requests, api_answer
 from common.logs import get_logger
+from common.metrics import counter, gauge
 from common.tasks import Tell, guarded, orphaned, wait_for, within
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 __all__ = ["ApiError", "FloeClient", "RawSubscription", "Sink", "connect", "frame"]
 
 log = get_logger(__name__)
+
+connections = gauge("nats_connected", "Connections of this process to NATS that stand now.")
+reconnects = counter("nats_reconnects", "Connections to NATS that were lost and made again.")
 
 PING_INTERVAL = 10.0  # seconds; a dead connection is noticed within twice that
 READ_SIZE = 256 * 1024  # bytes of one read
@@ -316,7 +320,7 @@ class FloeClient(Client):
             **self._auth.options,
         )
         self.options.update(allow_reconnect=True, connect_timeout=self._settings.connect_timeout)
-        await self._on_reconnected()
+        self._came_up()
         self._inbox = self.new_inbox().encode() + b"."
         await self.subscribe_raw((self._inbox + b"*").decode(), self._requests.sink)
 
@@ -431,9 +435,15 @@ class FloeClient(Client):
                 self._status = Client.RECONNECTING
 
     async def _on_reconnected(self) -> None:
+        reconnects.inc()
+        self._came_up()
+
+    def _came_up(self) -> None:
         assert self._current_server is not None
         log.info("nats connected", action="nats_connected", server=credentials.host(self._current_server.uri.geturl()))
         self._up_since, self._last_error = self.clock.monotonic(), ""
+        if not self._up.is_set():
+            connections.inc()
         self._up.set()
         self._tell(True)
 
@@ -449,6 +459,7 @@ class FloeClient(Client):
         self._pongs.clear()
         self._requests.fail(OutcomeUnknown(f"{why} before the answer came"))
         if was_up:
+            connections.dec()
             self._tell(False)
 
     def _tell(self, up: bool) -> None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from common.errors import ConfigError, Unavailable
+from common.errors import ConfigError, OutcomeUnknown, Refused, Unavailable
+from common.metrics import begin, counter, histogram
 
 Body = bytes | Path
 
@@ -101,6 +102,49 @@ class HiddenObject:
     version: str
     modified: float
     marker: str
+
+
+# What is counted of every store: calls, not tries; "there is no such object" is an answer too.
+
+OPS = ("list", "get", "put", "delete", "head")
+RESULTS = ("ok", "refused", "unavailable", "unknown", "failed")
+
+requests = counter(
+    "store_requests",
+    "Calls of the object store, its own repeated tries included, by what came of them.",
+    ("op", "result"),
+    op=OPS,
+    result=RESULTS,
+)
+request_seconds = histogram(
+    "store_request_seconds",
+    "Time of one call of the object store, with all its tries and bytes.",
+    ("op",),
+    buckets=(0.02, 0.1, 0.5, 2.5, 10.0, 60.0),
+    op=OPS,
+)
+begin("store_")
+
+
+@contextmanager
+def counted(op: str) -> Iterator[None]:
+    """Count and time one call; as a decorator, each call of a verb."""
+    result = "failed"
+    try:
+        with request_seconds.labels(op).time():
+            yield
+        result = "ok"
+    except Refused:
+        result = "refused"
+        raise
+    except OutcomeUnknown:
+        result = "unknown"
+        raise
+    except Unavailable:
+        result = "unavailable"
+        raise
+    finally:
+        requests.labels(op, result).inc()
 
 
 # What a store may offer besides these verbs; callers work without it where it is missing.

@@ -25,7 +25,7 @@ from common.clock import Clock, SystemClock
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
 from common.logs import get_logger
 from common.objects import s3_errors
-from common.objects.port import Body, HiddenObject, ObjectInfo, check_key, check_prefix, size_of
+from common.objects.port import Body, HiddenObject, ObjectInfo, check_key, check_prefix, counted, size_of
 from common.objects.s3_errors import code_of, status_of, without_paths
 from common.objects.s3_transfer import AnswerBody, ByteRange, CutShortError, Listing, Upload, head_info, hidden_objects
 from common.settings.types import FileSecret
@@ -194,6 +194,7 @@ class S3Objects:
             self._client = self._make_client()
         return True
 
+    @counted("list")
     def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> builtins.list[ObjectInfo]:
         """SeaweedFS begins in the wrong place where `start_after` is among folders; among the objects of one folder,
         where Floe uses it, it does not.
@@ -216,7 +217,7 @@ class S3Objects:
         check_prefix(prefix)
         more: dict[str, Any] = {}
         while True:
-            with self._calling("list", prefix):
+            with counted("list"), self._calling("list", prefix):
                 answer = self._client.list_objects_v2(Bucket=self._bucket, Prefix=prefix, MaxKeys=PAGE_KEYS, **more)
             page = Listing(self._bucket, prefix, "", None)
             token = page.add(answer)
@@ -239,6 +240,7 @@ class S3Objects:
             return []
         return hidden_objects(answer)
 
+    @counted("get")
     def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
         check_key(key)
         if length == 0:
@@ -246,23 +248,28 @@ class S3Objects:
         wanted = None if first == 0 and length is None else ByteRange(first, length)
         return self._read(key, wanted, AnswerBody.read_all)
 
+    @counted("get")
     def download(self, key: str, path: Path) -> bool:
         check_key(key)
         return self._read(key, None, lambda body: body.copy_to(path)) is not None
 
+    @counted("put")
     def put(
         self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
     ) -> None:
         self._write(key, body, sha256, metadata, {})
 
+    @counted("put")
     def put_if_absent(
         self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
     ) -> bool:
         return self._write(key, body, sha256, metadata, {"IfNoneMatch": "*"})
 
+    @counted("put")
     def put_if_match(self, key: str, body: Body, etag: str) -> bool:
         return self._write(key, body, None, None, {"IfMatch": f'"{etag}"'})
 
+    @counted("delete")
     def delete(self, key: str) -> None:
         check_key(key)
         with self._calling("delete", key, writes=True):
@@ -272,6 +279,7 @@ class S3Objects:
                 if code_of(error.response) not in s3_errors.MISSING_KEY:
                     raise
 
+    @counted("head")
     def head(self, key: str) -> ObjectInfo | None:
         check_key(key)
         asked: dict[str, Any] = {"ChecksumMode": "ENABLED"} if self._options.checksum == "sha256" else {}

@@ -223,6 +223,10 @@ class SegmentStore:
         """A new empty file in a private folder; the caller removes it. Raises Unavailable, code E-SPOOL."""
         return self._spool.new_file()
 
+    def spooled_bytes(self) -> int:
+        """Bytes of the files in the private folder: what is being written, and what is not put yet."""
+        return self._spool.size()
+
     def put(self, spooled: SpooledSegment) -> SegmentRef:
         """Puts the segment and reads it back; when it returns, the store holds these very bytes.
 

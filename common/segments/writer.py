@@ -50,6 +50,17 @@ class Spool:
         os.close(handle)
         return Path(name)
 
+    def size(self) -> int:
+        """Bytes of the files in the folder."""
+        with self._guard:
+            folder = self._folder
+        total = 0
+        with suppress(OSError):  # closed, or a file is removed just now
+            for entry in os.scandir(folder) if folder else ():
+                with suppress(FileNotFoundError):
+                    total += entry.stat().st_size
+        return total
+
     def close(self) -> None:
         """Removes the folder with its content; `new_file` makes another."""
         with self._guard:

@@ -7,7 +7,6 @@ page shows the configuration.
 from __future__ import annotations
 
 import errno
-import html
 import io
 import json
 import socket
@@ -24,6 +23,7 @@ from common.clock import Clock, SystemClock
 from common.errors import ConfigError, FloeError, Unavailable
 from common.logs import escaped
 from common.metrics import REGISTRY, version
+from common.service import page
 from common.settings.types import parse_listen
 from common.tasks import told
 
@@ -31,6 +31,7 @@ MAX_REQUEST = 8192  # bytes of a request's head; bodies are not read
 MAX_REQUESTS = 16  # answered at the same time; further ones are turned away
 REQUEST_TIMEOUT = 5.0  # seconds to send a request, and to take each part of the answer
 
+HTML = "text/html; charset=utf-8"
 Answer = tuple[int, str, bytes]  # HTTP status, content type, body
 
 
@@ -89,6 +90,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
+        for name, value in page.HEADERS.items() if content_type == HTML else ():
+            self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(body)
@@ -124,6 +127,8 @@ class Health:
         self._clock, self._lock, self._beat = clock, threading.Lock(), clock.monotonic()
         self._not_ready: dict[str, str] = {}  # by part, why; empty where it is ready
         self._status: dict[str, Mapping[str, Any]] = {}
+        self._coverage: dict[str, Mapping[str, Any]] = {}
+        self._read = float("-inf")
 
     def beat(self) -> None:
         """The event loop runs; to be called every few seconds."""
@@ -155,6 +160,32 @@ class Health:
         with self._lock:
             self._status[part] = dict(status)
 
+    # Coverage, which is looked at while somebody reads the page
+
+    def note_reader(self) -> None:
+        """Somebody reads the page."""
+        self._read = self._clock.monotonic()
+
+    def read_age(self) -> float:
+        """Seconds since the page was read; infinite where it never was."""
+        return self._clock.monotonic() - self._read
+
+    def chains(self) -> list[str]:
+        """The chains that the parts show, as `SITE/FEED/INCARNATION/PARTITION`."""
+        with self._lock:
+            parts = [*self._status.values()]
+        return sorted({name for part in parts for name in (part.get("chain"), *part.get("chains", ())) if name})
+
+    def coverage(self) -> dict[str, Mapping[str, Any]]:
+        """What was seen last of each chain; see `common.segments.coverage`."""
+        with self._lock:
+            return dict(self._coverage)
+
+    def set_coverage(self, found: Mapping[str, Mapping[str, Any]]) -> None:
+        """What there is of each chain, in place of what was known."""
+        with self._lock:
+            self._coverage = dict(found)
+
     def status(self) -> dict[str, Any]:
         problems = self.problems()
         with self._lock:
@@ -165,6 +196,7 @@ class Health:
             "problems": problems,
             "heartbeat_age_seconds": round(self.beat_age(), 3),
             "parts": parts,
+            "coverage": self.coverage(),
         }
 
 
@@ -239,8 +271,15 @@ class Pages:
         }
 
     def answer(self, path: str, accept: str) -> Answer:
-        page = self._pages.get(path.partition("?")[0])
-        return page(accept) if page else _text(404, f"expected one of {' '.join(self._pages)}")
+        """The answer to a GET of `path` by a client that takes `accept`.
+
+        `/status?coverage` is asked by who shows it to a reader: then coverage is looked at.
+        """
+        name, _, query = path.partition("?")
+        if name == "/" or query == "coverage":
+            self._health.note_reader()
+        found = self._pages.get(name)
+        return found(accept) if found else _text(404, f"expected one of {' '.join(self._pages)}")
 
     def _metrics(self, accept: str) -> Answer:
         encode, content_type = choose_encoder(accept)
@@ -261,11 +300,12 @@ class Pages:
     def _status(self, _accept: str) -> Answer:
         return 200, "application/json", _json(self.document())
 
+    def read_document(self) -> dict[str, Any]:
+        """`document`, for somebody who reads the page."""
+        return self.document()
+
     def _page(self, _accept: str) -> Answer:
-        status = html.escape(_json(self.document()).decode())
-        links = " ".join(f'<a href="{path}">{path}</a>' for path in self._pages)
-        page = f"<!doctype html><meta charset=utf-8><title>Floe</title><p>{links}</p><pre>{status}</pre>\n"
-        return 200, "text/html; charset=utf-8", page.encode()
+        return 200, HTML, page.rendered(self.read_document(), self._pages)
 
 
 def _text(status: int, text: str) -> Answer:

@@ -94,7 +94,13 @@ class WorkerPages(Pages):
         self._own, self._ask = registry, ask
 
     def document(self) -> dict[str, Any]:
-        said = self._ask("/status")
+        return self._document("/status")
+
+    def read_document(self) -> dict[str, Any]:
+        return self._document("/status?coverage")
+
+    def _document(self, path: str) -> dict[str, Any]:
+        said = self._ask(path)
         workers = {each: _of_worker(each) for each in said}
         problems = [
             f"worker {each.index}: {problem}"
@@ -102,7 +108,8 @@ class WorkerPages(Pages):
             for problem in found.get("problems", [_why_silent(each)])
         ]
         status = {**self._health.status(), "ready": not problems, "problems": problems}
-        status.pop("parts")
+        for of_one in ("parts", "coverage"):
+            status.pop(of_one)
         return {**status, "workers": {str(each.index): found for each, found in workers.items()}}
 
     def _metrics(self, _accept: str) -> Answer:

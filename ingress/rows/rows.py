@@ -110,6 +110,10 @@ class Rows:
                 found.setdefault(block.piece.chain, block.batch.timestamps_ns[0] / NS_PER_S)
         return found
 
+    def sizes(self) -> Iterator[tuple[Chain, int]]:
+        """Of each block with messages in memory, its chain and their bytes."""
+        return ((each.piece.chain, each.material.ends[-1]) for each in self.blocks if each.material)
+
     def above(self, limit: int, start: int) -> tuple[Chain, int, int] | None:
         """Chain, sequence and bytes of the first larger message from index `start` on; None if there is none."""
         for block, begin in zip(self.blocks, self._starts, strict=True):

@@ -18,11 +18,12 @@ from common.chain import Chain
 from common.errors import ConfigError, OutcomeUnknown
 from common.objects.local import LocalObjects
 from common.objects.open import open_objects, verifies_checksums
-from common.objects.port import ChecksumMismatch, ObjectInfo, ObjectStore
+from common.objects.port import ChecksumMismatch, ObjectInfo, ObjectStore, request_seconds, requests
 from common.objects.s3 import S3Account, S3Objects, S3Options
 from common.segments.keys import Layout
 from common.settings.root import StoreSettings
 from tests.support.basics import SharedS3
+from tests.support.basics import counted as reading
 
 Body = Callable[[bytes], bytes | Path]
 
@@ -456,3 +457,26 @@ def test_a_local_key_cannot_be_both_object_and_folder(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             objects.put_if_absent(key, b"2")
         assert caught.value.code == "E-KEY"
+
+
+def test_each_call_is_counted_by_what_came_of_it(objects: ObjectStore):
+    def counts() -> dict[str, float]:
+        return {f"{op} {result}": reading(requests.labels(op, result)) for op, result in said}
+
+    said = [("put", "ok"), ("put", "unavailable"), ("get", "ok"), ("list", "ok"), ("delete", "ok"), ("get", "failed")]
+    timed = request_seconds.labels("put")
+    before, puts = counts(), [s.value for f in timed.collect() for s in f.samples if s.name.endswith("_count")]
+    objects.put("a/b", b"x")
+    objects.put_if_absent("a/b", b"y")
+    assert objects.get("a/none") is None
+    objects.list("a/")
+    objects.delete("a/b")
+    with pytest.raises(ChecksumMismatch):
+        objects.put("a/c", b"x", sha256="0" * 64)
+    with pytest.raises(ConfigError):
+        objects.get("a//b")
+
+    assert {name: value - before[name] for name, value in counts().items()} == {
+        "put ok": 2, "put unavailable": 1, "get ok": 1, "list ok": 1, "delete ok": 1, "get failed": 1,
+    }  # fmt: skip
+    assert [s.value for f in timed.collect() for s in f.samples if s.name.endswith("_count")] == [puts[0] + 3]

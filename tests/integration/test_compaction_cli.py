@@ -301,3 +301,38 @@ def test_quarantine_is_refused_for_what_nothing_else_covers_and_for_documents(si
     for gone in (segment.key, "nosuch"):
         missing = quarantine(gone, "--yes")
         assert (missing.returncode, "not in the store" in missing.stderr) == (3, True)
+
+
+def samples(path: Path) -> dict[str, float]:
+    """What a textfile says, without the prefix of its names."""
+    lines = [line.split(" ") for line in path.read_text().splitlines() if not line.startswith("#")]
+    return {name.removeprefix("floe_compaction_"): float(value) for name, value in lines}
+
+
+def test_a_run_leaves_its_metrics_for_a_textfile_collector(site: Site, tmp_path: Path):
+    path = tmp_path / "metrics" / "floe.prom"
+    path.parent.mkdir()
+    sizes = {ref.key: ref.size for ref in site.listed()}
+    site.compact("--metrics-textfile", str(path))
+    first = samples(path)
+    counts = {"merged_segments": 4, "output_segments": 1, "merged_rows": 40, "deleted_segments": 3, "failures": 0}
+    assert {name: first[name] for name in counts} == counts
+    assert first["read_bytes"] == sum(sizes.values())
+    assert first["written_bytes"] == next(ref.size for ref in site.listed() if ref.level == 1)
+    assert first["last_success_timestamp_seconds"] == first["last_run_timestamp_seconds"] > 1_700_000_000
+    assert first["duration_seconds"] > 0
+    assert list(path.parent.iterdir()) == [path], "nothing half written is left"
+
+    (tmp_path / "store").rename(tmp_path / "away")
+    (tmp_path / "store").touch()
+    site.compact("--metrics-textfile", str(path), code=78)
+    second = samples(path)
+    assert second["failures"] == 1
+    assert second["last_success_timestamp_seconds"] == first["last_success_timestamp_seconds"]
+    assert second["last_run_timestamp_seconds"] > first["last_run_timestamp_seconds"]
+
+
+def test_a_dry_run_has_no_metrics(site: Site, tmp_path: Path):
+    done = site.compact("--dry-run", "--metrics-textfile", str(tmp_path / "floe.prom"), code=2)
+    assert "--metrics-textfile" in done.stderr
+    assert not (tmp_path / "floe.prom").exists()

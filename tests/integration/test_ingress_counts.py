@@ -53,6 +53,10 @@ async def test_stopped_and_paused_chains_and_what_was_stored_are_counted(
         await soon(lambda: reading("paused_chains", centre.target) == 1)
 
         assert reading("publish_seconds_count", centre.target) >= 1
+        assert reading("publish_last_success_timestamp_seconds", centre.target) > 1_700_000_000
+        payloads = sum(len(row.payload) for row in archive.rows[OTHER])
+        assert of_chain("bytes_total", centre.target, OTHER) >= payloads
+        assert of_chain("bytes_total", centre.target) > 0
         assert reading("intents_total", centre.target, result="closed") >= 1
         assert reading("lease_held", centre.target) == 1
     assert await count_in(client, centre.target) == 6

@@ -10,10 +10,10 @@ import pytest
 
 from common.errors import OutcomeUnknown, Unavailable
 from common.jetstream.api import create_stream, stream_info
-from common.jetstream.client import FloeClient, connect, frame
+from common.jetstream.client import FloeClient, connect, connections, frame, reconnects
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer
-from tests.support.basics import PATIENCE, seeded, soon, unique
+from tests.support.basics import PATIENCE, counted, seeded, soon, unique
 from tests.support.proxies import TcpProxy
 from tests.support.servers import placing
 
@@ -54,6 +54,7 @@ async def test_subscriptions_stand_again_after_a_cut(client: FloeClient, proxy: 
     subject, received, told = unique("s"), [], []
     await client.subscribe_raw(subject, lambda *m: received.append((client.generation, m[2])))
     remove = client.add_listener(told.append)
+    lost, standing = counted(reconnects), counted(connections)
     for number in range(1, 4):
         generation = client.generation
         proxy.cut()
@@ -63,6 +64,7 @@ async def test_subscriptions_stand_again_after_a_cut(client: FloeClient, proxy: 
     assert [payload for _, payload in received] == [b"1", b"2", b"3"]
     assert [generation for generation, _ in received] == sorted({g for g, _ in received})
     assert told == [False, True] * 3
+    assert (counted(reconnects), counted(connections)) == (lost + 3, standing)
     remove()
     assert await stream_info(client, "NONE") is None
 

@@ -35,8 +35,11 @@ def metric_names() -> set[str]:
         package = importlib.import_module(role)
         for module in pkgutil.walk_packages(package.__path__, f"{role}."):
             if module.name.endswith("metrics") or module.name in (
+                "common.jetstream.client",
+                "common.objects.port",
                 "common.segments.store",
                 "common.tasks",
+                "compaction.report",
                 "egress.workers.supervisor",
             ):
                 importlib.import_module(module.name)

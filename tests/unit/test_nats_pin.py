@@ -92,6 +92,7 @@ def test_what_is_overridden_exists():
     own = {name for name in vars(FloeClient) if name.startswith("_") and not name.startswith("__")}
     ours = {
         "_abort",
+        "_came_up",
         "_check_loopback",
         "_on_broken",
         "_on_error",

@@ -12,6 +12,7 @@ from common.errors import UsageError
 from common.service.monitor import MAX_BEAT_AGE, Health
 from egress.workers.pages import Said, WorkerPages, labelled, merged
 from egress.workers.process import WorkerPlace, exit_code, worst
+from tests.support.browser import bars, table_rows
 from tests.support.clock import ManualClock
 
 
@@ -110,6 +111,18 @@ def test_the_status_holds_each_worker_and_all_problems() -> None:
     assert document["workers"]["0"]["parts"] == {"egress A": {}}
     assert document["workers"]["1"] == {"pid": 0, "restarts": 2}
     assert answer(found, "/")[0] == 200
+
+
+def test_a_reader_of_the_page_has_the_workers_look_at_their_coverage() -> None:
+    levels = {"0": {"segments": 1, "bytes": 9, "newest": 0.0, "ranges": [[1, 5]]}}
+    coverage = {"site/A/0000/0": {"at": 0.0, "first": 1, "last": 5, "levels": levels}}
+    child = json.dumps({"ready": True, "problems": [], "parts": {}, "coverage": coverage})
+    found, _, asked = pages(said(0, 200, child), Said(1, 0, 2, 0))
+    status, text = answer(found, "/")
+
+    assert (status, asked) == (200, ["/status?coverage"])
+    assert bars(text) == {(0, 1, 5)}
+    assert table_rows(text)[1:] == [["0", "ready", "100", "0"], ["1", "not ready", "0", "2"]]
 
 
 def test_only_the_metrics_of_workers_that_answer_are_shown() -> None:

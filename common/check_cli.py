@@ -1,0 +1,371 @@
+"""`floe check`: one line and an exit code of 0, 1, 2 or 3, as Nagios and its like expect; see docs/monitoring.md."""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from common.cli import Command, Duration, config_option, json_option, print_json
+from common.errors import ConfigError, DataError, FloeError, Refused, Unavailable
+from common.logs import escaped
+
+if TYPE_CHECKING:
+    from common.chain import Chain
+    from common.segments.alive import Sighting
+    from common.segments.documents import ChainStore
+    from common.segments.store import SegmentStore
+    from common.segments.table import SegmentTable
+    from common.settings.root import Settings
+
+TIMEOUT = 10.0  # seconds for a monitor to answer
+HANGS = 30.0  # seconds since the event loop turned
+SHOWN = 3  # problems of a line; of the others it says how many
+SMALLEST = 12  # bytes of the smallest Parquet file there can be: its magic twice, and a length
+
+
+class CheckState(IntEnum):
+    """The exit codes of a check."""
+
+    OK = 0
+    WARNING = 1
+    CRITICAL = 2
+    UNKNOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class CheckFigure:
+    """One value of the performance data; `unit` is `s`, `B` or none. `warning`, `critical`: as ranges of Nagios."""
+
+    name: str
+    value: float
+    unit: str = ""
+    warning: str = ""
+    critical: str = ""
+
+    def __str__(self) -> str:
+        number = f"{self.value:.3f}".rstrip("0").rstrip(".")
+        return f"{self.name}={number}{self.unit};{self.warning};{self.critical}".rstrip(";")
+
+
+@dataclass(slots=True)
+class CheckResult:
+    """What a check found. `said`: of what is well; `problems`: what is not, the worst decides."""
+
+    said: str
+    figures: list[CheckFigure] = field(default_factory=list)
+    problems: list[tuple[CheckState, str]] = field(default_factory=list)
+
+    @property
+    def state(self) -> CheckState:
+        return max((state for state, _ in self.problems), default=CheckState.OK)
+
+    def add(self, state: CheckState, text: str) -> None:
+        """Something is wrong."""
+        self.problems.append((state, text))
+
+    def limit(self, text: str, value: float, warning: float, critical: float, *, at_least: bool = False) -> None:
+        """`value` must stay below the limits, or with `at_least` above them."""
+        for state, bound in ((CheckState.CRITICAL, critical), (CheckState.WARNING, warning)):
+            if value < bound if at_least else value > bound:
+                self.add(state, text)
+                return
+
+    def text(self) -> str:
+        """The worst problems, else what is well; in one line, without what begins performance data."""
+        worst = [text for _, text in sorted(self.problems, key=lambda found: -found[0])]
+        more = [f"and {len(worst) - SHOWN} more"] if len(worst) > SHOWN else []
+        found = "; ".join([*worst[:SHOWN], *more]) or self.said
+        return escaped(found.replace("\n", "; ").replace("|", "/"))
+
+    def line(self) -> str:
+        """`STATE - text | performance data`."""
+        figures = " ".join(str(each) for each in self.figures if math.isfinite(each.value))
+        return f"{self.state.name} - {self.text()}" + (f" | {figures}" if figures else "")
+
+
+class _CheckCommand(click.Command):
+    """A command whose wrong options are UNKNOWN: 2, as elsewhere, would be read as CRITICAL."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except click.UsageError as error:
+            error.exit_code = CheckState.UNKNOWN  # type: ignore[misc]  # of this error alone
+            raise
+
+
+def check_command(
+    group: click.Group | None, name: str, warning: str, critical: str, of: str
+) -> Callable[[Command], Command]:
+    """A command `name` of `group` (None: it is added later) from a function of settings, `warning`, `critical`
+    and what other options give, which returns a CheckResult. `of`: what the thresholds are of, with their
+    defaults as durations.
+    """
+
+    def made(fn: Command) -> Command:
+        @functools.wraps(fn)
+        def run(config: str, as_json: bool, **options: Any) -> None:
+            try:
+                from common.open import load_settings
+
+                result = fn(load_settings(config, quiet=True), **options)
+            except FloeError as error:
+                result = CheckResult("", problems=[(CheckState.UNKNOWN, f"{error.code}: {error.message}")])
+            except Exception as error:  # a monitor must hear of it, whatever it is
+                result = CheckResult("", problems=[(CheckState.UNKNOWN, f"{type(error).__name__}: {error}")])
+            if as_json:
+                figures = {each.name: each.value for each in result.figures if math.isfinite(each.value)}
+                print_json({"state": result.state.name, "text": result.text(), "figures": figures})
+            else:
+                click.echo(result.line())
+            sys.exit(result.state)
+
+        chosen = _threshold(CheckState.WARNING, warning, of)(_threshold(CheckState.CRITICAL, critical, of)(run))
+        return (group.command if group else click.command)(name, cls=_CheckCommand)(json_option(config_option(chosen)))
+
+    return made
+
+
+def _threshold(state: CheckState, default: str, of: str) -> Callable[[Command], Command]:
+    """`--warning DURATION` or `--critical DURATION`, by `state`; without a default it is None."""
+    option, text = f"--{state.name.lower()}", f"{state.name} beyond this {of}."
+    return click.option(option, type=Duration(), default=default or None, show_default=bool(default), help=text)
+
+
+@click.group()
+def check() -> None:
+    """Say in one line whether a part works, for Nagios and cron: exit 0, 1, 2 or 3."""
+
+
+@check_command(check, "egress", "1d", "6h", "time until the source expires what is not archived")
+def check_egress(settings: Settings, warning: float, critical: float) -> CheckResult:
+    """Ask the egress that runs on this host, at `egress.monitor.listen`.
+
+    CRITICAL where a chain waits for an operator, the source is about to expire, or the process hangs; WARNING
+    where anything is not ready; UNKNOWN where nobody answers.
+
+    Example: floe check egress -c site.yaml --critical 12h
+    """
+    listen = settings.egress.monitor.listen
+    document = status_of(listen, "egress.monitor.listen")
+    left = re.findall(r"^floe_egress_expiry_seconds(?:\{[^}]*\})? (\S+)$", ask(listen, "/metrics"), re.MULTILINE)
+    return judge_egress(document, min(map(float, left), default=math.inf), warning, critical)
+
+
+@check_command(check, "ingress", "15m", "1h", "age of the oldest archived message that is not carried")
+def check_ingress(settings: Settings, warning: float, critical: float) -> CheckResult:
+    """Ask the ingress that runs on this host, at `ingress.monitor.listen`.
+
+    CRITICAL where a target or a chain waits for an operator, is too late, or the process hangs; WARNING where
+    anything is not ready; UNKNOWN where nobody answers.
+
+    Example: floe check ingress -c central.yaml --warning 5m --critical 30m
+    """
+    return judge_ingress(status_of(settings.ingress.monitor.listen, "ingress.monitor.listen"), warning, critical)
+
+
+@check_command(check, "archive", "5m", "1h", "time since egress gave its last sign of life for a chain")
+@click.option("--site", help="Only chains of this site; otherwise that of the configuration, or all.")
+def check_archive(settings: Settings, warning: float, critical: float, site: str | None) -> CheckResult:
+    """Look at the bucket: where each chain ends, holes, damage, and who still archives.
+
+    Lists all segments, one request for each thousand, and reads the newest of each chain; what damage there is
+    inside of others only `floe segments verify` finds. Chains are those that the configuration names, if any.
+
+    Example: floe check archive -c central.yaml --site us-east
+    """
+    from common.clock import SystemClock
+    from common.open import open_chains, open_store
+    from common.segments.keys import configured
+
+    with closing(open_store(settings)) as store:
+        documents, site, feeds = open_chains(settings), site or settings.site or None, configured(settings)
+        chains = [each for each in documents.chains(site) if not feeds or (each.site, each.feed) in feeds]
+        said = _sightings(documents, SystemClock().now())
+        return judge_archive([_look(store, documents, chain, said) for chain in chains], warning, critical)
+
+
+# What a monitor says
+
+
+def ask(listen: str, path: str) -> str:
+    """What the monitor at the address `listen` answers on `path`. Raises Unavailable."""
+    from common.settings.types import parse_listen
+
+    address = parse_listen(listen)
+    assert address is not None, "an empty address was refused"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address[0], address[0])  # noqa: S104  (where it listens)
+    try:
+        with closing(http.client.HTTPConnection(host, address[1], timeout=TIMEOUT)) as connection:
+            connection.request("GET", path, headers={"Accept": "text/plain;version=0.0.4"})
+            return connection.getresponse().read().decode()
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise Unavailable(f"monitor at {listen}: {error}", hint="does the service run?") from error
+
+
+def status_of(listen: str, key: str) -> dict[str, Any]:
+    """What /status says at `listen`, which the configuration names `key`. Raises ConfigError, Unavailable."""
+    if not listen:
+        raise ConfigError(f"{key}: expected an address to ask, found none")
+    try:
+        found = json.loads(ask(listen, "/status"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or "problems" not in found:
+        raise Unavailable(f"monitor at {listen}: expected the status of a service of Floe, found something else")
+    return found
+
+
+def judge_egress(document: Mapping[str, Any], expiry: float, warning: float, critical: float) -> CheckResult:
+    """What /status of egress amounts to. `expiry`: seconds until the first source expires what is not archived."""
+    from common.service.page import parts_of
+
+    feeds = {name.removeprefix("egress "): part for name, part in parts_of(document).items() if "stream" in part}
+    ends = [(part.get("source_last"), part.get("end")) for part in feeds.values()]
+    behind = sum(max(0, last - end) for last, end in ends if last is not None and end is not None)
+    stopped = [f"{name}: {part.get('code')}" for name, part in feeds.items() if part.get("state") == "stopped"]
+    result = CheckResult(f"{len(feeds)} chains, {behind} sequences not archived", [
+        CheckFigure("chains", len(feeds)),
+        CheckFigure("stopped", len(stopped)),
+        CheckFigure("not_archived", behind),
+        CheckFigure("expiry", expiry, "s", f"{warning:.0f}:", f"{critical:.0f}:"),
+    ])  # fmt: skip
+    for each in stopped:
+        result.add(CheckState.CRITICAL, f"stopped: {each}")
+    result.limit(f"the source expires in {expiry:.0f} s", expiry, warning, critical, at_least=True)
+    return _with_process(result, document)
+
+
+def judge_ingress(document: Mapping[str, Any], warning: float, critical: float) -> CheckResult:
+    """What /status of ingress amounts to. `warning`, `critical`: seconds of lag."""
+    from common.service.page import parts_of
+
+    targets = {name: part for name, part in parts_of(document).items() if name.startswith("target ")}
+    chains = {
+        f"{chain} into {name}": each for name, part in targets.items() for chain, each in part.get("chains", {}).items()
+    }
+    stopped = [f"{name}: {each.get('code')}" for name, each in chains.items() if "stopped" in each]
+    stopped += [f"{name}: {part.get('code')}" for name, part in targets.items() if part.get("state") == "stopped"]
+    lags = {name: float(each.get("lag_seconds", 0)) for name, each in chains.items()}
+    limits = f"{warning:.0f}", f"{critical:.0f}"
+    most = max(lags.values(), default=0.0)
+    result = CheckResult(f"{len(targets)} targets, {len(chains)} chains, {most:.0f} s behind", [
+        CheckFigure("targets", len(targets)),
+        CheckFigure("chains", len(chains)),
+        CheckFigure("stopped", len(stopped)),
+        CheckFigure("waiting", sum("hole" in each for each in chains.values())),
+        CheckFigure("lag", most, "s", *limits),
+    ])  # fmt: skip
+    for each in stopped:
+        result.add(CheckState.CRITICAL, f"stopped: {each}")
+    for name, lag in lags.items():
+        result.limit(f"{name}: {lag:.0f} s behind", lag, warning, critical)
+    return _with_process(result, document)
+
+
+def _with_process(result: CheckResult, document: Mapping[str, Any]) -> CheckResult:
+    if (age := float(document.get("heartbeat_age_seconds", 0))) > HANGS:
+        result.add(CheckState.CRITICAL, f"hangs: the event loop turned {age:.0f} s ago")
+    for problem in document["problems"]:
+        result.add(CheckState.WARNING, f"not ready: {problem}")
+    return result
+
+
+# What the bucket says
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedChain:
+    """What a check sees of one chain. `end`: of its coverage, 0 where there is none; `missing`: sequences in
+    holes that nobody accepted; `damaged`: keys of segments that are none; `egress`: what its process said last,
+    None where nothing was said, or of a former incarnation.
+    """
+
+    chain: Chain
+    end: int = 0
+    missing: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
+    egress: Sighting | None = None
+
+
+def judge_archive(found: list[CheckedChain], warning: float, critical: float) -> CheckResult:
+    """What the bucket amounts to. `warning`, `critical`: seconds since the last sign of life of a chain."""
+    said = [(each.chain, each.egress) for each in found if each.egress is not None]
+    ages = [sighting.age for _, sighting in said]
+    left = [(e.egress.sign.not_archived(e.chain.incarnation, e.end) or 0) for e in found if e.egress is not None]
+    result = CheckResult(f"{len(found)} chains, {sum(left)} sequences not archived", [
+        CheckFigure("chains", len(found)),
+        CheckFigure("holes", sum(len(each.missing) for each in found)),
+        CheckFigure("damaged", sum(len(each.damaged) for each in found)),
+        CheckFigure("not_archived", sum(left)),
+        CheckFigure("silent", max(ages, default=0.0), "s", f"{warning:.0f}", f"{critical:.0f}"),
+    ])  # fmt: skip
+    if not found:
+        result.add(CheckState.UNKNOWN, "nothing is archived")
+    for each in found:
+        for key in each.damaged:
+            result.add(CheckState.CRITICAL, f"damaged: {key}")
+        if each.missing:
+            result.add(CheckState.CRITICAL, f"{each.chain}: {', '.join(each.missing[:SHOWN])} missing")
+    for chain, sighting in said:
+        if sighting.sign.state == "stopped":
+            result.add(CheckState.CRITICAL, f"{chain}: stopped at its site: {sighting.sign.code}")
+        result.limit(f"{chain}: no sign of life for {sighting.age:.0f} s", sighting.age, warning, critical)
+    return result
+
+
+def _sightings(documents: ChainStore, now: float) -> dict[Chain, Sighting]:
+    """What egress says of itself, by chain with its incarnation; nothing where that may not be read."""
+    from common.segments.alive import Sighting, newest
+
+    found: list[Sighting] = []
+    with suppress(Refused):
+        for info in documents.listed_alive():
+            if (alive := documents.read_alive(info.key)) is not None:
+                age = max(0.0, now - info.modified)
+                found += [Sighting(sign, info.modified, age, alive.time) for sign in alive.chains]
+    return {each.sign.chain: each for each in newest(found).values()}
+
+
+def _look(store: SegmentStore, documents: ChainStore, chain: Chain, said: Mapping[Chain, Sighting]) -> CheckedChain:
+    from common.sequences import Covered, SequenceRange, holes
+
+    # Before the listing: what is written meanwhile can only make the coverage reach further.
+    tail, ended = documents.read_tail(chain) or 0, documents.read_end(chain)
+    document, floor = documents.read_chain(chain), documents.read_floor(chain) or 1
+    table, covered = store.table(chain), Covered()
+    for ref in table:
+        covered.add(ref.coverage)
+    end = max(covered.end, tail) if ended is None else ended
+    stretches, first = covered.stretches(), max(document.first if document else 1, floor)
+    missing: list[SequenceRange] = []
+    if end >= first:
+        accepted = [gap.range for gap in documents.gaps(chain)]
+        missing = holes([*stretches, *accepted], SequenceRange(first, end))
+    found = CheckedChain(chain, end, tuple(map(str, missing)), tuple(_damaged(store, table)))
+    return replace(found, egress=said.get(chain))
+
+
+def _damaged(store: SegmentStore, table: SegmentTable) -> Iterator[str]:
+    """Keys of what is too small for a segment, and of the newest segment where its footer is none."""
+    from common.segments.parquet_guard import SegmentGone
+
+    yield from (table[place].key for place in range(len(table)) if table.size_of(place) < SMALLEST)
+    newest = max(range(len(table)), key=table.end_of, default=None)
+    if newest is not None and table.size_of(newest) >= SMALLEST:
+        with suppress(SegmentGone):  # merged meanwhile
+            try:
+                store.footer(table[newest])
+            except DataError:
+                yield table[newest].key

@@ -1,0 +1,117 @@
+"""What the archive holds of the chains that a process shows, level by level, for readers of its status page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import closing
+from itertools import islice, takewhile
+from typing import Any
+
+from common.chain import Chain
+from common.clock import Clock
+from common.errors import FloeError
+from common.logs import get_logger
+from common.segments.keys import parse
+from common.segments.segment import SegmentRef
+from common.segments.store import SegmentStore
+from common.sequences import Covered, SequenceRange
+from common.service.monitor import Health
+from common.service.process import Threads
+from common.tasks import Stop, again, unless, wait_for
+
+log = get_logger("segments.coverage")
+
+EVERY = 300.0  # seconds from the end of one look to the next
+GLANCE = 1.0  # seconds between two glances whether somebody reads the page
+READ_FOR = 900.0  # seconds that a page counts as read after it was asked for
+MOST_CHAINS = 100  # of a look; further ones are not shown
+MOST_SEGMENTS = 50_000  # of a chain in one look: 50 requests
+MOST_RANGES = 200  # of a level in the picture; what lies closer together is drawn as one
+
+
+def summed(refs: Iterable[SegmentRef], now: float) -> dict[str, Any]:
+    """What `refs`, of one chain, cover, as /status shows it: by level the number of segments, their bytes, when
+    the newest was put and the ranges that they cover; and the holes between all of them.
+
+    `compacted`: when the newest segment above level 0 was put, None where there is none; `at`: `now`. Times in
+    seconds since 1970. Of more than MOST_RANGES ranges those close together become one.
+    """
+    refs = iter(refs)
+    levels: dict[int, dict[str, Any]] = {}
+    covered: dict[int, Covered] = {}
+    whole = Covered()
+    for ref in islice(refs, MOST_SEGMENTS):
+        level = levels.setdefault(ref.level, {"segments": 0, "bytes": 0, "newest": 0.0})
+        level["segments"] += 1
+        level["bytes"] += ref.size
+        level["newest"] = max(level["newest"], ref.modified)
+        covered.setdefault(ref.level, Covered()).add(ref.coverage)
+        whole.add(ref.coverage)
+    is_complete = next(refs, None) is None
+    if not levels:
+        return {"at": now, "levels": {}, "is_complete": is_complete}
+    span = SequenceRange(whole.stretches()[0].first, whole.end)
+    missing = whole.holes(span)
+    for number, level in levels.items():
+        level["ranges"] = [[each.first, each.last] for each in _drawable(covered[number].stretches(), span)]
+    return {
+        "at": now,
+        "first": span.first,
+        "last": span.last,
+        "holes": len(missing),
+        "missing": [[each.first, each.last] for each in missing[:MOST_RANGES]],
+        "compacted": max((level["newest"] for number, level in levels.items() if number), default=None),
+        "levels": {str(number): levels[number] for number in sorted(levels)},
+        "is_complete": is_complete,
+    }
+
+
+def _drawable(stretches: list[SequenceRange], span: SequenceRange) -> list[SequenceRange]:
+    """`stretches`, or where they are too many, fewer: neighbours with little between them become one."""
+    if len(stretches) <= MOST_RANGES:
+        return stretches
+    near, found = len(span) // MOST_RANGES, stretches[:1]
+    for each in stretches[1:]:
+        if each.first - found[-1].last <= near:
+            found[-1] = SequenceRange(found[-1].first, each.last)
+        else:
+            found.append(each)
+    return found
+
+
+class CoverageWatch:
+    """Shows in `health` what `store` holds of the chains that `health` shows, while somebody reads the page."""
+
+    def __init__(self, store: SegmentStore, health: Health, clock: Clock) -> None:
+        self._store, self._health, self._clock = store, health, clock
+
+    async def run(self, stop: Stop) -> None:
+        """Look until `stop` is set; after an error that nobody foresaw it begins again."""
+        await again("coverage", lambda: self._watch(stop), self._clock)
+
+    async def _watch(self, stop: Stop) -> None:
+        looked = float("-inf")
+        with closing(Threads("coverage", 1)) as threads:
+            while not stop.is_set:
+                now = self._clock.monotonic()
+                if self._health.read_age() < READ_FOR and now - looked >= EVERY and self._health.chains():
+                    await unless(stop, self.look(threads, stop))
+                    looked = self._clock.monotonic()
+                await wait_for(stop, GLANCE)
+
+    async def look(self, threads: Threads, stop: Stop) -> None:
+        """Look at all chains; of what cannot be listed the former look stays."""
+        found = self._health.coverage()
+        names = self._health.chains()[:MOST_CHAINS]
+        for name in names:
+            try:
+                found[name] = await threads.run(self._of, name, stop)
+            except FloeError as error:
+                log.info("coverage not looked at", action="coverage_failed", chain=name, error=str(error))
+        self._health.set_coverage({name: found[name] for name in names if name in found})
+
+    def _of(self, name: str, stop: Stop) -> dict[str, Any]:
+        site, feed, incarnation, partition = parse(name)
+        chain = Chain(site, feed or "", incarnation or 0, partition or 0)
+        pages = takewhile(lambda _: not stop.is_set, self._store.walk(chain))
+        return summed((ref for page in pages for ref in page), self._clock.now())

@@ -1,0 +1,305 @@
+"""Makes the Grafana dashboard: `python -m infra.dashboards` writes `infra/grafana/floe.json`.
+
+The file is committed, and a test holds that it is what this makes, and that every metric in it exists.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PLACE = Path(__file__).parent / "grafana" / "floe.json"
+
+WIDTH, HEIGHT = 24, 8  # of Grafana's grid; of a panel
+
+SITE = 'site=~"$site"'
+TARGET = 'target=~"$target"'
+BOTH = f"{TARGET},{SITE}"
+CHAIN = "{{site}}/{{feed}}/{{partition}}"
+INTO = f"{{{{target}}}} {CHAIN}"
+INSTANCE = "{{job}} {{instance}}"
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One panel. `shown`: expressions, each with the legend of its series. `unit`: as Grafana names it.
+
+    `kind`: `timeseries`, or `stat` for a number that is red from `red` on.
+    """
+
+    title: str
+    shown: Mapping[str, str]
+    unit: str = "short"
+    kind: str = "timeseries"
+    red: float | None = None
+    width: int = 8
+
+
+def rate(metric: str, selector: str = "", by: str = "") -> str:
+    """The increase in a second of a counter, added up by the labels `by` if any."""
+    found = f"rate(floe_{metric}{{{selector}}}[$__rate_interval])"
+    return f"sum by ({by}) ({found})" if by else found
+
+
+def quantile(metric: str, selector: str, by: str, share: float = 0.95) -> str:
+    """What `share` of what a histogram saw stayed below."""
+    return f"histogram_quantile({share}, {rate(f'{metric}_bucket', selector, f'{by}, le')})"
+
+
+def stat(title: str, expression: str, *, unit: str = "short", red: float | None = 1) -> Panel:
+    """A number, red from `red` on."""
+    return Panel(title, {expression: ""}, unit, "stat", red, width=4)
+
+
+ROWS: Mapping[str, Sequence[Panel]] = {
+    "Sites, as the centre knows them": (
+        stat("silent sites", f"sum(floe_ingress_site_silent{{{SITE}}})"),
+        stat("silent chains", f"sum(floe_ingress_source_silent{{{SITE}}})"),
+        stat("chains stopped at a site", f"sum(floe_ingress_source_stopped{{{SITE}}})"),
+        stat("chains stopped here", f"sum(floe_ingress_stopped_chains{{{TARGET}}})"),
+        stat("targets stopped", f"sum(floe_ingress_stopped{{{TARGET}}})"),
+        stat("sequences late", f"sum(floe_ingress_late_sequences{{{BOTH}}})"),
+        Panel("behind the source", {f"floe_ingress_source_lag_sequences{{{BOTH}}}": INTO}, width=12),
+        Panel(
+            "since the last sign of life",
+            {f"time() - floe_ingress_site_alive_timestamp_seconds{{{SITE}}}": "{{site}}"},
+            "s",
+            width=12,
+        ),
+    ),
+    "Egress": (
+        stat("chains stopped", f"sum(floe_egress_stopped{{{SITE}}})"),
+        stat("chains waiting", f"sum(floe_egress_waiting{{{SITE}}})"),
+        stat("chains stalled", f"sum(floe_egress_stalled{{{SITE}}})"),
+        stat("leases held", f"sum(floe_egress_lease_held{{{SITE}}})", red=None),
+        stat("sequences lost", f"sum(floe_egress_lost_sequences{{{SITE}}})"),
+        stat("damaged segments", f"sum(floe_egress_damaged_segments{{{SITE}}})"),
+        Panel(
+            "until the source expires",
+            {f"min by (site, feed, partition) (floe_egress_expiry_seconds{{{SITE}}})": CHAIN},
+            "s",
+        ),
+        Panel("not archived", {f"floe_egress_source_sequence{{{SITE}}} - floe_egress_end_sequence{{{SITE}}}": CHAIN}),
+        Panel(
+            "since the last segment", {f"time() - floe_egress_put_last_success_timestamp_seconds{{{SITE}}}": CHAIN}, "s"
+        ),
+        Panel("messages archived", {rate("egress_messages_total", SITE, "site, feed, partition"): CHAIN}, "cps"),
+        Panel(
+            "bytes before and in segments",
+            {
+                rate("egress_raw_bytes_total", SITE, "site"): "{{site}} raw",
+                rate("egress_stored_bytes_total", SITE, "site"): "{{site}} stored",
+            },
+            "Bps",
+        ),
+        Panel("left out, by why", {rate("egress_left_out_total", SITE, "reason"): "{{reason}}"}, "cps"),
+        Panel("time of a put (95 %)", {quantile("egress_put_seconds", SITE, "site, feed"): "{{site}}/{{feed}}"}, "s"),
+        Panel("segments closed, by why", {rate("egress_segments_closed_total", SITE, "reason"): "{{reason}}"}, "cps"),
+        Panel(
+            "memory and spool",
+            {
+                "floe_egress_memory_bytes": f"{INSTANCE} memory",
+                "floe_egress_memory_limit_bytes": f"{INSTANCE} limit",
+                "floe_egress_spool_bytes": f"{INSTANCE} spool",
+            },
+            "bytes",
+        ),
+        Panel("advisories", {rate("egress_advisories_total", SITE, "event, result"): "{{event}} {{result}}"}, "cps"),
+        Panel("values that samplers know", {f"floe_egress_tracked_values{{{SITE}}}": CHAIN}),
+        Panel("doubts about a reader", {rate("egress_doubts_total", SITE, "reason"): "{{reason}}"}, "cps"),
+    ),
+    "Archive and store": (
+        Panel("end of the archive", {f"max by (site, feed, partition) (floe_egress_end_sequence{{{SITE}}})": CHAIN}),
+        Panel("segments put", {rate("egress_segments_total", SITE, "site, feed"): "{{site}}/{{feed}}"}, "cps"),
+        Panel(
+            "damaged, or not read back",
+            {
+                rate("ingress_damaged_segments_total", SITE, "site, feed"): "{{site}}/{{feed}} damaged",
+                rate("segment_read_back_failures_total", SITE, "site, feed"): "{{site}}/{{feed}} not read back",
+            },
+            "cps",
+        ),
+        Panel("calls of the store", {rate("store_requests_total", "", "op"): "{{op}}"}, "reqps"),
+        Panel(
+            "calls that failed",
+            {rate("store_requests_total", 'result!="ok"', "op, result"): "{{op}} {{result}}"},
+            "reqps",
+        ),
+        Panel("time of a call (95 %)", {quantile("store_request_seconds", "", "op"): "{{op}}"}, "s"),
+    ),
+    "Ingress": (
+        Panel("behind the archive, time", {f"floe_ingress_lag_seconds{{{BOTH}}}": INTO}, "s"),
+        Panel("behind the archive, messages", {f"floe_ingress_lag_messages{{{BOTH}}}": INTO}),
+        Panel("waiting for a hole", {f"floe_ingress_waiting_seconds{{{BOTH}}}": INTO}, "s"),
+        Panel(
+            "messages carried",
+            {rate("ingress_messages_total", BOTH, "target, site, feed"): "{{target}} {{site}}/{{feed}}"},
+            "cps",
+        ),
+        Panel("bytes carried", {rate("ingress_bytes_total", BOTH, "target, site"): "{{target}} {{site}}"}, "Bps"),
+        Panel("time of an intent (95 %)", {quantile("ingress_publish_seconds", TARGET, "target"): "{{target}}"}, "s"),
+        Panel("intents", {rate("ingress_intents_total", TARGET, "target, result"): "{{target}} {{result}}"}, "cps"),
+        Panel(
+            "refused and unclear",
+            {
+                rate("ingress_refused_batches_total", TARGET, "target, err_code"): "{{target}} {{err_code}}",
+                rate("ingress_unclear_outcomes_total", TARGET, "target"): "{{target}} unclear",
+            },
+            "cps",
+        ),
+        Panel(
+            "lost, parked, paused",
+            {
+                f"increase(floe_ingress_lost_sequences_total{{{BOTH}}}[$__rate_interval])": f"{INTO} lost",
+                f"floe_ingress_parked_waiting{{{TARGET}}}": "{{target}} parked",
+                f"floe_ingress_paused_chains{{{TARGET}}}": "{{target}} paused chains",
+            },
+        ),
+    ),
+    "Compaction": (
+        stat(
+            "since the last success",
+            "max(time() - floe_compaction_last_success_timestamp_seconds)",
+            unit="s",
+            red=86400,
+        ),
+        stat("failures of the last run", "sum(floe_compaction_failures)"),
+        stat("segments merged", "sum(floe_compaction_merged_segments)", red=None),
+        stat("made of them", "sum(floe_compaction_output_segments)", red=None),
+        stat("segments deleted", "sum(floe_compaction_deleted_segments)", red=None),
+        stat("duration", "max(floe_compaction_duration_seconds)", unit="s", red=None),
+        Panel(
+            "bytes read, written, deleted",
+            {
+                "floe_compaction_read_bytes": "read",
+                "floe_compaction_written_bytes": "written",
+                "floe_compaction_deleted_bytes": "deleted",
+            },
+            "bytes",
+            width=24,
+        ),
+    ),
+    "Processes": (
+        Panel("versions", {"sum by (version, python) (floe_build_info)": "{{version}}, Python {{python}}"}),
+        Panel("memory", {'process_resident_memory_bytes{job=~"floe.*"}': INSTANCE}, "bytes"),
+        Panel(
+            "processor", {'rate(process_cpu_seconds_total{job=~"floe.*"}[$__rate_interval])': INSTANCE}, "percentunit"
+        ),
+        Panel("connections to NATS", {"floe_nats_connected": INSTANCE}),
+        Panel("reconnects", {"increase(floe_nats_reconnects_total[$__rate_interval])": INSTANCE}),
+        Panel(
+            "members and leases",
+            {
+                "floe_egress_members": "{{site}} {{instance}} members",
+                "floe_egress_leases_held": "{{site}} {{instance}} leases",
+                "floe_ingress_members": "ingress {{instance}} members",
+                "floe_ingress_leases_held": "ingress {{instance}} leases",
+            },
+        ),
+        Panel("unexpected errors", {rate("unexpected_errors_total", "", "part"): "{{part}}"}, "cps"),
+        Panel("log lines dropped", {"rate(floe_log_lines_dropped_total[$__rate_interval])": INSTANCE}, "cps"),
+        Panel(
+            "the store answered last",
+            {
+                "time() - floe_egress_store_last_success_timestamp_seconds": "egress {{instance}}",
+                "time() - floe_ingress_store_last_success_timestamp_seconds": "ingress {{instance}}",
+            },
+            "s",
+        ),
+    ),
+}
+
+VARIABLES = {
+    "site": 'label_values({__name__=~"floe_egress_stopped|floe_ingress_position"}, site)',
+    "target": "label_values(floe_ingress_stopped, target)",
+}
+
+
+def dashboard() -> dict[str, Any]:
+    """The dashboard as Grafana imports it."""
+    return {
+        "uid": "floe",
+        "title": "Floe",
+        "tags": ["floe"],
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "1m",
+        "time": {"from": "now-6h", "to": "now"},
+        "templating": {"list": [*_variables()]},
+        "panels": [*_panels()],
+    }
+
+
+def text() -> str:
+    """The content of the file."""
+    return json.dumps(dashboard(), indent=1, sort_keys=True) + "\n"
+
+
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+
+def _variables() -> Iterator[dict[str, Any]]:
+    yield {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
+    for name, query in VARIABLES.items():
+        yield {
+            "name": name,
+            "label": name,
+            "type": "query",
+            "datasource": DATASOURCE,
+            "query": {"query": query, "refId": name},
+            "refresh": 2,
+            "multi": True,
+            "includeAll": True,
+            "allValue": ".*",
+            "current": {"text": "All", "value": "$__all"},
+        }
+
+
+def _panels() -> Iterator[dict[str, Any]]:
+    """The rows and their panels from left to right, each row of panels as high as its highest."""
+    number = y = 0
+    for title, panels in ROWS.items():
+        number += 1
+        place = {"x": 0, "y": y, "w": WIDTH, "h": 1}
+        yield {"id": number, "type": "row", "title": title, "collapsed": False, "gridPos": place, "panels": []}
+        x, y, height = 0, y + 1, 0
+        for each in panels:
+            if x + each.width > WIDTH:
+                x, y, height = 0, y + height, 0
+            number, height = number + 1, max(height, _height(each))
+            yield _panel(each, number, {"x": x, "y": y, "w": each.width, "h": _height(each)})
+            x += each.width
+        y += height
+
+
+def _height(panel: Panel) -> int:
+    return HEIGHT // 2 if panel.kind == "stat" else HEIGHT
+
+
+def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
+    steps: list[dict[str, Any]] = [{"color": "green", "value": None}]
+    if panel.red is not None:
+        steps.append({"color": "red", "value": panel.red})
+    is_stat = panel.kind == "stat"
+    return {
+        "id": number,
+        "type": panel.kind,
+        "title": panel.title,
+        "datasource": DATASOURCE,
+        "gridPos": place,
+        "fieldConfig": {
+            "defaults": {"unit": panel.unit, "thresholds": {"mode": "absolute", "steps": steps}}
+            | ({} if is_stat else {"min": 0}),
+            "overrides": [],
+        },
+        "options": {"reduceOptions": {"calcs": ["lastNotNull"]}} if is_stat else {"legend": {"displayMode": "list"}},
+        "targets": [
+            {"refId": chr(ord("A") + index), "datasource": DATASOURCE, "expr": expression, "legendFormat": legend}
+            for index, (expression, legend) in enumerate(panel.shown.items())
+        ],
+    }
+
+
+if __name__ == "__main__":
+    PLACE.write_text(text())

@@ -1,0 +1,176 @@
+"""`floe check` beside running services and real archives: each of the four exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from common.jetstream.client import FloeClient
+from common.segments.alive import Alive, ChainSign
+from common.segments.documents import ChainDocument, ChainStore
+from common.service.monitor import Health, Monitor
+from infra.local.process import free_ports
+from tests.support.basics import soon, unique
+from tests.support.commands import floe
+from tests.support.compaction import CHAIN as COMPACTED
+from tests.support.compaction import Archive as Compacted
+from tests.support.egress import SITE, Bench, connected
+from tests.support.ingress import CHAIN, Archive, Centre, rows_of
+
+LINE = re.compile(r"(OK|WARNING|CRITICAL|UNKNOWN) - [^|\n]+( \| ('?[\w.]+'?=[\d.]+(s|B)?(;[\d:]*){0,2} ?)+)?\n")
+STATES = ("OK", "WARNING", "CRITICAL", "UNKNOWN")
+
+
+async def checked(*words: str, code: int) -> str:
+    """The line of a check, which ended with `code` and says so."""
+    done = await floe("check", *words)
+    assert done.code == code, done
+    assert LINE.fullmatch(done.out), done.out
+    assert done.out.startswith(STATES[code])
+    return done.out
+
+
+@pytest.mark.servers
+async def test_egress_is_asked_at_its_monitor(nats_url: str, tmp_path: Path) -> None:
+    client = await connected(nats_url)
+    bench = Bench(nats_url, tmp_path, client)
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x"] * 50)
+    [port] = free_ports(1)
+    config = tmp_path / "site.yaml"
+    document = {
+        "site": SITE,
+        "nats": {"url": nats_url},
+        "store": bench.store_config,
+        "egress": {"feeds": [{"stream": stream}], "monitor": {"listen": f"0.0.0.0:{port}"}},
+    }
+    config.write_text(yaml.safe_dump(document))
+    config.chmod(0o600)
+    said = await checked("egress", "-c", str(config), code=3)
+    assert f"monitor at 0.0.0.0:{port}" in said
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.status(stream).get("end") == 50)
+        await soon(lambda: not running.health.problems())
+        monitor = Monitor(f"127.0.0.1:{port}", running.health)
+        monitor.start()
+        try:
+            said = await checked("egress", "-c", str(config), code=0)
+            assert said.startswith("OK - 1 chains, 0 sequences not archived | chains=1 stopped=0")
+            running.health.set_ready("objects", False, "the store is away")
+            assert "not ready: objects: the store is away" in await checked("egress", "-c", str(config), code=1)
+            running.health.set_ready("objects", True)
+            await bench.delete_stream(stream)
+            await soon(lambda: running.state(stream) == "stopped")
+            assert f"stopped: {stream}: E-SOURCE-GONE" in await checked("egress", "-c", str(config), code=2)
+        finally:
+            monitor.close()
+    await client.aclose()
+
+
+@pytest.mark.servers
+async def test_ingress_is_asked_at_its_monitor(
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    archive.put(rows_of(1, 20))
+    [port] = free_ports(1)
+    centre = Centre(tmp_path, archive, nats_url)
+    config = centre.write(monitor={"listen": f"127.0.0.1:{port}"})
+    await checked("ingress", "-c", str(config), code=3)
+    async with centre.running() as health:
+        monitor = Monitor(f"127.0.0.1:{port}", health)
+        monitor.start()
+        try:
+            await centre.carried(client, 20)
+            await soon(lambda: str(CHAIN) in health.chains() and not health.problems())
+            said = await checked("ingress", "-c", str(config), code=0)
+            assert said.startswith("OK - 1 targets, 1 chains, 0 s behind | targets=1 chains=1")
+            archive.put(rows_of(31, 40))
+            await soon(lambda: lag(health) >= 2)
+            assert "s behind" in await checked("ingress", "-c", str(config), "--warning", "1s", code=1)
+            assert "s behind" in await checked("ingress", "-c", str(config), "--critical", "1s", code=2)
+        finally:
+            monitor.close()
+
+
+def lag(health: Health) -> float:
+    """Seconds that the one chain of the one target is behind."""
+    [target] = [part for name, part in health.status()["parts"].items() if name.startswith("target ")]
+    return float(target["chains"][str(CHAIN)]["lag_seconds"])
+
+
+@pytest.mark.parametrize("wrong", [("--warning", "soon"), ("--nothing",), ()], ids=["value", "option", "no file"])
+async def test_a_wrong_command_line_is_unknown_and_not_critical(wrong: tuple[str, ...]) -> None:
+    assert (await floe("check", "egress", *wrong)).code == 3
+
+
+async def test_no_configuration_and_an_empty_address_are_unknown(tmp_path: Path) -> None:
+    assert "E-CONFIG" in await checked("ingress", "-c", str(tmp_path / "none.yaml"), code=3)
+    config = tmp_path / "floe.yaml"
+    config.write_text(yaml.safe_dump({"store": {"url": f"file://{tmp_path}"}, "ingress": {"monitor": {"listen": ""}}}))
+    config.chmod(0o600)
+    assert "ingress.monitor.listen: expected an address" in await checked("ingress", "-c", str(config), code=3)
+
+
+def configured(folder: Path, **document: object) -> str:
+    path = folder / "central.yaml"
+    path.write_text(yaml.safe_dump({"spool_dir": str(folder / "spool"), **document}))
+    path.chmod(0o600)
+    return str(path)
+
+
+async def test_the_archive_is_looked_at_in_the_bucket(tmp_path: Path) -> None:
+    archive = Archive(tmp_path / "store")
+    config = configured(tmp_path, store={"url": f"file://{archive.folder}", "prefix": "data"})
+    assert "nothing is archived" in await checked("archive", "-c", config, code=3)
+    archive.put(rows_of(1, 20))
+    newest = archive.put(rows_of(21, 40))
+    sign = ChainSign("reading", 0.0, "", "", 40, 47, 0.0, chain=CHAIN)
+    archive.documents.write_alive("host", Alive(CHAIN.site, "host", 0.0, (sign,)))
+    said = await checked("archive", "-c", config, "--site", CHAIN.site, code=0)
+    assert said.startswith("OK - 1 chains, 7 sequences not archived | chains=1 holes=0 damaged=0 not_archived=7")
+
+    [alive] = archive.documents.listed_alive()
+    before = alive.modified - 1000
+    os.utime(archive.folder / alive.key, (before, before))
+    assert "no sign of life for 1" in await checked("archive", "-c", config, code=1)
+
+    archive.put(rows_of(51, 60))
+    done = await floe("check", "archive", "-c", config, "--json")
+    found = json.loads(done.out)
+    assert (done.code, found["state"], found["figures"]["holes"]) == (2, "CRITICAL", 1)
+    assert "us-east/NODES/0000/0: 41..50 missing" in found["text"]
+    newest = archive.store.list(CHAIN)[-1]
+    whole = (archive.folder / newest.key).read_bytes()
+    for damage in (b"", whole[:-8] + b"damaged!"):
+        (archive.folder / newest.key).write_bytes(damage)
+        assert f"damaged: {newest.key}" in await checked("archive", "-c", config, code=2)
+
+
+async def test_compaction_is_judged_by_what_waits_and_by_its_last_success(tmp_path: Path) -> None:
+    archive = Compacted(tmp_path)
+    level = {"from": 0, "to": 1, "min_age": "1m", "max_wait": "10m", "min_count": 3, "min_size": "1G", "max_size": "4G"}
+    compaction = {"levels": [level], "engine": "local", "allow_short_times": True}
+    config = configured(tmp_path, store={"url": f"file://{tmp_path}/store", "prefix": "data"}, compaction=compaction)
+    said = await checked("compaction", "-c", config, code=0)
+    assert said.startswith("OK - 0 segments wait for a merge; none was made yet | chains=0 waiting=0")
+    for first in range(1, 40, 10):
+        archive.put(first, first + 9, age=7200)
+    ChainStore(archive.objects, archive.layout).create_chain(COMPACTED, ChainDocument((), 1, 1))
+    limits = ("--warning", "1h", "--critical", "1d")
+    assert "4 segments wait for a merge, the oldest for" in await checked("compaction", "-c", config, *limits, code=1)
+    await checked("compaction", "-c", config, "--warning", "1m", "--critical", "1h", code=2)
+    textfile = tmp_path / "floe.prom"
+    done = await floe("compact", "-c", config, "--metrics-textfile", str(textfile))
+    assert done.code == 0, done
+    said = await checked("compaction", "-c", config, *limits, "--textfile", str(textfile), code=0)
+    assert "the last was made" in said
+    assert "last_success=" in said
+    textfile.unlink()
+    said = await checked("compaction", "-c", config, *limits, "--textfile", str(textfile), code=2)
+    assert "no run has succeeded" in said
+    assert "E-" in await checked("compaction", "-c", str(tmp_path / "none.yaml"), code=3)

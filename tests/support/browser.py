@@ -1,0 +1,53 @@
+"""A headless browser that reads pages as a person would, without a network."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage", "--hide-scrollbars",
+)  # fmt: skip
+SECONDS = 120
+
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH (apt-get install chromium)")
+
+
+def browse(folder: Path, url: str, *flags: str) -> str:
+    """Run the browser once on `url`, with a profile of its own in `folder`; what it prints."""
+    assert CHROMIUM is not None
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={folder / 'profile'}", *flags, url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def dom(folder: Path, url: str) -> str:
+    """The document that the browser made of the page, as text."""
+    return browse(folder, url, "--dump-dom")
+
+
+def screenshot(folder: Path, url: str, path: Path, size: str = "1280,900") -> None:
+    """What the page looks like, as a PNG at `path`."""
+    browse(folder, url, f"--screenshot={path}", f"--window-size={size}", "--force-device-scale-factor=0.9")
+
+
+def table_rows(document: str) -> list[list[str]]:
+    """The texts of the cells of all rows of all tables."""
+    rows = re.findall(r"<tr>(.*?)</tr>", document, re.DOTALL)
+    return [
+        [re.sub(r"<[^>]*>", "", cell) for cell in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row, re.DOTALL)]
+        for row in rows
+    ]
+
+
+def bars(document: str, kind: str = "level") -> set[tuple[int, int, int]]:
+    """Level, first and last sequence of each bar of the pictures of coverage."""
+    found = re.findall(rf'<rect class="{kind}" data-level="(\d+)" data-rows="(\d+)\.\.(\d+)"', document)
+    return {(int(level), int(first), int(last)) for level, first, last in found}

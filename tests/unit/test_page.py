@@ -1,0 +1,200 @@
+"""The status page: whatever it shows is text, nothing comes from elsewhere, and it can be read without scripts."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterator
+from html import unescape
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from common.chain import Chain
+from common.segments.coverage import MOST_RANGES, summed
+from common.segments.keys import SegmentName
+from common.segments.segment import SegmentRef
+from common.sequences import SequenceRange
+from common.service import page
+from tests.support.browser import bars, table_rows
+
+CHAIN = Chain("us-east", "NODES")
+HOSTILE = '<script>alert("x")</script>\'&\n\u202e\ud800'
+
+
+def document(**parts: Any) -> dict[str, Any]:
+    return {"version": "1", "ready": True, "problems": [], "heartbeat_age_seconds": 0.1, "parts": parts}
+
+
+def html(document: dict[str, Any]) -> str:
+    return page.rendered(document, ["/", "/status"]).decode()
+
+
+def ref(first: int, last: int, level: int = 0, modified: float = 0.0, size: int = 10) -> SegmentRef:
+    name = SegmentName(CHAIN, level, SequenceRange(first, last), f"{first:016x}")
+    return SegmentRef(name, f"{level}/{first}-{last}", size, modified)
+
+
+FEED = {
+    "stream": "NODES",
+    "state": "stopped",
+    "code": "E-FORKED",
+    "why": "another history",
+    "hint": "floe egress resolve -c f",
+    "chain": str(CHAIN),
+    "end": 90,
+    "source_last": 100,
+    "lost": 2,
+    "damaged": {"k": "w"},
+    "holder": "this instance",
+    "open_segment": {"messages": 7, "age": 1.5},
+}
+CHAIN_STATE = {
+    "position": 41,
+    "archived": 50,
+    "phase": "late",
+    "hole": "41..45",
+    "hint": "floe gap ls -c f",
+    "lag_seconds": 9,
+}
+TARGET = {
+    "state": "carrying",
+    "publisher": "fast",
+    "trouble": "",
+    "target_sequence": 40,
+    "chains": {str(CHAIN): CHAIN_STATE},
+}
+
+
+class Seen(HTMLParser):
+    """The elements and attributes of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+
+def hostile(value: Any) -> Any:
+    """`value` with every text of it, names too, made hostile."""
+    if isinstance(value, dict):
+        return {f"{key}{HOSTILE}" if key not in KNOWN else key: hostile(each) for key, each in value.items()}
+    return HOSTILE if isinstance(value, str) else value
+
+
+KNOWN = {*FEED, *TARGET, *CHAIN_STATE, "owner", "held", "messages", "age", "parts", "version", "ready"}
+
+
+@pytest.mark.parametrize("workers", [False, True])
+def test_whatever_a_part_says_is_shown_as_text(workers: bool) -> None:
+    leases = {"owner": "me", "members": 1, "share": 1, "held": ["k"], "failure": ""}
+    parts = {"egress NODES": FEED, "target FLEET": TARGET, "egress sharing": leases, "events": {"why": "x"}}
+    found = {
+        "version": HOSTILE,
+        "ready": False,
+        "problems": [HOSTILE],
+        "heartbeat_age_seconds": 0,
+        "parts": {
+            (name if name.startswith("target ") else f"{name}{HOSTILE}"): hostile(part) for name, part in parts.items()
+        },
+        "coverage": {HOSTILE: {**summed([ref(1, 5), ref(8, 9)], 0.0)}},
+    }
+    if workers:
+        found = {**found, "parts": {}, "workers": {"0": {"parts": found["parts"], "coverage": found["coverage"]}}}
+    text = page.rendered(found, ["/"]).decode()
+
+    seen = Seen(text)
+    assert "script" not in seen.tags
+    assert text.count("&lt;script&gt;") > 10
+    assert {name for name, _ in seen.attributes if name.startswith("on")} == set()
+    assert {name for name, _ in seen.attributes if name in ("src", "style", "action", "srcset")} == set()
+    assert {value for name, value in seen.attributes if name == "href"} == {"/"}
+
+
+def test_the_policy_allows_the_page_its_own_style_and_nothing_else() -> None:
+    text = html(document())
+    [style] = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = page.HEADERS["Content-Security-Policy"].split("; ")
+
+    assert policy[:2] == ["default-src 'none'", f"style-src 'sha256-{digest}'"]
+    assert "url(" not in style
+    assert "@import" not in style
+
+
+def test_a_feed_is_shown_with_its_lag_and_its_stop_with_the_command() -> None:
+    text = html(document(**{"egress NODES": FEED}))
+
+    [_, row] = table_rows(text)
+    state = "stopped E-FORKED"
+    assert [unescape(cell) for cell in row] == [
+        "NODES", state, "us-east/NODES/0000/0", "90", "100", "10", "2", "1", "messages 7 · age 1.5", "this instance",
+    ]  # fmt: skip
+    assert "<pre>floe egress resolve -c f</pre>" in text
+
+
+def test_a_target_is_shown_with_its_chains_and_what_they_wait_for() -> None:
+    text = html(document(**{"target FLEET": TARGET}))
+
+    [_, row] = table_rows(text)
+    assert row[:7] == ["us-east/NODES/0000/0", "late", "50", "41", "10", "9", "41..45"]
+    assert "<pre>floe gap ls -c f</pre>" in text
+
+
+def test_leases_are_shown_with_who_shares_them() -> None:
+    text = html(document(**{"egress sharing": {"owner": "host-1", "members": 2, "share": 3, "held": ["a", "b"]}}))
+
+    assert table_rows(text)[1] == ["egress sharing", "host-1", "2", "3", "a, b", "–"]
+
+
+# Coverage
+
+
+def test_coverage_is_summed_by_level_with_the_holes_that_no_level_fills() -> None:
+    refs = [ref(1, 10), ref(11, 20), ref(31, 40, modified=5.0), ref(1, 20, level=1, modified=9.0, size=100)]
+    found = summed(refs, 77.0)
+
+    assert found["levels"]["0"] == {"segments": 3, "bytes": 30, "newest": 5.0, "ranges": [[1, 20], [31, 40]]}
+    assert found["levels"]["1"] == {"segments": 1, "bytes": 100, "newest": 9.0, "ranges": [[1, 20]]}
+    assert (found["first"], found["last"], found["holes"], found["missing"]) == (1, 40, 1, [[21, 30]])
+    assert (found["compacted"], found["at"], found["is_complete"]) == (9.0, 77.0, True)
+    drawn = page.drawing(found)
+    assert bars(drawn) == {(0, 1, 20), (0, 31, 40), (1, 1, 20)}
+    assert bars(drawn, "hole") == {(0, 21, 30), (1, 21, 30)}
+
+
+def test_of_very_many_ranges_the_picture_shows_fewer_and_all_holes_are_counted() -> None:
+    found = summed((ref(n, n) for n in range(1, 4001, 2)), 0.0)
+
+    assert len(found["levels"]["0"]["ranges"]) <= MOST_RANGES
+    assert (found["holes"], len(found["missing"])) == (1999, MOST_RANGES)
+    assert found["levels"]["0"]["segments"] == 2000
+
+
+def test_of_a_huge_chain_only_so_many_segments_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.segments.coverage.MOST_SEGMENTS", 3)
+    taken: list[int] = []
+
+    def many() -> Iterator[SegmentRef]:
+        for n in range(1, 100):
+            taken.append(n)
+            yield ref(n, n)
+
+    found = summed(many(), 0.0)
+    assert (found["is_complete"], found["last"]) == (False, 3)
+    assert len(taken) == 4
+    assert "only the first segments" in html({**document(), "coverage": {"c": found}})
+
+
+def test_a_chain_without_segments_has_no_picture() -> None:
+    found = summed([], 0.0)
+
+    assert found["levels"] == {}
+    assert "no segments" in html({**document(), "coverage": {"c": found}})
