@@ -27,6 +27,7 @@ from nats.aio.transport import TcpTransport
 from common.clock import Backoff, Clock, SystemClock, doubling
 from common.errors import ConfigError, OutcomeUnknown, Refused, Unavailable
 from common.jetstream import credentials
+from common.jetstream.context import with_context
 from common.jetstream.credentials import Credential, reason
 from common.jetstream.protocol import FrameParser, Sink, WireError, check_subject, frame
 from common.jetstream.requests import NOBODY, Answer, ApiError, Requests, api_answer
@@ -66,7 +67,7 @@ async def connect(
     Refused for a credential or certificate that is refused, ConfigError for TLS that cannot work and for a
     server that takes no headers.
     """
-    clock, rng, settings = clock or SystemClock(), rng or random.SystemRandom(), credentials.with_context(settings)
+    clock, rng, settings = clock or SystemClock(), rng or random.SystemRandom(), with_context(settings)
     auth = credentials.credential(settings, clock)
     credentials.tls_context(settings)
     if settings.tls.insecure:
@@ -104,14 +105,19 @@ def no_headers() -> ConfigError:
 
 
 class RawSubscription:
-    """A subscription whose messages go to a sink; it outlives reconnects."""
+    """A subscription whose messages go to a sink, or several; it outlives reconnects."""
 
-    def __init__(self, client: FloeClient, sid: int, subject: str) -> None:
-        self._client, self._sid, self.subject = client, sid, subject
+    def __init__(self, client: FloeClient, *sids: int) -> None:
+        self._client, self._sids = client, sids
+
+    def joined(self, other: RawSubscription) -> RawSubscription:
+        """This one and another of the same connection, ended together."""
+        return RawSubscription(self._client, *self._sids, *other._sids)
 
     async def unsubscribe(self) -> None:
         """End it: no message reaches the sink any more."""
-        self._client.drop(self._sid)
+        for sid in self._sids:
+            self._client.drop(sid)
 
 
 class FloeClient(Client):
@@ -128,7 +134,7 @@ class FloeClient(Client):
         super().__init__()
         self.generation, self.clock, self._settings, self._auth = 0, clock, settings, auth
         self._backoff = Backoff(rng, doubling(FIRST_PAUSE * 2, LONGEST_PAUSE))
-        self._interval, self._domain = ping_interval, settings.jetstream_domain
+        self._interval, self.api_prefix = ping_interval, settings.api_prefix
         self._sinks: dict[bytes, Sink] = {}
         self._owners: dict[bytes, Tell] = {}
         parser = FrameParser(self._sinks, self._on_message, self._on_line, self._on_broken)
@@ -245,7 +251,7 @@ class FloeClient(Client):
 
     def api_subject(self, name: str) -> str:
         """The subject of the JetStream API call `name`, such as `CONSUMER.MSG.NEXT.S.C`, in this domain."""
-        return f"$JS.{self._domain}.API.{name}" if self._domain else f"$JS.API.{name}"
+        return f"{self.api_prefix}.{name}"
 
     async def subscribe_raw(self, subject: str, sink: Sink, tell: Tell = orphaned) -> RawSubscription:
         """Hand every message on `subject` to `sink`, from the read loop, status messages included.
@@ -267,7 +273,7 @@ class FloeClient(Client):
         if (refused := self.refusal(subject.encode())) is not None or not settled:
             self.drop(sid)
             raise refused or Unavailable(f"the server did not confirm the subscription to {subject}")
-        return RawSubscription(self, sid, subject)
+        return RawSubscription(self, sid)
 
     def drop(self, sid: int) -> None:
         """End a raw subscription; nothing where it has ended already."""

@@ -12,7 +12,7 @@ from functools import partial
 
 from common.clock import Backoff, Clock, SystemClock
 from common.errors import FloeError
-from common.service.exits import is_debug
+from common.service.exits import asked_context, is_debug
 from common.service.logs import flush, get_logger
 from common.service.metrics import counter, gauge
 from common.service.monitor import Health, Monitor
@@ -93,11 +93,12 @@ class Crew:
 
 
 def command(config: str) -> list[str]:
-    """What runs one worker: this Python, this Floe, the same file."""
+    """What runs one worker: this Python, this Floe, the same file in the same context."""
     # As a script its own folder comes first, whatever the folder is that the parent was started in.
     if (found := importlib.util.find_spec("floe")) is None or found.origin is None:
         raise FloeError("floe: expected the command among the modules, found none", code="E-UNEXPECTED")
-    return [sys.executable, found.origin, "egress", "run", "-c", config]
+    context = ["--context", name] if (name := asked_context()) else []
+    return [sys.executable, found.origin, "egress", "run", "-c", config, *context]
 
 
 async def run_workers(config: str, settings: Settings, count: int) -> int:

@@ -428,26 +428,3 @@ async def test_a_connection_that_comes_back_without_tls_sends_no_secret(
 )
 def test_only_this_host_is_this_host(peer: object, own: bool):
     assert is_loopback(peer) is own
-
-
-# Contexts of the nats command
-
-
-async def test_a_context_fills_what_the_configuration_leaves_open(
-    guarded: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    folder = tmp_path / "nats" / "context"
-    folder.mkdir(parents=True)
-    document = {"description": "x", "url": guarded.url, "user": "all", "password": "wrong", "inbox_prefix": "_CTX"}
-    (folder / "site.json").write_text(json.dumps(document))
-    client = await connect(NatsSettings(context="site", user="all", password="secret-all"), name="test")
-    assert client.new_inbox().startswith("_CTX.")
-    await client.aclose()
-    (folder / "site.json").write_text(json.dumps({**document, "nsc": "nsc://o/a/u"}))
-    assert "nsc is not supported" in str(await refused(NatsSettings(context="site")))
-    (folder / "site.json").write_text(json.dumps({**document, "url": "nats://secret@host:4222"}))
-    error = await refused(NatsSettings(context="site", user="u", password="p"))
-    assert "site.json: url" in str(error)
-    assert "secret" not in str(error)
-    assert "no such file" in str(await refused(NatsSettings(context="other")))

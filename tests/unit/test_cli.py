@@ -465,10 +465,13 @@ def test_config_check_tells_all_problems_of_all_documents(folder: Path):
     )
 
 
+UNBUILT = "compaction: {retention: {delete_after: 1d}}\n"
+
+
 def test_config_check_tells_what_is_not_built_in_each_document(folder: Path):
-    code, shown, told = check(folder, f"{HEAD}nats: {{jetstream_domain: hub}}\n---\n{HEAD}nats: {{context: prod}}\n")
+    code, shown, told = check(folder, f"{HEAD}{UNBUILT}---\n{HEAD}{UNBUILT}")
     assert (code, shown) == (78, "")
-    assert [line.split(": ")[1] for line in told.splitlines()] == ["f.yaml:3:26", "f.yaml:7:17"]
+    assert [line.split(": ")[1] for line in told.splitlines()] == ["f.yaml:3:40", "f.yaml:7:40"]
 
 
 def test_config_check_warns_and_goes_on(folder: Path):
