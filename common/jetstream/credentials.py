@@ -231,9 +231,12 @@ def explain(error: BaseException, server: str, auth: Credential, settings: NatsS
         return _explain_tls(error, where, settings)
     if is_refusal(text):
         return Refused(f"{where} refused {auth.label}: {text.lower()}", code="E-NATS-AUTH")
+    hint = ""
     if isinstance(error, TimeoutError):
         text = f"no answer within {settings.connect_timeout:g} s"
-    return Unavailable(f"{where} cannot be reached: {text.lower()}", code="E-NATS")
+        if wants_tls(settings) and not settings.tls.handshake_first:  # both sides would wait for the other's first word
+            hint = "nats.tls.handshake_first: true, where the server has handshake_first"
+    return Unavailable(f"{where} cannot be reached: {text.lower()}", hint=hint, code="E-NATS")
 
 
 def _explain_tls(error: ssl.SSLError, where: str, settings: NatsSettings) -> FloeError:
@@ -245,4 +248,6 @@ def _explain_tls(error: ssl.SSLError, where: str, settings: NatsSettings) -> Flo
         kind, hint = Refused, f"the server refused nats.tls.cert {settings.tls.files.cert or '(none given)'}"
     elif said in ("the server offers no tls", "wrong version number"):
         hint = "nats.url: nats:// and no nats.tls; or TLS on the server, with handshake_first as there"
+        if settings.tls.handshake_first:
+            hint = "nats.tls.handshake_first: false, unless the server has handshake_first"
     return kind(f"{where}: tls failed: {said}", hint=hint, code="E-NATS-TLS")

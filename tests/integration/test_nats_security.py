@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import json
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +17,9 @@ from common.jetstream.credentials import is_loopback
 from common.settings.loader import read_secret
 from common.settings.service import NatsSettings
 from common.settings.types import FileSecret
-from infra.local.nats import NatsServer, TlsFiles
+from infra.local.nats import NatsServer
 from tests.support.basics import soon
+from tests.support.identities import Operator, credentials, jwt, key_text, make_certificates, new_key, server_tls
 from tests.support.proxies import TcpProxy
 
 
@@ -126,55 +123,12 @@ async def test_a_token_that_was_changed_is_read_again_when_the_former_is_refused
         assert settings.token.get_secret_value() == "last"
 
 
-def new_key(prefix: int) -> Any:
-    seed = nkeys.encode_seed(os.urandom(32), prefix)
-    return nkeys.from_seed(bytearray(seed))
-
-
-def jwt(claims: dict[str, Any], signer: Any) -> str:
-    def part(document: dict[str, Any]) -> str:
-        return base64.urlsafe_b64encode(json.dumps(document).encode()).decode().rstrip("=")
-
-    text = part({"typ": "JWT", "alg": "ed25519-nkey"}) + "." + part(claims)
-    return text + "." + base64.urlsafe_b64encode(signer.sign(text.encode())).decode().rstrip("=")
-
-
-def credentials(user_jwt: str, user: Any) -> str:
-    return (
-        f"-----BEGIN NATS USER JWT-----\n{user_jwt}\n------END NATS USER JWT------\n\n"
-        f"-----BEGIN USER NKEY SEED-----\n{user.seed.decode()}\n------END USER NKEY SEED------\n"
-    )
-
-
-def key_text(key: Any) -> str:
-    return str(key.public_key.decode())
-
-
-def account(name: str, key: Any, root: Any) -> str:
-    unlimited = dict.fromkeys(("subs", "data", "payload", "imports", "exports", "conn", "leaf"), -1)
-    storage = {"mem_storage": -1, "disk_storage": -1, "streams": -1, "consumer": -1} if name == "A" else {}
-    limits = {**unlimited, **storage, "wildcards": True}
-    nats = {"limits": limits, "type": "account", "version": 2}
-    return jwt({"jti": name, "iat": 1, "iss": key_text(root), "name": name, "sub": key_text(key), "nats": nats}, root)
-
-
 @pytest.fixture
 def operator() -> Iterator[tuple[NatsServer, Any, dict[str, Any], Any]]:
     """A server in operator mode, the key of a user, claims for it, and the account that signs them."""
-    root, system, owner = (
-        new_key(prefix) for prefix in (nkeys.PREFIX_BYTE_OPERATOR, nkeys.PREFIX_BYTE_ACCOUNT, nkeys.PREFIX_BYTE_ACCOUNT)
-    )
-    user, root_key = new_key(nkeys.PREFIX_BYTE_USER), key_text(root)
-    nats = {"type": "operator", "version": 2, "system_account": key_text(system)}
-    root_jwt = jwt({"jti": "o", "iat": 1, "iss": root_key, "name": "O", "sub": root_key, "nats": nats}, root)
-    rights = {"subs": -1, "data": -1, "payload": -1, "type": "user", "version": 2, "pub": {}, "sub": {}}
-    claims = {"jti": "u", "iat": 1, "iss": key_text(owner), "name": "U", "sub": key_text(user), "nats": rights}
-    accounts = "\n".join(
-        f'{key_text(key)}: "{account(name, key, root)}"' for name, key in (("SYS", system), ("A", owner))
-    )
-    config = f"operator: {root_jwt}\nresolver: MEMORY\nresolver_preload: {{\n{accounts}\n}}"
-    with NatsServer(extra=config) as server:
-        yield server, user, claims, owner
+    found = Operator()
+    with NatsServer(extra=found.config()) as server:
+        yield server, found.user, found.claims, found.owner
 
 
 async def test_a_credentials_file_opens_and_may_be_rotated(operator: Any, tmp_path: Path):
@@ -245,72 +199,7 @@ async def test_a_bad_credentials_file_is_named_with_the_reason_and_without_its_c
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A CA, a server's and a client's certificate, another CA, and a certificate for another host."""
-    folder = tmp_path_factory.mktemp("tls")
-
-    def openssl(*args: str) -> None:
-        subprocess.run(["openssl", *args], cwd=folder, check=True, capture_output=True)
-
-    for ca in ("ca", "other"):
-        openssl(
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:P-256",
-            "-nodes",
-            "-keyout",
-            f"{ca}.key",
-            "-out",
-            f"{ca}.pem",
-            "-days",
-            "2",
-            "-subj",
-            f"/CN={ca}",
-        )
-    for name, alternative in (
-        ("server", "IP:127.0.0.1"),
-        ("client", "DNS:client"),
-        ("elsewhere", "DNS:elsewhere.example"),
-    ):
-        openssl(
-            "req",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:P-256",
-            "-nodes",
-            "-keyout",
-            f"{name}.key",
-            "-out",
-            f"{name}.csr",
-            "-subj",
-            f"/CN={name}",
-        )
-        (folder / f"{name}.ext").write_text(f"subjectAltName={alternative}\n")
-        openssl(
-            "x509",
-            "-req",
-            "-in",
-            f"{name}.csr",
-            "-CA",
-            "ca.pem",
-            "-CAkey",
-            "ca.key",
-            "-CAcreateserial",
-            "-out",
-            f"{name}.pem",
-            "-days",
-            "2",
-            "-extfile",
-            f"{name}.ext",
-        )
-    return folder
-
-
-def server_tls(folder: Path, name: str = "server", **more: Any) -> TlsFiles:
-    return TlsFiles(folder / f"{name}.pem", folder / f"{name}.key", folder / "ca.pem", **more)
+    return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.mark.parametrize("first", [False, True])
