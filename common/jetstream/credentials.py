@@ -231,11 +231,12 @@ def explain(error: BaseException, server: str, auth: Credential, settings: NatsS
         return _explain_tls(error, where, settings)
     if is_refusal(text):
         return Refused(f"{where} refused {auth.label}: {text.lower()}", code="E-NATS-AUTH")
-    hint = ""
+    hint, is_silent = "", isinstance(error, TimeoutError) or text.startswith("empty response")
     if isinstance(error, TimeoutError):
         text = f"no answer within {settings.connect_timeout:g} s"
-        if wants_tls(settings) and not settings.tls.handshake_first:  # both sides would wait for the other's first word
-            hint = "nats.tls.handshake_first: true, where the server has handshake_first"
+    if is_silent and wants_tls(settings):  # each side may wait for the other's first word
+        other = "false" if settings.tls.handshake_first else "true"
+        hint = f"nats.tls.handshake_first: {other}, unless the server has it as it is here"
     return Unavailable(f"{where} cannot be reached: {text.lower()}", hint=hint, code="E-NATS")
 
 
@@ -249,5 +250,5 @@ def _explain_tls(error: ssl.SSLError, where: str, settings: NatsSettings) -> Flo
     elif said in ("the server offers no tls", "wrong version number"):
         hint = "nats.url: nats:// and no nats.tls; or TLS on the server, with handshake_first as there"
         if settings.tls.handshake_first:
-            hint = "nats.tls.handshake_first: false, unless the server has handshake_first"
+            hint = "nats.tls.handshake_first: false, unless the server has it as it is here"
     return kind(f"{where}: tls failed: {said}", hint=hint, code="E-NATS-TLS")
