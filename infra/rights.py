@@ -92,7 +92,8 @@ ROLES = (
         "`floe egress run`, `init`",
         (
             Subjects((*_stream("{stream}", *LOOKING), *_consumer("{stream}", *READING, "INFO"))),
-            Subjects((*STATE, *LEASES)),
+            Subjects(STATE),
+            Subjects(LEASES),
             INBOX,
             Subjects(("{kv}.{lease_bucket}.egress.>",), HEARING, listens=True),
             Subjects(("{api}.CONSUMER.NAMES.{stream}", "$JS.ACK.{stream}.>"), "for a work queue or an interest stream"),
@@ -105,7 +106,8 @@ ROLES = (
         "`floe ingress run`",
         (
             Subjects((*_stream("{target}", *MAKING), "{subjects}.>")),
-            Subjects((*STATE, *LEASES)),
+            Subjects(STATE),
+            Subjects(LEASES),
             INBOX,
             Subjects(("{kv}.{lease_bucket}.ingress.>",), HEARING, listens=True),
         ),
@@ -136,7 +138,8 @@ ROLES = (
         "`floe replay`",
         (
             Subjects((*_stream("{copy}", *MAKING), "{copy_subjects}.>")),
-            Subjects((*STATE, *LEASES)),
+            Subjects(STATE),
+            Subjects(LEASES),
             Subjects(_stream("{target}", "INFO"), "to make a bucket with as many replicas"),
             INBOX,
         ),
@@ -147,7 +150,9 @@ ROLES = (
         "`floe drill`, into streams `FLOE_DRILL_…` (permissions know no such prefix: `*`)",
         (
             Subjects(("{api}.STREAM.NAMES", *_stream("*", *MAKING, "DELETE"), *_consumer("*", *READING))),
-            Subjects((*STATE, *LEASES, "_floe_drill.>")),
+            Subjects(("_floe_drill.>",)),
+            Subjects(STATE),
+            Subjects(LEASES),
             INBOX,
         ),
         (EVERYTHING,),
@@ -198,10 +203,12 @@ BEGIN, END = "<!-- rights: begin -->", "<!-- rights: end -->"
 
 
 def _cell(rules: Iterator[Subjects]) -> str:
-    return "; ".join(
-        (f"{rule.only}: " if rule.only else "") + ", ".join(f"`{subject}`" for subject in rule.subjects)
-        for rule in rules
-    )
+    return "; ".join((f"{rule.only}: " if rule.only else "") + _written(rule.subjects) for rule in rules)
+
+
+def _written(subjects: tuple[str, ...]) -> str:
+    named = {STATE: "the bucket `{state_bucket}`", LEASES: "the bucket `{lease_bucket}`"}
+    return named.get(subjects) or ", ".join(f"`{subject}`" for subject in subjects)
 
 
 def page_with_rights(page: str) -> str:
