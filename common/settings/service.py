@@ -131,6 +131,19 @@ class NatsSettings(Section):
             yield f"url.{index}", f"expected each server once, found {self.url[index]} twice"
 
 
+class MonitorTlsSettings(Section):
+    """TLS of the monitor's pages; without a certificate they are served in clear."""
+
+    cert: t.Path = option("", "the certificate of this server; with `key`; empty: HTTP without TLS")
+    key: t.Path = option("", "its private key; with `cert`")
+    client_ca: t.Path = option("", "who signs the certificates of clients; empty: none is asked for")
+
+    def combinations(self) -> Iterator[tuple[str, str]]:
+        yield from self.together("cert", "key")
+        if self.client_ca and not self.cert:
+            yield "client_ca", "expected cert and key beside it, found none"
+
+
 class ServiceSettings(Section):
     """The keys of a service; it adds `monitor`, with a port of its own."""
 

@@ -112,7 +112,8 @@ async def run_workers(config: str, settings: Settings, count: int) -> int:
     workers = [WorkerProcess(index, count, command(config), environment) for index in range(count)]
     crew = Crew(workers, settings.egress.shutdown_timeout, clock, random.SystemRandom())
     health = Health(clock)
-    monitor = Monitor(settings.egress.monitor.listen, health, pages=WorkerPages(health, partial(ask_all, workers)))
+    pages, wanted = WorkerPages(health, partial(ask_all, workers)), settings.egress.monitor
+    monitor = Monitor(wanted.listen, health, pages=pages, tls=wanted.tls)
     monitor.start()
     with closing(monitor):
         return await run_crew(crew, health, clock)
