@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,21 @@ from common.jetstream.api import stream_info
 from common.jetstream.client import connect, frame
 from common.jetstream.credentials import is_loopback
 from common.settings.loader import read_secret
-from common.settings.service import NatsSettings
+from common.settings.service import NatsSettings, NatsTlsSettings
 from common.settings.types import FileSecret
 from infra.local.nats import NatsServer
-from tests.support.basics import soon
-from tests.support.identities import Operator, credentials, jwt, key_text, make_certificates, new_key, server_tls
+from tests.support.basics import PATIENCE, soon
+from tests.support.identities import (
+    Operator,
+    authority,
+    certificate,
+    credentials,
+    jwt,
+    key_text,
+    make_certificates,
+    new_key,
+    server_tls,
+)
 from tests.support.proxies import TcpProxy
 
 
@@ -317,3 +329,82 @@ async def test_a_connection_that_comes_back_without_tls_sends_no_secret(
 )
 def test_only_this_host_is_this_host(peer: object, own: bool):
     assert is_loopback(peer) is own
+
+
+# Files that are replaced
+
+
+async def test_certificates_that_were_replaced_are_read_at_the_next_connect(tmp_path: Path):
+    """Both sides move to another authority; the server does so first."""
+    places = former, later, at_server, at_client = [tmp_path / name for name in ("former", "later", "server", "client")]
+    for folder in places:
+        folder.mkdir()
+    for folder in (former, later):
+        authority(folder)
+        certificate(folder, "server", "IP:127.0.0.1")
+        certificate(folder, "client", "DNS:client")
+
+    def move(source: Path, folder: Path, name: str) -> None:
+        for file in ("ca.pem", f"{name}.pem", f"{name}.key"):
+            shutil.copy(source / file, folder)
+
+    move(former, at_server, "server")
+    move(former, at_client, "client")
+    with NatsServer(tls=server_tls(at_server, verify=True)) as server:
+        files = {"ca": "ca.pem", "cert": "client.pem", "key": "client.key"}
+        tls = {key: str(at_client / name) for key, name in files.items()}
+        client = await connect(NatsSettings(url=server.url, tls=tls), name="test")
+        move(later, at_server, "server")
+        await asyncio.to_thread(server.restart)
+        await soon(lambda: not client.is_up)
+        move(later, at_client, "client")
+        assert await client.wait_up(PATIENCE)
+        assert await stream_info(client, "NONE") is None
+        await client.aclose()
+
+
+async def test_a_credentials_file_that_was_replaced_is_read_when_the_former_is_refused(tmp_path: Path):
+    former, later = Operator(), Operator()
+    path = tmp_path / "floe.creds"
+
+    def write(operator: Operator) -> None:
+        path.write_text(credentials(jwt(operator.claims, operator.owner), operator.user))
+        path.chmod(0o600)
+
+    write(former)
+    with NatsServer(extra=former.config()) as server:
+        client = await connect(NatsSettings(url=server.url, credentials_file=str(path)), name="test")
+        server.extra = later.config()
+        await asyncio.to_thread(server.restart)
+        await soon(lambda: not client.is_up)
+        write(later)
+        assert await client.wait_up(PATIENCE)
+        await client.aclose()
+
+
+# Puppet's layout
+
+
+async def test_the_certificates_of_puppets_agent_open(certificates: Path, tmp_path: Path):
+    agent = {"certs/ca.pem": "ca.pem", "certs/node.pem": "client.pem", "private_keys/node.pem": "client.key"}
+    for name, source in agent.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(certificates / source, tmp_path / name)
+    tls = {"scheme": "puppet", "identity": "node", "ssl_dir": str(tmp_path)}
+    with NatsServer(tls=server_tls(certificates, verify=True)) as server:
+        await (await connect(NatsSettings(url=server.url, tls=tls), name="test")).aclose()
+        missing = str(await refused(NatsSettings(url=server.url, tls={**tls, "identity": "other"})))
+        files = f"{tmp_path}/certs/other.pem with key {tmp_path}/private_keys/other.pem"
+        assert missing.startswith(f"nats.tls.cert {files}: no such file")
+
+
+def test_puppets_layout_has_defaults_and_excludes_the_three_files():
+    files = NatsTlsSettings(scheme="puppet").files
+    assert files.ca == "/etc/puppetlabs/puppet/ssl/certs/ca.pem"
+    assert files.cert == f"/etc/puppetlabs/puppet/ssl/certs/{socket.gethostname().lower()}.pem"
+    with pytest.raises(ValueError, match="cert: expected none beside scheme puppet"):
+        NatsTlsSettings(scheme="puppet", cert="/c.pem", key="/k.pem")
+    with pytest.raises(ValueError, match="identity: expected none beside scheme files"):
+        NatsTlsSettings(identity="node")
+    with pytest.raises(ValueError, match="without a slash"):
+        NatsTlsSettings(scheme="puppet", identity="../x")
