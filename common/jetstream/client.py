@@ -84,8 +84,9 @@ async def connect(
                 raise no_headers()
             return client
         except BaseException as error:
+            cause = client.cause(error)
             await client.aclose()
-            problem = credentials.explain(error, servers[0], auth, settings)
+            problem = credentials.explain(cause, servers[0], auth, settings)
             if isinstance(problem, Refused) and problem.code == "E-NATS-AUTH" and auth.renew() != shown:
                 continue
             pause = backoff.next()
@@ -332,6 +333,12 @@ class FloeClient(Client):
         await self._on_reconnected()
         self._inbox = self.new_inbox().encode() + b"."
         await self.subscribe_raw((self._inbox + b"*").decode(), self._requests.sink)
+
+    def cause(self, error: BaseException) -> BaseException:
+        """What the server said of a certificate, where `error` only says that the connection was lost meanwhile."""
+        reader = getattr(self._transport, "_io_reader", None)
+        found = reader.exception() if reader is not None else None
+        return found if isinstance(error, OSError) and isinstance(found, ssl.SSLError) else error
 
     @property
     def ssl_context(self) -> ssl.SSLContext:

@@ -30,6 +30,7 @@ from infra.local.seaweedfs import SeaweedFS, SignedClient
 from tests.scenarios.load import client_of, make_stream, publish
 from tests.scenarios.processes import run_floe
 from tests.scenarios.world import TARGET, World
+from tests.support import canaries
 from tests.support.basics import SharedS3, soon
 from tests.support.ingress import count_in
 from tests.support.proxies import Answer, Exchange, FaultProxy
@@ -63,6 +64,7 @@ def limited() -> Iterator[SeaweedFS]:
     policies = {role: json.loads((RIGHTS / f"s3-{role}.json").read_text()) for role in ROLES}
     with SeaweedFS(policies=policies) as server:
         server.create_bucket("floe")
+        canaries.note(server.secret_key, *(secret for _, secret in server.keys.values()))
         yield server
 
 

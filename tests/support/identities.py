@@ -13,10 +13,12 @@ from typing import Any
 import nkeys
 
 from infra.local.nats import TlsFiles
+from tests.support import canaries
 
 
 def new_key(prefix: int) -> Any:
     seed = nkeys.encode_seed(os.urandom(32), prefix)
+    canaries.note(bytes(seed).decode())
     return nkeys.from_seed(bytearray(seed))
 
 
