@@ -37,7 +37,7 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True)
-class Subjects:
+class SubjectRights:
     """Subjects that a role publishes or subscribes to; `only`: when it needs them, empty for always."""
 
     subjects: tuple[str, ...]
@@ -46,7 +46,7 @@ class Subjects:
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class KeyRights:
     """S3 actions on keys below the prefix; with `*` for any text. `lists`: keys are listed, too."""
 
     actions: tuple[str, ...]
@@ -59,8 +59,8 @@ class RoleRights:
 
     name: str
     what: str
-    nats: tuple[Subjects, ...]
-    s3: tuple[Keys, ...]
+    nats: tuple[SubjectRights, ...]
+    s3: tuple[KeyRights, ...]
     listed: tuple[str, ...] = ("",)
 
 
@@ -79,11 +79,11 @@ def _kv(bucket: str) -> tuple[str, ...]:
 STATE, LEASES = _kv("{state_bucket}"), _kv("{lease_bucket}")
 LOOKING, MAKING = ("INFO", "MSG.GET"), ("INFO", "CREATE", "MSG.GET")
 READING = ("CREATE", "MSG.NEXT", "DELETE")
-INBOX = Subjects(("{inbox}.>",), listens=True)
+INBOX = SubjectRights(("{inbox}.>",), listens=True)
 HEARING = "to hear at once of a lease that is released"
 
 GET, PUT, DELETE = ("s3:GetObject",), ("s3:PutObject", "s3:AbortMultipartUpload"), ("s3:DeleteObject",)
-EVERYTHING = Keys(GET, ("*",))
+EVERYTHING = KeyRights(GET, ("*",))
 SITE = ("site={site}/*", "_floe/site={site}/*", "_floe/tails/*", "_floe/alive/{site}/*")
 
 ROLES = (
@@ -91,27 +91,29 @@ ROLES = (
         "egress",
         "`floe egress run`, `init`",
         (
-            Subjects((*_stream("{stream}", *LOOKING), *_consumer("{stream}", *READING, "INFO"))),
-            Subjects(STATE),
-            Subjects(LEASES),
+            SubjectRights((*_stream("{stream}", *LOOKING), *_consumer("{stream}", *READING, "INFO"))),
+            SubjectRights(STATE),
+            SubjectRights(LEASES),
             INBOX,
-            Subjects(("{kv}.{lease_bucket}.egress.>",), HEARING, listens=True),
-            Subjects(("{api}.CONSUMER.NAMES.{stream}", "$JS.ACK.{stream}.>"), "for a work queue or an interest stream"),
+            SubjectRights(("{kv}.{lease_bucket}.egress.>",), HEARING, listens=True),
+            SubjectRights(
+                ("{api}.CONSUMER.NAMES.{stream}", "$JS.ACK.{stream}.>"), "for a work queue or an interest stream"
+            ),
         ),
-        (Keys((*GET, *PUT), SITE),),
+        (KeyRights((*GET, *PUT), SITE),),
         SITE,
     ),
     RoleRights(
         "ingress",
         "`floe ingress run`",
         (
-            Subjects((*_stream("{target}", *MAKING), "{subjects}.>")),
-            Subjects(STATE),
-            Subjects(LEASES),
+            SubjectRights((*_stream("{target}", *MAKING), "{subjects}.>")),
+            SubjectRights(STATE),
+            SubjectRights(LEASES),
             INBOX,
-            Subjects(("{kv}.{lease_bucket}.ingress.>",), HEARING, listens=True),
+            SubjectRights(("{kv}.{lease_bucket}.ingress.>",), HEARING, listens=True),
         ),
-        (EVERYTHING, Keys(PUT, ("_floe/ingress/*",))),
+        (EVERYTHING, KeyRights(PUT, ("_floe/ingress/*",))),
     ),
     RoleRights(
         "compaction",
@@ -119,28 +121,32 @@ ROLES = (
         (),
         (
             EVERYTHING,
-            Keys((*PUT, *DELETE), ("site=*", "_floe/tombstones/*", "_floe/site=*/probe/*")),
-            Keys(DELETE, ("_floe/site=*/state/*",)),
+            KeyRights((*PUT, *DELETE), ("site=*", "_floe/tombstones/*", "_floe/site=*/probe/*")),
+            KeyRights(DELETE, ("_floe/site=*/state/*",)),
         ),
     ),
     RoleRights(
         "operator",
         "`floe status`, `checkpoint`, `chain`, `gap`, `parked`, `segments`",
-        (Subjects((*_stream("{target}", *LOOKING), *_consumer("{target}", *READING))), Subjects(STATE), INBOX),
+        (
+            SubjectRights((*_stream("{target}", *LOOKING), *_consumer("{target}", *READING))),
+            SubjectRights(STATE),
+            INBOX,
+        ),
         (
             EVERYTHING,
-            Keys(PUT, ("_floe/site=*/gaps/*", "_floe/ingress/*", "_floe/quarantine/*")),
-            Keys(DELETE, ("site=*",)),
+            KeyRights(PUT, ("_floe/site=*/gaps/*", "_floe/ingress/*", "_floe/quarantine/*")),
+            KeyRights(DELETE, ("site=*",)),
         ),
     ),
     RoleRights(
         "replay",
         "`floe replay`",
         (
-            Subjects((*_stream("{copy}", *MAKING), "{copy_subjects}.>")),
-            Subjects(STATE),
-            Subjects(LEASES),
-            Subjects(_stream("{target}", "INFO"), "to make a bucket with as many replicas"),
+            SubjectRights((*_stream("{copy}", *MAKING), "{copy_subjects}.>")),
+            SubjectRights(STATE),
+            SubjectRights(LEASES),
+            SubjectRights(_stream("{target}", "INFO"), "to make a bucket with as many replicas"),
             INBOX,
         ),
         (EVERYTHING,),
@@ -149,10 +155,10 @@ ROLES = (
         "drill",
         "`floe drill`, into streams `FLOE_DRILL_…` (permissions know no such prefix: `*`)",
         (
-            Subjects(("{api}.STREAM.NAMES", *_stream("*", *MAKING, "DELETE"), *_consumer("*", *READING))),
-            Subjects(("_floe_drill.>",)),
-            Subjects(STATE),
-            Subjects(LEASES),
+            SubjectRights(("{api}.STREAM.NAMES", *_stream("*", *MAKING, "DELETE"), *_consumer("*", *READING))),
+            SubjectRights(("_floe_drill.>",)),
+            SubjectRights(STATE),
+            SubjectRights(LEASES),
             INBOX,
         ),
         (EVERYTHING,),
@@ -202,7 +208,7 @@ _ANY = "*"
 BEGIN, END = "<!-- rights: begin -->", "<!-- rights: end -->"
 
 
-def _cell(rules: Iterator[Subjects]) -> str:
+def _cell(rules: Iterator[SubjectRights]) -> str:
     return "; ".join((f"{rule.only}: " if rule.only else "") + _written(rule.subjects) for rule in rules)
 
 

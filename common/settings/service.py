@@ -32,7 +32,7 @@ class StartSettings(Section):
             yield found[1], f"expected at most one of the start keys, found {' and '.join(found)}"
 
 
-_TOKEN = re.compile(r"[^\s.*>\x00-\x1f\x7f]{1,255}")
+_TOKEN = re.compile(r"[^\s.*>/\\\x00-\x1f\x7f]{1,255}")
 NatsUrl = Annotated[t.Text, t.host_url(("nats", "tls"), "user and password_file"), t.TypeName("URL")]
 
 
@@ -96,8 +96,8 @@ class NatsSettings(Section):
     allow_plaintext: t.Flag = option(
         False, "send user, password or token without TLS to another host; whoever listens on the way has them"
     )
-    jetstream_domain: Annotated[t.Text, t.matching(_TOKEN, "a domain: no space . * >"), t.TypeName("name")] = option(
-        "", "the JetStream domain in which the streams and buckets are"
+    jetstream_domain: Annotated[t.Text, t.matching(_TOKEN, "a domain: no space . * > / or \\"), t.TypeName("name")] = (
+        option("", "the JetStream domain in which the streams and buckets are")
     )
     jetstream_api_prefix: t.Subject = option(
         "", "instead of a domain: what stands for `$JS.API`, where another account exports its API"
