@@ -20,6 +20,8 @@ from click.testing import CliRunner
 
 import floe
 from common.errors import AnotherWriter, ConfigError, LeaseLost, Refused, SegmentCorrupt, Stopped, UsageError
+from common.open import load_settings
+from common.service import exits
 from common.service.cli import (
     Duration,
     SequenceType,
@@ -31,6 +33,7 @@ from common.service.cli import (
     run_command,
     table,
 )
+from egress.workers.supervisor import command
 from infra.local.process import spawn
 from tests.support.basics import PATIENCE
 
@@ -517,3 +520,27 @@ def test_config_check_of_a_missing_file_is_a_line(folder: Path):
         78,
         "error[E-CONFIG]: none.yaml: expected a file that can be read, found: no such file or directory\n",
     )
+
+
+def test_hints_and_workers_go_on_in_the_context_of_the_command_line(folder: Path):
+    (folder / "f.yaml").write_text(
+        f"{HEAD}nats: {{url: nats://other:4222, user: u, password: p, connect_timeout: 9s}}\n"
+    )
+    seen: list[object] = []
+
+    @click.command()
+    @config_option
+    @run_command
+    async def shown(config: str) -> None:
+        settings = load_settings(config, quiet=True)
+        for nats in (settings.nats, settings.nats_for("egress"), settings.nats_for("ingress")):
+            seen.append((nats.context, nats.url, nats.user, nats.connect_timeout))
+        seen.append((exits.command("status"), command(config)[-4:]))
+
+    assert CliRunner().invoke(shown, ["-c", "f.yaml", "--context", "a b"]).exit_code == 0
+    hint = f"floe status -c {folder}/f.yaml --context 'a b'"
+    assert seen == [("a b", ("nats://127.0.0.1:4222",), "", 9.0)] * 3 + [(hint, ["-c", "f.yaml", "--context", "a b"])]
+    seen.clear()
+    assert CliRunner().invoke(shown, ["-c", "f.yaml"]).exit_code == 0
+    assert seen[0] == ("", ("nats://other:4222",), "u", 9.0)
+    assert seen[3] == (f"floe status -c {folder}/f.yaml", ["egress", "run", "-c", "f.yaml"])
