@@ -18,7 +18,8 @@ from typing import Any
 class Names:
     """What the rights are about. `subjects`: what subjects of the target begin with; `copy`: a stream to replay into.
 
-    `api`: `$JS.API`, or with a domain `$JS.{domain}.API`; `kv`: `$KV`, or with a domain `$JS.{domain}.API.$KV`.
+    `domain`: the JetStream domain that is asked for. A server inside it takes the domain off a subject before it
+    judges; `outside`, if not empty: the connection is to one that does not.
     """
 
     site: str = "us-east"
@@ -31,9 +32,20 @@ class Names:
     state_bucket: str = "FLOE_STATE"
     bucket: str = "floe"
     prefix: str = "data"
-    api: str = "$JS.API"
-    kv: str = "$KV"
+    domain: str = ""
+    outside: str = ""
     inbox: str = "_INBOX"
+
+    def filled(self, text: str) -> str:
+        """`text` with the names in place of `{name}`, and what the domain makes of `{api}`, `{kv}` and `{acks}`."""
+        api = f"$JS.{self.domain}.API"
+        plain = {"api": "$JS.API", "kv": "$KV", "heard": f"{api}.$KV" if self.domain else "$KV"}
+        acks = "$JS.ACK" if self.domain else f"$JS.ACK.{self.stream}"  # with one, domain and account stand in between
+        asked = {**plain, "api": api, "kv": f"{api}.$KV"} if self.domain and self.outside else plain
+        names = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name, value in {**asked, "acks": acks, **names}.items():
+            text = text.replace(f"{{{name}}}", value)
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +59,7 @@ class SubjectRights:
 
 @dataclass(frozen=True, slots=True)
 class KeyRights:
-    """S3 actions on keys below the prefix; with `*` for any text. `lists`: keys are listed, too."""
+    """S3 actions on keys below the prefix; with `*` for any text."""
 
     actions: tuple[str, ...]
     keys: tuple[str, ...]
@@ -76,6 +88,11 @@ def _kv(bucket: str) -> tuple[str, ...]:
     return (*_stream(f"KV_{bucket}", "INFO", "CREATE", "MSG.GET"), f"{{kv}}.{bucket}.>")
 
 
+def _hearing(role: str) -> tuple[str, ...]:
+    """With a domain both are listened to, wherever the server is."""
+    return (f"$KV.{{lease_bucket}}.{role}.>", f"{{heard}}.{{lease_bucket}}.{role}.>")
+
+
 STATE, LEASES = _kv("{state_bucket}"), _kv("{lease_bucket}")
 LOOKING, MAKING = ("INFO", "MSG.GET"), ("INFO", "CREATE", "MSG.GET")
 READING = ("CREATE", "MSG.NEXT", "DELETE")
@@ -95,10 +112,8 @@ ROLES = (
             SubjectRights(STATE),
             SubjectRights(LEASES),
             INBOX,
-            SubjectRights(("{kv}.{lease_bucket}.egress.>",), HEARING, listens=True),
-            SubjectRights(
-                ("{api}.CONSUMER.NAMES.{stream}", "$JS.ACK.{stream}.>"), "for a work queue or an interest stream"
-            ),
+            SubjectRights(_hearing("egress"), HEARING, listens=True),
+            SubjectRights(("{api}.CONSUMER.NAMES.{stream}", "{acks}.>"), "for a work queue or an interest stream"),
         ),
         (KeyRights((*GET, *PUT), SITE),),
         SITE,
@@ -111,7 +126,7 @@ ROLES = (
             SubjectRights(STATE),
             SubjectRights(LEASES),
             INBOX,
-            SubjectRights(("{kv}.{lease_bucket}.ingress.>",), HEARING, listens=True),
+            SubjectRights(_hearing("ingress"), HEARING, listens=True),
         ),
         (EVERYTHING, KeyRights(PUT, ("_floe/ingress/*",))),
     ),
@@ -166,12 +181,6 @@ ROLES = (
 )
 
 
-def _filled(text: str, names: Names) -> str:
-    for each in fields(names):
-        text = text.replace(f"{{{each.name}}}", getattr(names, each.name))
-    return text
-
-
 def nats_conf(role: RoleRights, names: Names) -> str:
     """Permissions to include in a user of nats-server; what is needed only sometimes stands last, with its reason."""
     lines = [f"# {role.name}: {role.what}", "permissions: {"]
@@ -179,7 +188,7 @@ def nats_conf(role: RoleRights, names: Names) -> str:
         lines.append(f"  {word}: {{ allow: [")
         for rule in sorted((rule for rule in role.nats if rule.listens is listens), key=lambda rule: bool(rule.only)):
             lines += [f"    # {rule.only}"] if rule.only else []
-            lines += [f'    "{_filled(subject, names)}"' for subject in rule.subjects]
+            lines += [f'    "{each}"' for each in dict.fromkeys(map(names.filled, rule.subjects))]
         lines.append("  ] }")
     return "\n".join([*lines, "}", ""])
 
@@ -187,11 +196,11 @@ def nats_conf(role: RoleRights, names: Names) -> str:
 def s3_policy(role: RoleRights, names: Names) -> dict[str, Any]:
     """The policy as Amazon S3, MinIO and SeaweedFS read it."""
     arn, base = f"arn:aws:s3:::{names.bucket}", f"{names.prefix}/" if names.prefix else ""
-    listed = [f"{base}{_filled(each, names).removesuffix('*')}*" for each in role.listed]
+    listed = [f"{base}{names.filled(each).removesuffix('*')}*" for each in role.listed]
     listing = {"Effect": "Allow", "Action": ["s3:ListBucket"], "Resource": [arn]}
     statements = [{**listing, "Condition": {"StringLike": {"s3:prefix": listed}}}]
     for rule in role.s3:
-        resources = [f"{arn}/{base}{_filled(key, names)}" for key in rule.keys]
+        resources = [f"{arn}/{base}{names.filled(key)}" for key in rule.keys]
         statements.append({"Effect": "Allow", "Action": list(rule.actions), "Resource": resources})
     return {"Version": "2012-10-17", "Statement": statements}
 
@@ -238,10 +247,13 @@ def page_with_rights(page: str) -> str:
 
 def main(words: list[str]) -> None:
     """Write the files into the folder that the first word names; the others are names."""
+    known = [each.name for each in fields(Names)]
+    given = dict(word.partition("=")[::2] for word in words[1:])
+    if not words or not given.keys() <= set(known):
+        sys.exit(f"python -m infra.rights FOLDER [NAME=VALUE …]: expected names of {' '.join(known)}")
     folder = Path(words[0])
     folder.mkdir(parents=True, exist_ok=True)
-    names = Names(**dict(word.split("=", 1) for word in words[1:]))
-    for name, content in rights_files(names):
+    for name, content in rights_files(Names(**given)):
         (folder / name).write_text(content)
 
 

@@ -32,6 +32,7 @@ from common.jetstream.credentials import Credential, reason
 from common.jetstream.protocol import FrameParser, Sink, WireError, check_subject, frame
 from common.jetstream.requests import NOBODY, Answer, ApiError, Requests, api_answer
 from common.service.logs import get_logger
+from common.settings.service import API_PREFIX
 from common.tasks import Tell, guarded, orphaned, wait_for, within
 
 if TYPE_CHECKING:
@@ -542,6 +543,13 @@ class FloeClient(Client):
         self._refusals[subject] = text
         if (refused := self.refusal(subject)) is not None:
             self._requests.fail(refused, None if subject == self._inbox + b"*" else subject)
+            self._requests.fail(refused, self._with_prefix(subject))
+
+    def _with_prefix(self, subject: bytes) -> bytes:
+        """What was asked, of what a server inside the domain makes of it before it judges."""
+        prefix = self.api_prefix.encode()
+        is_api = subject.startswith(API_PREFIX.encode() + b".")
+        return prefix + (subject.removeprefix(API_PREFIX.encode()) if is_api else b"." + subject)
 
     async def _on_error(self, error: Exception) -> None:
         """A failed attempt to connect: told once for each new reason, not twice a second for an hour."""

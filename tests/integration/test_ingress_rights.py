@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import yaml
 
-from common.jetstream.api import create_stream
+from common.errors import Refused
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, connect
+from common.jetstream.kv import KeyValue
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
 from infra.rights import Names, main, page_with_rights, rights_files
 from tests.support.basics import soon
 from tests.support.commands import configuration, floe
+from tests.support.domains import hub_and_leaf
 from tests.support.egress import Bench
 from tests.support.ingress import Archive, Centre, check_exact, rows_of
 
@@ -158,6 +161,36 @@ async def test_egress_freezes_with_the_rights_of_its_file(server: NatsServer, tm
     await client.aclose()
 
 
+def as_egress(server: NatsServer, *names: str) -> str:
+    """The users of a server, one of them egress with rights that are made for these names."""
+    main([str(server.folder), *names])
+    egress = "{ user: egress, password: secret\ninclude nats-egress.conf\n}"
+    return f"authorization {{ users: [ {{user: all, password: secret}}\n{egress} ] }}"
+
+
+@pytest.mark.parametrize("inside", [True, False])
+async def test_egress_freezes_with_the_rights_that_are_made_for_a_domain(tmp_path: Path, inside: bool) -> None:
+    """Connected to the hub: a server inside the domain hub, or outside of the domain leaf."""
+    domain = "hub" if inside else "leaf"
+    names = [f"domain={domain}", *([] if inside else ["outside=yes"])]
+    with hub_and_leaf(lambda hub: as_egress(hub, *names)) as (hub, leaf):
+        client = await everything(hub if inside else leaf)
+        bench = Bench(hub.url, tmp_path, client, "FLOE_LEASES", "FLOE_STATE")
+        await create_stream(client, {"name": "NODES", "subjects": ["NODES.>"], "retention": "workqueue"})
+        nats = {"user": "egress", "password": "secret", "jetstream_domain": domain}
+        async with bench.egress({"stream": "NODES"}, nats=nats):
+            await bench.publish("NODES", (b"%d" % n for n in range(300)))
+            await bench.archived_to("NODES", 300)
+        assert violations(hub) == []
+        found = await connect(NatsSettings(url=hub.url, **nats), name="test")
+        with pytest.raises(Refused, match=r"permissions violation for publish .*STREAM.INFO.OTHER"):
+            await stream_info(found, "OTHER")
+        with pytest.raises(Refused, match=r"permissions violation for publish .*KV.OTHER.a"):
+            await KeyValue(found, "OTHER").put("a", b"")
+        await found.aclose()
+        await client.aclose()
+
+
 def test_the_files_and_the_page_are_those_of_the_table() -> None:
     files = dict(rights_files(Names()))
     assert {path.name: path.read_text() for path in RIGHTS.iterdir()} == files, "python -m infra.rights infra/rights"
@@ -173,8 +206,8 @@ def test_the_files_can_be_made_for_other_names(tmp_path: Path) -> None:
             "stream=S",
             "bucket=archive",
             "prefix=",
-            "api=$JS.hub.API",
-            "kv=$JS.hub.API.$KV",
+            "domain=hub",
+            "outside=yes",
         ]
     )
     conf = (tmp_path / "nats-egress.conf").read_text()
@@ -182,4 +215,6 @@ def test_the_files_can_be_made_for_other_names(tmp_path: Path) -> None:
     assert '"$JS.hub.API.$KV.FLOE_STATE.>"' in conf
     policy = (tmp_path / "s3-egress.json").read_text()
     assert '"arn:aws:s3:::archive/site=eu-west/*"' in policy
+    with pytest.raises(SystemExit, match="expected names of site stream"):
+        main([str(tmp_path), "sites=x"])
     assert "{" not in conf.replace("{ allow", "").replace("permissions: {", "")
