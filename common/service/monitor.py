@@ -24,8 +24,8 @@ from prometheus_client.exposition import choose_encoder
 
 from common.clock import Clock, SystemClock
 from common.errors import ConfigError, FloeError, Unavailable
-from common.service.logs import escaped, get_logger
-from common.service.metrics import REGISTRY, version
+from common.logs import escaped, get_logger
+from common.metrics import REGISTRY, version
 from common.settings.types import parse_listen
 from common.tasks import told
 

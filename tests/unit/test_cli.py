@@ -19,10 +19,8 @@ import pytest
 from click.testing import CliRunner
 
 import floe
-from common.errors import AnotherWriter, ConfigError, LeaseLost, Refused, SegmentCorrupt, Stopped, UsageError
-from common.open import load_settings
-from common.service import exits
-from common.service.cli import (
+from common import exits
+from common.cli import (
     Duration,
     SequenceType,
     Size,
@@ -33,6 +31,8 @@ from common.service.cli import (
     run_command,
     table,
 )
+from common.errors import AnotherWriter, ConfigError, LeaseLost, Refused, SegmentCorrupt, Stopped, UsageError
+from common.open import load_settings
 from egress.workers.supervisor import command
 from infra.local.process import spawn
 from tests.support.basics import PATIENCE
@@ -284,7 +284,7 @@ def test_a_traceback_is_shown_only_where_it_is_asked_for(monkeypatch: pytest.Mon
 SCRIPT = """
 import sys, time
 import click, floe
-from common.service.cli import run_command
+from common.cli import run_command
 
 @floe.cli.command("body")
 @run_command
