@@ -24,7 +24,7 @@ import click
 
 from common.chain import Chain
 from common.errors import UsageError
-from common.exits import end_with
+from common.exits import CONTEXT, end_with
 from common.logs import escaped
 from common.sequences import MAX_SEQUENCE
 from common.settings.types import parse_duration, parse_size
@@ -119,10 +119,32 @@ def _is_numeric(values: list[object]) -> bool:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: `-c FILE`; the command gets `config: str`.
-config_option = click.option(
-    "-c", "--config", envvar="FLOE_CONFIG", show_envvar=True, required=True, metavar="FILE", help="The configuration."
-)
+
+def config_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`-c FILE` and `--context NAME`; the command gets `config: str`, and `load_settings` heeds the context."""
+
+    def keep(ctx: click.Context, _param: click.Parameter, name: str) -> None:
+        ctx.meta[CONTEXT] = name
+
+    context = click.option(
+        "--context",
+        default="",
+        expose_value=False,
+        callback=keep,
+        metavar="NAME",
+        help="A context of the `nats` command, for the connections to NATS in place of `nats` of the configuration.",
+    )
+    file = click.option(
+        "-c",
+        "--config",
+        envvar="FLOE_CONFIG",
+        show_envvar=True,
+        required=True,
+        metavar="FILE",
+        help="The configuration.",
+    )
+    return file(context(command))
+
 
 #: `--json`; the command gets `as_json: bool`.
 json_option = click.option("-j", "--json", "as_json", is_flag=True, help="Print JSON.")

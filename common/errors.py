@@ -57,6 +57,8 @@ class ConfigError(FloeError):
         self.problems = problems
 
     def line(self) -> str:
+        if len(self.problems) == 1:
+            return super().line()
         return "\n".join(FloeError(problem, code=self.code).line() for problem in self.problems) + (
             f"\n{self.hint}" if self.hint else ""
         )

@@ -117,11 +117,20 @@ def _discard_output() -> None:
 
 
 _source = _path = "site.yaml"  # until something is read from a file
+_context = ""
+CONTEXT = "floe.context"  # of the option, in what click keeps for a call
 
 
 def remember(path: str) -> None:
-    global _source, _path
-    _source, _path = path, os.path.abspath(path)
+    """The configuration was read from `path`, to be used in the context that was asked for. The last call wins."""
+    global _source, _path, _context
+    _source, _path, _context = path, os.path.abspath(path), asked_context()
+
+
+def asked_context() -> str:
+    """What `--context` names; empty without it."""
+    called = click.get_current_context(silent=True)
+    return "" if called is None else str(called.meta.get(CONTEXT, ""))
 
 
 def source() -> str:
@@ -137,5 +146,6 @@ def ways(*found: str | tuple[str, ...]) -> str:
 
 
 def command(words: str, *rest: str) -> str:
-    """`floe {words} -c FILE {rest}`; the file is quoted for a shell, with a path that works from any folder."""
-    return " ".join(["floe", words, "-c", shlex.quote(_path), *filter(None, rest)])
+    """`floe {words} -c FILE {rest}`, the file quoted for a shell and found from any folder; in the same context."""
+    context = ["--context", shlex.quote(_context)] if _context else []
+    return " ".join(["floe", words, "-c", shlex.quote(_path), *context, *filter(None, rest)])

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 def load_settings(path: str, *, quiet: bool = False) -> Settings:
-    """Reads the configuration at `path` and sets up logs as it says. Raises ConfigError.
+    """The configuration at `path`, in the context that `--context` names, with logs set up as it says.
+
+    Raises ConfigError.
 
     `quiet`: for a command that ends by itself and prints its result; where the configuration names no level, it logs
     from warning up (`--debug` still counts).
@@ -22,7 +24,7 @@ def load_settings(path: str, *, quiet: bool = False) -> Settings:
     from common.settings import loader
 
     document = loader.load_document(path)
-    settings = document.settings
+    settings = document.settings.in_context(exits.asked_context())
     exits.remember(path)
     is_named = "level" in settings.log.model_fields_set
     level = "warning" if quiet and not is_named and not exits.is_debug() else settings.log.level

@@ -72,9 +72,10 @@ async def serve(settings: Settings, *, tuning: Tuning | None = None, place: Work
     require_feeds(settings.egress.feeds)
     clock = SystemClock()
     health = Health(clock)
-    listen = settings.egress.monitor.listen
+    wanted = settings.egress.monitor
     # The parent alone reads the monitor of a worker, and has one of its own if any.
-    monitor = Monitor("127.0.0.1:0" if place and listen else listen, health)
+    is_inner = place is not None and bool(wanted.listen)
+    monitor = Monitor("127.0.0.1:0", health) if is_inner else Monitor(wanted.listen, health, tls=wanted.tls)
     monitor.start()
     with closing(monitor):
         async with stop_of(place, monitor.port) as stop:

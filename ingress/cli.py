@@ -29,7 +29,7 @@ async def run(config: str) -> None:
 
     settings, clock = load_settings(config), SystemClock()
     health = Health(clock)
-    monitor = Monitor(settings.ingress.monitor.listen, health)
+    monitor = Monitor(settings.ingress.monitor.listen, health, tls=settings.ingress.monitor.tls)
     store = open_store(settings)
     controller = Controller(settings, store, open_chains(settings), health, clock)
     monitor.start()

@@ -15,6 +15,7 @@ from common import logs
 from common.errors import FloeError
 from infra.local.nats import NatsCluster, NatsServer
 from infra.local.seaweedfs import SeaweedFS
+from tests.support import canaries
 from tests.support.basics import SharedS3, problems_of
 
 if TYPE_CHECKING:
@@ -42,6 +43,20 @@ settings.load_profile("floe")
 # Files of whole worlds: minutes of processes and servers. They begin early and spread between the other
 # files, so that neither three of them meet nor one is begun last and the other processes wait for it.
 _WORLDS = ("acceptance", "crash")
+
+
+canaries.watch()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[Any]:
+    """A test fails where what was captured of it, its log included, holds a secret."""
+    report = yield
+    telling = [title for title, text in report.sections if canaries.shows_secret(text)]
+    report.sections = [(title, text) for title, text in report.sections if title not in telling]
+    if any(title.endswith(report.when) for title in telling):
+        report.outcome, report.longrepr = "failed", f"a secret is shown: {', '.join(telling)}"
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -93,6 +108,7 @@ def nats_url(nats_server: NatsServer) -> str:
 @pytest.fixture(scope="session")
 def s3() -> Iterator[SharedS3]:
     with SeaweedFS() as server:
+        canaries.note(server.secret_key, server.reader_secret_key)
         yield SharedS3(server)
 
 

@@ -27,11 +27,13 @@ from nats.aio.transport import TcpTransport
 from common.clock import Backoff, Clock, SystemClock, doubling
 from common.errors import ConfigError, OutcomeUnknown, Refused, Unavailable
 from common.jetstream import credentials
+from common.jetstream.context import with_context
 from common.jetstream.credentials import Credential, reason
 from common.jetstream.protocol import FrameParser, Sink, WireError, check_subject, frame
 from common.jetstream.requests import NOBODY, Answer, ApiError, Requests, api_answer
 from common.logs import get_logger
 from common.metrics import counter, gauge
+from common.settings.service import API_PREFIX
 from common.tasks import Tell, guarded, orphaned, wait_for, within
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ async def connect(
     `name` is what the server shows of this connection. Raises Unavailable where no server answers in time, Refused for
     a credential or certificate that is refused, ConfigError for TLS that cannot work and for a server without headers.
     """
-    clock, rng, settings = clock or SystemClock(), rng or random.SystemRandom(), credentials.with_context(settings)
+    clock, rng, settings = clock or SystemClock(), rng or random.SystemRandom(), with_context(settings)
     auth = credentials.credential(settings, clock)
     credentials.tls_context(settings)
     if settings.tls.insecure:
@@ -86,8 +88,9 @@ async def connect(
                 raise no_headers()
             return client
         except BaseException as error:
+            cause = client.cause(error)
             await client.aclose()
-            problem = credentials.explain(error, servers[0], auth, settings)
+            problem = credentials.explain(cause, servers[0], auth, settings)
             if isinstance(problem, Refused) and problem.code == "E-NATS-AUTH" and auth.renew() != shown:
                 continue
             pause = backoff.next()
@@ -106,14 +109,19 @@ def no_headers() -> ConfigError:
 
 
 class RawSubscription:
-    """A subscription whose messages go to a sink; it outlives reconnects."""
+    """A subscription whose messages go to a sink, or several; it outlives reconnects."""
 
-    def __init__(self, client: FloeClient, sid: int, subject: str) -> None:
-        self._client, self._sid, self.subject = client, sid, subject
+    def __init__(self, client: FloeClient, *sids: int) -> None:
+        self._client, self._sids = client, sids
+
+    def joined(self, other: RawSubscription) -> RawSubscription:
+        """This one and another of the same connection, ended together."""
+        return RawSubscription(self._client, *self._sids, *other._sids)
 
     async def unsubscribe(self) -> None:
-        """No message reaches the sink after this."""
-        self._client.drop(self._sid)
+        """End it: no message reaches the sink any more."""
+        for sid in self._sids:
+            self._client.drop(sid)
 
 
 class FloeClient(Client):
@@ -130,7 +138,7 @@ class FloeClient(Client):
         super().__init__()
         self.generation, self.clock, self._settings, self._auth = 0, clock, settings, auth
         self._backoff = Backoff(rng, doubling(FIRST_PAUSE * 2, LONGEST_PAUSE))
-        self._interval, self._domain = ping_interval, settings.jetstream_domain
+        self._interval, self.api_prefix = ping_interval, settings.api_prefix
         self._sinks: dict[bytes, Sink] = {}
         self._owners: dict[bytes, Tell] = {}
         parser = FrameParser(self._sinks, self._on_message, self._on_line, self._on_broken)
@@ -243,7 +251,8 @@ class FloeClient(Client):
         return api_answer(subject, answer)
 
     def api_subject(self, name: str) -> str:
-        return f"$JS.{self._domain}.API.{name}" if self._domain else f"$JS.API.{name}"
+        """The subject of the JetStream API call `name`, such as `CONSUMER.MSG.NEXT.S.C`, in this domain."""
+        return f"{self.api_prefix}.{name}"
 
     async def subscribe_raw(self, subject: str, sink: Sink, tell: Tell = orphaned) -> RawSubscription:
         """Gives every message on `subject` to `sink`, from the read loop, status messages included.
@@ -265,7 +274,7 @@ class FloeClient(Client):
         if (refused := self.refusal(subject.encode())) is not None or not settled:
             self.drop(sid)
             raise refused or Unavailable(f"the server did not confirm the subscription to {subject}")
-        return RawSubscription(self, sid, subject)
+        return RawSubscription(self, sid)
 
     def drop(self, sid: int) -> None:
         self._sinks.pop(b"%d" % sid, None)
@@ -323,6 +332,12 @@ class FloeClient(Client):
         self._came_up()
         self._inbox = self.new_inbox().encode() + b"."
         await self.subscribe_raw((self._inbox + b"*").decode(), self._requests.sink)
+
+    def cause(self, error: BaseException) -> BaseException:
+        """What the server said of a certificate, where `error` only says that the connection was lost meanwhile."""
+        reader = getattr(self._transport, "_io_reader", None)
+        found = reader.exception() if reader is not None else None
+        return found if isinstance(error, OSError) and isinstance(found, ssl.SSLError) else error
 
     @property
     def ssl_context(self) -> ssl.SSLContext:
@@ -530,6 +545,13 @@ class FloeClient(Client):
         self._refusals[subject] = text
         if (refused := self.refusal(subject)) is not None:
             self._requests.fail(refused, None if subject == self._inbox + b"*" else subject)
+            self._requests.fail(refused, self._with_prefix(subject))
+
+    def _with_prefix(self, subject: bytes) -> bytes:
+        """What was asked, of what a server inside the domain makes of it before it judges."""
+        prefix = self.api_prefix.encode()
+        is_api = subject.startswith(API_PREFIX.encode() + b".")
+        return prefix + (subject.removeprefix(API_PREFIX.encode()) if is_api else b"." + subject)
 
     async def _on_error(self, error: Exception) -> None:
         """A failed attempt to connect: reported once for each new reason, not twice a second for an hour."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import ipaddress
 import json
-import os
 import re
 import shlex
 import ssl
@@ -172,87 +171,32 @@ def plaintext(server: str, auth: Credential) -> ConfigError:
 def wants_tls(settings: NatsSettings) -> bool:
     """Whether the connection must be encrypted; else it is when the server asks for it."""
     tls = settings.tls
-    return bool(tls.ca or tls.cert or tls.key or tls.handshake_first or tls.insecure) or any(
-        url.startswith("tls://") for url in settings.url
+    return (
+        any(tls.files) or tls.handshake_first or tls.insecure or any(url.startswith("tls://") for url in settings.url)
     )
 
 
 def tls_context(settings: NatsSettings) -> ssl.SSLContext:
-    """Raises ConfigError that names the file and the reason."""
-    tls = settings.tls
+    """The context that `nats.tls` describes. Raises ConfigError naming the file and the reason."""
+    tls, files = settings.tls, settings.tls.files
     try:
-        context = ssl.create_default_context(cafile=tls.ca or None)
+        context = ssl.create_default_context(cafile=files.ca or None)
     except (OSError, ssl.SSLError) as error:
-        raise _tls_error("ca", tls.ca, error) from None
+        raise _tls_error("ca", files.ca, error) from None
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if tls.insecure:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    if tls.cert:
+    if files.cert:
         try:
-            context.load_cert_chain(tls.cert, tls.key or None)
+            context.load_cert_chain(files.cert, files.key)
         except (OSError, ssl.SSLError) as error:
-            raise _tls_error("cert", f"{tls.cert} with key {tls.key or tls.cert}", error) from None
+            raise _tls_error("cert", f"{files.cert} with key {files.key}", error) from None
     return context
 
 
 def _tls_error(key: str, path: str, error: OSError) -> ConfigError:
     reason = getattr(error, "reason", None) or error.strerror or "not readable"
     return ConfigError(f"nats.tls.{key} {path}: {str(reason).replace('_', ' ').lower()}", code="E-NATS-TLS")
-
-
-# Key of a context file, and of `nats:`
-_SAME = ("token", "user", "password", "jetstream_domain", "inbox_prefix")
-_NAMES = {"creds": "credentials_file", "nkey": "nkey_seed_file"} | dict(zip(_SAME, _SAME, strict=True))
-_TLS_NAMES = {"ca": "ca", "cert": "cert", "key": "key", "tls_first": "handshake_first"}
-_UNSUPPORTED = ("nsc", "jetstream_api_prefix", "user_jwt", "user_seed", "socks_proxy")
-
-
-def with_context(settings: NatsSettings) -> NatsSettings:
-    """`settings`; keys that are not set come from the context they name.
-
-    Raises ConfigError where the context cannot be read or holds something that Floe does not support.
-    """
-    if not settings.context:
-        return settings
-    home = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
-    path = Path(home) / "nats" / "context" / f"{settings.context}.json"
-    found = _translate(_read(path), path)
-    tls = {**found.pop("tls"), **settings.tls.model_dump(exclude_unset=True)}
-    own = settings.model_dump(exclude_unset=True, exclude={"tls", "context"})
-    try:
-        return type(settings).model_validate({**found, **own, "tls": tls})
-    except ValueError as error:
-        raise ConfigError(f"nats.context {path}: {_first_problem(error)}") from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"nats.context {path}: {(error.strerror or 'cannot be read').lower()}") from None
-    except (ValueError, RecursionError):
-        document = None
-    if not isinstance(document, dict):
-        raise ConfigError(f"nats.context {path}: expected a JSON object")
-    return document
-
-
-def _translate(document: dict[str, Any], path: Path) -> dict[str, Any]:
-    for key in _UNSUPPORTED:
-        if document.get(key):
-            raise ConfigError(f"nats.context {path}: {key} is not supported", hint="set the keys of nats: instead")
-    found = {ours: document[theirs] for theirs, ours in _NAMES.items() if document.get(theirs)}
-    found["tls"] = {ours: document[theirs] for theirs, ours in _TLS_NAMES.items() if document.get(theirs)}
-    if url := document.get("url"):
-        found["url"] = tuple(part.strip() for part in str(url).split(","))
-    return found
-
-
-def _first_problem(error: ValueError) -> str:
-    """Which key is wrong, and why; pydantic's own text would show the values, secrets among them."""
-    problems: list[dict[str, Any]] = getattr(error, "errors", list)()
-    first = problems[0] if problems else {}
-    return f"{'.'.join(str(part) for part in first.get('loc', ()))}: {first.get('msg', 'not valid')}".strip(": ")
 
 
 _REFUSED = re.compile(r"authorization violation|authentication (expired|revoked)|invalid (user|client)", re.I)
@@ -280,18 +224,24 @@ def explain(error: BaseException, server: str, auth: Credential, settings: NatsS
         return _explain_tls(error, where, settings)
     if is_refusal(text):
         return Refused(f"{where} refused {auth.label}: {text.lower()}", code="E-NATS-AUTH")
+    hint, is_silent = "", isinstance(error, TimeoutError) or text.startswith("empty response")
     if isinstance(error, TimeoutError):
         text = f"no answer within {settings.connect_timeout:g} s"
-    return Unavailable(f"{where} cannot be reached: {text.lower()}", code="E-NATS")
+    if is_silent and wants_tls(settings):  # each side may wait for the other's first word
+        other = "false" if settings.tls.handshake_first else "true"
+        hint = f"nats.tls.handshake_first: {other}, unless the server has it as it is here"
+    return Unavailable(f"{where} cannot be reached: {text.lower()}", hint=hint, code="E-NATS")
 
 
 def _explain_tls(error: ssl.SSLError, where: str, settings: NatsSettings) -> FloeError:
     said = getattr(error, "verify_message", "") or getattr(error, "reason", "") or str(error.args[-1])
     said = said.replace("_", " ").lower()
     kind: type[FloeError] = ConfigError
-    hint = f"checked with nats.tls.ca {settings.tls.ca or '(empty: the certificates of this system)'}"
+    hint = f"checked with nats.tls.ca {settings.tls.files.ca or '(empty: the certificates of this system)'}"
     if "alert" in said:
-        kind, hint = Refused, f"the server refused nats.tls.cert {settings.tls.cert or '(none given)'}"
+        kind, hint = Refused, f"the server refused nats.tls.cert {settings.tls.files.cert or '(none given)'}"
     elif said in ("the server offers no tls", "wrong version number"):
         hint = "nats.url: nats:// and no nats.tls; or TLS on the server, with handshake_first as there"
+        if settings.tls.handshake_first:
+            hint = "nats.tls.handshake_first: false, unless the server has it as it is here"
     return kind(f"{where}: tls failed: {said}", hint=hint, code="E-NATS-TLS")

@@ -20,6 +20,7 @@ from common.jetstream.client import FloeClient, RawSubscription
 from common.jetstream.headers import build_block, header
 from common.jetstream.requests import NOBODY, WRONG_LAST_SEQUENCE, ApiError, api_error
 from common.segments.segment import Message
+from common.settings.service import API_PREFIX
 from common.tasks import Tell, orphaned
 
 NAME_IN_USE = 10058
@@ -66,6 +67,9 @@ class KeyValue:
     ) -> None:
         self._client, self.bucket, self.ttl, self._replicas = client, bucket, ttl, replicas
         self._stream, self._prefix, self._is_optional = f"KV_{bucket}", f"$KV.{bucket}.", optional
+        # The subjects of a bucket behind another prefix than `$JS.API` stand behind that one too (ADR-19).
+        is_here = client.api_prefix == API_PREFIX
+        self._written = self._prefix if is_here else f"{client.api_prefix}.{self._prefix}"
         # An answer about something that lives `ttl` must not be waited for as long as that.
         self._timeout = min(REQUEST_TIMEOUT, (ttl or REQUEST_TIMEOUT * 5) / 5)
 
@@ -133,15 +137,24 @@ class KeyValue:
     ) -> RawSubscription:
         """Calls `heard` with key and value (None: deleted) of each write on keys like `pattern`, at once.
 
-        `*` stands for any token. Only a hint: a write that the server refuses is heard too, one may be missed, and
-        expiry is not heard. `tell` and errors: as in `subscribe_raw`.
+        `*` stands for any token. A hint: a write that the server refuses is heard too, one may be missed, and
+        nothing is heard of what expires, nor of what is written on the other side of a border between domains.
+        `tell`, and what it raises, as of `subscribe_raw`.
         """
 
         def sink(subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
-            key = subject.decode("utf-8", "backslashreplace").removeprefix(self._prefix)
+            key = subject.decode("utf-8", "backslashreplace").rpartition(self._prefix)[2]
             heard(key, None if header(headers, b"KV-Operation") else payload)
 
-        return await self._client.subscribe_raw(self._prefix + pattern, sink, tell)
+        here = await self._client.subscribe_raw(self._prefix + pattern, sink, tell)
+        if self._written == self._prefix:
+            return here
+        try:
+            # A server inside the domain takes the prefix off, one outside hands on what was sent.
+            return here.joined(await self._client.subscribe_raw(self._written + pattern, sink, tell))
+        except BaseException:
+            await here.unsubscribe()
+            raise
 
     async def keys(self, prefix: str = "") -> list[str]:
         names = [name for name in await self._names(prefix) if name.startswith(prefix)]
@@ -170,7 +183,8 @@ class KeyValue:
                 raise Unavailable(f"keys of {self.bucket}: expected more behind {before}, found the same again")
 
     async def _last(self, key: str) -> Message | None:
-        request = {"last_by_subj": self._subject(key)}
+        """The last message of `key`, a marker too."""
+        request = {"last_by_subj": self._subject(key, self._prefix)}
         answer = await self._ask(f"STREAM.MSG.GET.{self._stream}", request, MESSAGE_NOT_FOUND)
         return None if answer is None else stored_message(answer)
 
@@ -188,7 +202,9 @@ class KeyValue:
         conditions = [b"Nats-Expected-Stream: %b" % self._stream.encode()]
         if expected is not None:
             conditions.append(b"Nats-Expected-Last-Subject-Sequence: %d" % expected)
-        answer = await self._publish(self._subject(key).encode(), value, build_block([*conditions, *lines]))
+        answer = await self._publish(
+            self._subject(key, self._written).encode(), value, build_block([*conditions, *lines])
+        )
         return self._revision(key, answer, expected)
 
     async def _publish(self, subject: bytes, value: bytes, block: bytes) -> bytes:
@@ -225,10 +241,10 @@ class KeyValue:
             )
         return revision
 
-    def _subject(self, key: str) -> str:
+    def _subject(self, key: str, prefix: str) -> str:
         if not _KEY.fullmatch(key):
             raise ValueError(f"key {key!r:.80}: expected tokens of A-Z a-z 0-9 - _ / = between dots")
-        return self._prefix + key
+        return prefix + key
 
     def _missing(self) -> BucketGone:
         return BucketGone(f"bucket {self.bucket} does not exist any more")

@@ -9,23 +9,30 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import socket
 import socketserver
+import ssl
 import threading
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from common.clock import Clock, SystemClock
 from common.errors import ConfigError, FloeError, Unavailable
-from common.logs import escaped
+from common.logs import escaped, get_logger
 from common.metrics import REGISTRY, version
 from common.service import page
 from common.settings.types import parse_listen
 from common.tasks import told
+
+if TYPE_CHECKING:
+    from common.settings.service import MonitorTlsSettings
+
+log = get_logger("common.monitor")
 
 MAX_REQUEST = 8192  # bytes of a request's head; bodies are not read
 MAX_REQUESTS = 16  # answered at the same time; further ones are turned away
@@ -43,9 +50,11 @@ class HttpServer(ThreadingHTTPServer):
     allow_reuse_port = False
     request_queue_size = 64
 
-    def __init__(self, address: tuple[str, int], answer: Callable[[str, str], Answer]) -> None:
+    def __init__(
+        self, address: tuple[str, int], answer: Callable[[str, str], Answer], tls: ServerTls | None = None
+    ) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self.answer, self._free = answer, threading.BoundedSemaphore(MAX_REQUESTS)
+        self.answer, self._tls, self._free = answer, tls, threading.BoundedSemaphore(MAX_REQUESTS)
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -61,12 +70,86 @@ class HttpServer(ThreadingHTTPServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
+            if self._tls is not None:
+                request = self._tls.wrap(request)
             super().process_request_thread(request, client_address)
+        except OSError:  # no handshake: TLS is not spoken, or the certificate is none that was asked for
+            self.shutdown_request(request)
         finally:
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that disconnected is not an error."""
+
+
+class ServerTls:
+    """The monitor's side of TLS. Raises ConfigError where the files cannot be used at the start.
+
+    Whether a file is another one is looked up for each client; what cannot be used then is told once, and the former
+    files stay in use.
+    """
+
+    def __init__(self, settings: MonitorTlsSettings) -> None:
+        self._files = tuple(filter(None, (settings.cert, settings.key, settings.client_ca)))
+        self._settings, self._lock, self._seen = settings, threading.Lock(), self._stamps()
+        self._context = self._loaded()
+
+    def wrap(self, request: socket.socket) -> ssl.SSLSocket:
+        """The connection once the handshake is done, within REQUEST_TIMEOUT seconds; else OSError."""
+        with self._lock:
+            if (stamps := self._stamps()) != self._seen:
+                self._seen = stamps
+                self._renew()
+        wrapped = self._context.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+        # Closed from outside, because a client may send its handshake byte by byte.
+        late = threading.Timer(REQUEST_TIMEOUT, socket.socket.shutdown, (wrapped, socket.SHUT_RDWR))
+        late.daemon = True
+        late.start()
+        try:
+            wrapped.settimeout(REQUEST_TIMEOUT)
+            wrapped.do_handshake()
+        except BaseException:
+            wrapped.close()
+            raise
+        finally:
+            late.cancel()
+        return wrapped
+
+    def _renew(self) -> None:
+        try:
+            self._context = self._loaded()
+        except ConfigError as error:
+            log.warning("certificate not read again", action="monitor_tls", error=str(error))
+        else:
+            log.info("certificate read again", action="monitor_tls", file=self._settings.cert)
+
+    def _loaded(self) -> ssl.SSLContext:
+        settings, context = self._settings, ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        where = f"cert {settings.cert} with key {settings.key}"
+        try:
+            context.load_cert_chain(settings.cert, settings.key)
+            if settings.client_ca:
+                where = f"client_ca {settings.client_ca}"
+                context.load_verify_locations(settings.client_ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+        except OSError as error:  # SSLError is one
+            reason = getattr(error, "reason", None) or error.strerror or "not readable"
+            text = f"monitor.tls.{where}: {str(reason).replace('_', ' ').lower()}"
+            raise ConfigError(text, code="E-LISTEN") from None
+        return context
+
+    def _stamps(self) -> list[tuple[int, int] | None]:
+        return [_stamp(file) for file in self._files]
+
+
+def _stamp(file: str) -> tuple[int, int] | None:
+    """What changes when a file is written or replaced; None where it is not there."""
+    try:
+        found = os.stat(file)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -204,13 +287,19 @@ class Monitor:
     """Serves /metrics /healthz /readyz /status and a status page on `listen`, such as `127.0.0.1:9464`.
 
     An empty `listen` serves nothing. Port 0 takes a free one; `port` tells which (0 while nothing is served).
-    `pages`: others than those of `health`.
+    `pages`: others than those of `health`. `tls`: HTTPS only, where it names a certificate.
     """
 
     def __init__(
-        self, listen: str, health: Health, registry: CollectorRegistry = REGISTRY, *, pages: Pages | None = None
+        self,
+        listen: str,
+        health: Health,
+        registry: CollectorRegistry = REGISTRY,
+        *,
+        pages: Pages | None = None,
+        tls: MonitorTlsSettings | None = None,
     ) -> None:
-        self._listen = listen
+        self._listen, self._tls = listen, tls if tls and tls.cert else None
         self._pages = pages or Pages(health, registry)
         self._server: HttpServer | None = None
         self._thread: threading.Thread | None = None
@@ -220,11 +309,12 @@ class Monitor:
         return 0 if self._server is None else int(self._server.server_address[1])
 
     def start(self) -> None:
-        """Raises Unavailable where the address is taken, ConfigError where it cannot be used."""
+        """Bind and serve. Raises Unavailable where the address is taken, ConfigError where it cannot be, or TLS."""
         if (address := parse_listen(self._listen)) is None:
             return
+        tls = ServerTls(self._tls) if self._tls else None
         try:
-            self._server = HttpServer(address, self._pages.answer)
+            self._server = HttpServer(address, self._pages.answer, tls)
         except OSError as error:
             raise _cannot_listen(self._listen, error) from error
         self._thread = threading.Thread(

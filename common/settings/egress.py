@@ -8,7 +8,7 @@ from pydantic import Discriminator, Tag
 
 from common.chain import FEED_PATTERN
 from common.settings import types as t
-from common.settings.service import ServiceSettings, StartSettings
+from common.settings.service import MonitorTlsSettings, ServiceSettings, StartSettings
 from common.settings.types import Section, merged_entries, needed, option, repeated
 from common.subjects import first_overlap
 
@@ -48,6 +48,7 @@ class EgressMonitorSettings(Section):
     """The monitor of egress."""
 
     listen: t.Listen = option("127.0.0.1:9464", "address and port of /metrics /healthz /readyz /status; empty: off")
+    tls: MonitorTlsSettings = option({}, "TLS of the pages")
 
 
 class SegmentSettings(Section):

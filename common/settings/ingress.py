@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator
 
 from common.settings import types as t
-from common.settings.service import ServiceSettings, StartSettings
+from common.settings.service import MonitorTlsSettings, ServiceSettings, StartSettings
 from common.settings.types import Section, merged_entries, needed, option, repeated
 from common.transforms import TransformError, compile_transform
 
@@ -36,6 +36,7 @@ class IngressMonitorSettings(Section):
     """The monitor of ingress."""
 
     listen: t.Listen = option("127.0.0.1:9465", "address and port of /metrics /healthz /readyz /status; empty: off")
+    tls: MonitorTlsSettings = option({}, "TLS of the pages")
 
 
 class CreateSettings(Section):

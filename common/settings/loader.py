@@ -319,7 +319,8 @@ def _is_own(host: str) -> bool:
 
 def _exposed(values: _Values, name: str, settings: Settings) -> list[str]:
     nats = (settings.egress.nats, settings.ingress.nats)
-    files = [file for each in nats for file in (each.credentials_file, each.nkey_seed_file, each.tls.key)]
+    files = [file for each in nats for file in (each.credentials_file, each.nkey_seed_file, each.tls.files.key)]
+    files += [each.monitor.tls.key for each in (settings.egress, settings.ingress)]
     warnings = [
         f"{file}: a secret that others may read: {chmod}"
         for file in dict.fromkeys([*values.files, *files])

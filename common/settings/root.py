@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field, SecretStr, TypeAdapter, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
@@ -214,6 +214,15 @@ class Settings(Section):
     def nats_for(self, role: Role) -> NatsSettings:
         return (self.egress if role == "egress" else self.ingress).nats
 
+    def in_context(self, name: str) -> Self:
+        """The same, connected as the context `name` of the `nats` command says; with an empty one itself."""
+        if not name:
+            return self
+        parts = {part: getattr(self, part) for part in ("egress", "ingress")}
+        nats = {part: found.nats.replaced_by(name) for part, found in parts.items()}
+        roles = {part: found.model_copy(update={"nats": nats[part]}) for part, found in parts.items()}
+        return self.model_copy(update={"nats": self.nats.replaced_by(name), **roles})
+
     def combinations(self) -> Iterator[tuple[str, str]]:
         if self.egress.feeds and not self.site:
             yield "site", "expected a name where egress has feeds, found none"
@@ -225,7 +234,10 @@ class Settings(Section):
 
         As `combinations`; separate because the file with every default has one stream on both sides.
         """
-        if set(self.egress.nats.url).isdisjoint(self.ingress.nats.url):
+        ours, theirs = self.egress.nats, self.ingress.nats
+        if ours.context != theirs.context or ours.api_prefix != theirs.api_prefix:
+            return
+        if set(ours.url).isdisjoint(theirs.url):
             return
         streams = {(self.site, feed.name): feed.stream for feed in self.egress.feeds}
         for index, target in enumerate(self.ingress.targets):
@@ -241,12 +253,7 @@ def _with_nats(nats: Any, role: Any) -> Any:
     return {**role, "nats": merged(nats, role.get("nats", {}))} if isinstance(role, Mapping) else role
 
 
-_NATS = ("context", "jetstream_domain")
-
-UNBUILT = (
-    *(f"{section}.{key}" for section in ("nats", "egress.nats", "ingress.nats") for key in _NATS),
-    "compaction.retention.delete_after",
-)
+UNBUILT = ("compaction.retention.delete_after",)
 
 
 def sections_of(annotation: Any) -> list[type[Section]]:

@@ -1,7 +1,9 @@
 """What egress and ingress have in common as services: starts, the connection to NATS, leases."""
 
+import re
 from collections.abc import Iterator
-from typing import Annotated
+from socket import gethostname
+from typing import Annotated, Literal, NamedTuple, Self
 
 from common.sequences import MAX_SEQUENCE
 from common.settings import types as t
@@ -29,20 +31,51 @@ class StartSettings(Section):
             yield found[1], f"expected at most one of the start keys, found {' and '.join(found)}"
 
 
+_TOKEN = re.compile(r"[^\s.*>/\\\x00-\x1f\x7f]{1,255}")
 NatsUrl = Annotated[t.Text, t.host_url(("nats", "tls"), "user and password_file"), t.TypeName("URL")]
 
 
-class NatsTlsSettings(Section):
-    """TLS to NATS."""
+API_PREFIX = "$JS.API"  # where nobody asks for another
+PUPPET_SSL = "/etc/puppetlabs/puppet/ssl"
 
+
+class TlsPaths(NamedTuple):
+    """Files of a client; empty: the system's authorities, no certificate."""
+
+    ca: str
+    cert: str
+    key: str
+
+
+class NatsTlsSettings(Section):
+    """TLS to NATS. `files` says which files are meant, whatever the scheme."""
+
+    scheme: Literal["files", "puppet"] = option(
+        "files", "where the files are; puppet: where the agent of Puppet keeps this host's, in place of the three keys"
+    )
     ca: t.Path = option("", "CA certificates; empty: the system's")
     cert: t.Path = option("", "the client's certificate; with `key`")
     key: t.Path = option("", "the client's private key; with `cert`")
+    identity: t.Label = option("", "with `puppet`: whose certificate; empty: the host's name")
+    ssl_dir: t.Path = option("", "with `puppet`: the agent's folder; empty: `/etc/puppetlabs/puppet/ssl`")
     handshake_first: t.Flag = option(False, "TLS before the server's first line")
     insecure: t.Flag = option(False, "do not check the server's certificate; for tests only, warned of at each start")
 
     def combinations(self) -> Iterator[tuple[str, str]]:
         yield from self.together("cert", "key")
+        is_puppet = self.scheme == "puppet"
+        for key in self.given("ca", "cert", "key") if is_puppet else self.given("identity", "ssl_dir"):
+            yield key, f"expected none beside scheme {self.scheme}, found one"
+        if "/" in self.identity:
+            yield "identity", "expected a name without a slash, found one"
+
+    @property
+    def files(self) -> TlsPaths:
+        """The files that `scheme` means."""
+        if self.scheme == "files":
+            return TlsPaths(self.ca, self.cert, self.key)
+        home, pem = self.ssl_dir or PUPPET_SSL, f"{self.identity or gethostname().lower()}.pem"
+        return TlsPaths(f"{home}/certs/ca.pem", f"{home}/certs/{pem}", f"{home}/private_keys/{pem}")
 
 
 class NatsSettings(Section):
@@ -51,7 +84,7 @@ class NatsSettings(Section):
     url: Annotated[tuple[NatsUrl, ...], t.OneOrMore, t.Required] = option(
         "nats://127.0.0.1:4222", "the server, or a list of servers of one cluster"
     )
-    context: t.Label = option("", "a context of the `nats` command")
+    context: t.Label = option("", "a context of the `nats` command, for the keys that are not set here")
     credentials_file: t.Path = option("", "a `.creds` file")
     nkey_seed_file: t.Path = option("", "a file with an nkey seed")
     jwt_file: t.Path = option("", "a file with a JWT; with `nkey_seed_file`")
@@ -62,14 +95,32 @@ class NatsSettings(Section):
     allow_plaintext: t.Flag = option(
         False, "send user, password or token without TLS to another host; whoever listens on the way has them"
     )
-    jetstream_domain: t.Label = option("", "the JetStream domain to speak to")
+    jetstream_domain: Annotated[t.Text, t.matching(_TOKEN, "a domain: no space . * > / or \\"), t.TypeName("name")] = (
+        option("", "the JetStream domain in which the streams and buckets are")
+    )
+    jetstream_api_prefix: t.Subject = option(
+        "", "instead of a domain: what stands for `$JS.API`, where another account exports its API"
+    )
     inbox_prefix: t.Subject = option("", "what reply subjects begin with; empty: `_INBOX`")
     connect_timeout: Annotated[t.Duration, t.Range("100ms", "5m")] = option("5s", "to connect to one server")
+
+    @property
+    def api_prefix(self) -> str:
+        """What every subject of the JetStream API begins with, without a dot at its end."""
+        domain = self.jetstream_domain
+        return self.jetstream_api_prefix or (f"$JS.{domain}.API" if domain else API_PREFIX)
+
+    def replaced_by(self, context: str) -> Self:
+        """The connection of a context alone; of this one only what no context can say stays."""
+        kept = self.model_dump(exclude_unset=True, include={"allow_plaintext", "connect_timeout"})
+        return type(self).model_validate({**kept, "context": context})
 
     def combinations(self) -> Iterator[tuple[str, str]]:
         ways = self.given("credentials_file", "nkey_seed_file", "token", "user")
         if len(ways) > 1:
             yield ways[1], f"expected one way to authenticate, found {' and '.join(ways)}"
+        if self.jetstream_domain and self.jetstream_api_prefix:
+            yield "jetstream_api_prefix", "expected either jetstream_domain or jetstream_api_prefix, found both"
         if self.jwt_file and not self.nkey_seed_file:
             yield "jwt_file", "expected nkey_seed_file beside it, found none"
         yield from self.together("user", "password")
@@ -77,6 +128,19 @@ class NatsSettings(Section):
             yield "url", "expected all of them nats:// or all of them tls://, found both"
         for _, index in repeated(self.url):
             yield f"url.{index}", f"expected each server once, found {self.url[index]} twice"
+
+
+class MonitorTlsSettings(Section):
+    """TLS of the monitor's pages; without a certificate they are served in clear."""
+
+    cert: t.Path = option("", "the certificate of this server; with `key`; empty: HTTP without TLS")
+    key: t.Path = option("", "its private key; with `cert`")
+    client_ca: t.Path = option("", "who signs the certificates of clients; empty: none is asked for")
+
+    def combinations(self) -> Iterator[tuple[str, str]]:
+        yield from self.together("cert", "key")
+        if self.client_ca and not self.cert:
+            yield "client_ca", "expected cert and key beside it, found none"
 
 
 class ServiceSettings(Section):

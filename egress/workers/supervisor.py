@@ -12,7 +12,7 @@ from functools import partial
 
 from common.clock import Backoff, Clock, SystemClock
 from common.errors import FloeError
-from common.exits import is_debug
+from common.exits import asked_context, is_debug
 from common.logs import flush, get_logger
 from common.metrics import counter, gauge
 from common.service.monitor import Health, Monitor
@@ -92,10 +92,12 @@ class Supervisor:
 
 
 def command(config: str) -> list[str]:
-    # As a script: its own folder comes first, not the one that the parent was started in.
+    """What runs one worker: this Python, this Floe, the same file in the same context."""
+    # As a script its own folder comes first, whatever the folder is that the parent was started in.
     if (found := importlib.util.find_spec("floe")) is None or found.origin is None:
         raise FloeError("floe: expected the command among the modules, found none", code="E-UNEXPECTED")
-    return [sys.executable, found.origin, "egress", "run", "-c", config]
+    context = ["--context", name] if (name := asked_context()) else []
+    return [sys.executable, found.origin, "egress", "run", "-c", config, *context]
 
 
 async def run_workers(config: str, settings: Settings, count: int) -> int:
@@ -109,7 +111,8 @@ async def run_workers(config: str, settings: Settings, count: int) -> int:
     workers = [WorkerProcess(index, count, command(config), environment) for index in range(count)]
     supervisor = Supervisor(workers, settings.egress.shutdown_timeout, clock, random.SystemRandom())
     health = Health(clock)
-    monitor = Monitor(settings.egress.monitor.listen, health, pages=WorkerPages(health, partial(ask_all, workers)))
+    pages, wanted = WorkerPages(health, partial(ask_all, workers)), settings.egress.monitor
+    monitor = Monitor(wanted.listen, health, pages=pages, tls=wanted.tls)
     monitor.start()
     with closing(monitor):
         return await supervise(supervisor, health, clock)

@@ -14,7 +14,7 @@ import subprocess
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -82,15 +82,23 @@ class SeaweedFS:
     `access_key` may do everything; `reader_access_key` may only read objects, neither list nor write.
     `folder`: where the data stays after `stop`; by default a temporary folder that `stop` removes. Ports stay
     the same over `kill` and `start`. All buckets share their volumes (64 MiB each, at most `volumes`), so a
-    new bucket takes writes at once.
+    new bucket takes writes at once. `policies`: by name, each for an identity of its own, whose keys are in `keys`.
     """
 
-    def __init__(self, folder: Path | None = None, *, volumes: int = 20) -> None:
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        volumes: int = 20,
+        policies: Mapping[str, Mapping[str, object]] | None = None,
+    ) -> None:
         self.access_key, self.secret_key = "floe-admin", secrets.token_hex(20)
         self.reader_access_key, self.reader_secret_key = "floe-reader", secrets.token_hex(20)
         self._keeps_folder = folder is not None
         self._folder = folder or Path(tempfile.mkdtemp(prefix="floe-seaweedfs-"))
-        self._volumes = volumes
+        self._volumes, self._policies = volumes, dict(policies or {})
+        #: Access key and secret of each identity that a policy is for.
+        self.keys = {name: (f"floe-{name}", secrets.token_hex(20)) for name in self._policies}
         self._ports: dict[str, int] = {}
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -216,11 +224,14 @@ class SeaweedFS:
 
     def _identities(self) -> dict[str, object]:
         everything = ["Admin", "Read", "Write", "List", "Tagging"]
+        limited = [_identity(name, *self.keys[name], []) | {"policyNames": [name]} for name in self._policies]
         return {
             "identities": [
                 _identity("admin", self.access_key, self.secret_key, everything),
                 _identity("reader", self.reader_access_key, self.reader_secret_key, ["Read"]),
-            ]
+                *limited,
+            ],
+            "policies": [{"name": name, "content": json.dumps(policy)} for name, policy in self._policies.items()],
         }
 
     def _wait_for(self, what: str, succeeds: Callable[[], bool]) -> None:

@@ -112,7 +112,7 @@ class Rows:
 
     def sizes(self) -> Iterator[tuple[Chain, int]]:
         """Of each block with messages in memory, its chain and their bytes."""
-        return ((each.piece.chain, each.material.ends[-1]) for each in self.blocks if each.material)
+        return ((each.piece.chain, each.batch.ends[-1]) for each in self.blocks if each.batch)
 
     def above(self, limit: int, start: int) -> tuple[Chain, int, int] | None:
         """Chain, sequence and bytes of the first larger message from index `start` on; None if there is none."""

@@ -1,61 +1,45 @@
-"""Ingress and operators with the rights that docs/operations.md names, and no others."""
+"""Each role at NATS with the rights of its file in infra/rights, and no others."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from common.errors import Refused
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, connect
+from common.jetstream.kv import KeyValue
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
+from infra.rights import Names, main, page_with_rights, rights_files
 from tests.support.basics import soon
-from tests.support.commands import floe
+from tests.support.commands import configuration, floe
+from tests.support.domains import hub_and_leaf
+from tests.support.egress import Bench
 from tests.support.ingress import Archive, Centre, check_exact, rows_of
 
-API = "$JS.API"
+RIGHTS = Path(__file__).parents[2] / "infra" / "rights"
+ROLES = ("egress", "ingress", "operator", "replay", "drill")
+LEASES = "FLOE_LEASES.ingress.>"
 
 
-def bucket(name: str) -> list[str]:
-    """Subjects that a service publishes to for its KV bucket."""
-    asked = [f"{API}.STREAM.{call}.KV_{name}" for call in ("INFO", "CREATE", "MSG.GET")]
-    return [*asked, f"$KV.{name}.>"]
-
-
-TARGET = [*(f"{API}.STREAM.{call}.FLEET" for call in ("INFO", "CREATE", "MSG.GET")), "FLEET.>"]
-READING = [f"{API}.CONSUMER.{call}.FLEET.>" for call in ("CREATE", "MSG.NEXT", "DELETE")]
-LOOKING = [f"{API}.STREAM.{call}.FLEET" for call in ("INFO", "MSG.GET")]
-MADE = [*(f"{API}.STREAM.{call}.COPY" for call in ("INFO", "CREATE", "MSG.GET")), "copy.>"]
-SCRATCH = [
-    f"{API}.STREAM.NAMES",
-    *(f"{API}.STREAM.{call}.*" for call in ("INFO", "CREATE", "DELETE", "MSG.GET")),
-    *(f"{API}.CONSUMER.{call}.*.>" for call in ("CREATE", "MSG.NEXT", "DELETE")),
-    "_floe_drill.>",
-]
-FIRST = f"{API}.STREAM.INFO.FLEET"  # of whoever makes a bucket, for its replicas
-LEASES = "$KV.LEASES.ingress.>"
-
-RIGHTS = {
-    "ingress": ([*TARGET, *bucket("STATE"), *bucket("LEASES")], ["_INBOX.>", LEASES]),
-    "deaf": ([*TARGET, *bucket("STATE"), *bucket("LEASES")], ["_INBOX.>"]),
-    "replay": ([*MADE, FIRST, *bucket("STATE"), *bucket("LEASES")], ["_INBOX.>"]),
-    "drill": ([*SCRATCH, *bucket("STATE"), *bucket("LEASES")], ["_INBOX.>"]),
-    "operator": ([*LOOKING, *READING, *bucket("STATE")], ["_INBOX.>"]),
-}
-
-
-def quoted(subjects: list[str]) -> str:
-    return ", ".join(f'"{subject}"' for subject in subjects)
-
-
-def users() -> str:
-    lines = ["{user: all, password: secret}"]
-    for name, (publish, subscribe) in RIGHTS.items():
-        allowed = f"publish: [{quoted(publish)}], subscribe: [{quoted(subscribe)}]"
-        lines.append(f"{{user: {name}, password: secret, permissions: {{{allowed}}}}}")
-    return "authorization { users: [" + "\n".join(lines) + "] }"
+def guarded(server: NatsServer) -> NatsServer:
+    """The server with a user for each role, who has just the rights of its file; `deaf` hears of no lease."""
+    for role in ROLES:
+        shutil.copy(RIGHTS / f"nats-{role}.conf", server.folder)
+    hearing = (RIGHTS / "nats-ingress.conf").read_text()
+    assert LEASES in hearing
+    (server.folder / "nats-deaf.conf").write_text(
+        "\n".join(each for each in hearing.splitlines() if LEASES not in each)
+    )
+    users = [f"{{ user: {role}, password: secret\ninclude nats-{role}.conf\n}}" for role in (*ROLES, "deaf")]
+    server.extra = "authorization { users: [ {user: all, password: secret}\n" + "\n".join(users) + "\n] }"
+    return server
 
 
 class Guarded(Centre):
@@ -71,7 +55,7 @@ class Guarded(Centre):
 
 @pytest.fixture
 def server() -> Iterator[NatsServer]:
-    with NatsServer(extra=users()) as server:
+    with guarded(NatsServer()) as server:
         yield server
 
 
@@ -80,7 +64,7 @@ def centre(tmp_path: Path, server: NatsServer) -> Guarded:
     archive = Archive(tmp_path / "store")
     archive.put(rows_of(1, 500))
     centre = Guarded(tmp_path, archive, server.url, stream="FLEET")
-    centre.lease_bucket, centre.state_bucket = "LEASES", "STATE"
+    centre.lease_bucket, centre.state_bucket = "FLOE_LEASES", "FLOE_STATE"
     return centre
 
 
@@ -153,3 +137,84 @@ async def test_a_replay_and_a_drill_have_the_rights_of_the_table(centre: Guarded
     assert done.code == 0, done.err
 
     assert violations(server) == []
+
+
+@pytest.mark.parametrize("retention", ["limits", "workqueue", "interest"])
+async def test_egress_freezes_with_the_rights_of_its_file(server: NatsServer, tmp_path: Path, retention: str) -> None:
+    client = await everything(server)
+    bench = Bench(server.url, tmp_path, client, "FLOE_LEASES", "FLOE_STATE")
+    await create_stream(client, {"name": "NODES", "subjects": ["NODES.>"], "retention": retention})
+    path = configuration(bench, {"stream": "NODES"})
+    document = yaml.safe_load(path.read_text())
+    as_egress = {"user": "egress", "password": "secret"}
+    path.write_text(yaml.safe_dump(document | {"nats": document["nats"] | as_egress}))
+    done = await floe("egress", "init", "-c", str(path))
+    assert done.code == 0, done.err
+    for _ in range(2):
+        before = await bench.last("NODES")
+        async with bench.egress({"stream": "NODES"}, nats=as_egress):
+            await bench.publish("NODES", (b"%d" % n for n in range(300)))
+            await bench.archived_to("NODES", before + 300)
+    assert [message.sequence for message in bench.messages("NODES")] == list(range(1, 601))
+
+    assert violations(server) == []
+    await client.aclose()
+
+
+def as_egress(server: NatsServer, *names: str) -> str:
+    """The users of a server, one of them egress with rights that are made for these names."""
+    main([str(server.folder), *names])
+    egress = "{ user: egress, password: secret\ninclude nats-egress.conf\n}"
+    return f"authorization {{ users: [ {{user: all, password: secret}}\n{egress} ] }}"
+
+
+@pytest.mark.parametrize("inside", [True, False])
+async def test_egress_freezes_with_the_rights_that_are_made_for_a_domain(tmp_path: Path, inside: bool) -> None:
+    """Connected to the hub: a server inside the domain hub, or outside of the domain leaf."""
+    domain = "hub" if inside else "leaf"
+    names = [f"domain={domain}", *([] if inside else ["outside=yes"])]
+    with hub_and_leaf(lambda hub: as_egress(hub, *names)) as (hub, leaf):
+        client = await everything(hub if inside else leaf)
+        bench = Bench(hub.url, tmp_path, client, "FLOE_LEASES", "FLOE_STATE")
+        await create_stream(client, {"name": "NODES", "subjects": ["NODES.>"], "retention": "workqueue"})
+        nats = {"user": "egress", "password": "secret", "jetstream_domain": domain}
+        async with bench.egress({"stream": "NODES"}, nats=nats):
+            await bench.publish("NODES", (b"%d" % n for n in range(300)))
+            await bench.archived_to("NODES", 300)
+        assert violations(hub) == []
+        found = await connect(NatsSettings(url=hub.url, **nats), name="test")
+        with pytest.raises(Refused, match=r"permissions violation for publish .*STREAM.INFO.OTHER"):
+            await stream_info(found, "OTHER")
+        with pytest.raises(Refused, match=r"permissions violation for publish .*KV.OTHER.a"):
+            await KeyValue(found, "OTHER").put("a", b"")
+        await found.aclose()
+        await client.aclose()
+
+
+def test_the_files_and_the_page_are_those_of_the_table() -> None:
+    files = dict(rights_files(Names()))
+    assert {path.name: path.read_text() for path in RIGHTS.iterdir()} == files, "python -m infra.rights infra/rights"
+    page = (RIGHTS.parents[1] / "docs" / "operations.md").read_text()
+    assert page_with_rights(page) == page, "see infra.rights.page_with_rights"
+
+
+def test_the_files_can_be_made_for_other_names(tmp_path: Path) -> None:
+    main(
+        [
+            str(tmp_path),
+            "site=eu-west",
+            "stream=S",
+            "bucket=archive",
+            "prefix=",
+            "domain=hub",
+            "outside=yes",
+        ]
+    )
+    conf = (tmp_path / "nats-egress.conf").read_text()
+    assert '"$JS.hub.API.STREAM.INFO.S"' in conf
+    assert '"$JS.hub.API.$KV.FLOE_STATE.>"' in conf
+    policy = (tmp_path / "s3-egress.json").read_text()
+    assert '"arn:aws:s3:::archive/site=eu-west/*"' in policy
+    with pytest.raises(SystemExit, match="expected names of site stream"):
+        main([str(tmp_path), "sites=x"])
+    assert "{" not in conf.replace("{ allow", "").replace("permissions: {", "")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import json
-import os
-import subprocess
+import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,21 @@ from common.jetstream.api import stream_info
 from common.jetstream.client import connect, frame
 from common.jetstream.credentials import is_loopback
 from common.settings.loader import read_secret
-from common.settings.service import NatsSettings
+from common.settings.service import NatsSettings, NatsTlsSettings
 from common.settings.types import FileSecret
-from infra.local.nats import NatsServer, TlsFiles
+from infra.local.nats import NatsServer
 from tests.support.basics import PATIENCE, soon
+from tests.support.identities import (
+    Operator,
+    authority,
+    certificate,
+    credentials,
+    jwt,
+    key_text,
+    make_certificates,
+    new_key,
+    server_tls,
+)
 from tests.support.proxies import TcpProxy
 
 
@@ -126,55 +135,12 @@ async def test_a_token_that_was_changed_is_read_again_when_the_former_is_refused
         assert settings.token.get_secret_value() == "last"
 
 
-def new_key(prefix: int) -> Any:
-    seed = nkeys.encode_seed(os.urandom(32), prefix)
-    return nkeys.from_seed(bytearray(seed))
-
-
-def jwt(claims: dict[str, Any], signer: Any) -> str:
-    def part(document: dict[str, Any]) -> str:
-        return base64.urlsafe_b64encode(json.dumps(document).encode()).decode().rstrip("=")
-
-    text = part({"typ": "JWT", "alg": "ed25519-nkey"}) + "." + part(claims)
-    return text + "." + base64.urlsafe_b64encode(signer.sign(text.encode())).decode().rstrip("=")
-
-
-def credentials(user_jwt: str, user: Any) -> str:
-    return (
-        f"-----BEGIN NATS USER JWT-----\n{user_jwt}\n------END NATS USER JWT------\n\n"
-        f"-----BEGIN USER NKEY SEED-----\n{user.seed.decode()}\n------END USER NKEY SEED------\n"
-    )
-
-
-def key_text(key: Any) -> str:
-    return str(key.public_key.decode())
-
-
-def account(name: str, key: Any, root: Any) -> str:
-    unlimited = dict.fromkeys(("subs", "data", "payload", "imports", "exports", "conn", "leaf"), -1)
-    storage = {"mem_storage": -1, "disk_storage": -1, "streams": -1, "consumer": -1} if name == "A" else {}
-    limits = {**unlimited, **storage, "wildcards": True}
-    nats = {"limits": limits, "type": "account", "version": 2}
-    return jwt({"jti": name, "iat": 1, "iss": key_text(root), "name": name, "sub": key_text(key), "nats": nats}, root)
-
-
 @pytest.fixture
 def operator() -> Iterator[tuple[NatsServer, Any, dict[str, Any], Any]]:
     """A server in operator mode, the key of a user, claims for it, and the account that signs them."""
-    root, system, owner = (
-        new_key(prefix) for prefix in (nkeys.PREFIX_BYTE_OPERATOR, nkeys.PREFIX_BYTE_ACCOUNT, nkeys.PREFIX_BYTE_ACCOUNT)
-    )
-    user, root_key = new_key(nkeys.PREFIX_BYTE_USER), key_text(root)
-    nats = {"type": "operator", "version": 2, "system_account": key_text(system)}
-    root_jwt = jwt({"jti": "o", "iat": 1, "iss": root_key, "name": "O", "sub": root_key, "nats": nats}, root)
-    rights = {"subs": -1, "data": -1, "payload": -1, "type": "user", "version": 2, "pub": {}, "sub": {}}
-    claims = {"jti": "u", "iat": 1, "iss": key_text(owner), "name": "U", "sub": key_text(user), "nats": rights}
-    accounts = "\n".join(
-        f'{key_text(key)}: "{account(name, key, root)}"' for name, key in (("SYS", system), ("A", owner))
-    )
-    config = f"operator: {root_jwt}\nresolver: MEMORY\nresolver_preload: {{\n{accounts}\n}}"
-    with NatsServer(extra=config) as server:
-        yield server, user, claims, owner
+    found = Operator()
+    with NatsServer(extra=found.config()) as server:
+        yield server, found.user, found.claims, found.owner
 
 
 async def test_a_credentials_file_opens_and_may_be_rotated(operator: Any, tmp_path: Path):
@@ -245,72 +211,7 @@ async def test_a_bad_credentials_file_is_named_with_the_reason_and_without_its_c
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A CA, a server's and a client's certificate, another CA, and a certificate for another host."""
-    folder = tmp_path_factory.mktemp("tls")
-
-    def openssl(*args: str) -> None:
-        subprocess.run(["openssl", *args], cwd=folder, check=True, capture_output=True)
-
-    for ca in ("ca", "other"):
-        openssl(
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:P-256",
-            "-nodes",
-            "-keyout",
-            f"{ca}.key",
-            "-out",
-            f"{ca}.pem",
-            "-days",
-            "2",
-            "-subj",
-            f"/CN={ca}",
-        )
-    for name, alternative in (
-        ("server", "IP:127.0.0.1"),
-        ("client", "DNS:client"),
-        ("elsewhere", "DNS:elsewhere.example"),
-    ):
-        openssl(
-            "req",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:P-256",
-            "-nodes",
-            "-keyout",
-            f"{name}.key",
-            "-out",
-            f"{name}.csr",
-            "-subj",
-            f"/CN={name}",
-        )
-        (folder / f"{name}.ext").write_text(f"subjectAltName={alternative}\n")
-        openssl(
-            "x509",
-            "-req",
-            "-in",
-            f"{name}.csr",
-            "-CA",
-            "ca.pem",
-            "-CAkey",
-            "ca.key",
-            "-CAcreateserial",
-            "-out",
-            f"{name}.pem",
-            "-days",
-            "2",
-            "-extfile",
-            f"{name}.ext",
-        )
-    return folder
-
-
-def server_tls(folder: Path, name: str = "server", **more: Any) -> TlsFiles:
-    return TlsFiles(folder / f"{name}.pem", folder / f"{name}.key", folder / "ca.pem", **more)
+    return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -430,24 +331,80 @@ def test_only_this_host_is_this_host(peer: object, own: bool):
     assert is_loopback(peer) is own
 
 
-# Contexts of the nats command
+# Files that are replaced
 
 
-async def test_a_context_fills_what_the_configuration_leaves_open(
-    guarded: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    folder = tmp_path / "nats" / "context"
-    folder.mkdir(parents=True)
-    document = {"description": "x", "url": guarded.url, "user": "all", "password": "wrong", "inbox_prefix": "_CTX"}
-    (folder / "site.json").write_text(json.dumps(document))
-    client = await connect(NatsSettings(context="site", user="all", password="secret-all"), name="test")
-    assert client.new_inbox().startswith("_CTX.")
-    await client.aclose()
-    (folder / "site.json").write_text(json.dumps({**document, "nsc": "nsc://o/a/u"}))
-    assert "nsc is not supported" in str(await refused(NatsSettings(context="site")))
-    (folder / "site.json").write_text(json.dumps({**document, "url": "nats://secret@host:4222"}))
-    error = await refused(NatsSettings(context="site", user="u", password="p"))
-    assert "site.json: url" in str(error)
-    assert "secret" not in str(error)
-    assert "no such file" in str(await refused(NatsSettings(context="other")))
+async def test_certificates_that_were_replaced_are_read_at_the_next_connect(tmp_path: Path):
+    """Both sides move to another authority; the server does so first."""
+    places = former, later, at_server, at_client = [tmp_path / name for name in ("former", "later", "server", "client")]
+    for folder in places:
+        folder.mkdir()
+    for folder in (former, later):
+        authority(folder)
+        certificate(folder, "server", "IP:127.0.0.1")
+        certificate(folder, "client", "DNS:client")
+
+    def move(source: Path, folder: Path, name: str) -> None:
+        for file in ("ca.pem", f"{name}.pem", f"{name}.key"):
+            shutil.copy(source / file, folder)
+
+    move(former, at_server, "server")
+    move(former, at_client, "client")
+    with NatsServer(tls=server_tls(at_server, verify=True)) as server:
+        files = {"ca": "ca.pem", "cert": "client.pem", "key": "client.key"}
+        tls = {key: str(at_client / name) for key, name in files.items()}
+        client = await connect(NatsSettings(url=server.url, tls=tls), name="test")
+        move(later, at_server, "server")
+        await asyncio.to_thread(server.restart)
+        await soon(lambda: not client.is_up)
+        move(later, at_client, "client")
+        assert await client.wait_up(PATIENCE)
+        assert await stream_info(client, "NONE") is None
+        await client.aclose()
+
+
+async def test_a_credentials_file_that_was_replaced_is_read_when_the_former_is_refused(tmp_path: Path):
+    former, later = Operator(), Operator()
+    path = tmp_path / "floe.creds"
+
+    def write(operator: Operator) -> None:
+        path.write_text(credentials(jwt(operator.claims, operator.owner), operator.user))
+        path.chmod(0o600)
+
+    write(former)
+    with NatsServer(extra=former.config()) as server:
+        client = await connect(NatsSettings(url=server.url, credentials_file=str(path)), name="test")
+        server.extra = later.config()
+        await asyncio.to_thread(server.restart)
+        await soon(lambda: not client.is_up)
+        write(later)
+        assert await client.wait_up(PATIENCE)
+        await client.aclose()
+
+
+# Puppet's layout
+
+
+async def test_the_certificates_of_puppets_agent_open(certificates: Path, tmp_path: Path):
+    agent = {"certs/ca.pem": "ca.pem", "certs/node.pem": "client.pem", "private_keys/node.pem": "client.key"}
+    for name, source in agent.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(certificates / source, tmp_path / name)
+    tls = {"scheme": "puppet", "identity": "node", "ssl_dir": str(tmp_path)}
+    with NatsServer(tls=server_tls(certificates, verify=True)) as server:
+        await (await connect(NatsSettings(url=server.url, tls=tls), name="test")).aclose()
+        missing = str(await refused(NatsSettings(url=server.url, tls={**tls, "identity": "other"})))
+        files = f"{tmp_path}/certs/other.pem with key {tmp_path}/private_keys/other.pem"
+        assert missing.startswith(f"nats.tls.cert {files}: no such file")
+
+
+def test_puppets_layout_has_defaults_and_excludes_the_three_files():
+    files = NatsTlsSettings(scheme="puppet").files
+    assert files.ca == "/etc/puppetlabs/puppet/ssl/certs/ca.pem"
+    assert files.cert == f"/etc/puppetlabs/puppet/ssl/certs/{socket.gethostname().lower()}.pem"
+    with pytest.raises(ValueError, match="cert: expected none beside scheme puppet"):
+        NatsTlsSettings(scheme="puppet", cert="/c.pem", key="/k.pem")
+    with pytest.raises(ValueError, match="identity: expected none beside scheme files"):
+        NatsTlsSettings(identity="node")
+    with pytest.raises(ValueError, match="without a slash"):
+        NatsTlsSettings(scheme="puppet", identity="../x")

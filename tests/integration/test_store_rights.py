@@ -1,13 +1,13 @@
-"""Each role with the rights on the bucket that docs/operations.md names, and no others.
+"""Each role on the bucket with the policy of its file in infra/rights, and no other right.
 
-A proxy in front of the store enforces them by operation and key, because what SeaweedFS knows is coarser.
+SeaweedFS enforces them (`policies` and `policyNames`: its older actions are coarser, and who may write may
+delete). A proxy before it sees what it refuses.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from io import BytesIO
@@ -26,64 +26,61 @@ from common.segments.keys import Layout
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from infra.local.nats import NatsServer
+from infra.local.seaweedfs import SeaweedFS, SignedClient
 from tests.scenarios.load import client_of, make_stream, publish
 from tests.scenarios.processes import run_floe
 from tests.scenarios.world import TARGET, World
+from tests.support import canaries
 from tests.support.basics import SharedS3, soon
 from tests.support.ingress import count_in
-from tests.support.proxies import Answer, Exchange, FaultProxy, refuse
+from tests.support.proxies import Answer, Exchange, FaultProxy
 
 pytestmark = pytest.mark.servers
 
-CHAIN = Chain("alpha", "NODES")
-OWN = ("site=alpha/", "_floe/site=alpha/", "_floe/tails/", "_floe/alive/alpha/")
-WHOLE = ("",)
-READING = {"Get": WHOLE, "List": WHOLE}
-
-# What stands in the table of docs/operations.md, as regular expressions of keys below the prefix.
-RIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
-    "egress": {"Get": OWN, "List": OWN, "Put": OWN},
-    "ingress": {**READING, "Put": (f"_floe/ingress/{TARGET}/",)},
-    "compaction": {
-        **READING,
-        "Put": ("site=", "_floe/tombstones/", "_floe/site=[^/]*/feed=[^/]*/probe/"),
-        "Delete": ("site=", "_floe/tombstones/", "_floe/site=.*/state/", "_floe/site=[^/]*/feed=[^/]*/probe/"),
-    },
-    "reader": READING,
-    "gap": {**READING, "Put": ("_floe/site=.*/gaps/",)},
-    "quarantine": {**READING, "Put": ("_floe/quarantine/",), "Delete": WHOLE},
-}
-NEEDED = {
-    **dict.fromkeys(("get", "head"), "Get"),
-    "list": "List",
-    **dict.fromkeys(("put", "create_upload", "part", "complete", "abort"), "Put"),
-    "delete": "Delete",
-}
+SITE = "us-east"
+CHAIN = Chain(SITE, "NODES")
+RIGHTS = Path(__file__).parents[2] / "infra" / "rights"
+ROLES = ("egress", "ingress", "compaction", "operator", "replay")
 
 
-class Guard(FaultProxy):
-    """Lets through what one role may do. `refused`: operation and key of what it may not."""
+class Watch(FaultProxy):
+    """Sees what the store refuses: operation and key of each such request."""
 
-    def __init__(self, upstream_url: str, role: str) -> None:
+    def __init__(self, upstream_url: str) -> None:
         super().__init__(upstream_url)
-        self.rights, self.refused = RIGHTS[role], list[tuple[str, str]]()
+        self.refused = list[tuple[str, str]]()
 
     def answer(self, exchange: Exchange) -> Answer | None:
-        query = parse_qs(urlsplit(exchange.target).query)
-        key = query.get("prefix", [""])[0] if exchange.operation == "list" else exchange.key
-        allowed = self.rights.get(NEEDED.get(exchange.operation, ""), ())
-        if any(re.match(f"data/{each}", key) for each in allowed):
-            return exchange.forward()
-        self.refused.append((exchange.operation, key))
-        return refuse(403, "AccessDenied")(exchange)
+        answer = exchange.forward()
+        if answer.status == 403:
+            query = parse_qs(urlsplit(exchange.target).query)
+            self.refused.append((exchange.operation, exchange.key or query.get("prefix", [""])[0]))
+        return answer
+
+
+@pytest.fixture(scope="module")
+def limited() -> Iterator[SeaweedFS]:
+    """A store that knows each role by the policy of its file, and the bucket of the files."""
+    policies = {role: json.loads((RIGHTS / f"s3-{role}.json").read_text()) for role in ROLES}
+    with SeaweedFS(policies=policies) as server:
+        server.create_bucket("floe")
+        canaries.note(server.secret_key, *(secret for _, secret in server.keys.values()))
+        yield server
+
+
+class OneBucket(SharedS3):
+    """The bucket of the files."""
+
+    def new_bucket(self) -> str:
+        return "floe"
 
 
 class Roles:
-    """A world of one site, seen by each role through its own guard."""
+    """A world of one site, seen by each role with its own keys through its own proxy."""
 
     def __init__(self, world: World, stack: ExitStack) -> None:
         self.world, self._stack = world, stack
-        self.guards: dict[str, Guard] = {}
+        self.guards: dict[str, Watch] = {}
 
     def config(self, role: str) -> Path:
         """The configuration of a role."""
@@ -91,10 +88,12 @@ class Roles:
         how = {"engine": "local", "verify": "merge", "delete_grace": "0s", "allow_short_times": True}
         compaction = {**how, "levels": levels}
         world = self.world
-        path = world.site_config("alpha") if role == "egress" else world.central_config(compaction=compaction)
+        path = world.site_config(SITE) if role == "egress" else world.central_config(compaction=compaction)
         document = yaml.safe_load(path.read_text())
         if role not in self.guards:
-            self.guards[role] = self._stack.enter_context(Guard(world.s3.endpoint_url, role))
+            self.guards[role] = self._stack.enter_context(Watch(world.s3.endpoint_url))
+        access, secret = world.s3.server.keys[role]
+        document["store"] |= {"access_key_id": access, "secret_access_key": secret, "region": "us-east-1"}
         document["store"] |= {"endpoint_url": self.guards[role].url, "subject_statistics": False}
         return world.write(role, document)
 
@@ -106,8 +105,8 @@ class Roles:
 
 
 @pytest.fixture
-def roles(s3: SharedS3) -> Iterator[Roles]:
-    with World(s3, "alpha", segment={"max_age": "1s", "max_messages": 50}) as world, ExitStack() as stack:
+def roles(limited: SeaweedFS) -> Iterator[Roles]:
+    with World(OneBucket(limited), SITE, segment={"max_age": "1s", "max_messages": 50}) as world, ExitStack() as stack:
         found = Roles(world, stack)
         yield found
         world.print_tails()
@@ -123,7 +122,7 @@ def has_subjects(store: SegmentStore, ref: SegmentRef) -> bool:
 
 
 def server(roles: Roles) -> NatsServer:
-    return roles.world.sites["alpha"]
+    return roles.world.sites[SITE]
 
 
 async def test_every_role_works_with_the_rights_of_the_table(roles: Roles) -> None:
@@ -131,8 +130,8 @@ async def test_every_role_works_with_the_rights_of_the_table(roles: Roles) -> No
     settings = load_settings(str(world.central_config()))
     store = open_store(settings)
     async with client_of(server(roles).url) as client:
-        await make_stream(client, "NODES", "alpha")
-        await publish(client, "alpha", random.Random(1), 300)
+        await make_stream(client, "NODES", SITE)
+        await publish(client, SITE, random.Random(1), 300)
     egress = world.egress(roles.config("egress"))
     await soon(lambda: sum(len(ref.coverage) for ref in store.list(CHAIN)) >= 300)
     assert egress.drain() == 0, egress.tail()
@@ -148,19 +147,54 @@ async def test_every_role_works_with_the_rights_of_the_table(roles: Roles) -> No
         await soon(has_all)
     assert ingress.drain() == 0, ingress.tail()
 
-    segments, junk = store.list(CHAIN), "data/site=alpha/notes.txt"
+    segments, junk = store.list(CHAIN), f"data/site={SITE}/notes.txt"
     store.objects.put(junk, b"junk")
     for command in (["segments", "verify"], ["status"]):
-        assert f"nothing reads: 1\n  {junk}\n" in roles.floe("reader", *command).stderr
-    roles.floe("reader", "gap", "ls")
-    roles.floe("quarantine", "segments", "quarantine", junk)
+        assert f"nothing reads: 1\n  {junk}\n" in roles.floe("replay", *command).stderr
+    roles.floe("replay", "gap", "ls")
+    roles.floe("operator", "segments", "quarantine", junk)
     assert store.objects.head(junk) is None
     end = max(ref.coverage.last for ref in segments)
     open_chains(settings).write_tail(CHAIN, end + 1)
     bounds = ["--first", str(end + 1), "--last", str(end + 1), "--yes"]
-    roles.floe("gap", "gap", "accept", "--site", "alpha", "--feed", "NODES", *bounds)
+    roles.floe("operator", "gap", "accept", "--site", SITE, "--feed", "NODES", *bounds)
 
     # Who may only read tries the store once, is refused, and reads back whole instead.
-    probe = f"{Layout('data').documents_prefix('alpha', 'NODES')}probe/wrong-checksum"
+    probe = f"{Layout('data').documents_prefix(SITE, 'NODES')}probe/wrong-checksum"
     refused = {role: sorted({key for _, key in guard.refused}) for role, guard in roles.guards.items()}
-    assert refused == {"egress": [], "compaction": [], "ingress": [], "reader": [probe], "quarantine": [], "gap": []}
+    assert refused == {"egress": [], "compaction": [], "ingress": [], "replay": [probe], "operator": []}
+
+
+async def test_no_role_may_do_what_its_file_does_not_say(limited: SeaweedFS) -> None:
+    """The policies are enforced: what a role must never do is refused, above all deleting."""
+    mine, other, tail = f"data/site={SITE}/feed=NODES/x", "data/site=eu-west/feed=NODES/x", "data/_floe/tails/x"
+
+    def may(role: str, method: str, key: str) -> bool:
+        status, _ = SignedClient(urlsplit(limited.endpoint_url).port or 0, *limited.keys[role]).call(
+            method, f"/floe/{key}", b"x" if method == "PUT" else b""
+        )
+        assert status in (200, 204, 403), (role, method, key, status)
+        return status != 403
+
+    everything = SignedClient(urlsplit(limited.endpoint_url).port or 0, limited.access_key, limited.secret_key)
+    for key in (mine, other, tail, "elsewhere"):
+        everything.call("PUT", f"/floe/{key}", b"x")
+    allowed = {
+        (role, method, key)
+        for role in ROLES
+        for method in ("PUT", "GET", "DELETE")
+        for key in (mine, other, tail, "elsewhere")
+        if method != "DELETE" or role not in ("compaction", "operator")
+        if may(role, method, key)
+    }
+    reads = {(role, "GET", key) for role in ROLES if role != "egress" for key in (mine, other, tail)}
+    writes = {
+        ("egress", "PUT", mine),
+        ("egress", "PUT", tail),
+        ("compaction", "PUT", mine),
+        ("compaction", "PUT", other),
+    }
+    assert allowed == reads | writes | {("egress", "GET", mine), ("egress", "GET", tail)}
+    assert not may("operator", "DELETE", tail)
+    assert not may("compaction", "DELETE", tail)
+    assert may("compaction", "DELETE", mine)

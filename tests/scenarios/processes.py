@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from infra.local.process import spawn
+from tests.support import canaries
 from tests.support.basics import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +73,9 @@ class Service:
 
     def wait(self, seconds: float) -> int:
         """Its exit code once it ends; 0 if it was never started."""
-        return self._process.wait(seconds) if self._process else 0
+        code = self._process.wait(seconds) if self._process else 0
+        canaries.check(self.log.read_text(errors="replace") if self.log.exists() else "", self.name)
+        return code
 
     def tail(self, lines: int = 25) -> str:
         """The end of its log, for the message of a failed assertion."""
@@ -82,6 +85,8 @@ class Service:
 
 def run_floe(*command: str, seconds: float = 5 * PATIENCE) -> subprocess.CompletedProcess[str]:
     """Run one command of Floe to its end."""
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "floe", *command], capture_output=True, text=True, timeout=seconds, cwd=ROOT, check=False
     )
+    canaries.check(done.stdout + done.stderr, " ".join(command[:2]))
+    return done

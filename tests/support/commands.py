@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from floe import cli
 from infra.local.process import tether
+from tests.support import canaries
 from tests.support.basics import PATIENCE, unique
 from tests.support.egress import SITE, Bench
 
@@ -81,6 +82,7 @@ async def floe(*arguments: str, env: dict[str, str] | None = None, seconds: floa
     )
     tether(process.pid)
     out, err = await asyncio.wait_for(process.communicate(), seconds)
+    canaries.check((out + err).decode(errors="replace"), " ".join(arguments[:2]))
     return Done(process.returncode or 0, out.decode(), err.decode())
 
 

@@ -22,6 +22,7 @@ import pytest
 from click.testing import CliRunner
 
 import floe
+from common import exits
 from common.cli import (
     Duration,
     SequenceType,
@@ -34,6 +35,8 @@ from common.cli import (
     table,
 )
 from common.errors import AnotherWriter, ConfigError, LeaseLost, Refused, SegmentCorrupt, Stopped, UsageError
+from common.open import load_settings
+from egress.workers.supervisor import command
 from infra.local.process import spawn
 from tests.support.basics import PATIENCE
 
@@ -470,10 +473,13 @@ def test_config_check_tells_all_problems_of_all_documents(folder: Path):
     )
 
 
+UNBUILT = "compaction: {retention: {delete_after: 1d}}\n"
+
+
 def test_config_check_tells_what_is_not_built_in_each_document(folder: Path):
-    code, shown, told = check(folder, f"{HEAD}nats: {{jetstream_domain: hub}}\n---\n{HEAD}nats: {{context: prod}}\n")
+    code, shown, told = check(folder, f"{HEAD}{UNBUILT}---\n{HEAD}{UNBUILT}")
     assert (code, shown) == (78, "")
-    assert [line.split(": ")[1] for line in told.splitlines()] == ["f.yaml:3:26", "f.yaml:7:17"]
+    assert [line.split(": ")[1] for line in told.splitlines()] == ["f.yaml:3:40", "f.yaml:7:40"]
 
 
 def test_config_check_warns_and_goes_on(folder: Path):
@@ -560,3 +566,27 @@ def in_terminal(code: str, answer: bytes = b"", upon: bytes = b"", **env: str) -
     os.close(master)
     process.wait(PATIENCE)
     return found.decode()
+
+
+def test_hints_and_workers_go_on_in_the_context_of_the_command_line(folder: Path):
+    (folder / "f.yaml").write_text(
+        f"{HEAD}nats: {{url: nats://other:4222, user: u, password: p, connect_timeout: 9s}}\n"
+    )
+    seen: list[object] = []
+
+    @click.command()
+    @config_option
+    @run_command
+    async def shown(config: str) -> None:
+        settings = load_settings(config, quiet=True)
+        for nats in (settings.nats, settings.nats_for("egress"), settings.nats_for("ingress")):
+            seen.append((nats.context, nats.url, nats.user, nats.connect_timeout))
+        seen.append((exits.command("status"), command(config)[-4:]))
+
+    assert CliRunner().invoke(shown, ["-c", "f.yaml", "--context", "a b"]).exit_code == 0
+    hint = f"floe status -c {folder}/f.yaml --context 'a b'"
+    assert seen == [("a b", ("nats://127.0.0.1:4222",), "", 9.0)] * 3 + [(hint, ["-c", "f.yaml", "--context", "a b"])]
+    seen.clear()
+    assert CliRunner().invoke(shown, ["-c", "f.yaml"]).exit_code == 0
+    assert seen[0] == ("", ("nats://other:4222",), "u", 9.0)
+    assert seen[3] == (f"floe status -c {folder}/f.yaml", ["egress", "run", "-c", "f.yaml"])

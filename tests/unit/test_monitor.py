@@ -5,10 +5,14 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import shutil
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -18,10 +22,13 @@ from prometheus_client import CollectorRegistry, Counter
 
 from common.errors import ConfigError, Unavailable
 from common.service import monitor as monitor_http
-from common.service.monitor import Health, Monitor, Pages
+from common.service.monitor import MAX_REQUESTS, Health, Monitor, Pages
+from common.settings.service import MonitorTlsSettings
 from common.tasks import unexpected
 from tests.support.basics import PATIENCE, counted, eventually
 from tests.support.clock import ManualClock
+from tests.support.identities import authority as make_authority
+from tests.support.identities import certificate, make_certificates
 
 
 @pytest.fixture
@@ -248,3 +255,103 @@ def test_a_page_that_cannot_be_made_is_told_and_the_next_one_is_served(health: H
     finally:
         monitor.close()
     assert counted(unexpected.labels("monitor")) == count + 1
+
+
+# TLS
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_certificates(tmp_path_factory.mktemp("tls"))
+
+
+@contextmanager
+def served(health: Health, folder: Path, **more: str) -> Iterator[Monitor]:
+    files = {"cert": str(folder / "server.pem"), "key": str(folder / "server.key")}
+    monitor = Monitor("127.0.0.1:0", health, tls=MonitorTlsSettings(**files, **more))
+    monitor.start()
+    with closing(monitor):
+        yield monitor
+
+
+def fetched(monitor: Monitor, folder: Path, client: str = "", ca: str = "ca") -> int:
+    """The status of /healthz, as a client that checks the server and shows a certificate, if any."""
+    context = ssl.create_default_context(cafile=str(folder / f"{ca}.pem"))
+    if client:
+        context.load_cert_chain(folder / f"{client}.pem", folder / f"{client}.key")
+    connection = http.client.HTTPSConnection("127.0.0.1", monitor.port, timeout=PATIENCE, context=context)
+    with closing(connection):
+        connection.request("GET", "/healthz")
+        return connection.getresponse().status
+
+
+def test_pages_are_served_over_tls_only(health: Health, certificates: Path):
+    with served(health, certificates) as monitor:
+        assert fetched(monitor, certificates) == 200
+        with pytest.raises(ssl.SSLError):
+            fetched(monitor, certificates, ca="other")
+        with pytest.raises((OSError, http.client.HTTPException)):
+            get(monitor, "/healthz")
+        for _ in range(2 * MAX_REQUESTS):  # none of them keeps a place
+            with socket.create_connection(("127.0.0.1", monitor.port)) as silent:
+                silent.sendall(b"\x16\x03")
+
+        def is_answered() -> bool:
+            with suppress(OSError):  # as long as all places are taken
+                return fetched(monitor, certificates) == 200
+            return False
+
+        eventually(is_answered)
+
+
+def test_clients_need_a_certificate_where_one_is_asked_for(health: Health, certificates: Path):
+    with served(health, certificates, client_ca=str(certificates / "ca.pem")) as monitor:
+        assert fetched(monitor, certificates, client="client") == 200
+        for client in ("", "stranger"):
+            with pytest.raises((OSError, http.client.HTTPException)):
+                fetched(monitor, certificates, client=client)
+        assert fetched(monitor, certificates, client="client") == 200
+
+
+def test_a_client_that_sends_its_handshake_slowly_is_cut_off(
+    health: Health, certificates: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(monitor_http, "REQUEST_TIMEOUT", 0.3)
+    with (
+        served(health, certificates) as monitor,
+        socket.create_connection(("127.0.0.1", monitor.port), timeout=PATIENCE) as slow,
+    ):
+        slow.sendall(b"\x16\x03\x01\x10\x00")  # a record of 4,096 bytes
+        with pytest.raises(OSError):
+            for _ in range(4000):
+                slow.sendall(b"\x01")
+                time.sleep(0.02)
+
+
+def test_a_certificate_that_was_replaced_is_used_without_a_restart(
+    health: Health, certificates: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    for name in ("server.pem", "server.key"):
+        shutil.copy(certificates / name, tmp_path)
+    make_authority(tmp_path, "later")
+    shutil.copy(certificates / "ca.pem", tmp_path)
+    with served(health, tmp_path) as monitor:
+        assert fetched(monitor, tmp_path) == 200
+        (tmp_path / "server.pem").write_text("no certificate yet")
+        assert fetched(monitor, tmp_path) == 200
+        assert caplog.text.count("certificate not read again") == 1
+        certificate(tmp_path, "server", "IP:127.0.0.1", "later")
+        assert fetched(monitor, tmp_path, ca="later") == 200
+
+
+def test_files_that_cannot_be_used_are_told_at_the_start(health: Health, certificates: Path):
+    for files, said in (
+        ({"cert": "/no.pem", "key": "/no.key"}, "monitor.tls.cert /no.pem with key /no.key: no such file or directory"),
+        ({"cert": "server.pem", "key": "client.key"}, "key values mismatch"),
+        ({"cert": "server.pem", "key": "server.key", "client_ca": "/no.pem"}, "monitor.tls.client_ca /no.pem: no such"),
+    ):
+        tls = MonitorTlsSettings(**{key: str(certificates / name) for key, name in files.items()})
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            Monitor("127.0.0.1:0", health, tls=tls).start()
+    with pytest.raises(ValueError, match="expected cert and key beside it"):
+        MonitorTlsSettings(client_ca="/ca.pem")

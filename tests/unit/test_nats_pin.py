@@ -104,5 +104,6 @@ def test_what_is_overridden_exists():
         "_tell",
         "_went_down",
         "_wire",
+        "_with_prefix",
     }
     assert {name for name in own - ours if not hasattr(Client, name)} == set()

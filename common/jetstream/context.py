@@ -1,0 +1,154 @@
+"""Contexts of the `nats` command: what `nats.context` and `--context` stand for.
+
+`$XDG_CONFIG_HOME/nats/context/NAME.json` (else `~/.config/nats/context/NAME.json`), in the fields that the
+command writes. Messages name the file and the field, never the content.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.errors import ConfigError
+from common.settings.types import FileSecret
+
+if TYPE_CHECKING:
+    from common.settings.service import NatsSettings
+
+# Field of a context, and the key of `nats:` that it stands for.
+_PATHS = {"creds": "credentials_file", "nkey": "nkey_seed_file"}
+_TLS_PATHS = ("ca", "cert", "key")
+_SECRETS = ("token", "password")
+_TEXTS = ("user", "jetstream_domain", "jetstream_api_prefix", "inbox_prefix")
+# What Floe has no way for: another program is asked, or a file of Windows, or a secret stands in no file of its own.
+_REFUSED = (
+    "nsc", "socks_proxy", "user_jwt", "user_seed", "windows_cert_store", "windows_cert_match_by", "windows_cert_match",
+    "windows_ca_certs_match",
+)  # fmt: skip
+# Of each of these the configuration's replace the context's, all together.
+_GROUPS = (
+    ("credentials_file", "nkey_seed_file", "jwt_file", "token", "user", "password"),
+    ("jetstream_domain", "jetstream_api_prefix"),
+)
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
+
+
+def with_context(settings: NatsSettings) -> NatsSettings:
+    """`settings`, where a key that is not set there comes from the context they name.
+
+    A way to authenticate in `settings` replaces that of the context. Raises ConfigError where there is no such
+    context, or it cannot be read or asks what Floe cannot do.
+    """
+    if not settings.context:
+        return settings
+    path = _folder() / f"{settings.context}.json"
+    found = _Context(path, _read(path)).keys()
+    own = settings.model_dump(exclude_unset=True, exclude={"context"})
+    for group in _GROUPS:
+        if any(own.get(key) for key in group):
+            found = {key: value for key, value in found.items() if key not in group}
+    own_tls = own.pop("tls", {})
+    tls = own_tls if own_tls.get("scheme", "files") != "files" else {**found["tls"], **own_tls}
+    try:
+        return type(settings).model_validate({**found, **own, "tls": tls})
+    except ValueError as error:
+        raise ConfigError(f"nats.context {path}: {_first_problem(error)}") from None
+
+
+def _folder() -> Path:
+    home = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(home) if home else Path.home() / ".config") / "nats" / "context"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise _unknown(path) from None
+    except OSError as error:
+        raise ConfigError(f"nats.context {path}: {(error.strerror or 'cannot be read').lower()}") from None
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict):
+        raise ConfigError(f"nats.context {path}: expected a JSON object, found none")
+    return document
+
+
+def _unknown(path: Path) -> ConfigError:
+    there = sorted(each.stem for each in _folder().glob("*.json"))
+    expected = f"expected one of {', '.join(there)}" if there else "expected a context of the nats command"
+    return ConfigError(
+        f"nats.context {path.stem}: {expected} in {_folder()}, found none of that name",
+        hint="nats context ls shows them for this user, nats context add makes one",
+    )
+
+
+class _Context:
+    """A context that was read from `path`."""
+
+    def __init__(self, path: Path, document: Mapping[str, Any]) -> None:
+        self._path, self._document = path, document
+
+    def keys(self) -> dict[str, Any]:
+        """The keys of `nats:` that it stands for, `tls` always among them. Raises ConfigError."""
+        for field in _REFUSED:
+            if self._document.get(field):
+                raise self._refused(field, "is not supported", "set the keys of nats: instead")
+        found: dict[str, Any] = {field: text for field in _TEXTS if (text := self._text(field))}
+        found |= {ours: path for field, ours in _PATHS.items() if (path := self._file(field))}
+        found |= {field: self._secret(field) for field in _SECRETS if self._text(field)}
+        if prefix := found.get("jetstream_api_prefix"):
+            found["jetstream_api_prefix"] = prefix.removesuffix(".")
+        if urls := self._text("url"):
+            parts = (part.strip() for part in urls.split(","))
+            found["url"] = tuple(part if "://" in part else f"nats://{part}" for part in parts)
+        found["tls"] = {field: path for field in _TLS_PATHS if (path := self._file(field))}
+        if self._document.get("tls_first"):
+            found["tls"]["handshake_first"] = True
+        return found
+
+    def _text(self, field: str) -> str:
+        value = self._document.get(field) or ""
+        if not isinstance(value, str):
+            raise self._refused(field, "expected text, found something else")
+        return value
+
+    def _file(self, field: str) -> str:
+        """A path as the command reads it: `file://` or none before it, `~` and variables in it; empty for none."""
+        text = self._text(field).removeprefix("file://")
+        if _SCHEME.match(text):
+            raise self._refused(field, "expected a path, found a reference of another kind", "put it into a file")
+        return os.path.expanduser(os.path.expandvars(text))
+
+    def _secret(self, field: str) -> FileSecret:
+        """A secret of the context, read again from it as one of any other file."""
+
+        def read(path: str) -> str:
+            try:
+                return _Context(self._path, _read(Path(path)))._plain(field)
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
+
+        return FileSecret(self._plain(field), str(self._path), read)
+
+    def _plain(self, field: str) -> str:
+        text = self._text(field)
+        if not text:
+            raise self._refused(field, "expected a secret, found nothing")
+        if text.lower().startswith(("env://", "file://", "op://", "data:")):
+            raise self._refused(field, "expected the secret itself, found a reference", "set the keys of nats: instead")
+        return text
+
+    def _refused(self, field: str, problem: str, hint: str = "") -> ConfigError:
+        return ConfigError(f"nats.context {self._path}: {field}: {problem}", hint=hint)
+
+
+def _first_problem(error: ValueError) -> str:
+    """What is wrong with which key; pydantic's own text would show the values, secrets among them."""
+    problems: list[dict[str, Any]] = getattr(error, "errors", list)()
+    first = problems[0] if problems else {}
+    return f"{'.'.join(str(part) for part in first.get('loc', ()))}: {first.get('msg', 'not valid')}".strip(": ")

@@ -1,0 +1,261 @@
+"""The rights of each role, at NATS and on the bucket: one table, which makes the files in `infra/rights/` and the docs.
+
+`python -m infra.rights FOLDER [NAME=VALUE …]` writes the files, for other names than those of the ready ones:
+`python -m infra.rights rights site=eu-west stream=NODE_DATA bucket=archive`. The names are the fields of `Names`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What the rights are about. `subjects`: what subjects of the target begin with; `copy`: a stream to replay into.
+
+    `domain`: the JetStream domain that is asked for. A server inside it takes the domain off a subject before it
+    judges; `outside`, if not empty: the connection is to one that does not.
+    """
+
+    site: str = "us-east"
+    stream: str = "NODES"
+    target: str = "FLEET"
+    subjects: str = "FLEET"
+    copy: str = "COPY"
+    copy_subjects: str = "copy"
+    lease_bucket: str = "FLOE_LEASES"
+    state_bucket: str = "FLOE_STATE"
+    bucket: str = "floe"
+    prefix: str = "data"
+    domain: str = ""
+    outside: str = ""
+    inbox: str = "_INBOX"
+
+    def filled(self, text: str) -> str:
+        """`text` with the names in place of `{name}`, and what the domain makes of `{api}`, `{kv}` and `{acks}`."""
+        api = f"$JS.{self.domain}.API"
+        plain = {"api": "$JS.API", "kv": "$KV", "heard": f"{api}.$KV" if self.domain else "$KV"}
+        acks = "$JS.ACK" if self.domain else f"$JS.ACK.{self.stream}"  # with one, domain and account stand in between
+        asked = {**plain, "api": api, "kv": f"{api}.$KV"} if self.domain and self.outside else plain
+        names = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name, value in {**asked, "acks": acks, **names}.items():
+            text = text.replace(f"{{{name}}}", value)
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class SubjectRights:
+    """Subjects that a role publishes or subscribes to; `only`: when it needs them, empty for always."""
+
+    subjects: tuple[str, ...]
+    only: str = ""
+    listens: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRights:
+    """S3 actions on keys below the prefix; with `*` for any text."""
+
+    actions: tuple[str, ...]
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RoleRights:
+    """`what`: what the role does. `nats` is empty for who never connects; `listed`: prefixes that may be listed."""
+
+    name: str
+    what: str
+    nats: tuple[SubjectRights, ...]
+    s3: tuple[KeyRights, ...]
+    listed: tuple[str, ...] = ("",)
+
+
+def _stream(name: str, *calls: str) -> tuple[str, ...]:
+    return tuple(f"{{api}}.STREAM.{call}.{name}" for call in calls)
+
+
+def _consumer(stream: str, *calls: str) -> tuple[str, ...]:
+    return tuple(f"{{api}}.CONSUMER.{call}.{stream}.>" for call in calls)
+
+
+def _kv(bucket: str) -> tuple[str, ...]:
+    return (*_stream(f"KV_{bucket}", "INFO", "CREATE", "MSG.GET"), f"{{kv}}.{bucket}.>")
+
+
+def _hearing(role: str) -> tuple[str, ...]:
+    """With a domain both are listened to, wherever the server is."""
+    return (f"$KV.{{lease_bucket}}.{role}.>", f"{{heard}}.{{lease_bucket}}.{role}.>")
+
+
+STATE, LEASES = _kv("{state_bucket}"), _kv("{lease_bucket}")
+LOOKING, MAKING = ("INFO", "MSG.GET"), ("INFO", "CREATE", "MSG.GET")
+READING = ("CREATE", "MSG.NEXT", "DELETE")
+INBOX = SubjectRights(("{inbox}.>",), listens=True)
+HEARING = "to hear at once of a lease that is released"
+
+GET, PUT, DELETE = ("s3:GetObject",), ("s3:PutObject", "s3:AbortMultipartUpload"), ("s3:DeleteObject",)
+EVERYTHING = KeyRights(GET, ("*",))
+SITE = ("site={site}/*", "_floe/site={site}/*", "_floe/tails/*", "_floe/alive/{site}/*")
+
+ROLES = (
+    RoleRights(
+        "egress",
+        "`floe egress run`, `init`",
+        (
+            SubjectRights((*_stream("{stream}", *LOOKING), *_consumer("{stream}", *READING, "INFO"))),
+            SubjectRights(STATE),
+            SubjectRights(LEASES),
+            INBOX,
+            SubjectRights(_hearing("egress"), HEARING, listens=True),
+            SubjectRights(("{api}.CONSUMER.NAMES.{stream}", "{acks}.>"), "for a work queue or an interest stream"),
+        ),
+        (KeyRights((*GET, *PUT), SITE),),
+        SITE,
+    ),
+    RoleRights(
+        "ingress",
+        "`floe ingress run`",
+        (
+            SubjectRights((*_stream("{target}", *MAKING), "{subjects}.>")),
+            SubjectRights(STATE),
+            SubjectRights(LEASES),
+            INBOX,
+            SubjectRights(_hearing("ingress"), HEARING, listens=True),
+        ),
+        (EVERYTHING, KeyRights(PUT, ("_floe/ingress/*",))),
+    ),
+    RoleRights(
+        "compaction",
+        "`floe compact`",
+        (),
+        (
+            EVERYTHING,
+            KeyRights((*PUT, *DELETE), ("site=*", "_floe/tombstones/*", "_floe/site=*/probe/*")),
+            KeyRights(DELETE, ("_floe/site=*/state/*",)),
+        ),
+    ),
+    RoleRights(
+        "operator",
+        "`floe status`, `checkpoint`, `chain`, `gap`, `parked`, `segments`",
+        (
+            SubjectRights((*_stream("{target}", *LOOKING), *_consumer("{target}", *READING))),
+            SubjectRights(STATE),
+            INBOX,
+        ),
+        (
+            EVERYTHING,
+            KeyRights(PUT, ("_floe/site=*/gaps/*", "_floe/ingress/*", "_floe/quarantine/*")),
+            KeyRights(DELETE, ("site=*",)),
+        ),
+    ),
+    RoleRights(
+        "replay",
+        "`floe replay`",
+        (
+            SubjectRights((*_stream("{copy}", *MAKING), "{copy_subjects}.>")),
+            SubjectRights(STATE),
+            SubjectRights(LEASES),
+            SubjectRights(_stream("{target}", "INFO"), "to make a bucket with as many replicas"),
+            INBOX,
+        ),
+        (EVERYTHING,),
+    ),
+    RoleRights(
+        "drill",
+        "`floe drill`, into streams `FLOE_DRILL_…` (permissions know no such prefix: `*`)",
+        (
+            SubjectRights(("{api}.STREAM.NAMES", *_stream("*", *MAKING, "DELETE"), *_consumer("*", *READING))),
+            SubjectRights(("_floe_drill.>",)),
+            SubjectRights(STATE),
+            SubjectRights(LEASES),
+            INBOX,
+        ),
+        (EVERYTHING,),
+    ),
+)
+
+
+def nats_conf(role: RoleRights, names: Names) -> str:
+    """Permissions to include in a user of nats-server; what is needed only sometimes stands last, with its reason."""
+    lines = [f"# {role.name}: {role.what}", "permissions: {"]
+    for word, listens in (("publish", False), ("subscribe", True)):
+        lines.append(f"  {word}: {{ allow: [")
+        for rule in sorted((rule for rule in role.nats if rule.listens is listens), key=lambda rule: bool(rule.only)):
+            lines += [f"    # {rule.only}"] if rule.only else []
+            lines += [f'    "{each}"' for each in dict.fromkeys(map(names.filled, rule.subjects))]
+        lines.append("  ] }")
+    return "\n".join([*lines, "}", ""])
+
+
+def s3_policy(role: RoleRights, names: Names) -> dict[str, Any]:
+    """The policy as Amazon S3, MinIO and SeaweedFS read it."""
+    arn, base = f"arn:aws:s3:::{names.bucket}", f"{names.prefix}/" if names.prefix else ""
+    listed = [f"{base}{names.filled(each).removesuffix('*')}*" for each in role.listed]
+    listing = {"Effect": "Allow", "Action": ["s3:ListBucket"], "Resource": [arn]}
+    statements = [{**listing, "Condition": {"StringLike": {"s3:prefix": listed}}}]
+    for rule in role.s3:
+        resources = [f"{arn}/{base}{names.filled(key)}" for key in rule.keys]
+        statements.append({"Effect": "Allow", "Action": list(rule.actions), "Resource": resources})
+    return {"Version": "2012-10-17", "Statement": statements}
+
+
+def rights_files(names: Names) -> Iterator[tuple[str, str]]:
+    """Each file: its name and its content."""
+    for role in ROLES:
+        if role.nats:
+            yield f"nats-{role.name}.conf", nats_conf(role, names)
+        yield f"s3-{role.name}.json", json.dumps(s3_policy(role, names), indent=2) + "\n"
+
+
+_ANY = "*"
+BEGIN, END = "<!-- rights: begin -->", "<!-- rights: end -->"
+
+
+def _cell(rules: Iterator[SubjectRights]) -> str:
+    return "; ".join((f"{rule.only}: " if rule.only else "") + _written(rule.subjects) for rule in rules)
+
+
+def _written(subjects: tuple[str, ...]) -> str:
+    named = {STATE: "the bucket `{state_bucket}`", LEASES: "the bucket `{lease_bucket}`"}
+    return named.get(subjects) or ", ".join(f"`{subject}`" for subject in subjects)
+
+
+def page_with_rights(page: str) -> str:
+    """`page` with the tables between its two marks brought up to date."""
+    nats = ["| role | publish | subscribe |", "|---|---|---|"]
+    s3 = ["| role | what it does | bucket |", "|---|---|---|"]
+    for role in ROLES:
+        if role.nats:
+            publish, subscribe = (_cell(r for r in role.nats if r.listens is listens) for listens in (False, True))
+            nats.append(f"| {role.name} | {publish} | {subscribe} |")
+        keys = [(("s3:ListBucket",), role.listed), *((rule.actions, rule.keys) for rule in role.s3)]
+        text = "; ".join(
+            f"{', '.join(a.removeprefix('s3:') for a in actions)} on {', '.join(f'`{key or _ANY}`' for key in which)}"
+            for actions, which in keys
+        )
+        s3.append(f"| {role.name} | {role.what} | {text} |")
+    head, _, rest = page.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n\n" + "\n".join([*s3, "", *nats, ""]) + f"\n{END}{tail}"
+
+
+def main(words: list[str]) -> None:
+    """Write the files into the folder that the first word names; the others are names."""
+    known = [each.name for each in fields(Names)]
+    given = dict(word.partition("=")[::2] for word in words[1:])
+    if not words or not given.keys() <= set(known):
+        sys.exit(f"python -m infra.rights FOLDER [NAME=VALUE …]: expected names of {' '.join(known)}")
+    folder = Path(words[0])
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in rights_files(Names(**given)):
+        (folder / name).write_text(content)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

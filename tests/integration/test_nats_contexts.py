@@ -1,0 +1,314 @@
+"""Contexts of the `nats` command, JetStream domains and API prefixes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.errors import ConfigError, FloeError
+from common.jetstream.api import create_stream, stream_info
+from common.jetstream.client import FloeClient, connect
+from common.jetstream.context import with_context
+from common.jetstream.kv import KeyValue
+from common.settings.service import NatsSettings
+from infra.local.nats import NatsServer
+from tests.support.basics import soon, unique
+from tests.support.commands import configuration, floe
+from tests.support.domains import hub_and_leaf
+from tests.support.egress import Bench
+from tests.support.ingress import Archive, Centre, check_exact, client_of, rows_of
+
+
+class Contexts:
+    """The folder of the `nats` command."""
+
+    def __init__(self, home: Path) -> None:
+        self.folder = home / "nats" / "context"
+        self.folder.mkdir(parents=True)
+
+    def write(self, name: str, **fields: Any) -> Path:
+        path = self.folder / f"{name}.json"
+        path.write_text(json.dumps({"description": "", "token": "", "windows_ca_certs_match": None, **fields}))
+        return path
+
+
+@pytest.fixture
+def contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Contexts:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    return Contexts(tmp_path)
+
+
+def refused(context: str, **keys: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        with_context(NatsSettings(context=context, **keys))
+    assert caught.value.exit_code == 78
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+# Contexts
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[NatsServer]:
+    with NatsServer(users={"all": "secret-all"}) as server:
+        yield server
+
+
+async def test_a_context_fills_what_the_configuration_leaves_open(guarded: NatsServer, contexts: Contexts):
+    contexts.write("site", url=guarded.url, user="all", password="wrong", inbox_prefix="_CTX")
+    client = await connect(NatsSettings(context="site", user="all", password="secret-all"), name="test")
+    assert client.new_inbox().startswith("_CTX.")
+    await client.aclose()
+
+
+def test_every_field_of_a_context_becomes_its_key(contexts: Contexts, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/home/u")
+    monkeypatch.setenv("WHERE", "/where")
+    contexts.write(
+        "all",
+        url="one.example, tls://two.example:4223".replace("one", "tls://one"),
+        creds="~/a.creds",
+        ca="$WHERE/ca.pem",
+        cert="file:///c.pem",
+        key="/k.pem",
+        tls_first=True,
+        jetstream_domain="hub",
+        inbox_prefix="_I",
+        color_scheme="dark",
+    )
+    found = with_context(NatsSettings(context="all", connect_timeout=1.0))
+    assert found.url == ("tls://one.example", "tls://two.example:4223")
+    assert (found.credentials_file, found.tls.ca) == ("/home/u/a.creds", "/where/ca.pem")
+    assert (found.tls.cert, found.tls.key, found.tls.handshake_first) == ("/c.pem", "/k.pem", True)
+    assert (found.jetstream_domain, found.inbox_prefix, found.connect_timeout) == ("hub", "_I", 1.0)
+    contexts.write("more", nkey="/n.nk", url="demo.example", jetstream_api_prefix="JS.acc.API.")
+    found = with_context(NatsSettings(context="more"))
+    assert (found.nkey_seed_file, found.url, found.api_prefix) == ("/n.nk", ("nats://demo.example",), "JS.acc.API")
+    contexts.write("secret", token="t")
+    assert with_context(NatsSettings(context="secret")).token.get_secret_value() == "t"
+
+
+def test_a_way_to_authenticate_and_a_domain_of_the_configuration_replace_those_of_the_context(contexts: Contexts):
+    contexts.write("site", creds="/a.creds", jetstream_domain="hub", ca="/ca.pem")
+    found = with_context(
+        NatsSettings(context="site", token="t", jetstream_api_prefix="P", tls={"insecure": True, "scheme": "puppet"})
+    )
+    assert (found.credentials_file, found.jetstream_domain, found.api_prefix) == ("", "", "P")
+    assert found.tls.files.ca == "/etc/puppetlabs/puppet/ssl/certs/ca.pem"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("nsc", "nsc://o/a/u"),
+        ("socks_proxy", "socks5://h"),
+        ("user_jwt", "CANARY"),
+        ("user_seed", "CANARY"),
+        ("windows_cert_store", "machine"),
+        ("windows_ca_certs_match", ["x"]),
+        ("url", "nats://CANARY@host:4222"),
+        ("url", "wss://host"),
+        ("creds", "op://CANARY/x"),
+        ("creds", ["CANARY"]),
+        ("cert", "data:;base64,CANARY"),
+        ("password", "env://CANARY"),
+        ("user", "CANARY"),
+        ("jetstream_domain", "a.CANARY"),
+    ],
+)
+def test_what_floe_cannot_is_refused_by_the_name_of_the_field(contexts: Contexts, field: str, value: object):
+    path = contexts.write("site", **{field: value})
+    told = refused("site")
+    assert told.startswith(f"nats.context {path}: {field}")
+    assert "CANARY" not in told
+
+
+def test_an_unknown_context_is_told_with_those_that_there_are(contexts: Contexts):
+    assert (
+        refused("x")
+        == f"nats.context x: expected a context of the nats command in {contexts.folder}, found none of that name"
+    )
+    contexts.write("b")
+    contexts.write("a")
+    assert refused("x") == f"nats.context x: expected one of a, b in {contexts.folder}, found none of that name"
+    assert "expected one of a, b" in refused("../x")
+    contexts.write("b").write_text("[]")
+    assert "expected a JSON object" in refused("b")
+
+
+async def test_a_password_of_a_context_is_read_again_when_it_is_refused(contexts: Contexts):
+    with NatsServer(users={"u": "former"}) as server:
+        contexts.write("site", url=server.url, user="u", password="former")
+        client = await connect(NatsSettings(context="site"), name="test")
+        server.extra = "authorization { users: [{user: u, password: later}] }"
+        server.restart()
+        await soon(lambda: not client.is_up)
+        contexts.write("site", url=server.url, user="u", password="later")
+        assert await client.wait_up(30)
+        await client.aclose()
+
+
+async def test_the_option_takes_the_place_of_the_whole_connection(
+    contexts: Contexts, guarded: NatsServer, tmp_path: Path, client: FloeClient, nats_url: str
+):
+    """`--context` of the command line: nothing of `nats` in the file stands in its way."""
+    bench = Bench(nats_url, tmp_path, client)
+    path = configuration(bench, {"stream": "NODES"})
+    document = yaml.safe_load(path.read_text())
+    document["nats"] = {"url": "nats://127.0.0.1:1", "token": "t", "connect_timeout": "500ms"}
+    document["ingress"] = {"nats": {"user": "u", "password": "p", "token": ""}, "monitor": {"listen": ""}}
+    path.write_text(yaml.safe_dump(document))
+    contexts.write("there", url=guarded.url, user="all", password="secret-all")
+    contexts.write("wrong", url=guarded.url, user="all", password="CANARY")
+
+    for command in (["egress", "init"], ["egress", "run"], ["ingress", "run"], ["status"], ["replay"], ["drill"]):
+        told = await floe(*command, "--help")
+        assert "--context NAME" in told.out, command
+
+    assert (await floe("egress", "init", "-c", str(path))).code == 75
+    done = await floe("egress", "init", "-c", str(path), "--context", "there")
+    assert done.code != 75, done.err
+    assert "NODES" in done.out + done.err
+    done = await floe("egress", "init", "-c", str(path), "--context", "wrong")
+    assert done.code == 77
+    assert "refused user all" in done.err
+    assert "CANARY" not in done.err + done.out
+    done = await floe("egress", "init", "-c", str(path), "--context", "elsewhere")
+    assert (done.code, "expected one of there, wrong" in done.err) == (78, True)
+
+
+# Domains
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[tuple[NatsServer, NatsServer]]:
+    """A hub and a leaf."""
+    with hub_and_leaf() as both:
+        yield both
+
+
+@pytest.fixture
+async def clients(servers: tuple[NatsServer, NatsServer]) -> AsyncIterator[tuple[FloeClient, FloeClient]]:
+    """A connection to each, which asks in the domain of that server."""
+    async with client_of(servers[0].url) as hub, client_of(servers[1].url) as leaf:
+        yield hub, leaf
+
+
+@pytest.mark.parametrize("retention", ["limits", "workqueue"])
+async def test_egress_freezes_a_stream_of_another_domain(
+    servers: tuple[NatsServer, NatsServer],
+    clients: tuple[FloeClient, FloeClient],
+    tmp_path: Path,
+    retention: str,
+):
+    """Connected to the hub: the stream, its consumer, leases and state are at the leaf."""
+    hub, leaf = clients
+    bench = Bench(servers[0].url, tmp_path, leaf)
+    stream = await bench.make_stream(unique("NODES"), retention=retention)
+    await bench.publish(stream, (b"%d" % n for n in range(500)))
+    async with bench.egress({"stream": stream}, nats={"jetstream_domain": "leaf"}):
+        await bench.archived_to(stream, 500)
+        if retention == "workqueue":
+            await soon(lambda: is_empty(leaf, stream))
+    assert [message.sequence for message in bench.messages(stream)] == list(range(1, 501))
+    assert await bench.mark(stream) == 500
+    for bucket in (bench.lease_bucket, bench.state_bucket):
+        assert await stream_info(hub, f"KV_{bucket}") is None
+        assert await stream_info(leaf, f"KV_{bucket}") is not None
+
+
+async def is_empty(client: FloeClient, stream: str) -> bool:
+    info = await stream_info(client, stream)
+    return info is not None and info.messages == 0
+
+
+async def test_ingress_melts_into_a_stream_of_another_domain(
+    servers: tuple[NatsServer, NatsServer], clients: tuple[FloeClient, FloeClient], tmp_path: Path
+):
+    hub, leaf = clients
+    archive = Archive(tmp_path / "store")
+    archive.put(rows_of(1, 300))
+    centre = Centre(tmp_path, archive, servers[1].url)
+    async with centre.running(nats={"jetstream_domain": "hub"}):
+        await centre.carried(hub, 300)
+    archive.put(rows_of(301, 400))
+    async with centre.running(nats={"jetstream_domain": "hub"}):
+        check_exact(await centre.carried(hub, 400), archive, centre.prefix)
+    for name in (centre.target, f"KV_{centre.state_bucket}", f"KV_{centre.lease_bucket}"):
+        assert await stream_info(leaf, name) is None
+        assert await stream_info(hub, name) is not None
+
+
+async def test_a_release_is_heard_on_either_side_of_the_border(servers: tuple[NatsServer, NatsServer]):
+    hub, leaf = servers
+    heard: list[tuple[str, bytes | None]] = []
+    bucket = unique("B")
+    for server in (hub, leaf):
+        settings = NatsSettings(url=server.url, jetstream_domain="leaf")
+        one, other = [await connect(settings, name="test") for _ in range(2)]
+        kv = await KeyValue.open(one, bucket)
+        listening = await kv.listen("a.*", lambda key, value: heard.append((key, value)))
+        heard.clear()
+        await (await KeyValue.open(other, bucket)).put("a.b", b"x")
+        await soon(lambda: heard == [("a.b", b"x")])
+        await listening.unsubscribe()
+        await kv.put("a.c", b"y")
+        assert await kv.keys() == ["a.b", "a.c"]
+        assert heard == [("a.b", b"x")]
+        for client in (one, other):
+            await client.aclose()
+
+
+IMPORTED = """
+accounts {
+  OWNER: {
+    jetstream: enabled
+    users: [{user: owner, password: p}]
+    exports: [{service: "$JS.API.>", response: stream}, {service: "$KV.>"}]
+  }
+  GUEST: {
+    users: [{user: guest, password: p}]
+    imports: [
+      {service: {account: OWNER, subject: "$JS.API.>"}, to: "JS.owner.API.>"}
+      {service: {account: OWNER, subject: "$KV.>"}, to: "JS.owner.API.$KV.>"}
+    ]
+  }
+}
+"""
+
+
+async def test_an_api_prefix_reaches_the_streams_and_buckets_of_another_account():
+    with NatsServer(extra=IMPORTED) as server:
+        owner = await connect(NatsSettings(url=server.url, user="owner", password="p"), name="test")
+        await create_stream(owner, {"name": "NODES", "subjects": ["nodes.>"]})
+        as_guest = NatsSettings(url=server.url, user="guest", password="p", jetstream_api_prefix="JS.owner.API")
+        guest = await connect(as_guest, name="test")
+        assert await stream_info(guest, "NODES") is not None
+        bucket = await KeyValue.open(guest, "B")
+        revision = await bucket.put("a", b"x")
+        assert await bucket.update("a", b"y", revision) is not None
+        found = await (await KeyValue.open(owner, "B")).get("a")
+        assert found is not None
+        assert found.value == b"y"
+        for client in (owner, guest):
+            await client.aclose()
+
+
+def test_a_domain_and_a_prefix_exclude_each_other():
+    with pytest.raises(ValueError, match="expected either jetstream_domain or jetstream_api_prefix, found both"):
+        NatsSettings(jetstream_domain="hub", jetstream_api_prefix="JS.API")
+    with pytest.raises(ValueError, match="a domain"):
+        NatsSettings(jetstream_domain="a.b")
+
+
+async def test_a_domain_that_nobody_has_is_told(servers: tuple[NatsServer, NatsServer]):
+    client = await connect(NatsSettings(url=servers[0].url, jetstream_domain="nowhere"), name="test")
+    with pytest.raises(FloeError, match=r"nobody answers \$JS.nowhere.API"):
+        await stream_info(client, "NODES")
+    await client.aclose()
