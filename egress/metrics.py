@@ -22,6 +22,13 @@ left_out = counter(
     "egress_left_out", "Sequences archived without a message, by why.", (*CHAIN, "reason"), reason=Reason
 )
 put_seconds = histogram("egress_put_seconds", "Time to put one segment, tail and mark.", CHAIN)
+open_messages = gauge(
+    "egress_open_segment_messages", "Messages kept in the open segment: received, in no finished segment yet.", CHAIN
+)
+open_bytes = gauge("egress_open_segment_bytes", "Raw bytes of the messages in the open segment.", CHAIN)
+open_age = gauge(
+    "egress_open_segment_age_seconds", "Time since the open segment's first message; 0 where nothing is open.", CHAIN
+)
 incarnation = gauge("egress_incarnation", "The incarnation that is written.", CHAIN)
 end_sequence = gauge("egress_end_sequence", "The last sequence archived.", CHAIN)
 end_timestamp = gauge("egress_end_timestamp_seconds", "Time of the last message archived, since 1970.", CHAIN)

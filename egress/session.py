@@ -128,6 +128,7 @@ class Session:
             if self._reader.is_durable:
                 has_begun = end_before > 0 or self._archive.chain.incarnation > 0
                 self._report.durable(self._reader.lapsed, first, has_begun=has_begun)
+            self._report.opens(lambda: self._builder.open_segment)
             self._report.reading(self._archive.chain, first, end_before)
             async with asyncio.TaskGroup() as tasks:
                 sampling = [] if self._sampled is None else self._sampled.side(self._inquiry.info)
@@ -140,6 +141,7 @@ class Session:
                     await self._sampled.finish()
                 await end(*side)
         finally:
+            self._report.opens()
             await self._reader.close()
         if self._end is not None:
             raise self._end
