@@ -123,6 +123,7 @@ PARTS = (
     "events",
     "expiry",
     "feed",
+    "flush",
     "heartbeats",
     "lease",
     "monitor",

@@ -24,6 +24,7 @@ from egress import metrics
 from egress.deps import EgressDeps, Pools
 from egress.partition import Partition
 from egress.report import FeedReport
+from egress.session import Flush
 from egress.worker import Worker
 
 log = get_logger("egress.feed")
@@ -41,7 +42,7 @@ class Feed:
     """One partition of a feed in this process: waits for its lease, works under it, gives it back."""
 
     def __init__(self, partition: Partition, deps: EgressDeps, sharing: LeaseGroup, health: Health) -> None:
-        self._chain = partition.chain
+        self.chain = self._chain = partition.chain
         name = f"{self._chain.feed}-{self._chain.partition}"
         self._pools = Pools(Threads(f"egress-{name}", 4), Threads(f"encode-{name}", 1))
         self.report = self._report = FeedReport(self._chain, partition.stream, health, deps.clock)
@@ -49,6 +50,10 @@ class Feed:
         self._slot = sharing.slot(lease_key(self._chain), self._report)
         self._deps = deps.of(partition, self._report, self._pools)
         self._worker, self._backoff = Worker(self._deps), Backoff(deps.rng)
+
+    def flush(self, incarnation: int = 0, least: int = 0) -> Flush | None:
+        """As `Session.flush`; None too where this process does not read the partition."""
+        return self._worker.flush(incarnation, least)
 
     async def run(self, stop: Stop) -> None:
         """Until `stop` is set and everything is put."""

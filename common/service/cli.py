@@ -106,6 +106,26 @@ def table(rows: Iterable[OutputRow], columns: Sequence[str]) -> None:
         click.echo(line.rstrip())
 
 
+def human_size(size: int) -> str:
+    """Bytes for people, in the largest unit that leaves at least one: `812 B`, `2.1 KiB`, `100 MiB`."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    power = min(max(0, size.bit_length() - 1) // 10, len(units) - 1)
+    text = f"{size / 1024**power:.1f}" if power else str(size)
+    return f"{text.removesuffix('.0')} {units[power]}"
+
+
+def human_seconds(seconds: float) -> str:
+    """A duration for people, in its two largest units: `12s`, `4m31s`, `3h12m`, `5d2h`."""
+    left, parts = max(0, round(seconds)), list[str]()
+    for unit, length in (("d", 86_400), ("h", 3600), ("m", 60), ("s", 1)):
+        count, left = divmod(left, length)
+        if count or parts:
+            parts.append(f"{count}{unit}" if count else "")
+        if len(parts) == 2:
+            break
+    return "".join(parts) or "0s"
+
+
 def _is_numeric(values: list[object]) -> bool:
     return any(value is not None for value in values) and all(
         value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values
