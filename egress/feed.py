@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import Protocol
 
-from common.chain import Chain
 from common.clock import Backoff, Clock
 from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable, Unforeseen
-from common.jetstream.kv import state_key
 from common.jetstream.lease import Lease
 from common.leasing import LeaseGroup
 from common.service.logs import get_logger
@@ -22,7 +20,7 @@ from common.service.process import Threads
 from common.tasks import GOOD_WHILE, Stop, StopReason, end, orphaned, wait_for, watched
 from egress import metrics
 from egress.deps import EgressDeps, Pools
-from egress.partition import Partition
+from egress.partition import Partition, lease_key
 from egress.report import FeedReport
 from egress.session import Flush
 from egress.worker import Worker
@@ -31,11 +29,6 @@ log = get_logger("egress.feed")
 
 BEAT = 1.0  # seconds
 ABANDON = 2.0  # seconds to let go of what was not drained in time
-
-
-def lease_key(feed: Chain) -> str:
-    """One lease for all incarnations: whoever holds it may begin the next."""
-    return state_key("egress", feed.site, feed.feed, str(feed.partition))
 
 
 class Feed:

@@ -29,8 +29,8 @@ from common.service.logs import get_logger
 from common.settings.root import Settings
 from common.tasks import Stop, again, wait_for
 from egress.context import connected, feed_named
-from egress.feed import Feed, lease_key
-from egress.partition import Partition, all_partitions, require_feeds, unreadable
+from egress.feed import Feed
+from egress.partition import Partition, all_partitions, lease_key, require_feeds, unreadable
 from egress.report import counted
 from egress.session import Flush
 

@@ -122,7 +122,7 @@ class FeedReport:
         self._clock = clock or SystemClock()
         self._since = self._clock.now()
         self._source_asked: float | None = None
-        self._status: dict[str, Any] = {"stream": stream}
+        self._status: dict[str, Any] = {"site": feed.site, "stream": stream}
         self._failure, self._had_durable, self._is_stalled, self._has_looped = "", False, False, False
         self._left: Callable[[], float] = lambda: math.inf
         self._open: Callable[[], OpenSegment | None] = lambda: None

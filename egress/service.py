@@ -31,10 +31,10 @@ from common.tasks import Stop, end, orphaned, wait_for, watched
 from egress import metrics
 from egress.context import connected, make_deps
 from egress.deps import EgressDeps, Tuning
-from egress.feed import Feed, Runs, lease_key, run_feeds
+from egress.feed import Feed, Runs, run_feeds
 from egress.flush import FlushWatch
 from egress.heartbeats import Heartbeats, Reachability, SignOfLife
-from egress.partition import all_partitions, require_feeds
+from egress.partition import all_partitions, lease_key, require_feeds
 from egress.workers.process import WorkerPlace
 
 log = get_logger("egress.service")
