@@ -169,10 +169,11 @@ class FlushCommand:
     async def ask(self) -> None:
         """Have it asked of all of them."""
         names, number, now = {each.feed for each in self._chains}, secrets.token_hex(8), self._clock.now()
-        nothing = FlushRequests({})
-        step: Callable[[FlushRequests | None], FlushRequests]
-        step = lambda found: (found or nothing).asking(names, number, now)  # noqa: E731
-        self._found = await self._requests.change(step, anew=True) or nothing
+
+        def asked(found: FlushRequests | None) -> FlushRequests:
+            return (found or FlushRequests({})).asking(names, number, now)
+
+        self._found = await self._requests.change(asked, anew=True) or self._found
 
     async def wait(self, seconds: float, tell: Callable[[str], None]) -> bool:
         """Whether all that are waited for are stored within `seconds`; `tell` gets lines about how far it is.
