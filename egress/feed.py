@@ -14,7 +14,7 @@ from common.clock import Backoff, Clock
 from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable, Unforeseen
 from common.jetstream.lease import Lease
 from common.leasing import LeaseGroup
-from common.service.logs import get_logger
+from common.logs import get_logger
 from common.service.monitor import Health
 from common.service.process import Threads
 from common.tasks import GOOD_WHILE, Stop, StopReason, end, orphaned, wait_for, watched

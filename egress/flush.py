@@ -17,15 +17,15 @@ import click
 import msgspec
 
 from common.chain import Chain
+from common.cli import human_size, print_json
 from common.clock import Clock, SystemClock
 from common.documents import JsonForm
 from common.errors import FloeError, Unavailable
+from common.exits import command, ways
 from common.jetstream.buckets import optional_leases, optional_state
 from common.jetstream.kv import KeyValue, KvDocument, state_key
 from common.jetstream.lease import Leases, new_owner
-from common.service.cli import human_size, print_json
-from common.service.exits import command, ways
-from common.service.logs import get_logger
+from common.logs import get_logger
 from common.settings.root import Settings
 from common.tasks import Stop, again, wait_for
 from egress.context import connected, feed_named

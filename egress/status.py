@@ -13,8 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.chain import Chain
+from common.cli import StatusView, Styled, ago, human_seconds, human_size
 from common.clock import SystemClock, format_time
 from common.errors import DataError, OutcomeUnknown, Refused, Unavailable
+from common.exits import LATER
 from common.jetstream.api import stream_info
 from common.jetstream.buckets import optional_leases
 from common.jetstream.client import connect
@@ -23,8 +25,6 @@ from common.objects.port import ObjectInfo
 from common.open import open_chains
 from common.segments.alive import STANDBY, Sighting, newest
 from common.segments.documents import ChainStore
-from common.service.cli import StatusView, Styled, ago, human_seconds, human_size
-from common.service.exits import LATER
 from common.service.process import Threads
 from common.settings.root import Settings
 from common.settings.types import parse_listen

@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from common.clock import SystemClock
-from common.errors import OutcomeUnknown, Unavailable
-from common.open import load_settings
-from common.service.cli import (
+from common.cli import (
     Duration,
     StatusView,
     config_option,
@@ -21,9 +18,12 @@ from common.service.cli import (
     run_async,
     run_command,
 )
-from common.service.exits import DIFFERENCES, LATER, report
-from common.service.lean import slim
-from common.service.logs import escaped
+from common.clock import SystemClock
+from common.errors import OutcomeUnknown, Unavailable
+from common.exits import DIFFERENCES, LATER, report
+from common.lean import slim
+from common.logs import escaped
+from common.open import load_settings
 from ingress.operator.checkpoint_cli import checkpoint_release, checkpoint_set
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ async def _look(settings: Settings, views: Views, is_archive: bool) -> list[Stat
         except (Unavailable, OutcomeUnknown) as error:
             note = f"only what the archive holds is shown: {error.message}"
     if note:
-        from common.segments.cli import archive_view
+        from common.segments_cli import archive_view
 
         view = await archive_view(settings)
         found.append(replace(view, notes=[note], code=LATER if names else 0))

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
+from common.cli import Styled, ago, human_seconds, human_size, table
 from common.segments.alive import ChainSign, Sighting
-from common.service.cli import Styled, ago, human_seconds, human_size, table
 from common.settings.egress import FeedSettings
 from egress.partition import partitions_of
 from egress.status import PartitionStatus, SiteAnswers, closes, of_chains, opened
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 SHOW = """
 import fcntl, struct, sys, termios
 fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 30, 0, 0))
-from common.service.cli import Styled, table, terminal_width
+from common.cli import Styled, table, terminal_width
 table([[Styled("stopped", "red"), 5, "x" * 40], ["fine", 1200, "é" * 9]], ["state", "n", "why"], terminal_width())
 """
 

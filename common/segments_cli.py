@@ -10,19 +10,7 @@ from typing import Any
 import click
 
 from common.chain import Chain
-from common.clock import NS_PER_S, SystemClock, format_time, parse_time
-from common.errors import UsageError
-from common.objects.port import ObjectInfo
-from common.open import load_settings, open_chains, open_store
-from common.segments.archive import find_chain, read_cover, select_chains, span
-from common.segments.columns import is_text, messages
-from common.segments.documents import ChainStore
-from common.segments.keys import configured
-from common.segments.parquet_guard import SegmentGone
-from common.segments.segment import Message, Reason, SegmentRef, decode_subject, encode_bytes
-from common.segments.store import SegmentStore, quarantine
-from common.sequences import MAX_SEQUENCE, SequenceRange, cover, holes
-from common.service.cli import (
+from common.cli import (
     SequenceType,
     StatusView,
     ago,
@@ -33,8 +21,20 @@ from common.service.cli import (
     run_command,
     table,
 )
-from common.service.exits import DIFFERENCES
-from common.service.logs import escaped
+from common.clock import NS_PER_S, SystemClock, format_time, parse_time
+from common.errors import UsageError
+from common.exits import DIFFERENCES
+from common.logs import escaped
+from common.objects.port import ObjectInfo
+from common.open import load_settings, open_chains, open_store
+from common.segments.archive import find_chain, read_cover, select_chains, span
+from common.segments.columns import is_text, messages
+from common.segments.documents import ChainStore
+from common.segments.keys import configured
+from common.segments.parquet_guard import SegmentGone
+from common.segments.segment import Message, Reason, SegmentRef, decode_subject, encode_bytes
+from common.segments.store import SegmentStore, quarantine
+from common.sequences import MAX_SEQUENCE, SequenceRange, cover, holes
 from common.service.process import Threads
 from common.settings.root import Settings
 from common.settings.types import format_duration
