@@ -1,5 +1,6 @@
 """The command `floe`: names the commands of all parts and loads only the one that is called."""
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -33,10 +34,14 @@ COMMANDS = {
     "drill": Entry("ingress.replay.cli:drill", "Replay into a scratch stream, compare, and remove it."),
     "status": Entry("ingress.cli:status", "Show sites, chains and targets at a glance."),
     "check": Entry("common.check_cli:check", "Say in one line whether a part works, for Nagios and cron."),
+    "watch": Entry("ingress.cli:watch", "The same, again and again."),
     "config": Entry("common.config_cli:config", "Check a configuration."),
     "emulate": Entry("infra.cli:emulate", "Publish what a fleet would publish."),
     "demo": Entry("infra.cli:demo", "Run everything on this host, on loopback."),
 }
+
+#: What `floe status` shows of each section of a configuration.
+VIEWS = {"egress": "egress.status:site_view", "ingress": "ingress.operator.status:centre_view"}
 
 #: Commands that a group of one part gets from another part.
 ADDED = {
@@ -95,8 +100,10 @@ def _print_version(ctx: click.Context, _param: click.Parameter, wanted: bool) ->
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Show the version."
 )
-def cli(debug: bool) -> None:
+@click.pass_context
+def cli(ctx: click.Context, debug: bool) -> None:  # noqa: ARG001  (asked of the context, in `exits`)
     """Carry JetStream streams between sites through object storage, and restore them from it."""
+    ctx.obj = {section: functools.partial(_load, target) for section, target in VIEWS.items()}
 
 
 def main() -> None:

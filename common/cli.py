@@ -12,13 +12,14 @@ import functools
 import inspect
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import click
 
@@ -81,33 +82,105 @@ def _plain(value: object) -> Any:
     raise TypeError(f"no JSON form for {type(value).__name__}")
 
 
-def table(rows: Iterable[OutputRow], columns: Sequence[str]) -> None:
+class Styled(NamedTuple):
+    """A cell of a table that is shown in a colour (as rich names it) where there are colours; empty: in none."""
+
+    text: object
+    style: str
+
+
+def is_terminal() -> bool:
+    """Whether people read stdout, whatever FORCE_COLOR says."""
+    return sys.stdout.isatty()
+
+
+def terminal_width() -> int | None:
+    """Columns of the terminal that stdout is; None where a program reads it."""
+    return shutil.get_terminal_size().columns if is_terminal() else None
+
+
+def table(rows: Iterable[OutputRow], columns: Sequence[str], width: int | None = None) -> None:
     """Print the header `columns`, then each row: values in their order, or a mapping by column name.
 
-    None shows as `-`. Columns of numbers are aligned to the right. On a terminal the header is bold. Each row is one
-    line, however wide: what a terminal wraps can still be copied whole.
+    None shows as `-`. Columns of numbers are aligned to the right. On a terminal the header is bold and `Styled` cells
+    have their colours, unless NO_COLOR is set. Each row is one line, however wide: what a terminal wraps can still be
+    copied whole; with a `width` it ends there, with an ellipsis.
     """
     from rich.cells import cell_len  # here: a service prints no table
     from rich.console import Console
+    from rich.segment import Segment, Segments
     from rich.table import Table
     from rich.text import Text
 
     values = [[row.get(c) for c in columns] if isinstance(row, Mapping) else list(row) for row in rows]
+    styles = [[value.style if isinstance(value, Styled) else "" for value in row] for row in values]
+    values = [[value.text if isinstance(value, Styled) else value for value in row] for row in values]
     cells = [["-" if value is None else escaped(str(value)) for value in row] for row in values]
     shown = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
     for index, name in enumerate(columns):
         is_number = _is_numeric([row[index] for row in values])
         shown.add_column(Text(name), justify="right" if is_number else "left", overflow="fold")
-    for row in cells:
-        shown.add_row(*map(Text, row))
-    width = sum(max(map(cell_len, column)) + 2 for column in zip(columns, *cells, strict=True))
-    # FORCE_COLOR does not count: a program may read it. A dumb terminal takes a width only with a height.
-    is_styled = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    console = Console(width=width, height=len(cells) + 1, force_terminal=is_styled)
-    with console.capture() as printed:
-        console.print(shown)
-    for line in printed.get().splitlines():
-        click.echo(line.rstrip())
+    for row, of_row in zip(cells, styles, strict=True):
+        shown.add_row(*map(Text, row, of_row))
+    has_colours = is_terminal() and not os.environ.get("NO_COLOR")
+    whole = sum(max(map(cell_len, column)) + 2 for column in zip(columns, *cells, strict=True))
+    # A dumb terminal takes a width only with a height.
+    console = Console(width=whole, height=len(cells) + 1, force_terminal=has_colours, soft_wrap=True)
+    for line in console.render_lines(shown, pad=False):
+        length = cell_len("".join(each.text for each in line).rstrip())
+        is_cut = width is not None and length > width
+        parts = Segment.adjust_line_length(line, width - 1 if width and is_cut else length)
+        with console.capture() as printed:
+            console.print(Segments([*parts, *([Segment("…")] if is_cut else [])]), end="")
+        click.echo(printed.get())
+
+
+@dataclass(frozen=True, slots=True)
+class StatusView:
+    """One view of `floe status`. `rows`: for programs; `cells`: the same for people, by column, of which `narrow` are
+    shown, or with `-o wide` all of `columns`. `details`: lines behind the table; `notes`: what could not be asked, for
+    stderr. `code`: 3 where somebody ought to look, 75 where something did not answer.
+    """
+
+    name: str
+    rows: Sequence[Mapping[str, object]]
+    cells: Sequence[Mapping[str, object]]
+    columns: Sequence[str]
+    narrow: Sequence[str]
+    code: int = 0
+    details: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+    def show(self, *, is_wide: bool) -> None:
+        """Print it for people."""
+        table(self.cells, self.columns if is_wide else self.narrow, None if is_wide else terminal_width())
+        for line in self.details:
+            click.echo(escaped(line))
+
+
+def human_size(size: int) -> str:
+    """Bytes for people, in the largest unit that leaves at least one: `812 B`, `2.1 KiB`, `100 MiB`."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    power = min(max(0, size.bit_length() - 1) // 10, len(units) - 1)
+    text = f"{size / 1024**power:.1f}" if power else str(size)
+    return f"{text.removesuffix('.0')} {units[power]}"
+
+
+def human_seconds(seconds: float) -> str:
+    """A duration for people, in its two largest units: `12s`, `4m31s`, `3h12m`, `5d2h`."""
+    left, parts = max(0, round(seconds)), list[str]()
+    for unit, length in (("d", 86_400), ("h", 3600), ("m", 60), ("s", 1)):
+        count, left = divmod(left, length)
+        if count or parts:
+            parts.append(f"{count}{unit}" if count else "")
+        if len(parts) == 2:
+            break
+    return "".join(parts) or "0s"
+
+
+def ago(seconds: float | None) -> str | None:
+    """How long ago something was, for people: `3m20s ago`; None for never."""
+    return None if seconds is None else f"{human_seconds(seconds)} ago"
 
 
 def _is_numeric(values: list[object]) -> bool:

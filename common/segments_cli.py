@@ -1,5 +1,6 @@
-"""`floe segments ls | info | cat`: look into the archive, changing nothing."""
+"""`floe segments ls | info | cat`: look into the archive, changing nothing; and what `floe status` shows of it."""
 
+import asyncio
 import json
 from collections.abc import Mapping
 from contextlib import closing
@@ -9,11 +10,22 @@ from typing import Any
 import click
 
 from common.chain import Chain
-from common.cli import SequenceType, config_option, json_option, print_json, run_command, table
-from common.clock import NS_PER_S, format_time
+from common.cli import (
+    SequenceType,
+    StatusView,
+    ago,
+    config_option,
+    human_size,
+    json_option,
+    print_json,
+    run_command,
+    table,
+)
+from common.clock import NS_PER_S, SystemClock, format_time, parse_time
 from common.errors import UsageError
 from common.exits import DIFFERENCES
 from common.logs import escaped
+from common.objects.port import ObjectInfo
 from common.open import load_settings, open_chains, open_store
 from common.segments.archive import find_chain, read_cover, select_chains, span
 from common.segments.columns import is_text, messages
@@ -23,6 +35,7 @@ from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import Message, Reason, SegmentRef, decode_subject, encode_bytes
 from common.segments.store import SegmentStore, quarantine
 from common.sequences import MAX_SEQUENCE, SequenceRange, cover, holes
+from common.service.process import Threads
 from common.settings.root import Settings
 from common.settings.types import format_duration
 
@@ -307,3 +320,43 @@ def _as_text(message: Message) -> str:
 
 def _text_bytes(raw: bytes) -> str:
     return escaped(raw.decode()) if is_text(raw) else encode_bytes(raw)
+
+
+LISTED_AT_ONCE = 8  # chains
+
+
+async def archive_view(settings: Settings) -> StatusView:
+    """What the store holds of each chain. Asks no NATS."""
+    documents, clock = open_chains(settings), SystemClock()
+    # A site may list what is its own.
+    site = settings.site if settings.egress.feeds and not settings.ingress.targets else None
+    with closing(open_store(settings)) as store, closing(Threads("archive", LISTED_AT_ONCE)) as threads:
+        tails = await threads.run(documents.listed_tails)
+        named = await threads.run(documents.chains, site)
+        chains = sorted({*named, *(chain for chain in tails if site in (None, chain.site))})
+        rows = await asyncio.gather(*(threads.run(_archived, store, chain, tails.get(chain)) for chain in chains))
+    now = clock.now()
+    cells = [
+        {
+            "chain": str(chain),
+            "archived": row["archived"],
+            "last archived": ago(None if (at := row["last_archived"]) is None else now - parse_time(at) / NS_PER_S),
+            "segments": row["segments"],
+            "stored": human_size(row["bytes"]),
+        }
+        for chain, row in zip(chains, rows, strict=True)
+    ]
+    columns = ("chain", "archived", "last archived", "segments", "stored")
+    return StatusView("archive", rows, cells, columns, columns)
+
+
+def _archived(store: SegmentStore, chain: Chain, tail: ObjectInfo | None) -> dict[str, Any]:
+    """One chain, all its levels together. Blocking."""
+    end, count, size, modified = 0, 0, 0, tail.modified if tail else 0.0
+    for page in store.walk(chain):
+        for ref in page:
+            end, count, size = max(end, ref.coverage.last), count + 1, size + ref.size
+            modified = modified if tail else max(modified, ref.modified)
+    last = format_time(int(modified) * NS_PER_S) if modified else None
+    figures = {"archived": end or None, "last_archived": last, "segments": count, "bytes": size}
+    return {"view": "archive", **chain.log_context(), **figures}

@@ -121,6 +121,7 @@ PARTS = (
     "events",
     "expiry",
     "feed",
+    "flush",
     "heartbeats",
     "lease",
     "monitor",

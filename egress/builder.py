@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
+from typing import Any
 
 from common.clock import Clock
 from common.segments.columns import Columns
@@ -41,6 +42,7 @@ class Close(StrEnum):
     AGE = "max_age"
     MEMORY = "memory_limit"
     HOLE = "hole_filled"
+    FLUSH = "flush"
     DRAIN = "drain"
     DOUBT = "doubt"
 
@@ -68,6 +70,36 @@ class Piece:
 
 
 Emitted = Piece | Close
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSegment:
+    """What is received and in no finished segment yet: the sequences from `first` to `last`.
+
+    `messages`, `size`: what is kept of them, in raw bytes. `age`: seconds since the first of them came; after
+    `due_in` more it closes by age. `closing`: the limits that close it sooner.
+    """
+
+    first: int
+    last: int
+    messages: int
+    size: int
+    age: float
+    due_in: float
+    closing: SegmentSettings
+
+    def told(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "first": self.first,
+            "last": self.last,
+            "messages": self.messages,
+            "bytes": self.size,
+            "age_seconds": round(self.age, 3),
+            "closes_in_seconds": round(self.due_in, 3),
+            "max_messages": self.closing.max_messages,
+            "max_size": self.closing.max_size,
+        }
 
 
 class Builder:
@@ -107,6 +139,15 @@ class Builder:
     @property
     def is_open(self) -> bool:
         return self._end >= self._first
+
+    @property
+    def open_segment(self) -> OpenSegment | None:
+        """None where it covers nothing. For any thread: while messages come, its figures may differ by a batch."""
+        if (opened := self._opened) is None:
+            return None
+        age = max(0.0, self._clock.monotonic() - opened)
+        due_in = max(0.0, self._max_age - age)
+        return OpenSegment(self._first, self._end, self._count, self._size, age, due_in, self._closing)
 
     def messages(self, columns: Columns) -> None:
         """In sequence order, all behind `end`; all of them are kept."""

@@ -2,7 +2,7 @@
 
 import click
 
-from common.cli import config_option, run_command
+from common.cli import Duration, config_option, json_option, run_command
 from common.lean import slim
 from common.open import load_settings
 from egress.init import init
@@ -18,6 +18,26 @@ def egress() -> None:
 egress.add_command(init)
 egress.add_command(repartition)
 egress.add_command(resolve)
+
+
+@egress.command()
+@click.argument("feed", default="")
+@click.option("--wait/--no-wait", default=None, help="Wait for who takes the lease too, or for nothing.")
+@click.option("--timeout", type=Duration(), default=60.0, help="How long to wait.  [default: 1m]")
+@json_option
+@config_option
+@run_command
+async def flush(config: str, feed: str, wait: bool | None, timeout: float, as_json: bool) -> int:
+    """Close the open segment of FEED now, or of all feeds, and wait until it is stored.
+
+    Whichever process holds the lease closes it within a second or two. Exit 75 where nobody holds it, or where it is
+    not stored in time: what was asked stays asked, and is done by whoever takes the lease.
+
+    Example: floe egress flush -c site.yaml NODE_DATA
+    """
+    from egress.flush import ask_for_flush
+
+    return await ask_for_flush(load_settings(config, quiet=True), feed, wait, timeout, as_json)
 
 
 @egress.command()

@@ -45,6 +45,7 @@ class EgressTuning:
     between two looks at which values have fallen silent; `idle`: between two questions whether nothing comes because
     there is nothing. `stalled`: without progress while messages wait, until a chain counts as stalled. `alive`:
     between two signs of life. `reexamine`: until a stopped chain is looked at again.
+    `flush`: between two looks whether a flush is asked for.
     """
 
     tick: float = 0.5
@@ -58,6 +59,7 @@ class EgressTuning:
     page: float = 0.1
     alive: float = 60.0
     reexamine: float = 30.0
+    flush: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

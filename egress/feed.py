@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import Protocol
 
-from common.chain import Chain
 from common.clock import Backoff, Clock
 from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable, Unforeseen
-from common.jetstream.kv import state_key
 from common.jetstream.lease import Lease
 from common.leasing import LeaseGroup
 from common.logs import get_logger
@@ -22,8 +20,9 @@ from common.service.process import Threads
 from common.tasks import GOOD_WHILE, Stop, StopReason, end, orphaned, wait_for, watched
 from egress import metrics
 from egress.deps import EgressDeps, Pools
-from egress.partition import Partition
+from egress.partition import Partition, lease_key
 from egress.report import FeedReport
+from egress.session import Flush
 from egress.worker import Worker
 
 log = get_logger(__name__)
@@ -32,16 +31,11 @@ BEAT = 1.0  # seconds
 ABANDON = 2.0  # seconds to release what was not drained in time
 
 
-def lease_key(feed: Chain) -> str:
-    """One lease for all incarnations: its holder may begin the next."""
-    return state_key("egress", feed.site, feed.feed, str(feed.partition))
-
-
 class Feed:
     """One partition of a feed in this process: waits for its lease, works under it, gives it back."""
 
     def __init__(self, partition: Partition, deps: EgressDeps, sharing: LeaseGroup, health: Health) -> None:
-        self._chain = partition.chain
+        self.chain = self._chain = partition.chain
         name = f"{self._chain.feed}-{self._chain.partition}"
         self._pools = Pools(Threads(f"egress-{name}", 4), Threads(f"encode-{name}", 1))
         self.report = self._report = FeedReport(self._chain, partition.stream, health, deps.clock)
@@ -49,6 +43,10 @@ class Feed:
         self._slot = sharing.slot(lease_key(self._chain), self._report)
         self._deps = deps.of(partition, self._report, self._pools)
         self._worker, self._backoff = Worker(self._deps), Backoff(deps.rng)
+
+    def flush(self, incarnation: int = 0, least: int = 0) -> Flush | None:
+        """As `Session.flush`; None too where this process does not read the partition."""
+        return self._worker.flush(incarnation, least)
 
     async def run(self, stop: Stop) -> None:
         with closing(self._pools):

@@ -27,6 +27,13 @@ put_done = gauge(
     "When this process last put a segment of the chain, since 1970; 0: not yet.",
     CHAIN,
 )
+open_messages = gauge(
+    "egress_open_segment_messages", "Messages kept in the open segment: received, in no finished segment yet.", CHAIN
+)
+open_bytes = gauge("egress_open_segment_bytes", "Raw bytes of the messages in the open segment.", CHAIN)
+open_age = gauge(
+    "egress_open_segment_age_seconds", "Time since the open segment's first message; 0 where nothing is open.", CHAIN
+)
 incarnation = gauge("egress_incarnation", "The incarnation that is written.", CHAIN)
 end_sequence = gauge("egress_end_sequence", "The last sequence archived.", CHAIN)
 end_timestamp = gauge("egress_end_timestamp_seconds", "Time of the last message archived, since 1970.", CHAIN)

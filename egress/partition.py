@@ -9,6 +9,7 @@ from hashlib import sha256
 from common.chain import Chain
 from common.errors import ConfigError, DataError
 from common.exits import command, source
+from common.jetstream.kv import state_key
 from common.sequences import SequenceRange
 from common.settings.egress import FeedSettings
 
@@ -51,6 +52,11 @@ class Partition:
     @property
     def filters(self) -> tuple[str, ...]:
         return (self.filter_subject,) if self.filter_subject else ()
+
+
+def lease_key(feed: Chain) -> str:
+    """One lease for all incarnations: whoever holds it may begin the next."""
+    return state_key("egress", feed.site, feed.feed, str(feed.partition))
 
 
 def is_of_site(durable: str, site: str) -> bool:

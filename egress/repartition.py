@@ -26,9 +26,8 @@ from common.tasks import Stop, end, orphaned, watched
 from egress.archive import Archive
 from egress.consumers import INTEREST, WORK_QUEUE, WantedMessages, create
 from egress.context import CommandContext
-from egress.feed import lease_key
 from egress.incarnations import History, Incarnation, configured, newest_incarnation, outline
-from egress.partition import Partition, Position, partitions_of
+from egress.partition import Partition, Position, lease_key, partitions_of
 from egress.report import LeftOut, look
 from egress.session import Stand
 from egress.worker import Worker

@@ -4,6 +4,7 @@ import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from prometheus_client import Gauge
@@ -26,7 +27,7 @@ from common.service.process import Threads
 from common.subjects import matches
 from common.tasks import told
 from egress import metrics
-from egress.builder import Close
+from egress.builder import Close, OpenSegment
 from egress.identity import Evidence, SourceVerdict, VerdictKind
 from egress.partition import Partition
 
@@ -113,13 +114,18 @@ class FeedReport:
         self._clock = clock or SystemClock()
         self._since = self._clock.now()
         self._source_asked: float | None = None
-        self._status: dict[str, Any] = {"stream": stream}
+        self._status: dict[str, Any] = {"site": feed.site, "stream": stream}
         self._failure, self._had_durable, self._is_stalled, self._has_looped = "", False, False, False
         self._left: Callable[[], float] = lambda: math.inf
+        self._open: Callable[[], OpenSegment | None] = lambda: None
+        self._status["open_segment"] = self._open_segment  # asked when the page is
         begin("egress_", site=feed.site, feed=feed.feed, partition=str(feed.partition))
         for prefix in ("egress_", "segment_"):
             begin(prefix, site=feed.site, feed=feed.feed)
         metrics.expiry.labels(*self._labels).set_function(lambda: self._left())
+        figures = (metrics.open_messages, "messages"), (metrics.open_bytes, "size"), (metrics.open_age, "age")
+        for gauge, field in figures:
+            gauge.labels(*self._labels).set_function(partial(self._figure, field))
         of_chain = (
             metrics.stopped,
             metrics.waiting,
@@ -258,6 +264,17 @@ class FeedReport:
             self._log("info", "chain moves again", action="moves")
             if self._status.get("state") == "stalled":
                 self.state("reading", ready=True)
+
+    def opens(self, look: Callable[[], OpenSegment | None] = lambda: None) -> None:
+        """`look`: the open segment, whenever it is asked, from any thread; by default there is none."""
+        self._open = look
+
+    def _open_segment(self) -> dict[str, Any] | None:
+        found = self._open()
+        return None if found is None else found.told()
+
+    def _figure(self, field: str) -> float:
+        return float(getattr(self._open(), field, 0))
 
     def expires(self, left: Callable[[], float]) -> None:
         """`left`: gives the seconds until the stream expires what is not archived; infinite where it does not."""

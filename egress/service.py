@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
@@ -25,15 +26,16 @@ from common.segments.alive import process_name
 from common.segments.coverage import CoverageWatch
 from common.segments.keys import Layout
 from common.service.monitor import Health, Monitor
-from common.service.process import Threads, busy_threads, stop_on_signals
+from common.service.process import Threads, busy_threads, on_signal, stop_on_signals
 from common.settings.root import Settings
 from common.tasks import Stop, end, orphaned, wait_for, watched
 from egress import metrics
 from egress.context import connected, make_deps
 from egress.deps import EgressDeps, Tuning
-from egress.feed import Feed, Runs, lease_key, run_feeds
+from egress.feed import Feed, Runs, run_feeds
+from egress.flush import FlushWatch
 from egress.heartbeats import Heartbeats, Reachability, SignOfLife
-from egress.partition import all_partitions, require_feeds
+from egress.partition import all_partitions, lease_key, require_feeds
 from egress.workers.process import WorkerPlace
 
 log = get_logger(__name__)
@@ -78,9 +80,13 @@ async def serve(settings: Settings, *, tuning: Tuning | None = None, place: Work
     monitor = Monitor("127.0.0.1:0", health) if is_inner else Monitor(wanted.listen, health, tls=wanted.tls)
     monitor.start()
     with closing(monitor):
-        async with stop_of(place, monitor.port) as stop:
-            service = EgressService(settings, tuning or Tuning(), clock, health, stop, place=place)
-            drained = await service.run()
+        flushes: list[Callable[[], None]] = []
+        # Outside, so that it is heard before a parent knows of this process and passes it on.
+        with on_signal(signal.SIGUSR1, lambda: [flush() for flush in flushes]):
+            async with stop_of(place, monitor.port) as stop:
+                service = EgressService(settings, tuning or Tuning(), clock, health, stop, place=place)
+                flushes.append(service.flush)
+                drained = await service.run()
     if busy_threads():
         # An upload that hangs would hold the process for minutes, and nothing waits for it any more.
         log.warning("uploads abandoned", action="uploads_abandoned", calls=busy_threads())
@@ -131,6 +137,12 @@ class EgressService:
         self._settings, self._tuning, self._clock, self._health, self._stop = settings, tuning, clock, health, stop
         self._objects, self._place, self._reach = objects, place, Reachability(clock)
         self._rng = random.SystemRandom()
+        self._flushing: FlushWatch | None = None
+
+    def flush(self) -> None:
+        """Close all open segments now; nothing before the start is complete."""
+        if self._flushing is not None:
+            self._flushing.flush_all()
 
     async def run(self) -> bool:
         """Until the stop is requested and all is drained. Returns whether it was, in time."""
@@ -160,7 +172,13 @@ class EgressService:
         feeds = [Feed(each, deps, sharing, self._health) for each in partitions]
         host, worker = socket.gethostname(), self._place.index if self._place else None
         process, reports = process_name(host, settings.instance, worker), [feed.report for feed in feeds]
-        runs: list[Runs] = [sharing, *feeds, SignOfLife(site, process, leases.owner, reports, deps, control)]
+        self._flushing = FlushWatch(site, feeds, state, self._clock, self._tuning.pace.flush)
+        runs: list[Runs] = [
+            sharing,
+            *feeds,
+            self._flushing,
+            SignOfLife(site, process, leases.owner, reports, deps, control),
+        ]
         runs.append(CoverageWatch(deps.store, self._health, self._clock))
         if settings.egress.heartbeats.subjects:
             runs.append(Heartbeats(settings, leases, control, host, self._rng, self._health))

@@ -8,12 +8,15 @@ cause that ends the session is noted, and each loop finishes its step and return
 put is complete, and can still be put into the history that it came from.
 """
 
+from __future__ import annotations
+
 import asyncio
 from collections import deque
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from common.chain import Chain
 from common.clock import NS_PER_S
 from common.errors import FloeError, LeaseLost, Unforeseen
 from common.jetstream.api import next_message
@@ -24,7 +27,7 @@ from common.segments.writer import SpooledSegment
 from common.tasks import Stop, StopReason, end, guarded, told, wait_for
 from egress.acks import ReaderResetError, archived
 from egress.archive import Archive
-from egress.builder import Builder, Close
+from egress.builder import Builder, Close, OpenSegment
 from egress.deps import PartitionDeps
 from egress.encoder import Encoder, SourceQuestions
 from egress.evidence import Inquiry
@@ -52,6 +55,28 @@ class Stand:
     source: SourceStream
 
 
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """What a session held when it was flushed. `closed`: the segment that was open, None where there was none;
+    `last`: the last sequence it had accounted for.
+    """
+
+    session: Session
+    chain: Chain
+    closed: OpenSegment | None
+    last: int
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether all that it held is put."""
+        return self.session.end >= self.last
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the session puts nothing any more; what it did not put is read again, or put by what follows."""
+        return self.session.is_over
+
+
 class Session:
     """Reads on at `position`, until `stop` is set and everything is put, or it is ended. Used once.
 
@@ -72,7 +97,7 @@ class Session:
         self._partition, self._report, self._archive = deps.partition, deps.report, stand.archive
         self._position, self._ended = position, Stop()
         self._end: BaseException | None = None
-        self._is_all_sealed = False
+        self._is_all_sealed, self.is_over = False, False
         self._surplus_at: int | None = None  # puts, when others began to wait
         # A release of bytes makes all readers ask: an error of one of them ends its own session.
         pull = guarded(lambda: self._reader.pull(), self._end_with)
@@ -125,6 +150,7 @@ class Session:
             if self._reader.is_durable:
                 has_begun = end_before > 0 or self._archive.chain.incarnation > 0
                 self._report.durable(self._reader.lapsed, first, has_begun=has_begun)
+            self._report.opens(lambda: self._builder.open_segment)
             self._report.reading(self._archive.chain, first, end_before)
             async with asyncio.TaskGroup() as tasks:
                 sampling = [] if self._sampled is None else self._sampled.side(self._inquiry.info)
@@ -137,6 +163,8 @@ class Session:
                     await self._sampled.finish()
                 await end(*side)
         finally:
+            self.is_over = True
+            self._report.opens()
             await self._reader.close()
         if self._end is not None:
             raise self._end
@@ -168,6 +196,17 @@ class Session:
         if self._encoder.is_idle and self._account.is_largest() and not self._reader.has_room:
             # No reader can ask for more, and nothing is leaving memory: close this segment.
             self._builder.close(Close.MEMORY)
+
+    def flush(self, incarnation: int, least: int) -> Flush | None:
+        """Close the open segment now, as its age would; what it covers without rows becomes a segment too.
+
+        None, and nothing is closed, while this is the incarnation and `least` is not received yet.
+        """
+        if self._archive.chain.incarnation == incarnation and self._builder.end < least:
+            return None
+        flush = Flush(self, self._archive.chain, self._builder.open_segment, self._builder.end)
+        self._builder.close(Close.FLUSH)
+        return flush
 
     def _drains(self, stop: Stop) -> bool:
         if stop.reason is None or stop.reason is StopReason.LEASE_LOST:
@@ -264,6 +303,11 @@ class Session:
         self._encoder.on_sealed.set()
 
     # What is left after the end
+
+    @property
+    def end(self) -> int:
+        """The last sequence that is put of what this session reads."""
+        return max(self._position.first - 1, self._uploader.end)
 
     @property
     def puts(self) -> int:

@@ -30,13 +30,14 @@ class RetakeError(Exception):
 class Uploader:
     """Puts into one archive under a lease. `reader` says whether its history is in doubt.
 
-    What cannot be reached is tried again until `ended` is set.
+    What cannot be reached is tried again until `ended` is set. `puts`: how many segments were put; `end`: the last
+    sequence of the newest of them, 0 before.
     """
 
     def __init__(self, deps: PartitionDeps, archive: Archive, lease: Lease, reader: Reader, ended: Stop) -> None:
         self._archive, self._lease, self._reader, self._ended = archive, lease, reader, ended
         self._report, self._clock, self._backoff = deps.report, deps.clock, Backoff(deps.rng)
-        self.puts = 0
+        self.puts, self.end = 0, 0
 
     async def put(self, spooled: SpooledSegment) -> None:
         """Put, read back, announce, mark, acknowledge. Raises LeaseLost, RetakeError, ReaderResetError."""
@@ -45,7 +46,7 @@ class Uploader:
         require(self._lease, self._archive)
         await self._persist(self._archive.write_tail)
         await self._persist(self._archive.raise_mark)
-        self.puts += 1
+        self.puts, self.end = self.puts + 1, spooled.footer.coverage.last
         self._report.put(spooled, self._clock.monotonic() - started)
         log.info("segment put", action="segment_put", rows=spooled.footer.rows, **ref.log_context())
         failpoint("egress.before_ack")

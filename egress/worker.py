@@ -29,7 +29,7 @@ from egress.partition import Position
 from egress.report import watch
 from egress.sampling.resume import Resumed, Resuming
 from egress.sampling.snapshot_store import Snapshots
-from egress.session import Session, Stand
+from egress.session import Flush, Session, Stand
 from egress.uploader import RetakeError, Unflushed, require
 from egress.watchdog import Expiry
 
@@ -71,6 +71,11 @@ class Worker:
         self._hurry: float | None = None
         self._unflushed: Unflushed | None = None
         self._has_begun = False
+        self._session: Session | None = None
+
+    def flush(self, incarnation: int = 0, least: int = 0) -> Flush | None:
+        """As `Session.flush`; None too where nothing is read now."""
+        return None if self._session is None else self._session.flush(incarnation, least)
 
     async def run(self, lease: Lease, stop: Stop) -> None:
         """Freeze until `stop` is set and everything is put.
@@ -208,7 +213,7 @@ class Worker:
             resumed = await unless(stop, self._resume(position, stand))
             if resumed is None:
                 return
-        session = Session(self._deps, self.inquiry, stand, position, lease, self._hurry, resumed)
+        session = self._session = Session(self._deps, self.inquiry, stand, position, lease, self._hurry, resumed)
         started = self._deps.clock.monotonic()
         try:
             await session.run(stop)
@@ -227,6 +232,7 @@ class Worker:
             self._unflushed = await session.unflushed()
             raise
         finally:
+            self._session = None
             await session.close()
 
     async def _resume(self, position: Position, stand: Stand) -> Resumed:

@@ -1,10 +1,33 @@
-"""The commands of ingress."""
+"""The commands of ingress, and `floe status`, whose views come from all parts."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from common.cli import config_option, json_option, run_command
+from common.cli import (
+    Duration,
+    StatusView,
+    config_option,
+    json_option,
+    print_json,
+    run_async,
+    run_command,
+)
+from common.clock import SystemClock
+from common.errors import OutcomeUnknown, Unavailable
+from common.exits import DIFFERENCES, LATER, report
 from common.lean import slim
+from common.logs import escaped
+from common.open import load_settings
 from ingress.operator.checkpoint_cli import checkpoint_release, checkpoint_set
+
+if TYPE_CHECKING:
+    from common.settings.root import Settings
 
 
 @click.group()
@@ -58,25 +81,96 @@ async def checkpoint_ls(config: str, as_json: bool) -> None:
 
     Example: floe checkpoint ls -c central.yaml --json
     """
-    from common.open import load_settings
     from ingress.operator.status import print_checkpoints
 
     await print_checkpoints(load_settings(config, quiet=True), as_json)
 
 
+LATER_OR_WORSE = (DIFFERENCES, LATER)  # of the codes of several views the first one that occurs
+#: Gives the view of a configuration's section; imported only where it has one.
+Views = Mapping[str, Callable[[], "Callable[[Settings], Awaitable[StatusView]]"]]
+
+
+def _status_options(fn: Callable[..., Any]) -> Callable[..., Any]:
+    form = click.option("-o", "form", type=click.Choice(["wide", "json"]), help="Wide: uncut, with all columns.")
+    archive = click.option("--archive", "is_archive", is_flag=True, help="Only what the store holds, without NATS.")
+    return archive(form(json_option(config_option(click.pass_obj(run_command(fn))))))
+
+
 @click.command()
-@config_option
-@json_option
-@run_command
-async def status(config: str, as_json: bool) -> int:
-    """Show for each chain how far the archive and the target are, how far apart, and what egress says of it.
+@click.option("--watch", "every", is_flag=False, flag_value="2s", type=Duration(), help="Again and again, so often.")
+@_status_options
+def status(views: Views, config: str, is_archive: bool, form: str | None, every: float | None, as_json: bool) -> int:
+    """Show how this site, the centre, or what stands in the store is doing.
 
-    Exit code 3: something is stopped, or late or silent for longer than `ingress.silent_after`. Keys of the
-    bucket that are none of Floe's are counted and named on stderr.
+    With `egress.feeds`: each partition of the site, its open segment, how far the archive is, who holds its lease.
+    With `ingress.targets`: each chain, how far archive and target are, what egress says of it. With neither, and
+    where NATS does not answer: what the archive holds. Exit 3: something is stopped, or late or silent for longer
+    than `ingress.silent_after`; 75: NATS does not answer.
 
-    Example: floe status -c central.yaml
+    \b
+    Example: floe status -c site.yaml
+             floe status -c central.yaml --watch 5s
     """
-    from common.open import load_settings
-    from ingress.operator.status import print_status
+    settings, form = load_settings(config, quiet=True), "json" if as_json else form
+    if every is None:
+        return _show(run_async(_look(settings, views, is_archive)), form)
+    return _watch(lambda: _look(settings, views, is_archive), form, every)
 
-    return await print_status(load_settings(config, quiet=True), as_json)
+
+@click.command()
+@click.option("--every", type=Duration(), default=2.0, help="Between two looks.  [default: 2s]")
+@_status_options
+def watch(views: Views, config: str, is_archive: bool, form: str | None, every: float, as_json: bool) -> int:
+    """Show what `floe status` shows again and again, until Ctrl-C; the exit code is that of the last look.
+
+    Example: floe watch -c site.yaml
+    """
+    settings = load_settings(config, quiet=True)
+    return _watch(lambda: _look(settings, views, is_archive), "json" if as_json else form, every)
+
+
+def _watch(look: Callable[[], Coroutine[Any, Any, list[StatusView]]], form: str | None, every: float) -> int:
+    code, clock = 0, SystemClock()
+    with suppress(KeyboardInterrupt):
+        while True:
+            try:
+                found = run_async(look())
+                click.clear()
+                code = _show(found, form)
+            except (Unavailable, OutcomeUnknown) as error:
+                code = report(error)
+            clock.pause(every)
+    return code
+
+
+def _show(found: Sequence[StatusView], form: str | None) -> int:
+    """Print the views; the exit code."""
+    if form == "json":
+        print_json([row for view in found for row in view.rows])
+    for view in () if form == "json" else found:
+        if len(found) > 1:
+            click.echo(f"{view.name}:")
+        view.show(is_wide=form == "wide")
+    for note in (note for view in found for note in view.notes):
+        click.echo(escaped(note), err=True)
+    codes = {view.code for view in found}
+    return next((code for code in LATER_OR_WORSE if code in codes), 0)
+
+
+async def _look(settings: Settings, views: Views, is_archive: bool) -> list[StatusView]:
+    """The views that the configuration has; the archive in place of one whose servers do not answer."""
+    sections = {"egress": settings.egress.feeds, "ingress": settings.ingress.targets}
+    names = [] if is_archive else [name for name, has in sections.items() if has]
+    found, note = list[StatusView](), "" if names else "NATS is not asked"
+    for name in names:
+        try:
+            found.append(await views[name]()(settings))
+        except (Unavailable, OutcomeUnknown) as error:
+            note = f"only what the archive holds is shown: {error.message}"
+    if note:
+        from common.segments_cli import archive_view
+
+        view = await archive_view(settings)
+        found.append(replace(view, notes=[note], code=LATER if names else 0))
+    return found

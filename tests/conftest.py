@@ -88,7 +88,9 @@ def _logs_as_before() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _signals_as_before() -> Iterator[None]:
     """A service that a test runs in its own process may leave signals ignored, and children inherit that."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    }
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)

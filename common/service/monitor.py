@@ -239,7 +239,10 @@ class Health:
             return [f"{part}: {why}" for part, why in sorted(self._not_ready.items()) if why]
 
     def set_status(self, part: str, status: Mapping[str, Any]) -> None:
-        """What /status shows for `part`: values that JSON can hold, no secrets, no payloads."""
+        """What /status shows for `part`: values that JSON can hold, no secrets, no payloads.
+
+        In place of a value may stand what gives it whenever the page is asked, from any thread.
+        """
         with self._lock:
             self._status[part] = dict(status)
 
@@ -272,7 +275,9 @@ class Health:
     def status(self) -> dict[str, Any]:
         problems = self.problems()
         with self._lock:
-            parts = dict(sorted(self._status.items()))
+            parts = {part: dict(status) for part, status in sorted(self._status.items())}
+        for status in parts.values():
+            status.update({name: value() for name, value in status.items() if callable(value)})
         return {
             "version": version(),
             "ready": not problems,

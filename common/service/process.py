@@ -9,9 +9,9 @@ import contextvars
 import functools
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -63,6 +63,19 @@ async def stop_on_signals(
     finally:
         for number, handler in former.items():
             signal.signal(number, signal.SIG_IGN if deaf_afterwards else handler)
+
+
+@contextmanager
+def on_signal(number: int, call: Callable[[], object]) -> Iterator[None]:
+    """Within the block, call `call` on the event loop for each signal `number`; afterwards it is ignored: a process
+    that ends is not killed by it. To be entered in the main thread.
+    """
+    loop = asyncio.get_running_loop()
+    signal.signal(number, lambda *_: loop.call_soon_threadsafe(call))
+    try:
+        yield
+    finally:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _hang_up() -> None:

@@ -16,7 +16,7 @@ from common.exits import asked_context, is_debug
 from common.logs import flush, get_logger
 from common.metrics import counter, gauge
 from common.service.monitor import Health, Monitor
-from common.service.process import exit_at_once, hangups, stop_on_signals
+from common.service.process import exit_at_once, hangups, on_signal, stop_on_signals
 from common.settings.root import Settings
 from common.tasks import GOOD_WHILE, Stop, end, orphaned, wait_for, watched
 from egress.partition import require_feeds
@@ -59,6 +59,12 @@ class Supervisor:
         """For all; may be called from a signal handler."""
         for worker in self.workers:
             worker.send(number)
+
+    def flush(self) -> None:
+        """Have all close their open segments. One without a port does not hear signals yet: it would be killed."""
+        for worker in self.workers:
+            if worker.port:
+                worker.send(signal.SIGUSR1)
 
     async def _keep(self, worker: WorkerProcess) -> int:
         backoff = Backoff(self._rng)
@@ -128,13 +134,14 @@ async def supervise(supervisor: Supervisor, health: Health, clock: Clock) -> int
 
     hang_up = partial(supervisor.send, signal.SIGHUP)
     hangups.append(hang_up)
-    async with stop_on_signals(second=kill) as stop:
-        beating = watched(_beat(health, clock), orphaned, name="beat")
-        try:
-            return await supervisor.run(stop)
-        finally:
-            hangups.remove(hang_up)
-            await end(beating)
+    with on_signal(signal.SIGUSR1, supervisor.flush):
+        async with stop_on_signals(second=kill) as stop:
+            beating = watched(_beat(health, clock), orphaned, name="beat")
+            try:
+                return await supervisor.run(stop)
+            finally:
+                hangups.remove(hang_up)
+                await end(beating)
 
 
 async def _beat(health: Health, clock: Clock) -> None:

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain as joined
 from typing import Any
 
-import click
-
 from common.chain import Chain
-from common.cli import print_json, table
+from common.cli import StatusView, Styled, ago, human_seconds, print_json, table
 from common.clock import NS_PER_S, Clock, SystemClock, format_time
 from common.errors import ConfigError, DataError, FloeError, Refused, Stopped
 from common.jetstream.api import stream_info
@@ -49,10 +47,14 @@ PARALLEL = 8  # chains that are asked for at the same time
 LOOKS = 3  # at a target that a running service changes meanwhile
 
 STATUS_COLUMNS = (
-    "target", "publisher", "site", "feed", "incarnation", "partition", "phase",
-    "archived", "last_archived", "position", "lag_sequences", "lag_seconds",
-    "egress", "source_lag_sequences", "why",
+    "target", "chain", "phase", "archived", "carried", "lag", "behind", "last archived", "egress", "source lag",
+    "publisher", "why",
 )  # fmt: skip
+NARROW = tuple(name for name in STATUS_COLUMNS if name != "publisher")
+COLOURS = {
+    **dict.fromkeys((Phase.LOST, Phase.DAMAGED, "stopped"), "red"),
+    **dict.fromkeys((Phase.LATE, "paused", "missing"), "yellow"),
+}
 
 
 # One target
@@ -177,6 +179,7 @@ class ChainStatus:
 
     def row(self) -> dict[str, object]:
         return {
+            "view": "centre",
             "target": self.target,
             "publisher": self.publisher,
             **self.chain.log_context(),
@@ -191,6 +194,23 @@ class ChainStatus:
             "source_sequence": self.egress and self.egress.sign.source_last,
             "source_lag_sequences": self.source_lag_sequences,
             "alarm": self.alarm,
+            "why": self.why or self._why_not_archived(),
+        }
+
+    def cells(self, now: float) -> dict[str, object]:
+        """It as one line of the table at `now`, by the store's clock."""
+        return {
+            "target": self.target,
+            "chain": str(self.chain),
+            "phase": Styled(self.phase, COLOURS.get(self.phase, "green")),
+            "archived": self.archived,
+            "carried": None if self.position is None else self.position - 1,
+            "lag": self.lag_sequences,
+            "behind": human_seconds(self.lag_seconds),
+            "last archived": ago(None if self.last_archived is None else now - self.last_archived),
+            "egress": Styled(self.egress_state, "red" if self.alarm else ""),
+            "source lag": self.source_lag_sequences,
+            "publisher": self.publisher or None,
             "why": self.why or self._why_not_archived(),
         }
 
@@ -231,19 +251,19 @@ def with_plan(standing: ChainStatus, found: Inside, patience: float, now: float)
     return replace(standing, phase=str(phase), lag_seconds=age, why=why)
 
 
-async def print_status(settings: Settings, as_json: bool) -> int:
-    """Returns the exit code: 3 where an operator should look."""
+async def centre_view(settings: Settings) -> StatusView:
+    """Where every chain of every target stands. Raises what connecting raises."""
     sights = await read_sights(settings)
+    clock, notes = SystemClock(), list[str]()
     with closing(open_store(settings)) as store, closing(Threads("status", PARALLEL)) as threads:
-        survey = ArchiveSurvey(store, open_chains(settings), threads, SystemClock(), settings.ingress.silent_after)
+        survey = ArchiveSurvey(store, open_chains(settings), threads, clock, settings.ingress.silent_after)
         standings = await survey.standings(settings.ingress.targets, sights)
-        rows = [standing.row() for standing in standings]
-        print_json(rows) if as_json else table(rows, STATUS_COLUMNS)
         with suppress(FloeError):
             foreign = await threads.run(look_for_foreign, store.objects, store.layout, (), KEYS_LOOKED_AT)
-            for line in foreign.lines():
-                click.echo(line, err=True)
-    return DataError.exit_code if any(standing.alarm for standing in standings) else 0
+            notes += foreign.lines()
+    rows, cells = [each.row() for each in standings], [each.cells(clock.now()) for each in standings]
+    code = DataError.exit_code if any(standing.alarm for standing in standings) else 0
+    return StatusView("centre", rows, cells, STATUS_COLUMNS, NARROW, code, notes=notes)
 
 
 class ArchiveSurvey:

@@ -106,6 +106,6 @@ async def test_the_wrong_name_or_file_is_told_and_a_chain_that_is_there_is_shown
     assert (done.code, "levels.0.segments" in done.out) == (0, True), done
 
     site = str(centre.write(targets=[]))
-    for words in (["status"], ["gap", "ls"], ["chain", "ls"], ["checkpoint", "ls"]):
+    for words in (["gap", "ls"], ["chain", "ls"], ["checkpoint", "ls"]):
         done = await floe(*words, "-c", site)
         assert (done.code, "ingress.targets" in done.err) == (78, True), (words, done)

@@ -363,3 +363,27 @@ def test_what_closed_before_a_batch_failed_stays_whole(monkeypatch: pytest.Monke
     bench.builder.close(Close.DOUBT)
     assert [piece.coverage for piece in bench.pieces] == [SequenceRange(1, 3)]
     assert bench.pieces[0].rows.sequences == [1, 2, 3]
+
+
+def test_the_open_segment_says_what_it_holds_and_when_it_closes() -> None:
+    bench = Bench(first=5, max_age=60.0, max_messages=1_000, max_size=1 << 20)
+    assert bench.builder.open_segment is None
+    bench.builder.messages(columns([5, 6, 9]))
+    bench.clock.advance(20)
+    bench.builder.passed(12)
+    found = bench.builder.open_segment
+    assert found is not None
+    assert (found.first, found.last, found.messages, found.size) == (5, 12, 3, 33)
+    assert (found.age, found.due_in) == (20.0, 40.0)
+    assert found.told()["max_size"] == 1 << 20
+    bench.builder.close(Close.FLUSH)
+    assert bench.builder.open_segment is None
+    assert bench.segments() == [(SequenceRange(5, 12), [5, 6, 9], Close.FLUSH)]
+
+
+def test_messages_that_are_left_out_do_not_count_for_the_open_segment() -> None:
+    bench = Bench(sampled=True)
+    bench.builder.sifted(sifted([1, 2, 3], kept={2}))
+    found = bench.builder.open_segment
+    assert found is not None
+    assert (found.first, found.last, found.messages) == (1, 3, 1)

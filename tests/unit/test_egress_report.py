@@ -11,8 +11,11 @@ from common.segments.segment import Footer, Ledger, Reason
 from common.segments.writer import SpooledSegment
 from common.sequences import SequenceRange
 from common.service.monitor import Health
+from common.settings.egress import SegmentSettings
+from egress import metrics
+from egress.builder import OpenSegment
 from egress.report import FeedReport
-from tests.support.basics import unique
+from tests.support.basics import counted, unique
 
 
 def spooled(chain: Chain, first: int, last: int) -> SpooledSegment:
@@ -46,3 +49,26 @@ def test_the_position_is_the_first_sequence_that_is_not_accounted_for() -> None:
     assert place() == (10, 9)
     report.put(spooled(chain, 10, 30), 0.1)
     assert place() == (31, 30)
+
+
+def test_the_open_segment_is_asked_for_whenever_the_page_is() -> None:
+    health, chain = Health(SystemClock()), Chain("s", unique("F"))
+    report = FeedReport(chain, "S", health)
+    labels = (chain.site, chain.feed, "0")
+    report.reading(chain, 5, 4)
+
+    def shown() -> Any:
+        return health.status()["parts"][f"egress {chain.feed}"]["open_segment"]
+
+    assert shown() is None
+    assert counted(metrics.open_age.labels(*labels)) == 0
+    held = OpenSegment(5, 8, 3, 120, 12.5, 287.5, SegmentSettings())
+    report.opens(lambda: held)
+    assert (shown()["messages"], shown()["bytes"], shown()["last"]) == (3, 120, 8)
+    assert (shown()["age_seconds"], shown()["closes_in_seconds"]) == (12.5, 287.5)
+    assert (shown()["max_messages"], shown()["max_size"]) == (1_000_000, 100 * 2**20)
+    figures = metrics.open_messages, metrics.open_bytes, metrics.open_age
+    assert [counted(each.labels(*labels)) for each in figures] == [3, 120, 12.5]
+    report.opens()
+    assert shown() is None
+    assert counted(metrics.open_messages.labels(*labels)) == 0

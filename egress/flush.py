@@ -1,0 +1,241 @@
+"""Closes open segments at once, instead of by age or size: when a command asks, or SIGUSR1.
+
+    egress.flush.{site}    in the state bucket: what was asked of each feed, and what became of it in each partition
+
+Every process of the site looks at that one key and answers for the partitions whose lease it holds: first what it
+closed, then that it is stored. Where a session ends in between, the next one of that partition is flushed again. What
+is asked while nobody holds a lease is done by whoever takes it next.
+"""
+
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+import click
+import msgspec
+
+from common.chain import Chain
+from common.cli import human_size, print_json
+from common.clock import Clock, SystemClock
+from common.documents import JsonForm
+from common.errors import FloeError, Unavailable
+from common.exits import command, ways
+from common.jetstream.buckets import optional_leases, optional_state
+from common.jetstream.kv import KeyValue, KvDocument, state_key
+from common.jetstream.lease import Leases, new_owner
+from common.logs import get_logger
+from common.settings.root import Settings
+from common.tasks import Stop, again, wait_for
+from egress.context import connected, feed_named
+from egress.feed import Feed
+from egress.partition import Partition, all_partitions, lease_key, require_feeds, unreadable
+from egress.report import counted
+from egress.session import Flush
+
+log = get_logger("egress.flush")
+
+POLL = 0.2  # seconds between two looks of a command that waits
+TELL = 10.0  # seconds between two of its lines
+
+CLOSING, STORED, EMPTY, ASKED, NOBODY = "closing", "stored", "nothing open", "asked", "no holder"
+
+
+class FlushAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Of one partition: what was closed, from `first` (None where nothing was open) to `last`, up to where all was
+    received; and whether all up to there is stored.
+    """
+
+    incarnation: int
+    last: int
+    is_stored: bool = False
+    first: int | None = None
+    messages: int = 0
+    bytes: int = 0
+
+    @property
+    def state(self) -> str:
+        """It as one word."""
+        return CLOSING if not self.is_stored else EMPTY if self.first is None else STORED
+
+
+class FlushRequest(msgspec.Struct, frozen=True):
+    """Of one feed. `answers`: by partition."""
+
+    id: str
+    asked: float
+    answers: dict[int, FlushAnswer]
+
+
+class FlushRequests(msgspec.Struct, frozen=True, tag_field="format_version", tag=1):
+    """The newest of each feed of a site."""
+
+    feeds: dict[str, FlushRequest]
+
+    def asking(self, names: Iterable[str], number: str, now: float) -> "FlushRequests":
+        """With a new request of these feeds."""
+        return FlushRequests({**self.feeds, **{name: FlushRequest(number, now, {}) for name in names}})
+
+    def answered(self, answers: Mapping[Chain, tuple[str, FlushAnswer]]) -> "FlushRequests":
+        """With these answers, by partition, each with the request that it is for; to another one it says nothing."""
+        feeds = dict(self.feeds)
+        for chain, (number, answer) in answers.items():
+            if (found := feeds.get(chain.feed)) is not None and found.id == number:
+                feeds[chain.feed] = FlushRequest(found.id, found.asked, {**found.answers, chain.partition: answer})
+        return FlushRequests(feeds)
+
+
+_FORM = JsonForm(FlushRequests)
+
+
+def flush_requests(state: KeyValue, site: str) -> KvDocument[FlushRequests]:
+    """What is asked of the feeds of a site. Read it `anew`: what cannot be read asks nothing."""
+    return KvDocument(state, state_key("egress", "flush", site), _FORM, unreadable(f"flush of {site}", ""))
+
+
+class FlushWatch:
+    """Does what is asked of the `feeds` of this process, `every` so many seconds."""
+
+    def __init__(self, site: str, feeds: Sequence[Feed], state: KeyValue, clock: Clock, every: float) -> None:
+        self._feeds, self._clock, self._every = feeds, clock, every
+        self._requests = flush_requests(state, site)
+        self._done: dict[Chain, tuple[str, Flush]] = {}
+        self._failure = ""
+
+    def flush_all(self) -> None:
+        """Close what is open in every feed that this process holds."""
+        flushes = [flush for feed in self._feeds if (flush := feed.flush()) is not None]
+        closed = sum(flush.closed is not None for flush in flushes)
+        log.info("flushed by signal", action="flush", partitions=len(flushes), closed=closed)
+
+    async def run(self, stop: Stop) -> None:
+        """Until `stop` is set; after an error that nobody foresaw it begins again."""
+        await again("flush", lambda: self._watch(stop), self._clock)
+
+    async def _watch(self, stop: Stop) -> None:
+        while not await wait_for(stop, self._every):
+            try:
+                await self._look()
+                self._failure = ""
+            except FloeError as error:
+                if self._failure != error.code:
+                    self._failure = error.code
+                    log.info("flush requests not read", action="flush_put_off", code=error.code, error=str(error))
+
+    async def _look(self) -> None:
+        found = (await self._requests.get(anew=True))[0] or FlushRequests({})
+        answers: dict[Chain, tuple[str, FlushAnswer]] = {}
+        for feed in self._feeds:
+            if (request := found.feeds.get(feed.chain.feed)) is None:
+                continue
+            before = request.answers.get(feed.chain.partition)
+            if before is not None and before.is_stored:
+                continue
+            if (answer := self._flush(feed, request.id, before)) is not None and answer != before:
+                answers[feed.chain] = request.id, answer
+        if answers:
+            await self._requests.change(lambda found: found and found.answered(answers), anew=True)
+
+    def _flush(self, feed: Feed, number: str, before: FlushAnswer | None) -> FlushAnswer | None:
+        """What became of the request in one partition; None where this process does not read it, or not as far yet
+        as whoever answered `before`, who has put nothing.
+        """
+        known, flush = self._done.get(feed.chain, ("", None))
+        if flush is None or known != number or (flush.is_over and not flush.is_stored):
+            flush = feed.flush(before.incarnation, before.last) if before else feed.flush()
+            if flush is None:
+                return None
+            self._done[feed.chain] = number, flush
+            log.info("flushed", action="flush", last=flush.last, **flush.chain.log_context())
+        answer = flush.chain.incarnation, flush.last, flush.is_stored
+        closed = flush.closed
+        return FlushAnswer(*answer, closed.first, closed.messages, closed.size) if closed else FlushAnswer(*answer)
+
+
+class FlushCommand:
+    """Asks for a flush of `partitions`, all of one site, and sees what becomes of it."""
+
+    def __init__(self, partitions: Sequence[Partition], state: KeyValue, clock: Clock) -> None:
+        self._chains, self._clock = [each.chain for each in partitions], clock
+        self._requests = flush_requests(state, self._chains[0].site)
+        self._found, self._held = FlushRequests({}), set(self._chains)
+
+    async def look_for_holders(self, leases: Leases) -> bool:
+        """Wait for those partitions only whose lease somebody holds; whether there are any."""
+        self._held = {each for each in self._chains if await leases.holder(lease_key(each)) is not None}
+        return bool(self._held)
+
+    async def ask(self) -> None:
+        """Have it asked of all of them."""
+        names, number, now = {each.feed for each in self._chains}, secrets.token_hex(8), self._clock.now()
+
+        def asked(found: FlushRequests | None) -> FlushRequests:
+            return (found or FlushRequests({})).asking(names, number, now)
+
+        self._found = await self._requests.change(asked, anew=True) or self._found
+
+    async def wait(self, seconds: float, tell: Callable[[str], None]) -> bool:
+        """Whether all that are waited for are stored within `seconds`; `tell` gets lines about how far it is.
+
+        Where another command asks anew meanwhile, its answer is waited for: it closes later than this one.
+        """
+        began = told = self._clock.monotonic()
+        while (left := sum(row["state"] in (ASKED, CLOSING) for row in self.rows())) > 0:
+            if (now := self._clock.monotonic()) - began >= seconds:
+                return False
+            if now - told >= TELL:
+                told = now
+                tell(f"{len(self._held) - left} of {counted(len(self._held), 'partition')} stored")
+            await self._clock.sleep(POLL)
+            self._found = (await self._requests.get(anew=True))[0] or self._found
+        return True
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What is known of each partition."""
+        return [self._row(chain) for chain in self._chains]
+
+    def _row(self, chain: Chain) -> dict[str, Any]:
+        request = self._found.feeds.get(chain.feed)
+        answer = request.answers.get(chain.partition) if request else None
+        state = answer.state if answer else ASKED if chain in self._held else NOBODY
+        known = {name: getattr(answer, name, None) for name in ("incarnation", "first", "last", "messages", "bytes")}
+        return {**chain.log_context(), "state": state, **known}
+
+
+async def ask_for_flush(settings: Settings, name: str, wait: bool | None, timeout: float, as_json: bool) -> int:
+    """What `floe egress flush` does for the feed of that name (empty: all), and prints. `wait`: also for a holder;
+    False: for nothing.
+
+    Raises Unavailable where nobody holds a lease, or what was asked is not stored after `timeout` seconds.
+    """
+    require_feeds(settings.egress.feeds)
+    feeds = [feed_named(settings, name)] if name else settings.egress.feeds
+    partitions, clock = all_partitions(settings.site, feeds), SystemClock()
+    async with aclosing(await connected(settings, "flush", clock)) as client:
+        flushing = FlushCommand(partitions, optional_state(client, settings.egress), clock)
+        if not wait:
+            leases = optional_leases(client, settings.egress, new_owner(settings.instance), clock)
+            if not await flushing.look_for_holders(leases):
+                what = f"flush of {settings.site}/{name or '*'}: nobody holds the lease, so nothing is open"
+                raise Unavailable(what, hint=ways(("start egress", command("egress run"))), code="E-LEASE")
+        await flushing.ask()
+        is_done = wait is False or await flushing.wait(timeout, partial(click.echo, err=True))
+    rows = flushing.rows()
+    print_json(rows) if as_json else click.echo("\n".join(map(_line, rows)))
+    left = counted(sum(row["state"] in (ASKED, CLOSING, NOBODY) for row in rows), "partition")
+    look = ways(("see how it stands", command("status")))
+    if not is_done:
+        raise Unavailable(f"flush: {left}: expected to be stored within {timeout:g} s, found it is not", hint=look)
+    if any(row["state"] == NOBODY for row in rows):
+        raise Unavailable(f"flush: {left}: nobody holds the lease; who takes it closes it", hint=look, code="E-LEASE")
+    return 0
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    incarnation = "" if row["incarnation"] is None else f"/{row['incarnation']:04d}/{row['partition']}"
+    chain = f"{row['site']}/{row['feed']}{incarnation or '/-/' + str(row['partition'])}"
+    if row["first"] is None:
+        return f"{chain}: {row['state']}"
+    held = f"{counted(row['messages'], 'message')}, {human_size(row['bytes'])}"
+    return f"{chain}: {row['first']}..{row['last']} {row['state']}, {held}"

@@ -1,0 +1,296 @@
+"""What `floe status` shows of a site: each partition, by the running process, NATS and the store.
+
+The process at `egress.monitor.listen` knows most: the open segment, and the hint of a stop. Where it does not answer,
+or another host has the partition, the signs of life in the store and the archive say what they can, and so it is said.
+"""
+
+import asyncio
+import http.client
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import aclosing, closing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from common.chain import Chain
+from common.cli import StatusView, Styled, ago, human_seconds, human_size
+from common.clock import SystemClock, format_time
+from common.errors import DataError, OutcomeUnknown, Refused, Unavailable
+from common.exits import LATER
+from common.jetstream.api import stream_info
+from common.jetstream.buckets import optional_leases
+from common.jetstream.client import connect
+from common.jetstream.lease import new_owner, owner_text
+from common.objects.port import ObjectInfo
+from common.open import open_chains
+from common.segments.alive import STANDBY, Sighting, newest
+from common.segments.documents import ChainStore
+from common.service.process import Threads
+from common.settings.root import Settings
+from common.settings.types import parse_listen
+from egress.partition import Partition, all_partitions, lease_key, resolve
+
+TIMEOUT = 2.0  # seconds for the monitor
+EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104  (of `monitor.listen`)
+
+COLUMNS = (
+    "chain", "state", "archived", "source", "lag", "open segment", "closes", "last archived", "holder", "stream",
+    "known from", "why",
+)  # fmt: skip
+NARROW = tuple(name for name in COLUMNS if name not in ("stream", "known from"))
+SILENT, NOT_HELD, UNKNOWN = "silent", "not held", "unknown"
+ALARMING = ("stopped", "stalled", SILENT, NOT_HELD)
+COLOURS = {**dict.fromkeys(("reading", "closing", STANDBY), "green"), **dict.fromkeys(ALARMING, "red")}
+
+
+@dataclass(frozen=True, slots=True)
+class SiteAnswers:
+    """What was asked of NATS. `holders`: by partition, None where nobody holds the lease; `sources`: the last
+    sequence by stream, None where there is no such stream. `failure`: why nothing was answered, empty where it was.
+    """
+
+    holders: Mapping[Chain, str | None] = field(default_factory=dict)
+    sources: Mapping[str, int | None] = field(default_factory=dict)
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionStatus:
+    """How one partition does. `told`: what the process that has it shows at its monitor, empty where that is not known;
+    `sighting`: the newest sign of life, which counts as silent after `silent_after` seconds; `tail`: the chain's end in
+    the store and when it was written, None where there is none.
+    """
+
+    partition: Partition
+    chain: Chain
+    told: Mapping[str, Any]
+    sighting: Sighting | None
+    answers: SiteAnswers
+    tail: tuple[int | None, float] | None
+    silent_after: float
+
+    @property
+    def known_from(self) -> str:
+        """Who said how it does."""
+        return "monitor" if self.told else "sign of life" if self.sighting else "store"
+
+    @property
+    def state(self) -> str:
+        """As egress says it, or what nobody is there to say."""
+        if self.told:
+            return str(self.told["state"])
+        if not self.answers.failure and self.answers.holders.get(self.partition.chain) is None:
+            return NOT_HELD
+        if self.sighting is None:
+            return UNKNOWN
+        return SILENT if self.sighting.age > self.silent_after else self.sighting.sign.state
+
+    @property
+    def archived(self) -> int | None:
+        """The last sequence archived, by whoever knows; None where nothing is."""
+        end = self.told.get("end") or (self.tail[0] if self.tail else None)
+        return end or None
+
+    @property
+    def source(self) -> int | None:
+        """The last sequence of the stream: asked now, or as the process was told last."""
+        if (asked := self.answers.sources.get(self.partition.stream)) is not None:
+            return asked
+        told = self.told.get("source_last")
+        return told if told is not None else self.sighting.sign.source_last if self.sighting else None
+
+    @property
+    def lag(self) -> int | None:
+        """Sequences of the stream that are not archived."""
+        return None if self.source is None else max(0, self.source - (self.archived or 0))
+
+    @property
+    def why(self) -> str:
+        if self.state == NOT_HELD:
+            return "nobody holds its lease: no egress works on it"
+        if self.told or self.sighting is None:
+            return str(self.told.get("why", ""))
+        if self.state == SILENT:
+            return f"no sign of life for {human_seconds(self.sighting.age)}"
+        return self.sighting.sign.why
+
+    @property
+    def code(self) -> str:
+        return str(self.told.get("code", "")) if self.told or self.sighting is None else self.sighting.sign.code
+
+    @property
+    def hint(self) -> str:
+        """What to do, of what stopped or waits."""
+        if self.told:
+            return str(self.told.get("hint", ""))
+        is_stopped = self.sighting is not None and self.sighting.sign.state == "stopped"
+        return resolve(self.chain.feed) if is_stopped else ""
+
+    @property
+    def holder(self) -> str | None:
+        """Who holds the lease, for people."""
+        if (found := self.answers.holders.get(self.partition.chain)) is not None:
+            return owner_text(found)
+        return None
+
+    @property
+    def alarm(self) -> bool:
+        """Whether somebody ought to look."""
+        return self.state in ALARMING
+
+    def row(self) -> dict[str, object]:
+        """It as one object of the list."""
+        return {
+            "view": "site",
+            **self.chain.log_context(),
+            "stream": self.partition.stream,
+            "state": self.state,
+            "code": self.code,
+            "archived": self.archived,
+            "last_archived": None if self.tail is None else format_time(int(self.tail[1]) * 1_000_000_000),
+            "source_sequence": self.source,
+            "lag_sequences": self.lag,
+            "open_segment": self.told.get("open_segment"),
+            "holder": self.answers.holders.get(self.partition.chain),
+            "known_from": self.known_from,
+            "alarm": self.alarm,
+            "why": self.why,
+            "hint": self.hint,
+        }
+
+    def cells(self, now: float) -> dict[str, object]:
+        """It as one line of the table at `now`."""
+        held = self.told.get("open_segment")
+        return {
+            "chain": str(self.chain),
+            "state": Styled(f"{self.state} {self.code}".strip(), COLOURS.get(self.state, "yellow")),
+            "archived": self.archived,
+            "source": self.source,
+            "lag": self.lag,
+            "open segment": opened(held) if held else "nothing" if "open_segment" in self.told else None,
+            "closes": closes(held) if held else None,
+            "last archived": ago(None if self.tail is None else now - self.tail[1]),
+            "holder": self.holder or ("?" if self.answers.failure else Styled("nobody", "red")),
+            "stream": self.partition.stream,
+            "known from": self.known_from,
+            "why": self.why,
+        }
+
+
+def opened(held: Mapping[str, Any]) -> str:
+    """What the open segment holds, for people."""
+    count, size, age = held["messages"], human_size(held["bytes"]), human_seconds(held["age_seconds"])
+    return f"{count} {'message' if count == 1 else 'messages'}, {size}, {age}"
+
+
+def closes(held: Mapping[str, Any]) -> str:
+    """What closes it, for people."""
+    return f"in {human_seconds(held['closes_in_seconds'])} or at {human_size(held['max_size'])}"
+
+
+async def site_view(settings: Settings) -> StatusView:
+    """Each partition of the site. Raises what the store raises, and Refused where NATS refuses the credential."""
+    partitions, clock = all_partitions(settings.site, settings.egress.feeds), SystemClock()
+    listen, notes = settings.egress.monitor.listen, list[str]()
+    with closing(Threads("status", 8)) as threads:
+        shown, answers, stored = await asyncio.gather(
+            threads.run(ask_monitor, listen),
+            _ask_nats(settings, partitions),
+            threads.run(_read_store, open_chains(settings), settings.site, clock.now()),
+        )
+    if answers.failure:
+        notes.append(f"NATS does not answer: {answers.failure}")
+    if shown is None:
+        where = f"at {listen}" if listen else "(egress.monitor.listen is empty)"
+        notes.append(f"no process answers {where}: what is open is not known, the rest is from the store")
+    told, (tails, sightings) = of_chains(shown or {}, settings.site), stored
+    found = []
+    for each in partitions:
+        of_chain, sighting = told.get(each.chain, {}), sightings.get(each.chain)
+        said = replace(each.chain, incarnation=of_chain.get("incarnation", 0))
+        chain = _newest(each.chain, [said, *tails, *([sighting.sign.chain] if sighting else [])])
+        known = of_chain, sighting, answers, tails.get(chain)
+        found.append(PartitionStatus(each, chain, *known, settings.ingress.silent_after))
+    now, details = clock.now(), list[str]()
+    for status in found:
+        if status.hint:
+            lines = status.hint.split("\n")
+            details += [f"{status.chain} {status.state}: {status.why}", *(f"  {line}" for line in lines)]
+    is_alarming = any(each.alarm for each in found)
+    code = DataError.exit_code if is_alarming else LATER if answers.failure else 0
+    rows, cells = [each.row() for each in found], [each.cells(now) for each in found]
+    return StatusView("site", rows, cells, COLUMNS, NARROW, code, details, notes)
+
+
+def _newest(chain: Chain, known: Iterable[Chain]) -> Chain:
+    """The newest incarnation of `chain` among those known."""
+    return max((each for each in known if replace(each, incarnation=0) == chain), default=chain)
+
+
+async def _ask_nats(settings: Settings, partitions: Sequence[Partition]) -> SiteAnswers:
+    try:
+        title = f"floe egress {settings.site} status"
+        async with aclosing(await connect(settings.nats_for("egress"), name=title)) as client:
+            leases = optional_leases(client, settings.egress, new_owner(settings.instance), client.clock)
+            holders = {each.chain: await leases.holder(lease_key(each.chain)) for each in partitions}
+            infos = {name: await stream_info(client, name) for name in {each.stream for each in partitions}}
+    except (Unavailable, OutcomeUnknown) as error:
+        return SiteAnswers(failure=error.message)
+    return SiteAnswers(holders, {name: info.last_sequence if info else None for name, info in infos.items()})
+
+
+# Blocking
+
+
+def ask_monitor(listen: str) -> dict[str, Any] | None:
+    """What the process that listens there shows as /status; None where none does."""
+    if (address := parse_listen(listen)) is None:
+        return None
+    host, port = address
+    host = "127.0.0.1" if host == EVERYWHERE[0] else "::1" if host == EVERYWHERE[1] else host
+    try:
+        with closing(http.client.HTTPConnection(host, port, timeout=TIMEOUT)) as connection:
+            connection.request("GET", "/status")
+            found = json.loads(connection.getresponse().read())
+    except (OSError, http.client.HTTPException, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def of_chains(document: Mapping[str, Any], site: str) -> dict[Chain, dict[str, Any]]:
+    """What a /status, also that of several workers, says of the chains of `site` that it has, by partition."""
+    found: dict[Chain, dict[str, Any]] = {}
+    for each in document.get("workers", {"": document}).values():
+        for part, told in each.get("parts", {}).items():
+            role, _, name = part.partition(" ")
+            feed, _, number = name.partition("/")
+            if role == "egress" and told.get("site") == site and told.get("state", STANDBY) != STANDBY:
+                found[Chain(site, feed, partition=int(number or 0))] = told
+    return found
+
+
+def _read_store(
+    documents: ChainStore, site: str, now: float
+) -> tuple[dict[Chain, tuple[int | None, float]], dict[Chain, Sighting]]:
+    """The tails of the site, and the newest sign of life of each partition, none where they may not be read."""
+    listed = {chain: info for chain, info in documents.listed_tails().items() if chain.site == site}
+    tails = {chain: (documents.read_tail(chain), info.modified) for chain, info in listed.items()}
+    return tails, _sightings(documents, site, now)
+
+
+def _sightings(documents: ChainStore, site: str, now: float) -> dict[Chain, Sighting]:
+    try:
+        infos = [info for info in documents.listed_alive() if _is_of(documents, info, site)]
+    except Refused:
+        return {}
+    signs = ((info, documents.read_alive(info.key)) for info in infos)
+    return newest(
+        Sighting(sign, info.modified, max(0.0, now - info.modified), alive.time)
+        for info, alive in signs
+        if alive is not None
+        for sign in alive.chains
+    )
+
+
+def _is_of(documents: ChainStore, info: ObjectInfo, site: str) -> bool:
+    return (documents.layout.parse_alive(info.key) or ("",))[0] == site

@@ -1,0 +1,196 @@
+"""The open segment: shown while it is open, and closed at once by `floe egress flush` and by SIGUSR1."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from common.errors import Unavailable
+from common.jetstream.kv import KeyValue
+from egress import metrics
+from egress.flush import flush_requests
+from infra.local.process import free_port
+from tests.integration.test_egress_workers import config_of, feeds_of, parent
+from tests.support.basics import counted, soon, unique
+from tests.support.commands import configuration, floe
+from tests.support.egress import QUICK, SITE, Bench, Partitioned, Running, feed_of, publish_over
+from tests.support.stores import FaultyStore
+
+pytestmark = pytest.mark.servers
+
+PROMPT = replace(QUICK, pace=replace(QUICK.pace, flush=0.1))
+LONG = {"max_age": "1h"}
+
+
+def open_in(running: Running, feed: str) -> dict[str, Any]:
+    return running.status(feed).get("open_segment") or {}
+
+
+async def received(running: Running, feed: str, last: int) -> None:
+    """Wait until all up to `last` is in the open segment."""
+    await soon(lambda: open_in(running, feed).get("last") == last)
+
+
+async def test_the_open_segment_is_shown_with_what_closes_it(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x" * 100] * 7)
+    async with bench.egress({"stream": stream, "segment": {**LONG, "max_size": "1M"}}) as running:
+        await received(running, stream, 7)
+        found = open_in(running, stream)
+        size = 7 * (100 + len(f"{stream}.a"))
+        assert (found["first"], found["messages"], found["bytes"]) == (1, 7, size)
+        assert 3590 < found["closes_in_seconds"] + found["age_seconds"] <= 3600.01
+        assert (found["max_size"], found["max_messages"]) == (2**20, 1_000_000)
+        labels = (SITE, stream, "0")
+        assert counted(metrics.open_messages.labels(*labels)) == 7
+        assert counted(metrics.open_bytes.labels(*labels)) == size
+        assert counted(metrics.open_age.labels(*labels)) > 0
+        assert bench.end(stream) == 0
+    assert bench.end(stream) == 7
+    assert counted(metrics.open_messages.labels(*labels)) == 0
+
+
+async def test_a_flush_closes_every_partition_now_and_waits_until_it_is_stored(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    parts = Partitioned(bench, stream, 3)
+    feed = {**feed_of(stream), "segment": LONG}
+    await publish_over(bench, stream, ["0.a", "1.b", "1.c"], 30, "x")
+    config = str(configuration(bench, feed))
+    async with bench.egress(feed, tuning=PROMPT) as running:
+        for suffix in ("", "/1", "/2"):
+            await received(running, f"{stream}{suffix}", 30)
+        before = counted(metrics.closed.labels(SITE, stream, "1", "flush"))
+        done = await floe("egress", "flush", "-c", config, stream, "--json")
+        assert done.code == 0, done
+        rows = {row["partition"]: row for row in done.json()}
+        assert [rows[number]["state"] for number in range(3)] == ["stored"] * 3
+        assert [(rows[number]["first"], rows[number]["last"]) for number in range(3)] == [(1, 30)] * 3
+        assert [rows[number]["messages"] for number in range(3)] == [10, 20, 0], "a stretch without rows is stored too"
+        assert parts.ends() == {0: 30, 1: 30, 2: 30}
+        assert counted(metrics.closed.labels(SITE, stream, "1", "flush")) == before + 1
+        await publish_over(bench, stream, ["0.a", "1.b"], 10, "y")
+        await received(running, stream, 40)
+        done = await floe("egress", "flush", "-c", config)
+        assert done.code == 0, done
+        assert f"{SITE}/{stream}/0000/0: 31..40 stored, 5 messages, " in done.out
+        done = await floe("egress", "flush", "-c", config, stream)
+        assert (done.code, done.out.splitlines()[0]) == (0, f"{SITE}/{stream}/0000/0: nothing open")
+    await parts.same(stream)
+
+
+async def test_a_flush_leaves_the_choices_of_a_sampler_as_they_are(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    whole, flushed = unique("F"), unique("F")
+    sampling = {"stream": stream, "inspect_field": "id", "inspect_duration": "1h"}
+    feeds = [{"name": name, **sampling, "segment": {**LONG}} for name in (whole, flushed)]
+    config = str(configuration(bench, *feeds))
+    async with bench.egress(*feeds, tuning=PROMPT) as running:
+        for step in range(1, 4):
+            await bench.publish(stream, (json.dumps({"id": f"n{n}"}).encode() for n in range(step * 5)))
+            last = await bench.last(stream)
+            await received(running, flushed, last)
+            done = await floe("egress", "flush", "-c", config, flushed, "--json")
+            assert done.code == 0, done
+            assert [row["last"] for row in done.json()] == [last]
+        assert len(bench.refs(flushed)) == 3
+        assert bench.refs(whole) == []
+    kept = [message.sequence for message in bench.messages(flushed)]
+    assert len(kept) == 15
+    assert kept == [message.sequence for message in bench.messages(whole)]
+    for feed in (whole, flushed):
+        bench.check(feed)
+
+
+async def test_where_nobody_holds_the_lease_it_says_so_or_waits(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    feed = {"stream": stream, "segment": LONG}
+    config = str(configuration(bench, feed))
+    done = await floe("egress", "flush", "-c", config, stream)
+    assert done.code == 75
+    assert "E-LEASE" in done.err
+    assert "nobody holds the lease" in done.err
+    assert f"\nfloe egress run -c {config}\n" in done.err
+    done = await floe("egress", "flush", "-c", config, stream, "--wait", "--timeout", "300ms")
+    assert done.code == 75
+    assert "within 0.3 s" in done.err
+    assert f"\nfloe status -c {config}\n" in done.err
+    waiting = asyncio.create_task(floe("egress", "flush", "-c", config, stream, "--wait", "--json"))
+    async with bench.egress(feed, tuning=PROMPT):
+        done = await waiting
+        assert (done.code, [row["state"] for row in done.json()]) == (0, ["nothing open"])
+        done = await floe("egress", "flush", "-c", config, stream, "--no-wait", "--json")
+        assert (done.code, [row["state"] for row in done.json()]) == (0, ["asked"])
+    done = await floe("egress", "flush", "-c", config, "other")
+    assert done.code == 2
+
+
+async def test_what_its_holder_could_not_store_is_flushed_by_who_takes_over(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    feed = {"stream": stream, "segment": LONG}
+    config = str(configuration(bench, feed))
+    await bench.publish(stream, [b"x"] * 20)
+    store = FaultyStore(bench.objects)
+
+    def away(real: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+        if key.endswith(".parquet"):
+            raise Unavailable("away")
+        return real(key, *args, **kwargs)
+
+    for verb in ("put", "put_if_absent"):
+        store.on(verb, away)
+    first = bench.start(bench.settings(feed), PROMPT, objects=store)  # type: ignore[arg-type]
+    await received(first, stream, 20)
+    requests = flush_requests(await KeyValue.open(bench.client, bench.state_bucket), SITE)
+    waiting = asyncio.create_task(floe("egress", "flush", "-c", config, stream, "--json"))
+
+    async def is_closing() -> bool:
+        found = (await requests.get())[0]
+        return found is not None and [each.last for each in found.feeds[stream].answers.values()] == [20]
+
+    await soon(is_closing)
+    await first.crash()
+    assert bench.end(stream) == 0
+    async with bench.egress(feed, tuning=PROMPT):
+        done = await waiting
+        assert (done.code, [row["last"] for row in done.json()]) == (0, [20])
+        assert bench.end(stream) == 20
+    await bench.same(stream, stream)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_signal_flushes_all_feeds_of_the_process_and_its_workers(bench: Bench, workers: int) -> None:
+    (stream, names), port = await feeds_of(bench, 2), free_port()
+    config = config_of(bench, names, stream, port, workers=workers)
+    config.write_text(config.read_text().replace("max_age: 1s", "max_age: 1h"))
+    with parent(config, port) as running:
+        await running.ready()
+
+        def opened() -> dict[str, int]:
+            document = json.loads(running.page("status")[1])
+            parts = [p for each in document.get("workers", {"": document}).values() for p in each["parts"].items()]
+            return {
+                name.removeprefix("egress "): part["open_segment"]["last"]
+                for name, part in parts
+                if part.get("open_segment")
+            }
+
+        await soon(lambda: asyncio.to_thread(lambda: opened() == dict.fromkeys(names, 30)), every=0.2)
+        page = (await running.ask("metrics"))[1]
+        assert page.count("floe_egress_open_segment_messages{") == (len(names) if workers == 1 else 2 * len(names))
+        running.process.send_signal(signal.SIGUSR1)
+        for name in names:
+            await bench.archived_to(name, 30)
+        await bench.publish(stream, [b"y"] * 5)
+        await soon(lambda: asyncio.to_thread(lambda: opened() == dict.fromkeys(names, 35)), every=0.2)
+        done = await floe("egress", "flush", "-c", str(config), "--json")
+        assert (done.code, [row["last"] for row in done.json()]) == (0, [35, 35])
+        running.process.send_signal(signal.SIGTERM)
+        assert await running.ended() == 0
+    for name in names:
+        await bench.same(name, stream)
+        assert [each.coverage.last for each in bench.refs(name)][:2] == [30, 35]

@@ -1,0 +1,177 @@
+"""`floe status` of a site, of the centre, and of the archive where NATS does not answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.jetstream.client import FloeClient
+from common.service.monitor import Monitor
+from infra.local.nats import NatsServer
+from infra.local.process import free_port, spawn
+from tests.support.basics import PATIENCE, problems_of, soon, unique
+from tests.support.commands import configuration, floe
+from tests.support.egress import SITE, Bench, Running
+from tests.support.ingress import CHAIN, Archive, Centre, rows_of
+
+pytestmark = pytest.mark.servers
+
+ROOT = Path(__file__).parents[2]
+
+
+def changed(config: Path, section: str, **keys: Any) -> str:
+    """The file, with these keys of a section."""
+    document = yaml.safe_load(config.read_text())
+    document.setdefault(section, {}).update(keys)
+    config.write_text(yaml.safe_dump(document))
+    return str(config)
+
+
+@contextmanager
+def monitored(running: Running, config: Path) -> Iterator[str]:
+    """The file, naming a monitor that shows what runs."""
+    monitor = Monitor("127.0.0.1:0", running.health)
+    monitor.start()
+    try:
+        yield changed(config, "egress", monitor={"listen": f"127.0.0.1:{monitor.port}"})
+    finally:
+        monitor.close()
+
+
+async def test_a_site_shows_its_open_segment_and_how_far_it_is(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x" * 1000] * 30)
+    feed = {"stream": stream, "segment": {"max_age": "1h", "max_messages": 25}}
+    async with bench.egress(feed) as running:
+        await bench.archived_to(stream, 25)
+        await soon(lambda: (running.status(stream).get("open_segment") or {}).get("messages") == 5)
+        with monitored(running, configuration(bench, feed)) as config:
+            done = await floe("status", "-c", config, "--json")
+            table = await floe("status", "-c", config)
+        [row] = done.json()
+        assert (done.code, done.err, row["view"], row["known_from"]) == (0, "", "site", "monitor"), done
+        assert (row["state"], row["archived"], row["source_sequence"], row["lag_sequences"]) == ("reading", 25, 30, 5)
+        assert (row["open_segment"]["first"], row["open_segment"]["messages"]) == (26, 5)
+        assert row["open_segment"]["bytes"] == 5 * (1000 + len(f"{stream}.a"))
+        assert row["holder"].split("/")[-2] == str(os.getpid())
+        header, line = table.out.splitlines()
+        assert header.startswith("chain ")
+        assert f"{SITE}/{stream}/0000/0" in line
+        assert "5 messages, 4.9 KiB, " in line
+        assert " or at 100 MiB" in line
+
+        silent = await floe("status", "-c", config, "--json")
+        [row] = silent.json()
+        assert (silent.code, row["archived"], row["open_segment"]) == (0, 25, None)
+        assert "what is open is not known" in silent.err
+    left = await floe("status", "-c", config, "--json")
+    assert (left.code, left.json()[0]["state"], left.json()[0]["archived"]) == (3, "not held", 30)
+
+
+async def test_a_stop_is_shown_with_the_command_that_lets_it_go_on(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    feed = {"stream": stream, "on_recreated": "halt"}
+    await bench.publish(stream, [b"x"] * 5)
+    async with bench.egress(feed) as running:
+        await bench.archived_to(stream, 5)
+        await bench.delete_stream(stream)
+        await bench.make_stream(stream)
+        await soon(lambda: running.state(stream) == "stopped")
+        with monitored(running, configuration(bench, feed)) as config:
+            done = await floe("status", "-c", config)
+        assert done.code == 3, done
+        assert f"{SITE}/{stream}/0000/0 stopped: " in done.out
+        assert "--new-incarnation" in done.out
+        assert problems_of(done.out) == []
+
+
+async def test_a_site_without_nats_shows_what_the_others_say(alone: tuple[Bench, NatsServer]) -> None:
+    bench, server = alone
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x"] * 5)
+    feed = {"stream": stream}
+    async with bench.egress(feed) as running:
+        await bench.archived_to(stream, 5)
+        await soon(lambda: running.status(stream).get("source_last") == 5)
+        server.kill()
+        with monitored(running, configuration(bench, feed)) as config:
+            done = await floe("status", "-c", config, "--json")
+        [row] = done.json()
+        assert done.code == 75
+        assert "NATS does not answer: " in done.err
+        assert (row["archived"], row["source_sequence"], row["holder"]) == (5, 5, None)
+        server.start()
+
+
+async def test_the_archive_is_shown_where_nats_is_not_asked_or_does_not_answer(
+    centre: Centre, archive: Archive, client: FloeClient
+) -> None:
+    archive.put(rows_of(1, 40))
+    archive.put(rows_of(41, 70))
+    config = centre.write()
+    shown = await floe("status", "-c", str(config), "--json")
+    assert {row["view"] for row in shown.json()} == {"centre"}
+
+    only = await floe("status", "-c", str(config), "--archive", "-o", "json")
+    [row] = only.json()
+    stored = sum(ref.size for ref in archive.store.list(CHAIN))
+    assert (only.code, only.err) == (0, "NATS is not asked\n")
+    assert (row["view"], row["archived"], row["segments"], row["bytes"]) == ("archive", 70, 2, stored)
+    assert row["last_archived"].endswith("Z")
+
+    down = changed(config, "nats", url=f"nats://127.0.0.1:{free_port()}")
+    done = await floe("status", "-c", down)
+    assert done.code == 75
+    assert "only what the archive holds is shown: nats server 127.0.0.1" in done.err
+    assert [line.split()[:2] for line in done.out.splitlines()] == [["chain", "archived"], [str(CHAIN), "70"]]
+
+    neither = str(centre.write(targets=[]))
+    done = await floe("status", "-c", neither, "--json")
+    assert (done.code, [row["view"] for row in done.json()]) == (0, ["archive"])
+
+
+async def test_a_file_of_both_shows_both(bench: Bench, centre: Centre, archive: Archive) -> None:
+    archive.put(rows_of(1, 5))
+    stream = await bench.make_stream(unique("T"))
+    config = changed(
+        centre.write(),
+        "egress",
+        feeds=[{"stream": stream}],
+        lease_bucket=bench.lease_bucket,
+        state_bucket=bench.state_bucket,
+        monitor={"listen": ""},
+    )
+    document = yaml.safe_load(Path(config).read_text())
+    Path(config).write_text(yaml.safe_dump({**document, "site": "here"}))
+    done = await floe("status", "-c", config, "--json")
+    assert done.code == 3, "nobody holds the lease of the site's feed"
+    assert sorted({row["view"] for row in done.json()}) == ["centre", "site"]
+    shown = (await floe("status", "-c", config)).out.splitlines()
+    assert (shown[0], "centre:" in shown) == ("site:", True)
+
+
+@pytest.mark.parametrize("words", [["watch", "--every", "200ms"], ["status", "--watch", "200ms"]])
+def test_watching_goes_on_until_it_is_interrupted(archive: Archive, centre: Centre, words: list[str]) -> None:
+    archive.put(rows_of(1, 5))
+    command = [sys.executable, "-m", "floe", *words, "-c", str(centre.write()), "--archive", "--json"]
+    process = spawn(command, cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        for _ in range(2):
+            document = "".join(iter(process.stdout.readline, "]\n")) + "]"
+            assert [row["archived"] for row in json.loads(document)] == [5]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == 0
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,159 @@
+"""What `floe status` shows: sizes and times for people, colours and the width of a terminal, how a partition does."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.chain import Chain
+from common.cli import Styled, ago, human_seconds, human_size, table
+from common.segments.alive import ChainSign, Sighting
+from common.settings.egress import FeedSettings
+from egress.partition import partitions_of
+from egress.status import PartitionStatus, SiteAnswers, closes, of_chains, opened
+from ingress.operator.status import ChainStatus
+from tests.support.basics import problems_of
+
+ROOT = Path(__file__).parents[2]
+SHOW = """
+import fcntl, struct, sys, termios
+fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 30, 0, 0))
+from common.cli import Styled, table, terminal_width
+table([[Styled("stopped", "red"), 5, "x" * 40], ["fine", 1200, "é" * 9]], ["state", "n", "why"], terminal_width())
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (2150, "2.1 KiB"), (1 << 20, "1 MiB"), (100 << 20, "100 MiB"), (3 << 39, "1.5 TiB")],
+)
+def test_sizes_are_told_in_the_unit_that_they_have(size: int, text: str):
+    assert human_size(size) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.2, "0s"),
+        (12, "12s"),
+        (271, "4m31s"),
+        (3600, "1h"),
+        (3605, "1h"),
+        (11_520, "3h12m"),
+        (86_400 * 5 + 7200, "5d2h"),
+    ],
+)
+def test_durations_are_told_in_their_two_largest_units(seconds: float, text: str):
+    assert human_seconds(seconds) == text
+    assert ago(seconds) == f"{text} ago"
+    assert ago(None) is None
+
+
+def on_a_terminal(**environment: str) -> str:
+    """What the script prints to a terminal of 30 columns."""
+    leader, follower = pty.openpty()
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "TERM")}
+    try:
+        subprocess.run(
+            [sys.executable, "-c", SHOW],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=follower,
+            env={**kept, "TERM": "xterm", **environment},
+            check=True,
+        )
+        return os.read(leader, 65536).decode().replace("\r\n", "\n")
+    finally:
+        os.close(leader)
+        os.close(follower)
+
+
+def test_a_terminal_gets_colours_and_lines_of_its_width():
+    printed = on_a_terminal()
+    assert "\x1b[31mstopped\x1b[0m     5  xxxxxxxxxxxxxx…\n" in printed
+    assert "\x1b[1mstate" in printed
+    assert "fine     1200  ééééééééé\n" in printed
+
+
+def test_no_color_leaves_the_width_and_no_escape():
+    printed = on_a_terminal(NO_COLOR="1")
+    assert printed == "state       n  why\nstopped     5  xxxxxxxxxxxxxx…\nfine     1200  ééééééééé\n"
+    assert max(map(len, printed.splitlines())) == 30
+
+
+def test_what_a_program_reads_has_neither_colours_nor_an_end(capsys: pytest.CaptureFixture[str]):
+    table([[Styled("stopped", "red"), 5, "x" * 200]], ["state", "n", "why"])
+    assert capsys.readouterr().out.splitlines()[1] == "stopped  5  " + "x" * 200
+
+
+# The centre
+
+
+def test_what_is_archived_and_carried_are_equal_where_they_are():
+    chain = ChainStatus("FLEET", "fast", Chain("us-east", "NODES"), 70, 71)
+    assert (chain.row()["archived"], chain.row()["position"], chain.lag_sequences) == (70, 71, 0)
+    cells = chain.cells(0.0)
+    assert (cells["archived"], cells["carried"], cells["lag"]) == (70, 70, 0)
+    assert ChainStatus("FLEET", "fast", Chain("us-east", "NODES"), 70, None).cells(0.0)["carried"] is None
+
+
+# A site
+
+[PARTITION] = partitions_of("us-east", FeedSettings(stream="NODES"))
+CHAIN = PARTITION.chain
+HELD = SiteAnswers({CHAIN: "-/host/7/ab"}, {"NODES": 90})
+OPEN = {"messages": 12, "bytes": 2150, "age_seconds": 29.4, "closes_in_seconds": 270.6, "max_size": 100 << 20}
+
+
+def partition_status(**fields: Any) -> PartitionStatus:
+    return replace(PartitionStatus(PARTITION, CHAIN, {}, None, HELD, (70, 1000.0), 180.0), **fields)
+
+
+def sighting(state: str, *, age: float = 5.0, **fields: Any) -> Sighting:
+    return Sighting(ChainSign(state, 0.0, chain=CHAIN, **fields), 1000.0, age, 1000.0)
+
+
+def test_the_process_that_has_the_partition_knows_most():
+    told = {"state": "reading", "end": 80, "source_last": 85, "open_segment": OPEN, "why": "", "code": "", "hint": ""}
+    status = partition_status(told=told, sighting=sighting("reading", end=60))
+    assert (status.state, status.archived, status.source, status.lag) == ("reading", 80, 90, 10)
+    assert (status.known_from, status.holder, status.alarm) == ("monitor", "host (process 7)", False)
+    cells, row = status.cells(1200.0), status.row()
+    assert (cells["open segment"], cells["closes"]) == ("12 messages, 2.1 KiB, 29s", "in 4m31s or at 100 MiB")
+    assert cells["last archived"] == "3m20s ago"
+    assert (row["last_archived"], row["open_segment"]) == ("1970-01-01T00:16:40Z", OPEN)
+    assert opened({**OPEN, "messages": 1}).startswith("1 message, ")
+    assert closes(OPEN) == cells["closes"]
+
+
+def test_without_it_the_sign_of_life_and_the_archive_say_what_they_can():
+    status = partition_status(sighting=sighting("stopped", code="E-FORKED", why="an older history", source_last=75))
+    assert (status.state, status.code, status.why, status.archived) == ("stopped", "E-FORKED", "an older history", 70)
+    assert (status.alarm, status.cells(0.0)["open segment"]) == (True, None)
+    assert "egress resolve" in status.hint
+    assert problems_of(status.hint) == []
+    unasked = replace(status, answers=SiteAnswers(failure="down"))
+    assert (unasked.source, unasked.lag, unasked.cells(0.0)["holder"]) == (75, 5, "?")
+    assert partition_status(sighting=sighting("reading", age=600.0)).why == "no sign of life for 10m"
+    assert partition_status(answers=SiteAnswers(failure="down")).state == "unknown"
+    left = partition_status(sighting=sighting("reading"), answers=SiteAnswers({CHAIN: None}, {"NODES": 90}))
+    assert (left.state, left.alarm) == ("not held", True)
+
+
+def test_of_the_pages_of_several_workers_those_count_that_have_the_partition():
+    one = {"site": "us-east", "state": "reading"}
+    pages = {
+        "0": {"parts": {"egress NODES": one, "egress NODES/1": {**one, "state": "standby"}, "egress heartbeats": {}}},
+        "1": {"parts": {"egress NODES/1": {**one, "state": "stopped"}, "egress X": {**one, "site": "eu-west"}}},
+        "2": {"pid": 0},
+    }
+    found = of_chains({"workers": pages, "version": "1"}, "us-east")
+    assert {chain.partition: told["state"] for chain, told in found.items()} == {0: "reading", 1: "stopped"}
+    assert of_chains(pages["0"], "us-east") == {CHAIN: one}
