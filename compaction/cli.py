@@ -10,7 +10,7 @@ import click
 
 from common.errors import DataError
 from common.open import load_settings, open_chains, open_store
-from common.service.cli import config_option, json_option, print_json, run_command, table
+from common.service.cli import config_option, json_option, print_json, refuse_beside, run_command, table
 
 if TYPE_CHECKING:
     from common.segments.store import SegmentStore
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
+@click.argument("what", required=False, metavar="[SITE[/FEED[/INC[/PART]]]]")
 @click.option("--site", help="Only chains of this site; otherwise that of the configuration, or all.")
 @click.option("--feed", help="Only chains of this feed.")
 @click.option("--partition", type=click.IntRange(0, 65535), help="Only this partition.")
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 @run_command
 def compact(
     config: str,
+    what: str | None,
     site: str | None,
     feed: str | None,
     partition: int | None,
@@ -45,7 +47,8 @@ def compact(
     strict: bool,
     as_json: bool,
 ) -> int:
-    """Merge small segments into larger ones, prove it, and delete what was merged after a grace.
+    """Merge small segments into larger ones, prove it, and delete what was merged after a grace; of all
+    chains, or of WHAT.
 
     Without Java: --engine local. What is wrong with data is told once: exit 3 while it is new, then only
     with --strict.
@@ -53,15 +56,20 @@ def compact(
     \b
     Examples:
       floe compact -c central.yaml
-      floe compact -c central.yaml --dry-run --site us-east
+      floe compact -c central.yaml us-east/NODES --dry-run
     """
+    from common.segments.keys import parse
     from compaction.run import Selection
 
     settings = _overridden(load_settings(config), engine, verify, master)
-    selection = Selection(site or settings.site or None, feed, partition, level)
+    incarnation = None
+    if what is not None:
+        refuse_beside(what, {"site": site, "feed": feed, "partition": partition})
+        site, feed, incarnation, partition = parse(what)
+    selection = Selection(site or settings.site or None, feed, partition, level, incarnation)
     store = open_store(settings)
     try:
-        if (site, feed, partition) != (None, None, None):
+        if (site, feed, incarnation, partition) != (None,) * 4:
             _check_names(settings, selection)
         with _compaction(settings, store) as compaction:
             return (_preview if dry_run else _run)(compaction, selection, as_json, strict)
@@ -125,9 +133,9 @@ def _check_names(settings: Settings, selection: Selection) -> None:
     from common.segments.archive import among
     from common.segments.keys import chosen, configured
 
-    site, feed, partition = selection.site, selection.feed, selection.partition
+    site, feed, incarnation, partition = selection.site, selection.feed, selection.incarnation, selection.partition
     feeds = configured(settings)
-    among(open_chains(settings), site, feed, lambda known: chosen(known, feeds, site, feed, None, partition))
+    among(open_chains(settings), site, feed, lambda known: chosen(known, feeds, site, feed, incarnation, partition))
 
 
 @contextmanager

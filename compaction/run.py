@@ -118,6 +118,11 @@ class Selection:
     feed: str | None = None
     partition: int | None = None
     level: int | None = None
+    incarnation: int | None = None
+
+    def takes(self, chain: Chain) -> bool:
+        """Whether a chain of the site and the feed is one of them."""
+        return self.incarnation in (None, chain.incarnation) and self.partition in (None, chain.partition)
 
 
 @dataclass(slots=True)
@@ -217,7 +222,7 @@ class Compaction:
 
     def _selected(self, selection: Selection) -> list[Chain]:
         chains = self._chains.chains(selection.site, selection.feed)
-        return [c for c in chains if selection.partition in (None, c.partition)]
+        return [chain for chain in chains if selection.takes(chain)]
 
     def _batches(
         self, chains: Sequence[Chain], selection: Selection, now: float, damaged: frozenset[str]

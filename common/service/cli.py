@@ -144,11 +144,27 @@ def run_command(fn: Callable[P, Any]) -> Callable[P, None]:
 
 
 def _named(options: dict[str, Any]) -> Named | None:
-    site, feed, *history = (options.pop(name) for name in ("site", "feed", "incarnation", "partition"))
-    is_required = any(each.name == "site" and each.required for each in click.get_current_context().command.params)
-    if not is_required and bool(site) is not bool(feed):
+    text, *parts = (options.pop(name) for name in (CHAIN, *PARTS))
+    site, feed, *history = parts
+    is_needed = any(isinstance(each, _ChainArgument) and each.is_needed for each in _context().command.params)
+    if text is not None:
+        refuse_beside(text, dict(zip(PARTS, parts, strict=True)))
+        return Named.parse(text)
+    if is_needed and None in (site, feed):
+        raise click.UsageError(f"expected a chain, as {CHAIN_FORM}, found none", _context())
+    if not is_needed and bool(site) is not bool(feed):
         raise UsageError("expected --site and --feed together")
-    return Named(site, feed, *history) if is_required or site else None
+    return Named(site, feed, *history) if is_needed or site else None
+
+
+def _context() -> click.Context:
+    return click.get_current_context()
+
+
+def refuse_beside(text: str, parts: Mapping[str, object]) -> None:
+    """Raises UsageError where `parts`, options that also say of a chain what `text` says, are given."""
+    if given := [f"--{name}" for name, value in parts.items() if value not in (None, "")]:
+        raise UsageError(f"expected {text} or {' '.join(given)}, found both")
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
@@ -179,24 +195,39 @@ yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Show only.")
 
 
-def history_options(command: Command) -> Command:
-    """`[--incarnation] [--partition]`, None where they are not given: the newest, the only one."""
-    partition = click.option("--partition", type=click.IntRange(0, 65535), help="The partition, if several.")
-    incarnation = click.option("--incarnation", type=click.IntRange(0, 9999), help="Else the newest.")
-    return incarnation(partition(command))
+CHAIN = "chain_named"  # the parameter of the argument
+PARTS = ("site", "feed", "incarnation", "partition")
+CHAIN_FORM = "SITE/FEED[/INCARNATION[/PARTITION]]"
 
 
-def chain_options(command: Command, **given: Any) -> Command:
-    """`--site --feed [--incarnation] [--partition]`: one chain."""
-    given = given or {"required": True}
-    feed = click.option("--feed", help="The feed.", **given)
-    site = click.option("--site", help="The site.", **given)
-    return site(feed(history_options(command)))
+class _ChainArgument(click.Argument):
+    """The argument that names a chain. `is_needed`: it, or the options that say the same."""
+
+    def __init__(self, *args: Any, is_needed: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.is_needed = is_needed
+
+
+def chain_options(command: Command, is_needed: bool = True, is_one: bool = True) -> Command:
+    """`SITE/FEED[/INCARNATION[/PARTITION]]`, or the same as `--site --feed [--incarnation] [--partition]`, as
+    `named`. `is_one`: one chain is meant; otherwise all of the feed where they are not named.
+    """
+    newest, only = ("Else the newest.", "The partition, if several.") if is_one else ("Only this one.",) * 2
+    metavar = CHAIN_FORM if is_needed else f"[{CHAIN_FORM}]"
+    for decorate in (
+        click.option("--partition", type=click.IntRange(0, 65535), help=only),
+        click.option("--incarnation", type=click.IntRange(0, 9999), help=newest),
+        click.option("--feed", help="The feed."),
+        click.option("--site", help="The site; with --feed, in place of the argument."),
+        click.argument(CHAIN, required=False, metavar=metavar, cls=_ChainArgument, is_needed=is_needed),
+    ):
+        command = decorate(command)
+    return command
 
 
 def any_chain_options(command: Command) -> Command:
-    """As `chain_options`, where a command can do without; site and feed are empty then."""
-    return chain_options(command, default="")
+    """As `chain_options`, where a command can do without."""
+    return chain_options(command, is_needed=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +247,16 @@ class Named:
             Chain(self.site, self.feed, self.incarnation or 0, self.partition or 0)
         except ValueError as error:
             raise UsageError(str(error)) from None
+
+    @classmethod
+    def parse(cls, text: str) -> Named:
+        """What `SITE/FEED[/INCARNATION[/PARTITION]]` names. Raises UsageError."""
+        from common.segments.keys import parse
+
+        site, feed, *history = parse(text)
+        if feed is None:
+            raise UsageError(f"chain {text!r}: expected {CHAIN_FORM}")
+        return cls(site, feed, *history)
 
     def chain(self, settings: Settings, held: Collection[Chain] = (), carried: Collection[Chain] = ()) -> Chain:
         """The chain that is meant, of the archive or of `held`: what a target remembers of others.

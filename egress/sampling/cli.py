@@ -19,6 +19,7 @@ from common.service.cli import Duration, config_option, json_option, run_command
 from common.service.logs import escaped
 from common.settings.egress import FeedSettings
 from common.settings.root import Settings
+from egress.context import feed_meant
 from egress.sampling.key_table import KnownKey, Notice, SamplerState
 from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot
@@ -127,7 +128,7 @@ class Pattern(click.ParamType):  # type: ignore[type-arg]  # generic since click
 
 @click.command()
 @click.argument("value", required=False, type=Pattern())
-@click.option("--feed", help="Only this feed.")
+@click.option("--feed", metavar="FEED|SITE/FEED[/INC[/PART]]", help="Only this feed, or this chain of it.")
 @click.option("--since", type=Duration(), metavar="DURATION", help="Only values seen as lately as this.")
 @click.option("--silent", is_flag=True, help="Only values silent for longer than warn_duration, and not yet expired.")
 @click.option("--values", "is_values", is_flag=True, help="Print the values only.")
@@ -160,12 +161,14 @@ def state(
     store = open_store(settings)
     form = as_value if is_values else _as_json if as_json else _as_text
     is_headed = form is not _as_text
-    for each in _sampled(settings, feed):
+    meant, incarnation, partition = feed_meant(settings, feed) if feed else (None, None, None)
+    for each in _sampled(settings, meant):
         warn_ns = sampling.warn_ns if (sampling := Sampling.of(each)) else 0
         chains = open_chains(settings, store.objects).chains(settings.site, each.name)
-        newest = max((chain.incarnation for chain in chains), default=0)
+        newest = max((chain.incarnation for chain in chains), default=0) if incarnation is None else incarnation
         for chain in chains:
-            found = _read(store, chain, failures) if chain.incarnation == newest else None
+            is_meant = chain.incarnation == newest and partition in (None, chain.partition)
+            found = _read(store, chain, failures) if is_meant else None
             if found is None:
                 continue
             knew = found[1].state

@@ -60,7 +60,7 @@ async def parked_cat(
     """Write one parked message to stdout: its payload as it is; with --json everything, bytes in Base64.
 
     \b
-    Example: floe parked cat -c central.yaml --target FLEET --site us-east --feed NODES --sequence 4711
+    Example: floe parked cat -c central.yaml --target FLEET us-east/NODES --sequence 4711
     """
     store = await _current(config, target)
     entry = _entry(store, _meant(config, store, named, sequence), sequence)
@@ -100,7 +100,7 @@ async def parked_retry(
     it.
 
     \b
-    Example: floe parked retry -c central.yaml --target FLEET --site us-east --feed NODES --all
+    Example: floe parked retry -c central.yaml --target FLEET us-east/NODES --all
     """
     if (sequence is None) is not is_all:
         raise UsageError("expected one of --sequence and --all")

@@ -346,9 +346,7 @@ def _as_decided(standing: ChainStatus, sight: Sight, *, is_listed: bool) -> Chai
     return standing
 
 
-CHECKPOINT_COLUMNS = (
-    "target", "target_sequence", "site", "feed", "incarnation", "partition", "position", "intent", "begins",
-)  # fmt: skip
+CHECKPOINT_COLUMNS = ("target", "target_sequence", "chain", "position", "intent", "begins")
 States = Mapping[str, TargetState | None]
 
 
@@ -407,7 +405,7 @@ def _checkpoint_rows(target: str, state: TargetState) -> list[dict[str, object]]
         {
             "target": target,
             "target_sequence": checkpoint.target_sequence,
-            **chain.log_context(),
+            "chain": chain,
             "position": checkpoint.positions.get(chain),
             "intent": " ".join(texts[chain]) if chain in texts else None,
             "begins": checkpoint.begins or None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import click
@@ -12,7 +12,17 @@ import click
 from common.chain import FEED_PATTERN
 from common.errors import UsageError
 from common.open import load_settings, open_chains, open_store
-from common.service.cli import Command, Duration, SequenceType, config_option, json_option, print_json, run_command
+from common.service.cli import (
+    Command,
+    Duration,
+    Named,
+    SequenceType,
+    chain_options,
+    config_option,
+    json_option,
+    print_json,
+    run_command,
+)
 from common.service.exits import LATER
 from common.service.logs import escaped
 
@@ -21,10 +31,6 @@ def range_options(function: Command) -> Command:
     """What is replayed."""
     for option in reversed(
         [
-            click.option("--site", required=True, help="The site."),
-            click.option("--feed", required=True, help="The feed."),
-            click.option("--incarnation", type=click.IntRange(0, 9999), help="Only this one."),
-            click.option("--partition", type=click.IntRange(0, 65535), help="Only this one."),
             click.option("--from-sequence", type=SequenceType(), help="The first sequence."),
             click.option("--from-time", default="", metavar="TIME", help="The first time, as 2026-01-02T03:04:05Z."),
             click.option("--since", type=Duration(), default=0.0, help="From so long ago, as 1h30m."),
@@ -33,7 +39,7 @@ def range_options(function: Command) -> Command:
         ]
     ):
         function = option(function)
-    return function
+    return chain_options(function, is_one=False)
 
 
 @click.command()
@@ -53,15 +59,14 @@ def range_options(function: Command) -> Command:
 @json_option
 @config_option
 @run_command
-async def replay(config: str, as_json: bool, dry_run: bool, rate: str, speed: str, **asked: Any) -> int:
+async def replay(config: str, named: Named, as_json: bool, dry_run: bool, rate: str, speed: str, **asked: Any) -> int:
     """Put what the archive holds of a feed into a stream, in order and once.
 
     Without bounds, all of it. A replay that was stopped or killed goes on when the same command is given
     again. Exit 75 where it was stopped before its end.
 
     \b
-    Example: floe replay -c site.yaml --site us-east --feed NODES --target NODES \\
-        --into-source --create --dry-run
+    Example: floe replay -c site.yaml us-east/NODES --target NODES --into-source --create --dry-run
     """
     from common.clock import SystemClock
     from common.service.process import stop_on_signals
@@ -74,7 +79,7 @@ async def replay(config: str, as_json: bool, dry_run: bool, rate: str, speed: st
     if not FEED_PATTERN.fullmatch(name := asked["target"]):
         form = "1 to 255 characters without space . * > / \\"
         raise UsageError(f"--target: expected a stream name, {form}, found {name!r:.80}")
-    request = Request(**asked)
+    request = Request(**asdict(named), **asked)
     options = ReplayOptions(**flags, pace=pace_of(rate, speed), paced=paced_words(rate, speed))
     settings, clock = load_settings(config, quiet=True), SystemClock()
     with closing(open_store(settings)) as store:
@@ -100,12 +105,12 @@ async def replay(config: str, as_json: bool, dry_run: bool, rate: str, speed: st
 @json_option
 @config_option
 @run_command
-async def drill(config: str, as_json: bool, storage: str, **asked: Any) -> int:
+async def drill(config: str, named: Named, as_json: bool, storage: str, **asked: Any) -> int:
     """Replay a part of a feed into a scratch stream, compare it with the archive, and remove it.
 
     Without bounds, the last 10,000 sequences. Exit 3 where what comes back differs, or the archive has holes.
 
-    Example: floe drill -c site.yaml --site us-east --feed NODES --since 1h
+    Example: floe drill -c site.yaml us-east/NODES --since 1h
     """
     from common.clock import SystemClock
     from common.service.process import stop_on_signals
@@ -113,7 +118,7 @@ async def drill(config: str, as_json: bool, storage: str, **asked: Any) -> int:
     from ingress.replay.output import Teller
     from ingress.replay.request import Request
 
-    request = Request(target=NAME, **asked)
+    request = Request(**asdict(named), target=NAME, **asked)
     settings, clock = load_settings(config, quiet=True), SystemClock()
     with closing(open_store(settings)) as store:
         work = Drill(settings, store, open_chains(settings), clock, teller := Teller(), storage)

@@ -22,8 +22,10 @@ import floe
 from common.errors import AnotherWriter, ConfigError, LeaseLost, Refused, SegmentCorrupt, Stopped, UsageError
 from common.service.cli import (
     Duration,
+    Named,
     SequenceType,
     Size,
+    chain_options,
     config_option,
     json_option,
     print_json,
@@ -150,6 +152,59 @@ def test_an_empty_name_is_refused(words: str, site: str, feed: str, message: str
     call = [*words.split(), "--site", site, "--feed", feed, "-c", "none.yaml"]
     result = CliRunner().invoke(floe.cli, call, prog_name="floe")
     assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
+
+
+@click.command()
+@chain_options
+@run_command
+def of_chain(named: Named) -> None:
+    click.echo(repr((named.site, named.feed, named.incarnation, named.partition)))
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("us/NODES", ("us", "NODES", None, None)),
+        ("us/NODES/0003", ("us", "NODES", 3, None)),
+        ("us/NODES/0003/1", ("us", "NODES", 3, 1)),
+        ("--site us --feed NODES", ("us", "NODES", None, None)),
+        ("--site us --feed NODES --incarnation 3 --partition 1", ("us", "NODES", 3, 1)),
+    ],
+)
+def test_a_chain_is_named_by_an_argument_or_by_options(words: str, meant: tuple[object, ...]):
+    assert CliRunner().invoke(of_chain, words.split()).stdout == f"{meant!r}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "expected a chain, as SITE/FEED[/INCARNATION[/PARTITION]], found none"),
+        ("us", "chain 'us': expected SITE/FEED[/INCARNATION[/PARTITION]]"),
+        ("us/NODES/x", "chain 'us/NODES/x'"),
+        ("us/NODES --site us", "expected us/NODES or --site, found both"),
+        ("us/NODES --feed NODES --partition 0", "expected us/NODES or --feed --partition, found both"),
+        ("--site us", "expected a chain"),
+    ],
+)
+def test_a_chain_that_is_named_wrongly_or_twice_is_refused(words: str, message: str):
+    result = CliRunner().invoke(of_chain, words.split())
+    assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "compact us/NODES --site us",
+        "egress repartition NODES --feed NODES",
+        "replay us/NODES --feed NODES --target T",
+        "drill us/NODES --partition 1",
+        "checkpoint set us/NODES --site us --feed NODES --target T --sequence 1",
+    ],
+)
+def test_no_command_takes_a_chain_twice(words: str, tmp_path: Path):
+    (tmp_path / "c.yaml").write_text(f"store: {{url: file://{tmp_path}/store}}\nsite: us\n")
+    result = CliRunner().invoke(floe.cli, [*words.split(), "-c", f"{tmp_path}/c.yaml"], prog_name="floe")
+    assert (result.exit_code, "found both" in result.stderr) == (2, True), result.stderr
 
 
 @pytest.mark.parametrize("target", ["", "a.b", "a b"])
