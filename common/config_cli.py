@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from common.errors import ConfigError, Refused, UsageError
-from common.service.cli import json_option, print_json, run_command
+from common.service.cli import config_file, json_option, print_json, run_command
 
 if TYPE_CHECKING:
     from common.migration.write import File, Imported
@@ -21,7 +21,7 @@ def config() -> None:
 
 
 @config.command()
-@click.argument("file", envvar="FLOE_CONFIG")
+@click.argument("file", required=False, envvar="FLOE_CONFIG", metavar="FILE", callback=config_file)
 @click.option("--strict", is_flag=True, help="What is warned of is an error, too.")
 @json_option
 @run_command

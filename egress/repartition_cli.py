@@ -78,7 +78,7 @@ def _planned(plan: RepartitionPlan, left: Sequence[LeftOut]) -> dict[str, Any]:
 
 
 def _planned_lines(plan: RepartitionPlan, left: Sequence[LeftOut]) -> list[str]:
-    from egress.report import counted
+    from common.settings.types import counted
 
     if plan.is_done:
         return [f"{_feed(plan.current)} is cut as configured"]

@@ -23,6 +23,7 @@ from common.service.logs import get_logger
 from common.service.metrics import begin
 from common.service.monitor import Health
 from common.service.process import Threads
+from common.settings.types import counted
 from common.subjects import matches
 from common.tasks import told
 from egress import metrics
@@ -98,11 +99,6 @@ class LeftOut:
     def __str__(self) -> str:
         verb = "belongs" if self.found.messages == 1 else "belong"
         return f"{self.filter_subject or '>'}: {self.found} {verb} to no partition any more"
-
-
-def counted(count: int, what: str) -> str:
-    """So many of `what`, for people."""
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def unmatched(subjects: Mapping[str, int], filters: Sequence[str]) -> Unmatched:

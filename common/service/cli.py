@@ -11,16 +11,20 @@ import dataclasses
 import functools
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from common.chain import Chain
+from common.clock import NS_PER_S, parse_time
 from common.errors import UsageError
 from common.sequences import MAX_SEQUENCE
 from common.service.exits import end_with
@@ -56,6 +60,63 @@ SequenceType = functools.partial(Parsed, "sequence", int, _parse_sequence)
 Duration = functools.partial(Parsed, "duration", float, parse_duration)
 #: A size such as 64K or 1G, as int bytes.
 Size = functools.partial(Parsed, "size", int, parse_size)
+
+MOMENT_FORM = "a time such as 2026-01-02T03:04:05Z, 2026-01-02 03:04 (of this host's zone), -2h or 2h ago"
+_LOCAL_TIME = re.compile(r"(\d{4}-\d\d-\d\d)(?:[Tt ](\d\d:\d\d(?::\d\d)?))?", re.ASCII)
+_AGO = re.compile(r"-?\s*(\S(?:.*\S)?)\s+ago|-?(\S+)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A time as it was asked for. `text`: RFC 3339 with a zone; empty where it is `ago`, seconds before now.
+
+    `zone`: this host's, by which it was read; empty where the zone was named.
+    """
+
+    text: str = ""
+    ago: float = 0.0
+    zone: str = ""
+
+    @classmethod
+    def parse(cls, text: str, local: tzinfo | None = None) -> Moment:
+        """Raises ValueError. `local`: the zone of a time without one; None: this host's."""
+        with suppress(ValueError):
+            parse_time(text)
+            return cls(text)
+        if match := _LOCAL_TIME.fullmatch(text):
+            try:
+                naive = datetime.fromisoformat(f"{match[1]}T{match[2] or '00:00'}")
+                at = naive.replace(tzinfo=local) if local else naive.astimezone()
+            except (ValueError, OverflowError) as error:
+                raise ValueError(f"expected {MOMENT_FORM}, found {text!r:.60}: {error}") from error
+            return cls(at.isoformat(), zone=at.tzname() or str(at.tzinfo))
+        if match := _AGO.fullmatch(text):
+            with suppress(ValueError):
+                return cls(ago=parse_duration((match[1] or match[2]).replace(" ", "")))
+        raise ValueError(f"expected {MOMENT_FORM}, found {text!r:.60}")
+
+    def at(self, now: float) -> int:
+        """Nanoseconds since 1970 UTC, at `now`, in seconds."""
+        return parse_time(self.text) if self.text else round((now - self.ago) * NS_PER_S)
+
+
+def moment(now: float, asked: Moment | None) -> int | None:
+    """As `Moment.at`; None for what is not asked for."""
+    return None if asked is None else asked.at(now)
+
+
+class TimeType(Parsed):
+    """A time, as Moment; of one without a zone stderr says how it is read."""
+
+    def __init__(self) -> None:
+        super().__init__("time", Moment, Moment.parse)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Moment:
+        found: Moment = super().convert(value, param, ctx)
+        if found.zone and value is not found:
+            click.echo(f"{value} is taken as {found.text} ({found.zone}, the zone of this host)", err=True)
+        return found
+
 
 OutputRow = Sequence[object] | Mapping[str, object]
 
@@ -115,9 +176,37 @@ def _is_numeric(values: list[object]) -> bool:
 P = ParamSpec("P")
 T = TypeVar("T")
 
+#: Where the configuration is that nobody names.
+DEFAULT_CONFIG = Path("/etc/floe/floe.yaml")
+
+
+def config_file(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
+    """The file behind the command, before it, in FLOE_CONFIG, or the default.
+
+    Raises click.UsageError where none of them is there.
+    """
+    before = ctx.find_root().params.get("config") if ctx.parent else None
+    is_typed = ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
+    if before and is_typed and before != value:
+        message = f"expected one configuration, found -c {before} before the command and {value} behind it"
+        raise click.UsageError(message, ctx)
+    if found := (value if is_typed else before or value):
+        return found
+    if not DEFAULT_CONFIG.exists():
+        message = f"expected a configuration: -c FILE, FLOE_CONFIG or {DEFAULT_CONFIG}; found none of them"
+        raise click.UsageError(message, ctx)
+    return str(DEFAULT_CONFIG)
+
+
 #: `-c FILE`; the command gets `config: str`.
 config_option = click.option(
-    "-c", "--config", envvar="FLOE_CONFIG", show_envvar=True, required=True, metavar="FILE", help="The configuration."
+    "-c",
+    "--config",
+    envvar="FLOE_CONFIG",
+    show_envvar=True,
+    callback=config_file,
+    metavar="FILE",
+    help=f"The configuration; default: {DEFAULT_CONFIG}.",
 )
 
 #: `--json`; the command gets `as_json: bool`.
@@ -289,7 +378,8 @@ class Named:
             raise UsageError(
                 f"{self.site}/{self.feed}: incarnation {found.incarnation:04d} is the newest, and the target "
                 f"still carries {max(at):04d}",
-                hint=f"say --incarnation {max(at)} or --incarnation {found.incarnation}",
+                hint=f"say --incarnation {max(at)} or --incarnation {found.incarnation}, or name it: "
+                f"{self.site}/{self.feed}/{max(at):04d} or {self.site}/{self.feed}/{found.incarnation:04d}",
             )
 
 

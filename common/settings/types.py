@@ -72,6 +72,34 @@ def format_duration(seconds: float) -> str:
     return text or "0s"
 
 
+def duration_words(seconds: float) -> str:
+    """`seconds` for people, to two units: `0.2 s`, `1.1 s`, `4 m 31 s`, `3 d 2 h`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    left, said = round(seconds), list[str]()
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
+        count, left = divmod(left, length)
+        if count or said:
+            said.append(f"{count} {unit}")
+    return " ".join(each for each in said[:2] if not each.startswith("0 "))
+
+
+def size_words(size: float) -> str:
+    """Bytes for people: `12 B`, `1.5 KiB`, `3.0 MiB`."""
+    if size < 1024:
+        return f"{size:,.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if size < 1023.95:
+            return f"{size:,.1f} {unit}"
+    return f"{size / 1024:,.1f} TiB"
+
+
+def counted(count: int, what: str) -> str:
+    """`1 segment`, `2,000 segments`."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def parse_size(text: str) -> int:
     """Bytes: a number, alone or with K M G T P, each with or without B or iB; all binary."""
     match = _SIZE.fullmatch(text)

@@ -15,7 +15,7 @@ from common.errors import DataError, FloeError
 from common.open import load_settings, open_chains, open_store
 from common.segments.documents import SnapshotRef
 from common.segments.store import SegmentStore
-from common.service.cli import Duration, config_option, json_option, run_command
+from common.service.cli import Moment, TimeType, config_option, json_option, moment, run_command
 from common.service.logs import escaped
 from common.settings.egress import FeedSettings
 from common.settings.root import Settings
@@ -129,7 +129,7 @@ class Pattern(click.ParamType):  # type: ignore[type-arg]  # generic since click
 @click.command()
 @click.argument("value", required=False, type=Pattern())
 @click.option("--feed", metavar="FEED|SITE/FEED[/INC[/PART]]", help="Only this feed, or this chain of it.")
-@click.option("--since", type=Duration(), metavar="DURATION", help="Only values seen as lately as this.")
+@click.option("--since", type=TimeType(), help="Only values seen since: 2h, a time.")
 @click.option("--silent", is_flag=True, help="Only values silent for longer than warn_duration, and not yet expired.")
 @click.option("--values", "is_values", is_flag=True, help="Print the values only.")
 @json_option
@@ -139,7 +139,7 @@ def state(
     config: str,
     value: re.Pattern[str] | None,
     feed: str | None,
-    since: float | None,
+    since: Moment | None,
     silent: bool,
     is_values: bool,
     as_json: bool,
@@ -156,7 +156,7 @@ def state(
     """
     settings = load_settings(config, quiet=True)
     now = SystemClock().now()
-    since_ns = 0 if since is None else round((now - since) * NS_PER_S)
+    since_ns = moment(now, since) or 0
     failures: list[FloeError] = []
     store = open_store(settings)
     form = as_value if is_values else _as_json if as_json else _as_text

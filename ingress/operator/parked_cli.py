@@ -180,7 +180,7 @@ def _meant(config: str, store: ParkedStore, named: cli.Named, sequence: int | No
     if len(found) > 1:
         raise UsageError(
             f"{named.site}/{named.feed}: expected one chain, found {', '.join(map(str, sorted(found)))}",
-            hint="name --incarnation and --partition",
+            hint="name the incarnation and the partition",
         )
     return found.pop() if found else named.chain(load_settings(config, quiet=True))
 

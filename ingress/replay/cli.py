@@ -14,9 +14,9 @@ from common.errors import UsageError
 from common.open import load_settings, open_chains, open_store
 from common.service.cli import (
     Command,
-    Duration,
     Named,
     SequenceType,
+    TimeType,
     chain_options,
     config_option,
     json_option,
@@ -32,10 +32,11 @@ def range_options(function: Command) -> Command:
     for option in reversed(
         [
             click.option("--from-sequence", type=SequenceType(), help="The first sequence."),
-            click.option("--from-time", default="", metavar="TIME", help="The first time, as 2026-01-02T03:04:05Z."),
-            click.option("--since", type=Duration(), default=0.0, help="From so long ago, as 1h30m."),
+            click.option("--from-time", type=TimeType(), help="The first time: 2026-01-02T03:04:05Z, -2h."),
+            click.option("--since", type=TimeType(), help="The same: 2h, 2h ago, 2026-01-02 03:04."),
             click.option("--to-sequence", type=SequenceType(), help="The last sequence."),
-            click.option("--to-time", default="", metavar="TIME", help="Up to, and without, this time."),
+            click.option("--to-time", type=TimeType(), help="Up to, and without, this time."),
+            click.option("--until", type=TimeType(), help="The same."),
         ]
     ):
         function = option(function)
@@ -79,7 +80,7 @@ async def replay(config: str, named: Named, as_json: bool, dry_run: bool, rate: 
     if not FEED_PATTERN.fullmatch(name := asked["target"]):
         form = "1 to 255 characters without space . * > / \\"
         raise UsageError(f"--target: expected a stream name, {form}, found {name!r:.80}")
-    request = Request(**asdict(named), **asked)
+    request = Request(**asdict(named), **_times(asked))
     options = ReplayOptions(**flags, pace=pace_of(rate, speed), paced=paced_words(rate, speed))
     settings, clock = load_settings(config, quiet=True), SystemClock()
     with closing(open_store(settings)) as store:
@@ -118,7 +119,7 @@ async def drill(config: str, named: Named, as_json: bool, storage: str, **asked:
     from ingress.replay.output import Teller
     from ingress.replay.request import Request
 
-    request = Request(**asdict(named), target=NAME, **asked)
+    request = Request(**asdict(named), target=NAME, **_times(asked))
     settings, clock = load_settings(config, quiet=True), SystemClock()
     with closing(open_store(settings)) as store:
         work = Drill(settings, store, open_chains(settings), clock, teller := Teller(), storage)
@@ -127,6 +128,17 @@ async def drill(config: str, named: Named, as_json: bool, storage: str, **asked:
     teller.end_line()
     print_json(report.as_json()) if as_json else _echo(report.lines())
     return report.exit_code
+
+
+def _times(asked: dict[str, Any]) -> dict[str, Any]:
+    """`asked` with its times as a `Request` has them. Raises UsageError where one is given twice."""
+    for one, other, relative in (("from_time", "since", "since"), ("to_time", "until", "until")):
+        first, second = asked.pop(one), asked.pop(other)
+        if first and second:
+            raise UsageError(f"expected one of --{one.replace('_', '-')} and --{other}, found both")
+        if (at := first or second) is not None:
+            asked |= {one: at.text} if at.text else {relative: at.ago}
+    return asked
 
 
 def _echo(lines: Iterable[str]) -> None:

@@ -328,7 +328,7 @@ class Drill:
 
     def _bounded(self, request: Request) -> Request:
         """`request`; the last sequences where it has no bounds. Blocking."""
-        if any((request.by_sequence, request.from_time, request.to_time, request.since)):
+        if any((request.by_sequence, request.from_time, request.to_time, request.since, request.until)):
             return request
         chains = request.chains(known_chains(self._documents, request))
         newest = [chain for chain in chains if chain.incarnation == chains[-1].incarnation]
