@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
 
+from common.chain import Chain
 from common.errors import DataError
 from common.open import load_settings, open_chains, open_store
 from common.service.cli import config_option, json_option, print_json, refuse_beside, run_command, table
+from common.settings.types import counted, size_words
 
 if TYPE_CHECKING:
+    from common.segments.segment import Footer, SegmentRef
     from common.segments.store import SegmentStore
     from common.settings.root import Settings
     from compaction.failures import Failure
@@ -87,7 +90,7 @@ def verify(config: str, what: str | None, deep: bool, as_json: bool) -> int:
     """Look for holes, damaged segments and levels that disagree; of all chains or of WHAT.
 
     Exit 3 where anything is not as it must be. Keys that are none of Floe's are counted and named, and are no
-    difference.
+    difference. The last line on stderr says how much was read, and that all is well where it is.
 
     Example: floe segments verify -c central.yaml us-east/NODES --deep
     """
@@ -100,7 +103,8 @@ def verify(config: str, what: str | None, deep: bool, as_json: bool) -> int:
     settings = load_settings(config, quiet=True)
     store, chains = open_store(settings), open_chains(settings)
     selected = select_chains(chains, what, configured(settings))
-    found = [verify_chain(store, chains, chain, deep=deep) for chain in selected]
+    with _telling(len(selected)) as tell:
+        found = [verify_chain(store, chains, chain, deep=deep, tell=tell) for chain in selected]
     places = [place for chain in selected for place in store.layout.places(chain)] if what else []
     foreign = look_for_foreign(store.objects, store.layout, places)
     store.close()
@@ -115,7 +119,31 @@ def verify(config: str, what: str | None, deep: bool, as_json: bool) -> int:
     for chain, problem in problems:
         text = f"{chain}: {problem.kind}: {problem.text}"
         click.echo(DataError(text, hint=problem.hint, code="E-VERIFY").line(), err=True)
+    if not as_json:
+        click.echo(report.verify_line(found, deep=deep), err=True)
     return DataError.exit_code if problems else 0
+
+
+@contextmanager
+def _telling(chains: int) -> Iterator[Callable[[SegmentRef, Footer], None]]:
+    """Tells how far the look at so many chains is; called with each segment."""
+    from common.clock import SystemClock
+    from common.service.progress import Teller
+
+    teller, clock, seen = Teller(), SystemClock(), set[Chain]()
+    segments = rows = size = 0
+
+    def tell(segment: SegmentRef, footer: Footer) -> None:
+        nonlocal segments, rows, size
+        seen.add(segment.chain)
+        segments, rows, size = segments + 1, rows + footer.rows, size + segment.size
+        read = f"{counted(segments, 'segment')}, {counted(rows, 'row')}, {size_words(size)}"
+        teller.progress(f"{segment.chain} ({len(seen)} of {counted(chains, 'chain')}): {read}", clock.monotonic())
+
+    try:
+        yield tell
+    finally:
+        teller.end_line()
 
 
 def _overridden(settings: Settings, engine: str | None, verify: str | None, master: str | None) -> Settings:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from common.chain import Chain
+from common.clock import Clock, SystemClock
 from common.errors import DataError, FloeError, Refused, SegmentCorrupt
 from common.failpoints import failpoint
 from common.objects.port import ObjectInfo
@@ -34,6 +35,7 @@ from compaction.compare import prove_by_reading
 from compaction.failures import Failure
 from compaction.merge import Merged, merge
 from compaction.plan import Output, Planner, unite
+from compaction.spark import ItemsDone
 from compaction.supersede import Reported, Supersession, contained, made_by
 from compaction.tombstones import TombstoneIndex, Tombstones, outdated
 
@@ -68,14 +70,14 @@ Prove = Callable[[Sequence[Supersession]], list[Failure | None]]
 class LocalRunner:
     """This process, one item after the other."""
 
-    def __init__(self, store: SegmentStore) -> None:
-        self._store = store
+    def __init__(self, store: SegmentStore, clock: Clock | None = None) -> None:
+        self._store, self._clock = store, clock or SystemClock()
 
     def map(self, work: Callable[[SegmentStore, T], R], items: Sequence[T]) -> list[R]:
-        results = []
-        for number, item in enumerate(items, 1):
+        results, said = [], ItemsDone(work.__name__, items, self._clock)
+        for number, item in enumerate(items):
             results.append(work(self._store, item))
-            log.info("item done", action="item_done", work=work.__name__, item=number, of=len(items))
+            said.done(number)
         return results
 
 

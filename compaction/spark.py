@@ -6,21 +6,27 @@ import os
 import pickle
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
+from common.clock import Clock, SystemClock
 from common.errors import ConfigError, FloeError, Unavailable
 from common.open import open_store
 from common.segments.store import SegmentStore
 from common.service.logs import get_logger
 from common.service.metrics import version
 from common.settings.root import Settings
+from common.settings.types import duration_words
+from compaction.plan import Output
 
 if TYPE_CHECKING:
+    from pyspark.accumulators import Accumulator
     from pyspark.sql import SparkSession
 
 log = get_logger("compaction.spark")
@@ -50,6 +56,7 @@ _LOCAL = re.compile(r"local(\[(?P<cores>\*|\d+)\])?")
 _TASK_FAILURES = 4
 # Text that tasks raise and the driver looks for.
 DISTRIBUTION_PROBLEM = "E-COMMON"
+LOOK = 0.5  # seconds between two looks at which items are done
 RESULT = "id long, result binary"
 _RESULT_FIELDS: list[Any] = [pa.field("id", pa.int64()), pa.field("result", pa.binary())]
 
@@ -76,9 +83,11 @@ class Spark:
     def map(self, work: Callable[[SegmentStore, I], R], items: Sequence[I]) -> list[R]:
         """As `Runner.map`. Raises ConfigError (E-COMMON) for executors with other code, Unavailable."""
         session = self.session()
-        task = task_of(pickle.dumps((self.settings, work, list(items))), version())
+        finished = session.sparkContext.accumulator(0)  # bit n: item n is done; counted once, by the last stage
+        task = task_of(pickle.dumps((self.settings, work, list(items))), version(), finished)
         try:
-            rows = session.range(0, len(items), 1, len(items)).mapInArrow(task, RESULT).collect()
+            with _watched(finished, ItemsDone(work.__name__, items, SystemClock())):
+                rows = session.range(0, len(items), 1, len(items)).mapInArrow(task, RESULT).collect()
         except Exception as error:  # Spark raises its own, py4j's and the tasks' errors
             raise spark_error(work.__name__, error) from error
         log.info("items done", action="items_done", work=work.__name__, items=len(items))
@@ -188,8 +197,60 @@ def spark_error(what: str, error: Exception) -> FloeError:
     return Unavailable(f"spark {what}: {line[:300]}", hint="see Spark's log; run it again", code="E-SPARK")
 
 
-def task_of(payload: bytes, expected: str) -> Callable[[Batches], Iterator[pa.RecordBatch]]:
-    """The function that tasks run. It imports nothing of Floe before it knows whose `common` it would get."""
+class ItemsDone:
+    """Logs each of `items` that is done, which it is of how many, and how long the rest takes about.
+
+    `work`: the name of what is done with them. Made when the work begins; each item is told once.
+    """
+
+    def __init__(self, work: str, items: Sequence[object], clock: Clock) -> None:
+        self._work, self._items, self._clock = work, items, clock
+        self._begun, self._done = clock.monotonic(), set[int]()
+
+    def done(self, number: int) -> None:
+        """The item of this number, from 0, is done."""
+        if number in self._done:
+            return
+        self._done.add(number)
+        count, of, item = len(self._done), len(self._items), self._items[number]
+        seconds = self._clock.monotonic() - self._begun
+        context = {**item.log_context(), "bytes": item.size} if isinstance(item, Output) else {}
+        left = duration_words(seconds * (of - count) / count) if count < of else "0 s"
+        log.info("item done", action="item_done", work=self._work, item=count, of=of, left=left, **context)
+
+
+@contextmanager
+def _watched(finished: Accumulator[int], said: ItemsDone) -> Iterator[None]:
+    """Has each item said when its task has ended, while the driver waits for all of them."""
+    ended = threading.Event()
+
+    def look() -> None:
+        bits = finished.value
+        for number in range(bits.bit_length()):
+            if bits >> number & 1:
+                said.done(number)
+
+    def watch() -> None:
+        while not ended.wait(LOOK):
+            look()
+
+    watching = threading.Thread(target=watch, name="spark-items", daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watching.join()
+        look()
+
+
+def task_of(
+    payload: bytes, expected: str, finished: Accumulator[int] | None = None
+) -> Callable[[Batches], Iterator[pa.RecordBatch]]:
+    """The function that tasks run. It imports nothing of Floe before it knows whose `common` it would get.
+
+    `finished`: gets the bit of each item that is done.
+    """
     marker = DISTRIBUTION_PROBLEM
 
     def task(batches: Batches) -> Iterator[pa.RecordBatch]:
@@ -208,7 +269,10 @@ def task_of(payload: bytes, expected: str) -> Callable[[Batches], Iterator[pa.Re
             raise RuntimeError(
                 f"{marker}: common in executors: expected that of floe-jetstream {expected}, found {found}"
             )
-        yield from importlib.import_module("compaction.spark").run_items(payload, batches)
+        for done in importlib.import_module("compaction.spark").run_items(payload, batches):
+            if finished is not None:
+                finished.add(sum(1 << number for number in done.column(0).to_pylist()))
+            yield done
 
     return task
 

@@ -29,6 +29,7 @@ from common.service.cli import (
     SequenceType,
     TimeType,
     config_option,
+    confirm,
     json_option,
     moment,
     print_json,
@@ -180,21 +181,22 @@ def _total(refs: Sequence[SegmentRef], rows: Sequence[Mapping[str, Any]]) -> str
 
 @segments.command("quarantine")
 @click.argument("key", metavar="KEY")
-@click.option("--yes", is_flag=True, help="Also where nothing else covers its sequences.")
+@click.option("--yes", is_flag=True, help="Do not ask, also where nothing else covers its sequences.")
 @json_option
 @config_option
 @run_command
 def quarantine_object(config: str, key: str, yes: bool, as_json: bool) -> None:
     """Put a damaged or false segment, or an object that is none of Floe's, away.
 
-    It is copied below _floe/quarantine/, read back, and then deleted. Refused for documents that rule a
-    chain, and without --yes where no other undamaged segment covers the sequences.
+    It is copied below _floe/quarantine/, read back, and then deleted; on a terminal it asks before. Refused for
+    documents that rule a chain, and without --yes where no other undamaged segment covers the sequences.
 
     \b
     Example:
         floe segments quarantine -c central.yaml data/site=us-east/…/level=0/….parquet
     """
     settings = load_settings(config, quiet=True)
+    confirm(f"put {escaped(key)} away?", yes, is_needed=False)
     with closing(open_store(settings)) as store:
         done = quarantine(store, _key(settings, key), accept_hole=yes)
     if as_json:

@@ -383,10 +383,15 @@ class Named:
             )
 
 
-def confirm(question: str, yes: bool) -> None:
-    """Ask, on stderr, unless `yes`. Raises UsageError where nobody can be asked, Abort for a no."""
+def confirm(question: str, yes: bool, *, is_needed: bool = True) -> None:
+    """Ask, on stderr, unless `yes`. Raises UsageError where nobody can be asked, Abort for a no.
+
+    Not `is_needed`: where nobody can be asked it is done all the same, as by a pasted command in a script.
+    """
     if yes:
         return
     if not sys.stdin.isatty():
+        if not is_needed:
+            return
         raise UsageError("expected --yes where nobody can be asked")
     click.confirm(question, abort=True, err=True)

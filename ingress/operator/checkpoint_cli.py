@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -194,7 +195,8 @@ async def checkpoint_release(config: str, target: str, yes: bool) -> None:
     if known.released:
         click.echo(f"{target} was released already", err=True)
         return
-    if not yes:
+    if not yes and not sys.stdin.isatty():
         raise UsageError(f"expected --yes: {target} is not released")
+    cli.confirm(f"release {target}?", yes)
     chains.write_positions(TargetPositions(target, SystemClock().now(), released=True))
     click.echo(f"{target} is released", err=True)

@@ -1,5 +1,7 @@
 """Reads what a target holds, headers only: which chains' messages stand there, and how many it let go."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -9,6 +11,8 @@ from common.jetstream.client import FloeClient
 from common.jetstream.pull import read_through
 from common.segments.segment import Message
 from ingress.verdict.verdict import Unread, origin_of
+
+TOLD = 1000  # messages between two calls of `tell`
 
 
 @dataclass(slots=True)
@@ -32,7 +36,8 @@ class TargetScan:
 
     `held`: messages of any kind, `foreign`: those of them without provenance, `others`: those with one that
     `counts` does not take (None: it takes all). `parked`: messages that were put aside; `parked_seen`: those
-    of them that stand there, `parked_again`: how often one does that `counts` does not take.
+    of them that stand there, `parked_again`: how often one does that `counts` does not take. `tell`: called now
+    and then, to say how far it is.
     """
 
     after: int
@@ -45,6 +50,7 @@ class TargetScan:
     chains: dict[Chain, ScannedChain] = field(default_factory=dict)
     parked_seen: set[tuple[Chain, int]] = field(default_factory=set)
     parked_again: int = 0
+    tell: Callable[[TargetScan], None] | None = None
 
     @property
     def gone(self) -> int:
@@ -65,6 +71,8 @@ class TargetScan:
     def add(self, at: int, headers: bytes | None) -> None:
         """One more message, which stands at target sequence `at`, ascending."""
         self.held += 1
+        if self.tell is not None and self.held % TOLD == 0:
+            self.tell(self)
         origin = origin_of(headers)
         if isinstance(origin, Unread):
             self.foreign += 1

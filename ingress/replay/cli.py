@@ -19,9 +19,11 @@ from common.service.cli import (
     TimeType,
     chain_options,
     config_option,
+    confirm,
     json_option,
     print_json,
     run_command,
+    yes_option,
 )
 from common.service.exits import LATER
 from common.service.logs import escaped
@@ -57,21 +59,25 @@ def range_options(function: Command) -> Command:
 @click.option("--skip-holes", is_flag=True, help="Go on behind sequences that no segment covers.")
 @click.option("--again", is_flag=True, help="Begin anew, whatever was replayed into the target before.")
 @click.option("--dry-run", is_flag=True, help="Show what would be done.")
+@yes_option
 @json_option
 @config_option
 @run_command
-async def replay(config: str, named: Named, as_json: bool, dry_run: bool, rate: str, speed: str, **asked: Any) -> int:
+async def replay(
+    config: str, named: Named, as_json: bool, dry_run: bool, yes: bool, rate: str, speed: str, **asked: Any
+) -> int:
     """Put what the archive holds of a feed into a stream, in order and once.
 
     Without bounds, all of it. A replay that was stopped or killed goes on when the same command is given
-    again. Exit 75 where it was stopped before its end.
+    again. Exit 75 where it was stopped before its end. On a terminal --again asks before.
 
     \b
     Example: floe replay -c site.yaml us-east/NODES --target NODES --into-source --create --dry-run
     """
     from common.clock import SystemClock
     from common.service.process import stop_on_signals
-    from ingress.replay.output import Teller, plan_json, plan_lines, result_line
+    from common.service.progress import Teller
+    from ingress.replay.output import plan_json, plan_lines, result_line
     from ingress.replay.pace import pace_of, paced_words
     from ingress.replay.replay import Replay
     from ingress.replay.request import FLAGS, ReplayOptions, Request
@@ -83,6 +89,8 @@ async def replay(config: str, named: Named, as_json: bool, dry_run: bool, rate: 
     request = Request(**asdict(named), **_times(asked))
     options = ReplayOptions(**flags, pace=pace_of(rate, speed), paced=paced_words(rate, speed))
     settings, clock = load_settings(config, quiet=True), SystemClock()
+    if options.again and not dry_run:
+        confirm(f"begin anew in {request.target}, whatever was replayed into it before?", yes, is_needed=False)
     with closing(open_store(settings)) as store:
         work = Replay(settings, request, options, store, open_chains(settings), clock, teller := Teller())
         async with work.connected() as client, stop_on_signals() as stop:
@@ -115,8 +123,8 @@ async def drill(config: str, named: Named, as_json: bool, storage: str, **asked:
     """
     from common.clock import SystemClock
     from common.service.process import stop_on_signals
+    from common.service.progress import Teller
     from ingress.replay.drill import NAME, Drill
-    from ingress.replay.output import Teller
     from ingress.replay.request import Request
 
     request = Request(**asdict(named), target=NAME, **_times(asked))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -150,6 +151,11 @@ def test_without_java_the_configuration_is_at_fault(site: Site, monkeypatch: pyt
 
 def test_a_sound_chain_verifies_shallow_and_deep(site: Site):
     site.compact()
+    assert re.fullmatch(
+        r"all is well: \d+ segments? of 1 chain, [\d,]+ rows, [\d.]+ KiB \(checksums and footers; .*\)\n",
+        site.verify("us-east/NODES").stderr,
+    )
+    assert "every row was read" in site.verify("us-east/NODES", "--deep").stderr
     lines = site.verify().stdout.splitlines()
     assert lines[1].split()[:4] == ["us-east/NODES/0000/0", "1..40", "0:1", "1:1"]
     [found] = site.verify("--deep", "--json", "us-east/NODES")

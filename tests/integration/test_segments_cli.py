@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
 import subprocess
 import sys
@@ -345,6 +347,23 @@ def test_what_is_archived_later_is_followed(archive: Archive) -> None:
         archive.put(rows(5, 6), SequenceRange(4, 6))
         assert json.loads(shown.readline())["sequence"] == 5
         assert (shown.read(), process.wait(PATIENCE)) == ("", 0)
+
+
+def test_what_takes_away_asks_on_a_terminal(archive: Archive) -> None:
+    archive.objects.put("data/junk", b"x")
+    command = [sys.executable, "-m", "floe", "segments", "quarantine", "data/junk", "-c", str(archive.config)]
+    for answer, code in ((b"n\n", 1), (b"y\n", 0)):
+        ours, its = pty.openpty()
+        try:
+            os.write(ours, answer)
+            ended = subprocess.run(
+                command, cwd=Path(__file__).parents[2], stdin=its, capture_output=True, text=True, timeout=PATIENCE
+            )
+        finally:
+            os.close(ours)
+            os.close(its)
+        assert (ended.returncode, "put data/junk away? [y/N]" in ended.stderr) == (code, True), ended
+        assert (archive.objects.head("data/junk") is None) is (code == 0)
 
 
 # ls, more of it

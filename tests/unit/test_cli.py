@@ -39,6 +39,7 @@ from common.service.cli import (
     run_command,
     table,
 )
+from common.service.progress import Teller, share_text
 from common.settings.types import duration_words, size_words
 from infra.local.process import spawn
 from tests.support.basics import PATIENCE
@@ -628,6 +629,36 @@ def test_a_table_that_a_program_reads_is_plain_and_unfolded(
 def test_a_table_without_rows_is_its_header(capsys: pytest.CaptureFixture[str]):
     table([], ["A", "B"])
     assert capsys.readouterr().out == "A  B\n"
+
+
+# Progress
+
+
+def test_progress_is_a_line_every_ten_seconds_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]):
+    teller = Teller(is_terminal=False)
+    for at in range(25):
+        teller.progress(f"at {at}", 100.0 + at)
+    teller.say("a note\x1b")
+    teller.end_line()
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "at 10\nat 20\na note\\x1b\n")
+
+
+def test_progress_is_one_line_that_is_rewritten_on_a_terminal(capsys: pytest.CaptureFixture[str]):
+    teller = Teller(is_terminal=True)
+    for at in range(3):
+        teller.progress(f"at {at}", 100.0 + at)
+    teller.say("a note")
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "at 2" in shown.err
+    assert shown.err.endswith("a note\n")
+
+
+def test_progress_says_what_is_left():
+    assert share_text(25, 100, 60) == " 25%, 3 m left"
+    assert share_text(0, 100, 60) == "  0%"
+    assert share_text(0, 0, 0) == "100%"
 
 
 # floe config check
