@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from common.chain import Chain
-from common.errors import DataError
-from common.open import load_settings, open_chains, open_store
+from common.errors import DataError, FloeError
+from common.open import load_settings, open_chains, open_store, reloaded_on_hangup
 from common.service.cli import config_option, json_option, print_json, refuse_beside, run_command, table
 from common.settings.types import counted, size_words
 
@@ -54,7 +54,7 @@ def compact(
     chains, or of WHAT.
 
     Without Java: --engine local. What is wrong with data is told once: exit 3 while it is new, then only
-    with --strict.
+    with --strict. SIGTERM ends it behind what it works on: exit 75, and the next run goes on.
 
     \b
     Examples:
@@ -74,7 +74,7 @@ def compact(
     try:
         if (site, feed, incarnation, partition) != (None,) * 4:
             _check_names(settings, selection)
-        with _compaction(settings, store) as compaction:
+        with _compaction(config, settings, store) as compaction:
             return (_preview if dry_run else _run)(compaction, selection, as_json, strict)
     finally:
         store.close()
@@ -167,18 +167,27 @@ def _check_names(settings: Settings, selection: Selection) -> None:
 
 
 @contextmanager
-def _compaction(settings: Settings, store: SegmentStore) -> Iterator[Compaction]:
-    """The parts put together as configured; Spark starts when there is work for it."""
+def _compaction(config: str, settings: Settings, store: SegmentStore) -> Iterator[Compaction]:
+    """The parts put together as configured; Spark starts when there is work for it.
+
+    Raises Unavailable where a signal asked it to stop.
+    """
+    from common.service.process import stop_asked
     from compaction.proof import SparkProver
     from compaction.run import Compaction, LocalRunner
     from compaction.spark import Spark
 
     chosen = settings.compaction
-    with Spark(settings) as spark:
-        runner = spark if chosen.engine == "spark" else LocalRunner(store)
+    spark = Spark(settings, check=lambda: asked.check())
+    with reloaded_on_hangup(config, settings), stop_asked(spark.cancel) as asked, spark:
+        runner = spark if chosen.engine == "spark" else LocalRunner(store, check=asked.check)
         prove = SparkProver(spark, store).prove if chosen.verify == "spark" else None
         grace = chosen.delete_grace if chosen.delete else None
-        yield Compaction(store, chosen.levels, grace, runner, prove)
+        try:
+            yield Compaction(store, chosen.levels, grace, runner, prove, check=asked.check)
+        except FloeError:
+            asked.check()  # what was cancelled fails in many ways
+            raise
 
 
 def _run(compaction: Compaction, selection: Selection, as_json: bool, strict: bool) -> int:

@@ -68,14 +68,17 @@ Prove = Callable[[Sequence[Supersession]], list[Failure | None]]
 
 
 class LocalRunner:
-    """This process, one item after the other."""
+    """This process, one item after the other. `check`: called before each, raises where the run is to stop."""
 
-    def __init__(self, store: SegmentStore, clock: Clock | None = None) -> None:
-        self._store, self._clock = store, clock or SystemClock()
+    def __init__(
+        self, store: SegmentStore, clock: Clock | None = None, check: Callable[[], None] = lambda: None
+    ) -> None:
+        self._store, self._clock, self._check = store, clock or SystemClock(), check
 
     def map(self, work: Callable[[SegmentStore, T], R], items: Sequence[T]) -> list[R]:
         results, said = [], ItemsDone(work.__name__, items, self._clock)
         for number, item in enumerate(items):
+            self._check()
             results.append(work(self._store, item))
             said.done(number)
         return results
@@ -164,7 +167,8 @@ class Compaction:
     """Compacts the chains of one store by `policies`. `grace`: seconds; None: nothing is deleted.
 
     `runner`: where merges are made. `prove`: None: both sides are read again there.
-    `window`, `batch`: how many segments are looked at together, and read in one batch, at least.
+    `window`, `batch`: how many segments are looked at together, and read in one batch, at least. `check`: called
+    between steps, raises where the run is to stop: what is done stays, and the next run goes on.
     """
 
     def __init__(
@@ -177,9 +181,10 @@ class Compaction:
         *,
         window: int = WINDOW,
         batch: int = BATCH,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._store, self._policies, self._grace = store, policies, grace
-        self._runner, self._window, self._batch = runner, window, batch
+        self._runner, self._window, self._batch, self._check = runner, window, batch, check
         self._proofs = prove or (lambda supersessions: runner.map(prove_one, supersessions))
         self._chains = ChainStore(store.objects, store.layout)
         self._tombstones = Tombstones(store.objects, store.layout)
@@ -207,6 +212,7 @@ class Compaction:
         for round_number in range(1, ROUNDS + 1):
             now, failures = self._tombstones.now(), []
             for surveys in self._batches(chains, selection, now, damaged):
+                self._check()
                 outputs = [output for survey in surveys for output in survey.outputs]
                 late, failed = self._merge(outputs, [left for survey in surveys for left in survey.leftovers])
                 in_use = {s.key for o in outputs for s in o.inputs}.union(*(s.in_use for s in surveys))
@@ -335,6 +341,7 @@ class Compaction:
         late: Late = []
         refused: list[Failure] = []
         while supersessions:
+            self._check()
             doubtful: list[Supersession] = []
             for supersession, failure in zip(supersessions, self._proofs(supersessions), strict=True):
                 count, is_contained = len(supersession.superseded), not supersession.exact
@@ -376,6 +383,7 @@ class Compaction:
             damaged = [s for s in stone.superseding if not self._store.is_intact(s)]
             failures += [_not_intact(s) for s in damaged]
             for segment in () if damaged else stone.superseded:
+                self._check()
                 failpoint("compaction.delete_some")
                 try:
                     self._store.delete(segment)

@@ -64,12 +64,13 @@ _RESULT_FIELDS: list[Any] = [pa.field("id", pa.int64()), pa.field("result", pa.b
 class Spark:
     """Spark as a place to work: its session is made on first use and stopped at the end of the context.
 
-    `settings` travel to the executors, secrets included, and into no log.
+    `settings` travel to the executors, secrets included, and into no log. `check`: called before work is begun,
+    raises where the run is to stop.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, check: Callable[[], None] = lambda: None) -> None:
         check_conf(settings.compaction.spark.conf)
-        self.settings = settings
+        self.settings, self.check = settings, check
         self._session: SparkSession | None = None
 
     def session(self) -> SparkSession:
@@ -82,6 +83,7 @@ class Spark:
 
     def map(self, work: Callable[[SegmentStore, I], R], items: Sequence[I]) -> list[R]:
         """As `Runner.map`. Raises ConfigError (E-COMMON) for executors with other code, Unavailable."""
+        self.check()
         session = self.session()
         finished = session.sparkContext.accumulator(0)  # bit n: item n is done; counted once, by the last stage
         task = task_of(pickle.dumps((self.settings, work, list(items))), version(), finished)
@@ -93,6 +95,11 @@ class Spark:
         log.info("items done", action="items_done", work=work.__name__, items=len(items))
         # What our own executors answered, over Spark's own connection.
         return [pickle.loads(row.result) for row in sorted(rows, key=lambda row: row.id)]  # noqa: S301
+
+    def cancel(self) -> None:
+        """End what runs now, from another thread: whoever waits for it gets an error."""
+        if self._session is not None:
+            self._session.sparkContext.cancelAllJobs()
 
     def __enter__(self) -> Spark:
         return self

@@ -2,7 +2,7 @@
 
 import click
 
-from common.open import load_settings
+from common.open import load_settings, reloaded_on_hangup
 from common.service.cli import config_option, run_command
 from common.service.lean import slim
 from egress.init import init
@@ -28,6 +28,9 @@ egress.add_command(resolve)
 async def run(config: str, workers: int | None, worker: str) -> int:
     """Freeze until SIGTERM; then store what was read, and end.
 
+    SIGHUP checks the configuration again and takes over what it can (log.level, secrets), SIGQUIT logs where every
+    task stands.
+
     Example: floe egress run -c site.yaml
     """
     from common.service.logs import always
@@ -39,10 +42,11 @@ async def run(config: str, workers: int | None, worker: str) -> int:
         always(worker=place.index)
     settings = load_settings(config)
     count = workers or settings.egress.workers
-    if count > 1 and place is None:
-        from egress.workers.supervisor import run_workers
+    with reloaded_on_hangup(config, settings):
+        if count > 1 and place is None:
+            from egress.workers.supervisor import run_workers
 
-        return await run_workers(config, settings, count)
-    from egress.service import serve
+            return await run_workers(config, settings, count)
+        from egress.service import serve
 
-    return await serve(settings, place=place)
+        return await serve(settings, place=place)

@@ -16,7 +16,7 @@ from common.service.exits import is_debug
 from common.service.logs import flush, get_logger
 from common.service.metrics import counter, gauge
 from common.service.monitor import Health, Monitor
-from common.service.process import exit_at_once, hangups, stop_on_signals
+from common.service.process import exit_at_once, hangups, quits, stop_on_signals
 from common.settings.root import Settings
 from common.tasks import GOOD_WHILE, Stop, end, orphaned, wait_for, watched
 from egress.partition import require_feeds
@@ -125,14 +125,16 @@ async def run_crew(crew: Crew, health: Health, clock: Clock) -> int:
         flush()
         exit_at_once(number)
 
-    hang_up = partial(crew.send, signal.SIGHUP)
+    hang_up, quit_ = partial(crew.send, signal.SIGHUP), partial(crew.send, signal.SIGQUIT)
     hangups.append(hang_up)
+    quits.append(quit_)
     async with stop_on_signals(second=kill) as stop:
         beating = watched(_beat(health, clock), orphaned, name="beat")
         try:
             return await crew.run(stop)
         finally:
             hangups.remove(hang_up)
+            quits.remove(quit_)
             await end(beating)
 
 

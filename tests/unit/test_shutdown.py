@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -96,6 +97,24 @@ def test_a_hangup_ends_nothing_and_calls_what_reads_again_even_where_that_fails(
         process.send_signal(signal.SIGTERM)
         assert process.stdout.read() == "draining\ndrained\n"
         assert process.wait(PATIENCE) == 0
+
+
+@pytest.mark.parametrize("wait", ["await asyncio.sleep(60)", "time.sleep(60)"], ids=["waiting", "blocked"])
+def test_sigquit_logs_where_tasks_and_threads_stand_and_ends_nothing(wait: str):
+    setup = "from common.service import logs; import sys; logs.configure('info', 'json', stream=sys.stdout)"
+    with service(drain=wait, setup=setup) as process:
+        process.send_signal(signal.SIGTERM)
+        while process.stdout.readline() != "draining\n":
+            pass
+        process.send_signal(signal.SIGQUIT)
+        found: dict[str, list[str]] = {}
+        while "MainThread" not in found:
+            line = json.loads(process.stdout.readline())
+            found[line.get("task") or line.get("thread") or ""] = line.get("stack", [])
+        of_tasks = [place for name, stack in found.items() if name != "MainThread" for place in stack]
+        assert any(place.endswith(" main") for place in of_tasks), found
+        assert found["MainThread"]
+        assert process.poll() is None
 
 
 async def test_a_hang_up_stops_nothing_and_has_secrets_read_again(tmp_path: Path):
