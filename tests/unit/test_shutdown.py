@@ -18,7 +18,7 @@ from common.service.process import stop_on_signals
 from common.settings.loader import read_secret
 from common.settings.types import FileSecret
 from infra.local.process import spawn
-from tests.support.basics import PATIENCE, soon
+from tests.support.basics import PATIENCE, eventually, soon
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,20 +100,22 @@ def test_a_hangup_ends_nothing_and_calls_what_reads_again_even_where_that_fails(
 
 
 @pytest.mark.parametrize("wait", ["await asyncio.sleep(60)", "time.sleep(60)"], ids=["waiting", "blocked"])
-def test_sigquit_logs_where_tasks_and_threads_stand_and_ends_nothing(wait: str):
-    setup = "from common.service import logs; import sys; logs.configure('info', 'json', stream=sys.stdout)"
+def test_sigquit_logs_where_tasks_and_threads_stand_and_ends_nothing(wait: str, tmp_path: Path):
+    log = tmp_path / "log"
+    setup = f"from common.service import logs; logs.configure('info', 'json', stream=open('{log}', 'w'))"
+
+    def stacks() -> dict[str, list[str]]:
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        return {line.get("task") or line["thread"]: line["stack"] for line in lines if "stack" in line}
+
     with service(drain=wait, setup=setup) as process:
         process.send_signal(signal.SIGTERM)
-        while process.stdout.readline() != "draining\n":
-            pass
+        assert process.stdout.readline() == "draining\n"
         process.send_signal(signal.SIGQUIT)
-        found: dict[str, list[str]] = {}
-        while "MainThread" not in found:
-            line = json.loads(process.stdout.readline())
-            found[line.get("task") or line.get("thread") or ""] = line.get("stack", [])
-        of_tasks = [place for name, stack in found.items() if name != "MainThread" for place in stack]
-        assert any(place.endswith(" main") for place in of_tasks), found
-        assert found["MainThread"]
+        eventually(lambda: "MainThread" in stacks())
+        of_tasks = [place for name, stack in stacks().items() if name != "MainThread" for place in stack]
+        assert any(place.endswith(" main") for place in of_tasks), stacks()
+        assert stacks()["MainThread"]
         assert process.poll() is None
 
 
