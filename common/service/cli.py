@@ -235,19 +235,22 @@ def run_command(fn: Callable[P, Any]) -> Callable[P, None]:
 def _named(options: dict[str, Any]) -> Named | None:
     text, *parts = (options.pop(name) for name in (CHAIN, *PARTS))
     site, feed, *history = parts
-    is_needed = any(isinstance(each, _ChainArgument) and each.is_needed for each in _context().command.params)
     if text is not None:
         refuse_beside(text, dict(zip(PARTS, parts, strict=True)))
         return Named.parse(text)
-    if is_needed and None in (site, feed):
-        raise click.UsageError(f"expected a chain, as {CHAIN_FORM}, found none", _context())
+    is_needed = any(
+        each.name == CHAIN and each.callback is _needed for each in click.get_current_context().command.params
+    )
     if not is_needed and bool(site) is not bool(feed):
         raise UsageError("expected --site and --feed together")
     return Named(site, feed, *history) if is_needed or site else None
 
 
-def _context() -> click.Context:
-    return click.get_current_context()
+def _needed(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Arguments come behind all options that are given."""
+    if value is None and None in (ctx.params.get("site"), ctx.params.get("feed")):
+        raise click.MissingParameter("It may also be said as --site and --feed.", ctx, param)
+    return value
 
 
 def refuse_beside(text: str, parts: Mapping[str, object]) -> None:
@@ -289,14 +292,6 @@ PARTS = ("site", "feed", "incarnation", "partition")
 CHAIN_FORM = "SITE/FEED[/INCARNATION[/PARTITION]]"
 
 
-class _ChainArgument(click.Argument):
-    """The argument that names a chain. `is_needed`: it, or the options that say the same."""
-
-    def __init__(self, *args: Any, is_needed: bool = True, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.is_needed = is_needed
-
-
 def chain_options(command: Command, is_needed: bool = True, is_one: bool = True) -> Command:
     """`SITE/FEED[/INCARNATION[/PARTITION]]`, or the same as `--site --feed [--incarnation] [--partition]`, as
     `named`. `is_one`: one chain is meant; otherwise all of the feed where they are not named.
@@ -308,7 +303,7 @@ def chain_options(command: Command, is_needed: bool = True, is_one: bool = True)
         click.option("--incarnation", type=click.IntRange(0, 9999), help=newest),
         click.option("--feed", help="The feed."),
         click.option("--site", help="The site; with --feed, in place of the argument."),
-        click.argument(CHAIN, required=False, metavar=metavar, cls=_ChainArgument, is_needed=is_needed),
+        click.argument(CHAIN, required=False, metavar=metavar, callback=_needed if is_needed else None),
     ):
         command = decorate(command)
     return command

@@ -186,12 +186,12 @@ def test_a_chain_is_named_by_an_argument_or_by_options(words: str, meant: tuple[
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "expected a chain, as SITE/FEED[/INCARNATION[/PARTITION]], found none"),
+        ("", "Missing argument 'SITE/FEED[/INCARNATION[/PARTITION]]'"),
         ("us", "chain 'us': expected SITE/FEED[/INCARNATION[/PARTITION]]"),
         ("us/NODES/x", "chain 'us/NODES/x'"),
         ("us/NODES --site us", "expected us/NODES or --site, found both"),
         ("us/NODES --feed NODES --partition 0", "expected us/NODES or --feed --partition, found both"),
-        ("--site us", "expected a chain"),
+        ("--site us", "It may also be said as --site and --feed"),
     ],
 )
 def test_a_chain_that_is_named_wrongly_or_twice_is_refused(words: str, message: str):
