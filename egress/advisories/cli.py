@@ -22,7 +22,7 @@ from common.open import load_settings
 from common.service.cli import Moment, TimeType, config_option, run_command
 from common.service.logs import escaped
 from common.service.process import stop_on_signals
-from common.settings.types import format_duration
+from common.settings.types import counted, format_duration
 from common.tasks import unless
 from egress.advisories.advisory import AdvisoryDocument, parse
 
@@ -138,7 +138,8 @@ async def advisories(
     finally:
         await client.aclose()
     if search.foreign:
-        _to_stderr(f"{search.foreign} messages of {stream} are no advisories")
+        verb = "is no advisory" if search.foreign == 1 else "are no advisories"
+        _to_stderr(f"{counted(search.foreign, 'message')} of {stream} {verb}")
 
 
 async def _print(search: AdvisorySearch, as_json: bool) -> None:

@@ -15,6 +15,7 @@ from common.open import load_settings, open_chains
 from common.segments.documents import TargetPositions
 from common.sequences import MAX_SEQUENCE
 from common.service import cli
+from common.settings.types import counted
 
 if TYPE_CHECKING:
     from common.chain import Chain
@@ -137,7 +138,7 @@ def _show(target: str, plan: CheckpointPlan) -> None:
     click.echo(f"{target}: target sequence {was} -> {now}")
     if state and state.intent:
         kept = "kept" if after and after.intent else "dropped"
-        click.echo(f"open intent after {state.intent.base}, {state.intent.count} messages -> {kept}")
+        click.echo(f"open intent after {state.intent.base}, {counted(state.intent.count, 'message')} -> {kept}")
     before = state.checkpoint.positions if state else {}
     behind = after.checkpoint.positions if after else {}
     rows = [

@@ -15,6 +15,7 @@ import click
 from common.errors import Stopped, UsageError
 from common.open import load_settings, open_chains, open_store
 from common.service import cli
+from common.settings.types import counted
 
 if TYPE_CHECKING:
     from common.chain import Chain
@@ -151,7 +152,7 @@ def gap_accept(
         for problem in damaged:
             click.echo(f"damaged, and given up with the gap: {problem}", err=True)
         if not dry_run:
-            cli.confirm(f"give up {len(wanted)} sequences, {wanted}, of {chain}?", yes)
+            cli.confirm(f"give up {counted(len(wanted), 'sequence')}, {wanted}, of {chain}?", yes)
             decision = documents.accept_gap(chain, decision)
     if as_json:
         shown = {"first": decision.range.first, "last": decision.range.last, "note": decision.note}

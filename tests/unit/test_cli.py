@@ -680,7 +680,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_config_check_says_ok_for_each_document(folder: Path):
     assert check(folder, f"{HEAD}egress: {{feeds: [{{stream: A}}]}}\n---\n{HEAD}") == (
         0,
-        "f.yaml:1: ok (site us-east, 1 feeds, 0 targets)\nf.yaml:5: ok (site us-east, 0 feeds, 0 targets)\n",
+        "f.yaml:1: ok (site us-east, 1 feed, 0 targets)\nf.yaml:5: ok (site us-east, 0 feeds, 0 targets)\n",
         "",
     )
 

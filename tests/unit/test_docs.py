@@ -8,6 +8,8 @@ import itertools
 import pkgutil
 import re
 import shlex
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -244,6 +246,14 @@ def test_the_examples_of_what_reads_only_the_store_do_what_they_say(
     for line in lines:
         result = CliRunner().invoke(floe.cli, words_of(line), prog_name="floe")
         assert (result.exit_code, bool(result.stdout)) == (0, True), (line, result.output)
+
+
+def test_the_page_of_the_commands_is_what_they_say() -> None:
+    # In a process of its own: click remembers the help option of a command that was run without its group.
+    script = "from tests.support.commands_page import page; print(page(), end='')"
+    made = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+
+    assert (ROOT / "docs" / "commands.md").read_text() == made.stdout, "python -m tests.support.commands_page"
 
 
 # The map of the code
