@@ -110,6 +110,9 @@ def test_a_dry_run_lists_keys_and_bytes_and_changes_nothing(site: Site):
 
 def test_a_selection_of_others_does_nothing(site: Site):
     assert site.compact("--level", "1").stdout == "nothing to do\n"
+    assert "us-east/NODES/0000/0" in site.compact("us-east/NODES/7", "--dry-run", code=2).stderr
+    for what in (["us-east"], ["us-east/NODES"], ["us-east/NODES/0000/0"], ["--site", "us-east", "--feed", "NODES"]):
+        assert len(site.compact(*what, "--dry-run", "--json")["outputs"]) == 1
 
 
 def test_damage_ends_with_3_after_the_rest_is_done(site: Site):
