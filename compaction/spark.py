@@ -83,18 +83,25 @@ class Spark:
 
     def map(self, work: Callable[[SegmentStore, I], R], items: Sequence[I]) -> list[R]:
         """As `Runner.map`. Raises ConfigError (E-COMMON) for executors with other code, Unavailable."""
-        self.check()
         session = self.session()
+        self.check()
         finished = session.sparkContext.accumulator(0)  # bit n: item n is done; counted once, by the last stage
         task = task_of(pickle.dumps((self.settings, work, list(items))), version(), finished)
         try:
-            with _watched(finished, ItemsDone(work.__name__, items, SystemClock())):
+            with _watched(finished, ItemsDone(work.__name__, items, SystemClock()), self._cancel_if_asked):
                 rows = session.range(0, len(items), 1, len(items)).mapInArrow(task, RESULT).collect()
         except Exception as error:  # Spark raises its own, py4j's and the tasks' errors
             raise spark_error(work.__name__, error) from error
         log.info("items done", action="items_done", work=work.__name__, items=len(items))
         # What our own executors answered, over Spark's own connection.
         return [pickle.loads(row.result) for row in sorted(rows, key=lambda row: row.id)]  # noqa: S301
+
+    def _cancel_if_asked(self) -> None:
+        # Whoever asked may have come before the job was there to be cancelled.
+        try:
+            self.check()
+        except FloeError:
+            self.cancel()
 
     def cancel(self) -> None:
         """End what runs now, from another thread: whoever waits for it gets an error."""
@@ -227,8 +234,10 @@ class ItemsDone:
 
 
 @contextmanager
-def _watched(finished: Accumulator[int], said: ItemsDone) -> Iterator[None]:
-    """Has each item said when its task has ended, while the driver waits for all of them."""
+def _watched(finished: Accumulator[int], said: ItemsDone, look_too: Callable[[], None]) -> Iterator[None]:
+    """Has each item said when its task has ended, while the driver waits for all of them; `look_too` is called as
+    often.
+    """
     ended = threading.Event()
 
     def look() -> None:
@@ -240,6 +249,7 @@ def _watched(finished: Accumulator[int], said: ItemsDone) -> Iterator[None]:
     def watch() -> None:
         while not ended.wait(LOOK):
             look()
+            look_too()
 
     watching = threading.Thread(target=watch, name="spark-items", daemon=True)
     watching.start()

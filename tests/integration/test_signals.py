@@ -109,7 +109,7 @@ async def test_ingress_at_each_signal(tmp_path: Path, nats_url: str, services: l
 # Compaction has no event loop
 
 
-def compacting(archive: Archive, services: list[Service], **env: str) -> Running:
+def compacting(archive: Archive, services: list[Service], *options: str, **env: str) -> Running:
     config = archive.folder / "floe.yaml"
     level = {"from": 0, "to": 1, "min_age": "1m", "max_wait": "10m", "min_count": 3}
     document = {
@@ -118,7 +118,7 @@ def compacting(archive: Archive, services: list[Service], **env: str) -> Running
         "compaction": {"levels": [level], "engine": "local"},
     }
     config.write_text(yaml.safe_dump(document))
-    service = Service(archive.folder, "compact", "compact", "-c", str(config)).start(**env)
+    service = Service(archive.folder, "compact", "compact", "-c", str(config), *options).start(**env)
     services.append(service)
     return Running(service, config)
 
@@ -147,6 +147,16 @@ async def test_compaction_ends_in_order_and_the_next_run_goes_on(archive: Archiv
     assert await asyncio.to_thread(again.wait, PATIENCE) == 0, again.tail()
     assert any(each.startswith("1:") for each in archive.ranges())
     assert archive.read(CHAIN) == before
+
+
+@pytest.mark.spark
+async def test_compaction_under_spark_ends_in_order_while_it_merges(archive: Archive, services: list[Service]) -> None:
+    env = {"FLOE_FAILPOINTS": "compaction.put=sleep:600"}  # in the executors
+    running = compacting(archive, services, "--engine", "spark", "--verify", "merge", "--master", "local[1]", **env)
+    await running.logged("merge_started")  # Spark may be starting still
+    running.service.send(signal.SIGTERM)
+    assert await asyncio.to_thread(running.service.wait, PATIENCE) == 75, running.service.tail()
+    assert "stopped by a signal before the end" in running.service.tail()
 
 
 async def test_a_second_signal_ends_compaction_at_once(archive: Archive, services: list[Service]) -> None:
