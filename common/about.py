@@ -8,8 +8,8 @@ import sys
 
 import click
 
-from common.service.cli import json_option, print_json, run_command, table
-from common.service.metrics import version
+from common.cli import json_option, print_json, run_command, table
+from common.metrics import version
 
 #: What Floe runs on, by distribution: shown where it is installed.
 PARTS = ("nats-py", "pyarrow", "pyspark", "boto3", "uvloop")

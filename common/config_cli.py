@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from common.cli import config_file, json_option, print_json, run_command
 from common.errors import ConfigError, Refused, UsageError
-from common.service.cli import config_file, json_option, print_json, run_command
 from common.settings.types import counted
 
 if TYPE_CHECKING:

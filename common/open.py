@@ -20,7 +20,7 @@ def load_settings(path: str, *, quiet: bool = False) -> Settings:
     `quiet`: for a command that ends by itself and prints its result; where the configuration names no level,
     it logs from warning up (with `--debug` as ever).
     """
-    from common.service import exits, logs
+    from common import exits, logs
     from common.settings import loader
 
     document = loader.load_document(path)
@@ -46,8 +46,8 @@ class Reload:
 
     def __call__(self) -> None:
         """A file that is wrong changes nothing; its problems are logged, each in a line."""
+        from common import logs
         from common.errors import ConfigError
-        from common.service import logs
         from common.settings import loader
 
         log = logs.get_logger("common.config")

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from common.chain import Chain
+from common.cli import config_option, json_option, print_json, refuse_beside, run_command, table
 from common.errors import DataError, FloeError
 from common.open import load_settings, open_chains, open_store, reloaded_on_hangup
-from common.service.cli import config_option, json_option, print_json, refuse_beside, run_command, table
 from common.settings.types import counted, size_words
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from common.cli import config_option, confirm, json_option, print_json, refuse_beside, run_command
 from common.errors import UsageError
+from common.logs import escaped
 from common.open import load_settings
-from common.service.cli import config_option, confirm, json_option, print_json, refuse_beside, run_command
-from common.service.logs import escaped
 
 if TYPE_CHECKING:
     from common.chain import Chain

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 from common.errors import Unavailable
-from common.service.logs import get_logger
+from common.logs import get_logger
 from common.settings.types import read_all_again
 from common.tasks import Stop, told
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from common.service.logs import escaped
+from common.logs import escaped
 from common.settings.types import duration_words
 
 if TYPE_CHECKING:

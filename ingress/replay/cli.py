@@ -10,9 +10,7 @@ from typing import Any
 import click
 
 from common.chain import FEED_PATTERN
-from common.errors import UsageError
-from common.open import load_settings, open_chains, open_store
-from common.service.cli import (
+from common.cli import (
     Command,
     Named,
     SequenceType,
@@ -25,8 +23,10 @@ from common.service.cli import (
     run_command,
     yes_option,
 )
-from common.service.exits import LATER
-from common.service.logs import escaped
+from common.errors import UsageError
+from common.exits import LATER
+from common.logs import escaped
+from common.open import load_settings, open_chains, open_store
 
 
 def range_options(function: Command) -> Command:

@@ -20,11 +20,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-import common.service.cli as cli_module
+import common.cli as cli_module
 import floe
-from common.clock import parse_time
-from common.errors import AnotherWriter, ConfigError, LeaseLost, Refused, SegmentCorrupt, Stopped, UsageError
-from common.service.cli import (
+from common.cli import (
     Duration,
     Moment,
     Named,
@@ -39,6 +37,8 @@ from common.service.cli import (
     run_command,
     table,
 )
+from common.clock import parse_time
+from common.errors import AnotherWriter, ConfigError, LeaseLost, Refused, SegmentCorrupt, Stopped, UsageError
 from common.service.progress import Teller, share_text
 from common.settings.types import duration_words, size_words
 from infra.local.process import spawn
@@ -344,7 +344,7 @@ def test_a_traceback_is_shown_only_where_it_is_asked_for(monkeypatch: pytest.Mon
 SCRIPT = """
 import sys, time
 import click, floe
-from common.service.cli import run_command
+from common.cli import run_command
 
 @floe.cli.command("body")
 @run_command

@@ -20,13 +20,13 @@ from click.testing import CliRunner
 
 import floe
 from common.chain import Chain
+from common.metrics import REGISTRY
 from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore
 from common.segments.keys import Layout
 from common.segments.store import SegmentStore
 from common.segments.writer import SegmentWriter
 from common.sequences import SequenceRange
-from common.service.metrics import REGISTRY
 from common.settings import loader
 from tests.support import tree
 from tests.support.segments import batch_of, footer_of, message

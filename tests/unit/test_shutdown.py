@@ -39,7 +39,7 @@ def service(
     drain: str = "pass", runner: str = "run_async(main())", setup: str = "pass"
 ) -> Iterator[subprocess.Popen[str]]:
     script = (
-        "import asyncio, time\nfrom common.service.cli import run_async\n"
+        "import asyncio, time\nfrom common.cli import run_async\n"
         "from common.service.process import hangups, stop_on_signals\n"
         f"{DRAINS.format(drain=drain, setup=setup)}\n{runner}\n"
     )
@@ -102,7 +102,7 @@ def test_a_hangup_ends_nothing_and_calls_what_reads_again_even_where_that_fails(
 @pytest.mark.parametrize("wait", ["await asyncio.sleep(60)", "time.sleep(60)"], ids=["waiting", "blocked"])
 def test_sigquit_logs_where_tasks_and_threads_stand_and_ends_nothing(wait: str, tmp_path: Path):
     log = tmp_path / "log"
-    setup = f"from common.service import logs; logs.configure('info', 'json', stream=open('{log}', 'w'))"
+    setup = f"from common import logs; logs.configure('info', 'json', stream=open('{log}', 'w'))"
 
     def stacks() -> dict[str, list[str]]:
         lines = [json.loads(line) for line in log.read_text().splitlines()]

@@ -12,19 +12,7 @@ from typing import Any, Literal
 import click
 
 from common.chain import Chain
-from common.clock import NS_PER_S, SystemClock, format_time
-from common.errors import SegmentCorrupt, UsageError
-from common.jetstream.headers import parse_block
-from common.open import load_settings, open_chains, open_store
-from common.segments.archive import Timeline, find_chain, read_cover, select_chains, span
-from common.segments.columns import is_text, messages
-from common.segments.documents import ChainStore
-from common.segments.keys import configured
-from common.segments.parquet_guard import SegmentGone
-from common.segments.segment import Footer, Message, Reason, SegmentRef, decode_subject, encode_bytes
-from common.segments.store import SegmentStore, quarantine
-from common.sequences import MAX_SEQUENCE, SequenceRange, cover, holes
-from common.service.cli import (
+from common.cli import (
     Moment,
     SequenceType,
     TimeType,
@@ -36,8 +24,20 @@ from common.service.cli import (
     run_command,
     table,
 )
-from common.service.exits import DIFFERENCES
-from common.service.logs import escaped
+from common.clock import NS_PER_S, SystemClock, format_time
+from common.errors import SegmentCorrupt, UsageError
+from common.exits import DIFFERENCES
+from common.jetstream.headers import parse_block
+from common.logs import escaped
+from common.open import load_settings, open_chains, open_store
+from common.segments.archive import Timeline, find_chain, read_cover, select_chains, span
+from common.segments.columns import is_text, messages
+from common.segments.documents import ChainStore
+from common.segments.keys import configured
+from common.segments.parquet_guard import SegmentGone
+from common.segments.segment import Footer, Message, Reason, SegmentRef, decode_subject, encode_bytes
+from common.segments.store import SegmentStore, quarantine
+from common.sequences import MAX_SEQUENCE, SequenceRange, cover, holes
 from common.settings.root import Settings
 from common.settings.types import counted, format_duration, is_filter, size_words
 from common.subjects import matches
