@@ -35,6 +35,8 @@ COMMANDS = {
     "status": Entry("ingress.cli:status", "Show sites, chains and targets at a glance."),
     "watch": Entry("ingress.cli:watch", "The same, again and again."),
     "check": Entry("common.check_cli:check", "Say in one line whether a part works, for Nagios and cron."),
+    "version": Entry("common.about:show_version", "Show the version of Floe and of what it runs on."),
+    "completion": Entry("common.about:completion", "Print what completes commands in a shell."),
     "config": Entry("common.config_cli:config", "Check a configuration."),
     "emulate": Entry("infra.cli:emulate", "Publish what a fleet would publish."),
     "demo": Entry("infra.cli:demo", "Run everything on this host, on loopback."),
@@ -63,6 +65,13 @@ class LazyGroup(click.Group):
         for name, target in ADDED.get(cmd_name, {}).items():
             command.add_command(_load(target), name)
         return command  # type: ignore[no-any-return]
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
+        """Commands by name, none of them imported; and the options."""
+        from click.shell_completion import CompletionItem
+
+        found = [CompletionItem(n, help=entry.help) for n, entry in COMMANDS.items() if n.startswith(incomplete)]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -96,13 +105,17 @@ def _print_version(ctx: click.Context, _param: click.Parameter, wanted: bool) ->
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("-c", "--config", metavar="FILE", help="The configuration; as well behind the command.")
 @click.option("--debug", is_flag=True, help="Show tracebacks (FLOE_DEBUG=1).")
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Show the version."
 )
 @click.pass_context
-def cli(ctx: click.Context, debug: bool) -> None:  # noqa: ARG001  (asked of the context, in `exits`)
-    """Carry JetStream streams between sites through object storage, and restore them from it."""
+def cli(ctx: click.Context, config: str | None, debug: bool) -> None:  # noqa: ARG001  (asked of the context)
+    """Carry JetStream streams between sites through object storage, and restore them from it.
+
+    The configuration is -c FILE, else FLOE_CONFIG, else /etc/floe/floe.yaml.
+    """
     ctx.obj = {section: functools.partial(_load, target) for section, target in VIEWS.items()}
 
 
@@ -115,9 +128,10 @@ def main() -> None:
     from common.exits import end_with
     from common.lean import without
 
-    if not _uses_spark(sys.argv[1:]):
+    words = _words(sys.argv[1:])
+    if not _uses_spark(words):
         without("pandas")
-    if sys.argv[1:3] in (["egress", "run"], ["ingress", "run"]):
+    if words[:2] in (["egress", "run"], ["ingress", "run"]):
         without("rich")
     code = 0
     try:
@@ -126,6 +140,14 @@ def main() -> None:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     _leave(code)
+
+
+def _words(arguments: list[str]) -> list[str]:
+    """The arguments from the command on."""
+    begin = 0
+    while begin < len(arguments) and arguments[begin].startswith("-"):
+        begin += 2 if arguments[begin] in ("-c", "--config") else 1
+    return arguments[begin:]
 
 
 def _uses_spark(words: Sequence[str]) -> bool:

@@ -38,6 +38,7 @@ from common.segments.store import PAGE, SegmentStore
 from common.segments.writer import SegmentWriter
 from common.sequences import Covered, SequenceRange
 from common.service.process import Threads
+from common.service.progress import Teller
 from common.settings.loader import parse
 from common.tasks import Stop
 from compaction.merge import COMPRESSION_LEVEL, merge
@@ -45,7 +46,6 @@ from compaction.plan import Output
 from egress.archive import Archive
 from infra.local.nats import NatsServer
 from ingress.chains.search import look as look_from
-from ingress.replay.output import Teller
 from ingress.replay.replay import Replay
 from ingress.replay.request import ReplayOptions, Request
 from tests.support.stores import CountingObjects

@@ -12,23 +12,27 @@ import functools
 import inspect
 import json
 import os
+import re
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from common.chain import Chain
+from common.clock import NS_PER_S, parse_time
 from common.errors import UsageError
 from common.exits import CONTEXT, end_with
 from common.logs import escaped
 from common.sequences import MAX_SEQUENCE
-from common.settings.types import parse_duration, parse_size
+from common.settings.types import duration_words, parse_duration, parse_size
 
 if TYPE_CHECKING:
     from common.settings.root import Settings
@@ -59,6 +63,63 @@ SequenceType = functools.partial(Parsed, "sequence", int, _parse_sequence)
 Duration = functools.partial(Parsed, "duration", float, parse_duration)
 #: A size such as 64K or 1G, as int bytes.
 Size = functools.partial(Parsed, "size", int, parse_size)
+
+MOMENT_FORM = "a time such as 2026-01-02T03:04:05Z, 2026-01-02 03:04 (of this host's zone), -2h or 2h ago"
+_LOCAL_TIME = re.compile(r"(\d{4}-\d\d-\d\d)(?:[Tt ](\d\d:\d\d(?::\d\d)?))?", re.ASCII)
+_AGO = re.compile(r"-?\s*(\S(?:.*\S)?)\s+ago|-?(\S+)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A time as it was asked for. `text`: RFC 3339 with a zone; empty where it is `ago`, seconds before now.
+
+    `zone`: this host's, by which it was read; empty where the zone was named.
+    """
+
+    text: str = ""
+    ago: float = 0.0
+    zone: str = ""
+
+    @classmethod
+    def parse(cls, text: str, local: tzinfo | None = None) -> Moment:
+        """Raises ValueError. `local`: the zone of a time without one; None: this host's."""
+        with suppress(ValueError):
+            parse_time(text)
+            return cls(text)
+        if match := _LOCAL_TIME.fullmatch(text):
+            try:
+                naive = datetime.fromisoformat(f"{match[1]}T{match[2] or '00:00'}")
+                at = naive.replace(tzinfo=local) if local else naive.astimezone()
+            except (ValueError, OverflowError) as error:
+                raise ValueError(f"expected {MOMENT_FORM}, found {text!r:.60}: {error}") from error
+            return cls(at.isoformat(), zone=at.tzname() or str(at.tzinfo))
+        if match := _AGO.fullmatch(text):
+            with suppress(ValueError):
+                return cls(ago=parse_duration((match[1] or match[2]).replace(" ", "")))
+        raise ValueError(f"expected {MOMENT_FORM}, found {text!r:.60}")
+
+    def at(self, now: float) -> int:
+        """Nanoseconds since 1970 UTC, at `now`, in seconds."""
+        return parse_time(self.text) if self.text else round((now - self.ago) * NS_PER_S)
+
+
+def moment(now: float, asked: Moment | None) -> int | None:
+    """As `Moment.at`; None for what is not asked for."""
+    return None if asked is None else asked.at(now)
+
+
+class TimeType(Parsed):
+    """A time, as Moment; of one without a zone stderr says how it is read."""
+
+    def __init__(self) -> None:
+        super().__init__("time", Moment, Moment.parse)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Moment:
+        found: Moment = super().convert(value, param, ctx)
+        if found.zone and value is not found:
+            click.echo(f"{value} is taken as {found.text} ({found.zone}, the zone of this host)", err=True)
+        return found
+
 
 OutputRow = Sequence[object] | Mapping[str, object]
 
@@ -158,29 +219,9 @@ class StatusView:
             click.echo(escaped(line))
 
 
-def human_size(size: int) -> str:
-    """Bytes for people, in the largest unit that leaves at least one: `812 B`, `2.1 KiB`, `100 MiB`."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-    power = min(max(0, size.bit_length() - 1) // 10, len(units) - 1)
-    text = f"{size / 1024**power:.1f}" if power else str(size)
-    return f"{text.removesuffix('.0')} {units[power]}"
-
-
-def human_seconds(seconds: float) -> str:
-    """A duration for people, in its two largest units: `12s`, `4m31s`, `3h12m`, `5d2h`."""
-    left, parts = max(0, round(seconds)), list[str]()
-    for unit, length in (("d", 86_400), ("h", 3600), ("m", 60), ("s", 1)):
-        count, left = divmod(left, length)
-        if count or parts:
-            parts.append(f"{count}{unit}" if count else "")
-        if len(parts) == 2:
-            break
-    return "".join(parts) or "0s"
-
-
 def ago(seconds: float | None) -> str | None:
     """How long ago something was, for people: `3m20s ago`; None for never."""
-    return None if seconds is None else f"{human_seconds(seconds)} ago"
+    return None if seconds is None else f"{duration_words(seconds)} ago"
 
 
 def _is_numeric(values: list[object]) -> bool:
@@ -191,6 +232,27 @@ def _is_numeric(values: list[object]) -> bool:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+#: Where the configuration is that nobody names.
+DEFAULT_CONFIG = Path("/etc/floe/floe.yaml")
+
+
+def config_file(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
+    """The file behind the command, before it, in FLOE_CONFIG, or the default.
+
+    Raises click.UsageError where none of them is there.
+    """
+    before = ctx.find_root().params.get("config") if ctx.parent else None
+    is_typed = ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
+    if before and is_typed and before != value:
+        message = f"expected one configuration, found -c {before} before the command and {value} behind it"
+        raise click.UsageError(message, ctx)
+    if found := (value if is_typed else before or value):
+        return found
+    if not DEFAULT_CONFIG.exists():
+        message = f"expected a configuration: -c FILE, FLOE_CONFIG or {DEFAULT_CONFIG}; found none of them"
+        raise click.UsageError(message, ctx)
+    return str(DEFAULT_CONFIG)
 
 
 def config_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -212,9 +274,9 @@ def config_option(command: Callable[..., Any]) -> Callable[..., Any]:
         "--config",
         envvar="FLOE_CONFIG",
         show_envvar=True,
-        required=True,
+        callback=config_file,
         metavar="FILE",
-        help="The configuration.",
+        help=f"The configuration; default: {DEFAULT_CONFIG}.",
     )
     return file(context(command))
 
@@ -243,11 +305,30 @@ def run_command(fn: Callable[P, Any]) -> Callable[P, None]:
 
 
 def _named(options: dict[str, Any]) -> Named | None:
-    site, feed, *history = (options.pop(name) for name in ("site", "feed", "incarnation", "partition"))
-    is_required = any(each.name == "site" and each.required for each in click.get_current_context().command.params)
-    if not is_required and bool(site) is not bool(feed):
+    text, *parts = (options.pop(name) for name in (CHAIN, *PARTS))
+    site, feed, *history = parts
+    if text is not None:
+        refuse_beside(text, dict(zip(PARTS, parts, strict=True)))
+        return Named.parse(text)
+    is_needed = any(
+        each.name == CHAIN and each.callback is _needed for each in click.get_current_context().command.params
+    )
+    if not is_needed and bool(site) is not bool(feed):
         raise UsageError("expected --site and --feed together")
-    return Named(site, feed, *history) if is_required or site else None
+    return Named(site, feed, *history) if is_needed or site else None
+
+
+def _needed(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Arguments come behind all options that are given."""
+    if value is None and None in (ctx.params.get("site"), ctx.params.get("feed")):
+        raise click.MissingParameter("It may also be said as --site and --feed.", ctx, param)
+    return value
+
+
+def refuse_beside(text: str, parts: Mapping[str, object]) -> None:
+    """Raises UsageError where `parts`, options that also say of a chain what `text` says, are given."""
+    if given := [f"--{name}" for name, value in parts.items() if value not in (None, "")]:
+        raise UsageError(f"expected {text} or {' '.join(given)}, found both")
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
@@ -278,22 +359,31 @@ yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Show only.")
 
 
-def history_options(command: Command) -> Command:
-    """`[--incarnation] [--partition]`. None where not given: the newest incarnation, the only partition."""
-    partition = click.option("--partition", type=click.IntRange(0, 65535), help="The partition, if several.")
-    incarnation = click.option("--incarnation", type=click.IntRange(0, 9999), help="Else the newest.")
-    return incarnation(partition(command))
+CHAIN = "chain_named"  # the parameter of the argument
+PARTS = ("site", "feed", "incarnation", "partition")
+CHAIN_FORM = "SITE/FEED[/INCARNATION[/PARTITION]]"
 
 
-def chain_options(command: Command, **given: Any) -> Command:
-    given = given or {"required": True}
-    feed = click.option("--feed", help="The feed.", **given)
-    site = click.option("--site", help="The site.", **given)
-    return site(feed(history_options(command)))
+def chain_options(command: Command, is_needed: bool = True, is_one: bool = True) -> Command:
+    """`SITE/FEED[/INCARNATION[/PARTITION]]`, or the same as `--site --feed [--incarnation] [--partition]`, as
+    `named`. `is_one`: one chain is meant; otherwise all of the feed where they are not named.
+    """
+    newest, only = ("Else the newest.", "The partition, if several.") if is_one else ("Only this one.",) * 2
+    metavar = CHAIN_FORM if is_needed else f"[{CHAIN_FORM}]"
+    for decorate in (
+        click.option("--partition", type=click.IntRange(0, 65535), help=only),
+        click.option("--incarnation", type=click.IntRange(0, 9999), help=newest),
+        click.option("--feed", help="The feed."),
+        click.option("--site", help="The site; with --feed, in place of the argument."),
+        click.argument(CHAIN, required=False, metavar=metavar, callback=_needed if is_needed else None),
+    ):
+        command = decorate(command)
+    return command
 
 
 def any_chain_options(command: Command) -> Command:
-    return chain_options(command, default="")
+    """As `chain_options`, where a command can do without."""
+    return chain_options(command, is_needed=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +403,16 @@ class Named:
             Chain(self.site, self.feed, self.incarnation or 0, self.partition or 0)
         except ValueError as error:
             raise UsageError(str(error)) from None
+
+    @classmethod
+    def parse(cls, text: str) -> Named:
+        """What `SITE/FEED[/INCARNATION[/PARTITION]]` names. Raises UsageError."""
+        from common.segments.keys import parse
+
+        site, feed, *history = parse(text)
+        if feed is None:
+            raise UsageError(f"chain {text!r}: expected {CHAIN_FORM}")
+        return cls(site, feed, *history)
 
     def chain(self, settings: Settings, held: Collection[Chain] = (), carried: Collection[Chain] = ()) -> Chain:
         """The chain that is meant, among those of the archive and `held`: chains that a target remembers.
@@ -346,15 +446,21 @@ class Named:
             raise UsageError(
                 f"{self.site}/{self.feed}: incarnation {found.incarnation:04d} is the newest, and the target "
                 f"still carries {max(at):04d}",
-                hint=f"say --incarnation {max(at)} or --incarnation {found.incarnation}",
+                hint=f"say --incarnation {max(at)} or --incarnation {found.incarnation}, or name it: "
+                f"{self.site}/{self.feed}/{max(at):04d} or {self.site}/{self.feed}/{found.incarnation:04d}",
             )
 
 
-def confirm(question: str, yes: bool) -> None:
-    """Asks on stderr, unless `yes`. Raises UsageError where there is no terminal to ask on, Abort for the answer no."""
+def confirm(question: str, yes: bool, *, is_needed: bool = True) -> None:
+    """Ask, on stderr, unless `yes`. Raises UsageError where nobody can be asked, Abort for a no.
+
+    Not `is_needed`: where nobody can be asked it is done all the same, as by a pasted command in a script.
+    """
     if yes:
         return
     if not sys.stdin.isatty():
+        if not is_needed:
+            return
         raise UsageError("expected --yes where nobody can be asked")
     # The event loop's own handler only cancels a task, and the terminal would go on being read.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from common.cli import json_option, print_json, run_command
+from common.cli import config_file, json_option, print_json, run_command
 from common.errors import ConfigError, Refused, UsageError
+from common.settings.types import counted
 
 if TYPE_CHECKING:
     from common.migration.write import File, Imported
@@ -21,7 +22,7 @@ def config() -> None:
 
 
 @config.command()
-@click.argument("file", envvar="FLOE_CONFIG")
+@click.argument("file", required=False, envvar="FLOE_CONFIG", metavar="FILE", callback=config_file)
 @click.option("--strict", is_flag=True, help="What is warned of is an error, too.")
 @json_option
 @run_command
@@ -78,11 +79,12 @@ def _print_checked(file: str, documents: list[ConfigDocument], errors: list[Conf
     for document in documents if not errors else ():
         summary = _summary(document)
         site = f"site {summary['site']}, " if summary["site"] else ""
+        feeds, targets = counted(summary["feeds"], "feed"), counted(summary["targets"], "target")
         place = f"{file}:{document.root.mark.line}"
-        click.echo(f"{place}: ok ({site}{summary['feeds']} feeds, {summary['targets']} targets)")
+        click.echo(f"{place}: ok ({site}{feeds}, {targets})")
 
 
-def _summary(document: ConfigDocument) -> dict[str, object]:
+def _summary(document: ConfigDocument) -> dict[str, Any]:
     settings = document.settings
     return {"site": settings.site, "feeds": len(settings.egress.feeds), "targets": len(settings.ingress.targets)}
 

@@ -157,6 +157,11 @@ def reset() -> None:
     _log_from(logging.NOTSET)
 
 
+def log_from(level: str) -> None:
+    """Log from `level` up from now on, all else as it was configured."""
+    _log_from(getattr(logging, level.upper()))
+
+
 def _log_from(level: int) -> None:
     global _level
     _level = level

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +34,57 @@ def load_settings(path: str, *, quiet: bool = False) -> Settings:
     for warning in document.warnings:
         logs.get_logger("common.config").warning(warning, action="config_warning")
     return settings
+
+
+class Reload:
+    """What SIGHUP does with the configuration of a running service: the file is read and checked again; what can
+    be taken over at once is, and each other key that changed is named, with a restart as the way to take it.
+
+    Secrets are read again by themselves (`common.settings.types`), and shown nowhere.
+    """
+
+    def __init__(self, path: str, settings: Settings) -> None:
+        self._path, self._settings = path, settings
+
+    def __call__(self) -> None:
+        """A file that is wrong changes nothing; its problems are logged, each in a line."""
+        from common import logs
+        from common.errors import ConfigError
+        from common.settings import loader
+
+        log = logs.get_logger("common.config")
+        try:
+            settings = loader.load_document(self._path).settings
+        except ConfigError as error:
+            log.error("configuration refused, going on with the former", action="reload_refused", file=self._path)
+            for problem in error.problems:
+                log.error("configuration problem", action="reload_problem", problem=problem)
+            return
+        changes = loader.changed(self._settings, settings)
+        taken = [key for key in changes if key in TAKEN_AT_ONCE]
+        for key, (before, now) in changes.items():
+            if key not in taken:
+                log.warning("change needs a restart", action="reload_restart", key=key, before=before, now=now)
+        if "log.level" in taken:
+            logs.log_from(settings.log.level)
+            kept = self._settings.log.model_copy(update={"level": settings.log.level})
+            self._settings = self._settings.model_copy(update={"log": kept})
+        log.warning("configuration read again", action="reload", taken=taken, restart=len(changes) - len(taken))
+
+
+TAKEN_AT_ONCE = ("log.level",)
+
+
+@contextmanager
+def reloaded_on_hangup(path: str, settings: Settings) -> Iterator[None]:
+    """SIGHUP has the configuration at `path`, read as `settings`, read again within the block."""
+    from common.service.process import hangups
+
+    hangups.append(reload := Reload(path, settings))
+    try:
+        yield
+    finally:
+        hangups.remove(reload)
 
 
 def open_store(settings: Settings, objects: ObjectStore | None = None) -> SegmentStore:

@@ -2,44 +2,56 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import click
 
 from common.chain import Chain
 from common.cli import (
+    Moment,
     SequenceType,
     StatusView,
+    TimeType,
     ago,
     config_option,
-    human_size,
+    confirm,
     json_option,
+    moment,
     print_json,
     run_command,
     table,
 )
 from common.clock import NS_PER_S, SystemClock, format_time, parse_time
-from common.errors import UsageError
+from common.errors import SegmentCorrupt, UsageError
 from common.exits import DIFFERENCES
+from common.jetstream.headers import parse_block
 from common.logs import escaped
 from common.objects.port import ObjectInfo
 from common.open import load_settings, open_chains, open_store
-from common.segments.archive import find_chain, read_cover, select_chains, span
+from common.segments.archive import Timeline, find_chain, read_cover, select_chains, span
 from common.segments.columns import is_text, messages
 from common.segments.documents import ChainStore
 from common.segments.keys import configured
 from common.segments.parquet_guard import SegmentGone
-from common.segments.segment import Message, Reason, SegmentRef, decode_subject, encode_bytes
+from common.segments.segment import Footer, Message, Reason, SegmentRef, decode_subject, encode_bytes
 from common.segments.store import SegmentStore, quarantine
 from common.sequences import MAX_SEQUENCE, SequenceRange, cover, holes
 from common.service.process import Threads
 from common.settings.root import Settings
-from common.settings.types import format_duration
+from common.settings.types import counted, format_duration, is_filter, size_words
+from common.subjects import matches
 
 _COLUMNS = ("chain", "level", "first", "last", "bytes", "modified", "name")
+_WIDE = ("chain", "level", "first", "last", "rows", "first_time", "last_time", "bytes", "modified", "name")
+FOOTERS_AT_ONCE = 8
+POLL = 2.0  # seconds between two looks of `cat --follow`
+SHOWN_BYTES = 64  # of a payload that is no text, on a terminal
 
 
 @click.group()
@@ -51,27 +63,54 @@ def segments() -> None:
 @click.argument("what", required=False, metavar="[SITE[/FEED[/INC[/PART]]]]")
 @click.option("--cover", "is_cover", is_flag=True, help="Only what accounts for each sequence once.")
 @click.option("--level", type=click.IntRange(0, 9), help="Only this level.")
-@click.option("--format", "form", type=click.Choice(["table", "paths"]), default="table", help="One path a line.")
+@click.option(
+    "-o",
+    "--output",
+    "--format",
+    "form",
+    type=click.Choice(["table", "wide", "paths"]),
+    default="table",
+    help="wide: rows and times too, by a request for each segment; paths: one path a line.",
+)
+@click.option("--since", type=TimeType(), help="Only segments with messages of that time or later.")
+@click.option("--until", type=TimeType(), help="Only segments with messages before that time.")
 @json_option
 @config_option
 @run_command
-def list_segments(config: str, what: str | None, is_cover: bool, level: int | None, form: str, as_json: bool) -> None:
-    """List segments, of all chains or of WHAT.
+def list_segments(
+    config: str,
+    what: str | None,
+    is_cover: bool,
+    level: int | None,
+    form: str,
+    since: Moment | None,
+    until: Moment | None,
+    as_json: bool,
+) -> int:
+    """List segments, of all chains or of WHAT; what they add up to goes to stderr.
+
+    A listing reads no segment. --since and --until read the footers of some segments of each chain, -o wide
+    that of every segment listed: rows, and the time of the first and the last message (with --json too).
 
     A glob over the bucket counts every merged row twice; the cover does not:
 
     \b
     Examples:
-        floe segments ls -c central.yaml --cover --format paths us-east/NODE_DATA
-        duckdb -c "select count(*) from read_parquet([...])"
+        floe segments ls -c central.yaml us-east/NODE_DATA --since 2h -o wide
+        floe segments ls -c central.yaml us-east/NODE_DATA --cover --output paths
     """
     settings = load_settings(config, quiet=True)
     store, chains = open_store(settings), open_chains(settings)
-    rows: list[dict[str, object]] = []
+    bounds, problems = _bounds(since, until), list[str]()
+    taken: list[tuple[SegmentRef, SequenceRange]] = []
     for chain in select_chains(chains, what, configured(settings)):
         refs = store.list(chain, level=level)
-        taken = [(each.segment, each.rows) for each in cover(refs, 1)] if is_cover else [(r, r.coverage) for r in refs]
-        rows += [_listed(ref, part, settings.store.url) for ref, part in taken]
+        if (within := _between(store, refs, bounds)) is not None:
+            refs = [ref for ref in refs if ref.coverage.overlaps(within)] if within else []
+        taken += [(each.segment, each.rows) for each in cover(refs, 1)] if is_cover else [(r, r.coverage) for r in refs]
+    rows = [_listed(ref, part, settings.store.url) for ref, part in taken]
+    if form == "wide":
+        _widen(store, [ref for ref, _ in taken], rows, problems)
     if as_json:
         print_json(rows)
     elif form == "paths":
@@ -81,26 +120,88 @@ def list_segments(config: str, what: str | None, is_cover: bool, level: int | No
             others = "also hold rows that others account for; --json says which rows to take"
             click.echo(f"{count} of these {others}", err=True)
     else:
-        table(rows, _COLUMNS)
+        table(rows, _WIDE if form == "wide" else _COLUMNS)
+    if not as_json and form != "paths":
+        click.echo(_total([ref for ref, _ in taken], rows), err=True)
+    for problem in problems:
+        click.echo(problem, err=True)
+    return DIFFERENCES if problems else 0
+
+
+Bounds = tuple[int | None, int | None]
+
+
+def _bounds(since: Moment | None, until: Moment | None) -> Bounds:
+    """From (inclusive) and to (exclusive), ns since 1970. Raises click.UsageError where nothing lies between."""
+    now = SystemClock().now()
+    begin, end = moment(now, since), moment(now, until)
+    if begin is not None and end is not None and begin >= end:
+        raise click.UsageError(f"--since {format_time(begin)}: expected before --until {format_time(end)}")
+    return begin, end
+
+
+def _between(store: SegmentStore, refs: Sequence[SegmentRef], bounds: Bounds) -> SequenceRange | Literal[False] | None:
+    """The sequences of one chain between two times, by the footers of some of `refs`; None for no bound, False
+    where there are none.
+    """
+    if bounds == (None, None):
+        return None
+    (begin, end), timeline = bounds, Timeline(store, refs)
+    first = 1 if begin is None else timeline.first_at(begin)
+    behind = None if end is None else timeline.first_at(end)
+    if first is None or (behind is not None and behind <= first):
+        return False
+    return SequenceRange(first, MAX_SEQUENCE if behind is None else behind - 1)
+
+
+def _widen(
+    store: SegmentStore, refs: Sequence[SegmentRef], rows: Sequence[dict[str, object]], problems: list[str]
+) -> None:
+    """Add to each of `rows` what the footer of its segment says; None where it cannot be read."""
+
+    def footer(ref: SegmentRef) -> Footer | str:
+        try:
+            return store.footer(ref)
+        except (SegmentCorrupt, SegmentGone) as error:
+            return error.message
+
+    with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
+        for row, found in zip(rows, pool.map(footer, refs), strict=True):
+            said = (None, None, None)
+            if isinstance(found, str):
+                problems.append(found)
+            else:
+                times = (found.first_timestamp_ns, found.last_timestamp_ns)
+                said = (found.rows, *(None if at is None else format_time(at) for at in times))  # type: ignore[assignment]
+            row |= dict(zip(("rows", "first_time", "last_time"), said, strict=True))
+
+
+def _total(refs: Sequence[SegmentRef], rows: Sequence[Mapping[str, Any]]) -> str:
+    chains = len({ref.chain for ref in refs})
+    text = f"{counted(len(refs), 'segment')} of {counted(chains, 'chain')}, {size_words(sum(r.size for r in refs))}"
+    if rows and "rows" in rows[0]:
+        text += f", {counted(sum(row['rows'] or 0 for row in rows), 'row')}"
+    return text
 
 
 @segments.command("quarantine")
 @click.argument("key", metavar="KEY")
-@click.option("--yes", is_flag=True, help="Also where nothing else covers its sequences.")
+@click.option("--yes", is_flag=True, help="Do not ask, also where nothing else covers its sequences.")
 @json_option
 @config_option
 @run_command
 def quarantine_object(config: str, key: str, yes: bool, as_json: bool) -> None:
     """Put a damaged or false segment, or an object that is none of Floe's, away.
 
-    It is copied below _floe/quarantine/, read back, and then deleted. Refused for documents that rule a
-    chain, and without --yes where no other undamaged segment covers the sequences.
+    It is copied below _floe/quarantine/, read back, and then deleted; on a terminal it asks before. Refused for
+    documents that rule a chain, and without --yes where no other undamaged segment covers the sequences.
 
     \b
     Example:
         floe segments quarantine -c central.yaml data/site=us-east/…/level=0/….parquet
     """
     settings = load_settings(config, quiet=True)
+    confirm(f"put {escaped(key)} away?", yes, is_needed=False)
     with closing(open_store(settings)) as store:
         done = quarantine(store, _key(settings, key), accept_hole=yes)
     if as_json:
@@ -146,41 +247,128 @@ def info(config: str, what: str, as_json: bool) -> int:
 @click.argument("what", metavar="KEY|CHAIN")
 @click.option("--from-sequence", type=SequenceType(), help="The first sequence to print.")
 @click.option("--to-sequence", type=SequenceType(), help="The last sequence to print.")
+@click.option("--since", type=TimeType(), help="From the first message of that time or later.")
+@click.option("--until", type=TimeType(), help="Up to, and without, the first message of that time or later.")
+@click.option("--subject", "subjects", multiple=True, metavar="FILTER", help="Only these; may be repeated.")
+@click.option("--limit", type=click.IntRange(min=1), help="At most so many messages.")
+@click.option("-f", "--follow", is_flag=True, help="Go on with what is archived later, until Ctrl-C.")
 @json_option
 @config_option
 @run_command
-def cat(config: str, what: str, from_sequence: int | None, to_sequence: int | None, as_json: bool) -> int:
+def cat(
+    config: str,
+    what: str,
+    from_sequence: int | None,
+    to_sequence: int | None,
+    since: Moment | None,
+    until: Moment | None,
+    subjects: tuple[str, ...],
+    limit: int | None,
+    follow: bool,
+    as_json: bool,
+) -> int:
     """Print messages, of one segment or of a chain in sequence order; of a feed, the newest incarnation.
 
-    Columns, or with --json one object a line: sequence, timestamp, subject, headers, payload. Bytes that are
-    not text come as base64, as `payload_base64` in JSON. Exit 3 where a segment is damaged or sequences are
-    not covered; stderr says which.
+    Columns, or with --json one object a line: sequence, timestamp, subject, headers (a list of [name, value]),
+    payload. Bytes that are not text come as base64, as `payload_base64` in JSON; on a terminal as their number
+    and the first of them in hex. Exit 3 where a segment is damaged or sequences are not covered; stderr says
+    which.
 
     \b
     Examples:
+        floe segments cat -c central.yaml us-east/NODE_DATA --since 2h --subject 'nodes.*.temp' --limit 10
         floe segments cat -c central.yaml us-east/NODE_DATA --from-sequence 1000 --to-sequence 1010
         floe segments cat -c central.yaml us-east/NODE_DATA --json | jq -r .payload
     """
-    settings = load_settings(config, quiet=True)
-    store = open_store(settings)
+    _refuse_asked(from_sequence, to_sequence, since, until, subjects, follow)
+    settings, clock = load_settings(config, quiet=True), SystemClock()
+    bounds, store = _bounds(since, until), open_store(settings)
     ref = _segment(store, settings, what)
+    if ref and follow:
+        raise click.UsageError("--follow: expected a chain, found one segment")
     chain = None if ref else _chain(settings, open_chains(settings), what)
     refs = store.list(chain, position=from_sequence or 1) if chain else [ref] if ref else []
+    within = _between(store, refs, bounds)
     problems: list[str] = []
-    if (whole := span(refs)) is not None:
+    whole = span(refs) if within is None or within else None
+    position = from_sequence or 1
+    form = (lambda each: json.dumps(_as_json(each))) if as_json else partial(text_of, is_read=sys.stdout.isatty())
+    if whole is not None:
         first, last = from_sequence or whole.first, to_sequence or whole.last
-        if first > last:
+        if within:
+            first, last = max(first, within.first), min(last, within.last)
+        if first > last and not follow:
+            if within:
+                return 0
             raise click.UsageError(f"--from-sequence {first} is greater than the last sequence {last}")
-        for batch in read_cover(store, refs, SequenceRange(first, min(last, MAX_SEQUENCE)), problems.append):
-            for message in messages(batch):
-                click.echo(json.dumps(_as_json(message)) if as_json else _as_text(message))
+        position = max(first, last + 1)
+        rows = SequenceRange(first, min(last, MAX_SEQUENCE)) if first <= last else None
+        limit = _print(store, refs, rows, subjects, limit, form, problems)
+    elif follow and within is False:  # what comes is later than all that there is
+        position = max((each.coverage.last + 1 for each in refs), default=position)
+    while follow and chain and limit != 0:
+        for problem in problems:
+            click.echo(problem, err=True)
+        problems.clear()
+        clock.pause(POLL)
+        refs = store.list(chain, position=position)
+        if (whole := span(refs)) is not None and whole.last >= position:
+            limit = _print(store, refs, SequenceRange(position, whole.last), subjects, limit, form, problems)
+            position = whole.last + 1
     for problem in problems:
         click.echo(problem, err=True)
     return DIFFERENCES if problems else 0
 
 
+def _refuse_asked(
+    first: int | None,
+    last: int | None,
+    since: Moment | None,
+    until: Moment | None,
+    subjects: Sequence[str],
+    follow: bool,
+) -> None:
+    """Raises click.UsageError for options that contradict each other."""
+    for one, other, names in (
+        (first, since, "--from-sequence and --since"),
+        (last, until, "--to-sequence and --until"),
+    ):
+        if one is not None and other is not None:
+            raise click.UsageError(f"expected one of {names}, found both")
+    if follow and (last is not None or until is not None):
+        raise click.UsageError("--follow: expected no end, as --to-sequence or --until is")
+    for each in subjects:
+        if not is_filter(each):
+            raise click.UsageError(f"--subject: expected a filter such as nodes.*.temp, found {each!r:.80}")
+
+
+def _print(
+    store: SegmentStore,
+    refs: Sequence[SegmentRef],
+    rows: SequenceRange | None,
+    subjects: Sequence[str],
+    limit: int | None,
+    form: Callable[[Message], str],
+    problems: list[str],
+) -> int | None:
+    """Print the messages of `rows` that one of `subjects` takes, all where there are none; how many more may be
+    printed, None for any number.
+    """
+    if rows is None:
+        return limit
+    for batch in read_cover(store, refs, rows, problems.append):
+        for message in messages(batch):
+            if subjects and not any(matches(each, message.subject) for each in subjects):
+                continue
+            click.echo(form(message))
+            if limit is not None and (limit := limit - 1) == 0:
+                return 0
+    sys.stdout.flush()
+    return limit
+
+
 def _segment(store: SegmentStore, settings: Settings, what: str) -> SegmentRef | None:
-    """The segment whose key, path or URL is `what`; None where that is not a segment's."""
+    """The segment whose key, path or URL is `what`; None where it is not one."""
     key = _key(settings, what)
     if (name := store.layout.parse_segment(key)) is None:
         return None
@@ -301,7 +489,7 @@ def _as_json(message: Message) -> dict[str, object]:
         "sequence": message.sequence,
         "timestamp": format_time(message.timestamp_ns),
         **_json_bytes("subject", message.subject),
-        **_json_bytes("headers", message.headers),
+        **_json_headers(message.headers),
         **_json_bytes("payload", message.payload),
     }
 
@@ -312,14 +500,30 @@ def _json_bytes(name: str, raw: bytes | None) -> dict[str, object]:
     return {name: raw.decode()} if is_text(raw) else {f"{name}_base64": encode_bytes(raw)}
 
 
-def _as_text(message: Message) -> str:
-    headers = "-" if message.headers is None else _text_bytes(message.headers)
-    subject, payload = escaped(decode_subject(message.subject)), _text_bytes(message.payload)
+def _json_headers(block: bytes | None) -> dict[str, object]:
+    """The headers as pairs, in order and with repeats; None without a block."""
+    if block is None or not is_text(block):
+        return _json_bytes("headers", block)
+    return {"headers": [[name.decode(), value.decode()] for name, value in parse_block(block)]}
+
+
+def text_of(message: Message, *, is_read: bool) -> str:
+    """One line. `is_read`: by somebody at a terminal, not by a program."""
+    headers = "-"
+    if message.headers is not None:
+        pairs = [b": ".join(pair) for pair in parse_block(message.headers)]
+        headers = _text_bytes(b"; ".join(pairs) if is_read else message.headers, is_read)
+    subject, payload = escaped(decode_subject(message.subject)), _text_bytes(message.payload, is_read)
     return "\t".join((str(message.sequence), format_time(message.timestamp_ns), subject, headers, payload))
 
 
-def _text_bytes(raw: bytes) -> str:
-    return escaped(raw.decode()) if is_text(raw) else encode_bytes(raw)
+def _text_bytes(raw: bytes, is_read: bool) -> str:
+    if is_text(raw):
+        return escaped(raw.decode())
+    if not is_read:
+        return encode_bytes(raw)
+    more = "…" if len(raw) > SHOWN_BYTES else ""
+    return f"<{counted(len(raw), 'byte')}: {raw[:SHOWN_BYTES].hex()}{more}>"
 
 
 LISTED_AT_ONCE = 8  # chains
@@ -342,7 +546,7 @@ async def archive_view(settings: Settings) -> StatusView:
             "archived": row["archived"],
             "last archived": ago(None if (at := row["last_archived"]) is None else now - parse_time(at) / NS_PER_S),
             "segments": row["segments"],
-            "stored": human_size(row["bytes"]),
+            "stored": size_words(row["bytes"]),
         }
         for chain, row in zip(chains, rows, strict=True)
     ]

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from common.chain import Chain
 from common.check_cli import CheckFigure, CheckResult, CheckState, check_command
-from common.cli import config_option, json_option, print_json, run_command, table
+from common.cli import config_option, json_option, print_json, refuse_beside, run_command, table
 from common.clock import Clock, SystemClock
-from common.errors import DataError, UsageError
-from common.open import load_settings, open_chains, open_store
+from common.errors import DataError, FloeError, UsageError
+from common.open import load_settings, open_chains, open_store, reloaded_on_hangup
+from common.settings.types import counted, size_words
 
 DAY = 86_400.0  # seconds
 
 if TYPE_CHECKING:
+    from common.segments.segment import Footer, SegmentRef
     from common.segments.store import SegmentStore
     from common.settings.root import Settings
     from compaction.failures import Failure
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
+@click.argument("what", required=False, metavar="[SITE[/FEED[/INC[/PART]]]]")
 @click.option("--site", help="Only chains of this site; otherwise that of the configuration, or all.")
 @click.option("--feed", help="Only chains of this feed.")
 @click.option("--partition", type=click.IntRange(0, 65535), help="Only this partition.")
@@ -46,6 +50,7 @@ if TYPE_CHECKING:
 @run_command
 def compact(
     config: str,
+    what: str | None,
     site: str | None,
     feed: str | None,
     partition: int | None,
@@ -58,30 +63,36 @@ def compact(
     textfile: Path | None,
     as_json: bool,
 ) -> int:
-    """Merge small segments into larger ones, prove it, and delete what was merged after a grace.
+    """Merge small segments into larger ones, prove it, and delete what was merged after a grace; of all
+    chains, or of WHAT.
 
     Without Java: --engine local. What is wrong with data is told once: exit 3 while it is new, then only
-    with --strict.
+    with --strict. SIGTERM ends it behind what it works on: exit 75, and the next run goes on.
 
     \b
     Examples:
       floe compact -c central.yaml
-      floe compact -c central.yaml --dry-run --site us-east
+      floe compact -c central.yaml us-east/NODES --dry-run
       floe compact -c central.yaml --metrics-textfile /var/lib/prometheus/node-exporter/floe.prom
     """
     if dry_run and textfile:
         raise UsageError("expected --dry-run or --metrics-textfile: what does nothing has no metrics")
-    from compaction.run import Selection
-
     if "" in (site, feed):
         raise UsageError("expected names, found an empty --site or --feed")
+    from common.segments.keys import parse
+    from compaction.run import Selection
+
+    incarnation = None
+    if what is not None:
+        refuse_beside(what, {"site": site, "feed": feed, "partition": partition})
+        site, feed, incarnation, partition = parse(what)
     with _Metrics(textfile, SystemClock()) as metrics:
         settings = _overridden(load_settings(config), engine, verify, master)
-        selection = Selection((settings.site or None) if site is None else site, feed, partition, level)
+        selection = Selection((settings.site or None) if site is None else site, feed, partition, level, incarnation)
         with closing(open_store(settings)) as store:
-            if (site, feed, partition) != (None, None, None):
+            if (site, feed, incarnation, partition) != (None,) * 4:
                 _check_names(settings, selection)
-            with _compaction(settings, store) as compaction:
+            with _compaction(config, settings, store) as compaction:
                 if dry_run:
                     return _preview(compaction, selection, as_json, strict)
                 return _run(compaction, selection, as_json, strict, metrics)
@@ -97,7 +108,7 @@ def verify(config: str, what: str | None, deep: bool, as_json: bool) -> int:
     """Look for holes, damaged segments and levels that disagree; of all chains or of WHAT.
 
     Exit 3 where anything is not as it must be. Keys that are none of Floe's are counted and named, and are no
-    difference.
+    difference. The last line on stderr says how much was read, and that all is well where it is.
 
     Example: floe segments verify -c central.yaml us-east/NODES --deep
     """
@@ -110,7 +121,8 @@ def verify(config: str, what: str | None, deep: bool, as_json: bool) -> int:
     settings = load_settings(config, quiet=True)
     store, chains = open_store(settings), open_chains(settings)
     selected = select_chains(chains, what, configured(settings))
-    found = [verify_chain(store, chains, chain, deep=deep) for chain in selected]
+    with _telling(len(selected)) as tell:
+        found = [verify_chain(store, chains, chain, deep=deep, tell=tell) for chain in selected]
     places = [place for chain in selected for place in store.layout.places(chain)] if what else []
     foreign = look_for_foreign(store.objects, store.layout, places)
     store.close()
@@ -125,6 +137,8 @@ def verify(config: str, what: str | None, deep: bool, as_json: bool) -> int:
     for chain, problem in problems:
         text = f"{chain}: {problem.kind}: {problem.text}"
         click.echo(DataError(text, hint=problem.hint, code="E-VERIFY").line(), err=True)
+    if not as_json:
+        click.echo(report.verify_line(found, deep=deep), err=True)
     return DataError.exit_code if problems else 0
 
 
@@ -176,6 +190,28 @@ def check_compaction(
     return result
 
 
+@contextmanager
+def _telling(chains: int) -> Iterator[Callable[[SegmentRef, Footer], None]]:
+    """Tells how far the look at so many chains is; called with each segment."""
+    from common.clock import SystemClock
+    from common.service.progress import Teller
+
+    teller, clock, seen = Teller(), SystemClock(), set[Chain]()
+    segments = rows = size = 0
+
+    def tell(segment: SegmentRef, footer: Footer) -> None:
+        nonlocal segments, rows, size
+        seen.add(segment.chain)
+        segments, rows, size = segments + 1, rows + footer.rows, size + segment.size
+        read = f"{counted(segments, 'segment')}, {counted(rows, 'row')}, {size_words(size)}"
+        teller.progress(f"{segment.chain} ({len(seen)} of {counted(chains, 'chain')}): {read}", clock.monotonic())
+
+    try:
+        yield tell
+    finally:
+        teller.end_line()
+
+
 def _overridden(settings: Settings, engine: str | None, verify: str | None, master: str | None) -> Settings:
     compaction = settings.compaction
     engine = engine or compaction.engine
@@ -190,23 +226,33 @@ def _check_names(settings: Settings, selection: Selection) -> None:
     from common.segments.archive import among
     from common.segments.keys import chosen, configured
 
-    site, feed, partition = selection.site, selection.feed, selection.partition
+    site, feed, incarnation, partition = selection.site, selection.feed, selection.incarnation, selection.partition
     feeds = configured(settings)
-    among(open_chains(settings), site, feed, lambda known: chosen(known, feeds, site, feed, None, partition))
+    among(open_chains(settings), site, feed, lambda known: chosen(known, feeds, site, feed, incarnation, partition))
 
 
 @contextmanager
-def _compaction(settings: Settings, store: SegmentStore) -> Iterator[Compaction]:
+def _compaction(config: str, settings: Settings, store: SegmentStore) -> Iterator[Compaction]:
+    """The parts put together as configured; Spark starts when there is work for it.
+
+    Raises Unavailable where a signal asked it to stop.
+    """
+    from common.service.process import stop_asked
     from compaction.proof import SparkProver
     from compaction.run import Compaction, LocalRunner
     from compaction.spark import Spark
 
     chosen = settings.compaction
-    with Spark(settings) as spark:
-        runner = spark if chosen.engine == "spark" else LocalRunner(store)
+    spark = Spark(settings, check=lambda: asked.check())
+    with reloaded_on_hangup(config, settings), stop_asked(spark.cancel) as asked, spark:
+        runner = spark if chosen.engine == "spark" else LocalRunner(store, check=asked.check)
         prove = SparkProver(spark, store).prove if chosen.verify == "spark" else None
         grace = chosen.delete_grace if chosen.delete else None
-        yield Compaction(store, chosen.levels, grace, runner, prove)
+        try:
+            yield Compaction(store, chosen.levels, grace, runner, prove, check=asked.check)
+        except FloeError:
+            asked.check()  # what was cancelled fails in many ways
+            raise
 
 
 def _run(compaction: Compaction, selection: Selection, as_json: bool, strict: bool, metrics: _Metrics) -> int:

@@ -56,6 +56,7 @@ class SparkProver:
         return [verdicts[id(s)] if id(s) in verdicts else self._one(s) for s in supersessions]
 
     def _by_sums(self, part: list[Supersession]) -> Iterable[tuple[Supersession, Failure | None]]:
+        self._spark.check()
         try:
             sums = self._sums([each for s in part for each in (*map(_whole, s.superseded), *s.stretches)])
         except FloeError as error:
@@ -74,6 +75,7 @@ class SparkProver:
         return verdicts
 
     def _one(self, supersession: Supersession) -> Failure | None:
+        self._spark.check()
         try:
             if supersession.exact:
                 return self._compared(supersession, *self._distinct_sums(supersession))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from common.segments.keys import SegmentName
 from common.segments.segment import SegmentRef
 from common.settings import loader
 from common.settings.root import Settings
+from common.settings.types import counted, size_words
 from compaction.plan import Output
 from compaction.run import ChainSurvey, Report
 from compaction.spark import Spark
@@ -40,7 +41,7 @@ def report_rows(report: Report) -> list[list[object]]:
         rows.append(["deleted", chain, level, None, count, size, None])
     # A snapshot has no level and is not a segment.
     for chain, count, size in _added_up(report.pruned, lambda s: s.chain):
-        rows.append(["pruned", chain, None, f"{count} snapshots", None, size, None])
+        rows.append(["pruned", chain, None, counted(count, "snapshot"), None, size, None])
     return rows
 
 
@@ -107,6 +108,17 @@ def verify_row(report: ChainReport) -> list[object]:
     ]
 
 
+def verify_line(reports: Sequence[ChainReport], *, deep: bool) -> str:
+    """What `floe segments verify` ends with: how much was read, and whether all of it is well."""
+    segments = sum(count for each in reports for count in each.segments.values())
+    read = f"{counted(segments, 'segment')} of {counted(len(reports), 'chain')}"
+    rows, size = sum(each.rows for each in reports), sum(each.size for each in reports)
+    how = "every row was read" if deep else "checksums and footers; --deep reads every row"
+    problems = sum(len(each.problems) for each in reports)
+    well = counted(problems, "problem") if problems else "all is well"
+    return f"{well}: {read}, {counted(rows, 'row')}, {size_words(size)} ({how})"
+
+
 def verify_json(report: ChainReport) -> dict[str, Any]:
     coverage = report.coverage
     return {
@@ -115,6 +127,7 @@ def verify_json(report: ChainReport) -> dict[str, Any]:
         "last": coverage and coverage.last,
         "segments": {str(level): count for level, count in report.segments.items()},
         "size": report.size,
+        "rows": report.rows,
         "overlapping": report.overlapping,
         "accepted": [{"first": hole.first, "last": hole.last} for hole in report.accepted],
         "problems": [{"kind": p.kind, "text": p.text, "hint": p.hint} for p in report.problems],

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from common.chain import Chain
+from common.clock import Clock, SystemClock
 from common.errors import DataError, FloeError, Refused, SegmentCorrupt
 from common.failpoints import failpoint
 from common.logs import get_logger
@@ -34,6 +35,7 @@ from compaction.compare import prove_by_reading
 from compaction.failures import Failure
 from compaction.merge import Merged, merge
 from compaction.plan import Output, Planner, unite
+from compaction.spark import ItemsDone
 from compaction.supersede import Reported, Supersession, contained, made_by
 from compaction.tombstones import TombstoneIndex, Tombstones, outdated
 
@@ -66,16 +68,19 @@ Prove = Callable[[Sequence[Supersession]], list[Failure | None]]
 
 
 class LocalRunner:
-    """This process, one item after the other."""
+    """This process, one item after the other. `check`: called before each, raises where the run is to stop."""
 
-    def __init__(self, store: SegmentStore) -> None:
-        self._store = store
+    def __init__(
+        self, store: SegmentStore, clock: Clock | None = None, check: Callable[[], None] = lambda: None
+    ) -> None:
+        self._store, self._clock, self._check = store, clock or SystemClock(), check
 
     def map(self, work: Callable[[SegmentStore, T], R], items: Sequence[T]) -> list[R]:
-        results = []
-        for number, item in enumerate(items, 1):
+        results, said = [], ItemsDone(work.__name__, items, self._clock)
+        for number, item in enumerate(items):
+            self._check()
             results.append(work(self._store, item))
-            log.info("item done", action="item_done", work=work.__name__, item=number, of=len(items))
+            said.done(number)
         return results
 
 
@@ -117,6 +122,11 @@ class Selection:
     feed: str | None = None
     partition: int | None = None
     level: int | None = None
+    incarnation: int | None = None
+
+    def takes(self, chain: Chain) -> bool:
+        """Whether a chain of the site and the feed is one of them."""
+        return self.incarnation in (None, chain.incarnation) and self.partition in (None, chain.partition)
 
 
 @dataclass(slots=True)
@@ -155,7 +165,8 @@ class Compaction:
     """Compacts the chains of one store by `policies`. `grace`: seconds; None: nothing is deleted.
 
     `runner`: where merges are made. `prove`: None: both sides are read again there.
-    `window`, `batch`: how many segments are looked at together, and read in one batch, at least.
+    `window`, `batch`: how many segments are looked at together, and read in one batch, at least. `check`: called
+    between steps, raises where the run is to stop: what is done stays, and the next run goes on.
     """
 
     def __init__(
@@ -168,9 +179,10 @@ class Compaction:
         *,
         window: int = WINDOW,
         batch: int = BATCH,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._store, self._policies, self._grace = store, policies, grace
-        self._runner, self._window, self._batch = runner, window, batch
+        self._runner, self._window, self._batch, self._check = runner, window, batch, check
         self._proofs = prove or (lambda supersessions: runner.map(prove_one, supersessions))
         self._chains = ChainStore(store.objects, store.layout)
         self._tombstones = Tombstones(store.objects, store.layout)
@@ -198,6 +210,7 @@ class Compaction:
         for round_number in range(1, ROUNDS + 1):
             now, failures = self._tombstones.now(), []
             for surveys in self._batches(chains, selection, now, damaged):
+                self._check()
                 outputs = [output for survey in surveys for output in survey.outputs]
                 late, failed = self._merge(outputs, [left for survey in surveys for left in survey.leftovers])
                 in_use = {s.key for o in outputs for s in o.inputs}.union(*(s.in_use for s in surveys))
@@ -215,7 +228,7 @@ class Compaction:
 
     def _selected(self, selection: Selection) -> list[Chain]:
         chains = self._chains.chains(selection.site, selection.feed)
-        return [c for c in chains if selection.partition in (None, c.partition)]
+        return [chain for chain in chains if selection.takes(chain)]
 
     def _batches(
         self, chains: Sequence[Chain], selection: Selection, now: float, damaged: frozenset[str]
@@ -323,6 +336,7 @@ class Compaction:
         late: Late = []
         refused: list[Failure] = []
         while supersessions:
+            self._check()
             doubtful: list[Supersession] = []
             for supersession, failure in zip(supersessions, self._proofs(supersessions), strict=True):
                 count, is_contained = len(supersession.superseded), not supersession.exact
@@ -364,6 +378,7 @@ class Compaction:
             damaged = [s for s in stone.superseding if not self._store.is_intact(s)]
             failures += [_not_intact(s) for s in damaged]
             for segment in () if damaged else stone.superseded:
+                self._check()
                 failpoint("compaction.delete_some")
                 try:
                     self._store.delete(segment)

@@ -6,21 +6,27 @@ import os
 import pickle
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
+from common.clock import Clock, SystemClock
 from common.errors import ConfigError, FloeError, Unavailable
 from common.logs import get_logger
 from common.metrics import version
 from common.open import open_store
 from common.segments.store import SegmentStore
 from common.settings.root import Settings
+from common.settings.types import duration_words
+from compaction.plan import Output
 
 if TYPE_CHECKING:
+    from pyspark.accumulators import Accumulator
     from pyspark.sql import SparkSession
 
 log = get_logger(__name__)
@@ -50,6 +56,7 @@ _LOCAL = re.compile(r"local(\[(?P<cores>\*|\d+)\])?")
 _TASK_FAILURES = 4
 # Text that tasks raise and the driver looks for.
 DISTRIBUTION_PROBLEM = "E-COMMON"
+LOOK = 0.5  # seconds between two looks at which items are done
 RESULT = "id long, result binary"
 _RESULT_FIELDS: list[Any] = [pa.field("id", pa.int64()), pa.field("result", pa.binary())]
 
@@ -57,12 +64,13 @@ _RESULT_FIELDS: list[Any] = [pa.field("id", pa.int64()), pa.field("result", pa.b
 class Spark:
     """Spark as a place where work is done: its session is made on first use and stopped at the end of the context.
 
-    `settings` are sent to the executors, including secrets, and are never logged.
+    `settings` travel to the executors, secrets included, and into no log. `check`: called before work is begun,
+    raises where the run is to stop.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, check: Callable[[], None] = lambda: None) -> None:
         check_conf(settings.compaction.spark.conf)
-        self.settings = settings
+        self.settings, self.check = settings, check
         self._session: SparkSession | None = None
 
     def session(self) -> SparkSession:
@@ -76,14 +84,29 @@ class Spark:
     def map(self, work: Callable[[SegmentStore, I], R], items: Sequence[I]) -> list[R]:
         """As `Runner.map`. Raises ConfigError (E-COMMON) for executors with other code, Unavailable."""
         session = self.session()
-        task = task_of(pickle.dumps((self.settings, work, list(items))), version())
+        self.check()
+        finished = session.sparkContext.accumulator(0)  # bit n: item n is done; counted once, by the last stage
+        task = task_of(pickle.dumps((self.settings, work, list(items))), version(), finished)
         try:
-            rows = session.range(0, len(items), 1, len(items)).mapInArrow(task, RESULT).collect()
+            with _watched(finished, ItemsDone(work.__name__, items, SystemClock()), self._cancel_if_asked):
+                rows = session.range(0, len(items), 1, len(items)).mapInArrow(task, RESULT).collect()
         except Exception as error:  # Spark raises its own, py4j's and the tasks' errors
             raise spark_error(work.__name__, error) from error
         log.info("items done", action="items_done", work=work.__name__, items=len(items))
         # What our own executors answered, over Spark's connection.
         return [pickle.loads(row.result) for row in sorted(rows, key=lambda row: row.id)]  # noqa: S301
+
+    def _cancel_if_asked(self) -> None:
+        # Whoever asked may have come before the job was there to be cancelled.
+        try:
+            self.check()
+        except FloeError:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """End what runs now, from another thread: whoever waits for it gets an error."""
+        if self._session is not None:
+            self._session.sparkContext.cancelAllJobs()
 
     def __enter__(self) -> Spark:
         return self
@@ -185,8 +208,63 @@ def spark_error(what: str, error: Exception) -> FloeError:
     return Unavailable(f"spark {what}: {line[:300]}", hint="see Spark's log; run it again", code="E-SPARK")
 
 
-def task_of(payload: bytes, expected: str) -> Callable[[Batches], Iterator[pa.RecordBatch]]:
-    """It imports nothing of Floe before it knows which `common` it would get."""
+class ItemsDone:
+    """Logs each of `items` that is done, which it is of how many, and how long the rest takes about.
+
+    `work`: the name of what is done with them. Made when the work begins; each item is told once.
+    """
+
+    def __init__(self, work: str, items: Sequence[object], clock: Clock) -> None:
+        self._work, self._items, self._clock = work, items, clock
+        self._begun, self._done = clock.monotonic(), set[int]()
+
+    def done(self, number: int) -> None:
+        """The item of this number, from 0, is done."""
+        if number in self._done:
+            return
+        self._done.add(number)
+        count, of, item = len(self._done), len(self._items), self._items[number]
+        seconds = self._clock.monotonic() - self._begun
+        context = {**item.log_context(), "bytes": item.size} if isinstance(item, Output) else {}
+        left = duration_words(seconds * (of - count) / count) if count < of else "0 s"
+        log.info("item done", action="item_done", work=self._work, item=count, of=of, left=left, **context)
+
+
+@contextmanager
+def _watched(finished: Accumulator[int], said: ItemsDone, look_too: Callable[[], None]) -> Iterator[None]:
+    """Has each item said when its task has ended, while the driver waits for all of them; `look_too` is called as
+    often.
+    """
+    ended = threading.Event()
+
+    def look() -> None:
+        bits = finished.value
+        for number in range(bits.bit_length()):
+            if bits >> number & 1:
+                said.done(number)
+
+    def watch() -> None:
+        while not ended.wait(LOOK):
+            look()
+            look_too()
+
+    watching = threading.Thread(target=watch, name="spark-items", daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watching.join()
+        look()
+
+
+def task_of(
+    payload: bytes, expected: str, finished: Accumulator[int] | None = None
+) -> Callable[[Batches], Iterator[pa.RecordBatch]]:
+    """The function that tasks run. It imports nothing of Floe before it knows whose `common` it would get.
+
+    `finished`: gets the bit of each item that is done.
+    """
     marker = DISTRIBUTION_PROBLEM
 
     def task(batches: Batches) -> Iterator[pa.RecordBatch]:
@@ -205,7 +283,10 @@ def task_of(payload: bytes, expected: str) -> Callable[[Batches], Iterator[pa.Re
             raise RuntimeError(
                 f"{marker}: common in executors: expected that of floe-jetstream {expected}, found {found}"
             )
-        yield from importlib.import_module("compaction.spark").run_items(payload, batches)
+        for done in importlib.import_module("compaction.spark").run_items(payload, batches):
+            if finished is not None:
+                finished.add(sum(1 << number for number in done.column(0).to_pylist()))
+            yield done
 
     return task
 

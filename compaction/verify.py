@@ -51,29 +51,35 @@ class VerifyProblem:
 
 @dataclass(slots=True)
 class ChainReport:
-    """What was found in one chain. `coverage`: None without segments. `overlapping`: segments that share sequences
-    with another one of their level, which costs space and is not a fault. `accepted`: holes that an operator has
-    given up, which are not faults either.
-    """
+    """What was found in one chain. `coverage`: None without segments. `rows`: of all sound segments, a merged
+    row in each of them. `overlapping`: segments that share sequences with another one of their level, which
+    costs space and is no fault. `accepted`: holes that an operator has given up, which are no fault either."""
 
     chain: Chain
     coverage: SequenceRange | None = None
     segments: dict[int, int] = field(default_factory=dict)
     size: int = 0
+    rows: int = 0
     overlapping: int = 0
     accepted: list[SequenceRange] = field(default_factory=list)
     problems: list[VerifyProblem] = field(default_factory=list)
 
 
 def verify_chain(
-    store: SegmentStore, chains: ChainStore, chain: Chain, *, deep: bool = False, window: int = WINDOW
+    store: SegmentStore,
+    chains: ChainStore,
+    chain: Chain,
+    *,
+    deep: bool = False,
+    window: int = WINDOW,
+    tell: Callable[[SegmentRef, Footer], None] | None = None,
 ) -> ChainReport:
     """Raises what the store raises; problems of the data are in the report.
 
-    Segments that are deleted meanwhile are skipped, where others account for them. `window`: the least number of
-    segments that are looked at together.
+    Segments that are deleted meanwhile are passed over, where others account for them. `window`: how many are
+    looked at together at least. `tell`: called with each sound segment once it was looked at.
     """
-    return _Verification(store, chain).run(chains, window, deep=deep)
+    return _Verification(store, chain, tell).run(chains, window, deep=deep)
 
 
 class _Verification:
@@ -83,8 +89,8 @@ class _Verification:
     `_behind`: segments that reach behind the end of the incarnation, `_end`.
     """
 
-    def __init__(self, store: SegmentStore, chain: Chain) -> None:
-        self._store, self._chain, self._report = store, chain, ChainReport(chain)
+    def __init__(self, store: SegmentStore, chain: Chain, tell: Callable[[SegmentRef, Footer], None] | None) -> None:
+        self._store, self._chain, self._report, self._tell = store, chain, ChainReport(chain), tell
         self._found: list[VerifyProblem] = []
         self._accepted_in_windows: list[SequenceRange] = []
         self._accepted: list[SequenceRange] = []
@@ -135,6 +141,9 @@ class _Verification:
             for segment, footer in zip(segments, found, strict=True):
                 if isinstance(footer, Footer):
                     footers[segment.key] = footer
+                    self._report.rows += footer.rows
+                    if self._tell is not None:
+                        self._tell(segment, footer)
                 elif footer is not None:
                     self._report.problems.append(footer)
         return footers

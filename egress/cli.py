@@ -4,7 +4,7 @@ import click
 
 from common.cli import Duration, config_option, json_option, run_command
 from common.lean import slim
-from common.open import load_settings
+from common.open import load_settings, reloaded_on_hangup
 from egress.init import init
 from egress.repartition_cli import repartition
 from egress.resolve_cli import resolve
@@ -48,6 +48,9 @@ async def flush(config: str, feed: str, wait: bool | None, timeout: float, as_js
 async def run(config: str, workers: int | None, worker: str) -> int:
     """Freeze until SIGTERM; then store what was read, and end.
 
+    SIGHUP checks the configuration again and takes over what it can (log.level, secrets), SIGQUIT logs where every
+    task stands.
+
     Example: floe egress run -c site.yaml
     """
     from common.logs import always
@@ -59,10 +62,11 @@ async def run(config: str, workers: int | None, worker: str) -> int:
         always(worker=place.index)
     settings = load_settings(config)
     count = workers or settings.egress.workers
-    if count > 1 and place is None:
-        from egress.workers.supervisor import run_workers
+    with reloaded_on_hangup(config, settings):
+        if count > 1 and place is None:
+            from egress.workers.supervisor import run_workers
 
-        return await run_workers(config, settings, count)
-    from egress.service import serve
+            return await run_workers(config, settings, count)
+        from egress.service import serve
 
-    return await serve(settings, place=place)
+        return await serve(settings, place=place)

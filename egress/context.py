@@ -16,6 +16,7 @@ from common.metrics import version
 from common.objects.open import open_objects
 from common.objects.port import ObjectStore
 from common.open import open_chains, open_store
+from common.segments.keys import parse
 from common.service.monitor import Health
 from common.service.process import Threads
 from common.settings.egress import FeedSettings
@@ -84,6 +85,18 @@ async def opened(settings: Settings) -> AsyncIterator[CommandContext]:
         deps = make_deps(settings, Tuning(), open_objects(settings.store), client, state, 1, "command")
         stack.callback(deps.store.close)
         yield CommandContext(settings, deps, leases, pools)
+
+
+def feed_meant(settings: Settings, text: str) -> tuple[str, int | None, int | None]:
+    """The name of the feed of this site that `FEED` or `SITE/FEED[/INCARNATION[/PARTITION]]` names, and the
+    numbers, None where they are not named. Raises UsageError for another site, and for what names no chain.
+    """
+    if "/" not in text:  # which no feed has in its name
+        return text, None, None
+    site, feed, incarnation, partition = parse(text)
+    if site != settings.site:
+        raise UsageError(f"{text}: expected a feed of site {settings.site}, whose configuration this is")
+    return feed or "", incarnation, partition
 
 
 def feed_named(settings: Settings, name: str) -> FeedSettings:

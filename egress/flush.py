@@ -17,7 +17,7 @@ import click
 import msgspec
 
 from common.chain import Chain
-from common.cli import human_size, print_json
+from common.cli import print_json
 from common.clock import Clock, SystemClock
 from common.documents import JsonForm
 from common.errors import FloeError, Unavailable
@@ -27,11 +27,11 @@ from common.jetstream.kv import KeyValue, KvDocument, state_key
 from common.jetstream.lease import Leases, new_owner
 from common.logs import get_logger
 from common.settings.root import Settings
+from common.settings.types import counted, size_words
 from common.tasks import Stop, again, wait_for
 from egress.context import connected, feed_named
 from egress.feed import Feed
 from egress.partition import Partition, all_partitions, lease_key, require_feeds, unreadable
-from egress.report import counted
 from egress.session import Flush
 
 log = get_logger("egress.flush")
@@ -237,5 +237,5 @@ def _line(row: Mapping[str, Any]) -> str:
     chain = f"{row['site']}/{row['feed']}{incarnation or '/-/' + str(row['partition'])}"
     if row["first"] is None:
         return f"{chain}: {row['state']}"
-    held = f"{counted(row['messages'], 'message')}, {human_size(row['bytes'])}"
+    held = f"{counted(row['messages'], 'message')}, {size_words(row['bytes'])}"
     return f"{chain}: {row['first']}..{row['last']} {row['state']}, {held}"

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from common.cli import config_option, confirm, json_option, print_json, run_command
+from common.cli import config_option, confirm, json_option, print_json, refuse_beside, run_command
+from common.errors import UsageError
 from common.logs import escaped
 from common.open import load_settings
 
@@ -19,26 +20,34 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--feed", "name", required=True, help="The feed.")
+@click.argument("what", required=False, metavar="FEED|SITE/FEED")
+@click.option("--feed", "name", help="The same as the argument.")
 @click.option("--dry-run", is_flag=True, help="Show what would be done.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option
 @config_option
 @run_command
-async def repartition(config: str, name: str, dry_run: bool, yes: bool, as_json: bool) -> int:
+async def repartition(config: str, what: str | None, name: str | None, dry_run: bool, yes: bool, as_json: bool) -> int:
     """Cut a feed into the partitions that are configured now.
 
     Its incarnation is closed where the furthest partition is, and the next one begins behind it. Stop egress
     first. May be run again after a crash, and does nothing where the feed is cut as configured.
 
-    Example: floe egress repartition -c site.yaml --feed NODE_DATA
+    Example: floe egress repartition -c site.yaml us-east/NODE_DATA
     """
     from common.service.process import stop_on_signals
-    from egress.context import feed_named, opened
+    from egress.context import feed_meant, feed_named, opened
     from egress.repartition import Repartition
 
+    if not (given := what or name):
+        raise click.UsageError("expected a feed, as FEED or SITE/FEED, found none", click.get_current_context())
+    if what is not None:
+        refuse_beside(what, {"feed": name})
     settings = load_settings(config, quiet=True)
-    feed = feed_named(settings, name)
+    named, *numbers = feed_meant(settings, given)
+    if numbers != [None, None]:
+        raise UsageError(f"{given}: expected a feed, all of which is cut")
+    feed = feed_named(settings, named)
     async with opened(settings) as components, stop_on_signals() as stop:
         work = Repartition(components, feed)
         plan = await work.plan()
@@ -69,7 +78,7 @@ def _planned(plan: RepartitionPlan, left: Sequence[LeftOut]) -> dict[str, Any]:
 
 
 def _planned_lines(plan: RepartitionPlan, left: Sequence[LeftOut]) -> list[str]:
-    from egress.report import counted
+    from common.settings.types import counted
 
     if plan.is_done:
         return [f"{_feed(plan.current)} is cut as configured"]

@@ -24,6 +24,7 @@ from common.segments.segment import UNREAD, Reason
 from common.segments.writer import SpooledSegment
 from common.service.monitor import Health
 from common.service.process import Threads
+from common.settings.types import counted
 from common.subjects import matches
 from common.tasks import told
 from egress import metrics
@@ -93,10 +94,6 @@ class LeftOut:
     def __str__(self) -> str:
         verb = "belongs" if self.found.messages == 1 else "belong"
         return f"{self.filter_subject or '>'}: {self.found} {verb} to no partition any more"
-
-
-def counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def unmatched(subjects: Mapping[str, int], filters: Sequence[str]) -> Unmatched:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from common.cli import SequenceType, config_option, confirm, json_option, print_json, run_command
+from common.cli import SequenceType, config_option, confirm, json_option, print_json, refuse_beside, run_command
 from common.errors import UsageError
 from common.exits import DIFFERENCES
 from common.open import load_settings
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("feed")
+@click.argument("feed", metavar="FEED|SITE/FEED[/INC[/PART]]")
 @click.option("--partition", type=click.IntRange(0), help="Only this partition.")
 @click.option("--same", "is_same", is_flag=True, help="It is the stream that was archived.")
 @click.option("--new-incarnation", "is_new", is_flag=True, help="Freeze what it is now as what follows.")
@@ -49,18 +49,24 @@ async def resolve(
              floe egress resolve -c site.yaml NODE_DATA --new-incarnation --from 1201
     """
     from egress import resolve as resolving
-    from egress.context import feed_named, opened
+    from egress.context import feed_meant, feed_named, opened
     from egress.partition import partitions_of
 
     if is_same + is_new + is_believed > 1 or (sequence is not None and not is_new):
         raise UsageError("expected one of --same, --new-incarnation [--from SEQ] and --believe-listing")
     settings = load_settings(config, quiet=True)
-    partitions = partitions_of(settings.site, feed_named(settings, feed))
+    name, incarnation, number = feed_meant(settings, feed)
+    if number is not None:
+        refuse_beside(feed, {"partition": partition})
+        partition = number
+    partitions = partitions_of(settings.site, feed_named(settings, name))
     if partition is not None and partition >= len(partitions):
         raise UsageError(f"--partition: expected 0 to {len(partitions) - 1}, found {partition}")
     async with opened(settings) as components:
         cases = [await resolving.look(components, each) for each in partitions]
         chosen = cases if partition is None else [cases[partition]]
+        if incarnation not in (None, newest := chosen[0].chain.incarnation):
+            raise UsageError(f"{feed}: expected the newest incarnation, {newest:04d}: the others have ended")
         if is_new:
             result = await _new_incarnation(components, cases, sequence, yes)
         elif is_same:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.chain import Chain
-from common.cli import StatusView, Styled, ago, human_seconds, human_size
+from common.cli import StatusView, Styled, ago
 from common.clock import SystemClock, format_time
 from common.errors import DataError, OutcomeUnknown, Refused, Unavailable
 from common.exits import LATER
@@ -27,7 +27,7 @@ from common.segments.alive import STANDBY, Sighting, newest
 from common.segments.documents import ChainStore
 from common.service.process import Threads
 from common.settings.root import Settings
-from common.settings.types import parse_listen
+from common.settings.types import duration_words, parse_listen, size_words
 from egress.partition import Partition, all_partitions, lease_key, resolve
 
 TIMEOUT = 2.0  # seconds for the monitor
@@ -111,7 +111,7 @@ class PartitionStatus:
         if self.told or self.sighting is None:
             return str(self.told.get("why", ""))
         if self.state == SILENT:
-            return f"no sign of life for {human_seconds(self.sighting.age)}"
+            return f"no sign of life for {duration_words(self.sighting.age)}"
         return self.sighting.sign.why
 
     @property
@@ -179,13 +179,13 @@ class PartitionStatus:
 
 def opened(held: Mapping[str, Any]) -> str:
     """What the open segment holds, for people."""
-    count, size, age = held["messages"], human_size(held["bytes"]), human_seconds(held["age_seconds"])
+    count, size, age = held["messages"], size_words(held["bytes"]), duration_words(held["age_seconds"])
     return f"{count} {'message' if count == 1 else 'messages'}, {size}, {age}"
 
 
 def closes(held: Mapping[str, Any]) -> str:
     """What closes it, for people."""
-    return f"in {human_seconds(held['closes_in_seconds'])} or at {human_size(held['max_size'])}"
+    return f"in {duration_words(held['closes_in_seconds'])} or at {size_words(held['max_size'])}"
 
 
 async def site_view(settings: Settings) -> StatusView:

@@ -41,11 +41,14 @@ def ingress() -> None:
 async def run(config: str) -> None:
     """Carry what the archive holds into the target streams, until SIGTERM.
 
+    SIGHUP checks the configuration again and takes over what it can (log.level, secrets), SIGQUIT logs where every
+    task stands.
+
     Example: floe ingress run -c central.yaml
     """
     slim()
     from common.clock import SystemClock
-    from common.open import load_settings, open_chains, open_store
+    from common.open import load_settings, open_chains, open_store, reloaded_on_hangup
     from common.service.monitor import Health, Monitor
     from common.service.process import stop_on_signals
     from ingress.service import Controller
@@ -58,7 +61,8 @@ async def run(config: str) -> None:
     monitor.start()
     try:
         async with stop_on_signals() as stop:
-            await controller.run(stop)
+            with reloaded_on_hangup(config, settings):
+                await controller.run(stop)
     finally:
         monitor.close()
 

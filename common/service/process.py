@@ -1,7 +1,8 @@
 """Signals and threads of a process: how it is asked to stop, and what it must wait for.
 
-The first SIGTERM or SIGINT asks the service to drain, the second ends the process at once. SIGHUP ends nothing: it
-calls the functions in `hangups`, such as reading secrets again.
+The first SIGTERM or SIGINT asks the service to drain, the second ends the process at once. SIGHUP ends
+nothing: it calls what `hangups` holds, such as reading secrets again. Nor does SIGQUIT: it logs where every task
+and every thread stands.
 """
 
 import asyncio
@@ -9,12 +10,16 @@ import contextvars
 import functools
 import os
 import signal
+import sys
+import threading
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
+from common.errors import Unavailable
 from common.logs import get_logger
 from common.settings.types import read_all_again
 from common.tasks import Stop, told
@@ -28,6 +33,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 #: Called on the event loop, one after the other, when SIGHUP comes while a service runs.
 hangups: list[Callable[[], None]] = [read_all_again]
 
+#: Called beside what is logged of this process, when SIGQUIT comes.
+quits: list[Callable[[], None]] = []
+
 
 def exit_at_once(number: int) -> None:
     """What the second signal does: 143 after SIGTERM, 130 after SIGINT."""
@@ -40,8 +48,9 @@ async def stop_on_signals(
 ) -> AsyncIterator[Stop]:
     """A signal that the first SIGTERM or SIGINT sets. Each further one calls `second` with its number.
 
-    SIGHUP calls `hangups`. Enter it in the main thread. At the end the former handlers are restored; with
-    `deaf_afterwards` signals are ignored from then on: a process that has done its work ends with its own exit code.
+    SIGHUP calls `hangups`, SIGQUIT logs tasks and threads. To be entered in the main thread. On leaving, the
+    former handlers are back; with `deaf_afterwards` signals are ignored from then on: a process that has done its
+    work ends with its own exit code.
     """
     stop = Stop()
     loop = asyncio.get_running_loop()
@@ -58,6 +67,7 @@ async def stop_on_signals(
 
     former = {number: signal.signal(number, on_signal) for number in SIGNALS}
     former[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(_hang_up))
+    former[signal.SIGQUIT] = signal.signal(signal.SIGQUIT, lambda *_: _dump_beside(loop))
     try:
         yield stop
     finally:
@@ -78,6 +88,93 @@ def on_signal(number: int, call: Callable[[], object]) -> Iterator[None]:
         signal.signal(number, signal.SIG_IGN)
 
 
+class StopAsked:
+    """Whether a command that has no event loop was asked to stop; from any thread."""
+
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+
+    def set(self) -> None:
+        """It is asked to."""
+        self._asked.set()
+
+    @property
+    def is_set(self) -> bool:
+        """Whether it was."""
+        return self._asked.is_set()
+
+    def check(self) -> None:
+        """To be called where it can stop. Raises Unavailable where it was asked to."""
+        if self.is_set:
+            raise Unavailable("stopped by a signal before the end", hint="what is done stays; the next run goes on")
+
+
+@contextmanager
+def stop_asked(cancel: Callable[[], None] = lambda: None) -> Iterator[StopAsked]:
+    """As `stop_on_signals`, for a command without an event loop; `cancel` is called once, in a thread, when the
+    first signal comes. Anywhere but in the main thread, which alone hears signals, nothing is ever asked.
+    """
+    asked, former = StopAsked(), dict[signal.Signals, Any]()
+
+    def beside(work: Callable[[], None], name: str) -> None:
+        # Not in the handler: what it interrupts may hold the very lock that the work needs.
+        threading.Thread(target=work, name=name, daemon=True).start()
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        if asked.is_set:
+            exit_at_once(number)
+        asked.set()
+        beside(lambda: (_tell_stop(number), cancel()), "stopping")  # type: ignore[arg-type,func-returns-value]
+
+    if threading.current_thread() is threading.main_thread():
+        former = {number: signal.signal(number, on_signal) for number in SIGNALS}
+        former[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda *_: beside(_hang_up, "hangup"))
+        former[signal.SIGQUIT] = signal.signal(signal.SIGQUIT, lambda *_: _dump_beside(None))
+    try:
+        yield asked
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def _tell_stop(number: int) -> None:
+    log.info("stopping", action="stop_asked", signal=signal.Signals(number).name)
+
+
+def _dump_beside(loop: asyncio.AbstractEventLoop | None) -> None:
+    """In a thread of its own: it also says where a loop stands that does not turn."""
+    threading.Thread(target=_dump, args=(loop,), name="dump", daemon=True).start()
+
+
+def _dump(loop: asyncio.AbstractEventLoop | None) -> None:
+    for call in quits:
+        call()
+    tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name()) if loop else []
+    frames, here = sys._current_frames(), threading.get_ident()
+    threads = [(each.name, frames.get(each.ident or 0)) for each in threading.enumerate() if each.ident != here]
+    # A warning, so that it is seen where little is logged: somebody asked for it.
+    log.warning("tasks and threads", action="dump", tasks=len(tasks), threads=len(threads))
+    for task in tasks:
+        log.warning("task", action="dump_task", task=task.get_name(), stack=_awaiting(task.get_coro()))
+    for name, frame in threads:
+        stack = reversed(traceback.extract_stack(frame)) if frame else ()
+        log.warning("thread", action="dump_thread", thread=name, stack=[_place(each) for each in stack])
+
+
+def _awaiting(work: Any) -> list[str]:
+    """Where a coroutine stands, the innermost first, and what it waits for where that is none."""
+    places: list[str] = []
+    while (frame := getattr(work, "cr_frame", None) or getattr(work, "gi_frame", None)) is not None:
+        code = frame.f_code
+        places.append(f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}")
+        work = getattr(work, "cr_await", None) or getattr(work, "gi_yieldfrom", None)
+    return [*([str(type(work).__name__)] if work is not None else []), *reversed(places)]
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    return f"{frame.filename}:{frame.lineno} {frame.name}"
+
+
 def _hang_up() -> None:
     log.info("hangup, going on", action="hangup", read_again=len(hangups))
     for call in hangups:
@@ -88,7 +185,7 @@ def _hang_up() -> None:
 
 
 def _ask(stop: Stop, number: int) -> None:
-    log.info("stopping", action="stop_asked", signal=signal.Signals(number).name)
+    _tell_stop(number)
     stop.set()
 
 

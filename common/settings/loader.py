@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
 from common.errors import ConfigError
 from common.settings import yaml
@@ -265,6 +265,39 @@ def load_document(path: str) -> ConfigDocument:
         )
     refuse_unrunnable(documents[0])
     return documents[0]
+
+
+def changed(before: Settings, now: Settings) -> dict[str, tuple[Any, Any]]:
+    """The keys whose values differ, dotted, each with both values as text; None where there is none. Of a secret
+    only that it differs.
+    """
+    former, later = dict(_flat(before, "")), dict(_flat(now, ""))
+    return {
+        key: (_said(former.get(key)), _said(later.get(key)))
+        for key in sorted({*former, *later})
+        if _bare(former.get(key)) != _bare(later.get(key))
+    }
+
+
+def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Section):
+        for name in type(value).model_fields:
+            yield from _flat(getattr(value, name), f"{path}.{name.rstrip('_')}" if path else name.rstrip("_"))
+    elif isinstance(value, tuple) and any(isinstance(each, Section) for each in value):
+        for index, each in enumerate(value):
+            yield from _flat(each, f"{path}[{index}]")
+    else:
+        yield path, value
+
+
+def _bare(value: Any) -> Any:
+    return value.get_secret_value() if isinstance(value, SecretStr) else value
+
+
+def _said(value: Any) -> str | None:
+    if value is None:
+        return None
+    return "a secret" if isinstance(value, SecretStr) else str(value)
 
 
 def parse(text: str, name: str) -> list[Settings]:

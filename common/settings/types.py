@@ -72,6 +72,34 @@ def format_duration(seconds: float) -> str:
     return text or "0s"
 
 
+def duration_words(seconds: float) -> str:
+    """`seconds` for people, to two units: `0.2 s`, `12 s`, `4m31s`, `3d2h`."""
+    if seconds < 59.5:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    left, said = round(seconds), list[str]()
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
+        count, left = divmod(left, length)
+        if count or said:
+            said.append(f"{count}{unit}" if count else "")
+    return "".join(said[:2])
+
+
+def size_words(size: float) -> str:
+    """Bytes for people, in the largest unit that leaves at least one: `812 B`, `2.1 KiB`, `100 MiB`."""
+    if size < 1023.5:
+        return f"{size:,.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        size /= 1024
+        if size < 1023.95 or unit == "TiB":
+            break
+    return f"{f'{size:,.1f}'.removesuffix('.0')} {unit}"
+
+
+def counted(count: int, what: str) -> str:
+    """`1 segment`, `2,000 segments`."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def parse_size(text: str) -> int:
     """Bytes: a number, alone or with K M G T P, each with or without B or iB; all binary. Raises ValueError."""
     match = _SIZE.fullmatch(text)

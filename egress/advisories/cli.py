@@ -13,7 +13,7 @@ import click
 from msgspec import structs
 
 from common.chain import FEED_PATTERN
-from common.cli import Duration, config_option, run_command
+from common.cli import Moment, TimeType, config_option, run_command
 from common.clock import NS_PER_S, Clock, SystemClock, parse_time
 from common.errors import FloeError, Unavailable
 from common.jetstream.api import stream_info
@@ -22,7 +22,7 @@ from common.jetstream.pull import From, scan
 from common.logs import escaped
 from common.open import load_settings
 from common.service.process import stop_on_signals
-from common.settings.types import format_duration
+from common.settings.types import counted, format_duration
 from common.tasks import unless
 from egress.advisories.advisory import AdvisoryDocument, parse
 
@@ -46,7 +46,7 @@ def line_of(document: AdvisoryDocument) -> str:
 
 @dataclass
 class AdvisorySearch:
-    """Advisories of `value` (None: of all) stored in the last `since` seconds; `follow`: and those that come later.
+    """Advisories of `value` (None: of all) stored since then; `follow`: and those that come.
 
     `foreign` counts the messages that were not advisories.
     """
@@ -55,7 +55,7 @@ class AdvisorySearch:
     clock: Clock
     stream: str
     value: str | None
-    since: float
+    since: Moment
     follow: bool
     foreign: int = 0
     _next: int = 0
@@ -68,7 +68,7 @@ class AdvisorySearch:
                 code="E-STREAM",
             )
         now_ns = parse_time(info.time) if info.time else int(self.clock.now() * NS_PER_S)
-        start = From(time_ns=now_ns - int(self.since * NS_PER_S))
+        start = From(time_ns=self.since.at(now_ns / NS_PER_S))
         until = None if self.follow else info.last_sequence
         while True:
             try:
@@ -105,7 +105,7 @@ def _has_time(document: AdvisoryDocument) -> bool:
 @click.argument("stream")
 @click.argument("value", required=False)
 @config_option
-@click.option("--since", type=Duration(), default="1h", show_default=True, help="How far back, by time of storing.")
+@click.option("--since", type=TimeType(), default="1h", show_default=True, help="By time of storing.")
 @click.option("-f", "--follow", is_flag=True, help="Go on with those that come, until Ctrl-C.")
 @click.option(
     "--nats",
@@ -116,7 +116,7 @@ def _has_time(document: AdvisoryDocument) -> bool:
 @click.option("-j", "--json", "as_json", is_flag=True, help="Print JSON, one document a line.")
 @run_command
 async def advisories(
-    stream: str, value: str | None, config: str, since: float, follow: bool, role: Role | None, as_json: bool
+    stream: str, value: str | None, config: str, since: Moment, follow: bool, role: Role | None, as_json: bool
 ) -> None:
     """Show the advisories in STREAM, or those of one VALUE: what was new, silent, back, given up.
 
@@ -137,7 +137,8 @@ async def advisories(
     finally:
         await client.aclose()
     if search.foreign:
-        _to_stderr(f"{search.foreign} messages of {stream} are no advisories")
+        verb = "is no advisory" if search.foreign == 1 else "are no advisories"
+        _to_stderr(f"{counted(search.foreign, 'message')} of {stream} {verb}")
 
 
 async def _print(search: AdvisorySearch, as_json: bool) -> None:

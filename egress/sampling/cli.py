@@ -10,7 +10,7 @@ from itertools import islice
 import click
 
 from common.chain import Chain
-from common.cli import Duration, config_option, json_option, run_command
+from common.cli import Moment, TimeType, config_option, json_option, moment, run_command
 from common.clock import NS_PER_S, SystemClock, format_time
 from common.errors import DataError, FloeError
 from common.logs import escaped
@@ -19,6 +19,7 @@ from common.segments.documents import SnapshotRef
 from common.segments.store import SegmentStore
 from common.settings.egress import FeedSettings
 from common.settings.root import Settings
+from egress.context import feed_meant
 from egress.sampling.key_table import KnownKey, Notice, SamplerState
 from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot
@@ -122,8 +123,8 @@ class Pattern(click.ParamType):  # type: ignore[type-arg]  # generic since click
 
 @click.command()
 @click.argument("value", required=False, type=Pattern())
-@click.option("--feed", help="Only this feed.")
-@click.option("--since", type=Duration(), metavar="DURATION", help="Only values seen as lately as this.")
+@click.option("--feed", metavar="FEED|SITE/FEED[/INC[/PART]]", help="Only this feed, or this chain of it.")
+@click.option("--since", type=TimeType(), help="Only values seen since: 2h, a time.")
 @click.option("--silent", is_flag=True, help="Only values silent for longer than warn_duration, and not yet expired.")
 @click.option("--values", "is_values", is_flag=True, help="Print the values only.")
 @json_option
@@ -133,7 +134,7 @@ def state(
     config: str,
     value: re.Pattern[str] | None,
     feed: str | None,
-    since: float | None,
+    since: Moment | None,
     silent: bool,
     is_values: bool,
     as_json: bool,
@@ -150,17 +151,19 @@ def state(
     """
     settings = load_settings(config, quiet=True)
     now = SystemClock().now()
-    since_ns = 0 if since is None else round((now - since) * NS_PER_S)
+    since_ns = moment(now, since) or 0
     failures: list[FloeError] = []
     store = open_store(settings)
     form = as_value if is_values else _as_json if as_json else _as_text
     is_headed = form is not _as_text
-    for each in _sampled(settings, feed):
+    meant, incarnation, partition = feed_meant(settings, feed) if feed else (None, None, None)
+    for each in _sampled(settings, meant):
         warn_ns = sampling.warn_ns if (sampling := Sampling.of(each)) else 0
         chains = open_chains(settings, store.objects).chains(settings.site, each.name)
-        newest = max((chain.incarnation for chain in chains), default=0)
+        newest = max((chain.incarnation for chain in chains), default=0) if incarnation is None else incarnation
         for chain in chains:
-            found = _read(store, chain, failures) if chain.incarnation == newest else None
+            is_meant = chain.incarnation == newest and partition in (None, chain.partition)
+            found = _read(store, chain, failures) if is_meant else None
             if found is None:
                 continue
             knew = found[1].state

@@ -16,7 +16,7 @@ from common.exits import asked_context, is_debug
 from common.logs import flush, get_logger
 from common.metrics import counter, gauge
 from common.service.monitor import Health, Monitor
-from common.service.process import exit_at_once, hangups, on_signal, stop_on_signals
+from common.service.process import exit_at_once, hangups, on_signal, quits, stop_on_signals
 from common.settings.root import Settings
 from common.tasks import GOOD_WHILE, Stop, end, orphaned, wait_for, watched
 from egress.partition import require_feeds
@@ -132,8 +132,9 @@ async def supervise(supervisor: Supervisor, health: Health, clock: Clock) -> int
         flush()
         exit_at_once(number)
 
-    hang_up = partial(supervisor.send, signal.SIGHUP)
+    hang_up, quit_ = partial(supervisor.send, signal.SIGHUP), partial(supervisor.send, signal.SIGQUIT)
     hangups.append(hang_up)
+    quits.append(quit_)
     with on_signal(signal.SIGUSR1, supervisor.flush):
         async with stop_on_signals(second=kill) as stop:
             beating = watched(_beat(health, clock), orphaned, name="beat")
@@ -141,6 +142,7 @@ async def supervise(supervisor: Supervisor, health: Health, clock: Clock) -> int
                 return await supervisor.run(stop)
             finally:
                 hangups.remove(hang_up)
+                quits.remove(quit_)
                 await end(beating)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from common.errors import DataError, UsageError
 from common.open import load_settings, open_chains
 from common.segments.documents import TargetPositions
 from common.sequences import MAX_SEQUENCE
+from common.settings.types import counted
 
 if TYPE_CHECKING:
     from common.chain import Chain
@@ -21,17 +23,14 @@ if TYPE_CHECKING:
     from ingress.operator.correct import CheckpointEditor, CheckpointPlan
 
 Position = tuple[cli.Named, int]
-POSITION_COLUMNS = ("site", "feed", "incarnation", "partition", "before", "after")
+POSITION_COLUMNS = ("chain", "before", "after")
 
 
 def _parse_position(text: str) -> Position:
     """`SITE/FEED[/INCARNATION[/PARTITION]]=SEQUENCE`. Raises ValueError."""
-    from common.segments.keys import parse
-
     name, _, sequence = text.rpartition("=")
     try:
-        site, feed, *numbers = parse(name)
-        named, at = cli.Named(site, feed or "", *numbers), int(sequence)
+        named, at = cli.Named.parse(name), int(sequence)
     except (ValueError, UsageError) as error:
         raise ValueError(f"expected SITE/FEED/INCARNATION/PARTITION=SEQUENCE: {error}") from None
     if not 1 <= at <= MAX_SEQUENCE:
@@ -45,9 +44,7 @@ position_type = cli.Parsed("chain=sequence", tuple, _parse_position)
 @click.command("set")
 @cli.config_option
 @cli.target_option
-@click.option("--site", default="", help="With --feed and --sequence: of this site.")
-@click.option("--feed", default="", help="The feed.")
-@cli.history_options
+@cli.any_chain_options
 @click.option("--sequence", type=cli.SequenceType(), help="The sequence that the chain goes on at.")
 @click.option("--accept", is_flag=True, help="Take the target as it is now.")
 @click.option("--stored", type=click.IntRange(min=0), help="So many rows of the open intent are stored.")
@@ -72,10 +69,10 @@ async def checkpoint_set(
              floe checkpoint set -c central.yaml --target FLEET --from-target --dry-run
              floe checkpoint set -c central.yaml --target FLEET --stored 11
              floe checkpoint set -c central.yaml --target FLEET --forget
-             floe checkpoint set -c central.yaml --target FLEET --site us-east --feed NODES --sequence 4711
+             floe checkpoint set -c central.yaml --target FLEET us-east/NODES --sequence 4711
     """
     if (named is None) is not (options["sequence"] is None):
-        raise UsageError("expected --site, --feed and --sequence together")
+        raise UsageError("expected a chain, as SITE/FEED, and --sequence together")
     told: tuple[Position, ...] = options.pop("told")
     repeats: bool = options.pop("repeats")
     way = _way(options)
@@ -117,8 +114,7 @@ def _way(options: Mapping[str, Any]) -> str:
     chosen = [way for way in ways if options[way] is not None and options[way] is not False]
     if len(chosen) != 1:
         raise UsageError(
-            "expected one of --accept, --stored, --from-target, --forget, --forget-unlisted and "
-            "--site, --feed, --sequence"
+            "expected one of --accept, --stored, --from-target, --forget, --forget-unlisted and SITE/FEED --sequence"
         )
     return chosen[0]
 
@@ -140,11 +136,11 @@ def _show(target: str, plan: CheckpointPlan) -> None:
     click.echo(f"{target}: target sequence {was} -> {now}")
     if state and state.intent:
         kept = "kept" if after and after.intent else "dropped"
-        click.echo(f"open intent after {state.intent.base}, {state.intent.count} messages -> {kept}")
+        click.echo(f"open intent after {state.intent.base}, {counted(state.intent.count, 'message')} -> {kept}")
     before = state.checkpoint.positions if state else {}
     behind = after.checkpoint.positions if after else {}
     rows = [
-        {**chain.log_context(), "before": before.get(chain), "after": behind.get(chain)}
+        {"chain": chain, "before": before.get(chain), "after": behind.get(chain)}
         for chain in sorted({*before, *behind})
     ]
     cli.table(rows, POSITION_COLUMNS)
@@ -198,7 +194,8 @@ async def checkpoint_release(config: str, target: str, yes: bool) -> None:
     if known.released:
         click.echo(f"{target} was released already", err=True)
         return
-    if not yes:
+    if not yes and not sys.stdin.isatty():
         raise UsageError(f"expected --yes: {target} is not released")
+    cli.confirm(f"release {target}?", yes)
     chains.write_positions(TargetPositions(target, SystemClock().now(), released=True))
     click.echo(f"{target} is released", err=True)

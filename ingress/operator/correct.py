@@ -14,8 +14,10 @@ from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
 from common.open import open_chains
 from common.service.process import Threads
+from common.service.progress import Teller, share_text
 from common.settings.ingress import TargetSettings
 from common.settings.root import Settings
+from common.settings.types import counted
 from ingress.checkpoint import ParkedAs, TargetState
 from ingress.checkpoint_store import ROLE, StateStore, from_json
 from ingress.operator import corrections
@@ -84,7 +86,18 @@ class CheckpointEditor:
     async def _scanned(self, scan: TargetScan) -> TargetScan:
         info = await stream_info(self._client, self.target)
         retention = str(info.config.get("retention", "limits")) if info else "limits"
-        return await run_scan(self._client, self.target, retention, scan)
+        teller, begun = Teller(), self._clock.monotonic()
+
+        def tell(scan: TargetScan) -> None:
+            now = self._clock.monotonic()
+            share = share_text(scan.held, scan.last - scan.after, now - begun)
+            teller.progress(f"read {counted(scan.held, 'message')} of {self.target}: {share}", now)
+
+        scan.tell = tell
+        try:
+            return await run_scan(self._client, self.target, retention, scan)
+        finally:
+            teller.end_line()
 
     # Planning
 

@@ -15,6 +15,7 @@ import click
 from common import cli
 from common.errors import Stopped, UsageError
 from common.open import load_settings, open_chains, open_store
+from common.settings.types import counted
 
 if TYPE_CHECKING:
     from common.chain import Chain
@@ -22,10 +23,8 @@ if TYPE_CHECKING:
     from ingress.chains.pauses import Pauses, PauseStore
     from ingress.operator.status import States
 
-GAP_COLUMNS = (
-    "site", "feed", "incarnation", "partition", "first", "last", "kind", "since", "behind", "accepted",
-)  # fmt: skip
-PAUSE_COLUMNS = ("target", "site", "feed", "incarnation", "partition", "since", "by", "note")
+GAP_COLUMNS = ("chain", "first", "last", "kind", "since", "behind", "accepted")
+PAUSE_COLUMNS = ("target", "chain", "since", "by", "note")
 
 
 def _somebody() -> str:
@@ -127,10 +126,10 @@ def gap_accept(
     when it is started again; what it archives fills the hole.
 
     Segments that arrive before a target has passed the gap are carried all the same; what arrives later is
-    reported. Refused where a sound segment covers a part. Without --incarnation the newest is meant, unless
+    reported. Refused where a sound segment covers a part. Without an incarnation the newest is meant, unless
     an older one has a hole there, too.
 
-    Example: floe gap accept -c central.yaml --site us-east --feed NODES --first 101 --last 200
+    Example: floe gap accept -c central.yaml us-east/NODES --first 101 --last 200
     """
     from common.segments.documents import AcceptedGap
     from common.sequences import SequenceRange
@@ -152,7 +151,7 @@ def gap_accept(
         for problem in damaged:
             click.echo(f"damaged, and given up with the gap: {problem}", err=True)
         if not dry_run:
-            cli.confirm(f"give up {len(wanted)} sequences, {wanted}, of {chain}?", yes)
+            cli.confirm(f"give up {counted(len(wanted), 'sequence')}, {wanted}, of {chain}?", yes)
             decision = documents.accept_gap(chain, decision)
     if as_json:
         shown = {"first": decision.range.first, "last": decision.range.last, "note": decision.note}
@@ -184,7 +183,7 @@ async def chain_pause(config: str, target: str, named: cli.Named, note: str, as_
 
     What is being stored now is stored. Holds through restarts and take-overs.
 
-    Example: floe chain pause -c central.yaml --target FLEET --site us-east --feed NODES --note "bad data"
+    Example: floe chain pause -c central.yaml --target FLEET us-east/NODES --note "bad data"
     """
     from ingress.chains.pauses import Pause
 
@@ -211,13 +210,13 @@ async def chain_resume(
     --all has nothing paused, also where what was paused cannot be read any more (E-PAUSES).
 
     \b
-    Example: floe chain resume -c central.yaml --target FLEET --site us-east --feed NODES
+    Example: floe chain resume -c central.yaml --target FLEET us-east/NODES
              floe chain resume -c central.yaml --target FLEET --all
     """
     # Two resumptions within a millisecond must differ.
     at = f"{_now()} {secrets.token_hex(4)}"
     if is_all is (named is not None):
-        raise UsageError("expected --site and --feed, or --all")
+        raise UsageError("expected a chain, as SITE/FEED, or --all")
     if named is None:
         async with _store(config, target) as (_, store):
             try:
@@ -271,7 +270,14 @@ async def _decide(config: str, target: str, named: cli.Named, step: Callable[[Pa
 
 def _rows(target: str, pauses: Pauses) -> list[dict[str, object]]:
     return [
-        {"target": target, **chain.log_context(), "since": pause.at, "by": pause.by, "note": pause.note}
+        {
+            "target": target,
+            "chain": str(chain),
+            **chain.log_context(),
+            "since": pause.at,
+            "by": pause.by,
+            "note": pause.note,
+        }
         for chain, pause in sorted(pauses.paused.items())
     ]
 

@@ -70,6 +70,7 @@ class Hole:
     def row(self) -> dict[str, object]:
         is_open = "no" if self.left == (self.rows,) else "in part"
         return {
+            "chain": str(self.chain),
             **self.chain.log_context(),
             "first": self.rows.first,
             "last": self.rows.last,

@@ -61,7 +61,7 @@ async def parked_cat(
     """Write one parked message to stdout: its payload as it is; with --json everything, bytes in Base64.
 
     \b
-    Example: floe parked cat -c central.yaml --target FLEET --site us-east --feed NODES --sequence 4711
+    Example: floe parked cat -c central.yaml --target FLEET us-east/NODES --sequence 4711
     """
     store = await _current(config, target)
     entry = _entry(store, _meant(config, store, named, sequence), sequence)
@@ -101,7 +101,7 @@ async def parked_retry(
     it.
 
     \b
-    Example: floe parked retry -c central.yaml --target FLEET --site us-east --feed NODES --all
+    Example: floe parked retry -c central.yaml --target FLEET us-east/NODES --all
     """
     if (sequence is None) is not is_all:
         raise UsageError("expected one of --sequence and --all")
@@ -183,7 +183,7 @@ def _meant(config: str, store: ParkedStore, named: cli.Named, sequence: int | No
     if len(found) > 1:
         raise UsageError(
             f"{named.site}/{named.feed}: expected one chain, found {', '.join(map(str, sorted(found)))}",
-            hint="name --incarnation and --partition",
+            hint="name the incarnation and the partition",
         )
     return found.pop() if found else named.chain(load_settings(config, quiet=True))
 

@@ -8,7 +8,7 @@ from itertools import chain as joined
 from typing import Any
 
 from common.chain import Chain
-from common.cli import StatusView, Styled, ago, human_seconds, print_json, table
+from common.cli import StatusView, Styled, ago, print_json, table
 from common.clock import NS_PER_S, Clock, SystemClock, format_time
 from common.errors import ConfigError, DataError, FloeError, Refused, Stopped
 from common.jetstream.api import stream_info
@@ -26,6 +26,7 @@ from common.segments.store import SegmentStore
 from common.service.process import Threads
 from common.settings.ingress import SourceSettings, TargetSettings
 from common.settings.root import Settings
+from common.settings.types import duration_words
 from ingress.chains.pauses import PauseStore
 from ingress.chains.plan import Phase
 from ingress.chains.search import Inside, look_into
@@ -206,7 +207,7 @@ class ChainStatus:
             "archived": self.archived,
             "carried": None if self.position is None else self.position - 1,
             "lag": self.lag_sequences,
-            "behind": human_seconds(self.lag_seconds),
+            "behind": duration_words(self.lag_seconds),
             "last archived": ago(None if self.last_archived is None else now - self.last_archived),
             "egress": Styled(self.egress_state, "red" if self.alarm else ""),
             "source lag": self.source_lag_sequences,
@@ -361,9 +362,7 @@ def _as_decided(standing: ChainStatus, sight: Sight, *, is_listed: bool) -> Chai
     return standing
 
 
-CHECKPOINT_COLUMNS = (
-    "target", "target_sequence", "site", "feed", "incarnation", "partition", "position", "intent", "begins",
-)  # fmt: skip
+CHECKPOINT_COLUMNS = ("target", "target_sequence", "chain", "position", "intent", "begins")
 States = Mapping[str, TargetState | None]
 
 
@@ -420,7 +419,7 @@ def _checkpoint_rows(target: str, state: TargetState) -> list[dict[str, object]]
         {
             "target": target,
             "target_sequence": checkpoint.target_sequence,
-            **chain.log_context(),
+            "chain": chain,
             "position": checkpoint.positions.get(chain),
             "intent": " ".join(texts[chain]) if chain in texts else None,
             "begins": checkpoint.begins or None,

@@ -1,5 +1,7 @@
 """Reads what a target holds, headers only: which chains' messages stand there, and how many it let go."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -9,6 +11,8 @@ from common.jetstream.client import FloeClient
 from common.jetstream.pull import read_through
 from common.segments.segment import Message
 from ingress.verdict.verdict import Unread, origin_of
+
+TOLD = 1000  # messages between two calls of `tell`
 
 
 @dataclass(slots=True)
@@ -30,15 +34,17 @@ class ScannedChain:
 class TargetScan:
     """What stands in a target behind sequence `after`, up to and including `last`.
 
-    `held`: messages of any kind; `foreign`: those of them without provenance; `others`: those with provenance that
-    `counts` does not take (None: it takes all). `parked`: messages that were put aside; `parked_seen`: those of them
-    that stand there; `parked_again`: how often one stands there that `counts` does not take.
+    `held`: messages of any kind, `foreign`: those of them without provenance, `others`: those with one that
+    `counts` does not take (None: it takes all). `parked`: messages that were put aside; `parked_seen`: those
+    of them that stand there, `parked_again`: how often one does that `counts` does not take. `tell`: called now
+    and then, to say how far it is.
     """
 
     after: int
     last: int
     counts: Callable[[Chain, int], bool] | None = None
     parked: Collection[tuple[Chain, int]] = ()
+    tell: Callable[[TargetScan], None] | None = None
     held: int = field(default=0, init=False)
     foreign: int = field(default=0, init=False)
     others: int = field(default=0, init=False)
@@ -63,6 +69,8 @@ class TargetScan:
     def add(self, at: int, headers: bytes | None) -> None:
         """`at`: target sequence of the message; call in ascending order."""
         self.held += 1
+        if self.tell is not None and self.held % TOLD == 0:
+            self.tell(self)
         origin = origin_of(headers)
         if isinstance(origin, Unread):
             self.foreign += 1

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import click
 
 from common.chain import FEED_PATTERN
-from common.cli import Command, Duration, SequenceType, config_option, json_option, print_json, run_command
+from common.cli import (
+    Command,
+    Named,
+    SequenceType,
+    TimeType,
+    chain_options,
+    config_option,
+    confirm,
+    json_option,
+    print_json,
+    run_command,
+    yes_option,
+)
 from common.errors import UsageError
 from common.exits import LATER
 from common.logs import escaped
@@ -21,19 +33,16 @@ def range_options(function: Command) -> Command:
     """What is replayed."""
     for option in reversed(
         [
-            click.option("--site", required=True, help="The site."),
-            click.option("--feed", required=True, help="The feed."),
-            click.option("--incarnation", type=click.IntRange(0, 9999), help="Only this one."),
-            click.option("--partition", type=click.IntRange(0, 65535), help="Only this one."),
             click.option("--from-sequence", type=SequenceType(), help="The first sequence."),
-            click.option("--from-time", default="", metavar="TIME", help="The first time, as 2026-01-02T03:04:05Z."),
-            click.option("--since", type=Duration(), default=0.0, help="From so long ago, as 1h30m."),
+            click.option("--from-time", type=TimeType(), help="The first time: 2026-01-02T03:04:05Z, -2h."),
+            click.option("--since", type=TimeType(), help="The same: 2h, 2h ago, 2026-01-02 03:04."),
             click.option("--to-sequence", type=SequenceType(), help="The last sequence."),
-            click.option("--to-time", default="", metavar="TIME", help="Up to, and without, this time."),
+            click.option("--to-time", type=TimeType(), help="Up to, and without, this time."),
+            click.option("--until", type=TimeType(), help="The same."),
         ]
     ):
         function = option(function)
-    return function
+    return chain_options(function, is_one=False)
 
 
 @click.command()
@@ -50,22 +59,25 @@ def range_options(function: Command) -> Command:
 @click.option("--skip-holes", is_flag=True, help="Go on behind sequences that no segment covers.")
 @click.option("--again", is_flag=True, help="Begin anew, whatever was replayed into the target before.")
 @click.option("--dry-run", is_flag=True, help="Show what would be done.")
+@yes_option
 @json_option
 @config_option
 @run_command
-async def replay(config: str, as_json: bool, dry_run: bool, rate: str, speed: str, **asked: Any) -> int:
+async def replay(
+    config: str, named: Named, as_json: bool, dry_run: bool, yes: bool, rate: str, speed: str, **asked: Any
+) -> int:
     """Put what the archive holds of a feed into a stream, in order and once.
 
     Without bounds, all of it. A replay that was stopped or killed goes on when the same command is given
-    again. Exit 75 where it was stopped before its end.
+    again. Exit 75 where it was stopped before its end. On a terminal --again asks before.
 
     \b
-    Example: floe replay -c site.yaml --site us-east --feed NODES --target NODES \\
-        --into-source --create --dry-run
+    Example: floe replay -c site.yaml us-east/NODES --target NODES --into-source --create --dry-run
     """
     from common.clock import SystemClock
     from common.service.process import stop_on_signals
-    from ingress.replay.output import Teller, plan_json, plan_lines, result_line
+    from common.service.progress import Teller
+    from ingress.replay.output import plan_json, plan_lines, result_line
     from ingress.replay.pace import pace_of, paced_words
     from ingress.replay.replay import Replay
     from ingress.replay.request import FLAGS, ReplayOptions, Request
@@ -74,9 +86,11 @@ async def replay(config: str, as_json: bool, dry_run: bool, rate: str, speed: st
     if not FEED_PATTERN.fullmatch(name := asked["target"]):
         form = "1 to 255 characters without space . * > / \\"
         raise UsageError(f"--target: expected a stream name, {form}, found {name!r:.80}")
-    request = Request(**asked)
+    request = Request(**asdict(named), **_times(asked))
     options = ReplayOptions(**flags, pace=pace_of(rate, speed), paced=paced_words(rate, speed))
     settings, clock = load_settings(config, quiet=True), SystemClock()
+    if options.again and not dry_run:
+        confirm(f"begin anew in {request.target}, whatever was replayed into it before?", yes, is_needed=False)
     with closing(open_store(settings)) as store:
         work = Replay(settings, request, options, store, open_chains(settings), clock, teller := Teller())
         async with work.connected() as client, stop_on_signals() as stop:
@@ -100,20 +114,20 @@ async def replay(config: str, as_json: bool, dry_run: bool, rate: str, speed: st
 @json_option
 @config_option
 @run_command
-async def drill(config: str, as_json: bool, storage: str, **asked: Any) -> int:
+async def drill(config: str, named: Named, as_json: bool, storage: str, **asked: Any) -> int:
     """Replay a part of a feed into a scratch stream, compare it with the archive, and remove it.
 
     Without bounds, the last 10,000 sequences. Exit 3 where what comes back differs, or the archive has holes.
 
-    Example: floe drill -c site.yaml --site us-east --feed NODES --since 1h
+    Example: floe drill -c site.yaml us-east/NODES --since 1h
     """
     from common.clock import SystemClock
     from common.service.process import stop_on_signals
+    from common.service.progress import Teller
     from ingress.replay.drill import NAME, Drill
-    from ingress.replay.output import Teller
     from ingress.replay.request import Request
 
-    request = Request(target=NAME, **asked)
+    request = Request(**asdict(named), target=NAME, **_times(asked))
     settings, clock = load_settings(config, quiet=True), SystemClock()
     with closing(open_store(settings)) as store:
         work = Drill(settings, store, open_chains(settings), clock, teller := Teller(), storage)
@@ -122,6 +136,17 @@ async def drill(config: str, as_json: bool, storage: str, **asked: Any) -> int:
     teller.end_line()
     print_json(report.as_json()) if as_json else _echo(report.lines())
     return report.exit_code
+
+
+def _times(asked: dict[str, Any]) -> dict[str, Any]:
+    """`asked` with its times as a `Request` has them. Raises UsageError where one is given twice."""
+    for one, other, relative in (("from_time", "since", "since"), ("to_time", "until", "until")):
+        first, second = asked.pop(one), asked.pop(other)
+        if first and second:
+            raise UsageError(f"expected one of --{one.replace('_', '-')} and --{other}, found both")
+        if (at := first or second) is not None:
+            asked |= {one: at.text} if at.text else {relative: at.ago}
+    return asked
 
 
 def _echo(lines: Iterable[str]) -> None:

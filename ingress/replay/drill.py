@@ -33,12 +33,12 @@ from common.segments.segment import Message
 from common.segments.store import SegmentStore
 from common.sequences import cover
 from common.service.process import Threads
+from common.service.progress import Teller
 from common.settings.root import Settings
 from common.settings.service import ServiceSettings
-from common.settings.types import format_duration
+from common.settings.types import counted, duration_words, size_words
 from common.tasks import Stop, beside
 from ingress.errors import leading
-from ingress.replay.output import Teller, size_text
 from ingress.replay.plan import ChainRange, ReplayPlan
 from ingress.replay.receipt import Remembered, receipt_key
 from ingress.replay.replay import Replay
@@ -237,14 +237,14 @@ class DrillReport:
 
     def lines(self) -> Iterator[str]:
         result, feed = self.result, f"{self.request.site}/{self.request.feed}"
-        took = f"{format_duration(round(result.seconds, 1))}, {result.rate:,.0f} msg/s"
-        yield f"{feed}: {self.differences.found:,} messages, {size_text(result.bytes)} in {took}"
+        took = f"{duration_words(result.seconds)}, {result.rate:,.0f} msg/s"
+        yield f"{feed}: {counted(self.differences.found, 'message')}, {size_words(result.bytes)} in {took}"
         yield f"{'as in the archive' if self.exit_code == 0 else 'NOT WELL'}: {self.differences.line()}"
         yield from self.differences.examples
         yield from self.problems
         yield from (f"hole: {hole.chain} {hole.rows}" for hole in self.plan.holes[:10])
         if self.full_seconds is not None:
-            yield f"the whole feed would take about {format_duration(round(self.full_seconds, 1))}"
+            yield f"the whole feed would take about {duration_words(self.full_seconds)}"
 
 
 _FOREIGN = Chain("unknown", "unknown")  # messages of the scratch stream that Floe did not write
@@ -322,7 +322,8 @@ class Drill:
         return DrillReport(work.request, result, plan, total, full, told)
 
     def _bounded(self, request: Request) -> Request:
-        if any((request.by_sequence, request.from_time, request.to_time, request.since)):
+        """`request`; the last sequences where it has no bounds. Blocking."""
+        if any((request.by_sequence, request.from_time, request.to_time, request.since, request.until)):
             return request
         chains = request.chains(known_chains(self._documents, request))
         newest = [chain for chain in chains if chain.incarnation == chains[-1].incarnation]
@@ -339,7 +340,12 @@ class Drill:
             raise Unavailable(f"scratch stream {self.stream} is gone")
         trails, strip = defaultdict[Chain, Trail](Trail), len(self.prefix) + 1
 
+        read = 0
+
         def take(stored: Message) -> None:
+            nonlocal read
+            read += 1
+            self._tell(f"read back {counted(read, 'message')} of {info.messages:,}", read)
             origin, headers = restore(stored.headers)
             if origin is None:
                 trails[_FOREIGN].add(stored)
@@ -352,17 +358,24 @@ class Drill:
         return trails
 
     def _expected(self, ranges: tuple[ChainRange, ...], problems: list[str]) -> defaultdict[Chain, Trail]:
-        trails = defaultdict[Chain, Trail](Trail)
+        """By another way through the archive than the replay took. Blocking."""
+        trails, read = defaultdict[Chain, Trail](Trail), 0
         for each in ranges:
             document = self._documents.read_chain(each.chain)
             relay = document is not None and document.relay
             refs = self._store.list(each.chain, position=each.rows.first)
             for batch in read_cover(self._store, refs, each.rows, problems.append):
+                read += batch.num_rows
+                self._tell(f"read {counted(read, 'message')} of the archive to compare", 0)
                 for message in messages(batch):
                     # Earlier hops of a relay are mixed with those that the replay adds.
                     kept = replace(message, headers=restore(message.headers)[1]) if relay else message
                     trails[each.chain].add(kept)
         return trails
+
+    def _tell(self, text: str, count: int) -> None:
+        if count % 1000 == 0:
+            self._teller.progress(text, self._clock.monotonic())
 
     def _full_seconds(self, request: Request, plan: ReplayPlan, result: ReplayResult) -> float | None:
         drilled = sum(p.stretch.segment.size * p.rows / max(1, p.footer.rows) for p in plan.parts)

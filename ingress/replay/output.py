@@ -1,24 +1,16 @@
 """A plan and its end, for people and for programs."""
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import click
-from rich.console import Console
-from rich.status import Status
-from rich.text import Text
-
 from common.chain import Chain
 from common.errors import FloeError
-from common.settings.types import format_duration
+from common.settings.types import counted, duration_words, size_words
 from ingress.replay.plan import ChainRange, ReplayPlan, time_text
 from ingress.replay.receipt import Remembered, Unreadable
 from ingress.replay.request import ReplayResult, Request
 from ingress.replay.survey import Outlook, lossy_text
-
-EVERY = 10.0  # seconds between two lines where there is no terminal
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,49 +42,11 @@ def progress_line(now: ReplayProgress, begun: ReplayProgress, seconds: float) ->
     moved = now.sequences - begun.sequences
     left = "-"
     if moved > 0 and seconds > 0:
-        left = format_duration(round((now.of - now.sequences) * seconds / moved))
+        left = duration_words(round((now.of - now.sequences) * seconds / moved))
     rate = (now.rows - begun.rows) / seconds if seconds > 0 else 0
     where = f", {now.chain} at {now.sequence:,}" if now.chain else ""
-    return f"{now.share:4.0%}  {now.rows:,} messages, {size_text(now.bytes)}, {rate:,.0f} msg/s, {left} left{where}"
-
-
-def size_text(size: float) -> str:
-    for unit in ("B", "KB", "MB"):
-        if size < 1000:
-            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
-        size /= 1000
-    return f"{size:,.1f} GB"
-
-
-class Teller:
-    """Writes to stderr: on a terminal one line that is rewritten, elsewhere a line now and then."""
-
-    def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False, force_terminal=sys.stderr.isatty())
-        self._told = float("-inf")
-        self._line: Status | None = None
-
-    def say(self, text: str) -> None:
-        self.end_line()
-        click.echo(text, err=True)
-
-    def progress(self, text: str, at: float) -> None:
-        """A line that is soon replaced; `at`: monotonic seconds."""
-        if at < self._told + (0.5 if self._console.is_terminal else EVERY):
-            return
-        self._told = at
-        if not self._console.is_terminal:
-            click.echo(text, err=True)
-        elif self._line is None:
-            self._line = self._console.status(Text(text))
-            self._line.start()
-        else:
-            self._line.update(Text(text))
-
-    def end_line(self) -> None:
-        if self._line is not None:
-            self._line.stop()
-            self._line = None
+    done = f"{now.share:4.0%}  {counted(now.rows, 'message')}, {size_words(now.bytes)}"
+    return f"{done}, {rate:,.0f} msg/s, {left} left{where}"
 
 
 SHOWN = 10  # chains and holes
@@ -116,15 +70,16 @@ def plan_json(view: Outlook, request: Request, refused: FloeError | None = None)
 def plan_lines(view: Outlook, request: Request) -> Iterator[str]:
     plan = view.plan
     most = "" if plan.is_exact else "at most "
-    yield f"{request.site}/{request.feed} into {request.target}: {most}{plan.rows:,} messages"
-    to_read = f"to read: {most}{size_text(plan.bytes_to_read)} of {len(plan.parts):,} segments"
-    yield f"{most}{size_text(plan.raw_bytes)}; {to_read}"
+    yield f"{request.site}/{request.feed} into {request.target}: {most}{counted(plan.rows, 'message')}"
+    to_read = f"to read: {most}{size_words(plan.bytes_to_read)} of {counted(len(plan.parts), 'segment')}"
+    yield f"{most}{size_words(plan.raw_bytes)}; {to_read}"
     if plan.times:
         yield f"from {time_text(plan.times[0])} to {time_text(plan.times[1])} in these segments"
     for chain in plan.chains[:SHOWN]:
-        yield f"  {chain.chain}  {chain.range.rows}  {chain.rows:,} messages in {len(chain.parts):,} segments"
+        parts = counted(len(chain.parts), "segment")
+        yield f"  {chain.chain}  {chain.range.rows}  {counted(chain.rows, 'message')} in {parts}"
     if len(plan.chains) > SHOWN:
-        yield f"  and {len(plan.chains) - SHOWN} more chains"
+        yield f"  and {counted(len(plan.chains) - SHOWN, 'more chain')}"
     yield from _what_is_missing(plan)
     yield from _target_lines(view, request)
     yield from (f"note: {note}" for note in view.notes)
@@ -164,8 +119,8 @@ def _target_lines(view: Outlook, request: Request) -> Iterator[str]:
 def result_line(result: ReplayResult, request: Request) -> str:
     where = f"{request.site}/{request.feed} into {result.target}"
     if result.was_done:
-        return f"done before: {result.rows:,} messages of {where}; --again replays them anew"
-    took = f"{result.rows_now:,} in {format_duration(round(result.seconds, 1))}, {result.rate:,.0f} msg/s"
+        return f"done before: {counted(result.rows, 'message')} of {where}; --again replays them anew"
+    took = f"{result.rows_now:,} in {duration_words(result.seconds)}, {result.rate:,.0f} msg/s"
     if result.finished:
-        return f"done: {result.rows:,} messages of {where} ({took})"
-    return f"not finished: {result.rows:,} messages of {where} ({took}); the same command goes on"
+        return f"done: {counted(result.rows, 'message')} of {where} ({took})"
+    return f"not finished: {counted(result.rows, 'message')} of {where} ({took}); the same command goes on"

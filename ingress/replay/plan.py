@@ -10,7 +10,6 @@ from common.clock import NS_PER_S
 from common.errors import UsageError
 from common.segments.segment import UNREAD, Footer, Ledger, Reason, SegmentRef
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
-from common.settings.types import format_duration
 from ingress.replay.request import Request
 
 # Reasons for a message that the archive does not hold though no one chose to delete it.
@@ -236,14 +235,7 @@ def _meets(request: Request, moments: Moments, held: ArchivedSpan) -> bool:
 
 
 def _asked(request: Request) -> str:
-    bounds = {
-        "--from-sequence": request.from_sequence,
-        "--from-time": request.from_time,
-        "--since": format_duration(request.since) if request.since else "",
-        "--to-sequence": request.to_sequence,
-        "--to-time": request.to_time,
-    }
-    return " ".join(f"{option} {value}" for option, value in bounds.items() if value)
+    return request.bounds("from_sequence", "from_time", "since", "to_sequence", "to_time", "until")
 
 
 def _extent(held: Sequence[ArchivedSpan]) -> str:

@@ -24,8 +24,10 @@ from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, holes
 from common.service.process import Threads
+from common.service.progress import Teller
 from common.settings.root import Settings
 from common.settings.service import ServiceSettings
+from common.settings.types import counted
 from common.tasks import Stop, beside, either, end, orphaned, wait_for, watched
 from ingress.checkpoint import Checkpoint, TargetState
 from ingress.checkpoint_store import ROLE as INGRESS
@@ -36,7 +38,7 @@ from ingress.preflight import shape_of
 from ingress.publishers.choose import PUBLISHERS, choose, offered
 from ingress.publishers.publisher import Publisher, Replies
 from ingress.replay import target
-from ingress.replay.output import ReplayProgress, Teller, progress_line, standing
+from ingress.replay.output import ReplayProgress, progress_line, standing
 from ingress.replay.pace import Interrupted, PacedPublisher
 from ingress.replay.receipt import Receipt, ReceiptBucket, Remembered, Unreadable, receipt_key, remembered
 from ingress.replay.request import Advice, ReplayOptions, ReplayResult, Request
@@ -243,7 +245,7 @@ class Replay:
     def _resumed(self, former: Remembered) -> tuple[Receipt, TargetState]:
         if not self._begun:
             self._begun, self._former_rows = True, _rows(former.receipt, former.state)
-            self.teller.say(f"going on behind {self._former_rows:,} messages")
+            self.teller.say(f"going on behind {counted(self._former_rows, 'message')}")
         return former.receipt, former.state
 
     async def _begin(self, client: FloeClient) -> tuple[Receipt, TargetState]:

@@ -25,10 +25,11 @@ from ingress.verdict.settle import LOOK_SPACING
 class Request:
     """Which messages to replay, and where to.
 
-    `incarnation`, `partition` None: all that the range touches. `from_time`, `to_time`: as they were typed, with a
-    zone; `to_time` is exclusive, `to_sequence` inclusive. `since`: seconds before now, 0 for none. `subjects`:
-    filters of NATS, none for all. `prefix`: put before each subject, with a dot. `into_source`: the target is the
-    stream that the feed was frozen from. Raises UsageError where keys contradict.
+    `incarnation`, `partition` None: all that the range touches. `from_time`, `to_time`: as they were typed,
+    with a zone; `to_time` is exclusive, `to_sequence` inclusive. `since`, `until`: the same in seconds before
+    now, 0 for none.
+    `subjects`: filters of NATS, none for all. `prefix`: put before each subject, with a dot. `into_source`:
+    the target is the stream that the feed was frozen from. Raises UsageError where keys contradict.
     """
 
     site: str
@@ -44,9 +45,10 @@ class Request:
     subjects: tuple[str, ...] = ()
     prefix: str = ""
     into_source: bool = False
+    until: float = 0.0
 
     def __post_init__(self) -> None:
-        for bounds in (("from_sequence", "from_time", "since"), ("to_sequence", "to_time")):
+        for bounds in (("from_sequence", "from_time", "since"), ("to_sequence", "to_time", "until")):
             if len(given := [name for name in bounds if getattr(self, name)]) > 1:
                 raise UsageError(f"expected one of {' and '.join(map(_option, given))}, found both")
         times = [_time(_option(n), text) for n in ("from_time", "to_time") if (text := getattr(self, n))]
@@ -69,15 +71,27 @@ class Request:
     def moments(self, now: float) -> tuple[int | None, int | None]:
         """From (inclusive) and to (exclusive) in ns since 1970, at `now` (seconds); None: no such bound.
 
-        Raises UsageError where `since` begins at or behind `to_time`.
+        Raises UsageError where it begins at or behind its end.
         """
         begin = _time("", self.from_time) if self.from_time else None
         if self.since:
             begin = int((now - self.since) * NS_PER_S)
         end = _time("", self.to_time) if self.to_time else None
+        if self.until:
+            end = int((now - self.until) * 1_000_000_000)
         if begin is not None and end is not None and begin >= end:
-            raise UsageError(f"--since {format_duration(self.since)}: expected a begin before --to-time {self.to_time}")
+            first, last = self.bounds("from_time", "since"), self.bounds("to_time", "until")
+            raise UsageError(f"{first}: expected a begin before {last}")
         return begin, end
+
+    def bounds(self, *names: str) -> str:
+        """The options of these keys that are given, as they were typed."""
+        said = {
+            name: format_duration(value) if isinstance(value, float) else value
+            for name in names
+            if (value := getattr(self, name))
+        }
+        return " ".join(f"{_option(name)} {value}" for name, value in said.items())
 
     def chains(self, known: Sequence[Chain]) -> list[Chain]:
         """Those of `known` that are asked for, by incarnation and partition. If none is of the feed, `known` is every
@@ -124,8 +138,8 @@ class Request:
     def words(self) -> str:
         words: list[str] = []
         for name, value in self.to_json().items():
-            if name == "since":
-                words += ["--since", format_duration(value)]
+            if name in ("since", "until"):
+                words += [_option(name), format_duration(value)]
             elif name == "subjects":
                 words += [word for subject in value for word in ("--subject", shlex.quote(subject))]
             elif value is True:

@@ -163,7 +163,7 @@ async def test_follow_shows_those_that_come_until_it_is_interrupted(world: World
         process.kill()
         process.wait()
     assert out.read_text().count("\n") == 2
-    assert f"1 messages of {world.stream} are no advisories" in errors.read_text()
+    assert f"1 message of {world.stream} is no advisory" in errors.read_text()
     assert "Traceback" not in errors.read_text()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -109,6 +110,9 @@ def test_a_dry_run_lists_keys_and_bytes_and_changes_nothing(site: Site):
 
 def test_a_selection_of_others_does_nothing(site: Site):
     assert site.compact("--level", "1").stdout == "nothing to do\n"
+    assert "us-east/NODES/0000/0" in site.compact("us-east/NODES/7", "--dry-run", code=2).stderr
+    for what in (["us-east"], ["us-east/NODES"], ["us-east/NODES/0000/0"], ["--site", "us-east", "--feed", "NODES"]):
+        assert len(site.compact(*what, "--dry-run", "--json")["outputs"]) == 1
 
 
 def test_damage_ends_with_3_after_the_rest_is_done(site: Site):
@@ -150,6 +154,11 @@ def test_without_java_the_configuration_is_at_fault(site: Site, monkeypatch: pyt
 
 def test_a_sound_chain_verifies_shallow_and_deep(site: Site):
     site.compact()
+    assert re.fullmatch(
+        r"all is well: \d+ segments? of 1 chain, [\d,]+ rows, [\d.]+ KiB \(checksums and footers; .*\)\n",
+        site.verify("us-east/NODES").stderr,
+    )
+    assert "every row was read" in site.verify("us-east/NODES", "--deep").stderr
     lines = site.verify().stdout.splitlines()
     assert lines[1].split()[:4] == ["us-east/NODES/0000/0", "1..40", "0:1", "1:1"]
     [found] = site.verify("--deep", "--json", "us-east/NODES")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,8 +26,9 @@ from compaction.spark import (
     with_retries,
 )
 from compaction.supersede import Supersession, made_by
+from tests.support.basics import eventually
 from tests.support.compaction import CHAIN, DUE, OTHER, Archive, begun, rows
-from tests.support.spark import SharedSpark, failing, kill_once, spark_session
+from tests.support.spark import SharedSpark, failing, kill_once, spark_session, wait_for_file
 
 
 @pytest.fixture
@@ -51,6 +53,33 @@ def prove(archive: Archive, *supersessions: Supersession) -> list[Failure | None
 
 
 pytestmark = pytest.mark.spark
+
+
+def test_each_item_is_told_as_it_is_done(archive: Archive, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    go = tmp_path / "go"
+
+    def let_go() -> None:
+        eventually(lambda: "item_done" in caplog.text)
+        go.touch()
+
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(let_go)
+        assert SharedSpark(settings(archive)).map(wait_for_file, [str(go), ""]) == [str(go), ""]
+        watching.result()
+    told = [record.getMessage() for record in caplog.records if "item_done" in record.getMessage()]
+    assert len(told) == 2
+
+
+def test_an_output_is_told_with_its_chain_and_how_much_is_left(archive: Archive, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    for chain in (CHAIN, OTHER):
+        for first in (1, 11, 21):
+            archive.put(first, first + 9, age=700, chain=chain)
+    run(archive, with_spark=False)
+    told = [r.getMessage() for r in caplog.records if "item_done" in r.getMessage() and "merge_one" in r.getMessage()]
+    assert len(told) == 2
+    assert all(each in "".join(told) for each in ("us-east", "NODES", "left"))
 
 
 @pytest.mark.parametrize("with_spark", [True, False])

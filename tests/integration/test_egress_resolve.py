@@ -20,7 +20,7 @@ from infra.local.nats import NatsServer
 from infra.oracle import Trace, compare, read_stream
 from tests.support.basics import soon, unique
 from tests.support.commands import configuration, floe, paste
-from tests.support.egress import Bench, Partitioned, feed_of, publish_over
+from tests.support.egress import SITE, Bench, Partitioned, feed_of, publish_over
 from tests.support.servers import restore_disk, save_disk
 
 
@@ -64,7 +64,11 @@ async def test_a_stream_that_was_set_back_goes_on_where_it_parted_from_the_archi
         hint = running.status(stream)["hint"]
         assert "--new-incarnation --from 13" in hint
         assert "may begin within 1..14" in hint
-        shown = await floe("egress", "resolve", "-c", str(configuration(bench, {"stream": stream})), stream)
+        config = str(configuration(bench, {"stream": stream}))
+        shown = await floe("egress", "resolve", "-c", config, stream)
+        assert (await floe("egress", "resolve", "-c", config, f"{SITE}/{stream}/0000/0")).out == shown.out
+        for wrong in (f"elsewhere/{stream}", f"{SITE}/{stream}/0007", f"{SITE}/{stream}/0000/7"):
+            assert (await floe("egress", "resolve", "-c", config, wrong)).code == 2, wrong
         assert shown.code == 3
         assert "E-ROLLED-BACK: sequence 10 is as archived, sequence 13 is not" in shown.out
         assert "; the first sequence that is not as archived is 13" in shown.out

@@ -42,6 +42,8 @@ async def test_decisions_are_about_the_newest_incarnation_unless_the_target_is_n
     done = await paused("us-esat")
     assert (done.code, "did you mean us-east/NODES?" in done.err) == (2, True), done
     assert (await paused("us-east", "--incarnation", "7")).code == 2
+    as_argument = await floe("chain", "pause", *named[:4], "us-east/NODES/0001/0", "--json")
+    assert [row["chain"] for row in as_argument.json()] == ["us-east/NODES/0001/0"]
     assert (await paused("eu-west")).code == 0  # of `sources`, and nothing archived yet
     assert (await moved("us-esat", "--sequence", "3")).code == 2
 

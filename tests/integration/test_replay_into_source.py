@@ -11,8 +11,8 @@ from common.segments.archive import read_cover
 from common.segments.columns import messages
 from common.segments.segment import Message
 from common.sequences import SequenceRange
+from common.service.progress import Teller
 from common.tasks import Stop
-from ingress.replay.output import Teller
 from ingress.replay.replay import Replay
 from ingress.replay.request import ReplayOptions, Request
 from tests.support.basics import soon, unique

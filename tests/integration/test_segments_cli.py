@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +24,8 @@ from common.segments.store import SegmentStore
 from common.segments.writer import SegmentWriter
 from common.segments_cli import segments
 from common.sequences import SequenceRange
+from infra.local.process import spawn
+from tests.support.basics import PATIENCE
 from tests.support.segments import CHAIN, batch_of, footer_of, message
 
 Run = Callable[..., Result]
@@ -277,7 +283,112 @@ def test_bytes_that_are_not_text_come_as_base64_and_lines_stay_lines(run: Run, a
     found = json.loads(run("cat", "us-east/NODES", "--json").stdout.splitlines()[0])
     assert found["payload_base64"] == "/wA="
     assert found["subject_base64"] == "YS7/"
-    assert found["headers"] == "NATS/1.0\r\nA: 1\r\n\r\n"
+    assert found["headers"] == [["A", "1"]]
+
+
+def test_on_a_terminal_everything_can_be_read() -> None:
+    odd = message(1, b"\xff\x00" * 50, subject=b"a.\xff", headers=b"NATS/1.0\r\nA: 1\r\nB:2\r\n\r\n")
+    shown = cli.text_of(odd, is_read=True).split("\t")
+    assert shown[2:] == ["a.\\xff", "A: 1; B: 2", f"<100 bytes: {'ff00' * 32}…>"]
+    assert cli.text_of(message(2, "é\x1b[31m\n".encode()), is_read=True).endswith("\té\\x1b[31m\\n")
+
+
+def test_messages_are_chosen_by_time_subject_and_number(run: Run, archive: Archive) -> None:
+    timed = [
+        message(n, b"x", subject=b"a.%d" % (n % 2), timestamp_ns=1_700_000_000_000_000_000 + n * 1_000_000_000)
+        for n in range(1, 9)
+    ]
+    archive.put(timed[:4], SequenceRange(1, 4))
+    archive.put(timed[4:], SequenceRange(5, 8))
+
+    def shown(*words: str) -> list[int]:
+        return sequences(run("cat", "us-east/NODES", "--json", *words))
+
+    third, sixth = "2023-11-14T22:13:23Z", "2023-11-14T22:13:26Z"
+    assert shown("--since", third) == [3, 4, 5, 6, 7, 8]
+    assert shown("--since", third, "--until", sixth) == [3, 4, 5]
+    assert shown("--until", third) == [1, 2]
+    assert shown("--since", "1h") == []
+    assert shown("--subject", "*.0") == [2, 4, 6, 8]
+    assert shown("--subject", "a.1", "--subject", "b.>", "--limit", "2") == [1, 3]
+    assert shown("--since", third, "--subject", "a.0", "--limit", "1") == [4]
+    for words in (
+        ("--since", third, "--from-sequence", "1"),
+        ("--since", sixth, "--until", third),
+        ("--subject", "a..b"),
+        ("--limit", "0"),
+        ("--follow", "--to-sequence", "3"),
+    ):
+        assert run("cat", "us-east/NODES", *words).exit_code == 2, words
+
+    def keys(*words: str) -> list[tuple[int, int]]:
+        return [(s["first"], s["last"]) for s in json.loads(run("ls", "--json", *words).stdout)]
+
+    assert keys("--since", third) == [(1, 4), (5, 8)]
+    assert keys("--since", sixth) == keys("--since", sixth, "us-east/NODES") == [(5, 8)]
+    assert keys("--until", third) == [(1, 4)]
+    assert keys("--since", "2h ago") == []
+
+
+def test_what_is_archived_later_is_followed(archive: Archive) -> None:
+    archive.put(rows(1, 2), SequenceRange(1, 2))
+    command = [sys.executable, "-m", "floe", "segments", "cat", "us-east/NODES", "-c", str(archive.config)]
+    process = spawn(
+        [*command, "--json", "--follow", "--limit", "4"],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    with process.stdout as shown:
+        assert [json.loads(shown.readline())["sequence"] for _ in range(2)] == [1, 2]
+        archive.put(rows(3), SequenceRange(3, 3))
+        assert json.loads(shown.readline())["sequence"] == 3
+        archive.put(rows(5, 6), SequenceRange(4, 6))
+        assert json.loads(shown.readline())["sequence"] == 5
+        assert (shown.read(), process.wait(PATIENCE)) == ("", 0)
+
+
+def test_what_takes_away_asks_on_a_terminal(archive: Archive) -> None:
+    archive.objects.put("data/junk", b"x")
+    command = [sys.executable, "-m", "floe", "segments", "quarantine", "data/junk", "-c", str(archive.config)]
+    for answer, code in ((b"n\n", 1), (b"y\n", 0)):
+        ours, its = pty.openpty()
+        try:
+            os.write(ours, answer)
+            ended = subprocess.run(
+                command, cwd=Path(__file__).parents[2], stdin=its, capture_output=True, text=True, timeout=PATIENCE
+            )
+        finally:
+            os.close(ours)
+            os.close(its)
+        assert (ended.returncode, "put data/junk away? [y/N]" in ended.stderr) == (code, True), ended
+        assert (archive.objects.head("data/junk") is None) is (code == 0)
+
+
+# ls, more of it
+
+
+def test_rows_and_times_are_read_from_the_footers_where_they_are_asked_for(
+    run: Run, archive: Archive, merged: Merged
+) -> None:
+    found = json.loads(run("ls", "-o", "wide", "--json").stdout)
+    assert [s["rows"] for s in found] == [3, 2, 5]
+    assert found[0]["first_time"] == "2023-11-14T22:13:20.124456790Z" < found[0]["last_time"]
+    assert "rows" not in json.loads(run("ls", "--json").stdout)[0]
+    wide = run("ls", "-o", "wide")
+    assert wide.stdout.splitlines()[0].split()[4:7] == ["rows", "first_time", "last_time"]
+    assert re.fullmatch(r"3 segments of 1 chain, [0-9.]+ KiB, 10 rows\n", wide.stderr)
+    assert re.fullmatch(r"3 segments of 1 chain, [0-9.]+ KiB\n", run("ls").stderr)
+    archive.objects.put(merged[0].key, b"x" * merged[0].size)
+    damaged = run("ls", "-o", "wide")
+    assert (damaged.exit_code, merged[0].key in damaged.stderr, len(damaged.stdout.splitlines())) == (3, True, 4)
+
+
+def test_what_is_listed_can_be_pasted(run: Run, merged: Merged) -> None:
+    chain = run("ls").stdout.splitlines()[1].split()[0]
+    assert sequences(run("cat", chain, "--json")) == [1, 2, 5, 6, 7]
+    assert run("info", chain).exit_code == 0
 
 
 def test_holes_are_stepped_over_and_told(run: Run, archive: Archive) -> None:

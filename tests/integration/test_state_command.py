@@ -199,7 +199,9 @@ def test_only_damaged_snapshots_are_an_error_and_other_chains_are_shown(site: Si
     found = site.state("--values", code=3)
     assert found.stdout == "good\n"
     assert "error[E-SNAPSHOT]" in found.stderr
-    assert site.values("--feed", "OTHER") == ["good"]
+    assert site.values("--feed", "OTHER") == site.values("--feed", f"{SITE}/OTHER/0000/0") == ["good"]
+    assert site.values("--feed", f"{SITE}/OTHER/0007") == []
+    assert "expected a feed of site" in site.state("--feed", "elsewhere/OTHER", code=2).stderr
 
 
 def test_the_newest_incarnation_is_shown_with_all_its_partitions(site: Site) -> None:

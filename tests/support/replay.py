@@ -13,8 +13,8 @@ from common.clock import SystemClock
 from common.errors import FloeError
 from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient
+from common.service.progress import Teller
 from common.tasks import Stop
-from ingress.replay.output import Teller
 from ingress.replay.replay import Replay
 from ingress.replay.request import ReplayOptions, ReplayResult, Request
 from ingress.replay.survey import Outlook

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import warnings
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from common.segments.store import SegmentStore
 from common.settings.root import Settings
 from compaction.source import register
 from compaction.spark import Spark, start
+from tests.support.basics import PATIENCE
 
 CONF = {
     "spark.sql.shuffle.partitions": "2",
@@ -47,6 +49,16 @@ class SharedSpark(Spark):
 
 
 # Work for executors, who import it from here.
+
+
+def wait_for_file(_store: SegmentStore, path: str) -> str:
+    """Work that ends at once where `path` is empty, else once that file exists."""
+    deadline = time.monotonic() + PATIENCE
+    while path and not Path(path).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path}: nobody made it")
+        time.sleep(0.05)
+    return path
 
 
 def kill_once(_store: SegmentStore, marker: Path) -> str:

@@ -12,8 +12,10 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,17 @@ import click
 import pytest
 from click.testing import CliRunner
 
+import common.cli as cli_module
 import floe
 from common import exits
 from common.cli import (
     Duration,
+    Moment,
+    Named,
     SequenceType,
     Size,
+    TimeType,
+    chain_options,
     config_option,
     json_option,
     print_json,
@@ -34,8 +41,11 @@ from common.cli import (
     run_command,
     table,
 )
+from common.clock import parse_time
 from common.errors import AnotherWriter, ConfigError, LeaseLost, Refused, SegmentCorrupt, Stopped, UsageError
 from common.open import load_settings
+from common.service.progress import Teller, share_text
+from common.settings.types import duration_words, size_words
 from egress.workers.supervisor import command
 from infra.local.process import spawn
 from tests.support.basics import PATIENCE
@@ -158,6 +168,59 @@ def test_an_empty_name_is_refused(words: str, site: str, feed: str, message: str
     call = [*words.split(), "--site", site, "--feed", feed, "-c", "none.yaml"]
     result = CliRunner().invoke(floe.cli, call, prog_name="floe")
     assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
+
+
+@click.command()
+@chain_options
+@run_command
+def of_chain(named: Named) -> None:
+    click.echo(repr((named.site, named.feed, named.incarnation, named.partition)))
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("us/NODES", ("us", "NODES", None, None)),
+        ("us/NODES/0003", ("us", "NODES", 3, None)),
+        ("us/NODES/0003/1", ("us", "NODES", 3, 1)),
+        ("--site us --feed NODES", ("us", "NODES", None, None)),
+        ("--site us --feed NODES --incarnation 3 --partition 1", ("us", "NODES", 3, 1)),
+    ],
+)
+def test_a_chain_is_named_by_an_argument_or_by_options(words: str, meant: tuple[object, ...]):
+    assert CliRunner().invoke(of_chain, words.split()).stdout == f"{meant!r}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "Missing argument 'SITE/FEED[/INCARNATION[/PARTITION]]'"),
+        ("us", "chain 'us': expected SITE/FEED[/INCARNATION[/PARTITION]]"),
+        ("us/NODES/x", "chain 'us/NODES/x'"),
+        ("us/NODES --site us", "expected us/NODES or --site, found both"),
+        ("us/NODES --feed NODES --partition 0", "expected us/NODES or --feed --partition, found both"),
+        ("--site us", "It may also be said as --site and --feed"),
+    ],
+)
+def test_a_chain_that_is_named_wrongly_or_twice_is_refused(words: str, message: str):
+    result = CliRunner().invoke(of_chain, words.split())
+    assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "compact us/NODES --site us",
+        "egress repartition NODES --feed NODES",
+        "replay us/NODES --feed NODES --target T",
+        "drill us/NODES --partition 1",
+        "checkpoint set us/NODES --site us --feed NODES --target T --sequence 1",
+    ],
+)
+def test_no_command_takes_a_chain_twice(words: str, tmp_path: Path):
+    (tmp_path / "c.yaml").write_text(f"store: {{url: file://{tmp_path}/store}}\nsite: us\n")
+    result = CliRunner().invoke(floe.cli, [*words.split(), "-c", f"{tmp_path}/c.yaml"], prog_name="floe")
+    assert (result.exit_code, "found both" in result.stderr) == (2, True), result.stderr
 
 
 @pytest.mark.parametrize("target", ["", "a.b", "a b"])
@@ -356,20 +419,157 @@ def test_ctrl_c_ends_with_130_and_without_a_word():
 # Options, types, output
 
 
-def test_the_configuration_comes_from_the_option_or_the_environment():
-    @click.command()
-    @config_option
-    @json_option
-    @run_command
-    def command(config: str, as_json: bool) -> None:
-        click.echo(f"{config} {as_json}")
+@click.group()
+@click.option("-c", "--config")
+def group(config: str | None) -> None:
+    pass
 
-    runner = CliRunner()
-    assert runner.invoke(command, ["-c", "a.yaml", "--json"]).stdout == "a.yaml True\n"
-    assert runner.invoke(command, [], env={"FLOE_CONFIG": "b.yaml"}).stdout == "b.yaml False\n"
-    missing = runner.invoke(command, [])
+
+@group.command("show")
+@config_option
+@json_option
+@run_command
+def show_config(config: str, as_json: bool) -> None:
+    click.echo(f"{config} {as_json}")
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "shown"),
+    [
+        ("show -c a.yaml --json", None, "a.yaml True"),
+        ("-c a.yaml show", None, "a.yaml False"),
+        ("-c a.yaml show -c a.yaml", None, "a.yaml False"),
+        ("show", "b.yaml", "b.yaml False"),
+        ("-c a.yaml show", "b.yaml", "a.yaml False"),
+        ("show -c a.yaml", "b.yaml", "a.yaml False"),
+    ],
+)
+def test_the_configuration_comes_from_the_option_or_the_environment(words: str, environment: str | None, shown: str):
+    result = CliRunner().invoke(group, words.split(), env={"FLOE_CONFIG": environment})
+    assert (result.stdout, result.stderr) == (f"{shown}\n", "")
+
+
+def test_the_configuration_of_this_host_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    default = tmp_path / "floe.yaml"
+    monkeypatch.setattr(cli_module, "DEFAULT_CONFIG", default)
+    missing = CliRunner().invoke(group, ["show"], env={"FLOE_CONFIG": ""})
     assert missing.exit_code == 2
-    assert "Missing option '-c' / '--config'" in missing.stderr
+    assert f"-c FILE, FLOE_CONFIG or {default}; found none of them" in missing.stderr
+    default.touch()
+    assert CliRunner().invoke(group, ["show"], env={"FLOE_CONFIG": ""}).stdout == f"{default} False\n"
+
+
+def test_two_configurations_are_refused():
+    result = CliRunner().invoke(group, ["-c", "a.yaml", "show", "-c", "b.yaml"])
+    assert (result.exit_code, "found -c a.yaml before the command and b.yaml behind it" in result.stderr) == (2, True)
+
+
+def test_the_configuration_stands_before_a_real_command_too(tmp_path: Path):
+    (tmp_path / "c.yaml").write_text(f"store: {{url: file://{tmp_path}/store}}\nsite: us\n")
+    for words in (["-c", "c.yaml", "segments", "ls"], ["segments", "ls", "-c", "c.yaml"]):
+        ended = run(*words, "--json", cwd=tmp_path)
+        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[]\n", ""), words
+    (tmp_path / "c.yaml").write_text("[")
+    assert run("-c", "c.yaml", "config", "check", cwd=tmp_path).returncode == 78
+
+
+# floe version, floe completion
+
+
+def test_the_version_names_what_floe_runs_on():
+    result = CliRunner().invoke(floe.cli, ["version", "--json"])
+    found = json.loads(result.stdout)
+    assert (result.exit_code, found["floe"], found["python"]) == (0, "0.1.0", sys.version.split()[0])
+    assert all(found[name] for name in ("nats-py", "pyarrow"))
+    assert f"pyarrow  {found['pyarrow']}\n" in CliRunner().invoke(floe.cli, ["version"]).stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_of_each_shell_is_printed(shell: str):
+    result = CliRunner().invoke(floe.cli, ["completion", shell])
+    assert (result.exit_code, f"_FLOE_COMPLETE={shell}_complete" in result.stdout) == (0, True), result.stderr
+    assert f"floe completion {shell}" in CliRunner().invoke(floe.cli, ["completion", "--help"]).stdout
+
+
+def test_commands_are_completed_and_none_is_loaded_for_it():
+    words = {"_FLOE_COMPLETE": "bash_complete", "COMP_WORDS": "floe se", "COMP_CWORD": "1"}
+    ended = run(env={**os.environ, **words})
+    assert (ended.stdout, ended.stderr) == ("plain,segments\n", "")
+    ended = run(env={**os.environ, **words, "COMP_WORDS": "floe segments ls --cov", "COMP_CWORD": "3"})
+    assert ended.stdout == "plain,--cover\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "moment"),
+    [
+        ("2026-01-02T03:04:05.5Z", Moment("2026-01-02T03:04:05.5Z")),
+        ("2026-01-02T03:04:05+01:00", Moment("2026-01-02T03:04:05+01:00")),
+        ("2h", Moment(ago=7200)),
+        ("-2h", Moment(ago=7200)),
+        ("2h ago", Moment(ago=7200)),
+        ("1h 30m ago", Moment(ago=5400)),
+        ("2026-01-02 03:04", Moment("2026-01-02T03:04:00+02:00", zone="EET")),
+        ("2026-01-02T03:04:05", Moment("2026-01-02T03:04:05+02:00", zone="EET")),
+        ("2026-01-02", Moment("2026-01-02T00:00:00+02:00", zone="EET")),
+    ],
+)
+def test_a_time_is_said_in_many_ways(text: str, moment: Moment):
+    assert Moment.parse(text, timezone(timedelta(hours=2), "EET")) == moment
+    assert moment.at(10_000) == (parse_time(moment.text) if moment.text else (10_000 - moment.ago) * 10**9)
+
+
+@pytest.mark.parametrize("text", ["", "yesterday", "2h from now", "5", "2026-13-01", "2026-01-02 25:00", "ago", "--2h"])
+def test_what_is_no_time_is_refused(text: str):
+    with pytest.raises(ValueError, match="expected a time such as 2026-01-02T03:04:05Z"):
+        Moment.parse(text)
+
+
+def test_the_zone_that_a_time_was_read_by_is_said(monkeypatch: pytest.MonkeyPatch):
+    @click.command()
+    @click.option("--since", type=TimeType())
+    def timed(since: Moment) -> None:
+        click.echo(since.text)
+
+    monkeypatch.setenv("TZ", "UTC-1")
+    time.tzset()
+    try:
+        result = CliRunner().invoke(timed, ["--since", "2026-01-02 03:04"])
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert result.stdout == "2026-01-02T03:04:00+01:00\n"
+    assert result.stderr == "2026-01-02 03:04 is taken as 2026-01-02T03:04:00+01:00 (UTC, the zone of this host)\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0, "0.0 s"),
+        (1.1, "1.1 s"),
+        (9.97, "10 s"),
+        (271, "4 m 31 s"),
+        (3600, "1 h"),
+        (93_784, "1 d 2 h"),
+        (86_400, "1 d"),
+    ],
+)
+def test_durations_are_written_for_people(seconds: float, words: str):
+    assert duration_words(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (0, "0 B"),
+        (1023, "1,023 B"),
+        (1536, "1.5 KiB"),
+        (3 * 2**20, "3.0 MiB"),
+        (2**30, "1.0 GiB"),
+        (2**51, "2,048.0 TiB"),
+    ],
+)
+def test_sizes_are_written_in_the_units_that_they_are_in(size: int, words: str):
+    assert size_words(size) == words
 
 
 @click.command()
@@ -439,6 +639,36 @@ def test_a_table_without_rows_is_its_header(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out == "A  B\n"
 
 
+# Progress
+
+
+def test_progress_is_a_line_every_ten_seconds_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]):
+    teller = Teller(is_terminal=False)
+    for at in range(25):
+        teller.progress(f"at {at}", 100.0 + at)
+    teller.say("a note\x1b")
+    teller.end_line()
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "at 10\nat 20\na note\\x1b\n")
+
+
+def test_progress_is_one_line_that_is_rewritten_on_a_terminal(capsys: pytest.CaptureFixture[str]):
+    teller = Teller(is_terminal=True)
+    for at in range(3):
+        teller.progress(f"at {at}", 100.0 + at)
+    teller.say("a note")
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "at 2" in shown.err
+    assert shown.err.endswith("a note\n")
+
+
+def test_progress_says_what_is_left():
+    assert share_text(25, 100, 60) == " 25%, 3 m left"
+    assert share_text(0, 100, 60) == "  0%"
+    assert share_text(0, 0, 0) == "100%"
+
+
 # floe config check
 
 
@@ -458,7 +688,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_config_check_says_ok_for_each_document(folder: Path):
     assert check(folder, f"{HEAD}egress: {{feeds: [{{stream: A}}]}}\n---\n{HEAD}") == (
         0,
-        "f.yaml:1: ok (site us-east, 1 feeds, 0 targets)\nf.yaml:5: ok (site us-east, 0 feeds, 0 targets)\n",
+        "f.yaml:1: ok (site us-east, 1 feed, 0 targets)\nf.yaml:5: ok (site us-east, 0 feeds, 0 targets)\n",
         "",
     )
 

@@ -8,6 +8,9 @@ import itertools
 import pkgutil
 import re
 import shlex
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import click
@@ -16,9 +19,17 @@ import yaml
 from click.testing import CliRunner
 
 import floe
+from common.chain import Chain
 from common.metrics import REGISTRY
+from common.objects.local import LocalObjects
+from common.segments.documents import ChainDocument, ChainStore
+from common.segments.keys import Layout
+from common.segments.store import SegmentStore
+from common.segments.writer import SegmentWriter
+from common.sequences import SequenceRange
 from common.settings import loader
 from tests.support import tree
+from tests.support.segments import batch_of, footer_of, message
 
 ROOT = Path(__file__).parents[2]
 DOCS = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -208,6 +219,44 @@ def test_the_example_of_every_help_is_taken_as_it_stands(command: tuple[str, ...
 
     assert examples
     assert [found for line in examples if (found := problem(line, is_whole=True))] == []
+
+
+#: Commands whose examples need neither NATS nor Spark: they are run.
+RUN = ("segments ls", "segments info", "segments cat", "segments verify", "config check", "version", "completion")
+
+
+@pytest.mark.parametrize("command", RUN)
+def test_the_examples_of_what_reads_only_the_store_do_what_they_say(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    objects = LocalObjects(tmp_path / "store")
+    store, chains = SegmentStore(objects, Layout("data"), spool_dir=tmp_path), ChainStore(objects, Layout("data"))
+    for chain in (Chain("us-east", "NODE_DATA"), Chain("us-east", "NODES")):
+        chains.create_chain(chain, ChainDocument((), 1, 1))
+        rows = [message(n, subject=b"nodes.a.temp", timestamp_ns=time.time_ns()) for n in range(1, 1011)]
+        writer = SegmentWriter(store.new_spool(), level=0, compression_level=1)
+        writer.append(batch_of(rows))
+        store.put(writer.finish(footer_of(rows, SequenceRange(1, 1010), level=0, chain=chain)))
+    for name in ("central.yaml", "site.yaml"):
+        (tmp_path / name).write_text(f"site: us-east\nstore: {{url: 'file://{tmp_path}/store', prefix: data}}\n")
+    lines = [
+        line.replace("/etc/floe/", "")
+        for line in joined(re.split(r"Examples?:\s+", help_of(tuple(command.split())))[-1])
+        if line.startswith("floe ") and ELLIPSIS not in line
+    ]
+    assert lines
+    for line in lines:
+        result = CliRunner().invoke(floe.cli, words_of(line), prog_name="floe")
+        assert (result.exit_code, bool(result.stdout)) == (0, True), (line, result.output)
+
+
+def test_the_page_of_the_commands_is_what_they_say() -> None:
+    # In a process of its own: click remembers the help option of a command that was run without its group.
+    script = "from tests.support.commands_page import page; print(page(), end='')"
+    made = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+
+    assert (ROOT / "docs" / "commands.md").read_text() == made.stdout, "python -m tests.support.commands_page"
 
 
 # The map of the code

@@ -96,7 +96,7 @@ def test_progress_says_how_long_it_takes() -> None:
     chain = Chain("s", "F")
     ranges = [ChainRange(chain, SequenceRange(101, 200))]
     begun, now = standing(ranges, {chain: 101}, 0, 0), standing(ranges, {chain: 151}, 40, 12_000)
-    assert progress_line(now, begun, 10.0) == (" 50%  40 messages, 12.0 KB, 4 msg/s, 10s left, s/F/0000/0 at 150")
+    assert progress_line(now, begun, 10.0) == " 50%  40 messages, 11.7 KiB, 4 msg/s, 10 s left, s/F/0000/0 at 150"
     assert standing([], {}, 0, 0).share == 1.0
 
 

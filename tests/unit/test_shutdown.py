@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from common.service.process import stop_on_signals
 from common.settings.loader import read_secret
 from common.settings.types import FileSecret
 from infra.local.process import spawn
-from tests.support.basics import PATIENCE, soon
+from tests.support.basics import PATIENCE, eventually, soon
 
 ROOT = Path(__file__).parents[2]
 
@@ -96,6 +97,26 @@ def test_a_hangup_ends_nothing_and_calls_what_reads_again_even_where_that_fails(
         process.send_signal(signal.SIGTERM)
         assert process.stdout.read() == "draining\ndrained\n"
         assert process.wait(PATIENCE) == 0
+
+
+@pytest.mark.parametrize("wait", ["await asyncio.sleep(60)", "time.sleep(60)"], ids=["waiting", "blocked"])
+def test_sigquit_logs_where_tasks_and_threads_stand_and_ends_nothing(wait: str, tmp_path: Path):
+    log = tmp_path / "log"
+    setup = f"from common import logs; logs.configure('info', 'json', stream=open('{log}', 'w'))"
+
+    def stacks() -> dict[str, list[str]]:
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        return {line.get("task") or line["thread"]: line["stack"] for line in lines if "stack" in line}
+
+    with service(drain=wait, setup=setup) as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "draining\n"
+        process.send_signal(signal.SIGQUIT)
+        eventually(lambda: "MainThread" in stacks())
+        of_tasks = [place for name, stack in stacks().items() if name != "MainThread" for place in stack]
+        assert any(place.endswith(" main") for place in of_tasks), stacks()
+        assert stacks()["MainThread"]
+        assert process.poll() is None
 
 
 async def test_a_hang_up_stops_nothing_and_has_secrets_read_again(tmp_path: Path):

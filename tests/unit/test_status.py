@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
-from common.cli import Styled, ago, human_seconds, human_size, table
+from common.cli import Styled, ago, table
 from common.segments.alive import ChainSign, Sighting
 from common.settings.egress import FeedSettings
+from common.settings.types import duration_words, size_words
 from egress.partition import partitions_of
 from egress.status import PartitionStatus, SiteAnswers, closes, of_chains, opened
 from ingress.operator.status import ChainStatus
@@ -35,7 +36,7 @@ table([[Styled("stopped", "red"), 5, "x" * 40], ["fine", 1200, "é" * 9]], ["sta
     [(0, "0 B"), (1023, "1023 B"), (2150, "2.1 KiB"), (1 << 20, "1 MiB"), (100 << 20, "100 MiB"), (3 << 39, "1.5 TiB")],
 )
 def test_sizes_are_told_in_the_unit_that_they_have(size: int, text: str):
-    assert human_size(size) == text
+    assert size_words(size) == text
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_sizes_are_told_in_the_unit_that_they_have(size: int, text: str):
     ],
 )
 def test_durations_are_told_in_their_two_largest_units(seconds: float, text: str):
-    assert human_seconds(seconds) == text
+    assert duration_words(seconds) == text
     assert ago(seconds) == f"{text} ago"
     assert ago(None) is None
 

@@ -1,0 +1,168 @@
+"""Signals to running services: SIGQUIT shows where they stand, SIGHUP reads the configuration again, SIGTERM drains."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.scenarios.processes import Service
+from tests.support.basics import PATIENCE, soon, unique
+from tests.support.commands import configuration
+from tests.support.compaction import CHAIN, Archive, begun
+from tests.support.egress import Bench
+from tests.support.ingress import Archive as Melted
+from tests.support.ingress import Centre, rows_of
+
+pytestmark = pytest.mark.servers
+
+
+class Running:
+    """A service, its configuration file, and the lines of its log as documents."""
+
+    def __init__(self, service: Service, config: Path) -> None:
+        self.service, self.config = service, config
+
+    def lines(self, action: str) -> list[dict[str, Any]]:
+        text = self.service.log.read_text(errors="replace")
+        found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+        return [line for line in found if line.get("action") == action]
+
+    async def logged(self, action: str, count: int = 1) -> list[dict[str, Any]]:
+        """The lines of this action, once there are so many."""
+
+        def there() -> bool:
+            assert self.service.runs(), self.service.tail()
+            return len(self.lines(action)) >= count
+
+        await soon(there, every=0.1)
+        return self.lines(action)
+
+    def configure(self, **sections: Any) -> None:
+        document = yaml.safe_load(self.config.read_text())
+        for name, section in sections.items():
+            document[name] = {**document.get(name, {}), **section}
+        self.config.write_text(yaml.safe_dump(document))
+
+
+@pytest.fixture
+def services() -> Iterator[list[Service]]:
+    started: list[Service] = []
+    yield started
+    for each in started:
+        each.kill()
+
+
+async def passes_through(running: Running, role: str, processes: int = 1) -> None:
+    """What every service does at each signal; `processes`: its workers, and their parent."""
+    service = running.service
+    service.send(signal.SIGQUIT)
+    await running.logged("dump", processes)
+    stacks = [frame for line in await running.logged("dump_task", processes) for frame in line["stack"]]
+    assert any(f"{role}/" in frame for frame in stacks), stacks
+    assert any(line["thread"] == "MainThread" and line["stack"] for line in running.lines("dump_thread"))
+
+    running.configure(log={"level": "debug"}, **{role: {"shutdown_timeout": "17s", "lease_ttl": "3s"}})
+    service.send(signal.SIGHUP)
+    for line in await running.logged("reload", processes):
+        assert (line["taken"], line["restart"]) == (["log.level"], 2)
+    told = {(line["key"], line["now"]) for line in running.lines("reload_restart")}
+    assert told == {(f"{role}.shutdown_timeout", "17.0"), (f"{role}.lease_ttl", "3.0")}
+
+    running.config.write_text("[")
+    service.send(signal.SIGHUP)
+    await running.logged("reload_refused", processes)
+    assert all(str(running.config) in line["problem"] for line in await running.logged("reload_problem", processes))
+
+    assert await asyncio.to_thread(service.drain) == 0, service.tail()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_egress_at_each_signal(bench: Bench, tmp_path: Path, services: list[Service], workers: int) -> None:
+    stream = await bench.make_stream(unique("NODES"))
+    config = configuration(bench, {"stream": stream})
+    command = ["egress", "run", "-c", str(config), "--workers", str(workers)]
+    running = Running(Service(tmp_path, "egress", *command).start(), config)
+    services.append(running.service)
+    processes = workers + (workers > 1)
+    await running.logged("members", workers)
+    await passes_through(running, "egress", processes)
+
+
+async def test_ingress_at_each_signal(tmp_path: Path, nats_url: str, services: list[Service]) -> None:
+    archive = Melted(tmp_path / "store")
+    archive.put(rows_of(1, 5))
+    centre = Centre(tmp_path, archive, nats_url)
+    config = centre.write()
+    running = Running(Service(tmp_path, "ingress", "ingress", "run", "-c", str(config)).start(), config)
+    services.append(running.service)
+    await running.logged("members")
+    await passes_through(running, "ingress")
+
+
+# Compaction has no event loop
+
+
+def compacting(archive: Archive, services: list[Service], *options: str, **env: str) -> Running:
+    config = archive.folder / "floe.yaml"
+    level = {"from": 0, "to": 1, "min_age": "1m", "max_wait": "10m", "min_count": 3}
+    document = {
+        "store": {"url": f"file://{archive.folder}/store"},
+        "spool_dir": str(archive.folder / "spool"),
+        "compaction": {"levels": [level], "engine": "local"},
+    }
+    config.write_text(yaml.safe_dump(document))
+    service = Service(archive.folder, "compact", "compact", "-c", str(config), *options).start(**env)
+    services.append(service)
+    return Running(service, config)
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    found = begun(tmp_path, CHAIN)
+    for first in range(1, 40, 10):
+        found.put(first, first + 9, age=700)
+    return found
+
+
+async def test_compaction_ends_in_order_and_the_next_run_goes_on(archive: Archive, services: list[Service]) -> None:
+    before = archive.read(CHAIN)
+    running = compacting(archive, services, FLOE_FAILPOINTS="compaction.verify=sleep:3")
+    service = running.service
+    await running.logged("item_done")  # merged, and not proved yet
+    service.send(signal.SIGQUIT)
+    service.send(signal.SIGHUP)
+    assert any(line["thread"] == "MainThread" and line["stack"] for line in await running.logged("dump_thread"))
+    await running.logged("reload")
+    service.send(signal.SIGTERM)
+    assert await asyncio.to_thread(service.wait, PATIENCE) == 75, service.tail()
+    assert "error[E-UNAVAILABLE]: stopped by a signal before the end; what is done stays" in service.tail()
+    again = compacting(archive, services).service
+    assert await asyncio.to_thread(again.wait, PATIENCE) == 0, again.tail()
+    assert any(each.startswith("1:") for each in archive.ranges())
+    assert archive.read(CHAIN) == before
+
+
+@pytest.mark.spark
+async def test_compaction_under_spark_ends_in_order_while_it_merges(archive: Archive, services: list[Service]) -> None:
+    env = {"FLOE_FAILPOINTS": "compaction.put=sleep:600"}  # in the executors
+    running = compacting(archive, services, "--engine", "spark", "--verify", "merge", "--master", "local[1]", **env)
+    await running.logged("merge_started")  # Spark may be starting still
+    running.service.send(signal.SIGTERM)
+    assert await asyncio.to_thread(running.service.wait, PATIENCE) == 75, running.service.tail()
+    assert "stopped by a signal before the end" in running.service.tail()
+
+
+async def test_a_second_signal_ends_compaction_at_once(archive: Archive, services: list[Service]) -> None:
+    running = compacting(archive, services, FLOE_FAILPOINTS="compaction.verify=sleep:600")
+    await running.logged("item_done")
+    running.service.send(signal.SIGTERM)
+    await running.logged("stop_asked")
+    running.service.send(signal.SIGTERM)
+    assert await asyncio.to_thread(running.service.wait, PATIENCE) == 143
