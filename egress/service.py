@@ -24,7 +24,7 @@ from common.service.exits import LATER
 from common.service.logs import flush, get_logger
 from common.service.metrics import begin
 from common.service.monitor import Health, Monitor
-from common.service.process import Threads, busy_threads, stop_on_signals
+from common.service.process import SystemdNotifier, Threads, busy_threads, stop_on_signals
 from common.settings.root import Settings
 from common.tasks import Stop, end, orphaned, wait_for, watched
 from egress import metrics
@@ -77,7 +77,9 @@ async def serve(settings: Settings, *, tuning: Tuning | None = None, place: Work
     monitor = Monitor("127.0.0.1:0" if place and listen else listen, health)
     monitor.start()
     with closing(monitor):
-        async with stop_of(place, monitor.port) as stop:
+        # Of several processes the parent speaks for all.
+        notifier = SystemdNotifier(monitor.says, clock, {} if place else os.environ)
+        async with stop_of(place, monitor.port) as stop, notifier.while_running(stop):
             service = EgressService(settings, tuning or Tuning(), clock, health, stop, place=place)
             drained = await service.run()
     if busy_threads():
@@ -134,10 +136,14 @@ class EgressService:
     async def run(self) -> bool:
         """Until the stop is asked for and all is drained; whether it was, in time."""
         async with AsyncExitStack() as stack:
+            # What the start waits for is not there; the process is well all the same.
+            beating = watched(self._health.keep_beating(), orphaned, name="start")
             try:
                 feeds, parts = await self._start(stack)
             except _StopAskedError:
                 return True
+            finally:
+                await end(beating)
             return await run_feeds(feeds, parts, self._health, self._stop, self._settings.egress.shutdown_timeout)
 
     async def _start(self, stack: AsyncExitStack) -> tuple[list[Runs], EgressDeps]:

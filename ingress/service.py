@@ -30,7 +30,6 @@ log = get_logger("ingress.service")
 
 THREADS = 4
 LOOKERS = 4
-BEAT_SPACING = 2.0  # seconds
 RETRY = 2.0  # seconds between two attempts to open the bucket of the leases
 LET_GO = 5.0  # seconds for each step that lets go of something at the end
 
@@ -87,7 +86,7 @@ class Controller:
         events = partial(follow, self._settings, client, layout, parts.discovery, self._health, self._clock)
         sides = [
             asyncio.create_task(again("discovery", parts.discovery.run, self._clock), name="discovery"),
-            asyncio.create_task(self._beat(), name="beat"),
+            asyncio.create_task(self._health.keep_beating(), name="beat"),
             asyncio.create_task(parts.sharing.run(stop), name="sharing"),
             asyncio.create_task(again("events", events, self._clock), name="events"),
         ]
@@ -146,11 +145,6 @@ class Controller:
             await runner.run(stop)
         except FloeError as error:
             self._failures.append(error)
-
-    async def _beat(self) -> None:
-        while True:
-            self._health.beat()
-            await self._clock.sleep(BEAT_SPACING)
 
     # The drain, step by step: targets finish their open intents and give their leases back (at most
     # `shutdown_timeout`), what is not done by then is dropped, then the connection, threads and files.

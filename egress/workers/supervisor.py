@@ -7,7 +7,7 @@ import random
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 
 from common.clock import Backoff, Clock, SystemClock
@@ -16,7 +16,7 @@ from common.service.exits import is_debug
 from common.service.logs import flush, get_logger
 from common.service.metrics import counter, gauge
 from common.service.monitor import Health, Monitor
-from common.service.process import exit_at_once, hangups, stop_on_signals
+from common.service.process import SystemdNotifier, exit_at_once, hangups, stop_on_signals
 from common.settings.root import Settings
 from common.tasks import GOOD_WHILE, Stop, end, orphaned, wait_for, watched
 from egress.partition import require_feeds
@@ -26,7 +26,6 @@ from egress.workers.process import FINAL, WorkerProcess, worst
 log = get_logger("egress.workers")
 
 
-BEAT = 1.0  # seconds between two of the parent's event loop
 KILL_MARGIN = 10.0  # seconds beyond the shutdown timeout until a worker that does not end is killed
 
 
@@ -114,10 +113,10 @@ async def run_workers(config: str, settings: Settings, count: int) -> int:
     monitor = Monitor(settings.egress.monitor.listen, health, pages=WorkerPages(health, partial(ask_all, workers)))
     monitor.start()
     with closing(monitor):
-        return await run_crew(crew, health, clock)
+        return await run_crew(crew, health, SystemdNotifier(monitor.says, clock))
 
 
-async def run_crew(crew: Crew, health: Health, clock: Clock) -> int:
+async def run_crew(crew: Crew, health: Health, notifier: SystemdNotifier | None = None) -> int:
     """Run the workers until a signal ends them; the exit code. Raises what fails in this process."""
 
     def kill(number: int) -> None:
@@ -128,15 +127,10 @@ async def run_crew(crew: Crew, health: Health, clock: Clock) -> int:
     hang_up = partial(crew.send, signal.SIGHUP)
     hangups.append(hang_up)
     async with stop_on_signals(second=kill) as stop:
-        beating = watched(_beat(health, clock), orphaned, name="beat")
+        beating = watched(health.keep_beating(), orphaned, name="beat")
         try:
-            return await crew.run(stop)
+            async with notifier.while_running(stop) if notifier else nullcontext():
+                return await crew.run(stop)
         finally:
             hangups.remove(hang_up)
             await end(beating)
-
-
-async def _beat(health: Health, clock: Clock) -> None:
-    while True:
-        health.beat()
-        await clock.sleep(BEAT)

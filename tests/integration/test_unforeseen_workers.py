@@ -83,7 +83,7 @@ async def test_what_fails_in_the_parent_ends_it_and_its_workers(
 ) -> None:
     crew, clock = crew_of(SLEEPS, SLEEPS), SystemClock()
     throw = Throw(monkeypatch, owner, name, times=0 if owner is Health else 1)
-    running = asyncio.create_task(to_its_end(supervisor.run_crew(crew, Health(clock), clock)))
+    running = asyncio.create_task(to_its_end(supervisor.run_crew(crew, Health(clock))))
     if owner is Health:
         await soon(lambda: all(worker.pid for worker in crew.workers))
         throw.left = 1
