@@ -111,6 +111,10 @@ class Expanded(str):
         self.source = source
         return self
 
+    def __getnewargs__(self) -> tuple[str, str]:
+        """Settings travel to Spark's executors."""
+        return str(self), self.source
+
 
 def refuse(expected: str, **context: Any) -> PydanticCustomError:
     """The error for one value; the loader appends what was found."""
