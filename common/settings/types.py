@@ -111,9 +111,9 @@ class Expanded(str):
         self.source = source
         return self
 
-    def __getnewargs__(self) -> tuple[str, str]:
+    def __reduce__(self) -> tuple[type[Expanded], tuple[str, str]]:
         """Settings travel to Spark's executors."""
-        return str(self), self.source
+        return Expanded, (str(self), self.source)
 
 
 def refuse(expected: str, **context: Any) -> PydanticCustomError:

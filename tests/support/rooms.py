@@ -25,19 +25,19 @@ work=$1 spool=$2 floe=$3 user=$4; shift 4
 mount --make-rprivate /
 mount -t tmpfs -o mode=755 tmpfs /mnt
 mkdir /mnt/work /mnt/etc
-mount --bind "$work" /mnt/work
-mount --bind /etc /mnt/etc
+mount --rbind "$work" /mnt/work
+mount --rbind /etc /mnt/etc
 count=0
 for kept in "$@"; do
   [ "$kept" = -- ] && break
-  count=$((count + 1)); mkdir "/mnt/$count"; mount --bind "$kept" "/mnt/$count"
+  count=$((count + 1)); mkdir "/mnt/$count"; mount --rbind "$kept" "/mnt/$count"
 done
 for hidden in HIDDEN; do
   if [ -d "$hidden" ]; then mount -t tmpfs -o mode=755 tmpfs "$hidden"; fi
 done
 count=0
 while [ "$1" != -- ]; do
-  count=$((count + 1)); mkdir -p "$1"; mount --bind "/mnt/$count" "$1"; shift
+  count=$((count + 1)); mkdir -p "$1"; mount --rbind "/mnt/$count" "$1"; shift
 done
 shift
 ln -s /mnt/etc/* /etc/
@@ -62,7 +62,8 @@ def why_no_rooms() -> str:
     """Why no room can be made here; empty where one can."""
     if missing := [tool for tool in ("unshare", "setpriv", "mount") if shutil.which(tool) is None]:
         return f"{' and '.join(missing)}: not here"
-    tried = subprocess.run([*_unshare(), "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, text=True)
+    trial = "mount --make-rprivate / && mount -t tmpfs tmpfs /mnt && mount -o remount,ro,bind /"
+    tried = subprocess.run([*_unshare(), "sh", "-c", trial], capture_output=True, text=True)
     return f"unshare --mount: {tried.stderr.strip()}" if tried.returncode else ""
 
 
