@@ -24,7 +24,7 @@ COMMANDS = {
     "compact": Entry("compaction.cli:compact", "Merge small segments into larger ones."),
     "advisories": Entry("egress.advisories.cli:advisories", "Show who was seen when, from a stream of advisories."),
     "state": Entry("egress.sampling.cli:state", "Show what the sampler of a feed knows about its senders."),
-    "segments": Entry("common.segments.cli:segments", "List, show and verify segments."),
+    "segments": Entry("common.segments_cli:segments", "List, show and verify segments."),
     "checkpoint": Entry("ingress.cli:checkpoint", "Show how far ingress has come."),
     "gap": Entry("ingress.operator.decisions_cli:gap", "List holes in the archive, and give them up."),
     "chain": Entry("ingress.operator.decisions_cli:chain", "Pause single chains, and have them carried again."),
@@ -80,7 +80,7 @@ def _load(target: str) -> Any:
 
 def _print_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
     if wanted and not ctx.resilient_parsing:
-        from common.service.metrics import version
+        from common.metrics import version
 
         click.echo(f"floe {version()} (Python {sys.version.split()[0]})")
         ctx.exit()
@@ -102,8 +102,8 @@ def main() -> None:
             os.open(os.devnull, os.O_RDWR)
             setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115  (to its end)
     _refuse_foreign_common()
-    from common.service.exits import end_with
-    from common.service.lean import without
+    from common.exits import end_with
+    from common.lean import without
 
     if not _uses_spark(sys.argv[1:]):
         without("pandas")
@@ -141,7 +141,7 @@ def _refuse_foreign_common() -> None:
 def _leave(code: int) -> None:
     """Exit, also where a call to a server that never answers still holds a thread."""
     if (threads := sys.modules.get("common.service.process")) is not None and threads.busy_threads():
-        from common.service import logs
+        from common import logs
 
         logs.flush()
         sys.stdout.flush()

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from common.cli import json_option, print_json, run_command
 from common.errors import ConfigError, Refused, UsageError
-from common.service.cli import json_option, print_json, run_command
 
 if TYPE_CHECKING:
     from common.migration.write import File, Imported

@@ -22,7 +22,7 @@ from common.jetstream.client import FloeClient, RawSubscription
 from common.jetstream.kv import BucketGone, state_key
 from common.jetstream.lease import Lease, Leases
 from common.jetstream.requests import ApiError
-from common.service.logs import get_logger
+from common.logs import get_logger
 from common.service.monitor import Health
 from common.tasks import Stop, StopReason, Tell, Trouble, again, end, first_of, guarded, orphaned, wait_for, watched
 

@@ -18,7 +18,7 @@ def load_settings(path: str, *, quiet: bool = False) -> Settings:
     `quiet`: for a command that ends by itself and prints its result; where the configuration names no level,
     it logs from warning up (with `--debug` as ever).
     """
-    from common.service import exits, logs
+    from common import exits, logs
     from common.settings import loader
 
     document = loader.load_document(path)

@@ -12,8 +12,8 @@ from weakref import WeakSet
 
 from common.clock import Backoff, Clock, doubling
 from common.errors import FloeError, OutcomeUnknown, Unavailable, Unforeseen
-from common.service.logs import get_logger
-from common.service.metrics import begin, counter
+from common.logs import get_logger
+from common.metrics import begin, counter
 
 log = get_logger("common.clock")
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from common.cli import config_option, json_option, print_json, run_command, table
 from common.errors import DataError
 from common.open import load_settings, open_chains, open_store
-from common.service.cli import config_option, json_option, print_json, run_command, table
 
 if TYPE_CHECKING:
     from common.segments.store import SegmentStore

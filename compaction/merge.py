@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 from common.errors import SegmentCorrupt, Unavailable
 from common.failpoints import failpoint
+from common.metrics import version
 from common.segments.reader import SegmentReader
 from common.segments.segment import UNREAD, Footer, Inputs, Ledger, Reason, SegmentRef
 from common.segments.store import SegmentStore
 from common.segments.writer import SegmentWriter, SpooledSegment
 from common.sequences import SequenceRange, Stretch, cover, preference
-from common.service.metrics import version
 from compaction.plan import Output
 from compaction.union import Values, count_up_to, union
 

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import click
 
 from common.chain import Chain
+from common.cli import print_json
+from common.exits import end_with
 from common.segments.checks import Foreign
 from common.segments.documents import SnapshotRef
 from common.segments.keys import SegmentName
 from common.segments.segment import SegmentRef
-from common.service.cli import print_json
-from common.service.exits import end_with
 from common.settings import loader
 from common.settings.root import Settings
 from compaction.plan import Output

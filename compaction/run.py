@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from common.chain import Chain
 from common.errors import DataError, FloeError, Refused, SegmentCorrupt
 from common.failpoints import failpoint
+from common.logs import get_logger
 from common.objects.port import ObjectInfo
 from common.segments.documents import ChainStore, SnapshotRef, carry_late, list_snapshots
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.segments.table import WINDOW, SegmentTable
 from common.sequences import SequenceRange
-from common.service.logs import get_logger
 from compaction.compare import prove_by_reading
 from compaction.failures import Failure
 from compaction.merge import Merged, merge

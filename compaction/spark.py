@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pyarrow as pa
 
 from common.errors import ConfigError, FloeError, Unavailable
+from common.logs import get_logger
+from common.metrics import version
 from common.open import open_store
 from common.segments.store import SegmentStore
-from common.service.logs import get_logger
-from common.service.metrics import version
 from common.settings.root import Settings
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def task_of(payload: bytes, expected: str) -> Callable[[Batches], Iterator[pa.Re
 
         try:
             is_one = root("common") == root("compaction")
-            found = str(importlib.import_module("common.service.metrics").version())
+            found = str(importlib.import_module("common.metrics").version())
         except (ImportError, AttributeError) as error:
             is_one, found = False, str(error)
         if not is_one or found != expected:

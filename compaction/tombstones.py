@@ -20,13 +20,13 @@ from typing import Any
 
 from common.chain import Chain
 from common.errors import DataError, OutcomeUnknown
+from common.logs import get_logger
 from common.objects.port import ObjectInfo, ObjectStore, store_now
 from common.segments.documents import SnapshotRef, newest_first
 from common.segments.keys import Layout
 from common.segments.segment import SegmentRef
 from common.segments.table import SegmentTable
 from common.sequences import SequenceRange, holes
-from common.service.logs import get_logger
 from compaction.failures import Failure
 from compaction.supersede import Supersession, may_supersede
 

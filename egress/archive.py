@@ -15,6 +15,7 @@ from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError, SegmentCorrupt, Stopped, Unavailable
 from common.failpoints import failpoint
+from common.logs import get_logger
 from common.segments.documents import ChainStore
 from common.segments.keys import MAX_LEVEL
 from common.segments.parquet_guard import SegmentGone
@@ -22,7 +23,6 @@ from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.segments.writer import SpooledSegment
 from common.sequences import Covered, SequenceRange, extends
-from common.service.logs import get_logger
 from common.service.process import Threads
 from common.tasks import first_of
 from egress.deps import EgressTuning, PartitionDeps

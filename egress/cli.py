@@ -2,9 +2,9 @@
 
 import click
 
+from common.cli import config_option, run_command
+from common.lean import slim
 from common.open import load_settings
-from common.service.cli import config_option, run_command
-from common.service.lean import slim
 from egress.init import init
 from egress.repartition_cli import repartition
 from egress.resolve_cli import resolve
@@ -30,7 +30,7 @@ async def run(config: str, workers: int | None, worker: str) -> int:
 
     Example: floe egress run -c site.yaml
     """
-    from common.service.logs import always
+    from common.logs import always
     from egress.workers.process import WorkerPlace
 
     slim()

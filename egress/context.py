@@ -12,10 +12,10 @@ from common.jetstream.buckets import optional_leases, optional_state
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Leases, new_owner
+from common.metrics import version
 from common.objects.open import open_objects
 from common.objects.port import ObjectStore
 from common.open import open_chains, open_store
-from common.service.metrics import version
 from common.service.monitor import Health
 from common.service.process import Threads
 from common.settings.egress import FeedSettings

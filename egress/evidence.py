@@ -14,12 +14,12 @@ from common.errors import DataError, FloeError, Unavailable
 from common.jetstream.api import StreamInfo, next_message, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.pull import get_message
+from common.logs import get_logger
 from common.segments.columns import messages
 from common.segments.reader import SegmentReader
 from common.segments.segment import Message, SegmentRef, Tip
 from common.segments.unread import StretchReader, open_stretch
 from common.sequences import SequenceRange, Stretch, choose, cover, preference
-from common.service.logs import get_logger
 from egress.archive import Archive
 from egress.consumers import LIMITS, WORK_QUEUE
 from egress.deps import EgressDeps, PartitionDeps

@@ -16,7 +16,7 @@ from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable, Unf
 from common.jetstream.kv import state_key
 from common.jetstream.lease import Lease
 from common.leasing import LeaseGroup
-from common.service.logs import get_logger
+from common.logs import get_logger
 from common.service.monitor import Health
 from common.service.process import Threads
 from common.tasks import GOOD_WHILE, Stop, StopReason, end, orphaned, wait_for, watched

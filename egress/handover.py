@@ -4,7 +4,7 @@ from common.chain import Chain
 from common.failpoints import failpoint
 from common.jetstream.api import StreamInfo
 from common.jetstream.lease import Lease
-from common.service.logs import get_logger
+from common.logs import get_logger
 from common.tasks import Stop, wait_for
 from egress.archive import Archive
 from egress.deps import PartitionDeps

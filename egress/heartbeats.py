@@ -18,8 +18,8 @@ from common.jetstream.headers import build_block
 from common.jetstream.kv import state_key
 from common.jetstream.lease import Lease, Leases
 from common.jetstream.requests import ApiError, api_error
+from common.logs import get_logger
 from common.segments.alive import Alive
-from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.service.process import Threads
 from common.settings.egress import HeartbeatSubjectSettings

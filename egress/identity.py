@@ -29,10 +29,10 @@ import msgspec
 from common.chain import Chain
 from common.documents import JsonForm
 from common.errors import Stopped
+from common.exits import command
 from common.jetstream.kv import KeyValue, KvDocument, state_key
 from common.segments.segment import Tip
 from common.sequences import MAX_SEQUENCE, SequenceRange
-from common.service.exits import command
 from egress.partition import Partition, believe_listing, bring_back, resolve, unreadable
 
 

@@ -22,9 +22,9 @@ from common.errors import Stopped
 from common.failpoints import failpoint
 from common.jetstream.api import StreamInfo
 from common.jetstream.kv import KeyValue, KvDocument, state_key
+from common.logs import get_logger
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.sequences import MAX_SEQUENCE
-from common.service.logs import get_logger
 from egress.deps import PartitionDeps
 from egress.partition import Partition, believe_listing, partitions_of, repartition, resolve, unreadable
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import click
 
+from common.cli import config_option, json_option, print_json, run_command, table
 from common.clock import SystemClock
 from common.errors import FloeError, Stopped
 from common.jetstream.api import StreamInfo, consumer_names, stream_info
@@ -13,7 +14,6 @@ from common.jetstream.buckets import kv_replicas
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
 from common.open import load_settings
-from common.service.cli import config_option, json_option, print_json, run_command, table
 from common.settings.root import Settings
 from egress.acks import ReaderResetError
 from egress.advisories.advisory import loop_of

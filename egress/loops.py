@@ -21,10 +21,10 @@ from common.jetstream.api import STREAM_NOT_FOUND
 from common.jetstream.headers import ORIGINAL, REPLAY, SOURCE, Provenance, lines
 from common.jetstream.pull import get_message
 from common.jetstream.requests import ApiError
+from common.logs import get_logger
 from common.segments.columns import Columns, messages
 from common.segments.segment import Message, SegmentRef
 from common.sequences import MAX_SEQUENCE, SequenceRange, choose
-from common.service.logs import get_logger
 from egress.batch import LOOPED
 from egress.builder import Piece
 from egress.deps import PartitionDeps

@@ -1,8 +1,8 @@
 """The metrics of egress."""
 
 from common.leasing import HAND_OVERS
+from common.metrics import counter, gauge, histogram
 from common.segments.segment import Reason
-from common.service.metrics import counter, gauge, histogram
 from egress.acks import REASONS
 from egress.builder import Close
 

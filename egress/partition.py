@@ -8,8 +8,8 @@ from hashlib import sha256
 
 from common.chain import Chain
 from common.errors import ConfigError, DataError
+from common.exits import command, source
 from common.sequences import SequenceRange
-from common.service.exits import command, source
 from common.settings.egress import FeedSettings
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")

@@ -19,8 +19,8 @@ from common.errors import LeaseLost, Stopped, Unavailable, UsageError
 from common.failpoints import failpoint
 from common.jetstream.api import StreamInfo, consumer_names, delete_consumer, stream_info
 from common.jetstream.lease import Lease, owner_text
+from common.logs import get_logger
 from common.segments.documents import ChainDocument, StreamDocument
-from common.service.logs import get_logger
 from common.settings.egress import FeedSettings, PartitionSettings
 from common.tasks import Stop, end, orphaned, watched
 from egress.archive import Archive

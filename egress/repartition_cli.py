@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from common.cli import config_option, confirm, json_option, print_json, run_command
+from common.logs import escaped
 from common.open import load_settings
-from common.service.cli import config_option, confirm, json_option, print_json, run_command
-from common.service.logs import escaped
 
 if TYPE_CHECKING:
     from common.chain import Chain

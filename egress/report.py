@@ -11,16 +11,16 @@ from prometheus_client import Gauge
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock, SystemClock
 from common.errors import DataError, FloeError
+from common.exits import command
 from common.jetstream.api import StreamInfo, ask
 from common.jetstream.client import FloeClient
 from common.jetstream.lease import owner_text
+from common.logs import get_logger
+from common.metrics import begin
 from common.segments.alive import STANDBY, ChainSign
 from common.segments.documents import SnapshotRef
 from common.segments.segment import UNREAD, Reason
 from common.segments.writer import SpooledSegment
-from common.service.exits import command
-from common.service.logs import get_logger
-from common.service.metrics import begin
 from common.service.monitor import Health
 from common.service.process import Threads
 from common.subjects import matches

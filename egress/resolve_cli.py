@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from common.cli import SequenceType, config_option, confirm, json_option, print_json, run_command
 from common.errors import UsageError
+from common.exits import DIFFERENCES
 from common.open import load_settings
-from common.service.cli import SequenceType, config_option, confirm, json_option, print_json, run_command
-from common.service.exits import DIFFERENCES
 
 if TYPE_CHECKING:
     from egress.context import CommandContext
@@ -125,7 +125,7 @@ def _show(cases: Sequence[Case], as_json: bool) -> int:
 
 
 def _lines(case: Case) -> list[str]:
-    from common.service.logs import escaped
+    from common.logs import escaped
     from egress.partition import resolve as command
     from egress.resolve import OF_FEED
 

@@ -10,19 +10,19 @@ from typing import TypeVar
 
 from common.clock import Backoff, Clock, SystemClock
 from common.errors import OutcomeUnknown, Unavailable
+from common.exits import LATER
 from common.jetstream.buckets import open_leases, open_state
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Leases, new_owner
 from common.leasing import LeaseGroup, LeaseMetrics, LeaseScope
+from common.logs import flush, get_logger
+from common.metrics import begin
 from common.objects.open import open_objects
 from common.objects.port import ObjectStore
 from common.objects.s3_errors import AnsweringStore
 from common.segments.alive import process_name
 from common.segments.keys import Layout
-from common.service.exits import LATER
-from common.service.logs import flush, get_logger
-from common.service.metrics import begin
 from common.service.monitor import Health, Monitor
 from common.service.process import SystemdNotifier, Threads, busy_threads, stop_on_signals
 from common.settings.root import Settings

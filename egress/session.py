@@ -18,9 +18,9 @@ from common.clock import NS_PER_S
 from common.errors import FloeError, LeaseLost, Unforeseen
 from common.jetstream.api import next_message
 from common.jetstream.lease import Lease
+from common.logs import get_logger
 from common.segments.segment import Tip
 from common.segments.writer import SpooledSegment
-from common.service.logs import get_logger
 from common.tasks import Stop, StopReason, end, guarded, told, wait_for
 from egress.acks import ReaderResetError, archived
 from egress.archive import Archive

@@ -9,9 +9,9 @@ from common.clock import Backoff
 from common.errors import LeaseLost, OutcomeUnknown, Unavailable
 from common.failpoints import failpoint
 from common.jetstream.lease import Lease
+from common.logs import get_logger
 from common.segments.segment import SegmentRef, Tip
 from common.segments.writer import SpooledSegment
-from common.service.logs import get_logger
 from common.tasks import Stop, wait_for
 from egress.acks import ReaderResetError
 from egress.archive import Archive

@@ -21,7 +21,7 @@ from typing import Any
 from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import FloeError
 from common.jetstream.api import next_message, stream_info
-from common.service.logs import get_logger
+from common.logs import get_logger
 from egress.acks import ReaderResetError
 from egress.deps import PartitionDeps
 from egress.report import FeedReport

@@ -14,7 +14,7 @@ from typing import Any
 from common.clock import Backoff
 from common.errors import FloeError, LeaseLost, Stopped
 from common.jetstream.lease import Lease
-from common.service.logs import get_logger
+from common.logs import get_logger
 from common.tasks import Stop, StopReason, again, end, orphaned, unless, wait_for, watched
 from egress.acks import ReaderResetError
 from egress.advisories.advisory import look_for_loop, refuse_loop

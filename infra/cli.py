@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from common.cli import Duration, Size, json_option, print_json, run_command
 from common.clock import SystemClock
 from common.errors import UsageError
-from common.service.cli import Duration, Size, json_option, print_json, run_command
 
 if TYPE_CHECKING:
     from common.settings.service import NatsSettings
@@ -123,7 +123,7 @@ def _connection(config: str | None, server: str | None) -> NatsSettings:
         from common.open import load_settings
 
         return load_settings(config, quiet=True).nats_for("egress")
-    from common.service.logs import configure
+    from common.logs import configure
     from common.settings.service import NatsSettings
 
     configure()

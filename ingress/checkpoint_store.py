@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from common.chain import Chain
 from common.errors import OutcomeUnknown, Stopped
+from common.exits import ways
 from common.jetstream.kv import KvEntry
 from common.segments.keys import Layout, SegmentName
 from common.sequences import SequenceRange
-from common.service.exits import ways
 from ingress.checkpoint import (
     Checkpoint,
     CheckpointConflict,

@@ -2,8 +2,8 @@
 
 import click
 
-from common.service.cli import config_option, json_option, run_command
-from common.service.lean import slim
+from common.cli import config_option, json_option, run_command
+from common.lean import slim
 from ingress.operator.checkpoint_cli import checkpoint_release, checkpoint_set
 
 

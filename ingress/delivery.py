@@ -15,10 +15,10 @@ from typing import Protocol
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import AnotherWriter, Stopped, Unavailable
+from common.exits import command, ways
 from common.failpoints import failpoint
 from common.jetstream.client import FloeClient, no_headers
-from common.service.exits import command, ways
-from common.service.logs import get_logger
+from common.logs import get_logger
 from common.tasks import Stop
 from ingress import metrics
 from ingress.chains.chain_state import ChainRegistry

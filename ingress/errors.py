@@ -14,11 +14,11 @@ from common.errors import (
     Stopped,
     Unavailable,
 )
+from common.exits import command
 from common.jetstream.requests import ApiError
 from common.segments.documents import of_chain, way_out
 from common.segments.store import quarantine_command
 from common.sequences import SequenceRange
-from common.service.exits import command
 from common.settings.ingress import IngressSettings
 
 # A cluster whose members do not all know each other yet says so too, for some seconds.

@@ -1,7 +1,7 @@
 """What ingress counts."""
 
 from common.leasing import HAND_OVERS
-from common.service.metrics import counter, gauge, histogram
+from common.metrics import counter, gauge, histogram
 from ingress.checkpoint import Intent
 
 # The refusals that are known to come; another number begins when it comes for the first time: a wrong last

@@ -17,11 +17,11 @@ from typing import Any
 from common.chain import Chain
 from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.failpoints import failpoint
+from common.logs import get_logger
 from common.objects.port import ChecksumMismatch, ObjectInfo, ObjectStore
 from common.segments.keys import Layout, decode, encode
 from common.segments.segment import Message
 from common.sequences import MAX_SEQUENCE
-from common.service.logs import get_logger
 from ingress import metrics
 from ingress.checkpoint import ParkedAs, TargetState
 from ingress.rows.prepare import Oversize

@@ -10,7 +10,7 @@ from common.errors import ConfigError
 from common.jetstream.api import StreamInfo, create_stream, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.requests import ApiError
-from common.service.logs import get_logger
+from common.logs import get_logger
 from common.settings.ingress import CreateSettings, TargetSettings
 from ingress.errors import passes_by_itself
 from ingress.rows.prepare import Accepting, TargetLimits, rule_of

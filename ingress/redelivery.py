@@ -8,7 +8,7 @@ from common.chain import Chain
 from common.clock import Clock
 from common.errors import ConfigError, DataError, FloeError
 from common.failpoints import failpoint
-from common.service.logs import get_logger
+from common.logs import get_logger
 from common.service.process import Threads
 from common.tasks import Stop
 from ingress import metrics

@@ -13,9 +13,9 @@ from common.chain import Chain
 from common.clock import NS_PER_S, Clock
 from common.errors import FloeError
 from common.jetstream.lease import owner_text
+from common.logs import get_logger
+from common.metrics import begin
 from common.segments.documents import ChainStore, TargetPositions
-from common.service.logs import get_logger
-from common.service.metrics import begin
 from common.service.monitor import Health
 from common.service.process import Threads
 from ingress import metrics

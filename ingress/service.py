@@ -10,10 +10,10 @@ from common.jetstream.buckets import open_leases
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.lease import Leases, new_owner
 from common.leasing import LeaseGroup, LeaseMetrics
+from common.logs import get_logger
+from common.metrics import begin
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
-from common.service.logs import get_logger
-from common.service.metrics import begin
 from common.service.monitor import Health
 from common.service.process import Threads
 from common.settings.root import Settings

@@ -10,7 +10,7 @@ from common.errors import FloeError, LeaseLost, Stopped, Unavailable, Unforeseen
 from common.jetstream.api import StreamInfo, stream_info
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Lease
-from common.service.logs import get_logger
+from common.logs import get_logger
 from common.settings.ingress import TargetSettings
 from common.tasks import Stop, StopReason, beside, either, end, first_of, orphaned, told, watched
 from ingress.chains.chain_state import ChainRegistry

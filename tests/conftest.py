@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from common import logs
 from common.errors import FloeError
-from common.service import logs
 from infra.local.nats import NatsCluster, NatsServer
 from infra.local.seaweedfs import SeaweedFS
 from tests.support.basics import SharedS3, problems_of

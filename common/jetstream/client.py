@@ -30,7 +30,7 @@ from common.jetstream import credentials
 from common.jetstream.credentials import Credential, reason
 from common.jetstream.protocol import FrameParser, Sink, WireError, check_subject, frame
 from common.jetstream.requests import NOBODY, Answer, ApiError, Requests, api_answer
-from common.service.logs import get_logger
+from common.logs import get_logger
 from common.tasks import Tell, guarded, orphaned, wait_for, within
 
 if TYPE_CHECKING:

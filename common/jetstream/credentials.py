@@ -24,7 +24,7 @@ from pydantic import SecretStr
 
 from common.clock import Clock
 from common.errors import ConfigError, FloeError, Refused, Unavailable
-from common.service.logs import get_logger
+from common.logs import get_logger
 from common.settings.types import FileSecret
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from common.clock import Clock
 from common.errors import FloeError, OutcomeUnknown
 from common.jetstream.client import RawSubscription
 from common.jetstream.kv import BucketGone, KeyValue
-from common.service.logs import get_logger
+from common.logs import get_logger
 from common.tasks import Stop, StopReason, Tell, orphaned, told
 
 log = get_logger("jetstream.lease")

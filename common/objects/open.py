@@ -8,11 +8,11 @@ from urllib.parse import unquote
 from weakref import WeakKeyDictionary
 
 from common.errors import FloeError, Refused
+from common.logs import get_logger
 from common.objects.local import LocalObjects
 from common.objects.port import ChecksumMismatch, ObjectStore
 from common.objects.s3 import S3Account, S3Objects, S3Options
 from common.objects.sqs import SqsQueue
-from common.service.logs import get_logger
 from common.settings.root import StoreSettings
 from common.settings.types import FileSecret
 

@@ -23,11 +23,11 @@ from botocore.parsers import ResponseParserError
 
 from common.clock import Clock, SystemClock
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
+from common.logs import get_logger
 from common.objects import s3_errors
 from common.objects.port import Body, HiddenObject, ObjectInfo, check_key, check_prefix, size_of
 from common.objects.s3_errors import code_of, status_of, without_paths
 from common.objects.s3_transfer import AnswerBody, ByteRange, CutShortError, Listing, Upload, head_info, hidden_objects
-from common.service.logs import get_logger
 from common.settings.types import FileSecret
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 
 from common.chain import Chain
 from common.errors import Refused, SegmentCorrupt, UsageError
+from common.exits import command
 from common.segments.documents import ChainStore, accept_command, of_chain
 from common.segments.keys import MAX_LEVEL, Pair, chosen, one, parse
 from common.segments.parquet_guard import SegmentGone
@@ -17,7 +18,6 @@ from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.segments.unread import open_stretch
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
-from common.service.exits import command
 
 Report = Callable[[str], None]
 T = TypeVar("T")

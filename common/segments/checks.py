@@ -10,13 +10,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.errors import SegmentCorrupt
+from common.logs import escaped
 from common.objects.port import ObjectInfo, ObjectStore, Paged
 from common.segments.columns import SCHEMA, TEXT_COLUMNS, is_text, microseconds
 from common.segments.keys import MAX_LEVEL, Layout, SegmentName
 from common.segments.parquet_guard import Chunk, Metadata, ParquetLimits, bomb, chunk
 from common.segments.segment import FOOTER_KEY, Footer, decode_subject
 from common.sequences import SequenceRange
-from common.service.logs import escaped
 
 MAGIC, ENCRYPTED_MAGIC = b"PAR1", b"PARE"
 TRAILER_BYTES = 8  # length of the metadata in four bytes, then the magic

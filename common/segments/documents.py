@@ -27,12 +27,12 @@ from common.chain import MAX_INCARNATION, MAX_PARTITION, Chain
 from common.clock import parse_time
 from common.documents import JsonForm
 from common.errors import DataError, OutcomeUnknown, Unavailable
+from common.exits import command
+from common.logs import get_logger
 from common.objects.port import ObjectInfo, ObjectStore
 from common.segments.alive import Alive, to_read
 from common.segments.keys import Layout, StateName
 from common.sequences import MAX_SEQUENCE, SequenceRange
-from common.service.exits import command
-from common.service.logs import get_logger
 
 log = get_logger("segments.documents")
 

@@ -24,7 +24,10 @@ from pathlib import Path
 from common.chain import Chain
 from common.clock import Clock, SystemClock
 from common.errors import DataError, OutcomeUnknown, SegmentCorrupt, Unavailable, UsageError
+from common.exits import command
 from common.failpoints import failpoint
+from common.logs import get_logger
+from common.metrics import counter
 from common.objects.open import is_verifying
 from common.objects.port import ChecksumMismatch, ObjectInfo, ObjectStore
 from common.segments.documents import SnapshotRef
@@ -35,9 +38,6 @@ from common.segments.segment import Footer, SegmentRef, Tip
 from common.segments.table import SegmentTable
 from common.segments.writer import Spool, SpooledSegment, hash_file, spool_error
 from common.sequences import SequenceRange, cover, holes
-from common.service.exits import command
-from common.service.logs import get_logger
-from common.service.metrics import counter
 
 log = get_logger("segments.store")
 

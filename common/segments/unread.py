@@ -21,13 +21,13 @@ from typing import Any
 import pyarrow as pa
 
 from common.errors import SegmentCorrupt
+from common.logs import get_logger
 from common.segments.columns import CONTENT_COLUMNS, SCHEMA, first_difference
 from common.segments.parquet_guard import SegmentGone, fork
 from common.segments.reader import SegmentReader
 from common.segments.segment import Footer, SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, Stretch, preference
-from common.service.logs import get_logger
 
 log = get_logger("segments.unread")
 

@@ -22,8 +22,8 @@ from prometheus_client.exposition import choose_encoder
 
 from common.clock import Clock, SystemClock
 from common.errors import ConfigError, FloeError, Unavailable
-from common.service.logs import escaped
-from common.service.metrics import REGISTRY, version
+from common.logs import escaped
+from common.metrics import REGISTRY, version
 from common.settings.types import parse_listen
 from common.tasks import told
 

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 from common.clock import Clock
-from common.service.logs import escaped, get_logger
+from common.logs import escaped, get_logger
 from common.settings.types import read_all_again
 from common.tasks import Stop, end, orphaned, told, watched
 

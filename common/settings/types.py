@@ -30,7 +30,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from common.chain import FEED_PATTERN, SITE_PATTERN
 from common.clock import TIME_FORM, parse_time
-from common.service.logs import get_logger
+from common.logs import get_logger
 
 log = get_logger("settings.secret_file")
 

@@ -13,14 +13,14 @@ import click
 from msgspec import structs
 
 from common.chain import FEED_PATTERN
+from common.cli import Duration, config_option, run_command
 from common.clock import NS_PER_S, Clock, SystemClock, parse_time
 from common.errors import FloeError, Unavailable
 from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.pull import From, scan
+from common.logs import escaped
 from common.open import load_settings
-from common.service.cli import Duration, config_option, run_command
-from common.service.logs import escaped
 from common.service.process import stop_on_signals
 from common.settings.types import format_duration
 from common.tasks import unless

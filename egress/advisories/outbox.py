@@ -18,8 +18,8 @@ from common.jetstream.client import FloeClient
 from common.jetstream.headers import header
 from common.jetstream.pull import Asked, From, scan
 from common.jetstream.requests import NOBODY, ApiError, api_answer
-from common.service.logs import get_logger
-from common.service.metrics import begin
+from common.logs import get_logger
+from common.metrics import begin
 from egress import metrics
 from egress.advisories.advisory import Advisory, Event, filter_of
 

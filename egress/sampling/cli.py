@@ -10,13 +10,13 @@ from itertools import islice
 import click
 
 from common.chain import Chain
+from common.cli import Duration, config_option, json_option, run_command
 from common.clock import NS_PER_S, SystemClock, format_time
 from common.errors import DataError, FloeError
+from common.logs import escaped
 from common.open import load_settings, open_chains, open_store
 from common.segments.documents import SnapshotRef
 from common.segments.store import SegmentStore
-from common.service.cli import Duration, config_option, json_option, run_command
-from common.service.logs import escaped
 from common.settings.egress import FeedSettings
 from common.settings.root import Settings
 from egress.sampling.key_table import KnownKey, Notice, SamplerState

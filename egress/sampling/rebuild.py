@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 
 from common.chain import Chain
 from common.errors import SegmentCorrupt
+from common.logs import get_logger
 from common.segments.archive import read_cover
 from common.segments.columns import columns
 from common.segments.documents import ChainStore
@@ -25,7 +26,6 @@ from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import Footer, SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, Stretch, cover
-from common.service.logs import get_logger
 from common.subjects import matches
 from egress.sampling.key_reader import KeyReader
 from egress.sampling.sampler import Sampler

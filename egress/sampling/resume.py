@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.errors import DataError
+from common.logs import get_logger
 from common.segments.store import SegmentStore
 from common.sequences import preference
-from common.service.logs import get_logger
 from common.service.process import Threads
 from egress import metrics
 from egress.advisories.advisory import Advisory

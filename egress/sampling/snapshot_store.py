@@ -16,12 +16,12 @@ from common.chain import Chain
 from common.clock import Clock, SystemClock
 from common.errors import DataError, FloeError
 from common.failpoints import failpoint
+from common.logs import get_logger
 from common.objects.port import sha256_of, size_of
 from common.segments.documents import SnapshotRef, list_snapshots, newest_first, sampling_of, snapshot_metadata
 from common.segments.keys import DIGEST_LENGTH, StateName
 from common.segments.store import SegmentStore
 from common.segments.writer import spool_error
-from common.service.logs import get_logger
 from common.service.process import Threads
 from egress.report import SamplingReport
 from egress.sampling.snapshot import Snapshot, decode, encode

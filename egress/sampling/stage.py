@@ -14,7 +14,7 @@ from common.clock import NS_PER_S
 from common.errors import FloeError
 from common.jetstream.api import StreamInfo
 from common.jetstream.lease import Lease
-from common.service.logs import get_logger
+from common.logs import get_logger
 from egress.advisories.senders import sender_kind
 from egress.builder import Builder
 from egress.deps import PartitionDeps

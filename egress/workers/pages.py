@@ -11,8 +11,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from common.service.logs import escaped
-from common.service.metrics import REGISTRY
+from common.logs import escaped
+from common.metrics import REGISTRY
 from common.service.monitor import Answer, Health, Pages
 from egress.workers.process import WorkerProcess
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from common.errors import UsageError
-from common.service.exits import LATER
-from common.service.logs import get_logger
-from common.service.metrics import begin
+from common.exits import LATER
+from common.logs import get_logger
+from common.metrics import begin
 from common.tasks import Stop, end, first_of, told, watched
 
 log = get_logger("egress.workers")

@@ -12,9 +12,9 @@ from functools import partial
 
 from common.clock import Backoff, Clock, SystemClock
 from common.errors import FloeError
-from common.service.exits import is_debug
-from common.service.logs import flush, get_logger
-from common.service.metrics import counter, gauge
+from common.exits import is_debug
+from common.logs import flush, get_logger
+from common.metrics import counter, gauge
 from common.service.monitor import Health, Monitor
 from common.service.process import SystemdNotifier, exit_at_once, hangups, stop_on_signals
 from common.settings.root import Settings

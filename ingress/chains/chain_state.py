@@ -8,12 +8,12 @@ from typing import Any
 
 from common.chain import Chain
 from common.errors import ConfigError, FloeError, Stopped
+from common.exits import ways
+from common.logs import get_logger
+from common.metrics import begin
 from common.segments import documents
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange, Stretch
-from common.service.exits import ways
-from common.service.logs import get_logger
-from common.service.metrics import begin
 from common.settings.ingress import SourceSettings, TargetSettings
 from ingress import errors
 from ingress.chains.plan import ChainPlan, Phase, unfinished

@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import FloeError, Stopped
+from common.logs import get_logger
 from common.segments import documents
 from common.segments.documents import MAX_TEXT, AcceptedGap, ChainStore
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
-from common.service.logs import get_logger
 from common.service.process import Threads
 from common.settings.ingress import SourceSettings
 from ingress import errors, metrics

@@ -17,9 +17,9 @@ import msgspec
 
 from common.chain import Chain
 from common.errors import Stopped
+from common.exits import command, ways
 from common.jetstream.buckets import state_of_ingress
 from common.jetstream.kv import KeyValue, KvDocument, state_key
-from common.service.exits import command, ways
 from common.settings.root import Settings
 from ingress.checkpoint_store import ROLE, StateStore
 from ingress.errors import check_targets

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError, OutcomeUnknown, SegmentCorrupt, Stopped, Unavailable
+from common.exits import ways
+from common.logs import get_logger
 from common.segments.documents import ChainStore
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import Stretch
-from common.service.exits import ways
-from common.service.logs import get_logger
 from common.service.process import Threads
 from common.tasks import Stop, Trouble, together
 from ingress import errors, metrics

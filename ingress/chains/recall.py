@@ -6,13 +6,13 @@ import hashlib
 
 from common.chain import Chain
 from common.errors import DataError, SegmentCorrupt, Stopped
+from common.exits import ways
+from common.logs import get_logger
 from common.segments.columns import batch_of
 from common.segments.keys import DIGEST_LENGTH, SegmentName
 from common.segments.segment import Message, SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import SequenceRange, Stretch
-from common.service.exits import ways
-from common.service.logs import get_logger
 from common.service.process import Threads
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.search import covering

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import OutcomeUnknown, Refused, SegmentCorrupt, Unavailable
+from common.logs import get_logger
 from common.objects.port import ObjectStore, store_now
 from common.segments.keys import MAX_LEVEL
 from common.segments.parquet_guard import Forked, SegmentGone
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, Stretch, extends, leading, preference
-from common.service.logs import get_logger
 from ingress.chains.plan import ChainPlan, Phase, plan_chain
 from ingress.rows.decoder import FromHole, standing_in
 

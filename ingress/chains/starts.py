@@ -19,11 +19,11 @@ import msgspec
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import DataError, OutcomeUnknown, Unavailable
+from common.logs import get_logger
 from common.segments.archive import search, span
 from common.segments.documents import MAX_DOCUMENT_BYTES, ChainStore
 from common.segments.store import SegmentStore
 from common.sequences import MAX_SEQUENCE
-from common.service.logs import get_logger
 from common.settings.service import StartSettings
 
 log = get_logger("ingress.chains.starts")

@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError, OutcomeUnknown, Unavailable
+from common.logs import get_logger
 from common.segments.documents import ChainStore
 from common.segments.keys import Pair, suggestion
-from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.service.process import Threads
 from common.tasks import first_of, guarded, together

@@ -15,11 +15,11 @@ from common.chain import Chain
 from common.clock import Backoff, Clock, doubling
 from common.errors import FloeError
 from common.jetstream.client import FloeClient
+from common.logs import get_logger
+from common.metrics import begin
 from common.objects.open import open_queue
 from common.objects.sqs import Received, SqsQueue
 from common.segments.keys import Layout
-from common.service.logs import get_logger
-from common.service.metrics import begin
 from common.service.monitor import Health
 from common.settings.root import Settings
 from common.tasks import Trouble, first_of, guarded, told

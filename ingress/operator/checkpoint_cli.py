@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from common import cli
 from common.clock import SystemClock
 from common.errors import DataError, UsageError
 from common.open import load_settings, open_chains
 from common.segments.documents import TargetPositions
 from common.sequences import MAX_SEQUENCE
-from common.service import cli
 
 if TYPE_CHECKING:
     from common.chain import Chain

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from common import cli
 from common.errors import Stopped, UsageError
 from common.open import load_settings, open_chains, open_store
-from common.service import cli
 
 if TYPE_CHECKING:
     from common.chain import Chain

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from common import cli
 from common.errors import DataError, UsageError
+from common.exits import command, ways
 from common.open import load_settings
-from common.service import cli
-from common.service.exits import command, ways
 
 if TYPE_CHECKING:
     from common.chain import Chain

@@ -10,12 +10,14 @@ from typing import Any
 import click
 
 from common.chain import Chain
+from common.cli import print_json, table
 from common.clock import Clock, SystemClock, format_time
 from common.errors import ConfigError, DataError, FloeError, Refused, Stopped
 from common.jetstream.api import stream_info
 from common.jetstream.buckets import state_of_ingress
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
+from common.logs import get_logger
 from common.open import open_chains, open_store
 from common.segments.alive import STANDBY, Sighting, newest
 from common.segments.archive import behind, carry
@@ -23,8 +25,6 @@ from common.segments.checks import look_for_foreign
 from common.segments.documents import ChainStore
 from common.segments.keys import suggestion
 from common.segments.store import SegmentStore
-from common.service.cli import print_json, table
-from common.service.logs import get_logger
 from common.service.process import Threads
 from common.settings.ingress import SourceSettings, TargetSettings
 from common.settings.root import Settings

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.errors import ConfigError
-from common.service.exits import ways
+from common.exits import ways
 from ingress.publishers.atomic import AtomicPublisher
 from ingress.publishers.fast import FastPublisher
 from ingress.publishers.publisher import SinglePublisher

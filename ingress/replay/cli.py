@@ -10,11 +10,11 @@ from typing import Any
 import click
 
 from common.chain import FEED_PATTERN
+from common.cli import Command, Duration, SequenceType, config_option, json_option, print_json, run_command
 from common.errors import UsageError
+from common.exits import LATER
+from common.logs import escaped
 from common.open import load_settings, open_chains, open_store
-from common.service.cli import Command, Duration, SequenceType, config_option, json_option, print_json, run_command
-from common.service.exits import LATER
-from common.service.logs import escaped
 
 
 def range_options(function: Command) -> Command:

@@ -16,6 +16,7 @@ from typing import Any
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError, Stopped, Unavailable
+from common.exits import DIFFERENCES, command, ways
 from common.jetstream.api import STREAM_NOT_FOUND, ask, create_stream, stream_info
 from common.jetstream.buckets import open_leases
 from common.jetstream.client import FloeClient
@@ -24,14 +25,13 @@ from common.jetstream.kv import BucketGone, KeyValue, state_key
 from common.jetstream.lease import Lease, Leases, new_owner
 from common.jetstream.pull import read_through
 from common.jetstream.requests import ApiError
+from common.logs import get_logger
 from common.segments.archive import read_cover
 from common.segments.columns import messages
 from common.segments.documents import ChainStore
 from common.segments.segment import Message
 from common.segments.store import SegmentStore
 from common.sequences import cover
-from common.service.exits import DIFFERENCES, command, ways
-from common.service.logs import get_logger
 from common.service.process import Threads
 from common.settings.root import Settings
 from common.settings.service import ServiceSettings

@@ -12,9 +12,9 @@ from typing import Any
 
 from common.chain import Chain
 from common.errors import FloeError, Stopped
+from common.exits import ways
 from common.jetstream.kv import KeyValue, KvEntry, state_key
 from common.sequences import SequenceRange
-from common.service.exits import ways
 from ingress.checkpoint import TargetState
 from ingress.checkpoint_store import from_json
 from ingress.replay.plan import ChainRange

@@ -13,6 +13,7 @@ from dataclasses import replace
 from common.chain import Chain
 from common.clock import Backoff, Clock, doubling
 from common.errors import FloeError, LeaseLost, Unavailable
+from common.exits import ways
 from common.failpoints import failpoint
 from common.jetstream.api import StreamInfo
 from common.jetstream.buckets import open_leases, open_state, optional_leases
@@ -22,7 +23,6 @@ from common.jetstream.lease import Lease, Leases, new_owner, owner_text
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, holes
-from common.service.exits import ways
 from common.service.process import Threads
 from common.settings.root import Settings
 from common.settings.service import ServiceSettings

@@ -12,10 +12,10 @@ from typing import Any
 from common.chain import Chain
 from common.clock import parse_time
 from common.errors import UsageError
+from common.exits import command, ways
 from common.segments.documents import BEFORE_GIVING_UP, accept_command
 from common.segments.keys import unknown
 from common.sequences import SequenceRange
-from common.service.exits import command, ways
 from common.settings.types import format_duration, is_filter
 from ingress.replay.pace import Pace
 from ingress.verdict.settle import LOOK_SPACING

@@ -14,14 +14,14 @@ import pyarrow.compute as pc
 
 from common.chain import Chain
 from common.errors import SegmentCorrupt, Stopped
+from common.exits import ways
 from common.jetstream.headers import REPLAY
+from common.logs import get_logger
 from common.segments.documents import ChainStore
 from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, Stretch, cover
-from common.service.exits import ways
-from common.service.logs import get_logger
 from common.service.process import Threads
 from common.settings.ingress import SourceSettings, TargetSettings
 from common.subjects import matches

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import DataError, SegmentCorrupt, Stopped, Unavailable
+from common.exits import command, ways
 from common.jetstream.api import StreamInfo
 from common.segments.archive import Timeline
 from common.segments.documents import ChainStore, StreamDocument
@@ -22,7 +23,6 @@ from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.segments.unread import open_stretch
 from common.sequences import Stretch, cover
-from common.service.exits import command, ways
 from common.service.process import Threads
 from ingress.replay import target
 from ingress.replay.plan import (

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import ConfigError, FloeError, Stopped
+from common.exits import ways
 from common.jetstream.api import StreamInfo, create_stream, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.requests import ApiError
+from common.logs import get_logger
 from common.segments.documents import StreamDocument
-from common.service.exits import ways
-from common.service.logs import get_logger
 from common.settings.types import format_size
 from ingress.checkpoint_store import ROLE as INGRESS
 from ingress.errors import set_command

@@ -17,10 +17,10 @@ import pyarrow.compute as pc
 
 from common.chain import Chain
 from common.errors import Stopped
+from common.exits import ways
 from common.jetstream.headers import Provenance, escaped_lines, parse_block
 from common.segments.columns import messages
 from common.segments.segment import Message, decode_subject
-from common.service.exits import ways
 from common.settings.ingress import SourceSettings
 from common.subjects import covers, matches, overlaps
 from common.transforms import Transform, compile_transform

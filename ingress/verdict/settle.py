@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from common.clock import Backoff, Clock, doubling
 from common.errors import DataError, FloeError, LeaseLost, OutcomeUnknown, Unavailable
-from common.service.logs import get_logger
+from common.logs import get_logger
 from ingress.checkpoint import Intent, IntentPiece
 from ingress.checkpoint_store import StateMoved, StateStore, Stored
 from ingress.rows.rows import Rows

@@ -17,12 +17,12 @@ from typing import Any
 from common.chain import Chain
 from common.clock import NS_PER_S, format_time
 from common.errors import AnotherWriter, FloeError, Stopped
+from common.exits import ways
 from common.jetstream.api import MESSAGE_NOT_FOUND, STREAM_NOT_FOUND, ask, stored_message, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.headers import restore
 from common.jetstream.requests import ApiError
 from common.segments.segment import Message, decode_subject
-from common.service.exits import ways
 from ingress.checkpoint import Checkpoint, Ending, Intent, IntentPiece, TargetState
 from ingress.errors import set_command
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import Counter, Histogram
 
-from common.service.metrics import COUNTED, REGISTRY
+from common.metrics import COUNTED, REGISTRY
 from egress.workers.process import WorkerProcess
 from ingress.discovery.notifications import Notified
 from tests.support.basics import soon, unique
@@ -27,7 +27,7 @@ def missing(known: dict[str, str], feeds: dict[str, str]) -> list[str]:
             continue
         each = counted.get(metric)
         if each is None:
-            found.append(f"{metric._name}: not declared with common.service.metrics")
+            found.append(f"{metric._name}: not declared with common.metrics")
             continue
         role = "ingress" if each.name.startswith("ingress_") else "egress"
         values = {label: known.get(f"{role}_{label}", known.get(label, "")) for label in each.labels}

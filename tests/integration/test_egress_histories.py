@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from common.exits import command
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
+from common.metrics import REGISTRY
 from common.segments.documents import StreamDocument
 from common.sequences import SequenceRange
-from common.service.exits import command
-from common.service.metrics import REGISTRY
 from egress import consumers, metrics
 from egress.incarnations import HighWaterMarks
 from egress.reader import Reader

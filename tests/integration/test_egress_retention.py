@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import Unavailable
 from common.jetstream.api import consumer_info, consumer_names, create_consumer, stream_info
-from common.service.metrics import REGISTRY
+from common.metrics import REGISTRY
 from common.settings.egress import FeedSettings
 from egress.acks import Acknowledging
 from egress.consumers import WantedMessages, take

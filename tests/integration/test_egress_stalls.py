@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from common.errors import Unavailable
-from common.service.metrics import REGISTRY
+from common.metrics import REGISTRY
 from infra.local.nats import NatsServer
 from tests.support.basics import soon, unique
 from tests.support.egress import QUICK, Bench, Running

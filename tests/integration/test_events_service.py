@@ -12,11 +12,11 @@ import pytest
 
 from common.chain import Chain
 from common.jetstream.client import FloeClient, frame
+from common.metrics import REGISTRY
 from common.objects.open import open_objects
 from common.segments.documents import ChainStore
 from common.segments.keys import Layout
 from common.segments.store import SegmentStore
-from common.service.metrics import REGISTRY
 from common.settings.root import StoreSettings
 from tests.scenarios.processes import Service
 from tests.support.basics import SharedS3, soon, unique

@@ -11,7 +11,7 @@ from common.chain import Chain
 from common.errors import Unavailable
 from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient
-from common.service.metrics import REGISTRY
+from common.metrics import REGISTRY
 from tests.support.basics import soon
 from tests.support.commands import floe
 from tests.support.ingress import CHAIN, Archive, Centre, count_in, rows_of

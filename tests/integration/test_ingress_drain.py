@@ -14,7 +14,7 @@ from common.clock import SystemClock
 from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
-from common.service.metrics import REGISTRY
+from common.metrics import REGISTRY
 from common.service.monitor import Health
 from common.tasks import Stop
 from infra.local.nats import NatsServer

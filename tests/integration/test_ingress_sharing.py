@@ -18,7 +18,7 @@ from common.clock import SystemClock
 from common.errors import AnotherWriter
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
-from common.service.metrics import REGISTRY
+from common.metrics import REGISTRY
 from common.service.monitor import Health
 from common.tasks import Stop
 from infra.local.nats import NatsServer

@@ -15,7 +15,7 @@ from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.jetstream.api import stream_info
 from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Leases
-from common.service.metrics import REGISTRY
+from common.metrics import REGISTRY
 from egress.evidence import source_of
 from infra.local.nats import NatsCluster, NatsServer, nats_server_binary
 from tests.support.basics import soon, unique

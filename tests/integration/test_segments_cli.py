@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from common import segments_cli as cli
 from common.chain import Chain
 from common.objects.local import LocalObjects
-from common.segments import cli
-from common.segments.cli import segments
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.segments.keys import Layout
 from common.segments.segment import Message, SegmentRef
 from common.segments.store import SegmentStore
 from common.segments.writer import SegmentWriter
+from common.segments_cli import segments
 from common.sequences import SequenceRange
 from tests.support.segments import CHAIN, batch_of, footer_of, message
 

@@ -13,8 +13,8 @@ import pytest
 from common.chain import Chain
 from common.errors import Refused, Unavailable
 from common.jetstream.client import FloeClient
+from common.metrics import REGISTRY
 from common.segments.alive import Alive, ChainSign
-from common.service.metrics import REGISTRY
 from infra.local.nats import NatsServer
 from tests.support.basics import soon, unique
 from tests.support.commands import floe

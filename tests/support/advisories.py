@@ -16,7 +16,7 @@ from common.clock import Clock, SystemClock
 from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.headers import header
-from common.service.metrics import REGISTRY
+from common.metrics import REGISTRY
 from common.settings.egress import FeedSettings
 from common.settings.service import NatsSettings
 from common.tasks import end

@@ -104,7 +104,7 @@ class SharedS3:
         return name
 
 
-# What `common.service.exits` makes: it names a configuration. A command named in words does not.
+# What `common.exits` makes: it names a configuration. A command named in words does not.
 _COMMAND = re.compile(r"\bfloe (?=[a-z][^\n]*? -c )[^\n]*")
 
 

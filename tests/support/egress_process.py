@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from common.service import logs
-from common.service.cli import run_async
+from common import logs
+from common.cli import run_async
 from common.settings.root import Settings
 from egress.service import serve
 from infra.local.process import spawn

@@ -19,8 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 import floe
-from common.errors import AnotherWriter, ConfigError, LeaseLost, Refused, SegmentCorrupt, Stopped, UsageError
-from common.service.cli import (
+from common.cli import (
     Duration,
     SequenceType,
     Size,
@@ -31,6 +30,7 @@ from common.service.cli import (
     run_command,
     table,
 )
+from common.errors import AnotherWriter, ConfigError, LeaseLost, Refused, SegmentCorrupt, Stopped, UsageError
 from infra.local.process import spawn
 from tests.support.basics import PATIENCE
 
@@ -281,7 +281,7 @@ def test_a_traceback_is_shown_only_where_it_is_asked_for(monkeypatch: pytest.Mon
 SCRIPT = """
 import sys, time
 import click, floe
-from common.service.cli import run_command
+from common.cli import run_command
 
 @floe.cli.command("body")
 @run_command

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from common.chain import Chain
+from common.logs import RESERVED
 from common.segments.segment import SegmentRef
 from common.sequences import Stretch
-from common.service.logs import RESERVED
 from compaction.plan import Output, unite
 from compaction.supersede import Supersession, made_by
 from tests.support.compaction import CHAIN, NOW, TestPolicy, plan, ref

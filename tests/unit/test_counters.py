@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.service.metrics import COUNTED, REGISTRY, begin, counter
+from common.metrics import COUNTED, REGISTRY, begin, counter
 from egress.acks import REASONS
 from egress.advisories.outbox import SendResult
 from egress.metrics import ADVISORY_RESULTS

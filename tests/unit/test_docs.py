@@ -16,7 +16,7 @@ import yaml
 from click.testing import CliRunner
 
 import floe
-from common.service.metrics import REGISTRY
+from common.metrics import REGISTRY
 from common.settings import loader
 from tests.support import tree
 

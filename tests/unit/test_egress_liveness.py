@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.chain import Chain
-from common.service.metrics import REGISTRY
+from common.metrics import REGISTRY
 from common.service.monitor import Health
 from egress.report import FeedReport, log
 from egress.watchdog import Liveness, ProgressCheck, Rise, SessionStanding, StreamLimits, left_by_age, left_by_size

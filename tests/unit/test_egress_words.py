@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from common import exits
 from common.jetstream.lease import new_owner, owner_text
-from common.service import exits
 from egress.incarnations import filters_text
 from egress.partition import repartition, resolve
 from egress.report import LeftOut, Unmatched

@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import pytest
 
+from common import exits
 from common.chain import Chain
 from common.segments import archive, documents, store
 from common.segments.segment import Tip
 from common.sequences import SequenceRange
-from common.service import exits
 from common.settings.egress import FeedSettings
 from egress import identity, partition
 from egress.identity import Evidence, HeldMessage, SourceStream, SourceVerdict, VerdictKind, Witness

@@ -17,9 +17,9 @@ from common.errors import (
     Unavailable,
 )
 from common.jetstream.requests import ApiError
+from common.metrics import REGISTRY
 from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
-from common.service.metrics import REGISTRY
 from common.service.monitor import Health
 from ingress.chains.chain_state import ChainState
 from ingress.chains.plan import ChainPlan, Phase

@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = """
 import sys
-from common.service.lean import without
+from common.lean import without
 without("pandas")
 from common.segments.columns import record_batch
 import pyarrow as pa

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import structlog
 
+from common import logs as log_writer
 from common.errors import Unavailable
-from common.service import logs as log_writer
-from common.service.logs import LineHandler, configure, flush, get_logger
+from common.logs import LineHandler, configure, flush, get_logger
 from infra.local.process import spawn
 from tests.support.basics import PATIENCE, eventually
 
@@ -172,7 +172,7 @@ def test_a_value_that_cannot_be_shown_does_not_stop_the_service(stream: Stream):
 
 
 def test_before_configuring_nothing_goes_to_stdout():
-    script = "from common.service.logs import get_logger\nget_logger('a').warning('x', k=1)\nget_logger('a').info('y')"
+    script = "from common.logs import get_logger\nget_logger('a').warning('x', k=1)\nget_logger('a').info('y')"
     ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ended.stdout == ""
     assert "'event': 'x'" in ended.stderr
@@ -204,7 +204,7 @@ def test_nobody_reading_the_log_delays_nothing_and_dropped_lines_are_told(monkey
 def test_a_process_whose_log_nobody_reads_still_ends():
     script = """
 import sys
-from common.service.logs import configure, get_logger
+from common.logs import configure, get_logger
 configure("info", "json")
 for _ in range(2000):
     get_logger("egress").info("x" * 1000)
@@ -222,7 +222,7 @@ print("done", flush=True)
 
 def test_the_last_lines_before_the_end_are_written():
     script = """
-from common.service.logs import configure, get_logger
+from common.logs import configure, get_logger
 configure("info", "text")
 for n in range(500):
     get_logger("egress").info(f"line {n}")

@@ -38,7 +38,7 @@ def service(
     drain: str = "pass", runner: str = "run_async(main())", setup: str = "pass"
 ) -> Iterator[subprocess.Popen[str]]:
     script = (
-        "import asyncio, time\nfrom common.service.cli import run_async\n"
+        "import asyncio, time\nfrom common.cli import run_async\n"
         "from common.service.process import hangups, stop_on_signals\n"
         f"{DRAINS.format(drain=drain, setup=setup)}\n{runner}\n"
     )

@@ -13,10 +13,10 @@ from click.testing import CliRunner
 import floe
 from common.chain import Chain
 from common.errors import DataError, Refused
+from common.metrics import REGISTRY
 from common.objects.local import LocalObjects
 from common.segments.documents import ChainStore, TargetPositions
 from common.segments.keys import Layout
-from common.service.metrics import REGISTRY
 from common.service.process import Threads
 from ingress.report import PositionsReport
 from tests.support.clock import ManualClock

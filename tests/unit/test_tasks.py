@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from common.cli import run_async
 from common.errors import Stopped, Unavailable, Unforeseen
-from common.service.cli import run_async
 from common.tasks import (
     Stop,
     StopReason,

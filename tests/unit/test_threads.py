@@ -115,7 +115,7 @@ def test_a_thread_that_never_returns_does_not_keep_the_command_from_ending():
     script = """
 import asyncio, sys, threading
 import click, floe
-from common.service.cli import run_command
+from common.cli import run_command
 from common.service.process import Threads
 
 @floe.cli.command("hang")

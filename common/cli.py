@@ -22,9 +22,9 @@ import click
 
 from common.chain import Chain
 from common.errors import UsageError
+from common.exits import end_with
+from common.logs import escaped
 from common.sequences import MAX_SEQUENCE
-from common.service.exits import end_with
-from common.service.logs import escaped
 from common.settings.types import parse_duration, parse_size
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ import structlog
 from structlog.stdlib import BoundLogger, ProcessorFormatter
 
 from common.errors import FloeError
-from common.service.metrics import counter
+from common.metrics import counter
 
 CAPACITY = 10_000  # lines waiting; beyond it lines are dropped and counted
 FLUSH_TIMEOUT = 1.0  # seconds

@@ -9,8 +9,11 @@ from typing import Any
 import click
 
 from common.chain import Chain
+from common.cli import SequenceType, config_option, json_option, print_json, run_command, table
 from common.clock import NS_PER_S, format_time
 from common.errors import UsageError
+from common.exits import DIFFERENCES
+from common.logs import escaped
 from common.open import load_settings, open_chains, open_store
 from common.segments.archive import find_chain, read_cover, select_chains, span
 from common.segments.columns import is_text, messages
@@ -20,9 +23,6 @@ from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import Message, Reason, SegmentRef, decode_subject, encode_bytes
 from common.segments.store import SegmentStore, quarantine
 from common.sequences import MAX_SEQUENCE, SequenceRange, cover, holes
-from common.service.cli import SequenceType, config_option, json_option, print_json, run_command, table
-from common.service.exits import DIFFERENCES
-from common.service.logs import escaped
 from common.settings.root import Settings
 from common.settings.types import format_duration
 
