@@ -10,10 +10,10 @@ STALE       ?=
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak check bench clean java python
+.PHONY: help setup demo test soak check check-deploy bench clean java python
 
 help:  ## list the targets
-	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 java:
 	@bash infra/require_java.sh
@@ -47,6 +47,9 @@ check: $(INSTALLED)  ## style, types and the direction of imports
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+check-deploy: $(INSTALLED)  ## containers, chart, units and packages, with the tools that read them; skips aloud what is not here
+	@bash infra/check_deploy.sh
 
 bench: java $(INSTALLED)  ## speed and memory beside their floors; ONLY=name runs one; writes bench/results.json
 	@$(BIN)/python -m bench $(if $(ONLY),--only $(ONLY))

@@ -26,7 +26,7 @@ from common.segments.alive import process_name
 from common.segments.coverage import CoverageWatch
 from common.segments.keys import Layout
 from common.service.monitor import Health, Monitor
-from common.service.process import Threads, busy_threads, on_signal, stop_on_signals
+from common.service.process import SystemdNotifier, Threads, busy_threads, on_signal, stop_on_signals
 from common.settings.root import Settings
 from common.tasks import Stop, end, orphaned, wait_for, watched
 from egress import metrics
@@ -81,9 +81,11 @@ async def serve(settings: Settings, *, tuning: Tuning | None = None, place: Work
     monitor.start()
     with closing(monitor):
         flushes: list[Callable[[], None]] = []
+        # Of several processes the parent speaks for all.
+        notifier = SystemdNotifier(monitor.says, clock, {} if place else os.environ)
         # Outside, so that it is heard before a parent knows of this process and passes it on.
         with on_signal(signal.SIGUSR1, lambda: [flush() for flush in flushes]):
-            async with stop_of(place, monitor.port) as stop:
+            async with stop_of(place, monitor.port) as stop, notifier.while_running(stop):
                 service = EgressService(settings, tuning or Tuning(), clock, health, stop, place=place)
                 flushes.append(service.flush)
                 drained = await service.run()
@@ -147,10 +149,14 @@ class EgressService:
     async def run(self) -> bool:
         """Until the stop is requested and all is drained. Returns whether it was, in time."""
         async with AsyncExitStack() as stack:
+            # What the start waits for is not there; the process is well all the same.
+            beating = watched(self._health.keep_beating(), orphaned, name="start")
             try:
                 feeds, parts = await self._start(stack)
             except _StopAskedError:
                 return True
+            finally:
+                await end(beating)
             return await run_feeds(feeds, parts, self._health, self._stop, self._settings.egress.shutdown_timeout)
 
     async def _start(self, stack: AsyncExitStack) -> tuple[list[Runs], EgressDeps]:

@@ -1,1 +1,1 @@
-"""What surrounds Floe: local servers, the demo, a fleet emulator."""
+"""What surrounds Floe: local servers, the demo, a fleet emulator, deployments."""

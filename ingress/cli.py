@@ -50,7 +50,7 @@ async def run(config: str) -> None:
     from common.clock import SystemClock
     from common.open import load_settings, open_chains, open_store, reloaded_on_hangup
     from common.service.monitor import Health, Monitor
-    from common.service.process import stop_on_signals
+    from common.service.process import SystemdNotifier, stop_on_signals
     from ingress.service import Controller
 
     settings, clock = load_settings(config), SystemClock()
@@ -60,7 +60,7 @@ async def run(config: str) -> None:
     controller = Controller(settings, store, open_chains(settings), health, clock)
     monitor.start()
     try:
-        async with stop_on_signals() as stop:
+        async with stop_on_signals() as stop, SystemdNotifier(monitor.says, clock).while_running(stop):
             with reloaded_on_hangup(config, settings):
                 await controller.run(stop)
     finally:

@@ -31,7 +31,6 @@ log = get_logger(__name__)
 
 THREADS = 4
 LOOKERS = 4
-BEAT_SPACING = 2.0  # seconds
 RETRY = 2.0  # seconds between two attempts to open the bucket of the leases
 LET_GO = 5.0  # seconds for each step that releases something at the end
 
@@ -88,7 +87,7 @@ class Controller:
         events = partial(follow, self._settings, client, layout, parts.discovery, self._health, self._clock)
         sides = [
             asyncio.create_task(again("discovery", parts.discovery.run, self._clock), name="discovery"),
-            asyncio.create_task(self._beat(), name="beat"),
+            asyncio.create_task(self._health.keep_beating(), name="beat"),
             asyncio.create_task(parts.sharing.run(stop), name="sharing"),
             asyncio.create_task(again("events", events, self._clock), name="events"),
             asyncio.create_task(CoverageWatch(self._store, self._health, self._clock).run(stop), name="coverage"),
@@ -147,11 +146,6 @@ class Controller:
             await runner.run(stop)
         except FloeError as error:
             self._failures.append(error)
-
-    async def _beat(self) -> None:
-        while True:
-            self._health.beat()
-            await self._clock.sleep(BEAT_SPACING)
 
     # The drain, step by step: targets finish their open intents and give their leases back (at most
     # `shutdown_timeout`), what is not done by then is dropped, then the connection, threads and files.

@@ -200,7 +200,8 @@ def _read_head(connection: socket.socket) -> bytes:
     return head
 
 
-MAX_BEAT_AGE = 30.0  # seconds without a heartbeat of the event loop before /healthz says so
+BEAT = 1.0  # seconds between two heartbeats of an event loop
+MAX_BEAT_AGE = 30.0  # seconds without one before /healthz says so
 
 
 class Health:
@@ -216,6 +217,12 @@ class Health:
     def beat(self) -> None:
         """The event loop runs; to be called every few seconds."""
         self._beat = self._clock.monotonic()
+
+    async def keep_beating(self) -> None:
+        """Beat for ever, as long as this task's event loop turns."""
+        while True:
+            self.beat()
+            await self._clock.sleep(BEAT)
 
     def beat_age(self) -> float:
         """Seconds since the last beat, or since the start."""
@@ -326,6 +333,11 @@ class Monitor:
             target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="monitor", daemon=True
         )
         self._thread.start()
+
+    def says(self, path: str) -> tuple[int, str]:
+        """Status and text of the page at `path`, whether or not anything is served."""
+        status, _, body = self._pages.answer(path, "")
+        return status, body.decode()
 
     def close(self) -> None:
         """No error if nothing is served."""

@@ -1,4 +1,4 @@
-"""Signals and threads of a process: how it is asked to stop, and what it must wait for.
+"""Signals and threads of a process: how it is asked to stop, what it must wait for, what it tells its supervisor.
 
 The first SIGTERM or SIGINT asks the service to drain, the second ends the process at once. SIGHUP ends
 nothing: it calls what `hangups` holds, such as reading secrets again. Nor does SIGQUIT: it logs where every task
@@ -10,19 +10,21 @@ import contextvars
 import functools
 import os
 import signal
+import socket
 import sys
 import threading
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
+from common.clock import Clock
 from common.errors import Unavailable
-from common.logs import get_logger
+from common.logs import escaped, get_logger
 from common.settings.types import read_all_again
-from common.tasks import Stop, told
+from common.tasks import Stop, end, orphaned, told, watched
 
 log = get_logger(__name__)
 
@@ -187,6 +189,82 @@ def _hang_up() -> None:
 def _ask(stop: Stop, number: int) -> None:
     _tell_stop(number)
     stop.set()
+
+
+TELL = 2.0  # seconds between two looks at what there is to tell the service manager
+MAX_STATUS = 300  # characters
+
+
+class SystemdNotifier:
+    """Tells the service manager how the service is, as sd_notify(3) does: `Type=notify` and its watchdog.
+
+    `says`: status and text of the monitor's page of a path; may take seconds, so it is called in a thread. Nothing is
+    told where `environment` has no NOTIFY_SOCKET, and no watchdog is fed where WATCHDOG_PID is another process.
+    """
+
+    def __init__(
+        self, says: Callable[[str], tuple[int, str]], clock: Clock, environment: Mapping[str, str] = os.environ
+    ) -> None:
+        self._says, self._clock, self._told = says, clock, ""
+        address = environment.get("NOTIFY_SOCKET", "")
+        # `@` begins an abstract name; what is neither that nor a file is no socket of this kind.
+        self._address = "\0" + address[1:] if address[:1] == "@" else address if address[:1] == "/" else ""
+        is_mine = environment.get("WATCHDOG_PID", "") in ("", str(os.getpid()))
+        microseconds = environment.get("WATCHDOG_USEC", "")
+        self._watchdog = int(microseconds) / 1e6 if is_mine and microseconds.isdecimal() else 0.0
+
+    @asynccontextmanager
+    async def while_running(self, stop: Stop) -> AsyncIterator[None]:
+        """Ready now, stopping once `stop` is set; alive as long as /healthz says so and this event loop turns."""
+        if not self._address:
+            yield
+            return
+        threads = Threads("notify", 1)
+        hangups.insert(0, self._reloading)
+        hangups.append(self._ready)
+        self._ready()
+        telling = watched(self._tell(stop, threads), orphaned, name="notify")
+        try:
+            yield
+        finally:
+            hangups.remove(self._reloading)
+            hangups.remove(self._ready)
+            await end(telling)
+            await threads.idle()
+            threads.close()
+
+    async def _tell(self, stop: Stop, threads: "Threads") -> None:
+        pause, asked = min(TELL, self._watchdog / 4 or TELL), False
+        while True:
+            if stop.is_set and not asked:
+                asked = True
+                self._send("STOPPING=1", "STATUS=draining")
+            elif words := await threads.run(self._news, stop.is_set):
+                self._send(*words)
+            await (self._clock.sleep(pause) if asked else stop.wait(pause))
+
+    def _news(self, is_stopping: bool) -> list[str]:
+        words = ["WATCHDOG=1"] if self._watchdog and self._says("/healthz")[0] == 200 else []
+        if not is_stopping:
+            status = escaped("; ".join(self._says("/readyz")[1].splitlines()))[:MAX_STATUS]
+            if status != self._told:
+                self._told = status
+                words.append(f"STATUS={status}")
+        return words
+
+    def _ready(self) -> None:
+        self._send("READY=1", f"MAINPID={os.getpid()}")
+
+    def _reloading(self) -> None:
+        self._send("RELOADING=1", f"MONOTONIC_USEC={int(self._clock.monotonic() * 1e6)}")
+
+    def _send(self, *words: str) -> None:
+        """Never waits: a service manager that does not read must not hold the event loop."""
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
+                line.sendto("\n".join(words).encode(), socket.MSG_DONTWAIT, self._address)
+        except OSError as error:
+            log.debug("not notified", action="notify_failed", words=words, error=str(error))
 
 
 P = ParamSpec("P")

@@ -140,6 +140,10 @@ class Expanded(str):
         self.source = source
         return self
 
+    def __reduce__(self) -> tuple[type[Expanded], tuple[str, str]]:
+        """Settings travel to Spark's executors."""
+        return Expanded, (str(self), self.source)
+
 
 def refuse(expected: str, **context: Any) -> PydanticCustomError:
     return PydanticCustomError("floe_value", "expected {expected}", {"expected": expected, **context})

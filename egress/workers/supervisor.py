@@ -7,7 +7,7 @@ import random
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 
 from common.clock import Backoff, Clock, SystemClock
@@ -16,7 +16,7 @@ from common.exits import asked_context, is_debug
 from common.logs import flush, get_logger
 from common.metrics import counter, gauge
 from common.service.monitor import Health, Monitor
-from common.service.process import exit_at_once, hangups, on_signal, quits, stop_on_signals
+from common.service.process import SystemdNotifier, exit_at_once, hangups, on_signal, quits, stop_on_signals
 from common.settings.root import Settings
 from common.tasks import GOOD_WHILE, Stop, end, orphaned, wait_for, watched
 from egress.partition import require_feeds
@@ -26,7 +26,6 @@ from egress.workers.process import FINAL, WorkerProcess, worst
 log = get_logger(__name__)
 
 
-BEAT = 1.0  # seconds between two of the parent's event loop
 KILL_MARGIN = 10.0  # seconds beyond the shutdown timeout until a worker that does not end is killed
 
 
@@ -121,10 +120,13 @@ async def run_workers(config: str, settings: Settings, count: int) -> int:
     monitor = Monitor(wanted.listen, health, pages=pages, tls=wanted.tls)
     monitor.start()
     with closing(monitor):
-        return await supervise(supervisor, health, clock)
+        says = (
+            monitor.says if settings.egress.monitor.listen else lambda _path: (200, f"{count} workers, not looked into")
+        )
+        return await supervise(supervisor, health, SystemdNotifier(says, clock))
 
 
-async def supervise(supervisor: Supervisor, health: Health, clock: Clock) -> int:
+async def supervise(supervisor: Supervisor, health: Health, notifier: SystemdNotifier | None = None) -> int:
     """Returns the exit code. Raises what fails in this process."""
 
     def kill(number: int) -> None:
@@ -137,16 +139,11 @@ async def supervise(supervisor: Supervisor, health: Health, clock: Clock) -> int
     quits.append(quit_)
     with on_signal(signal.SIGUSR1, supervisor.flush):
         async with stop_on_signals(second=kill) as stop:
-            beating = watched(_beat(health, clock), orphaned, name="beat")
+            beating = watched(health.keep_beating(), orphaned, name="beat")
             try:
-                return await supervisor.run(stop)
+                async with notifier.while_running(stop) if notifier else nullcontext():
+                    return await supervisor.run(stop)
             finally:
                 hangups.remove(hang_up)
                 quits.remove(quit_)
                 await end(beating)
-
-
-async def _beat(health: Health, clock: Clock) -> None:
-    while True:
-        health.beat()
-        await clock.sleep(BEAT)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from common.settings.loader import load
 from common.settings.root import Settings
 from common.settings.service import NatsSettings
 
@@ -91,6 +94,22 @@ def test_secrets_stand_in_no_representation():
     )
     assert "canary" not in repr(settings) + str(settings) + settings.model_dump_json()
     assert settings.nats_for("egress").token.get_secret_value() == "canary-3"
+
+
+def test_settings_with_secrets_of_files_and_variables_travel_to_executors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "secret").write_text("hidden\n")
+    monkeypatch.setenv("WHERE", "spool")
+    path = tmp_path / "central.yaml"
+    secret = f"access_key_id: k, secret_access_key_file: {tmp_path}/secret"
+    path.write_text(f'site: s\nspool_dir: "/${{WHERE}}"\nstore: {{url: "s3://floe", {secret}}}\n')
+    settings = load(str(path))
+
+    arrived = pickle.loads(pickle.dumps(settings))
+
+    assert arrived == settings
+    assert (arrived.spool_dir, arrived.store.secret_access_key.get_secret_value()) == ("/spool", "hidden")
 
 
 def test_the_subjects_of_a_new_stream_are_given_or_follow_from_the_prefixes():

@@ -1,0 +1,437 @@
+"""Units, image, chart and compose file say the same, and the very words that they say run as an unprivileged user."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.clock import SystemClock
+from common.jetstream.api import create_stream, stream_info
+from common.jetstream.client import FloeClient
+from common.service.monitor import BEAT, Health
+from common.settings.loader import load
+from common.settings.root import Settings
+from common.settings.types import parse_duration, parse_listen
+from common.tasks import Stop
+from egress.deps import Tuning
+from egress.service import EgressService
+from egress.workers.supervisor import KILL_MARGIN
+from infra.local.process import free_port, spawn
+from tests.support.basics import PATIENCE, SharedS3, eventually, soon, unique
+from tests.support.commands import configuration
+from tests.support.egress import Bench
+from tests.support.notify import ServiceManager
+from tests.support.rooms import ROOT, Room, why_no_rooms
+
+INFRA = ROOT / "infra"
+CHART = INFRA / "helm" / "floe"
+SECRETS = ("/run/secrets/", "/etc/floe/credentials/")
+
+
+# What they say
+
+
+class Unit:
+    """A unit of systemd, for the instance `site` where it has one: its keys, the last of each."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name.replace("@.", "@site.")
+        lines = (INFRA / "systemd" / name).read_text().replace("%i", "site").replace("%C", "/var/cache").splitlines()
+        pairs = [line.partition("=")[::2] for line in lines if "=" in line and not line.startswith("#")]
+        self.keys = dict(pairs)
+        self.words = shlex.split(self.keys["ExecStart"])
+
+
+EGRESS, INGRESS = Unit("floe-egress@.service"), Unit("floe-ingress.service")
+COMPACT = Unit("floe-compact.service")
+COMPOSE: dict[str, Any] = yaml.safe_load((INFRA / "compose.yaml").read_text())
+VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
+DOCKERFILE = (INFRA / "docker" / "Dockerfile").read_text()
+
+
+def image_words(target: str) -> list[str]:
+    """What a container of the image runs if nothing else is said."""
+    [stage] = re.findall(rf"^FROM base AS {target}\n(.*?)(?=^FROM |\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL)
+    return [word for key in ("ENTRYPOINT", "CMD") for word in json.loads(re.findall(rf"^{key} (.*)$", stage, re.M)[0])]
+
+
+def chart_words(template: str) -> list[str]:
+    """What a pod of a template runs; neither is made of values."""
+    text = (CHART / "templates" / f"{template}.yaml").read_text()
+    return [word for key in ("command", "args") for word in json.loads(re.findall(rf"^ +{key}: (.*)$", text, re.M)[0])]
+
+
+def compose_words(service: str) -> list[str]:
+    return ["floe", *COMPOSE["services"][service]["command"]]
+
+
+def configurations() -> dict[str, str]:
+    """Every configuration of Floe that a deployment brings along."""
+    files = [INFRA / "systemd" / "site.yaml", INFRA / "systemd" / "central.yaml"]
+    files += [INFRA / "compose" / f"{name}.yaml" for name in ("site-east", "site-west", "central")]
+    found = {str(path.relative_to(INFRA)): path.read_text() for path in files}
+    return found | {f"helm/{part}": VALUES[part]["config"] for part in ("site", "central")}
+
+
+CONFIGURATIONS = configurations()
+
+
+def checked(name: str, folder: Path) -> Settings:
+    """The configuration as a command loads it, its secrets in `folder`."""
+    text = CONFIGURATIONS[name]
+    for place in SECRETS:
+        text = text.replace(place, f"{folder}/")
+    (folder / "s3-secret").write_text("secret")
+    path = folder / "config.yaml"
+    path.write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CREDENTIALS_DIRECTORY", str(folder))
+        patch.setenv("CACHE_DIRECTORY", str(folder))
+        return load(str(path))
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGURATIONS))
+def test_each_configuration_passes_the_check(name: str, tmp_path: Path):
+    settings = checked(name, tmp_path)
+
+    assert settings.store.secret_access_key.get_secret_value() == "secret"
+    assert settings.spool_dir
+    assert settings.egress.feeds or settings.ingress.targets
+
+
+def test_a_stop_has_the_time_that_a_drain_may_take(tmp_path: Path):
+    site, central = checked("systemd/site.yaml", tmp_path), checked("systemd/central.yaml", tmp_path)
+    margin = 2 * KILL_MARGIN
+    assert float(EGRESS.keys["TimeoutStopSec"]) >= site.egress.shutdown_timeout + margin
+    assert float(INGRESS.keys["TimeoutStopSec"]) >= central.ingress.shutdown_timeout + margin
+
+    site, central = checked("helm/site", tmp_path), checked("helm/central", tmp_path)
+    assert VALUES["egress"]["terminationGracePeriodSeconds"] >= site.egress.shutdown_timeout + margin
+    assert VALUES["ingress"]["terminationGracePeriodSeconds"] >= central.ingress.shutdown_timeout + margin
+
+    for service, file in (("egress-east", "site-east"), ("egress-west", "site-west"), ("ingress", "central")):
+        settings = checked(f"compose/{file}.yaml", tmp_path)
+        timeout = max(settings.egress.shutdown_timeout, settings.ingress.shutdown_timeout)
+        assert parse_duration(COMPOSE["services"][service]["stop_grace_period"]) >= timeout + margin
+
+
+def test_whoever_asks_the_monitor_asks_where_it_listens(tmp_path: Path):
+    for part, role in (("site", "egress"), ("central", "ingress")):
+        settings = checked(f"helm/{part}", tmp_path)
+        assert parse_listen(getattr(settings, role).monitor.listen) == ("0.0.0.0", VALUES[role]["port"])
+    jobs = yaml.safe_load((INFRA / "compose" / "prometheus.yml").read_text())["scrape_configs"]
+    targets = [target for job in jobs for config in job["static_configs"] for target in config["targets"]]
+    assert len(targets) == 3
+    for target in targets:
+        service, port = target.split(":")
+        file = {"egress-east": "site-east", "egress-west": "site-west", "ingress": "central"}[service]
+        settings = checked(f"compose/{file}.yaml", tmp_path)
+        listen = (settings.ingress if service == "ingress" else settings.egress).monitor.listen
+        assert parse_listen(listen) == ("0.0.0.0", int(port))
+        assert f":{port}/readyz" in " ".join(COMPOSE["services"][service]["healthcheck"]["test"])
+
+
+def test_containers_run_what_the_units_run():
+    words = {
+        "egress": [image_words("site"), chart_words("egress"), *map(compose_words, ("egress-east", "egress-west"))],
+        "ingress": [chart_words("ingress"), compose_words("ingress")],
+        "compact": [image_words("spark"), chart_words("compaction")],
+    }
+    for unit, others in zip((EGRESS, INGRESS, COMPACT), words.values(), strict=True):
+        program, *rest = unit.words
+        assert program == "/opt/floe/bin/floe"
+        assert all(each == ["floe", *rest] for each in others), others
+    # Between the runs it sleeps.
+    assert shlex.join(image_words("spark")) + ";" in COMPOSE["services"]["compaction"]["command"][0]
+
+
+def test_an_image_is_made_of_what_the_locks_hold_and_runs_as_nobody_special():
+    installs = re.findall(r"pip install ([^&\n]*)", DOCKERFILE)
+    assert len(installs) == 4
+    assert all("--require-hashes" in each or "--no-deps /wheel/floe_jetstream-*.whl" in each for each in installs), (
+        installs
+    )
+    locked = set(re.findall(r"^([a-z0-9-]+)==", (ROOT / "requirements.lock").read_text(), re.MULTILINE))
+    for text in (DOCKERFILE, (INFRA / "wheel.sh").read_text()):
+        [names] = re.findall(r"keep = /\^\((.*?)\)==/", text)
+        assert set(names.split("|")) <= locked
+    for target in ("site", "spark"):
+        assert re.search(rf"^FROM base AS {target}\n(?:(?!FROM).*\n)*USER 10001:10001\n", DOCKERFILE, re.MULTILINE)
+    for service in COMPOSE["services"].values():
+        assert re.search(r":[^:/}]+\}?$", service["image"]), "pinned by tag"
+        assert ":latest" not in service["image"]
+
+
+def test_the_files_that_compose_mounts_are_there():
+    named = [each["file"] for each in COMPOSE["configs"].values()]
+    volumes = [volume for service in COMPOSE["services"].values() for volume in service.get("volumes", [])]
+    named += [volume.split(":")[0] for volume in volumes if volume.startswith("./")]
+    # Dashboard and rules stand beside this folder, in folders of their own.
+    for name in named:
+        assert (INFRA / name).exists() or name in ("./grafana", "./prometheus"), name
+
+
+# And it runs
+
+
+@pytest.fixture(scope="module")
+def rooms() -> None:
+    """Skips, aloud, where none can be made."""
+    if why := why_no_rooms():
+        pytest.skip(f"no room for an unprivileged user can be made here: {why}")
+
+
+@dataclass
+class Deployment:
+    """The servers that a shipped configuration is pointed at, and the names that this test has for itself."""
+
+    nats_url: str
+    s3: SharedS3
+    folder: Path
+    bucket: str = field(default_factory=str)
+    stream: str = field(default_factory=lambda: unique("NODES"))
+    target: str = field(default_factory=lambda: unique("FLEET"))
+    suffix: str = field(default_factory=lambda: unique("X"))
+    port: int = field(default_factory=free_port)
+
+    def __post_init__(self) -> None:
+        self.bucket = self.s3.new_bucket()
+
+    def configuration(self, text: str) -> str:
+        """The shipped text with other addresses and names; where secrets and the spool are stays as it is."""
+        document = yaml.safe_load(text)
+        document["nats"] = {"url": self.nats_url}
+        document["store"] |= {
+            "url": f"s3://{self.bucket}",
+            "endpoint_url": self.s3.endpoint_url,
+            "access_key_id": self.s3.access_key,
+        }
+        buckets = {"lease_bucket": f"L{self.suffix}", "state_bucket": f"S{self.suffix}"}
+        listen = {"monitor": {"listen": f"127.0.0.1:{self.port}"}}
+        if "egress" in document:
+            document["egress"] |= buckets | listen
+            document["egress"]["feeds"] = [{"name": "NODES", "stream": self.stream, "segment": {"max_age": "1s"}}]
+        if "ingress" in document:
+            document["ingress"] |= buckets | listen | {"poll_interval": "1s"}
+            [target] = document["ingress"]["targets"]
+            target |= {"stream": self.target, "create": {"subjects": [f"{self.suffix}.>"]}}
+            target["sources"][0]["subject_prefix"] = self.suffix
+        return yaml.safe_dump(document)
+
+    def answers(self, path: str) -> str:
+        """What the monitor says; empty where it does not answer 200."""
+        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
+            return str(answer.read().decode())
+        return ""
+
+    def has_archived(self, count: int) -> bool:
+        return bool(
+            re.search(rf"^floe_egress_messages_total{{.*}} {count}\.0$", self.answers("/metrics"), re.MULTILINE)
+        )
+
+
+@contextmanager
+def running(
+    room: Room, words: list[str], environment: Mapping[str, str], *, deny: bool = False
+) -> Iterator[subprocess.Popen[bytes]]:
+    process = room.start(words, environment, deny_write_execute=deny)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(PATIENCE)
+
+
+def is_unprivileged(pid: int) -> bool:
+    """Whether the process may do nothing that its user may not, and its user is not root."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    lines = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    uids, capabilities = lines["Uid"].split(), [int(lines[f"Cap{each}"], 16) for each in ("Eff", "Prm", "Bnd", "Amb")]
+    return "0" not in uids and not any(capabilities) and lines["NoNewPrivs"] == "1"
+
+
+def is_running(process: subprocess.Popen[bytes], room: Room) -> bool:
+    """Fails with what it has printed where it has ended."""
+    assert process.poll() is None, room.text()
+    return True
+
+
+async def drained(process: subprocess.Popen[bytes], room: Room) -> None:
+    process.send_signal(signal.SIGTERM)
+    code = await asyncio.to_thread(process.wait, PATIENCE)
+    assert code == 0, room.text()
+
+
+async def carried(deployment: Deployment, client: FloeClient, egress: Any, ingress: Any, compact: Any) -> None:
+    """Twenty messages from the site's stream into the centre's, by the three commands, one after the other."""
+    await create_stream(client, {"name": deployment.stream, "subjects": [f"{deployment.stream}.>"]})
+    with egress as (process, room):
+        assert is_unprivileged(process.pid), room.text()
+        for number in range(20):
+            await client.request_raw(f"{deployment.stream}.n{number}".encode(), b"x" * 100, timeout=30)
+        await soon(lambda: is_running(process, room) and deployment.has_archived(20), every=0.2)
+        await drained(process, room)
+
+    with ingress as (process, room):
+        assert is_unprivileged(process.pid), room.text()
+
+        async def all_there() -> bool:
+            assert is_running(process, room)
+            return (await stream_info(client, deployment.target)).messages == 20
+
+        await soon(all_there, every=0.2)
+        await drained(process, room)
+
+    with compact as (process, room):
+        code = await asyncio.to_thread(process.wait, PATIENCE)
+        assert code == 0, room.text()
+        assert "nothing to do" in room.text()
+
+
+@pytest.mark.servers
+@pytest.mark.usefixtures("rooms")
+async def test_the_words_of_the_units_run(nats_url: str, s3: SharedS3, tmp_path: Path, client: FloeClient):
+    deployment = Deployment(nats_url, s3, tmp_path)
+
+    def room(unit: Unit, config: str) -> tuple[Room, dict[str, str]]:
+        credentials, spool = f"/run/credentials/{unit.name}", f"/var/cache/{unit.keys['CacheDirectory']}"
+        file = unit.words[unit.words.index("-c") + 1]
+        [credential] = [unit.keys["LoadCredential"].split(":")[0]]
+        text = deployment.configuration(CONFIGURATIONS[f"systemd/{config}"])
+        files = {file: text, f"{credentials}/{credential}": f"{s3.secret_key}\n"}
+        return Room(tmp_path / unit.name, spool, files), {
+            "CREDENTIALS_DIRECTORY": credentials,
+            "CACHE_DIRECTORY": spool,
+        }
+
+    @contextmanager
+    def started(unit: Unit, config: str) -> Iterator[tuple[subprocess.Popen[bytes], Room]]:
+        place, environment = room(unit, config)
+        deny = unit.keys.get("MemoryDenyWriteExecute") == "yes"
+        if unit.keys["Type"] == "oneshot":
+            with running(place, unit.words, environment, deny=deny) as process:
+                yield process, place
+            return
+        with ServiceManager(f"@{unique('notify')}") as manager:
+            watchdog = str(int(float(unit.keys["WatchdogSec"]) * 1e6))
+            told = {"NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": watchdog}
+            with running(place, unit.words, {**environment, **told}, deny=deny) as process:
+                eventually(lambda: is_running(process, place) and "STATUS=ready" in manager.lines(), every=0.1)
+                assert manager.lines()[:2] == ["READY=1", f"MAINPID={process.pid}"]
+                manager.wait("WATCHDOG=1")
+                assert deployment.answers("/healthz")
+                yield process, place
+                assert process.poll() == 0
+                assert manager.lines().count("STOPPING=1") == 1
+                assert {each.pid for each in manager.read()} == {process.pid}, "NotifyAccess=main"
+
+    await carried(
+        deployment,
+        client,
+        started(EGRESS, "site.yaml"),
+        started(INGRESS, "central.yaml"),
+        started(COMPACT, "central.yaml"),
+    )
+
+
+@pytest.mark.servers
+@pytest.mark.usefixtures("rooms")
+async def test_the_words_of_image_and_chart_run(nats_url: str, s3: SharedS3, tmp_path: Path, client: FloeClient):
+    deployment = Deployment(nats_url, s3, tmp_path)
+
+    @contextmanager
+    def started(template: str, part: str) -> Iterator[tuple[subprocess.Popen[bytes], Room]]:
+        words = chart_words(template)
+        text = deployment.configuration(VALUES[part]["config"])
+        files = {words[-1]: text, "/etc/floe/credentials/s3-secret": s3.secret_key}
+        room = Room(tmp_path / template, "/var/cache/floe", files)
+        with running(room, words, {"PYTHONUNBUFFERED": "1"}) as process:
+            if template != "compaction":
+                eventually(lambda: bool(is_running(process, room) and deployment.answers("/readyz")), every=0.1)
+                assert deployment.answers("/healthz")
+            yield process, room
+
+    await carried(
+        deployment,
+        client,
+        started("egress", "site"),
+        started("ingress", "central"),
+        started("compaction", "central"),
+    )
+
+
+# What the service manager is told, beside what the words above told it
+
+
+@pytest.mark.servers
+async def test_the_parent_of_workers_speaks_for_all(bench: Bench):
+    stream = await bench.make_stream(unique("T"))
+    config = configuration(bench, {"stream": stream})
+    document = yaml.safe_load(config.read_text())
+    document["egress"]["monitor"] = {"listen": f"127.0.0.1:{free_port()}"}
+    config.write_text(yaml.safe_dump(document))
+    with ServiceManager(f"@{unique('notify')}") as manager:
+        environment = {**os.environ, "NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": "400000"}
+        command = [sys.executable, "-m", "floe", "egress", "run", "-c", str(config), "--workers", "2"]
+        log = config.with_suffix(".log")
+        with log.open("wb") as output:
+            process = spawn(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+        try:
+            eventually(lambda: "STATUS=ready" in manager.lines())
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            workers = [int(pid) for pid in children if "--worker" in Path(f"/proc/{pid}/cmdline").read_text()]
+            assert len(workers) == 2
+
+            manager.forget()
+            os.kill(workers[0], signal.SIGSTOP)  # it hangs, and /healthz says so
+            eventually(lambda: any(line.startswith("STATUS=worker") for line in manager.lines()))
+            manager.forget()
+            await asyncio.sleep(0.5)
+            assert "WATCHDOG=1" not in manager.lines()
+            os.kill(workers[0], signal.SIGCONT)
+            eventually(lambda: {"STATUS=ready", "WATCHDOG=1"} <= set(manager.lines()))
+
+            process.send_signal(signal.SIGHUP)
+            eventually(lambda: {"RELOADING=1", "READY=1", f"MAINPID={process.pid}"} <= set(manager.lines()))
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE) == 0, log.read_text()
+            assert "STOPPING=1" in manager.lines()
+            assert {each.pid for each in manager.read()} == {process.pid}
+        finally:
+            process.kill()
+            process.wait(PATIENCE)
+
+
+async def test_egress_that_waits_for_nats_is_well(tmp_path: Path):
+    """Whoever asks /healthz, or feeds a watchdog by it, does not start it again for that."""
+    feeds = {"feeds": [{"stream": "S"}]}
+    settings = Settings.model_validate(
+        {"site": "s", "nats": {"url": f"nats://127.0.0.1:{free_port()}"}, "store": {"url": f"file://{tmp_path}"}}
+        | {"egress": feeds}
+    )
+    clock, stop = SystemClock(), Stop()
+    health = Health(clock)
+    running = asyncio.create_task(EgressService(settings, Tuning(), clock, health, stop).run())
+    try:
+        await soon(lambda: any(problem.startswith("nats: ") for problem in health.problems()))
+        for _ in range(2):
+            await soon(lambda: health.beat_age() > BEAT / 2)
+            await soon(lambda: health.beat_age() < BEAT / 2)
+    finally:
+        stop.set()
+        assert await running

