@@ -18,7 +18,7 @@ from common.service.monitor import Health
 from common.tasks import Stop, to_its_end
 from egress.service import stop_of
 from egress.workers.process import WorkerPlace, WorkerProcess
-from egress.workers.supervisor import Supervisor
+from egress.workers.supervisor import Supervisor, supervise
 from tests.support.basics import PATIENCE, soon
 from tests.support.stores import Throw, count, is_no_room
 
@@ -82,7 +82,7 @@ async def test_what_fails_in_the_parent_ends_it_and_its_workers(
 ) -> None:
     supervisor, clock = supervisor_of(SLEEPS, SLEEPS), SystemClock()
     throw = Throw(monkeypatch, owner, name, times=0 if owner is Health else 1)
-    running = asyncio.create_task(to_its_end(supervisor.supervise(supervisor, Health(clock), clock)))
+    running = asyncio.create_task(to_its_end(supervise(supervisor, Health(clock), clock)))
     if owner is Health:
         await soon(lambda: all(worker.pid for worker in supervisor.workers))
         throw.left = 1
