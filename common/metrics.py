@@ -29,7 +29,7 @@ def version() -> str:
     try:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
-        return _of_checkout(Path(__file__).parents[2] / "pyproject.toml")
+        return _of_checkout(Path(__file__).parents[1] / "pyproject.toml")
 
 
 def _of_checkout(project: Path) -> str:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -778,7 +779,9 @@ ask()
 
 
 def in_terminal(code: str, answer: bytes = b"", upon: bytes = b"", **env: str) -> str:
-    """What Python code prints on a terminal of 80 columns, where `answer` is typed once `upon` is there."""
+    """What Python code prints on a terminal of 80 columns, where `answer` is typed once `upon` is there, and again each
+    second: a Ctrl-C in the moment before a read begins is only seen by the next one.
+    """
     master, slave = os.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave,
@@ -786,15 +789,20 @@ def in_terminal(code: str, answer: bytes = b"", upon: bytes = b"", **env: str) -
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )  # fmt: skip
     os.close(slave)
-    found = b""
-    with suppress(OSError):  # the terminal is gone with the process
-        while read := os.read(master, 65536):
-            found += read
-            if answer and upon in found:
-                os.write(master, answer)
-                answer = b""
-    os.close(master)
-    process.wait(PATIENCE)
+    found, until = b"", time.monotonic() + PATIENCE
+    try:
+        with suppress(OSError):  # the terminal is gone with the process
+            while time.monotonic() < until:
+                if select.select([master], [], [], 1.0)[0]:
+                    if not (read := os.read(master, 65536)):
+                        break
+                    found += read
+                elif answer and upon in found:
+                    os.write(master, answer)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
     return found.decode()
 
 
