@@ -35,6 +35,7 @@ COMMANDS = {
     "status": Entry("ingress.cli:status", "Show sites, chains and targets at a glance."),
     "watch": Entry("ingress.cli:watch", "The same, again and again."),
     "check": Entry("common.check_cli:check", "Say in one line whether a part works, for Nagios and cron."),
+    "doctor": Entry("common.doctor_cli:doctor", "Examine store, NATS, Spark and disk, and say what to do."),
     "config": Entry("common.config_cli:config", "Check a configuration."),
     "emulate": Entry("infra.cli:emulate", "Publish what a fleet would publish."),
     "demo": Entry("infra.cli:demo", "Run everything on this host, on loopback."),
@@ -42,6 +43,9 @@ COMMANDS = {
 
 #: What `floe status` shows of each section of a configuration.
 VIEWS = {"egress": "egress.status:site_view", "ingress": "ingress.operator.status:centre_view"}
+
+#: What `floe doctor` asks of a part that only that part knows.
+PROBES = {"target": "ingress.target:examine_target", "spark": "compaction.spark:examine_spark"}
 
 #: Commands that a group of one part gets from another part.
 ADDED = {
@@ -103,7 +107,7 @@ def _print_version(ctx: click.Context, _param: click.Parameter, wanted: bool) ->
 @click.pass_context
 def cli(ctx: click.Context, debug: bool) -> None:  # noqa: ARG001  (asked of the context, in `exits`)
     """Carry JetStream streams between sites through object storage, and restore them from it."""
-    ctx.obj = {section: functools.partial(_load, target) for section, target in VIEWS.items()}
+    ctx.obj = {section: functools.partial(_load, target) for section, target in (VIEWS | PROBES).items()}
 
 
 def main() -> None:
