@@ -33,7 +33,7 @@ CHECKS: Mapping[str, tuple[str, ...]] = {
         "connection", "list", "write", "read", "delete", "checksum", "conditional put", "concurrent put",
         "list after write", "clock", "lifecycle", "versioning", "layout",
     ),
-    "nats": ("connection", "version", "rights", "jetstream", "domain", "max_payload", "stream", "target", "batches"),
+    "nats": ("connection", "version", "jetstream", "domain", "rights", "max_payload", "stream", "target", "batches"),
     "spark": ("java", "pyspark", "python"),
     "disk": ("spool", "space"),
 }  # fmt: skip
@@ -41,7 +41,12 @@ CHECKS: Mapping[str, tuple[str, ...]] = {
 MOST_SKEW = 60.0  # seconds between two clocks
 WRITERS = 8  # that put one key at the same time
 MOST_TAILS = 1000  # chains that are looked at for the layout: one request
-NOBODY = "0" * 32  # an etag that no object has
+NO_ETAG = "0" * 32  # of no object
+ANSWERED = (
+    "E-S3-CLOCK",
+    "E-STORE-FULL",
+    "E-READ-BACK",
+)  # a store that says these is there, and nothing passes by itself
 
 
 class DoctorState(StrEnum):
@@ -106,6 +111,10 @@ def failed(part: str, what: str, error: FloeError, meaning: str = "", todo: str 
     """What an error of a probe amounts to: without an answer nothing is known, any other error is a problem."""
     found = f"{error.code}: {error.message}"
     todo = "\n".join(filter(None, [error.hint, todo]))
+    if error.code in ANSWERED:
+        return is_bad(
+            part, what, found, "it answers, and cannot be used as it is: a service would only try again", todo
+        )
     if isinstance(error, Unavailable | OutcomeUnknown):
         meaning = "it does not answer, so nothing is known of it; a service would wait for it and try again"
         return DoctorFinding(part, what, DoctorState.SKIPPED, found, meaning, todo, unreached=True)
@@ -328,7 +337,7 @@ class _StoreProbes:
         objects.put(key, b"x")
         try:
             ignored = ["If-None-Match"] if objects.put_if_absent(key, b"y") else []
-            ignored += ["If-Match"] if objects.put_if_match(key, b"z", NOBODY) else []
+            ignored += ["If-Match"] if objects.put_if_match(key, b"z", NO_ETAG) else []
         except ConfigError as error:
             ignored = [error.message]
         if not ignored:
@@ -343,7 +352,7 @@ class _StoreProbes:
         else:
             self._objects.put(self._race, f"{self._clock.now()}".encode())
             info = self._objects.head(self._race)
-            etag = info.etag if info else NOBODY
+            etag = info.etag if info else NO_ETAG
         bodies = [f"{self._clock.now()} {number}".encode() for number in range(WRITERS)]
 
         def write(body: bytes) -> bool:
@@ -536,7 +545,7 @@ def examine_disk(settings: Settings, roles: Collection[str]) -> list[DoctorFindi
     feeds = sum(feed.segment.max_size * len(feed.filters()) for feed in settings.egress.feeds)
     merged = max((level.max_size for level in settings.compaction.levels), default=0)
     needed = max(feeds if "egress" in roles else 0, merged if "compaction" in roles else 0)
-    found = f"{human_size(free)} free, {human_size(needed)} needed at most"
+    found = f"{human_size(free)} free" + (f", {human_size(needed)} needed at most" if needed else "")
     if free >= needed:
         return [well("disk", "spool", str(folder)), well("disk", "space", found)]
     meaning = (

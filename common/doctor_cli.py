@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -258,8 +259,11 @@ async def _rights(client: FloeClient, settings: Settings, role: Role) -> DoctorF
         return well("nats", "rights", f"{len(calls) + len(buckets)} requests of {role} were let pass")
     meaning = f"{role} needs them, and stops with E-NATS-PERMISSION"
     first = sorted(streams | targets)[:1]
-    names = "".join(f" {'stream' if role == 'egress' else 'target'}={name}" for name in first)
-    todo = f"grant them to the user; the file for it:\npython -m infra.rights rights{names}"
+    names = [f"{'stream' if role == 'egress' else 'target'}={name}" for name in first]
+    names += [f"state_bucket={section.state_bucket}", f"lease_bucket={section.lease_bucket}"]
+    names += [f"domain={section.nats.jetstream_domain}"] if section.nats.jetstream_domain else []
+    command = shlex.join(["python", "-m", "infra.rights", "rights", *names])
+    todo = f"grant them to the user; the files with the rights of each role:\n{command}"
     return is_bad("nats", "rights", f"refused: {', '.join(refused)}", meaning, todo)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
 import pickle
 import re
@@ -241,11 +239,13 @@ def examine_spark(settings: Settings, is_asked: bool) -> list[DoctorFinding]:
     """
     bad, meaning = (is_bad if is_asked else warns), "`floe compact` with `engine: spark` cannot start on this host"
     found = [_java(bad, meaning)]
-    if importlib.util.find_spec("pyspark") is None:
+    try:
+        import pyspark
+    except ImportError as error:
         todo = "pip install 'floe-jetstream[spark]'\nor set `compaction.engine: local`"
-        found.append(bad("spark", "pyspark", "not installed", meaning, todo))
+        found.append(bad("spark", "pyspark", f"cannot be imported: {error}", meaning, todo))
     else:
-        found.append(well("spark", "pyspark", importlib.metadata.version("pyspark")))
+        found.append(well("spark", "pyspark", pyspark.__version__))
     return [*found, _workers_python(settings, bad)]
 
 
