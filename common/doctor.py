@@ -15,12 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
+from common.objects.port import Governed
 
 if TYPE_CHECKING:
+    from common.chain import Chain
     from common.clock import Clock
     from common.objects.port import LifecycleRule, ObjectStore
     from common.settings.root import Settings
@@ -202,44 +205,50 @@ class _StoreProbes:
     """The checks of one store, one after the other: a later one needs what an earlier one found out."""
 
     def __init__(self, settings: Settings, roles: frozenset[str], clock: Clock, objects: ObjectStore) -> None:
-        from common.segments.documents import ChainStore
         from common.segments.keys import Layout
 
         self._settings, self._roles, self._clock, self._objects = settings, roles, clock, objects
         self._layout, self._site = Layout(settings.store.prefix), settings.site
-        self._documents = ChainStore(objects, self._layout)
-        self._sites: set[str] | None = None  # None: not known
-        self._may_write = self._may_delete = False
+        self._chains: list[Chain] | None = None  # of the archive; None: not known
+        self._may_write: bool | None = None  # None: not tried
+        self._may_delete = False
+        self._rules: list[LifecycleRule] | None = None  # None: not told
 
     def findings(self) -> Iterator[DoctorFinding]:
+        """Ends with the first check that gets no answer: the next would only wait, too."""
         yield (connection := self._connection())
         if connection.state is not DoctorState.OK:
             return
-        yield self._tried("list", self._list)
-        self._look_for_sites()
+        for what, probe in self._probes():
+            yield (found := self._tried(what, probe))
+            if found.unreached:
+                return
+        self._clean()
+
+    def _probes(self) -> Iterator[tuple[str, Callable[[], DoctorFinding]]]:
+        yield "list", self._list
+        self._look_for_chains()
         if (place := self._place()) is None:
-            why = "no chain is known to write under: nothing is archived, and the file names none"
-            yield from (skipped("store", what, why) for what in CHECKS["store"][2:10])
+            yield from _none_of(
+                CHECKS["store"][2:10], "no chain is known to write under: none is archived or configured"
+            )
         else:
             self._key, self._race = f"{place}doctor", f"{place}doctor-race"
-            yield self._tried("write", lambda: self._write(place))
-            yield self._tried("read", self._read)
+            yield "write", lambda: self._write(place)
+            yield "read", self._read
             if self._may_write:
-                yield self._tried("delete", self._delete)
-                yield self._tried("checksum", lambda: self._checksum(place))
-                for what, probe in (
-                    ("conditional put", self._conditional),
-                    ("concurrent put", self._concurrent),
-                    ("list after write", lambda: self._list_after_write(place)),
-                    ("clock", self._clocks),
-                ):
-                    yield self._tried(what, probe)
-                self._clean()
+                yield "delete", self._delete
+                yield "checksum", lambda: self._checksum(place)
+                yield "conditional put", self._conditional
+                yield "concurrent put", self._concurrent
+                yield "list after write", lambda: self._list_after_write(place)
+                yield "clock", self._clocks
             else:
-                why = "not tried without the right to write"
-                yield from (skipped("store", what, why) for what in CHECKS["store"][4:10])
-        yield from self._of_bucket()
-        yield self._tried("layout", self._layout_found)
+                yield from _none_of(CHECKS["store"][4:10], "not tried without the right to write")
+        if isinstance(self._objects, Governed):  # a folder is not
+            yield "lifecycle", partial(self._lifecycle, self._objects)
+            yield "versioning", partial(self._versioning, self._objects)
+        yield "layout", self._layout_found
 
     def _tried(self, what: str, probe: Callable[[], DoctorFinding]) -> DoctorFinding:
         try:
@@ -249,7 +258,9 @@ class _StoreProbes:
 
     def _rights(self) -> str:
         """The command that writes the policies of the roles."""
-        url, feeds = self._settings.store.url.partition("://")[2], self._settings.egress.feeds
+        (scheme, _, url), feeds = self._settings.store.url.partition("://"), self._settings.egress.feeds
+        if scheme == "file":
+            return ""
         names = {"site": self._site, "bucket": url, "prefix": self._settings.store.prefix}
         names |= {"stream": feeds[0].stream} if feeds else {}
         given = [shlex.quote(f"{name}={value}") for name, value in names.items() if value or name == "prefix"]
@@ -270,17 +281,16 @@ class _StoreProbes:
             self._objects.list(prefix, limit=1)
         return well("store", "list", ", ".join(f"{prefix}*" for prefix in prefixes))
 
-    def _look_for_sites(self) -> None:
+    def _look_for_chains(self) -> None:
         with suppress(FloeError):  # told by the check `list`
             found = self._objects.list(self._layout.tails_prefix(), limit=MOST_TAILS)
             self._chains = [chain for info in found if (chain := self._layout.parse_tail(info.key))]
-            self._sites = {chain.site for chain in self._chains}
 
     def _place(self) -> str | None:
         """Where probes may write: under the first feed of the file, else under a chain of the archive."""
         from common.segments.keys import configured
 
-        pairs = sorted(configured(self._settings)) or [(c.site, c.feed) for c in (self._sites and self._chains) or ()]
+        pairs = sorted(configured(self._settings)) or [(chain.site, chain.feed) for chain in self._chains or ()]
         pairs = [pair for pair in pairs if pair[0] == self._site] or pairs
         return f"{self._layout.documents_prefix(*pairs[0])}probe/" if pairs else None
 
@@ -291,6 +301,7 @@ class _StoreProbes:
         try:
             self._objects.put(self._key, b"x")
         except Refused as error:
+            self._may_write = False
             meaning = (
                 "egress and compaction put segments here, and cannot; where this bucket is the copy of a site's own, "
                 "only the site's bucket is written and compacted"
@@ -413,34 +424,16 @@ class _StoreProbes:
 
     # The bucket
 
-    def _of_bucket(self) -> Iterator[DoctorFinding]:
-        from common.objects.port import Governed
-
-        if not isinstance(self._objects, Governed):  # a folder has neither
-            return
-        rules = None
-        for what, probe in (("lifecycle", self._objects.lifecycle), ("versioning", self._objects.versioning)):
-            try:
-                answer = probe()
-            except (Refused, ConfigError) as error:
-                hint = error.hint if isinstance(error, Refused) else ""
-                yield skipped("store", what, f"not told: {error.code}", "ask whoever owns the bucket", hint)
-                continue
-            except FloeError as error:
-                yield failed("store", what, error)
-                continue
-            if isinstance(answer, str):
-                yield self._versioning(answer, rules)
-            else:
-                rules = answer
-                yield self._lifecycle(rules)
-
     def _aws(self, call: str) -> str:
         store = self._settings.store
         end = ["--endpoint-url", shlex.quote(store.endpoint_url)] if store.endpoint_url else []
         return " ".join(["aws s3api", call, "--bucket", shlex.quote(store.url.partition("://")[2]), *end])
 
-    def _lifecycle(self, rules: Sequence[LifecycleRule]) -> DoctorFinding:
+    def _lifecycle(self, bucket: Governed) -> DoctorFinding:
+        try:
+            rules = self._rules = bucket.lifecycle()
+        except (Refused, ConfigError) as error:
+            return _not_told("lifecycle", error)
         ours = [rule for rule in rules if is_over(rule.prefix, self._layout.root)]
         alive = self._layout.alive_prefix()
         ending = [rule for rule in ours if (rule.deletes or rule.archives) and not rule.prefix.startswith(alive)]
@@ -465,12 +458,16 @@ class _StoreProbes:
             )
         return well("store", "lifecycle", f"{len(rules) or 'no'} rules, none deletes or moves what Floe keeps")
 
-    def _versioning(self, status: str, rules: Sequence[LifecycleRule] | None) -> DoctorFinding:
+    def _versioning(self, bucket: Governed) -> DoctorFinding:
+        try:
+            status = bucket.versioning()
+        except (Refused, ConfigError) as error:
+            return _not_told("versioning", error)
         if status != "Enabled":
             return well("store", "versioning", f"{status.lower() or 'off'}: what is deleted by mistake is gone")
-        if rules is None:
+        if self._rules is None:
             return well("store", "versioning", "on; whether old versions are dropped is not told")
-        if any(rule.drops_versions and self._layout.root.startswith(rule.prefix) for rule in rules):
+        if any(rule.drops_versions and self._layout.root.startswith(rule.prefix) for rule in self._rules):
             return well("store", "versioning", "on, and old versions are dropped after a time")
         return warns(
             "store",
@@ -482,15 +479,16 @@ class _StoreProbes:
         )
 
     def _layout_found(self) -> DoctorFinding:
-        if self._sites is None:
+        if self._chains is None:
             return skipped("store", "layout", f"{self._layout.tails_prefix()}* cannot be listed")
+        sites = {chain.site for chain in self._chains}
         wanted = {site for target in self._settings.ingress.targets for each in target.sources for site in each.site}
-        kind = "one bucket for several sites" if len(self._sites) > 1 else "one bucket of one site"
-        found = f"{kind}: {', '.join(sorted(self._sites)[:SHOWN])}" if self._sites else "nothing is archived yet"
-        if len(self._sites) > SHOWN:
-            found += f" and {len(self._sites) - SHOWN} more"
-        found += "" if self._may_write else "; this credential may only read, as of a copy"
-        if "ingress" in self._roles and (missing := sorted(wanted - self._sites)):
+        kind = "one bucket for several sites" if len(sites) > 1 else "one bucket of one site"
+        found = f"{kind}: {', '.join(sorted(sites)[:SHOWN])}" if sites else "nothing is archived yet"
+        if len(sites) > SHOWN:
+            found += f" and {len(sites) - SHOWN} more"
+        found += "; this credential may only read, as of a copy" if self._may_write is False else ""
+        if "ingress" in self._roles and (missing := sorted(wanted - sites)):
             return warns(
                 "store",
                 "layout",
@@ -509,6 +507,16 @@ _SECOND_LINE = (
     "two processes that write one small document at the same time may undo each other's change"
 )
 _SAME_NAME = "never run two sites under one name; use a newer version of the store where there is one"
+
+
+def _none_of(checks: Sequence[str], why: str) -> Iterator[tuple[str, Callable[[], DoctorFinding]]]:
+    return ((what, partial(skipped, "store", what, why)) for what in checks)
+
+
+def _not_told(what: str, error: Refused | ConfigError) -> DoctorFinding:
+    """Of a bucket of which the credential, or the store, tells nothing."""
+    hint = error.hint if isinstance(error, Refused) else ""
+    return skipped("store", what, f"not told: {error.code}", "ask whoever owns the bucket", hint)
 
 
 def is_over(prefix: str, root: str) -> bool:

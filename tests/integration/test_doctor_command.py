@@ -32,7 +32,7 @@ from tests.support.basics import SharedS3, unique
 from tests.support.clock import ManualClock
 from tests.support.commands import Done, floe
 from tests.support.egress import connected
-from tests.support.proxies import Answer, Exchange, FaultProxy
+from tests.support.proxies import Answer, Exchange, FaultProxy, drop
 
 pytestmark = pytest.mark.servers
 
@@ -165,6 +165,15 @@ async def test_what_does_not_answer_holds_up_none_of_the_others(
     assert {name for name in found if name.startswith("nats")} == {"nats connection"}
     assert found["nats connection"]["unreached"]
     assert found["store checksum"]["state"] == "ok"
+
+
+def test_a_store_that_ceases_to_answer_is_waited_for_once(s3: SharedS3, tmp_path: Path) -> None:
+    with FaultProxy(s3.endpoint_url) as proxy:
+        proxy.on("put", drop())
+        store = store_of(s3, s3.new_bucket()) | {"endpoint_url": proxy.url}
+        settings = settings_of(tmp_path, store=store)
+        found = examine_store(settings, ("egress",), ManualClock())
+    assert [(each.what, each.unreached) for each in found] == [("connection", False), ("list", False), ("write", True)]
 
 
 async def test_a_wrong_credential_is_a_problem(s3: SharedS3, tmp_path: Path) -> None:
@@ -401,3 +410,4 @@ async def test_spark_is_left_out_where_nobody_compacts(nats_url: str, tmp_path: 
     found = await examined(config, code=0)
     assert not any(name.startswith(("spark", "nats")) for name in found)
     assert found["store write"]["found"].startswith("no chain is known to write under")
+    assert found["store layout"]["found"] == "nothing is archived yet"
