@@ -37,6 +37,7 @@ COMMANDS = {
     "check": Entry("common.check_cli:check", "Say in one line whether a part works, for Nagios and cron."),
     "version": Entry("common.about:show_version", "Show the version of Floe and of what it runs on."),
     "completion": Entry("common.about:completion", "Print what completes commands in a shell."),
+    "doctor": Entry("common.doctor_cli:doctor", "Examine store, NATS, Spark and disk, and say what to do."),
     "config": Entry("common.config_cli:config", "Check a configuration."),
     "emulate": Entry("infra.cli:emulate", "Publish what a fleet would publish."),
     "demo": Entry("infra.cli:demo", "Run everything on this host, on loopback."),
@@ -44,6 +45,9 @@ COMMANDS = {
 
 #: What `floe status` shows of each section of a configuration.
 VIEWS = {"egress": "egress.status:site_view", "ingress": "ingress.operator.status:centre_view"}
+
+#: What `floe doctor` asks of a part that only that part knows.
+PROBES = {"target": "ingress.target:examine_target", "spark": "compaction.spark:examine_spark"}
 
 #: Commands that a group of one part gets from another part.
 ADDED = {
@@ -116,7 +120,7 @@ def cli(ctx: click.Context, config: str | None, debug: bool) -> None:  # noqa: A
 
     The configuration is -c FILE, else FLOE_CONFIG, else /etc/floe/floe.yaml.
     """
-    ctx.obj = {section: functools.partial(_load, target) for section, target in VIEWS.items()}
+    ctx.obj = {section: functools.partial(_load, target) for section, target in (VIEWS | PROBES).items()}
 
 
 def main() -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from common.cli import config_file, json_option, print_json, run_command
-from common.errors import ConfigError, Refused, UsageError
+from common.cli import config_file, json_option, print_json, run_async, run_command
+from common.errors import ConfigError, FloeError, Refused, UsageError
 from common.settings.types import counted
 
 if TYPE_CHECKING:
@@ -24,33 +24,53 @@ def config() -> None:
 @config.command()
 @click.argument("file", required=False, envvar="FLOE_CONFIG", metavar="FILE", callback=config_file)
 @click.option("--strict", is_flag=True, help="What is warned of is an error, too.")
+@click.option("--connect", is_flag=True, help="Connect to NATS and the store, too.")
 @json_option
 @run_command
-def check(file: str, strict: bool, as_json: bool) -> int:
-    """Check all documents of FILE; touches neither NATS nor the store.
+def check(file: str, strict: bool, connect: bool, as_json: bool) -> int:
+    """Check all documents of FILE; touches neither NATS nor the store, unless with --connect.
 
     Exit 78 where something is wrong; each problem is a line `file:line:column: key: what`. A document whose
     egress and ingress would feed each other is warned of here and refused by every command that runs it.
-    Warned of are also secrets that others may read, and connections that nobody encrypts or checks.
+    Warned of are also secrets that others may read, and connections that nobody encrypts or checks. With --connect
+    a line says of each connection whether it works; the code is that of the first that does not: 75, 77 or 78.
+    `floe doctor` examines more.
 
+    \b
     Example: floe config check /etc/floe/site.yaml
+             floe config check --connect /etc/floe/site.yaml
     """
     documents, errors, loops = _check(file)
     warnings = list(dict.fromkeys([*(warning for each in documents for warning in each.warnings), *loops]))
     if strict and warnings:
         errors, documents, warnings = [*errors, ConfigError(*warnings, code="E-CONFIG-STRICT")], [], []
+    tried = _tried(documents) if connect and not errors else []
+    failures = [error for _, error in tried if error is not None]
     if as_json:
-        found = {
+        found: dict[str, object] = {
             "file": file,
-            "ok": not errors,
+            "ok": not errors and not failures,
             "documents": [_summary(document) for document in documents],
             "problems": [problem for error in errors for problem in _problems(error)],
             "warnings": warnings,
         }
+        if connect:
+            shown = [{"name": name, "ok": not error, "error": error and error.line()} for name, error in tried]
+            found |= {"connections": shown}
         print_json(found)
     else:
         _print_checked(file, documents, errors, warnings)
-    return ConfigError.exit_code if errors else 0
+        for name, error in tried:
+            click.echo(f"{name}: ok") if error is None else click.echo(f"{name}: {error.line()}", err=True)
+    return ConfigError.exit_code if errors else failures[0].exit_code if failures else 0
+
+
+def _tried(documents: list[ConfigDocument]) -> list[tuple[str, FloeError | None]]:
+    """Each connection of the documents, and why it cannot be made."""
+    from common.doctor import connections
+
+    found = [each for document in documents for each in run_async(connections(document.settings))]
+    return [(each.name, each.error) for each in found]
 
 
 def _check(file: str) -> tuple[list[ConfigDocument], list[ConfigError], list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import subprocess
 import sys
 import threading
 import warnings
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pyarrow as pa
 
 from common.clock import Clock, SystemClock
+from common.doctor import DoctorFinding, is_bad, skipped, warns, well
 from common.errors import ConfigError, FloeError, Unavailable
 from common.logs import get_logger
 from common.metrics import version
@@ -303,3 +305,74 @@ def run_items(payload: bytes, batches: Batches) -> Iterator[pa.RecordBatch]:
                 yield pa.RecordBatch.from_pydict(answer, schema=pa.schema(_RESULT_FIELDS))
     finally:
         store.close()
+
+
+# What `floe doctor` asks
+
+JAVA_VERSIONS = (17, 21)
+ASK_TIMEOUT = 20.0  # seconds for another program to tell its version
+
+
+def examine_spark(settings: Settings, is_asked: bool) -> list[DoctorFinding]:
+    """Whether Spark can start here; starts no session. Blocking.
+
+    `is_asked`: compaction is what this host is for; else what is missing is only a warning.
+    """
+    bad, meaning = (is_bad if is_asked else warns), "`floe compact` with `engine: spark` cannot start on this host"
+    found = [_java(bad, meaning)]
+    try:
+        import pyspark
+    except ImportError as error:
+        todo = "pip install 'floe-jetstream[spark]'\nor set `compaction.engine: local`"
+        found.append(bad("spark", "pyspark", f"cannot be imported: {error}", meaning, todo))
+    else:
+        found.append(well("spark", "pyspark", pyspark.__version__))
+    return [*found, _workers_python(settings, bad)]
+
+
+def _java(bad: Callable[..., DoctorFinding], meaning: str) -> DoctorFinding:
+    home = os.environ.get("JAVA_HOME")
+    program = str(Path(home) / "bin" / "java") if home else "java"
+    told = _told([program, "-version"])
+    match = re.search(r'version "(\d+)', told)
+    if match and int(match[1]) in JAVA_VERSIONS:
+        return well("spark", "java", told.splitlines()[0])
+    todo = "sudo apt-get install -y openjdk-17-jre-headless\nor set JAVA_HOME, or `compaction.engine: local`"
+    seen = told.splitlines()[0] if told else "none"
+    return bad("spark", "java", f"expected Java 17 or 21, found {seen} ({program})", meaning, todo)
+
+
+def _workers_python(settings: Settings, bad: Callable[..., DoctorFinding]) -> DoctorFinding:
+    """The interpreter of the workers: this one, unless Spark's settings name another."""
+    spark = settings.compaction.spark
+    ours, theirs = sys.version.split()[0], spark.conf.get("spark.pyspark.python", "")
+    if not theirs and _LOCAL.fullmatch(spark.master):
+        return well("spark", "python", f"{ours}, this one")
+    if not _LOCAL.fullmatch(spark.master):
+        meaning = (
+            "the workers are on other hosts: each needs this version of Python (of two numbers) and of floe-jetstream"
+        )
+        return skipped("spark", "python", f"{spark.master}: {theirs or sys.executable} on each worker", meaning)
+    found = _told([theirs, "-c", "import sys, common.metrics; print(sys.version.split()[0], common.metrics.version())"])
+    expected = f"{ours.rpartition('.')[0]}."
+    if found.startswith(expected) and found.split()[1:] == [version()]:
+        return well("spark", "python", f"{found.split()[0]}, {theirs}")
+    meaning = "workers that run another Python, or another Floe, end the job with E-COMMON or E-SPARK"
+    todo = "take spark.pyspark.python out of compaction.spark.conf, or install this floe-jetstream there"
+    seen = found.splitlines()[-1] if found else "none"
+    return bad(
+        "spark",
+        "python",
+        f"{theirs}: expected {expected}x with floe-jetstream {version()}, found {seen}",
+        meaning,
+        todo,
+    )
+
+
+def _told(words: list[str]) -> str:
+    """What a program prints, on both outputs; empty where it does not start."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=ASK_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return (done.stdout + done.stderr).strip()

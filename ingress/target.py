@@ -6,12 +6,15 @@ from typing import Any
 
 from common.chain import Chain
 from common.clock import Backoff, doubling
-from common.errors import FloeError, LeaseLost, Stopped, Unavailable, Unforeseen
+from common.doctor import DoctorFinding, failed, is_bad, warns, well
+from common.errors import ConfigError, FloeError, LeaseLost, Stopped, Unavailable, Unforeseen
 from common.jetstream.api import StreamInfo, stream_info
+from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Lease
 from common.logs import get_logger
 from common.settings.ingress import TargetSettings
+from common.settings.types import size_words
 from common.tasks import Stop, StopReason, beside, either, end, first_of, orphaned, told, watched
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.pauses import PauseStore
@@ -21,7 +24,7 @@ from ingress.delivery import Delivery, ServerLimits
 from ingress.deps import IngressDeps, lease_key
 from ingress.errors import ends_target, leading, passes_by_itself
 from ingress.parked import ParkedStore
-from ingress.preflight import control_headers, ensure_target, shape_of
+from ingress.preflight import add_command, control_headers, ensure_target, problems, shape_of, stream_config
 from ingress.publishers.choose import PUBLISHERS, choose, offered
 from ingress.publishers.publisher import Replies
 from ingress.redelivery import ParkedSource, Retries
@@ -222,3 +225,62 @@ class TargetSupervisor:
         if lasted > PAUSES[-1]:
             self._pauses.reset()
         return self._pauses.next()
+
+
+# What `floe doctor` asks
+
+DEFAULT_PAYLOAD = 1024 * 1024  # bytes: what a server takes unless its configuration says otherwise
+
+
+async def examine_target(client: FloeClient, settings: TargetSettings) -> list[DoctorFinding]:
+    """What a target offers, and whether it can be carried into; makes and changes nothing."""
+    name = settings.stream
+    try:
+        info = await stream_info(client, name)
+    except FloeError as error:
+        return [failed("nats", "target", error)]
+    if info is None and settings.create is None:
+        meaning = "nothing is carried: there is no such stream, and no `create` says that it may be made"
+        return [is_bad("nats", "target", f"{name}: no such stream", meaning, add_command(settings))]
+    if info is None:
+        assert settings.create is not None, "the other case is above"
+        config: Mapping[str, Any] = stream_config(settings, settings.create)
+        found, limit = [well("nats", "target", f"{name}: made at the first start")], client.max_payload
+    else:
+        config, limit = info.config, shape_of(client, info, settings).max_message
+        wrong = [*problems(config, settings)]
+        meaning = "the target would lose, refuse or change messages: ingress ends with E-TARGET"
+        found = [
+            is_bad("nats", "target", f"{name}: {'; '.join(wrong)}", meaning, f"nats stream edit {name}")
+            if wrong
+            else well("nats", "target", f"{name}: {info.messages} messages, {config.get('num_replicas', 1)} replicas")
+        ]
+    return [*found, _batches(client, settings, config), _max_payload(settings, limit)]
+
+
+def _batches(client: FloeClient, settings: TargetSettings, config: Mapping[str, Any]) -> DoctorFinding:
+    name, headers = settings.stream, control_headers(settings)
+    against = offered(client.server_version, config, headers, exclusive=settings.exclusive)
+    try:
+        chosen = choose(name, settings.publisher, against)
+    except ConfigError as error:
+        return failed("nats", "batches", error, "ingress ends with this at its start")
+    missing = [f"not {better}: {why}" for better, why in against.items() if why]
+    told = f"{name}: {chosen}" + (f" ({'; '.join(missing)})" if missing else "")
+    if chosen != "single" or settings.publisher == "single" or not settings.exclusive:
+        return well("nats", "batches", told)
+    meaning = "each message is sent and acknowledged by itself: as safe, and several times slower than a batch"
+    edit = f"nats stream edit {name} --allow-batch --allow-fast"
+    return warns(
+        "nats", "batches", told, meaning, f"upgrade nats-server to 2.12, better 2.14, and allow batches:\n{edit}"
+    )
+
+
+def _max_payload(settings: TargetSettings, limit: int) -> DoctorFinding:
+    told = f"{settings.stream}: {size_words(limit)}"
+    if limit >= DEFAULT_PAYLOAD:
+        return well("nats", "max_payload", told)
+    stops = "is put aside (`on_oversize: park`)" if settings.on_oversize == "park" else "stops its chain"
+    meaning = f"a message that is larger, with the headers that Floe adds, {stops}; the default of a server is 1 MiB"
+    todo = "raise `max_payload` of the server and `max_msg_size` of the stream to what the sites publish"
+    return warns("nats", "max_payload", told, meaning, todo)

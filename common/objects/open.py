@@ -3,6 +3,7 @@
 import hashlib
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote
 from weakref import WeakKeyDictionary
@@ -19,9 +20,10 @@ from common.settings.types import FileSecret
 log = get_logger(__name__)
 
 
-def open_objects(settings: StoreSettings) -> ObjectStore:
+def open_objects(settings: StoreSettings, *, timeout: float | None = None) -> ObjectStore:
     """The object store that `settings` name. Sends no request to an S3 store yet.
 
+    `timeout`: for who asks only whether it answers: as many seconds to connect, and a request is sent at most twice.
     Raises ConfigError for an invalid address, and for a `file://` store what LocalObjects raises.
     """
     scheme, _, rest = settings.url.partition("://")
@@ -35,6 +37,8 @@ def open_objects(settings: StoreSettings) -> ObjectStore:
         encryption=settings.encryption.mode,
         kms_key_id=settings.encryption.kms_key_id,
     )
+    if timeout is not None:
+        options = replace(options, attempts=2, connect_timeout=timeout / 2, read_timeout=timeout * 2)
     account = _account(settings, settings.endpoint_url)
     return S3Objects(rest, account, options, secret_file=secret if isinstance(secret, FileSecret) else None)
 

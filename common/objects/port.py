@@ -169,6 +169,34 @@ class Versioned(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class LifecycleRule:
+    """One enabled rule of a bucket, for keys that begin with `prefix`; `is_partial`: for some of them, by tag or size.
+
+    `deletes`: current objects, after a time; `archives`: the storage class that they are moved to and cannot be read
+    from at once, empty: none; `drops_versions`: former versions, after a time; `aborts`: uploads that never ended.
+    """
+
+    name: str
+    prefix: str
+    is_partial: bool = False
+    deletes: bool = False
+    archives: str = ""
+    drops_versions: bool = False
+    aborts: bool = False
+
+
+@runtime_checkable
+class Governed(Protocol):
+    """A store whose bucket may change objects by itself. Raises as the verbs; ConfigError where it does not tell."""
+
+    def versioning(self) -> str:
+        """`Enabled`, `Suspended`, or empty: never switched on."""
+
+    def lifecycle(self) -> builtins.list[LifecycleRule]:
+        """The enabled rules; none where there are none."""
+
+
 MAX_KEY_BYTES = 1024
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")

@@ -25,9 +25,27 @@ from common.clock import Clock, SystemClock
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
 from common.logs import get_logger
 from common.objects import s3_errors
-from common.objects.port import Body, HiddenObject, ObjectInfo, check_key, check_prefix, counted, size_of
+from common.objects.port import (
+    Body,
+    HiddenObject,
+    LifecycleRule,
+    ObjectInfo,
+    check_key,
+    check_prefix,
+    counted,
+    size_of,
+)
 from common.objects.s3_errors import code_of, status_of, without_paths
-from common.objects.s3_transfer import AnswerBody, ByteRange, CutShortError, Listing, Upload, head_info, hidden_objects
+from common.objects.s3_transfer import (
+    AnswerBody,
+    ByteRange,
+    CutShortError,
+    Listing,
+    Upload,
+    enabled_rules,
+    head_info,
+    hidden_objects,
+)
 from common.settings.types import FileSecret
 
 if TYPE_CHECKING:
@@ -239,6 +257,20 @@ class S3Objects:
             log.debug("no versions", action="no_versions", error=str(error))
             return []
         return hidden_objects(answer)
+
+    def versioning(self) -> str:
+        with self._calling("get versioning", ""):
+            return str(self._client.get_bucket_versioning(Bucket=self._bucket).get("Status", ""))
+
+    def lifecycle(self) -> builtins.list[LifecycleRule]:
+        with self._calling("get lifecycle", ""):
+            try:
+                answer = self._client.get_bucket_lifecycle_configuration(Bucket=self._bucket)
+            except ClientError as error:
+                if code_of(error.response) == "NoSuchLifecycleConfiguration":
+                    return []
+                raise
+        return enabled_rules(answer)
 
     @counted("get")
     def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:

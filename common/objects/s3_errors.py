@@ -22,6 +22,8 @@ PERMISSIONS = {
     "head": "s3:GetObject",
     "put": "s3:PutObject",
     "delete": "s3:DeleteObject",
+    "get versioning": "s3:GetBucketVersioning",
+    "get lifecycle": "s3:GetLifecycleConfiguration",
 }
 
 _EXPIRED = "the credential has expired; renew it"

@@ -20,7 +20,17 @@ from typing import Any, TypeVar
 from urllib.parse import unquote_plus
 
 from common.errors import OutcomeUnknown, Unavailable
-from common.objects.port import Body, ChecksumMismatch, HiddenObject, ObjectInfo, chunks, opened, sha256_of, size_of
+from common.objects.port import (
+    Body,
+    ChecksumMismatch,
+    HiddenObject,
+    LifecycleRule,
+    ObjectInfo,
+    chunks,
+    opened,
+    sha256_of,
+    size_of,
+)
 
 
 class Listing:
@@ -121,6 +131,28 @@ def hidden_objects(answer: Mapping[str, Any]) -> list[HiddenObject]:
         if marker.get("IsLatest") and (kept := newest.get(marker["Key"]))
     }
     return [found[key] for key in sorted(found)]
+
+
+_COLD = ("GLACIER", "DEEP_ARCHIVE")  # classes whose objects must be restored before they can be read
+
+
+def enabled_rules(answer: Mapping[str, Any]) -> list[LifecycleRule]:
+    return [_lifecycle_rule(rule) for rule in answer.get("Rules", []) if rule.get("Status") == "Enabled"]
+
+
+def _lifecycle_rule(rule: Mapping[str, Any]) -> LifecycleRule:
+    chosen = rule.get("Filter") or {}
+    both = chosen.get("And") or chosen
+    cold = [str(each.get("StorageClass")) for each in rule.get("Transitions", [])]
+    return LifecycleRule(
+        name=str(rule.get("ID", "")),
+        prefix=str(both.get("Prefix") or rule.get("Prefix") or ""),
+        is_partial=any(name != "Prefix" for name in both),
+        deletes=bool({"Days", "Date"} & (rule.get("Expiration") or {}).keys()),
+        archives=next((each for each in cold if each in _COLD), ""),
+        drops_versions="NoncurrentVersionExpiration" in rule,
+        aborts="AbortIncompleteMultipartUpload" in rule,
+    )
 
 
 MAX_PARTS = 10_000

@@ -548,10 +548,10 @@ def test_the_zone_that_a_time_was_read_by_is_said(monkeypatch: pytest.MonkeyPatc
         (0, "0.0 s"),
         (1.1, "1.1 s"),
         (9.97, "10 s"),
-        (271, "4 m 31 s"),
-        (3600, "1 h"),
-        (93_784, "1 d 2 h"),
-        (86_400, "1 d"),
+        (271, "4m31s"),
+        (3600, "1h"),
+        (93_784, "1d2h"),
+        (86_400, "1d"),
     ],
 )
 def test_durations_are_written_for_people(seconds: float, words: str):
@@ -564,9 +564,9 @@ def test_durations_are_written_for_people(seconds: float, words: str):
         (0, "0 B"),
         (1023, "1,023 B"),
         (1536, "1.5 KiB"),
-        (3 * 2**20, "3.0 MiB"),
-        (2**30, "1.0 GiB"),
-        (2**51, "2,048.0 TiB"),
+        (3 * 2**20, "3 MiB"),
+        (2**30, "1 GiB"),
+        (2**51, "2,048 TiB"),
     ],
 )
 def test_sizes_are_written_in_the_units_that_they_are_in(size: int, words: str):
@@ -665,7 +665,7 @@ def test_progress_is_one_line_that_is_rewritten_on_a_terminal(capsys: pytest.Cap
 
 
 def test_progress_says_what_is_left():
-    assert share_text(25, 100, 60) == " 25%, 3 m left"
+    assert share_text(25, 100, 60) == " 25%, 3m left"
     assert share_text(0, 100, 60) == "  0%"
     assert share_text(0, 0, 0) == "100%"
 

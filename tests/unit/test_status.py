@@ -33,7 +33,14 @@ table([[Styled("stopped", "red"), 5, "x" * 40], ["fine", 1200, "é" * 9]], ["sta
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (2150, "2.1 KiB"), (1 << 20, "1 MiB"), (100 << 20, "100 MiB"), (3 << 39, "1.5 TiB")],
+    [
+        (0, "0 B"),
+        (1023, "1,023 B"),
+        (2150, "2.1 KiB"),
+        (1 << 20, "1 MiB"),
+        (100 << 20, "100 MiB"),
+        (3 << 39, "1.5 TiB"),
+    ],
 )
 def test_sizes_are_told_in_the_unit_that_they_have(size: int, text: str):
     assert size_words(size) == text
@@ -42,8 +49,8 @@ def test_sizes_are_told_in_the_unit_that_they_have(size: int, text: str):
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.2, "0s"),
-        (12, "12s"),
+        (0.2, "0.2 s"),
+        (12, "12 s"),
         (271, "4m31s"),
         (3600, "1h"),
         (3605, "1h"),

@@ -1,0 +1,564 @@
+"""What `floe doctor` finds and what it means: the values, and the probes of the store, the disk and the connections.
+
+A probe changes nothing of the archive: it writes only under `_floe/site=…/feed=…/probe/`, and removes what it may
+remove. It never raises a FloeError: what cannot be examined is a finding too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, closing, suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
+from common.objects.port import Governed
+
+if TYPE_CHECKING:
+    from common.chain import Chain
+    from common.clock import Clock
+    from common.objects.port import LifecycleRule, ObjectStore
+    from common.settings.root import Settings
+
+ROLES = ("egress", "ingress", "compaction")
+
+#: Every check, by part, in the order in which they are shown; `docs/doctor.md` has a row for each.
+CHECKS: Mapping[str, tuple[str, ...]] = {
+    "store": (
+        "connection", "list", "write", "read", "delete", "checksum", "conditional put", "concurrent put",
+        "list after write", "clock", "lifecycle", "versioning", "layout",
+    ),
+    "nats": ("connection", "version", "jetstream", "domain", "rights", "max_payload", "stream", "target", "batches"),
+    "spark": ("java", "pyspark", "python"),
+    "disk": ("spool", "space"),
+}  # fmt: skip
+
+MOST_SKEW = 60.0  # seconds between two clocks
+WRITERS = 8  # that put one key at the same time
+MOST_TAILS = 1000  # chains that are looked at for the layout: one request
+NO_ETAG = "0" * 32  # of no object
+ANSWERED = (
+    "E-S3-CLOCK",
+    "E-STORE-FULL",
+    "E-READ-BACK",
+)  # a store that says these is there, and nothing passes by itself
+
+
+class DoctorState(StrEnum):
+    """What becomes of a check; `skipped`: nothing was found out."""
+
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorFinding:
+    """What one check found. `meaning`, `todo`: for people, empty where all is well; a command in `todo` has a line for
+    itself. `unreached`: it was skipped because something did not answer.
+    """
+
+    part: str
+    what: str
+    state: DoctorState
+    found: str
+    meaning: str = ""
+    todo: str = ""
+    unreached: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.what in CHECKS[self.part], "a check is named in the table"
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """All that was found."""
+
+    roles: tuple[str, ...]
+    findings: tuple[DoctorFinding, ...]
+
+    @property
+    def code(self) -> int:
+        """3: a problem was found; 1: something did not answer; else 0."""
+        if any(each.state is DoctorState.PROBLEM for each in self.findings):
+            return 3
+        return 1 if any(each.unreached for each in self.findings) else 0
+
+
+def well(part: str, what: str, found: str) -> DoctorFinding:
+    return DoctorFinding(part, what, DoctorState.OK, found)
+
+
+def warns(part: str, what: str, found: str, meaning: str, todo: str = "") -> DoctorFinding:
+    return DoctorFinding(part, what, DoctorState.WARNING, found, meaning, todo)
+
+
+def is_bad(part: str, what: str, found: str, meaning: str, todo: str = "") -> DoctorFinding:
+    return DoctorFinding(part, what, DoctorState.PROBLEM, found, meaning, todo)
+
+
+def skipped(part: str, what: str, found: str, meaning: str = "", todo: str = "") -> DoctorFinding:
+    return DoctorFinding(part, what, DoctorState.SKIPPED, found, meaning, todo)
+
+
+def failed(part: str, what: str, error: FloeError, meaning: str = "", todo: str = "") -> DoctorFinding:
+    """What an error of a probe amounts to: without an answer nothing is known, any other error is a problem."""
+    found = f"{error.code}: {error.message}"
+    todo = "\n".join(filter(None, [error.hint, todo]))
+    if error.code in ANSWERED:
+        return is_bad(
+            part, what, found, "it answers, and cannot be used as it is: a service would only try again", todo
+        )
+    if isinstance(error, Unavailable | OutcomeUnknown):
+        meaning = "it does not answer, so nothing is known of it; a service would wait for it and try again"
+        return DoctorFinding(part, what, DoctorState.SKIPPED, found, meaning, todo, unreached=True)
+    if not meaning and isinstance(error, Refused):
+        meaning = "the credential is refused, or lacks a right that the role needs: it cannot work"
+    return is_bad(part, what, found, meaning or "the configuration and what it is for do not fit: it cannot work", todo)
+
+
+def roles_of(settings: Settings) -> tuple[str, ...]:
+    """The roles that a configuration is for; compaction where neither feeds nor targets say another."""
+    found = [*(["egress"] if settings.egress.feeds else []), *(["ingress"] if settings.ingress.targets else [])]
+    return tuple(found) or ("compaction",)
+
+
+# Connections, for `floe config check --connect`
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """Whether a connection could be made; `error` None: it could."""
+
+    name: str
+    error: FloeError | None = None
+
+
+async def connections(settings: Settings) -> list[Connected]:
+    """Connects to NATS as each role with a service, and to the store."""
+    import asyncio
+
+    roles = [role for role in roles_of(settings) if role != "compaction"]
+    asked = [_connected(settings, role) for role in roles]
+    return [*await asyncio.gather(*asked), await asyncio.to_thread(_store_connected, settings)]
+
+
+async def _connected(settings: Settings, role: str) -> Connected:
+    from common.jetstream.client import connect
+
+    nats = settings.nats_for("egress" if role == "egress" else "ingress")
+    name = f"nats ({role}) {nats.context or ', '.join(nats.url)}"
+    try:
+        async with aclosing(await connect(nats, name="floe config check")):
+            return Connected(name)
+    except FloeError as error:
+        return Connected(name, error)
+
+
+def _store_connected(settings: Settings) -> Connected:
+    from common.objects.open import open_objects
+
+    name = f"store {settings.store.url}"
+    try:
+        objects = open_objects(settings.store, timeout=settings.nats.connect_timeout)
+        objects.list(_listed(settings, roles_of(settings))[0], limit=1)
+    except FloeError as error:
+        return Connected(name, error)
+    return Connected(name)
+
+
+def _listed(settings: Settings, roles: Collection[str]) -> tuple[str, ...]:
+    """The prefixes that the roles list; a site lists only what is its own."""
+    from common.segments.keys import Layout, encode
+
+    layout, site = Layout(settings.store.prefix), settings.site
+    if set(roles) != {"egress"} or not site:
+        return (f"{layout.root}site=", f"{layout.root}_floe/")
+    own = f"{layout.root}site={encode(site)}/"
+    return (own, layout.documents_prefix(site), layout.tails_prefix(), layout.alive_prefix(site))
+
+
+# The store
+
+
+def examine_store(settings: Settings, roles: Collection[str], clock: Clock) -> list[DoctorFinding]:
+    """Blocking. `roles`: whose rights are looked for."""
+    from common.objects.open import open_objects
+
+    try:
+        objects = open_objects(settings.store, timeout=settings.nats.connect_timeout)
+    except FloeError as error:
+        return [failed("store", "connection", error)]
+    return list(_StoreProbes(settings, frozenset(roles), clock, objects).findings())
+
+
+class _StoreProbes:
+    """The checks of one store, one after the other: a later one needs what an earlier one found out."""
+
+    def __init__(self, settings: Settings, roles: frozenset[str], clock: Clock, objects: ObjectStore) -> None:
+        from common.segments.keys import Layout
+
+        self._settings, self._roles, self._clock, self._objects = settings, roles, clock, objects
+        self._layout, self._site = Layout(settings.store.prefix), settings.site
+        self._chains: list[Chain] | None = None  # of the archive; None: not known
+        self._may_write: bool | None = None  # None: not tried
+        self._may_delete = False
+        self._rules: list[LifecycleRule] | None = None  # None: not told
+
+    def findings(self) -> Iterator[DoctorFinding]:
+        """Ends with the first check that gets no answer: the next would only wait, too."""
+        yield (connection := self._connection())
+        if connection.state is not DoctorState.OK:
+            return
+        for what, probe in self._probes():
+            yield (found := self._tried(what, probe))
+            if found.unreached:
+                return
+        self._clean()
+
+    def _probes(self) -> Iterator[tuple[str, Callable[[], DoctorFinding]]]:
+        yield "list", self._list
+        self._look_for_chains()
+        if (place := self._place()) is None:
+            yield from _none_of(
+                CHECKS["store"][2:10], "no chain is known to write under: none is archived or configured"
+            )
+        else:
+            self._key, self._race = f"{place}doctor", f"{place}doctor-race"
+            yield "write", lambda: self._write(place)
+            yield "read", self._read
+            if self._may_write:
+                yield "delete", self._delete
+                yield "checksum", lambda: self._checksum(place)
+                yield "conditional put", self._conditional
+                yield "concurrent put", self._concurrent
+                yield "list after write", lambda: self._list_after_write(place)
+                yield "clock", self._clocks
+            else:
+                yield from _none_of(CHECKS["store"][4:10], "not tried without the right to write")
+        if isinstance(self._objects, Governed):  # a folder is not
+            yield "lifecycle", partial(self._lifecycle, self._objects)
+            yield "versioning", partial(self._versioning, self._objects)
+        yield "layout", self._layout_found
+
+    def _tried(self, what: str, probe: Callable[[], DoctorFinding]) -> DoctorFinding:
+        try:
+            return probe()
+        except FloeError as error:
+            return failed("store", what, error, todo=self._rights() if isinstance(error, Refused) else "")
+
+    def _rights(self) -> str:
+        """The command that writes the policies of the roles."""
+        (scheme, _, url), feeds = self._settings.store.url.partition("://"), self._settings.egress.feeds
+        if scheme == "file":
+            return ""
+        names = {"site": self._site, "bucket": url, "prefix": self._settings.store.prefix}
+        names |= {"stream": feeds[0].stream} if feeds else {}
+        given = [shlex.quote(f"{name}={value}") for name, value in names.items() if value or name == "prefix"]
+        return " ".join(["python -m infra.rights rights", *given])
+
+    def _connection(self) -> DoctorFinding:
+        where = " at ".join(filter(None, [self._settings.store.url, self._settings.store.endpoint_url]))
+        try:
+            self._objects.list(_listed(self._settings, self._roles)[0], limit=1)
+        except FloeError as error:
+            if error.code != "E-S3-DENIED":  # that is an answer; what is refused is told by the other checks
+                return failed("store", "connection", error)
+        return well("store", "connection", where)
+
+    def _list(self) -> DoctorFinding:
+        prefixes = _listed(self._settings, self._roles)
+        for prefix in prefixes:
+            self._objects.list(prefix, limit=1)
+        return well("store", "list", ", ".join(f"{prefix}*" for prefix in prefixes))
+
+    def _look_for_chains(self) -> None:
+        with suppress(FloeError):  # told by the check `list`
+            found = self._objects.list(self._layout.tails_prefix(), limit=MOST_TAILS)
+            self._chains = [chain for info in found if (chain := self._layout.parse_tail(info.key))]
+
+    def _place(self) -> str | None:
+        """Where probes may write: under the first feed of the file, else under a chain of the archive."""
+        from common.segments.keys import configured
+
+        pairs = sorted(configured(self._settings)) or [(chain.site, chain.feed) for chain in self._chains or ()]
+        pairs = [pair for pair in pairs if pair[0] == self._site] or pairs
+        return f"{self._layout.documents_prefix(*pairs[0])}probe/" if pairs else None
+
+    # Rights
+
+    def _write(self, place: str) -> DoctorFinding:
+        is_needed = self._roles & {"egress", "compaction"}
+        try:
+            self._objects.put(self._key, b"x")
+        except Refused as error:
+            self._may_write = False
+            meaning = (
+                "egress and compaction put segments here, and cannot; where this bucket is the copy of a site's own, "
+                "only the site's bucket is written and compacted"
+            )
+            if is_needed:
+                return failed("store", "write", error, meaning, self._rights())
+            return skipped("store", "write", "refused; ingress writes only under _floe/ingress/, which is not tried")
+        self._may_write = True
+        return well("store", "write", f"{place}*")
+
+    def _read(self) -> DoctorFinding:
+        self._objects.get(self._key)
+        return well("store", "read", self._key)
+
+    def _delete(self) -> DoctorFinding:
+        try:
+            self._objects.delete(self._key)
+        except Refused as error:
+            if "compaction" not in self._roles:
+                return well("store", "delete", "refused, and needed only by compaction and operators")
+            meaning = "compaction merges, and cannot delete what it merged: the archive grows with each run"
+            return failed("store", "delete", error, meaning, self._rights())
+        self._may_delete = True
+        needed = "compaction" in self._roles
+        return well("store", "delete", "allowed" if needed else "allowed, which only compaction and operators need")
+
+    # What the store does
+
+    def _checksum(self, place: str) -> DoctorFinding:
+        from common.objects.open import verifies_checksums
+
+        verifies, body = verifies_checksums(self._objects, place), b"doctor"
+        self._objects.put(self._key, body, sha256=hashlib.sha256(body).hexdigest())
+        info = self._objects.head(self._key)
+        if verifies and info is not None and info.sha256 is not None:
+            return well("store", "checksum", "a wrong SHA-256 is refused, the right one is kept and told")
+        found = "keeps no SHA-256 that it tells" if verifies else "takes bytes with a wrong SHA-256"
+        meaning = "every segment is read back whole after its put: as safe, and twice the traffic"
+        wanted = "" if self._settings.store.checksum == "sha256" else "set store.checksum: sha256"
+        return warns("store", "checksum", found, meaning, wanted or "nothing, or a newer version of the store")
+
+    def _conditional(self) -> DoctorFinding:
+        objects, key = self._objects, self._key
+        objects.put(key, b"x")
+        try:
+            ignored = ["If-None-Match"] if objects.put_if_absent(key, b"y") else []
+            ignored += ["If-Match"] if objects.put_if_match(key, b"z", NO_ETAG) else []
+        except ConfigError as error:
+            ignored = [error.message]
+        if not ignored:
+            return well("store", "conditional put", "a condition that does not hold is refused")
+        return warns("store", "conditional put", f"ignored: {', '.join(ignored)}", _SECOND_LINE, _SAME_NAME)
+
+    def _concurrent(self) -> DoctorFinding:
+        """Of several that make one key at once, one may win; without the right to delete: that replace it."""
+        if self._may_delete:
+            self._objects.delete(self._race)
+            etag = None
+        else:
+            self._objects.put(self._race, f"{self._clock.now()}".encode())
+            info = self._objects.head(self._race)
+            etag = info.etag if info else NO_ETAG
+        bodies = [f"{self._clock.now()} {number}".encode() for number in range(WRITERS)]
+
+        def write(body: bytes) -> bool:
+            with suppress(OutcomeUnknown, Unavailable):  # a conflict is no victory
+                if etag is None:
+                    return self._objects.put_if_absent(self._race, body)
+                return self._objects.put_if_match(self._race, body, etag)
+            return False
+
+        with ThreadPoolExecutor(WRITERS) as pool:
+            try:
+                winners = sum(pool.map(write, bodies))
+            except ConfigError as error:
+                return warns("store", "concurrent put", error.message, _SECOND_LINE, _SAME_NAME)
+        found = f"{winners} of {WRITERS} writers of one key at once were told that they won"
+        if winners == 1:
+            return well("store", "concurrent put", found)
+        return warns("store", "concurrent put", found, _SECOND_LINE, _SAME_NAME)
+
+    def _list_after_write(self, place: str) -> DoctorFinding:
+        for body in (b"1", b"22"):
+            self._objects.put(self._key, body)
+            found = [info for info in self._objects.list(place) if info.key == self._key]
+            behind = self._objects.list(place, start_after=self._key)
+            if [info.size for info in found] != [len(body)] or any(info.key <= self._key for info in behind):
+                return is_bad(
+                    "store",
+                    "list after write",
+                    f"put {len(body)} bytes, listed {[info.size for info in found]}",
+                    "a listing that is late looks like a hole in the archive: egress would count as missing what it "
+                    "put, and chains would stop or wait at the centre",
+                    "use a store whose listings are consistent; a cache or a mirror in between must go",
+                )
+        return well("store", "list after write", "an object is listed at once, with its new size")
+
+    def _clocks(self) -> DoctorFinding:
+        from common.objects.port import store_now
+
+        before = self._clock.now()
+        theirs = store_now(self._objects, self._key)
+        skew = theirs - (before + self._clock.now()) / 2
+        if abs(skew) <= MOST_SKEW:
+            return well("store", "clock", "within a minute of this host's")
+        ahead = "ahead of" if skew > 0 else "behind"
+        return warns(
+            "store",
+            "clock",
+            f"{abs(skew):.0f} s {ahead} this host's",
+            "ages are counted by the store's clock: `lost_segment_timeout`, `delete_grace`, `min_age`, `silent_after`; "
+            "what is shown of them here is wrong by the difference, and from 15 minutes on S3 refuses requests",
+            "set the clock that is wrong; on this host:\ntimedatectl set-ntp true",
+        )
+
+    def _clean(self) -> None:
+        for key in (self._key, self._race) if self._may_delete else ():
+            with suppress(FloeError):  # a probe object that stays is in nobody's way
+                self._objects.delete(key)
+
+    # The bucket
+
+    def _aws(self, call: str) -> str:
+        store = self._settings.store
+        end = ["--endpoint-url", shlex.quote(store.endpoint_url)] if store.endpoint_url else []
+        return " ".join(["aws s3api", call, "--bucket", shlex.quote(store.url.partition("://")[2]), *end])
+
+    def _lifecycle(self, bucket: Governed) -> DoctorFinding:
+        try:
+            rules = self._rules = bucket.lifecycle()
+        except (Refused, ConfigError) as error:
+            return _not_told("lifecycle", error)
+        ours = [rule for rule in rules if is_over(rule.prefix, self._layout.root)]
+        alive = self._layout.alive_prefix()
+        ending = [rule for rule in ours if (rule.deletes or rule.archives) and not rule.prefix.startswith(alive)]
+        if ending:
+            told = "; ".join(_told(rule) for rule in ending)
+            return is_bad(
+                "store",
+                "lifecycle",
+                told,
+                "segments and documents go away, or cannot be read: holes that nothing fills, and chains that stop",
+                f"take these rules off `{self._layout.root or 'the whole bucket'}`; they are shown by\n"
+                + self._aws("get-bucket-lifecycle-configuration"),
+            )
+        if "compaction" in self._roles and not any(rule.aborts for rule in ours):
+            return warns(
+                "store",
+                "lifecycle",
+                "no rule for uploads that never ended",
+                "what a killed process has half uploaded stays, is paid for and is shown by no listing",
+                "add a rule AbortIncompleteMultipartUpload of 7 days; the rules that there are:\n"
+                + self._aws("get-bucket-lifecycle-configuration"),
+            )
+        return well("store", "lifecycle", f"{len(rules) or 'no'} rules, none deletes or moves what Floe keeps")
+
+    def _versioning(self, bucket: Governed) -> DoctorFinding:
+        try:
+            status = bucket.versioning()
+        except (Refused, ConfigError) as error:
+            return _not_told("versioning", error)
+        if status != "Enabled":
+            return well("store", "versioning", f"{status.lower() or 'off'}: what is deleted by mistake is gone")
+        if self._rules is None:
+            return well("store", "versioning", "on; whether old versions are dropped is not told")
+        if any(rule.drops_versions and self._layout.root.startswith(rule.prefix) for rule in self._rules):
+            return well("store", "versioning", "on, and old versions are dropped after a time")
+        return warns(
+            "store",
+            "versioning",
+            "on, and old versions are never dropped",
+            "what compaction deletes stays as a version, and each sign of life adds one a minute: the bucket grows",
+            "add a rule NoncurrentVersionExpiration, for as long as a mistake may take to be found, as 30 days; the "
+            "rules that there are:\n" + self._aws("get-bucket-lifecycle-configuration"),
+        )
+
+    def _layout_found(self) -> DoctorFinding:
+        if self._chains is None:
+            return skipped("store", "layout", f"{self._layout.tails_prefix()}* cannot be listed")
+        sites = {chain.site for chain in self._chains}
+        wanted = {site for target in self._settings.ingress.targets for each in target.sources for site in each.site}
+        kind = "one bucket for several sites" if len(sites) > 1 else "one bucket of one site"
+        found = f"{kind}: {', '.join(sorted(sites)[:SHOWN])}" if sites else "nothing is archived yet"
+        if len(sites) > SHOWN:
+            found += f" and {len(sites) - SHOWN} more"
+        found += "; this credential may only read, as of a copy" if self._may_write is False else ""
+        if "ingress" in self._roles and (missing := sorted(wanted - sites)):
+            return warns(
+                "store",
+                "layout",
+                f"{found}; nothing of {', '.join(missing[:SHOWN])}",
+                "a target waits for sites of which nothing is in this bucket: they archive nothing yet, under another "
+                "name, or into a bucket of their own of which this one has no copy",
+                "compare `site`, `store.url` and `store.prefix` of the site with this file; a copy must have `_floe/` "
+                "too",
+            )
+        return well("store", "layout", found)
+
+
+SHOWN = 5  # names in a line
+_SECOND_LINE = (
+    "conditions are a second line: names carry the content and all that is put is read back, so segments are safe; "
+    "two processes that write one small document at the same time may undo each other's change"
+)
+_SAME_NAME = "never run two sites under one name; use a newer version of the store where there is one"
+
+
+def _none_of(checks: Sequence[str], why: str) -> Iterator[tuple[str, Callable[[], DoctorFinding]]]:
+    return ((what, partial(skipped, "store", what, why)) for what in checks)
+
+
+def _not_told(what: str, error: Refused | ConfigError) -> DoctorFinding:
+    """Of a bucket of which the credential, or the store, tells nothing."""
+    hint = error.hint if isinstance(error, Refused) else ""
+    return skipped("store", what, f"not told: {error.code}", "ask whoever owns the bucket", hint)
+
+
+def is_over(prefix: str, root: str) -> bool:
+    """Whether keys under `root` may begin with `prefix`."""
+    return prefix.startswith(root) or root.startswith(prefix)
+
+
+def _told(rule: LifecycleRule) -> str:
+    what = "deletes objects" if rule.deletes else f"moves objects to {rule.archives}"
+    part = ", of some tags or sizes" if rule.is_partial else ""
+    return f"rule {rule.name or 'without a name'} {what} under {rule.prefix or 'every key'!r}{part}"
+
+
+# The disk
+
+
+def examine_disk(settings: Settings, roles: Collection[str]) -> list[DoctorFinding]:
+    """Blocking. Writes one file of 64 KiB into the spool, and removes it."""
+    from common.segments.writer import Spool, spool_error
+    from common.settings.types import size_words
+
+    folder = Path(settings.spool_dir or tempfile.gettempdir())
+    with closing(Spool(folder)) as spool:
+        try:
+            path = spool.new_file()
+            try:
+                path.write_bytes(bytes(64 * 1024))
+            except OSError as error:
+                raise spool_error(folder, error) from error
+            free = shutil.disk_usage(folder).free
+        except FloeError as error:
+            meaning = "segments are built in this folder: without it nothing is archived or merged"
+            return [is_bad("disk", "spool", f"{error.code}: {error.message}", meaning, error.hint)]
+    feeds = sum(feed.segment.max_size * len(feed.filters()) for feed in settings.egress.feeds)
+    merged = max((level.max_size for level in settings.compaction.levels), default=0)
+    needed = max(feeds if "egress" in roles else 0, merged if "compaction" in roles else 0)
+    found = f"{size_words(free)} free" + (f", {size_words(needed)} needed at most" if needed else "")
+    if free >= needed:
+        return [well("disk", "spool", str(folder)), well("disk", "space", found)]
+    meaning = (
+        "the spool has an open segment of each partition, up to `segment.max_size` before compression, or the output "
+        "of a merge; a full disk stops them with E-SPOOL until there is room"
+    )
+    todo = "make room, set `spool_dir` to a larger disk, or a smaller `segment.max_size` (`max_size` of a level)"
+    return [well("disk", "spool", str(folder)), is_bad("disk", "space", found, meaning, todo)]

@@ -1,0 +1,285 @@
+"""`floe doctor`: examines all that a configuration needs, and says of each result what it means and what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from common.cli import Styled, config_option, json_option, print_json, run_command, table
+from common.doctor import (
+    CHECKS,
+    ROLES,
+    DoctorFinding,
+    DoctorState,
+    Examination,
+    examine_disk,
+    examine_store,
+    failed,
+    is_bad,
+    roles_of,
+    skipped,
+    warns,
+    well,
+)
+from common.errors import FloeError, Refused, Unavailable
+from common.logs import escaped
+
+if TYPE_CHECKING:
+    from common.jetstream.client import FloeClient
+    from common.settings.root import Role, Settings
+    from common.settings.service import ServiceSettings
+
+#: Loads what only one part knows: `target` and `spark` of `floe.PROBES`.
+Probes = Mapping[str, Callable[[], Any]]
+
+COLUMNS = ("part", "check", "result", "found")
+COLOURS = {
+    DoctorState.OK: "green",
+    DoctorState.WARNING: "yellow",
+    DoctorState.PROBLEM: "red",
+    DoctorState.SKIPPED: "dim",
+}
+TRIED = (2, 10)  # the oldest nats-server that every test of Floe runs with
+NEVER = 2**62  # a revision that no key has
+NEARLY = 0.9  # of a limit of the account
+THREADS = 3  # store, disk, Spark
+
+
+@click.command()
+@click.option(
+    "--role", "roles", type=click.Choice(ROLES), multiple=True, help="Examine for this role; may be repeated."
+)
+@json_option
+@config_option
+@click.pass_obj
+@run_command
+def doctor(probes: Probes, roles: tuple[str, ...], config: str, as_json: bool) -> int:
+    """Examine the store, NATS, Spark and the disk, and say of each result what it means and what to do.
+
+    Without --role for the roles of the file: egress where it has feeds, ingress where it has targets, else
+    compaction. Nothing of the archive is changed. Exit 0: all is well, or only warned of; 1: something did not
+    answer; 3: a problem was found. Every check: docs/doctor.md.
+
+    \b
+    Example: floe doctor -c site.yaml
+             floe doctor -c central.yaml --role compaction
+    """
+    from common.cli import run_async
+    from common.open import load_settings
+
+    settings = load_settings(config, quiet=True)
+    found = run_async(examine(settings, roles, probes))
+    if as_json:
+        document = {"roles": found.roles, "code": found.code, "findings": found.findings}
+        print_json(document)
+    else:
+        _show(found)
+    return found.code
+
+
+def _show(found: Examination) -> None:
+    rows = [(each.part, each.what, Styled(each.state, COLOURS[each.state]), each.found) for each in found.findings]
+    table(rows, COLUMNS)
+    for each in found.findings:
+        if not each.meaning:
+            continue
+        click.echo(f"\n{each.state}: {each.part}, {each.what}: {escaped(each.found)}")
+        click.echo(f"  what it means: {each.meaning}")
+        if each.todo:
+            click.echo("  what to do: " + "\n    ".join(each.todo.split("\n")))
+
+
+async def examine(settings: Settings, roles: Collection[str], probes: Probes) -> Examination:
+    """All parts at the same time: what does not answer holds up none of the others. `roles` empty: as the file has."""
+    from common.clock import SystemClock
+    from common.service.process import Threads
+
+    examined, threads = tuple(roles) or roles_of(settings), Threads("doctor", THREADS)
+    work: list[Coroutine[Any, Any, list[DoctorFinding]]] = [
+        threads.run(examine_store, settings, examined, SystemClock()),
+        *(_examine_nats(settings, "egress", probes) for role in examined if role == "egress"),
+        *(_examine_nats(settings, "ingress", probes) for role in examined if role == "ingress"),
+        threads.run(examine_disk, settings, examined),
+    ]
+    is_asked = "compaction" in examined
+    if settings.compaction.engine == "spark" and (is_asked or not settings.egress.feeds):
+        work.append(threads.run(probes["spark"](), settings, is_asked))
+    try:
+        found = [each for part in await asyncio.gather(*work) for each in part]
+    finally:
+        threads.close()
+    order = [*CHECKS]
+    return Examination(examined, tuple(sorted(found, key=lambda each: order.index(each.part))))
+
+
+# NATS
+
+
+async def _examine_nats(settings: Settings, role: Role, probes: Probes) -> list[DoctorFinding]:
+    from common.jetstream.client import connect
+
+    nats = settings.nats_for(role)
+    try:
+        client = await connect(nats, name=f"floe doctor ({role})")
+    except FloeError as error:
+        return [failed("nats", "connection", error)]
+    where = f"as {role} to {nats.context or ', '.join(nats.url)}"
+    async with aclosing(client):
+        return [well("nats", "connection", where), *[each async for each in _of_server(client, settings, role, probes)]]
+
+
+async def _of_server(
+    client: FloeClient, settings: Settings, role: Role, probes: Probes
+) -> AsyncIterator[DoctorFinding]:
+    section: ServiceSettings = settings.egress if role == "egress" else settings.ingress
+    yield _version(client)
+    account = await _account(client)
+    if isinstance(account, DoctorFinding):
+        yield account
+        if account.state is DoctorState.PROBLEM or account.unreached:
+            return
+    else:
+        yield _limits(account)
+        yield _domain(account, section.nats.jetstream_domain)
+    yield await _rights(client, settings, role)
+    if role == "egress":
+        yield well("nats", "max_payload", f"{client.max_payload} bytes at the site")
+        for stream in sorted({feed.stream for feed in settings.egress.feeds}):
+            yield await _stream(client, stream)
+        return
+    examine_target = probes["target"]()
+    for target in settings.ingress.targets:
+        for each in await examine_target(client, target):
+            yield each
+
+
+def _version(client: FloeClient) -> DoctorFinding:
+    found = ".".join(map(str, client.server_version))
+    if client.server_version >= TRIED:
+        return well("nats", "version", found)
+    meaning = "Floe is not tried with servers before 2.10, and what it relies on may be missing"
+    return warns("nats", "version", found, meaning, "upgrade nats-server to 2.10 or newer; 2.14 takes fast batches")
+
+
+async def _account(client: FloeClient) -> dict[str, Any] | DoctorFinding:
+    """What JetStream says of the account, or why it does not."""
+    from common.jetstream.api import ask
+    from common.jetstream.requests import NOBODY
+
+    try:
+        return await ask(client, "INFO")
+    except Refused:
+        subject = client.api_subject("INFO")
+        return skipped("nats", "jetstream", f"limits are not told: no right to ask {subject}, which no role needs")
+    except Unavailable as error:
+        if error.code != NOBODY:
+            return failed("nats", "jetstream", error)
+        meaning = "there is no JetStream here for this account, or none of this domain or prefix: nothing can work"
+        todo = "enable JetStream for the account, or correct nats.jetstream_domain; it is shown by\nnats account info"
+        return is_bad("nats", "jetstream", f"{error.code}: {error.message}", meaning, todo)
+    except FloeError as error:  # such as: JetStream is not enabled for this account
+        return failed("nats", "jetstream", error)
+
+
+def _limits(account: Mapping[str, Any]) -> DoctorFinding:
+    limits, full, told = account.get("limits") or {}, [], []
+    for name, used in (
+        ("storage", "storage"),
+        ("memory", "memory"),
+        ("streams", "streams"),
+        ("consumers", "consumers"),
+    ):
+        limit, now = int(limits.get(f"max_{name}", -1)), int(account.get(used, 0))
+        told.append(f"{name} {now}" + (f" of {limit}" if limit > 0 else ""))
+        if limit > 0 and now >= limit * NEARLY:
+            full.append(f"{name} {now} of {limit}")
+    if not full:
+        return well("nats", "jetstream", ", ".join(told))
+    meaning = "the account is at its limit: targets refuse messages, or buckets and consumers cannot be made"
+    return warns(
+        "nats", "jetstream", ", ".join(full), meaning, "raise the limit of the account, or remove what nobody needs"
+    )
+
+
+def _domain(account: Mapping[str, Any], asked: str) -> DoctorFinding:
+    found = str(account.get("domain") or "")
+    if asked in ("", found):
+        return well("nats", "domain", found or "none")
+    meaning = "another domain answered than was asked for: streams and buckets are made in the wrong place"
+    return is_bad(
+        "nats", "domain", f"expected {asked}, found {found or 'none'}", meaning, "correct nats.jetstream_domain"
+    )
+
+
+async def _rights(client: FloeClient, settings: Settings, role: Role) -> DoctorFinding:
+    """Asks what the role asks, in a way that changes nothing: requests without a body, which a server refuses only
+    after it has let them pass, and a write on a condition that cannot hold.
+    """
+    from common.errors import OutcomeUnknown
+    from common.jetstream.kv import KeyValue
+    from common.jetstream.requests import NOBODY, ApiError
+
+    section: ServiceSettings = settings.egress if role == "egress" else settings.ingress
+    buckets = (section.state_bucket, section.lease_bucket)
+    streams = {feed.stream for feed in settings.egress.feeds} if role == "egress" else set[str]()
+    targets = {target.stream for target in settings.ingress.targets} if role == "ingress" else set[str]()
+    made = {target.stream for target in settings.ingress.targets if target.create} & targets
+    calls = [f"STREAM.{call}.{name}" for name in sorted(streams | targets) for call in ("INFO", "MSG.GET")]
+    calls += [
+        f"CONSUMER.{call}.{name}.floe-doctor"
+        for name in sorted(streams)
+        for call in ("CREATE", "INFO", "MSG.NEXT", "DELETE")
+    ]
+    calls += [f"STREAM.{call}.KV_{bucket}" for bucket in buckets for call in ("INFO", "MSG.GET", "CREATE")]
+    calls += [f"STREAM.CREATE.{name}" for name in sorted(made)]
+    refused: list[str] = []
+    for call in calls:
+        try:
+            await client.api(call, None if call.split(".")[1] == "INFO" else {})
+        except Refused:
+            refused.append(client.api_subject(call))
+        except ApiError:  # it was let pass
+            pass
+        except (Unavailable, OutcomeUnknown) as error:
+            if error.code != NOBODY:
+                return failed("nats", "rights", error)
+    for bucket in buckets:
+        try:
+            await KeyValue(client, bucket).update("doctor", b"", NEVER)
+        except Refused:
+            refused.append(f"$KV.{bucket}.>")
+        except FloeError:  # the bucket is not there yet, or it was let pass
+            pass
+    if not refused:
+        return well("nats", "rights", f"{len(calls) + len(buckets)} requests of {role} were let pass")
+    meaning = f"{role} needs them, and stops with E-NATS-PERMISSION"
+    first = sorted(streams | targets)[:1]
+    names = [f"{'stream' if role == 'egress' else 'target'}={name}" for name in first]
+    names += [f"state_bucket={section.state_bucket}", f"lease_bucket={section.lease_bucket}"]
+    names += [f"domain={section.nats.jetstream_domain}"] if section.nats.jetstream_domain else []
+    command = shlex.join(["python", "-m", "infra.rights", "rights", *names])
+    todo = f"grant them to the user; the files with the rights of each role:\n{command}"
+    return is_bad("nats", "rights", f"refused: {', '.join(refused)}", meaning, todo)
+
+
+async def _stream(client: FloeClient, name: str) -> DoctorFinding:
+    from common.jetstream.api import stream_info
+
+    try:
+        info = await stream_info(client, name)
+    except FloeError as error:
+        return failed("nats", "stream", error)
+    if info is None:
+        meaning = "egress has nothing to read: the feed waits, or stops with E-SOURCE-GONE where it was archived before"
+        return warns(
+            "nats", "stream", f"{name}: no such stream", meaning, "make the stream, or correct `stream` of the feed"
+        )
+    retention = info.config.get("retention", "limits")
+    return well(
+        "nats", "stream", f"{name}: {info.messages} messages, {info.last_sequence} the last, retention {retention}"
+    )

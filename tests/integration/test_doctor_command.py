@@ -1,0 +1,413 @@
+"""`floe doctor` and `floe config check --connect` beside real servers: what is well, what is not, and what is said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import yaml
+
+from common.chain import Chain
+from common.doctor import CHECKS, DoctorFinding, examine_disk, examine_store
+from common.jetstream.api import consumer_names, create_stream, stream_info
+from common.jetstream.client import FloeClient, connect
+from common.jetstream.kv import KeyValue
+from common.objects.open import open_objects
+from common.open import load_settings, open_chains
+from common.settings.root import Settings
+from common.settings.service import NatsSettings
+from compaction.spark import examine_spark
+from infra.local.nats import NatsServer, nats_server_binary
+from infra.local.process import free_port
+from infra.local.seaweedfs import SeaweedFS
+from tests.support import canaries
+from tests.support.basics import SharedS3, unique
+from tests.support.clock import ManualClock
+from tests.support.commands import Done, floe
+from tests.support.egress import connected
+from tests.support.proxies import Answer, Exchange, FaultProxy, drop
+
+pytestmark = pytest.mark.servers
+
+SITE = "us-east"
+FEED = "NODES"
+RIGHTS = Path(__file__).parents[2] / "infra" / "rights"
+
+
+def store_of(s3: Any, bucket: str) -> dict[str, Any]:
+    keys = {"access_key_id": s3.access_key, "secret_access_key": s3.secret_key}
+    return {"url": f"s3://{bucket}", "endpoint_url": s3.endpoint_url, **keys}
+
+
+def write(folder: Path, store: dict[str, Any], nats: dict[str, Any], **document: Any) -> str:
+    path = folder / f"{unique('floe')}.yaml"
+    nats = {"connect_timeout": "2s", **nats}
+    path.write_text(yaml.safe_dump({"spool_dir": str(folder / "spool"), "nats": nats, "store": store, **document}))
+    path.chmod(0o600)
+    return str(path)
+
+
+def egress(stream: str = FEED, **more: Any) -> dict[str, Any]:
+    return {"site": SITE, "egress": {"feeds": [{"stream": stream, **more}], "state_bucket": "S", "lease_bucket": "L"}}
+
+
+def ingress(stream: str, **target: Any) -> dict[str, Any]:
+    source = {"site": SITE, "feed": FEED, "subject_prefix": stream}
+    return {"ingress": {"targets": [{"stream": stream, "sources": [source], **target}]}}
+
+
+async def examined(config: str, *words: str, code: int) -> dict[str, dict[str, Any]]:
+    """What `floe doctor` finds, by part and check; of several findings of a check the last."""
+    done = await floe("doctor", "-c", config, "--json", *words)
+    assert done.code == code, done
+    document = done.json()
+    assert document["code"] == code
+    assert all(each["what"] in CHECKS[each["part"]] for each in document["findings"])
+    return {f"{each['part']} {each['what']}": each for each in document["findings"]}
+
+
+def states(found: dict[str, dict[str, Any]], state: str) -> set[str]:
+    return {name for name, each in found.items() if each["state"] == state}
+
+
+def by_check(found: Sequence[DoctorFinding]) -> dict[str, DoctorFinding]:
+    return {f"{each.part} {each.what}": each for each in found}
+
+
+@pytest.fixture
+def away() -> str:
+    """An address where nobody listens."""
+    return f"127.0.0.1:{free_port()}"
+
+
+# All is well
+
+
+async def test_a_site_is_well_and_nothing_is_left_behind(
+    nats_url: str, client: FloeClient, s3: SharedS3, tmp_path: Path
+) -> None:
+    stream, state = unique("T"), unique("S")
+    await create_stream(client, {"name": stream, "subjects": [f"{stream}.>"], "storage": "memory"})
+    bucket = s3.new_bucket()
+    document = egress(stream)
+    document["egress"] |= {"state_bucket": state, "lease_bucket": unique("L")}
+    config = write(tmp_path, store_of(s3, bucket), {"url": nats_url}, **document)
+    found = await examined(config, code=0)
+    assert states(found, "ok") == found.keys(), found
+    wanted = {f"{part} {what}" for part in ("store", "disk") for what in CHECKS[part]}
+    nats = ("connection", "version", "rights", "jetstream", "domain", "max_payload", "stream")
+    assert found.keys() == wanted | {f"nats {what}" for what in nats}
+    assert open_objects(load_settings(config).store).list("") == []
+    assert await stream_info(client, f"KV_{state}") is None
+    assert await consumer_names(client, stream) == []
+    store = await KeyValue.open(client, state)
+    revision = await store.put("a", b"kept")
+    assert (await examined(config, code=0))["nats rights"]["state"] == "ok"
+    entry = await store.get("a")
+    assert entry is not None
+    assert (entry.revision, await store.keys()) == (revision, ["a"])
+
+
+async def test_a_centre_is_well(nats_url: str, client: FloeClient, s3: SharedS3, tmp_path: Path) -> None:
+    target = unique("T")
+    config = write(tmp_path, store_of(s3, s3.new_bucket()), {"url": nats_url}, **ingress(target, create={}))
+    found = await examined(config, code=0)
+    assert states(found, "ok") == found.keys() - {"store layout"}
+    assert found["store layout"]["found"] == f"nothing is archived yet; nothing of {SITE}"
+    assert found["nats batches"]["found"] == f"{target}: fast"
+    assert found["nats target"]["found"] == f"{target}: made at the first start"
+    assert await stream_info(client, target) is None
+    chains = open_chains(load_settings(config))
+    for site in (SITE, "eu-west"):
+        chains.write_tail(Chain(site, FEED), 10)
+    found = await examined(config, code=0)
+    assert states(found, "ok") == found.keys()
+    assert found["store layout"]["found"] == f"one bucket for several sites: eu-west, {SITE}"
+
+
+async def test_people_get_a_table_and_what_to_do(nats_url: str, tmp_path: Path) -> None:
+    config = write(tmp_path, {"url": f"file://{tmp_path}/store"}, {"url": nats_url}, **ingress(unique("T")))
+    done = await floe("doctor", "-c", config)
+    assert done.code == 3
+    assert done.out.startswith("part   check ")
+    assert "store  connection        ok " in done.out
+    told = done.out.partition("problem: nats, target: ")[2]
+    assert "  what it means: nothing is carried: there is no such stream" in told
+    assert "  what to do: nats stream add " in told
+
+
+# What does not answer, and what is refused
+
+
+async def test_what_does_not_answer_holds_up_none_of_the_others(
+    nats_url: str, s3: SharedS3, away: str, tmp_path: Path
+) -> None:
+    dead = store_of(s3, "floe") | {"endpoint_url": f"http://{away}"}
+    config = write(tmp_path, dead, {"url": nats_url}, **egress(filter_subject="a.>"))
+    began = time.monotonic()
+    found = await examined(config, code=1)
+    assert time.monotonic() - began < 30, "bounded by the time-out of a connection"
+    assert found["store connection"]["state"] == "skipped"
+    assert found["store connection"]["unreached"]
+    assert "the port refuses connections" in found["store connection"]["found"]
+    assert "store checksum" not in found
+    assert found["nats rights"]["state"] == found["disk spool"]["state"] == "ok"
+
+    config = write(tmp_path, store_of(s3, s3.new_bucket()), {"url": f"nats://{away}"}, **egress())
+    found = await examined(config, code=1)
+    assert {name for name in found if name.startswith("nats")} == {"nats connection"}
+    assert found["nats connection"]["unreached"]
+    assert found["store checksum"]["state"] == "ok"
+
+
+def test_a_store_that_ceases_to_answer_is_waited_for_once(s3: SharedS3, tmp_path: Path) -> None:
+    with FaultProxy(s3.endpoint_url) as proxy:
+        proxy.on("put", drop())
+        store = store_of(s3, s3.new_bucket()) | {"endpoint_url": proxy.url}
+        settings = settings_of(tmp_path, store=store)
+        found = examine_store(settings, ("egress",), ManualClock())
+    assert [(each.what, each.unreached) for each in found] == [("connection", False), ("list", False), ("write", True)]
+
+
+async def test_a_wrong_credential_is_a_problem(s3: SharedS3, tmp_path: Path) -> None:
+    with NatsServer(users={"egress": "right-password"}) as server:
+        nats = {"url": server.url, "user": "egress", "password": "wrong-password"}
+        config = write(tmp_path, store_of(s3, "floe") | {"secret_access_key": "f" * 40}, nats, **egress())
+        found = await examined(config, code=3)
+        assert found.keys() == {"store connection", "nats connection", "disk spool", "disk space"}
+        for name, code in (("store connection", "E-S3-AUTH"), ("nats connection", "E-NATS-AUTH")):
+            assert found[name]["state"] == "problem"
+            assert found[name]["found"].startswith(code)
+
+        async def connects(config: str, code: int) -> Done:
+            done = await floe("config", "check", "--connect", config)
+            assert done.code == code, done
+            return done
+
+        assert "E-NATS-AUTH" in (await connects(config, 77)).err
+        right = nats | {"password": "right-password"}
+        config = write(tmp_path, store_of(s3, s3.new_bucket()), right, **egress())
+        assert (await connects(config, 0)).out.endswith(": ok\n")
+        done = await floe("config", "check", "--connect", "--json", config)
+        assert [each["ok"] for each in done.json()["connections"]] == [True, True]
+    assert "error[E-NATS]: " in (await connects(config, 75)).err
+
+
+async def test_a_missing_right_at_nats_is_named(tmp_path: Path) -> None:
+    rights = (RIGHTS / "nats-egress.conf").read_text()
+    with NatsServer() as server:
+        shutil.copy(RIGHTS / "nats-egress.conf", server.folder)
+        (server.folder / "few.conf").write_text("\n".join(x for x in rights.splitlines() if "CONSUMER.CREATE" not in x))
+        users = [f"{{user: {name}, password: p\ninclude {file}\n}}" for name, file in (("egress", "nats-egress.conf"),)]
+        users += ["{user: few, password: p\ninclude few.conf\n}", "{user: all, password: p}"]
+        server.extra = "authorization { users: [\n" + "\n".join(users) + "\n] }"
+        server.restart()
+        document = egress()
+        document["egress"] |= {"state_bucket": "FLOE_STATE", "lease_bucket": "FLOE_LEASES"}
+        store = {"url": f"file://{tmp_path}/store"}
+        user = {"url": server.url, "user": "egress", "password": "p"}
+        found = await examined(write(tmp_path, store, user, **document), code=0)
+        assert found["nats rights"]["state"] == "ok"
+        assert found["nats jetstream"]["state"] == "skipped", "no role needs the right to ask"
+        assert found["nats stream"]["state"] == "warning"
+        found = await examined(write(tmp_path, store, user | {"user": "few"}, **document), code=3)
+        assert "$JS.API.CONSUMER.CREATE.NODES.floe-doctor" in found["nats rights"]["found"]
+        assert "\npython -m infra.rights rights stream=NODES state_bucket=" in found["nats rights"]["todo"]
+
+
+async def test_a_domain_that_nobody_serves_is_a_problem(nats_url: str, tmp_path: Path) -> None:
+    nats = {"url": nats_url, "jetstream_domain": "nowhere"}
+    config = write(tmp_path, {"url": f"file://{tmp_path}/store"}, nats, **egress())
+    found = await examined(config, code=3)
+    assert found["nats jetstream"]["state"] == "problem"
+    assert "jetstream_domain" in found["nats jetstream"]["todo"]
+    assert "nats rights" not in found
+
+
+@pytest.fixture(scope="module")
+def limited() -> Iterator[SeaweedFS]:
+    """A store that knows each role by the policy of its file."""
+    roles = ("egress", "ingress", "compaction")
+    policies = {role: json.loads((RIGHTS / f"s3-{role}.json").read_text()) for role in roles}
+    with SeaweedFS(policies=policies) as server:
+        server.create_bucket("floe")
+        canaries.note(server.secret_key, *(secret for _, secret in server.keys.values()))
+        yield server
+
+
+def as_role(limited: SeaweedFS, role: str) -> dict[str, Any]:
+    access, secret = limited.keys[role]
+    return store_of(limited, "floe") | {"access_key_id": access, "secret_access_key": secret}
+
+
+async def test_a_missing_right_on_the_bucket_is_a_problem(limited: SeaweedFS, nats_url: str, tmp_path: Path) -> None:
+    nats = {"url": nats_url}
+
+    async def of(role: str, credential: str, code: int) -> dict[str, dict[str, Any]]:
+        document = ingress(unique("T"), create={}) if role == "ingress" else egress()
+        words = ["--role", role]
+        found = await examined(write(tmp_path, as_role(limited, credential), nats, **document), *words, code=code)
+        return {name.removeprefix("store "): each for name, each in found.items() if name.startswith("store ")}
+
+    rights = ("list", "write", "read", "delete")
+    found = await of("egress", "egress", 0)
+    assert {found[what]["state"] for what in CHECKS["store"] if not what.startswith(("life", "vers"))} == {"ok"}
+    assert found["delete"]["found"].startswith("refused")
+    found = await of("compaction", "compaction", 0)
+    assert {found[what]["state"] for what in rights} == {"ok"}
+    found = await of("ingress", "ingress", 0)
+    assert [found[what]["state"] for what in rights] == ["ok", "skipped", "ok", "skipped"]
+    assert "this credential may only read" in found["layout"]["found"]
+
+    found = await of("egress", "ingress", 3)
+    assert found["write"]["state"] == "problem"
+    assert "grant s3:PutObject" in found["write"]["todo"]
+    assert "python -m infra.rights rights site=us-east bucket=floe prefix=data stream=NODES" in found["write"]["todo"]
+    assert {found[what]["state"] for what in ("checksum", "clock")} == {"skipped"}
+    found = await of("compaction", "egress", 3)
+    assert {what for what in rights if found[what]["state"] == "problem"} == {"list", "delete"}
+
+
+# What the servers offer
+
+
+async def test_an_old_server_is_told_by_what_it_offers(tmp_path: Path) -> None:
+    with NatsServer(binary=nats_server_binary("2.10"), max_payload=65536) as server:
+        client = await connected(server.url)
+        await create_stream(client, {"name": "FLEET", "subjects": ["FLEET.>"], "storage": "memory"})
+        await client.aclose()
+        store, nats = {"url": f"file://{tmp_path}/store"}, {"url": server.url}
+        found = await examined(write(tmp_path, store, nats, **ingress("FLEET")), code=0)
+        assert found["nats version"]["found"].startswith("2.10.")
+        assert found["nats batches"]["state"] == found["nats max_payload"]["state"] == "warning"
+        assert "FLEET: single (not fast: nats-server 2.10." in found["nats batches"]["found"]
+        assert found["nats max_payload"]["found"] == "FLEET: 64 KiB"
+        found = await examined(write(tmp_path, store, nats, **ingress("FLEET", publisher="fast")), code=3)
+        assert found["nats batches"]["found"].startswith("E-PUBLISHER")
+
+
+async def test_an_account_at_its_limit_is_warned_of(tmp_path: Path) -> None:
+    limits = "accounts { A: { users: [{user: a, password: p}], jetstream: {max_streams: 1, max_consumers: 5} } }"
+    with NatsServer(extra=limits) as server:
+        nats = {"url": server.url, "user": "a", "password": "p"}
+        config = write(tmp_path, {"url": f"file://{tmp_path}/store"}, nats, **egress())
+        assert "streams 0 of 1" in (await examined(config, code=0))["nats jetstream"]["found"]
+        client = await connect(NatsSettings(url=server.url, user="a", password="p"), name="test")
+        await create_stream(client, {"name": FEED, "subjects": ["a.>"], "storage": "memory"})
+        await client.aclose()
+        found = (await examined(config, code=0))["nats jetstream"]
+        assert (found["state"], found["found"]) == ("warning", "streams 1 of 1")
+
+
+def pretends(exchange: Exchange) -> Answer | None:
+    """A store that knows no conditions: it says yes to all of them."""
+    if any(name.lower() in ("if-none-match", "if-match") for name, _ in exchange.headers):
+        return Answer(200, [("ETag", '"0123"')], b"", 0)
+    return exchange.forward()
+
+
+async def test_a_store_that_ignores_conditions_is_warned_of(s3: SharedS3, nats_url: str, tmp_path: Path) -> None:
+    with FaultProxy(s3.endpoint_url) as proxy:
+        for operation in ("put", "put_if_absent", "put_if_match"):
+            proxy.on(operation, pretends)
+        store = store_of(s3, s3.new_bucket()) | {"endpoint_url": proxy.url}
+        found = await examined(write(tmp_path, store, {"url": nats_url}, **egress()), code=0)
+    assert found["store conditional put"]["found"] == "ignored: If-None-Match, If-Match"
+    assert found["store concurrent put"]["found"].startswith("8 of 8 writers")
+    assert states(found, "warning") == {"store conditional put", "store concurrent put", "nats stream"}
+
+
+async def test_checksums_that_nobody_checks_are_warned_of(s3: SharedS3, nats_url: str, tmp_path: Path) -> None:
+    store = store_of(s3, s3.new_bucket()) | {"checksum": "none"}
+    found = await examined(write(tmp_path, store, {"url": nats_url}, **egress()), code=0)
+    assert found["store checksum"]["state"] == "warning"
+    assert found["store checksum"]["todo"] == "set store.checksum: sha256"
+
+
+async def test_rules_of_the_bucket_are_read(s3: SharedS3, nats_url: str, tmp_path: Path) -> None:
+    bucket = s3.new_bucket()
+    keys = {"aws_access_key_id": s3.access_key, "aws_secret_access_key": s3.secret_key, "region_name": "us-east-1"}
+    admin = boto3.session.Session(**keys).client("s3", endpoint_url=s3.endpoint_url)
+    config = write(tmp_path, store_of(s3, bucket), {"url": nats_url}, **egress())
+
+    def rule(prefix: str) -> None:
+        made = {"ID": "tidy", "Status": "Enabled", "Filter": {"Prefix": prefix}, "Expiration": {"Days": 30}}
+        rules: Any = {"Rules": [made]}
+        admin.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration=rules)
+
+    rule("data/_floe/alive/")
+    assert (await examined(config, code=0))["store lifecycle"]["state"] == "ok"
+    rule("data/site=")
+    found = (await examined(config, code=3))["store lifecycle"]
+    assert found["found"] == "rule tidy deletes objects under 'data/site='"
+    assert f"aws s3api get-bucket-lifecycle-configuration --bucket {bucket}" in found["todo"]
+    admin.delete_bucket_lifecycle(Bucket=bucket)
+    admin.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+    found = (await examined(config, code=0))["store versioning"]
+    assert (found["state"], found["found"]) == ("warning", "on, and old versions are never dropped")
+
+
+# This host
+
+
+def settings_of(folder: Path, **more: Any) -> Settings:
+    document = {"spool_dir": str(folder / "spool"), "store": {"url": f"file://{folder}/store"}, **egress(), **more}
+    return Settings.model_validate(document)
+
+
+def test_a_clock_that_is_wrong_is_warned_of(tmp_path: Path) -> None:
+    clock = ManualClock(time.time() - 300)
+    found = by_check(examine_store(settings_of(tmp_path), ("egress",), clock))["store clock"]
+    assert found.state == "warning"
+    assert found.found.endswith("s ahead of this host's")
+    clock.advance(330)
+    assert by_check(examine_store(settings_of(tmp_path), ("egress",), clock))["store clock"].state == "ok"
+
+
+def test_a_spool_that_cannot_be_written_or_is_too_small_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    [found] = examine_disk(settings_of(tmp_path, spool_dir=str(tmp_path / "file" / "spool")), ("egress",))
+    assert found.state == "problem"
+    assert found.found.startswith("E-SPOOL: spool folder")
+    parts = {"count": 1024, "subject": "a.{partition}.>"}
+    large = settings_of(tmp_path, **egress(segment={"max_size": "4G"}, partitions=parts))
+    found = by_check(examine_disk(large, ("egress",)))["disk space"]
+    assert (found.state, found.found.rpartition(", ")[2]) == ("problem", "4 TiB needed at most")
+    assert by_check(examine_disk(large, ("ingress",)))["disk space"].state == "ok"
+
+
+def test_spark_is_examined_without_a_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = by_check(examine_spark(settings_of(tmp_path), True))
+    assert {name: each.state for name, each in found.items()} == {
+        f"spark {what}": "ok" for what in ("java", "pyspark", "python")
+    }
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    assert by_check(examine_spark(settings_of(tmp_path), True))["spark java"].state == "problem"
+    assert by_check(examine_spark(settings_of(tmp_path), False))["spark java"].state == "warning"
+
+    def workers(master: str, **conf: str) -> DoctorFinding:
+        spark = {"master": master, "conf": {name.replace("_", "."): value for name, value in conf.items()}}
+        return by_check(examine_spark(settings_of(tmp_path, compaction={"spark": spark}), True))["spark python"]
+
+    assert workers("local[2]", spark_pyspark_python=sys.executable).state == "ok"
+    assert workers("local[2]", spark_pyspark_python=str(tmp_path / "python")).found.endswith("found none")
+    assert workers("spark://host:7077").state == "skipped"
+
+
+async def test_spark_is_left_out_where_nobody_compacts(nats_url: str, tmp_path: Path) -> None:
+    store, nats = {"url": f"file://{tmp_path}/store"}, {"url": nats_url}
+    config = write(tmp_path, store, nats, **egress())
+    assert not any(name.startswith("spark") for name in await examined(config, code=0))
+    assert "spark java" in await examined(config, "--role", "egress", "--role", "compaction", code=0)
+    config = write(tmp_path, store, nats, compaction={"engine": "local"})
+    found = await examined(config, code=0)
+    assert not any(name.startswith(("spark", "nats")) for name in found)
+    assert found["store write"]["found"].startswith("no chain is known to write under")
+    assert found["store layout"]["found"] == "nothing is archived yet"

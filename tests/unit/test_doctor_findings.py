@@ -1,0 +1,84 @@
+"""What `floe doctor` amounts to, and that its page has every check."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from common.doctor import CHECKS, DoctorFinding, Examination, failed, is_bad, is_over, skipped, warns, well
+from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
+from common.objects.port import LifecycleRule
+from common.objects.s3_transfer import enabled_rules
+
+PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
+
+GOOD, WARNED = well("nats", "version", "2.15.1"), warns("nats", "version", "2.9.0", "old")
+BAD, LEFT_OUT = is_bad("nats", "target", "none", "nothing is carried"), skipped("nats", "jetstream", "not told")
+AWAY = failed("nats", "connection", Unavailable("no answer"))
+
+
+def test_the_page_has_every_check_and_no_other() -> None:
+    rows = re.findall(r"^\| (store|nats|spark|disk) \| ([\w ]+) \| .+ \| .+ \|$", PAGE.read_text(), re.MULTILINE)
+    assert rows == [(part, what) for part, checks in CHECKS.items() for what in checks]
+
+
+@pytest.mark.parametrize(
+    ("findings", "code"),
+    [((), 0), ((GOOD, WARNED, LEFT_OUT), 0), ((GOOD, AWAY), 1), ((AWAY, BAD, GOOD), 3), ((BAD,), 3)],
+)
+def test_the_worst_finding_decides(findings: tuple[DoctorFinding, ...], code: int) -> None:
+    assert Examination(("egress",), findings).code == code
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (Unavailable("away"), "skipped"),
+        (OutcomeUnknown("lost"), "skipped"),
+        (Refused("denied", hint="grant it"), "problem"),
+        (ConfigError("no such bucket"), "problem"),
+        (Unavailable("full", code="E-STORE-FULL"), "problem"),
+    ],
+)
+def test_an_error_is_a_finding_with_a_meaning(error: FloeError, state: str) -> None:
+    found = failed("store", "write", error, todo="a command")
+    assert (found.state, found.unreached) == (state, state == "skipped")
+    assert found.found == f"{error.code}: {error.message}"
+    assert found.meaning
+    assert found.todo.split("\n") == [*filter(None, [error.hint]), "a command"]
+
+
+def test_a_check_that_is_not_in_the_table_is_refused() -> None:
+    with pytest.raises(AssertionError):
+        well("store", "version", "1")
+
+
+def test_rules_of_a_bucket_are_read_in_all_their_forms() -> None:
+    days = {"Days": 30}
+    rules = [
+        {"ID": "off", "Status": "Disabled", "Filter": {}, "Expiration": days},
+        {"ID": "all", "Status": "Enabled", "Expiration": days},
+        {"ID": "old form", "Status": "Enabled", "Prefix": "data/", "Transitions": [{"StorageClass": "GLACIER"}]},
+        {"ID": "warm", "Status": "Enabled", "Filter": {}, "Transitions": [{"StorageClass": "STANDARD_IA"}]},
+        {"Status": "Enabled", "Filter": {"And": {"Prefix": "x", "Tags": []}}, "NoncurrentVersionExpiration": {}},
+        {"Status": "Enabled", "Filter": {}, "Expiration": {"ExpiredObjectDeleteMarker": True}},
+        {"Status": "Enabled", "Filter": {"Prefix": ""}, "AbortIncompleteMultipartUpload": {}},
+    ]
+    assert enabled_rules({"Rules": rules}) == [
+        LifecycleRule("all", "", deletes=True),
+        LifecycleRule("old form", "data/", archives="GLACIER"),
+        LifecycleRule("warm", ""),
+        LifecycleRule("", "x", is_partial=True, drops_versions=True),
+        LifecycleRule("", ""),
+        LifecycleRule("", "", aborts=True),
+    ]
+    assert enabled_rules({}) == []
+
+
+@pytest.mark.parametrize(
+    ("prefix", "is_ours"), [("", True), ("data/", True), ("data/site=a", True), ("da", True), ("logs/", False)]
+)
+def test_a_rule_counts_where_it_may_meet_keys_of_floe(prefix: str, is_ours: bool) -> None:
+    assert is_over(prefix, "data/") is is_ours
