@@ -20,6 +20,7 @@ DAY = 86_400.0  # seconds
 
 if TYPE_CHECKING:
     from common.segments.store import SegmentStore
+    from common.service.life import Life
     from common.settings.root import Settings
     from compaction.failures import Failure
     from compaction.run import Compaction, Report, Selection
@@ -71,6 +72,7 @@ def compact(
     """
     if dry_run and textfile:
         raise UsageError("expected --dry-run or --metrics-textfile: what does nothing has no metrics")
+    from common.service.life import Life
     from compaction.run import Selection
 
     if "" in (site, feed):
@@ -79,12 +81,14 @@ def compact(
         settings = _overridden(load_settings(config), engine, verify, master)
         selection = Selection((settings.site or None) if site is None else site, feed, partition, level)
         with closing(open_store(settings)) as store:
+            life = Life("compact", settings, SystemClock(), {}, engine=settings.compaction.engine, feed=feed)
             if (site, feed, partition) != (None, None, None):
                 _check_names(settings, selection)
             with _compaction(settings, store) as compaction:
                 if dry_run:
                     return _preview(compaction, selection, as_json, strict)
-                return _run(compaction, selection, as_json, strict, metrics)
+                with life:
+                    return _run(compaction, selection, as_json, strict, metrics, life)
 
 
 @click.command()
@@ -209,10 +213,13 @@ def _compaction(settings: Settings, store: SegmentStore) -> Iterator[Compaction]
         yield Compaction(store, chosen.levels, grace, runner, prove)
 
 
-def _run(compaction: Compaction, selection: Selection, as_json: bool, strict: bool, metrics: _Metrics) -> int:
+def _run(
+    compaction: Compaction, selection: Selection, as_json: bool, strict: bool, metrics: _Metrics, life: Life
+) -> int:
     from compaction import report
 
     done = compaction.run(selection)
+    life.results(**report.totals(done))
     if as_json:
         print_json(report.report_json(done))
     else:

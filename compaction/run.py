@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from common.chain import Chain
+from common.clock import SystemClock
 from common.errors import DataError, FloeError, Refused, SegmentCorrupt
 from common.failpoints import failpoint
 from common.logs import get_logger
@@ -80,12 +81,15 @@ class LocalRunner:
 
 
 def merge_one(store: SegmentStore, output: Output) -> Merged | Failure:
+    clock = SystemClock()
+    began = clock.monotonic()
     try:
         merged = merge(store, output)
     except FloeError as error:
         what = f"merge of {output.coverage} of {output.chain} to level {output.level}"
         return Failure.of(what, error, output.chain)
-    log.info("segment merged", action="segment_merged", **output.log_context(), rows=merged.rows)
+    done = {"rows": merged.rows, "stored_bytes": merged.ref.size, "seconds": round(clock.monotonic() - began, 3)}
+    log.info("segment merged", action="segment_merged", **output.log_context(), **done)
     return merged
 
 

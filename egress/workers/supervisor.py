@@ -15,6 +15,7 @@ from common.errors import FloeError
 from common.exits import asked_context, is_debug
 from common.logs import flush, get_logger
 from common.metrics import counter, gauge
+from common.service.life import Life
 from common.service.monitor import Health, Monitor
 from common.service.process import exit_at_once, hangups, on_signal, stop_on_signals
 from common.settings.root import Settings
@@ -120,8 +121,11 @@ async def run_workers(config: str, settings: Settings, count: int) -> int:
     pages, wanted = WorkerPages(health, partial(ask_all, workers)), settings.egress.monitor
     monitor = Monitor(wanted.listen, health, pages=pages, tls=wanted.tls)
     monitor.start()
-    with closing(monitor):
-        return await supervise(supervisor, health, clock)
+    what = {"feeds": [each.name for each in settings.egress.feeds], "workers": count, "monitor": wanted.listen}
+    with closing(monitor), Life("egress", settings, clock, {}, None, **what) as life:
+        code = await supervise(supervisor, health, clock)
+        life.results(exit_code=code)
+        return code
 
 
 async def supervise(supervisor: Supervisor, health: Health, clock: Clock) -> int:
