@@ -361,7 +361,9 @@ class LeaseGroup:
         except NO_ANSWER as error:
             self._fails(error)
             return False
-        self._failure = ""
+        if self._failure:
+            self._failure = ""
+            log.info("members counted again", action="over")
         self._watcher.members = found
         count, self._count = self._count, len(found)
         self._share = fair_share(len(self._keys), len(found))

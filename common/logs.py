@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import queue
+import re
 import sys
 import traceback
 from collections.abc import Mapping, MutableMapping
@@ -100,6 +101,8 @@ def escaped(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+MAX_URL = 100  # characters; of a longer one the host is kept
+_URL = re.compile(r"""(https?://[^/\s"'?]+)[^\s"']*""")
 MAX_VALUE = 4096  # characters of one value; longer ones are cut, so that no event floods the log
 
 RESERVED = {"ts", "level", "logger", "event"}  # keys that every line has
@@ -220,6 +223,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
     text = value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
+    if len(text) > MAX_URL:
+        text = _URL.sub(lambda found: found[0] if len(found[0]) <= MAX_URL else f"{found[1]}/…", text)
     return text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}… ({len(text)} characters)"
 
 

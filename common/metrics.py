@@ -85,6 +85,12 @@ def histogram(
     return _noted(made, name, labels, kind, sets)
 
 
+def total(found: Counter, **labels: str) -> float:
+    """What `found` has counted under all labels, or those that have the values `labels`."""
+    samples = (sample for metric in found.collect() for sample in metric.samples if sample.name.endswith("_total"))
+    return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+
 # Beginning at 0: a counter without a sample has no increase at its first event, which no alert then sees
 
 

@@ -22,6 +22,8 @@ def load_settings(path: str, *, quiet: bool = False) -> Settings:
     `quiet`: for a command that ends by itself and prints its result; where the configuration names no level, it logs
     from warning up (`--debug` still counts).
     """
+    import socket
+
     from common import exits, logs
     from common.settings import loader
 
@@ -30,7 +32,7 @@ def load_settings(path: str, *, quiet: bool = False) -> Settings:
     exits.remember(path)
     is_named = "level" in settings.log.model_fields_set
     level = "warning" if quiet and not is_named and not exits.is_debug() else settings.log.level
-    logs.configure(level, settings.log.format, instance=settings.instance)
+    logs.configure(level, settings.log.format, instance=settings.instance or socket.gethostname())
     for warning in document.warnings:
         logs.get_logger("common.config").warning(warning, action="config_warning")
     return settings

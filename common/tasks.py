@@ -241,7 +241,7 @@ async def to_its_end(main: Coroutine[Any, Any, T]) -> T:
 
     def handle(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if (error := context.get("exception")) is None or _is_of_transport(error, context):
-            log.warning("event loop", action="loop", reason=context.get("message"), error=str(error or ""))
+            log.warning("event loop", action="loop", error=str(error or context.get("message")))
         else:
             # A task that was never awaited is found by the garbage collection, which may run in any thread.
             loop.call_soon_threadsafe(keep, error)

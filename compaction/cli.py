@@ -23,6 +23,7 @@ DAY = 86_400.0  # seconds
 if TYPE_CHECKING:
     from common.segments.segment import Footer, SegmentRef
     from common.segments.store import SegmentStore
+    from common.service.life import Life
     from common.settings.root import Settings
     from compaction.failures import Failure
     from compaction.run import Compaction, Report, Selection
@@ -80,6 +81,7 @@ def compact(
     if "" in (site, feed):
         raise UsageError("expected names, found an empty --site or --feed")
     from common.segments.keys import parse
+    from common.service.life import Life
     from compaction.run import Selection
 
     incarnation = None
@@ -90,12 +92,14 @@ def compact(
         settings = _overridden(load_settings(config), engine, verify, master)
         selection = Selection((settings.site or None) if site is None else site, feed, partition, level, incarnation)
         with closing(open_store(settings)) as store:
+            life = Life("compact", settings, SystemClock(), {}, engine=settings.compaction.engine, feed=feed)
             if (site, feed, incarnation, partition) != (None,) * 4:
                 _check_names(settings, selection)
             with _compaction(config, settings, store) as compaction:
                 if dry_run:
                     return _preview(compaction, selection, as_json, strict)
-                return _run(compaction, selection, as_json, strict, metrics)
+                with life:
+                    return _run(compaction, selection, as_json, strict, metrics, life)
 
 
 @click.command()
@@ -255,10 +259,13 @@ def _compaction(config: str, settings: Settings, store: SegmentStore) -> Iterato
             raise
 
 
-def _run(compaction: Compaction, selection: Selection, as_json: bool, strict: bool, metrics: _Metrics) -> int:
+def _run(
+    compaction: Compaction, selection: Selection, as_json: bool, strict: bool, metrics: _Metrics, life: Life
+) -> int:
     from compaction import report
 
     done = compaction.run(selection)
+    life.results(**report.totals(done))
     if as_json:
         print_json(report.report_json(done))
     else:

@@ -45,6 +45,19 @@ def report_rows(report: Report) -> list[list[object]]:
     return rows
 
 
+def totals(report: Report) -> dict[str, int]:
+    """What the run did, for the line at its end."""
+    return {
+        "merged": len(report.merged),
+        "rows": sum(each.rows for each in report.merged),
+        "bytes": sum(each.size for each in report.merged),
+        "stored_bytes": sum(each.ref.size for each in report.merged),
+        "deleted": len(report.deleted),
+        "pruned": len(report.pruned),
+        "failures": len(report.failures),
+    }
+
+
 def report_json(report: Report) -> dict[str, Any]:
     return {
         "merged": [

@@ -85,12 +85,15 @@ class LocalRunner:
 
 
 def merge_one(store: SegmentStore, output: Output) -> Merged | Failure:
+    clock = SystemClock()
+    began = clock.monotonic()
     try:
         merged = merge(store, output)
     except FloeError as error:
         what = f"merge of {output.coverage} of {output.chain} to level {output.level}"
         return Failure.of(what, error, output.chain)
-    log.info("segment merged", action="segment_merged", **output.log_context(), rows=merged.rows)
+    done = {"rows": merged.rows, "stored_bytes": merged.ref.size, "seconds": round(clock.monotonic() - began, 3)}
+    log.info("segment merged", action="segment_merged", **output.log_context(), **done)
     return merged
 
 

@@ -405,7 +405,7 @@ class Inquiry:
         answer = await self.look(current, archive, received)
         if answer[1].is_same:
             return answer
-        log.warning("confirming", action="confirming", why=answer[1].why, **current.chain.log_context())
+        log.warning("confirming", action="confirming", error=answer[1].why, **current.chain.log_context())
         return await confirm(
             self._deps,
             partial(self.look, current, archive, received),

@@ -217,7 +217,9 @@ class SignOfLife:
         else:
             self._is_put_off = False
             metrics.alive_put.labels(self._site).set(alive.time)
-            self._failure = ""
+            if self._failure:
+                self._failure = ""
+                log.info("sign of life stored again", action="over")
 
     async def _ask_sources(self) -> None:
         working = [report for report in self._reports if report.works_on_chain]
@@ -234,7 +236,7 @@ class SignOfLife:
         try:
             info = await stream_info(self._client, stream)
         except FloeError as error:
-            log.debug("source not asked", action="source_unknown", stream=stream, error=str(error))
+            log.debug("source not known", action="source_unknown", stream=stream, error=str(error))
             return None
         if info is None:
             return None

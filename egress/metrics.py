@@ -1,7 +1,10 @@
 """The metrics of egress."""
 
+from collections.abc import Callable
+from functools import partial
+
 from common.leasing import HAND_OVERS
-from common.metrics import counter, gauge, histogram
+from common.metrics import counter, gauge, histogram, total
 from common.segments.segment import Reason
 from egress.acks import REASONS
 from egress.builder import Close
@@ -154,3 +157,12 @@ expiry = gauge(
     "Time until the stream expires what is not archived; +Inf where it does not or nothing waits.",
     CHAIN,
 )
+
+
+def carried() -> dict[str, Callable[[], float]]:
+    """What this process has archived since it began."""
+    return {
+        "messages": partial(total, messages),
+        "bytes": partial(total, stored_bytes),
+        "segments": partial(total, segments),
+    }

@@ -159,6 +159,7 @@ class Reader:
             await drop_strays(self._client, self._wanted, self._taken.consumer.name)
 
     async def _catch_up(self, acks: Acknowledging) -> None:
+        is_put_off = False
         while True:
             await self._behind_first.wait()
             self._behind_first.clear()
@@ -168,8 +169,13 @@ class Reader:
                 self._doubt(doubt.reason, str(doubt))
             except FloeError as error:
                 log.warning("not acknowledged", action="acks_put_off", code=error.code, error=str(error))
+                is_put_off = True
                 self._behind_first.set()
                 await self._clock.sleep(1.0)
+            else:
+                if is_put_off:
+                    is_put_off = False
+                    log.info("acknowledged again", action="over", stream=self._stream)
             if acks.left:
                 log.warning("left in the stream", action="left_alone", stream=self._stream, messages=acks.left)
 

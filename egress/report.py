@@ -53,7 +53,8 @@ class SamplingReport:
     def written(self, ref: SnapshotRef, seconds: float) -> None:
         metrics.snapshots.labels(*self._labels, "written").inc()
         metrics.snapshot_seconds.labels(*self._labels).observe(seconds)
-        log.info("snapshot written", action="snapshot_written", **ref.log_context())
+        stored = {"position": ref.position, "bytes": ref.size, "seconds": round(seconds, 3)}
+        log.info("snapshot written", action="snapshot_written", **stored, **ref.log_context())
 
     def failed(self, position: int, error: FloeError | OSError) -> None:
         metrics.snapshots.labels(*self._labels, "failed").inc()
@@ -113,6 +114,7 @@ class FeedReport:
         self._source_asked: float | None = None
         self._status: dict[str, Any] = {"site": feed.site, "stream": stream}
         self._failure, self._had_durable, self._is_stalled, self._has_looped = "", False, False, False
+        self._failed_at = 0.0
         self._left: Callable[[], float] = lambda: math.inf
         self._open: Callable[[], OpenSegment | None] = lambda: None
         self._status["open_segment"] = self._open_segment  # asked when the page is
@@ -155,6 +157,9 @@ class FeedReport:
     def standby(self, holder: str | None) -> None:
         self._set(metrics.lease_held, 0)
         self._left = lambda: math.inf  # the holder of the lease reports it
+        if self._status.get("state") == "waiting":
+            self._over()
+        self._failure = ""  # of a chain that stopped: it is the other's now
         self.state(STANDBY, ready=True, holder=owner_text(holder or ""))
 
     def working(self) -> None:
@@ -169,47 +174,60 @@ class FeedReport:
         self._set(metrics.end_sequence, end)
         self._set(metrics.stopped, 0)
         self.works()
+        self._log("info", "reading", action="reading", stream=self.stream, first=first, archived=end)
 
     def works(self) -> None:
         self._set(metrics.waiting, 0)
-        self._failure = ""
+        self._over()
         self.state("reading", ready=True)
 
     def closing(self, missing: Sequence[int]) -> None:
         self._set(metrics.stopped, 0)
         self._set(metrics.waiting, 0)
-        self._failure = ""
+        self._over()
         numbers = ", ".join(map(str, missing))
         self.state("closing", ready=True, why=f"waiting for partitions {numbers}")
 
     def waits(self, error: FloeError) -> None:
         self._set(metrics.waiting, 1)
-        if error.message != self._failure:
-            self._failure = error.message
+        if self._is_new(error):
             self._log("warning", "waiting", action="waiting", code=error.code, error=str(error))
         self.state("waiting", ready=False, why=error.message, hint=error.hint, code=error.code)
 
     def stopped(self, error: FloeError) -> None:
         self._set(metrics.stopped, 1)
-        if error.message != self._failure:
-            self._failure = error.message
+        if self._is_new(error):
             self._log("error", "chain stopped", action="chain_stopped", code=error.code, error=str(error))
         self.state("stopped", ready=False, why=error.message, hint=error.hint, code=error.code)
 
     def fails(self, error: BaseException) -> None:
         known = told(error, "feed", f"chain {self._chain}", **self._chain.log_context())
+        self._is_new(known)
         self._set(metrics.stopped, 1)
         self.state("stopped", ready=False, why=known.message, hint=known.hint, code=known.code)
 
+    def _is_new(self, error: FloeError) -> bool:
+        """Notes the trouble, which lasts until `_over`."""
+        if not self._failure:
+            self._failed_at = self._clock.monotonic()
+        former, self._failure = self._failure, error.message
+        return former != error.message
+
+    def _over(self) -> None:
+        if self._failure:
+            seconds, trouble = round(self._clock.monotonic() - self._failed_at, 1), self._failure
+            self._failure = ""
+            self._log("info", "goes on", action="over", seconds=seconds, trouble=trouble)
+
     def doubt(self, reason: str, text: str) -> None:
         metrics.doubts.labels(*self._labels, reason).inc()
-        self._log("info", "reader given up", action="doubt", reason=reason, text=text)
+        self._log("info", "reader given up", action="doubt", reason=reason, error=text)
         self.state("checking", ready=False, why=text)
 
     def judged(self, evidence: Evidence, verdict: SourceVerdict) -> None:
         self._set(metrics.unverified, verdict.kind is VerdictKind.UNVERIFIED)
         if verdict.drifted and not self._status.get("drifted"):
-            self._log("warning", "created drifted", action="created_drifted", why=verdict.why)
+            self._log("warning", "created drifted", action="created_drifted", error=verdict.why)
         self._set(metrics.drifted, verdict.drifted)
         self._status.update(verdict=verdict.kind.value, drifted=verdict.drifted)
         if evidence.source is not None:

@@ -25,6 +25,7 @@ from common.objects.s3_errors import AnsweringStore
 from common.segments.alive import process_name
 from common.segments.coverage import CoverageWatch
 from common.segments.keys import Layout
+from common.service.life import Life
 from common.service.monitor import Health, Monitor
 from common.service.process import SystemdNotifier, Threads, busy_threads, on_signal, stop_on_signals
 from common.settings.root import Settings
@@ -148,16 +149,26 @@ class EgressService:
 
     async def run(self) -> bool:
         """Until the stop is requested and all is drained. Returns whether it was, in time."""
-        async with AsyncExitStack() as stack:
-            # What the start waits for is not there; the process is well all the same.
-            beating = watched(self._health.keep_beating(), orphaned, name="start")
-            try:
-                feeds, parts = await self._start(stack)
-            except _StopAskedError:
-                return True
-            finally:
-                await end(beating)
-            return await run_feeds(feeds, parts, self._health, self._stop, self._settings.egress.shutdown_timeout)
+        settings, totals = self._settings.egress, metrics.carried()
+        what = {"feeds": [each.name for each in settings.feeds], "monitor": settings.monitor.listen}
+        life = Life("egress", self._settings, self._clock, totals, self._health, **what)
+        with life:
+            async with AsyncExitStack() as stack:
+                # What the start waits for is not there; the process is well all the same.
+                beating = watched(self._health.keep_beating(), orphaned, name="start")
+                try:
+                    feeds, parts = await self._start(stack)
+                except _StopAskedError:
+                    return True
+                finally:
+                    await end(beating)
+                minutes = watched(life.run(), orphaned, name="minutes")
+                try:
+                    drained = await run_feeds(feeds, parts, self._health, self._stop, settings.shutdown_timeout)
+                finally:
+                    await end(minutes)
+                life.results(drained=drained)
+                return drained
 
     async def _start(self, stack: AsyncExitStack) -> tuple[list[Runs], EgressDeps]:
         settings, site = self._settings, self._settings.site
@@ -191,16 +202,20 @@ class EgressService:
         return runs, deps
 
     async def _patiently(self, part: str, step: Callable[[], Awaitable[T]]) -> T:
-        backoff = Backoff(self._rng)
+        backoff, began, has_waited = Backoff(self._rng), self._clock.monotonic(), False
         while not self._stop.is_set:
             try:
                 result = await step()
             except (Unavailable, OutcomeUnknown) as error:
                 log.warning("waiting", action="waiting", part=part, code=error.code, error=str(error))
+                has_waited = True
                 self._health.set_ready(part, False, error.message)
                 await wait_for(self._stop, backoff.next())
             else:
                 self._health.set_ready(part, True)
+                if has_waited:
+                    seconds = round(self._clock.monotonic() - began, 1)
+                    log.info("goes on", action="over", part=part, seconds=seconds)
                 return result
         raise _StopAskedError
 

@@ -47,8 +47,10 @@ class Uploader:
         await self._persist(self._archive.write_tail)
         await self._persist(self._archive.raise_mark)
         self.puts, self.end = self.puts + 1, spooled.footer.coverage.last
-        self._report.put(spooled, self._clock.monotonic() - started)
-        log.info("segment put", action="segment_put", rows=spooled.footer.rows, **ref.log_context())
+        seconds = self._clock.monotonic() - started
+        self._report.put(spooled, seconds)
+        stored = {**stored_context(spooled), "seconds": round(seconds, 3)}
+        log.info("segment put", action="segment_put", **stored, **ref.log_context())
         failpoint("egress.before_ack")
         await self._persist(lambda: self._reader.acknowledge(spooled.footer.coverage.last))
         failpoint("egress.after_ack")
@@ -108,7 +110,7 @@ class Unflushed:
         ref = await self.archive.put(spooled)
         await self.archive.write_tail()
         await self.archive.raise_mark()
-        log.info("held segment put", action="held_put", **ref.log_context())
+        log.info("held segment put", action="held_put", **stored_context(spooled), **ref.log_context())
 
     async def drop(self) -> None:
         """Throw them away though they are not read again, and log what is archived nowhere."""
@@ -122,6 +124,11 @@ class Unflushed:
     def discard(self) -> None:
         for spooled in self.sealed:
             spooled.path.unlink(missing_ok=True)
+
+
+def stored_context(spooled: SpooledSegment) -> dict[str, int]:
+    coverage = spooled.footer.coverage
+    return {"rows": spooled.footer.rows, "bytes": spooled.size, "first": coverage.first, "last": coverage.last}
 
 
 def closed(archive: Archive) -> ReaderResetError:

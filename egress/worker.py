@@ -219,7 +219,7 @@ class Worker:
             await session.run(stop)
         except RetakeError as retake:
             context = stand.archive.chain.log_context()
-            log.info("position taken again", action="retake", reason=str(retake), **context)
+            log.info("position taken again", action="retake", error=str(retake), **context)
             await self._pause(session, stop)
         except ReaderResetError as doubt:
             self._report.doubt(doubt.reason, str(doubt))

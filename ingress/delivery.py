@@ -46,6 +46,7 @@ FIRST_PAUSE, LAST_PAUSE = 0.05, 5.0  # seconds between such attempts
 ROUNDS = 3  # looks at another instance's progress before giving up
 ROUND_SPACING = 1.0  # seconds between them
 IDLE_SPACING = 2.0  # seconds between two looks at the state while nothing is ready
+MOST_LOGGED = 100  # chains whose positions stand in one line of the log
 IDLE_LOOK = 30.0  # seconds between two looks at the target meanwhile
 
 # What else has to be durable before an intent, all of whose rows are stored, is closed.
@@ -163,6 +164,16 @@ class Delivery:
             last = reading.last_sequence
             stored = Stored(TargetState(Checkpoint(last, reading.created, begins=last)), 0)
         self._adopt(stored)
+        state = self.state
+        positions = sorted(state.checkpoint.positions.items())
+        log.info(
+            "going on",
+            action="goes_on",
+            target=self.target,
+            target_sequence=state.checkpoint.target_sequence,
+            open_intent=None if state.intent is None else state.intent.count,
+            chains={str(chain): at for chain, at in positions[:MOST_LOGGED]},
+        )
 
     def _adopt(self, stored: Stored) -> None:
         self._known = stored
@@ -273,7 +284,9 @@ class Delivery:
                 metrics.stepped_over(self.target, settled.base - before.base)
                 slow = 0 if foreign or settled.stored > before.stored else slow + 1
                 await self._pause(slow, outcome.unclear)
-        self.trouble = ""
+        if self.trouble:
+            log.info("stored again", action="over", target=self.target, trouble=self.trouble)
+            self.trouble = ""
         metrics.published(self.target, rows.sizes())
         failpoint("ingress.after_commit")
         return settled.base
@@ -286,7 +299,7 @@ class Delivery:
             return
         self.trouble = unclear.why
         log.warning(
-            "outcome unclear", action="unclear", target=self.target, acknowledged=outcome.stored, why=unclear.why
+            "outcome unclear", action="unclear", target=self.target, acknowledged=outcome.stored, error=unclear.why
         )
 
     async def _pause(self, slow: int, unclear: UnknownOutcome) -> None:

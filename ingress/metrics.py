@@ -1,10 +1,11 @@
 """What ingress counts."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from common.chain import Chain
 from common.leasing import HAND_OVERS
-from common.metrics import counter, gauge, histogram
+from common.metrics import counter, gauge, histogram, total
 from ingress.checkpoint import Intent
 
 # The refusals that are known to occur; a series for another number begins with its first refusal: a wrong last
@@ -175,3 +176,9 @@ def closed(target: str, intent: Intent, now: float) -> None:
         chain = piece.chain
         labels = (target, chain.site, chain.feed, str(chain.partition))
         messages.labels(*labels).inc(piece.count)
+
+
+def carried() -> dict[str, Callable[[], float]]:
+    """What this process has carried since it began."""
+    closed_intents = partial(total, intents, result="closed")
+    return {"messages": partial(total, messages), "bytes": partial(total, carried_bytes), "intents": closed_intents}

@@ -216,7 +216,7 @@ class ParkedStore:
         self._keep(key, body, {"why": oversize.why})
         failpoint("ingress.after_park")
         metrics.parked_messages.labels(self.target, chain.site, chain.feed, str(chain.partition)).inc()
-        context = {"target": self.target, "sequence": message.sequence, "why": oversize.why}
+        context = {"target": self.target, "sequence": message.sequence, "error": oversize.why}
         log.warning("message parked", action="parked", **context, **chain.log_context())
 
     def name(self, chain: Chain, sequence: int) -> ParkedName:

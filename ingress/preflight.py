@@ -14,7 +14,7 @@ from common.jetstream.requests import ApiError
 from common.logs import get_logger
 from common.settings.ingress import CreateSettings, TargetSettings
 from ingress.errors import passes_by_itself
-from ingress.rows.prepare import Accepting, TargetLimits, rule_of
+from ingress.rows.prepare import Accepting, TargetLimits, patterns_of
 
 log = get_logger(__name__)
 
@@ -91,9 +91,9 @@ def add_command(settings: TargetSettings) -> str:
 
 
 def _subjects_option(settings: TargetSettings) -> list[str]:
-    made = [rule_of(source).pattern for source in settings.sources]
-    known = [pattern for pattern in made if pattern is not None]
-    if not made or len(known) < len(made):
+    made = [patterns_of(source) for source in settings.sources]
+    known = [pattern for patterns in made if patterns is not None for pattern in patterns]
+    if not made or None in made:
         return []
     # As they are, without those that another one covers: a stream's subjects must not overlap.
     found = sorted(set(known))
@@ -157,8 +157,9 @@ def _control_problems(config: Mapping[str, Any], settings: TargetSettings) -> It
 def _subject_problems(config: Mapping[str, Any], settings: TargetSettings) -> Iterator[str]:
     accepting = Accepting(config.get("subjects") or [settings.stream])
     for index, source in enumerate(settings.sources):
-        if (made := rule_of(source).pattern) is not None and not accepting.meets(made):
-            yield f"sources.{index}: expected subjects that the target takes ({accepting}), found {made}"
+        for made in patterns_of(source) or ():
+            if not accepting.meets(made):
+                yield f"sources.{index}: expected subjects that the target takes ({accepting}), found {made}"
 
 
 def shape_of(client: FloeClient, info: StreamInfo, settings: TargetSettings) -> TargetLimits:

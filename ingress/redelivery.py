@@ -199,4 +199,4 @@ class Retries:
     def _tell(self, what: str, entry: ParkedEntry, action: str, why: str) -> None:
         context = entry.name.chain.log_context()
         target, sequence = self._parked.target, entry.name.sequence
-        log.warning(what, action=action, target=target, sequence=sequence, why=why, **context)
+        log.warning(what, action=action, target=target, sequence=sequence, error=why, **context)

@@ -199,6 +199,7 @@ class TargetReport:
         self._part, self._owner, self.lags = f"target {target}", owner, Lags(target)
         self.is_stopped = self._is_over = False
         self._publisher, self._reason, self._logged = "", "", float("-inf")
+        self._trouble, self._troubled_at = "", 0.0
         begin("ingress_", target=target)
         for each in (metrics.holds_lease, metrics.stopped_targets, metrics.publish_done):
             each.labels(target).set(0)
@@ -226,7 +227,7 @@ class TargetReport:
         """
         metrics.holds_lease.labels(self.target).set(0)
         metrics.stopped_targets.labels(self.target).set(0)
-        self.is_stopped = False
+        self.is_stopped, self._trouble = False, ""  # whose it is now finds the trouble by itself
         self._state("standby", ready=True, holder="")
         log.info("lease released", action="lease_released", target=self.target)
 
@@ -242,6 +243,8 @@ class TargetReport:
         metrics.stopped_targets.labels(self.target).set(0)
         self.is_stopped = False
         state, now, chains = delivery.state, self._clock.now(), prefetcher.chains
+        if delivery.is_settled and not delivery.trouble:
+            self._over()
         positions = state.checkpoint.positions
         shown = {
             str(each.chain): {
@@ -278,17 +281,30 @@ class TargetReport:
 
     def retries(self, error: FloeError, pause: float) -> None:
         """The problem passes by itself; the next attempt is after `pause` seconds."""
+        self._begins(error)
         log.warning("tried again later", action="retry", target=self.target, error=str(error), pause=pause)
         self.waits(error)
 
     def stopped(self, error: FloeError) -> None:
         metrics.stopped_targets.labels(self.target).set(1)
         self.is_stopped = True
+        self._begins(error)
         self._state("stopped", ready=False, why=error.message, code=error.code, hint=error.hint)
         reason, now = f"{error.code} {error.message}", self._clock.monotonic()
         if reason != self._reason or now - self._logged >= REMIND:
             self._reason, self._logged = reason, now
             log.error("target stopped", action="target_stopped", target=self.target, error=str(error), code=error.code)
+
+    def _begins(self, error: FloeError) -> None:
+        if not self._trouble:
+            self._troubled_at = self._clock.monotonic()
+        self._trouble = error.message
+
+    def _over(self) -> None:
+        if self._trouble:
+            seconds, trouble = round(self._clock.monotonic() - self._troubled_at, 1), self._trouble
+            self._trouble = self._reason = ""  # the same again is logged again
+            log.info("target goes on", action="over", target=self.target, seconds=seconds, trouble=trouble)
 
     def ended(self, error: FloeError) -> None:
         self._reason = ""  # told once more: it is the last word
@@ -362,5 +378,7 @@ class PositionsReport:
                 context = {"target": self._target, "code": error.code, "error": str(error)}
                 log.warning("positions not stored", action="positions_failed", **context)
             return
+        if self._failure:
+            log.info("positions stored again", action="over", target=self._target)
         self._put, self._failure = positions, ""
         metrics.positions_put.labels(self._target).set(said.time)

@@ -15,6 +15,7 @@ from common.metrics import begin
 from common.segments.coverage import CoverageWatch
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
+from common.service.life import Life
 from common.service.monitor import Health
 from common.service.process import Threads
 from common.settings.root import Settings
@@ -57,14 +58,21 @@ class Controller:
 
     async def run(self, stop: Stop) -> None:
         """Carry until `stop` is set. Raises the first error that ended a target, once no target is left."""
-        check_targets(self._settings.ingress)
+        settings = self._settings.ingress
+        targets, listen = [target.stream for target in settings.targets], settings.monitor.listen
+        what = {"targets": targets, "events": settings.events, "monitor": listen}
+        with Life("ingress", self._settings, self._clock, metrics.carried(), self._health, **what) as life:
+            check_targets(settings)
+            await self._run_all(stop, life)
+
+    async def _run_all(self, stop: Stop, life: Life) -> None:
         for each in (metrics.nats_reachable, metrics.store_reachable):
             each.set(0)
         client = await self._connect()
         self._shows(client.is_up)
         client.add_listener(self._shows)
         try:
-            await self._serve(client, stop)
+            await self._serve(client, stop, life)
         finally:
             await self._let_go(client)
         if self._failures:
@@ -79,7 +87,7 @@ class Controller:
         name = f"floe ingress {self._settings.instance}".strip()
         return await connect(self._settings.nats_for("ingress"), name=name, clock=self._clock)
 
-    async def _serve(self, client: FloeClient, stop: Stop) -> None:
+    async def _serve(self, client: FloeClient, stop: Stop, life: Life) -> None:
         if (leases := await self._leases(client, stop)) is None:
             return
         parts = self._parts(client, leases)
@@ -91,6 +99,7 @@ class Controller:
             asyncio.create_task(parts.sharing.run(stop), name="sharing"),
             asyncio.create_task(again("events", events, self._clock), name="events"),
             asyncio.create_task(CoverageWatch(self._store, self._health, self._clock).run(stop), name="coverage"),
+            asyncio.create_task(life.run(), name="minutes"),
         ]
         targets = [
             asyncio.create_task(self._run(TargetSupervisor(parts, each), stop), name=f"target-{each.stream}")
@@ -123,6 +132,7 @@ class Controller:
 
     async def _leases(self, client: FloeClient, stop: Stop) -> Leases | None:
         """Waits until NATS can be reached; None where `stop` is set first."""
+        began, has_waited = self._clock.monotonic(), False
         while not stop.is_set:
             self._health.beat()
             try:
@@ -131,11 +141,15 @@ class Controller:
             except FloeError as error:
                 if not passes_by_itself(error):
                     raise
+                has_waited = True
                 self._health.set_ready("nats", False, error.message)
                 log.warning("waiting", action="waiting", part="nats", code=error.code, error=str(error))
                 await stop.wait(RETRY)
             else:
                 self._health.forget("nats")
+                if has_waited:
+                    seconds = round(self._clock.monotonic() - began, 1)
+                    log.info("goes on", action="over", part="nats", seconds=seconds)
                 return leases
         return None
 
@@ -174,4 +188,3 @@ class Controller:
             await first_of(pool.idle(), seconds=LET_GO)
             pool.close()
         self._store.close()
-        log.info("stopped", action="stopped")

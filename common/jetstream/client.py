@@ -432,7 +432,7 @@ class FloeClient(Client):
             return
         expected = isinstance(e, (OSError, errors.Error, WireError))
         trace = {} if expected else {"exc_info": e}
-        log.warning("nats connection lost", action="nats_lost", reason=reason(e), **trace)
+        log.warning("nats connection lost", action="nats_lost", error=reason(e), **trace)
         try:
             self._went_down("the connection was lost")
             await super()._process_op_err(e)
@@ -521,7 +521,7 @@ class FloeClient(Client):
         try:
             await self._process_msg(int(sid), subject, reply, payload, cast(bytes, headers))
         except (ValueError, IndexError) as error:
-            log.warning("message dropped", action="nats_poison", subject=repr(subject), reason=reason(error))
+            log.warning("message dropped", action="nats_poison", subject=repr(subject), error=reason(error))
 
     def _on_broken(self, sid: bytes, error: Exception) -> None:
         """An error of a sink is not a fault of the connection, which serves others too."""
@@ -539,7 +539,7 @@ class FloeClient(Client):
             await self._process_op_err(errors.Error(text))
             return
         if (subject := violation[1].encode()) not in self._refusals:
-            log.error("nats permission missing", action="nats_permission", reason=text)
+            log.error("nats permission missing", action="nats_permission", error=text)
         if len(self._refusals) >= MOST_REFUSALS:
             self._refusals.clear()
         self._refusals[subject] = text
@@ -561,7 +561,7 @@ class FloeClient(Client):
         is_first_connect = not self.options["allow_reconnect"]  # whose error is raised
         level = log.debug if is_first_connect or text == self._last_error else log.warning
         self._last_error = text
-        level("nats not connected", action="nats_error", reason=text)
+        level("nats not connected", action="nats_error", error=text)
 
 
 def _settle(future: Future[Any], result: object) -> None:

@@ -100,6 +100,7 @@ class Lease:
         self.key, self.lost, self.give_back = key, Stop(), Stop()
         self._kv, self._value, self._revision = kv, owner.encode(), revision
         self._ttl, self._clock, self._deadline = ttl, clock, started + ttl
+        self._is_late = False
 
     def is_usable(self) -> bool:
         """Whether new work may begin under this lease: at least a third of its time is left."""
@@ -138,7 +139,7 @@ class Lease:
                 if await self._kv.delete(self.key, self._revision) or not await self._adopt():
                     return
             except FloeError as error:
-                log.info("lease left to expire", action="lease_release", key=self.key, reason=str(error))
+                log.info("lease left to expire", action="lease_release", key=self.key, error=str(error))
                 return
 
     async def _renew(self) -> bool:
@@ -148,6 +149,9 @@ class Lease:
                 started = self._clock.monotonic()
                 if (revision := await self._kv.update(self.key, self._value, self._revision)) is not None:
                     self._revision, self._deadline = revision, started + self._ttl
+                    if self._is_late:
+                        self._is_late = False
+                        log.info("lease renewed again", action="over", key=self.key)
                     return True
                 if not await self._adopt():
                     self._lose("another owner holds it, or it expired")
@@ -155,7 +159,8 @@ class Lease:
         except BucketGone:
             self._lose("the bucket was deleted")
         except FloeError as error:  # whatever the error, the time that is left decides
-            log.warning("lease not renewed", action="lease_renew", key=self.key, reason=str(error))
+            log.warning("lease not renewed", action="lease_renew", key=self.key, error=str(error))
+            self._is_late = True
         return False
 
     async def _adopt(self) -> bool:
@@ -169,5 +174,5 @@ class Lease:
         return True
 
     def _lose(self, why: str) -> None:
-        log.warning("lease lost", action="lease_lost", key=self.key, reason=why)
+        log.warning("lease lost", action="lease_lost", key=self.key, error=why)
         self.lost.set(StopReason.LEASE_LOST)

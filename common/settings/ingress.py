@@ -12,6 +12,7 @@ from common.settings.types import Section, merged_entries, needed, option, repea
 from common.transforms import TransformError, compile_transform
 
 _AFFIX = re.compile(r"[^\s.*>\x00-\x1f\x7f][^\s*>\x00-\x1f\x7f]*")
+_FIELD = re.compile(r"\{(site|feed|incarnation|partition)\}")
 _REMOVED = re.compile(r"[^\s*>\x00-\x1f\x7f]+")
 # A subject, or the name of a queue, or its whole address.
 _EVENTS = re.compile(
@@ -30,6 +31,12 @@ def _check_control_header(name: str) -> str:
     if name.lower().startswith(_NEVER_CONTROL):
         raise t.refuse("a header that ingress does not set itself, such as Nats-TTL")
     return name
+
+
+def _check_fields(prefix: str) -> str:
+    if re.search(r"[{}]", _FIELD.sub("", prefix)):
+        raise t.refuse("only {site}, {feed}, {incarnation} and {partition} in braces")
+    return prefix
 
 
 class IngressMonitorSettings(Section):
@@ -77,8 +84,13 @@ class SourceSettings(StartSettings):
     feed: Annotated[tuple[Annotated[t.StreamName, t.Required], ...], t.OneOrMore, t.Required] = needed(
         "the feed, or a list"
     )
-    subject_prefix: Annotated[t.Text, t.matching(_AFFIX, "the first tokens of a subject, without wildcards")] = option(
-        "", "put before each subject, with a dot"
+    subject_prefix: Annotated[
+        t.Text,
+        t.matching(_AFFIX, "the first tokens of a subject, without wildcards"),
+        AfterValidator(_check_fields),
+    ] = option(
+        "",
+        "put before each subject, with a dot; `{site}`, `{feed}`, `{incarnation}`, `{partition}`: those of the chain",
     )
     subject_remove: Annotated[t.Text, t.matching(_REMOVED, "a part of a subject, without wildcards")] = option(
         "", "removed from each subject, after the prefix was put; then `..` becomes `.`"
@@ -97,6 +109,16 @@ class SourceSettings(StartSettings):
             values = getattr(self, name)
             for _, index in repeated(values):
                 yield f"{name}.{index}", f"expected each {name} once, found {values[index]!r} twice"
+
+    def prefix_of(self, site: str, feed: str, incarnation: int | str, partition: int | str) -> str:
+        """`subject_prefix` with the fields of one chain filled in. None of them holds a dot."""
+        fields = {"site": site, "feed": feed, "incarnation": incarnation, "partition": partition}
+        return _FIELD.sub(lambda found: str(fields[found[1]]), self.subject_prefix)
+
+    def prefix_patterns(self) -> tuple[str, ...]:
+        """The prefixes of all its chains; `*` for a token that holds an incarnation or a partition."""
+        found = (self.prefix_of(site, feed, "*", "*") for site, feed in self.pairs())
+        return tuple(dict.fromkeys(".".join("*" if "*" in each else each for each in p.split(".")) for p in found))
 
     def pairs(self) -> list[tuple[str, str]]:
         return [(site, feed) for site in self.site for feed in self.feed]
@@ -131,7 +153,8 @@ class TargetSettings(Section):
         """The subjects of the stream when it is created; empty without `create`."""
         if self.create is None:
             return ()
-        prefixes = dict.fromkeys(source.subject_prefix.rstrip(".") for source in self.sources)
+        given = (prefix for source in self.sources for prefix in source.prefix_patterns())
+        prefixes = dict.fromkeys(prefix.rstrip(".") for prefix in given)
         return self.create.subjects or tuple(f"{prefix}.>" for prefix in prefixes if prefix)
 
     def combinations(self) -> Iterator[tuple[str, str]]:

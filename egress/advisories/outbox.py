@@ -228,7 +228,7 @@ class AdvisoryTally:
         log.warning(
             "advisories are not compared with their stream",
             action="advisories_not_compared",
-            why=why,
+            error=why,
             hint="allow STREAM.NAMES, STREAM.INFO and CONSUMER.CREATE on it; until then only its duplicate "
             "window keeps them from being stored twice",
             **self._chain.log_context(),

@@ -264,4 +264,4 @@ class Rebuilding:
 
 
 def _tell_missing(problem: str) -> None:
-    log.info("rows missing", action="rows_missing", problem=problem)
+    log.info("rows missing", action="rows_missing", error=problem)

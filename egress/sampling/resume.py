@@ -122,7 +122,7 @@ class Resuming:
         known = self._candidates.known(listed)
         followed = to_follow(known, self._first, self._held_from())
         why = reason(bool(known), bool(followed), self._written_by(), self._sampling.digest)
-        log.info("building the sampler again", action="rebuild_started", why=why, **self._chain.log_context())
+        log.info("building the sampler again", action="rebuild_started", reason=why, **self._chain.log_context())
         rebuilt = Rebuilding(
             self._store,
             self._sampling,

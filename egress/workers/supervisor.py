@@ -15,6 +15,7 @@ from common.errors import FloeError
 from common.exits import asked_context, is_debug
 from common.logs import flush, get_logger
 from common.metrics import counter, gauge
+from common.service.life import Life
 from common.service.monitor import Health, Monitor
 from common.service.process import SystemdNotifier, exit_at_once, hangups, on_signal, quits, stop_on_signals
 from common.settings.root import Settings
@@ -119,11 +120,14 @@ async def run_workers(config: str, settings: Settings, count: int) -> int:
     pages, wanted = WorkerPages(health, partial(ask_all, workers)), settings.egress.monitor
     monitor = Monitor(wanted.listen, health, pages=pages, tls=wanted.tls)
     monitor.start()
-    with closing(monitor):
+    what = {"feeds": [each.name for each in settings.egress.feeds], "workers": count, "monitor": wanted.listen}
+    with closing(monitor), Life("egress", settings, clock, {}, None, **what) as life:
         says = (
             monitor.says if settings.egress.monitor.listen else lambda _path: (200, f"{count} workers, not looked into")
         )
-        return await supervise(supervisor, health, SystemdNotifier(says, clock))
+        code = await supervise(supervisor, health, SystemdNotifier(says, clock))
+        life.results(exit_code=code)
+        return code
 
 
 async def supervise(supervisor: Supervisor, health: Health, notifier: SystemdNotifier | None = None) -> int:

@@ -57,7 +57,7 @@ class GapSkipper:
         found = survey(self._store, chain, decision.part, damaged)
         if isinstance(found, SequenceRange) and found not in [gap.range for gap in self._gaps(chain).copy()]:
             self._pass(chain, AcceptedGap(found, decision.why[:MAX_TEXT], BY, self._now()))
-            context = {"gap": str(found), "why": decision.why, "target": self._target}
+            context = {"gap": str(found), "error": decision.why, "target": self._target}
             log.warning("gap passed", action="gap_passed", **context, **chain.log_context())
         return found
 
@@ -69,7 +69,10 @@ class GapSkipper:
         if any(gap.range.encloses(part) for gap in self._gaps(chain).copy()):
             return
         self._pass(chain, AcceptedGap(part, why[:MAX_TEXT], BY, self._now(), from_hole=True), missing)
-        what, context = "missing sequences of a filled hole passed", {"gap": str(part), "missing": missing, "why": why}
+        what, context = (
+            "missing sequences of a filled hole passed",
+            {"gap": str(part), "missing": missing, "error": why},
+        )
         log.warning(what, action="gone_from_hole_passed", **context, target=self._target, **chain.log_context())
 
     def _pass(self, chain: Chain, gap: AcceptedGap, lost: int | None = None) -> None:

@@ -71,6 +71,7 @@ class Prefetcher:
         # Behind what was taken: where a chain goes on, though that is not stored yet.
         self._taken_to: dict[Chain, int] = {}
         self._decided: Pauses | None = None  # not known yet: no chain may run before
+        self._unreadable: set[Chain] = set()
         self._unread = ""  # why the decisions could not be read the last time
 
     @property
@@ -204,6 +205,9 @@ class Prefetcher:
         chain.wake()
         try:
             await self._advance(chain)
+            if chain.chain in self._unreadable:
+                self._unreadable.discard(chain.chain)
+                log.info("store readable again", action="over", **chain.chain.log_context())
         except _StaleError:
             pass
         except SegmentGone:
@@ -215,7 +219,8 @@ class Prefetcher:
             self.stop_chain(chain, error)
         except (Unavailable, OutcomeUnknown) as error:
             metrics.unreadable.labels(self.chains.target).inc()
-            if not had_failed:  # told once, until the chain goes on
+            if chain.chain not in self._unreadable:  # told once, until the chain goes on
+                self._unreadable.add(chain.chain)
                 context = chain.chain.log_context()
                 log.warning("store not readable", action="store_error", error=str(error), **context)
             chain.fail()
@@ -302,7 +307,9 @@ class Prefetcher:
                 target = self.chains.target
                 log.warning("decisions not readable", action="decisions", target=target, error=str(error))
             return
-        self._unread = ""
+        if self._unread:
+            self._unread = ""
+            log.info("decisions readable again", action="over", target=self.chains.target)
         former, self._decided = self._decided or Pauses(), decided
         self._mark(self.chains)
         asked = {chain for chain, at in decided.resumed.items() if at != former.resumed.get(chain)}

@@ -147,7 +147,8 @@ class Discovery:
                 self._told[what] = str(error)
                 log.warning("store not readable", action="store_error", look=what, error=str(error))
             return error
-        self._told.pop(what, None)
+        if (former := self._told.pop(what, None)) is not None:
+            log.info("store readable again", action="over", look=what, trouble=former)
         return None
 
     # Looks; each raises what the store raises

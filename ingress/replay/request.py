@@ -55,6 +55,8 @@ class Request:
         for subject in self.subjects:
             if not is_filter(subject):
                 raise UsageError(f"--subject: expected a filter such as nodes.*.temperature, found {subject!r}")
+        if set("{}") & set(self.prefix):
+            raise UsageError(f"--subject-prefix: expected the text itself, without braces, found {self.prefix!r}")
         if self.from_sequence and self.to_sequence and self.from_sequence > self.to_sequence:
             most = f"--to-sequence {self.to_sequence}"
             raise UsageError(f"--from-sequence: expected at most {most}, found {self.from_sequence}")

@@ -64,11 +64,29 @@ class SubjectRule:
 Rule = SubjectRule | Transform
 
 
-def rule_of(source: SourceSettings) -> Rule:
+def rule_of(source: SourceSettings, chain: Chain) -> Rule:
     wanted = source.subject_transform
     if wanted.source:
         return compile_transform(wanted.source, wanted.destination)
-    return SubjectRule(source.subject_prefix.encode(), source.subject_remove.encode())
+    prefix = source.prefix_of(chain.site, chain.feed, chain.incarnation, chain.partition)
+    return SubjectRule(prefix.encode(), source.subject_remove.encode())
+
+
+def patterns_of(source: SourceSettings) -> list[str] | None:
+    """Filters that together match every subject of the source's chains; None where that is not known.
+
+    What is taken out of a subject may touch the number of an incarnation or a partition: then it is not known.
+    """
+    if source.subject_transform.source:
+        wanted = source.subject_transform
+        made = compile_transform(wanted.source, wanted.destination).pattern
+        return None if made is None else [made]
+    has_digit = re.search(r"\d", source.subject_remove) is not None
+    if has_digit and any("*" in prefix.split(".") for prefix in source.prefix_patterns()):
+        return None
+    if any(rule_of(source, Chain(*pair)).pattern is None for pair in source.pairs()):
+        return None
+    return [f"{prefix}.>".replace("..", ".") for prefix in source.prefix_patterns()]
 
 
 def problem(subject: bytes) -> str:

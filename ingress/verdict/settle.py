@@ -172,7 +172,7 @@ class Reconciler:
         """
         finding, seen = verdict.finding, [reading]
         log.warning(
-            "verdict to be confirmed", action="verdict", target=self.target, finding=finding.name, detail=verdict.detail
+            "verdict to be confirmed", action="verdict", target=self.target, finding=finding.name, error=verdict.detail
         )
         while not _is_answer(finding, seen):
             await self._clock.sleep(self._look_spacing)

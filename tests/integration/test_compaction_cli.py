@@ -66,7 +66,15 @@ def site(tmp_path: Path) -> Site:
 
 
 def test_a_run_prints_a_table_of_what_it_did_and_then_has_nothing_to_do(site: Site):
-    lines = site.compact().stdout.splitlines()
+    done = site.compact()
+    lines = done.stdout.splitlines()
+    said = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    assert [said[0]["action"], said[-1]["action"]] == ["started", "ended"]
+    assert (said[0]["engine"], said[0]["store"]) == ("local", f"file://{site.folder}/store/data")
+    assert (said[-1]["merged"], said[-1]["rows"], said[-1]["deleted"], said[-1]["failures"]) == (1, 40, 3, 0)
+    [merged] = (line for line in said if line["action"] == "segment_merged")
+    assert (merged["first"], merged["last"], merged["rows"]) == (1, 40, 40)
+    assert merged["stored_bytes"] > 0
     assert lines[0].split() == ["action", "chain", "level", "sequences", "segments", "bytes", "into"]
     assert lines[1].split()[:5] == ["merged", "us-east/NODES/0000/0", "1", "1..40", "4"]
     assert lines[2].split()[:5] == ["deleted", "us-east/NODES/0000/0", "0", "-", "3"]

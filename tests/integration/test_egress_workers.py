@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -165,6 +166,26 @@ async def test_two_workers_share_the_feeds_and_look_like_one_from_outside(bench:
     for logger in ("egress.uploader", "common.service.process"):
         workers = {line.get("worker") for line in running.lines() if line["logger"] == logger}
         assert {0, 1} <= workers
+    check_life(running.lines(), names)
+
+
+def check_life(lines: list[dict[str, Any]], names: list[str]) -> None:
+    """The lines tell who began, where each chain went on, what was stored, and who ended."""
+
+    def of(action: str) -> list[dict[str, Any]]:
+        return [line for line in lines if line.get("action") == action]
+
+    assert {line["instance"] for line in lines} == {socket.gethostname()}
+    began, ended = of("started"), of("ended")
+    assert sorted(str(line.get("worker")) for line in began) == ["0", "1", "None"]
+    assert all(line["feeds"] == names and line["site"] == SITE and line["version"] for line in began)
+    assert sorted(str(line.get("worker")) for line in ended) == ["0", "1", "None"]
+    assert [line["messages"] for line in ended if "worker" in line] == [60, 60]
+    assert all(line["drained"] for line in ended if "worker" in line)
+    assert {(line["feed"], line["first"]) for line in of("reading")} >= {(name, 1) for name in names}
+    stored = of("segment_put")
+    assert sum(line["rows"] for line in stored) == 120
+    assert all(line["bytes"] > 0 and line["first"] <= line["last"] and line["seconds"] >= 0 for line in stored)
 
 
 async def test_a_worker_that_is_killed_vanishes_from_the_page_and_is_started_again(bench: Bench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from common.clock import SystemClock
 from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
+from common.logs import configure, flush
 from common.metrics import REGISTRY
 from common.service.monitor import Health
 from common.tasks import Stop
@@ -43,6 +45,8 @@ async def holder(client: FloeClient, centre: Centre) -> bytes | None:
 async def test_a_stopped_target_goes_on_without_a_restart_once_the_state_is_mended(
     centre: Centre, client: FloeClient, archive: Archive
 ) -> None:
+    log = io.StringIO()
+    configure("info", "json", stream=log)
     async with centre.running() as health:
         await centre.carried(client, 30)
         await client.api(f"STREAM.DELETE.{centre.target}")
@@ -61,6 +65,16 @@ async def test_a_stopped_target_goes_on_without_a_restart_once_the_state_is_mend
         check_exact(await centre.carried(client, 40), archive, centre.prefix)
         await soon(lambda: not health.problems())
         assert REGISTRY.get_sample_value("floe_ingress_stopped", {"target": centre.target}) == 0
+    flush()
+    lines = [json.loads(line) for line in log.getvalue().splitlines()]
+    actions = [line["action"] for line in lines if line.get("target", centre.target) == centre.target]
+    told = ["started", "goes_on", "target_stopped", "over", "ended"]
+    assert [action for n, action in enumerate(actions) if action in told and action not in actions[:n]] == told
+    first, last = (next(line for line in lines if line["action"] == action) for action in ("started", "ended"))
+    assert first["targets"] == [centre.target]
+    assert last["messages"] == 70
+    begins = [line for line in lines if line["action"] == "goes_on"]
+    assert (begins[0]["chains"], begins[0]["target_sequence"]) == ({}, 0)
 
 
 async def test_a_process_whose_targets_are_all_stopped_stays_and_looks_again(

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from common.chain import Chain
-from common.jetstream.api import create_stream
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, frame
 from common.segments.keys import SegmentName
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
 from common.service.monitor import Health
 from ingress.checkpoint import Checkpoint, Intent, IntentPiece, TargetState
-from tests.support.basics import soon
+from tests.support.basics import soon, unique
 from tests.support.ingress import CHAIN, Archive, Centre, check_exact, client_of, count_in, rows_of
 from tests.support.segments import message
 
@@ -47,6 +47,30 @@ async def test_segments_of_several_chains_arrive_once_and_in_order(
         messages = await centre.carried(client, 1200)
 
     check_exact(messages, archive, centre.prefix)
+
+
+async def test_a_prefix_with_the_names_of_the_chain_tells_two_sites_apart(
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    archive.put(rows_of(1, 40))
+    archive.put(rows_of(1, 30, OTHER), chain=OTHER)
+    target = unique("FLEET")
+    source = {"site": ["us-east", "eu-west"], "feed": "NODES", "subject_prefix": target + ".{site}.{feed}-{partition}"}
+    centre = Centre(tmp_path, archive, nats_url, stream=target, create={}, sources=[source])
+
+    async with centre.running():
+        messages = await centre.carried(client, 70)
+    info = await stream_info(client, target)
+
+    assert info is not None
+    assert sorted(info.config["subjects"]) == [f"{target}.eu-west.*.>", f"{target}.us-east.*.>"]
+    assert {m.subject.rsplit(b".", 2)[0].decode() for m in messages if m.chain == OTHER} == {
+        f"{target}.eu-west.NODES-0"
+    }
+    for chain in (CHAIN, OTHER):
+        prefix = f"{target}.{chain.site}.NODES-0.".encode()
+        sent = [prefix + row.subject for row in archive.rows[chain]]
+        assert [m.subject for m in messages if m.chain == chain] == sent
 
 
 async def test_what_is_archived_later_follows_and_a_restart_goes_on_where_it_stopped(

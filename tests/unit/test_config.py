@@ -410,3 +410,19 @@ def test_a_store_of_another_host_in_clear_is_warned_of(tmp_path: Path, url: str,
     found = load_document(str(file)).warnings
     expected = f"store.endpoint_url: {url}: payloads are sent in clear (keys are not); use https://"
     assert found == ((expected,) if warned else ())
+
+
+def test_a_prefix_with_an_unknown_name_in_braces_is_told_with_its_place():
+    assert problems(
+        HEAD
+        + """\
+ingress:
+  targets:
+    - stream: FLEET
+      sources:
+        - {site: [us-east, eu-west], feed: NODES, subject_prefix: "fleet.{sites}"}
+"""
+    ) == [
+        "f.yaml:7:67: ingress.targets.0.sources.0.subject_prefix: expected only {site}, {feed}, "
+        '{incarnation} and {partition} in braces, found "fleet.{sites}"'
+    ]

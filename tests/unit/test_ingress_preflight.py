@@ -58,12 +58,20 @@ def moved(before: str, after: str) -> dict[str, Any]:
     [
         ([source(subject_prefix="fleet", subject_remove="nodes.")], "--subjects 'fleet.>' "),
         ([source(subject_prefix="b"), source(subject_prefix="a")], "--subjects 'a.>,b.>' "),
+        (
+            [source(site=["eu", "us"], subject_prefix="f.{site}"), source(site="x", subject_prefix="f.{feed}.x")],
+            "--subjects 'f.F1.x.>,f.eu.>,f.us.>' ",
+        ),
+        ([source(subject_prefix="f.{site}.r{incarnation}-{partition}")], "--subjects 'f.us-east.*.>' "),
+        ([source(subject_prefix="f.{partition}", subject_remove="nodes.")], "--subjects 'f.*.>' "),
         ([moved("nodes.*", "fleet.{{partition(4,1)}}.$1")], "--subjects 'fleet.*.*' "),
         ([moved("nodes.*", "fleet.$1"), source(subject_prefix="fleet")], "--subjects 'fleet.>' "),
         # What may be anything is asked for by `nats`.
         ([source()], "--storage"),
         ([source(subject_prefix="fleet"), source(site="eu-west")], "--storage"),
         ([source(subject_prefix="fleet", subject_remove="fleet.")], "--storage"),
+        ([source(subject_prefix="{site}", subject_remove="east.")], "--storage"),
+        ([source(subject_prefix="f.{partition}", subject_remove="7.nodes.")], "--storage"),
     ],
 )
 def test_the_line_that_makes_a_target_names_the_subjects_that_its_sources_make(
@@ -145,6 +153,7 @@ def test_a_rollup_needs_a_target_that_may_be_purged() -> None:
     [
         ({"subject_prefix": "fleet"}, "fleet.>"),
         ({"subject_prefix": "fleet", "subject_remove": "nodes."}, "fleet.>"),
+        ({"subject_prefix": "fleet.{site}"}, "fleet.us-east.>"),
         ({"subject_transform": {"source": ">", "destination": "fleet.>"}}, "fleet.>"),
         ({"subject_transform": {"source": "a.*", "destination": "b.{{split(1,-)}}"}}, "b.>"),
     ],
@@ -163,6 +172,7 @@ def test_a_source_of_which_nothing_could_be_stored_is_found_at_the_start(source:
         {},
         {"subject_remove": "x"},
         {"subject_prefix": "more"},
+        {"subject_prefix": "m{incarnation}.x"},
         {"subject_prefix": "fleet", "subject_remove": "fleet."},
         {"subject_prefix": "fleet", "subject_remove": ".nodes"},
         {"subject_transform": {"source": "a.*", "destination": "{{split(1,-)}}.b"}},

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -254,3 +256,30 @@ def test_a_field_cannot_take_the_place_of_what_the_line_says_of_itself(stream: S
     else:
         assert "INFO" in line
         assert "level_=1" in line
+
+
+def test_long_addresses_are_cut_behind_the_host(stream: Stream):
+    configure("info", "json", stream=stream)
+    address = "http://minio.example:9000/floe/" + "site=us-east/" * 20 + "?list-type=2&prefix=data"
+    short = "http://minio.example:9000/floe/x"
+    log.warning("x", error=f'no connection to "{address}" or {short}; run: floe status', key="k" * 300)
+    [event] = stream.events()
+    assert event["error"] == f'no connection to "http://minio.example:9000/…" or {short}; run: floe status'
+    assert event["key"] == "k" * 300
+
+
+# Of which the code has only parts
+MADE_UP = {"gap_ignored", "sign_of_life_ignored", "parked_refused"}
+
+
+def test_the_page_has_each_action_and_no_other():
+    found: set[str] = set(MADE_UP)
+    for path in (
+        path for part in ("common", "egress", "ingress", "compaction") for path in ROOT.glob(f"{part}/**/*.py")
+    ):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.keyword) and node.arg == "action" and isinstance(node.value, ast.Constant):
+                found.add(node.value.value)
+    rows = [line.split("|")[1] for line in (ROOT / "docs/logs.md").read_text().splitlines() if line.startswith("| `")]
+    told = [action for row in rows for action in re.findall(r"`([a-z_]+)`", row)]
+    assert set(told) == found

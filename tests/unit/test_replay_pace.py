@@ -147,3 +147,9 @@ def _batch(count: int):  # type: ignore[no-untyped-def]
         pa.array([b"x"] * count, pa.binary()),
         [10 * (n + 1) for n in range(count)],
     )
+
+
+@pytest.mark.parametrize("prefix", ["{site}", "a.{x", "a}"])
+def test_a_prefix_of_a_replay_is_text_and_no_template(prefix: str) -> None:
+    with pytest.raises(UsageError, match=r"--subject-prefix: expected the text itself, without braces"):
+        Request("s", "F", "T", prefix=prefix)

@@ -35,7 +35,7 @@ class Store:
         if self.fails:
             raise self.fails.pop()
         self.written.append(snapshot.position)
-        return SimpleNamespace(log_context=dict)
+        return SimpleNamespace(position=snapshot.position, size=1, log_context=dict)
 
 
 class Bench:

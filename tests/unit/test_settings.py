@@ -120,6 +120,8 @@ def test_the_subjects_of_a_new_stream_are_given_or_follow_from_the_prefixes():
     assert subjects(None, "") == ()
     assert subjects({"subjects": ["a.>"]}, "") == ("a.>",)
     assert subjects({}, "p", "q.r", "p") == ("p.>", "q.r.>")
+    assert subjects({}, "p.{site}", "q.{feed}.{partition}") == ("p.s0.>", "q.f.*.>")
+    assert subjects({"subjects": ["p.*.>"]}, "p.{site}") == ("p.*.>",)
 
 
 FEED = {"stream": "A"}
@@ -199,6 +201,13 @@ def target(**keys: Any) -> dict[str, Any]:
                 )
             ),
             "subject_transform: expected it without subject_prefix and subject_remove, found both",
+        ),
+        *(
+            (
+                lambda prefix=prefix: centre(target(sources=[SOURCE | {"subject_prefix": prefix}])),
+                "subject_prefix: expected only {site}, {feed}, {incarnation} and {partition} in braces",
+            )
+            for prefix in ("f.{sites}", "f.{site", "f}.{site}", "f.{}", "f.{{site}}")
         ),
         (lambda: centre(target(sources=[])), "sources: expected at least one entry"),
         (lambda: centre(target(control_headers=["Nats-Msg-Id"])), "expected a header that ingress does not set itself"),

@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.chain import Chain
 from common.errors import ConfigError
+from common.settings.ingress import SourceSettings
 from common.settings.loader import load
 from common.subjects import matches
 from common.transforms import TransformError, compile_transform
-from ingress.rows.prepare import Accepting, SubjectRule, rule_of
+from ingress.rows.prepare import Accepting, SubjectRule, patterns_of, rule_of
 
 CONFIG = """\
 nats: {url: nats://127.0.0.1}
@@ -32,7 +34,19 @@ def loaded(folder: Path, source: str, destination: str) -> str:
     path.write_text(CONFIG.replace("SOURCE", source).replace("DESTINATION", destination))
     path.chmod(0o600)
     [target] = load(str(path)).ingress.targets
-    return rule_of(target.sources[0]).apply(b"nodes.one.x").decode()
+    return rule_of(target.sources[0], Chain("us-east", "A")).apply(b"nodes.one.x").decode()
+
+
+def test_a_prefix_has_the_fields_of_the_chain() -> None:
+    given = {
+        "site": ["us-east", "eu-west"],
+        "feed": "A",
+        "subject_prefix": "f.{site}.{feed}.{incarnation}.p{partition}",
+    }
+    source = SourceSettings.model_validate(given)
+    rule = rule_of(source, Chain("eu-west", "A", 12, 3))
+    assert rule.apply(b"nodes.one") == b"f.eu-west.A.12.p3.nodes.one"
+    assert patterns_of(source) == ["f.us-east.A.*.*.>", "f.eu-west.A.*.*.>"]
 
 
 def test_a_transform_of_the_configuration_is_applied(tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""The life of a process in its log: a line at the start, one a minute with what was carried, one at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from common.clock import Clock
+from common.errors import FloeError
+from common.exits import source
+from common.logs import get_logger
+from common.metrics import version
+from common.service.monitor import Health
+
+if TYPE_CHECKING:
+    from common.settings.root import Settings
+
+log = get_logger(__name__)
+
+MINUTE = 60.0  # seconds between two looks at what was carried
+
+Totals = Mapping[str, Callable[[], float]]
+
+
+class Life:
+    """Logs what a process is and what it carries; as a context manager also its start and its end.
+
+    `fields`: what it works on. `totals`: what was carried since the process began, by the name of the field that it is
+    logged as. `health`, if given, says what is wrong.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        settings: Settings,
+        clock: Clock,
+        totals: Totals,
+        health: Health | None = None,
+        **fields: object,
+    ) -> None:
+        self._what, self._clock, self._totals, self._health = what, clock, totals, health
+        self._began, self._result = clock.monotonic(), dict[str, object]()
+        self._first = self._before = self._counts()
+        self._at = self._began
+        store = f"{settings.store.url.rstrip('/')}/{settings.store.prefix}".rstrip("/")
+        self._fields = {
+            "version": version(),
+            "configuration": source(),
+            "site": settings.site,
+            "store": store,
+            **fields,
+        }
+
+    def __enter__(self) -> Life:
+        log.info(f"{self._what} started", action="started", **_given(self._fields))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        failure: dict[str, object] = {}
+        if isinstance(error, FloeError):
+            failure = {"code": error.code, "error": error.message}
+        elif error is not None and not isinstance(error, GeneratorExit):
+            failure = {"error": f"{type(error).__name__}: {error}".removesuffix(": ")}
+        lasted = {"seconds": round(self._clock.monotonic() - self._began, 1)}
+        done = _difference(self._counts(), self._first)
+        log.info(f"{self._what} ended", action="ended", **lasted, **done, **self._result, **failure)
+
+    def results(self, **fields: object) -> None:
+        """What the line at the end says, too."""
+        self._result.update(fields)
+
+    async def run(self) -> None:
+        """A line each minute in which anything was carried or is wrong; until cancelled."""
+        while True:
+            await self._clock.sleep(MINUTE)
+            self.look()
+
+    def look(self) -> None:
+        """The line of what was carried since the last look; none where nothing was and all is well."""
+        now, counts = self._clock.monotonic(), self._counts()
+        done, seconds = _difference(counts, self._before), round(now - self._at, 1)
+        self._before, self._at = counts, now
+        problems = self._health.problems() if self._health else []
+        if problems or any(done.values()):
+            log.info("carried", action="carried", seconds=seconds, **done, **({"waits": problems} if problems else {}))
+
+    def _counts(self) -> dict[str, float]:
+        return {name: total() for name, total in self._totals.items()}
+
+
+def _difference(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, int]:
+    return {name: round(count - before[name]) for name, count in now.items()}
+
+
+def _given(fields: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in fields.items() if value not in ("", None)}
