@@ -10,7 +10,7 @@ STALE       ?=
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak check check-deploy bench clean java python
+.PHONY: help setup demo test soak check check-deploy docs audit bench clean java python
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,7 +43,7 @@ test: java $(INSTALLED)  ## every test, with real servers on loopback (at most 2
 soak: java $(INSTALLED)  ## the fault runs at full length; ONLY=a,b runs these, STALE=1 those with changes since; writes docs/evidence/soak.json
 	@$(BIN)/python -m tests.soak $(if $(ONLY),--only "$(ONLY)") $(if $(STALE),--stale)
 
-check: $(INSTALLED)  ## style, types and the direction of imports
+check: $(INSTALLED) docs  ## style, types, the direction of imports, links of the docs
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
@@ -51,9 +51,20 @@ check: $(INSTALLED)  ## style, types and the direction of imports
 check-deploy: $(INSTALLED)  ## containers, chart, units and packages, with the tools that read them; skips aloud what is not here
 	@bash infra/check_deploy.sh
 
+docs: $(INSTALLED)  ## the documentation as a site in build/docs; a broken link or anchor ends it
+	@$(BIN)/zensical build --clean --strict
+
+audit: $(VENV)/audit/installed  ## what it is made of (CycloneDX) and known vulnerabilities, from the locks, in build/audit
+	@bash infra/audit.sh
+
+$(VENV)/audit/installed: infra/local/audit.lock | $(INSTALLED)
+	@$(PYTHON) -m venv $(VENV)/audit
+	@$(VENV)/audit/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r infra/local/audit.lock
+	@touch $@
+
 bench: java $(INSTALLED)  ## speed and memory beside their floors; ONLY=name runs one; writes bench/results.json
 	@$(BIN)/python -m bench $(if $(ONLY),--only $(ONLY))
 
 clean:  ## remove what these targets made
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache bench/results.json
+	rm -rf $(VENV) build .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache bench/results.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import random
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -162,6 +164,9 @@ class Writer:
 
     rng: random.Random
     text: str = ""
+    #: Keys that are written a second time, at the end of their mapping.
+    doubled: frozenset[Where] = frozenset()
+    again: dict[Where, tuple[int, int]] = field(default_factory=dict)
     keys: dict[Where, tuple[int, int]] = field(default_factory=dict)
     values: dict[Where, tuple[int, int]] = field(default_factory=dict)
 
@@ -173,19 +178,25 @@ class Writer:
     def here(self) -> tuple[int, int]:
         return self.text.count("\n") + 1, len(self.text) - self.text.rfind("\n")
 
+    def entries(self, value: dict[str, Any], where: Where) -> list[tuple[str, Any]]:
+        return [*value.items(), *((name, item) for name, item in value.items() if (*where, name) in self.doubled)]
+
+    def note(self, where: Where, *, is_again: bool) -> None:
+        (self.again if is_again else self.keys)[where] = self.here()
+
     def noise(self) -> None:
         """Whole lines that mean nothing."""
         while self.rng.random() < 0.15:
             self.text += self.rng.choice(["\n", "# ä: comment\n", "   # {\n"])
 
     def mapping(self, value: dict[str, Any], where: Where, indent: int, *, in_line: bool = False) -> None:
-        for index, (name, item) in enumerate(value.items()):
+        for index, (name, item) in enumerate(self.entries(value, where)):
             if index or not in_line:
                 self.noise()
                 self.text += " " * indent
             if not index:
                 self.values[where] = self.here()
-            self.keys[(*where, name)] = self.here()
+            self.note((*where, name), is_again=index >= len(value))
             self.text += self.rng.choice([name, name, json.dumps(name), f"'{name}'"]) + ":"
             self.below(item, (*where, name), indent)
 
@@ -216,9 +227,9 @@ class Writer:
         self.values[where] = self.here()
         if isinstance(value, dict):
             self.text += "{"
-            for index, (name, item) in enumerate(value.items()):
+            for index, (name, item) in enumerate(self.entries(value, where)):
                 self.text += ", " if index else ""
-                self.keys[(*where, name)] = self.here()
+                self.note((*where, name), is_again=index >= len(value))
                 self.text += f"{name}: "
                 self.flow(item, (*where, name))
             self.text += "}"
@@ -276,3 +287,81 @@ def test_every_section_that_is_no_mapping_is_told():
         if isinstance(at(VALID, spot.where), dict):
             found, expected = _told_and_expected([(spot, spot.wrong[0])])
             assert found == expected, spot
+
+
+# Keys that are dropped, mistyped, doubled
+
+
+def keys_of(value: dict[str, Any], section: type[Section], where: Where = ()) -> Iterator[tuple[Where, bool]]:
+    """Each key that stands in a section or below it, and whether it is required."""
+    for name, model in fields_of(section).items():
+        if name not in value:
+            continue
+        yield (*where, name), model.is_required()
+        below = sections_of(model.annotation)
+        held = value[name] if isinstance(value[name], list) else [value[name]]
+        for index, item in enumerate(held if below else []):
+            if isinstance(item, dict):
+                yield from keys_of(item, below[0], (*where, name, *([index] if held is value[name] else [])))
+
+
+KEYS = list(keys_of(VALID, Settings))
+REQUIRED = {where for where, required in KEYS if required and "defaults" not in where}
+DISTURBED = "~"  # no key has it
+
+
+def disturb(rng: random.Random, times: int) -> tuple[dict[str, Any], set[Where], set[Where], set[Where]]:
+    """A document with keys dropped, mistyped and to be doubled: these three."""
+    document, dropped, mistyped, doubled = copy.deepcopy(VALID), set(), set(), set()
+    touched: list[Where] = []
+    for _ in range(times):
+        where, _ = rng.choice(KEYS)
+        if any(where[: len(b)] == b or b[: len(where)] == where for b in touched):
+            continue
+        touched.append(where)
+        within = at(document, where[:-1])
+        match rng.choice(["drop", "mistype", "double"]):
+            case "drop" if where in REQUIRED:
+                del within[where[-1]]
+                dropped.add(where)
+            case "mistype":
+                name, cut = str(where[-1]), rng.randint(0, len(str(where[-1])))
+                renamed = {
+                    (name[:cut] + DISTURBED + name[cut:] if key == name else key): v for key, v in within.items()
+                }
+                within.clear()
+                within.update(renamed)
+                mistyped.add((*where[:-1], name[:cut] + DISTURBED + name[cut:]))
+                if where in REQUIRED:
+                    dropped.add(where)
+            case "double":
+                doubled.add(where)
+    return document, dropped, mistyped, doubled
+
+
+@given(seed=st.integers(0, 2**32), times=st.integers(1, 8))
+@settings(max_examples=80)
+def test_keys_that_are_dropped_mistyped_or_doubled_are_each_told_by_path_and_place(seed: int, times: int):
+    rng = random.Random(seed)
+    document, dropped, mistyped, doubled = disturb(rng, times)
+    writer = Writer(rng, doubled=frozenset(doubled))
+    text = writer.write(document)
+    places = [(where, writer.values[where[:-1]]) for where in dropped]
+    places += [(where, writer.keys[where]) for where in mistyped] + [(where, writer.again[where]) for where in doubled]
+    expected = {(*mark, ".".join(map(str, where))) for where, mark in places}
+    assert told(text) == expected, text
+
+
+@given(seed=st.integers(0, 2**32), cuts=st.integers(1, 6))
+@settings(max_examples=80)
+def test_a_file_that_was_torn_is_refused_or_taken_and_nothing_else(seed: int, cuts: int):
+    rng = random.Random(seed)
+    text = bytearray(Writer(rng).write(VALID).encode())
+    for _ in range(cuts):
+        begin = rng.randrange(len(text))
+        end = begin + rng.choice([0, 1, 1, 5, 200])
+        text[begin:end] = rng.choice(
+            [b"", bytes([rng.randrange(256)]), text[: rng.randrange(80)], b"\n", b": ", b"'", b"- "]
+        )
+    with suppress(ConfigFileError):  # any other error fails
+        parse_documents(bytes(text), "f.yaml", {})

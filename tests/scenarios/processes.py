@@ -17,10 +17,12 @@ ROOT = Path(__file__).parents[2]
 
 
 class Service:
-    """One `floe … run` process with a log file; started again after every kill."""
+    """One `floe … run` process with a log file; started again after every kill. `tree`: the checkout that it runs."""
 
-    def __init__(self, folder: Path, name: str, *command: str, env: dict[str, str] | None = None) -> None:
-        self.name, self._command, self._env = name, command, env or {}
+    def __init__(
+        self, folder: Path, name: str, *command: str, env: dict[str, str] | None = None, tree: Path = ROOT
+    ) -> None:
+        self.name, self._command, self._env, self._tree = name, command, env or {}, tree
         self.log = folder / f"{name}.log"
         self.log_size = 0  # when it was last started
         self._process: subprocess.Popen[bytes] | None = None
@@ -34,7 +36,7 @@ class Service:
                     [sys.executable, "-m", "floe", *self._command],
                     stdout=log,
                     stderr=log,
-                    cwd=ROOT,
+                    cwd=self._tree,
                     env={**os.environ, "PYTHONUNBUFFERED": "1", **self._env, **env},
                 )
         return self

@@ -28,7 +28,7 @@ from common.segments.store import SegmentStore
 from common.segments.writer import SegmentWriter
 from common.sequences import SequenceRange
 from common.settings import loader
-from tests.support import tree
+from tests.support import picture, tree
 from tests.support.segments import batch_of, footer_of, message
 
 ROOT = Path(__file__).parents[2]
@@ -98,6 +98,16 @@ def test_links_lead_to_files(path: Path) -> None:
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text())
 
     assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+def test_the_start_page_names_every_page() -> None:
+    named = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "index.md").read_text()))
+
+    assert named == {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+
+
+def test_the_picture_of_the_path_is_what_its_script_draws() -> None:
+    assert (ROOT / "docs" / "images" / "path.svg").read_text() == picture.picture()
 
 
 def test_the_configurations_of_the_readme_parse(monkeypatch: pytest.MonkeyPatch) -> None:

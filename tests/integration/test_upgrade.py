@@ -1,0 +1,150 @@
+"""Two versions beside each other: the one before this and this one, at the two ends and one after the other."""
+
+from __future__ import annotations
+
+import io
+import random
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from common.chain import Chain
+from common.jetstream.api import create_stream, stream_info
+from common.jetstream.client import FloeClient
+from infra.awkward import DELETED_SHARE, publish_awkward
+from infra.oracle import prefixed, source_trace, target_traces
+from tests.scenarios.processes import ROOT, Service, run_floe
+from tests.support.basics import soon, unique
+from tests.support.oracle import compare_target
+
+pytestmark = [pytest.mark.servers, pytest.mark.soak]
+
+#: The last commit of the version before.
+BEFORE = "557be4e42eb45309bab9da0eef6c642b0748e4da"
+COUNT = 400
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tree of the version before."""
+    packed = subprocess.run(["git", "archive", BEFORE], cwd=ROOT, capture_output=True, check=False)
+    if packed.returncode:
+        pytest.skip(f"the history does not reach back to {BEFORE[:7]}: {packed.stderr.decode().strip()}")
+    folder = tmp_path_factory.mktemp("before")
+    with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as tree:
+        tree.extractall(folder, filter="data")
+    # Python takes the folder that it is started in before what is installed.
+    which = [sys.executable, "-c", "import floe, common; print(floe.__file__, common.__file__)"]
+    found = subprocess.run(which, cwd=folder, capture_output=True, text=True, check=True).stdout.split()
+    assert found == [str(folder / "floe.py"), str(folder / "common" / "__init__.py")]
+    return folder
+
+
+class Site:
+    """A stream of awkward messages at a site, a target at the centre, and a folder between them."""
+
+    def __init__(self, folder: Path, client: FloeClient, nats_url: str) -> None:
+        self._folder, self._client, self._random = folder, client, random.Random(7)
+        self.stream, self.target = unique("S"), unique("T")
+        self.services: list[Service] = []
+        self.config = folder / "floe.yaml"
+        source = {"site": "us-east", "feed": self.stream, "subject_prefix": "fleet." + self.target}
+        settings = {
+            "site": "us-east",
+            "nats": {"url": nats_url},
+            "store": {"url": f"file://{folder}/store"},
+            "egress": {
+                "monitor": {"listen": ""},
+                "state_bucket": unique("STATE"),
+                "lease_bucket": unique("LEASES"),
+                "feeds": [{"stream": self.stream, "segment": {"max_age": "1s"}}],
+            },
+            "ingress": {
+                "monitor": {"listen": ""},
+                "state_bucket": unique("STATE"),
+                "lease_bucket": unique("LEASES"),
+                "poll_interval": "1s",
+                "targets": [
+                    {
+                        "stream": self.target,
+                        "create": {"replicas": 1, "storage": "file", "subjects": [f"fleet.{self.target}.>"]},
+                        "sources": [source],
+                    }
+                ],
+            },
+        }
+        self.config.write_text(yaml.safe_dump(settings))
+
+    async def publish(self) -> None:
+        """So many messages more. What egress may have archived already is not deleted again."""
+        if not self.services:
+            await create_stream(self._client, {"name": self.stream, "subjects": [f"{self.stream}.>"]})
+        share = 0.0 if self.services else DELETED_SHARE
+        root = self.stream
+        await publish_awkward(
+            self._client, self.stream, root, self._random, COUNT, deleted_share=share, largest=64 * 1024
+        )
+
+    def start(self, role: str, tree: Path) -> Service:
+        """Egress or ingress of the checkout `tree`."""
+        command = (role, "run", "-c", str(self.config))
+        service = Service(self._folder, f"{role}-{len(self.services)}", *command, tree=tree).start()
+        self.services.append(service)
+        return service
+
+    async def carried(self) -> None:
+        """Everything is at the target, once, in order, as it was."""
+        expected = await source_trace(self._client, self.stream, prefixed("fleet." + self.target))
+        chain = Chain("us-east", self.stream)
+
+        async def has_arrived() -> bool:
+            assert all(service.runs() for service in self.services[-2:]), "\n".join(s.tail() for s in self.services)
+            info = await stream_info(self._client, self.target)
+            return info is not None and info.messages >= len(expected.sequences)
+
+        await soon(has_arrived, every=0.5)
+        arrived = await target_traces(self._client, self.target)
+        compared = compare_target({chain: expected}, arrived.traces, arrived.foreign)
+        assert compared.ok, compared
+        assert len(expected.sequences) > COUNT / 2
+
+
+@pytest.fixture
+def site(tmp_path: Path, client: FloeClient, nats_url: str) -> Iterator[Site]:
+    site = Site(tmp_path, client, nats_url)
+    yield site
+    for service in site.services:
+        service.kill()
+        print(service.tail())
+
+
+@pytest.mark.parametrize("older", ["egress", "ingress"])
+async def test_either_end_may_be_of_the_version_before(site: Site, before: Path, older: str) -> None:
+    await site.publish()
+    for role in ("egress", "ingress"):
+        site.start(role, before if role == older else ROOT)
+
+    await site.carried()
+
+    verified = run_floe("segments", "verify", "-c", str(site.config))
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+
+
+async def test_an_upgrade_in_the_middle_of_the_work_goes_on_where_the_version_before_was(
+    site: Site, before: Path
+) -> None:
+    await site.publish()
+    old = [site.start(role, before) for role in ("ingress", "egress")]
+    await site.carried()
+    for service in old:  # the centre first
+        assert service.drain() == 0, service.tail()
+        role = service.name.partition("-")[0]
+        site.start(role, ROOT)
+    await site.publish()
+
+    await site.carried()

@@ -1,0 +1,111 @@
+"""What people write wrongly into a file: `floe config check` ends with 78 and says each in one line, at its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import floe
+
+SITE = "site: us-east\n"
+STORE = "store: {url: s3://floe}\n"
+HEAD = SITE + STORE
+DURATION = "expected a duration such as 500ms 5s 5m 1h30m 7d 1w, found"
+NAME = "expected 1 to 63 of A-Z a-z 0-9 _ -, the first not _ or -, found"
+NATS_URL = "expected nats://HOST:PORT or tls://HOST:PORT"
+S3_URL = "expected https://HOST:PORT or http://HOST:PORT"
+
+
+def feed(keys: str) -> str:
+    return f"{HEAD}egress: {{feeds: [{{stream: A, {keys}}}]}}\n"
+
+
+def target(keys: str) -> str:
+    return f"{HEAD}ingress: {{targets: [{{stream: T, {keys}}}]}}\n"
+
+
+def nats(keys: str) -> str:
+    return f"{HEAD}nats: {{{keys}}}\n"
+
+
+def store(keys: str) -> str:
+    return f"{SITE}store: {{url: s3://floe, {keys}}}\n"
+
+
+SOURCE = "{site: a, feed: f}"
+WRONG = [
+    # Keys
+    (feed("segment: {max_sise: 1G}"), "3:40: egress.feeds.0.segment.max_sise: unknown key; did you mean max_size?"),
+    (feed("segment: {max_age: 1m, max_age: 2m}"), "3:53: egress.feeds.0.segment.max_age: expected each key once"),
+    (feed("sample_rate: 1.5"), "3:30: egress.feeds.0.sample_rate: unknown key; expected one of"),
+    (f"{HEAD}egress: {{feeds: [{{name: A}}]}}\n", "3:18: egress.feeds.0.stream: expected a value (required)"),
+    ("site: !!python/object/apply:os.system x\n" + STORE, "1:7: site: expected a value, found the tag"),
+    ("", "1:1: expected a mapping, found an empty file"),
+    # Types of older YAML
+    ("site: 1e3\n" + STORE, "1:7: site: expected text; quote it, found 1e3"),
+    ("site: true\n" + STORE, "1:7: site: expected text; quote it, found true"),
+    # Variables
+    (f"{HEAD}instance: '${{NOT_SET_ANYWHERE}}'\n", "3:11: instance: expected the environment variable"),
+    # Durations and sizes
+    (feed("max_age: -5s"), f"3:39: egress.feeds.0.max_age: {DURATION} -5s"),
+    (feed("max_age: 5"), f"3:39: egress.feeds.0.max_age: {DURATION} 5"),
+    (feed("max_age: 5 minutes"), f"3:39: egress.feeds.0.max_age: {DURATION} 5 minutes"),
+    (feed("max_age: 1e99h"), f"3:39: egress.feeds.0.max_age: {DURATION} 1e99h"),
+    (feed("max_age: NaN"), f"3:39: egress.feeds.0.max_age: {DURATION} NaN"),
+    (feed("segment: {max_size: 10XB}"), "3:50: egress.feeds.0.segment.max_size: expected a size such as 64K 100M 4G"),
+    (feed("segment: {max_age: 100ms}"), "3:49: egress.feeds.0.segment.max_age: expected 1s to 1d (each segment is"),
+    (feed("segment: {max_size: 1}"), "3:50: egress.feeds.0.segment.max_size: expected 64K to 4G (smaller ones cost"),
+    (f"{HEAD}egress: {{lease_ttl: 0s}}\n", "3:21: egress.lease_ttl: expected 1s to 10m"),
+    (f"{HEAD}compaction: {{delete_grace: 0s}}\n", "3:28: compaction.delete_grace: expected a time in which readers"),
+    (
+        f"{HEAD}compaction: {{levels: [{{from: 0, to: 1, min_age: 0s}}]}}\n",
+        "3:49: compaction.levels.0.min_age: expected at least 1s",
+    ),
+    # What does not go together
+    (
+        f"{HEAD}egress: {{feeds: [{{stream: A}}, {{stream: A}}]}}\n",
+        "3:31: egress.feeds.1.name: expected a name of its own",
+    ),
+    (
+        f"{HEAD}ingress: {{targets: [{{stream: T, sources: [{SOURCE}]}}, {{stream: T, sources: [{SOURCE}]}}]}}\n",
+        "3:74: ingress.targets.1.stream: expected a stream of its own",
+    ),
+    (target(f"sources: [{SOURCE}, {SOURCE}]"), "3:63: ingress.targets.0.sources.1: expected each feed of a site once"),
+    (
+        target(f"exclusive: false, delivery: exactly_once, sources: [{SOURCE}]"),
+        "3:61: ingress.targets.0.delivery: expected at_least_once where exclusive is false",
+    ),
+    (feed("inspect_duration: 1h"), "3:48: egress.feeds.0.inspect_duration: expected inspect_field, inspect_header or"),
+    # Names
+    *((f"site: {name}\n{STORE}", f"1:7: site: {NAME}") for name in ("../x", "a/b", "a b", "x" * 300, ".", "🚀")),
+    # The store
+    (f"{SITE}store: {{url: 's3://A_b'}}\n", "2:14: store.url: expected s3://BUCKET, the bucket 3 to 63 of a-z 0-9 . -"),
+    (store("endpoint_url: minio:9000"), f"2:39: store.endpoint_url: {S3_URL}"),
+    (store("endpoint_url: 'https://h/path'"), f"2:39: store.endpoint_url: {S3_URL}"),
+    (store("endpoint_url: 'https://h/'"), f"2:39: store.endpoint_url: {S3_URL} without a slash at its end"),
+    (store("endpoint_url: 'https://u:hunter2@h'"), f"2:39: store.endpoint_url: {S3_URL} without user and password"),
+    # NATS
+    (nats("url: []"), "3:13: nats.url: expected at least one entry, found an empty list"),
+    (nats("url: 'nats://u:hunter2@h'"), f"3:13: nats.url: {NATS_URL} without user and password"),
+    (nats("url: ['nats://a', 'tls://b']"), "3:13: nats.url: expected all of them nats:// or all of them tls://"),
+    (nats("url: 'nats://a:0'"), f"3:13: nats.url: {NATS_URL} with a port from 1 to 65535"),
+    (nats("url: 'nats://a:70000'"), f"3:13: nats.url: {NATS_URL} with a port from 1 to 65535"),
+    (nats("url: 'nats://::1:4222'"), f"3:13: nats.url: {NATS_URL} (an IPv6 address in brackets; no path)"),
+]
+
+
+@pytest.mark.parametrize(("text", "line"), WRONG, ids=[line.partition(" expected")[0] for _, line in WRONG])
+def test_a_bad_file_is_told_in_one_line_at_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, line: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("f.yaml").write_text(text)
+
+    result = CliRunner().invoke(floe.cli, ["config", "check", "f.yaml"])
+
+    [told] = result.stderr.splitlines()
+    assert (result.exit_code, result.stdout) == (78, "")
+    assert told.startswith(f"error[E-CONFIG]: f.yaml:{line}")
+    assert "hunter2" not in told
