@@ -134,7 +134,7 @@ def test_the_process_that_has_the_partition_knows_most():
     assert (status.state, status.archived, status.source, status.lag) == ("reading", 80, 90, 10)
     assert (status.known_from, status.holder, status.alarm) == ("monitor", "host (process 7)", False)
     cells, row = status.cells(1200.0), status.row()
-    assert (cells["open segment"], cells["closes"]) == ("12 messages, 2.1 KiB, 29s", "in 4m31s or at 100 MiB")
+    assert (cells["open segment"], cells["closes"]) == ("12 messages, 2.1 KiB, 29 s", "in 4m31s or at 100 MiB")
     assert cells["last archived"] == "3m20s ago"
     assert (row["last_archived"], row["open_segment"]) == ("1970-01-01T00:16:40Z", OPEN)
     assert opened({**OPEN, "messages": 1}).startswith("1 message, ")
