@@ -566,8 +566,11 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a self-signed certificate of 127.0.0.1."""
     folder = tmp_path_factory.mktemp("tls")
     request = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=store"
+    uses = "-addext keyUsage=digitalSignature,keyCertSign"  # Python 3.13 asks for it
     files = "-addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out cert.pem"
-    subprocess.run(["openssl", *request.split(), *files.split()], cwd=folder, check=True, capture_output=True)
+    subprocess.run(
+        ["openssl", *request.split(), *uses.split(), *files.split()], cwd=folder, check=True, capture_output=True
+    )
     return folder
 
 

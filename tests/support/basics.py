@@ -109,7 +109,7 @@ def servers_line() -> str:
 
 
 def _version(find: Callable[[], Path | str | None], option: str) -> str:
-    """What a program says of itself: the first word with a number, a dot or a dash in it."""
+    """What a program says of itself; `none` where there is none."""
     try:
         program = find()
     except (FileNotFoundError, ConfigError):
@@ -117,10 +117,8 @@ def _version(find: Callable[[], Path | str | None], option: str) -> str:
     if program is None:
         return "none"
     told = subprocess.run([str(program), option], capture_output=True, text=True, check=False)
-    version = re.search(
-        r"(?<!\S)\"?[vV]?((?:RELEASE\.|DEVELOPMENT\.)?\d[\w:+-]*[.-][\w:.+-]*)", told.stdout + told.stderr
-    )
-    return version[1] if version else "of an unknown version"
+    version = re.search(r"(?:RELEASE|DEVELOPMENT)\.\S+|\d+\.\d[\w.+-]*", told.stdout + told.stderr)
+    return version[0] if version else "of an unknown version"
 
 
 def only_on_seaweedfs(why: str) -> None:
