@@ -75,6 +75,13 @@ def test_put_replaces_what_was_there(objects: ObjectStore) -> None:
     assert objects.get("k") == b"after, and longer"
 
 
+def test_a_listing_and_a_head_tell_one_time(objects: ObjectStore) -> None:
+    objects.put("k", b"1")
+    head = objects.head("k")
+    assert head is not None
+    assert [info.modified for info in objects.list("")] == [head.modified]
+
+
 def test_an_empty_object_is_an_object(objects: ObjectStore, body: Body, tmp_path: Path) -> None:
     objects.put("empty", body(b""), sha256=sha256(b""))
     assert objects.get("empty") == b""
