@@ -5,12 +5,16 @@ VENV        := .venv
 BIN         := $(VENV)/bin
 INSTALLED   := $(VENV)/installed
 NATS_2_10   := $(VENV)/nats-2.10
+VERSION_OF  := -c 'import sys; print(*sys.version_info[:2])'
+# `make … PYTHON=…` with another Python than that of .venv makes .venv anew.
+OTHER       := $(if $(filter command environment,$(origin PYTHON)),$(shell \
+  test ! -x $(BIN)/python || test "$$($(BIN)/python $(VERSION_OF))" = "$$($(PYTHON) $(VERSION_OF))" || echo other))
 ONLY        ?=
 STALE       ?=
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak check check-deploy docs audit bench clean java python
+.PHONY: help setup demo test minio soak check check-deploy docs audit bench clean java python other
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,7 +28,8 @@ python:
 
 setup: $(INSTALLED)  ## install Floe and all it needs into .venv
 
-$(INSTALLED): requirements.lock pyproject.toml infra/local/nats-2.10.lock | java python
+$(INSTALLED): requirements.lock pyproject.toml infra/local/nats-2.10.lock $(OTHER) | java python
+	@test -z "$(OTHER)" || rm -rf $(VENV)
 	@echo "installing into $(VENV) (450 MB of Spark among it) …"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
@@ -37,8 +42,11 @@ $(INSTALLED): requirements.lock pyproject.toml infra/local/nats-2.10.lock | java
 demo: java $(INSTALLED)  ## two sites, a bucket and a centre on this machine; kills, compaction, and a comparison
 	@$(BIN)/python -m floe demo
 
-test: java $(INSTALLED)  ## every test, with real servers on loopback (at most 20 minutes on 2 cores)
+test: java $(INSTALLED)  ## every test, with real servers on loopback (at most 20 minutes on 2 cores); PYTHON=python3.13, FLOE_TEST_S3=minio
 	@$(BIN)/python -m pytest -m "not soak" -n 4 --dist loadfile --no-loadscope-reorder
+
+minio: $(INSTALLED)  ## MinIO on loopback with a bucket, until Ctrl-C; prints the settings; built by go where none is found
+	@$(BIN)/python -m infra.local.minio
 
 soak: java $(INSTALLED)  ## the fault runs at full length; ONLY=a,b runs these, STALE=1 those with changes since; writes docs/evidence/soak.json
 	@$(BIN)/python -m tests.soak $(if $(ONLY),--only "$(ONLY)") $(if $(STALE),--stale)

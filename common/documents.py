@@ -1,10 +1,28 @@
 """Small JSON documents of one version: typed, and checked before anything acts on them."""
 
+import re
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 T = TypeVar("T")
+
+#: Levels of objects and arrays in a document. The interpreter's own limit is another one in each version of Python.
+MAX_DEPTH = 100
+
+_TEXT = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)  # as far as it goes, where nothing closes it
+_BRACKET = re.compile(rb"[\[\]{}]")
+
+
+def check_depth(raw: bytes) -> None:
+    """Raises ValueError where JSON has more than MAX_DEPTH levels; what is no JSON may pass."""
+    if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
+        return
+    depth = 0
+    for bracket in _BRACKET.findall(_TEXT.sub(b"", raw)):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > MAX_DEPTH:
+            raise ValueError("nested too deeply")
 
 
 _VERSIONED = msgspec.defstruct("Version", [("format_version", int)])
@@ -25,7 +43,8 @@ class JsonForm(Generic[T]):
         return self._encoder.encode(msgspec.to_builtins(value, str_keys=True))
 
     def decode(self, raw: bytes) -> T:
-        """Raises ValueError for a value of another form or version."""
+        """Raises ValueError for a value of another form or version, or with more than MAX_DEPTH levels."""
+        check_depth(raw)
         try:
             # The version first, alone: another version may have other fields.
             if (found := _VERSIONS.decode(raw).format_version) != 1:

@@ -16,7 +16,7 @@ from common.errors import FloeError
 from infra.local.nats import NatsCluster, NatsServer
 from infra.local.seaweedfs import SeaweedFS
 from tests.support import canaries
-from tests.support.basics import SharedS3, problems_of
+from tests.support.basics import SharedS3, problems_of, s3_server, servers_line
 
 if TYPE_CHECKING:
     from common.jetstream.client import FloeClient
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.support.replay import World
 
 # A developer's credentials or proxies must neither help nor hurt a test.
-_KEPT = ("FLOE_SEED", "FLOE_NATS_SERVER_")  # the seed of a run, older servers
+_KEPT = ("FLOE_SEED", "FLOE_NATS_SERVER_", "FLOE_TEST_S3", "FLOE_MINIO")  # the seed of a run, other servers
 for _name in [n for n in os.environ if n.startswith(("AWS_", "NATS_", "FLOE_")) and not n.startswith(_KEPT)]:
     del os.environ[_name]
 for _name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY", "all_proxy"):
@@ -46,6 +46,10 @@ _WORLDS = ("acceptance", "crash")
 
 
 canaries.watch()
+
+
+def pytest_report_header() -> str:
+    return servers_line()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -109,8 +113,10 @@ def nats_url(nats_server: NatsServer) -> str:
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[SharedS3]:
-    with SeaweedFS() as server:
-        canaries.note(server.secret_key, server.reader_secret_key)
+    with s3_server() as server:
+        canaries.note(server.secret_key)
+        if isinstance(server, SeaweedFS):
+            canaries.note(server.reader_secret_key)
         yield SharedS3(server)
 
 

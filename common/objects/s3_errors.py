@@ -95,9 +95,8 @@ def explain(verb: str, place: str, response: Mapping[str, Any]) -> FloeError:
         return ConfigError(text, hint=f"set store.region: {region}", code="E-S3-REGION")
     if status >= 500 or status == 404 or code in _LATER | IN_CONFLICT:
         return Unavailable(text, code="E-S3-LATER")
-    return ConfigError(
-        text, hint="check store: endpoint_url, addressing_style, checksum, encryption", code="E-S3-REQUEST"
-    )
+    hint = "check store: endpoint_url, addressing_style, checksum, encryption, storage_class"
+    return ConfigError(text, hint=hint, code="E-S3-REQUEST")
 
 
 # No answer

@@ -67,7 +67,9 @@ class Listing:
         info = None
         with suppress(KeyError, AttributeError, ValueError):
             etag = str(entry.get("ETag", "")).strip('"')
-            info = ObjectInfo(str(entry["Key"]), int(entry["Size"]), entry["LastModified"].timestamp(), etag)
+            # Whole seconds, as the answer to a HEAD has them: MinIO lists milliseconds.
+            modified = float(int(entry["LastModified"].timestamp()))
+            info = ObjectInfo(str(entry["Key"]), int(entry["Size"]), modified, etag)
         is_known = info is not None and (info.key in self._found or info.key in self._passed)
         if info is None or is_known or not info.key.startswith(self._prefix):
             raise self._invalid("an entry", "a new key under the prefix, with size and time", entry)

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from common.chain import Chain
+from common.documents import check_depth
 from common.errors import SegmentCorrupt
 from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
@@ -191,6 +192,7 @@ class Footer:
     def from_json(cls, raw: bytes) -> Footer:
         """Raises SegmentCorrupt, naming the field, where `raw` is not a footer that this version reads."""
         try:
+            check_depth(raw)
             document = json.loads(raw)
         except (ValueError, RecursionError) as error:
             raise SegmentCorrupt(f"footer floe.segment: expected JSON, found {raw[:40]!r}") from error

@@ -1,7 +1,7 @@
 """`floe demo`: two sites, a bucket and a centre on this machine; kills, a compaction, and a comparison.
 
-Nothing is faked: nats-server, SeaweedFS, Spark and Floe's own commands run as they do in production, with
-shorter times. Everything is in one temporary folder and ends with the demo, Ctrl-C included.
+Nothing is faked: nats-server, MinIO (SeaweedFS where none is found), Spark and Floe's own commands run as they do in
+production, with shorter times. Everything is in one temporary folder and ends with the demo, Ctrl-C included.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class Run:
         for name, server in {**self.world.sites, "central": self.world.central}.items():
             self.clients[name] = await self._connect(server.url)
             self.view.say(f"nats-server {name}: {server.url}, process {server.pid}")
-        self.view.say(f"bucket: {self.world.s3.endpoint_url}, process {self.world.s3.pid}")
+        self.view.say(f"bucket, {self.world.s3.name}: {self.world.s3.endpoint_url}, process {self.world.s3.pid}")
         self.view.say(f"the fleet is made from this machine: {describe(facts)}")
         self.publishers = [
             SitePublisher(site, self.clients[site], self.load, facts, self.clock) for site in self.world.sites

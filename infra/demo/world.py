@@ -16,9 +16,9 @@ from typing import IO, Any
 import yaml
 
 from common.errors import FloeError
+from infra.local.minio import local_s3
 from infra.local.nats import NatsServer
 from infra.local.process import spawn
-from infra.local.seaweedfs import SeaweedFS
 
 PROJECT = Path(__file__).parents[2]  # where floe.py stands, in a checkout and when installed
 STOP_TIMEOUT = 30.0  # seconds until a drain has taken too long
@@ -202,7 +202,7 @@ class World:
         self._keep = keep
         self.sites = {site: NatsServer(self.folder / f"nats-{site}", name=site) for site in SITES}
         self.central = NatsServer(self.folder / "nats-central", name="central", max_payload=CENTRAL_MAX_PAYLOAD)
-        self.s3 = SeaweedFS(self.folder / "seaweedfs")
+        self.s3 = local_s3(self.folder / "s3")
         self.services: Services | None = None
 
     def start(self) -> None:

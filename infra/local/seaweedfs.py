@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import ClassVar, Self
 from urllib.parse import quote
 
 from common.errors import ConfigError, Unavailable
@@ -76,33 +77,26 @@ _SERVICES = ("master", "volume", "filer", "s3")
 _STARTS = 3  # tries, each on other ports
 
 
-class SeaweedFS:
-    """`weed server` in a folder of its own, with two identities.
+class LocalS3:
+    """One S3 server on loopback, in a folder of its own.
 
-    `access_key` may do everything; `reader_access_key` may only read objects, neither list nor write.
-    `folder`: where the data stays after `stop`; by default a temporary folder that `stop` removes. Ports stay
-    the same over `kill` and `start`. All buckets share their volumes (64 MiB each, at most `volumes`), so a
-    new bucket takes writes at once. `policies`: by name, each for an identity of its own, whose keys are in `keys`.
+    `folder`: where the data stays after `stop`; by default a temporary folder that `stop` removes. Data, ports and
+    keys stay over `kill` and `start`. `access_key` may do everything.
     """
 
-    def __init__(
-        self,
-        folder: Path | None = None,
-        *,
-        volumes: int = 20,
-        policies: Mapping[str, Mapping[str, object]] | None = None,
-    ) -> None:
+    #: What it is called to people.
+    name: ClassVar[str]
+    _services: ClassVar[tuple[str, ...]]
+    _paired: ClassVar[bool] = False
+
+    def __init__(self, folder: Path | None) -> None:
         self.access_key, self.secret_key = "floe-admin", secrets.token_hex(20)
-        self.reader_access_key, self.reader_secret_key = "floe-reader", secrets.token_hex(20)
         self._keeps_folder = folder is not None
-        self._folder = folder or Path(tempfile.mkdtemp(prefix="floe-seaweedfs-"))
-        self._volumes, self._policies = volumes, dict(policies or {})
-        #: Access key and secret of each identity that a policy is for.
-        self.keys = {name: (f"floe-{name}", secrets.token_hex(20)) for name in self._policies}
+        self._folder = folder or Path(tempfile.mkdtemp(prefix=f"floe-{self.name.lower()}-"))
         self._ports: dict[str, int] = {}
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> SeaweedFS:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
@@ -122,7 +116,7 @@ class SeaweedFS:
 
     @property
     def log_path(self) -> Path:
-        return self._folder / "weed.log"
+        return self._folder / f"{self.name.lower()}.log"
 
     def start(self) -> None:
         """Returns when an object was written and read back.
@@ -131,7 +125,7 @@ class SeaweedFS:
         ready in time.
         """
         for _ in range(_STARTS if not self._ports else 1):
-            self._ports = self._ports or _choose_ports()
+            self._ports = self._ports or self._choose_ports()
             try:
                 return self._start_once()
             except _PortTakenError as error:
@@ -145,11 +139,10 @@ class SeaweedFS:
             self._process.kill()
             self._process.wait()
             self._process = None
-            self._remove_sockets()
 
     def stop(self) -> None:
         """Ends the process and removes the folder, if it is a temporary one."""
-        # A polite stop waits 15 s for the other servers of a cluster; this one has none.
+        # A polite stop waits for the other servers of a cluster; this one has none.
         self.kill()
         if not self._keeps_folder:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -166,12 +159,25 @@ class SeaweedFS:
         self.create_bucket(name)
         return name
 
+    def _command(self, data: Path) -> list[str]:
+        """What starts it on the chosen ports. Raises ConfigError where the program is not installed."""
+        raise NotImplementedError
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            "PATH": os.environ.get("PATH", ""),
+            "HOME": str(self._folder),  # it would read settings and certificates of the person
+            "TMPDIR": str(self._folder),
+        }
+
+    def _choose_ports(self) -> dict[str, int]:
+        return dict(zip(self._services, free_ports(len(self._services), paired=self._paired), strict=True))
+
     def _start_once(self) -> None:
         assert self._process is None, "already started"
         self._process = self._spawn()
         try:
-            self._wait_for("its filer", self._share_volumes)
-            self._wait_for("a write", self._write_and_read)
+            self._wait_until_ready()
         except BaseException:
             self.kill()
             raise
@@ -179,12 +185,10 @@ class SeaweedFS:
     def _spawn(self) -> subprocess.Popen[bytes]:
         data = self._folder / "data"
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
-        config = self._folder / "s3.json"
-        config.touch(mode=0o600)
-        config.write_text(json.dumps(self._identities()))
+        command = self._command(data)
         with self.log_path.open("wb") as log:
             return spawn(
-                [str(_program()), "-logtostderr=true", "server", *self._options(data, config)],
+                command,
                 cwd=self._folder,
                 env=self._environment(),
                 stdin=subprocess.DEVNULL,
@@ -192,6 +196,78 @@ class SeaweedFS:
                 stderr=log,
                 start_new_session=True,  # the demo gets Ctrl-C and then stops this
             )
+
+    def _wait_until_ready(self) -> None:
+        self._wait_for("a write", self._write_and_read)
+
+    def _wait_for(self, what: str, succeeds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + START_TIMEOUT
+        while not _holds(succeeds):
+            self.check_running()
+            if time.monotonic() > deadline:
+                raise Unavailable(f"{self.name}: no sign of {what} in {START_TIMEOUT} s: {self._log_end()!r}")
+            time.sleep(_POLL)
+
+    def check_running(self) -> None:
+        """Raises Unavailable with the end of its log where it has ended by itself."""
+        assert self._process is not None
+        if (status := self._process.poll()) is not None:
+            log = self._log_end()
+            kind = _PortTakenError if b"address already in use" in log else Unavailable
+            raise kind(f"{self.name}: ended with {status}: {log!r}")
+
+    def _write_and_read(self) -> bool:
+        client, bucket, body = self._client(), "/floe-ready", secrets.token_bytes(16)
+        client.call("PUT", bucket)
+        wrote, _ = client.call("PUT", f"{bucket}/object", body)
+        _, found = client.call("GET", f"{bucket}/object")
+        client.call("DELETE", f"{bucket}/object")
+        return wrote == 200 and found == body and client.call("DELETE", bucket)[0] == 204
+
+    def _client(self) -> SignedClient:
+        return SignedClient(self._ports["s3"], self.access_key, self.secret_key)
+
+    def _log_end(self) -> bytes:
+        return self.log_path.read_bytes()[-1000:]
+
+
+class SeaweedFS(LocalS3):
+    """`weed server`, with two identities.
+
+    `reader_access_key` may only read objects, neither list nor write. All buckets share their volumes (64 MiB each,
+    at most `volumes`), so a new bucket takes writes at once. `policies`: by name, each for an identity of its own,
+    whose keys are in `keys`.
+    """
+
+    name = "SeaweedFS"
+    _services = _SERVICES
+    _paired = True
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        volumes: int = 20,
+        policies: Mapping[str, Mapping[str, object]] | None = None,
+    ) -> None:
+        super().__init__(folder)
+        self.reader_access_key, self.reader_secret_key = "floe-reader", secrets.token_hex(20)
+        self._volumes, self._policies = volumes, dict(policies or {})
+        #: Access key and secret of each identity that a policy is for.
+        self.keys = {name: (f"floe-{name}", secrets.token_hex(20)) for name in self._policies}
+
+    def kill(self) -> None:
+        """SIGKILL, as in a crash; data, ports and keys stay."""
+        running = self._process is not None
+        super().kill()
+        if running:
+            self._remove_sockets()
+
+    def _command(self, data: Path) -> list[str]:
+        config = self._folder / "s3.json"
+        config.touch(mode=0o600)
+        config.write_text(json.dumps(self._identities()))
+        return [str(find_weed()), "-logtostderr=true", "server", *self._options(data, config)]
 
     def _options(self, data: Path, config: Path) -> list[str]:
         return [
@@ -215,9 +291,7 @@ class SeaweedFS:
 
     def _environment(self) -> dict[str, str]:
         return {
-            "PATH": os.environ.get("PATH", ""),
-            "HOME": str(self._folder),  # it would read ~/.seaweedfs
-            "TMPDIR": str(self._folder),
+            **super()._environment(),
             "WEED_MASTER_VOLUME_GROWTH_COPY_1": "1",  # grow by one volume, not by seven
             "WEED_S3_SSE_KEY": self.secret_key,
         }
@@ -234,38 +308,15 @@ class SeaweedFS:
             "policies": [{"name": name, "content": json.dumps(policy)} for name, policy in self._policies.items()],
         }
 
-    def _wait_for(self, what: str, succeeds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + START_TIMEOUT
-        while not _holds(succeeds):
-            self._check_running()
-            if time.monotonic() > deadline:
-                raise Unavailable(f"weed server: no sign of {what} in {START_TIMEOUT} s: {self._log_end()!r}")
-            time.sleep(_POLL)
-
-    def _check_running(self) -> None:
-        assert self._process is not None
-        if (status := self._process.poll()) is not None:
-            kind = _PortTakenError if b"address already in use" in self._log_end() else Unavailable
-            raise kind(f"weed server: ended with {status}: {self._log_end()!r}")
+    def _wait_until_ready(self) -> None:
+        self._wait_for("its filer", self._share_volumes)
+        super()._wait_until_ready()
 
     def _share_volumes(self) -> bool:
         # Without this each new bucket waits for volumes of its own, and the twentieth finds none left.
         rule = {"locationPrefix": "/buckets/", "collection": "all-buckets", "volumeGrowthCount": 1}
         body = json.dumps({"locations": [rule]}).encode()
         return request(self._ports["filer"], "PUT", "/etc/seaweedfs/filer.conf", body, {})[0] in (200, 201)
-
-    def _write_and_read(self) -> bool:
-        client, bucket, body = self._client(), "/floe-ready", secrets.token_bytes(16)
-        client.call("PUT", bucket)
-        wrote, _ = client.call("PUT", f"{bucket}/object", body)
-        _, found = client.call("GET", f"{bucket}/object")
-        return wrote == 200 and found == body and client.call("DELETE", bucket)[0] == 204
-
-    def _client(self) -> SignedClient:
-        return SignedClient(self._ports["s3"], self.access_key, self.secret_key)
-
-    def _log_end(self) -> bytes:
-        return self.log_path.read_bytes()[-1000:]
 
     def _remove_sockets(self) -> None:
         # It always puts them into /tmp, and a SIGKILL leaves them there.
@@ -278,11 +329,8 @@ class _PortTakenError(Unavailable):
     """Another process took a port between the search and the start."""
 
 
-def _choose_ports() -> dict[str, int]:
-    return dict(zip(_SERVICES, free_ports(len(_SERVICES), paired=True), strict=True))
-
-
-def _program() -> Path:
+def find_weed() -> Path:
+    """The server program: beside the running interpreter, else on the PATH. Raises ConfigError."""
     beside = Path(sysconfig.get_path("scripts")) / "weed"
     found = str(beside) if beside.exists() else shutil.which("weed")
     if found is None:

@@ -20,7 +20,7 @@ from common.settings.root import StoreSettings
 from common.settings.types import FileSecret, read_all_again
 from infra.local.process import free_port
 from infra.local.seaweedfs import SeaweedFS
-from tests.support.basics import SharedS3
+from tests.support.basics import SharedS3, s3_server
 from tests.support.clock import ManualClock
 from tests.support.proxies import (
     Answer,
@@ -136,7 +136,7 @@ def test_a_proxy_named_in_the_environment_is_not_used(
 
 
 def test_a_store_that_crashed_comes_back_with_its_objects() -> None:
-    with SeaweedFS() as server:
+    with s3_server() as server:
         bucket = server.new_bucket()
         account = S3Account(server.access_key, server.secret_key, endpoint_url=server.endpoint_url)
         objects = S3Objects(bucket, account, OPTIONS)
@@ -493,13 +493,20 @@ def test_a_missing_bucket_is_said_by_every_verb(s3: SharedS3) -> None:
         assert caught.value.code == "E-S3-BUCKET"
 
 
-def test_the_real_server_refuses_wrong_keys_and_missing_rights(s3: SharedS3, bucket: str, direct: S3Objects) -> None:
+def test_the_real_server_refuses_wrong_keys(s3: SharedS3, bucket: str, direct: S3Objects) -> None:
     direct.put("k", b"1")
     wrong = open_s3(s3, s3.endpoint_url, bucket, secret="wrong")
     for call in (lambda: wrong.get("k"), lambda: wrong.head("k"), lambda: wrong.list(""), lambda: wrong.put("k", b"")):
         with pytest.raises(Refused, match="SignatureDoesNotMatch"):
             call()
+    assert direct.get("k") == b"1"
+
+
+def test_the_real_server_refuses_missing_rights(s3: SharedS3, bucket: str, direct: S3Objects) -> None:
+    direct.put("k", b"1")
     server = s3.server
+    if not isinstance(server, SeaweedFS):
+        pytest.skip(f"{server.name}: the second identity is made on SeaweedFS only")
     account = S3Account(server.reader_access_key, server.reader_secret_key, endpoint_url=s3.endpoint_url)
     reader = S3Objects(bucket, account)
     assert reader.get("k") == b"1"
@@ -559,8 +566,11 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a self-signed certificate of 127.0.0.1."""
     folder = tmp_path_factory.mktemp("tls")
     request = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=store"
+    uses = "-addext keyUsage=digitalSignature,keyCertSign"  # Python 3.13 asks for it
     files = "-addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out cert.pem"
-    subprocess.run(["openssl", *request.split(), *files.split()], cwd=folder, check=True, capture_output=True)
+    subprocess.run(
+        ["openssl", *request.split(), *uses.split(), *files.split()], cwd=folder, check=True, capture_output=True
+    )
     return folder
 
 

@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import random
 import secrets
+import shutil
+import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from inspect import isawaitable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import pytest
 
+from common.errors import ConfigError
 from common.jetstream.protocol import layout
 from common.sequences import SequenceRange
 
 if TYPE_CHECKING:
     from _pytest.mark import ParameterSet
-
-    from infra.local.seaweedfs import SeaweedFS
 import re
 import shlex
 
 import click
 
 from floe import cli
+from infra.local.minio import MinIO, find_minio
+from infra.local.nats import nats_server_binary
+from infra.local.seaweedfs import LocalS3, SeaweedFS, find_weed
 
 T = TypeVar("T")
 
@@ -74,6 +80,53 @@ def seeded(seed: int | None = None) -> random.Random:
     return random.Random(chosen)
 
 
+TEST_S3 = "FLOE_TEST_S3"
+_S3_SERVERS = {"seaweedfs": SeaweedFS, "minio": MinIO}
+
+
+def s3_name() -> str:
+    """Which S3 server this test run uses."""
+    if (chosen := os.environ.get(TEST_S3) or "seaweedfs") not in _S3_SERVERS:
+        raise pytest.UsageError(f"{TEST_S3}: expected {' or '.join(_S3_SERVERS)}, found {chosen!r}")
+    return chosen
+
+
+def s3_server() -> LocalS3:
+    """The S3 server that `FLOE_TEST_S3` names, not yet started."""
+    return _S3_SERVERS[s3_name()]()
+
+
+def servers_line() -> str:
+    """What this run stands on: Python, nats-server, the S3 server and Java, each with its version or `none`."""
+    s3 = "MinIO" if s3_name() == "minio" else "SeaweedFS"
+    found = {
+        "nats-server": (nats_server_binary, "--version"),
+        s3: (find_minio, "--version") if s3 == "MinIO" else (find_weed, "version"),
+        "Java": (lambda: shutil.which("java"), "-version"),
+    }
+    parts = [f"{name} {_version(find, option)}" for name, (find, option) in found.items()]
+    return f"runs on Python {platform.python_version()}, {', '.join(parts)}"
+
+
+def _version(find: Callable[[], Path | str | None], option: str) -> str:
+    """What a program says of itself; `none` where there is none."""
+    try:
+        program = find()
+    except (FileNotFoundError, ConfigError):
+        program = None
+    if program is None:
+        return "none"
+    told = subprocess.run([str(program), option], capture_output=True, text=True, check=False)
+    version = re.search(r"(?:RELEASE|DEVELOPMENT)\.\S+|\d+\.\d[\w.+-]*", told.stdout + told.stderr)
+    return version[0] if version else "of an unknown version"
+
+
+def only_on_seaweedfs(why: str) -> None:
+    """Skips the test that asks, with the reason, where the run uses another S3 server."""
+    if s3_name() != "seaweedfs":
+        pytest.skip(f"SeaweedFS only: {why}")
+
+
 def at_length(*values: object) -> ParameterSet:
     """A parameter set that `make soak` runs, and `make test` does not."""
     return pytest.param(*values, marks=pytest.mark.soak)
@@ -83,7 +136,7 @@ def at_length(*values: object) -> ParameterSet:
 class SharedS3:
     """One S3 server that many tests share, each with buckets of its own."""
 
-    server: SeaweedFS
+    server: LocalS3
 
     @property
     def endpoint_url(self) -> str:

@@ -96,13 +96,15 @@ def authority(folder: Path, name: str = "ca") -> None:
         "2",
         "-subj",
         f"/CN={name}",
+        "-addext",
+        "keyUsage=critical,keyCertSign,cRLSign",  # Python 3.13 asks for it
     )
 
 
 def certificate(folder: Path, name: str, alternative: str, ca: str = "ca") -> None:
     """`{name}.pem` and `{name}.key`, for `alternative` such as `DNS:client`, signed by a CA in the folder."""
     _openssl(folder, "req", *_KEY, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-    (folder / f"{name}.ext").write_text(f"subjectAltName={alternative}\n")
+    (folder / f"{name}.ext").write_text(f"subjectAltName={alternative}\nauthorityKeyIdentifier=keyid\n")
     signed = ("-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-CAcreateserial", "-days", "2", "-extfile", f"{name}.ext")
     _openssl(folder, "x509", "-req", "-in", f"{name}.csr", *signed, "-out", f"{name}.pem")
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
+from common.documents import MAX_DEPTH, check_depth
 from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
@@ -118,6 +119,11 @@ def spoiled(good: dict[str, Any], **fields: Any) -> bytes:
     return json.dumps({n: v for n, v in {**good, **fields}.items() if v != "absent"}).encode()
 
 
+def nested(levels: int) -> bytes:
+    """A stream document whose configuration has so many levels; the document itself is one more."""
+    return spoiled(GOOD_STREAM, config="here").replace(b'"here"', b'{"a":' * levels + b'"[{"' + b"}" * levels)
+
+
 BAD_CHAINS = [
     b"",
     b"\xff",
@@ -157,7 +163,8 @@ BAD_STREAMS = [
     spoiled(GOOD_STREAM, previous={"-1": 1}),
     spoiled(GOOD_STREAM, previous={"65536": 1}),
     spoiled(GOOD_STREAM, previous="absent"),
-    b'{"format_version":1,"created":"","previous":null,"config":' + b'{"a":' * 5000 + b"1" + b"}" * 5001,
+    nested(MAX_DEPTH),
+    nested(5000),
 ]
 
 
@@ -180,6 +187,18 @@ def test_a_spoiled_chain_document_is_never_acted_on(objects: LocalObjects, chain
 def test_a_spoiled_stream_document_is_never_acted_on(objects: LocalObjects, chains: ChainStore, raw: bytes) -> None:
     objects.put(LAYOUT.stream_document(CHAIN), raw)
     refusal(chains.read_stream)
+
+
+def test_a_document_with_the_most_levels_is_read(objects: LocalObjects, chains: ChainStore) -> None:
+    objects.put(LAYOUT.stream_document(CHAIN), nested(MAX_DEPTH - 1))
+    assert chains.read_stream(CHAIN) is not None
+
+
+@pytest.mark.parametrize("text", [r"[{" * 5000, r"\"[{" * 5000, "\\\\"])
+def test_brackets_in_texts_are_no_levels(text: str) -> None:
+    check_depth(json.dumps({text: [text, text]}).encode())
+    with pytest.raises(ValueError, match="nested too deeply"):
+        check_depth(json.dumps({text: text}).encode() + b"[" * (MAX_DEPTH + 1))
 
 
 def test_no_more_of_a_document_is_read_than_its_greatest_size(objects: LocalObjects) -> None:

@@ -1,0 +1,144 @@
+"""MinIO as the S3 server of the demo and the tests, where one is found: one process on loopback.
+
+`python -m infra.local.minio` (`make minio`) starts one and prints the settings that reach it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import click
+
+from common.errors import ConfigError, FloeError, Unavailable
+from infra.local.seaweedfs import LocalS3, SeaweedFS
+
+#: The last release with source; it builds in some ten minutes on two cores.
+MODULE = "github.com/minio/minio@v0.0.0-20260212201848-7aac2a2c5b7c"
+VARIABLE = "FLOE_MINIO"
+_BUCKET = "floe"
+_LOOK = 0.5  # seconds between two looks whether it still runs
+
+
+def find_minio() -> Path | None:
+    """`FLOE_MINIO`, else `minio` on the PATH, where `go install` puts it, or beside this Python; None where none is.
+
+    Raises ConfigError where FLOE_MINIO names no program; an empty FLOE_MINIO means none.
+    """
+    named = os.environ.get(VARIABLE)
+    if named is not None:
+        if named and not _is_program(Path(named)):
+            raise ConfigError(f"{VARIABLE}: expected a program, found {named!r}", hint=f"correct or unset {VARIABLE}")
+        return Path(named) if named else None
+    if on_path := shutil.which("minio"):
+        return Path(on_path)
+    return next((path for folder in _folders() if _is_program(path := folder / "minio")), None)
+
+
+def local_s3(folder: Path) -> LocalS3:
+    """MinIO where one is found, else SeaweedFS; its data stays in `folder`."""
+    return MinIO(folder) if find_minio() else SeaweedFS(folder)
+
+
+class MinIO(LocalS3):
+    """`minio server` with one drive.
+
+    `environment`: further settings of MinIO, as MINIO_NOTIFY_NATS_… for notifications.
+    """
+
+    name = "MinIO"
+    _services = ("s3", "console")
+
+    def __init__(self, folder: Path | None = None, *, environment: Mapping[str, str] | None = None) -> None:
+        super().__init__(folder)
+        self._settings = dict(environment or {})
+
+    def _command(self, data: Path) -> list[str]:
+        if (program := find_minio()) is None:
+            raise ConfigError("minio: not installed", hint=f"go install {MODULE}")
+        address, console = (f"127.0.0.1:{self._ports[service]}" for service in self._services)
+        return [str(program), "server", "--address", address, "--console-address", console, str(data)]
+
+    def _environment(self) -> dict[str, str]:
+        key = base64.b64encode(hashlib.sha256(self.secret_key.encode()).digest()).decode()
+        return {
+            **super()._environment(),
+            "MINIO_ROOT_USER": self.access_key,
+            "MINIO_ROOT_PASSWORD": self.secret_key,
+            "MINIO_BROWSER": "off",
+            "MINIO_UPDATE": "off",
+            "MINIO_KMS_SECRET_KEY": f"floe:{key}",  # for objects that ask to be encrypted
+            **self._settings,
+        }
+
+
+def _folders() -> Iterator[Path]:
+    """Where a program that is not on the PATH may be."""
+    for folder in (os.environ.get("GOBIN"), *(f"{p}/bin" for p in os.environ.get("GOPATH", "").split(":") if p)):
+        if folder:
+            yield Path(folder)
+    yield Path.home() / "go" / "bin"
+    yield Path(sysconfig.get_path("scripts"))
+
+
+def _is_program(path: Path) -> bool:
+    return path.is_file() and os.access(path, os.X_OK)
+
+
+def _build() -> None:
+    """`go install`. Raises ConfigError where go is missing, Unavailable where it does not build."""
+    if shutil.which("go") is None:
+        raise ConfigError(
+            f"minio: expected it on the PATH or in {VARIABLE}, found neither it nor go",
+            hint=f"install go, then: go install {MODULE}",
+        )
+    click.echo(f"no minio here: go install {MODULE} (some ten minutes, once) …", err=True)
+    if code := subprocess.run(["go", "install", MODULE], check=False).returncode:
+        raise Unavailable(f"go install {MODULE}: expected exit code 0, found {code}")
+
+
+def _settings(server: LocalS3) -> str:
+    return f"""\
+# MinIO runs until Ctrl-C; its data goes with it. For a configuration of Floe:
+store:
+  url: s3://{_BUCKET}
+  endpoint_url: {server.endpoint_url}
+  access_key_id: {server.access_key}
+  secret_access_key: {server.secret_key}
+"""
+
+
+def main() -> int:
+    """Runs MinIO with a bucket until SIGINT or SIGTERM, with a folder that goes with it."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        if find_minio() is None:
+            _build()
+        server = MinIO()
+        try:
+            server.start()
+            server.create_bucket(_BUCKET)
+            click.echo(_settings(server), nl=False)
+            while True:
+                server.check_running()
+                time.sleep(_LOOK)
+        finally:
+            server.stop()
+    except KeyboardInterrupt:
+        return 0
+    except FloeError as error:
+        click.echo(error.line(), err=True)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Where MinIO is looked for, and what is said where it is not."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from infra.local import minio
+from infra.local.minio import MinIO, find_minio, local_s3
+from infra.local.seaweedfs import SeaweedFS
+from tests.support.basics import s3_name, s3_server, servers_line
+
+Put = Callable[[str], Path]
+
+
+@pytest.fixture
+def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Put:
+    """Puts a program called minio into a folder of a machine that has none."""
+    for variable in ("FLOE_MINIO", "GOBIN", "GOPATH"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path / "venv"))
+
+    def put(folder: str) -> Path:
+        path = tmp_path / folder / "minio"
+        path.parent.mkdir(parents=True)
+        path.write_text("#!/bin/sh\necho minio version RELEASE.2026-02-12T00-00-00Z\n")
+        path.chmod(0o755)
+        return path
+
+    return put
+
+
+def test_each_place_counts_before_the_next(put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_minio() is None
+    assert isinstance(local_s3(tmp_path / "data"), SeaweedFS)
+    monkeypatch.setenv("GOBIN", str(tmp_path / "gobin"))
+    monkeypatch.setenv("GOPATH", f"{tmp_path / 'none'}:{tmp_path / 'go'}")
+    for folder in ("venv", "home/go/bin", "go/bin", "gobin", "path"):
+        program = put(folder)
+        assert find_minio() == program
+    monkeypatch.setenv("FLOE_MINIO", str(tmp_path / "venv" / "minio"))
+    assert find_minio() == tmp_path / "venv" / "minio"
+    assert isinstance(local_s3(tmp_path / "data"), MinIO)
+    monkeypatch.setenv("FLOE_MINIO", "")
+    assert find_minio() is None
+
+
+def test_a_name_that_is_no_program_is_refused(put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put("path").chmod(0o644)
+    assert find_minio() is None
+    for wrong in (tmp_path / "path" / "minio", tmp_path / "path", tmp_path / "none"):
+        monkeypatch.setenv("FLOE_MINIO", str(wrong))
+        with pytest.raises(ConfigError, match="FLOE_MINIO: expected a program"):
+            find_minio()
+
+
+def test_without_minio_and_go_one_line_says_how(put: Put, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert minio.main() == 78
+    line = capsys.readouterr().err
+    assert f"go install {minio.MODULE}" in line
+    with pytest.raises(ConfigError, match="minio: not installed"):
+        MinIO(tmp_path / "data").start()
+
+
+def test_a_run_says_what_it_stands_on(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+    put("path")
+    monkeypatch.setenv("FLOE_TEST_S3", "minio")
+    assert isinstance(s3_server(), MinIO)
+    assert servers_line().endswith("nats-server none, MinIO RELEASE.2026-02-12T00-00-00Z, Java none")
+    monkeypatch.setenv("FLOE_TEST_S3", "minoi")
+    with pytest.raises(pytest.UsageError, match="expected seaweedfs or minio, found 'minoi'"):
+        s3_name()
+    monkeypatch.delenv("FLOE_TEST_S3")
+    assert isinstance(s3_server(), SeaweedFS)
