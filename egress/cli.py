@@ -2,10 +2,9 @@
 
 import click
 
-from common.cli import Duration, config_option, json_option, run_command
+from common.cli import Duration, config_option, json_option, print_json, run_command, table
 from common.lean import slim
 from common.open import load_settings, reloaded_on_hangup
-from egress.init import init
 from egress.repartition_cli import repartition
 from egress.resolve_cli import resolve
 
@@ -15,7 +14,6 @@ def egress() -> None:
     """Freeze the streams of this site into segments."""
 
 
-egress.add_command(init)
 egress.add_command(repartition)
 egress.add_command(resolve)
 
@@ -70,3 +68,36 @@ async def run(config: str, workers: int | None, worker: str) -> int:
         from egress.service import serve
 
         return await serve(settings, place=place)
+
+
+COLUMNS = ("what", "name", "stream", "result", "note")
+
+
+@egress.command("init")
+@config_option
+@json_option
+@run_command
+async def init(config: str, as_json: bool) -> int:
+    """Make the buckets, and the durables of interest and work-queue streams, before anything is published.
+
+    Safe to run again, and beside a running egress. Example: floe egress init -c site.yaml
+    """
+    from contextlib import aclosing
+
+    from common.clock import SystemClock
+    from egress.context import connected
+    from egress.init import UNNEEDED, initialise
+    from egress.partition import require_feeds
+
+    settings = load_settings(config, quiet=True)
+    require_feeds(settings.egress.feeds)
+    async with aclosing(await connected(settings, "init", SystemClock())) as client:
+        done, problems = await initialise(client, settings)
+    if as_json:
+        print_json(done)
+    else:
+        shown = [each for each in done if each.result != UNNEEDED]
+        table([[each.what, each.name, each.stream, each.result, each.note] for each in shown], COLUMNS)
+    for problem in problems:
+        click.echo(problem.line(), err=True)
+    return max((problem.exit_code for problem in problems), default=0)

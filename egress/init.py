@@ -1,24 +1,17 @@
-"""`floe egress init`."""
+"""What `floe egress init` makes: the buckets, and the durables of interest and work-queue streams."""
 
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 
-import click
-
-from common.cli import config_option, json_option, print_json, run_command, table
-from common.clock import SystemClock
 from common.errors import FloeError, Stopped
 from common.jetstream.api import StreamInfo, consumer_names, stream_info
 from common.jetstream.buckets import kv_replicas
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
-from common.open import load_settings
 from common.settings.root import Settings
 from egress.acks import ReaderResetError
 from egress.advisories.advisory import loop_of
 from egress.consumers import INTEREST, LIMITS, WantedMessages, create, ours
-from egress.context import connected
 from egress.partition import Partition, all_partitions, is_of_site
 
 MADE, THERE, UNNEEDED, REFUSED = "made", "there", "not needed", "refused"
@@ -102,31 +95,3 @@ async def _stale(client: FloeClient, site: str, stream: str, parts: Sequence[Par
         for name in names
         if not any(partition.partition_of(name) == partition.number for partition in parts)
     ]
-
-
-COLUMNS = ("what", "name", "stream", "result", "note")
-
-
-@click.command("init")
-@config_option
-@json_option
-@run_command
-async def init(config: str, as_json: bool) -> int:
-    """Make the buckets, and the durables of interest and work-queue streams, before anything is published.
-
-    Safe to run again, and beside a running egress. Example: floe egress init -c site.yaml
-    """
-    from egress.partition import require_feeds
-
-    settings = load_settings(config, quiet=True)
-    require_feeds(settings.egress.feeds)
-    async with aclosing(await connected(settings, "init", SystemClock())) as client:
-        done, problems = await initialise(client, settings)
-    if as_json:
-        print_json(done)
-    else:
-        shown = [each for each in done if each.result != UNNEEDED]
-        table([[each.what, each.name, each.stream, each.result, each.note] for each in shown], COLUMNS)
-    for problem in problems:
-        click.echo(problem.line(), err=True)
-    return max((problem.exit_code for problem in problems), default=0)
