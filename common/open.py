@@ -60,7 +60,7 @@ class Reload:
         except ConfigError as error:
             log.error("configuration refused, going on with the former", action="reload_refused", file=self._path)
             for problem in error.problems:
-                log.error("configuration problem", action="reload_problem", problem=problem)
+                log.error("configuration problem", action="reload_problem", error=problem)
             return
         changes = loader.changed(self._settings, settings)
         taken = [key for key in changes if key in TAKEN_AT_ONCE]

@@ -78,7 +78,7 @@ async def passes_through(running: Running, role: str, processes: int = 1) -> Non
     running.config.write_text("[")
     service.send(signal.SIGHUP)
     await running.logged("reload_refused", processes)
-    assert all(str(running.config) in line["problem"] for line in await running.logged("reload_problem", processes))
+    assert all(str(running.config) in line["error"] for line in await running.logged("reload_problem", processes))
 
     assert await asyncio.to_thread(service.drain) == 0, service.tail()
 
