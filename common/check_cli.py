@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from common.segments.documents import ChainStore
     from common.segments.store import SegmentStore
     from common.segments.table import SegmentTable
+    from common.service.monitor import ServedAt
     from common.settings.root import Settings
 
 TIMEOUT = 10.0  # seconds for a monitor to answer
@@ -157,9 +158,9 @@ def check_egress(settings: Settings, warning: float, critical: float) -> CheckRe
 
     Example: floe check egress -c site.yaml --critical 12h
     """
-    listen = settings.egress.monitor.listen
-    document = status_of(listen, "egress.monitor.listen")
-    left = re.findall(r"^floe_egress_expiry_seconds(?:\{[^}]*\})? (\S+)$", ask(listen, "/metrics"), re.MULTILINE)
+    monitor = settings.egress.monitor
+    document = status_of(monitor, "egress.monitor.listen")
+    left = re.findall(r"^floe_egress_expiry_seconds(?:\{[^}]*\})? (\S+)$", ask(monitor, "/metrics"), re.MULTILINE)
     return judge_egress(document, min(map(float, left), default=math.inf), warning, critical)
 
 
@@ -172,7 +173,7 @@ def check_ingress(settings: Settings, warning: float, critical: float) -> CheckR
 
     Example: floe check ingress -c central.yaml --warning 5m --critical 30m
     """
-    return judge_ingress(status_of(settings.ingress.monitor.listen, "ingress.monitor.listen"), warning, critical)
+    return judge_ingress(status_of(settings.ingress.monitor, "ingress.monitor.listen"), warning, critical)
 
 
 @check_command(check, "archive", "5m", "1h", "time since egress gave its last sign of life for a chain")
@@ -199,31 +200,28 @@ def check_archive(settings: Settings, warning: float, critical: float, site: str
 # What a monitor says
 
 
-def ask(listen: str, path: str) -> str:
-    """What the monitor at the address `listen` answers on `path`. Raises Unavailable."""
-    from common.settings.types import parse_listen
+def ask(monitor: ServedAt, path: str) -> str:
+    """What the monitor answers on `path`. Raises Unavailable."""
+    from common.service.monitor import fetch
 
-    address = parse_listen(listen)
-    assert address is not None, "an empty address was refused"
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address[0], address[0])  # noqa: S104  (where it listens)
     try:
-        with closing(http.client.HTTPConnection(host, address[1], timeout=TIMEOUT)) as connection:
-            connection.request("GET", path, headers={"Accept": "text/plain;version=0.0.4"})
-            return connection.getresponse().read().decode()
+        return fetch(monitor, path, TIMEOUT)
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise Unavailable(f"monitor at {listen}: {error}", hint="does the service run?") from error
+        raise Unavailable(f"monitor at {monitor.listen}: {error}", hint="does the service run?") from error
 
 
-def status_of(listen: str, key: str) -> dict[str, Any]:
-    """What /status says at `listen`, which the configuration names `key`. Raises ConfigError, Unavailable."""
-    if not listen:
+def status_of(monitor: ServedAt, key: str) -> dict[str, Any]:
+    """What /status says at the address that the configuration names `key`. Raises ConfigError, Unavailable."""
+    if not monitor.listen:
         raise ConfigError(f"{key}: expected an address to ask, found none")
     try:
-        found = json.loads(ask(listen, "/status"))
+        found = json.loads(ask(monitor, "/status"))
     except ValueError:
         found = None
     if not isinstance(found, dict) or "problems" not in found:
-        raise Unavailable(f"monitor at {listen}: expected the status of a service of Floe, found something else")
+        raise Unavailable(
+            f"monitor at {monitor.listen}: expected the status of a service of Floe, found something else"
+        )
     return found
 
 
@@ -231,7 +229,12 @@ def judge_egress(document: Mapping[str, Any], expiry: float, warning: float, cri
     """What /status of egress amounts to. `expiry`: seconds until the first source expires what is not archived."""
     from common.service.page import parts_of
 
-    feeds = {name.removeprefix("egress "): part for name, part in parts_of(document).items() if "stream" in part}
+    feeds: dict[str, Mapping[str, Any]] = {}
+    for name, part in parts_of(document).items():
+        # Each worker shows every chain: the one that has it counts, others stand by.
+        of = re.sub(r" \(worker \d+\)$", "", name.removeprefix("egress "))
+        if "stream" in part and (of not in feeds or part.get("state") != "standby"):
+            feeds[of] = part
     ends = [(part.get("source_last"), part.get("end")) for part in feeds.values()]
     behind = sum(max(0, last - end) for last, end in ends if last is not None and end is not None)
     stopped = [f"{name}: {part.get('code')}" for name, part in feeds.items() if part.get("state") == "stopped"]

@@ -25,10 +25,14 @@ def load_settings(path: str, *, quiet: bool = False) -> Settings:
     import socket
 
     from common import exits, logs
+    from common.errors import UsageError
     from common.settings import loader
 
     document = loader.load_document(path)
-    settings = document.settings.in_context(exits.asked_context())
+    try:
+        settings = document.settings.in_context(name := exits.asked_context())
+    except ValueError:  # not a ConfigError: no file is looked at
+        raise UsageError(f"--context: expected the name of a context, found {name!r:.80}") from None
     exits.remember(path)
     is_named = "level" in settings.log.model_fields_set
     level = "warning" if quiet and not is_named and not exits.is_debug() else settings.log.level

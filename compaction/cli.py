@@ -188,9 +188,13 @@ def check_compaction(
         for problem in survey.problems:
             result.add(CheckState.WARNING, problem.line)
     if textfile is not None:
-        since = now - succeeded_at(textfile)
-        result.figures.append(CheckFigure("last_success", since, "s", *ranges))
-        result.limit(f"no run has succeeded for {since:.0f} s", since, *limits)
+        if (done := succeeded_at(textfile)) is None:
+            result.add(CheckState.UNKNOWN, f"{textfile}: expected the metrics of a run, found none")
+        elif done == 0:
+            result.add(CheckState.CRITICAL, "no run has succeeded yet")
+        else:
+            result.figures.append(CheckFigure("last_success", now - done, "s", *ranges))
+            result.limit(f"no run has succeeded for {now - done:.0f} s", now - done, *limits)
     return result
 
 
@@ -295,7 +299,7 @@ class _Metrics:
 
         if self._path is None:
             return
-        report.last_success.set(report.succeeded_at(self._path))
+        report.last_success.set(report.succeeded_at(self._path) or 0.0)
         seconds = self._clock.monotonic() - self._began
         report.show_metrics(done, seconds, self._clock.now(), is_success=is_success)
         report.write_metrics(self._path)

@@ -217,14 +217,16 @@ def write_metrics(path: Path) -> None:
     write_to_textfile(str(path), REGISTRY.restricted_registry(names))
 
 
-def succeeded_at(path: Path) -> float:
-    """When a run last succeeded, as the file of the run before says; 0 where it says nothing."""
+def succeeded_at(path: Path) -> float | None:
+    """When a run last succeeded, as the file of the run before says; 0: none has; None where it says nothing."""
     with suppress(OSError, ValueError):
+        if not path.is_file():  # a device may have no end
+            return None
         for line in path.read_text().splitlines():
             name, _, value = line.partition(" ")
             if name == f"floe_{_DONE}":
                 return float(value)
-    return 0.0
+    return None
 
 
 CHAIN_COLUMNS = ("site", "feed", "incarnation", "partition")

@@ -25,13 +25,12 @@ from common.objects.port import ObjectInfo
 from common.open import open_chains
 from common.segments.alive import STANDBY, Sighting, newest
 from common.segments.documents import ChainStore
+from common.service.monitor import fetch
 from common.service.process import Threads
+from common.settings.egress import EgressMonitorSettings
 from common.settings.root import Settings
-from common.settings.types import duration_words, parse_listen, size_words
+from common.settings.types import duration_words, size_words
 from egress.partition import Partition, all_partitions, lease_key, resolve
-
-TIMEOUT = 2.0  # seconds for the monitor
-EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104  (of `monitor.listen`)
 
 COLUMNS = (
     "chain", "state", "archived", "source", "lag", "open segment", "closes", "last archived", "holder", "stream",
@@ -194,7 +193,7 @@ async def site_view(settings: Settings) -> StatusView:
     listen, notes = settings.egress.monitor.listen, list[str]()
     with closing(Threads("status", 8)) as threads:
         shown, answers, stored = await asyncio.gather(
-            threads.run(ask_monitor, listen),
+            threads.run(ask_monitor, settings.egress.monitor),
             _ask_nats(settings, partitions),
             threads.run(_read_store, open_chains(settings), settings.site, clock.now()),
         )
@@ -242,16 +241,10 @@ async def _ask_nats(settings: Settings, partitions: Sequence[Partition]) -> Site
 # Blocking
 
 
-def ask_monitor(listen: str) -> dict[str, Any] | None:
-    """What the process that listens there shows as /status; None where none does."""
-    if (address := parse_listen(listen)) is None:
-        return None
-    host, port = address
-    host = "127.0.0.1" if host == EVERYWHERE[0] else "::1" if host == EVERYWHERE[1] else host
+def ask_monitor(settings: EgressMonitorSettings) -> dict[str, Any] | None:
+    """What the process that serves there shows as /status; None where none does."""
     try:
-        with closing(http.client.HTTPConnection(host, port, timeout=TIMEOUT)) as connection:
-            connection.request("GET", "/status")
-            found = json.loads(connection.getresponse().read())
+        found = json.loads(fetch(settings, "/status"))
     except (OSError, http.client.HTTPException, ValueError):
         return None
     return found if isinstance(found, dict) else None

@@ -7,16 +7,20 @@ page shows the configuration.
 from __future__ import annotations
 
 import errno
+import http.client
 import io
 import json
 import os
+import re
 import socket
 import socketserver
 import ssl
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -141,6 +145,45 @@ class ServerTls:
 
     def _stamps(self) -> list[tuple[int, int] | None]:
         return [_stamp(file) for file in self._files]
+
+
+class ServedAt(Protocol):
+    """The settings of a monitor: where it listens, and with which certificate."""
+
+    @property
+    def listen(self) -> str: ...
+    @property
+    def tls(self) -> MonitorTlsSettings: ...
+
+
+_CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
+ASK_TIMEOUT = 2.0  # seconds
+
+
+def fetch(settings: ServedAt, path: str, timeout: float = ASK_TIMEOUT) -> str:
+    """What the process that serves `settings` on this host answers on `path`; blocking.
+
+    With TLS only a server that shows the configured certificate is believed, whatever its name; where clients need a
+    certificate, the same one is shown. Raises OSError, http.client.HTTPException, ValueError.
+    """
+    if (address := parse_listen(settings.listen)) is None:
+        raise ValueError("expected an address, found none")
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address[0], address[0])  # noqa: S104  (where it listens)
+    tls, connection = settings.tls, http.client.HTTPConnection(host, address[1], timeout=timeout)
+    if tls.cert:
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        if tls.client_ca:
+            context.load_cert_chain(tls.cert, tls.key)
+        connection = http.client.HTTPSConnection(host, address[1], timeout=timeout, context=context)
+    with closing(connection):
+        connection.connect()
+        if isinstance(connection.sock, ssl.SSLSocket):
+            own = _CERTIFICATE.search(Path(tls.cert).read_text())
+            if own is None or connection.sock.getpeercert(binary_form=True) != ssl.PEM_cert_to_DER_cert(own[0]):
+                raise ssl.SSLError(f"another certificate than {tls.cert} is shown")
+        connection.request("GET", path, headers={"Accept": "text/plain;version=0.0.4"})
+        return connection.getresponse().read().decode()
 
 
 def _stamp(file: str) -> tuple[int, int] | None:

@@ -170,7 +170,11 @@ async def test_compaction_is_judged_by_what_waits_and_by_its_last_success(tmp_pa
     said = await checked("compaction", "-c", config, *limits, "--textfile", str(textfile), code=0)
     assert "the last was made" in said
     assert "last_success=" in said
-    textfile.unlink()
+    textfile.write_text("floe_compaction_last_success_timestamp_seconds 0.0\n")
     said = await checked("compaction", "-c", config, *limits, "--textfile", str(textfile), code=2)
-    assert "no run has succeeded" in said
+    assert "no run has succeeded yet" in said
+    textfile.unlink()
+    for nothing in (textfile, Path("/dev/zero")):
+        said = await checked("compaction", "-c", config, *limits, "--textfile", str(nothing), code=3)
+        assert f"{nothing}: expected the metrics of a run, found none" in said
     assert "E-" in await checked("compaction", "-c", str(tmp_path / "none.yaml"), code=3)

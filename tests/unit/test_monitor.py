@@ -22,7 +22,8 @@ from prometheus_client import CollectorRegistry, Counter
 
 from common.errors import ConfigError, Unavailable
 from common.service import monitor as monitor_http
-from common.service.monitor import MAX_REQUESTS, Health, Monitor, Pages
+from common.service.monitor import MAX_REQUESTS, Health, Monitor, Pages, fetch
+from common.settings.egress import EgressMonitorSettings
 from common.settings.service import MonitorTlsSettings
 from common.tasks import unexpected
 from tests.support.basics import PATIENCE, counted, eventually
@@ -311,6 +312,22 @@ def test_clients_need_a_certificate_where_one_is_asked_for(health: Health, certi
             with pytest.raises((OSError, http.client.HTTPException)):
                 fetched(monitor, certificates, client=client)
         assert fetched(monitor, certificates, client="client") == 200
+
+
+def test_commands_ask_a_monitor_with_tls_and_believe_its_own_certificate_only(health: Health, certificates: Path):
+    for files in ({}, {"client_ca": str(certificates / "ca.pem")}):
+        with served(health, certificates, **files) as monitor:
+            own = asked_at(monitor, certificates, "server", **files)
+            assert "problems" in json.loads(fetch(own, "/status"))
+            with pytest.raises((OSError, http.client.HTTPException)):
+                fetch(asked_at(monitor, certificates, "client", **files), "/status")
+            with pytest.raises((OSError, http.client.HTTPException)):
+                fetch(EgressMonitorSettings(listen=own.listen), "/status")
+
+
+def asked_at(monitor: Monitor, folder: Path, name: str, **files: str) -> EgressMonitorSettings:
+    pair = {"cert": str(folder / f"{name}.pem"), "key": str(folder / f"{name}.key")}
+    return EgressMonitorSettings(listen=f"127.0.0.1:{monitor.port}", tls=MonitorTlsSettings(**pair, **files))
 
 
 def test_a_client_that_sends_its_handshake_slowly_is_cut_off(
