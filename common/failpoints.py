@@ -49,6 +49,10 @@ def _act(name: str, action: str) -> None:
     elif action == "raise":
         raise FailpointRaised(name)
     elif action.startswith("sleep:"):
-        SystemClock().pause(float(action.removeprefix("sleep:")))
+        # In pieces: a signal that another thread takes does not wake this one, and is handled between two of them.
+        clock = SystemClock()
+        until = clock.monotonic() + float(action.removeprefix("sleep:"))
+        while (left := until - clock.monotonic()) > 0:
+            clock.pause(min(left, 0.1))
     else:
         raise ValueError(f"unknown failpoint action {action!r} for {name}")

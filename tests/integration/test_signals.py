@@ -133,7 +133,7 @@ def archive(tmp_path: Path) -> Archive:
 
 async def test_compaction_ends_in_order_and_the_next_run_goes_on(archive: Archive, services: list[Service]) -> None:
     before = archive.read(CHAIN)
-    running = compacting(archive, services, FLOE_FAILPOINTS="compaction.verify=sleep:3")
+    running = compacting(archive, services, FLOE_FAILPOINTS="compaction.verify=sleep:6")
     service = running.service
     await running.logged("item_done")  # merged, and not proved yet
     service.send(signal.SIGQUIT)

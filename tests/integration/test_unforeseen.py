@@ -431,7 +431,7 @@ async def test_what_has_no_owner_ends_egress(
     ("owner", "name", "where"),
     [
         (TargetSupervisor, "_hold", lambda one, *_: one.target.endswith("_A")),
-        (Controller, "_beat", lambda *_: True),
+        (Health, "beat", lambda *_: True),
         (Controller, "_shows", _down),
     ],
     ids=["target", "beat", "listener"],
