@@ -96,13 +96,15 @@ class Problems:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._found: dict[tuple[Mark, str], Problem] = {}
+        self._found: dict[tuple[Mark, str, str], Problem] = {}
 
     def add(self, mark: Mark, path: KeyPath, message: str) -> None:
-        self._found.setdefault((mark, message), Problem(self.name, *mark, ".".join(map(str, path)), message))
+        # What stands once and counts at several paths is told once; two keys that a section lacks are two problems.
+        key = str(path[-1]) if path else ""
+        self._found.setdefault((mark, message, key), Problem(self.name, *mark, ".".join(map(str, path)), message))
 
     def marks(self) -> set[Mark]:
-        return {mark for mark, _ in self._found}
+        return {mark for mark, _, _ in self._found}
 
     def __iter__(self) -> Iterator[Problem]:
         """In the order of the file."""
