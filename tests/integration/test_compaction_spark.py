@@ -59,9 +59,13 @@ def test_each_item_is_told_as_it_is_done(archive: Archive, tmp_path: Path, caplo
     caplog.set_level("INFO")
     go = tmp_path / "go"
 
+    spark_session()  # its start is no part of what is waited for
+
     def let_go() -> None:
-        eventually(lambda: "item_done" in caplog.text)
-        go.touch()
+        try:
+            eventually(lambda: "item_done" in caplog.text)
+        finally:
+            go.touch()
 
     with ThreadPoolExecutor(1) as pool:
         watching = pool.submit(let_go)

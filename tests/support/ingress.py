@@ -122,7 +122,7 @@ async def arrived(client: FloeClient, stream: str) -> list[Arrived]:
 
 async def _read(client: FloeClient, stream: str, sequence: int) -> Arrived | None:
     try:
-        stored = stored_message(await ask(client, f"STREAM.MSG.GET.{stream}", {"seq": sequence}))
+        stored = stored_message(await ask(client, f"STREAM.MSG.GET.{stream}", {"seq": sequence}, timeout=PATIENCE))
     except ApiError:
         return None
     provenance, headers = restore(stored.headers)
