@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from common.documents import MAX_DEPTH
 from common.segments.columns import Columns
 from egress.sampling.key_reader import KeyReader, parse_path
 from egress.sampling.settings import Sampling
@@ -88,6 +89,18 @@ TABLE = [
         says="`éé…`",
     ),
     Case("a longer key", b'{"sender": "' + "é".encode() * 512 + b'a"}', None, text='{"sender": "éé…a"}'),
+    Case(
+        "100 levels",
+        b'{"sender": "a", "x": ' + b"[" * (MAX_DEPTH - 1) + b"]" * (MAX_DEPTH - 1) + b"}",
+        "a",
+        text='{"sender": "a", "x": [[[…]]]}',
+    ),
+    Case(
+        "101 levels",
+        b'{"sender": "a", "x": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}",
+        None,
+        text='{"sender": "a", "x": [[[…]]]}',
+    ),
     Case(
         "10,000 levels elsewhere",
         b'{"sender": "a", "x": ' + b"[" * DEEP + b"]" * DEEP + b"}",
