@@ -127,7 +127,7 @@ begin("store_")
 
 
 @contextmanager
-def counted(op: str) -> Iterator[None]:
+def instrumented(op: str) -> Iterator[None]:
     """Count and time one call; as a decorator, each call of a verb."""
     result = "failed"
     try:
