@@ -92,7 +92,8 @@ def on_signal(number: int, call: Callable[[], object]) -> Iterator[None]:
 @contextmanager
 def stop_asked(cancel: Callable[[], None] = lambda: None) -> Iterator[Stop]:
     """As `stop_on_signals`, for a command without an event loop, which calls `Stop.check` where it can stop; `cancel`
-    is called once, in a thread, when the first signal comes. Anywhere but in the main thread, which alone hears signals, nothing is ever asked.
+    is called once, in a thread, when the first signal comes. Anywhere but in the main thread, which alone hears
+    signals, nothing is ever asked.
     """
     asked, former = Stop(), dict[signal.Signals, Any]()
 
