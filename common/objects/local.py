@@ -21,6 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
+from common.clock import SystemClock
 from common.errors import ConfigError, FloeError, Refused, Unavailable
 from common.objects.port import (
     CHUNK_BYTES,
@@ -233,6 +234,10 @@ class LocalObjects:
             with self._calling("head", key):
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
                 return _info(key, os.fstat(file.fileno()), sha256, self._hidden.metadata(key, sha256))
+
+    def now(self, _prefix: str) -> float:
+        """The times of files are this host's."""
+        return SystemClock().now()
 
     # Reading
 

@@ -169,6 +169,16 @@ class Versioned(Protocol):
         """
 
 
+@runtime_checkable
+class Timekeeping(Protocol):
+    """A store that tells its time to who may only read."""
+
+    def now(self, prefix: str) -> float | None:
+        """Seconds since 1970 UTC by the store's clock, as its answer to a listing of `prefix` says; None where it says
+        nothing of it. Raises as the verbs.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class LifecycleRule:
     """One enabled rule of a bucket, for keys that begin with `prefix`; `is_partial`: for some of them, by tag or size.

@@ -10,8 +10,9 @@ import builtins
 import io
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -245,6 +246,13 @@ class S3Objects:
             if more == {"ContinuationToken": token}:
                 raise Unavailable(f"list {self._place(prefix)}: one page twice", code="E-LIST-INVALID")
             more["ContinuationToken"] = token
+
+    def now(self, prefix: str) -> float | None:
+        with self._calling("list", prefix):
+            answer = self._client.list_objects_v2(Bucket=self._bucket, Prefix=prefix, MaxKeys=1)
+        with suppress(ValueError):
+            return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"].get("date", "")).timestamp()
+        return None
 
     def hidden(self, prefix: str, *, start_after: str = "") -> builtins.list[HiddenObject]:
         check_prefix(prefix)
