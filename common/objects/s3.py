@@ -469,7 +469,7 @@ class S3Objects:
         if isinstance(error, boto.ParamValidationError):
             return ConfigError(text, code="E-S3-REQUEST")
         if isinstance(error, boto.SSLError) and "CERTIFICATE_VERIFY_FAILED" in told:
-            return ConfigError(text, hint="name the authority in store.tls.ca", code="E-S3-TLS")
+            return ConfigError(text, hint=s3_errors.untrusted(told), code="E-S3-TLS")
         if isinstance(error, boto.EndpointConnectionError):
             asked, cause = error.kwargs.get("endpoint_url", self._endpoint), error.kwargs.get("error", error)
             why, hint = s3_errors.why_not_connected(str(asked), str(cause))
@@ -480,7 +480,8 @@ class S3Objects:
         is_not_tls = isinstance(error, boto.SSLError) and s3_errors.is_not_tls(told) and not self._has_answered
         if is_not_tls or (isinstance(error, boto.ConnectionClosedError) and self._is_plain_on_tls()):
             return self._wrong_scheme(verb, key)
-        return Unavailable(text)
+        is_silent = isinstance(error, boto.ReadTimeoutError | boto.ConnectTimeoutError)
+        return Unavailable(text, hint=s3_errors.SILENT if is_silent else s3_errors.CLOSED)
 
     @property
     def _endpoint(self) -> str:

@@ -60,7 +60,7 @@ class HttpServer(ThreadingHTTPServer):
     ) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self.answer, self._tls, self._free = answer, tls, threading.BoundedSemaphore(MAX_REQUESTS)
-        # By address, the oldest first: whose request has not come. Copies, because TLS takes the sockets themselves away.
+        # By address, the oldest first: whose request has not come. Copies, because TLS takes the sockets themselves.
         self._silent: dict[Any, socket.socket] = {}
         self._lock = threading.Lock()
         super().__init__(address, _Handler)

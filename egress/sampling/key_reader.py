@@ -15,7 +15,7 @@ import msgspec
 
 from common.documents import is_too_deep
 from common.segments.columns import Columns
-from egress.sampling.settings import MAX_KEY_BYTES, Sampling
+from egress.sampling.settings import MAX_KEY_BYTES, MAX_LEVELS, Sampling
 
 Path = tuple[str, ...]
 
@@ -158,7 +158,7 @@ class JsonReader:
         decode, key = first.decode, first.key
         for payload in payloads:
             try:
-                append(None if is_too_deep(payload) else key(decode(payload)) or None)
+                append(None if is_too_deep(payload, MAX_LEVELS) else key(decode(payload)) or None)
             except UNREADABLE:
                 append(self._otherwise(payload)[0])
         return keys
@@ -169,7 +169,7 @@ class JsonReader:
         first = self._ways[self._first]
         decode, key, forced = first.decode, first.key, first.forced
         for payload in payloads:
-            if is_too_deep(payload):
+            if is_too_deep(payload, MAX_LEVELS):
                 found.append((None, False))
                 continue
             try:

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from common.documents import MAX_DEPTH
 from common.segments.columns import Columns
 from egress.sampling.key_reader import KeyReader, parse_path
-from egress.sampling.settings import Sampling
+from egress.sampling.settings import MAX_LEVELS, Sampling
 from tests.support.sampling import sampling
 
 DOCS = Path(__file__).parents[2] / "docs" / "sampling.md"
@@ -90,14 +89,14 @@ TABLE = [
     ),
     Case("a longer key", b'{"sender": "' + "é".encode() * 512 + b'a"}', None, text='{"sender": "éé…a"}'),
     Case(
-        "100 levels",
-        b'{"sender": "a", "x": ' + b"[" * (MAX_DEPTH - 1) + b"]" * (MAX_DEPTH - 1) + b"}",
+        "500 levels",
+        b'{"sender": "a", "x": ' + b"[" * (MAX_LEVELS - 1) + b"]" * (MAX_LEVELS - 1) + b"}",
         "a",
         text='{"sender": "a", "x": [[[…]]]}',
     ),
     Case(
-        "101 levels",
-        b'{"sender": "a", "x": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}",
+        "501 levels",
+        b'{"sender": "a", "x": ' + b"[" * MAX_LEVELS + b"]" * MAX_LEVELS + b"}",
         None,
         text='{"sender": "a", "x": [[[…]]]}',
     ),
