@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from common.clock import Clock
     from common.objects.port import LifecycleRule, ObjectStore
     from common.settings.root import Settings
+    from common.settings.service import NatsSettings
 
 ROLES = ("egress", "ingress", "compaction")
 
@@ -41,6 +42,7 @@ CHECKS: Mapping[str, tuple[str, ...]] = {
     "disk": ("spool", "space"),
 }  # fmt: skip
 
+MOST_WAIT = 6.0  # seconds to connect, whatever `connect_timeout` is: what is frozen is given up within half a minute
 MOST_SKEW = 60.0  # seconds between two clocks
 WRITERS = 8  # that put one key at the same time
 MOST_TAILS = 1000  # chains that are looked at for the layout: one request
@@ -120,6 +122,7 @@ def failed(part: str, what: str, error: FloeError, meaning: str = "", todo: str 
         )
     if isinstance(error, Unavailable | OutcomeUnknown):
         meaning = "it does not answer, so nothing is known of it; a service would wait for it and try again"
+        todo = todo or "look at the server, and at what is on the way to it"
         return DoctorFinding(part, what, DoctorState.SKIPPED, found, meaning, todo, unreached=True)
     if not meaning and isinstance(error, Refused):
         meaning = "the credential is refused, or lacks a right that the role needs: it cannot work"
@@ -149,13 +152,18 @@ async def connections(settings: Settings) -> list[Connected]:
 
     roles = [role for role in roles_of(settings) if role != "compaction"]
     asked = [_connected(settings, role) for role in roles]
-    return [*await asyncio.gather(*asked), await asyncio.to_thread(_store_connected, settings)]
+    return await asyncio.gather(*asked, asyncio.to_thread(_store_connected, settings))
+
+
+def promptly(nats: NatsSettings) -> NatsSettings:
+    """The same connection, for who asks only whether it can be made."""
+    return nats.model_copy(update={"connect_timeout": min(nats.connect_timeout, MOST_WAIT)})
 
 
 async def _connected(settings: Settings, role: str) -> Connected:
     from common.jetstream.client import connect
 
-    nats = settings.nats_for("egress" if role == "egress" else "ingress")
+    nats = promptly(settings.nats_for("egress" if role == "egress" else "ingress"))
     name = f"nats ({role}) {nats.context or ', '.join(nats.url)}"
     try:
         async with aclosing(await connect(nats, name="floe config check")):
@@ -169,7 +177,7 @@ def _store_connected(settings: Settings) -> Connected:
 
     name = f"store {settings.store.url}"
     try:
-        objects = open_objects(settings.store, timeout=settings.nats.connect_timeout)
+        objects = open_objects(settings.store, timeout=promptly(settings.nats).connect_timeout)
         objects.list(_listed(settings, roles_of(settings))[0], limit=1)
     except FloeError as error:
         return Connected(name, error)
@@ -195,7 +203,7 @@ def examine_store(settings: Settings, roles: Collection[str], clock: Clock) -> l
     from common.objects.open import open_objects
 
     try:
-        objects = open_objects(settings.store, timeout=settings.nats.connect_timeout)
+        objects = open_objects(settings.store, timeout=promptly(settings.nats).connect_timeout)
     except FloeError as error:
         return [failed("store", "connection", error)]
     return list(_StoreProbes(settings, frozenset(roles), clock, objects).findings())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from common.doctor import (
     examine_store,
     failed,
     is_bad,
+    promptly,
     roles_of,
     skipped,
     warns,
@@ -123,25 +124,30 @@ async def examine(settings: Settings, roles: Collection[str], probes: Probes) ->
 async def _examine_nats(settings: Settings, role: Role, probes: Probes) -> list[DoctorFinding]:
     from common.jetstream.client import connect
 
-    nats = settings.nats_for(role)
+    nats = promptly(settings.nats_for(role))
     try:
         client = await connect(nats, name=f"floe doctor ({role})")
     except FloeError as error:
         return [failed("nats", "connection", error)]
     where = f"as {role} to {nats.context or ', '.join(nats.url)}"
-    async with aclosing(client):
-        return [well("nats", "connection", where), *[each async for each in _of_server(client, settings, role, probes)]]
+    found = [well("nats", "connection", where)]
+    async with aclosing(client), aclosing(_of_server(client, settings, role, probes)) as findings:
+        async for each in findings:
+            found.append(each)
+            if each.unreached:  # what stands behind would only wait, too
+                break
+    return found
 
 
 async def _of_server(
     client: FloeClient, settings: Settings, role: Role, probes: Probes
-) -> AsyncIterator[DoctorFinding]:
+) -> AsyncGenerator[DoctorFinding, None]:
     section: ServiceSettings = settings.egress if role == "egress" else settings.ingress
     yield _version(client)
     account = await _account(client)
     if isinstance(account, DoctorFinding):
         yield account
-        if account.state is DoctorState.PROBLEM or account.unreached:
+        if account.state is DoctorState.PROBLEM:
             return
     else:
         yield _limits(account)
@@ -253,6 +259,8 @@ async def _rights(client: FloeClient, settings: Settings, role: Role) -> DoctorF
             await KeyValue(client, bucket).update("doctor", b"", NEVER)
         except Refused:
             refused.append(f"$KV.{bucket}.>")
+        except OutcomeUnknown as error:
+            return failed("nats", "rights", error)
         except FloeError:  # the bucket is not there yet, or it was let pass
             pass
     if not refused:

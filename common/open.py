@@ -54,13 +54,13 @@ class Reload:
 
     def __call__(self) -> None:
         """A file that is wrong changes nothing; its problems are logged, each in a line."""
-        from common import logs
+        from common import exits, logs
         from common.errors import ConfigError
         from common.settings import loader
 
         log = logs.get_logger("common.config")
         try:
-            settings = loader.load_document(self._path).settings
+            settings = loader.load_document(self._path).settings.in_context(exits.asked_context())
         except ConfigError as error:
             log.error("configuration refused, going on with the former", action="reload_refused", file=self._path)
             for problem in error.problems:
@@ -70,7 +70,8 @@ class Reload:
         taken = [key for key in changes if key in TAKEN_AT_ONCE]
         for key, (before, now) in changes.items():
             if key not in taken:
-                log.warning("change needs a restart", action="reload_restart", key=key, before=before, now=now)
+                told = {"hint": f"{key}_file is read again without one"} if now == loader.A_SECRET else {}
+                log.warning("change needs a restart", action="reload_restart", key=key, before=before, now=now, **told)
         if "log.level" in taken:
             logs.log_from(settings.log.level)
             kept = self._settings.log.model_copy(update={"level": settings.log.level})

@@ -51,12 +51,17 @@ class Stop:
         return self.reason is not None
 
     def set(self, reason: StopReason = StopReason.SHUTDOWN) -> None:
-        """On the event loop only."""
+        """On the event loop only; where there is none, from any thread."""
         if self.reason is None or (self.reason is StopReason.GIVE_BACK and reason is not self.reason):
             self.reason = reason
             self._event.set()
             for child in list(self._children):
                 child.set(reason)
+
+    def check(self) -> None:
+        """Raises Unavailable where it is set: for work without an event loop."""
+        if self.is_set:
+            raise Unavailable("stopped by a signal before the end", hint="what is done stays; the next run goes on")
 
     async def wait(self, seconds: float | None = None) -> bool:
         if not self.is_set:

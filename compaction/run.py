@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from common.chain import Chain
 from common.clock import Clock, SystemClock
-from common.errors import DataError, FloeError, Refused, SegmentCorrupt
+from common.errors import DataError, FloeError, SegmentCorrupt
 from common.failpoints import failpoint
 from common.logs import get_logger
 from common.objects.port import ObjectInfo
@@ -426,14 +426,8 @@ class Compaction:
     # Report
 
     def preview(self, selection: Selection) -> list[ChainSurvey]:
-        """What a run would begin with, chain by chain; all of it at once in memory.
-
-        It writes only the object that shows the store's time.
-        """
-        try:
-            now = self._tombstones.now()
-        except Refused:
-            now = 0.0  # read-only credentials: the youngest object of each chain gives its time
+        """What a run would begin with, chain by chain; all of it at once in memory. It writes nothing."""
+        now = self._tombstones.now_read()  # where that is not told, the youngest object of each chain gives its time
         return list(_at_once(lambda chain: self._foretold(chain, selection, now), self._selected(selection)))
 
     def _foretold(self, chain: Chain, selection: Selection, now: float) -> ChainSurvey:

@@ -21,7 +21,7 @@ from typing import Any
 from common.chain import Chain
 from common.errors import DataError, OutcomeUnknown
 from common.logs import get_logger
-from common.objects.port import ObjectInfo, ObjectStore, store_now
+from common.objects.port import ObjectInfo, ObjectStore, Timekeeping, store_now
 from common.segments.documents import SnapshotRef, newest_first
 from common.segments.keys import Layout
 from common.segments.segment import SegmentRef
@@ -237,7 +237,13 @@ class Tombstones:
         return key
 
     def now(self) -> float:
+        """Seconds since 1970 UTC by the store's clock, taken from an object that is written for it."""
         return store_now(self._objects, self._layout.clock())
+
+    def now_read(self) -> float:
+        """As `now`, without a write; 0.0 where the store does not say it."""
+        told = self._objects.now(self._layout.root) if isinstance(self._objects, Timekeeping) else None
+        return told or 0.0
 
 
 def _timeless(segments: Iterable[SegmentRef]) -> tuple[SegmentRef, ...]:

@@ -206,6 +206,8 @@ class Session:
             return None
         flush = Flush(self, self._archive.chain, self._builder.open_segment, self._builder.end)
         self._builder.close(Close.FLUSH)
+        if self._sampled is not None:
+            self._sampled.flush()
         return flush
 
     def _drains(self, stop: Stop) -> bool:

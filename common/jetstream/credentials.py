@@ -7,10 +7,12 @@ never the content.
 from __future__ import annotations
 
 import base64
+import errno
 import ipaddress
 import json
 import re
 import shlex
+import socket
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -223,14 +225,36 @@ def explain(error: BaseException, server: str, auth: Credential, settings: NatsS
     if isinstance(error, ssl.SSLError):
         return _explain_tls(error, where, settings)
     if is_refusal(text):
-        return Refused(f"{where} refused {auth.label}: {text.lower()}", code="E-NATS-AUTH")
-    hint, is_silent = "", isinstance(error, TimeoutError) or text.startswith("empty response")
+        hint = "compare it with what the server knows of its users"
+        return Refused(f"{where} refused {auth.label}: {text.lower()}", hint=hint, code="E-NATS-AUTH")
     if isinstance(error, TimeoutError):
         text = f"no answer within {settings.connect_timeout:g} s"
-    if is_silent and wants_tls(settings):  # each side may wait for the other's first word
-        other = "false" if settings.tls.handshake_first else "true"
-        hint = f"nats.tls.handshake_first: {other}, unless the server has it as it is here"
-    return Unavailable(f"{where} cannot be reached: {text.lower()}", hint=hint, code="E-NATS")
+    return Unavailable(
+        f"{where} cannot be reached: {text.lower()}", hint=_unreached(error, text, settings), code="E-NATS"
+    )
+
+
+def _unreached(error: Exception, text: str, settings: NatsSettings) -> str:
+    """What to do about a server that does not answer."""
+    if isinstance(error, TimeoutError) or text.startswith("empty response"):
+        first = "nats.tls.handshake_first: true where it begins with TLS"
+        if wants_tls(settings):  # each side may wait for the other's first word
+            other = "false" if settings.tls.handshake_first else "true"
+            first = f"nats.tls.handshake_first: {other}, unless the server has it as it is here"
+        return (
+            f"is it a NATS server, and does it answer others? look at it, at what is on the way, at nats.url; {first}"
+        )
+    if f"[errno {errno.ECONNREFUSED}]" in text.lower():
+        return "is nats-server running there, and is this its port? check nats.url"
+    if isinstance(error, socket.gaierror):
+        return "check the name in nats.url, and this host's resolver"
+    if isinstance(error, OSError):
+        return "check nats.url, and the network on the way"
+    return "see what the server logs of it"
+
+
+# The last two by the versions of OpenSSL.
+_NO_TLS = ("the server offers no tls", "wrong version number", "record layer failure")
 
 
 def _explain_tls(error: ssl.SSLError, where: str, settings: NatsSettings) -> FloeError:
@@ -238,9 +262,18 @@ def _explain_tls(error: ssl.SSLError, where: str, settings: NatsSettings) -> Flo
     said = said.replace("_", " ").lower()
     kind: type[FloeError] = ConfigError
     hint = f"checked with nats.tls.ca {settings.tls.files.ca or '(empty: the certificates of this system)'}"
+    if "mismatch" in said or "not valid for" in said:
+        hint += "; have nats.url name the server as its certificate does"
+    elif "expired" in said or "not yet valid" in said:
+        hint += "; renew the certificate of the server, or set the clock that is wrong"
+    elif "certificate" in said:
+        hint += "; it must hold the authority of the server's certificate"
     if "alert" in said:
-        kind, hint = Refused, f"the server refused nats.tls.cert {settings.tls.files.cert or '(none given)'}"
-    elif said in ("the server offers no tls", "wrong version number"):
+        kind, hint = (
+            Refused,
+            f"the server refused nats.tls.cert {settings.tls.files.cert or '(none given)'}; see its log",
+        )
+    elif said in _NO_TLS:
         hint = "nats.url: nats:// and no nats.tls; or TLS on the server, with handshake_first as there"
         if settings.tls.handshake_first:
             hint = "nats.tls.handshake_first: false, unless the server has it as it is here"

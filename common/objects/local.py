@@ -21,6 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
+from common.clock import SystemClock
 from common.errors import ConfigError, FloeError, Refused, Unavailable
 from common.objects.port import (
     CHUNK_BYTES,
@@ -30,7 +31,7 @@ from common.objects.port import (
     check_key,
     check_prefix,
     chunks,
-    counted,
+    instrumented,
     opened,
 )
 
@@ -170,7 +171,7 @@ class LocalObjects:
             if (root / HIDDEN).exists() and os.access(root / HIDDEN, os.W_OK):
                 self._hidden.remove_abandoned()
 
-    @counted("list")
+    @instrumented("list")
     def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> builtins.list[ObjectInfo]:
         check_prefix(prefix)
         folder, slash, stem = prefix.rpartition("/")
@@ -178,7 +179,7 @@ class LocalObjects:
             self._check_root()
             return [*islice(self._infos(folder + slash, stem, start_after.encode(), limit), limit)]
 
-    @counted("get")
+    @instrumented("get")
     def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
         with self._reading("get", key) as file:
             if file is None:
@@ -187,7 +188,7 @@ class LocalObjects:
                 file.seek(first)
                 return file.read(-1 if length is None else length)
 
-    @counted("get")
+    @instrumented("get")
     def download(self, key: str, path: Path) -> bool:
         with self._reading("get", key) as file:
             if file is None:
@@ -198,23 +199,23 @@ class LocalObjects:
                     copy.write(chunk)
             return True
 
-    @counted("put")
+    @instrumented("put")
     def put(
         self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
     ) -> None:
         self._write(key, body, sha256, metadata, Path.replace, lambda _: True)
 
-    @counted("put")
+    @instrumented("put")
     def put_if_absent(
         self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
     ) -> bool:
         return self._write(key, body, sha256, metadata, os.link, lambda found: found is None)
 
-    @counted("put")
+    @instrumented("put")
     def put_if_match(self, key: str, body: Body, etag: str) -> bool:
         return self._write(key, body, None, None, Path.replace, lambda found: found is not None and found.etag == etag)
 
-    @counted("delete")
+    @instrumented("delete")
     def delete(self, key: str) -> None:
         path = self._path(key)
         with self._calling("delete", key):
@@ -225,7 +226,7 @@ class LocalObjects:
                     sync_folder(path.parent)
                     self._hidden.drop_metadata(key)
 
-    @counted("head")
+    @instrumented("head")
     def head(self, key: str) -> ObjectInfo | None:
         with self._reading("head", key) as file:
             if file is None:
@@ -233,6 +234,10 @@ class LocalObjects:
             with self._calling("head", key):
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
                 return _info(key, os.fstat(file.fileno()), sha256, self._hidden.metadata(key, sha256))
+
+    def now(self, _prefix: str) -> float:
+        """The times of files are this host's."""
+        return SystemClock().now()
 
     # Reading
 

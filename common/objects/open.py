@@ -23,7 +23,9 @@ log = get_logger(__name__)
 def open_objects(settings: StoreSettings, *, timeout: float | None = None) -> ObjectStore:
     """The object store that `settings` name. Sends no request to an S3 store yet.
 
-    `timeout`: for who asks only whether it answers: as many seconds to connect, and a request is sent at most twice.
+    `timeout`: for who asks only whether it answers: as many seconds to connect, twice that for an answer, and a request
+    is sent at most twice.
+
     Raises ConfigError for an invalid address, and for a `file://` store what LocalObjects raises.
     """
     scheme, _, rest = settings.url.partition("://")

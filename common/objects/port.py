@@ -127,7 +127,7 @@ begin("store_")
 
 
 @contextmanager
-def counted(op: str) -> Iterator[None]:
+def instrumented(op: str) -> Iterator[None]:
     """Count and time one call; as a decorator, each call of a verb."""
     result = "failed"
     try:
@@ -166,6 +166,16 @@ class Versioned(Protocol):
         """The first objects under `prefix` that a delete marker hides, by one request.
 
         Empty where the bucket keeps no versions, the store does not support them, or the credential may not see them.
+        """
+
+
+@runtime_checkable
+class Timekeeping(Protocol):
+    """A store that tells its time to who may only read."""
+
+    def now(self, prefix: str) -> float | None:
+        """Seconds since 1970 UTC by the store's clock, as its answer to a listing of `prefix` says; None where it says
+        nothing of it. Raises as the verbs.
         """
 
 

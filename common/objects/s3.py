@@ -10,8 +10,9 @@ import builtins
 import io
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -32,7 +33,7 @@ from common.objects.port import (
     ObjectInfo,
     check_key,
     check_prefix,
-    counted,
+    instrumented,
     size_of,
 )
 from common.objects.s3_errors import code_of, status_of, without_paths
@@ -212,7 +213,7 @@ class S3Objects:
             self._client = self._make_client()
         return True
 
-    @counted("list")
+    @instrumented("list")
     def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> builtins.list[ObjectInfo]:
         """SeaweedFS begins in the wrong place where `start_after` is among folders; among the objects of one folder,
         where Floe uses it, it does not.
@@ -235,7 +236,7 @@ class S3Objects:
         check_prefix(prefix)
         more: dict[str, Any] = {}
         while True:
-            with counted("list"), self._calling("list", prefix):
+            with instrumented("list"), self._calling("list", prefix):
                 answer = self._client.list_objects_v2(Bucket=self._bucket, Prefix=prefix, MaxKeys=PAGE_KEYS, **more)
             page = Listing(self._bucket, prefix, "", None)
             token = page.add(answer)
@@ -245,6 +246,13 @@ class S3Objects:
             if more == {"ContinuationToken": token}:
                 raise Unavailable(f"list {self._place(prefix)}: one page twice", code="E-LIST-INVALID")
             more["ContinuationToken"] = token
+
+    def now(self, prefix: str) -> float | None:
+        with self._calling("list", prefix):
+            answer = self._client.list_objects_v2(Bucket=self._bucket, Prefix=prefix, MaxKeys=1)
+        with suppress(ValueError):
+            return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"].get("date", "")).timestamp()
+        return None
 
     def hidden(self, prefix: str, *, start_after: str = "") -> builtins.list[HiddenObject]:
         check_prefix(prefix)
@@ -272,7 +280,7 @@ class S3Objects:
                 raise
         return enabled_rules(answer)
 
-    @counted("get")
+    @instrumented("get")
     def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
         check_key(key)
         if length == 0:
@@ -280,28 +288,28 @@ class S3Objects:
         wanted = None if first == 0 and length is None else ByteRange(first, length)
         return self._read(key, wanted, AnswerBody.read_all)
 
-    @counted("get")
+    @instrumented("get")
     def download(self, key: str, path: Path) -> bool:
         check_key(key)
         return self._read(key, None, lambda body: body.copy_to(path)) is not None
 
-    @counted("put")
+    @instrumented("put")
     def put(
         self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
     ) -> None:
         self._write(key, body, sha256, metadata, {})
 
-    @counted("put")
+    @instrumented("put")
     def put_if_absent(
         self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
     ) -> bool:
         return self._write(key, body, sha256, metadata, {"IfNoneMatch": "*"})
 
-    @counted("put")
+    @instrumented("put")
     def put_if_match(self, key: str, body: Body, etag: str) -> bool:
         return self._write(key, body, None, None, {"IfMatch": f'"{etag}"'})
 
-    @counted("delete")
+    @instrumented("delete")
     def delete(self, key: str) -> None:
         check_key(key)
         with self._calling("delete", key, writes=True):
@@ -311,7 +319,7 @@ class S3Objects:
                 if code_of(error.response) not in s3_errors.MISSING_KEY:
                     raise
 
-    @counted("head")
+    @instrumented("head")
     def head(self, key: str) -> ObjectInfo | None:
         check_key(key)
         asked: dict[str, Any] = {"ChecksumMode": "ENABLED"} if self._options.checksum == "sha256" else {}
@@ -461,7 +469,7 @@ class S3Objects:
         if isinstance(error, boto.ParamValidationError):
             return ConfigError(text, code="E-S3-REQUEST")
         if isinstance(error, boto.SSLError) and "CERTIFICATE_VERIFY_FAILED" in told:
-            return ConfigError(text, hint="name the authority in store.tls.ca", code="E-S3-TLS")
+            return ConfigError(text, hint=s3_errors.untrusted(told), code="E-S3-TLS")
         if isinstance(error, boto.EndpointConnectionError):
             asked, cause = error.kwargs.get("endpoint_url", self._endpoint), error.kwargs.get("error", error)
             why, hint = s3_errors.why_not_connected(str(asked), str(cause))
@@ -472,7 +480,8 @@ class S3Objects:
         is_not_tls = isinstance(error, boto.SSLError) and s3_errors.is_not_tls(told) and not self._has_answered
         if is_not_tls or (isinstance(error, boto.ConnectionClosedError) and self._is_plain_on_tls()):
             return self._wrong_scheme(verb, key)
-        return Unavailable(text)
+        is_silent = isinstance(error, boto.ReadTimeoutError | boto.ConnectTimeoutError)
+        return Unavailable(text, hint=s3_errors.SILENT if is_silent else s3_errors.CLOSED)
 
     @property
     def _endpoint(self) -> str:

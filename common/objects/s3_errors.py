@@ -124,7 +124,21 @@ def why_not_connected(endpoint: str, cause: str) -> tuple[str, str]:
         hint = "is the store running, and is this its port? check store.endpoint_url"
         return f"{where}: the port refuses connections", hint
     found = _ERRNO.search(cause)
-    return f"{where}: cannot be reached: {found[1].strip().lower() if found else without_paths(cause)}", ""
+    why = found[1].strip().lower() if found else without_paths(cause)
+    return f"{where}: cannot be reached: {why}", "check store.endpoint_url, and the network on the way"
+
+
+SILENT = "does it answer others? look at the store and at what is on the way; check store.endpoint_url"
+CLOSED = "is it the port of an S3 server? look at the store's log; check store.endpoint_url"
+
+
+def untrusted(cause: str) -> str:
+    """What to do about a certificate that was not believed. `cause`: boto3's text."""
+    if "mismatch" in cause or "not valid for" in cause:
+        return "have store.endpoint_url name the store as its certificate does"
+    if "expired" in cause or "not yet valid" in cause:
+        return "renew the certificate of the store, or set the clock that is wrong"
+    return "name the authority in store.tls.ca"
 
 
 def is_not_tls(cause: str) -> bool:

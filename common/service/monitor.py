@@ -17,7 +17,7 @@ import socketserver
 import ssl
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 log = get_logger("common.monitor")
 
 MAX_REQUEST = 8192  # bytes of a request's head; bodies are not read
-MAX_REQUESTS = 16  # answered at the same time; further ones are turned away
+MAX_REQUESTS = 16  # at the same time; a further one takes the place of who has been silent longest
+LEAVE_TIMEOUT = 1.0  # seconds for that one to leave; without one the further request is turned away
 REQUEST_TIMEOUT = 5.0  # seconds to send a request, and to take each part of the answer
 
 HTML = "text/html; charset=utf-8"
@@ -59,6 +60,9 @@ class HttpServer(ThreadingHTTPServer):
     ) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self.answer, self._tls, self._free = answer, tls, threading.BoundedSemaphore(MAX_REQUESTS)
+        # By address, the oldest first: whose request has not come. Copies, because TLS takes the sockets themselves.
+        self._silent: dict[Any, socket.socket] = {}
+        self._lock = threading.Lock()
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -67,10 +71,32 @@ class HttpServer(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self._free.acquire(blocking=False) and not self._take_place():
             self.shutdown_request(request)
+            return
+        try:
+            with self._lock:
+                self._silent[client_address] = request.dup()
+            super().process_request(request, client_address)
+        except BaseException:  # no descriptor or no thread is left
+            self.heard(client_address)
+            self._free.release()
+            raise
+
+    def _take_place(self) -> bool:
+        """Whether whoever has been silent longest has left in favour of another."""
+        with self._lock:
+            if (oldest := next(iter(self._silent), None)) is None:
+                return False
+            with closing(self._silent.pop(oldest)) as line, suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+        return self._free.acquire(timeout=LEAVE_TIMEOUT)
+
+    def heard(self, client_address: Any) -> None:
+        """Its request has come, or it is gone."""
+        with self._lock:
+            if (line := self._silent.pop(client_address, None)) is not None:
+                line.close()
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
@@ -80,6 +106,7 @@ class HttpServer(ThreadingHTTPServer):
         except OSError:  # no handshake: TLS is not spoken, or the certificate is none that was asked for
             self.shutdown_request(request)
         finally:
+            self.heard(client_address)
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -204,6 +231,7 @@ class _Handler(BaseHTTPRequestHandler):
         super().setup()
         self.rfile.close()
         self.rfile = io.BufferedReader(io.BytesIO(_read_head(self.connection)))
+        self.server.heard(self.client_address)
 
     def do_GET(self) -> None:
         try:

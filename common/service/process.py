@@ -21,7 +21,6 @@ from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 from common.clock import Clock
-from common.errors import Unavailable
 from common.logs import escaped, get_logger
 from common.settings.types import read_all_again
 from common.tasks import Stop, end, orphaned, told, watched
@@ -90,33 +89,13 @@ def on_signal(number: int, call: Callable[[], object]) -> Iterator[None]:
         signal.signal(number, signal.SIG_IGN)
 
 
-class StopAsked:
-    """Whether a command that has no event loop was asked to stop; from any thread."""
-
-    def __init__(self) -> None:
-        self._asked = threading.Event()
-
-    def set(self) -> None:
-        """It is asked to."""
-        self._asked.set()
-
-    @property
-    def is_set(self) -> bool:
-        """Whether it was."""
-        return self._asked.is_set()
-
-    def check(self) -> None:
-        """To be called where it can stop. Raises Unavailable where it was asked to."""
-        if self.is_set:
-            raise Unavailable("stopped by a signal before the end", hint="what is done stays; the next run goes on")
-
-
 @contextmanager
-def stop_asked(cancel: Callable[[], None] = lambda: None) -> Iterator[StopAsked]:
-    """As `stop_on_signals`, for a command without an event loop; `cancel` is called once, in a thread, when the
-    first signal comes. Anywhere but in the main thread, which alone hears signals, nothing is ever asked.
+def stop_asked(cancel: Callable[[], None] = lambda: None) -> Iterator[Stop]:
+    """As `stop_on_signals`, for a command without an event loop, which calls `Stop.check` where it can stop; `cancel`
+    is called once, in a thread, when the first signal comes. Anywhere but in the main thread, which alone hears
+    signals, nothing is ever asked.
     """
-    asked, former = StopAsked(), dict[signal.Signals, Any]()
+    asked, former = Stop(), dict[signal.Signals, Any]()
 
     def beside(work: Callable[[], None], name: str) -> None:
         # Not in the handler: what it interrupts may hold the very lock that the work needs.

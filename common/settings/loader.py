@@ -267,37 +267,84 @@ def load_document(path: str) -> ConfigDocument:
     return documents[0]
 
 
-def changed(before: Settings, now: Settings) -> dict[str, tuple[Any, Any]]:
-    """The keys whose values differ, dotted, each with both values as text; None where there is none. Of a secret
-    only that it differs.
+def changed(before: Settings, now: Settings) -> dict[str, tuple[str | None, str | None]]:
+    """The keys whose values differ, dotted, each with both values as text; None where there is none.
+
+    Each once: not again where another key is completed from it, and an entry that only one side has as a whole. Of what
+    is or may be a secret only that it differs; of a secret in a file, which file.
     """
-    former, later = dict(_flat(before, "")), dict(_flat(now, ""))
+    found = dict(_differences(before, now, ""))
     return {
-        key: (_said(former.get(key)), _said(later.get(key)))
-        for key in sorted({*former, *later})
-        if _bare(former.get(key)) != _bare(later.get(key))
+        key: (_said(key, former), _said(key, later))
+        for key, (former, later) in sorted(found.items())
+        if not _is_completed(key, found)
     }
 
 
-def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Section):
-        for name in type(value).model_fields:
-            yield from _flat(getattr(value, name), f"{path}.{name.rstrip('_')}" if path else name.rstrip("_"))
-    elif isinstance(value, tuple) and any(isinstance(each, Section) for each in value):
-        for index, each in enumerate(value):
-            yield from _flat(each, f"{path}[{index}]")
+_Both = tuple[Any, Any]
+
+
+def _differences(former: Any, later: Any, path: str) -> Iterator[tuple[str, _Both]]:
+    if isinstance(former, Section) and type(former) is type(later):
+        names = type(former).model_fields
+        pairs = {f".{name.rstrip('_')}": (getattr(former, name), getattr(later, name)) for name in names}
+    elif isinstance(former, Mapping) or isinstance(later, Mapping):
+        former, later = former or {}, later or {}
+        pairs = {f".{name}": (former.get(name), later.get(name)) for name in {**former, **later}}
+    elif any(isinstance(each, Section) for value in (former, later) if isinstance(value, tuple) for each in value):
+        former, later = _by_name(former), _by_name(later)
+        pairs = {name: (former.get(name), later.get(name)) for name in {**former, **later}}
     else:
-        yield path, value
+        if _bare(former) != _bare(later):
+            is_file = isinstance(later, FileSecret) or (isinstance(former, FileSecret) and not _bare(later))
+            yield (f"{path}_file" if is_file else path), (former, later)
+        return
+    for name, (one, other) in pairs.items():
+        yield from _differences(one, other, f"{path}{name}".lstrip("."))
+
+
+def _by_name(entries: tuple[Any, ...]) -> dict[str, Any]:
+    """Entries of a list, by name where they have one, else by number: `[NODES]`, `[0]`."""
+    names = [getattr(each, "name", "") or getattr(each, "stream", "") for each in entries]
+    return {f"[{name or number}]": each for number, (name, each) in enumerate(zip(names, entries, strict=True))}
+
+
+# Keys that are completed from another one, and that one.
+_COMPLETED = (
+    (re.compile(r"(?:egress|ingress)\.(nats\..+)"), r"\1"),
+    (re.compile(r"egress\.feeds\[[^.]*\]\.(.+)"), r"egress.defaults.\1"),
+    (re.compile(r"ingress\.targets\[[^.]*\]\.sources\[[^.]*\]\.(.+)"), r"ingress.defaults.\1"),
+)
+
+
+def _is_completed(key: str, found: Mapping[str, _Both]) -> bool:
+    for pattern, origin in _COMPLETED:
+        if (match := pattern.fullmatch(key)) and (above := found.get(match.expand(origin))) is not None:
+            # Defaults are compared as they are written, the keys of entries as they are read.
+            return "defaults" in origin or [*map(_bare, above)] == [*map(_bare, found[key])]
+    return False
 
 
 def _bare(value: Any) -> Any:
+    """What is compared; a file is read again by itself."""
+    if isinstance(value, FileSecret):
+        return ("file", value.path)
     return value.get_secret_value() if isinstance(value, SecretStr) else value
 
 
-def _said(value: Any) -> str | None:
-    if value is None:
+A_SECRET = "a secret"  # noqa: S105  (what is said of one)
+
+
+def _said(key: str, value: Any) -> str | None:
+    if value is None or (isinstance(value, SecretStr) and not value.get_secret_value()):
         return None
-    return "a secret" if isinstance(value, SecretStr) else str(value)
+    if isinstance(value, FileSecret):
+        return value.path
+    if isinstance(value, SecretStr):
+        return A_SECRET
+    if isinstance(value, Section):
+        return "an entry"
+    return "a value" if set(key.split(".")) & set(_FREE) else str(value)
 
 
 def parse(text: str, name: str) -> list[Settings]:

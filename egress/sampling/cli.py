@@ -142,10 +142,11 @@ def state(
     """List what the samplers of a site know: each value, when it was seen and copied last, what was told.
 
     VALUE is a regular expression that is looked for in the values. The newest snapshot of each chain is read
-    from the store; stderr says how old it is. With --json: one object a line.
+    from the store; stderr says up to which sequence it knows, how old it is, and how far the archive goes. With
+    --json: one object a line.
 
     Values that had expired by then are not known any more, and not listed; those that have expired since are,
-    and stderr counts them. A feed writes no snapshot while it is quiet.
+    and stderr counts them. A feed writes no snapshot while it is quiet; `floe egress flush` has it write one.
 
     Example: floe state -c site.yaml 'node-1[0-9]' --feed NODE_DATA --silent
     """
@@ -154,12 +155,13 @@ def state(
     since_ns = moment(now, since) or 0
     failures: list[FloeError] = []
     store = open_store(settings)
+    documents = open_chains(settings, store.objects)
     form = as_value if is_values else _as_json if as_json else _as_text
     is_headed = form is not _as_text
     meant, incarnation, partition = feed_meant(settings, feed) if feed else (None, None, None)
     for each in _sampled(settings, meant):
         warn_ns = sampling.warn_ns if (sampling := Sampling.of(each)) else 0
-        chains = open_chains(settings, store.objects).chains(settings.site, each.name)
+        chains = documents.chains(settings.site, each.name)
         newest = max((chain.incarnation for chain in chains), default=0) if incarnation is None else incarnation
         for chain in chains:
             is_meant = chain.incarnation == newest and partition in (None, chain.partition)
@@ -170,7 +172,7 @@ def state(
             silent_ns = knew.watermark_ns - warn_ns if silent else None
             expired_ns = knew.watermark_ns - knew.duration_ns
             chosen = Values(knew, KeySelection(value, since_ns, silent_ns, expired_ns))
-            _tell(*found, chosen, now)
+            _tell(*found, chosen, now, documents.read_tail(chain))
             if not is_headed:
                 times = f"{'seen':{_TIME_WIDTH}}  {'copied':{_TIME_WIDTH}}"
                 click.echo(f"{'chain':{len(str(chain))}}  {times}  {'size':>10}  {'advised':7}  value")
@@ -184,11 +186,14 @@ def state(
     return failures[0].exit_code if failures else 0
 
 
-def _tell(ref: SnapshotRef, snapshot: Snapshot, chosen: Values, now: float) -> None:
+def _tell(ref: SnapshotRef, snapshot: Snapshot, chosen: Values, now: float, tail: int | None) -> None:
+    """`tail`: where the archive ends, as far as that is known."""
     text = (
         f"{ref.chain}: {len(chosen)} of {chosen.known} values, as of sequence {ref.position - 1}; "
         f"the snapshot is {max(0.0, now - ref.modified):.0f} s old"
     )
+    if tail is not None:
+        text += f"; the archive goes on to {tail}" if tail >= ref.position else ", and the archive ends there"
     if chosen.expired:
         text += f"; expired by then and not listed: {chosen.expired}"
     if late := chosen.last_seen_by(round(now * NS_PER_S) - snapshot.state.duration_ns):

@@ -13,13 +13,14 @@ from typing import Any
 
 import msgspec
 
+from common.documents import is_too_deep
 from common.segments.columns import Columns
-from egress.sampling.settings import MAX_KEY_BYTES, Sampling
+from egress.sampling.settings import MAX_KEY_BYTES, MAX_LEVELS, Sampling
 
 Path = tuple[str, ...]
 
-#: What a decoder raises for a document that cannot be read: nesting beyond the interpreter's limit included.
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+#: What a decoder raises for a document that cannot be read.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)
 
 _OBJECT, _ARRAY, _STRING = b"{", b"[", b'"'
 _SPACE = b" \t\r\n"
@@ -151,23 +152,26 @@ class JsonReader:
         self._ways, self._first = _ways(key, force), 0
 
     def keys(self, payloads: Sequence[bytes]) -> list[str | None]:
-        """None for a document without a key, and for what is not JSON."""
+        """None for a document without a key, for what is not JSON, and for what is nested too deeply."""
         keys: list[str | None] = []
         append, first = keys.append, self._ways[self._first]
         decode, key = first.decode, first.key
         for payload in payloads:
             try:
-                append(key(decode(payload)) or None)
+                append(None if is_too_deep(payload, MAX_LEVELS) else key(decode(payload)) or None)
             except UNREADABLE:
                 append(self._otherwise(payload)[0])
         return keys
 
     def both(self, payloads: Sequence[bytes]) -> tuple[list[str | None], list[bool]]:
-        """The keys, as above, and whether each message is to pass; False for what is not JSON."""
+        """The keys, as above, and whether each message is to pass; False for what is not read."""
         found: list[tuple[str | None, bool]] = []
         first = self._ways[self._first]
         decode, key, forced = first.decode, first.key, first.forced
         for payload in payloads:
+            if is_too_deep(payload, MAX_LEVELS):
+                found.append((None, False))
+                continue
             try:
                 document = decode(payload)
                 found.append((key(document) or None, forced(document)))

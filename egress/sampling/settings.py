@@ -14,6 +14,7 @@ from common.settings.egress import FeedSettings
 FOLD = 1
 #: Bytes of UTF-8 of the longest key; what is longer counts as no key.
 MAX_KEY_BYTES = 1024
+MAX_LEVELS = 500  # of objects and arrays in a payload; half of what Python 3.11 can read
 
 
 @dataclass(frozen=True)

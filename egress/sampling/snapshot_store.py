@@ -218,7 +218,8 @@ class Saving:
         self._snapshots, self._threads = snapshots, threads
         self._clock, self._interval, self._report = clock, interval, report
         self._frozen: Snapshot | None = None
-        self._frozen_at, self._segments = clock.monotonic(), 0
+        self._last = 0  # sequence that is put, as far as that was said
+        self._frozen_at, self._segments, self._is_asked = clock.monotonic(), 0, False
         self._reached, self._free = asyncio.Event(), asyncio.Event()
         self._free.set()
 
@@ -228,15 +229,22 @@ class Saving:
         Only after a segment was closed since the last time: then the snapshot mostly stands where a segment ends, and
         little has to be read again.
         """
-        is_time = self._clock.monotonic() - self._frozen_at >= self._interval
+        is_time = self._is_asked or self._clock.monotonic() - self._frozen_at >= self._interval
         return self._frozen is None and is_time and segments > self._segments
+
+    def ask(self) -> None:
+        """The next one is due as soon as a segment was closed, whenever the last was."""
+        self._is_asked = True
 
     def hold(self, snapshot: Snapshot, segments: int) -> None:
         """Keep it until `covered` says that it may be stored. To be called while none is held."""
+        self._is_asked = False
         self._frozen, self._frozen_at, self._segments = snapshot, self._clock.monotonic(), segments
         self._free.clear()
+        self.covered(self._last)  # of a quiet feed nothing else is put
 
     def covered(self, last: int) -> None:
+        self._last = max(self._last, last)
         if self._frozen is not None and self._frozen.position - 1 <= last:
             self._reached.set()
 

@@ -143,6 +143,12 @@ class Sampled:
         if self._saving is not None and self._saving.is_due(self._builder.closed):
             self._saving.hold(self._freeze(), self._builder.closed)
 
+    def flush(self) -> None:
+        """The open segment was closed because somebody asked: what the sampler knows by now is worth a snapshot."""
+        if self._saving is not None:
+            self._saving.ask()
+            self._freeze_if_due()
+
     def _on_writing(self, is_news: bool) -> None:
         if is_news and self._saving is not None:
             self._is_opening = True

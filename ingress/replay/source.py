@@ -107,7 +107,7 @@ class ReplaySource:
 
     Incarnations one after the other, their partitions in turn, a stretch of a segment at a time. `may_skip`: whether
     a hole is accepted. `memory_limit`: bytes. `finished`: set at the end of the ranges, once everything that was
-    ready has been taken.
+    ready has been taken. `bytes_done`: of the messages whose intents were closed.
     """
 
     def __init__(
@@ -129,6 +129,8 @@ class ReplaySource:
         self._generation, self._is_decoded = 0, False
         self._again, self.finished = asyncio.Event(), asyncio.Event()
         self._damaged: set[str] = set()
+        self._stored: Mapping[Chain, int] = {}
+        self._sent: dict[tuple[Chain, SequenceRange], int] = {}  # bytes of the last rows, as far as nobody closed them
         self.bytes_done = 0
 
     # For the publisher
@@ -136,14 +138,23 @@ class ReplaySource:
     async def take(self, stop: Stop, seconds: float) -> Rows | None:
         if self._is_decoded and not [*self._ahead] and not stop.is_set:
             self.finished.set()
+        self._sent = {}
         return await self._ahead.take(stop, seconds)
 
     def release(self, rows: Rows) -> None:
         self._ahead.release(rows)
-        self.bytes_done += sum(block.batch.ends[-1] for block in rows.blocks if block.batch)
+        self._sent = {(each.piece.chain, each.piece.rows): each.batch.ends[-1] for each in rows.blocks if each.batch}
+        self._count()
 
     def closed(self, positions: Mapping[Chain, int]) -> None:
         """Everything below `positions` is stored."""
+        self._stored = positions
+        self._count()
+
+    def _count(self) -> None:
+        """Rows are released before their intent is closed, or behind that, or it is not closed at all."""
+        done = [sent for sent in self._sent if sent[1].last < self._stored.get(sent[0], 0)]
+        self.bytes_done += sum(map(self._sent.pop, done))
 
     def reset(self, positions: Mapping[Chain, int]) -> None:
         self._ahead.drop()

@@ -18,11 +18,11 @@ from common.chain import Chain
 from common.errors import ConfigError, OutcomeUnknown
 from common.objects.local import LocalObjects
 from common.objects.open import open_objects, verifies_checksums
-from common.objects.port import ChecksumMismatch, ObjectInfo, ObjectStore, request_seconds, requests
+from common.objects.port import ChecksumMismatch, ObjectInfo, ObjectStore, Timekeeping, request_seconds, requests
 from common.objects.s3 import S3Account, S3Objects, S3Options
 from common.segments.keys import Layout
 from common.settings.root import StoreSettings
-from tests.support.basics import SharedS3
+from tests.support.basics import PATIENCE, SharedS3
 from tests.support.basics import counted as reading
 
 Body = Callable[[bytes], bytes | Path]
@@ -80,6 +80,16 @@ def test_a_listing_and_a_head_tell_one_time(objects: ObjectStore) -> None:
     head = objects.head("k")
     assert head is not None
     assert [info.modified for info in objects.list("")] == [head.modified]
+
+
+def test_its_time_is_told_without_a_write(objects: ObjectStore) -> None:
+    assert isinstance(objects, Timekeeping)
+    objects.put("a/b", b"x")
+    info, now = objects.head("a/b"), objects.now("a/")
+    assert info is not None
+    assert now is not None
+    assert 0 <= now - info.modified + 1 < PATIENCE, "both may be whole seconds"
+    assert [each.key for each in objects.list("")] == ["a/b"]
 
 
 def test_an_empty_object_is_an_object(objects: ObjectStore, body: Body, tmp_path: Path) -> None:

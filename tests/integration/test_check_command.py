@@ -162,8 +162,10 @@ async def test_compaction_is_judged_by_what_waits_and_by_its_last_success(tmp_pa
         archive.put(first, first + 9, age=7200)
     ChainStore(archive.objects, archive.layout).create_chain(COMPACTED, ChainDocument((), 1, 1))
     limits = ("--warning", "1h", "--critical", "1d")
+    before = archive.objects.list("")
     assert "4 segments wait for a merge, the oldest for" in await checked("compaction", "-c", config, *limits, code=1)
     await checked("compaction", "-c", config, "--warning", "1m", "--critical", "1h", code=2)
+    assert archive.objects.list("") == before, "a check needs no right to write"
     textfile = tmp_path / "floe.prom"
     done = await floe("compact", "-c", config, "--metrics-textfile", str(textfile))
     assert done.code == 0, done

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -284,7 +285,7 @@ def test_a_preview_tells_what_a_run_would_do_and_does_nothing(archive: Archive):
     before = archive.objects.list("")
     [survey] = [s for s in compaction(archive).preview(Selection()) if s.chain == CHAIN]
     assert [str(o.coverage) for o in survey.outputs] == ["1..40"]
-    assert [i.key for i in archive.objects.list("")] == sorted([*(i.key for i in before), archive.layout.clock()])
+    assert archive.objects.list("") == before
     run(archive, grace=3600)
     for stone in tombstones(archive):
         archive.age(stone, 4000)
@@ -300,9 +301,14 @@ def test_a_preview_works_with_a_credential_that_may_only_read(archive: Archive):
         def put(self, key: str, *rest: object, **more: object) -> None:
             raise Refused(f"put {key}: no permission")
 
-    reader = Archive(archive.folder, ReadOnly(archive.folder / "store"))
-    [survey] = [s for s in compaction(reader).preview(Selection()) if s.chain == CHAIN]
-    assert [str(o.coverage) for o in survey.outputs] == ["1..40"]
+    class Timeless(ReadOnly):
+        def now(self, _prefix: str) -> Any:
+            return None
+
+    for kind in (ReadOnly, Timeless):
+        reader = Archive(archive.folder, kind(archive.folder / "store"))
+        [survey] = [s for s in compaction(reader).preview(Selection()) if s.chain == CHAIN]
+        assert [str(o.coverage) for o in survey.outputs] == ["1..40"]
 
 
 def test_two_runs_in_turn_at_every_step_cannot_delete_each_other_s_output(archive: Archive):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+import ssl
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +18,7 @@ import yaml
 
 from common.chain import Chain
 from common.doctor import CHECKS, DoctorFinding, examine_disk, examine_store
+from common.doctor_cli import examine
 from common.jetstream.api import consumer_names, create_stream, stream_info
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue
@@ -32,6 +35,7 @@ from tests.support.basics import SharedS3, unique
 from tests.support.clock import ManualClock
 from tests.support.commands import Done, floe
 from tests.support.egress import connected
+from tests.support.identities import make_certificates, server_tls
 from tests.support.proxies import Answer, Exchange, FaultProxy, drop
 
 pytestmark = pytest.mark.servers
@@ -174,6 +178,110 @@ def test_a_store_that_ceases_to_answer_is_waited_for_once(s3: SharedS3, tmp_path
         settings = settings_of(tmp_path, store=store)
         found = examine_store(settings, ("egress",), ManualClock())
     assert [(each.what, each.unreached) for each in found] == [("connection", False), ("list", False), ("write", True)]
+
+
+@pytest.fixture
+def frozen() -> Iterator[str]:
+    """An address that takes connections and never says anything."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_certificates(tmp_path_factory.mktemp("tls"))
+
+
+def todos(found: dict[str, dict[str, Any]]) -> tuple[str, str]:
+    """What to do about NATS and about the store, where nothing can be done with either; each has a meaning, too."""
+    nats, store = found["nats connection"], found["store connection"]
+    assert {name for name in found if name.startswith(("nats", "store"))} == {"nats connection", "store connection"}
+    assert nats["meaning"]
+    assert store["meaning"]
+    return nats["todo"], store["todo"]
+
+
+async def test_what_to_do_is_told_of_each_way_in_which_nobody_answers(frozen: str, away: str, tmp_path: Path) -> None:
+    keys = {"access_key_id": "a", "secret_access_key": "b" * 40}
+
+    async def at(address: str) -> tuple[str, str]:
+        store = {"url": "s3://floe", "endpoint_url": f"http://{address}", **keys}
+        config = write(tmp_path, store, {"url": f"nats://{address}", "connect_timeout": "500ms"}, **egress())
+        began = time.monotonic()
+        found = todos(await examined(config, code=1))
+        assert time.monotonic() - began < 30
+        done = await floe("config", "check", "--connect", config)
+        assert done.code == 75, done
+        for todo in found:
+            assert todo in done.err, "as the doctor says"
+        return found
+
+    nats, store = await at(away)
+    assert "is nats-server running there, and is this its port? check nats.url" in nats
+    assert "is the store running, and is this its port? check store.endpoint_url" in store
+    nats, store = await at("no-such-host.invalid:4222")
+    assert "this host's resolver" in nats
+    assert "this host's resolver" in store
+    nats, store = await at(frozen)
+    assert "does it answer others? look at it" in nats
+    assert "does it answer others? look at the store" in store
+
+
+async def test_tls_that_one_side_lacks_is_a_problem_with_a_way_out(
+    s3: SharedS3, certificates: Path, tmp_path: Path
+) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificates / "server.pem", certificates / "server.key")
+    with (
+        NatsServer() as plain,
+        NatsServer(tls=server_tls(certificates)) as secret,
+        FaultProxy(s3.endpoint_url) as http,
+        FaultProxy(s3.endpoint_url, tls=context) as https,
+    ):
+        store = store_of(s3, s3.new_bucket())
+
+        async def at(nats: str, endpoint: str) -> tuple[str, str]:
+            config = write(tmp_path, {**store, "endpoint_url": endpoint}, {"url": nats}, **egress())
+            return todos(await examined(config, code=3))
+
+        nats, s3_todo = await at(f"tls://127.0.0.1:{plain.port}", http.url.replace("http:", "https:"))
+        assert "nats.url: nats:// and no nats.tls; or TLS on the server" in nats
+        assert f"set store.endpoint_url: {http.url}" in s3_todo
+        nats, s3_todo = await at(f"nats://127.0.0.1:{secret.port}", https.url.replace("https:", "http:"))
+        assert "it must hold the authority of the server's certificate" in nats
+        assert f"set store.endpoint_url: {https.url}" in s3_todo
+        nats, s3_todo = await at(f"nats://127.0.0.1:{secret.port}", https.url)
+        assert "name the authority in store.tls.ca" in s3_todo
+
+
+async def test_a_server_that_freezes_meanwhile_is_waited_for_once(tmp_path: Path) -> None:
+    streams = [{"stream": f"S{number}"} for number in range(20)]
+    document = egress()
+    document["egress"]["feeds"] = streams
+    with NatsServer() as server:
+        config = write(tmp_path, {"url": f"file://{tmp_path}/store"}, {"url": server.url}, **document)
+        settings, probes = load_settings(config), {"spark": lambda: None, "target": lambda: None}
+        real = FloeClient.api_subject
+
+        def freezes(client: FloeClient, name: str) -> str:
+            server.pause()
+            return real(client, name)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FloeClient, "api_subject", freezes)
+            began = time.monotonic()
+            try:
+                found = await examine(settings, (), probes)
+            finally:
+                server.resume()
+    assert time.monotonic() - began < 30
+    nats = [each for each in found.findings if each.part == "nats"]
+    assert [(each.what, each.unreached) for each in nats] == [
+        ("connection", False),
+        ("version", False),
+        ("jetstream", True),
+    ]
+    assert nats[-1].todo
 
 
 async def test_a_wrong_credential_is_a_problem(s3: SharedS3, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -83,6 +84,11 @@ async def test_a_flush_closes_every_partition_now_and_waits_until_it_is_stored(b
     await parts.same(stream)
 
 
+async def is_known(config: str, feed: str, said: str) -> bool:
+    """Whether `floe state` says that of the newest snapshot."""
+    return said in (await floe("state", "-c", config, "--feed", feed)).err
+
+
 async def test_a_flush_leaves_the_choices_of_a_sampler_as_they_are(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     whole, flushed = unique("F"), unique("F")
@@ -97,6 +103,8 @@ async def test_a_flush_leaves_the_choices_of_a_sampler_as_they_are(bench: Bench)
             done = await floe("egress", "flush", "-c", config, flushed, "--json")
             assert done.code == 0, done
             assert [row["last"] for row in done.json()] == [last]
+            await soon(partial(is_known, config, flushed, f"as of sequence {last}; "), every=0.1)
+        assert await is_known(config, flushed, " s old, and the archive ends there")
         assert len(bench.refs(flushed)) == 3
         assert bench.refs(whole) == []
     kept = [message.sequence for message in bench.messages(flushed)]

@@ -226,20 +226,24 @@ async def test_an_unreachable_server_is_tried_until_the_time_is_up():
     port = free_port()
     error = await refused(NatsSettings(url=f"nats://127.0.0.1:{port}", connect_timeout=0.5))
     assert isinstance(error, Unavailable)
-    assert str(error).startswith(f"nats server 127.0.0.1:{port} cannot be reached: ")
+    assert error.message.startswith(f"nats server 127.0.0.1:{port} cannot be reached: ")
+    assert "is nats-server running there" in error.hint
 
 
 async def test_a_server_that_says_nothing_is_given_up():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         host = f"127.0.0.1:{silent.getsockname()[1]}"
         error = await refused(NatsSettings(url=f"nats://{host}", connect_timeout=0.4))
-    assert str(error) == f"nats server {host} cannot be reached: no answer within 0.4 s"
+    assert error.message == f"nats server {host} cannot be reached: no answer within 0.4 s"
+    assert "does it answer others" in error.hint
+    assert "nats.tls.handshake_first: true" in error.hint
 
 
 async def test_an_unknown_host_is_named():
     error = await refused(NatsSettings(url="nats://no-such-host.invalid:4222", connect_timeout=0.5))
     assert isinstance(error, Unavailable)
     assert "no-such-host.invalid:4222" in str(error)
+    assert "this host's resolver" in error.hint
 
 
 async def test_one_server_of_several_is_enough(nats_url: str):

@@ -70,7 +70,7 @@ async def test_a_wrong_password_is_refused_at_once_and_never_shown(guarded: Nats
     error = await refused(as_user(guarded, "all", "wrong-secret"))
     assert isinstance(error, Refused)
     host = guarded.url.removeprefix("nats://")
-    assert str(error) == f"nats server {host} refused user all: authorization violation"
+    assert error.message == f"nats server {host} refused user all: authorization violation"
     assert (await refused(NatsSettings(url=guarded.url))).message.endswith(
         "refused no credential: authorization violation"
     )

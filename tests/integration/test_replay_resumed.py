@@ -17,7 +17,7 @@ from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Message
 from common.tasks import Stop
 from infra.local.nats import NatsServer
-from ingress.replay.request import ReplayOptions
+from ingress.replay.request import ReplayOptions, ReplayResult
 from tests.support.basics import PATIENCE, unique
 from tests.support.ingress import CHAIN, arrived, rows_of
 from tests.support.replay import World, refused
@@ -39,8 +39,8 @@ async def test_the_same_command_again_does_nothing(world: World) -> None:
     assert await world.sequences() == [*range(1, 21), *range(1, 21)]
 
 
-async def stopped_half_way(world: World, **asked: Any) -> int:
-    """A slow replay that is stopped; how many messages it stored."""
+async def stopped_half_way(world: World, **asked: Any) -> ReplayResult:
+    """A slow replay that is stopped."""
     from ingress.replay.pace import MessageRate
 
     work, stop = world.replay(ReplayOptions(pace=MessageRate(400)), **asked), Stop()
@@ -48,7 +48,19 @@ async def stopped_half_way(world: World, **asked: Any) -> int:
         asyncio.get_running_loop().call_later(1.0, stop.set)
         result = await work.run(client, stop)
     assert not result.finished
-    return result.rows
+    return result
+
+
+async def test_bytes_are_those_of_what_was_stored(world: World) -> None:
+    world.fill((1, 2500))
+    await world.make()
+    stopped = await stopped_half_way(world)
+    assert 0 < len(await world.sequences()) < 2500
+    assert (stopped.rows_now, stopped.bytes) == (0, 0), "its one intent is open"
+    went_on = await world.run()
+    assert went_on.rows_now == 2500
+    whole = await world.run(ReplayOptions(again=True, append=True))
+    assert went_on.bytes == whole.bytes > 2500
 
 
 async def test_a_stopped_replay_goes_on_without_a_repeat(world: World) -> None:

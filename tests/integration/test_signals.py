@@ -74,6 +74,17 @@ async def passes_through(running: Running, role: str, processes: int = 1) -> Non
         assert (line["taken"], line["restart"]) == (["log.level"], 2)
     told = {(line["key"], line["now"]) for line in running.lines("reload_restart")}
     assert told == {(f"{role}.shutdown_timeout", "17.0"), (f"{role}.lease_ttl", "3.0")}
+    assert len(running.lines("reload_restart")) == 2 * processes, "each is named once"
+
+    running.configure(nats={"user": "floe", "password": "a-password-of-the-file"})
+    service.send(signal.SIGHUP)
+    await running.logged("reload", 2 * processes)
+    told = {(line["key"], line["before"], line["now"]) for line in running.lines("reload_restart")}
+    assert ("nats.password", None, "a secret") in told
+    assert not {key for key, _, _ in told if ".nats." in key}
+    hints = {line.get("hint") for line in running.lines("reload_restart") if line["key"] == "nats.password"}
+    assert hints == {"nats.password_file is read again without one"}
+    assert "a-password-of-the-file" not in service.log.read_text()
 
     running.config.write_text("[")
     service.send(signal.SIGHUP)

@@ -85,6 +85,14 @@ def test_stderr_says_how_old_the_snapshot_is_and_what_it_holds(site: Site) -> No
     )
 
 
+def test_stderr_says_how_far_the_archive_goes_behind_the_snapshot(site: Site) -> None:
+    site.known(("b", 0))
+    site.chains.write_tail(CHAIN, 10)
+    assert "as of sequence 10; the snapshot is 0 s old, and the archive ends there;" in site.state().stderr
+    site.chains.write_tail(CHAIN, 250)
+    assert "as of sequence 10; the snapshot is 0 s old; the archive goes on to 250;" in site.state().stderr
+
+
 def test_json_is_one_object_a_line(site: Site) -> None:
     site.known(("b", 0), ("a", 60))
     first, second = map(json.loads, site.state("--json").stdout.splitlines())

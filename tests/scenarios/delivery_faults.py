@@ -26,10 +26,11 @@ KINDS = (*SERVERS, *INGRESS, *LINES)
 # Of a message or batch that the target stored; of a fast batch that goes on.
 ACKNOWLEDGEMENT = re.compile(rb'"stream": ?"%b"|"type": ?"ack"' % TARGET.encode())
 STORM = (5.0, 9.0)  # seconds of faults, followed by a third of them without
-LOST_WITHIN = 8.0  # seconds until somebody gets an acknowledgement
+LOST_WITHIN = 8.0  # seconds until somebody gets an acknowledgement in a storm
+CALM_WITHIN = 90.0  # seconds for what happens within few on a quiet machine, while nothing else is broken
 STARTED = 20.0  # seconds for an instance to start
 PATIENCE = 4.0  # times as long as asked for may a run take until it has proved something
-AT_LEAST = 240.0  # seconds that a short run may take for the same
+AT_LEAST = 360.0  # seconds that a short run may take for the same
 
 
 class Deck:
@@ -67,7 +68,8 @@ class Faults:
         ]
 
     async def run(self, seconds: float, proved: Callable[[], bool]) -> None:
-        """Storms and calms in turn for `seconds`, longer until they have proved something; then healed.
+        """Storms and calms in turn for `seconds`, longer until they have proved something; then healed. What is still
+        to be proved then is made in the calms.
 
         `proved`: whether all else that must have happened did.
         """
@@ -81,7 +83,24 @@ class Faults:
                 await asyncio.gather(*(self._storm(client, end, *part) for part in self._parts))
                 await self._centre.heal()
                 await self._up(*self._centre.instances)
+                if spent >= seconds:
+                    await self._provoke()
                 await asyncio.sleep((time.monotonic() - begun) / 3)
+
+    async def _provoke(self) -> None:
+        """Alone, what had no effect in the storms so far: on a busy machine they may leave nobody time to publish."""
+        if not (self.acknowledgements_lost and self._meter.unclear):
+            self.counts["lost acknowledgements"] += 1
+            await self._lose_acknowledgements(CALM_WITHIN)
+            await until(lambda: self._meter.unclear > 0, CALM_WITHIN)
+        holder = next((each for each in self._centre.instances if each.name == self._meter.holder), None)
+        if holder is not None and not self._meter.take_overs:
+            self.counts["ingress SIGSTOP"] += 1
+            holder.service.send(signal.SIGSTOP)
+            try:
+                await until(lambda: self._meter.take_overs > 0, CALM_WITHIN)
+            finally:
+                holder.service.send(signal.SIGCONT)
 
     def _has_proved(self) -> bool:
         """Whether there was every kind of fault, outcomes that were unclear, and a take-over."""
@@ -164,21 +183,21 @@ class Faults:
             for proxy in instance.proxies:
                 proxy.cut()
         elif kind == "lost acknowledgements":
-            await self._lose_acknowledgements()
+            await self._lose_acknowledgements(LOST_WITHIN)
         else:
             for proxy in instance.proxies:
                 proxy.blackhole(kind.removeprefix("blackhole "))
             await asyncio.sleep(self._rng.uniform(0.1, 4.0))
             instance.heal()
 
-    async def _lose_acknowledgements(self) -> None:
+    async def _lose_acknowledgements(self, seconds: float) -> None:
         """What is sent arrives, what comes back does not, and then the connection is gone; of whoever sends.
 
         Every line waits for an acknowledgement: right now nobody may be able to publish.
         """
         proxies = [proxy for instance in self._centre.instances for proxy in instance.proxies]
         lost = [asyncio.create_task(proxy.lose(ACKNOWLEDGEMENT).wait()) for proxy in proxies]
-        done, _ = await asyncio.wait(lost, timeout=LOST_WITHIN, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(lost, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         self.acknowledgements_lost += len(done)
         for proxy, task in zip(proxies, lost, strict=True):
             proxy.lose_nothing()

@@ -7,10 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from common.doctor import CHECKS, DoctorFinding, Examination, failed, is_bad, is_over, skipped, warns, well
+from common.doctor import (
+    CHECKS,
+    MOST_WAIT,
+    DoctorFinding,
+    Examination,
+    failed,
+    is_bad,
+    is_over,
+    promptly,
+    skipped,
+    warns,
+    well,
+)
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
 from common.objects.port import LifecycleRule
 from common.objects.s3_transfer import enabled_rules
+from common.settings.service import NatsSettings
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 
@@ -48,6 +61,17 @@ def test_an_error_is_a_finding_with_a_meaning(error: FloeError, state: str) -> N
     assert found.found == f"{error.code}: {error.message}"
     assert found.meaning
     assert found.todo.split("\n") == [*filter(None, [error.hint]), "a command"]
+
+
+@pytest.mark.parametrize("error", [Unavailable("away"), OutcomeUnknown("lost")])
+def test_what_does_not_answer_has_something_to_do(error: FloeError) -> None:
+    assert failed("nats", "rights", error).todo
+
+
+def test_a_long_connect_timeout_is_that_of_services() -> None:
+    assert promptly(NatsSettings(connect_timeout=300.0)).connect_timeout == MOST_WAIT
+    assert promptly(NatsSettings(connect_timeout=0.5)).connect_timeout == 0.5
+    assert 4 * MOST_WAIT < 30, "a store is asked twice, and waited for twice as long"
 
 
 def test_a_check_that_is_not_in_the_table_is_refused() -> None:

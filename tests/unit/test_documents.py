@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
-from common.documents import MAX_DEPTH, check_depth
+from common.documents import MAX_DEPTH, check_depth, is_too_deep
 from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
@@ -199,6 +199,25 @@ def test_brackets_in_texts_are_no_levels(text: str) -> None:
     check_depth(json.dumps({text: [text, text]}).encode())
     with pytest.raises(ValueError, match="nested too deeply"):
         check_depth(json.dumps({text: text}).encode() + b"[" * (MAX_DEPTH + 1))
+
+
+@pytest.mark.parametrize(
+    ("raw", "is_deep"),
+    [
+        (b"[" * MAX_DEPTH + b"]" * MAX_DEPTH, False),
+        (b'[{"a":' * (MAX_DEPTH // 2) + b"1" + b"}]" * (MAX_DEPTH // 2), False),
+        (b"[" + b'{"a":[{}]},' * 10_000 + b"1]", False),
+        (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), True),
+        (b'[{"a":' * 51 + b"1" + b"}]" * 51, True),
+        (b"[[]," * MAX_DEPTH + b"[]" + b"]" * MAX_DEPTH, True),
+        (b"[" * (MAX_DEPTH + 1) + b'"', True),
+        (b"]" * 5000 + b"[" * (MAX_DEPTH + 1), False),
+        (b"[]" * 5000 + b"]" * 5000 + b"[" * MAX_DEPTH, False),
+    ],
+    ids=lambda value: repr(value[:20]) if isinstance(value, bytes) else "",
+)
+def test_levels_are_those_that_are_open_at_once(raw: bytes, is_deep: bool) -> None:
+    assert is_too_deep(raw) == is_deep
 
 
 def test_no_more_of_a_document_is_read_than_its_greatest_size(objects: LocalObjects) -> None:

@@ -11,7 +11,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -220,16 +220,41 @@ def test_a_scraper_that_never_reads_holds_neither_others_nor_the_shutdown(health
         assert time.monotonic() - started < PATIENCE, "it waits for no part of the answer to be taken"
 
 
-def test_no_more_than_a_few_requests_are_answered_at_the_same_time(monitor: Monitor):
+def test_no_more_than_a_few_requests_are_answered_at_the_same_time(monitor: Monitor, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(monitor_http, "REQUEST_TIMEOUT", 10 * PATIENCE)
     before = threading.active_count()
     clients = [socket.create_connection(("127.0.0.1", monitor.port), 5) for _ in range(40)]
     try:
-        eventually(lambda: threading.active_count() > before)
-        assert threading.active_count() - before <= monitor_http.MAX_REQUESTS
+        eventually(lambda: threading.active_count() - before == monitor_http.MAX_REQUESTS)
     finally:
         for client in clients:
             client.close()
     eventually(lambda: get_or_none(monitor) == 200)
+
+
+IDLE = 64  # connections, several times as many as have a place
+
+
+@contextmanager
+def idle(monitor: Monitor, said: bytes = b"") -> Iterator[None]:
+    """While others hold connections and say no more than that."""
+    with ExitStack() as stack:
+        for _ in range(IDLE):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", monitor.port), PATIENCE))
+            with suppress(OSError):  # it has made room for another already
+                client.sendall(said)
+        yield
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /healthz HTTP/1.1\r\n"], ids=["nothing", "half a request"])
+def test_who_holds_a_connection_and_says_nothing_turns_nobody_away(
+    health: Health, monitor: Monitor, monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    monkeypatch.setattr(monitor_http, "REQUEST_TIMEOUT", 10 * PATIENCE)
+    health.set_ready("objects", True)
+    with idle(monitor, said):
+        for path in ("/healthz", "/readyz", "/metrics", "/status") * 3:
+            assert get(monitor, path)[0] == 200
 
 
 def get_or_none(monitor: Monitor) -> int | None:
@@ -303,6 +328,15 @@ def test_pages_are_served_over_tls_only(health: Health, certificates: Path):
             return False
 
         eventually(is_answered)
+
+
+def test_who_begins_no_handshake_turns_nobody_away(
+    health: Health, certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor_http, "REQUEST_TIMEOUT", 10 * PATIENCE)
+    with served(health, certificates) as monitor, idle(monitor, b"\x16\x03"):
+        for _ in range(5):
+            assert fetched(monitor, certificates) == 200
 
 
 def test_clients_need_a_certificate_where_one_is_asked_for(health: Health, certificates: Path):

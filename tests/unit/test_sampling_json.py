@@ -11,7 +11,7 @@ import pytest
 
 from common.segments.columns import Columns
 from egress.sampling.key_reader import KeyReader, parse_path
-from egress.sampling.settings import Sampling
+from egress.sampling.settings import MAX_LEVELS, Sampling
 from tests.support.sampling import sampling
 
 DOCS = Path(__file__).parents[2] / "docs" / "sampling.md"
@@ -88,6 +88,18 @@ TABLE = [
         says="`éé…`",
     ),
     Case("a longer key", b'{"sender": "' + "é".encode() * 512 + b'a"}', None, text='{"sender": "éé…a"}'),
+    Case(
+        "500 levels",
+        b'{"sender": "a", "x": ' + b"[" * (MAX_LEVELS - 1) + b"]" * (MAX_LEVELS - 1) + b"}",
+        "a",
+        text='{"sender": "a", "x": [[[…]]]}',
+    ),
+    Case(
+        "501 levels",
+        b'{"sender": "a", "x": ' + b"[" * MAX_LEVELS + b"]" * MAX_LEVELS + b"}",
+        None,
+        text='{"sender": "a", "x": [[[…]]]}',
+    ),
     Case(
         "10,000 levels elsewhere",
         b'{"sender": "a", "x": ' + b"[" * DEEP + b"]" * DEEP + b"}",

@@ -88,6 +88,23 @@ async def test_written_only_once_the_archive_reaches_it(bench: Bench) -> None:
     assert bench.store.written == [10]
 
 
+async def test_what_the_archive_has_reached_already_is_written_at_once(bench: Bench) -> None:
+    """Of a quiet feed nothing else is put that would say so."""
+    bench.saving.covered(9)
+    bench.hold(10)
+    await bench.saving.free()
+    assert bench.store.written == [10]
+
+
+def test_due_at_once_where_somebody_asks_and_a_segment_was_closed() -> None:
+    bench = Bench()
+    bench.saving.ask()
+    assert not bench.saving.is_due(0)
+    assert bench.saving.is_due(1)
+    bench.hold(10, segments=1)
+    assert not bench.saving.is_due(2)
+
+
 async def test_a_slow_write_holds_nobody_up_and_the_next_one_waits_its_turn(bench: Bench) -> None:
     bench.store.gate.clear()
     bench.hold(10)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from common.settings.loader import load
+from common.settings.loader import changed, load, parse
 from common.settings.root import Settings
 from common.settings.service import NatsSettings
 
@@ -110,6 +110,75 @@ def test_settings_with_secrets_of_files_and_variables_travel_to_executors(
 
     assert arrived == settings
     assert (arrived.spool_dir, arrived.store.secret_access_key.get_secret_value()) == ("/spool", "hidden")
+
+
+# What SIGHUP finds changed
+
+BEFORE = """
+site: us-east
+store: {url: s3://floe, access_key_id: AK, secret_access_key: former-secret-of-the-store}
+nats: {user: floe, password: former-password-of-nats}
+egress:
+  defaults: {segment: {max_age: 5m}}
+  feeds: [{stream: A}, {stream: B, segment: {max_age: 1m}}, {stream: C}]
+  heartbeats: {headers: {Token: former-value-of-a-header}, subjects: [{subject: a.b}]}
+compaction: {spark: {conf: {spark.hadoop.fs.s3a.secret.key: former-value-of-spark}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "found"),
+    [
+        ("us-east", "eu-west", {"site": ("us-east", "eu-west")}),
+        ("former-secret", "later-secret", {"store.secret_access_key": ("a secret", "a secret")}),
+        ("former-password", "later-password", {"nats.password": ("a secret", "a secret")}),
+        (", password: former-password-of-nats", ", password_file: FILE", {"nats.password_file": ("a secret", "FILE")}),
+        ("user: floe, password: former-password-of-nats", "", {
+            "nats.password": ("a secret", None), "nats.user": ("floe", ""),
+        }),
+        ("former-value-of-a", "later-value-of-a", {"egress.heartbeats.headers.Token": ("a value", "a value")}),
+        ("former-value-of-spark", "later-value-of-spark", {
+            "compaction.spark.conf.spark.hadoop.fs.s3a.secret.key": ("a value", "a value"),
+        }),
+        ("max_age: 5m", "max_age: 2m", {"egress.defaults.segment.max_age": ("5m", "2m")}),
+        ("defaults: {segment: {max_age: 5m}}", "defaults: {segment: {max_age: 5m}, relay: true}", {
+            "egress.defaults.relay": (None, "True"),
+        }),
+        ("max_age: 1m", "max_age: 3m", {"egress.feeds[B].segment.max_age": ("60.0", "180.0")}),
+        ("{stream: A}, ", "", {"egress.feeds[A]": ("an entry", None)}),
+        ("{stream: C}", "{stream: C}, {stream: D}", {"egress.feeds[D]": (None, "an entry")}),
+        ("[{subject: a.b}]", "[{subject: a.c}]", {"egress.heartbeats.subjects[0].subject": ("a.b", "a.c")}),
+        ("  feeds", "  nats: {user: floe, password: of-egress-alone}\n  feeds", {
+            "egress.nats.password": ("a secret", "a secret"),
+        }),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_each_key_that_changed_is_named_once_and_no_secret_is_shown(
+    tmp_path: Path, old: str, new: str, found: dict[str, tuple[str | None, str | None]]
+) -> None:
+    file = tmp_path / "password"
+    file.write_text("former-password-of-nats")
+    assert old in BEFORE
+    [before] = parse(BEFORE, "before")
+    [now] = parse(BEFORE.replace(old, new.replace("FILE", str(file))), "now")
+    wanted = {key: tuple(str(file) if each == "FILE" else each for each in pair) for key, pair in found.items()}
+    assert changed(before, now) == wanted
+    assert changed(now, before).keys() == {key.replace("_file", "") for key in wanted}
+    assert changed(now, now) == {}
+
+
+def test_a_secret_in_a_file_is_no_change_and_another_file_is(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+
+    def settings(file: Path, secret: str) -> Settings:
+        file.write_text(secret)
+        [found] = parse(f"store: {{url: s3://floe}}\nnats: {{user: floe, password_file: {file}}}", "file")
+        return found
+
+    before = settings(one, "the-first-secret")
+    assert changed(before, settings(one, "the-second-secret")) == {}
+    assert changed(before, settings(other, "the-first-secret")) == {"nats.password_file": (str(one), str(other))}
 
 
 def test_the_subjects_of_a_new_stream_are_given_or_follow_from_the_prefixes():
