@@ -476,8 +476,9 @@ class ChainStore:
     def write_alive(self, process: str, alive: Alive) -> None:
         self.objects.put(self.layout.alive(alive.site, process), alive.to_json())
 
-    def listed_alive(self) -> list[ObjectInfo]:
-        listing = self.objects.list(self.layout.alive_prefix())
+    def listed_alive(self, site: str | None = None) -> list[ObjectInfo]:
+        """Those of a site, or of all."""
+        listing = self.objects.list(self.layout.alive_prefix(site))
         parsed = ((self.layout.parse_alive(info.key), info) for info in listing)
         return to_read((name[0], info) for name, info in parsed if name is not None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -201,7 +202,8 @@ async def test_the_commands_of_a_site_have_the_rights_of_egress(
 ) -> None:
     client = await everything(server)
     bench = Bench(server.url, tmp_path, client, "FLOE_LEASES", "FLOE_STATE")
-    await create_stream(client, {"name": "NODES", "subjects": ["NODES.>"], "retention": retention})
+    stream = {"name": "NODES", "subjects": ["NODES.>"], "retention": retention}
+    await create_stream(client, stream)
     as_egress = {"user": "egress", "password": "secret"}
 
     async def run(*words: str, feed: dict[str, Any], code: int = 0) -> None:
@@ -211,7 +213,7 @@ async def test_the_commands_of_a_site_have_the_rights_of_egress(
         done = await floe(*words, "-c", str(path))
         assert done.code == code, (words, done.out, done.err)
 
-    whole, cut = {"stream": "NODES", "segment": {"max_age": "1h"}}, feed_of("NODES", 2)
+    whole, cut = {"stream": "NODES", "segment": {"max_age": "1h"}}, feed_of("NODES", 2, on_recreated="halt")
     await run("egress", "init", feed=whole)
     async with bench.egress(whole, nats=as_egress) as running:
         await publish_over(bench, "NODES", ["0.a", "1.a"], 100, "x")
@@ -221,13 +223,22 @@ async def test_the_commands_of_a_site_have_the_rights_of_egress(
         await run("status", feed=whole)
     await run("egress", "resolve", "NODES", feed=whole)
     await run("egress", "repartition", "NODES", "--yes", feed=cut)
-    await run("egress", "resolve", "NODES", "--new-incarnation", "--yes", feed=cut)
-    await run("doctor", feed=cut)
+    await bench.publish("NODES", [b"y"] * 10, subject="0.a")
     async with bench.egress(cut, nats=as_egress):
-        await publish_over(bench, "NODES", ["0.a", "1.a"], 100, "y")
-        await soon(lambda: bench.end("NODES", 2) == 200)
-
+        await soon(lambda: bench.end("NODES", 1) == 110)
+    await bench.delete_stream("NODES")
+    await create_stream(client, stream)
+    await bench.publish("NODES", [b"z"] * 20, subject="0.a")
+    await run("egress", "resolve", "NODES", feed=cut, code=3)
+    await run("egress", "resolve", "NODES", "--new-incarnation", "--yes", feed=cut)
+    await run("egress", "init", feed=cut)
+    async with bench.egress(cut, nats=as_egress):
+        await soon(lambda: bench.end("NODES", 2) == 20)
     assert violations(server) == []
+    await run("doctor", feed=cut)
+    assert [re.findall('"(.*?)"', each)[-1] for each in violations(server)] == ["$JS.API.INFO"], (
+        "a role needs no limits"
+    )
     await client.aclose()
 
 

@@ -22,6 +22,7 @@ import yaml
 from common.chain import Chain
 from common.open import load_settings, open_chains, open_store
 from common.segments.columns import SCHEMA
+from common.segments.documents import TargetPositions
 from common.segments.keys import Layout
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
@@ -190,6 +191,7 @@ async def test_every_role_works_with_the_rights_of_the_table(roles: Roles) -> No
     open_chains(settings).write_tail(CHAIN, end + 1)
     bounds = ["--first", str(end + 1), "--last", str(end + 1), "--yes"]
     roles.floe("operator", "gap", "accept", "--site", SITE, "--feed", "NODES", *bounds)
+    open_chains(settings).write_positions(TargetPositions(TARGET, 0.0))
     await roles.said("operator", "checkpoint", "release", TARGET, "--yes")
     await roles.said("egress", "egress", "repartition", "NODES", "--yes", feeds=[feed_of("NODES", 2)])
 
