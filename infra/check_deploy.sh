@@ -78,6 +78,7 @@ if command -v helm >/dev/null; then
   check "helm lint" helm lint --strict infra/helm/floe "${all[@]}"
   check "helm template: as it is" rendered
   check "helm template: all of it" rendered "${all[@]}"
+  check "helm template: every value" rendered -f tests/deploy/every-value.yaml
   check "helm template: no credentials, no account" rendered --set credentialsSecret= --set serviceAccount.create=false
   check "helm template: a single pod has no disruption budget" without_budget --set egress.replicas=1
   check "helm template: a value that the schema does not know is refused" refused --set egress.replica=3

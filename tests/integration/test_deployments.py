@@ -204,6 +204,21 @@ def test_an_image_is_made_of_what_the_locks_hold_and_runs_as_nobody_special():
         assert ":latest" not in service["image"]
 
 
+def test_the_check_of_the_chart_sets_every_value_of_its_schema():
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((ROOT / "tests" / "deploy" / "every-value.yaml").read_text())
+
+    def unset(part: dict[str, Any], found: Any, path: str) -> Iterator[str]:
+        part = schema["definitions"][part["$ref"].rpartition("/")[2]] if "$ref" in part else part
+        for name, each in part.get("properties", {}).items():
+            if name not in found:
+                yield f"{path}{name}"
+            else:
+                yield from unset(each, found[name], f"{path}{name}.")
+
+    assert [*unset(schema, values, "")] == []
+
+
 def test_the_files_that_compose_mounts_are_there():
     named = [each["file"] for each in COMPOSE["configs"].values()]
     volumes = [volume for service in COMPOSE["services"].values() for volume in service.get("volumes", [])]
