@@ -17,6 +17,7 @@ from common.cli import (
     Moment,
     SequenceType,
     StatusView,
+    Styled,
     TimeType,
     ago,
     config_option,
@@ -36,7 +37,7 @@ from common.objects.port import ObjectInfo
 from common.open import load_settings, open_chains, open_store
 from common.segments.archive import Timeline, find_chain, read_cover, select_chains, span
 from common.segments.columns import is_text, messages
-from common.segments.documents import ChainStore
+from common.segments.documents import ChainStore, CompactionRun, run_of
 from common.segments.keys import configured
 from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import Footer, Message, Reason, SegmentRef, decode_subject, encode_bytes
@@ -537,9 +538,14 @@ async def archive_view(settings: Settings) -> StatusView:
     with closing(open_store(settings)) as store, closing(Threads("archive", LISTED_AT_ONCE)) as threads:
         tails = await threads.run(documents.listed_tails)
         named = await threads.run(documents.chains, site)
+        runs = await threads.run(documents.runs)
         chains = sorted({*named, *(chain for chain in tails if site in (None, chain.site))})
         rows = await asyncio.gather(*(threads.run(_archived, store, chain, tails.get(chain)) for chain in chains))
-    now = clock.now()
+    now, compactions = clock.now(), [run_of(runs, chain) for chain in chains]
+    for row, run in zip(rows, compactions, strict=True):
+        done = run and run.succeeded
+        row["last_compaction"] = format_time(int(done) * NS_PER_S) if done else None
+        row["last_compaction_exit_code"] = run and run.code
     cells = [
         {
             "chain": str(chain),
@@ -547,11 +553,20 @@ async def archive_view(settings: Settings) -> StatusView:
             "last archived": ago(None if (at := row["last_archived"]) is None else now - parse_time(at) / NS_PER_S),
             "segments": row["segments"],
             "stored": size_words(row["bytes"]),
+            "last compaction": _compaction(run, now),
         }
-        for chain, row in zip(chains, rows, strict=True)
+        for chain, row, run in zip(chains, rows, compactions, strict=True)
     ]
-    columns = ("chain", "archived", "last archived", "segments", "stored")
+    columns = ("chain", "archived", "last archived", "segments", "stored", "last compaction")
     return StatusView("archive", rows, cells, columns, columns)
+
+
+def _compaction(run: CompactionRun | None, now: float) -> object:
+    """When it last succeeded, in red with the exit code where its last run did not."""
+    if run is None:
+        return None
+    done = ago(None if run.succeeded is None else now - run.succeeded) or "never"
+    return Styled(f"{done}, then exit code {run.code}", "red") if run.code else done
 
 
 def _archived(store: SegmentStore, chain: Chain, tail: ObjectInfo | None) -> dict[str, Any]:

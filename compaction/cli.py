@@ -15,12 +15,16 @@ from common.check_cli import CheckFigure, CheckResult, CheckState, check_command
 from common.cli import config_option, json_option, print_json, refuse_beside, run_command, table
 from common.clock import Clock, SystemClock
 from common.errors import DataError, FloeError, UsageError
+from common.logs import get_logger
 from common.open import load_settings, open_chains, open_store, reloaded_on_hangup
 from common.settings.types import counted, size_words
+
+log = get_logger("compaction.cli")
 
 DAY = 86_400.0  # seconds
 
 if TYPE_CHECKING:
+    from common.segments.documents import ChainStore
     from common.segments.segment import Footer, SegmentRef
     from common.segments.store import SegmentStore
     from common.service.life import Life
@@ -98,8 +102,9 @@ def compact(
             with _compaction(config, settings, store) as compaction:
                 if dry_run:
                     return _preview(compaction, selection, as_json, strict)
-                with life:
-                    return _run(compaction, selection, as_json, strict, metrics, life)
+                with life, _RunNote(open_chains(settings), selection, SystemClock()) as note:
+                    note.code = _run(compaction, selection, as_json, strict, metrics, life)
+                    return note.code
 
 
 @click.command()
@@ -150,18 +155,19 @@ def verify(config: str, what: str | None, deep: bool, as_json: bool) -> int:
 @click.option(
     "--textfile",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="What `floe compact --metrics-textfile` wrote: the last success is judged too.",
+    help="What `floe compact --metrics-textfile` wrote, in place of what its runs left in the bucket.",
 )
 def check_compaction(
     settings: Settings, warning: float | None, critical: float | None, textfile: Path | None
 ) -> CheckResult:
     """Look at the bucket: what a run of compaction would merge now, and since when that waits.
 
-    Lists all segments, as `floe compact --dry-run` does. Without thresholds: WARNING a day, CRITICAL three days
-    beyond the longest `max_wait` of the levels.
+    Lists all segments, as `floe compact --dry-run` does, and reads what the last runs left there: since when none
+    has succeeded. Without thresholds: WARNING a day, CRITICAL three days beyond the longest `max_wait` of the levels.
 
     Example: floe check compaction -c central.yaml --warning 2d --critical 4d
     """
+    from common.segments.documents import run_of
     from compaction.report import succeeded_at
     from compaction.run import Compaction, LocalRunner, Selection
 
@@ -172,6 +178,7 @@ def check_compaction(
         surveys = Compaction(store, levels, None, LocalRunner(store)).preview(Selection(settings.site or None))
         merged = (store.pages(survey.chain, level) for survey in surveys for level in {level.to for level in levels})
         done = max((ref.modified for pages in merged for page in pages for ref in page), default=None)
+        runs = open_chains(settings).runs()
     waiting = [segment for survey in surveys for output in survey.outputs for segment in output.inputs]
     age = now - min((segment.modified for segment in waiting), default=now)
     ranges = f"{limits[0]:.0f}", f"{limits[1]:.0f}"
@@ -190,11 +197,18 @@ def check_compaction(
     if textfile is not None:
         if (done := succeeded_at(textfile)) is None:
             result.add(CheckState.UNKNOWN, f"{textfile}: expected the metrics of a run, found none")
-        elif done == 0:
-            result.add(CheckState.CRITICAL, "no run has succeeded yet")
-        else:
-            result.figures.append(CheckFigure("last_success", now - done, "s", *ranges))
-            result.limit(f"no run has succeeded for {now - done:.0f} s", now - done, *limits)
+            return result
+    else:
+        # Of each chain at which a run has looked; where none was noted, by an older version, nothing is judged.
+        found = [run for survey in surveys if (run := run_of(runs, survey.chain)) is not None]
+        if not found:
+            return result
+        done = min(run.succeeded or 0 for run in found)
+    if done == 0:
+        result.add(CheckState.CRITICAL, "no run has succeeded yet")
+    else:
+        result.figures.append(CheckFigure("last_success", now - done, "s", *ranges))
+        result.limit(f"no run has succeeded for {now - done:.0f} s", now - done, *limits)
     return result
 
 
@@ -303,6 +317,38 @@ class _Metrics:
         seconds = self._clock.monotonic() - self._began
         report.show_metrics(done, seconds, self._clock.now(), is_success=is_success)
         report.write_metrics(self._path)
+
+
+class _RunNote:
+    """Leaves in the store how a run ended, for status and checks on other hosts, also where it breaks off.
+
+    Of a run of single levels, incarnations or partitions, or of one feed of all sites, nothing: it says too little.
+    """
+
+    def __init__(self, documents: ChainStore, selection: Selection, clock: Clock) -> None:
+        self._documents, self._selection, self._clock = documents, selection, clock
+        self._began = clock.monotonic()
+        #: The exit code, once the run came to its end.
+        self.code = 1
+
+    def __enter__(self) -> _RunNote:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        from common.segments.documents import CompactionRun
+
+        chosen, now, seconds = self._selection, self._clock.now(), self._clock.monotonic() - self._began
+        if any(each is not None for each in (chosen.level, chosen.incarnation, chosen.partition)):
+            return
+        if chosen.site is None and chosen.feed is not None:
+            return
+        code = error.exit_code if isinstance(error, FloeError) else 1 if kind else self.code
+        try:
+            before = self._documents.read_run(chosen.site, chosen.feed)
+            succeeded = now if code == 0 else before.succeeded if before else None
+            self._documents.write_run(chosen.site, chosen.feed, CompactionRun(now, seconds, code, succeeded))
+        except FloeError as lost:
+            log.warning("run not noted", action="run_not_noted", error=str(lost))
 
 
 def _preview(compaction: Compaction, selection: Selection, as_json: bool, strict: bool) -> int:

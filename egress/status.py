@@ -21,7 +21,6 @@ from common.jetstream.api import stream_info
 from common.jetstream.buckets import optional_leases
 from common.jetstream.client import connect
 from common.jetstream.lease import new_owner, owner_text
-from common.objects.port import ObjectInfo
 from common.open import open_chains
 from common.segments.alive import STANDBY, Sighting, newest
 from common.segments.documents import ChainStore
@@ -273,7 +272,7 @@ def _read_store(
 
 def _sightings(documents: ChainStore, site: str, now: float) -> dict[Chain, Sighting]:
     try:
-        infos = [info for info in documents.listed_alive() if _is_of(documents, info, site)]
+        infos = documents.listed_alive(site)
     except Refused:
         return {}
     signs = ((info, documents.read_alive(info.key)) for info in infos)
@@ -283,7 +282,3 @@ def _sightings(documents: ChainStore, site: str, now: float) -> dict[Chain, Sigh
         if alive is not None
         for sign in alive.chains
     )
-
-
-def _is_of(documents: ChainStore, info: ObjectInfo, site: str) -> bool:
-    return (documents.layout.parse_alive(info.key) or ("",))[0] == site

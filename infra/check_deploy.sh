@@ -72,15 +72,24 @@ for each in documents:
 print(names)
 END
 }
+without_budget() { rendered "$@" && ! grep -q PodDisruptionBudget "$work/rendered.yaml"; }
 refused() { ! helm template floe infra/helm/floe "$@"; }
 if command -v helm >/dev/null; then
   check "helm lint" helm lint --strict infra/helm/floe "${all[@]}"
   check "helm template: as it is" rendered
   check "helm template: all of it" rendered "${all[@]}"
+  check "helm template: every value" rendered -f tests/deploy/every-value.yaml
   check "helm template: no credentials, no account" rendered --set credentialsSecret= --set serviceAccount.create=false
+  check "helm template: a single pod has no disruption budget" without_budget --set egress.replicas=1
   check "helm template: a value that the schema does not know is refused" refused --set egress.replica=3
 else
   skip "helm is not here (go install helm.sh/helm/v4/cmd/helm@latest)"
+fi
+
+if command -v promtool >/dev/null; then
+  check "promtool: alerts parse, and fire where they must and only there" bash infra/prometheus/check.sh
+else
+  skip "promtool is not here (apt-get install prometheus): the alerts were not tried"
 fi
 
 units() {

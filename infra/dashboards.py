@@ -93,6 +93,9 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             },
             "Bps",
         ),
+        Panel("open segment, messages", {f"floe_egress_open_segment_messages{{{SITE}}}": CHAIN}),
+        Panel("open segment, bytes", {f"floe_egress_open_segment_bytes{{{SITE}}}": CHAIN}, "bytes"),
+        Panel("open segment, age", {f"floe_egress_open_segment_age_seconds{{{SITE}}}": CHAIN}, "s"),
         Panel("left out, by why", {rate("egress_left_out_total", SITE, "reason"): "{{reason}}"}, "cps"),
         Panel("time of a put (95 %)", {quantile("egress_put_seconds", SITE, "site, feed"): "{{site}}/{{feed}}"}, "s"),
         Panel("segments closed, by why", {rate("egress_segments_closed_total", SITE, "reason"): "{{reason}}"}, "cps"),
@@ -106,8 +109,35 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             "bytes",
         ),
         Panel("advisories", {rate("egress_advisories_total", SITE, "event, result"): "{{event}} {{result}}"}, "cps"),
+        Panel("advisories that wait to be stored", {f"floe_egress_advisories_waiting{{{SITE}}}": CHAIN}),
         Panel("values that samplers know", {f"floe_egress_tracked_values{{{SITE}}}": CHAIN}),
+        Panel(
+            "snapshots of samplers, and samplers built again",
+            {
+                rate("egress_snapshots_total", SITE, "result"): "{{result}}",
+                rate("egress_sampler_rebuilt_total", SITE, "reason"): "built again: {{reason}}",
+            },
+            "cps",
+        ),
         Panel("doubts about a reader", {rate("egress_doubts_total", SITE, "reason"): "{{reason}}"}, "cps"),
+        Panel(
+            "of the stream, to look into",
+            {
+                f"floe_egress_unverified{{{SITE}}}": f"{CHAIN} nothing left to compare",
+                f"floe_egress_created_drifted{{{SITE}}}": f"{CHAIN} other creation time",
+                f"floe_egress_unmatched_messages{{{SITE}}}": "{{site}}/{{feed}} in no partition",
+                f"increase(floe_egress_interest_lapsed_total{{{SITE}}}[$__rate_interval])": f"{CHAIN} lapsed",
+            },
+        ),
+        Panel(
+            "heartbeats and signs of life",
+            {
+                rate("egress_heartbeats_total", SITE, "site"): "{{site}} heartbeats",
+                rate("egress_heartbeat_errors_total", SITE, "site"): "{{site}} heartbeats not stored",
+                rate("egress_alive_errors_total", SITE, "site"): "{{site}} signs of life not stored",
+            },
+            "cps",
+        ),
     ),
     "Archive and store": (
         Panel("end of the archive", {f"max by (site, feed, partition) (floe_egress_end_sequence{{{SITE}}})": CHAIN}),
@@ -140,6 +170,17 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel("bytes carried", {rate("ingress_bytes_total", BOTH, "target, site"): "{{target}} {{site}}"}, "Bps"),
         Panel("time of an intent (95 %)", {quantile("ingress_publish_seconds", TARGET, "target"): "{{target}}"}, "s"),
         Panel("intents", {rate("ingress_intents_total", TARGET, "target, result"): "{{target}} {{result}}"}, "cps"),
+        Panel("intents open", {f"floe_ingress_intent_open{{{TARGET}}}": "{{target}}"}),
+        Panel("messages of others", {rate("ingress_foreign_messages_total", TARGET, "target"): "{{target}}"}, "cps"),
+        Panel("notifications", {rate("ingress_events_total", "", "source, result"): "{{source}} {{result}}"}, "cps"),
+        Panel(
+            "looks and positions that the store refused",
+            {
+                rate("ingress_store_errors_total", TARGET, "target"): "{{target}} looks",
+                rate("ingress_positions_errors_total", TARGET, "target"): "{{target}} positions",
+            },
+            "cps",
+        ),
         Panel(
             "refused and unclear",
             {
@@ -154,6 +195,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
                 f"increase(floe_ingress_lost_sequences_total{{{BOTH}}}[$__rate_interval])": f"{INTO} lost",
                 f"floe_ingress_parked_waiting{{{TARGET}}}": "{{target}} parked",
                 f"floe_ingress_paused_chains{{{TARGET}}}": "{{target}} paused chains",
+                f"increase(floe_ingress_segments_behind_gaps_total{{{SITE}}}[$__rate_interval])": "{{site}} late",
             },
         ),
     ),
@@ -187,6 +229,15 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             "processor", {'rate(process_cpu_seconds_total{job=~"floe.*"}[$__rate_interval])': INSTANCE}, "percentunit"
         ),
         Panel("connections to NATS", {"floe_nats_connected": INSTANCE}),
+        Panel(
+            "reachable",
+            {
+                "floe_egress_nats_reachable": "egress {{instance}} NATS",
+                "floe_egress_store_reachable": "egress {{instance}} store",
+                "floe_ingress_nats_reachable": "ingress {{instance}} NATS",
+                "floe_ingress_store_reachable": "ingress {{instance}} store",
+            },
+        ),
         Panel("reconnects", {"increase(floe_nats_reconnects_total[$__rate_interval])": INSTANCE}),
         Panel(
             "members and leases",
@@ -195,6 +246,23 @@ ROWS: Mapping[str, Sequence[Panel]] = {
                 "floe_egress_leases_held": "{{site}} {{instance}} leases",
                 "floe_ingress_members": "ingress {{instance}} members",
                 "floe_ingress_leases_held": "ingress {{instance}} leases",
+            },
+        ),
+        Panel(
+            "leases that changed hands",
+            {
+                rate("egress_hand_overs_total", SITE, "site, reason"): "{{site}} {{reason}}",
+                rate("egress_take_overs_total", SITE, "site"): "{{site}} taken over",
+                rate("ingress_hand_overs_total", "", "reason"): "ingress {{reason}}",
+                rate("ingress_take_overs_total"): "ingress taken over",
+            },
+            "cps",
+        ),
+        Panel(
+            "workers",
+            {
+                "floe_egress_worker_running": "{{instance}} {{worker}} runs",
+                "increase(floe_egress_worker_restarts_total[$__rate_interval])": "{{instance}} {{worker}} begun anew",
             },
         ),
         Panel("unexpected errors", {rate("unexpected_errors_total", "", "part"): "{{part}}"}, "cps"),
@@ -207,6 +275,45 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             },
             "s",
         ),
+    ),
+}
+
+#: Metrics that no panel shows, by why.
+LEFT_OUT: Mapping[str, Sequence[str]] = {
+    "a panel shows what it is a part or a limit of": (
+        "floe_egress_share",
+        "floe_ingress_share",
+        "floe_ingress_lag_sequences",
+        "floe_ingress_lease_held",
+        "floe_egress_heartbeats_leader",
+        "floe_egress_advisories_failing",
+        "floe_ingress_parked_messages_total",
+        "floe_compaction_merged_rows",
+    ),
+    "a time that an alert or floe check reads; a panel shows the failure beside it": (
+        "floe_egress_nats_last_success_timestamp_seconds",
+        "floe_ingress_nats_last_success_timestamp_seconds",
+        "floe_egress_alive_last_success_timestamp_seconds",
+        "floe_ingress_alive_last_success_timestamp_seconds",
+        "floe_egress_source_last_success_timestamp_seconds",
+        "floe_ingress_lag_last_success_timestamp_seconds",
+        "floe_ingress_publish_last_success_timestamp_seconds",
+        "floe_ingress_positions_put_timestamp_seconds",
+        "floe_compaction_last_run_timestamp_seconds",
+    ),
+    "a fact that seldom changes; floe status shows it": (
+        "floe_egress_incarnation",
+        "floe_egress_source_timestamp_seconds",
+        "floe_egress_end_timestamp_seconds",
+        "floe_ingress_publisher",
+        "floe_ingress_target_sequence",
+        "floe_ingress_position",
+    ),
+    "of use to whoever tunes one feed": (
+        "floe_egress_forced_copies_total",
+        "floe_egress_sample_keys_missing_total",
+        "floe_egress_snapshot_seconds",
+        "floe_egress_heartbeat_seconds",
     ),
 }
 

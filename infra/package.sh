@@ -6,7 +6,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 out=$(mkdir -p "${1:-dist}" && cd "${1:-dist}" && pwd)
 nfpm=${NFPM:-nfpm}
-python=${FLOE_SYSTEM_PYTHON:-/usr/bin/python3}
+# python3.11, not python3: that may become another version, and what is installed beside it stays.
+python=$(readlink -f "${FLOE_SYSTEM_PYTHON:-/usr/bin/python3}")
 FLOE_STAGE=$(mktemp -d)
 trap 'rm -rf "$FLOE_STAGE"' EXIT
 venv=$FLOE_STAGE/opt/floe

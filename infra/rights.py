@@ -67,13 +67,26 @@ class KeyRights:
 
 @dataclass(frozen=True, slots=True)
 class RoleRights:
-    """`what`: what the role does. `nats` is empty for who never connects; `listed`: prefixes that may be listed."""
+    """`commands`: what the role may run. `nats` is empty for who never connects; `listed`: prefixes that may be
+    listed; `note`: what is said of the commands.
+    """
 
     name: str
-    what: str
+    commands: tuple[str, ...]
     nats: tuple[SubjectRights, ...]
     s3: tuple[KeyRights, ...]
     listed: tuple[str, ...] = ("",)
+    note: str = ""
+
+    @property
+    def what(self) -> str:
+        """The commands, those of one group together."""
+        groups: dict[str, list[str]] = {}
+        for each in self.commands:
+            group, _, rest = each.partition(" ")
+            name = f"`{rest}`" if group in groups else f"`floe {each}`"
+            groups.setdefault(group, []).append(name)
+        return ", ".join(", ".join(names) for names in groups.values()) + self.note
 
 
 def _stream(name: str, *calls: str) -> tuple[str, ...]:
@@ -102,11 +115,21 @@ HEARING = "to hear at once of a lease that is released"
 GET, PUT, DELETE = ("s3:GetObject",), ("s3:PutObject", "s3:AbortMultipartUpload"), ("s3:DeleteObject",)
 EVERYTHING = KeyRights(GET, ("*",))
 SITE = ("site={site}/*", "_floe/site={site}/*", "_floe/tails/*", "_floe/alive/{site}/*")
+RUNS = ("_floe/tombstones/runs/*",)
 
 ROLES = (
     RoleRights(
         "egress",
-        "`floe egress run`, `init`",
+        (
+            "egress run",
+            "egress init",
+            "egress flush",
+            "egress resolve",
+            "egress repartition",
+            "status",
+            "watch",
+            "state",
+        ),
         (
             SubjectRights((*_stream("{stream}", *LOOKING), *_consumer("{stream}", *READING, "INFO"))),
             SubjectRights(STATE),
@@ -115,12 +138,13 @@ ROLES = (
             SubjectRights(_hearing("egress"), HEARING, listens=True),
             SubjectRights(("{api}.CONSUMER.NAMES.{stream}", "{acks}.>"), "for a work queue or an interest stream"),
         ),
-        (KeyRights((*GET, *PUT), SITE),),
-        SITE,
+        (KeyRights((*GET, *PUT), SITE), KeyRights(GET, RUNS)),
+        (*SITE, *RUNS),
+        note="; `status` and `watch` of its site",
     ),
     RoleRights(
         "ingress",
-        "`floe ingress run`",
+        ("ingress run",),
         (
             SubjectRights((*_stream("{target}", *MAKING), "{subjects}.>")),
             SubjectRights(STATE),
@@ -132,7 +156,7 @@ ROLES = (
     ),
     RoleRights(
         "compaction",
-        "`floe compact`",
+        ("compact",),
         (),
         (
             EVERYTHING,
@@ -142,7 +166,21 @@ ROLES = (
     ),
     RoleRights(
         "operator",
-        "`floe status`, `checkpoint`, `chain`, `gap`, `parked`, `segments`",
+        (
+            *("status", "watch", "checkpoint ls", "checkpoint set", "checkpoint release"),
+            *(
+                "chain ls",
+                "chain pause",
+                "chain resume",
+                "gap ls",
+                "gap accept",
+                "parked ls",
+                "parked cat",
+                "parked retry",
+            ),
+            *("segments ls", "segments info", "segments cat", "segments verify", "segments quarantine"),
+            *("check archive", "check compaction"),
+        ),
         (
             SubjectRights((*_stream("{target}", *LOOKING), *_consumer("{target}", *READING))),
             SubjectRights(STATE),
@@ -156,7 +194,7 @@ ROLES = (
     ),
     RoleRights(
         "replay",
-        "`floe replay`",
+        ("replay",),
         (
             SubjectRights((*_stream("{copy}", *MAKING), "{copy_subjects}.>")),
             SubjectRights(STATE),
@@ -168,7 +206,7 @@ ROLES = (
     ),
     RoleRights(
         "drill",
-        "`floe drill`, into streams `FLOE_DRILL_…` (permissions know no such prefix: `*`)",
+        ("drill",),
         (
             SubjectRights(("{api}.STREAM.NAMES", *_stream("*", *MAKING, "DELETE"), *_consumer("*", *READING))),
             SubjectRights(("_floe_drill.>",)),
@@ -177,8 +215,18 @@ ROLES = (
             INBOX,
         ),
         (EVERYTHING,),
+        note=", into streams `FLOE_DRILL_…` (permissions know no such prefix: `*`)",
     ),
 )
+
+#: Commands that no role is for, and why.
+OTHERS = {
+    "it has the rights of the role that it examines": ("doctor", "config check"),
+    "it asks the monitor of a service, and neither NATS nor the bucket": ("check egress", "check ingress"),
+    "docs/advisories.md names its rights, on the stream of advisories alone": ("advisories",),
+    "it makes what it needs": ("demo", "emulate"),
+    "it connects to nothing": ("config import-stream-replicator", "version", "completion"),
+}
 
 
 def nats_conf(role: RoleRights, names: Names) -> str:

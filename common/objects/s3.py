@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import boto3.session
 from botocore import exceptions as boto
 from botocore.config import Config
+from botocore.credentials import RefreshableCredentials
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
@@ -129,12 +130,19 @@ class S3Account:
     verify: bool | str | None = None
 
 
-def make_client(service: str, account: S3Account, place: str, **config: Any) -> Any:
-    """A client of `service`, `s3` or `sqs`; sends no request yet. `config`: as botocore's Config takes it.
+def make_session(account: S3Account) -> boto3.session.Session:
+    """What knows the credential; of a file it is read once, and what expires renews itself where it came from."""
+    return boto3.session.Session(account.access_key_id, account.secret_access_key)
+
+
+def make_client(
+    service: str, account: S3Account, place: str, session: boto3.session.Session | None = None, **config: Any
+) -> Any:
+    """A client of `service`, `s3` or `sqs`; sends no request to it yet. `config`: as botocore's Config takes it.
 
     Raises ConfigError, which names `place`, where the address or the region is invalid.
     """
-    session = boto3.session.Session(account.access_key_id, account.secret_access_key)
+    session = session or make_session(account)
     client: Any = session.client  # one signature for all services; the stubs know one for each
     try:
         return client(
@@ -162,8 +170,9 @@ T = TypeVar("T")
 class S3Objects:
     """One bucket.
 
-    `secret_file`: the file with the secret, if there is one: its new content is used once it was read again. Raises
-    ConfigError where the address or the region is invalid.
+    `secret_file`: the file with the secret, if there is one: its new content is used once it was read again, which is
+    when the former was refused. So is another credential of the files of AWS tools. Raises ConfigError where the
+    address or the region is invalid.
     """
 
     def __init__(
@@ -183,13 +192,14 @@ class S3Objects:
         self._has_answered = False
 
     def _make_client(self) -> S3Client:
-        options = self._options
+        options, session = self._options, make_session(self._account)
         # A self-hosted server seldom has a host name for each bucket.
         is_path = self._account.endpoint_url and options.addressing_style == "auto"
         client: S3Client = make_client(
             "s3",
             self._account,
             f"store s3://{self._bucket}",
+            session,
             retries={"mode": "standard", "total_max_attempts": options.attempts},
             max_pool_connections=options.connections,
             connect_timeout=options.connect_timeout,
@@ -200,6 +210,7 @@ class S3Objects:
             response_checksum_validation="when_required",
         )
         client.meta.events.register("needs-retry.s3", self._doubts.note)
+        self._credential = session.get_credentials()  # as the client has it: looked for once
         return client
 
     def _renew(self) -> bool:
@@ -212,6 +223,27 @@ class S3Objects:
             self._account = replace(self._account, secret_access_key=secret)
             self._client = self._make_client()
         return True
+
+    def _read_again(self, refused: S3Client) -> str:
+        """Where another credential was found than the one of `refused`, and is used from now on; empty: nowhere."""
+        if self._secret_file is not None:
+            self._secret_file.read_again()
+            self._renew()
+            return self._secret_file.path if self._client is not refused else ""
+        if self._account.access_key_id or isinstance(self._credential, RefreshableCredentials):
+            return ""
+        with self._renewing:
+            if self._client is refused:
+                before = self._credential
+                with suppress(ConfigError):  # half written
+                    client = self._make_client()
+                    if self._credential is not None and _parts_of(before) != _parts_of(self._credential):
+                        self._client = client
+                        log.info("credential read again", action="credential_read")
+                if self._client is refused:
+                    self._credential = before
+                    return ""
+        return "where AWS tools find it"
 
     @instrumented("list")
     def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> builtins.list[ObjectInfo]:
@@ -431,12 +463,12 @@ class S3Objects:
     @contextmanager
     def _calling(self, verb: str, key: str, *, writes: bool = False) -> Iterator[None]:
         self._renew()
-        self._doubts.found = False
+        self._doubts.found, used = False, self._client
         try:
             yield
             self._has_answered = True
         except ClientError as error:
-            raise self._explained(verb, key, error, writes) from error
+            raise self._explained(verb, key, error, writes, used) from error
         except ResponseParserError as error:
             if not writes and self._is_plain_on_tls():
                 raise self._wrong_scheme(verb, key) from error
@@ -446,16 +478,14 @@ class S3Objects:
         except BotoCoreError as error:
             raise self._unanswered(verb, key, error, writes) from error
 
-    def _explained(self, verb: str, key: str, error: ClientError, writes: bool) -> FloeError:
+    def _explained(self, verb: str, key: str, error: ClientError, writes: bool, used: S3Client) -> FloeError:
         if code_of(error.response) == "400" and self._is_plain_on_tls():  # said by no S3: it names its errors
             return self._wrong_scheme(verb, key)
         self._has_answered = True
         explained = s3_errors.explain(verb, self._place(key), error.response)
-        if isinstance(explained, Refused) and self._secret_file is not None:
-            self._secret_file.read_again()
-            if self._renew():
-                hint = f"the secret was read again from {self._secret_file.path}"
-                explained = Unavailable(explained.message, hint=hint, code="E-S3-LATER")
+        if isinstance(explained, Refused) and (place := self._read_again(used)):
+            hint = f"the secret was read again from {place}"
+            explained = Unavailable(explained.message, hint=hint, code="E-S3-LATER")
         if writes and self._doubts.found and isinstance(explained, Unavailable):
             return OutcomeUnknown(explained.message, hint=explained.hint)
         return explained
@@ -497,3 +527,8 @@ class S3Objects:
 
     def _place(self, key: str) -> str:
         return f"s3://{self._bucket}/{key}"
+
+
+def _parts_of(credential: Any) -> tuple[str | None, ...]:
+    """Key, secret and session token; nothing where there is no credential."""
+    return () if credential is None else tuple(credential.get_frozen_credentials())

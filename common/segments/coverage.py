@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import islice, takewhile
 from typing import Any
 
@@ -11,6 +11,7 @@ from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError
 from common.logs import get_logger
+from common.segments.documents import ChainStore, CompactionRuns, run_of
 from common.segments.keys import parse
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
@@ -103,15 +104,20 @@ class CoverageWatch:
         """Look at all chains; of what cannot be listed the former look stays."""
         found = self._health.coverage()
         names = self._health.chains()[:MOST_CHAINS]
+        runs: CompactionRuns = {}
+        with suppress(FloeError):
+            runs = await threads.run(ChainStore(self._store.objects, self._store.layout).runs)
         for name in names:
             try:
-                found[name] = await threads.run(self._of, name, stop)
+                found[name] = await threads.run(self._of, name, runs, stop)
             except FloeError as error:
                 log.info("coverage not looked at", action="coverage_failed", chain=name, error=str(error))
         self._health.set_coverage({name: found[name] for name in names if name in found})
 
-    def _of(self, name: str, stop: Stop) -> dict[str, Any]:
+    def _of(self, name: str, runs: CompactionRuns, stop: Stop) -> dict[str, Any]:
         site, feed, incarnation, partition = parse(name)
         chain = Chain(site, feed or "", incarnation or 0, partition or 0)
         pages = takewhile(lambda _: not stop.is_set, self._store.walk(chain))
-        return summed((ref for page in pages for ref in page), self._clock.now())
+        run = run_of(runs, chain)
+        compaction = run and {"ended": run.ended, "code": run.code, "succeeded": run.succeeded}
+        return {**summed((ref for page in pages for ref in page), self._clock.now()), "compaction": compaction}

@@ -8,6 +8,7 @@
     gaps/…        sequences that are given up
     alive/…       what each process of egress says of itself every minute (`common.segments.alive`)
     ingress/…     how far each target is
+    tombstones/runs/…   how the last run of compaction ended
 
 Every program that can write to the bucket can write these: they are read up to a size, every field is checked, and one
 that is not as it must be is never acted on (DataError, code E-STATE-JSON).
@@ -26,7 +27,7 @@ import msgspec
 from common.chain import MAX_INCARNATION, MAX_PARTITION, Chain
 from common.clock import parse_time
 from common.documents import JsonForm
-from common.errors import DataError, OutcomeUnknown, Unavailable
+from common.errors import DataError, OutcomeUnknown, Refused, Unavailable
 from common.exits import command
 from common.logs import get_logger
 from common.objects.port import ObjectInfo, ObjectStore
@@ -340,6 +341,50 @@ class TargetPositions:
         return cls(wire.target, wire.time, positions, wire.sources, wire.released)
 
 
+_MOST_SECONDS = 253_402_300_799  # since 1970: the year 9999
+
+
+class CompactionRun(_Versioned, frozen=True):
+    """How a run of compaction ended, with exit code `code`, at `ended` by the clock of its host (seconds since 1970).
+
+    `seconds`: how long it took. `succeeded`: when a run of the same chains last ended with 0, None where none has.
+    Raises ValueError where a number is outside its range.
+    """
+
+    ended: float
+    seconds: float
+    code: int
+    succeeded: float | None = None
+
+    def __post_init__(self) -> None:
+        _expect("code", self.code, 0, 255)
+        for name, value in (("ended", self.ended), ("seconds", self.seconds), ("succeeded", self.succeeded or 0)):
+            _expect(name, int(value), 0, _MOST_SECONDS)
+
+    def to_json(self) -> bytes:
+        return _RUN.encode(self)
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> CompactionRun:
+        """Raises ValueError."""
+        return _RUN.decode(raw)
+
+
+#: By site and feed, None for all of them.
+CompactionRuns = Mapping[tuple[str | None, str | None], CompactionRun]
+
+
+def run_of(runs: CompactionRuns, chain: Chain) -> CompactionRun | None:
+    """The last run among `runs` that looked at `chain`, with the newest success of all that do; None where none did."""
+    names = ((None, None), (chain.site, None), (chain.site, chain.feed))
+    found = [run for name in names if (run := runs.get(name)) is not None]
+    if not found:
+        return None
+    succeeded = max((run.succeeded for run in found if run.succeeded is not None), default=None)
+    return msgspec.structs.replace(max(found, key=lambda run: run.ended), succeeded=succeeded)
+
+
+_RUN = JsonForm(CompactionRun)
 _CHAIN, _STREAM = JsonForm(ChainDocument), JsonForm(_StreamWire)
 _FLOOR, _TAIL = JsonForm(_FloorWire), JsonForm(_TailWire)
 _GAP, _POSITIONS = JsonForm(_GapWire), JsonForm(_PositionsWire)
@@ -431,8 +476,9 @@ class ChainStore:
     def write_alive(self, process: str, alive: Alive) -> None:
         self.objects.put(self.layout.alive(alive.site, process), alive.to_json())
 
-    def listed_alive(self) -> list[ObjectInfo]:
-        listing = self.objects.list(self.layout.alive_prefix())
+    def listed_alive(self, site: str | None = None) -> list[ObjectInfo]:
+        """Those of a site, or of all."""
+        listing = self.objects.list(self.layout.alive_prefix(site))
         parsed = ((self.layout.parse_alive(info.key), info) for info in listing)
         return to_read((name[0], info) for name, info in parsed if name is not None)
 
@@ -465,6 +511,30 @@ class ChainStore:
         """Released targets too."""
         listing = self.objects.list(self.layout.ingress_targets_prefix())
         return [t for info in listing if (t := self.layout.parse_ingress_positions(info.key)) is not None]
+
+    # Runs of compaction
+
+    def write_run(self, site: str | None, feed: str | None, run: CompactionRun) -> None:
+        self.objects.put(self.layout.run(site, feed), run.to_json())
+
+    def read_run(self, site: str | None, feed: str | None) -> CompactionRun | None:
+        """None if there is none, or it is invalid: it stops nothing."""
+        key = self.layout.run(site, feed)
+        try:
+            run = self._read(key, CompactionRun.from_json)
+        except DataError as error:
+            self._ignore(key, str(error), "compaction run")
+            return None
+        self._ignored.pop(key, None)
+        return run
+
+    def runs(self) -> CompactionRuns:
+        """The last run of each selection; none where they may not be read."""
+        try:
+            names = [self.layout.parse_run(info.key) for info in self.objects.list(self.layout.runs_prefix())]
+            return {name: run for name in names if name is not None and (run := self.read_run(*name)) is not None}
+        except Refused:
+            return {}
 
     def chains(self, site: str | None = None, feed: str | None = None) -> list[Chain]:
         listing = self.objects.list(self.layout.documents_prefix(site, feed))

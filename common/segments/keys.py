@@ -9,6 +9,7 @@
     {prefix}/_floe/{chain}/gaps/{last:020d}-{first:020d}.json
     {prefix}/_floe/ingress/{target}/{positions.json, clock, gaps/{chain}/…, starts/…}
     {prefix}/_floe/{tails/…, tombstones/…, ingress/{target}/…}
+    {prefix}/_floe/tombstones/runs/{all, site={site}/all, site={site}/feed={feed}/all}.json
     {prefix}/_floe/quarantine/{digest}/{key}
     {prefix}/_floe/alive/{site}/{process}
 
@@ -52,7 +53,7 @@ _CHAIN_OBJECT = re.compile(
 )
 # Objects under these have rules of their own.
 _OTHER_OBJECTS = re.compile(
-    rf"_floe/(?:probe|ingress|alive|quarantine|site={_ENCODED}/feed={_ENCODED}/probe|tombstones/reported)/.+"
+    rf"_floe/(?:probe|ingress|alive|quarantine|site={_ENCODED}/feed={_ENCODED}/probe|tombstones/(?:reported|runs))/.+"
     "|_floe/tombstones/clock",
     re.DOTALL,
 )
@@ -61,6 +62,7 @@ _TAIL = re.compile(
     rf"_floe/tails/(?P<site>{_ENCODED})/(?P<feed>{_ENCODED})/(?P<incarnation>[0-9]{{4}})/(?P<partition>[0-9]{{1,5}})"
 )
 _ALIVE = re.compile(rf"_floe/alive/(?P<site>{_ENCODED})/(?P<process>{_ENCODED})")
+_RUN = re.compile(rf"_floe/tombstones/runs/(?:site=(?P<site>{_ENCODED})/(?:feed=(?P<feed>{_ENCODED})/)?)?all\.json")
 _POSITIONS = re.compile(rf"_floe/ingress/(?P<target>{_ENCODED})/positions\.json")
 
 
@@ -277,6 +279,22 @@ class Layout:
 
     def clock(self) -> str:
         return self._under("_floe/tombstones/clock")
+
+    def runs_prefix(self) -> str:
+        return self._under("_floe/tombstones/runs/")
+
+    def run(self, site: str | None, feed: str | None) -> str:
+        """Of compaction: of all sites, of one, or of one feed of it."""
+        of_site = "" if site is None else f"site={encode(site)}/"
+        of_feed = "" if site is None or feed is None else f"feed={encode(feed)}/"
+        return f"{self.runs_prefix()}{of_site}{of_feed}all.json"
+
+    def parse_run(self, key: str) -> tuple[str | None, str | None] | None:
+        """Site and feed, None for all."""
+        if (match := _RUN.fullmatch(self._relative(key))) is None:
+            return None
+        site, feed = (None if part is None else decode(part) for part in match.group("site", "feed"))
+        return (site, feed) if self.run(site, feed) == key else None
 
     def quarantined(self, key: str, digest: str) -> str:
         """Where the object at `key`, with this SHA-256, is kept once it is put away.

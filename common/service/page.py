@@ -194,13 +194,19 @@ def _coverages(coverage: Mapping[str, Part]) -> Iterator[str]:
 def _about(found: Part) -> str:
     if not found.get("levels"):
         return "no segments"
-    compacted = found.get("compacted")
     holes = found.get("holes", 0)
     counted = f"{holes or 'no'} hole{'s' if holes > 1 else ''}"
-    last = f"last compaction {_time(compacted)}" if compacted else "not compacted yet"
     rest = "" if found.get("is_complete", True) else "; only the first segments were looked at"
-    what = f"{found['first']}..{found['last']}, {counted}, {last}"
+    what = f"{found['first']}..{found['last']}, {counted}, {_compacted(found)}"
     return f"{what}; looked at {_time(found.get('at'))}{rest}"
+
+
+def _compacted(found: Part) -> str:
+    """When compaction last succeeded, as its last run says, else as the newest merged segment shows."""
+    run, merged = found.get("compaction") or {}, found.get("compacted")
+    at = run.get("succeeded") or merged
+    failed = f", its last run, {_time(run['ended'])}, ended with exit code {run['code']}" if run.get("code") else ""
+    return (f"last compaction {_time(at)}" if at else "not compacted yet") + failed
 
 
 def drawing(found: Part) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -12,11 +14,14 @@ from threading import Thread
 import boto3
 import pytest
 
-from common.errors import Refused
+from common.clock import format_time
+from common.errors import Refused, Unavailable
 from common.objects.open import open_objects
 from common.settings.root import StoreSettings
-from tests.support.basics import unique
-from tests.support.proxies import Answer, Exchange, FaultProxy
+from infra.local.seaweedfs import SeaweedFS
+from tests.support import canaries
+from tests.support.basics import SharedS3, unique
+from tests.support.proxies import Answer, Exchange, FaultProxy, refuse
 from tests.support.servers import CREDENTIALS, SqsServer
 
 ROLE = "arn:aws:iam::123456789012:role/floe"
@@ -26,11 +31,14 @@ class Signed(FaultProxy):
     """Before the store: the access key and session token of the last request."""
 
     shown = ("", "")
+    refuses = ""  # an access key that is not taken any more
 
     def answer(self, exchange: Exchange) -> Answer | None:
         headers = {name.lower(): value for name, value in exchange.headers}
         key = re.search(r"Credential=([^/]+)/", headers.get("authorization", ""))
         self.shown = (key[1] if key else "", headers.get("x-amz-security-token", ""))
+        if key and key[1] == self.refuses:
+            return refuse(403, "InvalidAccessKeyId", "deleted")(exchange)
         return exchange.forward()
 
 
@@ -61,15 +69,22 @@ def aws() -> Iterator[SqsServer]:
         yield server
 
 
-@pytest.fixture
-def metadata() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Metadata)
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The address of a service on loopback."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     server.server_close()
     thread.join()
+
+
+@pytest.fixture
+def metadata() -> Iterator[str]:
+    with serving(_Metadata) as url:
+        yield url
 
 
 @pytest.fixture(autouse=True)
@@ -136,3 +151,68 @@ def test_without_any_credential_the_store_is_refused_in_one_line(
         list(open_objects(StoreSettings(url="s3://some", endpoint_url=aws.url)).list(""))
     assert caught.value.exit_code == 77
     assert "\n" not in str(caught.value)
+
+
+def keys_of(s3: SharedS3) -> list[tuple[str, str]]:
+    """Two pairs of keys that the store takes: of one that may do everything, and of one that may read."""
+    if not isinstance(s3.server, SeaweedFS):
+        pytest.skip(f"{s3.server.name}: the second pair of keys is made on SeaweedFS only")
+    pairs = [(s3.access_key, s3.secret_key), (s3.server.reader_access_key, s3.server.reader_secret_key)]
+    canaries.note(*(secret for _, secret in pairs))
+    return pairs
+
+
+def test_what_expires_is_renewed_before_that_without_a_restart(s3: SharedS3, monkeypatch: pytest.MonkeyPatch):
+    """As a container's role does; the roles above renew themselves by the same code of botocore."""
+    former, later = keys_of(s3)
+    handed, asked = (former, 60.0), list[str]()
+
+    class Container(_Metadata):
+        def do_GET(self) -> None:
+            (key, secret), lasts = handed
+            expires = format_time(int((time.time() + lasts) * 1e9))
+            asked.append(key)
+            document = {"AccessKeyId": key, "SecretAccessKey": secret, "Token": "", "Expiration": expires}
+            self._say(json.dumps(document))
+
+    with serving(Container) as url, Signed(s3.endpoint_url) as proxy:
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{url}/role")
+        objects = open_objects(StoreSettings(url=f"s3://{s3.new_bucket()}", endpoint_url=proxy.url))
+        objects.put("k", b"1")
+        assert proxy.shown[0] == former[0]
+        handed = later, 3600.0
+        assert objects.get("k") == b"1"
+        assert proxy.shown[0] == later[0]
+        count = len(asked)
+        assert objects.get("k") == b"1"
+        assert len(asked) == count, "asked again although it does not expire yet"
+
+
+def test_the_file_of_a_profile_is_read_again_when_its_keys_are_refused(
+    s3: SharedS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    former, later = keys_of(s3)
+    path = tmp_path / "rotated"
+
+    def rotate(key: str, secret: str) -> None:
+        path.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+
+    rotate(*former)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
+    with Signed(s3.endpoint_url) as proxy:
+        objects = open_objects(StoreSettings(url=f"s3://{s3.new_bucket()}", endpoint_url=proxy.url))
+        objects.put("k", b"1")
+        rotate(*later)
+        assert objects.get("k") == b"1"
+        assert proxy.shown[0] == former[0], "what works is not read again"
+        rotate("AKNOBODY", "secret-of-nobody")
+        proxy.refuses = former[0]
+        with pytest.raises(Unavailable, match="read again from where AWS tools find it"):
+            objects.get("k")
+        with pytest.raises(Refused, match="InvalidAccessKeyId"):
+            objects.get("k")
+        rotate(*later)
+        with pytest.raises(Unavailable, match="read again"):
+            objects.get("k")
+        assert objects.get("k") == b"1"
+        assert proxy.shown[0] == later[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import yaml
 
 from common.jetstream.client import FloeClient
 from common.segments.alive import Alive, ChainSign
-from common.segments.documents import ChainDocument, ChainStore
+from common.segments.documents import ChainDocument, ChainStore, CompactionRun
 from common.service.monitor import Health, Monitor
 from infra.local.process import free_ports
 from tests.support.basics import soon, unique
@@ -169,6 +170,14 @@ async def test_compaction_is_judged_by_what_waits_and_by_its_last_success(tmp_pa
     textfile = tmp_path / "floe.prom"
     done = await floe("compact", "-c", config, "--metrics-textfile", str(textfile))
     assert done.code == 0, done
+    said = await checked("compaction", "-c", config, *limits, code=0)
+    assert "last_success=" in said
+    documents = ChainStore(archive.objects, archive.layout)
+    documents.write_run(None, None, CompactionRun(time.time(), 1.0, 75, time.time() - 7200))
+    said = await checked("compaction", "-c", config, *limits, code=1)
+    assert "no run has succeeded for 72" in said
+    documents.write_run(None, None, CompactionRun(time.time(), 1.0, 75))
+    assert "no run has succeeded yet" in await checked("compaction", "-c", config, *limits, code=2)
     said = await checked("compaction", "-c", config, *limits, "--textfile", str(textfile), code=0)
     assert "the last was made" in said
     assert "last_success=" in said

@@ -353,3 +353,26 @@ def test_a_dry_run_has_no_metrics(site: Site, tmp_path: Path):
     done = site.compact("--dry-run", "--metrics-textfile", str(tmp_path / "floe.prom"), code=2)
     assert "--metrics-textfile" in done.stderr
     assert not (tmp_path / "floe.prom").exists()
+
+
+def test_a_run_leaves_in_the_bucket_how_it_ended(site: Site, tmp_path: Path):
+    def noted() -> dict[tuple[str | None, str | None], tuple[int, bool]]:
+        return {name: (run.code, run.succeeded is not None) for name, run in site.chains.runs().items()}
+
+    for options in (["--dry-run"], ["--level", "0"], ["us-east/NODES/0000"], ["--feed", "NODES"]):
+        site.compact(*options)
+    assert noted() == {}
+    site.compact("us-east/NODES")
+    site.compact()
+    assert noted() == {(None, None): (0, True), ("us-east", "NODES"): (0, True)}
+    first = site.chains.read_run(None, None)
+    assert first is not None
+    assert first.succeeded == first.ended > 1_700_000_000
+    assert first.seconds > 0
+
+    site.objects.put(f"{site.layout.tombstones_prefix(CHAIN)}{'0' * 20}-{'1'.zfill(20)}-{'0' * 16}.json", b"spoiled")
+    site.compact("--strict", code=3)
+    failed = site.chains.read_run(None, None)
+    assert failed is not None
+    assert (failed.code, failed.succeeded) == (3, first.succeeded)
+    assert failed.ended > first.ended

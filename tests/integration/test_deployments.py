@@ -157,7 +157,34 @@ def test_containers_run_what_the_units_run():
         assert program == "/opt/floe/bin/floe"
         assert all(each == ["floe", *rest] for each in others), others
     # Between the runs it sleeps.
-    assert shlex.join(image_words("spark")) + ";" in COMPOSE["services"]["compaction"]["command"][0]
+    assert shlex.join(image_words("spark")) + " &" in COMPOSE["services"]["compaction"]["command"][0]
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_the_container_of_compaction_passes_sigterm_on(tmp_path: Path, asleep: bool):
+    """In its shell, with a stand-in for the command, which takes its time to end."""
+    [script] = COMPOSE["services"]["compaction"]["command"]
+    works = "echo run" if asleep else "trap 'echo drained; exit 75' TERM; echo run; while :; do sleep 0.02; done"
+    (tmp_path / "floe").write_text(f"#!/bin/sh\n{works}\n")
+    (tmp_path / "floe").chmod(0o755)
+    words = [*COMPOSE["services"]["compaction"]["entrypoint"], script.replace("$$", "$")]
+    path, log = f"{tmp_path}:{os.environ['PATH']}", tmp_path / "log"
+    with log.open("wb") as output:
+        process = spawn(words, cwd=tmp_path, env={"PATH": path}, stdout=output, stderr=output)
+    eventually(lambda: "run" in log.read_text() and (not asleep or "sleep" in children(process.pid)))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE) == 0
+    said = [word for word in log.read_text().split() if word != "Terminated"]  # which a shell may say of its sleep
+    assert said == (["run"] if asleep else ["run", "drained"])
+    assert children(process.pid) == ""
+
+
+def children(pid: int) -> str:
+    """The command lines of the children of a process."""
+    with suppress(OSError):
+        pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return " ".join(Path(f"/proc/{each}/cmdline").read_text() for each in pids)
+    return ""
 
 
 def test_an_image_is_made_of_what_the_locks_hold_and_runs_as_nobody_special():
@@ -175,6 +202,21 @@ def test_an_image_is_made_of_what_the_locks_hold_and_runs_as_nobody_special():
     for service in COMPOSE["services"].values():
         assert re.search(r":[^:/}]+\}?$", service["image"]), "pinned by tag"
         assert ":latest" not in service["image"]
+
+
+def test_the_check_of_the_chart_sets_every_value_of_its_schema():
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((ROOT / "tests" / "deploy" / "every-value.yaml").read_text())
+
+    def unset(part: dict[str, Any], found: Any, path: str) -> Iterator[str]:
+        part = schema["definitions"][part["$ref"].rpartition("/")[2]] if "$ref" in part else part
+        for name, each in part.get("properties", {}).items():
+            if name not in found:
+                yield f"{path}{name}"
+            else:
+                yield from unset(each, found[name], f"{path}{name}.")
+
+    assert [*unset(schema, values, "")] == []
 
 
 def test_the_files_that_compose_mounts_are_there():

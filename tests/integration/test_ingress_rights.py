@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
 
@@ -15,12 +17,15 @@ from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue
 from common.settings.service import NatsSettings
+from floe import cli
+from infra import rights
 from infra.local.nats import NatsServer
 from infra.rights import Names, main, page_with_rights, rights_files
+from tests.integration.test_ingress_parked import make, raise_limit, with_large
 from tests.support.basics import soon
 from tests.support.commands import configuration, floe
 from tests.support.domains import hub_and_leaf
-from tests.support.egress import Bench
+from tests.support.egress import Bench, feed_of, publish_over
 from tests.support.ingress import Archive, Centre, check_exact, rows_of
 
 RIGHTS = Path(__file__).parents[2] / "infra" / "rights"
@@ -114,14 +119,44 @@ async def test_an_operator_corrects_with_the_rights_of_the_table(centre: Guarded
         ["checkpoint", "set", *named, "--from-target", "--yes"],
         ["checkpoint", "set", *named, *chain, "--sequence", "400", "--yes"],
         ["chain", "pause", *named, *chain],
+        ["chain", "ls", *named[:2]],
         ["chain", "resume", *named, *chain],
         ["status", *named[:2]],
         ["checkpoint", "ls", *named[:2]],
         ["gap", "ls", *named[:2]],
+        ["check", "archive", *named[:2]],
+        ["doctor", *named[:2], "--role", "compaction"],
     ):
         done = await floe(*words)
         assert done.code == 0, (words, done.err)
 
+    assert violations(server) == []
+    await client.aclose()
+
+
+async def test_an_operator_asks_for_what_was_parked_with_the_rights_of_the_table(
+    centre: Guarded, server: NatsServer
+) -> None:
+    client = await everything(server)
+    centre.target_settings["on_oversize"] = "park"
+    centre.archive.put(with_large(501, 520, {510: 2000}))
+    await make(client, centre)
+    named = ["--target", centre.target, "--site", "us-east", "--feed", "NODES"]
+    async with centre.running():
+        await centre.carried(client, 519)
+        centre.user = "operator"
+        config = ["-c", str(centre.write())]
+
+        async def are(state: str) -> bool:
+            return [row["state"] for row in (await floe("parked", "ls", *config, "--json")).json()] == [state]
+
+        await soon(lambda: are("parked"))
+        shown = await floe("parked", "cat", *config, *named, "--sequence", "510")
+        assert shown.code == 0, shown.err
+        await raise_limit(client, centre, 100_000)
+        asked = await floe("parked", "retry", *config, *named, "--all", "--yes")
+        assert asked.code == 0, asked.err
+        await soon(lambda: are("delivered"))
     assert violations(server) == []
     await client.aclose()
 
@@ -161,6 +196,52 @@ async def test_egress_freezes_with_the_rights_of_its_file(server: NatsServer, tm
     await client.aclose()
 
 
+@pytest.mark.parametrize("retention", ["limits", "workqueue"])
+async def test_the_commands_of_a_site_have_the_rights_of_egress(
+    server: NatsServer, tmp_path: Path, retention: str
+) -> None:
+    client = await everything(server)
+    bench = Bench(server.url, tmp_path, client, "FLOE_LEASES", "FLOE_STATE")
+    stream = {"name": "NODES", "subjects": ["NODES.>"], "retention": retention}
+    await create_stream(client, stream)
+    as_egress = {"user": "egress", "password": "secret"}
+
+    async def run(*words: str, feed: dict[str, Any], code: int = 0) -> None:
+        path = configuration(bench, feed)
+        document = yaml.safe_load(path.read_text())
+        path.write_text(yaml.safe_dump(document | {"nats": document["nats"] | as_egress}))
+        done = await floe(*words, "-c", str(path))
+        assert done.code == code, (words, done.out, done.err)
+
+    whole, cut = {"stream": "NODES", "segment": {"max_age": "1h"}}, feed_of("NODES", 2, on_recreated="halt")
+    await run("egress", "init", feed=whole)
+    async with bench.egress(whole, nats=as_egress) as running:
+        await publish_over(bench, "NODES", ["0.a", "1.a"], 100, "x")
+        await soon(lambda: (running.status("NODES").get("open_segment") or {}).get("messages") == 100)
+        await run("egress", "flush", feed=whole)
+        assert bench.end("NODES") == 100
+        await run("status", feed=whole)
+    await run("egress", "resolve", "NODES", feed=whole)
+    await run("egress", "repartition", "NODES", "--yes", feed=cut)
+    await bench.publish("NODES", [b"y"] * 10, subject="0.a")
+    async with bench.egress(cut, nats=as_egress):
+        await soon(lambda: bench.end("NODES", 1) == 110)
+    await bench.delete_stream("NODES")
+    await create_stream(client, stream)
+    await bench.publish("NODES", [b"z"] * 20, subject="0.a")
+    await run("egress", "resolve", "NODES", feed=cut, code=3)
+    await run("egress", "resolve", "NODES", "--new-incarnation", "--yes", feed=cut)
+    await run("egress", "init", feed=cut)
+    async with bench.egress(cut, nats=as_egress):
+        await soon(lambda: bench.end("NODES", 2) == 20)
+    assert violations(server) == []
+    await run("doctor", feed=cut)
+    assert [re.findall('"(.*?)"', each)[-1] for each in violations(server)] == ["$JS.API.INFO"], (
+        "a role needs no limits"
+    )
+    await client.aclose()
+
+
 def as_egress(server: NatsServer, *names: str) -> str:
     """The users of a server, one of them egress with rights that are made for these names."""
     main([str(server.folder), *names])
@@ -189,6 +270,25 @@ async def test_egress_freezes_with_the_rights_that_are_made_for_a_domain(tmp_pat
             await KeyValue(found, "OTHER").put("a", b"")
         await found.aclose()
         await client.aclose()
+
+
+def leaves(group: click.Group, *path: str) -> Iterator[str]:
+    """Every command below a group, in full."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        found = group.get_command(context, name)
+        if isinstance(found, click.Group):
+            yield from leaves(found, *path, name)
+        else:
+            yield " ".join((*path, name))
+
+
+def test_every_command_has_a_role_or_needs_none() -> None:
+    by_role = {each for role in rights.ROLES for each in role.commands}
+    others = {each for commands in rights.OTHERS.values() for each in commands}
+
+    assert by_role & others == set()
+    assert by_role | others == set(leaves(cli))
 
 
 def test_the_files_and_the_page_are_those_of_the_table() -> None:

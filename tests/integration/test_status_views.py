@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import yaml
 
 from common.jetstream.client import FloeClient
+from common.segments.documents import CompactionRun
 from common.service.monitor import Monitor
 from infra.local.nats import NatsServer
 from infra.local.process import free_port, spawn
@@ -128,6 +130,7 @@ async def test_the_archive_is_shown_where_nats_is_not_asked_or_does_not_answer(
     assert (only.code, only.err) == (0, "NATS is not asked\n")
     assert (row["view"], row["archived"], row["segments"], row["bytes"]) == ("archive", 70, 2, stored)
     assert row["last_archived"].endswith("Z")
+    assert (row["last_compaction"], row["last_compaction_exit_code"]) == (None, None)
 
     down = changed(config, "nats", url=f"nats://127.0.0.1:{free_port()}")
     done = await floe("status", "-c", down)
@@ -138,6 +141,15 @@ async def test_the_archive_is_shown_where_nats_is_not_asked_or_does_not_answer(
     neither = str(centre.write(targets=[]))
     done = await floe("status", "-c", neither, "--json")
     assert (done.code, [row["view"] for row in done.json()]) == (0, ["archive"])
+
+    for run, told in (
+        (CompactionRun(1e9, 1.0, 0, 1e9), r"\d+d\w* ago"),
+        (CompactionRun(1e9, 1.0, 75), "never, then exit code 75"),
+    ):
+        archive.documents.write_run(CHAIN.site, None, run)
+        assert re.search(f" {told}$", (await floe("status", "-c", neither)).out, re.MULTILINE)
+    [row] = (await floe("status", "-c", neither, "--json")).json()
+    assert (row["last_compaction"], row["last_compaction_exit_code"]) == (None, 75)
 
 
 async def test_a_file_of_both_shows_both(bench: Bench, centre: Centre, archive: Archive) -> None:

@@ -22,6 +22,7 @@ import yaml
 from common.chain import Chain
 from common.open import load_settings, open_chains, open_store
 from common.segments.columns import SCHEMA
+from common.segments.documents import TargetPositions
 from common.segments.keys import Layout
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
@@ -32,6 +33,8 @@ from tests.scenarios.processes import run_floe
 from tests.scenarios.world import TARGET, World
 from tests.support import canaries
 from tests.support.basics import SharedS3, only_on_seaweedfs, soon
+from tests.support.commands import floe
+from tests.support.egress import feed_of
 from tests.support.ingress import count_in
 from tests.support.proxies import Answer, Exchange, FaultProxy
 
@@ -40,7 +43,7 @@ pytestmark = pytest.mark.servers
 SITE = "us-east"
 CHAIN = Chain(SITE, "NODES")
 RIGHTS = Path(__file__).parents[2] / "infra" / "rights"
-ROLES = ("egress", "ingress", "compaction", "operator", "replay")
+ROLES = ("egress", "ingress", "compaction", "operator", "replay", "drill")
 
 
 class Watch(FaultProxy):
@@ -98,6 +101,15 @@ class Roles:
         document["store"] |= {"endpoint_url": self.guards[role].url, "subject_statistics": False}
         return world.write(role, document)
 
+    async def said(self, role: str, *words: str, **egress: object) -> str:
+        """What a command says to `role`, run in this process. `egress`: keys of that section."""
+        path = self.config(role)
+        document = yaml.safe_load(path.read_text())
+        document.setdefault("egress", {}).update(egress)
+        done = await floe(*words, "-c", str(self.world.write(f"{role}-said", document)))
+        assert done.code == 0, (words, done.out, done.err, self.guards[role].refused)
+        return done.out
+
     def floe(self, role: str, *words: str) -> CompletedProcess[str]:
         """Run a command as `role`."""
         done = run_floe(*words[:2], "-c", str(self.config(role)), *words[2:])
@@ -135,7 +147,10 @@ async def test_every_role_works_with_the_rights_of_the_table(roles: Roles) -> No
         await publish(client, SITE, random.Random(1), 300)
     egress = world.egress(roles.config("egress"))
     await soon(lambda: sum(len(ref.coverage) for ref in store.list(CHAIN)) >= 300)
+    for command in (["egress", "flush"], ["status"], ["egress", "resolve", "NODES"]):
+        await roles.said("egress", *command)
     assert egress.drain() == 0, egress.tail()
+    await roles.said("egress", "egress", "init")
 
     await soon(lambda: json.loads(roles.floe("compaction", "compact", "--json").stdout)["deleted"] != [])
     assert {ref.level: has_subjects(store, ref) for ref in store.list(CHAIN)} == {0: False, 1: False}
@@ -147,6 +162,23 @@ async def test_every_role_works_with_the_rights_of_the_table(roles: Roles) -> No
 
         await soon(has_all)
     assert ingress.drain() == 0, ingress.tail()
+    # Who archives a site sees when it was compacted.
+    assert "ago" in await roles.said("egress", "status", "--archive")
+    assert "last_success" in await roles.said("operator", "check", "compaction", "--json")
+    for command in (
+        ["checkpoint", "ls"],
+        ["chain", "ls"],
+        ["parked", "ls"],
+        ["segments", "ls"],
+        ["segments", "cat", str(CHAIN), "--limit", "1"],
+        ["segments", "verify", "--deep"],
+        ["check", "archive", "--warning", "1h"],
+    ):
+        await roles.said("operator", *command)
+    await roles.said("operator", "segments", "info", store.list(CHAIN)[0].key)
+    chain = ["--site", SITE, "--feed", "NODES"]
+    await roles.said("replay", "replay", *chain, "--target", "COPY", "--subject-prefix", "copy", "--create")
+    await roles.said("drill", "drill", *chain)
 
     segments, junk = store.list(CHAIN), f"data/site={SITE}/notes.txt"
     store.objects.put(junk, b"junk")
@@ -159,11 +191,16 @@ async def test_every_role_works_with_the_rights_of_the_table(roles: Roles) -> No
     open_chains(settings).write_tail(CHAIN, end + 1)
     bounds = ["--first", str(end + 1), "--last", str(end + 1), "--yes"]
     roles.floe("operator", "gap", "accept", "--site", SITE, "--feed", "NODES", *bounds)
+    open_chains(settings).write_positions(TargetPositions(TARGET, 0.0))
+    await roles.said("operator", "checkpoint", "release", TARGET, "--yes")
+    await roles.said("egress", "egress", "repartition", "NODES", "--yes", feeds=[feed_of("NODES", 2)])
 
     # Who may only read tries the store once, is refused, and reads back whole instead.
     probe = f"{Layout('data').documents_prefix(SITE, 'NODES')}probe/wrong-checksum"
     refused = {role: sorted({key for _, key in guard.refused}) for role, guard in roles.guards.items()}
-    assert refused == {"egress": [], "compaction": [], "ingress": [], "replay": [probe], "operator": []}
+    clock = Layout("data").clock()  # the newest segment tells the time instead
+    only = {"replay": [probe], "operator": [clock]}
+    assert refused == {role: only.get(role, []) for role in ROLES}
 
 
 async def test_no_role_may_do_what_its_file_does_not_say(limited: SeaweedFS) -> None:

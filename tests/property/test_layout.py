@@ -113,6 +113,7 @@ def test_nothing_that_is_formatted_is_foreign_and_only_segments_and_tombstones_m
         layout.gap(layout.passed_prefix(target, chain), name.coverage),
         *(layout.state(state), layout.tail(chain), layout.alive(chain.site, "host.1"), layout.clock()),
         *(layout.ingress_clock(target), layout.start_document(target, chain.site, chain.feed)),
+        *(layout.run(None, None), layout.run(chain.site, None), layout.run(chain.site, chain.feed)),
         f"{layout.reported_prefix(chain)}{name.digest}.json",
         f"{layout.documents_prefix(chain.site, chain.feed)}probe/wrong-checksum",
         layout.quarantined(layout.segment(name), name.digest),
@@ -146,6 +147,7 @@ def test_any_text_is_a_foreign_key_and_never_an_error(text: str) -> None:
     for key in (
         *(text, f"data/{text}", f"data/_floe/{text}"),
         *(f"data/_floe/tails/{text}", f"data/_floe/alive/{text}", f"data/_floe/ingress/{text}/positions.json"),
+        *(f"data/_floe/tombstones/runs/{text}", f"data/_floe/tombstones/runs/site={text}/all.json"),
     ):
         assert layout.parse_segment(key) is None
         assert layout.parse_chain_document(key) is None
@@ -157,6 +159,8 @@ def test_any_text_is_a_foreign_key_and_never_an_error(text: str) -> None:
         layout.is_foreign(key)
         process = layout.parse_alive(key)
         assert process is None or layout.alive(*process) == key
+        run = layout.parse_run(key)
+        assert run is None or layout.run(*run) == key
 
 
 @given(layouts, st.text(min_size=1, max_size=80))
@@ -168,6 +172,13 @@ def test_the_key_of_positions_says_the_target(layout: Layout, target: str) -> No
 @given(layouts, chains, st.text(min_size=1, max_size=80))
 def test_the_key_of_a_sign_of_life_says_site_and_process(layout: Layout, chain: Chain, process: str) -> None:
     assert layout.parse_alive(layout.alive(chain.site, process)) == (chain.site, process)
+
+
+@given(layouts, chains)
+def test_the_key_of_a_run_of_compaction_says_which_chains_it_was_for(layout: Layout, chain: Chain) -> None:
+    for chosen in ((None, None), (chain.site, None), (chain.site, chain.feed)):
+        assert layout.parse_run(layout.run(*chosen)) == chosen
+        assert layout.run(*chosen).startswith(layout.runs_prefix())
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))

@@ -120,6 +120,23 @@ def test_without_promtool_the_check_says_so_aloud(tmp_path: Path) -> None:
     assert "SKIPPED" in done.stderr
 
 
+def test_check_deploy_tries_the_alerts_with_promtool() -> None:
+    """Where it is missing, that is skipped aloud, and fails where an alert does not hold."""
+    script = (ROOT / "infra" / "check_deploy.sh").read_text()
+    [branch] = re.findall(r"^if command -v promtool .*?^fi$", script, re.MULTILINE | re.DOTALL)
+
+    def told(*defined: str) -> list[str]:
+        asked = "\n".join(['check() { echo "check ${*:2}"; }', 'skip() { echo "skip $1"; }', *defined, branch])
+        done = subprocess.run(
+            [str(shutil.which("bash")), "-c", asked], env={"PATH": ""}, capture_output=True, text=True
+        )
+        return done.stdout.splitlines()
+
+    assert told("promtool() { :; }") == ["check bash infra/prometheus/check.sh"]
+    [skipped] = told()
+    assert skipped.startswith("skip promtool is not here")
+
+
 def test_the_committed_dashboard_is_what_the_script_makes() -> None:
     assert dashboards.PLACE.read_text() == dashboards.text(), "python -m infra.dashboards"
 
@@ -129,6 +146,15 @@ def test_every_metric_of_the_dashboard_exists() -> None:
 
     assert len(found) > 50
     assert {expression: missing for expression in found if (missing := unknown(expression))} == {}
+
+
+def test_every_metric_is_on_the_dashboard_or_left_out_for_a_reason() -> None:
+    shown = {re.sub("_(bucket|count|sum)$", "", name) for expression in expressions() for name in named(expression)}
+    left_out = [name for each in dashboards.LEFT_OUT.values() for name in each]
+
+    assert len(left_out) == len(set(left_out))
+    assert set(left_out) & shown == set()
+    assert names() - shown == set(left_out)
 
 
 def test_the_dashboard_selects_and_groups_by_labels_that_there_are() -> None:

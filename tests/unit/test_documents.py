@@ -13,7 +13,7 @@ from common.chain import Chain
 from common.documents import MAX_DEPTH, check_depth, is_too_deep
 from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.objects.local import LocalObjects
-from common.segments.documents import ChainDocument, ChainStore, StreamDocument
+from common.segments.documents import ChainDocument, ChainStore, CompactionRun, StreamDocument, run_of
 from common.segments.keys import Layout
 from common.sequences import MAX_SEQUENCE
 from tests.support.stores import FaultyStore, answering, raising
@@ -334,3 +334,39 @@ def test_chains_are_found_by_their_documents(objects: LocalObjects, chains: Chai
     assert chains.chains("a", "X") == made[:2]
     assert chains.chains(feed="X") == [*made[:2], made[4]]
     assert chains.chains("c") == []
+
+
+# Runs of compaction
+
+
+def test_of_a_chain_the_last_run_and_the_last_success_count_whichever_chains_they_were_for(chains: ChainStore) -> None:
+    runs = {
+        (None, None): CompactionRun(1000.0, 5.0, 0, 1000.0),
+        (CHAIN.site, None): CompactionRun(3000.0, 5.5, 3, 2000.0),
+        (CHAIN.site, "OTHER"): CompactionRun(9000.0, 5.0, 0, 9000.0),
+        ("eu-west", None): CompactionRun(9000.0, 5.0, 75),
+    }
+    for (site, feed), run in runs.items():
+        chains.write_run(site, feed, run)
+    assert chains.runs() == runs
+    assert run_of(runs, CHAIN) == CompactionRun(3000.0, 5.5, 3, 2000.0)
+    assert run_of(runs, Chain("eu-west", "NODES")) == CompactionRun(9000.0, 5.0, 75, 1000.0)
+    assert run_of({("eu-west", None): CompactionRun(9000.0, 5.0, 75)}, CHAIN) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "not json",
+        '{"format_version": 2, "ended": 1, "seconds": 1, "code": 0}',
+        '{"format_version": 1, "ended": 1e300, "seconds": 1, "code": 0}',
+        '{"format_version": 1, "ended": 1, "seconds": -1, "code": 0}',
+        '{"format_version": 1, "ended": 1, "seconds": 1, "code": 256}',
+        '{"format_version": 1, "ended": 1, "seconds": 1, "code": 0, "succeeded": 1e12}',
+        '{"format_version": 1, "ended": "1", "seconds": 1, "code": 0}',
+    ],
+)
+def test_a_run_that_is_not_as_it_must_be_is_none(chains: ChainStore, text: str) -> None:
+    chains.objects.put(LAYOUT.run(None, None), text.encode())
+    assert chains.read_run(None, None) is None
+    assert chains.runs() == {}

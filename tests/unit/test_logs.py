@@ -269,7 +269,7 @@ def test_long_addresses_are_cut_behind_the_host(stream: Stream):
 
 
 # Of which the code has only parts
-MADE_UP = {"gap_ignored", "sign_of_life_ignored", "parked_refused"}
+MADE_UP = {"gap_ignored", "sign_of_life_ignored", "compaction_run_ignored", "parked_refused"}
 
 
 def test_the_page_has_each_action_and_no_other():

@@ -170,6 +170,18 @@ def test_coverage_is_summed_by_level_with_the_holes_that_no_level_fills() -> Non
     assert bars(drawn, "hole") == {(0, 21, 30), (1, 21, 30)}
 
 
+def test_the_page_says_when_compaction_last_succeeded_and_how_its_last_run_ended() -> None:
+    def about(**more: object) -> str:
+        return html({**document(), "coverage": {"c": {**summed([ref(1, 10)], 77.0), **more}}})
+
+    assert "not compacted yet;" in about()
+    assert "last compaction 1970-01-01T00:00:09Z;" in about(compacted=9.0)
+    run = {"ended": 99.0, "code": 0, "succeeded": 99.0}
+    assert "last compaction 1970-01-01T00:01:39Z;" in about(compacted=9.0, compaction=run)
+    failed = about(compaction={"ended": 99.0, "code": 75, "succeeded": None})
+    assert "not compacted yet, its last run, 1970-01-01T00:01:39Z, ended with exit code 75;" in failed
+
+
 def test_of_very_many_ranges_the_picture_shows_fewer_and_all_holes_are_counted() -> None:
     found = summed((ref(n, n) for n in range(1, 4001, 2)), 0.0)
 
