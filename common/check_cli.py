@@ -176,7 +176,7 @@ def check_ingress(settings: Settings, warning: float, critical: float) -> CheckR
     return judge_ingress(status_of(settings.ingress.monitor, "ingress.monitor.listen"), warning, critical)
 
 
-@check_command(check, "archive", "5m", "1h", "time since egress gave its last sign of life for a chain")
+@check_command(check, "archive", "1m", "1h", "time since egress gave its last sign of life for a chain")
 @click.option("--site", help="Only chains of this site; otherwise that of the configuration, or all.")
 def check_archive(settings: Settings, warning: float, critical: float, site: str | None) -> CheckResult:
     """Look at the bucket: where each chain ends, holes, damage, and who still archives.
@@ -187,11 +187,12 @@ def check_archive(settings: Settings, warning: float, critical: float, site: str
     Example: floe check archive -c central.yaml --site us-east
     """
     from common.clock import SystemClock
-    from common.open import open_chains, open_store
+    from common.open import open_view
     from common.segments.keys import configured
 
-    with closing(open_store(settings)) as store:
-        documents, site, feeds = open_chains(settings), site or settings.site or None, configured(settings)
+    store, documents = open_view(settings)
+    with closing(store):
+        site, feeds = site or settings.site or None, configured(settings)
         chains = [each for each in documents.chains(site) if not feeds or (each.site, each.feed) in feeds]
         said = _sightings(documents, SystemClock().now())
         return judge_archive([_look(store, documents, chain, said) for chain in chains], warning, critical)

@@ -421,7 +421,7 @@ class Named:
         position. Raises UsageError where there is no such chain, and where the target is not at the newest incarnation
         yet.
         """
-        from common.open import open_chains
+        from common.open import open_view
         from common.segments.archive import among
         from common.segments.keys import configured, one
 
@@ -432,7 +432,7 @@ class Named:
                 return named
         feeds, others = configured(settings), {*held, *carried}
         found = among(
-            open_chains(settings),
+            open_view(settings)[1],
             site,
             feed,
             lambda known: one({*known, *others}, feeds, site, feed, self.incarnation, self.partition),

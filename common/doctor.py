@@ -173,11 +173,11 @@ async def _connected(settings: Settings, role: str) -> Connected:
 
 
 def _store_connected(settings: Settings) -> Connected:
-    from common.objects.open import open_objects
+    from common.objects.open import VIEW_TIMEOUT, open_objects
 
     name = f"store {settings.store.url}"
     try:
-        objects = open_objects(settings.store, timeout=promptly(settings.nats).connect_timeout)
+        objects = open_objects(settings.store, timeout=max(VIEW_TIMEOUT, promptly(settings.nats).connect_timeout))
         objects.list(_listed(settings, roles_of(settings))[0], limit=1)
     except FloeError as error:
         return Connected(name, error)
@@ -200,10 +200,10 @@ def _listed(settings: Settings, roles: Collection[str]) -> tuple[str, ...]:
 
 def examine_store(settings: Settings, roles: Collection[str], clock: Clock) -> list[DoctorFinding]:
     """Blocking. `roles`: whose rights are looked for."""
-    from common.objects.open import open_objects
+    from common.objects.open import VIEW_TIMEOUT, open_objects
 
     try:
-        objects = open_objects(settings.store, timeout=promptly(settings.nats).connect_timeout)
+        objects = open_objects(settings.store, timeout=max(VIEW_TIMEOUT, promptly(settings.nats).connect_timeout))
     except FloeError as error:
         return [failed("store", "connection", error)]
     return list(_StoreProbes(settings, frozenset(roles), clock, objects).findings())

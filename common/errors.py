@@ -5,6 +5,7 @@ FloeError
 ├── UsageError            2  call it differently
 ├── Refused              77  a credential or a permission is missing
 ├── Unavailable          75  wait: retried with backoff, then given up
+│   ├── StoreAway        75  the object store gives no answer
 │   └── LeaseLost        75  another instance holds the work
 ├── OutcomeUnknown       75  neither done nor not done: settled by reading, never by guessing
 ├── AnotherWriter         4  another writer writes where only this program may
@@ -83,6 +84,10 @@ class Unavailable(FloeError):
 
     exit_code = 75
     default_code = "E-UNAVAILABLE"
+
+
+class StoreAway(Unavailable):
+    """The object store cannot be reached, or gives no answer in time."""
 
 
 class LeaseLost(Unavailable):

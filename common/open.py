@@ -108,6 +108,14 @@ def open_store(settings: Settings, objects: ObjectStore | None = None) -> Segmen
     )
 
 
+def open_view(settings: Settings) -> tuple[SegmentStore, ChainStore]:
+    """The store for a command that somebody waits for: it gives up after some ten seconds without an answer."""
+    from common.objects.open import VIEW_TIMEOUT, open_objects
+
+    objects = open_objects(settings.store, timeout=VIEW_TIMEOUT)
+    return open_store(settings, objects), open_chains(settings, objects)
+
+
 def open_chains(settings: Settings, objects: ObjectStore | None = None) -> ChainStore:
     from common.objects.open import open_objects
     from common.segments.documents import ChainStore

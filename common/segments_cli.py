@@ -34,7 +34,7 @@ from common.exits import DIFFERENCES
 from common.jetstream.headers import parse_block
 from common.logs import escaped
 from common.objects.port import ObjectInfo
-from common.open import load_settings, open_chains, open_store
+from common.open import load_settings, open_store, open_view
 from common.segments.archive import Timeline, find_chain, read_cover, select_chains, span
 from common.segments.columns import is_text, messages
 from common.segments.documents import ChainStore, CompactionRun, run_of
@@ -101,7 +101,7 @@ def list_segments(
         floe segments ls -c central.yaml us-east/NODE_DATA --cover --output paths
     """
     settings = load_settings(config, quiet=True)
-    store, chains = open_store(settings), open_chains(settings)
+    store, chains = open_view(settings)
     bounds, problems = _bounds(since, until), list[str]()
     taken: list[tuple[SegmentRef, SequenceRange]] = []
     for chain in select_chains(chains, what, configured(settings)):
@@ -231,11 +231,10 @@ def info(config: str, what: str, as_json: bool) -> int:
         floe segments info -c central.yaml data/site=us-east/…/level=0/….parquet
     """
     settings = load_settings(config, quiet=True)
-    store = open_store(settings)
+    store, chains = open_view(settings)
     if (ref := _segment(store, settings, what)) is not None:
         found = describe_segment(store, ref)
     else:
-        chains = open_chains(settings)
         found = describe_chain(store, chains, _chain(settings, chains, what))
     if as_json:
         print_json(found)
@@ -283,11 +282,11 @@ def cat(
     """
     _refuse_asked(from_sequence, to_sequence, since, until, subjects, follow)
     settings, clock = load_settings(config, quiet=True), SystemClock()
-    bounds, store = _bounds(since, until), open_store(settings)
+    bounds, (store, chains) = _bounds(since, until), open_view(settings)
     ref = _segment(store, settings, what)
     if ref and follow:
         raise click.UsageError("--follow: expected a chain, found one segment")
-    chain = None if ref else _chain(settings, open_chains(settings), what)
+    chain = None if ref else _chain(settings, chains, what)
     refs = store.list(chain, position=from_sequence or 1) if chain else [ref] if ref else []
     within = _between(store, refs, bounds)
     problems: list[str] = []
@@ -532,10 +531,10 @@ LISTED_AT_ONCE = 8  # chains
 
 async def archive_view(settings: Settings) -> StatusView:
     """What the store holds of each chain. Asks no NATS."""
-    documents, clock = open_chains(settings), SystemClock()
+    (store, documents), clock = open_view(settings), SystemClock()
     # A site may list what is its own.
     site = settings.site if settings.egress.feeds and not settings.ingress.targets else None
-    with closing(open_store(settings)) as store, closing(Threads("archive", LISTED_AT_ONCE)) as threads:
+    with closing(store), closing(Threads("archive", LISTED_AT_ONCE)) as threads:
         tails = await threads.run(documents.listed_tails)
         named = await threads.run(documents.chains, site)
         runs = await threads.run(documents.runs)

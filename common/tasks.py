@@ -294,6 +294,15 @@ async def unless(stop: asyncio.Event | Stop, work: Coroutine[Any, Any, T]) -> T 
         await end(task)
 
 
+async def told_late(work: Awaitable[T], seconds: float, tell: Callable[[], None]) -> T:
+    """The result of `work`; `tell` is called, once, where it is not there after `seconds`."""
+    timer = asyncio.get_running_loop().call_later(seconds, tell)
+    try:
+        return await work
+    finally:
+        timer.cancel()
+
+
 @asynccontextmanager
 async def either(*events: asyncio.Event | Stop) -> AsyncIterator[Stop]:
     """A new signal that is set as soon as one of `events` is, while the block runs."""

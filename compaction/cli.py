@@ -16,7 +16,7 @@ from common.cli import config_option, json_option, print_json, refuse_beside, ru
 from common.clock import Clock, SystemClock
 from common.errors import DataError, FloeError, UsageError
 from common.logs import get_logger
-from common.open import load_settings, open_chains, open_store, reloaded_on_hangup
+from common.open import load_settings, open_chains, open_store, open_view, reloaded_on_hangup
 from common.settings.types import counted, size_words
 
 log = get_logger("compaction.cli")
@@ -174,7 +174,7 @@ def check_compaction(
     levels, now = settings.compaction.levels, SystemClock().now()
     longest = max((level.max_wait for level in levels), default=0.0)
     limits = longest + DAY if warning is None else warning, longest + 3 * DAY if critical is None else critical
-    with closing(open_store(settings)) as store:
+    with closing(open_view(settings)[0]) as store:
         surveys = Compaction(store, levels, None, LocalRunner(store)).preview(Selection(settings.site or None))
         merged = (store.pages(survey.chain, level) for survey in surveys for level in {level.to for level in levels})
         done = max((ref.modified for pages in merged for page in pages for ref in page), default=None)

@@ -12,6 +12,7 @@ from common.clock import Clock
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
 from common.objects.port import ObjectStore
+from common.segments.alive import EVERY
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
 from common.service.process import Threads
@@ -57,7 +58,7 @@ class EgressTuning:
     walk: float = 6 * 3600.0
     walk_again: float = 60.0
     page: float = 0.1
-    alive: float = 60.0
+    alive: float = EVERY
     reexamine: float = 30.0
     flush: float = 1.0
 

@@ -7,7 +7,7 @@ turn are rare; a heartbeat whose acknowledgement was lost is not sent again.
 import asyncio
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from common.clock import Clock, parse_time
@@ -24,7 +24,7 @@ from common.service.monitor import Health
 from common.service.process import Threads
 from common.settings.egress import HeartbeatSubjectSettings
 from common.settings.root import Settings
-from common.tasks import Stop, Trouble, again, end, first_of, unless, wait_for
+from common.tasks import Stop, Trouble, again, end, first_of, told_late, unless, wait_for
 from egress import metrics
 from egress.deps import EgressDeps
 from egress.report import FeedReport
@@ -173,21 +173,29 @@ def check_stored(answer: bytes, subject: str) -> None:
         raise OutcomeUnknown(f"heartbeat to {subject}: expected an acknowledgement, found {answer[:60]!r}")
 
 
-SOON = 1 / 12  # part of the interval: by then most chains have something to report, or the store is back
+SOON = 1 / 6  # part of the interval: by then most chains have something to report, or the store is back
 
 
 class SignOfLife:
     """The sign of life of this process, under the name `process`.
 
-    `reports`: of all its chains; `owner`: as its leases name it.
+    `reports`: of all its chains; `owner`: as its leases name it; `late`: called where the store has not answered after
+    half of the interval.
     """
 
     def __init__(
-        self, site: str, process: str, owner: str, reports: Sequence[FeedReport], deps: EgressDeps, client: FloeClient
+        self,
+        site: str,
+        process: str,
+        owner: str,
+        reports: Sequence[FeedReport],
+        deps: EgressDeps,
+        client: FloeClient,
+        late: Callable[[], None] = lambda: None,
     ) -> None:
         self._site, self._process, self._owner, self._reports = site, process, owner, reports
         self._chains, self._client, self._clock, self._every = deps.chains, client, deps.clock, deps.tuning.pace.alive
-        self._failure, self._is_put_off = "", False
+        self._late, self._failure, self._is_put_off = late, "", False
 
     async def run(self, stop: Stop) -> None:
         await again("alive", lambda: self._put_on(stop), self._clock)
@@ -207,7 +215,8 @@ class SignOfLife:
         chains = tuple(report.sign() for report in self._reports)
         alive = Alive(self._site, self._owner, self._clock.now(), chains)
         try:
-            await threads.run(self._chains.write_alive, self._process, alive)
+            put = threads.run(self._chains.write_alive, self._process, alive)
+            await told_late(put, self._every / 2, self._late)
         except FloeError as error:
             metrics.alive_errors.labels(self._site).inc()
             self._is_put_off = isinstance(error, Unavailable | OutcomeUnknown)
@@ -244,16 +253,19 @@ class SignOfLife:
 
 
 class Reachability:
-    """Whether the store and NATS can be reached, as metrics of this process; both begin as not reached."""
+    """Whether the store and NATS can be reached, as metrics of this process; both begin as not reached. The store as
+    `health` too.
+    """
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock, self._lines = clock, dict[str, bool]()
+    def __init__(self, clock: Clock, health: Health) -> None:
+        self._clock, self._health, self._lines = clock, health, dict[str, bool]()
         for each in (metrics.store_reachable, metrics.nats_reachable):
             each.set(0)
 
     def store(self, has_answered: bool) -> None:
         """From any thread."""
         metrics.store_reachable.set(has_answered)
+        self._health.set_ready("objects", has_answered, "the store does not answer")
         if has_answered:
             metrics.store_answered.set(self._clock.now())
 

@@ -114,7 +114,7 @@ class FeedReport:
         self._source_asked: float | None = None
         self._status: dict[str, Any] = {"site": feed.site, "stream": stream}
         self._failure, self._had_durable, self._is_stalled, self._has_looped = "", False, False, False
-        self._failed_at = 0.0
+        self._failed_at, self._end_before = 0.0, 0
         self._left: Callable[[], float] = lambda: math.inf
         self._open: Callable[[], OpenSegment | None] = lambda: None
         self._status["open_segment"] = self._open_segment  # asked when the page is
@@ -170,6 +170,7 @@ class FeedReport:
         """Messages are read from `first` on, everything before is accounted for; the archive ends at `end`."""
         self._chain = chain
         self._status.update(chain=str(chain), incarnation=chain.incarnation, position=first, end=end)
+        self._end_before = end
         self._set(metrics.incarnation, chain.incarnation)
         self._set(metrics.end_sequence, end)
         self._set(metrics.stopped, 0)
@@ -234,7 +235,9 @@ class FeedReport:
             self.source(evidence.source.last, evidence.source.last_timestamp_ns)
 
     def source(self, last: int, last_timestamp_ns: int | None) -> None:
-        self._source_asked = self._clock.now()
+        self._source_asked, end = self._clock.now(), self._status.get("end") or 0
+        # What was archived since it was asked is in the stream too, unless it was rolled back.
+        last, self._end_before = max(last, end) if last >= self._end_before else last, end
         self._set(metrics.source_sequence, last)
         self._set(metrics.source_asked, self._source_asked)
         if last_timestamp_ns is not None:
@@ -354,7 +357,11 @@ class FeedReport:
             self._log("warning", what, action="gone_from_hole", sequences=gone, range=str(footer.unread))
         if footer.last_timestamp_ns is not None:
             self._set(metrics.end_timestamp, footer.last_timestamp_ns / NS_PER_S)
-        self._show(position=footer.coverage.last + 1, end=footer.coverage.last)
+        end, last = footer.coverage.last, self._status.get("source_last")
+        if last is not None and last < end:  # it was asked for earlier
+            self._set(metrics.source_sequence, end)
+            self._status["source_last"] = end
+        self._show(position=end + 1, end=end)
 
 
 LOOK_EVERY = 600.0  # seconds

@@ -138,7 +138,7 @@ class EgressService:
         place: WorkerPlace | None = None,
     ) -> None:
         self._settings, self._tuning, self._clock, self._health, self._stop = settings, tuning, clock, health, stop
-        self._objects, self._place, self._reach = objects, place, Reachability(clock)
+        self._objects, self._place, self._reach = objects, place, Reachability(clock, health)
         self._rng = random.SystemRandom()
         self._flushing: FlushWatch | None = None
 
@@ -194,7 +194,7 @@ class EgressService:
             sharing,
             *feeds,
             self._flushing,
-            SignOfLife(site, process, leases.owner, reports, deps, control),
+            SignOfLife(site, process, leases.owner, reports, deps, control, lambda: self._reach.store(False)),
         ]
         runs.append(CoverageWatch(deps.store, self._health, self._clock))
         if settings.egress.heartbeats.subjects:

@@ -21,8 +21,8 @@ from common.jetstream.api import stream_info
 from common.jetstream.buckets import optional_leases
 from common.jetstream.client import connect
 from common.jetstream.lease import new_owner, owner_text
-from common.open import open_chains
-from common.segments.alive import STANDBY, Sighting, newest
+from common.open import open_view
+from common.segments.alive import OVERDUE, SILENT, STANDBY, Sighting, newest
 from common.segments.documents import ChainStore
 from common.service.monitor import fetch
 from common.service.process import Threads
@@ -36,7 +36,7 @@ COLUMNS = (
     "known from", "why",
 )  # fmt: skip
 NARROW = tuple(name for name in COLUMNS if name not in ("stream", "known from"))
-SILENT, NOT_HELD, UNKNOWN = "silent", "not held", "unknown"
+NOT_HELD, UNKNOWN = "not held", "unknown"
 ALARMING = ("stopped", "stalled", SILENT, NOT_HELD)
 COLOURS = {**dict.fromkeys(("reading", "closing", STANDBY), "green"), **dict.fromkeys(ALARMING, "red")}
 
@@ -49,6 +49,17 @@ class SiteAnswers:
 
     holders: Mapping[Chain, str | None] = field(default_factory=dict)
     sources: Mapping[str, int | None] = field(default_factory=dict)
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SiteStored:
+    """What the store holds of the site. `tails`: the end of each chain and when it was written; `sightings`: the newest
+    sign of life of each partition, none where they may not be read. `failure`: why it did not answer.
+    """
+
+    tails: Mapping[Chain, tuple[int | None, float]] = field(default_factory=dict)
+    sightings: Mapping[Chain, Sighting] = field(default_factory=dict)
     failure: str = ""
 
 
@@ -81,7 +92,7 @@ class PartitionStatus:
             return NOT_HELD
         if self.sighting is None:
             return UNKNOWN
-        return SILENT if self.sighting.age > self.silent_after else self.sighting.sign.state
+        return self.sighting.state(self.silent_after)
 
     @property
     def archived(self) -> int | None:
@@ -108,7 +119,7 @@ class PartitionStatus:
             return "nobody holds its lease: no egress works on it"
         if self.told or self.sighting is None:
             return str(self.told.get("why", ""))
-        if self.state == SILENT:
+        if self.state in (SILENT, OVERDUE):
             return f"no sign of life for {duration_words(self.sighting.age)}"
         return self.sighting.sign.why
 
@@ -187,21 +198,23 @@ def closes(held: Mapping[str, Any]) -> str:
 
 
 async def site_view(settings: Settings) -> StatusView:
-    """Each partition of the site. Raises what the store raises, and Refused where NATS refuses the credential."""
+    """Each partition of the site, by whoever answers. Raises Refused where the store or NATS refuses the credential."""
     partitions, clock = all_partitions(settings.site, settings.egress.feeds), SystemClock()
     listen, notes = settings.egress.monitor.listen, list[str]()
     with closing(Threads("status", 8)) as threads:
-        shown, answers, stored = await asyncio.gather(
+        first = asyncio.gather(
             threads.run(ask_monitor, settings.egress.monitor),
-            _ask_nats(settings, partitions),
-            threads.run(_read_store, open_chains(settings), settings.site, clock.now()),
+            threads.run(_read_store, open_view(settings)[1], settings.site, clock.now()),
         )
+        (shown, stored), answers = await asyncio.gather(first, _ask_nats(settings, partitions, first))
+    if stored.failure:
+        notes.append(f"the store does not answer: {stored.failure}")
     if answers.failure:
         notes.append(f"NATS does not answer: {answers.failure}")
     if shown is None:
         where = f"at {listen}" if listen else "(egress.monitor.listen is empty)"
         notes.append(f"no process answers {where}: what is open is not known, the rest is from the store")
-    told, (tails, sightings) = of_chains(shown or {}, settings.site), stored
+    told, tails, sightings = of_chains(shown or {}, settings.site), stored.tails, stored.sightings
     found = []
     for each in partitions:
         of_chain, sighting = told.get(each.chain, {}), sightings.get(each.chain)
@@ -215,7 +228,7 @@ async def site_view(settings: Settings) -> StatusView:
             lines = status.hint.split("\n")
             details += [f"{status.chain} {status.state}: {status.why}", *(f"  {line}" for line in lines)]
     is_alarming = any(each.alarm for each in found)
-    code = DataError.exit_code if is_alarming else LATER if answers.failure else 0
+    code = DataError.exit_code if is_alarming else LATER if answers.failure or stored.failure else 0
     rows, cells = [each.row() for each in found], [each.cells(now) for each in found]
     return StatusView("site", rows, cells, COLUMNS, NARROW, code, details, notes)
 
@@ -225,12 +238,14 @@ def _newest(chain: Chain, known: Iterable[Chain]) -> Chain:
     return max((each for each in known if replace(each, incarnation=0) == chain), default=chain)
 
 
-async def _ask_nats(settings: Settings, partitions: Sequence[Partition]) -> SiteAnswers:
+async def _ask_nats(settings: Settings, partitions: Sequence[Partition], first: asyncio.Future[Any]) -> SiteAnswers:
+    """`first`: what tells how far the archive is; the streams are asked behind it, so that they are no less far."""
     try:
         title = f"floe egress {settings.site} status"
         async with aclosing(await connect(settings.nats_for("egress"), name=title)) as client:
             leases = optional_leases(client, settings.egress, new_owner(settings.instance), client.clock)
             holders = {each.chain: await leases.holder(lease_key(each.chain)) for each in partitions}
+            await asyncio.wait({first})
             infos = {name: await stream_info(client, name) for name in {each.stream for each in partitions}}
     except (Unavailable, OutcomeUnknown) as error:
         return SiteAnswers(failure=error.message)
@@ -261,13 +276,13 @@ def of_chains(document: Mapping[str, Any], site: str) -> dict[Chain, dict[str, A
     return found
 
 
-def _read_store(
-    documents: ChainStore, site: str, now: float
-) -> tuple[dict[Chain, tuple[int | None, float]], dict[Chain, Sighting]]:
-    """The tails of the site, and the newest sign of life of each partition, none where they may not be read."""
-    listed = {chain: info for chain, info in documents.listed_tails().items() if chain.site == site}
-    tails = {chain: (documents.read_tail(chain), info.modified) for chain, info in listed.items()}
-    return tails, _sightings(documents, site, now)
+def _read_store(documents: ChainStore, site: str, now: float) -> SiteStored:
+    try:
+        listed = {chain: info for chain, info in documents.listed_tails().items() if chain.site == site}
+        tails = {chain: (documents.read_tail(chain), info.modified) for chain, info in listed.items()}
+        return SiteStored(tails, _sightings(documents, site, now))
+    except (Unavailable, OutcomeUnknown) as error:
+        return SiteStored(failure=error.message)
 
 
 def _sightings(documents: ChainStore, site: str, now: float) -> dict[Chain, Sighting]:

@@ -19,7 +19,7 @@ from common.cli import (
     run_command,
 )
 from common.clock import SystemClock
-from common.errors import OutcomeUnknown, Unavailable
+from common.errors import OutcomeUnknown, StoreAway, Unavailable
 from common.exits import DIFFERENCES, LATER, report
 from common.lean import slim
 from common.logs import escaped
@@ -170,6 +170,8 @@ async def _look(settings: Settings, views: Views, is_archive: bool) -> list[Stat
     for name in names:
         try:
             found.append(await views[name]()(settings))
+        except StoreAway:
+            raise
         except (Unavailable, OutcomeUnknown) as error:
             note = f"only what the archive holds is shown: {error.message}"
     if note:

@@ -273,8 +273,12 @@ class TargetReport:
         if self._sites is None or (sighting := self._sites.of(chain)) is None:
             return {}
         sign = sighting.sign
-        state = "silent" if self._sites.is_silent(sighting) else sign.state
-        said = {"state": state, "code": sign.code, "why": sign.why, "sequence": sign.source_last}
+        said = {
+            "state": sighting.state(self._sites.silent_after),
+            "code": sign.code,
+            "why": sign.why,
+            "sequence": sign.source_last,
+        }
         return {"source": {**said, "alive": sighting.modified}}
 
     # Not carrying

@@ -19,12 +19,14 @@ from common.settings.types import FileSecret
 
 log = get_logger(__name__)
 
+VIEW_TIMEOUT = 5.0  # seconds for an answer of the store, asked twice, where somebody waits for it
+
 
 def open_objects(settings: StoreSettings, *, timeout: float | None = None) -> ObjectStore:
     """The object store that `settings` name. Sends no request to an S3 store yet.
 
-    `timeout`: for who asks only whether it answers: as many seconds to connect, twice that for an answer, and a request
-    is sent at most twice.
+    `timeout`: for who does not wait for a store as services do: seconds for a connection, and for an answer to begin; a
+    request is sent at most twice.
 
     Raises ConfigError for an invalid address, and for a `file://` store what LocalObjects raises.
     """
@@ -40,7 +42,7 @@ def open_objects(settings: StoreSettings, *, timeout: float | None = None) -> Ob
         kms_key_id=settings.encryption.kms_key_id,
     )
     if timeout is not None:
-        options = replace(options, attempts=2, connect_timeout=timeout / 2, read_timeout=timeout * 2)
+        options = replace(options, attempts=2, connect_timeout=timeout, read_timeout=timeout)
     account = _account(settings, settings.endpoint_url)
     return S3Objects(rest, account, options, secret_file=secret if isinstance(secret, FileSecret) else None)
 

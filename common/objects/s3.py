@@ -24,7 +24,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
 from common.clock import Clock, SystemClock
-from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
+from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, StoreAway, Unavailable
 from common.logs import get_logger
 from common.objects import s3_errors
 from common.objects.port import (
@@ -370,7 +370,7 @@ class S3Objects:
     # Reading
 
     def _read(self, key: str, wanted: ByteRange | None, use: Callable[[AnswerBody], T]) -> T | None:
-        for pause in (*PAUSES, None):
+        for pause in (*PAUSES[: self._options.attempts - 1], None):
             try:
                 body = self._open(key, wanted)
                 return None if body is None else body.use(use)
@@ -503,15 +503,24 @@ class S3Objects:
         if isinstance(error, boto.EndpointConnectionError):
             asked, cause = error.kwargs.get("endpoint_url", self._endpoint), error.kwargs.get("error", error)
             why, hint = s3_errors.why_not_connected(str(asked), str(cause))
-            kind: type[FloeError] = OutcomeUnknown if writes and self._doubts.found else Unavailable
+            kind: type[FloeError] = OutcomeUnknown if writes and self._doubts.found else StoreAway
             return kind(f"{verb} {self._place(key)}: {why}", hint=hint)
+        if isinstance(error, boto.ReadTimeoutError | boto.ConnectTimeoutError):
+            told = f"store {without_paths(self._endpoint)}: {self._waited(error)}"
+            text = f"{verb} {self._place(key)}: {told}"
         if writes and self._doubts.found:
             return OutcomeUnknown(text)
         is_not_tls = isinstance(error, boto.SSLError) and s3_errors.is_not_tls(told) and not self._has_answered
         if is_not_tls or (isinstance(error, boto.ConnectionClosedError) and self._is_plain_on_tls()):
             return self._wrong_scheme(verb, key)
         is_silent = isinstance(error, boto.ReadTimeoutError | boto.ConnectTimeoutError)
-        return Unavailable(text, hint=s3_errors.SILENT if is_silent else s3_errors.CLOSED)
+        return StoreAway(text, hint=s3_errors.SILENT if is_silent else s3_errors.CLOSED)
+
+    def _waited(self, error: BotoCoreError) -> str:
+        options = self._options
+        if isinstance(error, boto.ConnectTimeoutError):
+            return f"no connection within {options.connect_timeout:g} s, tried {options.attempts} times"
+        return f"no answer within {options.read_timeout:g} s, asked {options.attempts} times"
 
     @property
     def _endpoint(self) -> str:

@@ -1,4 +1,4 @@
-"""The signs of life of egress: one small object for each process, put again every minute.
+"""The signs of life of egress: one small object for each process, put again every half minute.
 
     {prefix}/_floe/alive/{site}/{host}[.{label}][.{worker}]
 
@@ -26,6 +26,9 @@ from common.sequences import MAX_SEQUENCE
 FORGOTTEN = 7 * 86_400.0  # seconds behind the newest object of the same site
 MAX_CHAINS = 20_000  # of one process
 STANDBY = "standby"
+EVERY = 30.0  # seconds between two signs of one process
+LATEST = 45.0  # seconds behind one by which the next is there, unless something is wrong
+OVERDUE, SILENT = "overdue", "silent"  # what stands in place of the state of a process that gave no sign for so long
 
 _TEXT = 1000  # characters of a reason, at most
 
@@ -73,6 +76,16 @@ class ChainSign(_Said, frozen=True, kw_only=True):
     @property
     def works(self) -> bool:
         return self.state != STANDBY
+
+    def source_at_least(self, incarnation: int, archived: int) -> int | None:
+        """The last sequence of the stream as far as it is known: as it was asked, or what was archived since.
+
+        Less than what is archived only where the process saw it so: then the stream was rolled back.
+        """
+        last = self.source_last
+        if last is None or self.chain.incarnation != incarnation or last < (self.end or 0):
+            return last
+        return max(last, archived)
 
     def not_archived(self, incarnation: int, archived: int) -> int | None:
         """Sequences of the stream behind what is archived; None where the end of the stream is unknown.
@@ -147,6 +160,14 @@ class Sighting:
     modified: float
     age: float
     time: float
+
+    def state(self, silent_after: float) -> str:
+        """What the process said, unless it said nothing since: OVERDUE, then SILENT after `silent_after` seconds.
+        A stop stays one until then.
+        """
+        if self.age > silent_after:
+            return SILENT
+        return OVERDUE if self.age > LATEST and self.sign.state != "stopped" else self.sign.state
 
     @property
     def lasts(self) -> float:

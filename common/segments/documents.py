@@ -6,7 +6,7 @@
     floor.json    the first sequence that retention has left
     tails/…       the end of a chain's coverage; a hint that tells when a listing is worth while
     gaps/…        sequences that are given up
-    alive/…       what each process of egress says of itself every minute (`common.segments.alive`)
+    alive/…       what each process of egress says of itself every half minute (`common.segments.alive`)
     ingress/…     how far each target is
     tombstones/runs/…   how the last run of compaction ended
 

@@ -180,8 +180,8 @@ class IngressSettings(ServiceSettings):
     events: Annotated[t.Text, t.matching(_EVENTS, "nats://SUBJECT or sqs://QUEUE")] = option(
         "", "notifications of the bucket, such as nats://minio.events or sqs://floe-events"
     )
-    silent_after: Annotated[t.Duration, t.Range("2m", "7d", "each process of egress gives one each minute")] = option(
-        "5m", "a site without a sign of life for this long is silent, a chain that is late for it is told"
+    silent_after: Annotated[t.Duration, t.Range("1m", "7d", "each process of egress gives one each half minute")] = (
+        option("5m", "a site without a sign of life for this long is silent, a chain that is late for it is told")
     )
     defaults: dict[str, Any] = option({}, "keys that entries of `sources` may override")
     targets: tuple[TargetSettings, ...] = option((), "the target streams")

@@ -14,7 +14,7 @@ from common.cli import Moment, TimeType, config_option, json_option, moment, run
 from common.clock import NS_PER_S, SystemClock, format_time
 from common.errors import DataError, FloeError
 from common.logs import escaped
-from common.open import load_settings, open_chains, open_store
+from common.open import load_settings, open_view
 from common.segments.documents import SnapshotRef
 from common.segments.store import SegmentStore
 from common.settings.egress import FeedSettings
@@ -154,8 +154,7 @@ def state(
     now = SystemClock().now()
     since_ns = moment(now, since) or 0
     failures: list[FloeError] = []
-    store = open_store(settings)
-    documents = open_chains(settings, store.objects)
+    store, documents = open_view(settings)
     form = as_value if is_values else _as_json if as_json else _as_text
     is_headed = form is not _as_text
     meant, incarnation, partition = feed_meant(settings, feed) if feed else (None, None, None)

@@ -2,7 +2,7 @@
 
 Four loops. One lists `tails/` now and then, which tells which chains have grown. One looks at the chains
 that notifications name, and at no others. One looks up all chains every few minutes. One reads the signs of
-life of egress once a minute. Only what the store holds is carried, whatever a notification says: a lost,
+life of egress four times a minute. Only what the store holds is carried, whatever a notification says: a lost,
 repeated, forged or late one costs a look or a poll.
 """
 
@@ -17,7 +17,7 @@ from common.segments.documents import ChainStore
 from common.segments.keys import Pair, suggestion
 from common.service.monitor import Health
 from common.service.process import Threads
-from common.tasks import first_of, guarded, together
+from common.tasks import first_of, guarded, together, told_late
 from ingress import metrics
 from ingress.chains.prefetch import Prefetcher
 from ingress.discovery.sites import Sites
@@ -25,7 +25,8 @@ from ingress.errors import leading, passes_by_itself
 
 log = get_logger(__name__)
 
-LOOK_AT_SITES = 60.0  # seconds between two looks at the signs of life
+LOOK_AT_SITES = 15.0  # seconds between two looks at the signs of life
+LATE = 15.0  # seconds without an answer to a poll until the store counts as away
 LOOK_UP_ALL = 300.0  # seconds between two listings of the chains' documents
 LOOK_UPS = 2  # of these at the same time: a poll must find a free thread
 TICK = 10.0  # seconds at most between two looks at chains that wait
@@ -119,6 +120,10 @@ class Discovery:
             if is_answered:
                 metrics.store_answered.set(self._clock.now())
 
+    def _late(self) -> None:
+        self._health.set_ready("store", False, f"no answer to a poll for {LATE:.0f} s")
+        metrics.store_reachable.set(0)
+
     async def _follow(self) -> None:
         while True:
             await self._at_once.wait()
@@ -156,7 +161,7 @@ class Discovery:
     async def look(self) -> None:
         if not self.listeners:
             return
-        etags = await self._threads.run(self._documents.tails)
+        etags = await told_late(self._threads.run(self._documents.tails), LATE, self._late)
 
         async def read(chain: Chain, etag: str) -> None:
             end = await self._threads.run(self._documents.read_tail, chain)

@@ -1,6 +1,6 @@
 """What the processes of egress say of themselves (`common.segments.alive`), as the running service knows it.
 
-One listing a minute, and a read of each object that has changed. A site counts as silent when its objects have
+Four listings a minute, and a read of each object that has changed. A site counts as silent when its objects have
 not changed for too long, by this host's monotonic clock; only the first look uses their age. Time in which the
 store does not answer does not count: no site could write then either.
 """
@@ -59,11 +59,11 @@ class Sites:
 
     async def look(self, pairs: Collection[tuple[str, str]]) -> None:
         """One listing, and a read of what changed for the sites of `pairs`. Raises what the store raises."""
-        sites = {site for site, _ in pairs}
+        sites, began = {site for site, _ in pairs}, self._clock.monotonic()
         try:
             listed = await self._threads.run(self._documents.listed_alive)
         except FloeError:
-            self._unanswered_since = self._unanswered_since or self._clock.monotonic()
+            self._unanswered_since = self._unanswered_since or began
             raise
         now = self._clock.monotonic()
         if self._unanswered_since is not None:

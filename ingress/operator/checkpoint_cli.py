@@ -12,7 +12,7 @@ import click
 from common import cli
 from common.clock import SystemClock
 from common.errors import DataError, UsageError
-from common.open import load_settings, open_chains
+from common.open import load_settings, open_view
 from common.segments.documents import TargetPositions
 from common.sequences import MAX_SEQUENCE
 from common.settings.types import counted
@@ -179,7 +179,7 @@ async def checkpoint_release(config: str, target: str, yes: bool) -> None:
 
     Example: floe checkpoint release -c central.yaml FLEET --yes
     """
-    chains = open_chains(load_settings(config, quiet=True))
+    _, chains = open_view(load_settings(config, quiet=True))
     try:
         known = chains.read_positions(target)
     except DataError as error:  # an unreadable file keeps everything, until it is released

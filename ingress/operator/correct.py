@@ -12,7 +12,7 @@ from common.jetstream.api import stream_info
 from common.jetstream.buckets import state_of_ingress
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
-from common.open import open_chains
+from common.open import open_view
 from common.service.process import Threads
 from common.service.progress import Teller, share_text
 from common.settings.ingress import TargetSettings
@@ -225,5 +225,5 @@ def target_named(settings: Settings, target: str) -> TargetSettings:
 
 
 def open_parked(settings: Settings, target: str, kept_as: ParkedAs | str) -> ParkedStore:
-    documents = open_chains(settings)
+    _, documents = open_view(settings)
     return ParkedStore(documents.objects, documents.layout, target, kept_as)

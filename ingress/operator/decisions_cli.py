@@ -14,7 +14,7 @@ import click
 
 from common import cli
 from common.errors import Stopped, UsageError
-from common.open import load_settings, open_chains, open_store
+from common.open import load_settings, open_chains, open_store, open_view
 from common.settings.types import counted
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ async def gap_ls(config: str, as_json: bool) -> None:
     settings = load_settings(config, quiet=True)
     states = await read_states(settings)
     found = []
-    with closing(open_store(settings)) as store:
-        documents = open_chains(settings)
+    store, documents = open_view(settings)
+    with closing(store):
         for chain, position in sorted(_positions(settings, documents.chains(), states).items()):
             archived = look_up(store, documents, chain, position)
             at_position = standing_at(store, archived)

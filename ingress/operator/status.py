@@ -16,8 +16,8 @@ from common.jetstream.buckets import state_of_ingress
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
 from common.logs import get_logger
-from common.open import open_chains, open_store
-from common.segments.alive import STANDBY, Sighting, newest
+from common.open import open_view
+from common.segments.alive import OVERDUE, SILENT, STANDBY, Sighting, newest
 from common.segments.archive import behind, carry
 from common.segments.checks import look_for_foreign
 from common.segments.documents import ChainStore
@@ -40,7 +40,6 @@ from ingress.verdict.verdict import Finding, judge, judge_shared, read
 log = get_logger(__name__)
 
 
-SILENT = "silent"
 AT_WORK = ("reading", "closing", STANDBY)  # states of egress without a time limit
 
 KEYS_LOOKED_AT = 100_000  # for foreign ones: about 100 requests
@@ -160,10 +159,8 @@ class ChainStatus:
         """None where no egress process said anything about the chain."""
         if self.egress is None:
             return None
-        if self.egress.age > self.silent_after:
-            return SILENT
-        sign = self.egress.sign
-        return f"{sign.state} {sign.code}".strip()
+        state = self.egress.state(self.silent_after)
+        return state if state in (SILENT, OVERDUE) else f"{state} {self.egress.sign.code}".strip()
 
     @property
     def alarm(self) -> bool:
@@ -192,7 +189,8 @@ class ChainStatus:
             "lag_seconds": round(self.lag_seconds),
             "egress": self.egress_state,
             "egress_alive": self.egress and _time(self.egress.modified),
-            "source_sequence": self.egress and self.egress.sign.source_last,
+            "source_sequence": self.egress
+            and self.egress.sign.source_at_least(self.chain.incarnation, self.archived or 0),
             "source_lag_sequences": self.source_lag_sequences,
             "alarm": self.alarm,
             "why": self.why or self._why_not_archived(),
@@ -209,7 +207,9 @@ class ChainStatus:
             "lag": self.lag_sequences,
             "behind": duration_words(self.lag_seconds),
             "last archived": ago(None if self.last_archived is None else now - self.last_archived),
-            "egress": Styled(self.egress_state, "red" if self.alarm else ""),
+            "egress": Styled(
+                self.egress_state, "red" if self.alarm else "yellow" if self.egress_state == OVERDUE else ""
+            ),
             "source lag": self.source_lag_sequences,
             "publisher": self.publisher or None,
             "why": self.why or self._why_not_archived(),
@@ -218,7 +218,7 @@ class ChainStatus:
     def _why_not_archived(self) -> str:
         if self.egress is None:
             return ""
-        if self.egress_state == SILENT:
+        if self.egress_state in (SILENT, OVERDUE):
             return f"no sign of life of egress since {_time(self.egress.modified)}"
         return self.egress.sign.why and f"egress: {self.egress.sign.why}"
 
@@ -256,8 +256,9 @@ async def centre_view(settings: Settings) -> StatusView:
     """Where every chain of every target stands. Raises what connecting raises."""
     sights = await read_sights(settings)
     clock, notes = SystemClock(), list[str]()
-    with closing(open_store(settings)) as store, closing(Threads("status", PARALLEL)) as threads:
-        survey = ArchiveSurvey(store, open_chains(settings), threads, clock, settings.ingress.silent_after)
+    store, documents = open_view(settings)
+    with closing(store), closing(Threads("status", PARALLEL)) as threads:
+        survey = ArchiveSurvey(store, documents, threads, clock, settings.ingress.silent_after)
         standings = await survey.standings(settings.ingress.targets, sights)
         with suppress(FloeError):
             foreign = await threads.run(look_for_foreign, store.objects, store.layout, (), KEYS_LOOKED_AT)

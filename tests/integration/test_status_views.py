@@ -104,7 +104,7 @@ async def test_a_site_without_nats_shows_what_the_others_say(alone: tuple[Bench,
     feed = {"stream": stream}
     async with bench.egress(feed) as running:
         await bench.archived_to(stream, 5)
-        await soon(lambda: running.status(stream).get("source_last") == 5)
+        await soon(lambda: [running.status(stream).get(key) for key in ("source_last", "end")] == [5, 5])
         server.kill()
         with monitored(running, configuration(bench, feed)) as config:
             done = await floe("status", "-c", config, "--json")

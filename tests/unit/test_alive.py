@@ -93,6 +93,22 @@ def test_what_is_not_archived_is_counted(
     assert made.not_archived(incarnation, archived) == expected
 
 
+@pytest.mark.parametrize(
+    ("made", "incarnation", "archived", "expected"),
+    [
+        (sign(end=50, source_last=597), 2, 80, 597),
+        (sign(end=50, source_last=50), 2, 80, 80),  # archived since it was asked
+        (sign(end=50, source_last=40), 2, 80, 40),  # rolled back, and seen to be
+        (sign(end=50, source_last=50), 1, 80, 50),  # of another history
+        (sign(end=50), 2, 50, None),
+    ],
+)
+def test_the_source_is_at_least_as_far_as_its_archive_unless_it_was_rolled_back(
+    made: ChainSign, incarnation: int, archived: int, expected: int | None
+) -> None:
+    assert made.source_at_least(incarnation, archived) == expected
+
+
 def test_what_egress_says_belongs_to_the_newest_incarnation() -> None:
     said = sighting(sign(chain=PARTITION))
     assert by_newest_incarnation([PARTITION, CHAIN], {PARTITION: said}) == {CHAIN: said}
@@ -106,7 +122,10 @@ def test_what_egress_says_belongs_to_the_newest_incarnation() -> None:
     [
         (None, {}, None, False),
         (sign(), {}, "reading", False),
+        (sign(), {"age": 44.0}, "reading", False),
+        (sign(), {"age": 46.0}, "overdue", False),
         (sign(), {"age": 301.0}, "silent", True),
+        (sign("stopped", code="E-FORKED"), {"age": 46.0}, "stopped E-FORKED", True),
         (sign("stopped", code="E-FORKED"), {}, "stopped E-FORKED", True),
         (sign("waiting", since=900.0), {}, "waiting", False),
         (sign("waiting", since=600.0), {}, "waiting", True),

@@ -51,6 +51,26 @@ def test_the_position_is_the_first_sequence_that_is_not_accounted_for() -> None:
     assert place() == (31, 30)
 
 
+def test_the_source_is_not_behind_the_archive_unless_it_was_rolled_back() -> None:
+    health, chain = Health(SystemClock()), Chain("s", unique("F"))
+    report, labels = FeedReport(chain, "S", health), (chain.site, chain.feed, "0")
+
+    def ends() -> tuple[Any, Any]:
+        status = health.status()["parts"][f"egress {chain.feed}"]
+        assert counted(metrics.source_sequence.labels(*labels)) == status["source_last"]
+        return status["end"], status["source_last"]
+
+    report.reading(chain, 5, 4)
+    report.source(9, None)
+    assert ends() == (4, 9)
+    report.put(spooled(chain, 5, 30), 0.1)
+    assert ends() == (30, 30), "what was archived since it was asked is in the stream"
+    report.source(25, None)
+    assert ends() == (30, 30), "asked before the put, answered behind it"
+    report.source(25, None)
+    assert ends() == (30, 25), "it was rolled back"
+
+
 def test_the_open_segment_is_asked_for_whenever_the_page_is() -> None:
     health, chain = Health(SystemClock()), Chain("s", unique("F"))
     report = FeedReport(chain, "S", health)

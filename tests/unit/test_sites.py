@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,6 +66,43 @@ async def test_while_the_store_is_away_nobody_becomes_silent_and_the_dead_stay_s
         await look(60)
     is_away = False
     assert await look(60)
+
+
+async def test_a_store_that_hangs_is_told_and_its_time_makes_nobody_silent(tmp_path: Path) -> None:
+    store, clock = FaultyStore(LocalObjects(tmp_path)), ManualClock(time.time())
+    documents = ChainStore(store, Layout(""))  # type: ignore[arg-type]
+    documents.write_alive("host", Alive(CHAIN.site, "o", 0.0, (ChainSign("reading", 0.0, chain=CHAIN),)))
+    sites = Sites(documents, Threads("test", 1), clock, 300.0)
+    await sites.look(PAIRS)
+
+    def hang(*_args: Any, **_kwargs: Any) -> Any:
+        clock.advance(400)
+        raise Unavailable("no answer")
+
+    store.on("list", hang)
+    with pytest.raises(Unavailable):
+        await sites.look(PAIRS)
+    store.heal()
+    await sites.look(PAIRS)
+    sighting = sites.of(CHAIN)
+    assert sighting is not None
+    assert not sites.is_silent(sighting)
+
+
+async def test_a_sign_of_life_without_an_answer_is_told(tmp_path: Path) -> None:
+    go, told = threading.Event(), list[bool]()
+    store = FaultyStore(LocalObjects(tmp_path)).on("put", lambda *_args, **_kwargs: go.wait(), nth=1)
+    documents = ChainStore(store, Layout(""))  # type: ignore[arg-type]
+    deps: Any = SimpleNamespace(chains=documents, clock=SystemClock(), tuning=Tuning(pace=EgressTuning(alive=0.6)))
+    tell = partial(told.append, False)
+    sign = SignOfLife(CHAIN.site, "host", "o", (), deps, None, tell)  # type: ignore[arg-type]
+    stop = Stop()
+    running = asyncio.create_task(sign.run(stop))
+    await soon(lambda: told == [False])
+    go.set()
+    await soon(lambda: len(documents.listed_alive()) == 1)
+    stop.set()
+    await running
 
 
 async def test_a_sign_of_life_that_could_not_be_put_is_put_soon(tmp_path: Path) -> None:

@@ -1,0 +1,539 @@
+"""What an operator looks at agrees with the store and the streams, and says it when something is wrong.
+
+Two sites' egress and the centre's ingress run as processes, over servers of their own. The page, /status, /metrics,
+`floe status` and `floe check` are compared with each other and with the truth: the bucket as an S3 client lists it,
+the streams as their servers tell them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import re
+import shlex
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from html import unescape
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+import boto3
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from common.jetstream.api import create_stream, stream_info
+from common.jetstream.client import FloeClient, frame
+from infra.local.process import free_ports
+from tests.scenarios.load import client_of, make_stream
+from tests.scenarios.processes import Service
+from tests.scenarios.world import TARGET, World
+from tests.support.basics import SharedS3, commands_of, soon
+from tests.support.browser import table_rows
+from tests.support.commands import Done, floe
+from tests.support.proxies import TcpProxy
+
+pytestmark = pytest.mark.servers
+
+SITES = ("alpha", "beta")
+MINUTE = 60.0
+LONGEST = 4000  # bytes of a message that the target takes
+SEGMENT = re.compile(r"data/site=(\w+)/feed=NODES/incarnation=0000/partition=0/level=0/0*(\d+)-0*(\d+)-\w{16}\.parquet")
+
+Look = Callable[[], Awaitable[bool]]
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Of one site: what the stream's server tells, and what the bucket lists."""
+
+    source: int
+    archived: int
+    segments: int
+    bytes: int
+
+
+@dataclass
+class Fleet:
+    """Two sites and a centre, by name; the services reach the store through `line`."""
+
+    world: World
+    line: TcpProxy
+    bucket: Any
+    configs: dict[str, str] = field(default_factory=dict)
+    ports: dict[str, int] = field(default_factory=dict)
+    services: dict[str, Service] = field(default_factory=dict)
+    env: dict[str, str] | None = None  # of commands as processes, which may wait side by side; None: in this one
+
+    @property
+    def store_address(self) -> str:
+        return f"http://127.0.0.1:{self.line.port}"
+
+    # The truth
+
+    async def publish(self, site: str, count: int, size: int = 100) -> None:
+        async with client_of(self.world.sites[site].url) as client:
+            last = await last_of(client, "NODES")
+            for _ in range(count):
+                client.send(frame(b"nodes.a", b"x" * size, None))
+            await soon(lambda: reached(client, "NODES", last + count))
+
+    async def truth(self) -> tuple[dict[str, Truth], int]:
+        """By site; and the last sequence of the target, which is also how many messages it holds."""
+        stored = await asyncio.to_thread(self._listed)
+        found = {}
+        for site in SITES:
+            async with client_of(self.world.sites[site].url) as client:
+                last = await last_of(client, "NODES")
+            segments = stored.get(site, [])
+            ends, sizes = [end for end, _ in segments], [size for _, size in segments]
+            found[site] = Truth(last, max(ends, default=0), len(segments), sum(sizes))
+        async with client_of(self.world.central.url) as client:
+            info = await stream_info(client, TARGET)
+        assert info is not None
+        assert info.messages == info.last_sequence
+        return found, info.last_sequence
+
+    def _listed(self) -> dict[str, list[tuple[int, int]]]:
+        """End and size of each segment in the bucket."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        pages = self.bucket.get_paginator("list_objects_v2").paginate(Bucket=self.world.bucket)
+        for each in (each for page in pages for each in page.get("Contents", ())):
+            if match := SEGMENT.fullmatch(each["Key"]):
+                found.setdefault(match[1], []).append((int(match[2]), each["Size"]))
+        return found
+
+    # The views
+
+    async def page(self, name: str, path: str = "/") -> str:
+        """What the monitor of a service answers; empty where it does not run."""
+        return await asyncio.to_thread(get, self.ports[name], path)
+
+    async def parts(self, name: str) -> dict[str, Any]:
+        """The parts that /status shows."""
+        text = await self.page(name, "/status")
+        return dict(json.loads(text)["parts"]) if text else {}
+
+    async def metric(self, name: str, metric: str, **labels: str) -> float | None:
+        """The one sample of a service's `floe_{metric}` that has these labels."""
+        for family in text_string_to_metric_families(await self.page(name, "/metrics")):
+            for sample in family.samples:
+                if sample.name == f"floe_{metric}" and sample.labels.items() >= labels.items():
+                    return float(sample.value)
+        return None
+
+    async def status(self, name: str, *more: str) -> Done:
+        return await floe("status", "-c", self.configs[name], "--json", *more, env=self.env)
+
+    async def check(self, part: str, name: str, *more: str) -> tuple[int, Any]:
+        """The code of `floe check`, and what it says."""
+        done = await floe("check", part, "-c", self.configs[name], "--json", *more, env=self.env)
+        return done.code, done.json()
+
+
+async def last_of(client: FloeClient, stream: str) -> int:
+    info = await stream_info(client, stream)
+    return info.last_sequence if info else 0
+
+
+async def reached(client: FloeClient, stream: str, last: int) -> bool:
+    return await last_of(client, stream) >= last
+
+
+def get(port: int, path: str) -> str:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().read().decode()
+    except ConnectionError:
+        return ""
+    finally:
+        connection.close()
+
+
+@asynccontextmanager
+async def running(s3: SharedS3, **times: Mapping[str, str]) -> AsyncIterator[Fleet]:
+    """The fleet. `times`: keys of `egress` and `ingress` in place of the world's, which are short."""
+    names = (*SITES, "centre")
+    async with TcpProxy(urlsplit(s3.endpoint_url).port or 0) as line:
+        address = f"http://127.0.0.1:{line.port}"
+        through = SimpleNamespace(
+            endpoint_url=address, access_key=s3.access_key, secret_key=s3.secret_key, new_bucket=s3.new_bucket
+        )
+        with World(through, *SITES, segment={"max_age": "1s", "max_messages": 500}) as world:
+            keys = {"aws_access_key_id": s3.access_key, "aws_secret_access_key": s3.secret_key}
+            bucket = boto3.client("s3", endpoint_url=s3.endpoint_url, region_name="us-east-1", **keys)
+            fleet = Fleet(world, line, bucket, ports=dict(zip(names, free_ports(3), strict=True)))
+            files = {**{site: world.site_config(site) for site in SITES}, "centre": world.central_config()}
+            for name, path in files.items():
+                section = "ingress" if name == "centre" else "egress"
+                fleet.configs[name] = serving(path, section, fleet.ports[name], times.get(section, {}))
+            for site, server in world.sites.items():
+                async with client_of(server.url) as client:
+                    await make_stream(client, "NODES", "nodes")
+                await fleet.publish(site, 300)
+            async with client_of(world.central.url) as client:
+                config = {"subjects": ["fleet.>"], "allow_atomic": True, "max_msg_size": LONGEST}
+                await create_stream(client, {"name": TARGET, **config})
+            for site in SITES:
+                fleet.services[site] = world.egress(Path(fleet.configs[site]), site)
+            fleet.services["centre"] = world.ingress(Path(fleet.configs["centre"]), "centre")
+            yield fleet
+
+
+def serving(path: Path, section: str, port: int, times: Mapping[str, str]) -> str:
+    """The file, with a monitor on `port`; `times` replace what the world shortens."""
+    document = yaml.safe_load(path.read_text())
+    document[section] |= {"monitor": {"listen": f"127.0.0.1:{port}"}, **times}
+    path.write_text(yaml.safe_dump(document))
+    return str(path)
+
+
+# What agrees
+
+
+async def well(fleet: Fleet) -> None:
+    """Wait until all is archived and carried, and every process says that it is ready."""
+
+    async def is_well() -> bool:
+        found, carried = await fleet.truth()
+        is_archived = all(each.source == each.archived for each in found.values())
+        ready = [await fleet.page(name, "/readyz") for name in fleet.ports]
+        return is_archived and carried == sum(each.source for each in found.values()) and set(ready) == {"ready\n"}
+
+    await soon(is_well, every=0.3)
+
+
+async def agree(fleet: Fleet) -> None:
+    """Wait until all is well again; then each view shows just what the store and the streams hold."""
+    await well(fleet)
+    truth, carried = await fleet.truth()
+    seen: dict[str, Any] = {"nothing": "was looked at"}
+
+    async def same() -> bool:
+        found = {**await shown_by_sites(fleet, truth), **await shown_by_centre(fleet, truth, carried)}
+        seen.clear()
+        seen.update({name: pair for name, pair in found.items() if pair[0] != pair[1]})
+        return not seen
+
+    with suppress(AssertionError):
+        await soon(same, every=0.3)
+    assert seen == {}, "by view: what it shows, and what is true"
+
+
+Pairs = dict[str, tuple[Any, Any]]
+
+
+async def shown_by_sites(fleet: Fleet, truth: Mapping[str, Truth]) -> Pairs:
+    """By view: what it shows of each site, and what it ought to."""
+    found: Pairs = {}
+    for site, each in truth.items():
+        last, labels, chain = each.archived, {"site": site, "feed": "NODES"}, f"{site}/NODES/0000/0"
+        [row] = [row for row in table_rows(await fleet.page(site)) if row[0] == "NODES"] or [[]]
+        found[f"page of {site}"] = row[1:6], ["reading", chain, str(last), str(each.source), "0"]
+        part = (await fleet.parts(site)).get("egress NODES", {})
+        told = tuple(part.get(key) for key in ("state", "end", "source_last", "position"))
+        found[f"/status of {site}"] = told, ("reading", last, each.source, last + 1)
+        names = "end_sequence", "source_sequence", "stopped", "store_reachable", "nats_reachable"
+        labelled = [await fleet.metric(site, f"egress_{name}", **labels) for name in names[:3]]
+        plain = [await fleet.metric(site, f"egress_{name}") for name in names[3:]]
+        found[f"metrics of {site}"] = [*labelled, *plain], [last, each.source, 0, 1, 1]
+        done = await fleet.status(site)
+        [row] = done.json()
+        keys = "state", "known_from", "archived", "source_sequence", "lag_sequences"
+        said = done.code, done.err, *(row[key] for key in keys)
+        found[f"floe status of {site}"] = said, (0, "", "reading", "monitor", last, each.source, 0)
+        code, checked = await fleet.check("egress", site)
+        counted = {key: checked["figures"].get(key) for key in ("chains", "stopped", "not_archived")}
+        expected = {"chains": 1, "stopped": 0, "not_archived": each.source - last}
+        found[f"floe check egress of {site}"] = (code, checked["state"], counted), (0, "OK", expected)
+    return found
+
+
+async def shown_by_centre(fleet: Fleet, truth: Mapping[str, Truth], carried: int) -> Pairs:
+    found: Pairs = {}
+    chains = {f"{site}/NODES/0000/0": each for site, each in truth.items()}
+    rows = {row[0]: row[1:5] for row in table_rows(await fleet.page("centre")) if row and row[0] in chains}
+    expected = {chain: ["idle", str(t.archived), str(t.archived + 1), "0"] for chain, t in chains.items()}
+    found["page of the centre"] = rows, expected
+    part = (await fleet.parts("centre")).get(f"target {TARGET}", {})
+    told = {
+        chain: tuple(each.get(key) for key in ("phase", "archived", "position"))
+        for chain, each in part.get("chains", {}).items()
+    }
+    ends = {chain: ("idle", each.archived, each.archived + 1) for chain, each in chains.items()}
+    found["/status of the centre"] = (part.get("state"), part.get("target_sequence"), told), ("carrying", carried, ends)
+    for site, each in truth.items():
+        labels = {"target": TARGET, "site": site, "feed": "NODES"}
+        values = [await fleet.metric("centre", f"ingress_{name}", **labels) for name in ("position", "lag_sequences")]
+        found[f"metrics of {site} at the centre"] = values, [each.archived + 1, 0]
+    figures = [
+        await fleet.metric("centre", "ingress_target_sequence", target=TARGET),
+        await fleet.metric("centre", "ingress_stopped_chains", target=TARGET),
+        await fleet.metric("centre", "ingress_store_reachable"),
+        await fleet.metric("centre", "ingress_nats_reachable"),
+    ]
+    found["metrics of the centre"] = figures, [carried, 0, 1, 1]
+    keys = "phase", "archived", "position", "lag_sequences", "source_sequence", "source_lag_sequences"
+    done = await fleet.status("centre")
+    told = {row["site"]: tuple(row[key] for key in keys) for row in done.json()}
+    ends = {site: ("idle", t.archived, t.archived + 1, 0, t.source, 0) for site, t in truth.items()}
+    found["floe status of the centre"] = (done.code, done.err, told), (0, "", ends)
+    done = await fleet.status("centre", "--archive")
+    told = {row["site"]: tuple(row[key] for key in ("archived", "segments", "bytes")) for row in done.json()}
+    found["floe status --archive"] = told, {site: (t.archived, t.segments, t.bytes) for site, t in truth.items()}
+    none = dict.fromkeys(("stopped", "waiting", "lag", "holes", "damaged", "not_archived"), 0)
+    for part, expected in (("ingress", {"targets": 1, "chains": 2}), ("archive", {"chains": 2})):
+        code, checked = await fleet.check(part, "centre")
+        figures = {key: value for key, value in checked["figures"].items() if key != "silent"}
+        wanted = {key: ({**none, **expected})[key] for key in figures}
+        found[f"floe check {part}"] = (code, checked["state"], figures), (0, "OK", wanted)
+    return found
+
+
+# What goes wrong
+
+
+async def said(trouble: str, **views: Look) -> float:
+    """Wait until each view says it; the seconds from now until the last did."""
+    began, took = time.monotonic(), dict[str, float]()
+
+    async def watch(name: str, look: Look) -> None:
+        try:
+            await soon(look, every=0.2)
+        except AssertionError as error:
+            raise AssertionError(f"{trouble}: {name} does not say so: {error}") from None
+        took[name] = round(time.monotonic() - began, 1)
+
+    await asyncio.gather(*(watch(name, look) for name, look in views.items()))
+    print(f"{trouble}: said after {took}")  # no command runs in this process now
+    return max(took.values())
+
+
+async def not_ready(fleet: Fleet, name: str, part: str) -> bool:
+    """Whether the page, /readyz and `floe check` of a service all say that `part` is not ready."""
+    code, checked = await fleet.check("ingress" if name == "centre" else "egress", name)
+    page, ready = unescape(await fleet.page(name)), await fleet.page(name, "/readyz")
+    is_told = f"not ready: {part}: " in checked["text"]
+    return code >= 1 and is_told and "not ready" in page and f"<li>{part}: " in page and f"{part}: " in ready
+
+
+async def dead_site(fleet: Fleet, *, is_long: bool) -> float:
+    fleet.services["alpha"].kill()
+
+    async def checked() -> bool:
+        code, found = await fleet.check("egress", "alpha")
+        return code == 3 and f"monitor at 127.0.0.1:{fleet.ports['alpha']}" in found["text"]
+
+    async def shown() -> bool:
+        done = await fleet.status("alpha")
+        [row] = done.json()
+        return done.code == 3 and row["state"] == "not held" and "no process answers" in done.err
+
+    async def archive_checked() -> bool:
+        code, found = await fleet.check("archive", "centre")
+        return code == 1 and "alpha/NODES/0000/0: no sign of life for " in found["text"]
+
+    async def overdue() -> bool:
+        [row] = [row for row in (await fleet.status("centre")).json() if row["site"] == "alpha"]
+        chain = (await fleet.parts("centre"))[f"target {TARGET}"]["chains"]["alpha/NODES/0000/0"]
+        page = await fleet.page("centre")
+        alive = await fleet.metric("centre", "ingress_site_alive_timestamp_seconds", site="alpha")
+        is_old = alive is not None and time.time() - alive > 30
+        states = row["egress"], chain["source"]["state"]
+        return states == ("overdue", "overdue") and not row["alarm"] and "state overdue" in page and is_old
+
+    assert await fleet.page("alpha") == ""
+    views: dict[str, Look] = {"check egress": checked, "status of the site": shown}
+    if is_long:
+        views |= {"what the centre shows": overdue, "check archive": archive_checked}
+    seconds = await said("a dead site", **views)
+    fleet.services["alpha"].start()
+    return seconds
+
+
+async def store_away(fleet: Fleet, trouble: str, cause: Callable[[], Any], cure: Callable[[], Any]) -> float:
+    if (waiting := cause()) is not None:
+        await waiting
+    if trouble == "a dead store":
+        await fleet.publish("alpha", 5)
+
+    async def at_the_site() -> bool:
+        return await not_ready(fleet, "alpha", "objects") and not await fleet.metric("alpha", "egress_store_reachable")
+
+    async def at_the_centre() -> bool:
+        return await not_ready(fleet, "centre", "store") and not await fleet.metric("centre", "ingress_store_reachable")
+
+    async def site_shown() -> bool:
+        done = await fleet.status("alpha")
+        [row] = done.json()
+        is_said = "the store does not answer: " in done.err and fleet.store_address in done.err
+        return (done.code, row["known_from"]) == (75, "monitor") and is_said
+
+    async def centre_shown() -> bool:
+        done = await fleet.status("centre")
+        return (done.code, done.out) == (75, "") and fleet.store_address in done.err and done.err.count("\n") == 1
+
+    async def archive_checked() -> bool:
+        code, found = await fleet.check("archive", "centre")
+        return code == 3 and fleet.store_address in found["text"]
+
+    seconds = await said(
+        trouble,
+        egress=at_the_site,
+        ingress=at_the_centre,
+        status_of_the_site=site_shown,
+        status_of_the_centre=centre_shown,
+        check_archive=archive_checked,
+    )
+    if (waiting := cure()) is not None:
+        await waiting
+    return seconds
+
+
+async def dead_nats(fleet: Fleet) -> float:
+    server = fleet.world.sites["alpha"]
+    server.kill()
+
+    async def told() -> bool:
+        return await not_ready(fleet, "alpha", "nats data") and not await fleet.metric("alpha", "egress_nats_reachable")
+
+    async def shown() -> bool:
+        done = await fleet.status("alpha")
+        [row] = done.json()
+        return done.code in (3, 75) and "NATS does not answer: " in done.err and row["known_from"] == "monitor"
+
+    seconds = await said("a dead NATS", egress=told, status=shown)
+    server.start()
+    return seconds
+
+
+async def dead_target(fleet: Fleet) -> float:
+    fleet.world.central.kill()
+
+    async def told() -> bool:
+        reachable = await fleet.metric("centre", "ingress_nats_reachable")
+        return await not_ready(fleet, "centre", f"target {TARGET}") and reachable == 0
+
+    async def shown() -> bool:
+        done = await fleet.status("centre")
+        views = {row["view"] for row in done.json()}
+        return (done.code, views) == (75, {"archive"}) and "only what the archive holds is shown" in done.err
+
+    seconds = await said("a dead target", ingress=told, status=shown)
+    fleet.world.central.start()
+    return seconds
+
+
+async def stopped_chain(fleet: Fleet) -> float:
+    """A message that the target does not take, until it is changed."""
+    await fleet.publish("alpha", 1, size=LONGEST + 1000)
+
+    async def told() -> bool:
+        chain = (await fleet.parts("centre"))[f"target {TARGET}"]["chains"]["alpha/NODES/0000/0"]
+        if not (code := chain.get("code")):
+            return False
+        page, (status, found) = unescape(await fleet.page("centre")), await fleet.check("ingress", "centre")
+        stopped = await fleet.metric("centre", "ingress_stopped_chains", target=TARGET)
+        is_checked = status == 2 and f"stopped: alpha/NODES/0000/0 into target {TARGET}: {code}" in found["text"]
+        return is_checked and code in page and chain["hint"] in page and stopped == 1
+
+    seconds = await said("a stopped chain", ingress=told)
+    async with client_of(fleet.world.central.url) as client:
+        config = {"name": TARGET, "subjects": ["fleet.>"], "allow_atomic": True, "max_msg_size": 4 * LONGEST}
+        await client.api(f"STREAM.UPDATE.{TARGET}", config)
+    chain = (await fleet.parts("centre"))[f"target {TARGET}"]["chains"]["alpha/NODES/0000/0"]
+    resume = next(each for each in commands_of(chain["hint"]) if each.startswith("floe chain resume"))
+    assert (await floe(*shlex.split(resume)[1:])).code == 0
+    return seconds
+
+
+async def test_all_views_agree_with_store_and_streams_and_say_what_is_wrong(s3: SharedS3) -> None:
+    async with running(s3) as fleet:
+        await agree(fleet)
+        await dead_site(fleet, is_long=False)
+        await well(fleet)
+        await store_away(fleet, "a dead store", fleet.line.refuse, fleet.line.listen)
+        await well(fleet)
+        await stopped_chain(fleet)
+        await agree(fleet)
+
+
+DEFAULTS = {"egress": {"lease_ttl": "15s"}, "ingress": {"lease_ttl": "15s", "poll_interval": "10s"}}
+
+
+@pytest.mark.timing
+async def test_each_trouble_is_said_within_a_minute_by_every_view_that_can_know(s3: SharedS3) -> None:
+    """With the times that nobody configures."""
+    async with running(s3, **DEFAULTS) as fleet:
+        await agree(fleet)
+        fleet.env = dict(os.environ)
+        line, seconds = fleet.line, dict[str, float]()
+        troubles: dict[str, Callable[[], Awaitable[float]]] = {
+            "site": lambda: dead_site(fleet, is_long=True),
+            "dead store": lambda: store_away(fleet, "a dead store", line.refuse, line.listen),
+            "silent store": lambda: store_away(fleet, "a silent store", line.blackhole, line.heal),
+            "nats": lambda: dead_nats(fleet),
+            "target": lambda: dead_target(fleet),
+            "stop": lambda: stopped_chain(fleet),
+        }
+        for name, trouble in troubles.items():
+            seconds[name] = await trouble()
+            await agree(fleet)
+        assert {name: taken for name, taken in seconds.items() if taken > MINUTE} == {}
+
+
+CHAIN = "us-east/NODES"
+VIEWS: tuple[tuple[int, tuple[str, ...]], ...] = (
+    (75, ("status",)),
+    (75, ("segments", "ls")),
+    (75, ("segments", "info", CHAIN)),
+    (3, ("check", "archive")),
+    (3, ("check", "compaction")),
+    (75, ("config", "check", "--connect")),
+    (1, ("doctor",)),
+)
+
+
+@asynccontextmanager
+async def silent(s3: SharedS3, folder: Path) -> AsyncIterator[tuple[str, TcpProxy]]:
+    """A file of which the store takes connections and never answers."""
+    async with TcpProxy(urlsplit(s3.endpoint_url).port or 0) as line:
+        line.blackhole()
+        keys = {"access_key_id": s3.access_key, "secret_access_key": s3.secret_key}
+        store = {"url": f"s3://{s3.new_bucket()}", "endpoint_url": f"http://127.0.0.1:{line.port}", **keys}
+        config = folder / "central.yaml"
+        config.write_text(yaml.safe_dump({"store": store, "nats": {"connect_timeout": "300ms"}}))
+        config.chmod(0o600)
+        yield str(config), line
+
+
+def asked(config: str, command: tuple[str, ...]) -> list[str]:
+    return [*command, config] if command[0] == "config" else [*command, "-c", config]
+
+
+async def test_a_view_ends_where_the_store_never_answers_and_names_it(
+    s3: SharedS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.objects.open.VIEW_TIMEOUT", 0.3)
+    async with silent(s3, tmp_path) as (config, line):
+        for code, command in VIEWS:
+            done = await floe(*asked(config, command))
+            said = done.out + done.err
+            assert done.code == code, (command, done)
+            why = f"store http://127.0.0.1:{line.port}: no answer within 0.3 s, asked 2 times"
+            assert why in said, (command, done)
+
+
+@pytest.mark.timing
+async def test_a_view_ends_in_some_ten_seconds(s3: SharedS3, tmp_path: Path) -> None:
+    async with silent(s3, tmp_path) as (config, _):
+        began = time.monotonic()
+        assert (await floe("status", "-c", config)).code == 75
+        assert time.monotonic() - began < 15
