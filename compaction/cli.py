@@ -23,7 +23,6 @@ DAY = 86_400.0  # seconds
 if TYPE_CHECKING:
     from common.segments.segment import Footer, SegmentRef
     from common.segments.store import SegmentStore
-    from common.service.life import Life
     from common.settings.root import Settings
     from compaction.failures import Failure
     from compaction.retention import Retention
@@ -314,9 +313,7 @@ class _Metrics:
         report.write_metrics(self._path)
 
 
-def _preview(
-    compaction: Compaction, retention: Retention, selection: Selection, as_json: bool, strict: bool
-) -> int:
+def _preview(compaction: Compaction, retention: Retention, selection: Selection, as_json: bool, strict: bool) -> int:
     from compaction import report
 
     retained, surveys = compaction.preview_retention(selection, retention), compaction.preview(selection)

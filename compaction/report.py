@@ -41,9 +41,7 @@ def report_rows(report: Report) -> list[list[object]]:
         floor = retained.floors.get(chain)
         rows.append(["expired", chain, level, f"before {floor}" if floor else None, count, size, None])
     rows += [["held", h.chain, None, f"from {h.first}", None, h.size, f"for {h.target}"] for h in retained.held]
-    rows += [
-        ["merged", m.ref.chain, m.ref.level, m.ref.coverage, m.inputs, m.size, m.ref.size] for m in report.merged
-    ]
+    rows += [["merged", m.ref.chain, m.ref.level, m.ref.coverage, m.inputs, m.size, m.ref.size] for m in report.merged]
     for (chain, level), count, size in _added_up(report.deleted, lambda s: (s.chain, s.level)):
         rows.append(["deleted", chain, level, None, count, size, None])
     # A snapshot has no level and is not a segment.
@@ -96,7 +94,13 @@ def retention_json(retained: RetentionReport) -> dict[str, Any]:
         "expired": [_segment_json(s) for s in retained.expired],
         "floors": [{**chain.log_context(), "floor": floor} for chain, floor in sorted(retained.floors.items())],
         "held": [
-            {**each.chain.log_context(), "target": each.target, "first": each.first, "bytes": each.size, "why": each.why}
+            {
+                **each.chain.log_context(),
+                "target": each.target,
+                "first": each.first,
+                "bytes": each.size,
+                "why": each.why,
+            }
             for each in retained.held
         ],
     }
@@ -220,7 +224,9 @@ written_bytes = gauge("compaction_written_bytes", "Stored bytes of the segments 
 deleted_segments = gauge("compaction_deleted_segments", "Segments that were merged and that the last run deleted.")
 deleted_bytes = gauge("compaction_deleted_bytes", "Stored bytes of merged segments that the last run deleted.")
 expired_segments = gauge("compaction_expired_segments", "Segments that retention deleted in the last run.")
-expired_bytes = gauge("compaction_expired_bytes", "Stored bytes of the segments that retention deleted in the last run.")
+expired_bytes = gauge(
+    "compaction_expired_bytes", "Stored bytes of the segments that retention deleted in the last run."
+)
 held_bytes = gauge(
     "compaction_retention_held_bytes", "Stored bytes that retention would delete and a target still needs.", ("target",)
 )

@@ -64,9 +64,8 @@ class Needs:
         empty name where nobody needs it.
         """
         found = [(0, target) for target in self.unknown]
-        for each in self.said:
-            if (need := each.need(chain, first, self.sources.get(each.target, ()))) is not None:
-                found.append((need, each.target))
+        needs = ((each.need(chain, first, self.sources.get(each.target, ())), each.target) for each in self.said)
+        found += [(need, target) for need, target in needs if need is not None]
         return min(found, default=(MAX_SEQUENCE, ""))
 
 
@@ -156,8 +155,8 @@ def _due(
 
 @dataclass(frozen=True, slots=True)
 class HeldBack:
-    """Stored bytes of `chain`, from sequence `first` on, that are due and stay because `target` needs them. `why`: where
-    that is not its position.
+    """Stored bytes of `chain`, from sequence `first` on, that are due and stay because `target` needs them. `why`: in
+    words, where that is not its position.
     """
 
     chain: Chain

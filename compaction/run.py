@@ -207,8 +207,8 @@ class Compaction:
         self._report, chains = Report(), self._selected(selection)
         if retention is not None and self._grace is not None and selection.has_whole_feeds:
             now, retained = self._tombstones.now(), self._report.retained
-            for found in _at_once(lambda feed: retention.apply(feed, now, self._check), _feeds(chains)):
-                retained.absorb(found)
+            for each in _at_once(lambda feed: retention.apply(feed, now, self._check), _feeds(chains)):
+                retained.absorb(each)
             self._report.failures += retained.failures
         damaged = self._work(chains, selection, frozenset())
         if self._grace is not None:

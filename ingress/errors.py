@@ -88,7 +88,9 @@ def resume(target: str, chain: Chain) -> str:
 
 def go_on_at_floor(target: str, chain: Chain, floor: int) -> tuple[str, str]:
     """What to do about a position below the floor of retention, and its command."""
-    return "put the segments back from a copy of the bucket; or go on with what is left", set_position(target, chain, floor)
+    return "put the segments back from a copy of the bucket; or go on with what is left", set_position(
+        target, chain, floor
+    )
 
 
 def set_position(target: str, chain: Chain, sequence: int) -> str:

@@ -177,7 +177,10 @@ class RetentionSettings(Section):
             yield "delete_after", "expected it or max_age, which is its new name, found both"
         for first, index in repeated((each.site, each.feed) for each in self.feeds):
             which = "/".join(filter(None, (self.feeds[index].site, self.feeds[index].feed)))
-            yield f"feeds.{index}", f"expected one entry for each feed, found {which} in feeds.{first} and feeds.{index}"
+            yield (
+                f"feeds.{index}",
+                f"expected one entry for each feed, found {which} in feeds.{first} and feeds.{index}",
+            )
 
 
 class CompactionSettings(Section):

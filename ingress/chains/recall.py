@@ -144,7 +144,9 @@ class Recall:
             if not stretches:
                 floor = await call(self._documents.floor, piece.chain)
                 is_below = floor is not None and piece.rows.first < floor.first
-                raise self._lost(piece, f"no undamaged segments cover {piece.rows}" + (f"; {floor}" if is_below else ""))
+                raise self._lost(
+                    piece, f"no undamaged segments cover {piece.rows}" + (f"; {floor}" if is_below else "")
+                )
             if (found := await self._read(piece, stretches, damaged, alone=bool(named))) is not None:
                 return found
 

@@ -340,9 +340,9 @@ class ArchiveSurvey:
                 accepted = [gap.range for gap in documents.gaps(chain, position=position)]
                 inside = look_into(self._store, chain, position, end, accepted)
                 found = with_plan(replace(found, end=end), inside, patience, self._clock.now())
-                if inside.plan.waits and inside.gone is None and (floor := documents.floor(chain)) is not None:
-                    if floor.first > position:
-                        found = replace(found, phase="stopped", why=str(floor))
+                floor = documents.floor(chain) if inside.plan.waits and inside.gone is None else None
+                if floor is not None and floor.first > position:
+                    found = replace(found, phase="stopped", why=str(floor))
                 if inside.plan.beyond and not found.why:
                     found = replace(found, why=self._behind(chain, end or 0))
         return _as_decided(found, sight, is_listed=source is not None)

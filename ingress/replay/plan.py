@@ -211,9 +211,7 @@ class ArchivedSpan:
     last_ns: int | None = None
 
 
-def check_meets(
-    request: Request, moments: Moments, archive: Sequence[ArchivedSpan], gone: Sequence[str] = ()
-) -> None:
+def check_meets(request: Request, moments: Moments, archive: Sequence[ArchivedSpan], gone: Sequence[str] = ()) -> None:
     """Raises UsageError where the bounds of `request` lie before or behind all that is archived. `gone`: what of them
     retention deleted.
 

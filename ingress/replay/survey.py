@@ -213,9 +213,9 @@ class ReplaySurvey:
                 some = stretches[begin : begin + 256]
                 parts += await asyncio.gather(*(self._threads.run(_part, self._store, s, usable) for s in some))
             wrong = {s.segment.key: p for s, p in zip(stretches, parts, strict=True) if isinstance(p, DataError)}
-            if not wrong and holes and (floor := await self._threads.run(self._documents.floor, each.chain)):
-                if floor.first > each.rows.first:  # raised since the look began: what it deleted is no hole
-                    raise gone_error(each.chain, floor)
+            floor = await self._threads.run(self._documents.floor, each.chain) if holes and not wrong else None
+            if floor is not None and holes[0].first < floor.first:  # raised since the look began
+                raise gone_error(each.chain, floor)
             if not wrong:
                 sound = tuple(part for part in parts if isinstance(part, ReplayPart))
                 return ReplayChain(each, sound, tuple(holes), tuple(accepted))
