@@ -44,7 +44,6 @@ class Recall:
         parked: ParkedStore | None = None,
     ) -> None:
         self._store, self._threads, self._budget, self._chains = store, threads, budget, chains
-        self._documents = ChainStore(store.objects, store.layout)
         self._relays, self._parked, self._decoder = relays, parked, Decoder(store, threads, budget)
 
     async def rows(self, intent: Intent, stored: int) -> Rows:
@@ -142,7 +141,7 @@ class Recall:
             if not named:
                 stretches = await call(covering, self._store, piece.chain, piece.rows, frozenset(damaged))
             if not stretches:
-                floor = await call(self._documents.floor, piece.chain)
+                floor = await call(ChainStore(self._store.objects, self._store.layout).floor, piece.chain)
                 is_below = floor is not None and piece.rows.first < floor.first
                 raise self._lost(
                     piece, f"no undamaged segments cover {piece.rows}" + (f"; {floor}" if is_below else "")

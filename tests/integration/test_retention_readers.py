@@ -1,4 +1,4 @@
-"""Retention and a target of ingress: what stands still, an open intent, what is parked, one that was released."""
+"""Retention and those who read the archive: targets of ingress, egress, replay and drill."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from common.errors import FloeError
 from common.jetstream.client import FloeClient
 from common.segments.documents import TargetPositions
 from compaction.retention import Retention, RetentionReport, RetentionRule
+from compaction.verify import verify_chain
 from ingress.parked import State
 from ingress.replay.request import ReplayOptions
 from tests.integration.test_ingress_parked import check_all_once, kept, make, raise_limit, states, with_large
-from tests.support.basics import commands_of, soon
+from tests.support.basics import commands_of, soon, unique
 from tests.support.commands import floe
+from tests.support.egress import Bench
 from tests.support.ingress import CHAIN, Archive, Centre, check_exact, closed_at, left_open, rows_of
 from tests.support.ingress import make as make_target
 from tests.support.replay import World, refused
@@ -155,6 +157,32 @@ async def test_a_target_that_begins_on_a_chain_that_retention_has_cut_begins_at_
     archive.rows[CHAIN] = rows_of(21, 30)
     async with centre.running():
         check_exact(await centre.carried(client, 10), archive, centre.prefix)
+
+
+# Egress
+
+
+@pytest.mark.parametrize("retention", ["limits", "workqueue"])
+async def test_egress_goes_on_above_a_raised_floor_and_archives_nothing_below_it_again(
+    bench: Bench, retention: str
+) -> None:
+    stream = await bench.make_stream(unique("T"), retention=retention)
+    feed = {"stream": stream, "segment": {"max_messages": 10, "max_age": "1s"}}
+    chain = bench.chain(stream)
+
+    async def freeze(last: int) -> None:
+        await bench.publish(stream, [b"x"] * 10)
+        async with bench.egress(feed) as running:
+            await bench.archived_to(stream, last)
+            assert not running.status(stream).get("holes")
+
+    for last in (10, 20, 30):
+        await freeze(last)
+    Retention(bench.store, lambda _site, _feed: RetentionRule(1.0), {}).apply([chain], NOW, lambda: None)
+    assert bench.chains.read_floor(chain) == 21
+    await freeze(40)
+    assert [str(ref.coverage) for ref in bench.refs(stream)] == ["21..30", "31..40"]
+    assert verify_chain(bench.store, bench.chains, chain).problems == []
 
 
 # Replay and drill
