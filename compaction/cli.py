@@ -267,10 +267,13 @@ def _compaction(config: str, settings: Settings, store: SegmentStore) -> Iterato
             raise
 
 
-def _retention(settings: Settings, store: SegmentStore) -> Retention:
+def _retention(settings: Settings, store: SegmentStore) -> Retention | None:
+    """None where nothing is configured: then no request is made for it."""
     from compaction.retention import Retention, RetentionRule
 
     rules, targets = settings.compaction.retention, settings.ingress.targets
+    if not rules.is_set:
+        return None
     sources = {each.stream: frozenset(f"{site}/{feed}" for site, feed in each.source_of) for each in targets}
     return Retention(store, lambda site, feed: RetentionRule(*rules.of(site, feed)), sources)
 
@@ -313,7 +316,9 @@ class _Metrics:
         report.write_metrics(self._path)
 
 
-def _preview(compaction: Compaction, retention: Retention, selection: Selection, as_json: bool, strict: bool) -> int:
+def _preview(
+    compaction: Compaction, retention: Retention | None, selection: Selection, as_json: bool, strict: bool
+) -> int:
     from compaction import report
 
     retained, surveys = compaction.preview_retention(selection, retention), compaction.preview(selection)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 
 from common.chain import Chain
@@ -141,16 +142,19 @@ def _due(
 ) -> Iterator[Stretch[SegmentRef]]:
     for stretch, _ in pairwise(stretches):  # the last one stays
         segment = stretch.segment
-
-        def is_before(moment: float, segment: SegmentRef = segment) -> bool:
-            return segment.modified < moment or newest(segment) < moment
-
+        is_before = _times(segment, newest)
         if excess <= 0 and not (rule.max_age and is_before(now - rule.max_age)):
             return
         if rule.keep_from_ns is not None and not is_before(rule.keep_from_ns / NS_PER_S):
             return
         excess -= segment.size
         yield stretch
+
+
+def _times(segment: SegmentRef, newest: Newest) -> Callable[[float], bool]:
+    """Whether all of the segment is from before a moment; its footer is read at most once."""
+    when = cache(lambda: newest(segment))
+    return lambda moment: segment.modified < moment or when() < moment
 
 
 @dataclass(frozen=True, slots=True)

@@ -448,10 +448,10 @@ class Compaction:
         now = self._time()
         return list(_at_once(lambda chain: self._foretold(chain, selection, now), self._selected(selection)))
 
-    def preview_retention(self, selection: Selection, retention: Retention) -> RetentionReport:
+    def preview_retention(self, selection: Selection, retention: Retention | None) -> RetentionReport:
         """What retention would delete in a run; nothing is written but the object that shows the store's time."""
         found = RetentionReport()
-        if self._grace is not None and selection.has_whole_feeds:
+        if retention is not None and self._grace is not None and selection.has_whole_feeds:
             now = self._time()
             for each in _at_once(lambda feed: retention.preview(feed, now), _feeds(self._selected(selection))):
                 found.absorb(each)

@@ -162,6 +162,10 @@ class RetentionSettings(Section):
         (), "feeds with an age and a size of their own; 0 there: never deleted for that"
     )
 
+    @property
+    def is_set(self) -> bool:
+        return bool(self.max_age or self.delete_after or self.max_bytes or self.feeds)
+
     def of(self, site: str, feed: str) -> tuple[float, int, int | None]:
         """The age (seconds) and the stored bytes above which the feed is deleted, 0 for no limit, and from which time
         on (ns since 1970 UTC) nothing is; None: no such time.

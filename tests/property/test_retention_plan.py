@@ -79,7 +79,7 @@ def test_a_plan_repeated_changes_nothing_and_a_footer_is_read_only_where_the_obj
     segments: list[SegmentRef], leads: list[int], floor: int
 ):
     times, read = times_of(segments, leads), list[str]()
-    rule = RetentionRule(max_age=1500)
+    rule = RetentionRule(max_age=1500, keep_from_ns=int((NOW - 1400) * 1e9))
 
     def newest(segment: SegmentRef) -> float:
         read.append(segment.key)
