@@ -347,8 +347,8 @@ def _look(store: SegmentStore, documents: ChainStore, chain: Chain, said: Mappin
 
     # Before the listing: what is written meanwhile can only make the coverage reach further.
     tail, ended = documents.read_tail(chain) or 0, documents.read_end(chain)
-    document, floor = documents.read_chain(chain), documents.read_floor(chain) or 1
-    table, covered = store.table(chain), Covered()
+    document, table, covered = documents.read_chain(chain), store.table(chain), Covered()
+    floor = documents.read_floor(chain) or 1  # behind the listing: what retention deletes is no hole
     for ref in table:
         covered.add(ref.coverage)
     end = max(covered.end, tail) if ended is None else ended

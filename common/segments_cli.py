@@ -421,7 +421,7 @@ def describe_segment(store: SegmentStore, ref: SegmentRef) -> dict[str, Any]:
 def describe_chain(store: SegmentStore, chains: ChainStore, chain: Chain) -> dict[str, Any]:
     refs = store.list(chain)
     whole = span(refs)
-    document, stream = chains.read_chain(chain), chains.read_stream(chain)
+    document, stream, floor = chains.read_chain(chain), chains.read_stream(chain), chains.floor(chain)
     missing = holes((ref.coverage for ref in refs), whole) if whole else []
     return {
         "chain": str(chain),
@@ -430,7 +430,8 @@ def describe_chain(store: SegmentStore, chains: ChainStore, chain: Chain) -> dic
         "partitions": document.partitions if document else None,
         "created": stream.created if stream else None,
         "previous": dict(stream.previous) if stream and stream.previous else None,
-        "floor": chains.read_floor(chain),
+        "floor": floor and floor.first,
+        "floor_since": floor and format_time(int(floor.raised) * NS_PER_S),
         "tail": chains.read_tail(chain),
         "first": whole.first if whole else None,
         "last": whole.last if whole else None,

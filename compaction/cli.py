@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from common.segments.documents import ChainStore
     from common.segments.segment import Footer, SegmentRef
     from common.segments.store import SegmentStore
-    from common.service.life import Life
     from common.settings.root import Settings
     from compaction.failures import Failure
+    from compaction.retention import Retention
     from compaction.run import Compaction, Report, Selection
 
 
@@ -69,7 +69,7 @@ def compact(
     as_json: bool,
 ) -> int:
     """Merge small segments into larger ones, prove it, and delete what was merged after a grace; of all
-    chains, or of WHAT.
+    chains, or of WHAT. What `compaction.retention` no longer keeps is deleted before that, of whole feeds only.
 
     Without Java: --engine local. What is wrong with data is told once: exit 3 while it is new, then only
     with --strict. SIGTERM ends it behind what it works on: exit 75, and the next run goes on.
@@ -86,6 +86,7 @@ def compact(
         raise UsageError("expected names, found an empty --site or --feed")
     from common.segments.keys import parse
     from common.service.life import Life
+    from compaction import report
     from compaction.run import Selection
 
     incarnation = None
@@ -100,10 +101,13 @@ def compact(
             if (site, feed, incarnation, partition) != (None,) * 4:
                 _check_names(settings, selection)
             with _compaction(config, settings, store) as compaction:
+                retention = _retention(settings, store)
                 if dry_run:
-                    return _preview(compaction, selection, as_json, strict)
+                    return _preview(compaction, retention, selection, as_json, strict)
                 with life, _RunNote(open_chains(settings), selection, SystemClock()) as note:
-                    note.code = _run(compaction, selection, as_json, strict, metrics, life)
+                    done = compaction.run(selection, retention)
+                    life.results(**report.totals(done))
+                    note.code = _told(done, as_json, strict, metrics)
                     return note.code
 
 
@@ -277,13 +281,20 @@ def _compaction(config: str, settings: Settings, store: SegmentStore) -> Iterato
             raise
 
 
-def _run(
-    compaction: Compaction, selection: Selection, as_json: bool, strict: bool, metrics: _Metrics, life: Life
-) -> int:
+def _retention(settings: Settings, store: SegmentStore) -> Retention | None:
+    """None where nothing is configured: then no request is made for it."""
+    from compaction.retention import Retention, RetentionRule
+
+    rules, targets = settings.compaction.retention, settings.ingress.targets
+    if not rules.is_set:
+        return None
+    sources = {each.stream: frozenset(f"{site}/{feed}" for site, feed in each.source_of) for each in targets}
+    return Retention(store, lambda site, feed: RetentionRule(*rules.of(site, feed)), sources)
+
+
+def _told(done: Report, as_json: bool, strict: bool, metrics: _Metrics) -> int:
     from compaction import report
 
-    done = compaction.run(selection)
-    life.results(**report.totals(done))
     if as_json:
         print_json(report.report_json(done))
     else:
@@ -351,15 +362,18 @@ class _RunNote:
             log.warning("run not noted", action="run_not_noted", error=str(lost))
 
 
-def _preview(compaction: Compaction, selection: Selection, as_json: bool, strict: bool) -> int:
+def _preview(
+    compaction: Compaction, retention: Retention | None, selection: Selection, as_json: bool, strict: bool
+) -> int:
     from compaction import report
 
-    surveys = compaction.preview(selection)
-    problems = [problem for survey in surveys for problem in survey.problems]
+    retained, surveys = compaction.preview_retention(selection, retention), compaction.preview(selection)
+    problems = [*retained.failures, *(problem for survey in surveys for problem in survey.problems)]
     if as_json:
-        print_json(report.preview_json(surveys))
+        print_json(report.preview_json(surveys) | {"retention": report.retention_json(retained)})
     else:
-        _show(report.preview_rows(surveys), report.PREVIEW_COLUMNS)
+        rows = [*report.retention_preview_rows(retained), *report.preview_rows(surveys)]
+        _show(rows, report.PREVIEW_COLUMNS)
     return _ending(problems, [] if strict else compaction.reported.told(problems))
 
 

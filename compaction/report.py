@@ -23,6 +23,7 @@ from common.settings import loader
 from common.settings.root import Settings
 from common.settings.types import counted, size_words
 from compaction.plan import Output
+from compaction.retention import RetentionReport
 from compaction.run import ChainSurvey, Report
 from compaction.spark import Spark
 from compaction.verify import ChainReport
@@ -34,9 +35,13 @@ VERIFY_COLUMNS = ("chain", "coverage", "segments", "bytes", "overlapping", "acce
 
 
 def report_rows(report: Report) -> list[list[object]]:
-    rows: list[list[object]] = [
-        ["merged", m.ref.chain, m.ref.level, m.ref.coverage, m.inputs, m.size, m.ref.size] for m in report.merged
-    ]
+    retained = report.retained
+    rows: list[list[object]] = []
+    for (chain, level), count, size in _added_up(retained.expired, lambda s: (s.chain, s.level)):
+        floor = retained.floors.get(chain)
+        rows.append(["expired", chain, level, f"before {floor}" if floor else None, count, size, None])
+    rows += [["held", h.chain, None, f"from {h.first}", None, h.size, f"for {h.target}"] for h in retained.held]
+    rows += [["merged", m.ref.chain, m.ref.level, m.ref.coverage, m.inputs, m.size, m.ref.size] for m in report.merged]
     for (chain, level), count, size in _added_up(report.deleted, lambda s: (s.chain, s.level)):
         rows.append(["deleted", chain, level, None, count, size, None])
     # A snapshot has no level and is not a segment.
@@ -53,6 +58,7 @@ def totals(report: Report) -> dict[str, int]:
         "bytes": sum(each.size for each in report.merged),
         "stored_bytes": sum(each.ref.size for each in report.merged),
         "deleted": len(report.deleted),
+        "expired": len(report.retained.expired),
         "pruned": len(report.pruned),
         "failures": len(report.failures),
     }
@@ -69,6 +75,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "tombstones": report.tombstones,
         "deleted": [_segment_json(s) for s in report.deleted],
         "pruned": [_segment_json(s) for s in report.pruned],
+        "retention": retention_json(report.retained),
         "failures": [
             {
                 "what": f.what,
@@ -80,6 +87,31 @@ def report_json(report: Report) -> dict[str, Any]:
             for f in report.failures
         ],
     }
+
+
+def retention_json(retained: RetentionReport) -> dict[str, Any]:
+    return {
+        "expired": [_segment_json(s) for s in retained.expired],
+        "floors": [{**chain.log_context(), "floor": floor} for chain, floor in sorted(retained.floors.items())],
+        "held": [
+            {
+                **each.chain.log_context(),
+                "target": each.target,
+                "first": each.first,
+                "bytes": each.size,
+                "why": each.why,
+            }
+            for each in retained.held
+        ],
+    }
+
+
+def retention_preview_rows(retained: RetentionReport) -> list[list[object]]:
+    rows: list[list[object]] = [
+        ["expire", s.key, s.size, f"floor {retained.floors[s.chain]}" if s.chain in retained.floors else None]
+        for s in retained.expired
+    ]
+    return rows + [["hold", f"{h.chain} from {h.first}", h.size, f"for {h.target}"] for h in retained.held]
 
 
 def preview_rows(surveys: Iterable[ChainSurvey]) -> list[list[object]]:
@@ -189,8 +221,15 @@ output_segments = gauge("compaction_output_segments", "Segments that the last ru
 merged_rows = gauge("compaction_merged_rows", "Messages in what the last run made.")
 read_bytes = gauge("compaction_read_bytes", "Stored bytes of the segments that the last run merged.")
 written_bytes = gauge("compaction_written_bytes", "Stored bytes of the segments that the last run made.")
-deleted_segments = gauge("compaction_deleted_segments", "Segments that the last run deleted.")
-deleted_bytes = gauge("compaction_deleted_bytes", "Stored bytes of the segments that the last run deleted.")
+deleted_segments = gauge("compaction_deleted_segments", "Segments that were merged and that the last run deleted.")
+deleted_bytes = gauge("compaction_deleted_bytes", "Stored bytes of merged segments that the last run deleted.")
+expired_segments = gauge("compaction_expired_segments", "Segments that retention deleted in the last run.")
+expired_bytes = gauge(
+    "compaction_expired_bytes", "Stored bytes of the segments that retention deleted in the last run."
+)
+held_bytes = gauge(
+    "compaction_retention_held_bytes", "Stored bytes that retention would delete and a target still needs.", ("target",)
+)
 failed = gauge("compaction_failures", "What went wrong in the last run, told before or not; 1 where it broke off.")
 
 
@@ -208,6 +247,12 @@ def show_metrics(report: Report | None, seconds: float, now: float, *, is_succes
     written_bytes.set(sum(each.ref.size for each in done.merged))
     deleted_segments.set(len(done.deleted))
     deleted_bytes.set(sum(map(done.deleted.size_of, range(len(done.deleted)))))
+    expired = done.retained.expired
+    expired_segments.set(len(expired))
+    expired_bytes.set(sum(map(expired.size_of, range(len(expired)))))
+    held_bytes.clear()
+    for each in done.retained.held:
+        held_bytes.labels(each.target).inc(each.size)
     failed.set(1 if report is None else len(done.failures))
 
 

@@ -1,4 +1,4 @@
-"""One run of compaction: list, plan, merge, prove, tombstone, delete after the grace; then the snapshots.
+"""One run of compaction: retention; list, plan, merge, prove, tombstone, delete after the grace; then the snapshots.
 
 Every step may be repeated, done twice or interrupted. A run continues unfinished work where it stands:
 
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from common.chain import Chain
@@ -35,6 +36,7 @@ from compaction.compare import prove_by_reading
 from compaction.failures import Failure
 from compaction.merge import Merged, merge
 from compaction.plan import Output, Planner, unite
+from compaction.retention import Retention, RetentionReport
 from compaction.spark import ItemsDone
 from compaction.supersede import Reported, Supersession, contained, made_by
 from compaction.tombstones import TombstoneIndex, Tombstones, outdated
@@ -131,11 +133,16 @@ class Selection:
         """Whether a chain of the site and the feed is one of them."""
         return self.incarnation in (None, chain.incarnation) and self.partition in (None, chain.partition)
 
+    @property
+    def has_whole_feeds(self) -> bool:
+        return self.partition is self.level is self.incarnation is None
+
 
 @dataclass(slots=True)
 class Report:
     """What a run did. `told`: those of `failures` that an earlier run has reported."""
 
+    retained: RetentionReport = field(default_factory=RetentionReport)
     merged: list[Merged] = field(default_factory=list)
     tombstones: list[str] = field(default_factory=list)
     deleted: SegmentTable = field(default_factory=SegmentTable)
@@ -192,9 +199,17 @@ class Compaction:
         self.reported = Reported(store.objects, store.layout)
         self._report = Report()
 
-    def run(self, selection: Selection) -> Report:
-        """Do all that is due. Raises what the store raises when it cannot even be listed."""
+    def run(self, selection: Selection, retention: Retention | None = None) -> Report:
+        """Do all that is due. Raises what the store raises when it cannot even be listed.
+
+        `retention`: None: nothing is deleted but what was merged. Without a grace and for parts of feeds likewise.
+        """
         self._report, chains = Report(), self._selected(selection)
+        if retention is not None and self._grace is not None and selection.has_whole_feeds:
+            now, retained = self._tombstones.now(), self._report.retained
+            for each in _at_once(lambda feed: retention.apply(feed, now, self._check), _feeds(chains)):
+                retained.absorb(each)
+            self._report.failures += retained.failures
         damaged = self._work(chains, selection, frozenset())
         if self._grace is not None:
             found = self._delete(chains, self._grace)
@@ -430,6 +445,15 @@ class Compaction:
         now = self._tombstones.now_read()  # where that is not told, the youngest object of each chain gives its time
         return list(_at_once(lambda chain: self._foretold(chain, selection, now), self._selected(selection)))
 
+    def preview_retention(self, selection: Selection, retention: Retention | None) -> RetentionReport:
+        """What retention would delete in a run; nothing is written."""
+        found = RetentionReport()
+        if retention is not None and self._grace is not None and selection.has_whole_feeds:
+            now = self._tombstones.now_read()
+            for each in _at_once(lambda feed: retention.preview(feed, now), _feeds(self._selected(selection))):
+                found.absorb(each)
+        return found
+
     def _foretold(self, chain: Chain, selection: Selection, now: float) -> ChainSurvey:
         listed = self._listed(chain)
         surveys = list(self._survey(chain, listed, selection, now, frozenset()))
@@ -466,6 +490,11 @@ def _at_once(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
                 yield running.popleft().result()
         while running:
             yield running.popleft().result()
+
+
+def _feeds(chains: Sequence[Chain]) -> list[list[Chain]]:
+    """`chains`, ascending, feed by feed."""
+    return [list(group) for _, group in groupby(chains, key=lambda chain: (chain.site, chain.feed))]
 
 
 def _is_in(keys: AbstractSet[str], supersessions: Iterable[Supersession]) -> bool:

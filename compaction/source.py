@@ -57,7 +57,10 @@ def read_stretch(
             avoided.add(now.segment.key)
             listed = store.list(now.segment.chain, position=position)
             others = cover([s for s in listed if s.key not in avoided], position, last)
-            if holes([s.rows for s in others], SequenceRange(position, last)):
+            if missing := holes([s.rows for s in others], SequenceRange(position, last)):
+                floor = ChainStore(store.objects, store.layout).floor(now.segment.chain)
+                if floor is not None and missing[0].first < floor.first:
+                    raise SegmentGone(f"{now.segment.chain}: {floor}; load() again", code="E-FLOOR") from None
                 raise
             pending[:0] = others
 

@@ -101,8 +101,6 @@ class _Verification:
         # Before the listing: what is written meanwhile can only make the coverage reach further.
         tail = chains.read_tail(self._chain)
         document = self._read(lambda: chains.read_chain(self._chain))
-        floor = self._read(lambda: chains.read_floor(self._chain))
-        first = max(document.first, floor or 1) if document else floor
         self._end = self._read(lambda: chains.read_end(self._chain))
         table = self._store.table(self._chain)
         self._accepted = [gap.range for gap in chains.gaps(self._chain)]
@@ -117,6 +115,8 @@ class _Verification:
                 self._check_rows(segments)
         report = self._report
         report.segments = dict(sorted(report.segments.items()))
+        floor = self._read(lambda: chains.read_floor(self._chain))  # at the end: what retention deleted is no hole
+        first = max(document.first, floor or 1) if document else floor
         self._check_coverage(first, tail or 0)
         self._check_end()
         report.accepted += self._accepted_in_windows

@@ -211,12 +211,14 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         stat("made of them", "sum(floe_compaction_output_segments)", red=None),
         stat("segments deleted", "sum(floe_compaction_deleted_segments)", red=None),
         stat("duration", "max(floe_compaction_duration_seconds)", unit="s", red=None),
+        stat("retention held back", "sum(floe_compaction_retention_held_bytes)", unit="bytes"),
         Panel(
             "bytes read, written, deleted",
             {
                 "floe_compaction_read_bytes": "read",
                 "floe_compaction_written_bytes": "written",
                 "floe_compaction_deleted_bytes": "deleted",
+                "floe_compaction_expired_bytes": "expired",
             },
             "bytes",
             width=24,
@@ -289,6 +291,7 @@ LEFT_OUT: Mapping[str, Sequence[str]] = {
         "floe_egress_advisories_failing",
         "floe_ingress_parked_messages_total",
         "floe_compaction_merged_rows",
+        "floe_compaction_expired_segments",
     ),
     "a time that an alert or floe check reads; a panel shows the failure beside it": (
         "floe_egress_nats_last_success_timestamp_seconds",

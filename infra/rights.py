@@ -162,6 +162,7 @@ ROLES = (
             EVERYTHING,
             KeyRights((*PUT, *DELETE), ("site=*", "_floe/tombstones/*", "_floe/site=*/probe/*")),
             KeyRights(DELETE, ("_floe/site=*/state/*",)),
+            KeyRights(PUT, ("_floe/site=*/floor.json",)),
         ),
     ),
     RoleRights(

@@ -86,5 +86,12 @@ def resume(target: str, chain: Chain) -> str:
     return command("chain resume", f"--target {shlex.quote(target)}", of_chain(chain))
 
 
+def go_on_at_floor(target: str, chain: Chain, floor: int) -> tuple[str, str]:
+    """What to do about a position below the floor of retention, and its command."""
+    return "put the segments back from a copy of the bucket; or go on with what is left", set_position(
+        target, chain, floor
+    )
+
+
 def set_position(target: str, chain: Chain, sequence: int) -> str:
     return set_command(target, of_chain(chain), f"--sequence {sequence} --yes")

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 
 from common.chain import MAX_INCARNATION, MAX_PARTITION, Chain
-from common.clock import parse_time
+from common.clock import NS_PER_S, format_time, parse_time
 from common.documents import JsonForm
 from common.errors import DataError, OutcomeUnknown, Refused, Unavailable
 from common.exits import command
@@ -135,6 +135,19 @@ def floor_to_json(first: int) -> bytes:
 def floor_from_json(raw: bytes) -> int:
     """Raises ValueError."""
     return _expect("first", _FLOOR.decode(raw).first, 1, MAX_SEQUENCE)
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """What retention left of a chain: sequences from `first` on. `raised`: when the last of what was before went, in
+    seconds since 1970 by the store's clock.
+    """
+
+    first: int
+    raised: float
+
+    def __str__(self) -> str:
+        return f"what was before {self.first} is gone by retention since {format_time(int(self.raised) * NS_PER_S)}"
 
 
 def tail_to_json(end: int) -> bytes:
@@ -326,6 +339,16 @@ class TargetPositions:
     sources: tuple[str, ...] = ()
     released: bool = False
 
+    def need(self, chain: Chain, first: int, sources: Collection[str] = ()) -> int | None:
+        """From which sequence on it needs `chain`, which begins at `first`; None where it needs nothing of it.
+
+        `sources`: the `site/feed` that its configuration lets flow in; what it said may be older.
+        """
+        if self.released:
+            return None
+        is_listed = f"{chain.site}/{chain.feed}" in {*self.sources, *sources}
+        return self.positions.get(chain, first if is_listed else None)
+
     def to_json(self) -> bytes:
         positions = {str(chain): at for chain, at in self.positions.items()}
         return _POSITIONS.encode(_PositionsWire(self.target, self.time, positions, self.sources, self.released))
@@ -434,6 +457,13 @@ class ChainStore:
     def read_floor(self, chain: Chain) -> int | None:
         """The first sequence that retention left; None where retention never ran."""
         return self._read(self.layout.floor_document(chain), floor_from_json)
+
+    def floor(self, chain: Chain) -> Floor | None:
+        """As `read_floor`, with its time."""
+        if (first := self.read_floor(chain)) is None:
+            return None
+        info = self.objects.head(self.layout.floor_document(chain))
+        return Floor(first, info.modified if info else 0.0)
 
     def raise_floor(self, chain: Chain, first: int) -> None:
         """Raises the floor to `first` unless it is that high already: it never falls. Raises Unavailable too."""

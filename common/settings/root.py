@@ -10,6 +10,7 @@ from pydantic import AfterValidator, ConfigDict, Field, SecretStr, TypeAdapter, 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from common.clock import parse_time
 from common.settings import types as t
 from common.settings.egress import EgressSettings
 from common.settings.ingress import IngressSettings
@@ -133,10 +134,57 @@ class LevelSettings(Section):
                 yield high, f"expected at least {low}, found less"
 
 
-class RetentionSettings(Section):
-    """When segments are deleted for good."""
+LEAST_KEPT = t.Range("1d", or_zero=True)
 
-    delete_after: Annotated[t.Duration, t.Range("1d", or_zero=True)] = option("0s", "0s: kept for ever")
+
+class FeedRetentionSettings(Section):
+    """How long one feed is kept, in place of what `retention` says of all."""
+
+    site: t.SiteName = option("", "the site; empty: the feed at every site that has no entry of its own")
+    feed: Annotated[t.StreamName, t.Required] = needed("the feed")
+    max_age: Annotated[t.Duration, LEAST_KEPT] = option("0s", "0s: however old")
+    max_bytes: Annotated[t.Size, t.Range("1M", or_zero=True)] = option(0, "0: however much")
+    keep_from: t.Time = option("", "as above, for this feed; the earlier of the two counts")
+
+
+class RetentionSettings(Section):
+    """When segments are deleted for good, feed by feed."""
+
+    max_age: Annotated[t.Duration, LEAST_KEPT] = option(
+        "0s", "segments whose newest message is older are deleted; 0s: however old they are, they stay"
+    )
+    delete_after: Annotated[t.Duration, LEAST_KEPT] = option("0s", "the former name of `max_age`; 0s: kept for ever")
+    max_bytes: Annotated[t.Size, t.Range("1M", or_zero=True)] = option(
+        0, "stored bytes of a feed of a site; what is above is deleted, the oldest first; 0: however much there is"
+    )
+    keep_from: t.Time = option("", "of messages from this time on nothing is deleted, whatever else is said")
+    feeds: tuple[FeedRetentionSettings, ...] = option(
+        (), "feeds with an age and a size of their own; 0 there: never deleted for that"
+    )
+
+    @property
+    def is_set(self) -> bool:
+        return bool(self.max_age or self.delete_after or self.max_bytes or self.feeds)
+
+    def of(self, site: str, feed: str) -> tuple[float, int, int | None]:
+        """The age (seconds) and the stored bytes above which the feed is deleted, 0 for no limit, and from which time
+        on (ns since 1970 UTC) nothing is; None: no such time.
+        """
+        entries = {each.site: each for each in self.feeds if each.feed == feed}
+        own = entries.get(site) or entries.get("")
+        held = [parse_time(each) for each in (self.keep_from, own.keep_from if own else "") if each]
+        age, size = (self.max_age or self.delete_after, self.max_bytes) if own is None else (own.max_age, own.max_bytes)
+        return age, size, min(held, default=None)
+
+    def combinations(self) -> Iterator[tuple[str, str]]:
+        if self.max_age and self.delete_after:
+            yield "delete_after", "expected it or max_age, which is its new name, found both"
+        for first, index in repeated((each.site, each.feed) for each in self.feeds):
+            which = "/".join(filter(None, (self.feeds[index].site, self.feeds[index].feed)))
+            yield (
+                f"feeds.{index}",
+                f"expected one entry for each feed, found {which} in feeds.{first} and feeds.{index}",
+            )
 
 
 class CompactionSettings(Section):
@@ -253,7 +301,7 @@ def _with_nats(nats: Any, role: Any) -> Any:
     return {**role, "nats": merged(nats, role.get("nats", {}))} if isinstance(role, Mapping) else role
 
 
-UNBUILT = ("compaction.retention.delete_after",)
+UNBUILT: tuple[str, ...] = ()  # keys that are agreed and refused until what they switch on is there
 
 
 def sections_of(annotation: Any) -> list[type[Section]]:

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import FloeError, Stopped
+from common.exits import ways
 from common.logs import get_logger
 from common.segments import documents
 from common.segments.documents import MAX_TEXT, AcceptedGap, ChainStore
@@ -236,6 +237,8 @@ class SegmentLocator:
     async def _settle(self, state: ChainState, plan: ChainPlan) -> None:
         source = self._chains.source(state.chain)
         decision = await self._threads.run(self.gaps.decide, state.chain, plan, source)
+        if decision is None or decision.halts:
+            await self._check_floor(state)
         if decision is None or not self._chains.is_current(state):
             return
         if decision.halts:
@@ -260,6 +263,19 @@ class SegmentLocator:
                 state.leads_on(found)
             else:
                 state.gives_up(found)
+
+    async def _check_floor(self, state: ChainState) -> None:
+        """Raises Stopped where what comes next is no hole: retention deleted it, because the target was released, or
+        stood there after it had been further.
+        """
+        chain, position = state.chain, state.position
+        if state.gone is None and (await self._threads.run(self._documents.read_floor, chain) or 1) > position:
+            floor = await self._threads.run(self._documents.floor, chain)
+            raise Stopped(
+                f"chain {chain}: position {position}: {floor}",
+                hint=ways(errors.go_on_at_floor(self._chains.target, chain, floor.first if floor else position)),
+                code="E-FLOOR",
+            )
 
     async def _halt(self, state: ChainState, plan: ChainPlan, decision: GapDecision) -> None:
         """The hole is lost and an operator must decide, unless a listing of the whole chain shows otherwise.

@@ -9,6 +9,7 @@ from common.errors import DataError, SegmentCorrupt, Stopped
 from common.exits import ways
 from common.logs import get_logger
 from common.segments.columns import batch_of
+from common.segments.documents import ChainStore
 from common.segments.keys import DIGEST_LENGTH, SegmentName
 from common.segments.segment import Message, SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
@@ -140,7 +141,11 @@ class Recall:
             if not named:
                 stretches = await call(covering, self._store, piece.chain, piece.rows, frozenset(damaged))
             if not stretches:
-                raise self._lost(piece, f"no undamaged segments cover {piece.rows}")
+                floor = await call(ChainStore(self._store.objects, self._store.layout).floor, piece.chain)
+                is_below = floor is not None and piece.rows.first < floor.first
+                raise self._lost(
+                    piece, f"no undamaged segments cover {piece.rows}" + (f"; {floor}" if is_below else "")
+                )
             if (found := await self._read(piece, stretches, damaged, alone=bool(named))) is not None:
                 return found
 

@@ -2,12 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 
 from common.chain import Chain
 from common.clock import Clock, SystemClock
-from common.errors import AnotherWriter, Stopped, Unavailable, UsageError
+from common.errors import AnotherWriter, FloeError, Stopped, Unavailable, UsageError
 from common.jetstream.api import stream_info
 from common.jetstream.buckets import state_of_ingress
 from common.jetstream.client import FloeClient
@@ -103,7 +103,12 @@ class CheckpointEditor:
 
     async def move(self, chain: Chain, sequence: int) -> CheckpointPlan:
         known = await self.known()
-        return CheckpointPlan(known, corrections.move(self._state(known), chain, sequence))
+        correction = corrections.move(self._state(known), chain, sequence)
+        with suppress(FloeError):  # a correction does not depend on the store
+            floor = await asyncio.to_thread(lambda: open_view(self._config)[1].floor(chain))
+            if floor is not None and sequence < floor.first:
+                correction.told.append(f"{chain}: {floor}: it stops there where nothing is left of that (E-FLOOR)")
+        return CheckpointPlan(known, correction)
 
     async def accept(self, told: Positions, repeats: bool) -> CheckpointPlan:
         known, reading = await self.known(), await self._there()

@@ -89,7 +89,8 @@ def look_up(store: SegmentStore, documents: ChainStore, chain: Chain, position: 
     first = position
     if first is None:
         document = documents.read_chain(chain)
-        first = first_position(document.first if document else 1, documents.read_floor(chain))
+        first = document.first if document else 1
+    first = first_position(first, documents.read_floor(chain))  # below it is no hole, whatever a target has
     segments = store.list(chain, position=first)
     ended = documents.read_end(chain)
     ends = (ref.coverage.last for ref in segments)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain as joined
 from typing import Any
 
+import click
+
 from common.chain import Chain
 from common.cli import StatusView, Styled, ago, print_json, table
 from common.clock import NS_PER_S, Clock, SystemClock, format_time
@@ -329,8 +331,9 @@ class ArchiveSurvey:
         return replace(missing, why=f"nothing archived of this feed; {there}")
 
     def _standing(self, found: ChainStatus, sight: Sight, source: SourceSettings | None) -> ChainStatus:
-        documents, chain, position = self._documents, found.chain, found.position or 1
+        documents, chain = self._documents, found.chain
         found = replace(found, archived=documents.read_tail(chain))
+        position = found.position or self._begins(chain)
         if found.archived is not None and found.archived >= position:
             patience = source.lost_segment_timeout if source else float("inf")
             with suppress(FloeError):  # the tail still tells how far it is
@@ -338,9 +341,18 @@ class ArchiveSurvey:
                 accepted = [gap.range for gap in documents.gaps(chain, position=position)]
                 inside = look_into(self._store, chain, position, end, accepted)
                 found = with_plan(replace(found, end=end), inside, patience, self._clock.now())
+                floor = documents.floor(chain) if inside.plan.waits and inside.gone is None else None
+                if floor is not None and floor.first > position:
+                    found = replace(found, phase="stopped", why=str(floor))
                 if inside.plan.beyond and not found.why:
                     found = replace(found, why=self._behind(chain, end or 0))
         return _as_decided(found, sight, is_listed=source is not None)
+
+    def _begins(self, chain: Chain) -> int:
+        """Where a chain begins that nothing is carried of."""
+        with suppress(FloeError):
+            return self._documents.read_floor(chain) or 1
+        return 1
 
     def _behind(self, chain: Chain, end: int) -> str:
         coverages = [ref.coverage for ref in self._store.list(chain, position=end + 1)]
@@ -376,12 +388,51 @@ async def read_states(settings: Settings) -> States:
 
 
 async def print_checkpoints(settings: Settings, as_json: bool) -> None:
-    states = await read_states(settings)
+    states, kept = await read_states(settings), list[dict[str, Any]]()
+    try:
+        kept = await asyncio.to_thread(kept_rows, open_view(settings)[1], settings.ingress.targets)
+    except FloeError as error:  # the checkpoints do not depend on the store
+        click.echo(f"not known what is kept from retention: {error}", err=True)
     if as_json:
-        print_json([checkpoint_json(target, state) for target, state in states.items()])
-    else:
-        rows = (_checkpoint_rows(target, state) for target, state in states.items() if state is not None)
-        table(joined.from_iterable(rows), CHECKPOINT_COLUMNS)
+        names = dict.fromkeys([*states, *(row["target"] for row in kept)])
+        print_json([
+            checkpoint_json(target, states.get(target)) | {"kept": [row for row in kept if row["target"] == target]}
+            for target in names
+        ])  # fmt: skip
+        return
+    rows = (_checkpoint_rows(target, state) for target, state in states.items() if state is not None)
+    table(joined.from_iterable(rows), CHECKPOINT_COLUMNS)
+    if kept:
+        click.echo("kept from retention:")
+        table(kept, KEPT_COLUMNS)
+
+
+KEPT_COLUMNS = ("target", "said", "chain", "from", "why")
+
+
+def kept_rows(documents: ChainStore, targets: Iterable[TargetSettings]) -> list[dict[str, Any]]:
+    """What retention keeps for each target that says in the store how far it is, or that the configuration has: from
+    which sequence of a chain on; without a chain, everything. Blocking; raises what the store raises.
+    """
+    sources = {each.stream: [f"{site}/{feed}" for site, feed in each.source_of] for each in targets}
+    chains, rows = documents.chains(), list[dict[str, Any]]()
+    for target in sorted({*documents.targets_with_positions(), *sources}):
+        row: dict[str, Any] = {"target": target, "said": None, "chain": None, "from": None, "why": None}
+        try:
+            said = documents.read_positions(target)
+        except DataError as error:
+            rows.append({**row, "why": f"everything, it cannot be read: {error}"})
+            continue
+        if said is None:
+            rows.append({**row, "why": "everything, until it says how far it is"})
+            continue
+        row["said"] = _time(said.time)
+        if said.released:
+            rows.append({**row, "why": "nothing: released"})
+            continue
+        needs = {chain: said.need(chain, 1, sources.get(target, ())) for chain in sorted({*chains, *said.positions})}
+        rows += [{**row, "chain": str(chain), "from": at} for chain, at in needs.items() if at is not None]
+    return rows
 
 
 def checkpoint_json(target: str, state: TargetState | None) -> dict[str, Any]:

@@ -206,7 +206,7 @@ SLACK = 64 * 1024 * 1024  # bytes of the scratch stream above the messages
 @dataclass(frozen=True, slots=True)
 class DrillReport:
     """What a drill found. `full_seconds`: what a replay of the whole feed would take at this rate, None where nothing
-    was replayed. `problems`: lines about reading the archive.
+    was replayed. `problems`: lines about reading the archive. `notes`: what an operator should know of it.
     """
 
     request: Request
@@ -215,6 +215,7 @@ class DrillReport:
     differences: Differences
     full_seconds: float | None
     problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -233,6 +234,7 @@ class DrillReport:
             **{name: value for name, value in asdict(found).items() if name != "found"},
             "holes": self.plan.as_json()["holes"],
             "problems": list(self.problems),
+            "notes": list(self.notes),
         }
 
     def lines(self) -> Iterator[str]:
@@ -243,6 +245,7 @@ class DrillReport:
         yield from self.differences.examples
         yield from self.problems
         yield from (f"hole: {hole.chain} {hole.rows}" for hole in self.plan.holes[:10])
+        yield from (f"note: {note}" for note in self.notes)
         if self.full_seconds is not None:
             yield f"the whole feed would take about {duration_words(self.full_seconds)}"
 
@@ -291,13 +294,14 @@ class Drill:
         scratch = Scratch(client, work.service, self._settings.instance, self._clock)
         for name in await scratch.sweep():
             self._teller.say(f"removed {name}, which a former drill left")
-        plan = (await work.outlook(client)).plan
+        looked = await work.outlook(client)
+        plan, notes = looked.plan, looked.notes
         reports: list[DrillReport] = []
 
         async def main() -> None:
             most = 2 * plan.raw_bytes + 1024 * plan.rows + SLACK
             await create_stream(client, scratch_config(self.stream, self.prefix, self._storage, most))
-            reports.append(await self._compared(work, client, plan, stop))
+            reports.append(replace(await self._compared(work, client, plan, stop), notes=notes))
 
         async with scratch.claimed(self.stream) as lease:
             try:

@@ -211,8 +211,9 @@ class ArchivedSpan:
     last_ns: int | None = None
 
 
-def check_meets(request: Request, moments: Moments, archive: Sequence[ArchivedSpan]) -> None:
-    """Raises UsageError where the bounds of `request` lie before or behind all that is archived.
+def check_meets(request: Request, moments: Moments, archive: Sequence[ArchivedSpan], gone: Sequence[str] = ()) -> None:
+    """Raises UsageError where the bounds of `request` lie before or behind all that is archived. `gone`: what of them
+    retention deleted.
 
     Allowed are a range inside the archive that holds no messages, and an archive that holds nothing yet.
     """
@@ -220,7 +221,7 @@ def check_meets(request: Request, moments: Moments, archive: Sequence[ArchivedSp
     if held and not any(_meets(request, moments, each) for each in held):
         raise UsageError(
             f"{_asked(request)}: expected a range that meets the archive of {_extent(held)}",
-            hint="look at the dates and the zone; without bounds all of it is replayed",
+            hint="; ".join([*gone, "look at the dates and the zone; without bounds all of it is replayed"]),
         )
 
 

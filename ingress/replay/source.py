@@ -17,7 +17,7 @@ from common.errors import SegmentCorrupt, Stopped
 from common.exits import ways
 from common.jetstream.headers import REPLAY
 from common.logs import get_logger
-from common.segments.documents import ChainStore
+from common.segments.documents import ChainStore, Floor
 from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
@@ -120,7 +120,7 @@ class ReplaySource:
         may_skip: Callable[[Chain, SequenceRange], bool],
         memory_limit: int,
     ) -> None:
-        self._ranges, self._may_skip, self._chains = ranges, may_skip, chains
+        self._ranges, self._may_skip, self._chains, self._documents = ranges, may_skip, chains, documents
         self._store, self._threads, self._relays = store.in_parts(), threads, Relays(documents, threads)
         self._ahead = DecodedAhead(memory_limit, MOST_ROWS)
         self._decoder = Decoder(self._store, threads, self._ahead.budget)
@@ -189,7 +189,7 @@ class ReplaySource:
     async def _advance(self, turn: _Turn) -> None:
         if (stretch := await self._next(turn)) is None or stretch.rows.first > turn.position:
             last = turn.last if stretch is None else stretch.rows.first - 1
-            self._pass(turn, SequenceRange(turn.position, last))
+            await self._pass(turn, SequenceRange(turn.position, last))
             return
         turn.stretches.popleft()
         try:
@@ -221,7 +221,7 @@ class ReplaySource:
         if problem is not None:
             raise Stopped(problem.message, hint=self._chains.advice.refused(problem.code), code=problem.code)
 
-    def _pass(self, turn: _Turn, hole: SequenceRange) -> None:
+    async def _pass(self, turn: _Turn, hole: SequenceRange) -> None:
         if not turn.looked_again:
             # A listing may be hours old, and damage may have been repaired: look once more before it counts.
             turn.looked_again = True
@@ -231,6 +231,8 @@ class ReplaySource:
             block = Block(IntentPiece(Gap(turn.chain), hole, 0))
             self._append(turn, block)
             self._ahead.budget.force(block.size)
+        elif (floor := await self._threads.run(self._documents.floor, turn.chain)) and floor.first > hole.first:
+            raise gone_error(turn.chain, floor, self._chains.advice)
         else:
             raise hole_error(self._chains.advice, turn.chain, hole)
 
@@ -256,6 +258,13 @@ class ReplayRecall(Recall):
             if error.code != "E-INTENT":
                 hint = advice.refused(error.code)
             raise Stopped(error.message, hint=hint, code=error.code) from error
+
+
+def gone_error(chain: Chain, floor: Floor, advice: Advice | None = None) -> Stopped:
+    """What was to be replayed was deleted meanwhile. `advice`: None where nothing is carried yet."""
+    left = "put the segments back from a copy of the bucket; or replay what is left"
+    hint = ways((left, advice.same("--skip-holes"))) if advice else "give the same command again: it takes what is left"
+    return Stopped(f"chain {chain}: {floor}", hint=hint, code="E-FLOOR")
 
 
 def hole_error(advice: Advice, chain: Chain, *holes: SequenceRange) -> Stopped:

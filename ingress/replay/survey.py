@@ -17,7 +17,7 @@ from common.errors import DataError, SegmentCorrupt, Stopped, Unavailable
 from common.exits import command, ways
 from common.jetstream.api import StreamInfo
 from common.segments.archive import Timeline
-from common.segments.documents import ChainStore, StreamDocument
+from common.segments.documents import ChainStore, Floor, StreamDocument
 from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
@@ -38,7 +38,7 @@ from ingress.replay.plan import (
 )
 from ingress.replay.receipt import Remembered, Unreadable, other, unreadable
 from ingress.replay.request import Advice, Request
-from ingress.replay.source import hole_error
+from ingress.replay.source import gone_error, hole_error
 
 
 class Timing:
@@ -117,6 +117,7 @@ class ReplaySurvey:
         self._store, self._documents, self._threads, self._clock = store, documents, threads, clock
         self._request = request
         self._moments: Moments = (None, None)
+        self._gone: list[str] = []  # what retention deleted of what is asked for
         self.notes: list[str] = []
 
     async def look(self) -> tuple[ReplayPlan, StreamDocument | None]:
@@ -131,7 +132,8 @@ class ReplaySurvey:
             newest = f"{chains[-1].incarnation:04d}"
             self.notes.append(f"sequences are those of incarnation {newest}, the newest")
         looked = [await self._relisted(chain) for chain in chains]
-        check_meets(request, self._moments, [held for held, _ in looked])
+        self.notes += dict.fromkeys(self._gone)  # chains are looked at again where segments vanish
+        check_meets(request, self._moments, [held for held, _ in looked], self._gone)
         plans = [await self._planned(each) for _, each in looked if each is not None]
         return ReplayPlan(tuple(plans), bool(request.subjects)), stream
 
@@ -150,7 +152,7 @@ class ReplaySurvey:
         """What the archive holds of the chain, and what of it is asked for (None: nothing)."""
         request, moments = self._request, self._moments
         refs = await self._threads.run(self._store.list, chain)
-        begins, ends = await self._bounds(chain)
+        begins, ends, floor = await self._bounds(chain)
         if ends is not None and request.is_behind(ends):
             self.notes.append(f"{chain} ended at {ends}: what is asked for was put into it behind that")
             ends = None
@@ -162,10 +164,17 @@ class ReplaySurvey:
             first_ns, last_ns = await self._threads.run(timing.extent)
             timed = await self._threads.run(timing.between, moments)
             held = replace(held, first_ns=first_ns, last_ns=last_ns)
+            begin_ns = moments[0]
+            if floor and begin_ns is not None and first_ns is not None and begin_ns >= first_ns:
+                floor = None  # nothing of what is gone is asked for
+            if floor and (request.from_sequence or 1) < floor.first:
+                self._gone.append(f"{chain}: {floor}")
             if timed is None:
                 return held, None
             first = max(first or 1, timed[0])
             last = timed[1] if last is None else min(last, timed[1])
+        elif floor is not None:
+            self._gone.append(f"{chain}: {floor}")
         if request.from_sequence is not None and request.from_sequence < begins:
             self.notes.append(f"the archive of {chain} begins at {begins}")
         if request.to_sequence is not None and request.to_sequence > (archived := min(covered, ends or covered)):
@@ -173,15 +182,20 @@ class ReplaySurvey:
         rows = asked_range(begins, covered, ends, first, last)
         return held, None if rows is None else ChainRange(chain, rows)
 
-    async def _bounds(self, chain: Chain) -> tuple[int, int | None]:
-        """Where the chain begins, and where its incarnation ended (None: it has not)."""
+    async def _bounds(self, chain: Chain) -> tuple[int, int | None, Floor | None]:
+        """Where the chain begins, where its incarnation ended (None: it has not), and what retention left of it (None:
+        all).
+        """
         call = self._threads.run
         document, floor, end = await asyncio.gather(
             call(self._documents.read_chain, chain),
-            call(self._documents.read_floor, chain),
+            call(self._documents.floor, chain),
             call(self._documents.read_end, chain),
         )
-        return max(1 if document is None else document.first, floor or 1), end
+        first = 1 if document is None else document.first
+        if floor is None or floor.first <= first:
+            return first, end, None
+        return floor.first, end, floor
 
     # Which segments
 
@@ -199,6 +213,9 @@ class ReplaySurvey:
                 some = stretches[begin : begin + 256]
                 parts += await asyncio.gather(*(self._threads.run(_part, self._store, s, usable) for s in some))
             wrong = {s.segment.key: p for s, p in zip(stretches, parts, strict=True) if isinstance(p, DataError)}
+            floor = await self._threads.run(self._documents.floor, each.chain) if holes and not wrong else None
+            if floor is not None and holes[0].first < floor.first:  # raised since the look began
+                raise gone_error(each.chain, floor)
             if not wrong:
                 sound = tuple(part for part in parts if isinstance(part, ReplayPart))
                 return ReplayChain(each, sound, tuple(holes), tuple(accepted))

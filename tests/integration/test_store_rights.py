@@ -236,3 +236,8 @@ async def test_no_role_may_do_what_its_file_does_not_say(limited: SeaweedFS) -> 
     assert not may("operator", "DELETE", tail)
     assert not may("compaction", "DELETE", tail)
     assert may("compaction", "DELETE", mine)
+    chain = "data/_floe/site=us-east/feed=NODES/incarnation=0000/partition=0"
+    assert may("compaction", "PUT", f"{chain}/floor.json")
+    assert not may("compaction", "PUT", f"{chain}/chain.json")
+    assert not may("compaction", "DELETE", f"{chain}/floor.json")
+    assert not may("compaction", "PUT", "data/_floe/ingress/FLEET/positions.json")

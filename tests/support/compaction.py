@@ -28,6 +28,7 @@ from common.segments.table import SegmentTable
 from common.segments.writer import SegmentWriter
 from common.sequences import SequenceRange, cover
 from compaction.plan import Output, Planner
+from compaction.retention import Retention, RetentionRule
 from compaction.run import Compaction, LocalRunner, Report, Selection
 from compaction.tombstones import StoredTombstone, TombstoneIndex
 from tests.support.basics import PATIENCE, eventually
@@ -37,12 +38,16 @@ CHAIN = Chain("us-east", "NODES")
 OTHER = Chain("eu-west", "NODES")
 
 
-def rows(sequences: Iterable[int], *, salt: str = "", sample_key: str | None = None) -> pa.RecordBatch:
-    """A message for each sequence, made from its number and `salt`; all kinds of nulls and bytes."""
+def rows(
+    sequences: Iterable[int], *, salt: str = "", sample_key: str | None = None, at_ns: int = 1_700_000_000_000_000_000
+) -> pa.RecordBatch:
+    """A message for each sequence, made from its number and `salt`; all kinds of nulls and bytes. `at_ns`: about when
+    they were published.
+    """
     numbers = list(sequences)
     return record_batch(
         numbers,
-        [1_700_000_000_000_000_000 + n * 1_001 for n in numbers],
+        [at_ns + n * 1_001 for n in numbers],
         [b"bad.\xff%d" % n if n % 17 == 0 else b"nodes.%d" % (n % 5) for n in numbers],
         [None if n % 3 == 0 else b"NATS/1.0\r\nX-N: %d\r\nX-N:  again\r\n\r\n" % n for n in numbers],
         [b"" if n % 11 == 0 else b"payload %d %s\x00\xff" % (n, salt.encode()) for n in numbers],
@@ -219,25 +224,26 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.support.compaction"])
 
 
-def run(folder: Path, *, grace: float = 0) -> Report:
-    """One run, without Spark, over the archive in `folder`."""
+def run(folder: Path, *, grace: float = 0, max_age: float = 0) -> Report:
+    """One run, without Spark, over the archive in `folder`. `max_age`: of retention, in seconds; 0: none."""
     store = Archive(folder).store
+    retention = Retention(store, lambda _site, _feed: RetentionRule(max_age), {})
     try:
-        return Compaction(store, [DUE, SECOND], grace, LocalRunner(store)).run(Selection())
+        return Compaction(store, [DUE, SECOND], grace, LocalRunner(store)).run(Selection(), retention)
     finally:
         store.close()
 
 
-def _job(folder: Path, points: str) -> None:
+def _job(folder: Path, points: str, max_age: float) -> None:
     failpoints.enable(points)
-    run(folder)
+    run(folder, max_age=max_age)
 
 
 class Job:
     """A run in another process, with failpoints as FLOE_FAILPOINTS names them."""
 
-    def __init__(self, folder: Path, points: str = "") -> None:
-        self._process: ForkServerProcess = _context.Process(target=_job, args=(folder, points))
+    def __init__(self, folder: Path, points: str = "", *, max_age: float = 0) -> None:
+        self._process: ForkServerProcess = _context.Process(target=_job, args=(folder, points, max_age))
         self._process.start()
 
     def wait(self, seconds: float = PATIENCE) -> int:

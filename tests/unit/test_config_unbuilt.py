@@ -16,6 +16,11 @@ HEAD = "site: s\nstore: {url: s3://floe}\n"
 NOT_BUILT = "not built yet in this version; remove it or leave it at its default"
 
 
+@pytest.fixture(autouse=True)
+def one_that_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.settings.loader.UNBUILT", ("compaction.delete_grace",))
+
+
 def document(text: str) -> ConfigDocument:
     [found] = parse_documents(text.encode(), "f.yaml", {})
     return found
@@ -81,16 +86,16 @@ def test_keys_are_refused_where_they_stand_and_others_beside_them_are_not():
         + "  targets:\n    - stream: T\n      publisher: fast\n"
         + "      exclusive: false\n      delivery: at_least_once\n"
         + "      sources: [{site: s, feed: f, on_lost: skip}]\n"
-        + "compaction: {retention: {delete_after: 30d}}\n"
+        + "compaction: {delete_grace: 30d}\n"
     ) == [
-        f"f.yaml:17:40: compaction.retention.delete_after: {NOT_BUILT} (0s)",
+        f"f.yaml:17:28: compaction.delete_grace: {NOT_BUILT} (24h)",
     ]
 
 
 def test_load_refuses_what_is_not_built(tmp_path: Path):
     file = tmp_path / "f.yaml"
-    file.write_text(HEAD + "compaction: {retention: {delete_after: 1d}}\n")
-    with pytest.raises(ConfigError, match=r"f.yaml:3:40: compaction.retention.delete_after: not built yet"):
+    file.write_text(HEAD + "compaction: {delete_grace: 1d1h}\n")
+    with pytest.raises(ConfigError, match=r"f.yaml:3:28: compaction.delete_grace: not built yet"):
         load(str(file))
 
 

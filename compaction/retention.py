@@ -1,0 +1,319 @@
+"""What of the archive is deleted for good: by age and by size, feed by feed, and never what a target still needs.
+
+    list → plan → raise floor.json, read back → what do targets need now? → delete what lies below
+
+The plan is a pure function of a chain's cover, its rule and the targets' positions: leading stretches of the cover go
+while they are due, the last one stays. A segment is as old as its newest message, and never younger than its object:
+a merge makes objects young, and a source's clock may be ahead. Footers are read of what goes and of the first that
+stays, no more: an object that is old enough needs none.
+
+Every step may be repeated, done twice or interrupted: the floor never falls, readers begin there, and what a run that
+was killed has left below it goes with the next one. A target that was moved back in between keeps what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+
+from common.chain import Chain
+from common.clock import NS_PER_S
+from common.errors import DataError, FloeError, SegmentCorrupt
+from common.failpoints import failpoint
+from common.logs import get_logger
+from common.segments.documents import ChainStore, TargetPositions
+from common.segments.parquet_guard import SegmentGone
+from common.segments.segment import SegmentRef
+from common.segments.store import SegmentStore
+from common.segments.table import SegmentTable
+from common.sequences import MAX_SEQUENCE, Stretch, cover
+from compaction.failures import Failure
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionRule:
+    """How long one feed is kept. `max_age`: seconds, `max_bytes`: stored; 0: no limit. `keep_from_ns`: of messages
+    from this time on (ns since 1970 UTC) nothing goes; None: no such time.
+    """
+
+    max_age: float = 0.0
+    max_bytes: int = 0
+    keep_from_ns: int | None = None
+
+    @property
+    def is_set(self) -> bool:
+        return bool(self.max_age or self.max_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What targets of ingress need. `said`: what they say of themselves. `sources`: by target, the `site/feed` that the
+    configuration lets flow in. `unknown`: targets that nobody knows the positions of, and why: everything is kept for
+    them.
+    """
+
+    said: Sequence[TargetPositions] = ()
+    sources: Mapping[str, Collection[str]] = field(default_factory=dict)
+    unknown: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, chain: Chain, first: int) -> tuple[int, str]:
+        """From which sequence on `chain`, which begins at `first`, is needed, and by which target; MAX_SEQUENCE and an
+        empty name where nobody needs it.
+        """
+        found = [(0, target) for target in self.unknown]
+        needs = ((each.need(chain, first, self.sources.get(each.target, ())), each.target) for each in self.said)
+        found += [(need, target) for need, target in needs if need is not None]
+        return min(found, default=(MAX_SEQUENCE, ""))
+
+
+def read_needs(chains: ChainStore, sources: Mapping[str, Collection[str]]) -> Needs:
+    """What every target says in the store; `sources`: those of the configuration. Raises what the store raises."""
+    said, unknown = list[TargetPositions](), dict[str, str]()
+    for target in sorted({*chains.targets_with_positions(), *sources}):
+        try:
+            found = chains.read_positions(target)
+        except DataError as error:
+            unknown[target] = str(error)
+            continue
+        if found is None and target in sources:
+            unknown[target] = "it has not said yet how far it is"
+        elif found is not None:
+            said.append(found)
+    return Needs(said, sources, unknown)
+
+
+def excesses(held: Mapping[Chain, tuple[int, int]], max_bytes: int) -> dict[Chain, int]:
+    """How many stored bytes each chain of a feed has too many: older incarnations give first, partitions of one in
+    proportion to what they may give.
+
+    `held`: by chain all of its bytes, and those of its last segment, which it keeps.
+    """
+    found, left = dict.fromkeys(held, 0), sum(size for size, _ in held.values()) - max_bytes
+    for incarnation in sorted({chain.incarnation for chain in held}):
+        may_go = {chain: size - last for chain, (size, last) in held.items() if chain.incarnation == incarnation}
+        whole = sum(may_go.values())
+        if (taken := min(left, whole)) > 0:
+            found |= {chain: -(-taken * size // whole) for chain, size in may_go.items()}
+            left -= taken
+    return found
+
+
+#: When the newest message of a segment was published, in seconds since 1970 UTC.
+Newest = Callable[[SegmentRef], float]
+
+
+@dataclass(frozen=True, slots=True)
+class FloorPlan:
+    """`floor`: the first sequence that stays. `held`: stored bytes that were due too, and that a target needs."""
+
+    floor: int
+    held: int = 0
+
+
+def plan_floor(
+    stretches: Iterable[Stretch[SegmentRef]],
+    floor: int,
+    rule: RetentionRule,
+    now: float,
+    excess: int,
+    need: int,
+    newest: Newest,
+) -> FloorPlan:
+    """Where a chain begins after retention. Pure, but for what `newest` does.
+
+    `stretches`: its cover from `floor` on, where it begins now. `now`: by the store's clock. `excess`: the bytes that
+    it has too many. `need`: the first sequence that a target needs.
+    """
+    held = 0
+    for stretch in _due(stretches, rule, now, excess, newest):
+        if held or stretch.rows.last >= need:
+            held += stretch.segment.size
+        else:
+            floor = stretch.rows.last + 1
+    return FloorPlan(floor, held)
+
+
+def _due(
+    stretches: Iterable[Stretch[SegmentRef]], rule: RetentionRule, now: float, excess: int, newest: Newest
+) -> Iterator[Stretch[SegmentRef]]:
+    for stretch, _ in pairwise(stretches):  # the last one stays
+        segment = stretch.segment
+        is_before = _times(segment, newest)
+        if excess <= 0 and not (rule.max_age and is_before(now - rule.max_age)):
+            return
+        if rule.keep_from_ns is not None and not is_before(rule.keep_from_ns / NS_PER_S):
+            return
+        excess -= segment.size
+        yield stretch
+
+
+def _times(segment: SegmentRef, newest: Newest) -> Callable[[float], bool]:
+    """Whether all of the segment is from before a moment; its footer is read at most once."""
+    when = cache(lambda: newest(segment))
+    return lambda moment: segment.modified < moment or when() < moment
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBack:
+    """Stored bytes of `chain`, from sequence `first` on, that are due and stay because `target` needs them. `why`: in
+    words, where that is not its position.
+    """
+
+    chain: Chain
+    target: str
+    first: int
+    size: int
+    why: str = ""
+
+
+@dataclass(slots=True)
+class RetentionReport:
+    """What was deleted, or would be. `floors`: those that were raised."""
+
+    expired: SegmentTable = field(default_factory=SegmentTable)
+    floors: dict[Chain, int] = field(default_factory=dict)
+    held: list[HeldBack] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+
+    def absorb(self, other: RetentionReport) -> None:
+        self.expired.absorb(other.expired)
+        self.floors |= other.floors
+        self.held += other.held
+        self.failures += other.failures
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """One chain as it is. `floor`: what retention has left, 1 where it never ran; `first`: where the chain begins."""
+
+    chain: Chain
+    table: SegmentTable
+    floor: int
+    first: int
+
+    def stretches(self) -> Iterator[Stretch[SegmentRef]]:
+        for window in self.table.windows():
+            refs = (self.table[place] for places in window for place in places)
+            yield from cover([ref for ref in refs if ref.coverage.last >= self.first], self.first)
+
+    def sizes(self) -> tuple[int, int]:
+        """Stored bytes of the cover, and of its last segment: what was merged and waits to be deleted counts once."""
+        size = last = 0
+        for stretch in self.stretches():
+            last = stretch.segment.size
+            size += last
+        return size, last
+
+    def below(self, floor: int) -> Iterator[SegmentRef]:
+        """All that ends below `floor`; never what reaches the chain's end."""
+        limit = min(floor, self.table.end)
+        return (self.table[place] for place in range(len(self.table)) if self.table.end_of(place) < limit)
+
+
+class Retention:
+    """Retention of one store. `rules`: that of each site and feed. `sources`: by target of the configuration, the
+    `site/feed` that flow into it.
+    """
+
+    def __init__(
+        self,
+        store: SegmentStore,
+        rules: Callable[[str, str], RetentionRule],
+        sources: Mapping[str, Collection[str]],
+    ) -> None:
+        self._store, self._rules, self._sources = store, rules, sources
+        self._documents = ChainStore(store.objects, store.layout)
+
+    def apply(self, chains: Sequence[Chain], now: float, check: Callable[[], None]) -> RetentionReport:
+        """Delete what is due of `chains`, which are all of one feed. `now`: by the store's clock. `check`: called
+        before each step, raises where the run is to stop.
+
+        Raises what the store raises when it cannot be listed.
+        """
+        planned, listed = self._planned(chains, now)
+        report = RetentionReport(held=planned.held, failures=planned.failures)
+        for held in planned.held:
+            context = {"target": held.target, "first": held.first, "bytes": held.size, "error": held.why}
+            log.warning("retention held", action="retention_held", **context, **held.chain.log_context())
+        limits: dict[Chain, int] = {}
+        for each in listed:
+            limits[each.chain] = each.floor
+            if (floor := planned.floors.get(each.chain)) is None:
+                continue
+            check()
+            try:
+                failpoint("compaction.floor")
+                self._documents.raise_floor(each.chain, floor)  # returns once it was read back
+            except FloeError as error:
+                report.failures.append(Failure.of(f"floor of {each.chain}", error, each.chain))
+                continue
+            failpoint("compaction.after_floor")
+            limits[each.chain] = report.floors[each.chain] = floor
+            log.info("floor raised", action="floor_raised", floor=floor, **each.chain.log_context())
+        if len(planned.expired):
+            needs = read_needs(self._documents, self._sources)  # again: an operator may have moved a target back
+            for each in listed:
+                self._delete(each, min(limits[each.chain], needs.of(each.chain, each.first)[0]), check, report)
+        return report
+
+    def preview(self, chains: Sequence[Chain], now: float) -> RetentionReport:
+        """What `apply` would do. `now` 0: unknown, each chain's youngest object tells it."""
+        return self._planned(chains, now)[0]
+
+    def _planned(self, chains: Sequence[Chain], now: float) -> tuple[RetentionReport, list[_Listed]]:
+        report, rule = RetentionReport(), self._rules(chains[0].site, chains[0].feed)
+        if not rule.is_set:
+            return report, []
+        listed = [found for chain in chains if (found := self._listed(chain, report)) is not None]
+        excess = excesses({e.chain: e.sizes() for e in listed}, rule.max_bytes) if rule.max_bytes else {}
+        needs = read_needs(self._documents, self._sources)
+        for each in listed:
+            chain, (need, target) = each.chain, needs.of(each.chain, each.first)
+            plan = plan_floor(
+                each.stretches(), each.first, rule, now or each.table.newest, excess.get(chain, 0), need, self._newest
+            )
+            if plan.floor > each.first:
+                report.floors[chain] = plan.floor
+            report.expired.extend(each.below(min(report.floors.get(chain, each.floor), need)))
+            if plan.held:
+                report.held.append(HeldBack(chain, target, plan.floor, plan.held, needs.unknown.get(target, "")))
+        return report, listed
+
+    def _listed(self, chain: Chain, report: RetentionReport) -> _Listed | None:
+        """None where a document cannot be read: nothing of the chain is touched."""
+        try:
+            document, floor = self._documents.read_chain(chain), self._documents.read_floor(chain)
+        except DataError as error:
+            report.failures.append(Failure.of(f"retention of {chain}", error, chain))
+            return None
+        begins = document.first if document else 1
+        return _Listed(chain, self._store.table(chain), floor or 1, max(begins, floor or 1))
+
+    def _delete(self, each: _Listed, limit: int, check: Callable[[], None], report: RetentionReport) -> None:
+        deleted = 0
+        for segment in each.below(limit):
+            check()
+            failpoint("compaction.expire")
+            try:
+                self._store.delete(segment)
+            except FloeError as error:
+                report.failures.append(Failure.of(f"delete of {segment.key}", error))
+                continue
+            report.expired.extend([segment])
+            deleted += 1
+        if deleted:
+            log.info("segments expired", action="segments_expired", segments=deleted, **each.chain.log_context())
+
+    def _newest(self, segment: SegmentRef) -> float:
+        """By its footer; when it was stored where that does not say."""
+        try:
+            footer = self._store.footer(segment)
+        except (SegmentCorrupt, SegmentGone):
+            return segment.modified
+        tip = footer.tip.timestamp_ns if footer.tip else None
+        times = [at for at in (footer.last_timestamp_ns, tip) if at is not None]
+        return max(times) / NS_PER_S if times else segment.modified

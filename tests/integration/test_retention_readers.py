@@ -1,0 +1,239 @@
+"""Retention and those who read the archive: targets of ingress, egress, replay and drill."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common import failpoints
+from common.errors import FloeError
+from common.jetstream.client import FloeClient
+from common.segments.documents import TargetPositions
+from compaction.retention import Retention, RetentionReport, RetentionRule
+from compaction.verify import verify_chain
+from ingress.parked import State
+from ingress.replay.request import ReplayOptions
+from tests.integration.test_ingress_parked import check_all_once, kept, make, raise_limit, states, with_large
+from tests.support.basics import commands_of, soon, unique
+from tests.support.commands import floe
+from tests.support.egress import Bench
+from tests.support.ingress import CHAIN, Archive, Centre, check_exact, closed_at, left_open, rows_of
+from tests.support.ingress import make as make_target
+from tests.support.replay import World, refused
+
+pytestmark = pytest.mark.servers
+
+NOW = 4_000_000_000.0  # everything is old by then
+
+
+def expire(archive: Archive) -> RetentionReport:
+    """A run of retention in which everything is due."""
+    return Retention(archive.store, lambda _site, _feed: RetentionRule(1.0), {}).apply([CHAIN], NOW, lambda: None)
+
+
+def ranges(archive: Archive) -> list[str]:
+    return [str(ref.coverage) for ref in archive.store.list(CHAIN)]
+
+
+async def said(archive: Archive, centre: Centre, at: int) -> None:
+    """Until the target says that it stands there."""
+
+    def stands() -> bool:
+        found = archive.documents.read_positions(centre.target)
+        return found is not None and found.positions.get(CHAIN) == at
+
+    await soon(stands)
+
+
+async def test_rows_of_an_open_intent_stay_and_are_carried_once(
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    for first in (1, 11, 21, 31):
+        ref = archive.put(rows_of(first, first + 9))
+    centre = Centre(tmp_path, archive, nats_url)
+    created = await make_target(client, centre)
+    await left_open(client, centre, archive.store.list(CHAIN)[0], created)
+    archive.documents.write_positions(TargetPositions(centre.target, 1.0, {CHAIN: 1}, ("us-east/NODES",)))
+
+    assert [each.first for each in expire(archive).held] == [1]
+    async with centre.running():
+        check_exact(await centre.carried(client, 40), archive, centre.prefix)
+        await closed_at(client, centre, 40)
+        await said(archive, centre, 41)
+    expire(archive)
+    assert ranges(archive) == [str(ref.coverage)]
+    archive.put(rows_of(41, 50))
+    async with centre.running():
+        check_exact(await centre.carried(client, 50), archive, centre.prefix)
+
+
+async def test_a_parked_message_is_delivered_though_its_segment_is_gone(
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    for first in (1, 21):
+        archive.put(with_large(first, first + 19))
+    archive.put(rows_of(41, 50))
+    centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
+    await make(client, centre)
+    parked = await kept(client, centre)
+    async with centre.running():
+        await centre.carried(client, 47)
+        await soon(lambda: set(states(parked).values()) == {State.PARKED})
+        await said(archive, centre, 51)
+        await raise_limit(client, centre, 100_000)
+    expire(archive)
+    assert ranges(archive) == ["41..50"]
+
+    for entry in parked.entries().values():
+        parked.ask(entry)
+    async with centre.running():
+        messages = await centre.carried(client, 50)
+    check_all_once(messages, archive, centre, {5, 17, 30})
+
+
+async def test_a_released_target_that_is_carried_again_stops_with_the_command_that_goes_on(
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    archive.put(rows_of(1, 10))
+    centre = Centre(tmp_path, archive, nats_url)
+    async with centre.running():
+        await centre.carried(client, 10)
+        await said(archive, centre, 11)
+    for first in (11, 21, 31):
+        archive.put(rows_of(first, first + 9))
+    assert [(each.target, each.first) for each in expire(archive).held] == [(centre.target, 11)]
+    config = str(centre.write())
+    [row] = json.loads((await floe("checkpoint", "ls", "-c", config, "--json")).out)
+    assert [(kept["chain"], kept["from"], kept["why"]) for kept in row["kept"]] == [(str(CHAIN), 11, None)]
+    listed = (await floe("checkpoint", "ls", "-c", config)).out
+    assert "kept from retention:" in listed
+
+    assert (await floe("checkpoint", "release", "-c", config, centre.target, "--yes")).code == 0
+    assert "nothing: released" in (await floe("checkpoint", "ls", "-c", config)).out
+    expire(archive)
+    assert (ranges(archive), archive.documents.read_floor(CHAIN)) == (["31..40"], 31)
+
+    async with centre.running() as health:
+
+        def stopped() -> Any:
+            return next((each for each in centre.status(health).get("chains", {}).values() if each.get("code")), None)
+
+        found = await soon(stopped)
+        assert found["code"] == "E-FLOOR"
+        assert "position 11: what was before 31 is gone by retention since 20" in found["stopped"]
+        [row] = [r for r in json.loads((await floe("status", "-c", config, "--json")).out) if r["position"]]
+        assert (row["phase"], row["why"][:18]) == ("stopped", "what was before 31")
+        assert json.loads((await floe("gap", "ls", "-c", config, "--json")).out) == []
+        [command] = commands_of(found["hint"])
+        words = shlex.split(command)[1:]
+        words[words.index("-c") + 1] = config
+        done = await floe(*words)
+        assert done.code == 0, done.err
+        del archive.rows[CHAIN][10:30]
+        check_exact(await centre.carried(client, 20), archive, centre.prefix)
+        # It says again where it is, and holds what it has not got.
+        await said(archive, centre, 41)
+    behind = await floe(
+        *("checkpoint", "set", "-c", config, "--target", centre.target, "us-east/NODES"),
+        *("--sequence", "5", "--dry-run"),
+    )
+    assert "what was before 31 is gone by retention" in behind.out
+
+
+async def test_a_target_that_begins_on_a_chain_that_retention_has_cut_begins_at_the_floor(
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    for first in (1, 11, 21):
+        archive.put(rows_of(first, first + 9))
+    expire(archive)
+    centre = Centre(tmp_path, archive, nats_url)
+    config = str(centre.write())
+    row = next(r for r in json.loads((await floe("status", "-c", config, "--json")).out) if r["archived"])
+    assert (row["phase"], row["why"]) == ("new", "")
+    archive.rows[CHAIN] = rows_of(21, 30)
+    async with centre.running():
+        check_exact(await centre.carried(client, 10), archive, centre.prefix)
+
+
+# Egress
+
+
+@pytest.mark.parametrize("retention", ["limits", "workqueue"])
+async def test_egress_goes_on_above_a_raised_floor_and_archives_nothing_below_it_again(
+    bench: Bench, retention: str
+) -> None:
+    stream = await bench.make_stream(unique("T"), retention=retention)
+    feed = {"stream": stream, "segment": {"max_messages": 10, "max_age": "1s"}}
+    chain = bench.chain(stream)
+
+    async def freeze(last: int) -> None:
+        await bench.publish(stream, [b"x"] * 10)
+        async with bench.egress(feed) as running:
+            await bench.archived_to(stream, last)
+            assert not running.status(stream).get("holes")
+
+    for last in (10, 20, 30):
+        await freeze(last)
+    Retention(bench.store, lambda _site, _feed: RetentionRule(1.0), {}).apply([chain], NOW, lambda: None)
+    assert bench.chains.read_floor(chain) == 21
+    await freeze(40)
+    assert [str(ref.coverage) for ref in bench.refs(stream)] == ["21..30", "31..40"]
+    assert verify_chain(bench.store, bench.chains, chain).problems == []
+
+
+# Replay and drill
+
+
+@pytest.fixture
+async def cut(world: World) -> World:
+    """1..300, of which retention left what is from 201 on."""
+    world.fill((1, 100), (101, 200), (201, 250), (251, 300))
+    await world.make()
+    archive = world.archive
+    archive.documents.raise_floor(CHAIN, 201)
+    for ref in archive.store.list(CHAIN)[:2]:
+        archive.store.delete(ref)
+    return world
+
+
+async def test_a_replay_says_what_is_gone_and_since_when(cut: World) -> None:
+    since = "us-east/NODES/0000/0: what was before 201 is gone by retention since 20"
+    for asked in ({}, {"from_sequence": 150}, {"to_time": "2062-01-02T03:04:05Z"}):
+        notes = (await cut.look(**asked)).notes
+        assert sum(note.startswith(since) for note in notes) == 1, asked
+    for asked in ({"from_sequence": 201}, {"from_sequence": 260}):
+        assert not any("retention" in note for note in (await cut.look(**asked)).notes), asked
+    with pytest.raises(FloeError) as caught:
+        await cut.look(to_sequence=150)
+    assert since in caught.value.hint
+    assert (await cut.run()).rows == 100
+    assert await cut.sequences() == list(range(201, 301))
+
+
+async def test_a_drill_says_what_is_gone_and_since_when(cut: World) -> None:
+    done = await floe("drill", "-c", str(cut.centre.write()), "us-east/NODES", "--from-sequence", "1")
+    assert done.code == 0, done.err
+    assert "note: us-east/NODES/0000/0: what was before 201 is gone by retention since 20" in done.out
+
+
+async def test_a_replay_from_under_which_the_archive_is_deleted_stops_and_can_take_what_is_left(world: World) -> None:
+    world.fill((1, 100), (101, 200), (201, 300), (301, 310))
+    await world.make()
+    failpoints.enable("replay.begun=raise")
+    try:
+        with pytest.raises(failpoints.FailpointRaised):
+            await world.run()
+    finally:
+        failpoints.enable("")
+    expire(world.archive)
+    assert world.archive.documents.read_floor(CHAIN) == 301
+
+    error = await refused(world, "E-FLOOR")
+    assert "what was before 301 is gone by retention since 20" in error.message
+    assert "--skip-holes" in error.hint
+    assert (await world.run(ReplayOptions(skip_holes=True))).finished
+    assert await world.sequences() == list(range(301, 311))

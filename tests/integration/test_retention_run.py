@@ -1,0 +1,324 @@
+"""Retention of the archive by `floe compact`, on S3 and in a folder: what goes, what stays, and what it says."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+import floe
+from common.chain import Chain
+from common.clock import format_time
+from common.objects.open import open_objects
+from common.segments.documents import ChainDocument, ChainStore, StreamDocument, TargetPositions
+from common.segments.segment import SegmentRef
+from common.sequences import SequenceRange, Stretch
+from common.settings.root import StoreSettings
+from compaction.retention import Retention, RetentionRule
+from compaction.source import read_stretch
+from compaction.verify import verify_chain
+from tests.support.basics import SharedS3
+from tests.support.compaction import CHAIN, OTHER, Archive, rows
+
+LEVEL = {"from": 0, "to": 1, "min_age": "7d", "max_wait": "7d", "min_count": 3, "min_size": "1G", "max_size": "4G"}
+DAY, PAIR = 86_400, "us-east/NODES"
+LATER, SLICE = Chain("us-east", "NODES", 1), Chain("us-east", "NODES", 1, 1)
+
+
+def ns(days: float) -> int:
+    """A time so many days ago."""
+    return int((time.time() - days * DAY) * 1e9)
+
+
+class Site(Archive):
+    """An archive with a configuration."""
+
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        super().__init__(folder, open_objects(StoreSettings.model_validate(config)))
+        self.chains, self.store_config, self.config = (
+            ChainStore(self.objects, self.layout),
+            config,
+            folder / "floe.yaml",
+        )
+        self.begin(CHAIN)
+
+    def begin(self, *chains: Chain) -> None:
+        for chain in chains:
+            self.chains.create_chain(chain, ChainDocument((), 1, 1))
+
+    def old(self, first: int, last: int, days: float, **more: Any) -> SegmentRef:
+        """A segment whose newest message is so many days old, whenever it is put."""
+        return self.put(first, last, rows(range(first, last + 1), at_ns=ns(days)), **more)
+
+    def month(self, chain: Chain = CHAIN) -> None:
+        """1..50: 40, 35, 31, 5 and 0 days old."""
+        for first, days in zip(range(1, 50, 10), (40, 35, 31, 5, 0), strict=True):
+            self.old(first, first + 9, days, chain=chain)
+
+    def configure(self, *targets: str, compaction: dict[str, Any] | None = None, **retention: Any) -> None:
+        source = {"site": "us-east", "feed": "NODES", "subject_prefix": "x"}
+        document = {
+            "store": self.store_config,
+            "spool_dir": str(self.folder / "spool"),
+            "compaction": {
+                "levels": [LEVEL],
+                "engine": "local",
+                "delete_grace": "0s",
+                "allow_short_times": True,
+                **(compaction or {}),
+                "retention": retention,
+            },
+            "ingress": {"targets": [{"stream": name, "sources": [source]} for name in targets]},
+        }
+        self.config.write_text(yaml.safe_dump(document))
+        self.config.chmod(0o600)
+
+    def floe(self, *words: str, code: int = 0) -> Any:
+        done = CliRunner().invoke(floe.cli, [*words, "-c", str(self.config)], prog_name="floe")
+        assert done.exit_code == code, done.output
+        return json.loads(done.stdout) if "--json" in words else done
+
+    def compact(self, *options: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.floe("compact", *options, "--json")["retention"]
+        return found
+
+    def said(self, target: str = "FLEET", **positions: int) -> None:
+        """A target says that it holds everything of the chain before this sequence."""
+        at = {CHAIN: positions["at"]} if positions else {}
+        self.chains.write_positions(TargetPositions(target, time.time(), at, (PAIR,)))
+
+    def floor(self, chain: Chain = CHAIN) -> int | None:
+        return self.chains.read_floor(chain)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path, {"url": f"file://{tmp_path}/store", "prefix": "data"})
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, s3: SharedS3) -> Site:
+    keys = {"access_key_id": s3.access_key, "secret_access_key": s3.secret_key, "region": "us-east-1"}
+    place = {"url": f"s3://{s3.new_bucket()}", "prefix": "data", "endpoint_url": s3.endpoint_url}
+    return Site(tmp_path, {**place, **keys})
+
+
+@pytest.fixture(params=["site", pytest.param("bucket", marks=pytest.mark.servers)])
+def kept(request: pytest.FixtureRequest) -> Site:
+    found: Site = request.getfixturevalue(request.param)
+    return found
+
+
+# What goes
+
+
+def test_what_is_older_goes_from_the_beginning_behind_a_raised_floor(kept: Site):
+    kept.month()
+    before = kept.listed()
+    kept.configure(max_age="30d")
+
+    planned = kept.floe("compact", "--dry-run").stdout.splitlines()
+    assert [line.split()[:3] for line in planned[1:]] == [["expire", s.key, str(s.size)] for s in before[:3]]
+    assert all(line.endswith("floor 31") for line in planned[1:])
+    foretold = kept.compact("--dry-run")
+    assert (kept.listed(), kept.floor()) == (before, None)
+
+    lines = kept.floe("compact", "us-east/NODES").stdout.splitlines()
+    assert lines[1].split()[:6] == ["expired", "us-east/NODES/0000/0", "0", "before", "31", "3"]
+    assert [each["key"] for each in foretold["expired"]] == [s.key for s in before[:3]]
+    assert foretold["floors"] == [{**CHAIN.log_context(), "floor": 31}]
+    assert (kept.ranges(), kept.floor()) == (["0:31..40", "0:41..50"], 31)
+    kept.floe("segments", "verify")
+    about = kept.floe("segments", "info", "--json", "us-east/NODES")
+    assert (about["floor"], about["holes"]) == (31, [])
+    assert about["floor_since"].startswith("20")
+    assert kept.floe("compact", "us-east/NODES").stdout == "nothing to do\n"
+
+
+def test_a_merge_makes_an_object_young_and_not_its_messages(site: Site):
+    for first, days in ((1, 50), (11, 45), (21, 40)):
+        site.old(first, first + 9, days, age=8 * DAY)
+    site.old(31, 40, 1)
+    site.configure(max_age="60d")
+    site.floe("compact", "--json")
+    assert site.ranges() == ["0:31..40", "1:1..30"]
+    [merged] = (ref for ref in site.listed() if ref.level == 1)
+    assert time.time() - merged.modified < DAY
+
+    site.old(1, 30, 39, level=2)
+    site.configure(max_age="38d")
+    assert {each["key"].split("level=")[1][0] for each in site.compact()["expired"]} == {"1", "2"}
+    assert (site.ranges(), site.floor()) == (["0:31..40"], 31)
+
+
+def test_an_object_that_is_old_enough_goes_whatever_the_clock_of_the_source_said(site: Site):
+    site.old(1, 10, -300, age=40 * DAY)
+    site.old(11, 20, -300, age=10 * DAY)
+    site.old(21, 30, 0)
+    site.configure(max_age="30d")
+    site.compact()
+    assert (site.ranges(), site.floor()) == (["0:11..20", "0:21..30"], 11)
+
+
+def test_what_is_above_the_size_goes_oldest_first_over_the_chains_of_a_feed(kept: Site):
+    kept.begin(LATER, SLICE, OTHER)
+    for chain in (CHAIN, LATER, SLICE, OTHER):
+        for first in range(1, 50, 10):
+            kept.put(first, first + 9, chain=chain)
+    kept.put(1, 10, level=1)  # in its grace: what it holds counts once
+    size = kept.listed(SLICE)[0].size
+    assert all(abs(ref.size - size) < 100 for chain in (CHAIN, LATER, SLICE) for ref in kept.listed(chain))
+    retention = Retention(kept.store, lambda _site, _feed: RetentionRule(max_bytes=9 * size + 900), {})
+
+    retention.apply([CHAIN, LATER, SLICE], time.time(), lambda: None)
+    retention.apply([OTHER], time.time(), lambda: None)
+
+    # Of fifteen segments nine may stay: four of the older incarnation go, and of the newer one each from both.
+    assert kept.ranges() == ["0:41..50"]
+    assert kept.ranges(LATER) == kept.ranges(SLICE) == ["0:11..20", "0:21..30", "0:31..40", "0:41..50"]
+    assert len(kept.ranges(OTHER)) == 5
+
+
+def test_the_last_segment_of_a_chain_stays_also_where_its_incarnation_ended(site: Site):
+    site.begin(LATER)
+    for first in (1, 11, 21):
+        site.old(first, first + 9, 100)
+    site.chains.create_stream(LATER, StreamDocument({}, "t1", {0: 30}))
+    site.old(1, 10, 90, chain=LATER)
+    site.configure(max_age="30d")
+    site.compact()
+    assert (site.ranges(), site.ranges(LATER), site.floor(LATER)) == (["0:21..30"], ["0:1..10"], None)
+    site.floe("segments", "verify")
+
+
+def test_from_a_time_on_nothing_goes_and_a_feed_of_its_own_keeps_longer(site: Site):
+    site.begin(OTHER)
+    site.month()
+    site.month(OTHER)
+    site.configure(max_age="1d", keep_from=format_time(ns(33) // 10**9 * 10**9), feeds=[
+        {"site": "eu-west", "feed": "NODES", "max_age": "38d"},
+    ])  # fmt: skip
+    site.compact()
+    assert (site.floor(), site.floor(OTHER)) == (21, 11)
+
+
+@pytest.mark.parametrize(
+    ("options", "compaction"),
+    [(["--level", "0"], {}), (["us-east/NODES/0/0"], {}), ([], {"delete": False})],
+)
+def test_parts_of_feeds_and_runs_that_delete_nothing_leave_all(
+    site: Site, options: list[str], compaction: dict[str, Any]
+):
+    site.month()
+    site.configure(max_age="30d", compaction=compaction)
+    assert site.compact(*options) == {"expired": [], "floors": [], "held": []}
+    assert site.compact("--dry-run", *options)["expired"] == []
+    assert (len(site.ranges()), site.floor()) == (5, None)
+
+
+def test_what_comes_late_below_the_floor_goes_with_the_next_run_and_a_hole_is_none(site: Site):
+    for first, days in ((1, 40), (31, 35), (41, 1), (51, 0)):
+        site.old(first, first + 9, days)
+    site.configure(max_age="30d")
+    site.compact()
+    assert (site.ranges(), site.floor()) == (["0:41..50", "0:51..60"], 41)
+    late = site.old(11, 30, 38)
+    site.old(35, 45, 33)
+    assert [each["key"] for each in site.compact()["expired"]] == [late.key]
+    assert site.ranges() == ["0:35..45", "0:41..50", "0:51..60"]
+    site.floe("segments", "verify")
+
+
+def test_a_spoiled_floor_deletes_nothing_and_is_told_once(site: Site):
+    site.month()
+    site.objects.put(site.layout.floor_document(CHAIN), b"{}")
+    site.configure(max_age="30d")
+    assert "E-STATE-JSON" in site.floe("compact", "us-east/NODES", code=3).stderr
+    assert "told before" in site.floe("compact", "us-east/NODES").stderr
+    assert len(site.ranges()) == 5
+
+
+# What a target needs
+
+
+def test_a_target_that_stands_still_holds_retention_until_it_is_released(kept: Site, tmp_path: Path):
+    kept.month()
+    kept.configure("FLEET", max_age="30d")
+    metrics = tmp_path / "floe.prom"
+
+    [held] = kept.compact()["held"]  # it has said nothing yet
+    assert (held["target"], held["first"], held["why"]) == ("FLEET", 1, "it has not said yet how far it is")
+    kept.said(at=15)
+    kept.configure(max_age="30d")  # also one that this configuration does not name
+    assert [each["bytes"] for each in kept.compact("--dry-run")["held"]] == [sum(s.size for s in kept.listed()[1:3])]
+    done = kept.floe("compact", "--metrics-textfile", str(metrics), "us-east/NODES")
+    assert (kept.floor(), kept.ranges()[0]) == (11, "0:11..20")
+    [line] = (line.split() for line in done.stdout.splitlines() if line.startswith("held"))
+    assert (line[1], line[-1]) == ("us-east/NODES/0000/0", "FLEET")
+    held_bytes = sum(s.size for s in kept.listed()[:2])
+    assert f'floe_compaction_retention_held_bytes{{target="FLEET"}} {held_bytes}' in metrics.read_text()
+    assert "floe_compaction_expired_segments 1.0" in metrics.read_text()
+
+    kept.floe("checkpoint", "release", "FLEET", "--yes")
+    kept.floe("compact", "--metrics-textfile", str(metrics), "us-east/NODES")
+    assert (kept.floor(), kept.ranges()) == (31, ["0:31..40", "0:41..50"])
+    assert "retention_held_bytes{" not in metrics.read_text()
+
+
+@pytest.mark.parametrize("why", ["not begun", "spoiled"])
+def test_a_chain_that_is_not_begun_and_a_target_that_cannot_be_read_keep_everything(site: Site, why: str):
+    site.month()
+    site.configure(max_age="30d")
+    if why == "not begun":
+        site.said()
+    else:
+        site.objects.put("data/_floe/ingress/FLEET/positions.json", b"{}")
+    assert [each["target"] for each in site.compact()["held"]] == ["FLEET"]
+    assert (len(site.ranges()), site.floor()) == (5, None)
+
+
+def test_what_an_operator_moves_back_to_while_floors_are_raised_is_not_deleted(site: Site):
+    site.month()
+    site.said(at=45)
+    retention = Retention(site.store, lambda _site, _feed: RetentionRule(30 * DAY), {})
+
+    retention.apply([CHAIN], time.time(), lambda: site.said(at=15))
+
+    assert (site.floor(), site.ranges()[0]) == (31, "0:11..20")
+    site.said(at=45)
+    retention.apply([CHAIN], time.time(), lambda: None)
+    assert site.ranges() == ["0:31..40", "0:41..50"]
+
+
+# Readers that meet a raised floor
+
+
+def expire(site: Site) -> None:
+    Retention(site.store, lambda _site, _feed: RetentionRule(30 * DAY), {}).apply([CHAIN], time.time(), lambda: None)
+
+
+def test_what_is_deleted_while_verify_looks_is_no_hole(site: Site):
+    site.month()
+    told: list[str] = []
+
+    def tell(ref: SegmentRef, _footer: object) -> None:
+        if not told:
+            expire(site)
+        told.append(str(ref.coverage))
+
+    assert verify_chain(site.store, site.chains, CHAIN, window=1, tell=tell).problems == []
+    assert told == ["1..10", "31..40", "41..50"]
+
+
+def test_a_query_that_reads_what_is_gone_says_since_when(site: Site):
+    site.month()
+    ref = site.listed()[1]
+    expire(site)
+    with pytest.raises(Exception, match=r"us-east/NODES/0000/0: what was before 31 is gone by retention since 20") as e:
+        list(read_stretch(site.store, Stretch(ref, SequenceRange(11, 20))))
+    assert e.value.code == "E-FLOOR"  # type: ignore[attr-defined]
