@@ -126,6 +126,7 @@ def import_stream_replicator(file: str, out_dir: str | None, as_json: bool) -> i
     Comments name every key that is not carried over, and why; secrets become variables and are never
     printed. Exit 78 where something is wrong; each problem is a line `file:line:column: key: what`.
 
+    \b
     Example: floe config import-stream-replicator /etc/stream-replicator/sr.yaml --out-dir /etc/floe
     """
     from common.migration import write
