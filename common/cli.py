@@ -264,17 +264,19 @@ DEFAULT_CONFIG = Path("/etc/floe/floe.yaml")
 
 
 def config_file(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
-    """The file behind the command, before it, in FLOE_CONFIG, or the default.
+    """The file behind the command, before it, in FLOE_CONFIG, or the default. Where it is an argument, `also` may be
+    an eager option that says the same.
 
-    Raises click.UsageError where none of them is there.
+    Raises click.UsageError where none of them is there, or several differ.
     """
     before = ctx.find_root().params.get("config") if ctx.parent else None
     is_typed = ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
-    if before and is_typed and before != value:
-        message = f"expected one configuration, found -c {before} before the command and {value} behind it"
-        raise click.UsageError(message, ctx)
-    if found := (value if is_typed else before or value):
-        return found
+    behind = [each for each in (ctx.params.pop("also", None), value if is_typed else None) if each]
+    if len({*behind, *filter(None, [before])}) > 1:
+        found = f"-c {before} before the command and {behind[0]} behind it" if before else " and ".join(behind)
+        raise click.UsageError(f"expected one configuration, found {found}", ctx)
+    if chosen := (behind[0] if behind else before or value):
+        return chosen
     if not DEFAULT_CONFIG.exists():
         message = f"expected a configuration: -c FILE, FLOE_CONFIG or {DEFAULT_CONFIG}; found none of them"
         raise click.UsageError(message, ctx)

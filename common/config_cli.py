@@ -23,6 +23,7 @@ def config() -> None:
 
 @config.command()
 @click.argument("file", required=False, envvar="FLOE_CONFIG", metavar="FILE", callback=config_file)
+@click.option("-c", "--config", "also", is_eager=True, metavar="FILE", help="The same as the argument.")
 @click.option("--strict", is_flag=True, help="What is warned of is an error, too.")
 @click.option("--connect", is_flag=True, help="Connect to NATS and the store, too.")
 @json_option

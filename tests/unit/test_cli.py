@@ -546,6 +546,17 @@ def test_two_configurations_are_refused():
     assert (result.exit_code, "found -c a.yaml before the command and b.yaml behind it" in result.stderr) == (2, True)
 
 
+def test_config_check_takes_its_file_as_every_command_and_as_an_argument(tmp_path: Path):
+    (tmp_path / "c.yaml").write_text(f"store: {{url: file://{tmp_path}/store}}\nsite: us\n")
+    file, check = f"{tmp_path}/c.yaml", ["config", "check"]
+    for words in ([*check, file], [*check, "-c", file], ["-c", file, *check], [*check, "-c", file, file]):
+        result = CliRunner().invoke(floe.cli, words, prog_name="floe")
+        assert (result.exit_code, result.stdout.startswith(f"{file}:1: ok")) == (0, True), result.output
+    for words in ([*check, "-c", "a", "b"], ["-c", "a", *check, "-c", "b"], ["-c", "a", *check, "b"]):
+        result = CliRunner().invoke(floe.cli, words, prog_name="floe")
+        assert (result.exit_code, "expected one configuration, found" in result.stderr) == (2, True), words
+
+
 def test_the_configuration_stands_before_a_real_command_too(tmp_path: Path):
     (tmp_path / "c.yaml").write_text(f"store: {{url: file://{tmp_path}/store}}\nsite: us\n")
     for words in (["-c", "c.yaml", "segments", "ls"], ["segments", "ls", "-c", "c.yaml"]):
