@@ -32,6 +32,7 @@ def versions() -> dict[str, str | None]:
 def show_version(as_json: bool) -> None:
     """Show the version of Floe, of Python, and of what Floe runs on; `-` or null where it is not installed.
 
+    \b
     Example: floe version --json
     """
     found = versions()
@@ -58,6 +59,7 @@ def completion(shell: str) -> None:
       echo 'eval "$(floe completion zsh)"' >> ~/.zshrc
       floe completion fish > ~/.config/fish/completions/floe.fish
 
+    \b
     Example: floe completion bash
     """
     from click.shell_completion import get_completion_class

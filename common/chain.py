@@ -11,6 +11,8 @@ FEED_PATTERN = re.compile(r"[^\s.*>/\\\x00-\x1f\x7f]{1,255}")
 
 MAX_INCARNATION = 9999
 MAX_PARTITION = 65535
+CHAIN_FORM = "SITE/FEED[/INCARNATION[/PARTITION]]"
+_NUMBER = re.compile(r"[0-9]{1,5}")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -41,13 +43,28 @@ class Chain:
     @classmethod
     def parse(cls, text: str) -> Chain:
         """The reverse of `str`; `site/feed` alone means incarnation 0000, partition 0. Raises ValueError."""
-        parts = text.split("/")
-        if not 2 <= len(parts) <= 4 or not all(part.isascii() and part.isdigit() for part in parts[2:]):
-            raise ValueError(f"chain {text!r}: expected SITE/FEED[/INCARNATION[/PARTITION]]")
-        return cls(parts[0], parts[1], *(int(part) for part in parts[2:]))
+        site, feed, incarnation, partition = named_parts(text)
+        if feed is None:
+            raise ValueError(f"chain {text!r:.80}: expected {CHAIN_FORM}")
+        return cls(site, feed, incarnation or 0, partition or 0)
 
     def next_incarnation(self) -> Chain:
         return replace(self, incarnation=self.incarnation + 1)
 
     def log_context(self) -> dict[str, object]:
         return {"site": self.site, "feed": self.feed, "incarnation": self.incarnation, "partition": self.partition}
+
+
+def named_parts(text: str) -> tuple[str, str | None, int | None, int | None]:
+    """The parts of `SITE[/FEED[/INCARNATION[/PARTITION]]]`, None for those not named. Raises ValueError."""
+    site, *names = text.split("/")
+    feed, numbers = names[0] if names else None, names[1:]
+    expected = f"chain {text!r:.80}: expected {CHAIN_FORM}, such as us-east/NODES/0000/0"
+    if len(numbers) > 2 or not all(map(_NUMBER.fullmatch, numbers)):
+        raise ValueError(expected)
+    incarnation, partition = (*map(int, numbers), None, None)[:2]
+    try:
+        Chain(site, "ANY" if feed is None else feed, incarnation or 0, partition or 0)
+    except ValueError as error:
+        raise ValueError(f"{expected}: {error}") from None
+    return site, feed, incarnation, partition

@@ -9,16 +9,17 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from common.cli import Command, Duration, config_option, json_option, print_json
-from common.errors import ConfigError, DataError, FloeError, Refused, Unavailable
+from common.cli import Command, Duration, config_option, json_option, print_json, refuse_beside
+from common.errors import ConfigError, DataError, FloeError, Refused, Unavailable, UsageError
 from common.logs import escaped
+from common.settings.types import format_duration, parse_duration
 
 if TYPE_CHECKING:
     from common.chain import Chain
@@ -95,23 +96,57 @@ class CheckResult:
         return f"{self.state.name} - {self.text()}" + (f" | {figures}" if figures else "")
 
 
-class _CheckCommand(click.Command):
-    """A command whose wrong options are UNKNOWN: 2, as elsewhere, would be read as CRITICAL."""
+def thresholds(
+    given: tuple[float | None, float | None], defaults: tuple[float, float], *, at_least: bool = False
+) -> tuple[float, float]:
+    """WARNING and CRITICAL in seconds, where `given`, else the default, which gives way to the other one.
+
+    Raises UsageError where a value would be CRITICAL before it is a WARNING. `at_least`: values have to stay above.
+    """
+    first, last = (max, min) if at_least else (min, max)
+    warning, critical = given
+    if warning is None:
+        warning = defaults[0] if critical is None else first(defaults[0], critical)
+    if critical is None:
+        critical = last(defaults[1], warning)
+    if first(warning, critical) != warning:
+        side, limit, found = "least" if at_least else "most", format_duration(critical), format_duration(warning)
+        raise UsageError(f"--warning: expected at {side} --critical, {limit}, found {found}")
+    return warning, critical
+
+
+class _CheckGroup(click.Group):
+    """A group whose wrong command lines are UNKNOWN, in a line as of any check: 2 would be read as CRITICAL."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        try:
+        with self._unknown():
             return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with self._unknown():
+            return super().invoke(ctx)
+
+    @contextmanager
+    def _unknown(self) -> Iterator[None]:
+        try:
+            yield
         except click.UsageError as error:
-            error.exit_code = CheckState.UNKNOWN  # type: ignore[misc]  # of this error alone
-            raise
+            text = error.format_message()
+            if isinstance(error, click.exceptions.NoArgsIsHelpError):
+                click.echo(text, err=True)
+                text = f"floe check: expected one of {', '.join(self.commands)}, found nothing"
+            elif error.ctx is not None:
+                click.echo(error.ctx.get_usage(), err=True)
+            click.echo(CheckResult("", problems=[(CheckState.UNKNOWN, f"E-USAGE: {text}")]).line())
+            raise click.exceptions.Exit(CheckState.UNKNOWN) from None
 
 
 def check_command(
-    group: click.Group | None, name: str, warning: str, critical: str, of: str
+    group: click.Group | None, name: str, warning: str, critical: str, of: str, *, at_least: bool = False
 ) -> Callable[[Command], Command]:
     """A command `name` of `group` (None: it is added later) from a function of settings, `warning`, `critical`
     and what other options give, which returns a CheckResult. `of`: what the thresholds are of, with their
-    defaults as durations.
+    defaults as durations; without, the function finds them by `thresholds`. `at_least`: as there.
     """
 
     def made(fn: Command) -> Command:
@@ -120,6 +155,10 @@ def check_command(
             try:
                 from common.open import load_settings
 
+                if warning:
+                    defaults = parse_duration(warning), parse_duration(critical)
+                    found = thresholds((options["warning"], options["critical"]), defaults, at_least=at_least)
+                    options["warning"], options["critical"] = found
                 result = fn(load_settings(config, quiet=True), **options)
             except FloeError as error:
                 result = CheckResult("", problems=[(CheckState.UNKNOWN, f"{error.code}: {error.message}")])
@@ -133,29 +172,30 @@ def check_command(
             sys.exit(result.state)
 
         chosen = _threshold(CheckState.WARNING, warning, of)(_threshold(CheckState.CRITICAL, critical, of)(run))
-        return (group.command if group else click.command)(name, cls=_CheckCommand)(json_option(config_option(chosen)))
+        return (group.command if group else click.command)(name)(json_option(config_option(chosen)))
 
     return made
 
 
 def _threshold(state: CheckState, default: str, of: str) -> Callable[[Command], Command]:
-    """`--warning DURATION` or `--critical DURATION`, by `state`; without a default it is None."""
-    option, text = f"--{state.name.lower()}", f"{state.name} beyond this {of}."
-    return click.option(option, type=Duration(), default=default or None, show_default=bool(default), help=text)
+    """`--warning DURATION` or `--critical DURATION`, by `state`; None where it is not given."""
+    shown = f"  [default: {default}]" if default else ""
+    return click.option(f"--{state.name.lower()}", type=Duration(), help=f"{state.name} beyond this {of}.{shown}")
 
 
-@click.group()
+@click.group(cls=_CheckGroup)
 def check() -> None:
     """Say in one line whether a part works, for Nagios and cron: exit 0, 1, 2 or 3."""
 
 
-@check_command(check, "egress", "1d", "6h", "time until the source expires what is not archived")
+@check_command(check, "egress", "1d", "6h", "time until the source expires what is not archived", at_least=True)
 def check_egress(settings: Settings, warning: float, critical: float) -> CheckResult:
     """Ask the egress that runs on this host, at `egress.monitor.listen`.
 
     CRITICAL where a chain waits for an operator, the source is about to expire, or the process hangs; WARNING
     where anything is not ready; UNKNOWN where nobody answers.
 
+    \b
     Example: floe check egress -c site.yaml --critical 12h
     """
     monitor = settings.egress.monitor
@@ -171,29 +211,42 @@ def check_ingress(settings: Settings, warning: float, critical: float) -> CheckR
     CRITICAL where a target or a chain waits for an operator, is too late, or the process hangs; WARNING where
     anything is not ready; UNKNOWN where nobody answers.
 
+    \b
     Example: floe check ingress -c central.yaml --warning 5m --critical 30m
     """
     return judge_ingress(status_of(settings.ingress.monitor, "ingress.monitor.listen"), warning, critical)
 
 
 @check_command(check, "archive", "1m", "1h", "time since egress gave its last sign of life for a chain")
+@click.argument("what", required=False, metavar="[SITE[/FEED[/INC[/PART]]]]")
 @click.option("--site", help="Only chains of this site; otherwise that of the configuration, or all.")
-def check_archive(settings: Settings, warning: float, critical: float, site: str | None) -> CheckResult:
-    """Look at the bucket: where each chain ends, holes, damage, and who still archives.
+def check_archive(
+    settings: Settings, warning: float, critical: float, what: str | None, site: str | None
+) -> CheckResult:
+    """Look at the bucket: where each chain of WHAT ends, holes, damage, and who still archives.
 
     Lists all segments, one request for each thousand, and reads the newest of each chain; what damage there is
-    inside of others only `floe segments verify` finds. Chains are those that the configuration names, if any.
+    inside of others only `floe segments verify` finds. Without WHAT, chains are those that the configuration
+    names, if any.
 
-    Example: floe check archive -c central.yaml --site us-east
+    \b
+    Example: floe check archive -c central.yaml
+             floe check archive -c central.yaml us-east/NODES
     """
     from common.clock import SystemClock
     from common.open import open_view
+    from common.segments.archive import select_chains
     from common.segments.keys import configured
 
     store, documents = open_view(settings)
     with closing(store):
-        site, feeds = site or settings.site or None, configured(settings)
-        chains = [each for each in documents.chains(site) if not feeds or (each.site, each.feed) in feeds]
+        feeds = configured(settings)
+        if what is not None:
+            refuse_beside(what, {"site": site})
+            chains = select_chains(documents, what, feeds)
+        else:
+            found = documents.chains(site or settings.site or None)
+            chains = [each for each in found if not feeds or (each.site, each.feed) in feeds]
         said = _sightings(documents, SystemClock().now())
         return judge_archive([_look(store, documents, chain, said) for chain in chains], warning, critical)
 

@@ -22,11 +22,12 @@ from dataclasses import dataclass
 from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from zoneinfo import ZoneInfo
 
 import click
 from click.core import ParameterSource
 
-from common.chain import Chain
+from common.chain import CHAIN_FORM, Chain
 from common.clock import NS_PER_S, parse_time
 from common.errors import UsageError
 from common.exits import CONTEXT, end_with
@@ -51,21 +52,32 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic since click 
             self.fail(str(error), param, ctx)
 
 
-def _parse_sequence(text: str) -> int:
+def parse_sequence(text: str) -> int:
+    """A stream sequence, 1 .. 2^63-1. Raises ValueError."""
     if not (text.isascii() and text.isdigit() and len(text) < 20 and 1 <= int(text) <= MAX_SEQUENCE):
         raise ValueError(f"expected a sequence from 1 to {MAX_SEQUENCE}, found {text!r:.60}")
     return int(text)
 
 
+def _parse_interval(text: str) -> float:
+    if not 1 <= (seconds := parse_duration(text)) <= 86_400:
+        raise ValueError(f"expected from 1s to 1d, found {text!r:.60}")
+    return seconds
+
+
 #: A stream sequence, 1 .. 2^63-1, as int.
-SequenceType = functools.partial(Parsed, "sequence", int, _parse_sequence)
+SequenceType = functools.partial(Parsed, "sequence", int, parse_sequence)
 #: A duration such as 1h30m, as float seconds.
 Duration = functools.partial(Parsed, "duration", float, parse_duration)
+#: A duration between two looks, as float seconds.
+Interval = functools.partial(Parsed, "duration", float, _parse_interval)
 #: A size such as 64K or 1G, as int bytes.
 Size = functools.partial(Parsed, "size", int, parse_size)
 
 MOMENT_FORM = "a time such as 2026-01-02T03:04:05Z, 2026-01-02 03:04 (of this host's zone), -2h or 2h ago"
 _LOCAL_TIME = re.compile(r"(\d{4}-\d\d-\d\d)(?:[Tt ](\d\d:\d\d(?::\d\d)?))?", re.ASCII)
+NO_ZONE = "there is no zone TZ="
+_POSIX_ZONE = re.compile(r"(?:[A-Za-z]{3,}|<[A-Za-z0-9+-]{3,}>)[+-]?\d")  # such as CET-1CEST
 _AGO = re.compile(r"-?\s*(\S(?:.*\S)?)\s+ago|-?(\S+)", re.ASCII)
 
 
@@ -92,7 +104,7 @@ class Moment:
                 at = naive.replace(tzinfo=local) if local else naive.astimezone()
             except (ValueError, OverflowError) as error:
                 raise ValueError(f"expected {MOMENT_FORM}, found {text!r:.60}: {error}") from error
-            return cls(at.isoformat(), zone=at.tzname() or str(at.tzinfo))
+            return cls(at.isoformat(), zone=_zone_name(at))
         if match := _AGO.fullmatch(text):
             with suppress(ValueError):
                 return cls(ago=parse_duration((match[1] or match[2]).replace(" ", "")))
@@ -101,6 +113,19 @@ class Moment:
     def at(self, now: float) -> int:
         """Nanoseconds since 1970 UTC, at `now`, in seconds."""
         return parse_time(self.text) if self.text else round((now - self.ago) * NS_PER_S)
+
+
+def _zone_name(at: datetime) -> str:
+    """The zone of `at`, a time of this host. The C library takes UTC, under any name, for a TZ that names no zone."""
+    name, asked = at.tzname() or str(at.tzinfo), os.environ.get("TZ", "").removeprefix(":")
+    is_file = asked.startswith("/") and Path(asked).is_file()
+    if at.utcoffset() or not asked or is_file or _POSIX_ZONE.match(asked):
+        return name
+    try:
+        ZoneInfo(asked)
+    except (ValueError, OSError, KeyError):
+        return name if name == asked == "UTC" else f"UTC: {NO_ZONE}{asked:.60}"
+    return name
 
 
 def moment(now: float, asked: Moment | None) -> int | None:
@@ -117,7 +142,8 @@ class TimeType(Parsed):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Moment:
         found: Moment = super().convert(value, param, ctx)
         if found.zone and value is not found:
-            click.echo(f"{value} is taken as {found.text} ({found.zone}, the zone of this host)", err=True)
+            how = found.zone if NO_ZONE in found.zone else f"{found.zone}, the zone of this host"
+            click.echo(escaped(f"{value} is taken as {found.text} ({how})"), err=True)
         return found
 
 
@@ -238,17 +264,19 @@ DEFAULT_CONFIG = Path("/etc/floe/floe.yaml")
 
 
 def config_file(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
-    """The file behind the command, before it, in FLOE_CONFIG, or the default.
+    """The file behind the command, before it, in FLOE_CONFIG, or the default. Where it is an argument, `also` may be
+    an eager option that says the same.
 
-    Raises click.UsageError where none of them is there.
+    Raises click.UsageError where none of them is there, or several differ.
     """
     before = ctx.find_root().params.get("config") if ctx.parent else None
     is_typed = ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
-    if before and is_typed and before != value:
-        message = f"expected one configuration, found -c {before} before the command and {value} behind it"
-        raise click.UsageError(message, ctx)
-    if found := (value if is_typed else before or value):
-        return found
+    behind = [each for each in (ctx.params.pop("also", None), value if is_typed else None) if each]
+    if len({*behind, *filter(None, [before])}) > 1:
+        found = f"-c {before} before the command and {behind[0]} behind it" if before else " and ".join(behind)
+        raise click.UsageError(f"expected one configuration, found {found}", ctx)
+    if chosen := (behind[0] if behind else before or value):
+        return chosen
     if not DEFAULT_CONFIG.exists():
         message = f"expected a configuration: -c FILE, FLOE_CONFIG or {DEFAULT_CONFIG}; found none of them"
         raise click.UsageError(message, ctx)
@@ -361,7 +389,6 @@ dry_run_option = click.option("--dry-run", is_flag=True, help="Show only.")
 
 CHAIN = "chain_named"  # the parameter of the argument
 PARTS = ("site", "feed", "incarnation", "partition")
-CHAIN_FORM = "SITE/FEED[/INCARNATION[/PARTITION]]"
 
 
 def chain_options(command: Command, is_needed: bool = True, is_one: bool = True) -> Command:
@@ -407,12 +434,9 @@ class Named:
     @classmethod
     def parse(cls, text: str) -> Named:
         """What `SITE/FEED[/INCARNATION[/PARTITION]]` names. Raises UsageError."""
-        from common.segments.keys import parse
+        from common.segments.keys import parse_of_feed
 
-        site, feed, *history = parse(text)
-        if feed is None:
-            raise UsageError(f"chain {text!r}: expected {CHAIN_FORM}")
-        return cls(site, feed, *history)
+        return cls(*parse_of_feed(text))
 
     def chain(self, settings: Settings, held: Collection[Chain] = (), carried: Collection[Chain] = ()) -> Chain:
         """The chain that is meant, among those of the archive and `held`: chains that a target remembers.

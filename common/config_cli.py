@@ -23,6 +23,7 @@ def config() -> None:
 
 @config.command()
 @click.argument("file", required=False, envvar="FLOE_CONFIG", metavar="FILE", callback=config_file)
+@click.option("-c", "--config", "also", is_eager=True, metavar="FILE", help="The same as the argument.")
 @click.option("--strict", is_flag=True, help="What is warned of is an error, too.")
 @click.option("--connect", is_flag=True, help="Connect to NATS and the store, too.")
 @json_option
@@ -126,6 +127,7 @@ def import_stream_replicator(file: str, out_dir: str | None, as_json: bool) -> i
     Comments name every key that is not carried over, and why; secrets become variables and are never
     printed. Exit 78 where something is wrong; each problem is a line `file:line:column: key: what`.
 
+    \b
     Example: floe config import-stream-replicator /etc/stream-replicator/sr.yaml --out-dir /etc/floe
     """
     from common.migration import write

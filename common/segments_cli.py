@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
@@ -272,7 +272,7 @@ def cat(
     Columns, or with --json one object a line: sequence, timestamp, subject, headers (a list of [name, value]),
     payload. Bytes that are not text come as base64, as `payload_base64` in JSON; on a terminal as their number
     and the first of them in hex. Exit 3 where a segment is damaged or sequences are not covered; stderr says
-    which.
+    which. --follow goes on until Ctrl-C, and then ends with the same codes.
 
     \b
     Examples:
@@ -289,35 +289,37 @@ def cat(
     chain = None if ref else _chain(settings, chains, what)
     refs = store.list(chain, position=from_sequence or 1) if chain else [ref] if ref else []
     within = _between(store, refs, bounds)
-    problems: list[str] = []
+    problems, is_damaged = list[str](), False
     whole = span(refs) if within is None or within else None
     position = from_sequence or 1
     form = (lambda each: json.dumps(_as_json(each))) if as_json else partial(text_of, is_read=sys.stdout.isatty())
-    if whole is not None:
-        first, last = from_sequence or whole.first, to_sequence or whole.last
-        if within:
-            first, last = max(first, within.first), min(last, within.last)
-        if first > last and not follow:
+    with suppress(KeyboardInterrupt) if follow else nullcontext():
+        if whole is not None:
+            first, last = from_sequence or whole.first, to_sequence or whole.last
             if within:
-                return 0
-            raise click.UsageError(f"--from-sequence {first} is greater than the last sequence {last}")
-        position = max(first, last + 1)
-        rows = SequenceRange(first, min(last, MAX_SEQUENCE)) if first <= last else None
-        limit = _print(store, refs, rows, subjects, limit, form, problems)
-    elif follow and within is False:  # what comes is later than all that there is
-        position = max((each.coverage.last + 1 for each in refs), default=position)
-    while follow and chain and limit != 0:
-        for problem in problems:
-            click.echo(problem, err=True)
-        problems.clear()
-        clock.pause(POLL)
-        refs = store.list(chain, position=position)
-        if (whole := span(refs)) is not None and whole.last >= position:
-            limit = _print(store, refs, SequenceRange(position, whole.last), subjects, limit, form, problems)
-            position = whole.last + 1
+                first, last = max(first, within.first), min(last, within.last)
+            if first > last and not follow:
+                if within:
+                    return 0
+                raise click.UsageError(f"--from-sequence {first} is greater than the last sequence {last}")
+            position = max(first, last + 1)
+            rows = SequenceRange(first, min(last, MAX_SEQUENCE)) if first <= last else None
+            limit = _print(store, refs, rows, subjects, limit, form, problems)
+        elif follow and within is False:  # what comes is later than all that there is
+            position = max((each.coverage.last + 1 for each in refs), default=position)
+        while follow and chain and limit != 0:
+            for problem in problems:
+                click.echo(problem, err=True)
+            is_damaged |= bool(problems)
+            problems.clear()
+            clock.pause(POLL)
+            refs = store.list(chain, position=position)
+            if (whole := span(refs)) is not None and whole.last >= position:
+                limit = _print(store, refs, SequenceRange(position, whole.last), subjects, limit, form, problems)
+                position = whole.last + 1
     for problem in problems:
         click.echo(problem, err=True)
-    return DIFFERENCES if problems else 0
+    return DIFFERENCES if is_damaged or problems else 0
 
 
 def _refuse_asked(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from common.chain import Chain
-from common.check_cli import CheckFigure, CheckResult, CheckState, check_command
+from common.check_cli import CheckFigure, CheckResult, CheckState, check_command, thresholds
 from common.cli import config_option, json_option, print_json, refuse_beside, run_command, table
 from common.clock import Clock, SystemClock
 from common.errors import DataError, FloeError, UsageError
@@ -82,6 +83,10 @@ def compact(
     """
     if dry_run and textfile:
         raise UsageError("expected --dry-run or --metrics-textfile: what does nothing has no metrics")
+    if textfile and (textfile.exists() and not textfile.is_file()):
+        raise UsageError(f"--metrics-textfile {textfile}: expected the name of a file, found something else")
+    if textfile and not os.access(textfile.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"--metrics-textfile {textfile}: expected a file in a folder that can be written, found none")
     if "" in (site, feed):
         raise UsageError("expected names, found an empty --site or --feed")
     from common.segments.keys import parse
@@ -123,6 +128,7 @@ def verify(config: str, what: str | None, deep: bool, as_json: bool) -> int:
     Exit 3 where anything is not as it must be. Keys that are none of Floe's are counted and named, and are no
     difference. The last line on stderr says how much was read, and that all is well where it is.
 
+    \b
     Example: floe segments verify -c central.yaml us-east/NODES --deep
     """
     from common.segments.archive import select_chains
@@ -169,6 +175,7 @@ def check_compaction(
     Lists all segments, as `floe compact --dry-run` does, and reads what the last runs left there: since when none
     has succeeded. Without thresholds: WARNING a day, CRITICAL three days beyond the longest `max_wait` of the levels.
 
+    \b
     Example: floe check compaction -c central.yaml --warning 2d --critical 4d
     """
     from common.segments.documents import run_of
@@ -177,7 +184,7 @@ def check_compaction(
 
     levels, now = settings.compaction.levels, SystemClock().now()
     longest = max((level.max_wait for level in levels), default=0.0)
-    limits = longest + DAY if warning is None else warning, longest + 3 * DAY if critical is None else critical
+    limits = thresholds((warning, critical), (longest + DAY, longest + 3 * DAY))
     with closing(open_view(settings)[0]) as store:
         surveys = Compaction(store, levels, None, LocalRunner(store)).preview(Selection(settings.site or None))
         merged = (store.pages(survey.chain, level) for survey in surveys for level in {level.to for level in levels})

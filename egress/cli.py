@@ -19,7 +19,7 @@ egress.add_command(resolve)
 
 
 @egress.command()
-@click.argument("feed", default="")
+@click.argument("feed", default="", metavar="[FEED|SITE/FEED[/INC[/PART]]]")
 @click.option("--wait/--no-wait", default=None, help="Wait for who takes the lease too, or for nothing.")
 @click.option("--timeout", type=Duration(), default=60.0, help="How long to wait.  [default: 1m]")
 @json_option
@@ -31,7 +31,9 @@ async def flush(config: str, feed: str, wait: bool | None, timeout: float, as_js
     Whichever process holds the lease closes it within a second or two. Exit 75 where nobody holds it, or where it is
     not stored in time: what was asked stays asked, and is done by whoever takes the lease.
 
-    Example: floe egress flush -c site.yaml NODE_DATA
+    \b
+    Example: floe egress flush -c site.yaml us-east/NODE_DATA
+             floe egress flush -c site.yaml us-east/NODE_DATA/0000/1
     """
     from egress.flush import ask_for_flush
 
@@ -49,6 +51,7 @@ async def run(config: str, workers: int | None, worker: str) -> int:
     SIGHUP checks the configuration again and takes over what it can (log.level, secrets), SIGQUIT logs where every
     task stands.
 
+    \b
     Example: floe egress run -c site.yaml
     """
     from common.logs import always
@@ -80,7 +83,10 @@ COLUMNS = ("what", "name", "stream", "result", "note")
 async def init(config: str, as_json: bool) -> int:
     """Make the buckets, and the durables of interest and work-queue streams, before anything is published.
 
-    Safe to run again, and beside a running egress. Example: floe egress init -c site.yaml
+    Safe to run again, and beside a running egress.
+
+    \b
+    Example: floe egress init -c site.yaml
     """
     from contextlib import aclosing
 

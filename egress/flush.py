@@ -15,12 +15,13 @@ from typing import Any
 
 import click
 import msgspec
+from msgspec import structs
 
 from common.chain import Chain
 from common.cli import print_json
 from common.clock import Clock, SystemClock
 from common.documents import JsonForm
-from common.errors import FloeError, Unavailable
+from common.errors import FloeError, Unavailable, UsageError
 from common.exits import command, ways
 from common.jetstream.buckets import optional_leases, optional_state
 from common.jetstream.kv import KeyValue, KvDocument, state_key
@@ -29,9 +30,9 @@ from common.logs import get_logger
 from common.settings.root import Settings
 from common.settings.types import counted, size_words
 from common.tasks import Stop, again, wait_for
-from egress.context import connected, feed_named
+from egress.context import connected, feed_meant, feed_named
 from egress.feed import Feed
-from egress.partition import Partition, all_partitions, lease_key, require_feeds, unreadable
+from egress.partition import Partition, all_partitions, lease_key, partitions_of, require_feeds, unreadable
 from egress.session import Flush
 
 log = get_logger("egress.flush")
@@ -60,12 +61,18 @@ class FlushAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
         return CLOSING if not self.is_stored else EMPTY if self.first is None else STORED
 
 
-class FlushRequest(msgspec.Struct, frozen=True):
-    """Of one feed. `answers`: by partition."""
+class FlushRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Of one feed. `answers`: by partition; `only`: the partitions that are asked, empty for all."""
 
     id: str
     asked: float
     answers: dict[int, FlushAnswer]
+    only: tuple[int, ...] = ()
+
+    def asks(self, partition: int) -> bool:
+        """Whether that is still to be done."""
+        answer = self.answers.get(partition)
+        return partition in (self.only or (partition,)) and not (answer and answer.is_stored)
 
 
 class FlushRequests(msgspec.Struct, frozen=True, tag_field="format_version", tag=1):
@@ -73,16 +80,27 @@ class FlushRequests(msgspec.Struct, frozen=True, tag_field="format_version", tag
 
     feeds: dict[str, FlushRequest]
 
-    def asking(self, names: Iterable[str], number: str, now: float) -> "FlushRequests":
-        """With a new request of these feeds."""
-        return FlushRequests({**self.feeds, **{name: FlushRequest(number, now, {}) for name in names}})
+    def asking(self, chains: Iterable[Chain], counts: Mapping[str, int], number: str, now: float) -> "FlushRequests":
+        """With a new request of these partitions, and of those of the same feeds that are asked still; what was
+        answered for others stays. `counts`: how many partitions each feed has.
+        """
+        feeds, wanted = dict(self.feeds), {name: set[int]() for name in counts}
+        for chain in chains:
+            wanted[chain.feed].add(chain.partition)
+        for name, only in wanted.items():
+            before = feeds.get(name, FlushRequest("", now, {}, (-1,)))
+            only |= {partition for partition in range(counts[name]) if before.asks(partition)}
+            kept = {partition: answer for partition, answer in before.answers.items() if partition not in only}
+            is_all = len(only) >= counts[name]
+            feeds[name] = FlushRequest(number, now, kept, () if is_all else tuple(sorted(only)))
+        return FlushRequests(feeds)
 
     def answered(self, answers: Mapping[Chain, tuple[str, FlushAnswer]]) -> "FlushRequests":
         """With these answers, by partition, each with the request that it is for; to another one it says nothing."""
         feeds = dict(self.feeds)
         for chain, (number, answer) in answers.items():
             if (found := feeds.get(chain.feed)) is not None and found.id == number:
-                feeds[chain.feed] = FlushRequest(found.id, found.asked, {**found.answers, chain.partition: answer})
+                feeds[chain.feed] = structs.replace(found, answers={**found.answers, chain.partition: answer})
         return FlushRequests(feeds)
 
 
@@ -129,9 +147,9 @@ class FlushWatch:
         for feed in self._feeds:
             if (request := found.feeds.get(feed.chain.feed)) is None:
                 continue
-            before = request.answers.get(feed.chain.partition)
-            if before is not None and before.is_stored:
+            if not request.asks(feed.chain.partition):
                 continue
+            before = request.answers.get(feed.chain.partition)
             if (answer := self._flush(feed, request.id, before)) is not None and answer != before:
                 answers[feed.chain] = request.id, answer
         if answers:
@@ -158,6 +176,7 @@ class FlushCommand:
 
     def __init__(self, partitions: Sequence[Partition], state: KeyValue, clock: Clock) -> None:
         self._chains, self._clock = [each.chain for each in partitions], clock
+        self._counts = {each.chain.feed: len(each.settings.filters()) for each in partitions}
         self._requests = flush_requests(state, self._chains[0].site)
         self._found, self._held = FlushRequests({}), set(self._chains)
 
@@ -168,10 +187,10 @@ class FlushCommand:
 
     async def ask(self) -> None:
         """Have it asked of all of them."""
-        names, number, now = {each.feed for each in self._chains}, secrets.token_hex(8), self._clock.now()
+        number, now = secrets.token_hex(8), self._clock.now()
 
         def asked(found: FlushRequests | None) -> FlushRequests:
-            return (found or FlushRequests({})).asking(names, number, now)
+            return (found or FlushRequests({})).asking(self._chains, self._counts, number, now)
 
         self._found = await self._requests.change(asked, anew=True) or self._found
 
@@ -204,14 +223,17 @@ class FlushCommand:
 
 
 async def ask_for_flush(settings: Settings, name: str, wait: bool | None, timeout: float, as_json: bool) -> int:
-    """What `floe egress flush` does for the feed of that name (empty: all), and prints. `wait`: also for a holder;
-    False: for nothing.
+    """What `floe egress flush` does for the feed or chain of that name (empty: all feeds), and prints. `wait`: also
+    for a holder; False: for nothing.
 
-    Raises Unavailable where nobody holds a lease, or what was asked is not stored after `timeout` seconds.
+    Raises Unavailable where nobody holds a lease, or what was asked is not stored after `timeout` seconds; UsageError
+    for another name, and for an incarnation that has ended.
     """
     require_feeds(settings.egress.feeds)
-    feeds = [feed_named(settings, name)] if name else settings.egress.feeds
-    partitions, clock = all_partitions(settings.site, feeds), SystemClock()
+    feed, incarnation, number = feed_meant(settings, name)
+    partitions, clock = all_partitions(settings.site, settings.egress.feeds), SystemClock()
+    if name:
+        partitions = partitions_of(settings.site, feed_named(settings, feed), number)
     async with aclosing(await connected(settings, "flush", clock)) as client:
         flushing = FlushCommand(partitions, optional_state(client, settings.egress), clock)
         if not wait:
@@ -223,6 +245,8 @@ async def ask_for_flush(settings: Settings, name: str, wait: bool | None, timeou
         is_done = wait is False or await flushing.wait(timeout, partial(click.echo, err=True))
     rows = flushing.rows()
     print_json(rows) if as_json else click.echo("\n".join(map(_line, rows)))
+    for newest in {row["incarnation"] for row in rows if None not in (incarnation, row["incarnation"])} - {incarnation}:
+        raise UsageError(f"{name}: expected the newest incarnation, {newest:04d}, which was flushed: others have ended")
     left = counted(sum(row["state"] in (ASKED, CLOSING, NOBODY) for row in rows), "partition")
     look = ways(("see how it stands", command("status")))
     if not is_done:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from common.chain import Chain
-from common.errors import ConfigError, DataError
+from common.errors import ConfigError, DataError, UsageError
 from common.exits import command, source
 from common.jetstream.kv import state_key
 from common.sequences import SequenceRange
@@ -75,8 +75,12 @@ def _hash(text: str) -> str:
     return sha256(text.encode()).hexdigest()[:8]
 
 
-def partitions_of(site: str, feed: FeedSettings) -> list[Partition]:
-    return [Partition(site, feed, number, subject) for number, subject in enumerate(feed.filters())]
+def partitions_of(site: str, feed: FeedSettings, number: int | None = None) -> list[Partition]:
+    """All, or partition `number` alone. Raises UsageError where the feed has no such."""
+    found = [Partition(site, feed, index, subject) for index, subject in enumerate(feed.filters())]
+    if number is not None and number >= len(found):
+        raise UsageError(f"partition {number} of {site}/{feed.name}: expected 0 to {len(found) - 1}")
+    return found if number is None else [found[number]]
 
 
 def require_feeds(feeds: Sequence[FeedSettings]) -> None:

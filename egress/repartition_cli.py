@@ -33,6 +33,7 @@ async def repartition(config: str, what: str | None, name: str | None, dry_run: 
     Its incarnation is closed where the furthest partition is, and the next one begins behind it. Stop egress
     first. May be run again after a crash, and does nothing where the feed is cut as configured.
 
+    \b
     Example: floe egress repartition -c site.yaml us-east/NODE_DATA
     """
     from common.service.process import stop_on_signals

@@ -9,6 +9,7 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from common.cli import Duration, Size, json_option, print_json, run_command
 from common.clock import SystemClock
@@ -71,7 +72,9 @@ async def emulate(**options: Any) -> None:
     from infra.emulator import Emulation, run_emulation
 
     as_json = options.pop("as_json")
-    settings = _connection(options.pop("config"), options.pop("server"))
+    config, server = options.pop("config"), options.pop("server")
+    is_typed = click.get_current_context().get_parameter_source("config") is ParameterSource.COMMANDLINE
+    settings = _connection(config if is_typed or not server else None, server)
     options["seed"] = _seed(options["seed"])
     result = await run_emulation(Emulation(settings=settings, **options))
     if as_json:

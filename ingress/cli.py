@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from common.cli import (
-    Duration,
+    Interval,
     StatusView,
     config_option,
     json_option,
@@ -44,6 +44,7 @@ async def run(config: str) -> None:
     SIGHUP checks the configuration again and takes over what it can (log.level, secrets), SIGQUIT logs where every
     task stands.
 
+    \b
     Example: floe ingress run -c central.yaml
     """
     slim()
@@ -83,6 +84,7 @@ checkpoint.add_command(checkpoint_release)
 async def checkpoint_ls(config: str, as_json: bool) -> None:
     """List the checkpoint of each target: what is stored for good, and the open intent if there is one.
 
+    \b
     Example: floe checkpoint ls -c central.yaml --json
     """
     from ingress.operator.status import print_checkpoints
@@ -102,7 +104,7 @@ def _status_options(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command()
-@click.option("--watch", "every", is_flag=False, flag_value="2s", type=Duration(), help="Again and again, so often.")
+@click.option("--watch", "every", is_flag=False, flag_value="2s", type=Interval(), help="Again and again, so often.")
 @_status_options
 def status(views: Views, config: str, is_archive: bool, form: str | None, every: float | None, as_json: bool) -> int:
     """Show how this site, the centre, or what stands in the store is doing.
@@ -123,11 +125,12 @@ def status(views: Views, config: str, is_archive: bool, form: str | None, every:
 
 
 @click.command()
-@click.option("--every", type=Duration(), default=2.0, help="Between two looks.  [default: 2s]")
+@click.option("--every", type=Interval(), default=2.0, help="Between two looks.  [default: 2s]")
 @_status_options
 def watch(views: Views, config: str, is_archive: bool, form: str | None, every: float, as_json: bool) -> int:
     """Show what `floe status` shows again and again, until Ctrl-C; the exit code is that of the last look.
 
+    \b
     Example: floe watch -c site.yaml
     """
     settings = load_settings(config, quiet=True)

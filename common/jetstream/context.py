@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigError
-from common.settings.types import FileSecret
+from common.settings.types import FileSecret, regular
 
 if TYPE_CHECKING:
     from common.settings.service import NatsSettings
@@ -66,7 +66,7 @@ def _folder() -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(regular(path).read_bytes())
     except FileNotFoundError:
         raise _unknown(path) from None
     except OSError as error:

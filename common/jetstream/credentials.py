@@ -26,7 +26,7 @@ from pydantic import SecretStr
 from common.clock import Clock
 from common.errors import ConfigError, FloeError, Refused, Unavailable
 from common.logs import get_logger
-from common.settings.types import FileSecret
+from common.settings.types import FileSecret, regular
 
 if TYPE_CHECKING:
     from common.settings.service import NatsSettings
@@ -141,7 +141,7 @@ class _File:
 
     def _read(self) -> bytes:
         try:
-            content = Path(self.path).read_bytes()
+            content = regular(self.path).read_bytes()
             mode = Path(self.path).stat().st_mode & 0o777
         except OSError as error:
             raise self._refused((error.strerror or "cannot be read").lower()) from None
@@ -182,7 +182,7 @@ def tls_context(settings: NatsSettings) -> ssl.SSLContext:
     """The context that `nats.tls` describes. Raises ConfigError naming the file and the reason."""
     tls, files = settings.tls, settings.tls.files
     try:
-        context = ssl.create_default_context(cafile=files.ca or None)
+        context = ssl.create_default_context(cafile=regular(files.ca) if files.ca else None)
     except (OSError, ssl.SSLError) as error:
         raise _tls_error("ca", files.ca, error) from None
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -190,7 +190,7 @@ def tls_context(settings: NatsSettings) -> ssl.SSLContext:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     if files.cert:
         try:
-            context.load_cert_chain(files.cert, files.key)
+            context.load_cert_chain(regular(files.cert), regular(files.key))
         except (OSError, ssl.SSLError) as error:
             raise _tls_error("cert", f"{files.cert} with key {files.key}", error) from None
     return context

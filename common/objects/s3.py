@@ -48,7 +48,7 @@ from common.objects.s3_transfer import (
     head_info,
     hidden_objects,
 )
-from common.settings.types import FileSecret
+from common.settings.types import FileSecret, regular
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -140,8 +140,15 @@ def make_client(
 ) -> Any:
     """A client of `service`, `s3` or `sqs`; sends no request to it yet. `config`: as botocore's Config takes it.
 
-    Raises ConfigError, which names `place`, where the address or the region is invalid.
+    Raises ConfigError, which names `place`, where the address or the region is invalid, or no file holds the
+    certificates that are trusted.
     """
+    if isinstance(account.verify, str):
+        try:
+            regular(account.verify)
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            raise ConfigError(f"store.tls.ca {account.verify}: {why}", code="E-S3-TLS") from None
     session = session or make_session(account)
     client: Any = session.client  # one signature for all services; the stubs know one for each
     try:

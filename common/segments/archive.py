@@ -12,7 +12,7 @@ from common.chain import Chain
 from common.errors import Refused, SegmentCorrupt, UsageError
 from common.exits import command
 from common.segments.documents import ChainStore, accept_command, of_chain
-from common.segments.keys import MAX_LEVEL, Pair, chosen, one, parse
+from common.segments.keys import MAX_LEVEL, Pair, chosen, one, parse, parse_of_feed
 from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
@@ -45,9 +45,7 @@ def find_chain(chains: ChainStore, text: str, feeds: Collection[Pair] = ()) -> C
 
     Raises UsageError as `select_chains`, and where several partitions match.
     """
-    site, feed, incarnation, partition = parse(text)
-    if feed is None:
-        raise UsageError(f"chain {text!r}: expected SITE/FEED[/INCARNATION[/PARTITION]]")
+    site, feed, incarnation, partition = parse_of_feed(text)
     if None not in (incarnation, partition):
         return select_chains(chains, text, feeds)[0]
     return among(chains, site, feed, lambda known: one(known, feeds, site, feed, incarnation, partition))

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import unquote_to_bytes
 
-from common.chain import SITE_PATTERN, Chain
+from common.chain import CHAIN_FORM, SITE_PATTERN, Chain, named_parts
 from common.errors import UsageError
 from common.sequences import MAX_SEQUENCE, SequenceRange
 
@@ -417,16 +417,18 @@ def one(
 
 def parse(text: str) -> tuple[str, str | None, int | None, int | None]:
     """The parts of `SITE[/FEED[/INCARNATION[/PARTITION]]]`, None for those not named. Raises UsageError."""
-    parts = text.split("/")
     try:
-        numbers = [int(part) for part in parts[2:]]
-        if len(parts) > 4 or not all(parts):
-            raise ValueError("expected SITE[/FEED[/INCARNATION[/PARTITION]]]")
-        Chain(parts[0], parts[1] if len(parts) > 1 else "ANY", *numbers)
+        return named_parts(text)
     except ValueError as error:
-        raise UsageError(f"chain {text!r}: {error}") from error
-    incarnation, partition = (*numbers, None, None)[:2]
-    return parts[0], parts[1] if len(parts) > 1 else None, incarnation, partition
+        raise UsageError(str(error)) from None
+
+
+def parse_of_feed(text: str) -> tuple[str, str, int | None, int | None]:
+    """As `parse`, where the feed has to be named."""
+    site, feed, incarnation, partition = parse(text)
+    if feed is None:
+        raise UsageError(f"chain {text!r:.80}: expected {CHAIN_FORM}")
+    return site, feed, incarnation, partition
 
 
 def unknown(pairs: Collection[Pair], site: str | None, feed: str | None) -> UsageError:

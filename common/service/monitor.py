@@ -19,7 +19,6 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry
@@ -30,7 +29,7 @@ from common.errors import ConfigError, FloeError, Unavailable
 from common.logs import escaped, get_logger
 from common.metrics import REGISTRY, version
 from common.service import page
-from common.settings.types import parse_listen
+from common.settings.types import parse_listen, regular
 from common.tasks import told
 
 if TYPE_CHECKING:
@@ -159,10 +158,10 @@ class ServerTls:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         where = f"cert {settings.cert} with key {settings.key}"
         try:
-            context.load_cert_chain(settings.cert, settings.key)
+            context.load_cert_chain(regular(settings.cert), regular(settings.key))
             if settings.client_ca:
                 where = f"client_ca {settings.client_ca}"
-                context.load_verify_locations(settings.client_ca)
+                context.load_verify_locations(regular(settings.client_ca))
                 context.verify_mode = ssl.CERT_REQUIRED
         except OSError as error:  # SSLError is one
             reason = getattr(error, "reason", None) or error.strerror or "not readable"
@@ -201,12 +200,12 @@ def fetch(settings: ServedAt, path: str, timeout: float = ASK_TIMEOUT) -> str:
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         if tls.client_ca:
-            context.load_cert_chain(tls.cert, tls.key)
+            context.load_cert_chain(regular(tls.cert), regular(tls.key))
         connection = http.client.HTTPSConnection(host, address[1], timeout=timeout, context=context)
     with closing(connection):
         connection.connect()
         if isinstance(connection.sock, ssl.SSLSocket):
-            own = _CERTIFICATE.search(Path(tls.cert).read_text())
+            own = _CERTIFICATE.search(regular(tls.cert).read_text())
             if own is None or connection.sock.getpeercert(binary_form=True) != ssl.PEM_cert_to_DER_cert(own[0]):
                 raise ssl.SSLError(f"another certificate than {tls.cert} is shown")
         connection.request("GET", path, headers={"Accept": "text/plain;version=0.0.4"})

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,7 +17,7 @@ from pydantic import SecretStr, ValidationError
 from common.errors import ConfigError
 from common.settings import yaml
 from common.settings.root import UNBUILT, Settings, default_of, default_text, fields_of, is_secret, section_at
-from common.settings.types import FROM_FILE, Expanded, FileSecret, Section
+from common.settings.types import FROM_FILE, Expanded, FileSecret, Section, regular
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ def read_secret(path: str) -> Expanded:
     Raises ValueError, never with the content.
     """
     try:
-        with Path(path).open("rb") as file:
+        with regular(path).open("rb") as file:
             data = file.read(MAX_SECRET_BYTES + 1)
         text = data.decode()
     except OSError as error:
@@ -435,8 +434,12 @@ def read_file(path: str) -> tuple[bytes, list[str]]:
     Raises ConfigError.
     """
     try:
-        with open(path, "rb") as file:
+        # A pipe, as a shell makes of <(…), is one that somebody writes already: to open another would take for ever.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISFIFO(mode):
+                regular(path)
+            os.set_blocking(file.fileno(), True)
             data = file.read(yaml.MAX_BYTES + 1)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()

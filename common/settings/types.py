@@ -7,11 +7,14 @@ what it found, and never a secret.
 
 from __future__ import annotations
 
+import errno
 import re
+import stat
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from pathlib import Path as FilePath
 from typing import Annotated, Any, Self
 from urllib.parse import unquote
 
@@ -379,6 +382,13 @@ AdvisorySubject = Annotated[Text, AfterValidator(_check_advisory), TypeName("sub
 
 
 _KNOWN: weakref.WeakValueDictionary[int, FileSecret] = weakref.WeakValueDictionary()
+
+
+def regular(path: str | FilePath) -> FilePath:
+    """`path`, a file that ends. Raises OSError for what is missing, and for a pipe, a device or a folder."""
+    if not stat.S_ISREG((found := FilePath(path)).stat().st_mode):
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    return found
 
 
 class FileSecret(SecretStr):

@@ -18,6 +18,7 @@ from common.errors import ConfigError
 
 MAX_BYTES = 1024 * 1024  # of one file
 MAX_DEPTH = 32  # mappings and lists within each other
+MAX_NODES = 50_000  # values and keys of one file
 
 KeyPath = tuple[str | int, ...]
 
@@ -138,7 +139,8 @@ def parse_yaml(data: bytes, problems: Problems) -> list[Keys]:
     if (text := _text(data, problems)) is None:
         return []
     try:
-        events = list(yaml.parse(text, Loader=yaml.SafeLoader))
+        # Event by event: what is too deep or too much is refused before the parser, slow at it, has gone through it.
+        return _Builder(yaml.parse(text, Loader=yaml.SafeLoader), problems).documents()
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         mark = Mark(before.count("\n") + 1, error.position - before.rfind("\n"))
@@ -148,7 +150,6 @@ def parse_yaml(data: bytes, problems: Problems) -> list[Keys]:
         # The library's own message quotes the line, and a secret may stand in it.
         problems.add(_mark(error.problem_mark), (), f"expected YAML: {error.context or ''} {error.problem}")
         return []
-    return _Builder(events, problems).documents()
 
 
 def _text(data: bytes, problems: Problems) -> str | None:
@@ -173,8 +174,9 @@ def _mark(mark: Any) -> Mark:
 class _Builder:
     """Makes trees of the parser's events."""
 
-    def __init__(self, events: list[Any], problems: Problems) -> None:
+    def __init__(self, events: Iterable[Any], problems: Problems) -> None:
         self._events, self._problems = iter(events), problems
+        self._depth = self._nodes = 0
 
     def documents(self) -> list[Keys]:
         begins = (event for event in self._events if isinstance(event, yaml.DocumentStartEvent))
@@ -207,24 +209,30 @@ class _Builder:
             self._problems.add(mark, path, f"expected a value, found the anchor &{event.anchor}: remove it")
         elif event.tag is not None:
             self._problems.add(mark, path, f"expected a value, found the tag {event.tag}: remove it")
-        if len(path) > MAX_DEPTH:
-            self._problems.add(mark, (), f"expected at most {MAX_DEPTH} levels, found more")
-            refuse(self._problems)
+        self._nodes += 1
+        for found, most, what in ((self._depth, MAX_DEPTH, "levels"), (self._nodes, MAX_NODES, "keys and values")):
+            if found > most:
+                self._problems.add(mark, (), f"expected at most {most} {what}, found more")
+                refuse(self._problems)
 
     def _list(self, mark: Mark, path: KeyPath) -> Items:
         items: list[Node] = []
+        self._depth += 1
         while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
             items.append(self._node(event, (*path, len(items))))
+        self._depth -= 1
         return Items(mark, items)
 
     def _mapping(self, mark: Mark, path: KeyPath) -> Keys:
         keys = Keys(mark)
+        self._depth += 1
         while not isinstance(event := next(self._events), yaml.MappingEndEvent):
             key = self._node(event, path)
             name = key.text if isinstance(key, Scalar) else "?"
             value = self._node(next(self._events), (*path, name))
             if self._is_good_key(key, keys, (*path, name)):
                 keys.entries[name], keys.marks[name] = value, key.mark
+        self._depth -= 1
         return keys
 
     def _is_good_key(self, key: Node, keys: Keys, path: KeyPath) -> bool:

@@ -120,6 +120,7 @@ async def advisories(
 ) -> None:
     """Show the advisories in STREAM, or those of one VALUE: what was new, silent, back, given up.
 
+    \b
     Example: floe advisories NODE_DATA_ADVISORIES node1.example.net -c site.yaml --since 5h
     """
     if not FEED_PATTERN.fullmatch(stream):

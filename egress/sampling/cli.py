@@ -148,6 +148,7 @@ def state(
     Values that had expired by then are not known any more, and not listed; those that have expired since are,
     and stderr counts them. A feed writes no snapshot while it is quiet; `floe egress flush` has it write one.
 
+    \b
     Example: floe state -c site.yaml 'node-1[0-9]' --feed NODE_DATA --silent
     """
     settings = load_settings(config, quiet=True)

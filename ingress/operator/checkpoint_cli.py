@@ -14,7 +14,6 @@ from common.clock import SystemClock
 from common.errors import DataError, UsageError
 from common.open import load_settings, open_view
 from common.segments.documents import TargetPositions
-from common.sequences import MAX_SEQUENCE
 from common.settings.types import counted
 
 if TYPE_CHECKING:
@@ -30,12 +29,9 @@ def _parse_position(text: str) -> Position:
     """`SITE/FEED[/INCARNATION[/PARTITION]]=SEQUENCE`. Raises ValueError."""
     name, _, sequence = text.rpartition("=")
     try:
-        named, at = cli.Named.parse(name), int(sequence)
+        return cli.Named.parse(name), cli.parse_sequence(sequence)
     except (ValueError, UsageError) as error:
         raise ValueError(f"expected SITE/FEED/INCARNATION/PARTITION=SEQUENCE: {error}") from None
-    if not 1 <= at <= MAX_SEQUENCE:
-        raise ValueError(f"expected a sequence from 1 to {MAX_SEQUENCE}, found {at}")
-    return named, at
 
 
 position_type = cli.Parsed("chain=sequence", tuple, _parse_position)
@@ -177,6 +173,7 @@ MEANING = (
 async def checkpoint_release(config: str, target: str, yes: bool) -> None:
     """Let a target go that is not carried any more: nothing is kept in the archive because of it.
 
+    \b
     Example: floe checkpoint release -c central.yaml FLEET --yes
     """
     _, chains = open_view(load_settings(config, quiet=True))

@@ -15,6 +15,7 @@ import click
 from common import cli
 from common.errors import Stopped, UsageError
 from common.open import load_settings, open_chains, open_store, open_view
+from common.segments.keys import suggestion
 from common.settings.types import counted
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ async def gap_ls(config: str, as_json: bool) -> None:
     damaged. since: when the first segment behind the hole was stored. accepted: whether ingress goes on
     behind it.
 
+    \b
     Example: floe gap ls -c central.yaml --json
     """
     from common.segments.documents import BEFORE_GIVING_UP, accept_command
@@ -129,6 +131,7 @@ def gap_accept(
     reported. Refused where a sound segment covers a part. Without an incarnation the newest is meant, unless
     an older one has a hole there, too.
 
+    \b
     Example: floe gap accept -c central.yaml us-east/NODES --first 101 --last 200
     """
     from common.segments.documents import AcceptedGap
@@ -183,6 +186,7 @@ async def chain_pause(config: str, target: str, named: cli.Named, note: str, as_
 
     What is being stored now is stored. Holds through restarts and take-overs.
 
+    \b
     Example: floe chain pause -c central.yaml --target FLEET us-east/NODES --note "bad data"
     """
     from ingress.chains.pauses import Pause
@@ -190,7 +194,7 @@ async def chain_pause(config: str, target: str, named: cli.Named, note: str, as_
     if len(note) > 1000:
         raise UsageError(f"--note: expected at most 1000 characters, found {len(note)}")
     pause = Pause(_now(), _somebody(), note)
-    pauses = await _decide(config, target, named, lambda pauses, chain: pauses.pause(chain, pause))
+    _, pauses = await _decide(config, target, named, lambda pauses, chain: pauses.pause(chain, pause), is_new=True)
     _show_pauses(target, pauses, as_json)
 
 
@@ -226,8 +230,8 @@ async def chain_resume(
             cli.confirm(f"have nothing of {target} paused ({paused})?", yes)
             pauses = await store.resume_all(at)
     else:
-        pauses = await _decide(config, target, named, lambda pauses, chain: pauses.resume(chain, at))
-        click.echo(f"{named.site}/{named.feed}: resumed; a running ingress looks at it within two seconds", err=True)
+        chain, pauses = await _decide(config, target, named, lambda pauses, chain: pauses.resume(chain, at))
+        click.echo(f"{chain}: resumed; a running ingress looks at it within two seconds", err=True)
     _show_pauses(target, pauses, as_json)
 
 
@@ -238,6 +242,7 @@ async def chain_resume(
 async def chain_ls(config: str, as_json: bool) -> None:
     """List the paused chains of every target.
 
+    \b
     Example: floe chain ls -c central.yaml --json
     """
     from ingress.chains.pauses import pause_stores
@@ -261,11 +266,23 @@ async def _store(config: str, target: str) -> AsyncIterator[tuple[Settings, Paus
         yield settings, stores[target]
 
 
-async def _decide(config: str, target: str, named: cli.Named, step: Callable[[Pauses, Chain], Pauses]) -> Pauses:
+async def _decide(
+    config: str, target: str, named: cli.Named, step: Callable[[Pauses, Chain], Pauses], *, is_new: bool = False
+) -> tuple[Chain, Pauses]:
+    """The chain that was meant, and the pauses now. Raises UsageError where a decision that `is_new` is about a chain
+    that does not flow into the target; an old one may be about what flowed into it once.
+    """
     async with _store(config, target) as (settings, store):
         paused, carried = (await store.read()).paused, await store.carried()
         chain = await asyncio.to_thread(named.chain, settings, paused, carried)
-        return await store.change(lambda pauses: step(pauses, chain))
+        if is_new and chain not in carried:
+            pairs = {pair for each in settings.ingress.targets if each.stream == target for pair in each.source_of}
+            if (chain.site, chain.feed) not in pairs:
+                there = suggestion(f"{chain.site}/{chain.feed}", map("/".join, pairs))
+                raise UsageError(f"{chain}: expected a chain that flows into {target}, found another", hint=there)
+            if chain not in await asyncio.to_thread(open_chains(settings).chains, chain.site, chain.feed):
+                click.echo(f"{chain}: nothing of it is archived; it is paused if that comes", err=True)
+        return chain, await store.change(lambda pauses: step(pauses, chain))
 
 
 def _rows(target: str, pauses: Pauses) -> list[dict[str, object]]:

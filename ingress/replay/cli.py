@@ -119,6 +119,7 @@ async def drill(config: str, named: Named, as_json: bool, storage: str, **asked:
 
     Without bounds, the last 10,000 sequences. Exit 3 where what comes back differs, or the archive has holes.
 
+    \b
     Example: floe drill -c site.yaml us-east/NODES --since 1h
     """
     from common.clock import SystemClock

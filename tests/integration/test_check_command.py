@@ -104,9 +104,29 @@ def lag(health: Health) -> float:
     return float(target["chains"][str(CHAIN)]["lag_seconds"])
 
 
-@pytest.mark.parametrize("wrong", [("--warning", "soon"), ("--nothing",), ()], ids=["value", "option", "no file"])
-async def test_a_wrong_command_line_is_unknown_and_not_critical(wrong: tuple[str, ...]) -> None:
-    assert (await floe("check", "egress", *wrong)).code == 3
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("", "expected one of egress, ingress, archive, compaction, found nothing"),
+        ("egres", "No such command 'egres'"),
+        ("--nothing", "No such option '--nothing'"),
+        ("egress --warning soon", "expected a duration such as"),
+        ("egress --nothing", "No such option '--nothing'"),
+        ("egress", "expected a configuration: -c FILE"),
+        ("archive -c FILE x/y/z", "chain 'x/y/z': expected SITE/FEED"),
+        ("archive -c FILE us-east --site us-east", "expected us-east or --site, found both"),
+        ("archive -c FILE eu", "eu: expected a site of the archive or the configuration"),
+        ("egress -c FILE --warning 1h --critical 2h", "--warning: expected at least --critical, 2h, found 1h"),
+        ("ingress -c FILE --warning 2h --critical 1h", "--warning: expected at most --critical, 1h, found 2h"),
+        ("archive -c FILE --warning 2h --critical 1h", "--warning: expected at most --critical, 1h, found 2h"),
+        ("compaction -c FILE --warning 2h --critical 1h", "--warning: expected at most --critical, 1h, found 2h"),
+    ],
+)
+async def test_a_wrong_command_line_is_unknown_and_not_critical(wrong: str, told: str, tmp_path: Path) -> None:
+    config = configured(tmp_path, store={"url": f"file://{tmp_path}"})
+    said = await checked(*wrong.replace("FILE", config).split(), code=3)
+    assert said.startswith("UNKNOWN - E-USAGE: ")
+    assert told in said
 
 
 async def test_no_configuration_and_an_empty_address_are_unknown(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -347,6 +348,15 @@ def test_a_run_leaves_its_metrics_for_a_textfile_collector(site: Site, tmp_path:
     assert second["failures"] == 1
     assert second["last_success_timestamp_seconds"] == first["last_success_timestamp_seconds"]
     assert second["last_run_timestamp_seconds"] > first["last_run_timestamp_seconds"]
+
+
+def test_a_textfile_that_cannot_be_made_is_told_before_anything_is_done(site: Site, tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    before = [ref.key for ref in site.listed()]
+    for name in ("missing/floe.prom", "pipe", ".", "store"):
+        done = site.compact("--metrics-textfile", str(tmp_path / name), code=2)
+        assert "--metrics-textfile" in done.stderr
+    assert [ref.key for ref in site.listed()] == before
 
 
 def test_a_dry_run_has_no_metrics(site: Site, tmp_path: Path):

@@ -76,6 +76,12 @@ async def test_a_flush_closes_every_partition_now_and_waits_until_it_is_stored(b
         assert counted(metrics.closed.labels(SITE, stream, "1", "flush")) == before + 1
         await publish_over(bench, stream, ["0.a", "1.b"], 10, "y")
         await received(running, stream, 40)
+        await received(running, f"{stream}/1", 40)
+        done = await floe("egress", "flush", "-c", config, f"{SITE}/{stream}/0000/1", "--json")
+        assert (done.code, [(row["partition"], row["last"]) for row in done.json()]) == (0, [(1, 40)])
+        assert parts.ends() == {0: 30, 1: 40, 2: 30}
+        done = await floe("egress", "flush", "-c", config, f"{SITE}/{stream}/0003/1")
+        assert (done.code, "expected the newest incarnation, 0000" in done.err) == (2, True), done
         done = await floe("egress", "flush", "-c", config)
         assert done.code == 0, done
         assert f"{SITE}/{stream}/0000/0: 31..40 stored, 5 messages, " in done.out
@@ -133,8 +139,9 @@ async def test_where_nobody_holds_the_lease_it_says_so_or_waits(bench: Bench) ->
         assert (done.code, [row["state"] for row in done.json()]) == (0, ["nothing open"])
         done = await floe("egress", "flush", "-c", config, stream, "--no-wait", "--json")
         assert (done.code, [row["state"] for row in done.json()]) == (0, ["asked"])
-    done = await floe("egress", "flush", "-c", config, "other")
-    assert done.code == 2
+    for name in ("other", f"{SITE}/other", f"elsewhere/{stream}", f"{SITE}/{stream}/0000/1", SITE + "/"):
+        done = await floe("egress", "flush", "-c", config, name)
+        assert (done.code, done.out) == (2, ""), name
 
 
 async def test_what_its_holder_could_not_store_is_flushed_by_who_takes_over(bench: Bench) -> None:

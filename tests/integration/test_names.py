@@ -20,6 +20,7 @@ from tests.support.ingress import CHAIN, Archive, Centre, rows_of
 pytestmark = pytest.mark.servers
 
 LATER = CHAIN.next_incarnation()
+ELSEWHERE = Chain("us-east", "OTHERS")
 
 
 async def test_decisions_are_about_the_newest_incarnation_unless_the_target_is_not_there_yet(
@@ -44,7 +45,12 @@ async def test_decisions_are_about_the_newest_incarnation_unless_the_target_is_n
     assert (await paused("us-east", "--incarnation", "7")).code == 2
     as_argument = await floe("chain", "pause", *named[:4], "us-east/NODES/0001/0", "--json")
     assert [row["chain"] for row in as_argument.json()] == ["us-east/NODES/0001/0"]
-    assert (await paused("eu-west")).code == 0  # of `sources`, and nothing archived yet
+    done = await paused("eu-west", "--partition", "7")  # of `sources`, and nothing archived yet
+    assert (done.code, done.err) == (0, "eu-west/NODES/0000/7: nothing of it is archived; it is paused if that comes\n")
+    archive.put(rows_of(1, 5, ELSEWHERE), chain=ELSEWHERE)
+    done = await floe("chain", "pause", *named[:4], str(ELSEWHERE))
+    assert (done.code, done.out) == (2, "")
+    assert f"{ELSEWHERE}: expected a chain that flows into {centre.target}, found another; " in done.err
     assert (await moved("us-esat", "--sequence", "3")).code == 2
 
     bucket = await KeyValue.open(client, centre.state_bucket)
@@ -92,7 +98,7 @@ async def test_looking_makes_no_bucket_and_a_decision_makes_one(
     assert await stream_info(client, f"KV_{centre.state_bucket}") is not None
     assert [row["site"] for row in (await floe("chain", "ls", *config, "--json")).json()] == ["us-east"]
     for _ in range(2):  # also of a chain that is not paused, which is looked at again
-        assert "looks at it" in (await floe("chain", "resume", *config, *named)).err
+        assert f"{CHAIN}: resumed; " in (await floe("chain", "resume", *config, *named)).err
 
 
 async def test_the_wrong_name_or_file_is_told_and_a_chain_that_is_there_is_shown(tmp_path: Path, nats_url: str) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -347,6 +348,21 @@ def test_what_is_archived_later_is_followed(archive: Archive) -> None:
         archive.put(rows(5, 6), SequenceRange(4, 6))
         assert json.loads(shown.readline())["sequence"] == 5
         assert (shown.read(), process.wait(PATIENCE)) == ("", 0)
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_ctrl_c_is_how_following_ends(archive: Archive, is_damaged: bool) -> None:
+    archive.put(rows(1, 2), SequenceRange(1, 2))
+    if is_damaged:
+        archive.put(rows(9), SequenceRange(9, 9))
+    command = [sys.executable, "-m", "floe", "segments", "cat", "us-east/NODES", "-c", str(archive.config), "--follow"]
+    process = spawn(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    shown = process.stderr if is_damaged else process.stdout  # the hole is told once all is printed
+    assert shown is not None
+    shown.readline()
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, "Traceback" in told) == (3 if is_damaged else 0, False), told
 
 
 def test_what_takes_away_asks_on_a_terminal(archive: Archive) -> None:

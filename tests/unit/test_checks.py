@@ -16,10 +16,39 @@ from common.check_cli import (
     judge_archive,
     judge_egress,
     judge_ingress,
+    thresholds,
 )
+from common.errors import UsageError
 from common.segments.alive import ChainSign, Sighting
 
 CHAIN = Chain("us-east", "NODES")
+
+
+@pytest.mark.parametrize(
+    ("given", "at_least", "meant"),
+    [
+        ((None, None), False, (900, 3600)),
+        ((60, 120), False, (60, 120)),
+        ((60, 60), False, (60, 60)),
+        ((None, 60), False, (60, 60)),
+        ((7200, None), False, (7200, 7200)),
+        ((None, None), True, (3600, 900)),
+        ((120, 60), True, (120, 60)),
+        ((None, 7200), True, (7200, 7200)),
+        ((60, None), True, (60, 60)),
+    ],
+)
+def test_a_threshold_that_is_not_given_gives_way(given: Any, at_least: bool, meant: tuple[float, float]) -> None:
+    defaults = (3600, 900) if at_least else (900, 3600)
+    assert thresholds(given, defaults, at_least=at_least) == meant
+
+
+@pytest.mark.parametrize(("given", "at_least", "side"), [((120, 60), False, "most"), ((60, 120), True, "least")])
+def test_inverted_thresholds_are_refused(given: Any, at_least: bool, side: str) -> None:
+    with pytest.raises(UsageError, match=f"--warning: expected at {side} --critical, [12]m, found [12]m"):
+        thresholds(given, (1, 1), at_least=at_least)
+
+
 OK, WARNING, CRITICAL, UNKNOWN = CheckState
 
 

@@ -27,6 +27,7 @@ from click.testing import CliRunner
 import common.cli as cli_module
 import floe
 from common import exits
+from common.chain import named_parts
 from common.cli import (
     Duration,
     Moment,
@@ -53,6 +54,7 @@ from tests.support.basics import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 HEAD = "site: us-east\nstore: {url: s3://floe}\n"
+FEED_OF_SITE = "egress: {feeds: [{stream: NODES}]}\n"
 
 
 def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -222,6 +224,85 @@ def test_no_command_takes_a_chain_twice(words: str, tmp_path: Path):
     (tmp_path / "c.yaml").write_text(f"store: {{url: file://{tmp_path}/store}}\nsite: us\n")
     result = CliRunner().invoke(floe.cli, [*words.split(), "-c", f"{tmp_path}/c.yaml"], prog_name="floe")
     assert (result.exit_code, "found both" in result.stderr) == (2, True), result.stderr
+
+
+ODD_CHAINS = (
+    "us-east/NODES/",
+    "us-east//1",
+    "/NODES",
+    "us-east/NODES/x",
+    "us-east/NODES/1/",
+    "us-east/NODES/٣",
+    "us-east/NODES/ 1",
+    "us east/NODES",
+    "us-east/NO DES",
+    "us-east/NODES/0000/0/0",
+    f"us-east/NODES/{10**30}",
+    f"us-east/NODES/{'9' * 5000}",
+    "us-east/NODES/10000",
+    "us-east/NODES/0000/65536",
+    "us-east/NODES/-1",
+    "us-east/NODES/1_0",
+    "/",
+    "us-east/NODES/+1",
+)
+TAKING_CHAINS = (
+    "compact {}",
+    "segments ls {}",
+    "segments info {}",
+    "segments cat {}",
+    "segments verify {}",
+    "check archive {}",
+    "gap accept {} --first 1 --last 2 --yes",
+    "chain pause {} --target T",
+    "chain resume {} --target T",
+    "parked cat {} --target T --sequence 1",
+    "parked retry {} --target T --all",
+    "replay {} --target T",
+    "drill {}",
+    "checkpoint set {} --target T --sequence 1",
+    "checkpoint set --target T --accept --position {}=1",
+    "state --feed {}",
+    "egress resolve {}",
+    "egress repartition {}",
+    "egress repartition --feed {}",
+    "egress flush {}",
+)
+
+
+@pytest.mark.parametrize("words", TAKING_CHAINS)
+def test_every_command_names_a_chain_in_one_way(words: str, tmp_path: Path):
+    """Texts that name no chain: one line that says what is expected."""
+    (tmp_path / "c.yaml").write_text(f"store: {{url: file://{tmp_path}/store}}\nsite: us-east\n{FEED_OF_SITE}")
+    (tmp_path / "store").mkdir()
+    is_check = words.startswith("check ")
+    for text in ODD_CHAINS:
+        call = [word.format(text) for word in words.split()]
+        result = CliRunner().invoke(floe.cli, [*call, "-c", f"{tmp_path}/c.yaml"], prog_name="floe")
+        assert result.exit_code == (3 if is_check else 2), (text, result.output)
+        told = result.stdout if is_check else result.stderr
+        assert "expected SITE/FEED[/INCARNATION[/PARTITION]]" in told, (text, told)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("us", ("us", None, None, None)),
+        ("us/NODES/00", ("us", "NODES", 0, None)),
+        ("us/NODES/0003/12", ("us", "NODES", 3, 12)),
+        ("us/NÖDES/9999/65535", ("us", "NÖDES", 9999, 65535)),
+    ],
+)
+def test_the_parts_of_a_chain_come_from_its_text(text: str, meant: tuple[object, ...]):
+    assert named_parts(text) == meant
+
+
+@pytest.mark.parametrize("words", ["status --watch", "watch --every"])
+@pytest.mark.parametrize("every", ["0s", "999ms", "2d", "soon", ""])
+def test_what_is_no_pause_between_two_looks_is_refused(words: str, every: str):
+    result = CliRunner().invoke(floe.cli, [*f"{words}={every}".split(), "-c", "none.yaml"], prog_name="floe")
+    expected = "expected from 1s to 1d, found" if every[:1].isdigit() else "expected a duration such as"
+    assert (result.exit_code, expected in result.stderr) == (2, True), result.stderr
 
 
 @pytest.mark.parametrize("target", ["", "a.b", "a b"])
@@ -465,6 +546,17 @@ def test_two_configurations_are_refused():
     assert (result.exit_code, "found -c a.yaml before the command and b.yaml behind it" in result.stderr) == (2, True)
 
 
+def test_config_check_takes_its_file_as_every_command_and_as_an_argument(tmp_path: Path):
+    (tmp_path / "c.yaml").write_text(f"store: {{url: file://{tmp_path}/store}}\nsite: us\n")
+    file, check = f"{tmp_path}/c.yaml", ["config", "check"]
+    for words in ([*check, file], [*check, "-c", file], ["-c", file, *check], [*check, "-c", file, file]):
+        result = CliRunner().invoke(floe.cli, words, prog_name="floe")
+        assert (result.exit_code, result.stdout.startswith(f"{file}:1: ok")) == (0, True), result.output
+    for words in ([*check, "-c", "a", "b"], ["-c", "a", *check, "-c", "b"], ["-c", "a", *check, "b"]):
+        result = CliRunner().invoke(floe.cli, words, prog_name="floe")
+        assert (result.exit_code, "expected one configuration, found" in result.stderr) == (2, True), words
+
+
 def test_the_configuration_stands_before_a_real_command_too(tmp_path: Path):
     (tmp_path / "c.yaml").write_text(f"store: {{url: file://{tmp_path}/store}}\nsite: us\n")
     for words in (["-c", "c.yaml", "segments", "ls"], ["segments", "ls", "-c", "c.yaml"]):
@@ -540,6 +632,28 @@ def test_the_zone_that_a_time_was_read_by_is_said(monkeypatch: pytest.MonkeyPatc
         time.tzset()
     assert result.stdout == "2026-01-02T03:04:00+01:00\n"
     assert result.stderr == "2026-01-02 03:04 is taken as 2026-01-02T03:04:00+01:00 (UTC, the zone of this host)\n"
+
+
+@pytest.mark.parametrize(
+    ("zone", "told"),
+    [
+        ("nonsense", "2026-01-02T03:04:00+00:00 (UTC: there is no zone TZ=nonsense)"),
+        ("Europe/Berln", "2026-01-02T03:04:00+00:00 (UTC: there is no zone TZ=Europe/Berln)"),
+        ("/nowhere", "2026-01-02T03:04:00+00:00 (UTC: there is no zone TZ=/nowhere)"),
+        ("XYZ-3", "2026-01-02T03:04:00+03:00 (XYZ, the zone of this host)"),
+        ("GMT0", "2026-01-02T03:04:00+00:00 (GMT, the zone of this host)"),
+    ],
+)
+def test_a_zone_that_does_not_exist_is_told_as_what_it_is(zone: str, told: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        timed = click.Command("timed", params=[click.Option(["--since"], type=TimeType())])
+        result = CliRunner().invoke(timed, ["--since", "2026-01-02 03:04"])
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert result.stderr == f"2026-01-02 03:04 is taken as {told}\n"
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import os
 import textwrap
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
+from common.clock import SystemClock
+from common.errors import ConfigError, Refused
+from common.jetstream.context import with_context
+from common.jetstream.credentials import credential, tls_context
+from common.objects.open import open_objects
+from common.service.monitor import Health, Monitor
 from common.settings.loader import load, load_document, parse, parse_documents
-from common.settings.root import Settings
+from common.settings.root import Settings, StoreSettings
+from common.settings.service import MonitorTlsSettings, NatsSettings
 
 HEAD = "site: us-east\nstore: {url: s3://floe}\n"
 
@@ -163,6 +172,21 @@ def test_what_is_not_plain_yaml_is_refused_with_its_place(text: str | bytes, exp
     assert [line for line in problems(text) if line.startswith(expected)]
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: " + "[" * 500_000, "f.yaml:1:36: expected at most 32 levels, found more"),
+        ("? " * 500_000, "expected at most 32 levels, found more"),
+        ("a: {" + "? {" * 300_000, "expected at most 32 levels, found more"),
+        ("a: [" + "[]," * 300_000, "expected at most 50000 keys and values, found more"),
+    ],
+    ids=["lists", "keys", "mappings as keys", "values"],
+)
+def test_what_is_nested_too_deep_or_too_much_is_refused_before_all_of_it_is_parsed(text: str, expected: str):
+    """A parser that went through it would take minutes, and a reader that calls itself would end."""
+    assert [line for line in problems(text) if expected in line]
+
+
 def test_an_alias_bomb_does_not_explode():
     lines = ["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60)]
     assert "f.yaml:1:5: a0: expected a value, found the anchor &a0: remove it" in problems("\n".join(lines))
@@ -263,12 +287,17 @@ def test_a_secret_may_stand_in_a_file_without_its_line_end(tmp_path: Path):
 def test_a_secret_file_that_cannot_be_read_is_told_without_its_content(tmp_path: Path):
     (tmp_path / "empty").touch()
     (tmp_path / "binary").write_bytes(b"\xff\xfehunter2")
+    os.mkfifo(tmp_path / "pipe")
     told = problems(
         f"""\
         nats: {{user: u, password_file: {tmp_path}/missing}}
         egress: {{nats: {{user: '', password: '', token_file: {tmp_path}/empty}}}}
         ingress: {{nats: {{password: x, password_file: {tmp_path}}}}}
         store: {{url: s3://floe, access_key_id: a, secret_access_key_file: {tmp_path}/binary}}
+        ---
+        nats: {{user: u, password_file: {tmp_path}/pipe}}
+        egress: {{nats: {{user: '', password: '', token_file: {tmp_path}}}}}
+        store: {{url: s3://floe, access_key_id: a, secret_access_key_file: /dev/zero}}
         """
     )
     assert [line.split(": ", 1)[1] for line in told] == [
@@ -276,7 +305,68 @@ def test_a_secret_file_that_cannot_be_read_is_told_without_its_content(tmp_path:
         f"egress.nats.token_file: expected a secret in {tmp_path}/empty, found nothing",
         "ingress.nats.password_file: expected either password or password_file, found both",
         f"store.secret_access_key_file: expected UTF-8 text in {tmp_path}/binary, found other bytes",
+        f"nats.password_file: expected a file that can be read, found {tmp_path}/pipe: is no regular file",
+        f"egress.nats.token_file: expected a file that can be read, found {tmp_path}: is no regular file",
+        "store.secret_access_key_file: expected a file that can be read, found /dev/zero: is no regular file",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("pipe", "expected a mapping, found an empty file"),
+        ("/dev/zero", "expected a file that can be read, found: is no regular file"),
+        ("/dev/null", "expected a file that can be read, found: is no regular file"),
+        (".", "expected a file that can be read, found: is"),
+    ],
+)
+def test_a_configuration_that_is_no_file_is_refused_at_once(name: str, told: str, tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=told):
+        load(str(tmp_path / name))
+
+
+def _monitor_tls(**files: str) -> None:
+    Monitor("127.0.0.1:0", Health(SystemClock()), tls=MonitorTlsSettings(**files)).start()
+
+
+@pytest.mark.parametrize(
+    ("use", "keys"),
+    [
+        (lambda **files: credential(NatsSettings(**files), SystemClock()), "credentials_file"),
+        (lambda **files: credential(NatsSettings(**files), SystemClock()), "nkey_seed_file"),
+        (lambda **files: credential(NatsSettings(nkey_seed_file="/no", **files), SystemClock()), "jwt_file"),
+        (lambda **files: tls_context(NatsSettings(tls=files)), "ca"),
+        (lambda **files: tls_context(NatsSettings(tls=files)), "cert key"),
+        (_monitor_tls, "cert key"),
+        (lambda **files: open_objects(StoreSettings(url="s3://floe", tls=files)), "ca"),
+        (lambda context: with_context(NatsSettings(context=context)), "context"),
+    ],
+    ids=["credentials", "seed", "jwt", "nats ca", "nats cert", "monitor", "store ca", "context"],
+)
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_what_is_no_file_is_refused_wherever_the_configuration_names_one(
+    use: Callable[..., object], keys: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A pipe that nobody writes would hold whoever opens it for ever."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (path := tmp_path / "nats" / "context" / "it.json").parent.mkdir(parents=True)
+    os.mkfifo(path) if kind == "pipe" else path.mkdir()
+    with pytest.raises((ConfigError, Refused)) as caught:
+        use(**dict.fromkeys(keys.split(), "it" if keys == "context" else str(path)))
+    assert f"{path}" in caught.value.message
+    assert caught.value.message.endswith("is no regular file")
+
+
+def test_a_configuration_may_come_through_a_pipe_as_a_shell_makes_it():
+    ours, its = os.pipe()
+    writer = threading.Thread(target=lambda: (time.sleep(0.1), os.write(its, HEAD.encode()), os.close(its)))
+    writer.start()
+    try:
+        assert load(f"/dev/fd/{ours}").site == "us-east"
+    finally:
+        writer.join()
+        os.close(ours)
 
 
 def test_a_misspelt_secret_file_is_recognised():

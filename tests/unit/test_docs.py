@@ -231,6 +231,17 @@ def test_the_example_of_every_help_is_taken_as_it_stands(command: tuple[str, ...
     assert [found for line in examples if (found := problem(line, is_whole=True))] == []
 
 
+@pytest.mark.parametrize("command", commands(floe.cli), ids=" ".join)
+def test_no_terminal_folds_an_example(command: tuple[str, ...]) -> None:
+    """So that a line can be pasted."""
+    shown = CliRunner().invoke(floe.cli, [*command, "--help"], prog_name="floe", terminal_width=60).output
+    lines = {re.sub(r"^\s*(Examples?: +)?", "", line) for line in shown.splitlines()}
+    examples = re.findall(r"^\s*(?:Examples?: +)?(floe .*)$", help_of(command), re.MULTILINE)
+
+    assert examples
+    assert set(examples) - lines == set()
+
+
 #: Commands whose examples need neither NATS nor Spark: they are run.
 RUN = ("segments ls", "segments info", "segments cat", "segments verify", "config check", "version", "completion")
 
