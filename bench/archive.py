@@ -5,6 +5,7 @@
 with at most 20 LISTs at the start of a session and one before each put.
 `compaction.merge`: inputs to a verified output, beside pyarrow reading and writing the same rows.
 `replay.bytes_read`: bytes read to replay 1 % of the time of 10,000 segments, over all their bytes.
+`query.time_1pct`: the same that Spark reads for a query of all columns.
 
 The port of the listings is synthetic: its keys are made when they are asked for, so that the figure is Floe's own work
 over the pages of a listing, not a server's.
@@ -284,9 +285,29 @@ def bytes_read() -> Figure:
     return Figure("replay.bytes_read", round(read / total, 4), "1")
 
 
+def queried() -> Figure:
+    """The bytes that driver and executors read of a part out of the middle of the time, planning included."""
+    from tests.support.spark import counted_bytes, counting_source, spark_session  # starts Java
+
+    with tempfile.TemporaryDirectory(prefix="floe-bench-") as name:
+        folder, counts, whole = Path(name) / "store", Path(name) / "counts", SMALL * SMALL_ROWS
+        folder.mkdir()
+        counts.mkdir()
+        total = fill_folder(folder)
+        ChainStore(LocalObjects(folder), Layout("data")).create_chain(CHAIN, ChainDocument((), 1, 1))
+        spark_session().dataSource.register(counting_source(counts))
+        first = START + whole // 2 + 7
+        options = {"since": _text(first), "until": _text(first + whole // PARTS)}
+        frame = spark_session().read.format("floe_counted").options(url=f"file://{folder}", **options).load()
+        sizes = [row.size for row in frame.selectExpr("octet_length(payload) AS size").collect()]
+        assert len(sizes) == whole // PARTS, len(sizes)
+        return Figure("query.time_1pct", round(counted_bytes(counts) / total, 4), "1")
+
+
 BENCHES = [
     Bench("listing.1m", "ms", "value <= 10", million),
     Bench("listing.egress_1m", "MB", "value <= 20", walked),
     Bench("replay.bytes_read", "1", "<= 0.03", bytes_read),
+    Bench("query.time_1pct", "1", "value <= 0.03", queried),
     Bench("compaction.merge", "MB/s raw", "ratio >= 0.6", merge_rate),
 ]

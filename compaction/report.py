@@ -274,6 +274,7 @@ def succeeded_at(path: Path) -> float | None:
     return None
 
 
+_FORMAT = "floe_report"  # Spark knows `floe` by itself, and lets nobody replace it
 CHAIN_COLUMNS = ("site", "feed", "incarnation", "partition")
 
 
@@ -289,9 +290,9 @@ def summarise(settings: Settings) -> list[dict[str, object]]:
 
         from compaction.source import source_of
 
-        session.dataSource.register(source_of(settings, "floe"))
+        session.dataSource.register(source_of(settings, _FORMAT))
         counted = (
-            session.read.format("floe")
+            session.read.format(_FORMAT)
             .load()
             .groupBy(*CHAIN_COLUMNS)
             .agg(

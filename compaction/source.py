@@ -1,10 +1,11 @@
-"""`spark.read.format("floe")`: the archive as a table, each covered sequence once.
+"""`spark.read.format("floe")`: the archive as a table, each covered sequence once; `readStream`: as a stream.
 
-    from compaction.source import register
-    register(spark)
     spark.read.format("floe").option("config", "central.yaml").option("site", "us-east").load()
 
-One partition of the DataFrame for each stretch of the cover, so a glob's double counting cannot happen.
+Spark finds the source by itself (`pyspark_floe.py`). One partition of the DataFrame for each stretch of the cover, so a
+glob's double counting cannot happen. Ranges of time leave out segments by their footers and row groups by their
+statistics, as ranges of sequences do by names.
+
 Filters are pushed down only with option `pushdown`: Spark refuses *every* read of a source that can push
 filters unless `spark.sql.python.filterPushdown.enabled` is on.
 """
@@ -12,45 +13,67 @@ filters unless `spark.sql.python.filterPushdown.enabled` is on.
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pyarrow as pa
+from pyspark.errors import AnalysisException
 from pyspark.sql import SparkSession, datasource, types
-from pyspark.sql.datasource import DataSource, DataSourceReader, Filter, InputPartition
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, Filter, InputPartition
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxFiles,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
 
 from common.chain import Chain
+from common.clock import SystemClock
 from common.errors import SegmentCorrupt
 from common.objects.open import open_objects
+from common.segments.archive import Timeline
 from common.segments.columns import SCHEMA
 from common.segments.documents import ChainStore
 from common.segments.keys import Layout
+from common.segments.reader import RowFilter
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
 from common.segments.unread import open_stretch
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
 from common.settings.root import Settings
+from common.settings.types import is_subject
 from compaction.source_options import HEADERS_PARSED, ReadOptions, arranged, parse_options
+from compaction.stream import ArchiveStream, Positions
+
+_EVERY_ROW = RowFilter()
 
 
 def read_stretch(
-    store: SegmentStore, stretch: Stretch[SegmentRef], columns: Sequence[str] | None = None
+    store: SegmentStore,
+    stretch: Stretch[SegmentRef],
+    columns: Sequence[str] | None = None,
+    asked: RowFilter = _EVERY_ROW,
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of `stretch` in order: `columns` of the segment schema, or all.
+    """The rows of `stretch` that `asked` takes, in order: `columns` of the segment schema, or all. No batch is empty.
 
     Includes what others have of what its segment did not read (`common.segments.unread`). Where the segment is gone
     or cannot be read, the rest is read through the cover of the remaining segments. Raises the segment's own error
     (SegmentGone, SegmentCorrupt) where nothing else accounts for the rows.
     """
     wanted = [name for name in SCHEMA.names if columns is None or name in columns]
+    read = [*{"sequence", *wanted, *asked.columns}]
     pending, avoided = [stretch], set[str]()
     while pending:
         now = pending.pop(0)
         position, last = now.rows.first, now.rows.last
         try:
             with open_stretch(store, now, avoided=avoided) as reader:
-                for batch in reader.batches(columns=[*{"sequence", *wanted}]):
-                    yield batch.select(wanted)
-                    position = batch.column("sequence")[-1].as_py() + 1
+                for rows in reader.ranges(asked) if asked != _EVERY_ROW else [now.rows]:
+                    for batch in reader.batches(rows, read):
+                        if (found := asked.selected(batch)).num_rows:
+                            yield found.select(wanted)
+                        position = batch.column("sequence")[-1].as_py() + 1
         except (SegmentGone, SegmentCorrupt):
             if position > last:
                 continue  # nothing of the stretch is left to read
@@ -66,29 +89,44 @@ def read_stretch(
 
 
 def read_segment(
-    store: SegmentStore, stretch: Stretch[SegmentRef], columns: Sequence[str] | None = None
+    store: SegmentStore,
+    stretch: Stretch[SegmentRef],
+    columns: Sequence[str] | None = None,
+    asked: RowFilter = _EVERY_ROW,
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of `stretch` from its own segment only. Raises SegmentGone, SegmentCorrupt."""
+    """As `read_stretch`, from the stretch's own segment only. Raises SegmentGone, SegmentCorrupt."""
+    wanted = [name for name in SCHEMA.names if columns is None or name in columns]
     with store.open(stretch.segment, rows=stretch.rows) as reader:
-        yield from reader.batches(rows=stretch.rows, columns=columns)
+        ranges = reader.ranges(asked) if asked != _EVERY_ROW else [stretch.rows]
+        for rows in filter(None, (each.intersection(stretch.rows) for each in ranges)):
+            for batch in reader.batches(rows, [*{*wanted, *asked.columns}]):
+                if (found := asked.selected(batch)).num_rows:
+                    yield found.select(wanted)
 
 
 _LISTINGS_AT_ONCE = 8
+_LISTINGS = 3  # compaction may delete what a listing named
+_SMALL = 2**20  # bytes; a segment up to this size is fetched by one request, whatever is read of it
 
 
 def register(spark: SparkSession) -> None:
-    spark.dataSource.register(FloeDataSource)
+    """For a session that did not find the source by itself, because its Python does not have `pyspark_floe`."""
+    try:
+        spark.dataSource.register(FloeDataSource)
+    except AnalysisException as error:
+        if error.getCondition() != "DATA_SOURCE_ALREADY_EXISTS":
+            raise
 
 
 class FloeDataSource(DataSource):
-    """Floe's archive. Options: `docs/compaction.md`."""
+    """Floe's archive. Options: `docs/archive.md`."""
 
     @classmethod
     def name(cls) -> str:
         return "floe"
 
     def read_options(self) -> ReadOptions:
-        return parse_options(self.options)
+        return parse_options(self.options, SystemClock().now())
 
     def schema(self) -> types.StructType:
         fields = self.read_options().schema()
@@ -96,7 +134,13 @@ class FloeDataSource(DataSource):
 
     def reader(self, schema: types.StructType) -> DataSourceReader:  # noqa: ARG002
         options = self.read_options()
+        options.refuse(streams=False)
         return _FilteringReader(options) if options.pushdown else _Reader(options)
+
+    def streamReader(self, schema: types.StructType) -> DataSourceStreamReader:  # noqa: ARG002, N802
+        options = self.read_options()
+        options.refuse(streams=True)
+        return _StreamReader(options)
 
 
 def source_of(settings: Settings, name: str) -> type[FloeDataSource]:
@@ -108,7 +152,7 @@ def source_of(settings: Settings, name: str) -> type[FloeDataSource]:
             return name
 
         def read_options(self) -> ReadOptions:
-            asked = parse_options({"url": settings.store.url, **self.options})
+            asked = parse_options({"url": settings.store.url, **self.options}, SystemClock().now())
             return replace(asked, store=settings.store, spool_dir=settings.spool_dir)
 
     return _Given
@@ -116,10 +160,11 @@ def source_of(settings: Settings, name: str) -> type[FloeDataSource]:
 
 @dataclass
 class _Part(InputPartition):
-    """One stretch, and its number among the partitions of the read."""
+    """One stretch, and its number among the partitions of the read. `is_at_edge`: of the range of time."""
 
     stretch: Stretch[SegmentRef]
     number: int
+    is_at_edge: bool = False
 
 
 class _Reader(DataSourceReader):
@@ -128,38 +173,59 @@ class _Reader(DataSourceReader):
 
     def partitions(self) -> list[InputPartition]:
         stretches = self._covers() if self._options.segments is None else self._named()
-        return [_Part(stretch, number) for number, stretch in enumerate(stretches)]
+        return [_Part(stretch, number, is_at_edge) for number, (stretch, is_at_edge) in enumerate(stretches)]
 
-    def _named(self) -> list[Stretch[SegmentRef]]:
+    def _named(self) -> list[tuple[Stretch[SegmentRef], bool]]:
         store, stretches = _open_store(self._options), []
         for key, rows in self._options.segments or ():
             if (name := store.layout.parse_segment(key)) is None:
                 raise SegmentCorrupt(f"option segments: expected the key of a segment, found {key!r}")
             if (info := store.objects.head(key)) is None:
                 raise SegmentGone(f"segment {key}: not in the store any more")
-            stretches.append(Stretch(SegmentRef(name, key, info.size, info.modified), rows or name.coverage))
+            stretch = Stretch(SegmentRef(name, key, info.size, info.modified), rows or name.coverage)
+            stretches.append((stretch, False))
         return stretches
 
-    def _covers(self) -> list[Stretch[SegmentRef]]:
-        store, rows = _open_store(self._options), self._options.rows
+    def _covers(self) -> list[tuple[Stretch[SegmentRef], bool]]:
+        store = _open_store(self._options)
         chains = self._options.selected(ChainStore(store.objects, store.layout))
-
-        def stretches(chain: Chain) -> list[Stretch[SegmentRef]]:
-            return cover(store.list(chain, position=rows.first), rows.first, rows.last)
-
         with ThreadPoolExecutor(_LISTINGS_AT_ONCE) as pool:
-            return [stretch for found in pool.map(stretches, chains) for stretch in found]
+            found = pool.map(lambda chain: _planned(store, chain, self._options), chains)
+            return [stretch for stretches in found for stretch in stretches]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        if not isinstance(partition, _Part):
-            return  # Spark's way to say that there are no partitions
-        schema, stretch = self._options.schema(), partition.stretch
-        wanted = {*schema.names, *(["headers"] if HEADERS_PARSED.name in schema.names else [])}
-        columns = [name for name in SCHEMA.names if name in wanted]
-        # Named segments are wanted as they are: no other segment may replace them.
-        reading = read_segment if self._options.segments is not None else read_stretch
-        for batch in reading(_open_store(self._options), stretch, columns):
-            yield arranged(batch, schema, stretch.segment.chain, partition.number)
+        return _read(self._options, partition)
+
+
+def _planned(
+    store: SegmentStore, chain: Chain, options: ReadOptions, listings: int = _LISTINGS
+) -> list[tuple[Stretch[SegmentRef], bool]]:
+    """The stretches to read of a chain, and whether each is at the edge of the range of time."""
+    rows, begin, end = options.rows, options.wanted.begin, options.wanted.end
+    timeline = Timeline(store, store.list(chain, position=rows.first, level=options.level), rows.first)
+    try:
+        stretches = timeline.between(begin, end, rows.last, options.margin_ns)
+    except SegmentGone:
+        if listings <= 1:
+            raise
+        return _planned(store, chain, options, listings - 1)
+    return [(each, timeline.is_at_edge(each.segment, begin, end)) for each in stretches]
+
+
+def _read(options: ReadOptions, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+    if not isinstance(partition, _Part):
+        return  # Spark's way to say that there are no partitions
+    schema, stretch, store = options.schema(), partition.stretch, _open_store(options)
+    wanted = {*schema.names, *(["headers"] if HEADERS_PARSED.name in schema.names else [])}
+    columns = [name for name in SCHEMA.names if name in wanted]
+    # What is named is wanted as it is, and what is of one level too: no other segment may replace it.
+    is_cover = options.segments is None and options.level is None
+    is_large, is_whole = stretch.segment.size > _SMALL, stretch.rows.encloses(stretch.segment.coverage)
+    is_little = not is_whole or "payload" not in columns or bool(options.wanted.subjects)
+    if options.segments is None and (partition.is_at_edge or (is_large and is_little)):
+        store = store.in_parts(always=True)
+    for batch in (read_stretch if is_cover else read_segment)(store, stretch, columns, options.wanted):
+        yield arranged(batch, schema, stretch.segment.chain, partition.number)
 
 
 class _FilteringReader(_Reader):
@@ -167,32 +233,115 @@ class _FilteringReader(_Reader):
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802
         first, last = self._options.rows.first, self._options.rows.last
+        wanted = self._options.wanted
         for condition in filters:
-            low, high = _bounds(condition)
-            first, last = max(first, low), min(last, high)
+            match getattr(condition, "attribute", None):
+                case ("sequence",):
+                    low, high = _bounds(condition)
+                    first, last = max(first, low), min(last, high)
+                case ("timestamp_ns",):
+                    wanted = _narrowed(wanted, *_bounds(condition), 1)
+                case ("timestamp",):
+                    wanted = _narrowed(wanted, *_bounds(condition), 1_000)
+                case ("subject",):
+                    wanted = _of_subject(wanted, condition)
         if first > last:  # an empty range has no value of its own, and no segment reaches the very last one
             first = last = MAX_SEQUENCE
-        self._options = replace(self._options, rows=SequenceRange(first, last))
+        self._options = replace(self._options, rows=SequenceRange(first, last), wanted=wanted)
         return filters
 
 
 def _bounds(condition: Filter) -> tuple[int, int]:
-    if getattr(condition, "attribute", None) != ("sequence",):
-        return 1, MAX_SEQUENCE
+    """The least and the greatest value that the filter may let through, a time as microseconds since 1970."""
+    if not isinstance(given := getattr(condition, "value", None), tuple | list):
+        given = [given]
+    values = [number for each in given if (number := _number(each)) is not None]
+    if values and len(values) == len(given):
+        match condition:
+            case datasource.EqualTo() | datasource.In():
+                return min(values), max(values)
+            case datasource.GreaterThan():
+                return values[0] + 1, MAX_SEQUENCE
+            case datasource.GreaterThanOrEqual():
+                return values[0], MAX_SEQUENCE
+            case datasource.LessThan():
+                return _LEAST, values[0] - 1
+            case datasource.LessThanOrEqual():
+                return _LEAST, values[0]
+    return _LEAST, MAX_SEQUENCE
+
+
+_LEAST = -MAX_SEQUENCE
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def _number(value: object) -> int | None:
+    if isinstance(value, datetime):
+        return (value - _EPOCH) // timedelta(microseconds=1) if value.tzinfo else None
+    return value if isinstance(value, int) else None
+
+
+def _narrowed(wanted: RowFilter, low: int, high: int, unit: int) -> RowFilter:
+    """`low`, `high`: times in `unit` nanoseconds; those at the ends of their range say nothing."""
+    if low > _LEAST:
+        begin = max(_LEAST, min(low * unit, MAX_SEQUENCE))
+        wanted = replace(wanted, begin=begin if wanted.begin is None else max(begin, wanted.begin))
+    if high < MAX_SEQUENCE:
+        end = max(_LEAST, min((high + 1) * unit, MAX_SEQUENCE))
+        wanted = replace(wanted, end=end if wanted.end is None else min(end, wanted.end))
+    return wanted
+
+
+def _of_subject(wanted: RowFilter, condition: Filter) -> RowFilter:
     match condition:
-        case datasource.EqualTo(_, int(value)):
-            return value, value
-        case datasource.In(_, values) if values and all(isinstance(value, int) for value in values):
-            return min(values), max(values)
-        case datasource.GreaterThan(_, int(value)):
-            return value + 1, MAX_SEQUENCE
-        case datasource.GreaterThanOrEqual(_, int(value)):
-            return value, MAX_SEQUENCE
-        case datasource.LessThan(_, int(value)):
-            return 1, value - 1
-        case datasource.LessThanOrEqual(_, int(value)):
-            return 1, value
-    return 1, MAX_SEQUENCE
+        # A backslash may stand for a byte that is no text.
+        case datasource.EqualTo(_, str(subject)) if is_subject(subject) and "\\" not in subject and not wanted.subjects:
+            return replace(wanted, subjects=(subject,))
+    return wanted
+
+
+class _StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Spark asks it on the driver how far to go; `read` is called by executors, in a copy."""
+
+    def __init__(self, options: ReadOptions) -> None:
+        self._asked = options
+        self._archive: ArchiveStream | None = None
+        # Where it begins is a position; from there on every row counts, whatever its time.
+        self._options = replace(
+            options, rows=SequenceRange(1, MAX_SEQUENCE), wanted=replace(options.wanted, begin=None)
+        )
+
+    @property
+    def _stream(self) -> ArchiveStream:
+        if self._archive is None:
+            self._archive = ArchiveStream(_open_store(self._asked), self._asked, SystemClock())
+        return self._archive
+
+    def initialOffset(self) -> Positions:  # noqa: N802
+        return {}  # asked again where the first batch was not done: so it must be the same for ever
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        asked = self._asked.stream
+        if asked.rows:
+            return ReadMaxRows(asked.rows)
+        return ReadMaxFiles(asked.segments) if asked.segments else ReadAllAvailable()
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        self._stream.bound()
+
+    def latestOffset(self, start: Positions, limit: ReadLimit) -> Positions:  # noqa: N802
+        rows = limit.max_rows if isinstance(limit, ReadMaxRows) else None
+        segments = limit.max_files if isinstance(limit, ReadMaxFiles) else None
+        return self._stream.latest(start, rows, segments)
+
+    def reportLatestOffset(self) -> Positions | None:  # noqa: N802
+        return self._stream.ends() or None
+
+    def partitions(self, start: Positions, end: Positions) -> list[InputPartition]:
+        return [_Part(stretch, number) for number, stretch in enumerate(self._stream.stretches(start, end))]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        return _read(self._options, partition)
 
 
 _HEADER = types.StructType([types.StructField(name, types.StringType()) for name in ("name", "value")])

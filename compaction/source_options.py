@@ -2,20 +2,24 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 from pydantic import ValidationError
 
 from common.chain import Chain
+from common.cli import Moment
+from common.clock import NS_PER_S, format_time
 from common.errors import UsageError
 from common.jetstream.headers import parse_block
-from common.segments.archive import among
+from common.segments.archive import MARGIN_NS, among
 from common.segments.columns import SCHEMA
 from common.segments.documents import ChainStore
-from common.segments.keys import Pair, chosen, configured
+from common.segments.keys import MAX_LEVEL, Pair, chosen, configured
+from common.segments.reader import RowFilter
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from common.settings.root import StoreSettings
+from common.settings.types import is_filter, parse_duration
 from compaction.union import Values
 
 _CHAIN = {"site": pa.string(), "feed": pa.string(), "incarnation": pa.int32(), "partition": pa.int32()}
@@ -55,8 +59,35 @@ def _text(raw: bytes) -> str:
 
 _CREDENTIALS = {"access_key_id", "secret_access_key"}
 _STORE_OPTIONS = {"url", "prefix", "endpoint_url", "region", "addressing_style", "checksum", *_CREDENTIALS}
-_READ_OPTIONS = {"from_sequence", "to_sequence", "columns", "headers_parsed", "pushdown", "segments"}
-_OPTIONS = {"config", *_STORE_OPTIONS, *CHAIN_FIELDS.names, *_READ_OPTIONS}
+_BEGINS, _ENDS = ("since", "from_time"), ("until", "to_time")
+_BOTH = {
+    *_STORE_OPTIONS,
+    *CHAIN_FIELDS.names,
+    *_BEGINS,
+    "config",
+    "from_sequence",
+    "subject",
+    "columns",
+    "headers_parsed",
+}
+_BATCH = {*_ENDS, "to_sequence", "level", "time_margin", "pushdown", "segments"}
+_STREAM = {"from", "on_expired", "max_rows_per_batch", "max_segments_per_batch"}
+OPTIONS = frozenset(_BOTH | _BATCH | _STREAM)
+_MAX_NS = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """What only a stream asks for.
+
+    `from_latest`: begins behind what is there at its first start. `skips_expired`: goes on behind what retention
+    deleted. `rows`, `segments`: the most of one batch, None for no limit.
+    """
+
+    from_latest: bool = False
+    skips_expired: bool = False
+    rows: int | None = None
+    segments: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +96,9 @@ class ReadOptions:
 
     `chain`: the parts of a chain that are given; each missing one is a column. `rows`: of every chain. `columns`:
     None for all. `segments`: keys and rows (None: all) to read as they are instead of the cover, usually None.
-    `feeds`: of the configuration, if there is one; they need not be archived yet. `pushdown`: whether filters are to
-    be pushed down.
+    `level`: only its segments, None for the cover over all. `wanted`: rows by time and subject; `margin_ns`: how much
+    earlier a message may be than one before it. `feeds`: of the configuration, if there is one; they need not be
+    archived yet. `pushdown`: whether filters are to be pushed down. `given`: names of the options that are set.
     """
 
     store: StoreSettings
@@ -76,8 +108,18 @@ class ReadOptions:
     columns: tuple[str, ...] | None
     headers_parsed: bool
     segments: tuple[tuple[str, SequenceRange | None], ...] | None = None
+    level: int | None = None
+    wanted: RowFilter = field(default_factory=RowFilter)
+    margin_ns: int = MARGIN_NS
     feeds: frozenset[Pair] = frozenset()
     pushdown: bool = False
+    stream: StreamOptions = field(default_factory=StreamOptions)
+    given: frozenset[str] = frozenset()
+
+    def refuse(self, *, streams: bool) -> None:
+        """Raises UsageError for an option that a read, or a stream, does not have."""
+        if wrong := sorted(self.given & (_BATCH if streams else _STREAM)):
+            raise UsageError(f"option {wrong[0]}: only for {'read' if streams else 'readStream'}")
 
     def selected(self, chains: ChainStore) -> list[Chain]:
         """Raises UsageError where there are no chains of the names given."""
@@ -95,11 +137,14 @@ class ReadOptions:
         return pa.schema([field.remove_metadata() for field in fields])
 
 
-def parse_options(options: Mapping[str, str]) -> ReadOptions:
-    """Raises UsageError, naming the option, for one that is unknown or wrong; ConfigError from `config`."""
+def parse_options(options: Mapping[str, str], now: float) -> ReadOptions:
+    """`now`: seconds since 1970, for times such as `2h ago`.
+
+    Raises UsageError, naming the option, for one that is unknown or wrong; ConfigError from `config`.
+    """
     given = {name.lower(): value for name, value in options.items()}
-    if unknown := sorted(given.keys() - _OPTIONS):
-        raise UsageError(f"option {unknown[0]}: expected one of {', '.join(sorted(_OPTIONS))}")
+    if unknown := sorted(given.keys() - OPTIONS):
+        raise UsageError(f"option {unknown[0]}: expected one of {', '.join(sorted(OPTIONS))}")
     store, spool_dir, feeds = _store(given)
     chain: dict[str, str | int] = {n: given[n] for n in ("site", "feed") if n in given}
     chain |= {n: _number(given, n, 0, 65_535) for n in ("incarnation", "partition") if n in given}
@@ -112,8 +157,13 @@ def parse_options(options: Mapping[str, str]) -> ReadOptions:
         columns=tuple(columns) or None,
         headers_parsed=_flag(given, "headers_parsed"),
         segments=_segments(given),
+        level=_number(given, "level", 0, MAX_LEVEL) if "level" in given else None,
+        wanted=_wanted(given, now),
+        margin_ns=_margin(given),
         feeds=feeds,
         pushdown=_flag(given, "pushdown"),
+        stream=_stream(given),
+        given=frozenset(given),
     )
     if parsed.columns is not None and (missing := set(parsed.columns) - set(parsed.schema().names)):
         raise UsageError(f"option columns: no column {sorted(missing)[0]!r}")
@@ -146,6 +196,50 @@ def _rows(given: Mapping[str, str]) -> SequenceRange:
     return SequenceRange(first, last)
 
 
+def _wanted(given: Mapping[str, str], now: float) -> RowFilter:
+    begin, end = (_moment(given, names, now) for names in (_BEGINS, _ENDS))
+    if begin is not None and end is not None and begin >= end:
+        raise UsageError(f"option since: expected before {format_time(end)}, found {format_time(begin)}")
+    subjects = tuple(given.get("subject", "").split())  # no subject holds a space
+    for each in subjects:
+        if not is_filter(each):
+            raise UsageError(f"option subject: expected filters such as nodes.*.temp, found {each!r:.80}")
+    return RowFilter(begin, end, subjects)
+
+
+def _moment(given: Mapping[str, str], names: tuple[str, ...], now: float) -> int | None:
+    if not (asked := [name for name in names if name in given]):
+        return None
+    if len(asked) > 1:
+        raise UsageError(f"expected one of the options {' and '.join(names)}, found both")
+    try:
+        return max(-_MAX_NS, min(Moment.parse(given[asked[0]]).at(now), _MAX_NS))
+    except ValueError as error:
+        raise UsageError(f"option {asked[0]}: {error}") from error
+
+
+def _margin(given: Mapping[str, str]) -> int:
+    try:
+        return round(parse_duration(given["time_margin"]) * NS_PER_S) if "time_margin" in given else MARGIN_NS
+    except ValueError as error:
+        raise UsageError(f"option time_margin: {error}") from error
+
+
+def _stream(given: Mapping[str, str]) -> StreamOptions:
+    limits = {
+        n: _number(given, f"max_{n}_per_batch", 1, 2**31 - 1)
+        for n in ("rows", "segments")
+        if f"max_{n}_per_batch" in given
+    }
+    if len(limits) > 1:
+        raise UsageError("expected one of the options max_rows_per_batch and max_segments_per_batch, found both")
+    starts = {*_BEGINS, "from_sequence", "from"} & given.keys()
+    if "from" in starts and len(starts) > 1:
+        raise UsageError(f"option from: excludes {', '.join(sorted(starts - {'from'}))}")
+    from_latest = _choice(given, "from", "earliest", "latest") == "latest"
+    return StreamOptions(from_latest, _choice(given, "on_expired", "fail", "skip") == "skip", **limits)
+
+
 def _segments(given: Mapping[str, str]) -> tuple[tuple[str, SequenceRange | None], ...] | None:
     if "segments" not in given:
         return None
@@ -163,6 +257,10 @@ def _number(given: Mapping[str, str], name: str, low: int, high: int) -> int:
 
 
 def _flag(given: Mapping[str, str], name: str) -> bool:
-    if (text := given.get(name, "false").lower()) not in ("true", "false"):
-        raise UsageError(f"option {name}: expected true or false, found {text!r:.60}")
-    return text == "true"
+    return _choice(given, name, "false", "true") == "true"
+
+
+def _choice(given: Mapping[str, str], name: str, usual: str, other: str) -> str:
+    if (text := given.get(name, usual).lower()) not in (usual, other):
+        raise UsageError(f"option {name}: expected {other} or {usual}, found {text!r:.60}")
+    return text

@@ -166,8 +166,43 @@ class Timeline:
             return None
         return None if times is None else (times.first, times.last)
 
+    def between(
+        self, begin: int | None, end: int | None, last: int = MAX_SEQUENCE, margin_ns: int = MARGIN_NS
+    ) -> list[Stretch[SegmentRef]]:
+        """The stretches of the cover up to sequence `last` that may hold rows of `begin` <= time < `end` (ns; None: no
+        such bound), ascending.
+
+        None is missing as long as no message is more than `margin_ns` earlier than one before it in the chain. What
+        only a damaged segment covers is among them, whatever its time. Raises SegmentGone as `first_at`.
+        """
+        every = list(self._usable)
+        while True:
+            stretches = cover(self._usable, self._first, last)
+            try:
+                first, behind = 0, len(stretches)
+                if begin is not None:
+                    first = self._bisected(stretches, lambda times: times.last >= begin)
+                    first = self._stepped_back(stretches, first, begin - margin_ns)
+                if end is not None:
+                    behind = self._bisected(stretches, lambda times: times.first >= end + margin_ns)
+                break
+            except _DamagedError as damaged:
+                self._usable.remove(damaged.ref)
+        taken = stretches[first:behind]
+        if len(every) > len(self._usable):
+            for hole in holes([each.rows for each in stretches], SequenceRange(self._first, last)):
+                taken += cover(every, hole.first, hole.last)
+        return sorted(taken, key=lambda each: each.rows)
+
+    def is_at_edge(self, ref: SegmentRef, begin: int | None, end: int | None) -> bool:
+        """Whether the times of the segment were looked up, and not all are in `begin` <= time < `end`."""
+        if (times := self._times.get(ref.key)) is None:
+            return False
+        return (begin is not None and times.first < begin) or (end is not None and times.last >= end)
+
     def _first_at(self, stretches: list[Stretch[SegmentRef]], moment_ns: int) -> int | None:
-        begin = self._stepped_back(stretches, self._bisected(stretches, moment_ns), moment_ns)
+        begin = self._bisected(stretches, lambda times: times.last >= moment_ns)
+        begin = self._stepped_back(stretches, begin, moment_ns - MARGIN_NS)
         for stretch in stretches[begin:]:
             if (times := self._of(stretch.segment)) is None or not times.has_rows or times.last < moment_ns:
                 continue
@@ -175,23 +210,24 @@ class Timeline:
                 return sequence
         return None
 
-    def _bisected(self, stretches: list[Stretch[SegmentRef]], moment_ns: int) -> int:
+    def _bisected(self, stretches: list[Stretch[SegmentRef]], is_reached: Callable[[_Times], bool]) -> int:
+        """The first index from which on `is_reached` holds of all with times, if it holds of none before."""
         low, high = 0, len(stretches)
         while low < high:
             middle = probe = (low + high) // 2
             while probe < high and self._of(stretches[probe].segment) is None:
                 probe += 1
             times = self._of(stretches[probe].segment) if probe < high else None
-            if times is None or times.last >= moment_ns:
+            if times is None or is_reached(times):
                 high = middle
             else:
                 low = probe + 1
         return low
 
-    def _stepped_back(self, stretches: list[Stretch[SegmentRef]], begin: int, moment_ns: int) -> int:
+    def _stepped_back(self, stretches: list[Stretch[SegmentRef]], begin: int, earliest_ns: int) -> int:
         while begin > 0:
             times = self._of(stretches[begin - 1].segment)
-            if times is not None and times.last < moment_ns - MARGIN_NS:
+            if times is not None and times.last < earliest_ns:
                 break
             begin -= 1
         return begin

@@ -25,6 +25,7 @@ from common.segments.keys import Layout, SegmentName
 from common.segments.parquet_guard import DEFAULT_LIMITS, Metadata, ParquetLimits, bomb, check_shape, explained, parse
 from common.segments.segment import Footer
 from common.sequences import SequenceRange
+from common.subjects import matches
 
 # Makes `length` bytes from offset `first` readable in the source; for files of which only parts are here.
 Fetch = Callable[[int, int], None]
@@ -93,6 +94,59 @@ class OpenedSegment:
     metadata: Metadata
     leaves: Mapping[str, int]
     footer: Footer
+
+
+@dataclass(frozen=True, slots=True)
+class RowFilter:
+    """Rows by time and subject: `begin` <= `timestamp_ns` < `end` (None: no such bound), and a subject that one of
+    `subjects` takes, filters of NATS (empty: any).
+    """
+
+    begin: int | None = None
+    end: int | None = None
+    subjects: tuple[str, ...] = ()
+
+    @property
+    def has_time(self) -> bool:
+        return self.begin is not None or self.end is not None
+
+    @property
+    def columns(self) -> set[str]:
+        """Those that `selected` looks at."""
+        return {
+            *(("timestamp_ns",) if self.has_time else ()),
+            *(("subject", "subject_raw") if self.subjects else ()),
+        }
+
+    def selected(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The rows of `batch` that are wanted, maybe none."""
+        if self.begin is not None:
+            batch = batch.filter(pc.greater_equal(batch.column("timestamp_ns"), pa.scalar(self.begin, pa.int64())))
+        if self.end is not None:
+            batch = batch.filter(pc.less(batch.column("timestamp_ns"), pa.scalar(self.end, pa.int64())))
+        if self.subjects and batch.num_rows:
+            raw, text = batch.column("subject_raw"), batch.column("subject").cast(pa.binary())
+            coded: Any = pc.coalesce(raw, text).dictionary_encode()
+            taken = [any(matches(f, subject) for f in self.subjects) for subject in coded.dictionary.to_pylist()]
+            batch = batch.filter(pa.array(taken, pa.bool_()).take(coded.indices))
+        return batch
+
+    def may_take(self, times: tuple[int, int], subjects: tuple[bytes, bytes] | None) -> bool:
+        """Whether it may take a row of those between the least and the greatest time (ns) and subject; `subjects` None:
+        unknown.
+        """
+        if (self.begin is not None and times[1] < self.begin) or (self.end is not None and times[0] >= self.end):
+            return False
+        return not self.subjects or subjects is None or any(_may_match(each, *subjects) for each in self.subjects)
+
+
+def _may_match(subject: str, least: bytes, greatest: bytes) -> bool:
+    fixed = subject.encode()
+    tokens = fixed.split(b".")
+    if wild := [place for place, token in enumerate(tokens) if token in (b"*", b">")]:
+        fixed = b"".join(token + b"." for token in tokens[: wild[0]])
+        return least[: len(fixed)] <= fixed <= greatest
+    return least <= fixed <= greatest
 
 
 class Scan:
@@ -252,6 +306,30 @@ class SegmentReader(AbstractContextManager["SegmentReader"]):
         """
         with explained(self._opened.source.key):
             return checks.times(self._opened.metadata, self._opened.leaves["timestamp_ns"])
+
+    def ranges(self, wanted: RowFilter) -> list[SequenceRange]:
+        """Where rows that `wanted` takes may be, ascending, as the file's metadata claim.
+
+        The whole coverage where no row group can be left out. Raises SegmentCorrupt without statistics of times.
+        """
+        bounds = zip(self.row_groups, self.times(), self._subjects(), strict=True)
+        taken = [group for group, times, subjects in bounds if wanted.may_take(times, subjects)]
+        if len(taken) == len(self.row_groups):
+            return [self.footer.coverage]
+        ranges: list[SequenceRange] = []
+        for before, group in zip([None, *taken], taken, strict=False):
+            if before is not None and before.index + 1 == group.index:
+                ranges[-1] = SequenceRange(ranges[-1].first, group.range.last)
+            else:
+                ranges.append(group.range)
+        return ranges
+
+    def _subjects(self) -> list[tuple[bytes, bytes] | None]:
+        """The least and the greatest subject of each row group; None where it has no such statistics."""
+        number = self._opened.leaves["subject"]
+        chunks = [parquet_guard.chunk("subject", group, number) for group in self._opened.metadata.groups]
+        bounds = ((each.least, each.greatest) for each in chunks)
+        return [(a, z) if isinstance(a, bytes) and isinstance(z, bytes) else None for a, z in bounds]
 
     def close(self) -> None:
         self._opened.source.cleanup.close()

@@ -138,16 +138,17 @@ class SegmentStore:
         self.objects, self.layout, self.subject_statistics = objects, layout, subject_statistics
         self._spool = Spool(spool_dir)
         self._clock = clock or SystemClock()
-        self._in_parts = False
+        self._in_parts = self._always_in_parts = False
 
-    def in_parts(self) -> SegmentStore:
+    def in_parts(self, *, always: bool = False) -> SegmentStore:
         """The same store, where `open` with `rows` fetches only those parts of a segment that are read.
 
+        `always`: also without `rows`, or with all of them, for who reads few of its columns or row groups.
         For reading a little of an archive: the bytes of such a part are proved by page checksums and the footer, not by
         the segment's name. Closing either closes both.
         """
         view = copy.copy(self)
-        view._in_parts = True
+        view._in_parts, view._always_in_parts = True, always
         return view
 
     # Listing
@@ -312,7 +313,7 @@ class SegmentStore:
         it is read, under the page checksums. Raises SegmentCorrupt, SegmentGone.
         """
         is_part = self._in_parts and rows is not None and not rows.encloses(ref.coverage)
-        if is_part or ref.size > WHOLE_BYTES:
+        if is_part or self._always_in_parts or ref.size > WHOLE_BYTES:
             return self.open_part(ref, rows=rows)
         for pause in FETCH_PAUSES:
             try:

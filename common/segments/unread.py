@@ -24,10 +24,10 @@ from common.errors import SegmentCorrupt
 from common.logs import get_logger
 from common.segments.columns import CONTENT_COLUMNS, SCHEMA, first_difference
 from common.segments.parquet_guard import SegmentGone, fork
-from common.segments.reader import SegmentReader
+from common.segments.reader import RowFilter, SegmentReader
 from common.segments.segment import Footer, SegmentRef
 from common.segments.store import SegmentStore
-from common.sequences import SequenceRange, Stretch, preference
+from common.sequences import Covered, SequenceRange, Stretch, preference
 
 log = get_logger(__name__)
 
@@ -100,6 +100,14 @@ class StretchReader(AbstractContextManager["StretchReader"]):
         yield from self._united(unread, columns)
         if unread.last < wanted.last:
             yield from self._own(SequenceRange(unread.last + 1, wanted.last), columns)
+
+    def ranges(self, wanted: RowFilter) -> list[SequenceRange]:
+        """Where rows of the stretch that `wanted` takes may be, ascending. Raises SegmentCorrupt."""
+        found = Covered()
+        for each in [*self._reader.ranges(wanted), *filter(None, [self.unread])]:
+            if (part := each.intersection(self._stretch.rows)) is not None:
+                found.add(part)
+        return found.stretches()
 
     def still_missing(self, within: SequenceRange) -> int:
         """The most sequences in `within` that may still be missing: the segment's ledger counts them as gone, and no

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +13,12 @@ import pytest
 from pyspark.errors import AnalysisException
 
 from common.chain import Chain
+from common.segments.columns import record_batch
 from common.segments.documents import ChainDocument, ChainStore
 from common.segments.segment import Reason
 from common.sequences import SequenceRange
 from tests.support.compaction import CHAIN, Archive, rows
-from tests.support.spark import spark_session
+from tests.support.spark import counted_bytes, counting_source, spark_session
 
 pytestmark = pytest.mark.spark
 OTHER = Chain("eu-west", "NODES", 1, 2)
@@ -114,6 +116,8 @@ def test_headers_are_parsed_on_request_in_order_with_repeats(archive: Archive):
         ({"columns": "payloads"}, "no column 'payloads'"),
         ({"pushdown": "yes"}, "expected true or false"),
         ({"config": "somewhere.yaml"}, "option config: excludes url"),
+        ({"since": "soon"}, "option since: expected a time such as"),
+        ({"from": "latest"}, "option from: only for readStream"),
     ],
 )
 def test_wrong_options_are_named(archive: Archive, options: dict, message: str):
@@ -127,6 +131,79 @@ def test_a_configuration_file_names_the_store(archive: Archive, tmp_path: Path):
     config.chmod(0o600)
     found = spark_session().read.format("floe").option("config", str(config)).load()
     assert found.count() == 110
+
+
+def test_only_one_level(archive: Archive):
+    assert frame(archive, **ONE, level=1).count() == 60
+    assert frame(archive, **ONE, level=0).count() == 100, "each sequence once within the level too"
+    assert frame(archive, **ONE, level=2).count() == 0
+
+
+def at(sequence: int) -> str:
+    """The time of a row of `rows`."""
+    return f"2023-11-14T22:13:20.{sequence * 1_001:09d}Z"
+
+
+def test_a_range_of_time_gives_exactly_its_rows(archive: Archive):
+    found = as_table(frame(archive, **ONE, since=at(35), until=at(65)))
+    assert found.column("sequence").to_pylist() == list(range(35, 65))
+    assert frame(archive, from_time=at(35), to_time=at(65)).count() == 30
+    assert frame(archive, since="2h").count() == 0
+    assert frame(archive, **ONE, since=at(35), to_sequence=40, level=0).count() == 6
+
+
+def test_a_filter_of_subjects(archive: Archive):
+    wanted = frame(archive, **ONE).where("subject = 'nodes.1' OR subject LIKE 'bad.%'").orderBy("sequence").toArrow()
+    found = as_table(frame(archive, **ONE, subject="nodes.1 bad.>"))
+    assert found.to_pylist() == wanted.to_pylist()
+    columns = frame(archive, **ONE, subject="nodes.1 bad.>", columns="sequence,payload")
+    assert columns.columns == ["sequence", "payload"]
+    assert columns.count() == wanted.num_rows
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Archive, int]:
+    """Five segments of 4 MB, each in four row groups, a second between two messages; and their bytes."""
+    found, total = Archive(tmp_path_factory.mktemp("large")), 0
+    ChainStore(found.objects, found.layout).create_chain(CHAIN, ChainDocument((), 1, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("common.segments.writer.row_group_bytes", lambda _level: 2**20)
+        for first in range(1, 1000, 200):
+            sequences, noise = list(range(first, first + 200)), random.Random(first)
+            times = [(1_700_000_000 + n) * 10**9 for n in sequences]
+            subjects = [b"rare.%d" % n if n // 50 == 10 else b"usual.%d" % n for n in sequences]
+            payloads = [noise.randbytes(20_000) for _ in sequences]
+            batch = record_batch(sequences, times, subjects, [None] * 200, payloads)
+            total += found.put(first, first + 199, batch).size
+    return found, total
+
+
+@pytest.mark.parametrize(
+    ("options", "rows_found", "most"),
+    [
+        ({}, 1000, 1.01),
+        ({"since": "2023-11-14T22:21:40Z", "until": "2023-11-14T22:22:00Z"}, 20, 0.2),
+        ({"from_sequence": 510, "to_sequence": 529}, 20, 0.12),
+        ({"subject": "rare.*"}, 50, 0.2),
+        ({"columns": "sequence,subject"}, 1000, 0.1),
+        ({"filter": "timestamp >= '2023-11-14 22:21:40' AND timestamp < '2023-11-14 22:22:00'"}, 20, 0.2),
+        ({"filter": "subject = 'rare.507'"}, 1, 0.2),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+@pytest.mark.usefixtures("switch")
+def test_only_what_is_asked_for_is_read(
+    large: tuple[Archive, int], tmp_path: Path, options: dict, rows_found: int, most: float
+):
+    archive, total = large
+    spark_session().dataSource.register(counting_source(tmp_path))
+    condition, reader = options.get("filter"), spark_session().read.format("floe_counted")
+    reader = reader.option("url", f"file://{archive.folder}/store").option("pushdown", str(bool(condition)))
+    for name, value in options.items():
+        reader = reader if name == "filter" else reader.option(name, str(value))
+    found = reader.load()
+    assert (found.where(condition) if condition else found).count() == rows_found
+    assert 0 < counted_bytes(tmp_path) < most * total
 
 
 @pytest.fixture

@@ -11,7 +11,9 @@ from common.objects.local import LocalObjects
 from common.segments import archive as moments
 from common.segments.archive import MARGIN_NS, Timeline, search
 from common.segments.columns import record_batch
+from common.segments.reader import RowFilter
 from common.segments.segment import Tip
+from compaction.source import read_stretch
 from tests.support.compaction import CHAIN, Archive
 
 SECOND = 1_000_000_000
@@ -58,6 +60,27 @@ def test_the_first_row_at_or_after_a_moment_is_found(tmp_path: Path, seed: int) 
     assert search(archive.store, CHAIN, times[0])[0] == (known[0][0] if known else None)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_no_row_between_two_times_is_outside_the_stretches_that_are_planned(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    archive = Archive(tmp_path)
+    known = build(archive, rng, rng.randint(1, 25))
+    times = [time for _, time in known] or [START_NS]
+    timeline = Timeline(archive.store, archive.store.list(CHAIN))
+    for _ in range(40):
+        begin, end = sorted(rng.choice(times) + rng.choice([-1, 0, 1, 40 * SECOND]) for _ in range(2))
+        bounds = rng.choice([(begin, end + 1), (begin, None), (None, end)])
+        asked = RowFilter(*bounds)
+        found = [
+            sequence
+            for stretch in timeline.between(*bounds)
+            for read in read_stretch(archive.store, stretch, ["sequence"], asked)
+            for sequence in read.column("sequence").to_pylist()
+        ]
+        low, high = bounds[0] or 0, bounds[1] or 2**63
+        assert found == [sequence for sequence, time in known if low <= time < high], (seed, bounds)
+
+
 class CountingObjects(LocalObjects):
     """Counts what is read."""
 
@@ -76,14 +99,50 @@ def batch(first: int, count: int, size: int = 10):  # type: ignore[no-untyped-de
     return record_batch(list(rows), times, [b"a"] * count, [None] * count, payloads)
 
 
-def test_a_long_chain_is_searched_by_few_footers(tmp_path: Path) -> None:
-    objects = CountingObjects(tmp_path / "store")
-    archive = Archive(tmp_path, objects)
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> tuple[Archive, CountingObjects]:
+    """300 segments of 20 s."""
+    folder = tmp_path_factory.mktemp("long")
+    objects = CountingObjects(folder / "store")
+    archive = Archive(folder, objects)
     for number in range(300):
         archive.put(number * 20 + 1, number * 20 + 20, batch(number * 20 + 1, 20))
+    return archive, objects
+
+
+def test_a_long_chain_is_searched_by_few_footers(long: tuple[Archive, CountingObjects]) -> None:
+    archive, objects = long
     objects.gets = 0
     assert search(archive.store, CHAIN, START_NS + 3_123 * SECOND - 7)[0] == 3_123
     assert objects.gets <= 2 * 9 + 6
+
+
+def test_a_part_of_the_time_of_a_long_chain_is_planned_by_few_footers(long: tuple[Archive, CountingObjects]) -> None:
+    archive, objects = long
+    objects.gets = 0
+    timeline = Timeline(archive.store, archive.store.list(CHAIN))
+    begin, end = (START_NS + second * SECOND for second in (3_000, 3_060))
+    planned = timeline.between(begin, end)
+    assert len(planned) <= 3 + 2 * 4, "a minute on both sides"
+    assert {s.rows.first for s in planned} >= {2981, 3001, 3021, 3041}
+    assert [s for s in planned if not timeline.is_at_edge(s.segment, begin, end)], "some lie inside"
+    assert objects.gets <= 2 * (2 * 9 + 6)
+
+
+def test_what_only_a_damaged_segment_covers_is_planned_whatever_its_time(tmp_path: Path) -> None:
+    """So that a query fails, and does not lack rows."""
+    archive = Archive(tmp_path)
+    refs = [archive.put(n * 10 + 1, n * 10 + 10, batch(n * 10 + 1, 10)) for n in range(9)]
+    (tmp_path / "store" / refs[4].key).write_bytes(b"PAR1" + bytes(refs[4].size - 8) + b"PAR1")
+    planned = Timeline(archive.store, archive.store.list(CHAIN)).between(
+        START_NS + 45 * SECOND, START_NS + 46 * SECOND, margin_ns=0
+    )
+    assert [each.segment.key for each in planned] == [refs[4].key]
+    archive.put(35, 60, batch(35, 26), level=1)
+    planned = Timeline(archive.store, archive.store.list(CHAIN)).between(
+        START_NS + 45 * SECOND, START_NS + 46 * SECOND, margin_ns=0
+    )
+    assert [(each.segment.level, str(each.rows)) for each in planned] == [(1, "41..60")]
 
 
 def test_only_times_are_read_of_a_large_segment(tmp_path: Path) -> None:

@@ -5,17 +5,28 @@ from __future__ import annotations
 import os
 import signal
 import time
+import uuid
 import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any, ClassVar
 
 from pyspark.sql import SparkSession
+from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
+from pyspark.sql.types import StructType
 
 from common.segments.store import SegmentStore
-from common.settings.root import Settings
-from compaction.source import register
+from common.settings.root import Settings, StoreSettings
+from compaction import source
+from compaction.source import FloeDataSource
+from compaction.source_options import ReadOptions
 from compaction.spark import Spark, start
 from tests.support.basics import PATIENCE
+from tests.support.stores import CountingObjects
 
 CONF = {
     "spark.sql.shuffle.partitions": "2",
@@ -32,9 +43,7 @@ def spark_session() -> SparkSession:
     """The session, started on first use with the settings that Floe itself starts one with."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # py4j and pyspark warn of what is theirs
-        session = start("local[2]", CONF)
-        register(session)
-    return session
+        return start("local[2]", CONF)
 
 
 class SharedSpark(Spark):
@@ -46,6 +55,75 @@ class SharedSpark(Spark):
 
     def __exit__(self, *_: object) -> None:
         pass
+
+
+def counting_source(counts: Path) -> type[FloeDataSource]:
+    """The source `floe` as `floe_counted`: it notes the bytes that are read, planning included, in folder `counts`."""
+
+    class Counted(FloeDataSource):
+        @classmethod
+        def name(cls) -> str:
+            return "floe_counted"
+
+        def read_options(self) -> ReadOptions:
+            return replace(super().read_options(), spool_dir=str(counts))  # so that it shares no open store
+
+        def reader(self, schema: StructType) -> DataSourceReader:
+            reader = super().reader(schema)
+            filters = type(reader).pushFilters is not DataSourceReader.pushFilters
+            return (CountedFilteringReader if filters else CountedReader)(reader, counts)
+
+    return Counted
+
+
+def counted_bytes(counts: Path) -> int:
+    """What was read since the last call."""
+    files = list(counts.glob("*.count"))
+    total = sum(int(path.read_text()) for path in files)
+    for path in files:
+        path.unlink()
+    return total
+
+
+class CountedReader(DataSourceReader):
+    """A reader of a store in a folder that notes how many bytes of objects it reads."""
+
+    _opened: ClassVar[defaultdict[Path, list[CountingObjects]]] = defaultdict(list)
+
+    def __init__(self, reader: DataSourceReader, counts: Path) -> None:
+        self._reader, self._counts = reader, counts
+
+    def partitions(self) -> Sequence[InputPartition]:
+        with self._counted():
+            return self._reader.partitions()
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        with self._counted():
+            yield from self._reader.read(partition)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        opened, former = self._opened[self._counts], source.open_objects
+
+        def counting(settings: StoreSettings) -> CountingObjects:
+            opened.append(CountingObjects(Path(settings.url.removeprefix("file://"))))
+            return opened[-1]
+
+        source.open_objects = counting  # type: ignore[assignment]
+        before = sum(each.read for each in opened)
+        try:
+            yield
+        finally:
+            source.open_objects = former
+            read = sum(each.read for each in opened) - before
+            (self._counts / f"{uuid.uuid4().hex}.count").write_text(str(read))
+
+
+class CountedFilteringReader(CountedReader):
+    """One that filters are pushed down to: Spark looks whether there is such a method."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
+        return self._reader.pushFilters(filters)
 
 
 # Work for executors, who import it from here.

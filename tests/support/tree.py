@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TOPS = ("floe.py", "common", "egress", "ingress", "compaction", "infra", "bench")
+TOPS = ("floe.py", "pyspark_floe.py", "common", "egress", "ingress", "compaction", "infra", "bench")
 BEGIN, END = "<!-- tree: begin -->", "<!-- tree: end -->"
 
 

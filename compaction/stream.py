@@ -1,0 +1,259 @@
+"""What `spark.readStream.format("floe")` reads next: positions of chains, and the cover between two of them.
+
+A stream is at a *position* in each chain: the first sequence that it has not read. A batch reads what the cover
+accounts for from there on, up to the first hole that nobody accepted; other chains go on. What arrives later, behind a
+position, is not read: neither by this stream nor by ingress.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+from common.chain import Chain
+from common.clock import Clock
+from common.errors import DataError, Refused
+from common.logs import get_logger
+from common.segments.archive import search
+from common.segments.documents import ChainStore, accepted_part, way_out
+from common.segments.segment import SegmentRef
+from common.segments.store import PAGE, SegmentStore
+from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
+from compaction.source_options import ReadOptions
+
+log = get_logger(__name__)
+
+# What Spark keeps in a checkpoint, as JSON: by the name of a chain, the first sequence that is not read yet; and
+# `format_version`. Empty: the query is new.
+Positions = dict[str, int]
+FORMAT = {"format_version": 1}
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+LISTINGS_AT_ONCE = 8
+LOOK_AGAIN = 300.0  # seconds after which a chain is listed though its tail did not change
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """What a chain has for a stream: stretches without a hole that counts, the position behind them, and where the
+    segments that were listed end. `hole`: what stops it, None where it is all there is.
+    """
+
+    stretches: Sequence[Stretch[SegmentRef]]
+    position: int
+    end: int
+    hole: SequenceRange | None = None
+
+
+class ArchiveStream:
+    """Where a stream over the selected chains begins, and how far it can go. Blocking; used by one thread at a time."""
+
+    def __init__(self, store: SegmentStore, options: ReadOptions, clock: Clock) -> None:
+        self._store, self._options, self._clock = store, options, clock
+        self._chains = ChainStore(store.objects, store.layout)
+        self._idle: dict[Chain, tuple[int, str, float]] = {}  # position, etag of the tail, when it was listed
+        self._ahead: dict[str, _Ahead] = {}  # of the last look
+        self._is_bounded, self._turn = False, 0
+        self._targets: Positions | None = None  # once bounded, where each chain ends
+        self._told: dict[Chain, SequenceRange] = {}
+
+    def bound(self) -> None:
+        """Has `latest` go no further than what is there at its next call."""
+        self._is_bounded, self._targets = True, None
+
+    def latest(self, start: Mapping[str, int], rows: int | None = None, segments: int | None = None) -> Positions:
+        """How far a batch from `start` may go; `start` itself where there is nothing to read.
+
+        `rows`, `segments`: the most that it may hold of all chains together, None for any number. A chain that `start`
+        does not know only begins with this batch: the next one reads it. Raises UsageError for names that are not
+        there, DataError where retention deleted what comes next, unless the options say to skip it.
+        """
+        if (version := {**FORMAT, **start}["format_version"]) != FORMAT["format_version"]:
+            raise DataError(f"checkpoint: expected positions of format 1, found {version}", hint="use a newer Floe")
+        chains, tails = self._options.selected(self._chains), self._tails()
+        known = [chain for chain in chains if str(chain) in start]
+        new = [chain for chain in chains if str(chain) not in start]
+        begun = dict(zip(map(str, new), self._mapped(self._beginning if start else self._start, new), strict=True))
+        is_first = self._is_bounded and self._targets is None
+        at_once = PAGE if (rows or segments) and not is_first else None
+        looks = self._mapped(lambda chain: self._look(chain, start[str(chain)], tails.get(chain, ""), at_once), known)
+        self._ahead = {str(chain): look for chain, look in zip(known, looks, strict=True)}
+        if is_first:
+            found = self._mapped(lambda name: self._found(Chain.parse(name), begun[name], None), begun)
+            seen = {**self._ahead, **dict(zip(begun, found, strict=True))}
+            self._targets = {name: each.position for name, each in seen.items()}
+        if (targets := self._targets) is not None:
+            begun = {name: position for name, position in begun.items() if name in targets}
+            self._ahead = {name: _bounded(each, targets.get(name, 0)) for name, each in self._ahead.items()}
+        self._turn += 1
+        reached = shared(self._ahead_of(start), rows, segments, self._turn)
+        return dict(sorted({**start, **reached, **begun, **FORMAT}.items()))
+
+    def ends(self) -> Positions:
+        """The position behind the last segment of each chain, as the last look saw it."""
+        return {name: each.end for name, each in sorted(self._ahead.items())}
+
+    def stretches(self, start: Mapping[str, int], end: Mapping[str, int]) -> list[Stretch[SegmentRef]]:
+        """What accounts for the sequences from `start` up to, not including, `end`, each once.
+
+        Raises DataError where something is not covered any more that a batch was to hold.
+        """
+        parts = [
+            (Chain.parse(name), SequenceRange(start[name], behind - 1))
+            for name, behind in sorted(end.items())
+            if start.get(name, behind) < behind and name not in FORMAT
+        ]
+        return [stretch for found in self._mapped(lambda part: self._between(*part), parts) for stretch in found]
+
+    def _between(self, chain: Chain, rows: SequenceRange) -> list[Stretch[SegmentRef]]:
+        seen = self._ahead.get(str(chain))
+        for refs in ([each.segment for each in seen.stretches] if seen else [], None):
+            listed = self._store.list(chain, position=rows.first) if refs is None else refs
+            taken = cover(listed, rows.first, rows.last)
+            missing = holes([each.rows for each in taken], rows)
+            if not missing or (refs is None and all(self._passed(chain, hole) == hole for hole in missing)):
+                return taken
+        raise DataError(
+            f"chain {chain}: expected segments that cover {missing[0]}, of which a batch was planned, found none",
+            hint=way_out(chain, missing[0]),
+        )
+
+    def _ahead_of(self, start: Mapping[str, int]) -> dict[str, _Ahead]:
+        return {name: each for name, each in self._ahead.items() if each.position > start[name]}
+
+    def _mapped(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        with ThreadPoolExecutor(LISTINGS_AT_ONCE) as pool:
+            return list(pool.map(work, items))
+
+    def _tails(self) -> dict[Chain, str]:
+        with suppress(Refused):  # a credential of one site may not list them: then every chain is
+            return self._chains.tails()
+        return {}
+
+    def _beginning(self, chain: Chain) -> int:
+        document = self._chains.read_chain(chain)
+        return max(document.first if document else 1, self._chains.read_floor(chain) or 1)
+
+    def _start(self, chain: Chain) -> int:
+        options, position = self._options, self._beginning(chain)
+        if options.stream.from_latest:
+            # A copy of a bucket may have the tail before the segments.
+            places = (max(position, self._chains.read_tail(chain) or 0), position)
+            listed = next(filter(None, (self._store.list(chain, position=at) for at in places)), [])
+            return max((ref.coverage.last + 1 for ref in listed), default=position)
+        if options.wanted.begin is not None:
+            found, behind = search(self._store, chain, options.wanted.begin, position)
+            position = max(position, behind if found is None else found)
+        return max(position, options.rows.first)
+
+    def _look(self, chain: Chain, position: int, tail: str, at_once: int | None) -> _Ahead:
+        idle = self._idle.get(chain)
+        now = self._clock.monotonic()
+        if tail and idle is not None and idle[:2] == (position, tail) and now < idle[2] + LOOK_AGAIN:
+            return _Ahead((), position, position)
+        found = self._found(chain, position, at_once)
+        if not found.stretches and found.hole is None and (self._chains.read_tail(chain) or 0) < position:
+            self._idle[chain] = (position, tail, now)
+        self._tell(chain, found.hole)
+        return found
+
+    def _tell(self, chain: Chain, hole: SequenceRange | None) -> None:
+        """Logs a hole that stops the chain, once."""
+        if hole is None:
+            self._told.pop(chain, None)
+        elif self._told.get(chain) != hole:
+            self._told[chain] = hole
+            context = {"hole": str(hole), "why": way_out(chain, hole), **chain.log_context()}
+            log.warning("chain waits at a hole", action="chain_waits", **context)
+
+    def _found(self, chain: Chain, position: int, at_once: int | None) -> _Ahead:
+        """`at_once`: how many segments of each level are listed, None for all."""
+        refs = self._store.list(chain, position=position, limit=at_once)
+        ends: dict[int, list[int]] = {}
+        for ref in refs:
+            ends.setdefault(ref.level, []).append(ref.coverage.last)
+        # What is not listed of a level ends behind what is.
+        last = min((max(each) for each in ends.values() if at_once and len(each) >= at_once), default=MAX_SEQUENCE)
+        taken: list[Stretch[SegmentRef]] = []
+        end, hole = max((ref.coverage.last + 1 for ref in refs), default=position), None
+        for stretch in cover(refs, position, last):
+            if stretch.rows.first > position:
+                if last < MAX_SEQUENCE:
+                    return self._found(chain, position, None)  # what was not listed may cover it
+                hole = SequenceRange(position, stretch.rows.first - 1)
+                if (passed := self._passed(chain, hole)) is not None:
+                    position = passed.last + 1
+                if passed != hole:
+                    hole = SequenceRange(position, hole.last)
+                    break
+                hole = None
+            taken.append(stretch)
+            position = stretch.rows.last + 1
+        return _Ahead(taken, position, end, hole)
+
+    def _passed(self, chain: Chain, hole: SequenceRange) -> SequenceRange | None:
+        """The first part of `hole` that is given up: accepted, or deleted by retention; None where nothing of it is."""
+        first = hole.first
+        if (floor := self._chains.read_floor(chain) or 0) > first:
+            if not self._options.stream.skips_expired:
+                raise DataError(
+                    f"chain {chain}: expected sequence {first}, found that retention deleted all before {floor}",
+                    hint="begin a new query with another checkpoint, or set option on_expired=skip",
+                )
+            first = min(floor, hole.last + 1)
+        if first > hole.last:
+            return hole
+        gaps = [gap.range for gap in self._chains.gaps(chain, position=first)]
+        accepted = accepted_part(SequenceRange(first, hole.last), gaps)
+        last = accepted.last if accepted else first - 1
+        return SequenceRange(hole.first, last) if last >= hole.first else None
+
+
+def _bounded(ahead: _Ahead, position: int) -> _Ahead:
+    """What is before `position` of it."""
+    if ahead.position <= position:
+        return ahead
+    parts = [(s, s.rows.intersection(SequenceRange(1, position - 1))) for s in ahead.stretches] if position > 1 else []
+    return _Ahead([Stretch(s.segment, rows) for s, rows in parts if rows is not None], position, ahead.end)
+
+
+def shared(ahead: Mapping[str, _Ahead], rows: int | None, segments: int | None, turn: int) -> Positions:
+    """How far each chain goes so that together they stay below a limit of `rows` (covered sequences, so that there are
+    no more rows) or of `segments`; at least one chain goes on. None: no limit.
+
+    In equal parts; what one does not need goes to the others. Where there are more chains than that, they take turns.
+    """
+    if (left := rows or segments) is None:
+        return {name: each.position for name, each in ahead.items()}
+    needed = {name: sum(_cost(s, rows) for s in each.stretches) for name, each in ahead.items()}
+    order = sorted(ahead, key=lambda name: (needed[name], name))
+    if left < len(order):
+        first = turn * left % len(order)
+        order = order[first:] + order[:first]
+    reached: Positions = {}
+    for count, name in zip(range(len(order), 0, -1), order, strict=True):
+        share = max(1, left // count) if left else 0
+        reached[name], cost = _within(ahead[name], share, rows)
+        left -= cost
+    return {name: position for name, position in reached.items() if position}
+
+
+def _cost(stretch: Stretch[SegmentRef], rows: int | None) -> int:
+    return len(stretch.rows) if rows else 1
+
+
+def _within(ahead: _Ahead, share: int, rows: int | None) -> tuple[int, int]:
+    """The position that `share` reaches, 0 for none, and what it costs. Only a first stretch is cut."""
+    position = spent = 0
+    for stretch in ahead.stretches:
+        if spent + (cost := _cost(stretch, rows)) > share:
+            if not spent and share:
+                return stretch.rows.first + share, share
+            return position, spent
+        position, spent = stretch.rows.last + 1, spent + cost
+    return ahead.position if share or not ahead.stretches else 0, spent
