@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from common.cli import Moment, TimeType, config_option, json_option, moment, print_json, refuse_beside, run_command, table
+from common.cli import (
+    Moment,
+    TimeType,
+    config_option,
+    json_option,
+    moment,
+    print_json,
+    refuse_beside,
+    run_command,
+    table,
+)
 from common.clock import SystemClock, format_time
 from common.errors import DataError, FloeError, UsageError
 from common.open import load_settings, open_chains, open_store, reloaded_on_hangup
@@ -141,9 +151,7 @@ def _made(
             yield made, done, place
 
 
-def _selected(
-    settings: Settings, what: str | None, site: str | None, feed: str | None
-) -> tuple[list[Chain], str]:
+def _selected(settings: Settings, what: str | None, site: str | None, feed: str | None) -> tuple[list[Chain], str]:
     """The chains that are meant, and a name for them. Raises UsageError for a site or feed that does not exist."""
     from common.segments.archive import among
     from common.segments.keys import chosen, configured, parse
@@ -188,5 +196,7 @@ def _show(name: str, output: str, done: ReportRun, as_json: bool) -> int:
         table([[name, done.chains, done.segments, done.size, done.rows, len(done.damaged)]], COLUMNS)
     for key in done.damaged:
         text = f"segment {key}: expected the bytes that its name promises; the report does without it"
-        click.echo(DataError(text, hint=f"put it away:\n{quarantine_command(key)}", code="E-SEG-CORRUPT").line(), err=True)
+        click.echo(
+            DataError(text, hint=f"put it away:\n{quarantine_command(key)}", code="E-SEG-CORRUPT").line(), err=True
+        )
     return DataError.exit_code if done.damaged else 0

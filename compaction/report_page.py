@@ -50,8 +50,8 @@ def write_csv(table: pa.Table, file: TextIO) -> None:
 
 def rendered(table: pa.Table, since: int | None, until: int | None, made: float) -> bytes:
     """The page of `table`, for the hours from `since` (None: the last 30 days of it) up to `until`. `made`: now."""
-    newest = pc.max(table["hour"].cast(pa.int64())).as_py()
-    if since is None and newest is not None:
+    if since is None and table.num_rows:
+        newest: Any = pc.max(table["hour"]).cast(pa.int64()).as_py()
         since = newest * 1000 + HOUR * NS_PER_S - SHOWN_NS
     rows = within(table, since, until).to_pylist()
     for row in rows:

@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 from common.chain import Chain
 from common.clock import NS_PER_S, format_time
 from common.documents import JsonForm
-from common.errors import DataError, FloeError, Unavailable, UsageError
+from common.errors import DataError, FloeError, UsageError
 from common.jetstream.headers import header
 from common.logs import get_logger
 from common.objects.open import open_objects
@@ -53,6 +53,7 @@ HOUR_NS = 3600 * NS_PER_S
 STRETCHES = 10_000  # that are read before the report is replaced
 ROUNDS = 3  # of looking again, because segments were gone or damaged
 REQUESTS_AT_ONCE = 8
+TASKS_OF_A_CORE = 4
 
 
 # Where a report is
@@ -109,7 +110,7 @@ class BucketPlace:
 
 
 def open_place(output: str, settings: Settings) -> Place:
-    """The place that `output` names: a directory, or `s3://BUCKET/PREFIX` in the bucket of the store, beside the archive.
+    """The place that `output` names: a directory, or `s3://BUCKET/PREFIX` in the store's bucket, beside the archive.
 
     Raises UsageError for another bucket, and for a place inside the archive, where every file would be a foreign key.
     """
@@ -143,7 +144,7 @@ _FORM = JsonForm(_ReportWire)
 
 @dataclass(frozen=True, slots=True)
 class ReportState:
-    """What a report accounts for. `chains`: which were asked for; `since`: nothing before it was read, in ns since 1970.
+    """What a report accounts for. `chains`: which were asked for; `since`: nothing before was read, ns since 1970.
 
     `accounted`: the sequences of each chain that are in it, rows or not.
     """
@@ -326,9 +327,7 @@ class ArchiveReport:
             former.unlink(missing_ok=True)
             new.unlink(missing_ok=True)
 
-    def _write(
-        self, path: Path, former: Path | None, part: Sequence[Stretch[SegmentRef]], state: ReportState
-    ) -> None:
+    def _write(self, path: Path, former: Path | None, part: Sequence[Stretch[SegmentRef]], state: ReportState) -> None:
         """Write to `path` what is in `former`, and the rows of `part`."""
         raise NotImplementedError
 
@@ -340,7 +339,9 @@ class ArchiveReport:
         session.dataSource.register(source_of(self._spark.settings, FORMAT))
         named = [[s.segment.key, [s.rows.first, s.rows.last]] for s in part]
         reader = session.read.format(FORMAT).option("segments", json.dumps(named))
-        return reader.option("columns", ",".join(columns)).load()
+        frame = reader.option("columns", ",".join(columns)).load()
+        # A task for each stretch would hand on as many parts of a result as there are segments.
+        return frame.coalesce(session.sparkContext.defaultParallelism * TASKS_OF_A_CORE)
 
     def _not_intact(self, part: Sequence[Stretch[SegmentRef]]) -> set[str]:
         refs = {stretch.segment.key: stretch.segment for stretch in part}
@@ -360,9 +361,9 @@ def with_state(schema: pa.Schema, state: ReportState) -> pa.Schema:
 
 # The newest message of each key
 
-_CHAIN_FIELDS = [pa.field("site", pa.string()), pa.field("feed", pa.string())]
-_HISTORY_FIELDS = [pa.field("incarnation", pa.int32()), pa.field("partition", pa.int32())]
-_ROW_FIELDS = [each.remove_metadata() for each in SCHEMA]
+_CHAIN_FIELDS: list[Any] = [pa.field("site", pa.string()), pa.field("feed", pa.string())]
+_HISTORY_FIELDS: list[Any] = [pa.field("incarnation", pa.int32()), pa.field("partition", pa.int32())]
+_ROW_FIELDS: list[Any] = [each.remove_metadata() for each in SCHEMA]
 LATEST: pa.Schema = pa.schema([*_CHAIN_FIELDS, *_HISTORY_FIELDS, *_ROW_FIELDS, pa.field("operation", pa.string())])
 GROUP_ROWS, GROUP_BYTES = 20_000, 32 * 1024 * 1024  # of a row group, about
 
@@ -394,9 +395,7 @@ class LatestReport(ArchiveReport):
 
     name = "latest"
 
-    def _write(
-        self, path: Path, former: Path | None, part: Sequence[Stretch[SegmentRef]], state: ReportState
-    ) -> None:
+    def _write(self, path: Path, former: Path | None, part: Sequence[Stretch[SegmentRef]], state: ReportState) -> None:
         both = merged_in_order(_stored(former), self._newest(part), key=key_of)
         with pq.ParquetWriter(path, with_state(LATEST, state), compression="zstd") as writer:
             for batch in _batches(newest(rows) for _, rows in groupby(both, key_of)):
@@ -565,14 +564,12 @@ class TrafficReport(ArchiveReport):
 
     name, is_finest = "traffic", True
 
-    def _write(
-        self, path: Path, former: Path | None, part: Sequence[Stretch[SegmentRef]], state: ReportState
-    ) -> None:
+    def _write(self, path: Path, former: Path | None, part: Sequence[Stretch[SegmentRef]], state: ReportState) -> None:
         rows = [row for row in self._hours(part) if state.since is None or row["hour"] * 1000 >= state.since]
         tables = [pa.Table.from_pylist(rows, TRAFFIC)]
         if former is not None:
             tables.append(pq.read_table(former, columns=TRAFFIC.names).cast(TRAFFIC))
-        sums = [(name, "sum") for name in _COUNTS]
+        sums: list[Any] = [(name, "sum") for name in _COUNTS]
         grouped = pa.concat_tables(tables).group_by(_KEYS).aggregate([*sums, ("lag_max_ms", "max")])
         whole = grouped.select([*_KEYS, *(f"{n}_sum" for n in _COUNTS), "lag_max_ms_max"]).rename_columns(TRAFFIC.names)
         ordered = whole.cast(TRAFFIC).sort_by([(name, "ascending") for name in _KEYS])
