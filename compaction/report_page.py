@@ -42,7 +42,7 @@ def write_csv(table: pa.Table, file: TextIO) -> None:
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(table.schema.names)
     for batch in table.to_batches(10_000):
-        hours = batch.column("hour").cast(pa.int64()).to_pylist()
+        hours: list[Any] = batch.column("hour").cast(pa.int64()).to_pylist()
         columns = [batch.column(name).to_pylist() for name in batch.schema.names]
         columns[batch.schema.get_field_index("hour")] = [format_time(hour * 1000) for hour in hours]
         writer.writerows(zip(*columns, strict=True))
