@@ -27,7 +27,7 @@ from common.open import load_settings, open_chains, open_store, reloaded_on_hang
 if TYPE_CHECKING:
     from common.chain import Chain
     from common.settings.root import Settings
-    from compaction.reports import ArchiveReport, Place, ReportRun, TrafficReport
+    from compaction.reports import ArchiveReport, ReportPlace, ReportRun, TrafficReport
 
     R = TypeVar("R", bound=ArchiveReport)
 
@@ -120,7 +120,7 @@ def _made(
     output: str,
     full: bool,
     master: str | None,
-) -> Iterator[tuple[R, ReportRun, Place]]:
+) -> Iterator[tuple[R, ReportRun, ReportPlace]]:
     """The report, brought up to date, what the run did, and where it is. Spark starts when there is something new.
 
     Raises Unavailable where a signal asked it to stop.
@@ -172,7 +172,7 @@ def _selected(settings: Settings, what: str | None, site: str | None, feed: str 
     return among(documents, site, feed, lambda known: chosen(known, feeds, site, feed)), named
 
 
-def _put_views(made: TrafficReport, place: Place, since: int | None, until: int | None, now: float) -> None:
+def _put_views(made: TrafficReport, place: ReportPlace, since: int | None, until: int | None, now: float) -> None:
     """Put the page and the CSV of the hours from `since` up to `until`."""
     from compaction import report_page
 

@@ -59,7 +59,7 @@ TASKS_OF_A_CORE = 4
 # Where a report is
 
 
-class Place(Protocol):
+class ReportPlace(Protocol):
     """Where the files of a report are. One that is put replaces the former in one step."""
 
     def get(self, name: str, path: Path) -> bool:
@@ -109,7 +109,7 @@ class BucketPlace:
         self._objects.put(self._prefix + name, path, sha256=sha256_of(path))
 
 
-def open_place(output: str, settings: Settings) -> Place:
+def open_place(output: str, settings: Settings) -> ReportPlace:
     """The place that `output` names: a directory, or `s3://BUCKET/PREFIX` in the store's bucket, beside the archive.
 
     Raises UsageError for another bucket, and for a place inside the archive, where every file would be a foreign key.
@@ -217,7 +217,7 @@ class ArchiveReport:
     name = ""
     is_finest = False  # whether it reads the lowest level that has a row
 
-    def __init__(self, spark: Spark, store: SegmentStore, place: Place) -> None:
+    def __init__(self, spark: Spark, store: SegmentStore, place: ReportPlace) -> None:
         self._spark, self.store, self._place = spark, store, place
 
     @property
