@@ -144,8 +144,9 @@ def _made(
             made = kind(spark, store, place)
             try:
                 done = made.run(ReportState(kind.name, address, named, since), chains, full=full)
-            except FloeError:
+            except FloeError as error:
                 asked.check()  # what was cancelled fails in many ways
+                error.hint = error.hint.replace(", or use --engine local", "")  # there is no other engine here
                 raise
             life.results(segments=done.segments, bytes=done.size, rows=done.rows, failures=len(done.damaged))
             yield made, done, place

@@ -88,7 +88,19 @@ svg .axis { stroke: var(--line); } h3 { margin-top: 1.6rem; }
 """
 
 _GONE = ("gone_before_read", "gone_from_hole", "lost")
-_COLUMNS = ("site", "feed", "messages", "kept", "sampled out", "too old", "looped", "gone", "bytes", "lag", "most")
+_COLUMNS = (
+    "site",
+    "feed",
+    "messages",
+    "kept",
+    "sampled out",
+    "too old",
+    "looped",
+    "gone",
+    "bytes",
+    "mean lag",
+    "greatest lag",
+)
 
 
 def _table(feeds: Mapping[tuple[str, str], Sequence[Part]]) -> Iterator[str]:

@@ -13,9 +13,11 @@ import fcntl
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from heapq import merge as merged_in_order
 from itertools import groupby
@@ -40,7 +42,7 @@ from common.segments.segment import Footer, Reason, SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import MAX_SEQUENCE, Covered, SequenceRange, Stretch, cover
 from common.settings.root import Settings
-from compaction.spark import Spark, spark_error
+from compaction.spark import LOOK, Spark, spark_error
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -107,6 +109,20 @@ class BucketPlace:
 
     def put(self, name: str, path: Path) -> None:
         self._objects.put(self._prefix + name, path, sha256=sha256_of(path))
+
+
+class _AsidePlace:
+    """One file on the disk of the spool: what a report is made in that replaces another one as a whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def get(self, _name: str, path: Path) -> bool:
+        shutil.copyfile(self.path, path)
+        return True
+
+    def put(self, _name: str, path: Path) -> None:
+        shutil.copyfile(path, self.path)
 
 
 def open_place(output: str, settings: Settings) -> ReportPlace:
@@ -218,7 +234,7 @@ class ArchiveReport:
     is_finest = False  # whether it reads the lowest level that has a row
 
     def __init__(self, spark: Spark, store: SegmentStore, place: ReportPlace) -> None:
-        self._spark, self.store, self._place = spark, store, place
+        self._spark, self.store, self.place = spark, store, place
 
     @property
     def file(self) -> str:
@@ -230,15 +246,31 @@ class ArchiveReport:
         Raises UsageError where the file in its place is of something else, ConfigError where Java or PySpark is
         missing, Unavailable where Spark or the store fails; what was read until then stays in the report.
         """
+        if not full:
+            return self._run(wanted, chains)
+        whole, aside = self.place, _AsidePlace(self.store.new_spool())
+        try:
+            self.place = aside
+            self._replace(wanted, None)
+            done = self._run(wanted, chains)
+            whole.put(self.file, aside.path)
+        finally:
+            self.place = whole
+            aside.path.unlink(missing_ok=True)
+        return done
+
+    def _run(self, wanted: ReportState, chains: Sequence[Chain]) -> ReportRun:
         done, damaged = ReportRun(len(chains)), set[str]()
-        state = self._begun(wanted, chains, full)
+        state = self._begun(wanted, chains)
         for number in range(1, ROUNDS + 1):
             bad = set[str]()
             for part in self._parts(chains, state, damaged):
                 self._spark.check()
                 try:
-                    state = self._account(state, part)
+                    with self._cancelled_if_asked():
+                        state = self._account(state, part)
                 except (FloeError, pa.ArrowException) as error:
+                    self._spark.check()
                     if not (found := self._not_intact(part)) or number == ROUNDS:
                         raise
                     log.info("looking again", action="report_again", segments=len(found), error=str(error)[:300])
@@ -251,15 +283,41 @@ class ArchiveReport:
             if not bad:
                 break
         done.damaged = sorted(key for key in damaged if self.store.objects.head(key) is not None)
-        path = self.store.new_spool()
-        try:
-            done.rows = pq.read_metadata(path).num_rows if self._place.get(self.file, path) else 0
-        finally:
-            path.unlink(missing_ok=True)
+        with self._fetched() as path:
+            done.rows = pq.read_metadata(path).num_rows if path else 0
         return done
 
-    def _begun(self, wanted: ReportState, chains: Sequence[Chain], full: bool) -> ReportState:
-        former = None if full else self._former()
+    @contextmanager
+    def _cancelled_if_asked(self) -> Iterator[None]:
+        """Cancels what Spark does in the block once the run is to stop, also where it was asked before Spark began."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(LOOK):
+                try:
+                    self._spark.check()
+                except FloeError:
+                    self._spark.cancel()
+
+        watching = threading.Thread(target=watch, name="report-stop", daemon=True)
+        watching.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watching.join()
+
+    @contextmanager
+    def _fetched(self) -> Iterator[Path | None]:
+        """A copy of the file as it is; None where there is none."""
+        path = self.store.new_spool()
+        try:
+            yield path if self.place.get(self.file, path) else None
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _begun(self, wanted: ReportState, chains: Sequence[Chain]) -> ReportState:
+        former = self._former()
         state = former or wanted
         place = (wanted.report, wanted.store, wanted.chains)
         if (found := (state.report, state.store, state.chains)) != place:
@@ -281,19 +339,16 @@ class ArchiveReport:
 
     def _former(self) -> ReportState | None:
         """What the report accounts for. Raises DataError where it is not one."""
-        path = self.store.new_spool()
-        try:
-            if not self._place.get(self.file, path):
+        with self._fetched() as path:
+            if path is None:
                 return None
-            raw = (pq.read_schema(path).metadata or {}).get(METADATA)
-            if raw is None:
-                raise ValueError("nothing that says what is in it")
-            return ReportState.from_json(raw)
-        except (ValueError, pa.ArrowException) as error:
-            hint = "give another --output, or replace it with --full"
-            raise DataError(f"{self.file}: expected a report of Floe, found {error}", hint=hint) from error
-        finally:
-            path.unlink(missing_ok=True)
+            try:
+                if (raw := (pq.read_schema(path).metadata or {}).get(METADATA)) is None:
+                    raise ValueError("nothing that says what is in it")
+                return ReportState.from_json(raw)
+            except (ValueError, pa.ArrowException) as error:
+                hint = "give another --output, or replace it with --full"
+                raise DataError(f"{self.file}: expected a report of Floe, found {error}", hint=hint) from error
 
     def _parts(
         self, chains: Sequence[Chain], state: ReportState, damaged: AbstractSet[str]
@@ -318,13 +373,12 @@ class ArchiveReport:
 
     def _replace(self, state: ReportState, part: Sequence[Stretch[SegmentRef]] | None) -> None:
         """`part` None: an empty report."""
-        former, new = self.store.new_spool(), self.store.new_spool()
+        new = self.store.new_spool()
         try:
-            is_there = part is not None and self._place.get(self.file, former)
-            self._write(new, former if is_there else None, part or (), state)
-            self._place.put(self.file, new)
+            with self._fetched() if part is not None else nullcontext() as former:
+                self._write(new, former, part or (), state)
+            self.place.put(self.file, new)
         finally:
-            former.unlink(missing_ok=True)
             new.unlink(missing_ok=True)
 
     def _write(self, path: Path, former: Path | None, part: Sequence[Stretch[SegmentRef]], state: ReportState) -> None:
@@ -334,6 +388,7 @@ class ArchiveReport:
     def _frame(self, part: Sequence[Stretch[SegmentRef]], columns: Sequence[str]) -> DataFrame:
         """The rows of `part`; column `segment` is the place of their stretch in it."""
         session = self._spark.session()
+        self._spark.check()  # it takes seconds to start
         from compaction.source import source_of
 
         session.dataSource.register(source_of(self._spark.settings, FORMAT))
@@ -577,11 +632,8 @@ class TrafficReport(ArchiveReport):
 
     def table(self) -> pa.Table:
         """All of the report."""
-        path = self.store.new_spool()
-        try:
-            return pq.read_table(path).cast(TRAFFIC) if self._place.get(self.file, path) else TRAFFIC.empty_table()
-        finally:
-            path.unlink(missing_ok=True)
+        with self._fetched() as path:
+            return TRAFFIC.empty_table() if path is None else pq.read_table(path).cast(TRAFFIC)
 
     def _hours(self, part: Sequence[Stretch[SegmentRef]]) -> Iterator[dict[str, Any]]:
         if not part:

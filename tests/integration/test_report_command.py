@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 
 import floe
 from common.chain import Chain
-from common.errors import DataError, UsageError
+from common.errors import DataError, Unavailable, UsageError
 from common.segments.columns import record_batch
 from common.segments.documents import ChainDocument, ChainStore
 from common.segments.segment import Reason, Tip
@@ -113,11 +114,11 @@ class Killed(Exception):
 
 
 class KillingPlace(FolderPlace):
-    """The second file that is put ends the run: before it is there, or behind."""
+    """A file that is put ends the run: before it is there, or behind."""
 
     def __init__(self, folder: Path, *, before: bool) -> None:
         super().__init__(folder)
-        self.before, self.puts = before, 0
+        self.before = before
 
     def put(self, name: str, path: Path) -> None:
         if not self.before:
@@ -232,6 +233,36 @@ def test_a_damaged_segment_is_left_out_and_named_until_it_is_put_right(tmp_path:
     fleet.path(ref.key).write_bytes(sound)
     assert fleet.report(LatestReport, folder).damaged == []
     assert [each["payload"] for each in rows_of(folder, "latest")] == [each["payload"] for each in naive_latest(fleet)]
+
+
+def test_a_run_that_is_asked_to_stop_leaves_the_former_report_and_the_next_goes_on(tmp_path: Path, rng: random.Random):
+    fleet, folder = Fleet(tmp_path, rng, 1), tmp_path / "out"
+    fleet.report(LatestReport, folder)
+    fleet.go_on()
+    [ref] = fleet.listed()
+    sound = fleet.path(ref.key).read_bytes()
+    fleet.path(ref.key).write_bytes(sound[:-9] + bytes(9))  # read again and again: it takes seconds
+    former, asked = (folder / "latest.parquet").read_bytes(), threading.Event()
+
+    def check() -> None:
+        if asked.is_set():
+            raise Unavailable("a signal")
+
+    running = SharedSpark(fleet.settings)
+    running.check = check
+    made = LatestReport(running, fleet.store, FolderPlace(folder))
+    threading.Timer(0.5, asked.set).start()
+    with pytest.raises(Unavailable, match="a signal"):
+        made.run(ReportState("latest", f"file://{fleet.folder}/store/data", "all sites"), [CHAIN], full=False)
+    assert (folder / "latest.parquet").read_bytes() == former
+    fleet.path(ref.key).write_bytes(sound)
+    fleet.report(LatestReport, folder)
+    # A whole report that is begun anew is put when it is ready.
+    former = (folder / "latest.parquet").read_bytes()
+    with pytest.raises(Killed):
+        fleet.report(LatestReport, folder, full=True, place=KillingPlace(folder, before=True))
+    assert (folder / "latest.parquet").read_bytes() == former
+    assert pq.read_table(folder / "latest.parquet").num_rows == len(naive_latest(fleet))
 
 
 def test_a_file_of_something_else_is_refused_and_replaced_only_when_asked(tmp_path: Path, rng: random.Random):
