@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -302,7 +303,11 @@ def test_the_commands_write_files_into_a_directory(tmp_path: Path, rng: random.R
     common = ("-c", str(config), "--output", str(folder))
     done = json.loads(call("latest", *common, "us-east/NODES", "--json").stdout)
     assert (done["report"], done["chains"], done["segments"], done["damaged"]) == ("latest", 1, 7, [])
-    assert {each["site"] for each in rows_of(folder, "latest")} == {"us-east"}
+    rows = rows_of(folder, "latest")
+    assert {each["site"] for each in rows} == {"us-east"}
+    query = "SELECT subject, decode(payload) FROM '{}' WHERE feed = 'NODES' AND operation IS NULL"
+    values = duckdb.execute(query.format(folder / "latest.parquet")).fetchall()
+    assert values == [(e["subject"], e["payload"].decode()) for e in rows if not e["operation"]]
     shown = call("traffic", *common, "--since", "2023-11-14T23:00:00Z").stdout.splitlines()
     assert shown[0].split() == ["report", "chains", "segments", "bytes", "rows", "damaged"]
     assert shown[1].split()[:2] == ["traffic", "2"]
