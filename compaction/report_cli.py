@@ -27,7 +27,8 @@ from common.open import load_settings, open_chains, open_store, reloaded_on_hang
 if TYPE_CHECKING:
     from common.chain import Chain
     from common.settings.root import Settings
-    from compaction.reports import ArchiveReport, ReportPlace, ReportRun, TrafficReport
+    from compaction.reports import ArchiveReport, ReportPlace, ReportRun
+    from compaction.traffic import TrafficReport
 
     R = TypeVar("R", bound=ArchiveReport)
 
@@ -96,7 +97,7 @@ def traffic(as_json: bool, since: Moment | None, until: Moment | None, **options
       floe report traffic -c central.yaml --output /srv/floe
       floe report traffic -c central.yaml us-east --since 7d --output /srv/floe/us-east --json
     """
-    from compaction.reports import HOUR_NS, TrafficReport
+    from compaction.traffic import HOUR_NS, TrafficReport
 
     now = SystemClock().now()
     begin, end = moment(now, since), moment(now, until)
@@ -175,14 +176,14 @@ def _selected(settings: Settings, what: str | None, site: str | None, feed: str 
 
 def _put_views(made: TrafficReport, place: ReportPlace, since: int | None, until: int | None, now: float) -> None:
     """Put the page and the CSV of the hours from `since` up to `until`."""
-    from compaction import report_page
+    from compaction.traffic import rendered, within, write_csv
 
     whole, new = made.table(), made.store.new_spool()
     try:
         with new.open("w", newline="", encoding="utf-8") as file:
-            report_page.write_csv(report_page.within(whole, since, until), file)
+            write_csv(within(whole, since, until), file)
         place.put("traffic.csv", new)
-        new.write_bytes(report_page.rendered(whole, since, until, now))
+        new.write_bytes(rendered(whole, since, until, now))
         place.put("traffic.html", new)
     finally:
         new.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""`floe report latest` and `floe report traffic`: tables of the archive, made with Spark and kept current.
+"""Tables of the archive, made with Spark and kept current; one of them: the newest message of each sample key.
 
     list → rows that are not in the report yet → Spark: the newest of each key, or hours → add the former file → replace
 
@@ -29,7 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.chain import Chain
-from common.clock import NS_PER_S, format_time
+from common.clock import format_time
 from common.documents import JsonForm
 from common.errors import DataError, FloeError, UsageError
 from common.jetstream.headers import header
@@ -38,7 +38,7 @@ from common.objects.open import open_objects
 from common.objects.port import ObjectStore, sha256_of
 from common.segments.archive import search
 from common.segments.columns import SCHEMA, microseconds
-from common.segments.segment import Footer, Reason, SegmentRef
+from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import MAX_SEQUENCE, Covered, SequenceRange, Stretch, cover
 from common.settings.root import Settings
@@ -51,7 +51,6 @@ log = get_logger(__name__)
 
 FORMAT = "floe_report"
 METADATA = b"floe.report"
-HOUR_NS = 3600 * NS_PER_S
 STRETCHES = 10_000  # that are read before the report is replaced
 ROUNDS = 3  # of looking again, because segments were gone or damaged
 REQUESTS_AT_ONCE = 8
@@ -416,10 +415,10 @@ def with_state(schema: pa.Schema, state: ReportState) -> pa.Schema:
 
 # The newest message of each key
 
-_CHAIN_FIELDS: list[Any] = [pa.field("site", pa.string()), pa.field("feed", pa.string())]
+FEED_FIELDS: list[Any] = [pa.field("site", pa.string()), pa.field("feed", pa.string())]
 _HISTORY_FIELDS: list[Any] = [pa.field("incarnation", pa.int32()), pa.field("partition", pa.int32())]
 _ROW_FIELDS: list[Any] = [each.remove_metadata() for each in SCHEMA]
-LATEST: pa.Schema = pa.schema([*_CHAIN_FIELDS, *_HISTORY_FIELDS, *_ROW_FIELDS, pa.field("operation", pa.string())])
+LATEST: pa.Schema = pa.schema([*FEED_FIELDS, *_HISTORY_FIELDS, *_ROW_FIELDS, pa.field("operation", pa.string())])
 GROUP_ROWS, GROUP_BYTES = 20_000, 32 * 1024 * 1024  # of a row group, about
 
 Row = Mapping[str, Any]
@@ -475,10 +474,10 @@ class LatestReport(ArchiveReport):
                 values = row.asDict()
                 yield {n: bytes(v) if isinstance(v, bytearray) else v for n, v in values.items()}
         except Exception as error:  # Spark raises its own, py4j's and the source's errors
-            raise _of_spark("report latest", error) from error
+            raise of_spark("report latest", error) from error
 
 
-def _of_spark(what: str, error: Exception) -> FloeError:
+def of_spark(what: str, error: Exception) -> FloeError:
     return error if isinstance(error, FloeError) else spark_error(what, error)
 
 
@@ -507,163 +506,3 @@ def _batch(rows: Sequence[Row]) -> pa.RecordBatch:
     columns["timestamp"] = times.cast(LATEST.field("timestamp").type)
     columns["operation"] = pa.array([operation_of(row["headers"]) for row in rows], pa.string())
     return pa.RecordBatch.from_arrays(list(columns.values()), schema=LATEST)
-
-
-# Traffic
-
-REASONS = tuple(reason.value for reason in Reason)
-LEFT_OUT = (Reason.SAMPLED_OUT, Reason.TOO_OLD, Reason.LOOPED)  # of messages that egress had and did not keep
-_COUNTS = ("messages", "bytes", "kept", *REASONS, "lag_known", "lag_total_ms")
-_HOUR = pa.timestamp("us", tz="UTC")
-TRAFFIC: pa.Schema = pa.schema([
-    *_CHAIN_FIELDS,
-    pa.field("hour", _HOUR),
-    *(pa.field(name, pa.int64()) for name in _COUNTS),
-    pa.field("lag_max_ms", pa.int64()),
-])  # fmt: skip
-_KEYS = ["site", "feed", "hour"]
-
-
-@dataclass(frozen=True, slots=True)
-class HourOfRows:
-    """The rows of one stretch whose messages were stored in one hour. `hour`: since 1970; `size`: raw bytes; `first`,
-    `last`: sequences; `past_ms`: milliseconds from the beginning of the hour to each row, together; `earliest_ns`.
-    """
-
-    hour: int
-    rows: int
-    size: int
-    first: int
-    last: int
-    past_ms: int
-    earliest_ns: int
-
-
-def missing_by_hour(rows: SequenceRange, hours: Sequence[HourOfRows], end: int) -> dict[int, int]:
-    """How many sequences of `rows` have no row, by hour: each counts in the hour of the next row, behind the last row
-    in the hour `end`.
-    """
-    ordered = sorted(hours, key=lambda each: each.last)
-    sums, kept, last = [], 0, rows.first - 1
-    for each in ordered:
-        kept, last = kept + each.rows, max(last, each.last)
-        sums.append(last - rows.first + 1 - kept)
-    # Where timestamps run backwards, hours overlap: a later sum is the better one.
-    for index in range(len(sums) - 2, -1, -1):
-        sums[index] = min(sums[index], sums[index + 1])
-    found, before = dict[int, int](), 0
-    for each, total in zip(ordered, sums, strict=True):
-        found[each.hour] = found.get(each.hour, 0) + total - before
-        before = total
-    found[end] = found.get(end, 0) + len(rows) - kept - before
-    return {hour: count for hour, count in found.items() if count}
-
-
-def by_reason(missing: Mapping[int, int], footer: Footer) -> dict[int, dict[str, int]]:
-    """Why the sequences that are `missing` in each hour have no row: the ledger, in proportion where it has several
-    reasons. Over a whole segment the sums are those of the ledger.
-    """
-    left, found = dict[str, int](), dict[int, dict[str, int]]()
-    for reason, number in footer.ledger.to_json().items():
-        known = reason if reason in REASONS else Reason.UNATTRIBUTED.value
-        left[known] = left.get(known, 0) + number
-    for hour, count in sorted(missing.items()):
-        total, taken = sum(left.values()), dict[str, int]()
-        for reason, number in left.items():
-            taken[reason] = number * min(count, total) // total if total else 0
-        for reason in sorted(left, key=lambda each: left[each] - taken[each], reverse=True):
-            more = min(left[reason] - taken[reason], count - sum(taken.values()))
-            taken[reason] += more
-        rest = count - sum(taken.values())
-        for reason, number in taken.items():
-            left[reason] -= number
-        if rest:
-            taken[Reason.UNATTRIBUTED.value] = taken.get(Reason.UNATTRIBUTED.value, 0) + rest
-        found[hour] = {reason: number for reason, number in taken.items() if number}
-    return found
-
-
-def hours_of(stretch: Stretch[SegmentRef], hours: Sequence[HourOfRows], footer: Footer | None) -> list[dict[str, Any]]:
-    """The rows of the traffic of one stretch. `footer`: of its segment; None where no sequence lacks a row.
-
-    The lag is known at level 0, where an object is as old as the put that made the messages visible.
-    """
-    segment, found = stretch.segment, dict[int, dict[str, Any]]()
-
-    def of(hour: int) -> dict[str, Any]:
-        empty = {"site": segment.chain.site, "feed": segment.chain.feed, "hour": hour * 3_600_000_000}
-        return found.setdefault(hour, {**empty, **dict.fromkeys(_COUNTS, 0), "lag_max_ms": None})
-
-    for each in hours:
-        row = of(each.hour)
-        row["kept"], row["messages"], row["bytes"] = each.rows, each.rows, each.size
-        if segment.level == 0:
-            put = int(segment.modified * 1000)
-            row["lag_known"] = each.rows
-            row["lag_total_ms"] = (put - each.hour * 3_600_000) * each.rows - each.past_ms
-            row["lag_max_ms"] = put - each.earliest_ns // 1_000_000
-    if footer is not None:
-        end = footer.tip.timestamp_ns // HOUR_NS if footer.tip else int(segment.modified) // 3600
-        if hours and (footer.tip is None or stretch.rows.last != footer.coverage.last):
-            end = max(each.hour for each in hours)
-        for hour, reasons in by_reason(missing_by_hour(stretch.rows, hours, end), footer).items():
-            row = of(hour)
-            for reason, count in reasons.items():
-                row[reason] += count
-                row["messages"] += count if reason in LEFT_OUT else 0
-    return list(found.values())
-
-
-class TrafficReport(ArchiveReport):
-    """Per site, feed and hour: messages, bytes, what was kept, why the others were not, and the lag."""
-
-    name, is_finest = "traffic", True
-
-    def _write(self, path: Path, former: Path | None, part: Sequence[Stretch[SegmentRef]], state: ReportState) -> None:
-        rows = [row for row in self._hours(part) if state.since is None or row["hour"] * 1000 >= state.since]
-        tables = [pa.Table.from_pylist(rows, TRAFFIC)]
-        if former is not None:
-            tables.append(pq.read_table(former, columns=TRAFFIC.names).cast(TRAFFIC))
-        sums: list[Any] = [(name, "sum") for name in _COUNTS]
-        grouped = pa.concat_tables(tables).group_by(_KEYS).aggregate([*sums, ("lag_max_ms", "max")])
-        whole = grouped.select([*_KEYS, *(f"{n}_sum" for n in _COUNTS), "lag_max_ms_max"]).rename_columns(TRAFFIC.names)
-        ordered = whole.cast(TRAFFIC).sort_by([(name, "ascending") for name in _KEYS])
-        pq.write_table(ordered.replace_schema_metadata({METADATA: state.to_json()}), path, compression="zstd")
-
-    def table(self) -> pa.Table:
-        """All of the report."""
-        with self._fetched() as path:
-            return TRAFFIC.empty_table() if path is None else pq.read_table(path).cast(TRAFFIC)
-
-    def _hours(self, part: Sequence[Stretch[SegmentRef]]) -> Iterator[dict[str, Any]]:
-        if not part:
-            return
-        found: dict[int, list[HourOfRows]] = {}
-        for number, *numbers in self._counted(part):
-            found.setdefault(number, []).append(HourOfRows(*numbers))
-        lacking = [n for n, s in enumerate(part) if sum(each.rows for each in found.get(n, ())) < len(s.rows)]
-        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
-            footers = dict(zip(lacking, pool.map(self.store.footer, (part[n].segment for n in lacking)), strict=True))
-        for number, stretch in enumerate(part):
-            yield from hours_of(stretch, found.get(number, []), footers.get(number))
-
-    def _counted(self, part: Sequence[Stretch[SegmentRef]]) -> list[Any]:
-        columns = ("segment", "sequence", "timestamp_ns", "subject", "subject_raw", "headers", "payload")
-        try:
-            frame = self._frame(part, columns)
-            from pyspark.sql import functions as f
-
-            subject = f.coalesce(f.octet_length("subject_raw"), f.octet_length("subject"))
-            size = subject + f.coalesce(f.octet_length("headers"), f.lit(0)) + f.octet_length("payload")
-            hour = f.expr(f"timestamp_ns div {HOUR_NS}")
-            grouped = frame.groupBy("segment", hour.alias("hour")).agg(
-                f.count(f.lit(1)),
-                f.sum(size),
-                f.min("sequence"),
-                f.max("sequence"),
-                f.sum(f.expr(f"(timestamp_ns % {HOUR_NS}) div 1000000")),
-                f.min("timestamp_ns"),
-            )
-            return list(grouped.collect())
-        except Exception as error:  # Spark raises its own, py4j's and the source's errors
-            raise _of_spark("report traffic", error) from error

@@ -25,17 +25,16 @@ from common.sequences import SequenceRange, cover
 from common.settings.root import Settings
 from compaction import spark
 from compaction.reports import (
-    HOUR_NS,
     ArchiveReport,
     FolderPlace,
     LatestReport,
     ReportRun,
     ReportState,
-    TrafficReport,
     key_of,
     newest,
 )
 from compaction.run import Compaction, LocalRunner, Selection
+from compaction.traffic import HOUR_NS, TrafficReport
 from tests.support.basics import SharedS3, seeded
 from tests.support.compaction import CHAIN, DUE, Archive
 from tests.support.spark import SharedSpark

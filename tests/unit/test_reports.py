@@ -18,18 +18,17 @@ from common.errors import UsageError
 from common.segments.segment import Ledger, Reason
 from common.sequences import Covered, SequenceRange
 from common.settings.root import Settings
-from compaction.report_page import rendered, within, write_csv
-from compaction.reports import (
+from compaction.reports import ReportState, open_place, operation_of, unaccounted
+from compaction.traffic import (
     HOUR_NS,
     TRAFFIC,
     HourOfRows,
-    ReportState,
     by_reason,
     hours_of,
     missing_by_hour,
-    open_place,
-    operation_of,
-    unaccounted,
+    rendered,
+    within,
+    write_csv,
 )
 from tests.support.basics import seeded
 from tests.support.compaction import ref

@@ -1,4 +1,4 @@
-"""The traffic of a fleet for people and spreadsheets: one HTML page with plots, and CSV.
+"""The traffic of a fleet by site, feed and hour: what is counted, the CSV, and one HTML page with plots.
 
 The page is one file, without scripts or anything from elsewhere; a strict Content-Security-Policy stands in it.
 """
@@ -9,18 +9,187 @@ import base64
 import csv
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
+from pathlib import Path
 from typing import Any, TextIO
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from common.clock import NS_PER_S, format_time
+from common.segments.segment import Footer, Reason, SegmentRef
+from common.sequences import SequenceRange, Stretch
 from common.service.page import STYLE
 from common.settings.types import duration_words, size_words
+from compaction.reports import FEED_FIELDS, METADATA, REQUESTS_AT_ONCE, ArchiveReport, ReportState, of_spark
 
 HOUR, DAY = 3600, 86_400  # seconds
+HOUR_NS = HOUR * NS_PER_S
+
+REASONS = tuple(reason.value for reason in Reason)
+LEFT_OUT = (Reason.SAMPLED_OUT, Reason.TOO_OLD, Reason.LOOPED)  # of messages that egress had and did not keep
+_COUNTS = ("messages", "bytes", "kept", *REASONS, "lag_known", "lag_total_ms")
+_HOUR = pa.timestamp("us", tz="UTC")
+TRAFFIC: pa.Schema = pa.schema([
+    *FEED_FIELDS,
+    pa.field("hour", _HOUR),
+    *(pa.field(name, pa.int64()) for name in _COUNTS),
+    pa.field("lag_max_ms", pa.int64()),
+])  # fmt: skip
+_KEYS = ["site", "feed", "hour"]
+
+
+@dataclass(frozen=True, slots=True)
+class HourOfRows:
+    """The rows of one stretch whose messages were stored in one hour. `hour`: since 1970; `size`: raw bytes; `first`,
+    `last`: sequences; `past_ms`: milliseconds from the beginning of the hour to each row, together; `earliest_ns`.
+    """
+
+    hour: int
+    rows: int
+    size: int
+    first: int
+    last: int
+    past_ms: int
+    earliest_ns: int
+
+
+def missing_by_hour(rows: SequenceRange, hours: Sequence[HourOfRows], end: int) -> dict[int, int]:
+    """How many sequences of `rows` have no row, by hour: each counts in the hour of the next row, behind the last row
+    in the hour `end`.
+    """
+    ordered = sorted(hours, key=lambda each: each.last)
+    sums, kept, last = [], 0, rows.first - 1
+    for each in ordered:
+        kept, last = kept + each.rows, max(last, each.last)
+        sums.append(last - rows.first + 1 - kept)
+    # Where timestamps run backwards, hours overlap: a later sum is the better one.
+    for index in range(len(sums) - 2, -1, -1):
+        sums[index] = min(sums[index], sums[index + 1])
+    found, before = dict[int, int](), 0
+    for each, total in zip(ordered, sums, strict=True):
+        found[each.hour] = found.get(each.hour, 0) + total - before
+        before = total
+    found[end] = found.get(end, 0) + len(rows) - kept - before
+    return {hour: count for hour, count in found.items() if count}
+
+
+def by_reason(missing: Mapping[int, int], footer: Footer) -> dict[int, dict[str, int]]:
+    """Why the sequences that are `missing` in each hour have no row: the ledger, in proportion where it has several
+    reasons. Over a whole segment the sums are those of the ledger.
+    """
+    left, found = dict[str, int](), dict[int, dict[str, int]]()
+    for reason, number in footer.ledger.to_json().items():
+        known = reason if reason in REASONS else Reason.UNATTRIBUTED.value
+        left[known] = left.get(known, 0) + number
+    for hour, count in sorted(missing.items()):
+        total, taken = sum(left.values()), dict[str, int]()
+        for reason, number in left.items():
+            taken[reason] = number * min(count, total) // total if total else 0
+        for reason in sorted(left, key=lambda each: left[each] - taken[each], reverse=True):
+            more = min(left[reason] - taken[reason], count - sum(taken.values()))
+            taken[reason] += more
+        rest = count - sum(taken.values())
+        for reason, number in taken.items():
+            left[reason] -= number
+        if rest:
+            taken[Reason.UNATTRIBUTED.value] = taken.get(Reason.UNATTRIBUTED.value, 0) + rest
+        found[hour] = {reason: number for reason, number in taken.items() if number}
+    return found
+
+
+def hours_of(stretch: Stretch[SegmentRef], hours: Sequence[HourOfRows], footer: Footer | None) -> list[dict[str, Any]]:
+    """The rows of the traffic of one stretch. `footer`: of its segment; None where no sequence lacks a row.
+
+    The lag is known at level 0, where an object is as old as the put that made the messages visible.
+    """
+    segment, found = stretch.segment, dict[int, dict[str, Any]]()
+
+    def of(hour: int) -> dict[str, Any]:
+        empty = {"site": segment.chain.site, "feed": segment.chain.feed, "hour": hour * 3_600_000_000}
+        return found.setdefault(hour, {**empty, **dict.fromkeys(_COUNTS, 0), "lag_max_ms": None})
+
+    for each in hours:
+        row = of(each.hour)
+        row["kept"], row["messages"], row["bytes"] = each.rows, each.rows, each.size
+        if segment.level == 0:
+            put = int(segment.modified * 1000)
+            row["lag_known"] = each.rows
+            row["lag_total_ms"] = (put - each.hour * 3_600_000) * each.rows - each.past_ms
+            row["lag_max_ms"] = put - each.earliest_ns // 1_000_000
+    if footer is not None:
+        end = footer.tip.timestamp_ns // HOUR_NS if footer.tip else int(segment.modified) // 3600
+        if hours and (footer.tip is None or stretch.rows.last != footer.coverage.last):
+            end = max(each.hour for each in hours)
+        for hour, reasons in by_reason(missing_by_hour(stretch.rows, hours, end), footer).items():
+            row = of(hour)
+            for reason, count in reasons.items():
+                row[reason] += count
+                row["messages"] += count if reason in LEFT_OUT else 0
+    return list(found.values())
+
+
+class TrafficReport(ArchiveReport):
+    """Per site, feed and hour: messages, bytes, what was kept, why the others were not, and the lag."""
+
+    name, is_finest = "traffic", True
+
+    def _write(self, path: Path, former: Path | None, part: Sequence[Stretch[SegmentRef]], state: ReportState) -> None:
+        rows = [row for row in self._hours(part) if state.since is None or row["hour"] * 1000 >= state.since]
+        tables = [pa.Table.from_pylist(rows, TRAFFIC)]
+        if former is not None:
+            tables.append(pq.read_table(former, columns=TRAFFIC.names).cast(TRAFFIC))
+        sums: list[Any] = [(name, "sum") for name in _COUNTS]
+        grouped = pa.concat_tables(tables).group_by(_KEYS).aggregate([*sums, ("lag_max_ms", "max")])
+        whole = grouped.select([*_KEYS, *(f"{n}_sum" for n in _COUNTS), "lag_max_ms_max"]).rename_columns(TRAFFIC.names)
+        ordered = whole.cast(TRAFFIC).sort_by([(name, "ascending") for name in _KEYS])
+        pq.write_table(ordered.replace_schema_metadata({METADATA: state.to_json()}), path, compression="zstd")
+
+    def table(self) -> pa.Table:
+        """All of the report."""
+        with self._fetched() as path:
+            return TRAFFIC.empty_table() if path is None else pq.read_table(path).cast(TRAFFIC)
+
+    def _hours(self, part: Sequence[Stretch[SegmentRef]]) -> Iterator[dict[str, Any]]:
+        if not part:
+            return
+        found: dict[int, list[HourOfRows]] = {}
+        for number, *numbers in self._counted(part):
+            found.setdefault(number, []).append(HourOfRows(*numbers))
+        lacking = [n for n, s in enumerate(part) if sum(each.rows for each in found.get(n, ())) < len(s.rows)]
+        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+            footers = dict(zip(lacking, pool.map(self.store.footer, (part[n].segment for n in lacking)), strict=True))
+        for number, stretch in enumerate(part):
+            yield from hours_of(stretch, found.get(number, []), footers.get(number))
+
+    def _counted(self, part: Sequence[Stretch[SegmentRef]]) -> list[Any]:
+        columns = ("segment", "sequence", "timestamp_ns", "subject", "subject_raw", "headers", "payload")
+        try:
+            frame = self._frame(part, columns)
+            from pyspark.sql import functions as f
+
+            subject = f.coalesce(f.octet_length("subject_raw"), f.octet_length("subject"))
+            size = subject + f.coalesce(f.octet_length("headers"), f.lit(0)) + f.octet_length("payload")
+            hour = f.expr(f"timestamp_ns div {HOUR_NS}")
+            grouped = frame.groupBy("segment", hour.alias("hour")).agg(
+                f.count(f.lit(1)),
+                f.sum(size),
+                f.min("sequence"),
+                f.max("sequence"),
+                f.sum(f.expr(f"(timestamp_ns % {HOUR_NS}) div 1000000")),
+                f.min("timestamp_ns"),
+            )
+            return list(grouped.collect())
+        except Exception as error:  # Spark raises its own, py4j's and the source's errors
+            raise of_spark("report traffic", error) from error
+
+
+# For people and spreadsheets
+
 SHOWN_NS = 30 * DAY * NS_PER_S  # that the page shows where nobody says since when
 MOST_BARS = 24 * 14  # of a plot; of a longer time a bar is a day
 MOST_PLOTS = 200  # feeds with a plot, those with most messages; all are in the table
