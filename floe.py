@@ -23,6 +23,7 @@ COMMANDS = {
     "egress": Entry("egress.cli:egress", "Freeze the streams of a site into segments."),
     "ingress": Entry("ingress.cli:ingress", "Melt segments back into target streams."),
     "compact": Entry("compaction.cli:compact", "Merge small segments into larger ones."),
+    "report": Entry("compaction.report_cli:report", "Make tables of the archive: newest messages, traffic."),
     "advisories": Entry("egress.advisories.cli:advisories", "Show who was seen when, from a stream of advisories."),
     "state": Entry("egress.sampling.cli:state", "Show what the sampler of a feed knows about its senders."),
     "segments": Entry("common.segments_cli:segments", "List, show and verify segments."),
@@ -156,7 +157,7 @@ def _words(arguments: list[str]) -> list[str]:
 
 def _uses_spark(words: Sequence[str]) -> bool:
     """Whether a command line may start Spark; every other command would import pandas needlessly."""
-    return words[:1] == ["demo"] or (words[:1] == ["compact"] and "local" not in words)
+    return words[:1] in (["demo"], ["report"]) or (words[:1] == ["compact"] and "local" not in words)
 
 
 def _refuse_foreign_common() -> None:

@@ -1,0 +1,204 @@
+"""`floe report latest` and `floe report traffic`: tables of the archive for those who use a fleet, kept current."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from common.cli import (
+    Moment,
+    TimeType,
+    config_option,
+    json_option,
+    moment,
+    print_json,
+    refuse_beside,
+    run_command,
+    table,
+)
+from common.clock import SystemClock, format_time
+from common.errors import DataError, FloeError, UsageError
+from common.open import load_settings, open_chains, open_store, reloaded_on_hangup
+
+if TYPE_CHECKING:
+    from common.chain import Chain
+    from common.settings.root import Settings
+    from compaction.reports import ArchiveReport, ReportPlace, ReportRun
+    from compaction.traffic import TrafficReport
+
+    R = TypeVar("R", bound=ArchiveReport)
+
+COLUMNS = ("report", "chains", "segments", "bytes", "rows", "damaged")
+
+
+@click.group()
+def report() -> None:
+    """Make tables of the archive, and keep them current."""
+
+
+def _options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for decorate in (
+        config_option,
+        json_option,
+        click.option("--master", metavar="URL", help="Spark's master, such as local[2] or spark://host:7077."),
+        click.option("--full", is_flag=True, help="Begin anew: forget what retention has deleted since."),
+        click.option(
+            "--output",
+            required=True,
+            metavar="DIR",
+            help="Where the report is: a directory, or s3://BUCKET/PREFIX beside the archive.",
+        ),
+        click.option("--feed", help="Only chains of this feed."),
+        click.option("--site", help="Only chains of this site; otherwise that of the configuration, or all."),
+        click.argument("what", required=False, metavar="[SITE[/FEED]]"),
+    ):
+        command = decorate(command)
+    return command
+
+
+@report.command()
+@_options
+@run_command
+def latest(as_json: bool, **options: Any) -> int:
+    """The newest message of each sample key, as latest.parquet: what a registry at the centre would hold.
+
+    Of messages without a sample key it is the newest of each subject. A deleted key of a key-value bucket is
+    a row too, with `operation` DEL or PURGE. A second run reads only what is new. Needs Spark.
+
+    \b
+    Examples:
+      floe report latest -c central.yaml --output /srv/floe
+      floe report latest -c central.yaml us-east/NODES --output s3://archive/reports
+    """
+    from compaction.reports import LatestReport
+
+    with _made(LatestReport, None, **options) as (_made_report, done, _place):
+        return _show("latest", options["output"], done, as_json)
+
+
+@report.command()
+@click.option("--since", type=TimeType(), help="Only from that hour on; a new report reads nothing before it.")
+@click.option("--until", type=TimeType(), help="Up to that time; the Parquet file holds what comes behind it too.")
+@_options
+@run_command
+def traffic(as_json: bool, since: Moment | None, until: Moment | None, **options: Any) -> int:
+    """Messages, bytes, kept, sampled out and lag by site, feed and hour: traffic.parquet, traffic.csv, traffic.html.
+
+    A kept message counts in the hour of its timestamp; one that was left out in that of the next kept one, its
+    reason by the ledger of its segment. The lag is known of what the report read before it was compacted. A
+    second run reads only what is new. The page shows the last 30 days, or from --since on. Needs Spark.
+
+    \b
+    Examples:
+      floe report traffic -c central.yaml --output /srv/floe
+      floe report traffic -c central.yaml us-east --since 7d --output /srv/floe/us-east --json
+    """
+    from compaction.traffic import HOUR_NS, TrafficReport
+
+    now = SystemClock().now()
+    begin, end = moment(now, since), moment(now, until)
+    begin = None if begin is None else begin - begin % HOUR_NS
+    if begin is not None and end is not None and begin >= end:
+        raise UsageError(f"--since {format_time(begin)}: expected before --until {format_time(end)}")
+    with _made(TrafficReport, begin, **options) as (made, done, place):
+        _put_views(made, place, begin, end, now)
+        return _show("traffic", options["output"], done, as_json)
+
+
+@contextmanager
+def _made(
+    kind: type[R],
+    since: int | None,
+    *,
+    config: str,
+    what: str | None,
+    site: str | None,
+    feed: str | None,
+    output: str,
+    full: bool,
+    master: str | None,
+) -> Iterator[tuple[R, ReportRun, ReportPlace]]:
+    """The report, brought up to date, what the run did, and where it is. Spark starts when there is something new.
+
+    Raises Unavailable where a signal asked it to stop.
+    """
+    from common.service.life import Life
+    from common.service.process import stop_asked
+    from compaction.reports import ReportState, open_place
+    from compaction.spark import Spark
+
+    settings = load_settings(config)
+    if master:
+        spark_settings = settings.compaction.spark.model_copy(update={"master": master})
+        compaction = settings.compaction.model_copy(update={"spark": spark_settings})
+        settings = settings.model_copy(update={"compaction": compaction})
+    chains, named = _selected(settings, what, site, feed)
+    place, address = open_place(output, settings), f"{settings.store.url}/{settings.store.prefix}"
+    with closing(open_store(settings)) as store:
+        life = Life(f"report {kind.name}", settings, SystemClock(), {}, chains=len(chains), output=output)
+        spark = Spark(settings, check=lambda: asked.check())
+        with life, reloaded_on_hangup(config, settings), stop_asked(spark.cancel) as asked, spark:
+            made = kind(spark, store, place)
+            try:
+                done = made.run(ReportState(kind.name, address, named, since), chains, full=full)
+            except FloeError as error:
+                asked.check()  # what was cancelled fails in many ways
+                error.hint = error.hint.replace(", or use --engine local", "")  # there is no other engine here
+                raise
+            life.results(segments=done.segments, bytes=done.size, rows=done.rows, failures=len(done.damaged))
+            yield made, done, place
+
+
+def _selected(settings: Settings, what: str | None, site: str | None, feed: str | None) -> tuple[list[Chain], str]:
+    """The chains that are meant, and a name for them. Raises UsageError for a site or feed that does not exist."""
+    from common.segments.archive import among
+    from common.segments.keys import chosen, configured, parse
+
+    if what is not None:
+        refuse_beside(what, {"site": site, "feed": feed})
+        site, feed, *history = parse(what)
+        if any(part is not None for part in history):
+            raise UsageError(f"{what}: expected SITE[/FEED], found a chain", hint="a report is about whole feeds")
+    if "" in (site, feed):
+        raise UsageError("expected names, found an empty --site or --feed")
+    documents, is_asked = open_chains(settings), (site, feed) != (None, None)
+    site = site or settings.site or None
+    named = f"{site or 'all sites'}/{feed}" if feed else site or "all sites"
+    if not is_asked:
+        return documents.chains(site), named
+    feeds = configured(settings)
+    return among(documents, site, feed, lambda known: chosen(known, feeds, site, feed)), named
+
+
+def _put_views(made: TrafficReport, place: ReportPlace, since: int | None, until: int | None, now: float) -> None:
+    """Put the page and the CSV of the hours from `since` up to `until`."""
+    from compaction.traffic import rendered, within, write_csv
+
+    whole, new = made.table(), made.store.new_spool()
+    try:
+        with new.open("w", newline="", encoding="utf-8") as file:
+            write_csv(within(whole, since, until), file)
+        place.put("traffic.csv", new)
+        new.write_bytes(rendered(whole, since, until, now))
+        place.put("traffic.html", new)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _show(name: str, output: str, done: ReportRun, as_json: bool) -> int:
+    from common.segments.store import quarantine_command
+
+    if as_json:
+        print_json({"report": name, "output": output, **asdict(done)})
+    else:
+        table([[name, done.chains, done.segments, done.size, done.rows, len(done.damaged)]], COLUMNS)
+    for key in done.damaged:
+        text = f"segment {key}: expected the bytes that its name promises; the report does without it"
+        click.echo(
+            DataError(text, hint=f"put it away:\n{quarantine_command(key)}", code="E-SEG-CORRUPT").line(), err=True
+        )
+    return DataError.exit_code if done.damaged else 0

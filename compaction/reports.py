@@ -1,0 +1,508 @@
+"""Tables of the archive, made with Spark and kept current; one of them: the newest message of each sample key.
+
+    list → rows that are not in the report yet → Spark: the newest of each key, or hours → add the former file → replace
+
+A report is one Parquet file. Its metadata say which sequences of each chain are in it, so result and position are
+replaced in one step: a run that is killed leaves the former report whole, and the next run reads only what is new.
+What compaction does in between changes nothing, because sequences stay what they are.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from heapq import merge as merged_in_order
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from common.chain import Chain
+from common.clock import format_time
+from common.documents import JsonForm
+from common.errors import DataError, FloeError, UsageError
+from common.jetstream.headers import header
+from common.logs import get_logger
+from common.objects.open import open_objects
+from common.objects.port import ObjectStore, sha256_of
+from common.segments.archive import search
+from common.segments.columns import SCHEMA, microseconds
+from common.segments.segment import SegmentRef
+from common.segments.store import SegmentStore
+from common.sequences import MAX_SEQUENCE, Covered, SequenceRange, Stretch, cover
+from common.settings.root import Settings
+from compaction.spark import LOOK, Spark, spark_error
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+log = get_logger(__name__)
+
+FORMAT = "floe_report"
+METADATA = b"floe.report"
+STRETCHES = 10_000  # that are read before the report is replaced
+ROUNDS = 3  # of looking again, because segments were gone or damaged
+REQUESTS_AT_ONCE = 8
+TASKS_OF_A_CORE = 4
+
+
+# Where a report is
+
+
+class ReportPlace(Protocol):
+    """Where the files of a report are. One that is put replaces the former in one step."""
+
+    def get(self, name: str, path: Path) -> bool:
+        """Write the file `name` to `path`; False if there is none."""
+
+    def put(self, name: str, path: Path) -> None:
+        """Make what is at `path` the file `name`."""
+
+
+class FolderPlace:
+    """A directory of this host. Raises OSError."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def get(self, name: str, path: Path) -> bool:
+        try:
+            shutil.copyfile(self._folder / name, path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def put(self, name: str, path: Path) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        new, folder = self._folder / f".{name}.new", os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)  # another run would write the same new file
+            shutil.copyfile(path, new)
+            with new.open("rb") as file:
+                os.fsync(file.fileno())
+            new.replace(self._folder / name)
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+class BucketPlace:
+    """Keys of a bucket that begin with `prefix`."""
+
+    def __init__(self, objects: ObjectStore, prefix: str) -> None:
+        self._objects, self._prefix = objects, prefix
+
+    def get(self, name: str, path: Path) -> bool:
+        return self._objects.download(self._prefix + name, path)
+
+    def put(self, name: str, path: Path) -> None:
+        self._objects.put(self._prefix + name, path, sha256=sha256_of(path))
+
+
+class _AsidePlace:
+    """One file on the disk of the spool: what a report is made in that replaces another one as a whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def get(self, _name: str, path: Path) -> bool:
+        shutil.copyfile(self.path, path)
+        return True
+
+    def put(self, _name: str, path: Path) -> None:
+        shutil.copyfile(path, self.path)
+
+
+def open_place(output: str, settings: Settings) -> ReportPlace:
+    """The place that `output` names: a directory, or `s3://BUCKET/PREFIX` in the store's bucket, beside the archive.
+
+    Raises UsageError for another bucket, and for a place inside the archive, where every file would be a foreign key.
+    """
+    scheme, is_address, rest = output.partition("://")
+    if not is_address:
+        return FolderPlace(Path(output))
+    bucket, _, prefix = rest.partition("/")
+    prefix = f"{prefix.strip('/')}/"
+    if scheme != "s3" or settings.store.url.rstrip("/") != f"s3://{bucket}":
+        raise UsageError(f"--output: expected a directory or an address in {settings.store.url}, found {output}")
+    root = f"{settings.store.prefix}/" if settings.store.prefix else ""
+    if prefix == "/" or prefix.startswith(root):
+        where = f"outside of s3://{bucket}/{root}, which is the archive"
+        raise UsageError(f"--output: expected a prefix {where}, found {output}", hint="or give a directory")
+    return BucketPlace(open_objects(settings.store), prefix)
+
+
+# What is in a report
+
+
+class _ReportWire(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="format_version", tag=1):
+    report: str
+    store: str
+    chains: str
+    accounted: dict[str, list[tuple[int, int]]]
+    since: int | None = None
+
+
+_FORM = JsonForm(_ReportWire)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportState:
+    """What a report accounts for. `chains`: which were asked for; `since`: nothing before was read, ns since 1970.
+
+    `accounted`: the sequences of each chain that are in it, rows or not.
+    """
+
+    report: str
+    store: str
+    chains: str
+    since: int | None = None
+    accounted: Mapping[Chain, tuple[SequenceRange, ...]] = field(default_factory=dict)
+
+    def covered(self, chain: Chain) -> Covered:
+        found = Covered()
+        for each in self.accounted.get(chain, ()):
+            found.add(each)
+        return found
+
+    def plus(self, more: Iterable[tuple[Chain, SequenceRange]]) -> ReportState:
+        grown: dict[Chain, Covered] = {}
+        for chain, rows in more:
+            grown.setdefault(chain, self.covered(chain)).add(rows)
+        accounted = {**self.accounted, **{chain: tuple(each.stretches()) for chain, each in grown.items()}}
+        return ReportState(self.report, self.store, self.chains, self.since, accounted)
+
+    def to_json(self) -> bytes:
+        accounted = {str(chain): [(e.first, e.last) for e in each] for chain, each in self.accounted.items()}
+        return _FORM.encode(_ReportWire(self.report, self.store, self.chains, accounted, self.since))
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> ReportState:
+        """Raises ValueError."""
+        wire = _FORM.decode(raw)
+        accounted = {Chain.parse(c): tuple(SequenceRange(*each) for each in e) for c, e in wire.accounted.items()}
+        return cls(wire.report, wire.store, wire.chains, wire.since, accounted)
+
+
+def unaccounted(refs: Sequence[SegmentRef], accounted: Covered, *, finest: bool) -> list[Stretch[SegmentRef]]:
+    """Which rows of `refs`, of one chain, are not in `accounted`, each once, ascending.
+
+    `finest`: by the lowest level that has them; otherwise by the cover.
+    """
+    done, found = Covered(), list[Stretch[SegmentRef]]()
+    for each in accounted.stretches():
+        done.add(each)
+    levels = sorted({ref.level for ref in refs}) if finest else [None]
+    for level in levels:
+        some = [ref for ref in refs if level in (None, ref.level)]
+        for hole in done.holes(SequenceRange(1, MAX_SEQUENCE)):
+            found += cover(some, hole.first, hole.last)
+        for stretch in found:
+            done.add(stretch.rows)
+    return sorted(found, key=lambda stretch: stretch.rows.first)
+
+
+@dataclass(slots=True)
+class ReportRun:
+    """What a run did. `size`: stored bytes of the `segments` that it read, whole or in part; `rows`: of the report;
+    `damaged`: keys of segments that were left out, because nothing of them could be believed.
+    """
+
+    chains: int = 0
+    segments: int = 0
+    size: int = 0
+    rows: int = 0
+    damaged: list[str] = field(default_factory=list)
+
+
+class ArchiveReport:
+    """A report as one file in `place`. Blocking."""
+
+    name = ""
+    is_finest = False  # whether it reads the lowest level that has a row
+
+    def __init__(self, spark: Spark, store: SegmentStore, place: ReportPlace) -> None:
+        self._spark, self.store, self.place = spark, store, place
+
+    @property
+    def file(self) -> str:
+        return f"{self.name}.parquet"
+
+    def run(self, wanted: ReportState, chains: Sequence[Chain], *, full: bool) -> ReportRun:
+        """Bring the report up to date. `wanted`: what is asked for, `accounted` empty; `full`: begin anew.
+
+        Raises UsageError where the file in its place is of something else, ConfigError where Java or PySpark is
+        missing, Unavailable where Spark or the store fails; what was read until then stays in the report.
+        """
+        if not full:
+            return self._run(wanted, chains)
+        whole, aside = self.place, _AsidePlace(self.store.new_spool())
+        try:
+            self.place = aside
+            self._replace(wanted, None)
+            done = self._run(wanted, chains)
+            whole.put(self.file, aside.path)
+        finally:
+            self.place = whole
+            aside.path.unlink(missing_ok=True)
+        return done
+
+    def _run(self, wanted: ReportState, chains: Sequence[Chain]) -> ReportRun:
+        done, damaged = ReportRun(len(chains)), set[str]()
+        state = self._begun(wanted, chains)
+        for number in range(1, ROUNDS + 1):
+            bad = set[str]()
+            for part in self._parts(chains, state, damaged):
+                self._spark.check()
+                try:
+                    with self._cancelled_if_asked():
+                        state = self._account(state, part)
+                except (FloeError, pa.ArrowException) as error:
+                    self._spark.check()
+                    if not (found := self._not_intact(part)) or number == ROUNDS:
+                        raise
+                    log.info("looking again", action="report_again", segments=len(found), error=str(error)[:300])
+                    bad |= found
+                    continue
+                done.segments += len(part)
+                done.size += sum(stretch.segment.size for stretch in part)
+                log.info("part read", action="report_part", segments=len(part), bytes=done.size)
+            damaged |= bad
+            if not bad:
+                break
+        done.damaged = sorted(key for key in damaged if self.store.objects.head(key) is not None)
+        with self._fetched() as path:
+            done.rows = pq.read_metadata(path).num_rows if path else 0
+        return done
+
+    @contextmanager
+    def _cancelled_if_asked(self) -> Iterator[None]:
+        """Cancels what Spark does in the block once the run is to stop, also where it was asked before Spark began."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(LOOK):
+                try:
+                    self._spark.check()
+                except FloeError:
+                    self._spark.cancel()
+
+        watching = threading.Thread(target=watch, name="report-stop", daemon=True)
+        watching.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watching.join()
+
+    @contextmanager
+    def _fetched(self) -> Iterator[Path | None]:
+        """A copy of the file as it is; None where there is none."""
+        path = self.store.new_spool()
+        try:
+            yield path if self.place.get(self.file, path) else None
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _begun(self, wanted: ReportState, chains: Sequence[Chain]) -> ReportState:
+        former = self._former()
+        state = former or wanted
+        place = (wanted.report, wanted.store, wanted.chains)
+        if (found := (state.report, state.store, state.chains)) != place:
+            text = f"{self.file}: expected a report of {_told(place)}, found one of {_told(found)}"
+            raise UsageError(text, hint="give each its own --output, or begin anew with --full")
+        if state.since is not None and wanted.since is not None and wanted.since < state.since:
+            text = f"{self.file}: expected --since {format_time(state.since)} or later, where it begins"
+            raise UsageError(f"{text}, found {format_time(wanted.since)}", hint="begin anew with --full")
+        skipped = []
+        for chain in chains:
+            if state.since is not None and chain not in state.accounted:
+                found_at, behind = search(self.store, chain, state.since)
+                if (last := (found_at or behind) - 1) > 0:
+                    skipped.append((chain, SequenceRange(1, last)))
+        state = state.plus(skipped)
+        if former is None:
+            self._replace(state, None)
+        return state
+
+    def _former(self) -> ReportState | None:
+        """What the report accounts for. Raises DataError where it is not one."""
+        with self._fetched() as path:
+            if path is None:
+                return None
+            try:
+                if (raw := (pq.read_schema(path).metadata or {}).get(METADATA)) is None:
+                    raise ValueError("nothing that says what is in it")
+                return ReportState.from_json(raw)
+            except (ValueError, pa.ArrowException) as error:
+                hint = "give another --output, or replace it with --full"
+                raise DataError(f"{self.file}: expected a report of Floe, found {error}", hint=hint) from error
+
+    def _parts(
+        self, chains: Sequence[Chain], state: ReportState, damaged: AbstractSet[str]
+    ) -> Iterator[list[Stretch[SegmentRef]]]:
+        part: list[Stretch[SegmentRef]] = []
+        for chain in chains:
+            accounted = state.covered(chain)
+            position = accounted.holes(SequenceRange(1, MAX_SEQUENCE))[0].first
+            refs = [ref for ref in self.store.list(chain, position=position) if ref.key not in damaged]
+            for stretch in unaccounted(refs, accounted, finest=self.is_finest):
+                part.append(stretch)
+                if len(part) >= STRETCHES:
+                    yield part
+                    part = []
+        if part:
+            yield part
+
+    def _account(self, state: ReportState, part: Sequence[Stretch[SegmentRef]]) -> ReportState:
+        state = state.plus((stretch.segment.chain, stretch.rows) for stretch in part)
+        self._replace(state, part)
+        return state
+
+    def _replace(self, state: ReportState, part: Sequence[Stretch[SegmentRef]] | None) -> None:
+        """`part` None: an empty report."""
+        new = self.store.new_spool()
+        try:
+            with self._fetched() if part is not None else nullcontext() as former:
+                self._write(new, former, part or (), state)
+            self.place.put(self.file, new)
+        finally:
+            new.unlink(missing_ok=True)
+
+    def _write(self, path: Path, former: Path | None, part: Sequence[Stretch[SegmentRef]], state: ReportState) -> None:
+        """Write to `path` what is in `former`, and the rows of `part`."""
+        raise NotImplementedError
+
+    def _frame(self, part: Sequence[Stretch[SegmentRef]], columns: Sequence[str]) -> DataFrame:
+        """The rows of `part`; column `segment` is the place of their stretch in it."""
+        session = self._spark.session()
+        self._spark.check()  # it takes seconds to start
+        from compaction.source import source_of
+
+        session.dataSource.register(source_of(self._spark.settings, FORMAT))
+        named = [[s.segment.key, [s.rows.first, s.rows.last]] for s in part]
+        reader = session.read.format(FORMAT).option("segments", json.dumps(named))
+        frame = reader.option("columns", ",".join(columns)).load()
+        # A task for each stretch would hand on as many parts of a result as there are segments.
+        return frame.coalesce(session.sparkContext.defaultParallelism * TASKS_OF_A_CORE)
+
+    def _not_intact(self, part: Sequence[Stretch[SegmentRef]]) -> set[str]:
+        refs = {stretch.segment.key: stretch.segment for stretch in part}
+        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+            sound = pool.map(self.store.is_intact, refs.values())
+            return {key for key, is_sound in zip(refs, sound, strict=True) if not is_sound}
+
+
+def _told(place: tuple[str, str, str]) -> str:
+    report, store, chains = place
+    return f"{report} of {chains} in {store}"
+
+
+def with_state(schema: pa.Schema, state: ReportState) -> pa.Schema:
+    return schema.with_metadata({METADATA: state.to_json()})
+
+
+# The newest message of each key
+
+FEED_FIELDS: list[Any] = [pa.field("site", pa.string()), pa.field("feed", pa.string())]
+_HISTORY_FIELDS: list[Any] = [pa.field("incarnation", pa.int32()), pa.field("partition", pa.int32())]
+_ROW_FIELDS: list[Any] = [each.remove_metadata() for each in SCHEMA]
+LATEST: pa.Schema = pa.schema([*FEED_FIELDS, *_HISTORY_FIELDS, *_ROW_FIELDS, pa.field("operation", pa.string())])
+GROUP_ROWS, GROUP_BYTES = 20_000, 32 * 1024 * 1024  # of a row group, about
+
+Row = Mapping[str, Any]
+
+
+def key_of(row: Row) -> tuple[str, str, bool, str, bytes]:
+    """What tells rows of a registry apart, in the order of Spark: the sample key, or without one the subject."""
+    is_bare = row["sample_key"] is None
+    name = row["subject"] if is_bare else row["sample_key"]
+    return row["site"], row["feed"], is_bare, name, (row["subject_raw"] or b"") if is_bare else b""
+
+
+def newest(rows: Iterable[Row]) -> Row:
+    """Sequences are those of the stream, so they tell which is newer also between the partitions of a feed."""
+    return max(rows, key=lambda row: (row["incarnation"], row["sequence"], row["partition"]))
+
+
+def operation_of(headers: bytes | None) -> str | None:
+    """What a message does to its key instead of giving it a value: `DEL` or `PURGE` of a key-value bucket, or why the
+    server put a marker (`MaxAge`, `Purge`, `Remove`); None for a value.
+    """
+    found = header(headers, b"KV-Operation") or header(headers, b"Nats-Marker-Reason")
+    return None if found in (None, b"", b"PUT") else found.decode("utf-8", "backslashreplace")
+
+
+class LatestReport(ArchiveReport):
+    """The newest message of each sample key of each feed; of messages without one, the newest of each subject."""
+
+    name = "latest"
+
+    def _write(self, path: Path, former: Path | None, part: Sequence[Stretch[SegmentRef]], state: ReportState) -> None:
+        both = merged_in_order(_stored(former), self._newest(part), key=key_of)
+        with pq.ParquetWriter(path, with_state(LATEST, state), compression="zstd") as writer:
+            for batch in _batches(newest(rows) for _, rows in groupby(both, key_of)):
+                writer.write_batch(batch)
+
+    def _newest(self, part: Sequence[Stretch[SegmentRef]]) -> Iterator[Row]:
+        """In the order of `key_of`."""
+        if not part:
+            return
+        names = [name for name in LATEST.names if name not in ("timestamp", "operation")]
+        try:
+            frame = self._frame(part, names)
+            from pyspark.sql import functions as f
+
+            is_bare = f.col("sample_key").isNull()
+            name = f.coalesce("sample_key", "subject")
+            raw = f.when(is_bare, f.coalesce("subject_raw", f.lit(b""))).otherwise(f.lit(b""))
+            order = f.struct("incarnation", "sequence", "partition")
+            grouped = frame.groupBy("site", "feed", is_bare.alias("_bare"), name.alias("_name"), raw.alias("_raw"))
+            found = grouped.agg(f.max_by(f.struct(*names), order).alias("row"))
+            for row in found.orderBy("site", "feed", "_bare", "_name", "_raw").select("row.*").toLocalIterator():
+                values = row.asDict()
+                yield {n: bytes(v) if isinstance(v, bytearray) else v for n, v in values.items()}
+        except Exception as error:  # Spark raises its own, py4j's and the source's errors
+            raise of_spark("report latest", error) from error
+
+
+def of_spark(what: str, error: Exception) -> FloeError:
+    return error if isinstance(error, FloeError) else spark_error(what, error)
+
+
+def _stored(path: Path | None) -> Iterator[Row]:
+    if path is not None:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(1000):
+                yield from batch.to_pylist()
+
+
+def _batches(rows: Iterable[Row]) -> Iterator[pa.RecordBatch]:
+    held, size = list[Row](), 0
+    for row in rows:
+        held.append(row)
+        size += len(row["payload"]) + len(row["headers"] or b"")
+        if len(held) >= GROUP_ROWS or size >= GROUP_BYTES:
+            yield _batch(held)
+            held, size = [], 0
+    if held:
+        yield _batch(held)
+
+
+def _batch(rows: Sequence[Row]) -> pa.RecordBatch:
+    columns = {name: pa.array([row.get(name) for row in rows], LATEST.field(name).type) for name in LATEST.names}
+    times = microseconds(columns["timestamp_ns"])
+    columns["timestamp"] = times.cast(LATEST.field("timestamp").type)
+    columns["operation"] = pa.array([operation_of(row["headers"]) for row in rows], pa.string())
+    return pa.RecordBatch.from_arrays(list(columns.values()), schema=LATEST)

@@ -1,0 +1,369 @@
+"""The traffic of a fleet by site, feed and hour: what is counted, the CSV, and one HTML page with plots.
+
+The page is one file, without scripts or anything from elsewhere; a strict Content-Security-Policy stands in it.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from typing import Any, TextIO
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from common.clock import NS_PER_S, format_time
+from common.segments.segment import Footer, Reason, SegmentRef
+from common.sequences import SequenceRange, Stretch
+from common.service.page import STYLE
+from common.settings.types import duration_words, size_words
+from compaction.reports import FEED_FIELDS, METADATA, REQUESTS_AT_ONCE, ArchiveReport, ReportState, of_spark
+
+HOUR, DAY = 3600, 86_400  # seconds
+HOUR_NS = HOUR * NS_PER_S
+
+REASONS = tuple(reason.value for reason in Reason)
+LEFT_OUT = (Reason.SAMPLED_OUT, Reason.TOO_OLD, Reason.LOOPED)  # of messages that egress had and did not keep
+_COUNTS = ("messages", "bytes", "kept", *REASONS, "lag_known", "lag_total_ms")
+_HOUR = pa.timestamp("us", tz="UTC")
+TRAFFIC: pa.Schema = pa.schema([
+    *FEED_FIELDS,
+    pa.field("hour", _HOUR),
+    *(pa.field(name, pa.int64()) for name in _COUNTS),
+    pa.field("lag_max_ms", pa.int64()),
+])  # fmt: skip
+_KEYS = ["site", "feed", "hour"]
+
+
+@dataclass(frozen=True, slots=True)
+class HourOfRows:
+    """The rows of one stretch whose messages were stored in one hour. `hour`: since 1970; `size`: raw bytes; `first`,
+    `last`: sequences; `past_ms`: milliseconds from the beginning of the hour to each row, together; `earliest_ns`.
+    """
+
+    hour: int
+    rows: int
+    size: int
+    first: int
+    last: int
+    past_ms: int
+    earliest_ns: int
+
+
+def missing_by_hour(rows: SequenceRange, hours: Sequence[HourOfRows], end: int) -> dict[int, int]:
+    """How many sequences of `rows` have no row, by hour: each counts in the hour of the next row, behind the last row
+    in the hour `end`.
+    """
+    ordered = sorted(hours, key=lambda each: each.last)
+    sums, kept, last = [], 0, rows.first - 1
+    for each in ordered:
+        kept, last = kept + each.rows, max(last, each.last)
+        sums.append(last - rows.first + 1 - kept)
+    # Where timestamps run backwards, hours overlap: a later sum is the better one.
+    for index in range(len(sums) - 2, -1, -1):
+        sums[index] = min(sums[index], sums[index + 1])
+    found, before = dict[int, int](), 0
+    for each, total in zip(ordered, sums, strict=True):
+        found[each.hour] = found.get(each.hour, 0) + total - before
+        before = total
+    found[end] = found.get(end, 0) + len(rows) - kept - before
+    return {hour: count for hour, count in found.items() if count}
+
+
+def by_reason(missing: Mapping[int, int], footer: Footer) -> dict[int, dict[str, int]]:
+    """Why the sequences that are `missing` in each hour have no row: the ledger, in proportion where it has several
+    reasons. Over a whole segment the sums are those of the ledger.
+    """
+    left, found = dict[str, int](), dict[int, dict[str, int]]()
+    for reason, number in footer.ledger.to_json().items():
+        known = reason if reason in REASONS else Reason.UNATTRIBUTED.value
+        left[known] = left.get(known, 0) + number
+    for hour, count in sorted(missing.items()):
+        total, taken = sum(left.values()), dict[str, int]()
+        for reason, number in left.items():
+            taken[reason] = number * min(count, total) // total if total else 0
+        for reason in sorted(left, key=lambda each: left[each] - taken[each], reverse=True):
+            more = min(left[reason] - taken[reason], count - sum(taken.values()))
+            taken[reason] += more
+        rest = count - sum(taken.values())
+        for reason, number in taken.items():
+            left[reason] -= number
+        if rest:
+            taken[Reason.UNATTRIBUTED.value] = taken.get(Reason.UNATTRIBUTED.value, 0) + rest
+        found[hour] = {reason: number for reason, number in taken.items() if number}
+    return found
+
+
+def hours_of(stretch: Stretch[SegmentRef], hours: Sequence[HourOfRows], footer: Footer | None) -> list[dict[str, Any]]:
+    """The rows of the traffic of one stretch. `footer`: of its segment; None where no sequence lacks a row.
+
+    The lag is known at level 0, where an object is as old as the put that made the messages visible.
+    """
+    segment, found = stretch.segment, dict[int, dict[str, Any]]()
+
+    def of(hour: int) -> dict[str, Any]:
+        empty = {"site": segment.chain.site, "feed": segment.chain.feed, "hour": hour * 3_600_000_000}
+        return found.setdefault(hour, {**empty, **dict.fromkeys(_COUNTS, 0), "lag_max_ms": None})
+
+    for each in hours:
+        row = of(each.hour)
+        row["kept"], row["messages"], row["bytes"] = each.rows, each.rows, each.size
+        if segment.level == 0:
+            put = int(segment.modified * 1000)
+            row["lag_known"] = each.rows
+            row["lag_total_ms"] = (put - each.hour * 3_600_000) * each.rows - each.past_ms
+            row["lag_max_ms"] = put - each.earliest_ns // 1_000_000
+    if footer is not None:
+        end = footer.tip.timestamp_ns // HOUR_NS if footer.tip else int(segment.modified) // 3600
+        if hours and (footer.tip is None or stretch.rows.last != footer.coverage.last):
+            end = max(each.hour for each in hours)
+        for hour, reasons in by_reason(missing_by_hour(stretch.rows, hours, end), footer).items():
+            row = of(hour)
+            for reason, count in reasons.items():
+                row[reason] += count
+                row["messages"] += count if reason in LEFT_OUT else 0
+    return list(found.values())
+
+
+class TrafficReport(ArchiveReport):
+    """Per site, feed and hour: messages, bytes, what was kept, why the others were not, and the lag."""
+
+    name, is_finest = "traffic", True
+
+    def _write(self, path: Path, former: Path | None, part: Sequence[Stretch[SegmentRef]], state: ReportState) -> None:
+        rows = [row for row in self._hours(part) if state.since is None or row["hour"] * 1000 >= state.since]
+        tables = [pa.Table.from_pylist(rows, TRAFFIC)]
+        if former is not None:
+            tables.append(pq.read_table(former, columns=TRAFFIC.names).cast(TRAFFIC))
+        sums: list[Any] = [(name, "sum") for name in _COUNTS]
+        grouped = pa.concat_tables(tables).group_by(_KEYS).aggregate([*sums, ("lag_max_ms", "max")])
+        whole = grouped.select([*_KEYS, *(f"{n}_sum" for n in _COUNTS), "lag_max_ms_max"]).rename_columns(TRAFFIC.names)
+        ordered = whole.cast(TRAFFIC).sort_by([(name, "ascending") for name in _KEYS])
+        pq.write_table(ordered.replace_schema_metadata({METADATA: state.to_json()}), path, compression="zstd")
+
+    def table(self) -> pa.Table:
+        """All of the report."""
+        with self._fetched() as path:
+            return TRAFFIC.empty_table() if path is None else pq.read_table(path).cast(TRAFFIC)
+
+    def _hours(self, part: Sequence[Stretch[SegmentRef]]) -> Iterator[dict[str, Any]]:
+        if not part:
+            return
+        found: dict[int, list[HourOfRows]] = {}
+        for number, *numbers in self._counted(part):
+            found.setdefault(number, []).append(HourOfRows(*numbers))
+        lacking = [n for n, s in enumerate(part) if sum(each.rows for each in found.get(n, ())) < len(s.rows)]
+        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+            footers = dict(zip(lacking, pool.map(self.store.footer, (part[n].segment for n in lacking)), strict=True))
+        for number, stretch in enumerate(part):
+            yield from hours_of(stretch, found.get(number, []), footers.get(number))
+
+    def _counted(self, part: Sequence[Stretch[SegmentRef]]) -> list[Any]:
+        columns = ("segment", "sequence", "timestamp_ns", "subject", "subject_raw", "headers", "payload")
+        try:
+            frame = self._frame(part, columns)
+            from pyspark.sql import functions as f
+
+            subject = f.coalesce(f.octet_length("subject_raw"), f.octet_length("subject"))
+            size = subject + f.coalesce(f.octet_length("headers"), f.lit(0)) + f.octet_length("payload")
+            hour = f.expr(f"timestamp_ns div {HOUR_NS}")
+            grouped = frame.groupBy("segment", hour.alias("hour")).agg(
+                f.count(f.lit(1)),
+                f.sum(size),
+                f.min("sequence"),
+                f.max("sequence"),
+                f.sum(f.expr(f"(timestamp_ns % {HOUR_NS}) div 1000000")),
+                f.min("timestamp_ns"),
+            )
+            return list(grouped.collect())
+        except Exception as error:  # Spark raises its own, py4j's and the source's errors
+            raise of_spark("report traffic", error) from error
+
+
+# For people and spreadsheets
+
+SHOWN_NS = 30 * DAY * NS_PER_S  # that the page shows where nobody says since when
+MOST_BARS = 24 * 14  # of a plot; of a longer time a bar is a day
+MOST_PLOTS = 200  # feeds with a plot, those with most messages; all are in the table
+
+Part = Mapping[str, Any]
+
+
+def within(table: pa.Table, since: int | None, until: int | None) -> pa.Table:
+    """The hours that begin at `since` or later and before `until`, ns since 1970."""
+    for bound, keeps in ((since, pc.greater_equal), (until, pc.less)):
+        if bound is not None:
+            moment = pa.scalar(bound // 1000, pa.int64()).cast(table.schema.field("hour").type)
+            table = table.filter(keeps(table["hour"], moment))
+    return table
+
+
+def write_csv(table: pa.Table, file: TextIO) -> None:
+    """A header, then a line for each row; hours as RFC 3339 in UTC, nothing for what is not known."""
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(table.schema.names)
+    for batch in table.to_batches(10_000):
+        hours: list[Any] = batch.column("hour").cast(pa.int64()).to_pylist()
+        columns = [batch.column(name).to_pylist() for name in batch.schema.names]
+        columns[batch.schema.get_field_index("hour")] = [format_time(hour * 1000) for hour in hours]
+        writer.writerows(zip(*columns, strict=True))
+
+
+def rendered(table: pa.Table, since: int | None, until: int | None, made: float) -> bytes:
+    """The page of `table`, for the hours from `since` (None: the last 30 days of it) up to `until`. `made`: now."""
+    if since is None and table.num_rows:
+        newest: Any = pc.max(table["hour"]).cast(pa.int64()).as_py()
+        since = newest * 1000 + HOUR * NS_PER_S - SHOWN_NS
+    rows = within(table, since, until).to_pylist()
+    for row in rows:
+        row["hour"] = int(row["hour"].timestamp())
+    feeds: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        feeds.setdefault((row["site"], row["feed"]), []).append(row)
+    hours = [row["hour"] for row in rows]
+    begin, end = min(hours, default=0), max(hours, default=0) + HOUR
+    drawn = sorted(feeds, key=lambda feed: -sum(row["messages"] for row in feeds[feed]))[:MOST_PLOTS]
+    body = [
+        "<h1>Floe: traffic</h1>",
+        f"<p class=pale>{_period(begin, end) if rows else 'no messages'}, made {_time(int(made))}</p>",
+        *_table(feeds),
+        *(line for feed in sorted(drawn) for line in _plots(feed, feeds[feed], begin, end)),
+    ]
+    if len(drawn) < len(feeds):
+        body.append(f"<p class=pale>The {MOST_PLOTS} feeds with most messages are drawn.</p>")
+    style = STYLE + _STYLE
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    head = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width"><title>Floe: traffic</title>'
+        f"<style>{style}</style></head>"
+    )
+    return f"{head}<body>{''.join(body)}</body></html>\n".encode("utf-8", "backslashreplace")
+
+
+_STYLE = """
+svg .kept { fill: var(--ice); } svg .left { fill: var(--line); } svg .lag { fill: none; stroke: var(--bad); }
+svg .axis { stroke: var(--line); } h3 { margin-top: 1.6rem; }
+"""
+
+_GONE = ("gone_before_read", "gone_from_hole", "lost")
+_COLUMNS = (
+    "site",
+    "feed",
+    "messages",
+    "kept",
+    "sampled out",
+    "too old",
+    "looped",
+    "gone",
+    "bytes",
+    "mean lag",
+    "greatest lag",
+)
+
+
+def _table(feeds: Mapping[tuple[str, str], Sequence[Part]]) -> Iterator[str]:
+    yield f"<table><tr>{''.join(f'<th{_kind(n > 1)}>{name}</th>' for n, name in enumerate(_COLUMNS))}</tr>"
+    for (site, feed), rows in sorted(feeds.items()):
+        sums = [f"{sum(row[n] for row in rows):,}" for n in ("messages", "kept", "sampled_out", "too_old", "looped")]
+        gone = sum(row[name] for row in rows for name in _GONE)
+        mean, most = _lag(rows)
+        lags = ("–" if each is None else duration_words(max(0.0, each)) for each in (mean, most))
+        cells = [site, feed, *sums, f"{gone:,}", size_words(sum(row["bytes"] for row in rows)), *lags]
+        yield f"<tr>{''.join(f'<td{_kind(n > 1)}>{escape(cell)}</td>' for n, cell in enumerate(cells))}</tr>"
+    yield "</table>"
+
+
+def _kind(is_number: bool) -> str:
+    return " class=n" if is_number else ""
+
+
+def _lag(rows: Iterable[Part]) -> tuple[float | None, float | None]:
+    """The mean and the greatest lag in seconds; None where none is known."""
+    known = [row for row in rows if row["lag_known"]]
+    if not known:
+        return None, None
+    mean = sum(row["lag_total_ms"] for row in known) / sum(row["lag_known"] for row in known)
+    return mean / 1000, max(row["lag_max_ms"] for row in known) / 1000
+
+
+# Plots
+
+WIDTH, HEIGHT, LEFT, ABOVE, BELOW = 1000, 110, 70, 14, 16  # in units of the picture
+
+
+def _plots(feed: tuple[str, str], rows: Sequence[Part], begin: int, end: int) -> Iterator[str]:
+    step = HOUR if (end - begin) // HOUR <= MOST_BARS else DAY
+    begin -= begin % step
+    bars = -(-(end - begin) // step)
+    held: dict[int, list[Part]] = {}
+    for row in rows:
+        held.setdefault((row["hour"] - begin) // step, []).append(row)
+    sums = {at: (sum(r["messages"] for r in some), sum(r["kept"] for r in some)) for at, some in held.items()}
+    lags = {at: most for at, some in held.items() if (most := _lag(some)[1]) is not None}
+    yield f"<h3>{escape('/'.join(feed))}</h3>"
+    most = max((messages for messages, _ in sums.values()), default=0)
+    name = f"messages {'an hour' if step == HOUR else 'a day'}"
+    axis = _axis(begin, begin + bars * step)
+    both = _columns("left", {at: messages for at, (messages, _) in sums.items()}, most, bars)
+    kept = _columns("kept", {at: kept for at, (_, kept) in sums.items()}, most, bars)
+    yield _picture(f"{name}: kept, and above them those left out; at most {most:,}", f"{most:,}", both + kept + axis)
+    if lags:
+        top = max(*lags.values(), 1.0)
+        label = duration_words(top)
+        yield _picture(f"greatest lag; at most {label}", label, _line(lags, top, bars) + axis)
+
+
+def _picture(title: str, most: str, inner: str) -> str:
+    height = ABOVE + HEIGHT + BELOW
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}"><title>{escape(title)}</title>'
+        f'<text x="0" y="{ABOVE + 10}">{escape(most)}</text><text x="0" y="{ABOVE + HEIGHT}">0</text>'
+        f'<text x="{LEFT}" y="{ABOVE - 4}">{escape(title)}</text>{inner}</svg>'
+    )
+
+
+def _axis(begin: int, end: int) -> str:
+    y = ABOVE + HEIGHT
+    return (
+        f'<path class="axis" d="M{LEFT} {y}H{WIDTH}"/><text x="{LEFT}" y="{y + 13}">{_time(begin)}</text>'
+        f'<text x="{WIDTH}" y="{y + 13}" text-anchor="end">{_time(end)}</text>'
+    )
+
+
+def _columns(kind: str, values: Mapping[int, int], most: int, bars: int) -> str:
+    """One path for all: a page of many feeds stays small."""
+    width = (WIDTH - LEFT) / bars
+    path = "".join(
+        f"M{LEFT + at * width:.1f} {ABOVE + HEIGHT}v{-HEIGHT * value / most:.1f}h{width * 0.9:.1f}V{ABOVE + HEIGHT}z"
+        for at, value in sorted(values.items())
+        if value
+    )
+    return f'<path class="{kind}" d="{path}"/>' if path else ""
+
+
+def _line(values: Mapping[int, float], most: float, bars: int) -> str:
+    """Broken where no lag is known."""
+    width, path = (WIDTH - LEFT) / bars, ""
+    for at, value in sorted(values.items()):
+        x, y = LEFT + at * width, ABOVE + HEIGHT * (1 - min(max(value, 0.0) / most, 1.0))
+        path += f"{'L' if at - 1 in values else 'M'}{x:.1f} {y:.1f}h{width:.1f}"
+    return f'<path class="lag" d="{path}"/>'
+
+
+def _period(begin: int, end: int) -> str:
+    return f"{_time(begin)} to {_time(end)}"
+
+
+def _time(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
