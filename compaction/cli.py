@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 @click.option("--engine", type=click.Choice(["spark", "local"]), help="Where to merge.")
 @click.option("--verify", type=click.Choice(["spark", "merge"]), help="How to prove that no row was lost.")
 @click.option("--master", metavar="URL", help="Spark's master, such as local[2] or spark://host:7077.")
-@click.option("--dry-run", is_flag=True, help="List what would be read and deleted, and do nothing.")
+@click.option("--dry-run", is_flag=True, help="Say what would be read and deleted, and why not more; do nothing.")
 @click.option("--strict", is_flag=True, help="Exit 3 also for what an earlier run has told.")
 @click.option(
     "--metrics-textfile",
@@ -374,13 +374,14 @@ def _preview(
 ) -> int:
     from compaction import report
 
-    retained, surveys = compaction.preview_retention(selection, retention), compaction.preview(selection)
+    retained = compaction.preview_retention(selection, retention)
+    surveys = compaction.preview(selection, frozenset(segment.key for segment in retained.expired))
     problems = [*retained.failures, *(problem for survey in surveys for problem in survey.problems)]
     if as_json:
-        print_json(report.preview_json(surveys) | {"retention": report.retention_json(retained)})
+        print_json(report.preview_json(surveys, retained))
     else:
         rows = [*report.retention_preview_rows(retained), *report.preview_rows(surveys)]
-        _show(rows, report.PREVIEW_COLUMNS)
+        _show([*rows, report.preview_total(surveys, retained)] if rows else [], report.PREVIEW_COLUMNS)
     return _ending(problems, [] if strict else compaction.reported.told(problems))
 
 
