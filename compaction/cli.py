@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -281,6 +282,7 @@ def _compaction(config: str, settings: Settings, store: SegmentStore) -> Iterato
         runner = spark if chosen.engine == "spark" else LocalRunner(store, check=asked.check)
         prove = SparkProver(spark, store).prove if chosen.verify == "spark" else None
         grace = chosen.delete_grace if chosen.delete else None
+        gc.freeze()  # what is loaded by now stays: no use in looking at it again for each million segments
         try:
             yield Compaction(store, chosen.levels, grace, runner, prove, check=asked.check)
         except FloeError:

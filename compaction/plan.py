@@ -232,6 +232,9 @@ class Block:
 
     @classmethod
     def of(cls, segments: tuple[SegmentRef, ...]) -> Block:
+        if len(segments) == 1:  # nearly always
+            [one] = segments
+            return cls(segments, one.coverage.first, one.coverage.last, one.size, one.modified, one.modified)
         times, reach = [s.modified for s in segments], max(s.coverage.last for s in segments)
         return cls(segments, segments[0].coverage.first, reach, sum(s.size for s in segments), min(times), max(times))
 
@@ -281,7 +284,7 @@ def blocks(segments: Iterable[SegmentRef]) -> Iterator[tuple[SegmentRef, ...]]:
     """
     members: list[SegmentRef] = []
     reach = 0
-    for segment in sorted(segments, key=lambda s: (s.coverage, s.name)):
+    for segment in sorted(segments, key=lambda s: (s.coverage.first, s.coverage.last, s.name)):
         if members and segment.coverage.first > reach:
             yield tuple(members)
             members = []

@@ -292,7 +292,7 @@ class Compaction:
         held: list[list[Supersession]] = []
         merged: set[str] = set()  # inputs of the merges so far, of those by which something held is contained
         for window in segments.windows(self._window):
-            refs = [(place, segments[place]) for places in window for place in places]
+            refs = [each for places in window for each in zip(places, segments.refs(places), strict=True)]
             sound = [(place, ref) for place, ref in refs if ref.key not in damaged]
             outputs = [o for planner in planners for o in planner.add([ref for _, ref in sound])]
             held.append(contained([ref for place, ref in sound if not buried[place]]))
