@@ -168,7 +168,7 @@ SPACING, SIZE = 300.0, 100_000
 MEMORY = 1000.0  # MB
 
 
-class Fleet:
+class ManyChains:
     """The listings of many chains, made when they are asked for; what is put is not kept."""
 
     def __init__(self) -> None:
@@ -215,7 +215,7 @@ def planned() -> Figure:
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     levels = parse("store: {url: 'file:///bench'}\n", "bench")[0].compaction.levels
-    store, nobody = SegmentStore(Fleet(), LAYOUT), Nobody()  # type: ignore[arg-type]
+    store, nobody = SegmentStore(ManyChains(), LAYOUT), Nobody()  # type: ignore[arg-type]
     gc.freeze()  # as the command does
     started = time.perf_counter()
     Compaction(store, levels, None, nobody).run(Selection())  # type: ignore[arg-type]

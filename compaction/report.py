@@ -23,7 +23,7 @@ from common.segments.segment import SegmentRef
 from common.settings import loader
 from common.settings.root import Settings
 from common.settings.types import counted, duration_words, format_duration, size_words
-from compaction.plan import Output, Waiting
+from compaction.plan import Backlog, Output
 from compaction.retention import RetentionReport
 from compaction.run import ChainSurvey, Report
 from compaction.spark import Spark
@@ -172,7 +172,7 @@ def _by_level(outputs: Iterable[Output]) -> list[tuple[tuple[int, int], list[Out
     return sorted(found.items())
 
 
-def waiting_words(waiting: Waiting) -> str:
+def waiting_words(waiting: Backlog) -> str:
     """Why it is not merged yet, by the keys of the policy, and how long that takes where nothing else comes."""
     policy, (at, key) = waiting.policy, waiting.next_merge()
     said = []
@@ -190,7 +190,7 @@ def waiting_words(waiting: Waiting) -> str:
     return f"{counted(waiting.segments, 'segment')}: {'; '.join([*said, when])}"
 
 
-def _waiting_json(waiting: Waiting) -> dict[str, Any]:
+def _waiting_json(waiting: Backlog) -> dict[str, Any]:
     (at, key), policy = waiting.next_merge(), waiting.policy
     return {
         **waiting.chain.log_context(),
