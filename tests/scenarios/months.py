@@ -185,7 +185,7 @@ class World:
         return tuple(f"{chain.site}/{chain.feed}" for chain in self.months.chains)
 
     def hour(self) -> None:
-        """All segments of the next hour; then one run of compaction, here and on S3."""
+        """All segments of the next hour, each at its time; then the tails."""
         end = self.clock.now() + HOUR
         while (at := BEGIN + (self.written + 1) * self.months.interval) <= end:
             self.clock.advance(at - self.clock.now())
@@ -204,7 +204,10 @@ class World:
         return self.local.put(self.months, chain, self.written)
 
     def compact(self) -> None:
-        """One run, as `floe compact --engine local` does it. Raises AssertionError where there are too many keys."""
+        """One run, as `floe compact --engine local` does it; another on S3, which must end with the same keys.
+
+        Raises AssertionError where there are more keys than the policy allows.
+        """
         ages = dict(self.months.ages)
         retention = Retention(
             self.local.store, lambda _site, feed: RetentionRule(ages[feed]), {TARGET: frozenset(self.sources)}
@@ -220,7 +223,7 @@ class World:
         keys, limit = len(self.local.objects.list("")), self.limit()
         self.totals.most_keys = max(self.totals.most_keys, keys)
         self.totals.most_of_limit = max(self.totals.most_of_limit, keys / limit)
-        assert keys <= limit, f"hour {self.clock.now()}: {keys} keys, the policy allows {limit}"
+        assert keys <= limit, f"hour {(self.clock.now() - BEGIN) / HOUR:.0f}: {keys} keys, the policy allows {limit}"
 
     def _run(self, place: Writer, retention: Retention | None) -> Report:
         work = Compaction(place.store, self.months.levels, self.months.grace, LocalRunner(place.store))  # type: ignore[arg-type]
