@@ -224,6 +224,7 @@ ROLES = (
 OTHERS = {
     "it has the rights of the role that it examines": ("doctor", "config check"),
     "it asks the monitor of a service, and neither NATS nor the bucket": ("check egress", "check ingress"),
+    "docs/reports.md names its rights, which depend on where it writes": ("report latest", "report traffic"),
     "docs/advisories.md names its rights, on the stream of advisories alone": ("advisories",),
     "it makes what it needs": ("demo", "emulate"),
     "it connects to nothing": ("config import-stream-replicator", "version", "completion"),
