@@ -138,6 +138,7 @@ ROLES = (
             EVERYTHING,
             KeyRights((*PUT, *DELETE), ("site=*", "_floe/tombstones/*", "_floe/site=*/probe/*")),
             KeyRights(DELETE, ("_floe/site=*/state/*",)),
+            KeyRights(PUT, ("_floe/verify/*",)),
         ),
     ),
     RoleRights(
@@ -150,7 +151,7 @@ ROLES = (
         ),
         (
             EVERYTHING,
-            KeyRights(PUT, ("_floe/site=*/gaps/*", "_floe/ingress/*", "_floe/quarantine/*")),
+            KeyRights(PUT, ("_floe/site=*/gaps/*", "_floe/ingress/*", "_floe/quarantine/*", "_floe/verify/*")),
             KeyRights(DELETE, ("site=*",)),
         ),
     ),
