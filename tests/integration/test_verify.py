@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 from array import array
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -254,48 +253,3 @@ async def test_the_command_says_what_it_did_not_read_and_that_another_run_was_qu
     assert "us-east/NODES/0000/0: what was read is not signed off: error[E-RACE]" in done.err
     assert "all is well" in done.err
     assert (await site.command("--master", "local[1]", code=2)).err
-
-
-# Wherever it is read
-
-
-@pytest.mark.spark
-async def test_spark_finds_what_is_found_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    from tests.support.spark import SharedSpark
-
-    site = Site(tmp_path, CHAIN, OTHER)
-    for chain in (CHAIN, OTHER):
-        refs = [site.archive.put(first, first + 9, age=700, chain=chain) for first in range(1, 80, 10)]
-        site.archive.path(refs[2].key).write_bytes(b"?")
-        site.archive.store.delete(refs[4])
-        site.archive.put(1, 10, rows(range(1, 11), salt="x"), level=1, chain=chain)
-        site.archive.put(51, 70, rows(range(51, 70)), level=1, chain=chain)
-    expired = {"ledger": {Reason.GONE_BEFORE_READ: 5}, "unread": SequenceRange(81, 85)}
-    site.archive.put(81, 90, rows(range(86, 91)), **expired)
-    site.archive.put(82, 90)
-    monkeypatch.setattr("compaction.verify.TASK_BYTES", 10_000)  # about two segments
-
-    async def found(*options: str) -> Any:
-        return await site.command("--deep", "--json", *options, code=3)
-
-    here = await found()
-    monkeypatch.setattr("compaction.spark.Spark", lambda settings, check: SharedSpark(settings))
-    caplog.set_level("INFO")
-    assert await found("--engine", "spark") == here
-    told = [record.getMessage() for record in caplog.records if "'item_done'" in record.getMessage()]
-    assert len(told) > 4
-    assert all("look_apart" in line and "'bytes'" in line for line in told), "a line for each task"
-    assert Counter(p["kind"] for chain in here for p in chain["problems"]) == {
-        "damaged": 2,
-        "hole": 4,
-        "fork": 2,
-        "rows": 4,
-        "late": 1,
-    }
-    since = ("--engine", "spark", "--since-last")
-    await found(*since)
-    again = await found(*since)
-    assert [chain["problems"] for chain in again] == [chain["problems"] for chain in here]
-    assert [chain["skipped"] > 0 for chain in again] == [True, True]
