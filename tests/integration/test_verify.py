@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from common.chain import Chain
+from common.errors import Refused
 from common.segments import store as segment_store
 from common.segments.documents import ChainStore, StreamDocument
 from common.segments.segment import Reason, SegmentRef
@@ -253,3 +254,11 @@ async def test_the_command_says_what_it_did_not_read_and_that_another_run_was_qu
     assert "us-east/NODES/0000/0: what was read is not signed off: error[E-RACE]" in done.err
     assert "all is well" in done.err
     assert (await site.command("--master", "local[1]", code=2)).err
+
+    def refused(*_: object) -> bool:
+        raise Refused("no right to put")
+
+    monkeypatch.setattr(SignOffs, "write", refused)
+    done = await site.command("--since-last", code=77)
+    assert "what was read is not signed off: error[E-REFUSED]: no right to put" in done.err
+    assert "all is well" in done.err
