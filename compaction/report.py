@@ -163,11 +163,9 @@ def verify_line(reports: Sequence[ChainReport], *, deep: bool) -> str:
     segments = sum(count for each in reports for count in each.segments.values())
     read = f"{counted(segments, 'segment')} of {counted(len(reports), 'chain')}"
     rows, size = sum(each.rows for each in reports), sum(each.size for each in reports)
-    how = "every row was read" if deep else "checksums and footers; --deep reads every row"
-    if skipped := sum(each.skipped for each in reports):
-        how += (
-            f"; {counted(skipped, 'segment')} that earlier runs signed off {'was' if skipped == 1 else 'were'} not read"
-        )
+    skipped = sum(each.skipped for each in reports)
+    but = f", but for {counted(skipped, 'segment')} that earlier runs signed off" if skipped else ""
+    how = f"every row was read{but}" if deep else f"checksums and footers{but}; --deep reads every row"
     problems = sum(len(each.problems) for each in reports)
     well = counted(problems, "problem") if problems else "all is well"
     return f"{well}: {read}, {counted(rows, 'row')}, {size_words(size)} ({how})"
