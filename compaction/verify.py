@@ -220,7 +220,7 @@ def verify_chains(
 
     def work_off() -> None:
         tasks = [task for _, task in waiting]
-        results = runner.map(look_apart, tasks) if runner and tasks else [look(store, task, tell) for task in tasks]
+        results = _spread(runner, tasks) if runner and tasks else [look(store, task, tell) for task in tasks]
         for (verification, task), result in zip(waiting, results, strict=True):
             if isinstance(result, FloeError):
                 raise result
@@ -242,6 +242,13 @@ def verify_chains(
             work_off()
     work_off()
     return reports
+
+
+def _spread(runner: Runner, tasks: Sequence[VerifyTask]) -> list[VerifyResult | FloeError]:
+    """The results in the order of `tasks`, of which the largest are begun first."""
+    order = sorted(range(len(tasks)), key=lambda number: tasks[number].size, reverse=True)
+    results = dict(zip(order, runner.map(look_apart, [tasks[number] for number in order]), strict=True))
+    return [results[number] for number in range(len(tasks))]
 
 
 class _Verification:

@@ -17,6 +17,8 @@ from common.segments import store as segment_store
 from common.segments.documents import ChainStore, StreamDocument
 from common.segments.segment import Reason, SegmentRef
 from common.sequences import SequenceRange
+from compaction.report import verify_json
+from compaction.run import LocalRunner
 from compaction.sign_off import SignOff, SignOffs
 from compaction.verify import ChainReport, check_segment, known_chains, verify_chains
 from tests.scenarios.processes import run_floe
@@ -262,3 +264,28 @@ async def test_the_command_says_what_it_did_not_read_and_that_another_run_was_qu
     done = await site.command("--since-last", code=77)
     assert "what was read is not signed off: error[E-REFUSED]: no right to put" in done.err
     assert "all is well" in done.err
+
+
+# Wherever it is read; on Spark: test_compaction_spark.py
+
+
+def test_tasks_are_put_together_whatever_their_order_and_an_error_keeps_its_code(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+):
+    store, refs = site.archive.store, site.archive.listed()
+    site.archive.path(refs[0].key).write_bytes(b"?")
+    site.archive.put(25, 40, rows(range(25, 40)), level=1)
+    site.archive.put(51, 60)
+    here = verify_chains(store, site.chains, [CHAIN, CHAIN], deep=True)
+    monkeypatch.setattr("compaction.verify.TASK_BYTES", 1)
+    runner = LocalRunner(store)
+    there = verify_chains(store, site.chains, [CHAIN, CHAIN], deep=True, window=1, runner=runner)
+    assert [verify_json(report) for report in there] == [verify_json(report) for report in here]
+    assert [problem.kind for problem in here[0].problems] == ["damaged", "hole", "hole", "rows"]
+
+    def refused(*_: object, **_more: object) -> bool:
+        raise Refused("no right to get")
+
+    monkeypatch.setattr(site.archive.objects, "download", refused)
+    with pytest.raises(Refused):
+        verify_chains(store, site.chains, [CHAIN], deep=True, runner=runner)
