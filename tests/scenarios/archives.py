@@ -389,7 +389,9 @@ def check_compacted(world: RandomArchive, chain: Chain, before: list[File], repo
     seen = read(before)
     for n, content in read(after).items():
         assert seen.get(n, content) == content or n in conflicts
-    assert seen.keys() <= read(after).keys()
+    for n in seen.keys() - read(after).keys():
+        # Which of two that disagree a cover takes depends on where it begins; both are there still.
+        assert any(n in each.coverage and n not in each.rows and n not in each.unread for each in before), n
     for failure in report.failures:
         assert failure.damaged <= world.damaged.keys()
         if failure.chain == chain and failure.code == "E-FORK":
