@@ -157,6 +157,8 @@ def _words(arguments: list[str]) -> list[str]:
 
 def _uses_spark(words: Sequence[str]) -> bool:
     """Whether a command line may start Spark; every other command would import pandas needlessly."""
+    if words[:2] == ["segments", "verify"]:
+        return any(word.endswith("spark") for word in words)
     return words[:1] in (["demo"], ["report"]) or (words[:1] == ["compact"] and "local" not in words)
 
 

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import pyarrow as pa
 
@@ -25,7 +25,6 @@ from common.open import open_store
 from common.segments.store import SegmentStore
 from common.settings.root import Settings
 from common.settings.types import duration_words
-from compaction.plan import Output
 
 if TYPE_CHECKING:
     from pyspark.accumulators import Accumulator
@@ -210,6 +209,15 @@ def spark_error(what: str, error: Exception) -> FloeError:
     return Unavailable(f"spark {what}: {line[:300]}", hint="see Spark's log; run it again", code="E-SPARK")
 
 
+@runtime_checkable
+class SizedItem(Protocol):
+    """An item whose log line says more than its number. `size`: stored bytes that are read for it."""
+
+    @property
+    def size(self) -> int: ...
+    def log_context(self) -> dict[str, object]: ...
+
+
 class ItemsDone:
     """Logs each of `items` that is done, which it is of how many, and how long the rest takes about.
 
@@ -227,7 +235,7 @@ class ItemsDone:
         self._done.add(number)
         count, of, item = len(self._done), len(self._items), self._items[number]
         seconds = self._clock.monotonic() - self._begun
-        context = {**item.log_context(), "bytes": item.size} if isinstance(item, Output) else {}
+        context = {**item.log_context(), "bytes": item.size} if isinstance(item, SizedItem) else {}
         left = duration_words(seconds * (of - count) / count) if count < of else "0 s"
         log.info("item done", action="item_done", work=self._work, item=count, of=of, left=left, **context)
 

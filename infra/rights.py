@@ -162,7 +162,7 @@ ROLES = (
             EVERYTHING,
             KeyRights((*PUT, *DELETE), ("site=*", "_floe/tombstones/*", "_floe/site=*/probe/*")),
             KeyRights(DELETE, ("_floe/site=*/state/*",)),
-            KeyRights(PUT, ("_floe/site=*/floor.json",)),
+            KeyRights(PUT, ("_floe/site=*/floor.json", "_floe/verify/*")),
         ),
     ),
     RoleRights(
@@ -189,7 +189,7 @@ ROLES = (
         ),
         (
             EVERYTHING,
-            KeyRights(PUT, ("_floe/site=*/gaps/*", "_floe/ingress/*", "_floe/quarantine/*")),
+            KeyRights(PUT, ("_floe/site=*/gaps/*", "_floe/ingress/*", "_floe/quarantine/*", "_floe/verify/*")),
             KeyRights(DELETE, ("site=*",)),
         ),
     ),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from common.errors import ConfigError, Unavailable
 from common.segments.documents import ChainDocument, ChainStore
-from common.segments.segment import SegmentRef
-from common.sequences import Stretch
+from common.segments.segment import Reason, SegmentRef
+from common.sequences import SequenceRange, Stretch
 from common.settings.root import Settings
 from compaction.failures import Failure, exit_code
 from compaction.proof import SparkProver
@@ -26,6 +28,7 @@ from compaction.spark import (
     with_retries,
 )
 from compaction.supersede import Supersession, made_by
+from tests.integration.test_verify import Site
 from tests.support.basics import eventually
 from tests.support.compaction import CHAIN, DUE, OTHER, Archive, begun, rows
 from tests.support.spark import SharedSpark, failing, kill_once, spark_session, wait_for_file
@@ -286,3 +289,45 @@ def test_a_run_over_s3(s3, tmp_path: Path):
     assert report.failures == []
     assert archive.ranges() == ["0:31..40", "1:1..40"]
     assert archive.read().equals(before)
+
+
+# verify
+
+
+async def test_verify_finds_on_spark_what_it_finds_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    site = Site(tmp_path, CHAIN, OTHER)
+    for chain in (CHAIN, OTHER):
+        refs = [site.archive.put(first, first + 9, age=700, chain=chain) for first in range(1, 80, 10)]
+        site.archive.path(refs[2].key).write_bytes(b"?")
+        site.archive.store.delete(refs[4])
+        site.archive.put(1, 10, rows(range(1, 11), salt="x"), level=1, chain=chain)
+        site.archive.put(51, 70, rows(range(51, 70)), level=1, chain=chain)
+    expired = {"ledger": {Reason.GONE_BEFORE_READ: 5}, "unread": SequenceRange(81, 85)}
+    site.archive.put(81, 90, rows(range(86, 91)), **expired)
+    site.archive.put(82, 90)
+    monkeypatch.setattr("compaction.verify.TASK_BYTES", 10_000)  # about two segments
+
+    async def found(*options: str) -> Any:
+        return await site.command("--deep", "--json", *options, code=3)
+
+    here = await found()
+    monkeypatch.setattr("compaction.spark.Spark", lambda settings, check: SharedSpark(settings))
+    caplog.set_level("INFO")
+    assert await found("--engine", "spark") == here
+    told = [record.getMessage() for record in caplog.records if "'item_done'" in record.getMessage()]
+    assert len(told) > 4
+    assert all("look_apart" in line and "'bytes'" in line for line in told), "a line for each task"
+    assert Counter(p["kind"] for chain in here for p in chain["problems"]) == {
+        "damaged": 2,
+        "hole": 4,
+        "fork": 2,
+        "rows": 4,
+        "late": 1,
+    }
+    since = ("--engine", "spark", "--since-last")
+    await found(*since)
+    again = await found(*since)
+    assert [chain["problems"] for chain in again] == [chain["problems"] for chain in here]
+    assert [chain["skipped"] > 0 for chain in again] == [True, True]

@@ -184,6 +184,11 @@ async def test_every_role_works_with_the_rights_of_the_table(roles: Roles) -> No
     store.objects.put(junk, b"junk")
     for command in (["segments", "verify"], ["status"]):
         assert f"nothing reads: 1\n  {junk}\n" in roles.floe("replay", *command).stderr
+    for role, how in (("operator", "--deep"), ("compaction", "--json")):
+        roles.floe(role, "segments", "verify", "--since-last", how)
+        again = roles.floe(role, "segments", "verify", "--since-last", how)
+    found, *_ = json.loads(again.stdout)
+    assert found["skipped"] == sum(found["segments"].values())
     roles.floe("replay", "gap", "ls")
     roles.floe("operator", "segments", "quarantine", junk)
     assert store.objects.head(junk) is None
