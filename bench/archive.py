@@ -3,6 +3,8 @@
 `listing.1m`: which segments come next, decided in an archive of 1,000,000 of them.
 `listing.egress_1m`: the memory that egress needs to find its position in such an archive, and to walk it for holes,
 with at most 20 LISTs at the start of a session and one before each put.
+`compaction.plan_1m`: from the listings of 1,000 chains to what is merged of their 1,000,000 segments, as a run of
+compaction does it, below 1 GB.
 `compaction.merge`: inputs to a verified output, beside pyarrow reading and writing the same rows.
 `replay.bytes_read`: bytes read to replay 1 % of the time of 10,000 segments, over all their bytes.
 `query.time_1pct`: the same that Spark reads for a query of all columns.
@@ -13,6 +15,7 @@ over the pages of a listing, not a server's.
 
 import asyncio
 import bisect
+import gc
 import os
 import random
 import statistics
@@ -28,6 +31,7 @@ from bench.harness import Bench, Figure, paired
 from bench.place import payloads
 from common.chain import Chain
 from common.clock import SystemClock
+from common.errors import Unavailable
 from common.jetstream.api import create_stream, stream_info
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectInfo
@@ -42,8 +46,10 @@ from common.service.process import Threads
 from common.service.progress import Teller
 from common.settings.loader import parse
 from common.tasks import Stop
+from compaction.failures import Failure
 from compaction.merge import COMPRESSION_LEVEL, merge
 from compaction.plan import Output
+from compaction.run import Compaction, Selection
 from egress.archive import Archive
 from infra.local.nats import NatsServer
 from ingress.chains.search import look as look_from
@@ -155,6 +161,70 @@ def walked() -> Figure:
 def _resident(what: str) -> float:
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(what)) * 1024 / 1e6
+
+
+CHAINS, EACH = 1000, 1000  # segments of each chain, one every five minutes
+SPACING, SIZE = 300.0, 100_000
+MEMORY = 1000.0  # MB
+
+
+class Fleet:
+    """The listings of many chains, made when they are asked for; what is put is not kept."""
+
+    def __init__(self) -> None:
+        self.chains = [Chain(f"site-{number:04d}", "BENCH") for number in range(CHAINS)]
+        self._chains = {LAYOUT.segments_prefix(chain, 0): chain for chain in self.chains}
+
+    def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> list[ObjectInfo]:
+        if prefix == LAYOUT.documents_prefix():
+            return [ObjectInfo(LAYOUT.chain_document(chain), 1, 1.0, "e") for chain in self.chains]
+        if prefix.endswith("/partition=0/"):
+            prefix += "level=0/"
+        chain = self._chains.get(prefix)
+        infos = [] if chain is None else [self._info(chain, number) for number in range(EACH)]
+        return [info for info in infos if info.key > start_after][:limit]
+
+    @staticmethod
+    def _info(chain: Chain, number: int) -> ObjectInfo:
+        coverage = SequenceRange(number * ROWS + 1, (number + 1) * ROWS)
+        key = LAYOUT.segment(SegmentName(chain, 0, coverage, f"{number:016x}"))
+        return ObjectInfo(key, SIZE, number * SPACING, "e")
+
+    def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
+        return None
+
+    def put(self, key: str, body: object, **_more: object) -> None: ...
+
+    def head(self, key: str) -> ObjectInfo:
+        return ObjectInfo(key, 0, EACH * SPACING, "e")
+
+
+class Nobody:
+    """Merges nothing, and says so. `inputs`: how many segments it was to merge."""
+
+    def __init__(self) -> None:
+        self.inputs = 0
+
+    def map(self, _work: object, outputs: Sequence[Output]) -> list[Failure]:
+        self.inputs += sum(len(output.inputs) for output in outputs)
+        return [Failure.of(str(output.chain), Unavailable("nobody merges here")) for output in outputs]
+
+
+def planned() -> Figure:
+    """Seconds. Fails where the process grows by more than MEMORY."""
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    levels = parse("store: {url: 'file:///bench'}\n", "bench")[0].compaction.levels
+    store, nobody = SegmentStore(Fleet(), LAYOUT), Nobody()  # type: ignore[arg-type]
+    gc.freeze()  # as the command does
+    started = time.perf_counter()
+    Compaction(store, levels, None, nobody).run(Selection())  # type: ignore[arg-type]
+    elapsed, grown = time.perf_counter() - started, _resident("VmHWM") - before
+    young = 11  # of each chain, within min_age
+    gc.unfreeze()
+    assert nobody.inputs == CHAINS * (EACH - young), f"{nobody.inputs} segments were to be merged"
+    assert grown < MEMORY, f"expected less than {MEMORY} MB, found {grown:.0f}"
+    return Figure("compaction.plan_1m", round(elapsed, 1), "s")
 
 
 INPUTS, INPUT_ROWS = 8, 50_000
@@ -309,5 +379,6 @@ BENCHES = [
     Bench("listing.egress_1m", "MB", "value <= 20", walked),
     Bench("replay.bytes_read", "1", "<= 0.03", bytes_read),
     Bench("query.time_1pct", "1", "value <= 0.03", queried),
+    Bench("compaction.plan_1m", "s", "value <= 20", planned),
     Bench("compaction.merge", "MB/s raw", "ratio >= 0.6", merge_rate),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 @click.option("--engine", type=click.Choice(["spark", "local"]), help="Where to merge.")
 @click.option("--verify", type=click.Choice(["spark", "merge"]), help="How to prove that no row was lost.")
 @click.option("--master", metavar="URL", help="Spark's master, such as local[2] or spark://host:7077.")
-@click.option("--dry-run", is_flag=True, help="List what would be read and deleted, and do nothing.")
+@click.option("--dry-run", is_flag=True, help="Say what would be read and deleted, and why not more; do nothing.")
 @click.option("--strict", is_flag=True, help="Exit 3 also for what an earlier run has told.")
 @click.option(
     "--metrics-textfile",
@@ -328,6 +329,7 @@ def _compaction(config: str, settings: Settings, store: SegmentStore) -> Iterato
         runner = spark if chosen.engine == "spark" else LocalRunner(store, check=asked.check)
         prove = SparkProver(spark, store).prove if chosen.verify == "spark" else None
         grace = chosen.delete_grace if chosen.delete else None
+        gc.freeze()  # what is loaded by now stays: no use in looking at it again for each million segments
         try:
             yield Compaction(store, chosen.levels, grace, runner, prove, check=asked.check)
         except FloeError:
@@ -421,13 +423,14 @@ def _preview(
 ) -> int:
     from compaction import report
 
-    retained, surveys = compaction.preview_retention(selection, retention), compaction.preview(selection)
+    retained = compaction.preview_retention(selection, retention)
+    surveys = compaction.preview(selection, frozenset(segment.key for segment in retained.expired))
     problems = [*retained.failures, *(problem for survey in surveys for problem in survey.problems)]
     if as_json:
-        print_json(report.preview_json(surveys) | {"retention": report.retention_json(retained)})
+        print_json(report.preview_json(surveys, retained))
     else:
         rows = [*report.retention_preview_rows(retained), *report.preview_rows(surveys)]
-        _show(rows, report.PREVIEW_COLUMNS)
+        _show([*rows, report.preview_total(surveys, retained)] if rows else [], report.PREVIEW_COLUMNS)
     return _ending(problems, [] if strict else compaction.reported.told(problems))
 
 

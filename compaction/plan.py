@@ -10,6 +10,8 @@ these are cut makes no difference, because a group that is open at the end of on
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -57,14 +59,15 @@ class Output:
 
 
 class Planner:
-    """Plans one chain by one policy. `now`: seconds since 1970 UTC by the store's clock.
+    """Plans one chain by one policy. `now`: seconds since 1970 UTC by the store's clock. `waiting`: is told what is
+    not due at that time.
 
     Segments that cannot be read are left out of what is added, as if they did not exist: runs end beside them.
     """
 
-    def __init__(self, policy: LevelSettings, now: float) -> None:
-        self._policy, self._now, self._group = policy, now, _Group()
-        self._reach = 0  # where the run ends so far
+    def __init__(self, policy: LevelSettings, now: float, waiting: Waiting | None = None) -> None:
+        self._policy, self._now, self._waiting = policy, now, waiting
+        self._group = _Group()
 
     @property
     def open(self) -> Sequence[SegmentRef]:
@@ -73,25 +76,130 @@ class Planner:
 
     def add(self, window: Sequence[SegmentRef]) -> list[Output]:
         """The outputs that are certain once the segments of the next window are known, of all levels; ascending."""
-        outputs: list[Output] = []
-        for block in blocks(outstanding(window, self._policy.from_)):
-            if self._now - max(s.modified for s in block) < self._policy.min_age:
-                continue
-            if block[0].coverage.first != self._reach + 1:
-                outputs += self.end()
-            elif self._group.segments and not self._group.has_room(block, self._policy):
-                outputs += self._close(len(self._group.segments) > 1 or self._group.reaches_minimum(self._policy))
-            self._group.add(block)
-            self._reach = max(s.coverage.last for s in block)
-        return outputs
+        found = blocks(outstanding(window, self._policy.from_))
+        return [output for segments in found for output in self._take(Block.of(segments))]
 
     def end(self) -> list[Output]:
-        group, policy = self._group, self._policy
-        return self._close(group.reaches_minimum(policy) or group.has_waited(policy, self._now))
+        return self._close(is_full=False)
 
-    def _close(self, is_due: bool) -> list[Output]:
+    def merges(self, waiting: Iterable[Block]) -> bool:
+        """Whether any of these blocks, ascending, are due. For a planner that is asked nothing else."""
+        return any(self._take(block) for block in waiting) or bool(self.end())
+
+    def _take(self, block: Block) -> list[Output]:
+        outputs: list[Output] = []
+        is_young = self._now < block.newest + self._policy.min_age
+        if is_young or block.first != self._group.reach + 1:
+            outputs = self.end()
+        elif self._group.blocks and not self._group.has_room(block, self._policy):
+            outputs = self._close(is_full=True)
+        if not is_young:
+            self._group.add(block)
+        elif self._waiting is not None:
+            self._waiting.add_young(block)
+        return outputs
+
+    def _close(self, *, is_full: bool) -> list[Output]:
         closed, self._group = self._group, _Group()
-        return [Output(self._policy.to, tuple(closed.segments))] if is_due and closed.segments else []
+        if self._now >= closed.due_at(self._policy, is_full=is_full):
+            return [Output(self._policy.to, tuple(closed.segments))]
+        if closed.blocks and self._waiting is not None:
+            self._waiting.add_small(closed)
+        return []
+
+
+@dataclass(slots=True)
+class Waiting:
+    """What of one chain waits for a merge by one policy at `now`, and why; a few numbers, however much waits.
+
+    `young`: segments that are younger than `min_age`, or overlap one that is; `old_at`: when the first of them is old
+    enough. `small`: the others, in `runs` that are neither large nor old enough; `largest`: stored bytes of the largest
+    run; `few`: those of them in runs that hold too few for `max_wait` to count. Times: seconds since 1970 UTC.
+    """
+
+    chain: Chain
+    policy: LevelSettings
+    now: float
+    young: int = 0
+    young_bytes: int = 0
+    old_at: float = math.inf
+    small: int = 0
+    small_bytes: int = 0
+    runs: int = 0
+    largest: int = 0
+    few: int = 0
+    _next: _Forecast = field(default_factory=lambda: _Forecast())
+
+    @property
+    def segments(self) -> int:
+        return self.young + self.small
+
+    @property
+    def size(self) -> int:
+        return self.young_bytes + self.small_bytes
+
+    def add_young(self, block: Block) -> None:
+        self.young += len(block.segments)
+        self.young_bytes += block.size
+        self.old_at = min(self.old_at, block.newest + self.policy.min_age)
+        self._next.add(block, self.policy)
+
+    def add_small(self, group: _Group) -> None:
+        self.small += len(group.segments)
+        self.small_bytes += group.size
+        self.runs += 1
+        self.largest = max(self.largest, group.size)
+        self.few += len(group.segments) if group.due_at(self.policy, is_full=False) == math.inf else 0
+        for block in group.blocks:
+            self._next.add(block, self.policy)
+
+    def next_merge(self) -> tuple[float, str]:
+        """When some of it is merged if nothing else comes, and by which key; `inf` and none where it never is.
+
+        From that moment on, and not before, a planner makes an output of what waits.
+        """
+        return self._next.end(self.policy)
+
+
+@dataclass(slots=True)
+class _Forecast:
+    """From when on blocks that wait would be merged: the planner is asked, at the moments at which they get old enough.
+
+    Once there is an output of some blocks there is always one, later and with more of them: so the moment is found by
+    bisection. Of adjacent blocks no more are kept than may be merged before the earliest moment so far.
+    """
+
+    at: float = math.inf
+    key: str = ""
+    _blocks: list[Block] = field(default_factory=list)
+    _reach: int = 0
+    _limit: int = 1000
+
+    def add(self, block: Block, policy: LevelSettings) -> None:
+        is_late = block.newest + policy.min_age >= self.at
+        if is_late or block.first != self._reach + 1:
+            self.end(policy)
+        self._reach = block.reach
+        if is_late:
+            return
+        self._blocks.append(block)
+        if len(self._blocks) >= self._limit:
+            kept = self._blocks
+            self.end(policy)
+            late = [n for n, each in enumerate(kept, 1) if each.newest + policy.min_age >= self.at]
+            self._blocks = kept[late[-1] if late else 0 :]
+            self._limit = max(1000, 2 * len(self._blocks))
+
+    def end(self, policy: LevelSettings) -> tuple[float, str]:
+        """The earliest moment so far, and the key that it is of; nothing that comes later is beside these blocks."""
+        found = {_waited_at(each.oldest, policy): "max_wait" for each in self._blocks}
+        found |= {each.newest + policy.min_age: "min_age" for each in self._blocks}
+        moments = sorted(at for at in found if at < self.at)
+        place = bisect_left(moments, True, key=lambda at: Planner(policy, at).merges(self._blocks))
+        if place < len(moments):
+            self.at, self.key = moments[place], found[moments[place]]
+        self._blocks = []
+        return self.at, self.key
 
 
 def unite(late: Iterable[Supersession]) -> list[Output]:
@@ -109,28 +217,64 @@ def unite(late: Iterable[Supersession]) -> list[Output]:
     return [output for output in outputs if output.level <= MAX_LEVEL]
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Segments that overlap, which are merged together or not at all, and what a policy asks of them. `oldest`,
+    `newest`: when their objects were stored.
+    """
+
+    segments: tuple[SegmentRef, ...]
+    first: int
+    reach: int
+    size: int
+    oldest: float
+    newest: float
+
+    @classmethod
+    def of(cls, segments: tuple[SegmentRef, ...]) -> Block:
+        if len(segments) == 1:  # nearly always
+            [one] = segments
+            return cls(segments, one.coverage.first, one.coverage.last, one.size, one.modified, one.modified)
+        times, reach = [s.modified for s in segments], max(s.coverage.last for s in segments)
+        return cls(segments, segments[0].coverage.first, reach, sum(s.size for s in segments), min(times), max(times))
+
+
 @dataclass(slots=True)
 class _Group:
     """Adjacent blocks that become one output."""
 
+    blocks: list[Block] = field(default_factory=list)
     segments: list[SegmentRef] = field(default_factory=list)
     size: int = 0
+    oldest: float = math.inf
 
-    def add(self, block: Sequence[SegmentRef]) -> None:
-        self.segments += block
-        self.size += sum(s.size for s in block)
+    @property
+    def reach(self) -> int:
+        """Where it ends; 0 where it is empty."""
+        return self.blocks[-1].reach if self.blocks else 0
 
-    def has_room(self, block: Sequence[SegmentRef], policy: LevelSettings) -> bool:
-        fits = self.size + sum(s.size for s in block) <= policy.max_size
-        return fits and len(self.segments) + len(block) <= policy.max_count
+    def add(self, block: Block) -> None:
+        self.blocks.append(block)
+        self.segments += block.segments
+        self.size += block.size
+        self.oldest = min(self.oldest, block.oldest)
 
-    def reaches_minimum(self, policy: LevelSettings) -> bool:
+    def has_room(self, block: Block, policy: LevelSettings) -> bool:
+        fits = self.size + block.size <= policy.max_size
+        return fits and len(self.segments) + len(block.segments) <= policy.max_count
+
+    def due_at(self, policy: LevelSettings, *, is_full: bool) -> float:
+        """From when on it is merged; `inf`: never, as it is. `is_full`: the next block has no room in it."""
+        count = len(self.segments)
         # A single segment is promoted only for its size: rewriting it alone for its count would gain nothing.
-        return self.size >= policy.min_size or 1 < len(self.segments) >= policy.max_count
+        if (count and self.size >= policy.min_size) or (count > 1 and (is_full or count >= policy.max_count)):
+            return -math.inf
+        return _waited_at(self.oldest, policy) if count >= max(policy.min_count, 2) else math.inf
 
-    def has_waited(self, policy: LevelSettings, now: float) -> bool:
-        enough = len(self.segments) >= max(policy.min_count, 2)  # so the age of an empty group is never asked for
-        return enough and now - min(s.modified for s in self.segments) > policy.max_wait
+
+def _waited_at(oldest: float, policy: LevelSettings) -> float:
+    """The first moment at which what was stored at `oldest` is older than `max_wait`."""
+    return math.nextafter(oldest + policy.max_wait, math.inf)
 
 
 def blocks(segments: Iterable[SegmentRef]) -> Iterator[tuple[SegmentRef, ...]]:
@@ -140,7 +284,7 @@ def blocks(segments: Iterable[SegmentRef]) -> Iterator[tuple[SegmentRef, ...]]:
     """
     members: list[SegmentRef] = []
     reach = 0
-    for segment in sorted(segments, key=lambda s: (s.coverage, s.name)):
+    for segment in sorted(segments, key=lambda s: (s.coverage.first, s.coverage.last, s.name)):
         if members and segment.coverage.first > reach:
             yield tuple(members)
             members = []

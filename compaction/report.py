@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,8 +23,8 @@ from common.segments.keys import SegmentName
 from common.segments.segment import SegmentRef
 from common.settings import loader
 from common.settings.root import Settings
-from common.settings.types import counted, size_words
-from compaction.plan import Output
+from common.settings.types import counted, duration_words, format_duration, size_words
+from compaction.plan import Output, Waiting
 from compaction.retention import RetentionReport
 from compaction.run import ChainSurvey, Report
 from compaction.sign_off import SignOff
@@ -126,21 +127,116 @@ def retention_preview_rows(retained: RetentionReport) -> list[list[object]]:
     return rows + [["hold", f"{h.chain} from {h.first}", h.size, f"for {h.target}"] for h in retained.held]
 
 
-def preview_rows(surveys: Iterable[ChainSurvey]) -> list[list[object]]:
+def preview_rows(surveys: Sequence[ChainSurvey]) -> list[list[object]]:
     rows: list[list[object]] = []
     for survey in surveys:
         for output in survey.outputs:
             rows += [["merge", s.key, s.size, f"level {output.level} {output.coverage}"] for s in output.inputs]
         rows += [["delete", s.key, s.size, None] for s in survey.going]
         rows += [["delete", s.key, s.size, None] for s in survey.outdated]
+    for survey in surveys:
+        for (low, level), outputs in _by_level(survey.outputs):
+            segments = counted(sum(len(o.inputs) for o in outputs), "segment")
+            into = f"{segments} into {len(outputs)} of level {level}"
+            rows.append(["due", f"{survey.chain} level {low}", sum(o.size for o in outputs), into])
+        for each in survey.waiting:
+            if each.segments:
+                rows.append(["wait", f"{each.chain} level {each.policy.from_}", each.size, waiting_words(each)])
     return rows
+
+
+def preview_total(surveys: Sequence[ChainSurvey], retained: RetentionReport) -> list[object]:
+    """The last row: what would be read, and what of all that is there waits or goes."""
+    sums = _preview_totals(surveys, retained)
+    merges = f"{counted(sums['outputs'], 'merge')} of {counted(sums['segments'], 'segment')}"
+    merges = merges if sums["outputs"] else "no merge"
+    others = (("waiting", "waits", "wait"), ("deletable", "goes", "go"), ("expired", "expires", "expire"))
+    said = [
+        f"{counted(count, 'segment')}, {size_words(sums[f'{name}_bytes'])} {one if count == 1 else many}"
+        for name, one, many in others
+        if (count := sums[name])
+    ]
+    return ["total", counted(len(surveys), "chain"), sums["bytes"], "; ".join([merges, *said])]
+
+
+def _preview_totals(surveys: Sequence[ChainSurvey], retained: RetentionReport) -> dict[str, int]:
+    outputs = [output for survey in surveys for output in survey.outputs]
+    waiting = [each for survey in surveys for each in survey.waiting]
+    going = [segment for survey in surveys for segment in survey.going]
+    return {
+        "outputs": len(outputs),
+        "segments": sum(len(output.inputs) for output in outputs),
+        "bytes": sum(output.size for output in outputs),
+        "waiting": sum(each.segments for each in waiting),
+        "waiting_bytes": sum(each.size for each in waiting),
+        "deletable": len(going),
+        "deletable_bytes": sum(segment.size for segment in going),
+        "expired": len(retained.expired),
+        "expired_bytes": sum(map(retained.expired.size_of, range(len(retained.expired)))),
+    }
+
+
+def _by_level(outputs: Iterable[Output]) -> list[tuple[tuple[int, int], list[Output]]]:
+    """The outputs by the level that is read and the one that is written."""
+    found: defaultdict[tuple[int, int], list[Output]] = defaultdict(list)
+    for output in outputs:
+        found[output.inputs[0].level, output.level].append(output)
+    return sorted(found.items())
+
+
+def waiting_words(waiting: Waiting) -> str:
+    """Why it is not merged yet, by the keys of the policy, and how long that takes where nothing else comes."""
+    policy, (at, key) = waiting.policy, waiting.next_merge()
+    said = []
+    if waiting.small:
+        where = "with" if waiting.runs == 1 else f"in {waiting.runs:,} runs, the largest with"
+        limit = f"{size_words(waiting.largest)} of {size_words(policy.min_size)} (min_size)"
+        said.append(f"{waiting.small:,} {where} {limit}")
+    if waiting.few:
+        said.append(f"{waiting.few:,} with fewer than {policy.min_count} beside each other (min_count)")
+    if waiting.young:
+        left = duration_words(waiting.old_at - waiting.now)
+        limit = f"younger than {format_duration(policy.min_age)} (min_age)"
+        said.append(f"{waiting.young:,} {limit}, the first for {left} more")
+    when = f"next merge in {duration_words(at - waiting.now)} ({key})" if key else "no merge before others come"
+    return f"{counted(waiting.segments, 'segment')}: {'; '.join([*said, when])}"
+
+
+def _waiting_json(waiting: Waiting) -> dict[str, Any]:
+    (at, key), policy = waiting.next_merge(), waiting.policy
+    return {
+        **waiting.chain.log_context(),
+        "level": policy.from_,
+        "segments": waiting.segments,
+        "bytes": waiting.size,
+        "small": {
+            "segments": waiting.small,
+            "bytes": waiting.small_bytes,
+            "runs": waiting.runs,
+            "largest": waiting.largest,
+            "min_size": policy.min_size,
+            "too_few": waiting.few,
+            "min_count": policy.min_count,
+        },
+        "young": {
+            "segments": waiting.young,
+            "bytes": waiting.young_bytes,
+            "min_age": policy.min_age,
+            "seconds": _seconds(waiting.old_at - waiting.now),
+        },
+        "next_merge": {"seconds": _seconds(at - waiting.now), "key": key or None},
+    }
+
+
+def _seconds(wait: float) -> int | None:
+    """Whole seconds after which it is over for certain; None: never."""
+    return None if wait == math.inf else math.floor(wait) + 1
 
 
 PREVIEW_COLUMNS = ("action", "key", "bytes", "into")
 
 
-def preview_json(surveys: Iterable[ChainSurvey]) -> dict[str, Any]:
-    surveys = list(surveys)
+def preview_json(surveys: Sequence[ChainSurvey], retained: RetentionReport) -> dict[str, Any]:
     return {
         "outputs": [
             {**_output_json(o, len(o.inputs), o.size), "inputs": [_segment_json(s) for s in o.inputs]}
@@ -150,6 +246,9 @@ def preview_json(surveys: Iterable[ChainSurvey]) -> dict[str, Any]:
         "unproved": sum(len(supersession.superseded) for s in surveys for supersession in s.leftovers),
         "deletable": [_segment_json(s) for survey in surveys for s in survey.going],
         "outdated": [_segment_json(s) for survey in surveys for s in survey.outdated],
+        "waiting": [_waiting_json(each) for survey in surveys for each in survey.waiting if each.segments],
+        "totals": _preview_totals(surveys, retained),
+        "retention": retention_json(retained),
     }
 
 

@@ -35,7 +35,7 @@ from common.sequences import SequenceRange
 from compaction.compare import prove_by_reading
 from compaction.failures import Failure
 from compaction.merge import Merged, merge
-from compaction.plan import Output, Planner, unite
+from compaction.plan import Output, Planner, Waiting, unite
 from compaction.retention import Retention, RetentionReport
 from compaction.spark import ItemsDone
 from compaction.supersede import Reported, Supersession, contained, made_by
@@ -155,7 +155,7 @@ class Report:
 class ChainSurvey:
     """What is to be done in one chain, or in one window of it. `in_use`: keys of segments that contain some of
     `leftovers` and that an earlier survey of the same listing merges. `going`, `outdated`: what may be deleted now;
-    only a preview fills these.
+    `waiting`: what is not merged yet, for each policy; only a preview fills these.
     """
 
     chain: Chain
@@ -165,6 +165,7 @@ class ChainSurvey:
     in_use: frozenset[str] = frozenset()
     going: tuple[SegmentRef, ...] = ()
     outdated: tuple[SnapshotRef, ...] = ()
+    waiting: tuple[Waiting, ...] = ()
 
     @property
     def segments(self) -> int:
@@ -254,7 +255,8 @@ class Compaction:
         batch: list[ChainSurvey] = []
         count = 0
         for chain, listed in zip(chains, _at_once(self._listed, chains), strict=True):
-            for survey in self._survey(chain, listed, selection, now, damaged):
+            planners = [Planner(policy, now or listed.segments.newest) for policy in self._chosen(selection)]
+            for survey in self._survey(chain, listed, planners, damaged):
                 batch.append(survey)
                 count += survey.segments
                 if count >= self._batch:
@@ -280,16 +282,17 @@ class Compaction:
                 index.problems.append(replace(failure, suspects=(info.key,)))
         return index
 
+    def _chosen(self, selection: Selection) -> list[LevelSettings]:
+        return [policy for policy in self._policies if selection.level in (None, policy.from_)]
+
     def _survey(
-        self, chain: Chain, listed: TombstoneIndex, selection: Selection, now: float, damaged: frozenset[str]
+        self, chain: Chain, listed: TombstoneIndex, planners: Sequence[Planner], damaged: frozenset[str]
     ) -> Iterator[ChainSurvey]:
         segments, buried = listed.segments, listed.buried()
-        policies = [p for p in self._policies if selection.level in (None, p.from_)]
-        planners = [Planner(policy, now or segments.newest) for policy in policies]
         held: list[list[Supersession]] = []
         merged: set[str] = set()  # inputs of the merges so far, of those by which something held is contained
         for window in segments.windows(self._window):
-            refs = [(place, segments[place]) for places in window for place in places]
+            refs = [each for places in window for each in zip(places, segments.refs(places), strict=True)]
             sound = [(place, ref) for place, ref in refs if ref.key not in damaged]
             outputs = [o for planner in planners for o in planner.add([ref for _, ref in sound])]
             held.append(contained([ref for place, ref in sound if not buried[place]]))
@@ -440,10 +443,12 @@ class Compaction:
 
     # Report
 
-    def preview(self, selection: Selection) -> list[ChainSurvey]:
-        """What a run would begin with, chain by chain; all of it at once in memory. It writes nothing."""
+    def preview(self, selection: Selection, expired: frozenset[str] = frozenset()) -> list[ChainSurvey]:
+        """What a run would begin with, chain by chain; all of it at once in memory. It writes nothing. `expired`: keys
+        of segments that its retention would have deleted before.
+        """
         now = self._tombstones.now_read()  # where that is not told, the youngest object of each chain gives its time
-        return list(_at_once(lambda chain: self._foretold(chain, selection, now), self._selected(selection)))
+        return list(_at_once(lambda chain: self._foretold(chain, selection, now, expired), self._selected(selection)))
 
     def preview_retention(self, selection: Selection, retention: Retention | None) -> RetentionReport:
         """What retention would delete in a run; nothing is written."""
@@ -454,12 +459,14 @@ class Compaction:
                 found.absorb(each)
         return found
 
-    def _foretold(self, chain: Chain, selection: Selection, now: float) -> ChainSurvey:
+    def _foretold(self, chain: Chain, selection: Selection, now: float, expired: frozenset[str]) -> ChainSurvey:
         listed = self._listed(chain)
-        surveys = list(self._survey(chain, listed, selection, now, frozenset()))
+        waiting = tuple(Waiting(chain, policy, now or listed.segments.newest) for policy in self._chosen(selection))
+        planners = [Planner(each.policy, each.now, each) for each in waiting]
+        surveys = list(self._survey(chain, listed, planners, expired))
         outputs = tuple(output for survey in surveys for output in survey.outputs)
         leftovers = tuple(leftover for survey in surveys for leftover in survey.leftovers)
-        found = ChainSurvey(chain, outputs, leftovers, tuple(listed.problems))
+        found = ChainSurvey(chain, outputs, leftovers, tuple(listed.problems), waiting=waiting)
         if self._grace is None:
             return found
         deletable = listed.deletable(now or listed.segments.newest, self._grace)

@@ -118,7 +118,12 @@ def _contained(segments: Sequence[SegmentRef]) -> Iterator[tuple[Stretches, Segm
 
 
 def _largest_twins(segments: Iterable[SegmentRef]) -> dict[SequenceRange, SegmentRef]:
-    return {segment.coverage: segment for segment in sorted(segments, key=lambda s: s.name)}
+    found: dict[SequenceRange, SegmentRef] = {}
+    for segment in segments:
+        twin = found.setdefault(segment.coverage, segment)
+        if twin is not segment and twin.name < segment.name:
+            found[segment.coverage] = segment
+    return found
 
 
 def _by_coverage(segment: SegmentRef) -> tuple[SequenceRange, str]:

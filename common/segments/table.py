@@ -110,6 +110,12 @@ class SegmentTable(Sequence[SegmentRef]):
     def __repr__(self) -> str:
         return f"SegmentTable({len(self)} segments)"
 
+    def refs(self, places: range) -> Iterator[SegmentRef]:
+        """The segments at `places`, which are of one chain and level, as those of a window are."""
+        if places:
+            folder, row = self._at(places.start)
+            yield from map(folder.ref, range(row, row + len(places)))
+
     def size_of(self, place: int) -> int:
         folder, row = self._at(place)
         return folder.sizes[row]

@@ -111,10 +111,50 @@ def test_the_same_as_json(site: Site):
 def test_a_dry_run_lists_keys_and_bytes_and_changes_nothing(site: Site):
     before = site.listed()
     lines = site.compact("--dry-run").stdout.splitlines()
-    assert [line.split()[1:3] for line in lines[1:]] == [[s.key, str(s.size)] for s in before]
+    assert [line.split()[1:3] for line in lines[1:-2]] == [[s.key, str(s.size)] for s in before]
+    assert re.fullmatch(r"due +us-east/NODES/0000/0 level 0 +\d+ +4 segments into 1 of level 1", lines[-2])
+    assert re.fullmatch(r"total +1 chain +\d+ +1 merge of 4 segments", lines[-1])
     found = site.compact("--dry-run", "--json")
     assert [i["key"] for i in found["outputs"][0]["inputs"]] == [s.key for s in before]
+    assert found["waiting"] == []
+    assert (found["totals"]["outputs"], found["totals"]["segments"]) == (1, 4)
     assert site.listed() == before
+
+
+def test_a_dry_run_says_what_waits_and_why_and_when_it_is_merged(site: Site):
+    """A run when that is over merges it, and one before does not."""
+    site.configure(levels=[LEVEL, {**LEVEL, "from": 1, "to": 2, "min_age": "5m", "min_count": 2}])
+    for first in range(51, 90, 10):  # behind a hole: runs of their own
+        site.put(first, first + 9, age=310 if first < 80 else 10)
+    site.put(101, 110, age=5000)
+    site.put(201, 300, level=1, age=450)
+    site.put(301, 400, level=1, age=100)
+
+    rows_of = {line.split()[0]: line for line in site.compact("--dry-run").stdout.splitlines()[1:]}
+    found = site.compact("--dry-run", "--json")
+    assert [output["input_count"] for output in found["outputs"]] == [4]
+    low, high = found["waiting"]
+    assert (low["level"], low["segments"], high["level"], high["segments"]) == (0, 5, 1, 2)
+    small = {"segments": 4, "runs": 2, "too_few": 1, "min_count": 3, "min_size": 2**30}
+    assert {key: low["small"][key] for key in small} == small
+    sizes = {s.coverage.first: s.size for s in site.listed()}
+    assert low["small"]["bytes"] == sum(sizes[first] for first in (51, 61, 71, 101))
+    assert (low["young"]["segments"], low["young"]["min_age"]) == (1, 60)
+    assert low["young"]["seconds"] <= 50
+    assert low["next_merge"]["key"] == "max_wait"
+    assert 200 < low["next_merge"]["seconds"] <= 290
+    assert high["next_merge"]["key"] == "min_age"
+    assert high["next_merge"]["seconds"] <= 201
+    assert found["totals"]["waiting"] == 7
+    assert "of 1 GiB (min_size)" in rows_of["wait"]
+    assert rows_of["total"].split("  ")[-1].startswith("1 merge of 4 segments; 7 segments, ")
+
+    assert [each["level"] for each in site.compact("--json")["merged"]] == [1]
+    site.age_all(low["next_merge"]["seconds"] - 20)
+    assert [each["level"] for each in site.compact("--json", "--level", "0")["merged"]] == []
+    site.age_all(20)
+    [made] = site.compact("--json", "--level", "0")["merged"]
+    assert (made["level"], made["first"], made["last"]) == (1, 51, 90)
 
 
 def test_a_selection_of_others_does_nothing(site: Site):

@@ -12,6 +12,7 @@ from common.errors import Refused, Unavailable
 from common.segments.documents import list_snapshots
 from common.segments.keys import StateName
 from compaction.report import preview_json, preview_rows, report_json, report_rows
+from compaction.retention import RetentionReport
 from compaction.run import Compaction, LocalRunner, Report, Selection
 from tests.integration.test_compaction_cli import Site
 from tests.support.compaction import CHAIN, OTHER, Archive, Job, TestPolicy, begun
@@ -150,7 +151,7 @@ def test_a_preview_names_what_would_go_and_deletes_nothing(archive: Archive) -> 
     keys = [snapshot(archive, position, age=OLD - position) for position in range(10, 80, 10)]
     surveys = compaction(archive).preview(Selection())
     assert [row[:2] for row in preview_rows(surveys)] == [["delete", key] for key in keys[:4]]
-    assert [entry["key"] for entry in preview_json(surveys)["outdated"]] == keys[:4]
+    assert [entry["key"] for entry in preview_json(surveys, RetentionReport())["outdated"]] == keys[:4]
     assert len(positions(archive)) == 7
     assert all(survey.outdated == () for survey in compaction(archive, None).preview(Selection()))
 

@@ -123,8 +123,12 @@ def test_what_is_older_goes_from_the_beginning_behind_a_raised_floor(kept: Site)
     kept.configure(max_age="30d")
 
     planned = kept.floe("compact", "--dry-run").stdout.splitlines()
-    assert [line.split()[:3] for line in planned[1:]] == [["expire", s.key, str(s.size)] for s in before[:3]]
-    assert all(line.endswith("floor 31") for line in planned[1:])
+    assert [line.split()[:3] for line in planned[1:4]] == [["expire", s.key, str(s.size)] for s in before[:3]]
+    assert all(line.endswith("floor 31") for line in planned[1:4])
+    waits, total = planned[4:]
+    assert "2 segments: 2 younger than 1w (min_age), the first for 7d more" in waits, "and none that expires"
+    assert "no merge; 2 segments," in total
+    assert "3 segments," in total
     foretold = kept.compact("--dry-run")
     assert (kept.listed(), kept.floor()) == (before, None)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,10 +13,10 @@ from hypothesis import strategies as st
 from common.segments.segment import SegmentRef
 from common.segments.table import SegmentTable
 from common.sequences import cover, holes
-from compaction.plan import Output
-from compaction.supersede import contained, made_by, may_supersede
+from compaction.plan import Output, Planner, Waiting, blocks
+from compaction.supersede import contained, made_by, may_supersede, outstanding
 from compaction.tombstones import StoredTombstone, Tombstone
-from tests.support.compaction import NOW, TestPolicy, index_of, plan, ref, refs
+from tests.support.compaction import CHAIN, NOW, TestPolicy, index_of, plan, ref, refs
 
 SEGMENTS = refs(60, level=2, size=500, count=25)
 POLICIES = st.builds(
@@ -82,6 +84,69 @@ def test_a_quiet_chain_is_compacted_once_it_has_waited(count, policy):
     later = NOW + policy.min_age + policy.max_wait + 1
     [output] = plan(segments, policy, later)
     assert output.inputs == tuple(segments)
+
+
+def waits(segments: list[SegmentRef], policy: TestPolicy, now: float) -> Waiting:
+    waiting = Waiting(CHAIN, policy, now)
+    plan(segments, policy, now, waiting=waiting)
+    return waiting
+
+
+@settings(max_examples=500)
+@given(SEGMENTS, POLICIES, st.integers(-500, 3000))
+def test_what_waits_is_merged_at_the_moment_that_is_foretold_and_not_before(segments, policy, later):
+    """Where nothing else comes, and what is due now is merged."""
+    now = NOW + later
+    due = {s.key for output in plan(segments, policy, now) for s in output.inputs}
+    left = [s for s in outstanding(segments, policy.from_) if s.key not in due]
+    waiting = waits(segments, policy, now)
+    at, key = waiting.next_merge()
+    assert waiting.segments == len(left)
+    assert waiting.size == sum(s.size for s in left)
+    if at == math.inf:
+        assert key == ""
+        assert plan(left, policy, now + 10**6) == []
+        return
+    assert at > now
+    assert key in ("min_age", "max_wait")
+    assert plan(left, policy, math.nextafter(at, 0)) == []
+    [first, *_] = plan(left, policy, at)
+    assert first.inputs
+    assert plan(left, policy, at + 1000), "and it stays due"
+
+
+@given(SEGMENTS, POLICIES)
+def test_each_segment_that_waits_has_one_reason(segments, policy):
+    waiting = waits(segments, policy, NOW)
+    young = [block for block in blocks(outstanding(segments, policy.from_)) if is_young(block, policy)]
+    assert waiting.young == sum(map(len, young))
+    assert waiting.young_bytes == sum(s.size for block in young for s in block)
+    old_at = [max(s.modified for s in block) + policy.min_age for block in young]
+    assert waiting.old_at == min(old_at, default=math.inf)
+    assert waiting.largest < max(policy.min_size, 1)
+    assert 0 <= waiting.few <= waiting.small
+
+
+def is_young(block: tuple[SegmentRef, ...], policy: TestPolicy) -> bool:
+    return any(NOW - s.modified < policy.min_age for s in block)
+
+
+def test_of_a_very_long_run_that_is_young_few_segments_are_kept():
+    policy = TestPolicy(min_age=10**6, max_wait=10**7, min_count=10, max_count=100, min_size=10**9, max_size=10**9)
+    segments = [ref(n * 10 + 1, n * 10 + 10, age=500_000 - n) for n in range(20_000)]
+    waiting = Waiting(CHAIN, policy, NOW)
+    planner = Planner(policy, NOW, waiting)
+    tracemalloc.start()
+    try:
+        for window in range(0, len(segments), 500):
+            planner.add(segments[window : window + 500])
+        planner.end()
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert held < 500_000
+    assert waiting.young == 20_000
+    assert waiting.next_merge() == (segments[99].modified + 10**6, "min_age")
 
 
 @given(SEGMENTS)

@@ -26,6 +26,7 @@ from tests.scenarios.faults import Outcome, kill_rounds, standby, twins
 from tests.scenarios.foreign_site import foreign_site
 from tests.scenarios.histories import recreated_unput, recreated_while_down, recreated_while_running
 from tests.scenarios.many_sites import many_sites
+from tests.scenarios.months import Months, months
 from tests.scenarios.replay import replay_kills
 from tests.scenarios.retention import retention
 from tests.scenarios.rounds import crash_rounds
@@ -80,6 +81,7 @@ RUNS: dict[str, Soak] = {
     "replay_kills": Soak(lambda s3, rng: replay_kills(s3, rng, rounds=30), (INGRESS,)),
     "take_overs": Soak(lambda s3, rng: take_overs(s3, rng, rounds=10), (INGRESS,)),
     "foreign_site": Soak(lambda s3, rng: foreign_site(s3, rng, seconds=60), PATH),
+    "months": Soak(lambda s3, rng: months(s3, rng, Months()), (INGRESS, COMPACTION)),
     "many_sites": Soak(lambda s3, rng: many_sites(s3, rng, segments=94_000, seconds=300), (INGRESS,)),
 }
 

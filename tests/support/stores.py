@@ -6,15 +6,17 @@ import asyncio
 import inspect
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from common.clock import Clock
 from common.errors import Unforeseen
 from common.jetstream.client import FloeClient
 from common.objects.local import LocalObjects
-from common.objects.port import ObjectStore
+from common.objects.port import Body, ObjectInfo, ObjectStore
 from common.tasks import unexpected
 from tests.support.basics import counted
 
@@ -74,6 +76,51 @@ def answering(value: Any, *, after: bool = False) -> Fault:
         return value
 
     return fault
+
+
+class DatedObjects:
+    """Tells of each object that it was stored when `clock` said so; what others have put there keeps the store's time.
+
+    Everything else goes to the real store behind it.
+    """
+
+    def __init__(self, objects: ObjectStore, clock: Clock) -> None:
+        self._objects, self._clock = objects, clock
+        self._stored: dict[str, float] = {}
+
+    def put(self, key: str, body: Body, **more: Any) -> None:
+        self._objects.put(key, body, **more)
+        self._stored[key] = self._clock.now()
+
+    def put_if_absent(self, key: str, body: Body, **more: Any) -> bool:
+        if done := self._objects.put_if_absent(key, body, **more):
+            self._stored[key] = self._clock.now()
+        return done
+
+    def put_if_match(self, key: str, body: Body, etag: str) -> bool:
+        if done := self._objects.put_if_match(key, body, etag):
+            self._stored[key] = self._clock.now()
+        return done
+
+    def delete(self, key: str) -> None:
+        self._objects.delete(key)
+        self._stored.pop(key, None)
+
+    def head(self, key: str) -> ObjectInfo | None:
+        info = self._objects.head(key)
+        return info and self._dated(info)
+
+    def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> list[ObjectInfo]:
+        return [self._dated(info) for info in self._objects.list(prefix, start_after=start_after, limit=limit)]
+
+    def now(self, _prefix: str) -> float:
+        return self._clock.now()
+
+    def _dated(self, info: ObjectInfo) -> ObjectInfo:
+        return replace(info, modified=self._stored.get(info.key, info.modified))
+
+    def __getattr__(self, verb: str) -> Any:
+        return getattr(self._objects, verb)
 
 
 class CountingObjects(LocalObjects):
