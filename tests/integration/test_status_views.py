@@ -172,7 +172,7 @@ async def test_a_file_of_both_shows_both(bench: Bench, centre: Centre, archive: 
     assert (shown[0], "centre:" in shown) == ("site:", True)
 
 
-@pytest.mark.parametrize("words", [["watch", "--every", "200ms"], ["status", "--watch", "200ms"]])
+@pytest.mark.parametrize("words", [["watch", "--every", "1s"], ["status", "--watch", "1s"]])
 def test_watching_goes_on_until_it_is_interrupted(archive: Archive, centre: Centre, words: list[str]) -> None:
     archive.put(rows_of(1, 5))
     command = [sys.executable, "-m", "floe", *words, "-c", str(centre.write()), "--archive", "--json"]
@@ -180,7 +180,10 @@ def test_watching_goes_on_until_it_is_interrupted(archive: Archive, centre: Cent
     try:
         assert process.stdout is not None
         for _ in range(2):
-            document = "".join(iter(process.stdout.readline, "]\n")) + "]"
+            document = ""
+            while not document.endswith("]\n"):
+                document += (line := process.stdout.readline())
+                assert line, f"it ended: {document}"
             assert [row["archived"] for row in json.loads(document)] == [5]
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 0
