@@ -77,16 +77,16 @@ class Planner:
     def add(self, window: Sequence[SegmentRef]) -> list[Output]:
         """The outputs that are certain once the segments of the next window are known, of all levels; ascending."""
         found = blocks(outstanding(window, self._policy.from_))
-        return [output for segments in found for output in self._take(Block.of(segments))]
+        return [output for segments in found for output in self._take(SegmentBlock.of(segments))]
 
     def end(self) -> list[Output]:
         return self._close(is_full=False)
 
-    def merges(self, waiting: Iterable[Block]) -> bool:
+    def merges(self, waiting: Iterable[SegmentBlock]) -> bool:
         """Whether any of these blocks, ascending, are due. For a planner that is asked nothing else."""
         return any(self._take(block) for block in waiting) or bool(self.end())
 
-    def _take(self, block: Block) -> list[Output]:
+    def _take(self, block: SegmentBlock) -> list[Output]:
         outputs: list[Output] = []
         is_young = self._now < block.newest + self._policy.min_age
         if is_young or block.first != self._group.reach + 1:
@@ -120,15 +120,15 @@ class Waiting:
     chain: Chain
     policy: LevelSettings
     now: float
-    young: int = 0
-    young_bytes: int = 0
-    old_at: float = math.inf
-    small: int = 0
-    small_bytes: int = 0
-    runs: int = 0
-    largest: int = 0
-    few: int = 0
-    _next: _Forecast = field(default_factory=lambda: _Forecast())
+    young: int = field(default=0, init=False)
+    young_bytes: int = field(default=0, init=False)
+    old_at: float = field(default=math.inf, init=False)
+    small: int = field(default=0, init=False)
+    small_bytes: int = field(default=0, init=False)
+    runs: int = field(default=0, init=False)
+    largest: int = field(default=0, init=False)
+    few: int = field(default=0, init=False)
+    _next: _Forecast = field(default_factory=lambda: _Forecast(), init=False)
 
     @property
     def segments(self) -> int:
@@ -138,7 +138,7 @@ class Waiting:
     def size(self) -> int:
         return self.young_bytes + self.small_bytes
 
-    def add_young(self, block: Block) -> None:
+    def add_young(self, block: SegmentBlock) -> None:
         self.young += len(block.segments)
         self.young_bytes += block.size
         self.old_at = min(self.old_at, block.newest + self.policy.min_age)
@@ -171,11 +171,11 @@ class _Forecast:
 
     at: float = math.inf
     key: str = ""
-    _blocks: list[Block] = field(default_factory=list)
+    _blocks: list[SegmentBlock] = field(default_factory=list)
     _reach: int = 0
     _limit: int = 1000
 
-    def add(self, block: Block, policy: LevelSettings) -> None:
+    def add(self, block: SegmentBlock, policy: LevelSettings) -> None:
         is_late = block.newest + policy.min_age >= self.at
         if is_late or block.first != self._reach + 1:
             self.end(policy)
@@ -218,7 +218,7 @@ def unite(late: Iterable[Supersession]) -> list[Output]:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class SegmentBlock:
     """Segments that overlap, which are merged together or not at all, and what a policy asks of them. `oldest`,
     `newest`: when their objects were stored.
     """
@@ -231,7 +231,7 @@ class Block:
     newest: float
 
     @classmethod
-    def of(cls, segments: tuple[SegmentRef, ...]) -> Block:
+    def of(cls, segments: tuple[SegmentRef, ...]) -> SegmentBlock:
         if len(segments) == 1:  # nearly always
             [one] = segments
             return cls(segments, one.coverage.first, one.coverage.last, one.size, one.modified, one.modified)
@@ -243,7 +243,7 @@ class Block:
 class _Group:
     """Adjacent blocks that become one output."""
 
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[SegmentBlock] = field(default_factory=list)
     segments: list[SegmentRef] = field(default_factory=list)
     size: int = 0
     oldest: float = math.inf
@@ -253,13 +253,13 @@ class _Group:
         """Where it ends; 0 where it is empty."""
         return self.blocks[-1].reach if self.blocks else 0
 
-    def add(self, block: Block) -> None:
+    def add(self, block: SegmentBlock) -> None:
         self.blocks.append(block)
         self.segments += block.segments
         self.size += block.size
         self.oldest = min(self.oldest, block.oldest)
 
-    def has_room(self, block: Block, policy: LevelSettings) -> bool:
+    def has_room(self, block: SegmentBlock, policy: LevelSettings) -> bool:
         fits = self.size + block.size <= policy.max_size
         return fits and len(self.segments) + len(block.segments) <= policy.max_count
 
