@@ -199,6 +199,7 @@ def test_watching_goes_on_until_it_is_interrupted(archive: Archive, centre: Cent
                 document += (line := process.stdout.readline())
                 assert line, f"it ended: {document}"
             assert [row["archived"] for row in json.loads(document)] == [5]
+            process.send_signal(signal.SIGUSR1)  # only egress takes it; it ends no other command
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 0
     finally:
