@@ -422,7 +422,7 @@ def one(
     if len(found) > 1:
         raise UsageError(
             f"{site}/{feed}: expected one chain, found partitions {_listed(str(chain.partition) for chain in found)}",
-            hint="name the partition",
+            hint=f"name the partition, such as {found[-1]}",
         )
     return found[0]
 

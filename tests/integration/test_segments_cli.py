@@ -162,7 +162,7 @@ def test_of_a_feed_the_newest_incarnation_is_shown(run: Run, archive: Archive, m
     archive.chains.create_chain(beside, ChainDocument((), 2, 1))
     result = run("cat", "us-east/NODES")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "found partitions 0, 1; name the partition" in result.stderr
+    assert "found partitions 0, 1; name the partition, such as us-east/NODES/0001/1" in result.stderr
     assert run("cat", "us-east/NODES/1/1").exit_code == 0
 
 

@@ -1,4 +1,6 @@
-"""Signals to running services: SIGQUIT shows where they stand, SIGHUP reads the configuration again, SIGTERM drains."""
+"""Signals to running services: SIGQUIT shows where they stand, SIGHUP reads the configuration again, SIGTERM drains;
+SIGUSR1 ends none.
+"""
 
 from __future__ import annotations
 
@@ -114,6 +116,9 @@ async def test_ingress_at_each_signal(tmp_path: Path, nats_url: str, services: l
     running = Running(Service(tmp_path, "ingress", "ingress", "run", "-c", str(config)).start(), config)
     services.append(running.service)
     await running.logged("members")
+    running.service.send(signal.SIGUSR1)
+    [line] = await running.logged("signal_not_taken")
+    assert (line["level"], line["event"]) == ("warning", "SIGUSR1: only egress takes it")
     await passes_through(running, "ingress")
 
 
@@ -149,6 +154,8 @@ async def test_compaction_ends_in_order_and_the_next_run_goes_on(archive: Archiv
     await running.logged("item_done")  # merged, and not proved yet
     service.send(signal.SIGQUIT)
     service.send(signal.SIGHUP)
+    service.send(signal.SIGUSR1)
+    await running.logged("signal_not_taken")
     assert any(line["thread"] == "MainThread" and line["stack"] for line in await running.logged("dump_thread"))
     await running.logged("reload")
     service.send(signal.SIGTERM)
