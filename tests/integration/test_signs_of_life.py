@@ -125,6 +125,27 @@ async def test_egress_that_starts_on_a_silent_store_says_so_and_knows_nats(
         await soon(lambda: running.state(stream) == "reading")
 
 
+async def test_a_store_that_falls_silent_hides_neither_the_lag_nor_that_chains_wait(far: Bench) -> None:
+    stream = await far.make_stream(unique("T"))
+    labels = {"site": SITE, "feed": stream, "partition": "0"}
+    async with silenced(far) as line:
+        line.heal()
+        async with far.egress({"stream": stream}, tuning=LIVELY):
+            await far.publish(stream, [b"x"] * 10)
+            await soon(lambda: sample("egress_end_sequence", **labels) == 10)
+            await soon(lambda: sample("egress_source_sequence", **labels) == 10)
+            await soon(lambda: sample("egress_waiting", **labels) == 0)
+            line.blackhole()
+            await soon(lambda: sample("egress_waiting", **labels) == 1)
+            for last in (15, 20):
+                await far.publish(stream, [b"y"] * 5)
+                await soon(lambda: sample("egress_source_sequence", **labels) == last)  # noqa: B023
+            assert sample("egress_end_sequence", **labels) == 10
+            line.heal()
+            await soon(lambda: sample("egress_waiting", **labels) == 0)
+            await far.archived_to(stream, 20)
+
+
 async def test_sigterm_ends_egress_that_starts_on_a_silent_store(far: Bench) -> None:
     stream = await far.make_stream(unique("T"))
     async with silenced(far) as line:
