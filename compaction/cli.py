@@ -94,6 +94,7 @@ def compact(
     from common.service.life import Life
     from compaction import report
     from compaction.run import Selection
+    from compaction.spark import require_spark
 
     incarnation = None
     if what is not None:
@@ -111,6 +112,8 @@ def compact(
                 if dry_run:
                     return _preview(compaction, retention, selection, as_json, strict)
                 with life, _RunNote(open_chains(settings), selection, SystemClock()) as note:
+                    if "spark" in (settings.compaction.engine, settings.compaction.verify):
+                        require_spark()
                     done = compaction.run(selection, retention)
                     life.results(**report.totals(done))
                     note.code = _told(done, as_json, strict, metrics)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,11 +22,12 @@ from compaction.proof import SparkProver
 from compaction.run import Compaction, Report, Selection, merge_one
 from compaction.spark import (
     FIXED,
+    Spark,
     check_conf,
+    check_sealed,
     spark_conf,
     spark_error,
     task_of,
-    warn_of_open,
     with_retries,
 )
 from compaction.supersede import Supersession, made_by
@@ -220,24 +223,55 @@ def test_speculation_is_refused_and_what_drops_files_is_overridden():
     assert spark_conf("local[*]", {})["spark.driver.bindAddress"] == "127.0.0.1"
 
 
+ON = {"spark.authenticate": "true"}
+
+
 @pytest.mark.parametrize(
-    ("master", "conf", "authenticates", "is_warned"),
+    ("master", "conf", "missing"),
     [
-        ("yarn", {}, True, False),
-        ("k8s://https://k8s:6443", {}, True, False),
-        ("spark://host:7077", {"spark.authenticate.secret": "s"}, True, False),
-        ("spark://host:7077", {}, False, True),
-        ("yarn", {"spark.authenticate": "false"}, False, True),
-        ("local[*]", {}, False, False),
+        ("yarn", {}, None),
+        ("k8s://https://k8s:6443", {}, None),
+        ("spark://host:7077", {"spark.authenticate.secret": "s"}, None),
+        ("spark://host:7077", {"spark.authenticate.secret.file": "/s"}, None),
+        ("spark://host:7077", ON, None),
+        ("spark://host:7077", ON | {"spark.ssl.rpc.enabled": "true"}, None),
+        ("spark://host:7077", {}, "spark.authenticate"),
+        ("yarn", {"spark.authenticate": "false"}, "spark.authenticate"),
+        ("yarn", {"spark.network.crypto.enabled": "false"}, "spark.network.crypto.enabled"),
+        ("local[*]", {}, None),
     ],
 )
-def test_spark_authenticates_where_there_is_a_secret_and_warns_where_there_is_none(
-    master: str, conf: dict[str, str], authenticates: bool, is_warned: bool, caplog: pytest.LogCaptureFixture
+def test_where_tasks_would_travel_in_clear_a_secret_is_refused_and_else_a_warning_given(
+    master: str, conf: dict[str, str], missing: str | None, caplog: pytest.LogCaptureFixture
 ):
     found = spark_conf(master, conf)
-    warn_of_open(master, found)
-    assert (found.get("spark.authenticate") == "true") is authenticates
-    assert ("without authentication" in caplog.text) is is_warned
+    check_sealed(master, found, holds_secret=False)
+    assert ("without authentication or encryption" in caplog.text) is (missing is not None)
+    if missing is None:
+        check_sealed(master, found, holds_secret=True)
+        return
+    with pytest.raises(ConfigError, match=rf"conf\.{missing}: expected true with {master}, found false"):
+        check_sealed(master, found, holds_secret=True)
+
+
+def test_what_spark_hides_stays_hidden_whatever_else_is_to_be():
+    text = spark_conf("yarn", {"spark.redaction.regex": "salary"})["spark.redaction.regex"]
+    theirs, _, ours = text.partition("|(?i)")
+    assert theirs == "salary"
+    for name in ("spark.authenticate.secret", "spark.ssl.keyPassword", "spark.hadoop.fs.s3a.access.key"):
+        assert re.search(ours, name, re.IGNORECASE)
+
+
+def test_tasks_are_given_the_store_and_the_spool_and_no_other_secret(archive: Archive):
+    secrets = {name: f"canary-of-{name}-4711" for name in ("store", "nats", "spark")}
+    whole = {
+        "store": {"url": "s3://bucket", "access_key_id": "key", "secret_access_key": secrets["store"]},
+        "spool_dir": str(archive.folder / "spool"),
+        "nats": {"user": "floe", "password": secrets["nats"]},
+        "compaction": {"spark": {"conf": {"spark.authenticate.secret": secrets["spark"]}}},
+    }
+    given = pickle.dumps(Spark(Settings.model_validate(whole)).settings)
+    assert [name for name, secret in secrets.items() if secret.encode() in given] == ["store"]
 
 
 @pytest.mark.parametrize(
