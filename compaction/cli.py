@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ from common.chain import Chain
 from common.check_cli import CheckFigure, CheckResult, CheckState, check_command, thresholds
 from common.cli import config_option, json_option, print_json, refuse_beside, run_command, table
 from common.clock import Clock, SystemClock
-from common.errors import DataError, FloeError, UsageError
+from common.errors import DataError, FloeError, Unavailable, UsageError
 from common.logs import get_logger
 from common.open import load_settings, open_chains, open_store, open_view, reloaded_on_hangup
 from common.settings.types import counted, size_words
@@ -24,6 +25,7 @@ from common.settings.types import counted, size_words
 log = get_logger("compaction.cli")
 
 DAY = 86_400.0  # seconds
+SILENCE = 25.0  # seconds that a call of the store may still take once a signal has come
 
 if TYPE_CHECKING:
     from common.segments.documents import ChainStore
@@ -74,7 +76,8 @@ def compact(
     chains, or of WHAT. What `compaction.retention` no longer keeps is deleted before that, of whole feeds only.
 
     Without Java: --engine local. What is wrong with data is told once: exit 3 while it is new, then only
-    with --strict. SIGTERM ends it behind what it works on: exit 75, and the next run goes on.
+    with --strict. SIGTERM ends it behind what it works on, or after 25 s in which the store does not answer: exit 75,
+    and the next run goes on.
 
     \b
     Examples:
@@ -328,7 +331,12 @@ def _compaction(config: str, settings: Settings, store: SegmentStore) -> Iterato
 
     chosen = settings.compaction
     spark = Spark(settings, check=lambda: asked.check())
-    with reloaded_on_hangup(config, settings), stop_asked(spark.cancel) as asked, spark:
+
+    def cancel() -> None:
+        spark.cancel()
+        _leave_a_silent_store()
+
+    with reloaded_on_hangup(config, settings), stop_asked(cancel) as asked, spark:
         runner = spark if chosen.engine == "spark" else LocalRunner(store, check=asked.check)
         prove = SparkProver(spark, store).prove if chosen.verify == "spark" else None
         grace = chosen.delete_grace if chosen.delete else None
@@ -338,6 +346,24 @@ def _compaction(config: str, settings: Settings, store: SegmentStore) -> Iterato
         except FloeError:
             asked.check()  # what was cancelled fails in many ways
             raise
+
+
+def _leave_a_silent_store() -> None:
+    """Ends the process once a call of the store has taken SILENCE seconds: it cannot be cancelled, and every step of a
+    run may be interrupted. Does not return otherwise.
+    """
+    from common.exits import LATER
+    from common.logs import flush
+    from common.objects.port import in_flight
+
+    seconds, tick = dict[object, int](), threading.Event()
+    while max(seconds.values(), default=0) < SILENCE:
+        tick.wait(1.0)
+        seconds = {call: seconds.get(call, 0) + 1 for call in set(in_flight)}
+    text = f"stopped by a signal; the store has not answered for {SILENCE:g} s"
+    click.echo(Unavailable(text, hint="what is done stays; the next run goes on").line(), err=True)
+    flush()
+    os._exit(LATER)
 
 
 def _retention(settings: Settings, store: SegmentStore) -> Retention | None:
