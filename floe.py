@@ -4,6 +4,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,6 +130,8 @@ def main() -> None:
         if getattr(sys, name) is None:  # closed: the next file would take its number
             os.open(os.devnull, os.O_RDWR)
             setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115  (to its end)
+    # Meant for egress alone, which takes it; sent to another command it would end it without a word.
+    signal.signal(signal.SIGUSR1, lambda *_: None)
     _refuse_foreign_common()
     from common.exits import end_with
     from common.lean import without
@@ -157,6 +160,8 @@ def _words(arguments: list[str]) -> list[str]:
 
 def _uses_spark(words: Sequence[str]) -> bool:
     """Whether a command line may start Spark; every other command would import pandas needlessly."""
+    if words[:2] == ["segments", "verify"]:
+        return any(word.endswith("spark") for word in words)
     return words[:1] in (["demo"], ["report"]) or (words[:1] == ["compact"] and "local" not in words)
 
 

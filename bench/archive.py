@@ -8,6 +8,7 @@ compaction does it, below 1 GB.
 `compaction.merge`: inputs to a verified output, beside pyarrow reading and writing the same rows.
 `replay.bytes_read`: bytes read to replay 1 % of the time of 10,000 segments, over all their bytes.
 `query.time_1pct`: the same that Spark reads for a query of all columns.
+`compaction.stored.*`: stored bytes per message of an emulated fleet after one merge, beside those before it.
 
 The port of the listings is synthetic: its keys are made when they are asked for, so that the figure is Floe's own work
 over the pages of a listing, not a server's.
@@ -22,6 +23,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import overload
 
@@ -51,6 +53,8 @@ from compaction.merge import COMPRESSION_LEVEL, merge
 from compaction.plan import Output
 from compaction.run import Compaction, Selection
 from egress.archive import Archive
+from infra.emulator import SUBJECT
+from infra.fleet import Fleet, read_facts
 from infra.local.nats import NatsServer
 from ingress.chains.search import look as look_from
 from ingress.replay.replay import Replay
@@ -285,6 +289,41 @@ def merge_rate() -> Figure:
         )
 
 
+#: Nodes of a fleet, and how many segments are merged: a day's, or where those are many, some.
+FLEETS = {10: 288, 100: 288, 1000: 29}
+INTERVAL = 300  # seconds; each node publishes once in it, and it makes one segment
+
+
+def stored(nodes: int) -> tuple[float, float, float]:
+    """Bytes per message: as published, in segments as egress makes them by default, and in what these merge into."""
+    fleet, segments = Fleet(read_facts(), seed=SEED, nodes=nodes, interval=INTERVAL), FLEETS[nodes]
+    with tempfile.TemporaryDirectory(prefix="floe-bench-") as folder:
+        store = SegmentStore(LocalObjects(Path(folder)), Layout("data"))
+        refs, raw, count = [], 0, nodes * segments
+        for turn in range(segments):
+            first = turn * nodes + 1
+            times = [(START + turn * INTERVAL) * 10**9 + n * INTERVAL * 10**9 // nodes for n in range(nodes)]
+            subjects = [SUBJECT.format(sender=fleet.sender(node)).encode() for node in range(nodes)]
+            bodies = [fleet.document(node, turn, time / 1e9) for node, time in enumerate(times)]
+            batch = record_batch(range(first, first + nodes), times, subjects, [None] * nodes, bodies)
+            size = sum(map(len, bodies)) + sum(map(len, subjects))
+            writer = SegmentWriter(store.new_spool(), level=0, compression_level=1)
+            writer.append(batch)
+            coverage = SequenceRange(first, first + nodes - 1)
+            footer = Footer(CHAIN, 0, coverage, nodes, Ledger(), size, times[0], times[-1], None, "bench")
+            refs.append(store.put(writer.finish(footer)))
+            raw += size
+        after = merge(store, Output(1, tuple(refs))).ref.size
+        store.close()
+    return raw / count, sum(ref.size for ref in refs) / count, after / count
+
+
+def stored_bytes(nodes: int) -> Figure:
+    _, before, after = stored(nodes)
+    name = f"compaction.stored.{nodes}"
+    return Figure(name, round(after, 1), "B/message", round(before, 1), round(after / before, 3))
+
+
 SMALL, SMALL_ROWS, PAYLOAD = 10_000, 50, 1000
 START = 1_700_000_000  # seconds; one message a second
 PARTS = 100  # of the archive, one of which is replayed
@@ -380,5 +419,6 @@ BENCHES = [
     Bench("replay.bytes_read", "1", "<= 0.03", bytes_read),
     Bench("query.time_1pct", "1", "value <= 0.03", queried),
     Bench("compaction.plan_1m", "s", "value <= 20", planned),
+    *(Bench(f"compaction.stored.{n}", "B/message", "ratio <= 0.8", partial(stored_bytes, n)) for n in FLEETS),
     Bench("compaction.merge", "MB/s raw", "ratio >= 0.6", merge_rate),
 ]

@@ -19,7 +19,7 @@ import click
 from common.cli import Command, Duration, config_option, json_option, print_json, refuse_beside
 from common.errors import ConfigError, DataError, FloeError, Refused, Unavailable, UsageError
 from common.logs import escaped
-from common.settings.types import format_duration, parse_duration
+from common.settings.types import counted, format_duration, parse_duration
 
 if TYPE_CHECKING:
     from common.chain import Chain
@@ -292,7 +292,7 @@ def judge_egress(document: Mapping[str, Any], expiry: float, warning: float, cri
     ends = [(part.get("source_last"), part.get("end")) for part in feeds.values()]
     behind = sum(max(0, last - end) for last, end in ends if last is not None and end is not None)
     stopped = [f"{name}: {part.get('code')}" for name, part in feeds.items() if part.get("state") == "stopped"]
-    result = CheckResult(f"{len(feeds)} chains, {behind} sequences not archived", [
+    result = CheckResult(f"{counted(len(feeds), 'chain')}, {counted(behind, 'sequence')} not archived", [
         CheckFigure("chains", len(feeds)),
         CheckFigure("stopped", len(stopped)),
         CheckFigure("not_archived", behind),
@@ -317,7 +317,8 @@ def judge_ingress(document: Mapping[str, Any], warning: float, critical: float) 
     lags = {name: float(each.get("lag_seconds", 0)) for name, each in chains.items()}
     limits = f"{warning:.0f}", f"{critical:.0f}"
     most = max(lags.values(), default=0.0)
-    result = CheckResult(f"{len(targets)} targets, {len(chains)} chains, {most:.0f} s behind", [
+    counts = f"{counted(len(targets), 'target')}, {counted(len(chains), 'chain')}"
+    result = CheckResult(f"{counts}, {most:.0f} s behind", [
         CheckFigure("targets", len(targets)),
         CheckFigure("chains", len(chains)),
         CheckFigure("stopped", len(stopped)),
@@ -361,7 +362,7 @@ def judge_archive(found: list[CheckedChain], warning: float, critical: float) ->
     said = [(each.chain, each.egress) for each in found if each.egress is not None]
     ages = [sighting.age for _, sighting in said]
     left = [(e.egress.sign.not_archived(e.chain.incarnation, e.end) or 0) for e in found if e.egress is not None]
-    result = CheckResult(f"{len(found)} chains, {sum(left)} sequences not archived", [
+    result = CheckResult(f"{counted(len(found), 'chain')}, {counted(sum(left), 'sequence')} not archived", [
         CheckFigure("chains", len(found)),
         CheckFigure("holes", sum(len(each.missing) for each in found)),
         CheckFigure("damaged", sum(len(each.damaged) for each in found)),

@@ -121,10 +121,15 @@ _context = ""
 CONTEXT = "floe.context"  # of the option, in what click keeps for a call
 
 
-def remember(path: str) -> None:
-    """The configuration was read from `path`, to be used in the context that was asked for. The last call wins."""
+def remember(path: str, context: str | None = None) -> None:
+    """The configuration was read from `path`, for use in `context` (None: what was asked for). The last call wins."""
     global _source, _path, _context
-    _source, _path, _context = path, os.path.abspath(path), asked_context()
+    _source, _path, _context = path, os.path.abspath(path), asked_context() if context is None else context
+
+
+def remembered() -> tuple[str, str]:
+    """What `command` names: for `remember` in another process that makes hints."""
+    return _path, _context
 
 
 def asked_context() -> str:

@@ -2,18 +2,23 @@
 
 import asyncio
 import json
+import keyword
+import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import click
 
 from common.chain import Chain
 from common.cli import (
+    Interval,
     Moment,
     SequenceType,
     StatusView,
@@ -29,10 +34,11 @@ from common.cli import (
     table,
 )
 from common.clock import NS_PER_S, SystemClock, format_time, parse_time
-from common.errors import SegmentCorrupt, UsageError
-from common.exits import DIFFERENCES
+from common.errors import OutcomeUnknown, SegmentCorrupt, Unavailable, UsageError
+from common.exits import DIFFERENCES, report
 from common.jetstream.headers import parse_block
 from common.logs import escaped
+from common.objects.local import sync
 from common.objects.port import ObjectInfo
 from common.open import load_settings, open_store, open_view
 from common.segments.archive import Timeline, find_chain, read_cover, select_chains, span
@@ -42,7 +48,8 @@ from common.segments.keys import configured
 from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import Footer, Message, Reason, SegmentRef, decode_subject, encode_bytes
 from common.segments.store import SegmentStore, quarantine
-from common.sequences import MAX_SEQUENCE, SequenceRange, cover, holes
+from common.segments.views import address, duckdb_view, polars_frame
+from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
 from common.service.process import Threads
 from common.settings.root import Settings
 from common.settings.types import counted, format_duration, is_filter, size_words
@@ -53,6 +60,13 @@ _WIDE = ("chain", "level", "first", "last", "rows", "first_time", "last_time", "
 FOOTERS_AT_ONCE = 8
 POLL = 2.0  # seconds between two looks of `cat --follow`
 SHOWN_BYTES = 64  # of a payload that is no text, on a terminal
+VIEWS = {"duckdb": duckdb_view, "polars": polars_frame}
+
+
+def _identifier(_context: click.Context, _param: click.Parameter, text: str) -> str:
+    if not (text.isascii() and text.isidentifier() and not keyword.iskeyword(text)):
+        raise click.BadParameter(f"expected a name of letters, digits and _, found {text!r:.60}")
+    return text
 
 
 @click.group()
@@ -69,9 +83,24 @@ def segments() -> None:
     "--output",
     "--format",
     "form",
-    type=click.Choice(["table", "wide", "paths"]),
+    type=click.Choice(["table", "wide", "paths", "json", *VIEWS]),
     default="table",
-    help="wide: rows and times too, by a request for each segment; paths: one path a line.",
+    help="wide: rows and times too, by a request for each segment; paths: one path a line; "
+    "duckdb: SQL of a view of the cover; polars: Python of a frame of it.",
+)
+@click.option("--name", default="archive", callback=_identifier, help="Of the view or frame.  [default: archive]")
+@click.option(
+    "--file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write paths, json or a view there, whole, if it says something else.",
+)
+@click.option(
+    "--watch",
+    "every",
+    is_flag=False,
+    flag_value="1m",
+    type=Interval(),
+    help="Keep the file current, looking so often (1m), until Ctrl-C or SIGTERM.",
 )
 @click.option("--since", type=TimeType(), help="Only segments with messages of that time or later.")
 @click.option("--until", type=TimeType(), help="Only segments with messages before that time.")
@@ -84,6 +113,9 @@ def list_segments(
     is_cover: bool,
     level: int | None,
     form: str,
+    name: str,
+    file: Path | None,
+    every: float | None,
     since: Moment | None,
     until: Moment | None,
     as_json: bool,
@@ -93,40 +125,94 @@ def list_segments(
     A listing reads no segment. --since and --until read the footers of some segments of each chain, -o wide
     that of every segment listed: rows, and the time of the first and the last message (with --json too).
 
-    A glob over the bucket counts every merged row twice; the cover does not:
+    A glob over the bucket counts every merged row twice; the cover does not. A view holds no secret: how it
+    gets at keys for S3 stands in its first lines.
 
     \b
     Examples:
         floe segments ls -c central.yaml us-east/NODE_DATA --since 2h -o wide
         floe segments ls -c central.yaml us-east/NODE_DATA --cover --output paths
+        floe segments ls -c central.yaml us-east --cover --format duckdb > us-east.sql
     """
+    is_wide, form = form == "wide", "json" if as_json else form
+    if form in VIEWS and not is_cover:
+        raise click.UsageError(f"--format {form}: expected --cover, without which merged rows count twice")
+    if file is not None and (is_wide or form == "table"):
+        raise click.UsageError("--file: expected --format paths, json, duckdb or polars")
+    if every is not None and file is None:
+        raise click.UsageError("--watch: expected --file FILE, which it keeps current")
     settings = load_settings(config, quiet=True)
     store, chains = open_view(settings)
-    bounds, problems = _bounds(since, until), list[str]()
-    taken: list[tuple[SegmentRef, SequenceRange]] = []
-    for chain in select_chains(chains, what, configured(settings)):
-        refs = store.list(chain, level=level)
-        if (within := _between(store, refs, bounds)) is not None:
-            refs = [ref for ref in refs if ref.coverage.overlaps(within)] if within else []
-        taken += [(each.segment, each.rows) for each in cover(refs, 1)] if is_cover else [(r, r.coverage) for r in refs]
-    rows = [_listed(ref, part, settings.store.url) for ref, part in taken]
-    if form == "wide":
-        _widen(store, [ref for ref, _ in taken], rows, problems)
-    if as_json:
+
+    def listed() -> list[Stretch[SegmentRef]]:
+        bounds, taken = _bounds(since, until), list[Stretch[SegmentRef]]()
+        for chain in select_chains(chains, what, configured(settings)):
+            refs = store.list(chain, level=level)
+            if (within := _between(store, refs, bounds)) is not None:
+                refs = [ref for ref in refs if ref.coverage.overlaps(within)] if within else []
+            taken += cover(refs, 1) if is_cover else [Stretch(ref, ref.coverage) for ref in refs]
+        return taken
+
+    if file is not None:
+        if every is None:
+            _replace(file, _text(form, listed(), settings, name))
+        else:
+            _keep_current(file, lambda: _text(form, listed(), settings, name), every)
+        return 0
+    taken, problems = listed(), list[str]()
+    rows = [_listed(each, settings) for each in taken]
+    if is_wide:
+        _widen(store, [each.segment for each in taken], rows, problems)
+    if form == "json":
         print_json(rows)
-    elif form == "paths":
-        for row in rows:
-            click.echo(row["path"])
-        if count := sum((row["first"], row["last"]) != (row["take_first"], row["take_last"]) for row in rows):
+    elif form in ("table", "wide"):
+        table(rows, _WIDE if is_wide else _COLUMNS)
+        click.echo(_total([each.segment for each in taken], rows), err=True)
+    else:
+        click.echo(_text(form, taken, settings, name), nl=False)
+        if form == "paths" and (count := sum(each.rows != each.segment.coverage for each in taken)):
             others = "also hold rows that others account for; --json says which rows to take"
             click.echo(f"{count} of these {others}", err=True)
-    else:
-        table(rows, _WIDE if form == "wide" else _COLUMNS)
-    if not as_json and form != "paths":
-        click.echo(_total([ref for ref, _ in taken], rows), err=True)
     for problem in problems:
         click.echo(problem, err=True)
     return DIFFERENCES if problems else 0
+
+
+def _text(form: str, taken: Sequence[Stretch[SegmentRef]], settings: Settings, name: str) -> str:
+    if form in VIEWS:
+        return VIEWS[form](taken, settings.store, name)
+    if form == "json":
+        return json.dumps([_listed(each, settings) for each in taken], indent=2) + "\n"
+    return "".join(f"{address(settings.store, each.segment.key)}\n" for each in taken)
+
+
+def _keep_current(file: Path, text: Callable[[], str], every: float) -> None:
+    """Until Ctrl-C or SIGTERM. What passes, such as a store that does not answer, leaves the file as it is."""
+    clock = SystemClock()
+    with suppress(KeyboardInterrupt):
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        while True:
+            try:
+                _replace(file, text())
+            except (Unavailable, OutcomeUnknown, SegmentGone) as error:
+                report(error)
+            clock.pause(every)
+
+
+def _replace(file: Path, text: str) -> None:
+    """Let `file` hold `text`, at once whole; not touched where it does. Raises OSError."""
+    with suppress(FileNotFoundError):
+        if file.read_bytes() == text.encode():
+            return
+    new = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with new.open("wb") as opened:
+            opened.write(text.encode())
+            sync(opened)
+        new.replace(file)
+    finally:
+        new.unlink(missing_ok=True)
+    click.echo(escaped(f"{file}: written"), err=True)
 
 
 Bounds = tuple[int | None, int | None]
@@ -393,7 +479,8 @@ def _chain(settings: Settings, chains: ChainStore, what: str) -> Chain:
         raise error
 
 
-def _listed(ref: SegmentRef, rows: SequenceRange, url: str) -> dict[str, object]:
+def _listed(stretch: Stretch[SegmentRef], settings: Settings) -> dict[str, object]:
+    ref, rows = stretch.segment, stretch.rows
     return {
         "chain": str(ref.chain),
         "level": ref.level,
@@ -405,7 +492,7 @@ def _listed(ref: SegmentRef, rows: SequenceRange, url: str) -> dict[str, object]
         "modified": format_time(int(ref.modified) * NS_PER_S),
         "name": ref.name,
         "key": ref.key,
-        "path": f"{url.removeprefix('file://').rstrip('/')}/{ref.key}",
+        "path": address(settings.store, ref.key),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ from common.chain import Chain
 from common.check_cli import CheckFigure, CheckResult, CheckState, check_command, thresholds
 from common.cli import config_option, json_option, print_json, refuse_beside, run_command, table
 from common.clock import Clock, SystemClock
-from common.errors import DataError, FloeError, UsageError
+from common.errors import DataError, FloeError, Unavailable, UsageError
 from common.logs import get_logger
 from common.open import load_settings, open_chains, open_store, open_view, reloaded_on_hangup
 from common.settings.types import counted, size_words
@@ -24,6 +25,7 @@ from common.settings.types import counted, size_words
 log = get_logger("compaction.cli")
 
 DAY = 86_400.0  # seconds
+SILENCE = 25.0  # seconds that a call of the store may still take once a signal has come
 
 if TYPE_CHECKING:
     from common.segments.documents import ChainStore
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from common.settings.root import Settings
     from compaction.failures import Failure
     from compaction.retention import Retention
-    from compaction.run import Compaction, Report, Selection
+    from compaction.run import Compaction, Report, Runner, Selection
 
 
 @click.command()
@@ -74,7 +76,8 @@ def compact(
     chains, or of WHAT. What `compaction.retention` no longer keeps is deleted before that, of whole feeds only.
 
     Without Java: --engine local. What is wrong with data is told once: exit 3 while it is new, then only
-    with --strict. SIGTERM ends it behind what it works on: exit 75, and the next run goes on.
+    with --strict. SIGTERM ends it behind what it works on, or after 25 s in which the store does not answer: exit 75,
+    and the next run goes on.
 
     \b
     Examples:
@@ -94,6 +97,7 @@ def compact(
     from common.service.life import Life
     from compaction import report
     from compaction.run import Selection
+    from compaction.spark import require_spark
 
     incarnation = None
     if what is not None:
@@ -111,6 +115,8 @@ def compact(
                 if dry_run:
                     return _preview(compaction, retention, selection, as_json, strict)
                 with life, _RunNote(open_chains(settings), selection, SystemClock()) as note:
+                    if "spark" in (settings.compaction.engine, settings.compaction.verify):
+                        require_spark()
                     done = compaction.run(selection, retention)
                     life.results(**report.totals(done))
                     note.code = _told(done, as_json, strict, metrics)
@@ -120,36 +126,60 @@ def compact(
 @click.command()
 @click.argument("what", required=False, metavar="[SITE[/FEED[/INC[/PART]]]]")
 @click.option("--deep", is_flag=True, help="Read every row, and compare levels row by row.")
+@click.option(
+    "--engine", type=click.Choice(["spark", "local"]), default="local", help="Where segments are read; without: local."
+)
+@click.option("--master", metavar="URL", help="Spark's master, such as local[2] or spark://host:7077.")
+@click.option(
+    "--since-last",
+    is_flag=True,
+    help="Read only what no earlier run with --since-last has found sound, and sign it off.",
+)
 @json_option
 @config_option
 @run_command
-def verify(config: str, what: str | None, deep: bool, as_json: bool) -> int:
+def verify(
+    config: str, what: str | None, deep: bool, engine: str, master: str | None, since_last: bool, as_json: bool
+) -> int:
     """Look for holes, damaged segments and levels that disagree; of all chains or of WHAT.
 
     Exit 3 where anything is not as it must be. Keys that are none of Floe's are counted and named, and are no
     difference. The last line on stderr says how much was read, and that all is well where it is.
 
+    With --since-last everything is listed, so that a hole is seen wherever it is; what an earlier run has read and
+    signed off, with --deep for --deep, is not read again. It needs the right to write below _floe/verify/.
+
     \b
-    Example: floe segments verify -c central.yaml us-east/NODES --deep
+    Examples:
+      floe segments verify -c central.yaml us-east/NODES --deep
+      floe segments verify -c central.yaml --deep --since-last
     """
     from common.segments.archive import select_chains
     from common.segments.checks import look_for_foreign
     from common.segments.keys import configured
     from compaction import report
-    from compaction.verify import verify_chain
+    from compaction.sign_off import SignOffs
+    from compaction.verify import known_chains, verify_chains
 
-    settings = load_settings(config, quiet=True)
-    store, chains = open_store(settings), open_chains(settings)
-    selected = select_chains(chains, what, configured(settings))
-    with _telling(len(selected)) as tell:
-        found = [verify_chain(store, chains, chain, deep=deep, tell=tell) for chain in selected]
-    places = [place for chain in selected for place in store.layout.places(chain)] if what else []
-    foreign = look_for_foreign(store.objects, store.layout, places)
-    store.close()
+    if master and engine != "spark":
+        raise UsageError("--master: expected --engine spark")
+    settings = _overridden(load_settings(config, quiet=engine == "local"), engine, None, master)
+    with closing(open_store(settings)) as store:
+        chains = open_chains(settings)
+        selected = select_chains(chains, what, configured(settings)) if what else known_chains(chains)
+        sign_offs = SignOffs(store.objects, store.layout, deep=deep) if since_last else None
+        with _telling(len(selected)) as tell, _tasks(settings) as runner:
+            found = verify_chains(store, chains, selected, deep=deep, tell=tell, runner=runner, sign_offs=sign_offs)
+        places = [place for chain in selected for place in store.layout.places(chain)] if what else []
+        foreign = look_for_foreign(store.objects, store.layout, places)
+    for each in found:
+        each.foreign = foreign.chains[each.chain]
     if as_json:
         print_json([report.verify_json(chain) for chain in found] + report.foreign_json(foreign))
     else:
-        table([report.verify_row(chain) for chain in found], report.VERIFY_COLUMNS)
+        columns = report.VERIFY_COLUMNS if since_last else report.VERIFY_COLUMNS[:-1]
+        rows = [*map(report.verify_row, found), report.verify_total(found, foreign)]
+        table([row[: len(columns)] for row in rows], columns)
         for line in foreign.lines():
             click.echo(line, err=True)
         _offer(foreign.keys)
@@ -157,9 +187,14 @@ def verify(config: str, what: str | None, deep: bool, as_json: bool) -> int:
     for chain, problem in problems:
         text = f"{chain}: {problem.kind}: {problem.text}"
         click.echo(DataError(text, hint=problem.hint, code="E-VERIFY").line(), err=True)
+    unsigned = [(chain.chain, chain.unsigned) for chain in found if chain.unsigned is not None]
+    for chain, refusal in unsigned:
+        click.echo(f"{chain}: what was read is not signed off: {refusal.line()}", err=True)
     if not as_json:
         click.echo(report.verify_line(found, deep=deep), err=True)
-    return DataError.exit_code if problems else 0
+    if problems:
+        return DataError.exit_code
+    return next((refusal.exit_code for _, refusal in unsigned if refusal.code != "E-RACE"), 0)
 
 
 @check_command(None, "compaction", "", "", "age of the oldest segment that waits for a merge")
@@ -246,6 +281,24 @@ def _telling(chains: int) -> Iterator[Callable[[SegmentRef, Footer], None]]:
         teller.end_line()
 
 
+@contextmanager
+def _tasks(settings: Settings) -> Iterator[Runner | None]:
+    """Where tasks of a verification are done: None for this process. Spark starts when there is one."""
+    from common.service.process import stop_asked
+    from compaction.spark import Spark
+
+    if settings.compaction.engine == "local":
+        yield None
+        return
+    spark = Spark(settings, check=lambda: asked.check())
+    with stop_asked(spark.cancel) as asked, spark:
+        try:
+            yield spark
+        except FloeError:
+            asked.check()  # what was cancelled fails in many ways
+            raise
+
+
 def _overridden(settings: Settings, engine: str | None, verify: str | None, master: str | None) -> Settings:
     compaction = settings.compaction
     engine = engine or compaction.engine
@@ -278,7 +331,12 @@ def _compaction(config: str, settings: Settings, store: SegmentStore) -> Iterato
 
     chosen = settings.compaction
     spark = Spark(settings, check=lambda: asked.check())
-    with reloaded_on_hangup(config, settings), stop_asked(spark.cancel) as asked, spark:
+
+    def cancel() -> None:
+        spark.cancel()
+        _leave_a_silent_store()
+
+    with reloaded_on_hangup(config, settings), stop_asked(cancel) as asked, spark:
         runner = spark if chosen.engine == "spark" else LocalRunner(store, check=asked.check)
         prove = SparkProver(spark, store).prove if chosen.verify == "spark" else None
         grace = chosen.delete_grace if chosen.delete else None
@@ -288,6 +346,24 @@ def _compaction(config: str, settings: Settings, store: SegmentStore) -> Iterato
         except FloeError:
             asked.check()  # what was cancelled fails in many ways
             raise
+
+
+def _leave_a_silent_store() -> None:
+    """Ends the process once a call of the store has taken SILENCE seconds: it cannot be cancelled, and every step of a
+    run may be interrupted. Does not return otherwise.
+    """
+    from common.exits import LATER
+    from common.logs import flush
+    from common.objects.port import in_flight
+
+    seconds, tick = dict[object, int](), threading.Event()
+    while max(seconds.values(), default=0) < SILENCE:
+        tick.wait(1.0)
+        seconds = {call: seconds.get(call, 0) + 1 for call in set(in_flight)}
+    text = f"stopped by a signal; the store has not answered for {SILENCE:g} s"
+    click.echo(Unavailable(text, hint="what is done stays; the next run goes on").line(), err=True)
+    flush()
+    os._exit(LATER)
 
 
 def _retention(settings: Settings, store: SegmentStore) -> Retention | None:

@@ -59,14 +59,14 @@ class Output:
 
 
 class Planner:
-    """Plans one chain by one policy. `now`: seconds since 1970 UTC by the store's clock. `backlog`: is told what is
+    """Plans one chain by one policy. `now`: seconds since 1970 UTC by the store's clock. `waiting`: is told what is
     not due at that time.
 
     Segments that cannot be read are left out of what is added, as if they did not exist: runs end beside them.
     """
 
-    def __init__(self, policy: LevelSettings, now: float, backlog: Backlog | None = None) -> None:
-        self._policy, self._now, self._backlog = policy, now, backlog
+    def __init__(self, policy: LevelSettings, now: float, waiting: Waiting | None = None) -> None:
+        self._policy, self._now, self._waiting = policy, now, waiting
         self._group = _Group()
 
     @property
@@ -77,16 +77,16 @@ class Planner:
     def add(self, window: Sequence[SegmentRef]) -> list[Output]:
         """The outputs that are certain once the segments of the next window are known, of all levels; ascending."""
         found = blocks(outstanding(window, self._policy.from_))
-        return [output for segments in found for output in self._take(_Block.of(segments))]
+        return [output for segments in found for output in self._take(SegmentBlock.of(segments))]
 
     def end(self) -> list[Output]:
         return self._close(is_full=False)
 
-    def merges(self, waiting: Iterable[_Block]) -> bool:
+    def merges(self, waiting: Iterable[SegmentBlock]) -> bool:
         """Whether any of these blocks, ascending, are due. For a planner that is asked nothing else."""
         return any(self._take(block) for block in waiting) or bool(self.end())
 
-    def _take(self, block: _Block) -> list[Output]:
+    def _take(self, block: SegmentBlock) -> list[Output]:
         outputs: list[Output] = []
         is_young = self._now < block.newest + self._policy.min_age
         if is_young or block.first != self._group.reach + 1:
@@ -95,21 +95,21 @@ class Planner:
             outputs = self._close(is_full=True)
         if not is_young:
             self._group.add(block)
-        elif self._backlog is not None:
-            self._backlog.add_young(block)
+        elif self._waiting is not None:
+            self._waiting.add_young(block)
         return outputs
 
     def _close(self, *, is_full: bool) -> list[Output]:
         closed, self._group = self._group, _Group()
         if self._now >= closed.due_at(self._policy, is_full=is_full):
             return [Output(self._policy.to, tuple(closed.segments))]
-        if closed.blocks and self._backlog is not None:
-            self._backlog.add_small(closed)
+        if closed.blocks and self._waiting is not None:
+            self._waiting.add_small(closed)
         return []
 
 
 @dataclass(slots=True)
-class Backlog:
+class Waiting:
     """What of one chain waits for a merge by one policy at `now`, and why; a few numbers, however much waits.
 
     `young`: segments that are younger than `min_age`, or overlap one that is; `old_at`: when the first of them is old
@@ -138,7 +138,7 @@ class Backlog:
     def size(self) -> int:
         return self.young_bytes + self.small_bytes
 
-    def add_young(self, block: _Block) -> None:
+    def add_young(self, block: SegmentBlock) -> None:
         self.young += len(block.segments)
         self.young_bytes += block.size
         self.old_at = min(self.old_at, block.newest + self.policy.min_age)
@@ -171,11 +171,11 @@ class _Forecast:
 
     at: float = math.inf
     key: str = ""
-    _blocks: list[_Block] = field(default_factory=list)
+    _blocks: list[SegmentBlock] = field(default_factory=list)
     _reach: int = 0
     _limit: int = 1000
 
-    def add(self, block: _Block, policy: LevelSettings) -> None:
+    def add(self, block: SegmentBlock, policy: LevelSettings) -> None:
         is_late = block.newest + policy.min_age >= self.at
         if is_late or block.first != self._reach + 1:
             self.end(policy)
@@ -218,7 +218,7 @@ def unite(late: Iterable[Supersession]) -> list[Output]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class SegmentBlock:
     """Segments that overlap, which are merged together or not at all, and what a policy asks of them. `oldest`,
     `newest`: when their objects were stored.
     """
@@ -231,7 +231,7 @@ class _Block:
     newest: float
 
     @classmethod
-    def of(cls, segments: tuple[SegmentRef, ...]) -> _Block:
+    def of(cls, segments: tuple[SegmentRef, ...]) -> SegmentBlock:
         if len(segments) == 1:  # nearly always
             [one] = segments
             return cls(segments, one.coverage.first, one.coverage.last, one.size, one.modified, one.modified)
@@ -243,7 +243,7 @@ class _Block:
 class _Group:
     """Adjacent blocks that become one output."""
 
-    blocks: list[_Block] = field(default_factory=list)
+    blocks: list[SegmentBlock] = field(default_factory=list)
     segments: list[SegmentRef] = field(default_factory=list)
     size: int = 0
     oldest: float = math.inf
@@ -253,13 +253,13 @@ class _Group:
         """Where it ends; 0 where it is empty."""
         return self.blocks[-1].reach if self.blocks else 0
 
-    def add(self, block: _Block) -> None:
+    def add(self, block: SegmentBlock) -> None:
         self.blocks.append(block)
         self.segments += block.segments
         self.size += block.size
         self.oldest = min(self.oldest, block.oldest)
 
-    def has_room(self, block: _Block, policy: LevelSettings) -> bool:
+    def has_room(self, block: SegmentBlock, policy: LevelSettings) -> bool:
         fits = self.size + block.size <= policy.max_size
         return fits and len(self.segments) + len(block.segments) <= policy.max_count
 

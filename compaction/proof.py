@@ -10,10 +10,8 @@ It does not use the code of the merge: hashes, sums and joins are Spark's.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from common.errors import DataError, FloeError
@@ -28,9 +26,7 @@ from compaction.supersede import Supersession
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
-    from pyspark.sql.readwriter import DataFrameReader
 
-FORMAT = "floe_proof"
 SEGMENTS_AT_ONCE = 20_000
 
 
@@ -125,16 +121,9 @@ class SparkProver:
         return _content(below).distinct(), _content(self._frame(supersession.stretches))
 
     def _frame(self, stretches: Sequence[Stretch[SegmentRef]]) -> DataFrame:
-        named = [[s.segment.key, [s.rows.first, s.rows.last]] for s in stretches]
-        return self._archive.option("segments", json.dumps(named)).load()
+        from compaction.source import frame_of
 
-    @cached_property
-    def _archive(self) -> DataFrameReader:
-        session = self._spark.session()
-        from compaction.source import source_of
-
-        session.dataSource.register(source_of(self._spark.settings, FORMAT))
-        return session.read.format(FORMAT)
+        return frame_of(self._spark, stretches)
 
 
 def _parts(supersessions: Sequence[Supersession]) -> list[list[Supersession]]:

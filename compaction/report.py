@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from prometheus_client import write_to_textfile
 
 from common.chain import Chain
 from common.cli import print_json
+from common.clock import NS_PER_S, format_time
 from common.exits import end_with
 from common.metrics import REGISTRY, gauge
 from common.segments.checks import Foreign
@@ -23,16 +24,27 @@ from common.segments.segment import SegmentRef
 from common.settings import loader
 from common.settings.root import Settings
 from common.settings.types import counted, duration_words, format_duration, size_words
-from compaction.plan import Backlog, Output
+from compaction.plan import Output, Waiting
 from compaction.retention import RetentionReport
 from compaction.run import ChainSurvey, Report
+from compaction.sign_off import SignOff
 from compaction.spark import Spark
-from compaction.verify import ChainReport
+from compaction.verify import FINDINGS, ChainReport, LevelReport
 
 Ref = TypeVar("Ref", SegmentRef, SnapshotRef)
 
 COLUMNS = ("action", "chain", "level", "sequences", "segments", "bytes", "into")
-VERIFY_COLUMNS = ("chain", "coverage", "segments", "bytes", "overlapping", "accepted", "problems")
+VERIFY_COLUMNS = (
+    "chain",
+    "coverage",
+    "segments",
+    "bytes",
+    "overlapping",
+    "accepted",
+    "problems",
+    "findings",
+    "signed_off",
+)
 
 
 def report_rows(report: Report) -> list[list[object]]:
@@ -172,7 +184,7 @@ def _by_level(outputs: Iterable[Output]) -> list[tuple[tuple[int, int], list[Out
     return sorted(found.items())
 
 
-def waiting_words(waiting: Backlog) -> str:
+def waiting_words(waiting: Waiting) -> str:
     """Why it is not merged yet, by the keys of the policy, and how long that takes where nothing else comes."""
     policy, (at, key) = waiting.policy, waiting.next_merge()
     said = []
@@ -190,7 +202,7 @@ def waiting_words(waiting: Backlog) -> str:
     return f"{counted(waiting.segments, 'segment')}: {'; '.join([*said, when])}"
 
 
-def _waiting_json(waiting: Backlog) -> dict[str, Any]:
+def _waiting_json(waiting: Waiting) -> dict[str, Any]:
     (at, key), policy = waiting.next_merge(), waiting.policy
     return {
         **waiting.chain.log_context(),
@@ -249,7 +261,32 @@ def verify_row(report: ChainReport) -> list[object]:
         report.overlapping,
         " ".join(map(str, report.accepted)) or None,
         len(report.problems),
+        _findings(report.findings()),
+        _signed_off(report.former),
     ]
+
+
+def verify_total(reports: Sequence[ChainReport], foreign: Foreign) -> list[object]:
+    """What the rows of all chains add up to, and the keys that belong to none."""
+    segments, findings = Counter[int](), Counter[str]()
+    for report in reports:
+        segments.update(report.segments)
+        findings.update(report.findings())
+    findings["foreign"] = foreign.count
+    levels = " ".join(f"{level}:{count}" for level, count in sorted(segments.items())) or None
+    size, overlapping = sum(each.size for each in reports), sum(each.overlapping for each in reports)
+    problems = sum(len(each.problems) for each in reports)
+    return ["total", None, levels, size, overlapping, None, problems, _findings(findings), None]
+
+
+def _findings(counts: Mapping[str, int]) -> str | None:
+    return " ".join(f"{finding}:{counts[finding]}" for finding in FINDINGS if counts[finding]) or None
+
+
+def _signed_off(former: SignOff | None) -> str | None:
+    if former is None or not former.marks:
+        return None
+    return f"up to {former.end} on {format_time(int(former.at) * NS_PER_S)}"
 
 
 def verify_line(reports: Sequence[ChainReport], *, deep: bool) -> str:
@@ -257,7 +294,9 @@ def verify_line(reports: Sequence[ChainReport], *, deep: bool) -> str:
     segments = sum(count for each in reports for count in each.segments.values())
     read = f"{counted(segments, 'segment')} of {counted(len(reports), 'chain')}"
     rows, size = sum(each.rows for each in reports), sum(each.size for each in reports)
-    how = "every row was read" if deep else "checksums and footers; --deep reads every row"
+    skipped = sum(each.skipped for each in reports)
+    but = f", but for {counted(skipped, 'segment')} that earlier runs signed off" if skipped else ""
+    how = f"every row was read{but}" if deep else f"checksums and footers{but}; --deep reads every row"
     problems = sum(len(each.problems) for each in reports)
     well = counted(problems, "problem") if problems else "all is well"
     return f"{well}: {read}, {counted(rows, 'row')}, {size_words(size)} ({how})"
@@ -274,8 +313,29 @@ def verify_json(report: ChainReport) -> dict[str, Any]:
         "rows": report.rows,
         "overlapping": report.overlapping,
         "accepted": [{"first": hole.first, "last": hole.last} for hole in report.accepted],
-        "problems": [{"kind": p.kind, "text": p.text, "hint": p.hint} for p in report.problems],
+        "problems": [
+            {
+                "kind": p.kind,
+                "text": p.text,
+                "hint": p.hint,
+                "finding": p.finding,
+                "first": p.rows and p.rows.first,
+                "last": p.rows and p.rows.last,
+            }
+            for p in report.problems
+        ],
+        "levels": {str(level): _level_json(found) for level, found in report.levels.items()},
+        "findings": report.findings(),
+        "skipped": report.skipped,
+        "signed_off": report.former and {"last": report.former.end, "at": report.former.at},
     }
+
+
+def _level_json(level: LevelReport) -> dict[str, int]:
+    """`holes`: of the level alone; other levels may cover them."""
+    stretches = level.covered.stretches()
+    bounds = {"first": stretches[0].first, "last": stretches[-1].last, "holes": len(stretches) - 1}
+    return {"segments": level.segments, "size": level.size, **bounds}
 
 
 def foreign_json(foreign: Foreign) -> list[dict[str, Any]]:

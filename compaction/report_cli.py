@@ -129,7 +129,7 @@ def _made(
     from common.service.life import Life
     from common.service.process import stop_asked
     from compaction.reports import ReportState, open_place
-    from compaction.spark import Spark
+    from compaction.spark import Spark, require_spark
 
     settings = load_settings(config)
     if master:
@@ -144,6 +144,7 @@ def _made(
         with life, reloaded_on_hangup(config, settings), stop_asked(spark.cancel) as asked, spark:
             made = kind(spark, store, place)
             try:
+                require_spark()
                 done = made.run(ReportState(kind.name, address, named, since), chains, full=full)
             except FloeError as error:
                 asked.check()  # what was cancelled fails in many ways

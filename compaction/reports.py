@@ -10,7 +10,6 @@ What compaction does in between changes nothing, because sequences stay what the
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import threading
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-FORMAT = "floe_report"
 METADATA = b"floe.report"
 STRETCHES = 10_000  # that are read before the report is replaced
 ROUNDS = 3  # of looking again, because segments were gone or damaged
@@ -388,12 +386,9 @@ class ArchiveReport:
         """The rows of `part`; column `segment` is the place of their stretch in it."""
         session = self._spark.session()
         self._spark.check()  # it takes seconds to start
-        from compaction.source import source_of
+        from compaction.source import frame_of
 
-        session.dataSource.register(source_of(self._spark.settings, FORMAT))
-        named = [[s.segment.key, [s.rows.first, s.rows.last]] for s in part]
-        reader = session.read.format(FORMAT).option("segments", json.dumps(named))
-        frame = reader.option("columns", ",".join(columns)).load()
+        frame = frame_of(self._spark, part, columns)
         # A task for each stretch would hand on as many parts of a result as there are segments.
         return frame.coalesce(session.sparkContext.defaultParallelism * TASKS_OF_A_CORE)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 from common.chain import Chain
 from common.clock import NS_PER_S
@@ -237,7 +238,8 @@ class Retention:
         planned, listed = self._planned(chains, now)
         report = RetentionReport(held=planned.held, failures=planned.failures)
         for held in planned.held:
-            context = {"target": held.target, "first": held.first, "bytes": held.size, "error": held.why}
+            context: dict[str, Any] = {"target": held.target, "first": held.first, "bytes": held.size}
+            context |= {"error": held.why} if held.why else {}
             log.warning("retention held", action="retention_held", **context, **held.chain.log_context())
         limits: dict[Chain, int] = {}
         for each in listed:

@@ -35,7 +35,7 @@ from common.sequences import SequenceRange
 from compaction.compare import prove_by_reading
 from compaction.failures import Failure
 from compaction.merge import Merged, merge
-from compaction.plan import Backlog, Output, Planner, unite
+from compaction.plan import Output, Planner, Waiting, unite
 from compaction.retention import Retention, RetentionReport
 from compaction.spark import ItemsDone
 from compaction.supersede import Reported, Supersession, contained, made_by
@@ -165,7 +165,7 @@ class ChainSurvey:
     in_use: frozenset[str] = frozenset()
     going: tuple[SegmentRef, ...] = ()
     outdated: tuple[SnapshotRef, ...] = ()
-    waiting: tuple[Backlog, ...] = ()
+    waiting: tuple[Waiting, ...] = ()
 
     @property
     def segments(self) -> int:
@@ -461,7 +461,7 @@ class Compaction:
 
     def _foretold(self, chain: Chain, selection: Selection, now: float, expired: frozenset[str]) -> ChainSurvey:
         listed = self._listed(chain)
-        waiting = tuple(Backlog(chain, policy, now or listed.segments.newest) for policy in self._chosen(selection))
+        waiting = tuple(Waiting(chain, policy, now or listed.segments.newest) for policy in self._chosen(selection))
         planners = [Planner(each.policy, each.now, each) for each in waiting]
         surveys = list(self._survey(chain, listed, planners, expired))
         outputs = tuple(output for survey in surveys for output in survey.outputs)

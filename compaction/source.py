@@ -10,15 +10,17 @@ Filters are pushed down only with option `pushdown`: Spark refuses *every* read 
 filters unless `spark.sql.python.filterPushdown.enabled` is on.
 """
 
+import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 from pyspark.errors import AnalysisException
-from pyspark.sql import SparkSession, datasource, types
+from pyspark.sql import DataFrame, SparkSession, datasource, types
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, Filter, InputPartition
 from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
@@ -31,6 +33,7 @@ from pyspark.sql.streaming.datasource import (
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import SegmentCorrupt
+from common.metrics import version
 from common.objects.open import open_objects
 from common.segments.archive import Timeline
 from common.segments.columns import SCHEMA
@@ -44,6 +47,7 @@ from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
 from common.settings.root import Settings
 from common.settings.types import is_subject
 from compaction.source_options import HEADERS_PARSED, ReadOptions, arranged, parse_options
+from compaction.spark import Batches, Spark, task_of
 from compaction.stream import ArchiveStream, Positions
 
 _EVERY_ROW = RowFilter()
@@ -129,8 +133,7 @@ class FloeDataSource(DataSource):
         return parse_options(self.options, SystemClock().now())
 
     def schema(self) -> types.StructType:
-        fields = self.read_options().schema()
-        return types.StructType([types.StructField(f.name, _SPARK_TYPES[f.type], f.nullable) for f in fields])
+        return _schema(self.read_options())
 
     def reader(self, schema: types.StructType) -> DataSourceReader:  # noqa: ARG002
         options = self.read_options()
@@ -158,6 +161,35 @@ def source_of(settings: Settings, name: str) -> type[FloeDataSource]:
     return _Given
 
 
+def frame_of(spark: Spark, stretches: Sequence[Stretch[SegmentRef]], columns: Sequence[str] = ()) -> DataFrame:
+    """The rows of `stretches`, each as its own segment has them, in a task each; column `segment` is the place of the
+    stretch. Without `columns` all of them.
+
+    Not as a source: Spark plans one in a process of the driver, by the executors' interpreter, which is not there where
+    it comes with an archive.
+    """
+    rows, settings = SequenceRange(1, MAX_SEQUENCE), spark.settings
+    options = ReadOptions(
+        settings.store, settings.spool_dir, {}, rows, tuple(columns) or None, headers_parsed=False, is_named=True
+    )
+    task = task_of(pickle.dumps((options, list(stretches))), version(), work=f"{__name__}:read_parts")
+    numbers = spark.session().range(0, len(stretches), 1, max(1, len(stretches)))
+    return numbers.mapInArrow(task, _schema(options))
+
+
+def read_parts(payload: bytes, batches: Batches) -> Iterator[pa.RecordBatch]:
+    """Runs in an executor. The batches hold the places of stretches."""
+    options, stretches = pickle.loads(payload)  # noqa: S301 - from our own driver
+    for batch in batches:
+        numbers: list[Any] = batch.column(0).to_pylist()
+        for number in numbers:
+            yield from _read(options, _Part(stretches[number], number))
+
+
+def _schema(options: ReadOptions) -> types.StructType:
+    return types.StructType([types.StructField(f.name, _SPARK_TYPES[f.type], f.nullable) for f in options.schema()])
+
+
 @dataclass
 class _Part(InputPartition):
     """One stretch, and its number among the partitions of the read. `is_at_edge`: of the range of time."""
@@ -172,19 +204,7 @@ class _Reader(DataSourceReader):
         self._options = options
 
     def partitions(self) -> list[InputPartition]:
-        stretches = self._covers() if self._options.segments is None else self._named()
-        return [_Part(stretch, number, is_at_edge) for number, (stretch, is_at_edge) in enumerate(stretches)]
-
-    def _named(self) -> list[tuple[Stretch[SegmentRef], bool]]:
-        store, stretches = _open_store(self._options), []
-        for key, rows in self._options.segments or ():
-            if (name := store.layout.parse_segment(key)) is None:
-                raise SegmentCorrupt(f"option segments: expected the key of a segment, found {key!r}")
-            if (info := store.objects.head(key)) is None:
-                raise SegmentGone(f"segment {key}: not in the store any more")
-            stretch = Stretch(SegmentRef(name, key, info.size, info.modified), rows or name.coverage)
-            stretches.append((stretch, False))
-        return stretches
+        return [_Part(stretch, number, is_at_edge) for number, (stretch, is_at_edge) in enumerate(self._covers())]
 
     def _covers(self) -> list[tuple[Stretch[SegmentRef], bool]]:
         store = _open_store(self._options)
@@ -219,10 +239,10 @@ def _read(options: ReadOptions, partition: InputPartition) -> Iterator[pa.Record
     wanted = {*schema.names, *(["headers"] if HEADERS_PARSED.name in schema.names else [])}
     columns = [name for name in SCHEMA.names if name in wanted]
     # What is named is wanted as it is, and what is of one level too: no other segment may replace it.
-    is_cover = options.segments is None and options.level is None
+    is_cover = not options.is_named and options.level is None
     is_large, is_whole = stretch.segment.size > _SMALL, stretch.rows.encloses(stretch.segment.coverage)
     is_little = not is_whole or "payload" not in columns or bool(options.wanted.subjects)
-    if options.segments is None and (partition.is_at_edge or (is_large and is_little)):
+    if not options.is_named and (partition.is_at_edge or (is_large and is_little)):
         store = store.in_parts(always=True)
     for batch in (read_stretch if is_cover else read_segment)(store, stretch, columns, options.wanted):
         yield arranged(batch, schema, stretch.segment.chain, partition.number)

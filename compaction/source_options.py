@@ -1,6 +1,5 @@
 """What `spark.read.format("floe")` is asked for: options as text, and the columns that follow from them."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -70,7 +69,7 @@ _BOTH = {
     "columns",
     "headers_parsed",
 }
-_BATCH = {*_ENDS, "to_sequence", "level", "time_margin", "pushdown", "segments"}
+_BATCH = {*_ENDS, "to_sequence", "level", "time_margin", "pushdown"}
 _STREAM = {"from", "on_expired", "max_rows_per_batch", "max_segments_per_batch"}
 OPTIONS = frozenset(_BOTH | _BATCH | _STREAM)
 _MAX_NS = 2**63 - 1
@@ -95,7 +94,7 @@ class ReadOptions:
     """What to read, and with which columns.
 
     `chain`: the parts of a chain that are given; each missing one is a column. `rows`: of every chain. `columns`:
-    None for all. `segments`: keys and rows (None: all) to read as they are instead of the cover, usually None.
+    None for all. `is_named`: segments are read as they are instead of the cover, with their place as a column.
     `level`: only its segments, None for the cover over all. `wanted`: rows by time and subject; `margin_ns`: how much
     earlier a message may be than one before it. `feeds`: of the configuration, if there is one; they need not be
     archived yet. `pushdown`: whether filters are to be pushed down. `given`: names of the options that are set.
@@ -107,7 +106,7 @@ class ReadOptions:
     rows: SequenceRange
     columns: tuple[str, ...] | None
     headers_parsed: bool
-    segments: tuple[tuple[str, SequenceRange | None], ...] | None = None
+    is_named: bool = False
     level: int | None = None
     wanted: RowFilter = field(default_factory=RowFilter)
     margin_ns: int = MARGIN_NS
@@ -131,7 +130,7 @@ class ReadOptions:
         fields = [field for field in CHAIN_FIELDS if field.name not in self.chain]
         fields += list(SCHEMA.remove_metadata())
         fields += [HEADERS_PARSED] if self.headers_parsed else []
-        fields += [SEGMENT] if self.segments is not None else []
+        fields += [SEGMENT] if self.is_named else []
         if self.columns is not None:
             fields = [field for field in fields if field.name in self.columns]
         return pa.schema([field.remove_metadata() for field in fields])
@@ -156,7 +155,6 @@ def parse_options(options: Mapping[str, str], now: float) -> ReadOptions:
         rows=_rows(given),
         columns=tuple(columns) or None,
         headers_parsed=_flag(given, "headers_parsed"),
-        segments=_segments(given),
         level=_number(given, "level", 0, MAX_LEVEL) if "level" in given else None,
         wanted=_wanted(given, now),
         margin_ns=_margin(given),
@@ -238,15 +236,6 @@ def _stream(given: Mapping[str, str]) -> StreamOptions:
         raise UsageError(f"option from: excludes {', '.join(sorted(starts - {'from'}))}")
     from_latest = _choice(given, "from", "earliest", "latest") == "latest"
     return StreamOptions(from_latest, _choice(given, "on_expired", "fail", "skip") == "skip", **limits)
-
-
-def _segments(given: Mapping[str, str]) -> tuple[tuple[str, SequenceRange | None], ...] | None:
-    if "segments" not in given:
-        return None
-    try:
-        return tuple((str(key), SequenceRange(*rows) if rows else None) for key, rows in json.loads(given["segments"]))
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"option segments: expected JSON [[key, [first, last] or null], …]: {error}") from error
 
 
 def _number(given: Mapping[str, str], name: str, low: int, high: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pickle
 import re
@@ -10,9 +11,11 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as distribution_version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import pyarrow as pa
 
@@ -25,7 +28,6 @@ from common.open import open_store
 from common.segments.store import SegmentStore
 from common.settings.root import Settings
 from common.settings.types import duration_words
-from compaction.plan import Output
 
 if TYPE_CHECKING:
     from pyspark.accumulators import Accumulator
@@ -40,8 +42,12 @@ Batches = Iterable[pa.RecordBatch]
 # Not for a user or a cluster to change: each of them could lose rows, double work or open a port.
 FIXED = {
     "spark.speculation": "false",
+    "spark.files.ignoreMissingFiles": "false",
+    "spark.files.ignoreCorruptFiles": "false",
     "spark.sql.files.ignoreMissingFiles": "false",
     "spark.sql.files.ignoreCorruptFiles": "false",
+    "spark.sql.files.ignoreInvalidPartitionPaths": "false",
+    "spark.sql.parquet.fieldId.read.ignoreMissing": "false",
     "spark.ui.enabled": "false",
 }
 REFUSED = ("spark.speculation",)
@@ -50,8 +56,15 @@ DEFAULTS = {
     # What is shuffled is two numbers of each row, and only where segments overlap.
     "spark.sql.shuffle.partitions": "8",
 }
-_AUTHENTICATE = "spark.authenticate"
-_SECRETS = ("spark.authenticate.secret", "spark.authenticate.secret.file")
+_AUTHENTICATE, _SECRET, _SECRET_FILE = (f"spark.authenticate{end}" for end in ("", ".secret", ".secret.file"))
+_SEALED = "spark.network.crypto.enabled"
+# Tasks hold the store's secret: where they travel, they do so encrypted, and so they are on an executor's disk.
+_SEALS = {_SEALED: "true", "spark.io.encryption.enabled": "true"}
+_ENCRYPTIONS = (_SEALED, "spark.ssl.rpc.enabled", "spark.authenticate.enableSaslEncryption")
+_REDACTION = "spark.redaction.regex"
+_CONFIDENTIAL = "(?i)secret|password|token|access[.]?key"  # Spark's own; what another one leaves out is added to it
+_PYTHON = "spark.pyspark.python"
+_GATEWAY = "PYSPARK_GATEWAY_PORT"  # in the environment where `spark-submit` has started Java, and with it this process
 _JAVA_OPTIONS = "spark.driver.extraJavaOptions"
 _LOG_CONFIGURATION = f"-Dlog4j2.configurationFile={Path(__file__).with_name('log4j2.properties').as_uri()}"
 _LOCAL = re.compile(r"local(\[(?P<cores>\*|\d+)\])?")
@@ -66,21 +79,30 @@ _RESULT_FIELDS: list[Any] = [pa.field("id", pa.int64()), pa.field("result", pa.b
 class Spark:
     """Spark as a place where work is done: its session is made on first use and stopped at the end of the context.
 
-    `settings` travel to the executors, secrets included, and into no log. `check`: called before work is begun,
-    raises where the run is to stop.
+    `settings`: what tasks are given, the store with its secret; it goes into no log. `check`: called before work is
+    begun, raises where the run is to stop.
     """
 
     def __init__(self, settings: Settings, check: Callable[[], None] = lambda: None) -> None:
         check_conf(settings.compaction.spark.conf)
-        self.settings, self.check = settings, check
+        self.settings, self.check = Settings(store=settings.store, spool_dir=settings.spool_dir), check
+        self._spark = settings.compaction.spark
         self._session: SparkSession | None = None
 
     def session(self) -> SparkSession:
-        """Raises ConfigError where PySpark or Java is missing."""
+        """Raises ConfigError where PySpark or Java is missing, or tasks would travel in clear."""
         # It warns of versions of pandas, which Floe does not use.
         warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas", FutureWarning)
         if self._session is None:
-            self._session = start(self.settings.compaction.spark.master, self.settings.compaction.spark.conf)
+            session = start(self._spark.master, self._spark.conf)
+            try:
+                holds_secret = bool(self.settings.store.secret_access_key.get_secret_value())
+                # As it is: the cluster's own defaults count too.
+                check_sealed(self._spark.master, dict(session.sparkContext.getConf().getAll()), holds_secret)
+            except ConfigError:
+                session.stop()
+                raise
+            self._session = session
         return self._session
 
     def map(self, work: Callable[[SegmentStore, I], R], items: Sequence[I]) -> list[R]:
@@ -129,28 +151,54 @@ def check_conf(conf: Mapping[str, str]) -> None:
         log.warning("spark setting overridden", action="spark_conf", name=name, found=found, used=value)
 
 
-def spark_conf(master: str, conf: Mapping[str, str]) -> dict[str, Any]:
+def spark_conf(master: str, conf: Mapping[str, str]) -> dict[str, str]:
     own = {"spark.ui.showConsoleProgress": str(sys.stderr.isatty()).lower()}
     if _LOCAL.fullmatch(master):
         own |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
     java = conf.get(_JAVA_OPTIONS, "")
     if "log4j" not in java:
         java = f"{java} {_LOG_CONFIGURATION}".strip()
-    # Authentication between driver and executors, where there can be: the store's secrets travel there. YARN and
-    # Kubernetes make a secret of their own; a cluster of `spark://` has one that must be given.
-    if master == "yarn" or master.startswith("k8s:") or any(name in conf for name in _SECRETS):
-        own[_AUTHENTICATE] = "true"
-    return DEFAULTS | own | dict(conf) | {_JAVA_OPTIONS: java} | FIXED
+    # YARN and Kubernetes make a secret of their own; a cluster of `spark://` has one that must be given.
+    has_secret = master == "yarn" or master.startswith("k8s:") or _SECRET in conf or _SECRET_FILE in conf
+    if not _is_on(conf, _AUTHENTICATE, has_secret):
+        seals = {}
+    elif _is_on(conf, "spark.ssl.rpc.enabled"):
+        seals = {_AUTHENTICATE: "true"}
+    else:
+        seals = {_AUTHENTICATE: "true"} | _SEALS
+    redaction = f"{conf[_REDACTION]}|{_CONFIDENTIAL}" if conf.get(_REDACTION) else _CONFIDENTIAL
+    return DEFAULTS | own | seals | dict(conf) | {_JAVA_OPTIONS: java, _REDACTION: redaction} | FIXED
 
 
-def warn_of_open(master: str, conf: Mapping[str, Any]) -> None:
-    if not master.startswith("local") and str(conf.get(_AUTHENTICATE, "false")).lower() != "true":
-        log.warning(
-            "spark without authentication: the store's secrets travel to executors that anybody may pose as; "
-            "set compaction.spark.conf.spark.authenticate.secret to that of the cluster",
-            action="spark_open",
-            master=master,
+def _is_on(conf: Mapping[str, str], name: str, otherwise: bool = False) -> bool:
+    return conf.get(name, str(otherwise)).lower() == "true"
+
+
+def check_sealed(master: str, conf: Mapping[str, str], holds_secret: bool) -> None:
+    """Raises ConfigError where the store's secret would travel to executors in clear, or to whoever poses as one.
+
+    `holds_secret`: tasks hold one. Without, a warning says that others may read along.
+    """
+    is_authentic = _is_on(conf, _AUTHENTICATE)
+    if master.startswith("local") or (is_authentic and any(_is_on(conf, name) for name in _ENCRYPTIONS)):
+        return
+    if holds_secret:
+        name, todo = (
+            (_SEALED, "take it out of compaction.spark.conf")
+            if is_authentic
+            else (_AUTHENTICATE, f"set compaction.spark.conf.{_SECRET_FILE} to a file that holds the cluster's secret")
         )
+        raise ConfigError(
+            f"compaction.spark.conf.{name}: expected true with {master}, found false; "
+            "the store's secret would travel in clear",
+            hint=f"{todo}, or leave store.access_key_id and its secret out: executors then use a role of their own",
+        )
+    log.warning(
+        "spark without authentication or encryption: whoever reaches the cluster's network may read along; "
+        f"set compaction.spark.conf.{_SECRET_FILE} to a file that holds the secret of the cluster",
+        action="spark_open",
+        master=master,
+    )
 
 
 def with_retries(master: str) -> str:
@@ -160,33 +208,58 @@ def with_retries(master: str) -> str:
 
 
 def start(master: str, conf: Mapping[str, str]) -> SparkSession:
-    """Raises ConfigError where PySpark or Java is missing, Unavailable where Spark fails."""
+    """Raises ConfigError where PySpark or Java is missing or does not start, Unavailable where Spark fails."""
     try:
+        from pyspark import SparkConf, SparkContext
         from pyspark.errors import PySparkException
+        from pyspark.java_gateway import launch_gateway
         from pyspark.sql import SparkSession
     except ImportError as error:
-        raise ConfigError(
-            f"engine spark: {error}", hint="install floe-jetstream[spark], or use --engine local", code="E-SPARK"
-        ) from error
+        raise ConfigError(f"engine spark: {error}", hint=_INSTALL, code="E-SPARK") from error
     _set_environment(master, conf)
-    warn_of_open(master, spark_conf(master, conf))
+    named = {"spark.app.name": "floe compaction", "spark.master": with_retries(master)}
+    wanted: dict[str, Any] = named | spark_conf(master, _with_secret(master, conf))
+    shown = {name: value for name, value in wanted.items() if not re.search(_CONFIDENTIAL, name)}
     try:
-        builder = SparkSession.builder.appName("floe compaction").master(with_retries(master))
-        return builder.config(map=spark_conf(master, conf)).getOrCreate()
+        if shown != wanted:
+            # PySpark would put all of them on Java's command line, which every user of the host may read.
+            gateway = launch_gateway(SparkConf().setAll(list(shown.items())))  # type: ignore[no-untyped-call]
+            SparkContext(conf=SparkConf().setAll(list(wanted.items())), gateway=gateway)
+        return SparkSession.builder.config(map=wanted).getOrCreate()
     except Exception as error:
         if isinstance(error, PySparkException) and "JAVA" in str(error).upper():
             raise ConfigError(
-                "engine spark: Java does not start",
-                hint="install Java 17 or 21 and set JAVA_HOME, or use --engine local",
+                "engine spark: Java ended before Spark was up",
+                hint="what it said stands above; look at spark.driver.memory, spark.driver.extraJavaOptions and "
+                "JAVA_TOOL_OPTIONS, or use --engine local",
                 code="E-SPARK",
             ) from error
         # Also py4j's errors: the JVM runs, but the master may not.
         raise spark_error("start", error) from error
 
 
+def _with_secret(master: str, conf: Mapping[str, str]) -> Mapping[str, str]:
+    """Spark reads the file of the secret by itself on Kubernetes only. Raises ConfigError."""
+    path = conf.get(_SECRET_FILE)
+    if path is None or _SECRET in conf or master.startswith("k8s:"):
+        return conf
+    try:
+        secret = Path(path).read_text().strip()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not text"
+        raise ConfigError(f"compaction.spark.conf.{_SECRET_FILE}: {path}: {why}") from None
+    if not secret:
+        raise ConfigError(f"compaction.spark.conf.{_SECRET_FILE}: {path}: expected a secret, found none")
+    return {name: value for name, value in conf.items() if name != _SECRET_FILE} | {_SECRET: secret}
+
+
 def _set_environment(master: str, conf: Mapping[str, str]) -> None:
-    """Executors of this host run this interpreter and this code, whatever `python3` on the PATH is."""
-    if "spark.pyspark.python" not in conf:
+    """Executors run the interpreter that is configured, else, on this host, this one and this code, whatever
+    `python3` on the PATH is.
+    """
+    if _PYTHON in conf:
+        os.environ["PYSPARK_PYTHON"] = conf[_PYTHON]  # PySpark itself looks there only
+    elif _GATEWAY not in os.environ:
         os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     if _LOCAL.fullmatch(master):
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
@@ -206,8 +279,20 @@ def spark_error(what: str, error: Exception) -> FloeError:
             code=DISTRIBUTION_PROBLEM,
         )
     log.debug("spark failed", action="spark_failed", what=what, error=text)
-    line = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
+    # Of a task's error the words behind the stack. Py4j says first whom it called.
+    lines = text.rpartition("Traceback (most recent call last):")[2].splitlines()
+    told = (line.removeprefix(": ") for line in lines if not line.startswith("An error occurred while"))
+    line = next((line for line in told if line[:1].strip()), type(error).__name__)
     return Unavailable(f"spark {what}: {line[:300]}", hint="see Spark's log; run it again", code="E-SPARK")
+
+
+@runtime_checkable
+class SizedItem(Protocol):
+    """An item whose log line says more than its number. `size`: stored bytes that are read for it."""
+
+    @property
+    def size(self) -> int: ...
+    def log_context(self) -> dict[str, object]: ...
 
 
 class ItemsDone:
@@ -227,7 +312,7 @@ class ItemsDone:
         self._done.add(number)
         count, of, item = len(self._done), len(self._items), self._items[number]
         seconds = self._clock.monotonic() - self._begun
-        context = {**item.log_context(), "bytes": item.size} if isinstance(item, Output) else {}
+        context = {**item.log_context(), "bytes": item.size} if isinstance(item, SizedItem) else {}
         left = duration_words(seconds * (of - count) / count) if count < of else "0 s"
         log.info("item done", action="item_done", work=self._work, item=count, of=of, left=left, **context)
 
@@ -261,13 +346,13 @@ def _watched(finished: Accumulator[int], said: ItemsDone, look_too: Callable[[],
 
 
 def task_of(
-    payload: bytes, expected: str, finished: Accumulator[int] | None = None
+    payload: bytes, expected: str, finished: Accumulator[int] | None = None, work: str = "compaction.spark:run_items"
 ) -> Callable[[Batches], Iterator[pa.RecordBatch]]:
     """The function that tasks run. It imports nothing of Floe before it knows whose `common` it would get.
 
-    `finished`: gets the bit of each item that is done.
+    `finished`: gets the bit of each item that is done. `work`: module and function that get `payload` and the batches.
     """
-    marker = DISTRIBUTION_PROBLEM
+    marker, (module, _, function) = DISTRIBUTION_PROBLEM, work.partition(":")
 
     def task(batches: Batches) -> Iterator[pa.RecordBatch]:
         import importlib
@@ -285,7 +370,7 @@ def task_of(
             raise RuntimeError(
                 f"{marker}: common in executors: expected that of floe-jetstream {expected}, found {found}"
             )
-        for done in importlib.import_module("compaction.spark").run_items(payload, batches):
+        for done in getattr(importlib.import_module(module), function)(payload, batches):
             if finished is not None:
                 finished.add(sum(1 << number for number in done.column(0).to_pylist()))
             yield done
@@ -307,10 +392,57 @@ def run_items(payload: bytes, batches: Batches) -> Iterator[pa.RecordBatch]:
         store.close()
 
 
-# What `floe doctor` asks
+# Whether Spark can start here
 
 JAVA_VERSIONS = (17, 21)
 ASK_TIMEOUT = 20.0  # seconds for another program to tell its version
+_INSTALL = "pip install 'floe-jetstream[spark]', or use --engine local"
+
+
+def require_spark() -> None:
+    """Raises ConfigError where PySpark or Java is missing or too old. Starts no session; blocking, for the time that
+    `java -version` takes.
+    """
+    if _GATEWAY in os.environ:
+        return
+    if importlib.util.find_spec("pyspark") is None:
+        raise ConfigError("engine spark: expected pyspark, found none", hint=_INSTALL, code="E-SPARK")
+    with suppress(PackageNotFoundError):  # as where that of SPARK_HOME is on PYTHONPATH
+        found = distribution_version("pyspark")
+        if not (4, 2) <= tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < (5,):
+            text = f"engine spark: expected pyspark 4.2 or newer, below 5, found {found}"
+            raise ConfigError(text, hint=_INSTALL, code="E-SPARK")
+    home = os.environ.get("SPARK_HOME", "")
+    if home and not Path(home, "bin", "spark-submit").exists():
+        text = f"engine spark: SPARK_HOME={home}: expected Spark there, found no bin/spark-submit"
+        raise ConfigError(text, hint="unset SPARK_HOME, or use --engine local", code="E-SPARK")
+    if Path(os.environ.get("SPARK_CONF_DIR") or f"{home}/conf", "spark-env.sh").exists():
+        return  # it may say which Java
+    program, told, major = _java_found()
+    if major < min(JAVA_VERSIONS):
+        raise ConfigError(
+            f"engine spark: expected Java 17 or 21, found {told or 'none'} ({program})",
+            hint=f"{_install_java()}, or use --engine local",
+            code="E-SPARK",
+        )
+
+
+def _java_found() -> tuple[str, str, int]:
+    """The program, the first line of what it says of its version, and that; empty and 0 where it does not start."""
+    home = os.environ.get("JAVA_HOME")
+    program = str(Path(home) / "bin" / "java") if home else "java"
+    told = _told([program, "-version"])
+    match = re.search(r'^.*version "(?:1\.)?(\d+).*$', told, re.MULTILINE)
+    first = match[0] if match else told.partition("\n")[0]
+    return (f"JAVA_HOME={home}" if home else program), first, int(match[1]) if match else 0
+
+
+def _install_java() -> str:
+    line = "sudo apt-get install -y openjdk-17-jre-headless"
+    return f"{line} && unset JAVA_HOME" if os.environ.get("JAVA_HOME") else line
+
+
+# What `floe doctor` asks
 
 
 def examine_spark(settings: Settings, is_asked: bool) -> list[DoctorFinding]:
@@ -331,21 +463,17 @@ def examine_spark(settings: Settings, is_asked: bool) -> list[DoctorFinding]:
 
 
 def _java(bad: Callable[..., DoctorFinding], meaning: str) -> DoctorFinding:
-    home = os.environ.get("JAVA_HOME")
-    program = str(Path(home) / "bin" / "java") if home else "java"
-    told = _told([program, "-version"])
-    match = re.search(r'version "(\d+)', told)
-    if match and int(match[1]) in JAVA_VERSIONS:
-        return well("spark", "java", told.splitlines()[0])
-    todo = "sudo apt-get install -y openjdk-17-jre-headless\nor set JAVA_HOME, or `compaction.engine: local`"
-    seen = told.splitlines()[0] if told else "none"
-    return bad("spark", "java", f"expected Java 17 or 21, found {seen} ({program})", meaning, todo)
+    program, told, major = _java_found()
+    if major in JAVA_VERSIONS:
+        return well("spark", "java", told)
+    todo = f"{_install_java()}\nor set JAVA_HOME, or `compaction.engine: local`"
+    return bad("spark", "java", f"expected Java 17 or 21, found {told or 'none'} ({program})", meaning, todo)
 
 
 def _workers_python(settings: Settings, bad: Callable[..., DoctorFinding]) -> DoctorFinding:
     """The interpreter of the workers: this one, unless Spark's settings name another."""
     spark = settings.compaction.spark
-    ours, theirs = sys.version.split()[0], spark.conf.get("spark.pyspark.python", "")
+    ours, theirs = sys.version.split()[0], spark.conf.get(_PYTHON, "")
     if not theirs and _LOCAL.fullmatch(spark.master):
         return well("spark", "python", f"{ours}, this one")
     if not _LOCAL.fullmatch(spark.master):

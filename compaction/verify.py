@@ -2,21 +2,27 @@
 
 Shallow: every segment's length and checksum, its footer (which balances, I7, and agrees with its key), the
 coverage from where the chain begins to where its tail says it ends, and the row counts of levels that cover
-the same. Deep: every row of every segment is read, in order and within its coverage, and compared with
-every other segment that has the same sequence.
+the same. Deep: every byte of every segment is fetched and proved by its name, every row read (under the checksum
+of its page), in order and within its coverage, and compared with every other segment that has the same sequence.
 
 A chain may have a million segments. One listing of it is kept as a table, and looked at window by window
-(`common.segments.table`); what must be known of all of it is added up.
+(`common.segments.table`); what must be known of all of it is added up. What single segments hold is found by *tasks*:
+segments that overlap are in one, so that a task needs no other, and may be done anywhere, in any order.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 from common.chain import Chain
-from common.errors import DataError
+from common.errors import DataError, FloeError, SegmentCorrupt, Unavailable
+from common.exits import remember, remembered
 from common.objects.port import HiddenObject, Versioned
 from common.segments.archive import behind, ways_on
 from common.segments.documents import ChainStore, carry_late, way_out, way_out_filled
@@ -25,44 +31,155 @@ from common.segments.segment import Footer, Reason, SegmentRef
 from common.segments.store import SegmentGone, SegmentStore, quarantine_command
 from common.segments.table import WINDOW, SegmentTable
 from common.segments.unread import StretchReader, open_stretch
-from common.sequences import Covered, SequenceRange, cover, holes
+from common.sequences import MAX_SEQUENCE, Covered, SequenceRange, cover, holes
 from compaction.compare import prove_by_reading
 from compaction.plan import blocks
+from compaction.run import BATCH, Runner
+from compaction.sign_off import SignOff, SignOffs, mark
 from compaction.supersede import Supersession, contained
 from compaction.union import union
 
 REQUESTS_AT_ONCE = 8
 SHOWN = 5  # hidden segments of one hole
+TASK_BYTES = 256 << 20  # that are read in one task, or the segments that overlap where these are more
 
 T = TypeVar("T")
+Tell = Callable[[SegmentRef, Footer], None]
+
+#: What each kind of problem is counted as, unless it says so itself.
+COUNTED = {
+    "hole": "missing",
+    "gone": "missing",
+    "late": "delayed",
+    "damaged": "damaged",
+    "document": "damaged",
+    "rows": "divergent",
+    "fork": "divergent",
+    "behind": "divergent",
+}
+FINDINGS = ("found", "delayed", "missing", "damaged", "divergent", "contained", "foreign")
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyProblem:
     """One problem. `kind`: hole, gone, late, damaged, rows, fork, document, behind.
 
-    `hint`: what to do.
+    `hint`: what to do. `rows`: where it is, None where it is about all of the chain. `counted`: the finding that it is,
+    where its kind does not tell.
     """
 
     kind: str
     text: str
     hint: str = ""
+    rows: SequenceRange | None = None
+    counted: str = ""
+
+    @property
+    def finding(self) -> str:
+        return self.counted or COUNTED[self.kind]
+
+
+@dataclass(slots=True)
+class LevelReport:
+    """The sound segments of one level. `size`: stored bytes. What is a hole here, another level may cover."""
+
+    segments: int = 0
+    size: int = 0
+    covered: Covered = field(default_factory=Covered)
 
 
 @dataclass(slots=True)
 class ChainReport:
-    """What was found in one chain. `coverage`: None without segments. `rows`: of all sound segments, a merged
-    row in each of them. `overlapping`: segments that share sequences with another one of their level, which
-    costs space and is no fault. `accepted`: holes that an operator has given up, which are no fault either."""
+    """What was found in one chain. `coverage`: None without segments. `rows`: of all sound segments that were looked
+    at, a merged row in each of them. `overlapping`: segments that share sequences with another one of their level,
+    which costs space and is no fault. `contained`: segments that others may supersede, which is none either.
+    `accepted`: holes that an operator has given up. `foreign`: keys among those of the chain that are none of Floe's.
+
+    `skipped`: segments that were not looked at again, because an earlier run, `former`, has signed them off (None: that
+    was not asked for). `unsigned`: why this run's own sign-off could not be written.
+    """
 
     chain: Chain
-    coverage: SequenceRange | None = None
-    segments: dict[int, int] = field(default_factory=dict)
-    size: int = 0
+    coverage: SequenceRange | None = field(default=None, init=False)
+    levels: dict[int, LevelReport] = field(default_factory=dict, init=False)
+    rows: int = field(default=0, init=False)
+    overlapping: int = field(default=0, init=False)
+    contained: int = field(default=0, init=False)
+    foreign: int = field(default=0, init=False)
+    skipped: int = field(default=0, init=False)
+    former: SignOff | None = field(default=None, init=False)
+    unsigned: FloeError | None = field(default=None, init=False)
+    accepted: list[SequenceRange] = field(default_factory=list, init=False)
+    problems: list[VerifyProblem] = field(default_factory=list, init=False)
+
+    @property
+    def segments(self) -> dict[int, int]:
+        return {level: found.segments for level, found in self.levels.items()}
+
+    @property
+    def size(self) -> int:
+        return sum(found.size for found in self.levels.values())
+
+    def findings(self) -> dict[str, int]:
+        """How much there is of each of FINDINGS: of segments, ranges, documents and keys."""
+        counts = Counter(problem.finding for problem in self.problems)
+        counts.update(found=sum(self.segments.values()), contained=self.contained, foreign=self.foreign)
+        return {finding: counts[finding] for finding in FINDINGS}
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyTask:
+    """Segments of one chain that no other segment of it overlaps. `accepted`: gaps there that are given up. `named`:
+    the configuration that hints name.
+    """
+
+    chain: Chain
+    segments: tuple[SegmentRef, ...]
+    accepted: tuple[SequenceRange, ...]
+    deep: bool
+    named: tuple[str, str]
+
+    @property
+    def size(self) -> int:
+        return sum(segment.size for segment in self.segments)
+
+    def log_context(self) -> dict[str, object]:
+        first = min(segment.coverage.first for segment in self.segments)
+        last = max(segment.coverage.last for segment in self.segments)
+        return {**self.chain.log_context(), "first": first, "last": last, "inputs": len(self.segments)}
+
+
+@dataclass(slots=True)
+class VerifyResult:
+    """What a task found. `sound`: the places, in the task, of sound segments. `unsettled`: sequences of which the next
+    run may find something else though nothing new is put. `problems`: with single segments; `found`: with several.
+    """
+
+    sound: list[int] = field(default_factory=list)
     rows: int = 0
-    overlapping: int = 0
+    contained: int = 0
+    unsettled: list[SequenceRange] = field(default_factory=list)
     accepted: list[SequenceRange] = field(default_factory=list)
     problems: list[VerifyProblem] = field(default_factory=list)
+    found: list[VerifyProblem] = field(default_factory=list)
+
+
+def known_chains(chains: ChainStore) -> list[Chain]:
+    """All that there is a trace of: a `chain.json`, a tail, or an end in the `stream.json` of what came next."""
+    known = {*chains.chains(), *chains.listed_tails()}
+    waiting = {(chain.site, chain.feed, chain.incarnation) for chain in known if chain.incarnation}
+    while waiting:
+        site, feed, incarnation = waiting.pop()
+        try:
+            document = chains.read_stream(Chain(site, feed, incarnation))
+        except DataError:
+            continue  # a problem of the chain
+        ends = (document and document.previous) or {}
+        before = {Chain(site, feed, incarnation - 1, partition) for partition, end in ends.items() if end}
+        if incarnation > 1 and not before <= known:
+            waiting.add((site, feed, incarnation - 1))
+        known |= before
+    return sorted(known)
 
 
 def verify_chain(
@@ -72,149 +189,203 @@ def verify_chain(
     *,
     deep: bool = False,
     window: int = WINDOW,
-    tell: Callable[[SegmentRef, Footer], None] | None = None,
+    tell: Tell | None = None,
 ) -> ChainReport:
-    """Raises what the store raises; problems of the data are in the report.
+    """As `verify_chains`, of one chain, here, and all of it."""
+    return verify_chains(store, chains, [chain], deep=deep, window=window, tell=tell)[0]
+
+
+def verify_chains(
+    store: SegmentStore,
+    chains: ChainStore,
+    selected: Iterable[Chain],
+    *,
+    deep: bool = False,
+    window: int = WINDOW,
+    tell: Tell | None = None,
+    runner: Runner | None = None,
+    sign_offs: SignOffs | None = None,
+) -> list[ChainReport]:
+    """Raises what the store raises; problems of the data are in the reports.
 
     Segments that are deleted meanwhile are passed over, where others account for them. `window`: how many are
-    looked at together at least. `tell`: called with each sound segment once it was looked at.
+    looked at together at least. `tell`: called with each sound segment once it was looked at. `runner`: where tasks are
+    done, of all chains together; None: here, one after the other. `sign_offs`: what they hold is not looked at again,
+    unless it overlaps something new, and what is found sound is written there.
     """
-    return _Verification(store, chain, tell).run(chains, window, deep=deep)
+    reports: list[ChainReport] = []
+    waiting: list[tuple[_Verification, VerifyTask]] = []
+    listed: list[_Verification] = []
+    count = 0
+
+    def work_off() -> None:
+        tasks = [task for _, task in waiting]
+        results = _spread(runner, tasks) if runner and tasks else [look(store, task, tell) for task in tasks]
+        for (verification, task), result in zip(waiting, results, strict=True):
+            if isinstance(result, FloeError):
+                raise result
+            verification.take(task, result)
+        waiting.clear()
+        reports.extend(verification.end(store, chains) for verification in listed)
+        listed.clear()
+
+    for chain in selected:
+        verification = _Verification(chain, sign_offs)
+        for task in verification.tasks(store, chains, window, deep=deep):
+            waiting.append((verification, task))
+            count += len(task.segments)
+            if runner is None or count >= BATCH:
+                work_off()
+                count = 0
+        listed.append(verification)
+        if runner is None:
+            work_off()
+    work_off()
+    return reports
+
+
+def _spread(runner: Runner, tasks: Sequence[VerifyTask]) -> list[VerifyResult | FloeError]:
+    """The results in the order of `tasks`, of which the largest are begun first."""
+    order = sorted(range(len(tasks)), key=lambda number: tasks[number].size, reverse=True)
+    results = dict(zip(order, runner.map(look_apart, [tasks[number] for number in order]), strict=True))
+    return [results[number] for number in range(len(tasks))]
 
 
 class _Verification:
     """One chain being looked at. `_found`: problems that are reported after those of its documents
     and single segments.
 
-    `_behind`: segments that reach behind the end of the incarnation, `_end`.
+    `_behind`: segments that reach behind the end of the incarnation, `_end`. `_first`: where the chain must begin, None
+    where that is not known; `_tail`: where its tail says it ends, 0 where there is none. `_absent`: keys of documents
+    that are not there. `_marks`: of what may be signed off.
     """
 
-    def __init__(self, store: SegmentStore, chain: Chain, tell: Callable[[SegmentRef, Footer], None] | None) -> None:
-        self._store, self._chain, self._report, self._tell = store, chain, ChainReport(chain), tell
+    def __init__(self, chain: Chain, sign_offs: SignOffs | None) -> None:
+        self._chain, self._report, self._sign_offs = chain, ChainReport(chain), sign_offs
+        self._former = sign_offs.read(chain) if sign_offs else SignOff()
         self._found: list[VerifyProblem] = []
         self._accepted_in_windows: list[SequenceRange] = []
         self._accepted: list[SequenceRange] = []
         self._covered, self._behind = Covered(), SegmentTable()
+        self._marks, self._absent = array("Q"), list[str]()
+        self._first: int | None = None
         self._end: int | None = None
+        self._tail = 0
 
-    def run(self, chains: ChainStore, window: int, *, deep: bool) -> ChainReport:
+    def tasks(self, store: SegmentStore, chains: ChainStore, window: int, *, deep: bool) -> Iterator[VerifyTask]:
         # Before the listing: what is written meanwhile can only make the coverage reach further.
-        tail = chains.read_tail(self._chain)
-        document = self._read(lambda: chains.read_chain(self._chain))
-        self._end = self._read(lambda: chains.read_end(self._chain))
-        table = self._store.table(self._chain)
+        self._read_documents(chains)
+        table = store.table(self._chain)
+        self._check_there(bool(table))
         self._accepted = [gap.range for gap in chains.gaps(self._chain)]
         for places in table.windows(window):
-            segments = [table[place] for each in places for place in each]
-            footers = self._footers(segments, deep=deep)
-            segments = [s for s in segments if s.key in footers]
-            self._add(segments)
-            self._check_unread(segments, footers)
-            self._check_levels(segments, footers)
-            if deep:
-                self._check_rows(segments)
-        report = self._report
-        report.segments = dict(sorted(report.segments.items()))
-        floor = self._read(lambda: chains.read_floor(self._chain))  # at the end: what retention deleted is no hole
-        first = max(document.first, floor or 1) if document else floor
-        self._check_coverage(first, tail or 0)
-        self._check_end()
-        report.accepted += self._accepted_in_windows
-        report.problems += self._found
-        return report
+            task: list[SegmentRef] = []
+            size = 0
+            for block in blocks(table[place] for each in places for place in each):
+                if self._former.marks and all(segment in self._former for segment in block):
+                    self._pass_over(block)
+                    continue
+                added = sum(segment.size for segment in block) if deep else 0
+                if task and size + added > TASK_BYTES:
+                    yield self._task(task, deep=deep)
+                    task, size = [], 0
+                task += block
+                size += added
+            if task:
+                yield self._task(task, deep=deep)
 
-    def _read(self, read: Callable[[], T]) -> T | None:
+    def _task(self, segments: Sequence[SegmentRef], *, deep: bool) -> VerifyTask:
+        within = SequenceRange(segments[0].coverage.first, max(s.coverage.last for s in segments))
+        accepted = tuple(gap for gap in self._accepted if gap.overlaps(within))
+        return VerifyTask(self._chain, tuple(segments), accepted, deep, remembered())
+
+    # What is there
+
+    def _read_documents(self, chains: ChainStore) -> None:
+        chain, layout = self._chain, chains.layout
+        self._tail = chains.read_tail(chain) or 0
+        document = self._read(lambda: chains.read_chain(chain), layout.chain_document(chain))
+        self._first = document.first if document else None
+        self._end = self._read(lambda: chains.read_end(chain))
+        # Without it nobody knows where the incarnation before ended, nor begins this one.
+        self._read(lambda: chains.read_stream(chain), layout.stream_document(chain) if chain.incarnation else "")
+
+    def _read(self, read: Callable[[], T | None], needed: str = "") -> T | None:
+        """`needed`: the key of a document that any chain with segments must have."""
         try:
-            return read()
+            found = read()
         except DataError as error:
             self._report.problems.append(VerifyProblem("document", error.message))
             return None
+        if found is None and needed:
+            self._absent.append(needed)
+        return found
 
-    # One window
+    def _check_there(self, has_segments: bool) -> None:
+        if has_segments or self._tail or self._end:
+            for key in self._absent:
+                hint = "put a good copy of it back: egress writes it once, before the first segment"
+                text = f"{key}: expected a document, found none"
+                self._report.problems.append(VerifyProblem("document", text, hint, counted="missing"))
 
-    def _footers(self, segments: Sequence[SegmentRef], *, deep: bool) -> dict[str, Footer]:
-        """The footers of sound segments, by key; a problem is noted for each other segment."""
-        footers: dict[str, Footer] = {}
-        # Whole segments are read one after the other: each may need much memory.
-        with ThreadPoolExecutor(1 if deep else REQUESTS_AT_ONCE) as pool:
-            found = pool.map(partial(check_segment, self._store, deep=deep), segments)
-            for segment, footer in zip(segments, found, strict=True):
-                if isinstance(footer, Footer):
-                    footers[segment.key] = footer
-                    self._report.rows += footer.rows
-                    if self._tell is not None:
-                        self._tell(segment, footer)
-                elif footer is not None:
-                    self._report.problems.append(footer)
-        return footers
+    def _pass_over(self, segments: Sequence[SegmentRef]) -> None:
+        self._add(segments)
+        self._report.skipped += len(segments)
+        self._report.contained += sum(len(s.superseded) for s in contained(segments))
+        self._marks.extend(map(mark, segments))
+
+    def take(self, task: VerifyTask, result: VerifyResult) -> None:
+        """What was found of a task; tasks of one chain in their order."""
+        report, sound = self._report, [task.segments[place] for place in result.sound]
+        self._add(sound)
+        report.rows += result.rows
+        report.contained += result.contained
+        report.problems += result.problems
+        self._found += result.found
+        self._accepted_in_windows += result.accepted
+        if self._sign_offs is not None:
+            again = result.unsettled + [p.rows for p in (*result.problems, *result.found) if p.rows is not None]
+            if self._end is not None:
+                again.append(SequenceRange(min(self._end + 1, MAX_SEQUENCE), MAX_SEQUENCE))
+            right = (s for s in sound if not any(s.coverage.overlaps(rows) for rows in again))
+            self._marks.extend(map(mark, right))
 
     def _add(self, segments: Sequence[SegmentRef]) -> None:
-        report = self._report
+        """No other segment may overlap any of these."""
         reach: dict[int, int] = {}  # by level
         for segment in sorted(segments, key=lambda s: s.coverage):
-            self._covered.add(segment.coverage)
-            report.overlapping += segment.coverage.first <= reach.get(segment.level, 0)
-            reach[segment.level] = max(reach.get(segment.level, 0), segment.coverage.last)
-            report.segments[segment.level] = report.segments.get(segment.level, 0) + 1
-            report.size += segment.size
-            if self._end is not None and segment.coverage.last > self._end:
+            coverage, level = segment.coverage, self._report.levels.setdefault(segment.level, LevelReport())
+            self._covered.add(coverage)
+            level.covered.add(coverage)
+            level.segments += 1
+            level.size += segment.size
+            self._report.overlapping += coverage.first <= reach.get(segment.level, 0)
+            reach[segment.level] = max(reach.get(segment.level, 0), coverage.last)
+            if self._end is not None and coverage.last > self._end:
                 self._behind.extend([segment])
-
-    def _check_unread(self, segments: Sequence[SegmentRef], footers: dict[str, Footer]) -> None:
-        """What others have of what a segment did not read, and what of a filled hole no segment has."""
-        for stretch in cover(segments, 1):
-            if footers[stretch.segment.key].unread is None:
-                continue
-            try:
-                with open_stretch(self._store, stretch, refs=segments) as reader:
-                    self._found += _late(reader, stretch.segment, self._chain)
-                    self._found += self._gone(reader)
-            except SegmentGone:
-                continue
-            except Forked as error:
-                self._found.append(VerifyProblem("fork", error.message, error.hint))
-
-    def _gone(self, reader: StretchReader) -> Iterator[VerifyProblem]:
-        if reader.unread is None or not reader.footer.ledger.counts.get(Reason.GONE_FROM_HOLE):
-            return
-        left = holes(self._accepted, reader.unread)
-        self._accepted_in_windows += holes(left, reader.unread)
-        for rows in left:
-            if missing := reader.still_missing(rows):
-                text = f"{missing} of {rows} were gone from the source when the hole there was filled"
-                yield VerifyProblem("gone", text, way_out_filled(self._chain, rows))
-
-    def _check_levels(self, segments: Sequence[SegmentRef], footers: dict[str, Footer]) -> None:
-        for supersession in contained(segments):
-            below, [above, *others] = supersession.superseded, supersession.superseding
-            is_same = not others and sum(len(s.coverage) for s in below) == len(above.coverage)
-            if is_same and not holes([s.coverage for s in below], above.coverage):
-                rows, found = sum(footers[s.key].rows for s in below), footers[above.key].rows
-                if rows != found:
-                    text = f"{above.key}: expected {rows} rows as in the {len(below)} segments below it, "
-                    self._found.append(VerifyProblem("rows", f"{text}found {found}"))
-
-    def _check_rows(self, segments: Sequence[SegmentRef]) -> None:
-        for block in blocks(segments):
-            try:
-                for _batch in union(block, self._store.open) if len(block) > 1 else ():
-                    pass  # equal sequences of different segments are compared as they are united
-            except DataError as error:
-                away = "\n".join(map(quarantine_command, error.keys)) if isinstance(error, Forked) else ""
-                hint = f"{error.hint}:\n{away}" if away else ""
-                self._found.append(VerifyProblem("fork", error.message, hint))
-        for supersession in contained(segments):
-            self._found += _missing_rows(self._store, supersession)
 
     # All of it
 
-    def _check_coverage(self, first: int | None, tail: int) -> None:
-        """`first`: where the chain must begin, None where that is not known; `tail`: where its tail says it ends, 0
-        where there is none.
-        """
+    def end(self, store: SegmentStore, chains: ChainStore) -> ChainReport:
+        """The report, once all tasks were taken; what may be signed off is."""
+        report = self._report
+        # At the end: what retention has deleted meanwhile is no hole.
+        floor = self._read(lambda: chains.read_floor(self._chain))
+        self._first = max(self._first, floor or 1) if self._first else floor
+        report.levels = dict(sorted(report.levels.items()))
+        self._check_coverage(store)
+        self._check_end()
+        report.accepted += self._accepted_in_windows
+        report.problems += self._found
+        if self._sign_offs is not None:
+            report.former = self._former
+            report.unsigned = self._sign_off(self._sign_offs)
+        return report
+
+    def _check_coverage(self, store: SegmentStore) -> None:
         stretches = self._covered.stretches()
-        last = max(self._covered.end, tail) if self._end is None else self._end
-        first = first or (stretches[0].first if stretches else 1)
+        last = max(self._covered.end, self._tail) if self._end is None else self._end
+        first = self._first or (stretches[0].first if stretches else 1)
         if stretches:
             self._report.coverage = SequenceRange(stretches[0].first, stretches[-1].last)
         if last < first:
@@ -224,8 +395,10 @@ class _Verification:
             self._report.accepted += holes(left, hole)
             for part in left:
                 text = f"sequences {part} are in no segment that can be read"
-                hint = _brought_back(self._store, self._chain, part)
-                self._report.problems.append(VerifyProblem("hole", text, hint))
+                hint = _brought_back(store, self._chain, part)
+                is_on_its_way = self._end is None and part.first > self._covered.end
+                counted = "delayed" if is_on_its_way else ""
+                self._report.problems.append(VerifyProblem("hole", text, hint, part, counted))
 
     def _check_end(self) -> None:
         """What lies behind the end of the incarnation is not delivered; holes there are not faults."""
@@ -233,16 +406,147 @@ class _Verification:
             count = sum(s.coverage.overlaps(rows) for s in self._behind)
             text = f"sequences {rows}, in {count} segment{'' if count == 1 else 's'}, lie behind the end of the "
             text += f"incarnation, {self._end}: nobody delivers them"
-            self._report.problems.append(VerifyProblem("behind", text, ways_on(self._chain, rows)))
+            self._report.problems.append(VerifyProblem("behind", text, ways_on(self._chain, rows), rows))
+
+    def _sign_off(self, sign_offs: SignOffs) -> FloeError | None:
+        """Why it could not be written. A spoiled document may mean anything: then what was signed off stays."""
+        report, problems = self._report, self._report.problems
+        if report.coverage is None or any(problem.rows is None for problem in problems):
+            return None
+        first = min((problem.rows.first for problem in problems if problem.rows), default=report.coverage.last + 1)
+        try:
+            if not sign_offs.write(self._chain, self._former, first - 1, self._marks):
+                why = f"another run has signed {self._chain} off meanwhile, or it has too many segments"
+                return Unavailable(why, hint="the next run reads again what is not signed off", code="E-RACE")
+        except FloeError as error:
+            return error
+        return None
+
+
+def look_apart(store: SegmentStore, task: VerifyTask) -> VerifyResult | FloeError:
+    """As `look`, in another process: an error is an answer, so that it keeps its exit code and is not tried again."""
+    remember(*task.named)
+    try:
+        return look(store, task)
+    except FloeError as error:
+        return error
+
+
+def look(store: SegmentStore, task: VerifyTask, tell: Tell | None = None) -> VerifyResult:
+    """Raises what the store raises; problems of the data are in the result."""
+    return _Look(store, task, tell).run()
+
+
+class _Look:
+    """One task."""
+
+    def __init__(self, store: SegmentStore, task: VerifyTask, tell: Tell | None) -> None:
+        self._store, self._task, self._tell, self._result = store, task, tell, VerifyResult()
+
+    def run(self) -> VerifyResult:
+        footers = self._footers()
+        segments = [self._task.segments[place] for place in self._result.sound]
+        self._check_unread(segments, footers)
+        self._check_levels(segments, footers)
+        if self._task.deep:
+            self._check_rows(segments)
+        # What is gone may be given up.
+        self._result.unsettled += [s.coverage for s in segments if footers[s.key].unread is not None]
+        return self._result
+
+    def _footers(self) -> dict[str, Footer]:
+        """The footers of sound segments, by key; a problem is noted for each other segment."""
+        footers: dict[str, Footer] = {}
+        deep, segments = self._task.deep, self._task.segments
+        # Whole segments are read one after the other: each may need much memory.
+        with ThreadPoolExecutor(1 if deep else REQUESTS_AT_ONCE) as pool:
+            found = pool.map(partial(check_segment, self._store, deep=deep), segments)
+            for place, (segment, footer) in enumerate(zip(segments, found, strict=True)):
+                if isinstance(footer, Footer):
+                    footers[segment.key] = footer
+                    self._result.sound.append(place)
+                    self._result.rows += footer.rows
+                    if self._tell is not None:
+                        self._tell(segment, footer)
+                elif footer is not None:
+                    self._result.problems.append(footer)
+        return footers
+
+    def _check_unread(self, segments: Sequence[SegmentRef], footers: dict[str, Footer]) -> None:
+        """What others have of what a segment did not read, and what of a filled hole no segment has."""
+        found = self._result.found
+        for stretch in cover(segments, 1):
+            if footers[stretch.segment.key].unread is None:
+                continue
+            try:
+                with open_stretch(self._store, stretch, refs=segments) as reader:
+                    found += _late(reader, stretch.segment, self._task.chain)
+                    found += self._gone(reader)
+            except SegmentGone:
+                continue
+            except Forked as error:
+                found.append(VerifyProblem("fork", error.message, error.hint, stretch.rows))
+
+    def _gone(self, reader: StretchReader) -> Iterator[VerifyProblem]:
+        if reader.unread is None or not reader.footer.ledger.counts.get(Reason.GONE_FROM_HOLE):
+            return
+        left = holes(self._task.accepted, reader.unread)
+        self._result.accepted += holes(left, reader.unread)
+        for rows in left:
+            if missing := reader.still_missing(rows):
+                text = f"{missing} of {rows} were gone from the source when the hole there was filled"
+                yield VerifyProblem("gone", text, way_out_filled(self._task.chain, rows), rows)
+
+    def _check_levels(self, segments: Sequence[SegmentRef], footers: dict[str, Footer]) -> None:
+        for supersession in contained(segments):
+            below, [above, *others] = supersession.superseded, supersession.superseding
+            self._result.contained += len(below)
+            is_same = not others and sum(len(s.coverage) for s in below) == len(above.coverage)
+            if is_same and not holes([s.coverage for s in below], above.coverage):
+                rows, found = sum(footers[s.key].rows for s in below), footers[above.key].rows
+                if rows != found:
+                    text = f"{above.key}: expected {rows} rows as in the {len(below)} segments below it, found {found}"
+                    self._result.found.append(VerifyProblem("rows", text, rows=above.coverage))
+
+    def _check_rows(self, segments: Sequence[SegmentRef]) -> None:
+        for block in blocks(segments):
+            within = SequenceRange(block[0].coverage.first, max(s.coverage.last for s in block))
+            try:
+                for _batch in union(block, self._store.open) if len(block) > 1 else ():
+                    pass  # equal sequences of different segments are compared as they are united
+            except Forked as error:
+                hint = "\n".join([f"{error.hint}:", *map(quarantine_command, error.keys)])
+                self._result.found.append(VerifyProblem("fork", error.message, hint, within))
+            except SegmentCorrupt as error:  # it was sound when it was looked at
+                self._result.found.append(VerifyProblem("damaged", error.message, rows=within))
+            except SegmentGone:
+                self._result.unsettled.append(within)
+        for supersession in contained(segments):
+            self._result.found += self._missing_rows(supersession)
+
+    def _missing_rows(self, supersession: Supersession) -> Iterator[VerifyProblem]:
+        for part in supersession.parts(-(-len(supersession.superseded) // 2)):
+            try:
+                prove_by_reading(self._store, part)
+            except SegmentGone:
+                self._result.unsettled += [segment.coverage for segment in part.superseded]
+            except DataError as error:
+                if len(part.superseded) > 1:
+                    yield from self._missing_rows(part)
+                elif error.code != "E-FORK":  # reported above
+                    late = "the next `floe compact` merges it with what contains it"
+                    hint = late if error.code == "E-ROWS-MISSING" else ""
+                    yield VerifyProblem("rows", error.message, hint, part.superseded[0].coverage)
 
 
 def check_segment(store: SegmentStore, segment: SegmentRef, *, deep: bool) -> Footer | VerifyProblem | None:
     """None for a segment that is gone: the others show whether its coverage is missing."""
     try:
         if deep:
-            with store.open(segment) as reader:
+            # Its name proves all of its bytes, of whatever size; the reader checks order, range, counts and pages.
+            with store.open(segment, whole=True) as reader:
                 for _batch in reader.batches():
-                    pass  # the reader checks order, range, counts and page checksums as it goes
+                    pass
                 return reader.footer
         footer = store.footer(segment)
         if not store.is_intact(segment):
@@ -252,7 +556,8 @@ def check_segment(store: SegmentStore, segment: SegmentRef, *, deep: bool) -> Fo
         return None
     except DataError as error:
         away = quarantine_command(segment.key)
-        return VerifyProblem("damaged", error.message, f"put a good copy back, or put it away:\n{away}")
+        hint = f"put a good copy back, or put it away:\n{away}"
+        return VerifyProblem("damaged", error.message, hint, segment.coverage)
 
 
 def _brought_back(store: SegmentStore, chain: Chain, hole: SequenceRange) -> str:
@@ -284,18 +589,4 @@ def _late(reader: StretchReader, segment: SegmentRef, chain: Chain) -> Iterator[
         rows = SequenceRange(first, last)
         text = f"{key} has {count} rows of {rows} that {segment.name} had not read: a target whose position "
         text += "was behind them when it came does not hold them; the next `floe compact` unites the two"
-        yield VerifyProblem("late", text, carry_late(chain, rows))
-
-
-def _missing_rows(store: SegmentStore, supersession: Supersession) -> Iterator[VerifyProblem]:
-    for part in supersession.parts(-(-len(supersession.superseded) // 2)):
-        try:
-            prove_by_reading(store, part)
-        except SegmentGone:
-            continue
-        except DataError as error:
-            if len(part.superseded) > 1:
-                yield from _missing_rows(store, part)
-            elif error.code != "E-FORK":  # damaged ones were reported above
-                late = "the next `floe compact` merges it with what contains it"
-                yield VerifyProblem("rows", error.message, late if error.code == "E-ROWS-MISSING" else "")
+        yield VerifyProblem("late", text, carry_late(chain, rows), rows)

@@ -215,8 +215,8 @@ class SignOfLife:
         chains = tuple(report.sign() for report in self._reports)
         alive = Alive(self._site, self._owner, self._clock.now(), chains)
         try:
-            put = threads.run(self._chains.write_alive, self._process, alive)
-            await told_late(put, self._every / 2, self._late)
+            put = asyncio.create_task(threads.run(self._chains.write_alive, self._process, alive))
+            await told_late(self._asking_until(put), self._every / 2, self._late)
         except FloeError as error:
             metrics.alive_errors.labels(self._site).inc()
             self._is_put_off = isinstance(error, Unavailable | OutcomeUnknown)
@@ -229,6 +229,15 @@ class SignOfLife:
             if self._failure:
                 self._failure = ""
                 log.info("sign of life stored again", action="over")
+
+    async def _asking_until(self, put: asyncio.Task[None]) -> None:
+        """The result of `put`. As long as the store is silent, the lag that its silence makes is measured on."""
+        try:
+            while not (await asyncio.wait({put}, timeout=self._every))[0]:
+                await self._ask_sources()
+            put.result()
+        finally:
+            await end(put)
 
     async def _ask_sources(self) -> None:
         working = [report for report in self._reports if report.works_on_chain]

@@ -114,7 +114,7 @@ class FeedReport:
         self._source_asked: float | None = None
         self._status: dict[str, Any] = {"site": feed.site, "stream": stream}
         self._failure, self._had_durable, self._is_stalled, self._has_looped = "", False, False, False
-        self._failed_at, self._end_before = 0.0, 0
+        self._failed_at, self._end_before, self._is_waiting = 0.0, 0, False
         self._left: Callable[[], float] = lambda: math.inf
         self._open: Callable[[], OpenSegment | None] = lambda: None
         self._status["open_segment"] = self._open_segment  # asked when the page is
@@ -125,9 +125,9 @@ class FeedReport:
         figures = (metrics.open_messages, "messages"), (metrics.open_bytes, "size"), (metrics.open_age, "age")
         for gauge, field in figures:
             gauge.labels(*self._labels).set_function(partial(self._figure, field))
+        metrics.waiting.labels(*self._labels).set_function(lambda: float(self._is_waiting or self._is_cut_off()))
         of_chain = (
             metrics.stopped,
-            metrics.waiting,
             metrics.lost,
             metrics.lease_held,
             metrics.unverified,
@@ -137,6 +137,10 @@ class FeedReport:
             self._set(each, 0)
         for reason in UNREAD:
             metrics.left_out.labels(*self._labels, reason.value)
+
+    def _is_cut_off(self) -> bool:
+        """A silent store is found out for the whole process long before a call of the chain ends."""
+        return self.works_on_chain and bool(self._health.why("objects"))
 
     def _set(self, gauge: Gauge, value: float) -> None:
         gauge.labels(*self._labels).set(value)
@@ -159,7 +163,7 @@ class FeedReport:
         self._left = lambda: math.inf  # the holder of the lease reports it
         if self._status.get("state") == "waiting":
             self._over()
-        self._failure = ""  # of a chain that stopped: it is the other's now
+        self._failure, self._is_waiting = "", False  # of a chain that stopped: it is the other's now
         self.state(STANDBY, ready=True, holder=owner_text(holder or ""))
 
     def working(self) -> None:
@@ -178,19 +182,19 @@ class FeedReport:
         self._log("info", "reading", action="reading", stream=self.stream, first=first, archived=end)
 
     def works(self) -> None:
-        self._set(metrics.waiting, 0)
+        self._is_waiting = False
         self._over()
         self.state("reading", ready=True)
 
     def closing(self, missing: Sequence[int]) -> None:
         self._set(metrics.stopped, 0)
-        self._set(metrics.waiting, 0)
+        self._is_waiting = False
         self._over()
         numbers = ", ".join(map(str, missing))
         self.state("closing", ready=True, why=f"waiting for partitions {numbers}")
 
     def waits(self, error: FloeError) -> None:
-        self._set(metrics.waiting, 1)
+        self._is_waiting = True
         if self._is_new(error):
             self._log("warning", "waiting", action="waiting", code=error.code, error=str(error))
         self.state("waiting", ready=False, why=error.message, hint=error.hint, code=error.code)

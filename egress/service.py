@@ -1,13 +1,14 @@
 """Makes the components of egress from the settings, and runs them."""
 
+import asyncio
 import os
 import random
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from common.clock import Backoff, Clock, SystemClock
 from common.errors import OutcomeUnknown, Unavailable
@@ -20,8 +21,8 @@ from common.leasing import LeaseGroup, LeaseMetrics, LeaseScope
 from common.logs import flush, get_logger
 from common.metrics import begin
 from common.objects.open import open_objects
-from common.objects.port import ObjectStore
-from common.objects.s3_errors import AnsweringStore
+from common.objects.port import ObjectInfo, ObjectStore
+from common.objects.s3_errors import AnsweringStore, without_paths
 from common.segments.alive import process_name
 from common.segments.coverage import CoverageWatch
 from common.segments.keys import Layout
@@ -29,7 +30,7 @@ from common.service.life import Life
 from common.service.monitor import Health, Monitor
 from common.service.process import SystemdNotifier, Threads, busy_threads, on_signal, stop_on_signals
 from common.settings.root import Settings
-from common.tasks import Stop, end, orphaned, wait_for, watched
+from common.tasks import Stop, end, orphaned, told_late, unless, wait_for, watched
 from egress import metrics
 from egress.context import connected, make_deps
 from egress.deps import EgressDeps, Tuning
@@ -91,8 +92,8 @@ async def serve(settings: Settings, *, tuning: Tuning | None = None, place: Work
                 flushes.append(service.flush)
                 drained = await service.run()
     if busy_threads():
-        # An upload that hangs would hold the process for minutes, and nothing waits for it any more.
-        log.warning("uploads abandoned", action="uploads_abandoned", calls=busy_threads())
+        # A call of a silent store would hold the process for minutes, and nothing waits for it any more.
+        log.warning("calls abandoned", action="uploads_abandoned", calls=busy_threads())
         flush()
         os._exit(LATER)
     return 0 if drained else LATER
@@ -175,10 +176,13 @@ class EgressService:
         for part in ("objects", "nats"):
             self._health.set_ready(part, False, "starting")
         objects = AnsweringStore(self._objects or open_objects(settings.store), self._reach.store)
-        await self._patiently("objects", lambda: self._look_into(objects))
-        # Leases and marks have a connection of their own, so that a flood of messages cannot delay them.
-        data, control = [await self._client(stack, name) for name in ("data", "control")]
-        state, leases = await self._patiently("nats", lambda: self._buckets(control))
+        # Side by side: while one of the two is silent, the other is known to be there, or not.
+        looking = asyncio.create_task(self._patiently("objects", lambda: self._look_into(objects)), name="objects")
+        connecting = asyncio.create_task(self._connect(stack), name="nats")
+        try:
+            _, (data, control, state, leases) = await asyncio.gather(looking, connecting)
+        finally:
+            await end(looking, connecting)
         partitions = all_partitions(site, settings.egress.feeds)
         deps = make_deps(settings, self._tuning, objects, data, state, len(partitions), "check")
         stack.callback(deps.store.close)
@@ -201,17 +205,30 @@ class EgressService:
             runs.append(Heartbeats(settings, leases, control, host, self._rng, self._health))
         return runs, deps
 
-    async def _patiently(self, part: str, step: Callable[[], Awaitable[T]]) -> T:
+    async def _patiently(self, part: str, step: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What `step` returns, which is not None; a stop leaves the step behind that is under way."""
         backoff, began, has_waited = Backoff(self._rng), self._clock.monotonic(), False
+        patience = self._tuning.pace.alive / 2
+
+        def late() -> None:
+            nonlocal has_waited
+            has_waited, store = True, self._settings.store
+            where = f"store {without_paths(store.endpoint_url) or store.url}" if part == "objects" else "NATS"
+            silent = Unavailable(f"{where}: no answer for {patience:g} s")
+            log.warning("waiting", action="waiting", part=part, code=silent.code, error=str(silent))
+            self._health.set_ready(part, False, f"{'the store' if part == 'objects' else 'NATS'} does not answer")
+
         while not self._stop.is_set:
             try:
-                result = await step()
+                result = await unless(self._stop, told_late(step(), patience, late))
             except (Unavailable, OutcomeUnknown) as error:
                 log.warning("waiting", action="waiting", part=part, code=error.code, error=str(error))
                 has_waited = True
                 self._health.set_ready(part, False, error.message)
                 await wait_for(self._stop, backoff.next())
             else:
+                if result is None:
+                    break
                 self._health.set_ready(part, True)
                 if has_waited:
                     seconds = round(self._clock.monotonic() - began, 1)
@@ -219,12 +236,19 @@ class EgressService:
                 return result
         raise _StopAskedError
 
-    async def _look_into(self, objects: ObjectStore) -> None:
+    async def _look_into(self, objects: ObjectStore) -> list[ObjectInfo]:
         with closing(Threads("egress-start", 1)) as threads:
-            await threads.run(objects.list, Layout(self._settings.store.prefix).tails_prefix(), limit=1)
+            return await threads.run(objects.list, Layout(self._settings.store.prefix).tails_prefix(), limit=1)
+
+    async def _connect(self, stack: AsyncExitStack) -> tuple[FloeClient, FloeClient, KeyValue, Leases]:
+        # Leases and marks have a connection of their own, so that a flood of messages cannot delay them.
+        data, control = [
+            await self._patiently("nats", partial(self._client, stack, name)) for name in ("data", "control")
+        ]
+        return data, control, *await self._patiently("nats", lambda: self._buckets(control))
 
     async def _client(self, stack: AsyncExitStack, name: str) -> FloeClient:
-        client = await self._patiently("nats", lambda: connected(self._settings, name, self._clock))
+        client = await connected(self._settings, name, self._clock)
         stack.push_async_callback(client.aclose)
 
         def tell(is_up: bool) -> None:

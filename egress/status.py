@@ -67,7 +67,7 @@ class SiteStored:
 class PartitionStatus:
     """How one partition does. `told`: what the process that has it shows at its monitor, empty where that is not known;
     `sighting`: the newest sign of life, which counts as silent after `silent_after` seconds; `tail`: the chain's end in
-    the store and when it was written, None where there is none.
+    the store and when it was written, None where there is none, and where the store was not read (`store_read`).
     """
 
     partition: Partition
@@ -77,6 +77,7 @@ class PartitionStatus:
     answers: SiteAnswers
     tail: tuple[int | None, float] | None
     silent_after: float
+    store_read: bool = True
 
     @property
     def known_from(self) -> str:
@@ -96,7 +97,7 @@ class PartitionStatus:
 
     @property
     def archived(self) -> int | None:
-        """The last sequence archived, by whoever knows; None where nothing is."""
+        """The last sequence archived, by whoever knows; None where nothing is, or that is not known."""
         end = self.told.get("end") or (self.tail[0] if self.tail else None)
         return end or None
 
@@ -110,8 +111,12 @@ class PartitionStatus:
 
     @property
     def lag(self) -> int | None:
-        """Sequences of the stream that are not archived."""
-        return None if self.source is None else max(0, self.source - (self.archived or 0))
+        """Sequences of the stream that are not archived; None where the end of the stream or of the archive is not
+        known.
+        """
+        is_stored_known = self.store_read and (self.tail is None or self.tail[0] is not None)
+        is_known = is_stored_known or self.told.get("end") is not None
+        return max(0, self.source - (self.archived or 0)) if is_known and self.source is not None else None
 
     @property
     def why(self) -> str:
@@ -221,7 +226,7 @@ async def site_view(settings: Settings) -> StatusView:
         said = replace(each.chain, incarnation=of_chain.get("incarnation", 0))
         chain = _newest(each.chain, [said, *tails, *([sighting.sign.chain] if sighting else [])])
         known = of_chain, sighting, answers, tails.get(chain)
-        found.append(PartitionStatus(each, chain, *known, settings.ingress.silent_after))
+        found.append(PartitionStatus(each, chain, *known, settings.ingress.silent_after, not stored.failure))
     now, details = clock.now(), list[str]()
     for status in found:
         if status.hint:

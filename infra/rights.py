@@ -162,7 +162,7 @@ ROLES = (
             EVERYTHING,
             KeyRights((*PUT, *DELETE), ("site=*", "_floe/tombstones/*", "_floe/site=*/probe/*")),
             KeyRights(DELETE, ("_floe/site=*/state/*",)),
-            KeyRights(PUT, ("_floe/site=*/floor.json",)),
+            KeyRights(PUT, ("_floe/site=*/floor.json", "_floe/verify/*")),
         ),
     ),
     RoleRights(
@@ -189,7 +189,7 @@ ROLES = (
         ),
         (
             EVERYTHING,
-            KeyRights(PUT, ("_floe/site=*/gaps/*", "_floe/ingress/*", "_floe/quarantine/*")),
+            KeyRights(PUT, ("_floe/site=*/gaps/*", "_floe/ingress/*", "_floe/quarantine/*", "_floe/verify/*")),
             KeyRights(DELETE, ("site=*",)),
         ),
     ),
@@ -224,6 +224,7 @@ ROLES = (
 OTHERS = {
     "it has the rights of the role that it examines": ("doctor", "config check"),
     "it asks the monitor of a service, and neither NATS nor the bucket": ("check egress", "check ingress"),
+    "docs/reports.md names its rights, which depend on where it writes": ("report latest", "report traffic"),
     "docs/advisories.md names its rights, on the stream of advisories alone": ("advisories",),
     "it makes what it needs": ("demo", "emulate"),
     "it connects to nothing": ("config import-stream-replicator", "version", "completion"),

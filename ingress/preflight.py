@@ -28,9 +28,13 @@ async def ensure_target(client: FloeClient, settings: TargetSettings) -> StreamI
     """Create the target if it is missing and may be created. Raises ConfigError with every reason against it."""
     if (info := await stream_info(client, settings.stream)) is None:
         info = await _create(client, settings)
-    if found := list(problems(info.config, settings)):
-        raise ConfigError(*(f"target {settings.stream}: {problem}" for problem in found), code="E-TARGET")
+    _refuse_problems(info.config, settings)
     return info
+
+
+def _refuse_problems(config: Mapping[str, Any], settings: TargetSettings) -> None:
+    if found := list(problems(config, settings)):
+        raise ConfigError(*(f"target {settings.stream}: {problem}" for problem in found), code="E-TARGET")
 
 
 async def _create(client: FloeClient, settings: TargetSettings) -> StreamInfo:
@@ -41,8 +45,10 @@ async def _create(client: FloeClient, settings: TargetSettings) -> StreamInfo:
     if not settings.subjects_to_create():
         message = f"{target}: create.subjects: expected subjects, found none and no subject_prefix"
         raise ConfigError(message, code="E-TARGET")
+    config = stream_config(settings, settings.create)
+    _refuse_problems(config, settings)  # first: a stream that the sources do not fit would only be in the way
     try:
-        info = await create_stream(client, stream_config(settings, settings.create))
+        info = await create_stream(client, config)
     except ApiError as error:
         if passes_by_itself(error):
             raise

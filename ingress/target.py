@@ -246,6 +246,10 @@ async def examine_target(client: FloeClient, settings: TargetSettings) -> list[D
         assert settings.create is not None, "the other case is above"
         config: Mapping[str, Any] = stream_config(settings, settings.create)
         found, limit = [well("nats", "target", f"{name}: made at the first start")], client.max_payload
+        if wrong := [*problems(config, settings)]:
+            meaning = "the target would not be made: ingress ends with E-TARGET"
+            remedy = f"change `create` of target {name}, or what its sources make of subjects"
+            found = [is_bad("nats", "target", f"{name}: {'; '.join(wrong)}", meaning, remedy)]
     else:
         config, limit = info.config, shape_of(client, info, settings).max_message
         wrong = [*problems(config, settings)]

@@ -126,10 +126,15 @@ request_seconds = histogram(
 begin("store_")
 
 
+#: The calls of all stores of this process that have not ended.
+in_flight: set[object] = set()
+
+
 @contextmanager
 def instrumented(op: str) -> Iterator[None]:
     """Count and time one call; as a decorator, each call of a verb."""
-    result = "failed"
+    result, call = "failed", object()
+    in_flight.add(call)
     try:
         with request_seconds.labels(op).time():
             yield
@@ -144,6 +149,7 @@ def instrumented(op: str) -> Iterator[None]:
         result = "unavailable"
         raise
     finally:
+        in_flight.discard(call)
         requests.labels(op, result).inc()
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from common.chain import Chain
 from common.errors import SegmentCorrupt
 from common.logs import escaped
 from common.objects.port import ObjectInfo, ObjectStore, Paged
@@ -208,13 +210,14 @@ SHOWN = 100  # keys that are named
 @dataclass(slots=True)
 class Foreign:
     """The number of foreign keys, and the first of them. `looked_at`: the number of keys examined; `is_whole`:
-    whether these were all keys.
+    whether these were all keys; `chains`: how many stand among the objects of a chain.
     """
 
     keys: list[str]
     count: int = 0
     looked_at: int = 0
     is_whole: bool = True
+    chains: Counter[Chain] = field(default_factory=Counter)
 
     def lines(self) -> list[str]:
         """Lines for people; empty where there are no foreign keys."""
@@ -239,6 +242,7 @@ def look_for_foreign(
         foreign = [info.key for info in page if layout.is_foreign(info.key)]
         found.count += len(foreign)
         found.keys += foreign[: SHOWN - len(found.keys)]
+        found.chains.update(chain for key in foreign if (chain := layout.place_of(key)) is not None)
     return found
 
 

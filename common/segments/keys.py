@@ -12,6 +12,7 @@
     {prefix}/_floe/tombstones/runs/{all, site={site}/all, site={site}/feed={feed}/all}.json
     {prefix}/_floe/quarantine/{digest}/{key}
     {prefix}/_floe/alive/{site}/{process}
+    {prefix}/_floe/verify/{chain}/{shallow,deep}.json
 
 The end of the coverage stands first in a segment's name, so listing with `start_after(position)` yields
 exactly the segments that reach the position. Parts that people name are percent-encoded by an allow-list.
@@ -51,6 +52,8 @@ _TOMBSTONE = re.compile(rf"_floe/tombstones/{_CHAIN}/{_BOUNDS}-{_DIGEST}\.json")
 _CHAIN_OBJECT = re.compile(
     rf"_floe/{_INCARNATION}/(?:stream\.json|{_PARTITION}/(?:chain\.json|floor\.json|gaps/{_BOUNDS}\.json))"
 )
+_SIGN_OFF = re.compile(rf"_floe/verify/{_CHAIN}/(?:shallow|deep)\.json")
+_IN_CHAIN = re.compile(rf"(?:_floe/(?:tombstones/|verify/)?)?{_CHAIN}/.+", re.DOTALL)
 # Objects under these have rules of their own.
 _OTHER_OBJECTS = re.compile(
     rf"_floe/(?:probe|ingress|alive|quarantine|site={_ENCODED}/feed={_ENCODED}/probe|tombstones/(?:reported|runs))/.+"
@@ -130,7 +133,12 @@ class Layout:
 
     def places(self, chain: Chain) -> tuple[str, ...]:
         path = _chain_path(chain)
-        return tuple(self._under(f"{place}{path}/") for place in ("", "_floe/", "_floe/tombstones/"))
+        folders = ("", "_floe/", "_floe/tombstones/", "_floe/verify/")
+        return tuple(self._under(f"{place}{path}/") for place in folders)
+
+    def place_of(self, key: str) -> Chain | None:
+        """The chain among whose objects the key stands, whatever it is."""
+        return _chain(_IN_CHAIN.fullmatch(self._relative(key)))
 
     # Which keys are Floe's
 
@@ -152,7 +160,8 @@ class Layout:
 
     def _is_document(self, key: str) -> bool:
         relative = self._relative(key)
-        of_chain = _chain(_CHAIN_OBJECT.fullmatch(relative)) or self.parse_state(key) or self.parse_tail(key)
+        named = _CHAIN_OBJECT.fullmatch(relative) or _SIGN_OFF.fullmatch(relative)
+        of_chain = _chain(named) or self.parse_state(key) or self.parse_tail(key)
         return of_chain is not None or _OTHER_OBJECTS.fullmatch(relative) is not None
 
     # Segments
@@ -296,6 +305,9 @@ class Layout:
         site, feed = (None if part is None else decode(part) for part in match.group("site", "feed"))
         return (site, feed) if self.run(site, feed) == key else None
 
+    def sign_off(self, chain: Chain, *, deep: bool) -> str:
+        return self._under(f"_floe/verify/{_chain_path(chain)}/{'deep' if deep else 'shallow'}.json")
+
     def quarantined(self, key: str, digest: str) -> str:
         """Where the object at `key`, with this SHA-256, is kept once it is put away.
 
@@ -410,7 +422,7 @@ def one(
     if len(found) > 1:
         raise UsageError(
             f"{site}/{feed}: expected one chain, found partitions {_listed(str(chain.partition) for chain in found)}",
-            hint="name the partition",
+            hint=f"name the partition, such as {found[-1]}",
         )
     return found[0]
 

@@ -306,14 +306,14 @@ class SegmentStore:
 
     # Opening
 
-    def open(self, ref: SegmentRef, *, rows: SequenceRange | None = None) -> SegmentReader:
+    def open(self, ref: SegmentRef, *, rows: SequenceRange | None = None, whole: bool = False) -> SegmentReader:
         """Opens the segment; `rows`: what `batches` then gives (None: all).
 
-        Up to 256 MiB it is fetched whole and its SHA-256 compared with its name; a larger one is fetched by ranges as
-        it is read, under the page checksums. Raises SegmentCorrupt, SegmentGone.
+        Up to 256 MiB, and where it is wanted `whole`, it is fetched whole and its SHA-256 compared with its name; a
+        larger one is fetched by ranges as it is read, under the page checksums. Raises SegmentCorrupt, SegmentGone.
         """
         is_part = self._in_parts and rows is not None and not rows.encloses(ref.coverage)
-        if is_part or self._always_in_parts or ref.size > WHOLE_BYTES:
+        if not whole and (is_part or self._always_in_parts or ref.size > WHOLE_BYTES):
             return self.open_part(ref, rows=rows)
         for pause in FETCH_PAUSES:
             try:

@@ -302,6 +302,11 @@ class Health:
         with self._lock:
             self._not_ready[part] = "" if ready else why or "not ready"
 
+    def why(self, part: str) -> str:
+        """Why `part` is not ready; empty where it is, or has not reported."""
+        with self._lock:
+            return self._not_ready.get(part, "")
+
     def forget(self, part: str) -> None:
         """`part` does not belong to this process any more: it is neither ready nor not, and has no status."""
         with self._lock:

@@ -9,6 +9,7 @@ from html import escape
 from typing import Any
 
 from common.clock import NS_PER_S, format_time
+from common.settings.types import counted, duration_words, size_words
 
 REFRESH = 10  # seconds until a browser asks again
 
@@ -85,8 +86,8 @@ def _top(document: Part, paths: Iterable[str]) -> Iterator[str]:
     ready = "<span class=good>ready</span>" if document.get("ready") else "<span class=bad>not ready</span>"
     yield f"<h1>Floe {escape(str(document.get('version', '')))}: {ready}</h1>"
     links = " ".join(f'<a href="{escape(path)}">{escape(path)}</a>' for path in paths)
-    age = document.get("heartbeat_age_seconds")
-    yield f"<p class=pale>{links} · the event loop turned {_text(age)} s ago</p>"
+    age = _duration(document.get("heartbeat_age_seconds"))
+    yield f"<p class=pale>{links} · the event loop turned {_text(age)} ago</p>"
     if problems := document.get("problems"):
         yield f"<ul class=bad>{''.join(f'<li>{_text(problem)}</li>' for problem in problems)}</ul>"
 
@@ -138,7 +139,7 @@ def _target(name: str, part: Part) -> Iterator[str]:
     shown = {key: value for key, value in part.items() if key not in ("chains", "hint") and value not in (None, "")}
     yield f"<p>{_text(_pairs(shown))}</p>"
     columns = (
-        "chain", "phase", "archived", "position", "lag (sequences)", "lag (seconds)", "late or lost", "at the source",
+        "chain", "phase", "archived", "position", "lag (sequences)", "behind", "late or lost", "at the source",
     )  # fmt: skip
     rows = []
     for chain, state in part.get("chains", {}).items():
@@ -147,8 +148,8 @@ def _target(name: str, part: Part) -> Iterator[str]:
         phase = "stopped" if "stopped" in state else state.get("phase")
         is_bad = phase in ("stopped", "late", "lost", "damaged")
         rows.append([
-            chain, _Marked(str(phase), is_bad), archived, position, lag, state.get("lag_seconds"), state.get("hole"),
-            _pairs(state.get("source")),
+            chain, _Marked(str(phase), is_bad), archived, position, lag, _duration(state.get("lag_seconds")),
+            state.get("hole"), _pairs(state.get("source")),
         ])  # fmt: skip
     if rows:
         yield from _table(columns, rows)
@@ -195,9 +196,8 @@ def _about(found: Part) -> str:
     if not found.get("levels"):
         return "no segments"
     holes = found.get("holes", 0)
-    counted = f"{holes or 'no'} hole{'s' if holes > 1 else ''}"
     rest = "" if found.get("is_complete", True) else "; only the first segments were looked at"
-    what = f"{found['first']}..{found['last']}, {counted}, {_compacted(found)}"
+    what = f"{found['first']}..{found['last']}, {counted(holes, 'hole') if holes else 'no hole'}, {_compacted(found)}"
     return f"{what}; looked at {_time(found.get('at'))}{rest}"
 
 
@@ -216,7 +216,7 @@ def drawing(found: Part) -> str:
     lines = [f'<svg viewBox="0 0 {WIDTH} {height + GAP}" role="img" aria-label="coverage by level">']
     for number, (level, each) in enumerate(sorted(levels.items(), key=lambda item: int(item[0]))):
         y = GAP + number * (BAR + GAP)
-        label = f"{each['segments']} segments, {each['bytes']} bytes"
+        label = f"{counted(each['segments'], 'segment')}, {size_words(each['bytes'])}"
         lines.append(f'<text x="0" y="{y + BAR - 3}">level {_text(level)}</text>')
         lines.append(f'<rect class="whole" x="{LEFT}" y="{y}" width="{WIDTH - LEFT}" height="{BAR}"/>')
         lines += [_bar("level", level, each_range, (first, last), y, label) for each_range in each["ranges"]]
@@ -270,14 +270,30 @@ def _text(value: object) -> str:
 
 
 def _pairs(value: object) -> str:
-    """A mapping as `key value`, one after the other; other values as they are, empty for nothing."""
+    """A mapping as `key value`, one after the other, with durations, sizes and times for people; other values as they
+    are, empty for nothing.
+    """
     if isinstance(value, Mapping):
-        return " · ".join(
-            f"{key.replace('_', ' ')} {_pairs(each)}" for key, each in value.items() if each not in (None, "")
-        )
+        return " · ".join(_pair(key, each) for key, each in value.items() if each not in (None, ""))
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value)) or "none"
     return "" if value is None else str(value)
+
+
+def _pair(key: str, value: object) -> str:
+    if isinstance(value, int | float):
+        if key.endswith("_seconds"):
+            key, value = key.removesuffix("_seconds"), _duration(value)
+        elif key in ("bytes", "max_size"):
+            key, value = {"bytes": "size"}.get(key, key), size_words(value)
+        elif key == "alive":
+            value = _time(value)
+    return f"{key.replace('_', ' ')} {_pairs(value)}"
+
+
+def _duration(seconds: object) -> object:
+    """For people, where it is a number."""
+    return duration_words(seconds) if isinstance(seconds, int | float) else seconds
 
 
 def _time(seconds: object) -> str:

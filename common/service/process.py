@@ -2,7 +2,7 @@
 
 The first SIGTERM or SIGINT asks the service to drain, the second ends the process at once. SIGHUP ends
 nothing: it calls what `hangups` holds, such as reading secrets again. Nor does SIGQUIT: it logs where every task
-and every thread stands.
+and every thread stands. SIGUSR1 ends nothing either: where no `on_signal` takes it, a line says so.
 """
 
 import asyncio
@@ -33,6 +33,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 #: Called on the event loop, one after the other, when SIGHUP comes while a service runs.
 hangups: list[Callable[[], None]] = [read_all_again]
+
+_taken: set[int] = set()  # signals that an `on_signal` takes now
 
 #: Called beside what is logged of this process, when SIGQUIT comes.
 quits: list[Callable[[], None]] = []
@@ -69,6 +71,8 @@ async def stop_on_signals(
     former = {number: signal.signal(number, on_signal) for number in SIGNALS}
     former[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(_hang_up))
     former[signal.SIGQUIT] = signal.signal(signal.SIGQUIT, lambda *_: _dump_beside(loop))
+    if signal.SIGUSR1 not in _taken:
+        former[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda *_: loop.call_soon_threadsafe(_tell_not_taken))
     try:
         yield stop
     finally:
@@ -83,9 +87,11 @@ def on_signal(number: int, call: Callable[[], object]) -> Iterator[None]:
     """
     loop = asyncio.get_running_loop()
     signal.signal(number, lambda *_: loop.call_soon_threadsafe(call))
+    _taken.add(number)
     try:
         yield
     finally:
+        _taken.discard(number)
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -111,6 +117,7 @@ def stop_asked(cancel: Callable[[], None] = lambda: None) -> Iterator[Stop]:
         former = {number: signal.signal(number, on_signal) for number in SIGNALS}
         former[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda *_: beside(_hang_up, "hangup"))
         former[signal.SIGQUIT] = signal.signal(signal.SIGQUIT, lambda *_: _dump_beside(None))
+        former[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda *_: beside(_tell_not_taken, "not-taken"))
     try:
         yield asked
     finally:
@@ -120,6 +127,10 @@ def stop_asked(cancel: Callable[[], None] = lambda: None) -> Iterator[Stop]:
 
 def _tell_stop(number: int) -> None:
     log.info("stopping", action="stop_asked", signal=signal.Signals(number).name)
+
+
+def _tell_not_taken() -> None:
+    log.warning("SIGUSR1: only egress takes it", action="signal_not_taken", signal="SIGUSR1")
 
 
 def _dump_beside(loop: asyncio.AbstractEventLoop | None) -> None:

@@ -143,15 +143,21 @@ class ChainStatus:
     end: int | None = None
 
     @property
-    def lag_sequences(self) -> int:
-        """Archived sequences that are to be carried: an upper bound of the messages."""
+    def lag_sequences(self) -> int | None:
+        """Archived sequences that are to be carried: an upper bound of the messages. None where there is a tail that
+        cannot be read: what is archived is not known.
+        """
+        if self.archived is None and self.last_archived is not None:
+            return None
         archived = self.archived or 0
         return max(0, (archived if self.end is None else min(archived, self.end)) - (self.position or 1) + 1)
 
     @property
     def source_lag_sequences(self) -> int | None:
-        """Sequences of the stream that are not carried, archived or not; None where egress said nothing."""
-        if self.egress is None:
+        """Sequences of the stream that are not carried, archived or not; None where egress said nothing, or what is
+        archived is not known.
+        """
+        if self.egress is None or self.lag_sequences is None:
             return None
         left = self.egress.sign.not_archived(self.chain.incarnation, self.archived or 0)
         return None if left is None else self.lag_sequences + left

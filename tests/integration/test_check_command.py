@@ -61,7 +61,7 @@ async def test_egress_is_asked_at_its_monitor(nats_url: str, tmp_path: Path) -> 
         monitor.start()
         try:
             said = await checked("egress", "-c", str(config), code=0)
-            assert said.startswith("OK - 1 chains, 0 sequences not archived | chains=1 stopped=0")
+            assert said.startswith("OK - 1 chain, 0 sequences not archived | chains=1 stopped=0")
             running.health.set_ready("objects", False, "the store is away")
             assert "not ready: objects: the store is away" in await checked("egress", "-c", str(config), code=1)
             running.health.set_ready("objects", True)
@@ -89,7 +89,7 @@ async def test_ingress_is_asked_at_its_monitor(
             await centre.carried(client, 20)
             await soon(lambda: str(CHAIN) in health.chains() and not health.problems())
             said = await checked("ingress", "-c", str(config), code=0)
-            assert said.startswith("OK - 1 targets, 1 chains, 0 s behind | targets=1 chains=1")
+            assert said.startswith("OK - 1 target, 1 chain, 0 s behind | targets=1 chains=1")
             archive.put(rows_of(31, 40))
             await soon(lambda: lag(health) >= 2)
             assert "s behind" in await checked("ingress", "-c", str(config), "--warning", "1s", code=1)
@@ -153,7 +153,7 @@ async def test_the_archive_is_looked_at_in_the_bucket(tmp_path: Path) -> None:
     sign = ChainSign("reading", 0.0, "", "", 40, 47, 0.0, chain=CHAIN)
     archive.documents.write_alive("host", Alive(CHAIN.site, "host", 0.0, (sign,)))
     said = await checked("archive", "-c", config, "--site", CHAIN.site, code=0)
-    assert said.startswith("OK - 1 chains, 7 sequences not archived | chains=1 holes=0 damaged=0 not_archived=7")
+    assert said.startswith("OK - 1 chain, 7 sequences not archived | chains=1 holes=0 damaged=0 not_archived=7")
 
     [alive] = archive.documents.listed_alive()
     before = alive.modified - 1000

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import pickle
+import re
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from common.errors import ConfigError, Unavailable
 from common.segments.documents import ChainDocument, ChainStore
-from common.segments.segment import SegmentRef
-from common.sequences import Stretch
+from common.segments.segment import Reason, SegmentRef
+from common.sequences import SequenceRange, Stretch
 from common.settings.root import Settings
 from compaction.failures import Failure, exit_code
 from compaction.proof import SparkProver
 from compaction.run import Compaction, Report, Selection, merge_one
 from compaction.spark import (
     FIXED,
+    Spark,
     check_conf,
+    check_sealed,
     spark_conf,
     spark_error,
     task_of,
-    warn_of_open,
     with_retries,
 )
 from compaction.supersede import Supersession, made_by
+from tests.integration.test_verify import Site
 from tests.support.basics import eventually
 from tests.support.compaction import CHAIN, DUE, OTHER, Archive, begun, rows
 from tests.support.spark import SharedSpark, failing, kill_once, spark_session, wait_for_file
@@ -217,24 +223,55 @@ def test_speculation_is_refused_and_what_drops_files_is_overridden():
     assert spark_conf("local[*]", {})["spark.driver.bindAddress"] == "127.0.0.1"
 
 
+ON = {"spark.authenticate": "true"}
+
+
 @pytest.mark.parametrize(
-    ("master", "conf", "authenticates", "is_warned"),
+    ("master", "conf", "missing"),
     [
-        ("yarn", {}, True, False),
-        ("k8s://https://k8s:6443", {}, True, False),
-        ("spark://host:7077", {"spark.authenticate.secret": "s"}, True, False),
-        ("spark://host:7077", {}, False, True),
-        ("yarn", {"spark.authenticate": "false"}, False, True),
-        ("local[*]", {}, False, False),
+        ("yarn", {}, None),
+        ("k8s://https://k8s:6443", {}, None),
+        ("spark://host:7077", {"spark.authenticate.secret": "s"}, None),
+        ("spark://host:7077", {"spark.authenticate.secret.file": "/s"}, None),
+        ("spark://host:7077", ON, None),
+        ("spark://host:7077", ON | {"spark.ssl.rpc.enabled": "true"}, None),
+        ("spark://host:7077", {}, "spark.authenticate"),
+        ("yarn", {"spark.authenticate": "false"}, "spark.authenticate"),
+        ("yarn", {"spark.network.crypto.enabled": "false"}, "spark.network.crypto.enabled"),
+        ("local[*]", {}, None),
     ],
 )
-def test_spark_authenticates_where_there_is_a_secret_and_warns_where_there_is_none(
-    master: str, conf: dict[str, str], authenticates: bool, is_warned: bool, caplog: pytest.LogCaptureFixture
+def test_where_tasks_would_travel_in_clear_a_secret_is_refused_and_else_a_warning_given(
+    master: str, conf: dict[str, str], missing: str | None, caplog: pytest.LogCaptureFixture
 ):
     found = spark_conf(master, conf)
-    warn_of_open(master, found)
-    assert (found.get("spark.authenticate") == "true") is authenticates
-    assert ("without authentication" in caplog.text) is is_warned
+    check_sealed(master, found, holds_secret=False)
+    assert ("without authentication or encryption" in caplog.text) is (missing is not None)
+    if missing is None:
+        check_sealed(master, found, holds_secret=True)
+        return
+    with pytest.raises(ConfigError, match=rf"conf\.{missing}: expected true with {master}, found false"):
+        check_sealed(master, found, holds_secret=True)
+
+
+def test_what_spark_hides_stays_hidden_whatever_else_is_to_be():
+    text = spark_conf("yarn", {"spark.redaction.regex": "salary"})["spark.redaction.regex"]
+    theirs, _, ours = text.partition("|(?i)")
+    assert theirs == "salary"
+    for name in ("spark.authenticate.secret", "spark.ssl.keyPassword", "spark.hadoop.fs.s3a.access.key"):
+        assert re.search(ours, name, re.IGNORECASE)
+
+
+def test_tasks_are_given_the_store_and_the_spool_and_no_other_secret(archive: Archive):
+    secrets = {name: f"canary-of-{name}-4711" for name in ("store", "nats", "spark")}
+    whole = {
+        "store": {"url": "s3://bucket", "access_key_id": "key", "secret_access_key": secrets["store"]},
+        "spool_dir": str(archive.folder / "spool"),
+        "nats": {"user": "floe", "password": secrets["nats"]},
+        "compaction": {"spark": {"conf": {"spark.authenticate.secret": secrets["spark"]}}},
+    }
+    given = pickle.dumps(Spark(Settings.model_validate(whole)).settings)
+    assert [name for name, secret in secrets.items() if secret.encode() in given] == ["store"]
 
 
 @pytest.mark.parametrize(
@@ -286,3 +323,45 @@ def test_a_run_over_s3(s3, tmp_path: Path):
     assert report.failures == []
     assert archive.ranges() == ["0:31..40", "1:1..40"]
     assert archive.read().equals(before)
+
+
+# verify
+
+
+async def test_verify_finds_on_spark_what_it_finds_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    site = Site(tmp_path, CHAIN, OTHER)
+    for chain in (CHAIN, OTHER):
+        refs = [site.archive.put(first, first + 9, age=700, chain=chain) for first in range(1, 80, 10)]
+        site.archive.path(refs[2].key).write_bytes(b"?")
+        site.archive.store.delete(refs[4])
+        site.archive.put(1, 10, rows(range(1, 11), salt="x"), level=1, chain=chain)
+        site.archive.put(51, 70, rows(range(51, 70)), level=1, chain=chain)
+    expired = {"ledger": {Reason.GONE_BEFORE_READ: 5}, "unread": SequenceRange(81, 85)}
+    site.archive.put(81, 90, rows(range(86, 91)), **expired)
+    site.archive.put(82, 90)
+    monkeypatch.setattr("compaction.verify.TASK_BYTES", 10_000)  # about two segments
+
+    async def found(*options: str) -> Any:
+        return await site.command("--deep", "--json", *options, code=3)
+
+    here = await found()
+    monkeypatch.setattr("compaction.spark.Spark", lambda settings, check: SharedSpark(settings))
+    caplog.set_level("INFO")
+    assert await found("--engine", "spark") == here
+    told = [record.getMessage() for record in caplog.records if "'item_done'" in record.getMessage()]
+    assert len(told) > 4
+    assert all("look_apart" in line and "'bytes'" in line for line in told), "a line for each task"
+    assert Counter(p["kind"] for chain in here for p in chain["problems"]) == {
+        "damaged": 2,
+        "hole": 4,
+        "fork": 2,
+        "rows": 4,
+        "late": 1,
+    }
+    since = ("--engine", "spark", "--since-last")
+    await found(*since)
+    again = await found(*since)
+    assert [chain["problems"] for chain in again] == [chain["problems"] for chain in here]
+    assert [chain["skipped"] > 0 for chain in again] == [True, True]

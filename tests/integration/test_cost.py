@@ -83,6 +83,7 @@ def proxies(s3: SharedS3) -> Iterator[tuple[FaultProxy, FaultProxy, FaultProxy]]
         yield tuple(stack.enter_context(FaultProxy(s3.endpoint_url)) for _ in range(3))  # type: ignore[misc]
 
 
+@pytest.mark.timing  # a request that is sent twice on a busy machine is one too many
 async def test_a_day_takes_the_requests_that_the_formula_says(
     proxies: tuple[FaultProxy, FaultProxy, FaultProxy],
     s3: SharedS3,
@@ -136,8 +137,8 @@ async def test_a_day_takes_the_requests_that_the_formula_says(
         for number in range(2, SEGMENTS + 2):
             await hour(number)
         # A request that is under way is counted in one place and not in the other.
-        await soon(lambda: got(at_egress) == egress_says(), 20)
-        await soon(lambda: got(at_ingress) == ingress_says(), 20)
+        await soon(lambda: got(at_egress) == egress_says())
+        await soon(lambda: got(at_ingress) == ingress_says())
         at_egress.clear()
         await soon(lambda: len(at_egress.calls) >= 10)
         assert {operation for operation, _ in at_egress.calls} == {"head", "get"}, "between segments only checks"

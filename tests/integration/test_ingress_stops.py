@@ -11,14 +11,14 @@ import pytest
 
 from common.clock import SystemClock
 from common.errors import AnotherWriter, ConfigError, FloeError, Stopped
-from common.jetstream.api import create_stream
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, frame
 from common.service.monitor import Health
 from common.tasks import Stop
 from ingress.target import Target
 from tests.scenarios.processes import run_floe
 from tests.support.basics import PATIENCE, soon
-from tests.support.commands import paste_checkpoint
+from tests.support.commands import floe, paste_checkpoint
 from tests.support.ingress import Archive, Centre, check_exact, count_in, rows_of
 
 pytestmark = pytest.mark.servers
@@ -63,6 +63,23 @@ async def test_a_missing_target_ends_with_the_line_that_makes_it(
     assert error.exit_code == 78
     assert error.message == f"target {centre.target}: expected a stream, found none and no `create`"
     assert error.hint.startswith(f"nats stream add {centre.target} --subjects '{centre.target}.>'")
+
+
+async def test_a_target_that_takes_nothing_of_a_source_is_not_made(
+    tmp_path: Path, archive: Archive, nats_url: str, client: FloeClient
+) -> None:
+    centre = Centre(tmp_path, archive, nats_url, create={"subjects": ["fx.>"]})
+    found = f"sources.0: expected subjects that the target takes (fx.>), found {centre.target}.>"
+
+    error = await ending(centre)
+
+    assert isinstance(error, ConfigError)
+    assert (error.code, error.exit_code) == ("E-TARGET", 78)
+    assert error.problems == (f"target {centre.target}: {found}",)
+    assert await stream_info(client, centre.target) is None
+    doctor = await floe("doctor", "-c", str(centre.write()), "--json", "--role", "ingress")
+    assert found in doctor.out
+    assert "the target would not be made" in doctor.out
 
 
 async def test_dangerous_differences_are_refused_all_at_once(centre: Centre, client: FloeClient) -> None:

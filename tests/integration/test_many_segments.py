@@ -26,6 +26,7 @@ from compaction import verify
 from compaction.merge import Merged
 from compaction.plan import Output
 from compaction.run import Compaction, Report, Selection
+from compaction.sign_off import SignOffs
 from compaction.supersede import Supersession
 from tests.support.compaction import TestPolicy
 
@@ -75,6 +76,13 @@ class Endless:
         self.put_keys.append(key)
         self._last = (key, body)
 
+    def put_if_absent(self, key: str, body: Any, **_more: object) -> bool:
+        self.put(key, body)
+        return True
+
+    def put_if_match(self, key: str, body: Any, _etag: str) -> bool:
+        return self.put_if_absent(key, body)
+
     def head(self, key: str) -> ObjectInfo:
         return ObjectInfo(key, 1, 1.0, "e")
 
@@ -119,6 +127,18 @@ def verified(count: int) -> verify.ChainReport:
     return verify.verify_chain(SegmentStore(objects, LAYOUT), ChainStore(objects, LAYOUT), CHAIN)
 
 
+def verified_again(objects: Any) -> verify.ChainReport:
+    """As a nightly run does: what is signed off, in `objects` that were verified so before, is passed over."""
+    sign_offs, chains = SignOffs(objects, LAYOUT, deep=False), ChainStore(objects, LAYOUT)
+    return verify.verify_chains(SegmentStore(objects, LAYOUT), chains, [CHAIN], sign_offs=sign_offs)[0]
+
+
+def verified_twice(count: int) -> None:
+    objects = Endless(count, count // 1000)
+    verified_again(objects)
+    verified_again(objects)
+
+
 def growth(work: Callable[[], object]) -> float:
     """By how many bytes memory grew at most."""
     tracemalloc.start()
@@ -148,6 +168,16 @@ def test_verify_of_many_segments_keeps_few_of_them_in_memory(monkeypatch: pytest
     assert (many - few) / 5000 < 60, "bytes for each segment more"
 
 
+def test_what_is_signed_off_takes_little_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "check_segment", sound)
+    stores = [Endless(count, count // 1000) for count in (10_000, 15_000)]
+    for each in stores:
+        verified_again(each)
+    (first, few), (second, many) = ((r := [], growth(lambda e=e, r=r: r.append(verified_again(e)))) for e in stores)
+    assert [report.skipped for report in (*first, *second)] == [10_010, 15_015]
+    assert (many - few) / 5000 < 80, "bytes for each segment more"
+
+
 def _resident(what: str) -> float:
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(what)) * 1024 / 1e6
@@ -156,7 +186,7 @@ def _resident(what: str) -> float:
 def _main(count: int) -> None:
     """Print by how many MB the process grows at most."""
     verify.check_segment = sound  # type: ignore[assignment]
-    for work in (verified, compact):
+    for work in (verified, verified_twice, compact):
         work(20_000)
         before = _resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here

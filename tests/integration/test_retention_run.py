@@ -264,6 +264,9 @@ def test_a_target_that_stands_still_holds_retention_until_it_is_released(kept: S
     assert (kept.floor(), kept.ranges()[0]) == (11, "0:11..20")
     [line] = (line.split() for line in done.stdout.splitlines() if line.startswith("held"))
     assert (line[1], line[-1]) == ("us-east/NODES/0000/0", "FLEET")
+    logged = [each for each in done.stderr.splitlines() if "retention_held" in each]
+    assert logged
+    assert not any("error" in each for each in logged), "its position is the reason"
     held_bytes = sum(s.size for s in kept.listed()[:2])
     assert f'floe_compaction_retention_held_bytes{{target="FLEET"}} {held_bytes}' in metrics.read_text()
     assert "floe_compaction_expired_segments 1.0" in metrics.read_text()

@@ -162,7 +162,7 @@ def test_of_a_feed_the_newest_incarnation_is_shown(run: Run, archive: Archive, m
     archive.chains.create_chain(beside, ChainDocument((), 2, 1))
     result = run("cat", "us-east/NODES")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "found partitions 0, 1; name the partition" in result.stderr
+    assert "found partitions 0, 1; name the partition, such as us-east/NODES/0001/1" in result.stderr
     assert run("cat", "us-east/NODES/1/1").exit_code == 0
 
 
@@ -380,6 +380,85 @@ def test_what_takes_away_asks_on_a_terminal(archive: Archive) -> None:
             os.close(its)
         assert (ended.returncode, "put data/junk away? [y/N]" in ended.stderr) == (code, True), ended
         assert (archive.objects.head("data/junk") is None) is (code == 0)
+
+
+# ls --cover as a view, and kept current
+
+
+def test_a_view_is_of_a_cover_and_a_kept_file_needs_a_form_and_a_name(
+    run: Run, archive: Archive, tmp_path: Path
+) -> None:
+    file = str(tmp_path / "view")
+    for words, said in [
+        (["--format", "duckdb"], "--format duckdb: expected --cover"),
+        (["--cover", "--file", file], "--file: expected --format paths, json, duckdb or polars"),
+        (
+            ["--cover", "--file", file, "-o", "wide", "--json"],
+            "--file: expected --format paths, json, duckdb or polars",
+        ),
+        (["--cover", "--format", "paths", "--watch"], "--watch: expected --file FILE"),
+        (["--cover", "--format", "duckdb", "--name", "a-b"], "expected a name of letters, digits and _, found 'a-b'"),
+        (["--cover", "--format", "polars", "--name", "class"], "found 'class'"),
+    ]:
+        result = run("ls", *words)
+        assert (result.exit_code, said in " ".join(result.stderr.split())) == (2, True), result.stderr
+    assert not Path(file).exists()
+    assert run("ls", "--cover", "--format", "polars").stdout.endswith("archive = polars.LazyFrame(schema=_columns)\n")
+
+
+def test_forms_say_the_same_on_stdout_and_in_a_file(run: Run, archive: Archive, merged: Merged, tmp_path: Path) -> None:
+    file = tmp_path / "view"
+    for form in ("paths", "json", "duckdb", "polars"):
+        shown = run("ls", "--cover", "--format", form).stdout
+        written = run("ls", "--cover", "--format", form, "--file", str(file))
+        assert (written.exit_code, written.stdout, file.read_text()) == (0, "", shown)
+        assert f"{archive.root}/{merged[2].key}" in shown
+    assert shown != run("ls", "--cover", "--format", "polars", "--name", "nodes").stdout
+    assert json.loads(run("ls", "--cover", "--json").stdout) == json.loads(
+        run("ls", "--cover", "--format", "json").stdout
+    )
+    assert run("ls", "--cover", "--format", "json", "--file", str(tmp_path / "no" / "folder")).exit_code == 1
+
+
+def test_a_watched_file_is_replaced_whole_when_something_changed_until_sigterm(
+    archive: Archive, tmp_path: Path
+) -> None:
+    archive.put(rows(1, 2), SequenceRange(1, 2))
+    file = tmp_path / "view.sql"
+    command = [
+        sys.executable,
+        "-m",
+        "floe",
+        "segments",
+        "ls",
+        "--cover",
+        "--format",
+        "duckdb",
+        "-c",
+        str(archive.config),
+    ]
+    process = spawn(
+        [*command, "--file", str(file), "--watch", "1s"],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    written = f"{file}: written\n"
+    assert process.stderr.readline() == written
+    with file.open() as before:
+        first = before.read()
+        ref = archive.put(rows(3), SequenceRange(3, 3))
+        assert process.stderr.readline() == written
+        before.seek(0)
+        assert before.read() == first, "whoever has it open reads on"
+    assert ref.key in file.read_text()
+    assert first.count(".parquet") == 1
+    process.terminate()
+    assert process.communicate(timeout=PATIENCE) == ("", "")
+    assert process.returncode == 0
+    assert [path.name for path in tmp_path.iterdir() if "view" in path.name] == ["view.sql"]
 
 
 # ls, more of it

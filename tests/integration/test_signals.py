@@ -1,24 +1,30 @@
-"""Signals to running services: SIGQUIT shows where they stand, SIGHUP reads the configuration again, SIGTERM drains."""
+"""Signals to running services: SIGQUIT shows where they stand, SIGHUP reads the configuration again, SIGTERM drains;
+SIGUSR1 ends none.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
 
+from infra.local.process import tether
 from tests.scenarios.processes import Service
-from tests.support.basics import PATIENCE, soon, unique
-from tests.support.commands import configuration
+from tests.support.basics import PATIENCE, SharedS3, soon, unique
+from tests.support.commands import ROOT, configuration
 from tests.support.compaction import CHAIN, Archive, begun
 from tests.support.egress import Bench
 from tests.support.ingress import Archive as Melted
 from tests.support.ingress import Centre, rows_of
+from tests.support.proxies import TcpProxy
 
 pytestmark = pytest.mark.servers
 
@@ -114,6 +120,9 @@ async def test_ingress_at_each_signal(tmp_path: Path, nats_url: str, services: l
     running = Running(Service(tmp_path, "ingress", "ingress", "run", "-c", str(config)).start(), config)
     services.append(running.service)
     await running.logged("members")
+    running.service.send(signal.SIGUSR1)
+    [line] = await running.logged("signal_not_taken")
+    assert (line["level"], line["event"]) == ("warning", "SIGUSR1: only egress takes it")
     await passes_through(running, "ingress")
 
 
@@ -149,6 +158,8 @@ async def test_compaction_ends_in_order_and_the_next_run_goes_on(archive: Archiv
     await running.logged("item_done")  # merged, and not proved yet
     service.send(signal.SIGQUIT)
     service.send(signal.SIGHUP)
+    service.send(signal.SIGUSR1)
+    await running.logged("signal_not_taken")
     assert any(line["thread"] == "MainThread" and line["stack"] for line in await running.logged("dump_thread"))
     await running.logged("reload")
     service.send(signal.SIGTERM)
@@ -168,6 +179,26 @@ async def test_compaction_under_spark_ends_in_order_while_it_merges(archive: Arc
     running.service.send(signal.SIGTERM)
     assert await asyncio.to_thread(running.service.wait, PATIENCE) == 75, running.service.tail()
     assert "stopped by a signal before the end" in running.service.tail()
+
+
+async def test_compaction_ends_though_the_store_never_answers(s3: SharedS3, tmp_path: Path) -> None:
+    async with TcpProxy(urlsplit(s3.endpoint_url).port or 0) as line:
+        line.blackhole()
+        keys = {"access_key_id": s3.access_key, "secret_access_key": s3.secret_key}
+        store = {"url": f"s3://{s3.new_bucket()}", "endpoint_url": f"http://127.0.0.1:{line.port}", **keys}
+        config = tmp_path / "central.yaml"
+        config.write_text(yaml.safe_dump({"store": store, "compaction": {"engine": "local"}}))
+        config.chmod(0o600)
+        hurried = "import sys, compaction.cli; compaction.cli.SILENCE = 2.0; from floe import main; sys.exit(main())"
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", hurried, "compact", "-c", str(config), cwd=ROOT, stderr=asyncio.subprocess.PIPE
+        )
+        tether(process.pid)
+        await soon(lambda: line.accepted > 0)
+        process.send_signal(signal.SIGTERM)
+        _, err = await asyncio.wait_for(process.communicate(), PATIENCE)
+    assert process.returncode == 75, err
+    assert b"stopped by a signal; the store has not answered for 2 s" in err
 
 
 async def test_a_second_signal_ends_compaction_at_once(archive: Archive, services: list[Service]) -> None:

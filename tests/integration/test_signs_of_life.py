@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
+from common import logs
 from common.chain import Chain
 from common.errors import Refused, Unavailable
 from common.jetstream.client import FloeClient
@@ -19,7 +24,10 @@ from infra.local.nats import NatsServer
 from tests.support.basics import soon, unique
 from tests.support.commands import floe
 from tests.support.egress import QUICK, SITE, Bench
+from tests.support.egress_process import Process as EgressProcess
+from tests.support.egress_process import processes
 from tests.support.ingress import CHAIN, Archive, Centre, rows_of
+from tests.support.proxies import TcpProxy
 from tests.support.stores import FaultyStore
 
 pytestmark = pytest.mark.servers
@@ -92,6 +100,61 @@ async def test_each_process_says_what_it_does_and_how_far_its_streams_are(bench:
             return sign is not None and (sign.state, sign.code) == ("stopped", "E-SOURCE-GONE")
 
         await soon(stopped)
+
+
+@asynccontextmanager
+async def silenced(far: Bench) -> AsyncIterator[TcpProxy]:
+    """The bench's store takes connections and never answers, until it is healed."""
+    async with TcpProxy(urlsplit(far.store_config["endpoint_url"]).port or 0) as line:
+        line.blackhole()
+        far.store_config["endpoint_url"] = f"http://127.0.0.1:{line.port}"
+        yield line
+
+
+async def test_egress_that_starts_on_a_silent_store_says_so_and_knows_nats(
+    far: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream = await far.make_stream(unique("T"))
+    logs.configure("info", "text")
+    async with silenced(far) as line, far.egress({"stream": stream}, tuning=LIVELY) as running:
+        await soon(lambda: running.health.problems() == ["objects: the store does not answer"])
+        assert (sample("egress_store_reachable"), sample("egress_nats_reachable")) == (0, 1)
+        logs.flush()
+        assert f"store http://127.0.0.1:{line.port}: no answer for 0.1 s" in capsys.readouterr().err
+        line.heal()
+        await soon(lambda: running.state(stream) == "reading")
+
+
+async def test_a_store_that_falls_silent_hides_neither_the_lag_nor_that_chains_wait(far: Bench) -> None:
+    stream = await far.make_stream(unique("T"))
+    labels = {"site": SITE, "feed": stream, "partition": "0"}
+    async with silenced(far) as line:
+        line.heal()
+        async with far.egress({"stream": stream}, tuning=LIVELY):
+            await far.publish(stream, [b"x"] * 10)
+            await soon(lambda: sample("egress_end_sequence", **labels) == 10)
+            await soon(lambda: sample("egress_source_sequence", **labels) == 10)
+            await soon(lambda: sample("egress_waiting", **labels) == 0)
+            line.blackhole()
+            await soon(lambda: sample("egress_waiting", **labels) == 1)
+            for last in (15, 20):
+                await far.publish(stream, [b"y"] * 5)
+                await soon(lambda: sample("egress_source_sequence", **labels) == last)  # noqa: B023
+            assert sample("egress_end_sequence", **labels) == 10
+            line.heal()
+            await soon(lambda: sample("egress_waiting", **labels) == 0)
+            await far.archived_to(stream, 20)
+
+
+async def test_sigterm_ends_egress_that_starts_on_a_silent_store(far: Bench) -> None:
+    stream = await far.make_stream(unique("T"))
+    async with silenced(far) as line:
+        with processes() as started:
+            started.append(EgressProcess(far, stream))
+            await soon(lambda: line.accepted > 0)
+            started[0].send(signal.SIGTERM)
+            assert await started[0].ended() == 75
+            assert "calls abandoned" in started[0].log.read_text()
 
 
 def say(archive: Archive, chain: Chain, state: str, *, ago: float = 0.0, **fields: Any) -> None:

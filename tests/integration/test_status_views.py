@@ -115,6 +115,20 @@ async def test_a_site_without_nats_shows_what_the_others_say(alone: tuple[Bench,
         server.start()
 
 
+async def test_a_site_without_its_store_makes_up_no_lag(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x"] * 5)
+    config = configuration(bench, {"stream": stream})
+    store = {"url": "s3://archive", "endpoint_url": f"http://127.0.0.1:{free_port()}", "access_key_id": "a"}
+    down = changed(config, "store", **store, secret_access_key="b")
+    done = await floe("status", "-c", down, "--json")
+    [row] = done.json()
+    assert "the store does not answer: " in done.err, done
+    assert (row["archived"], row["source_sequence"], row["lag_sequences"]) == (None, 5, None)
+    table = await floe("status", "-c", down)
+    assert re.search(r" - +5 +- ", table.out), table
+
+
 async def test_the_archive_is_shown_where_nats_is_not_asked_or_does_not_answer(
     centre: Centre, archive: Archive, client: FloeClient
 ) -> None:
@@ -172,7 +186,7 @@ async def test_a_file_of_both_shows_both(bench: Bench, centre: Centre, archive: 
     assert (shown[0], "centre:" in shown) == ("site:", True)
 
 
-@pytest.mark.parametrize("words", [["watch", "--every", "200ms"], ["status", "--watch", "200ms"]])
+@pytest.mark.parametrize("words", [["watch", "--every", "1s"], ["status", "--watch", "1s"]])
 def test_watching_goes_on_until_it_is_interrupted(archive: Archive, centre: Centre, words: list[str]) -> None:
     archive.put(rows_of(1, 5))
     command = [sys.executable, "-m", "floe", *words, "-c", str(centre.write()), "--archive", "--json"]
@@ -180,8 +194,12 @@ def test_watching_goes_on_until_it_is_interrupted(archive: Archive, centre: Cent
     try:
         assert process.stdout is not None
         for _ in range(2):
-            document = "".join(iter(process.stdout.readline, "]\n")) + "]"
+            document = ""
+            while not document.endswith("]\n"):
+                document += (line := process.stdout.readline())
+                assert line, f"it ended: {document}"
             assert [row["archived"] for row in json.loads(document)] == [5]
+            process.send_signal(signal.SIGUSR1)  # only egress takes it; it ends no other command
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 0
     finally:

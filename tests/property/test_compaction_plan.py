@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from common.segments.segment import SegmentRef
 from common.segments.table import SegmentTable
 from common.sequences import cover, holes
-from compaction.plan import Backlog, Output, Planner, blocks
+from compaction.plan import Output, Planner, Waiting, blocks
 from compaction.supersede import contained, made_by, may_supersede, outstanding
 from compaction.tombstones import StoredTombstone, Tombstone
 from tests.support.compaction import CHAIN, NOW, TestPolicy, index_of, plan, ref, refs
@@ -86,9 +86,9 @@ def test_a_quiet_chain_is_compacted_once_it_has_waited(count, policy):
     assert output.inputs == tuple(segments)
 
 
-def waits(segments: list[SegmentRef], policy: TestPolicy, now: float) -> Backlog:
-    waiting = Backlog(CHAIN, policy, now)
-    plan(segments, policy, now, backlog=waiting)
+def waits(segments: list[SegmentRef], policy: TestPolicy, now: float) -> Waiting:
+    waiting = Waiting(CHAIN, policy, now)
+    plan(segments, policy, now, waiting=waiting)
     return waiting
 
 
@@ -134,7 +134,7 @@ def is_young(block: tuple[SegmentRef, ...], policy: TestPolicy) -> bool:
 def test_of_a_very_long_run_that_is_young_few_segments_are_kept():
     policy = TestPolicy(min_age=10**6, max_wait=10**7, min_count=10, max_count=100, min_size=10**9, max_size=10**9)
     segments = [ref(n * 10 + 1, n * 10 + 10, age=500_000 - n) for n in range(20_000)]
-    waiting = Backlog(CHAIN, policy, NOW)
+    waiting = Waiting(CHAIN, policy, NOW)
     planner = Planner(policy, NOW, waiting)
     tracemalloc.start()
     try:

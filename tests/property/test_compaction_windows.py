@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
 from common.segments.table import SegmentTable
 from common.sequences import SequenceRange
-from compaction.plan import Backlog, Planner
+from compaction.plan import Planner, Waiting
 from compaction.run import Compaction, LocalRunner, Report, Selection
 from compaction.supersede import contained
 from compaction.verify import ChainReport, verify_chain
@@ -33,13 +33,13 @@ def cut(segments, size):
 
 @given(SEGMENTS, POLICIES, st.integers(1, 6))
 def test_a_plan_is_the_same_whatever_the_windows(segments, policy, size):
-    parted, whole = Backlog(CHAIN, policy, NOW), Backlog(CHAIN, policy, NOW)
+    parted, whole = Waiting(CHAIN, policy, NOW), Waiting(CHAIN, policy, NOW)
     planner, outputs, opened = Planner(policy, NOW, parted), [], []
     for window in cut(segments, size):
         outputs += planner.add(window)
         opened.append({s.key for s in planner.open})
     outputs += planner.end()
-    assert outputs == plan(segments, policy, NOW, backlog=whole)
+    assert outputs == plan(segments, policy, NOW, waiting=whole)
     assert not planner.open
     assert parted.next_merge() == whole.next_merge()
     assert parted == whole

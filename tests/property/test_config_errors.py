@@ -107,8 +107,8 @@ def _wrong(model: Any) -> list[Any]:
 def _outside(kind: str, limits: Range) -> list[Any]:
     if kind == "duration":
         return ["1ms", "5000w"][: 1 + (limits.maximum is not None)]
-    bounds = [parse_size(str(b)) if kind == "size" else b for b in (limits.minimum, limits.maximum)]
-    return [bounds[0] - 1, bounds[1] + 1]
+    bounds = ((limits.minimum, -1), (limits.maximum, 1))
+    return [(parse_size(str(b)) if kind == "size" else b) + out for b, out in bounds if b is not None]
 
 
 def mappings(value: Any, where: Where = ()) -> list[Where]:

@@ -46,6 +46,16 @@ def test_document_and_tail_keys_are_read_back_and_told_apart(layout: Layout, cha
         assert layout.parse_segment(other) is None
 
 
+@given(layouts, chains, st.booleans())
+def test_a_sign_off_stands_among_the_objects_of_its_chain(layout: Layout, chain: Chain, deep: bool) -> None:
+    key = layout.sign_off(chain, deep=deep)
+    assert layout.place_of(key) == layout.place_of(layout.chain_document(chain)) == chain
+    assert any(key.startswith(place) for place in layout.places(chain))
+    assert not layout.is_foreign(key)
+    assert layout.is_foreign(f"{key}x")
+    assert layout.place_of(layout.tail(chain)) is None
+
+
 @given(layouts, states)
 def test_a_snapshot_key_is_read_back_and_is_nothing_else(layout: Layout, name: StateName) -> None:
     key = layout.state(name)

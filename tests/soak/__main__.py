@@ -18,6 +18,7 @@ import click
 
 from infra.local.seaweedfs import SeaweedFS
 from tests.scenarios import sampling
+from tests.scenarios.archives import archives
 from tests.scenarios.bucket import compacted, shuffled
 from tests.scenarios.delivery import delivered
 from tests.scenarios.delivery_forgetful import per_subject, work_queue
@@ -66,6 +67,7 @@ RUNS: dict[str, Soak] = {
     "recreated_unput": Soak(recreated_unput, PATH),
     "compacted": Soak(lambda s3, rng: compacted(s3, rng, seconds=60, rate=1000), WHOLE),
     "compacted_spark": Soak(lambda s3, rng: compacted(s3, rng, seconds=60, rate=1000, engine="spark"), WHOLE),
+    "archives": Soak(lambda _, rng: archives(rng, rounds=600), (COMPACTION,)),
     "shuffled": Soak(lambda s3, rng: shuffled(s3, rng, seconds=45, rate=1000), PATH),
     "sampled_crashes": Soak(lambda _, rng: sampling.run(100, rng.getrandbits(32)), (EGRESS,)),
     "sharing": Soak(lambda s3, rng: shared(s3, rng, seconds=60), PATH),

@@ -61,7 +61,7 @@ def egress(problems: tuple[str, ...] = (), age: float = 0.1, **feed: Any) -> dic
 @pytest.mark.parametrize(
     ("document", "expiry", "state", "said"),
     [
-        (egress(), math.inf, OK, "1 chains, 10 sequences not archived"),
+        (egress(), math.inf, OK, "1 chain, 10 sequences not archived"),
         (egress(), 90_000, OK, "not archived"),
         (egress(), 80_000, WARNING, "expires in 80000 s"),
         (egress(), 20_000, CRITICAL, "expires in 20000 s"),
@@ -86,7 +86,7 @@ def ingress(target: dict[str, Any] | None = None, problems: tuple[str, ...] = ()
 @pytest.mark.parametrize(
     ("document", "state", "said"),
     [
-        (ingress(), OK, "1 targets, 1 chains, 3 s behind"),
+        (ingress(), OK, "1 target, 1 chain, 3 s behind"),
         (ingress(lag_seconds=1000), WARNING, "us-east/NODES/0000/0 into target FLEET: 1000 s behind"),
         (ingress(lag_seconds=4000), CRITICAL, "4000 s behind"),
         (ingress(stopped="why", code="E-LOST"), CRITICAL, "stopped: us-east/NODES/0000/0 into target FLEET: E-LOST"),
@@ -110,8 +110,8 @@ def chain(age: float | None = 10.0, state: str = "reading", **fields: Any) -> Ch
 @pytest.mark.parametrize(
     ("found", "state", "said"),
     [
-        ([chain()], OK, "1 chains, 10 sequences not archived"),
-        ([chain(None)], OK, "1 chains, 0 sequences not archived"),
+        ([chain()], OK, "1 chain, 10 sequences not archived"),
+        ([chain(None)], OK, "1 chain, 0 sequences not archived"),
         ([chain(400)], WARNING, "no sign of life for 400 s"),
         ([chain(4000)], CRITICAL, "no sign of life for 4000 s"),
         ([chain(state="stopped")], CRITICAL, "stopped at its site: E-FORKED"),

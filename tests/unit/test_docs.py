@@ -74,9 +74,12 @@ def commands(group: click.Command, path: tuple[str, ...] = ()) -> list[tuple[str
 
 
 def test_every_metric_is_documented_and_every_documented_metric_exists() -> None:
-    documented = set(re.findall(r"^\| `(floe_\w+)` \|", OPERATIONS, re.MULTILINE))
+    table = re.search(r"^\| metric \| labels \|.*\n\|[-|]+\n((?:\|.*\n)+)", OPERATIONS, re.MULTILINE)
+    assert table is not None
+    documented = re.findall(r"^\| `(floe_\w+)` \|", table.group(1), re.MULTILINE)
 
-    assert documented == metric_names()
+    assert set(documented) == metric_names()
+    assert documented == sorted(documented)
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)

@@ -7,6 +7,7 @@ from typing import Any
 
 from common.chain import Chain
 from common.clock import SystemClock
+from common.errors import Unavailable
 from common.segments.segment import Footer, Ledger, Reason
 from common.segments.writer import SpooledSegment
 from common.sequences import SequenceRange
@@ -92,3 +93,20 @@ def test_the_open_segment_is_asked_for_whenever_the_page_is() -> None:
     report.opens()
     assert shown() is None
     assert counted(metrics.open_messages.labels(*labels)) == 0
+
+
+def test_a_chain_waits_while_the_store_is_silent_unless_another_works_on_it() -> None:
+    health, chain = Health(SystemClock()), Chain("s", unique("F"))
+    report = FeedReport(chain, "S", health)
+    waiting = metrics.waiting.labels(chain.site, chain.feed, "0")
+    report.reading(chain, 5, 4)
+    assert counted(waiting) == 0
+    health.set_ready("objects", False, "the store does not answer")
+    assert counted(waiting) == 1
+    health.set_ready("objects", True)
+    assert counted(waiting) == 0
+    report.waits(Unavailable("away"))
+    assert counted(waiting) == 1
+    report.standby("another")
+    health.set_ready("objects", False)
+    assert counted(waiting) == 0

@@ -36,3 +36,17 @@ def test_a_service_loads_nothing_that_only_shows(role: str, tmp_path: Path) -> N
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
     assert (done.returncode, done.stdout) == (78, "False jemalloc\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "may_start_spark"),
+    [("compact", True), ("compact --engine local", False), ("segments verify", False)]
+    + [(f"segments verify {option}", True) for option in ("--engine spark", "--engine=spark")],
+)
+def test_pandas_is_hidden_from_what_starts_no_spark(command: str, may_start_spark: bool, tmp_path: Path) -> None:
+    script = f"import sys, floe; sys.argv = ['floe', *'{command}'.split(), '-c', '{tmp_path}/none.yaml']\n"
+    script += "try:\n    floe.main()\nfinally:\n    import pandas"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+
+    assert (done.returncode == 78) == may_start_spark, done.stderr
+    assert ("Floe does without pandas here" in done.stderr) != may_start_spark

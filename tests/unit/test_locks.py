@@ -57,7 +57,7 @@ def test_both_locks_name_the_same_files():
     assert {name: entry for name, entry in locked(SITE).items() if locked(ALL).get(name) != entry} == {}
 
 
-@pytest.mark.parametrize("path", [SITE, ALL], ids=["site", "all"])
+@pytest.mark.parametrize("path", [SITE, ALL, *(ROOT / "infra" / "local").glob("*.lock")], ids=lambda path: path.name)
 def test_a_lock_holds_hashes_and_no_addresses(path: Path):
     assert all(hashes for _, hashes in locked(path).values())
     assert not re.search(r"://|--(extra-)?index-url|--find-links", path.read_text())

@@ -60,7 +60,7 @@ def test_one_chain_is_that_of_the_newest_incarnation() -> None:
     assert one(KNOWN, (), "us-east", "NODES") == NEW
     assert one(KNOWN, (), "us-east", "NODES", 0) == OLD
     assert one(KNOWN, (), "eu-west", "NODES", None, 1) == PARTS[1]
-    with pytest.raises(UsageError, match="found partitions 0, 1; name the partition"):
+    with pytest.raises(UsageError, match=r"name the partition, such as eu-west/NODES/[0-9]{4}/1$"):
         one(KNOWN, (), "eu-west", "NODES")
 
 

@@ -140,11 +140,25 @@ def test_a_feed_is_shown_with_its_lag_and_its_stop_with_the_command() -> None:
     assert "<pre>floe egress resolve -c f</pre>" in text
 
 
+def test_durations_sizes_and_times_are_told_in_words() -> None:
+    held = {"messages": 7, "bytes": 2150, "age_seconds": 207.0, "closes_in_seconds": 3393.042, "max_size": 104857600}
+    source = {"state": "reading", "code": "", "sequence": 99, "alive": 1795517471.0}
+    state = {**CHAIN_STATE, "lag_seconds": 9051, "source": source}
+    parts = {"egress NODES": {**FEED, "open_segment": held}, "target FLEET": {**TARGET, "chains": {str(CHAIN): state}}}
+    text = html({**document(**parts), "heartbeat_age_seconds": 75})
+
+    feed, chain = table_rows(text)[1], table_rows(text)[3]
+    assert unescape(feed[8]) == "messages 7 · size 2.1 KiB · age 3m27s · closes in 56m33s · max size 100 MiB"
+    assert chain[5] == "2h30m"
+    assert unescape(chain[7]) == "state reading · sequence 99 · alive 2026-11-24T10:51:11Z"
+    assert "the event loop turned 1m15s ago" in text
+
+
 def test_a_target_is_shown_with_its_chains_and_what_they_wait_for() -> None:
     text = html(document(**{"target FLEET": TARGET}))
 
     [_, row] = table_rows(text)
-    assert row[:7] == ["us-east/NODES/0000/0", "late", "50", "41", "10", "9", "41..45"]
+    assert row[:7] == ["us-east/NODES/0000/0", "late", "50", "41", "10", "9.0 s", "41..45"]
     assert "<pre>floe gap ls -c f</pre>" in text
 
 

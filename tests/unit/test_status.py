@@ -112,6 +112,14 @@ def test_what_is_archived_and_carried_are_equal_where_they_are():
     assert ChainStatus("FLEET", "fast", Chain("us-east", "NODES"), 70, None).cells(0.0)["carried"] is None
 
 
+def test_the_centre_makes_up_no_lag_where_a_tail_cannot_be_read():
+    sign = Sighting(ChainSign("reading", 0.0, source_last=90, end=0, chain=Chain("us-east", "NODES")), 1.0, 5.0, 1.0)
+    spoiled = ChainStatus("FLEET", "", Chain("us-east", "NODES"), None, 41, last_archived=1.0, egress=sign)
+    assert (spoiled.lag_sequences, spoiled.source_lag_sequences) == (None, None)
+    without = replace(spoiled, position=None, last_archived=None)
+    assert (without.lag_sequences, without.source_lag_sequences) == (0, 90)
+
+
 # A site
 
 [PARTITION] = partitions_of("us-east", FeedSettings(stream="NODES"))
@@ -153,6 +161,16 @@ def test_without_it_the_sign_of_life_and_the_archive_say_what_they_can():
     assert partition_status(answers=SiteAnswers(failure="down")).state == "unknown"
     left = partition_status(sighting=sighting("reading"), answers=SiteAnswers({CHAIN: None}, {"NODES": 90}))
     assert (left.state, left.alarm) == ("not held", True)
+
+
+def test_where_what_is_archived_is_not_known_no_lag_is_made_up():
+    unread = partition_status(tail=None, store_read=False)
+    assert (unread.source, unread.archived, unread.lag) == (90, None, None)
+    assert (unread.row()["lag_sequences"], unread.cells(0.0)["lag"]) == (None, None)
+    assert partition_status(tail=(None, 1000.0)).lag is None, "a tail that cannot be read"
+    assert partition_status(tail=None).lag == 90, "the store was read, and holds nothing"
+    told = {"state": "reading", "code": "", "why": "", "end": 0}
+    assert partition_status(tail=None, store_read=False, told=told).lag == 90, "the process knows that nothing is"
 
 
 def test_of_the_pages_of_several_workers_those_count_that_have_the_partition():

@@ -1,0 +1,123 @@
+"""Up to where a chain was found sound: what `floe segments verify --since-last` need not read again.
+
+    {prefix}/_floe/verify/site=…/…/partition={n}/{shallow,deep}.json
+
+It holds a mark of 8 bytes for each segment that was looked at and is part of no difference: a hash of its key, its
+size and the store's time of it. So what is put later, merged into another level, or written over under the same name is
+new, whatever its sequences and however late it arrives. It is written last, when all of a chain was read, and only over
+what the run itself had found there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from common.chain import Chain
+from common.documents import JsonForm
+from common.errors import OutcomeUnknown
+from common.failpoints import failpoint
+from common.logs import get_logger
+from common.objects.port import ObjectStore
+from common.segments.keys import Layout
+from common.segments.segment import SegmentRef
+
+log = get_logger(__name__)
+
+MAX_BYTES = 32 << 20  # about 3,000,000 segments
+MARK_BYTES = 8
+
+
+class _SignOffWire(msgspec.Struct, frozen=True, tag_field="format_version", tag=1):
+    deep: bool
+    end: int
+    marks: bytes
+
+
+_SIGN_OFF = JsonForm(_SignOffWire)
+
+
+def mark(ref: SegmentRef) -> int:
+    """What a listing shows of a segment, in 64 bits."""
+    text = f"{ref.key}\n{ref.size}\n{ref.modified!r}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=MARK_BYTES).digest(), "little")
+
+
+@dataclass(frozen=True, slots=True)
+class SignOff:
+    """What earlier runs found sound in one chain. `end`: up to there nothing was wrong, 0 where the chain begins with a
+    difference; `at`: when it was written, seconds since 1970 UTC by the store's clock; `marks` ascend.
+
+    `etag`: of the object, None where there is none yet. Without one that can be read nothing is signed off.
+    """
+
+    end: int = 0
+    at: float = 0.0
+    etag: str | None = None
+    marks: array[int] = field(default_factory=lambda: array("Q"))
+
+    def __contains__(self, ref: SegmentRef) -> bool:
+        wanted = mark(ref)
+        place = bisect_left(self.marks, wanted)
+        return place < len(self.marks) and self.marks[place] == wanted
+
+
+class SignOffs:
+    """The sign-offs of one store, for runs that are `deep` or not: what was only looked at is not signed off for those
+    who read it all.
+    """
+
+    def __init__(self, objects: ObjectStore, layout: Layout, *, deep: bool) -> None:
+        self._objects, self._layout, self._deep = objects, layout, deep
+
+    def read(self, chain: Chain) -> SignOff:
+        """One that is spoiled signs nothing off, which is logged: all is read, and it is written anew."""
+        key = self._layout.sign_off(chain, deep=self._deep)
+        # The etag before the content: a change between the two makes the next write fail, not the check.
+        if (info := self._objects.head(key)) is None or (raw := self._objects.get(key, length=MAX_BYTES + 1)) is None:
+            return SignOff()
+        try:
+            if len(raw) > MAX_BYTES:
+                raise ValueError(f"expected at most {MAX_BYTES} bytes, found more")
+            wire = _SIGN_OFF.decode(raw)
+            if wire.deep is not self._deep or len(wire.marks) % MARK_BYTES:
+                raise ValueError(f"expected whole marks and deep: {self._deep}, found deep: {wire.deep}")
+        except ValueError as error:
+            log.warning("sign-off ignored", action="sign_off_ignored", key=key, error=str(error))
+            return SignOff(etag=info.etag)
+        return SignOff(wire.end, info.modified, info.etag, array("Q", wire.marks))
+
+    def write(self, chain: Chain, former: SignOff, end: int, marks: array[int]) -> bool:
+        """Signs `marks` off in place of `former`, and reads it back. False where another run has written meanwhile, or
+        where they are too many: what stands there then stays. Raises what the store raises.
+        """
+        key = self._layout.sign_off(chain, deep=self._deep)
+        body = _SIGN_OFF.encode(_SignOffWire(self._deep, end, _ascending(marks)))
+        if len(body) > MAX_BYTES:
+            log.warning("too many segments to sign off", action="sign_off_refused", key=key, segments=len(marks))
+            return False
+        failpoint("verify.sign_off")
+        try:
+            if former.etag is None:
+                self._objects.put_if_absent(key, body, sha256=hashlib.sha256(body).hexdigest())
+            else:
+                self._objects.put_if_match(key, body, former.etag)
+        except OutcomeUnknown as error:
+            log.warning("sign-off in doubt", action="sign_off_in_doubt", key=key, error=str(error))
+        return self._objects.get(key, length=len(body) + 1) == body
+
+
+def _ascending(marks: array[int]) -> bytes:
+    """The bytes of `marks` in order; Arrow needs no number of Python's for each."""
+    if not marks:
+        return b""
+    values = pa.Array.from_buffers(pa.uint64(), len(marks), [None, pa.py_buffer(marks)])
+    ascending = values.take(pc.array_sort_indices(values))
+    values_buffer = ascending.buffers()[1]
+    return b"" if values_buffer is None else values_buffer.to_pybytes()[: len(marks) * MARK_BYTES]

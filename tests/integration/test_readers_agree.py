@@ -1,0 +1,313 @@
+"""Row counts, order and values of one archive, as pyarrow, Spark, DuckDB and Polars read its cover."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import polars
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+
+from common.chain import Chain
+from common.jetstream.headers import parse_block
+from common.objects.open import open_objects
+from common.segments.columns import SCHEMA
+from common.segments.documents import ChainDocument, ChainStore
+from common.segments_cli import segments
+from common.settings.loader import load
+from infra.local.process import spawn
+from tests.support.basics import PATIENCE, SharedS3, seeded
+from tests.support.compaction import Archive, begun, rows, run
+from tests.support.proxies import FaultProxy, refuse
+from tests.support.spark import spark_session
+
+ROOT = Path(__file__).parents[2]
+DUCKDB_1_4 = ROOT / ".venv" / "duckdb-1.4"  # with httpfs, by `make setup`
+
+HIVE = ["site", "feed", "incarnation", "partition", "level"]
+#: Two partitions, the next incarnation, another site and feed whose names look like something else.
+CHAINS = [
+    Chain("007", "orders$é", 1, 2),
+    Chain("us-east", "NODES", 0, 0),
+    Chain("us-east", "NODES", 0, 1),
+    Chain("us-east", "NODES", 1, 0),
+]
+END = 120
+
+
+def fill(archive: Archive) -> None:
+    """1..END of each chain without a hole: at level 0, an empty segment among it, and overlapping ones of all levels.
+
+    Every thirteenth message is deleted; subjects that are not UTF-8, repeated headers and empty values are among them.
+    """
+    random = seeded()
+
+    def put(chain: Chain, first: int, last: int, level: int = 0) -> None:
+        kept = [n for n in range(first, last + 1) if n % 13 and not 81 <= n <= 90]
+        archive.put(first, last, rows(kept, sample_key="node"), chain=chain, level=level)
+
+    for chain in CHAINS:
+        for first, last in ((1, 20), (21, 40), (41, 60), (61, 80), (81, 90), (91, END)):
+            put(chain, first, last)
+        put(chain, 1, 40, level=1)
+        put(chain, 31, 55, level=1)
+        for _ in range(3):
+            first = random.randint(1, END - 1)
+            put(chain, first, random.randint(first + 1, END), level=random.randint(0, 2))
+
+
+def configured(folder: Path, store: str) -> Path:
+    config = folder / "floe.yaml"
+    config.write_text(f"store: {store}\n")
+    config.chmod(0o600)
+    return config
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    found = begun(tmp_path, *CHAINS)
+    fill(found)
+    configured(tmp_path, f"{{url: 'file://{found.folder}/store'}}")
+    return found
+
+
+Table = list[dict[str, Any]]
+
+
+def naive(archive: Archive) -> Table:
+    """Every row of every segment, each sequence once: no cover, and no code of Floe's but the layout."""
+    found = {}
+    for info in archive.objects.list("data/"):
+        if (name := archive.layout.parse_segment(info.key)) is None:
+            continue
+        for row in pq.read_table(pa.BufferReader(archive.objects.get(info.key) or b"")).to_pylist():
+            found[name.chain, row["sequence"]] = {**name.chain.log_context(), **row}
+    return [row for _, row in sorted(found.items(), key=lambda item: item[0])]
+
+
+def plain(table: pa.Table) -> Table:
+    """In the order in which it came; without the level."""
+    chain = [("site", pa.string()), ("feed", pa.string()), ("incarnation", pa.int32()), ("partition", pa.int32())]
+    schema = pa.schema([*chain, *SCHEMA.remove_metadata()])
+    return table.select(schema.names).cast(schema).to_pylist()
+
+
+def with_pyarrow(archive: Archive) -> Table:
+    return [{**chain.log_context(), **row} for chain in CHAINS for row in archive.read(chain).to_pylist()]
+
+
+def spark_reader(archive: Archive, reader: Any) -> Any:
+    return reader.format("floe").option("config", f"{archive.folder}/floe.yaml")
+
+
+def with_spark(archive: Archive) -> Table:
+    return plain(spark_reader(archive, spark_session().read).load().toArrow())
+
+
+def with_stream(archive: Archive) -> Table:
+    """Of each chain in the order in which it came."""
+    batches: list[pa.Table] = []
+    reader = spark_reader(archive, spark_session().readStream).option("max_rows_per_batch", 250)
+    writer = reader.load().writeStream.foreachBatch(lambda frame, _: batches.append(frame.toArrow()))
+    writer = writer.option("checkpointLocation", f"{archive.folder}/checkpoint").trigger(availableNow=True)
+    writer.start().awaitTermination()
+    assert len(batches) > 2
+    found = plain(pa.concat_tables(batches))
+    return sorted(found, key=lambda row: (row["site"], row["feed"], row["incarnation"], row["partition"]))
+
+
+def made(archive: Archive, form: str, *options: str) -> Path:
+    """What `floe segments ls` writes."""
+    path = archive.folder / f"view.{form}"
+    words = ["ls", *options, "--cover", "--format", form, "--file", str(path), "-c", f"{archive.folder}/floe.yaml"]
+    result = CliRunner().invoke(segments, words)
+    assert result.exit_code == 0, result.output
+    return path
+
+
+def with_duckdb(archive: Archive) -> Table:
+    with duckdb.connect() as connection:
+        connection.execute("SET TimeZone = 'UTC'").execute(made(archive, "duckdb").read_text())
+        return plain(connection.sql("SELECT * FROM archive").to_arrow_table())
+
+
+def with_polars(archive: Archive) -> Table:
+    frame = runpy.run_path(str(made(archive, "polars")))["archive"]
+    assert isinstance(frame, polars.LazyFrame)
+    return plain(frame.collect().to_arrow())
+
+
+READERS: list[Callable[[Archive], Table]] = [with_pyarrow, with_spark, with_stream, with_duckdb, with_polars]
+
+
+@pytest.mark.spark
+def test_every_reader_sees_the_same_rows_in_the_same_order(archive: Archive):
+    wanted = naive(archive)
+    assert len(wanted) == len(CHAINS) * (END - END // 13 - 10)
+    assert [reader.__name__ for reader in READERS if reader(archive) != wanted] == []
+    archive.age_all(1000)
+    run(archive.folder)
+    merged = [with_pyarrow, with_duckdb, with_polars]
+    assert [reader.__name__ for reader in merged if reader(archive) != wanted] == [], "after a merge"
+
+
+def test_the_columns_of_a_key_have_the_types_that_the_docs_name(tmp_path: Path):
+    archive = begun(tmp_path, CHAINS[1], numbers := Chain("77", "12"))
+    configured(tmp_path, f"{{url: 'file://{tmp_path}/store'}}")
+    files = [archive.path(archive.put(1, 2, chain=chain).key) for chain in (CHAINS[1], numbers)]
+    text = (ROOT / "docs" / "archive.md").read_text()
+    documented = {}
+    for names, *types in re.findall(r"^\| (`.*?) \|" + r" (.*?) \|" * 5 + "$", text, re.MULTILINE):
+        documented |= dict.fromkeys(re.findall("`(.*?)`", names), types[1:])
+
+    def of_duckdb(source: str) -> dict[str, str]:
+        return {row[0]: row[1] for row in duckdb.sql(f"DESCRIBE SELECT {', '.join(HIVE)} FROM {source}").fetchall()}
+
+    def of_polars(frame: polars.LazyFrame) -> dict[str, str]:
+        return {name: str(kind) for name, kind in frame.select(HIVE).collect_schema().items()}
+
+    duckdb.sql(made(archive, "duckdb").read_text())
+    view, frame = of_duckdb("archive"), of_polars(runpy.run_path(str(made(archive, "polars")))["archive"])
+    for index, path in enumerate(files):
+        alone = of_duckdb(f"read_parquet('{path}')"), of_polars(polars.scan_parquet(path, hive_partitioning=True))
+        for name in HIVE:
+            kinds = [view[name], frame[name], *(each[name] for each in alone)]
+            wanted = [each.split(";")[0].split(",")[0] for each in documented[name]]
+            if index and name in ("site", "feed"):
+                wanted[2:] = ["BIGINT", "Int64"]
+                assert all("where all are numbers" in each for each in documented[name][2:])
+            assert kinds == wanted, name
+
+
+def block(fence: str, holding: str) -> str:
+    """The one of the documentation's blocks that holds these words."""
+    text = (ROOT / "docs" / "archive.md").read_text()
+    [found] = [
+        each for each in re.findall(rf"^```{fence}\n(.*?)^```", text, re.MULTILINE | re.DOTALL) if holding in each
+    ]
+    return str(found)
+
+
+def parsed(block: bytes | None) -> Table | None:
+    """Names and values as text."""
+
+    def text(raw: bytes) -> str:
+        return raw.decode("utf-8", "backslashreplace")
+
+    return None if block is None else [{"name": text(name), "value": text(value)} for name, value in parse_block(block)]
+
+
+BLOCKS = [
+    None,
+    b"",
+    b"NATS/1.0\r\n\r\n",
+    b"NATS/1.0 100\r\nA: 1\r\nA: 1\r\na:2\r\n\r\n",
+    "NATS/1.0\r\nÄ:  ö: \t\r\n: none\r\nno colon\r\nB:\r\nC: a\nb\r\n\r\n".encode(),
+    b"NATS/1.0\r\nB: \xff\r\n\r\n",
+]
+
+
+def test_the_recipes_parse_headers_as_floe_does():
+    wanted = [parsed(block) for block in BLOCKS]
+    table = pa.table({"headers": pa.array(BLOCKS, pa.binary())})
+    scope: dict[str, Any] = {"polars": polars, "messages": polars.LazyFrame(table)}
+    exec(block("python", "headers_parsed"), scope)
+    assert scope["parsed"].collect()["headers_parsed"].to_list() == wanted
+    with duckdb.connect() as connection:
+        connection.register("messages", table)
+        macro, query = block("sql", "MACRO headers_of").rsplit(";\n\n", 1)
+        found = connection.execute(macro).sql(query).to_arrow_table()
+        wanted[-1] = [{"name": "B", "value": "\\xFF"}]
+        assert found["headers_parsed"].to_pylist() == wanted
+
+
+IN_DUCKDB_1_4 = """
+import json, sys, duckdb, pyarrow.parquet
+assert duckdb.__version__.startswith("1.4."), duckdb.__version__
+connection = duckdb.connect(config={"extension_directory": sys.argv[1]})
+*statements, query = json.load(sys.stdin)
+for each in statements:
+    connection.execute(each)
+pyarrow.parquet.write_table(connection.sql(query).to_arrow_table(), sys.argv[2])
+"""
+
+
+@pytest.mark.servers
+def test_the_recipes_of_the_docs_on_s3(s3: SharedS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    bucket, keys = s3.new_bucket(), {"AWS_ACCESS_KEY_ID": s3.access_key, "AWS_SECRET_ACCESS_KEY": s3.secret_key}
+    secrets = f"access_key_id: {s3.access_key}, secret_access_key: {s3.secret_key}"
+    config = configured(tmp_path, f"{{url: 's3://{bucket}', endpoint_url: '{s3.endpoint_url}', {secrets}}}")
+    archive = Archive(tmp_path, open_objects(load(str(config)).store))
+    for chain in CHAINS:
+        ChainStore(archive.objects, archive.layout).create_chain(chain, ChainDocument((), 1, 1))
+    fill(archive)
+    wanted = naive(archive)
+    files = {form: made(archive, form, "--name", "messages") for form in ("duckdb", "polars")}
+    assert s3.secret_key not in "".join(path.read_text() for path in files.values())
+
+    with monkeypatch.context() as patch:
+        for name, value in keys.items():
+            patch.setenv(name, value)
+        found = runpy.run_path(str(files["polars"]))
+        exec(block("python", "headers_parsed"), found)
+        frame = found["parsed"].collect()
+    assert plain(frame.to_arrow()) == wanted
+    assert frame["headers_parsed"].to_list() == [parsed(row["headers"]) for row in wanted]
+
+    if not DUCKDB_1_4.exists():
+        pytest.skip("DuckDB with httpfs is not here: `make setup` installs it where there are wheels")
+    view = files["duckdb"].read_text()
+    settings = "".join(
+        line.removeprefix("-- ") + "\n" for line in re.findall("^-- (?:INSTALL|CREATE).*", view, re.MULTILINE)
+    )
+    settings = settings.replace("KEY_ID '…'", f"KEY_ID '{s3.access_key}'").replace("'…'", f"'{s3.secret_key}'")
+    macro, query = block("sql", "MACRO headers_of").rsplit(";\n\n", 1)
+    told = tmp_path / "told.parquet"
+    words = [sys.executable, "-c", IN_DUCKDB_1_4, f"{DUCKDB_1_4}/duckdb_ext/extensions", str(told)]
+    statements = json.dumps(["SET TimeZone = 'UTC'", settings, view, macro, query])
+    environment = {**os.environ, "PYTHONPATH": str(DUCKDB_1_4)}
+    subprocess.run(words, input=statements, text=True, env=environment, check=True)
+    table = pq.read_table(told)
+    assert plain(table) == wanted
+    assert table["headers_parsed"].to_pylist() == [parsed(row["headers"]) for row in wanted]
+
+
+@pytest.mark.servers
+def test_a_view_is_kept_current_through_an_outage_of_the_store(s3: SharedS3, tmp_path: Path):
+    bucket, file = s3.new_bucket(), tmp_path / "view.py"
+    with FaultProxy(s3.endpoint_url) as proxy:
+        secrets = f"access_key_id: {s3.access_key}, secret_access_key: {s3.secret_key}"
+        config = configured(tmp_path, f"{{url: 's3://{bucket}', endpoint_url: '{proxy.url}', {secrets}}}")
+        straight = load(str(config)).store.model_copy(update={"endpoint_url": s3.endpoint_url})
+        archive = Archive(tmp_path, open_objects(straight))
+        ChainStore(archive.objects, archive.layout).create_chain(CHAINS[0], ChainDocument((), 1, 1))
+        command = [sys.executable, "-m", "floe", "segments", "ls", "-c", str(config), "--cover", "--format", "polars"]
+        words = [*command, "--file", str(file), "--watch", "1s"]
+        process = spawn(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        assert process.stderr is not None
+        try:
+            assert process.stderr.readline() == f"{file}: written\n"
+            empty = file.read_text()
+            proxy.on("list", refuse(503, "SlowDown"))
+            assert "SlowDown" in process.stderr.readline()
+            assert file.read_text() == empty
+            ref = archive.put(1, 5, chain=CHAINS[0])
+            proxy.clear()
+            while (line := process.stderr.readline()) != f"{file}: written\n":
+                assert line, "ended"
+            assert ref.key in file.read_text()
+        finally:
+            process.terminate()
+            process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0

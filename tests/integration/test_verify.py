@@ -1,0 +1,291 @@
+"""`floe segments verify`: what is counted, what is not read again, and what is found wherever it is read."""
+
+from __future__ import annotations
+
+import json
+import signal
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.chain import Chain
+from common.errors import Refused
+from common.segments import store as segment_store
+from common.segments.documents import ChainStore, StreamDocument
+from common.segments.segment import Reason, SegmentRef
+from common.sequences import SequenceRange
+from compaction.report import verify_json
+from compaction.run import LocalRunner
+from compaction.sign_off import SignOff, SignOffs
+from compaction.verify import ChainReport, check_segment, known_chains, verify_chains
+from tests.scenarios.processes import run_floe
+from tests.support.commands import invoke
+from tests.support.compaction import CHAIN, OTHER, begun, rows, run
+
+NEXT = CHAIN.next_incarnation()
+
+
+class Site:
+    """An archive that is verified again and again. `read`: the segments that the last run looked at."""
+
+    def __init__(self, folder: Path, *chains: Chain) -> None:
+        self.archive = begun(folder, *chains)
+        self.chains = ChainStore(self.archive.objects, self.archive.layout)
+        self.config = folder / "floe.yaml"
+        self.config.write_text(
+            yaml.safe_dump({"store": {"url": f"file://{folder}/store"}, "spool_dir": str(folder / "spool")})
+        )
+        self.config.chmod(0o600)
+        self.read: list[str] = []
+
+    def verify(self, *, deep: bool = True, since_last: bool = True) -> ChainReport:
+        store, self.read = self.archive.store, []
+        sign_offs = SignOffs(store.objects, store.layout, deep=deep) if since_last else None
+        [found] = verify_chains(store, self.chains, [CHAIN], deep=deep, tell=self._tell, sign_offs=sign_offs)
+        return found
+
+    def _tell(self, ref: SegmentRef, _footer: object) -> None:
+        self.read.append(f"{ref.level}:{ref.coverage}")
+
+    async def command(self, *options: str, code: int = 0) -> Any:
+        done = await invoke("segments", "verify", "-c", str(self.config), *options)
+        assert done.code == code, done
+        return json.loads(done.out) if "--json" in options else done
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    found = Site(tmp_path, CHAIN)
+    for first in range(1, 40, 10):
+        found.archive.put(first, first + 9, age=700)
+    return found
+
+
+def kinds(report: ChainReport) -> list[tuple[str, str]]:
+    return [(problem.kind, str(problem.rows)) for problem in report.problems]
+
+
+# What is counted
+
+
+async def test_findings_are_counted_for_each_chain_and_in_total(tmp_path: Path):
+    site = Site(tmp_path, CHAIN, OTHER)
+    archive = site.archive
+    for first in (1, 11, 31):
+        archive.put(first, first + 9)
+    archive.put(1, 10, rows(range(1, 10)), level=1)
+    bad = archive.put(41, 50)
+    archive.path(bad.key).write_bytes(b"?")
+    site.chains.write_tail(CHAIN, 60)
+    archive.put(1, 10, chain=OTHER)
+    junk = f"{archive.layout.segments_prefix(OTHER, 0)}junk"
+    archive.objects.put(junk, b"")
+    archive.objects.put("data/README", b"")
+
+    other, chain, nobody = await site.command("--json", code=3)
+    expected = {"found": 4, "delayed": 1, "missing": 1, "damaged": 1, "divergent": 1, "contained": 1, "foreign": 0}
+    assert chain["findings"] == expected
+    assert other["findings"] == {**dict.fromkeys(expected, 0), "found": 1, "foreign": 1}
+    assert nobody["foreign"] == 2
+    told = [(p["finding"], p["kind"], p["first"], p["last"]) for p in chain["problems"]]
+    assert told == [
+        *(("damaged", "damaged", 41, 50), ("missing", "hole", 21, 30)),
+        *(("delayed", "hole", 41, 60), ("divergent", "rows", 1, 10)),
+    ]
+    low = {"segments": 3, "first": 1, "last": 40, "holes": 1}
+    assert {name: chain["levels"]["0"][name] for name in low} == low
+    assert chain["levels"]["1"]["segments"] == 1
+
+    lines = (await site.command(code=3)).out.splitlines()
+    assert "signed_off" not in lines[0]
+    assert lines[1].endswith("found:1 foreign:1")
+    assert lines[2].endswith("found:4 delayed:1 missing:1 damaged:1 divergent:1 contained:1")
+    assert lines[3].split()[0] == "total"
+    assert lines[3].endswith("found:5 delayed:1 missing:1 damaged:1 divergent:1 contained:1 foreign:2")
+
+
+def test_a_chain_of_which_only_a_trace_is_left_is_missing(tmp_path: Path):
+    """Nothing lists what has lost its `chain.json`: its tail, and what came next, still name it."""
+    site = Site(tmp_path, NEXT)
+    only_a_tail, gone = Chain("eu-west", "NODES"), CHAIN
+    site.chains.write_tail(only_a_tail, 7)
+    site.chains.create_stream(NEXT, StreamDocument({}, "2026-01-01T00:00:00Z", {0: 10, 1: 0}))
+    site.archive.put(1, 10, chain=NEXT)
+    assert known_chains(site.chains) == [only_a_tail, gone, NEXT]
+    found = verify_chains(site.archive.store, site.chains, known_chains(site.chains))
+    assert [[(p.kind, p.finding) for p in report.problems] for report in found] == [
+        [("document", "missing"), ("hole", "delayed")],
+        [("document", "missing"), ("hole", "missing")],
+        [],
+    ]
+    assert "chain.json: expected a document, found none" in found[0].problems[0].text
+    site.archive.objects.delete(site.archive.layout.stream_document(NEXT))
+    [after] = verify_chains(site.archive.store, site.chains, [NEXT])
+    assert ["stream.json: expected" in p.text for p in after.problems] == [True]
+
+
+def test_deep_proves_every_byte_of_a_segment_of_any_size(site: Site, monkeypatch: pytest.MonkeyPatch):
+    """Reading by ranges meets the pages and their checksums, and not what stands between them and the footer."""
+    monkeypatch.setattr(segment_store, "WHOLE_BYTES", 100)
+    ref, store = site.archive.listed()[0], site.archive.store
+    path = site.archive.path(ref.key)
+    good = path.read_bytes()
+    assert check_segment(store, ref, deep=True) == store.footer(ref)
+    unnoticed = 0
+    for place in range(4, len(good), 97):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+        found = check_segment(store, ref, deep=True)
+        assert getattr(found, "kind", None) == "damaged", place
+        try:
+            with store.open(ref) as reader:
+                unnoticed += sum(batch.num_rows for batch in reader.batches()) == 10
+        except segment_store.SegmentCorrupt:
+            pass
+    assert unnoticed, "the name proves more than the pages do"
+
+
+# What is not read again
+
+
+def test_a_nightly_run_reads_what_is_new(site: Site):
+    first = site.verify()
+    assert (first.problems, first.skipped, len(site.read)) == ([], 0, 4)
+    again = site.verify()
+    assert (again.problems, again.skipped, again.rows, site.read) == ([], 4, 0, [])
+    assert again.former is not None
+    assert (again.former.end, again.coverage, again.segments) == (40, SequenceRange(1, 40), {0: 4})
+
+    site.archive.put(41, 50)
+    assert (site.verify().skipped, site.read) == (4, ["0:41..50"])
+    assert site.verify().former.end == 50  # type: ignore[union-attr]
+    assert site.read == []
+
+    # Merged: a new level over what is signed off is new, with all that it overlaps.
+    run(site.archive.folder)
+    assert (site.verify().problems, site.read[-1]) == ([], "1:1..40")
+    assert "0:41..50" not in site.read
+    # Late, far below the position.
+    site.archive.put(5, 6)
+    assert site.verify().problems == []
+    assert {"0:5..6", "1:1..40"} <= {*site.read}
+    site.verify(since_last=False)
+    assert len(site.read) == len(site.archive.listed()), "without the option all is read, and nothing signed off"
+
+
+def test_what_was_only_looked_at_is_not_signed_off_for_those_who_read_it(site: Site):
+    site.verify(deep=False)
+    assert (site.verify(deep=False).skipped, site.verify(deep=True).skipped) == (4, 0)
+    assert site.verify(deep=True).skipped == 4
+
+
+def test_a_difference_is_told_until_it_is_over_and_what_is_not_part_of_it_is_not_read_again(site: Site):
+    refs = site.archive.listed()
+    good = site.archive.path(refs[1].key).read_bytes()
+    site.archive.path(refs[1].key).write_bytes(b"?")
+    site.archive.put(21, 30, rows(range(21, 30)), level=1)
+    problems = [("damaged", "11..20"), ("hole", "11..20"), ("rows", "21..30"), ("rows", "21..30")]
+    assert kinds(site.verify()) == problems
+    assert (kinds(again := site.verify()), sorted(site.read)) == (problems, ["0:21..30", "1:21..30"])
+    assert (again.skipped, again.former.end if again.former else None) == (2, 10)
+    site.archive.path(refs[1].key).write_bytes(good)
+    assert kinds(site.verify()) == [("rows", "21..30")] * 2
+    assert "0:11..20" in site.read
+
+
+def test_what_vanishes_or_is_written_over_below_the_position_is_seen(site: Site):
+    refs = site.archive.listed()
+    site.verify()
+    site.archive.store.delete(refs[1])
+    vanished = site.verify()
+    assert [(p.kind, p.finding, str(p.rows)) for p in vanished.problems] == [("hole", "missing", "11..20")]
+    assert (vanished.skipped, site.read) == (3, [])
+    site.archive.path(refs[2].key).write_bytes(bytes(refs[2].size))
+    assert kinds(site.verify()) == [("damaged", "21..30"), ("hole", "11..30")]
+    site.chains.write_tail(CHAIN, 45)
+    assert kinds(site.verify())[-1] == ("hole", "41..45")
+    assert site.verify().former.end == 10  # type: ignore[union-attr]
+
+
+def test_what_may_become_a_difference_without_anything_new_is_looked_at_again(site: Site):
+    """A gap that was given up may be taken back, and a document may say something else of the same segments."""
+    lost = {"ledger": {Reason.GONE_FROM_HOLE: 1}, "unread": SequenceRange(45, 45)}
+    site.archive.put(41, 50, rows(n for n in range(41, 51) if n != 45), **lost)
+    assert kinds(site.verify()) == [("gone", "45..45")]
+    assert kinds(site.verify()) == [("gone", "45..45")]
+    assert site.read == ["0:41..50"]
+    site.chains.create_stream(NEXT, StreamDocument({}, "2026-01-01T00:00:00Z", {0: 30}))
+    assert kinds(site.verify()) == [("behind", "31..50"), ("gone", "45..45")]
+    site.archive.objects.put(site.archive.layout.chain_document(CHAIN), b"{")
+    before = site.archive.objects.get(site.archive.layout.sign_off(CHAIN, deep=True))
+    assert kinds(site.verify())[0] == ("document", "None")
+    assert site.archive.objects.get(site.archive.layout.sign_off(CHAIN, deep=True)) == before
+
+
+def test_a_run_that_is_killed_before_it_signs_off_has_signed_nothing_off(site: Site, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FLOE_FAILPOINTS", "verify.sign_off=kill")
+    killed = run_floe("segments", "verify", "-c", str(site.config), "--deep", "--since-last")
+    assert killed.returncode == -signal.SIGKILL
+    assert (site.verify().skipped, len(site.read)) == (0, 4)
+
+
+async def test_the_command_says_what_it_did_not_read_and_that_another_run_was_quicker(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+):
+    await site.command("--deep", "--since-last")
+    done = await site.command("--deep", "--since-last")
+    assert "up to 40 on 20" in done.out.splitlines()[1]
+    assert "all is well: 4 segments of 1 chain, 0 rows" in done.err
+    assert "(every row was read, but for 4 segments that earlier runs signed off)" in done.err
+    [found] = await site.command("--deep", "--since-last", "--json")
+    assert (found["skipped"], found["signed_off"]["last"]) == (4, 40)
+    [found] = await site.command("--deep", "--json")
+    assert (found["skipped"], found["signed_off"]) == (0, None)
+
+    real = SignOffs.write
+
+    def after_another(sign_offs: SignOffs, chain: Chain, former: SignOff, end: int, marks: array[int]) -> bool:
+        assert real(sign_offs, chain, former, 10, marks[:1])
+        return real(sign_offs, chain, former, end, marks)
+
+    site.archive.put(41, 50)
+    monkeypatch.setattr(SignOffs, "write", after_another)
+    done = await site.command("--since-last")
+    assert "us-east/NODES/0000/0: what was read is not signed off: error[E-RACE]" in done.err
+    assert "all is well" in done.err
+    assert (await site.command("--master", "local[1]", code=2)).err
+
+    def refused(*_: object) -> bool:
+        raise Refused("no right to put")
+
+    monkeypatch.setattr(SignOffs, "write", refused)
+    done = await site.command("--since-last", code=77)
+    assert "what was read is not signed off: error[E-REFUSED]: no right to put" in done.err
+    assert "all is well" in done.err
+
+
+# Wherever it is read; on Spark: test_compaction_spark.py
+
+
+def test_tasks_are_put_together_whatever_their_order_and_an_error_keeps_its_code(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+):
+    store, refs = site.archive.store, site.archive.listed()
+    site.archive.path(refs[0].key).write_bytes(b"?")
+    site.archive.put(25, 40, rows(range(25, 40)), level=1)
+    site.archive.put(51, 60)
+    here = verify_chains(store, site.chains, [CHAIN, CHAIN], deep=True)
+    monkeypatch.setattr("compaction.verify.TASK_BYTES", 1)
+    runner = LocalRunner(store)
+    there = verify_chains(store, site.chains, [CHAIN, CHAIN], deep=True, window=1, runner=runner)
+    assert [verify_json(report) for report in there] == [verify_json(report) for report in here]
+    assert [problem.kind for problem in here[0].problems] == ["damaged", "hole", "hole", "rows"]
+
+    def refused(*_: object, **_more: object) -> bool:
+        raise Refused("no right to get")
+
+    monkeypatch.setattr(site.archive.objects, "download", refused)
+    with pytest.raises(Refused):
+        verify_chains(store, site.chains, [CHAIN], deep=True, runner=runner)

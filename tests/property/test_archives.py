@@ -1,0 +1,13 @@
+"""Random archives against a naive model of compaction and verify; at length in `make soak` (`archives`)."""
+
+from __future__ import annotations
+
+from tests.scenarios.archives import archives
+from tests.support.basics import seeded
+
+
+async def test_random_archives_keep_their_rows_and_every_complaint_is_named():
+    seen = await archives(seeded(), rounds=6)
+    assert seen["merged"]
+    assert seen["deleted"]
+    assert seen["not read again"]
