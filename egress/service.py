@@ -1,6 +1,5 @@
 """Makes the components of egress from the settings, and runs them."""
 
-import asyncio
 import os
 import random
 import signal
@@ -176,13 +175,9 @@ class EgressService:
         for part in ("objects", "nats"):
             self._health.set_ready(part, False, "starting")
         objects = AnsweringStore(self._objects or open_objects(settings.store), self._reach.store)
-        # Side by side: while one of the two is silent, the other is known to be there, or not.
-        looking = asyncio.create_task(self._patiently("objects", lambda: self._look_into(objects)), name="objects")
-        connecting = asyncio.create_task(self._connect(stack), name="nats")
-        try:
-            _, (data, control, state, leases) = await asyncio.gather(looking, connecting)
-        finally:
-            await end(looking, connecting)
+        # NATS first: its tries end by themselves, so it is known to be there, or not, while the store is silent.
+        data, control, state, leases = await self._connect(stack)
+        await self._patiently("objects", lambda: self._look_into(objects))
         partitions = all_partitions(site, settings.egress.feeds)
         deps = make_deps(settings, self._tuning, objects, data, state, len(partitions), "check")
         stack.callback(deps.store.close)
@@ -206,7 +201,9 @@ class EgressService:
         return runs, deps
 
     async def _patiently(self, part: str, step: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What `step` returns, which is not None; a stop leaves the step behind that is under way."""
+        """What `step` returns, which is not None. A stop leaves a call of the store behind that is under way, and waits
+        for a try of NATS: one that is cut off may leave its connection open.
+        """
         backoff, began, has_waited = Backoff(self._rng), self._clock.monotonic(), False
         patience = self._tuning.pace.alive / 2
 
@@ -220,7 +217,8 @@ class EgressService:
 
         while not self._stop.is_set:
             try:
-                result = await unless(self._stop, told_late(step(), patience, late))
+                work = told_late(step(), patience, late)
+                result = await (unless(self._stop, work) if part == "objects" else work)
             except (Unavailable, OutcomeUnknown) as error:
                 log.warning("waiting", action="waiting", part=part, code=error.code, error=str(error))
                 has_waited = True
