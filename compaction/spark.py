@@ -21,11 +21,11 @@ import pyarrow as pa
 
 from common.clock import Clock, SystemClock
 from common.doctor import DoctorFinding, is_bad, skipped, warns, well
-from common.errors import ConfigError, FloeError, Unavailable
+from common.errors import ConfigError, FloeError, Refused, SegmentCorrupt, Unavailable
 from common.logs import get_logger
 from common.metrics import version
 from common.open import open_store
-from common.segments.store import SegmentStore
+from common.segments.store import SegmentGone, SegmentStore
 from common.settings.root import Settings
 from common.settings.types import duration_words
 
@@ -69,7 +69,8 @@ _JAVA_OPTIONS = "spark.driver.extraJavaOptions"
 _LOG_CONFIGURATION = f"-Dlog4j2.configurationFile={Path(__file__).with_name('log4j2.properties').as_uri()}"
 _LOCAL = re.compile(r"local(\[(?P<cores>\*|\d+)\])?")
 _TASK_FAILURES = 4
-# Text that tasks raise and the driver looks for.
+# What tasks raise and the driver looks for.
+_OF_TASKS = (SegmentCorrupt, SegmentGone, Refused)
 DISTRIBUTION_PROBLEM = "E-COMMON"
 LOOK = 0.5  # seconds between two looks at which items are done
 RESULT = "id long, result binary"
@@ -283,6 +284,11 @@ def spark_error(what: str, error: Exception) -> FloeError:
     lines = text.rpartition("Traceback (most recent call last):")[2].splitlines()
     told = (line.removeprefix(": ") for line in lines if not line.startswith("An error occurred while"))
     line = next((line for line in told if line[:1].strip()), type(error).__name__)
+    if known := re.match(r"(common[\w.]*)\.(\w+): (.*)", line):
+        kind = getattr(sys.modules.get(known[1]), known[2], Exception)
+        for each in _OF_TASKS:
+            if issubclass(kind, each):
+                return each(f"spark {what}: {known[3]}")
     return Unavailable(f"spark {what}: {line[:300]}", hint="see Spark's log; run it again", code="E-SPARK")
 
 

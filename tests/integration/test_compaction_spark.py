@@ -157,11 +157,14 @@ def test_what_is_contained_may_be_less_but_not_other(archive: Archive):
 def test_a_segment_that_cannot_be_read_fails_its_own_proof_only(archive: Archive):
     """Whatever a cluster says of files that are missing or corrupt."""
     spark_session().conf.set("spark.sql.files.ignoreMissingFiles", "true")
-    lower = [archive.put(1, 50), archive.put(51, 100)]
-    upper = [archive.put(1, 50, level=1), archive.put(51, 100, level=1)]
+    ranges = [(1, 50), (51, 100), (101, 150)]
+    lower, upper = ([archive.put(*rows, level=level) for rows in ranges] for level in (0, 1))
     archive.store.delete(lower[0])
+    archive.path(upper[2].key).write_bytes(bytes(upper[2].size))
     verdicts = prove(archive, *(made_by(u, [s]) for u, s in zip(upper, lower, strict=True)))
-    assert [verdict is None for verdict in verdicts] == [False, True]
+    assert [verdict is None for verdict in verdicts] == [False, True, False]
+    gone, damaged = verdicts[0], verdicts[2]
+    assert (gone.is_stale, gone.exit_code, damaged.damaged) == (True, 3, {upper[2].key})
     spark_session().conf.unset("spark.sql.files.ignoreMissingFiles")
 
 
