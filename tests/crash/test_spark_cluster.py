@@ -29,7 +29,7 @@ from tests.support.basics import PATIENCE, SharedS3, eventually
 from tests.support.compaction import CHAIN, OTHER, Archive, begun, run
 from tests.support.spark_cluster import CommandLines, SparkCluster, Wire
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.soak]
 
 LEVEL = {"from": 0, "to": 1, "min_age": "1s", "max_wait": "1s", "min_count": 3, "min_size": "1G"}
 MERGED = ["0:31..40", "1:1..40"]
