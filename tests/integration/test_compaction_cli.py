@@ -16,7 +16,7 @@ from common.segments.documents import AcceptedGap, ChainDocument, ChainStore
 from common.segments.segment import Reason
 from common.sequences import SequenceRange
 from tests.scenarios.processes import run_floe
-from tests.support.compaction import CHAIN, Archive, rows
+from tests.support.compaction import CHAIN, Archive, at_once, rows
 
 LEVEL = {"from": 0, "to": 1, "min_age": "1m", "max_wait": "10m", "min_count": 3, "min_size": "1G", "max_size": "4G"}
 
@@ -35,13 +35,7 @@ class Site(Archive):
         document = {
             "store": {"url": f"file://{self.folder}/store"},
             "spool_dir": str(self.folder / "spool"),
-            "compaction": {
-                "levels": [LEVEL],
-                "engine": "local",
-                "delete_grace": "0s",
-                "allow_short_times": True,
-                **compaction,
-            },
+            "compaction": {**at_once(LEVEL), **compaction},
         }
         self.config.write_text(yaml.safe_dump(document))
         self.config.chmod(0o600)

@@ -21,11 +21,20 @@ from common.sequences import SequenceRange, Stretch
 from common.settings.root import StoreSettings
 from compaction.retention import Retention, RetentionRule
 from compaction.source import read_stretch
-from compaction.verify import verify_chain
+from compaction.verify import verify_chains
 from tests.support.basics import SharedS3
-from tests.support.compaction import CHAIN, OTHER, Archive, rows
+from tests.support.compaction import CHAIN, OTHER, Archive, at_once, rows
 
-LEVEL = {"from": 0, "to": 1, "min_age": "7d", "max_wait": "7d", "min_count": 3, "min_size": "1G", "max_size": "4G"}
+# Half an hour over the week: what a test takes of it changes no words.
+LEVEL = {
+    "from": 0,
+    "to": 1,
+    "min_age": "7d30m",
+    "max_wait": "7d30m",
+    "min_count": 3,
+    "min_size": "1G",
+    "max_size": "4G",
+}
 DAY, PAIR = 86_400, "us-east/NODES"
 LATER, SLICE = Chain("us-east", "NODES", 1), Chain("us-east", "NODES", 1, 1)
 
@@ -65,14 +74,7 @@ class Site(Archive):
         document = {
             "store": self.store_config,
             "spool_dir": str(self.folder / "spool"),
-            "compaction": {
-                "levels": [LEVEL],
-                "engine": "local",
-                "delete_grace": "0s",
-                "allow_short_times": True,
-                **(compaction or {}),
-                "retention": retention,
-            },
+            "compaction": {**at_once(LEVEL), **(compaction or {}), "retention": retention},
             "ingress": {"targets": [{"stream": name, "sources": [source]} for name in targets]},
         }
         self.config.write_text(yaml.safe_dump(document))
@@ -126,7 +128,7 @@ def test_what_is_older_goes_from_the_beginning_behind_a_raised_floor(kept: Site)
     assert [line.split()[:3] for line in planned[1:4]] == [["expire", s.key, str(s.size)] for s in before[:3]]
     assert all(line.endswith("floor 31") for line in planned[1:4])
     waits, total = planned[4:]
-    assert "2 segments: 2 younger than 1w (min_age), the first for 7d more" in waits, "and none that expires"
+    assert "2 segments: 2 younger than 1w30m (min_age), the first for 7d more" in waits, "and none that expires"
     assert "no merge; 2 segments," in total
     assert "3 segments," in total
     foretold = kept.compact("--dry-run")
@@ -318,7 +320,7 @@ def test_what_is_deleted_while_verify_looks_is_no_hole(site: Site):
             expire(site)
         told.append(str(ref.coverage))
 
-    assert verify_chain(site.store, site.chains, CHAIN, window=1, tell=tell).problems == []
+    assert verify_chains(site.store, site.chains, [CHAIN], window=1, tell=tell)[0].problems == []
     assert told == ["1..10", "31..40", "41..50"]
 
 

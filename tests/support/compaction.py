@@ -55,6 +55,11 @@ def rows(
     )
 
 
+def at_once(level: Mapping[str, object]) -> dict[str, object]:
+    """`compaction` of a configuration: one level, in this process, and what was merged is deleted in the same run."""
+    return {"levels": [level], "engine": "local", "delete_grace": "0s", "allow_short_times": True}
+
+
 class Archive:
     """A store in `folder`."""
 
