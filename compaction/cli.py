@@ -284,28 +284,23 @@ def _telling(chains: int) -> Iterator[Callable[[SegmentRef, Footer], None]]:
 @contextmanager
 def _tasks(settings: Settings) -> Iterator[Runner | None]:
     """Where tasks of a verification are done: None for this process. Spark starts when there is one."""
-    from common.service.process import stop_asked
-    from compaction.spark import Spark
+    from compaction.spark import stoppable
 
     if settings.compaction.engine == "local":
         yield None
         return
-    spark = Spark(settings, check=lambda: asked.check())
-    with stop_asked(spark.cancel) as asked, spark:
-        try:
-            yield spark
-        except FloeError:
-            asked.check()  # what was cancelled fails in many ways
-            raise
+    with stoppable(settings) as spark:
+        yield spark
 
 
 def _overridden(settings: Settings, engine: str | None, verify: str | None, master: str | None) -> Settings:
-    compaction = settings.compaction
-    engine = engine or compaction.engine
-    verify = verify or ("merge" if engine == "local" else compaction.verify)
-    spark = compaction.spark.model_copy(update={"master": master or compaction.spark.master})
-    changes = {"engine": engine, "verify": verify, "spark": spark}
-    return settings.model_copy(update={"compaction": compaction.model_copy(update=changes)})
+    from compaction.spark import with_master
+
+    settings = with_master(settings, master)
+    engine = engine or settings.compaction.engine
+    verify = verify or ("merge" if engine == "local" else settings.compaction.verify)
+    changes = {"engine": engine, "verify": verify}
+    return settings.model_copy(update={"compaction": settings.compaction.model_copy(update=changes)})
 
 
 def _check_names(settings: Settings, selection: Selection) -> None:
@@ -324,28 +319,17 @@ def _compaction(config: str, settings: Settings, store: SegmentStore) -> Iterato
 
     Raises Unavailable where a signal asked it to stop.
     """
-    from common.service.process import stop_asked
     from compaction.proof import SparkProver
     from compaction.run import Compaction, LocalRunner
-    from compaction.spark import Spark
+    from compaction.spark import stoppable
 
     chosen = settings.compaction
-    spark = Spark(settings, check=lambda: asked.check())
-
-    def cancel() -> None:
-        spark.cancel()
-        _leave_a_silent_store()
-
-    with reloaded_on_hangup(config, settings), stop_asked(cancel) as asked, spark:
-        runner = spark if chosen.engine == "spark" else LocalRunner(store, check=asked.check)
+    with reloaded_on_hangup(config, settings), stoppable(settings, _leave_a_silent_store) as spark:
+        runner = spark if chosen.engine == "spark" else LocalRunner(store, check=spark.check)
         prove = SparkProver(spark, store).prove if chosen.verify == "spark" else None
         grace = chosen.delete_grace if chosen.delete else None
         gc.freeze()  # what is loaded by now stays: no use in looking at it again for each million segments
-        try:
-            yield Compaction(store, chosen.levels, grace, runner, prove, check=asked.check)
-        except FloeError:
-            asked.check()  # what was cancelled fails in many ways
-            raise
+        yield Compaction(store, chosen.levels, grace, runner, prove, check=spark.check)
 
 
 def _leave_a_silent_store() -> None:

@@ -127,27 +127,20 @@ def _made(
     Raises Unavailable where a signal asked it to stop.
     """
     from common.service.life import Life
-    from common.service.process import stop_asked
     from compaction.reports import ReportState, open_place
-    from compaction.spark import Spark, require_spark
+    from compaction.spark import require_spark, stoppable, with_master
 
-    settings = load_settings(config)
-    if master:
-        spark_settings = settings.compaction.spark.model_copy(update={"master": master})
-        compaction = settings.compaction.model_copy(update={"spark": spark_settings})
-        settings = settings.model_copy(update={"compaction": compaction})
+    settings = with_master(load_settings(config), master)
     chains, named = _selected(settings, what, site, feed)
     place, address = open_place(output, settings), f"{settings.store.url}/{settings.store.prefix}"
     with closing(open_store(settings)) as store:
         life = Life(f"report {kind.name}", settings, SystemClock(), {}, chains=len(chains), output=output)
-        spark = Spark(settings, check=lambda: asked.check())
-        with life, reloaded_on_hangup(config, settings), stop_asked(spark.cancel) as asked, spark:
+        with life, reloaded_on_hangup(config, settings), stoppable(settings) as spark:
             made = kind(spark, store, place)
             try:
                 require_spark()
                 done = made.run(ReportState(kind.name, address, named, since), chains, full=full)
             except FloeError as error:
-                asked.check()  # what was cancelled fails in many ways
                 error.hint = error.hint.replace(", or use --engine local", "")  # there is no other engine here
                 raise
             life.results(segments=done.segments, bytes=done.size, rows=done.rows, failures=len(done.damaged))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +40,7 @@ from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import MAX_SEQUENCE, Covered, SequenceRange, Stretch, cover
 from common.settings.root import Settings
-from compaction.spark import LOOK, Spark, spark_error
+from compaction.spark import Spark, spark_error
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -264,7 +263,7 @@ class ArchiveReport:
             for part in self._parts(chains, state, damaged):
                 self._spark.check()
                 try:
-                    with self._cancelled_if_asked():
+                    with self._spark.cancelled_if_asked():
                         state = self._account(state, part)
                 except (FloeError, pa.ArrowException) as error:
                     self._spark.check()
@@ -283,26 +282,6 @@ class ArchiveReport:
         with self._fetched() as path:
             done.rows = pq.read_metadata(path).num_rows if path else 0
         return done
-
-    @contextmanager
-    def _cancelled_if_asked(self) -> Iterator[None]:
-        """Cancels what Spark does in the block once the run is to stop, also where it was asked before Spark began."""
-        ended = threading.Event()
-
-        def watch() -> None:
-            while not ended.wait(LOOK):
-                try:
-                    self._spark.check()
-                except FloeError:
-                    self._spark.cancel()
-
-        watching = threading.Thread(target=watch, name="report-stop", daemon=True)
-        watching.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            watching.join()
 
     @contextmanager
     def _fetched(self) -> Iterator[Path | None]:

@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as distribution_version
 from pathlib import Path
@@ -26,6 +26,7 @@ from common.logs import get_logger
 from common.metrics import version
 from common.open import open_store
 from common.segments.store import SegmentGone, SegmentStore
+from common.service.process import stop_asked
 from common.settings.root import Settings
 from common.settings.types import duration_words
 
@@ -113,7 +114,7 @@ class Spark:
         finished = session.sparkContext.accumulator(0)  # bit n: item n is done; counted once, by the last stage
         task = task_of(pickle.dumps((self.settings, work, list(items))), version(), finished)
         try:
-            with _watched(finished, ItemsDone(work.__name__, items, SystemClock()), self._cancel_if_asked):
+            with self.cancelled_if_asked(), _watched(finished, ItemsDone(work.__name__, items, SystemClock())):
                 rows = session.range(0, len(items), 1, len(items)).mapInArrow(task, RESULT).collect()
         except Exception as error:  # Spark raises its own, py4j's and the tasks' errors
             raise spark_error(work.__name__, error) from error
@@ -121,12 +122,16 @@ class Spark:
         # What our own executors answered, over Spark's connection.
         return [pickle.loads(row.result) for row in sorted(rows, key=lambda row: row.id)]  # noqa: S301
 
-    def _cancel_if_asked(self) -> None:
-        # Whoever asked may have come before the job was there to be cancelled.
-        try:
-            self.check()
-        except FloeError:
-            self.cancel()
+    def cancelled_if_asked(self) -> AbstractContextManager[None]:
+        """What the block does is cancelled once the run is to stop, also where that was asked before Spark began."""
+
+        def look() -> None:
+            try:
+                self.check()
+            except FloeError:
+                self.cancel()
+
+        return _looking(look)
 
     def cancel(self) -> None:
         """End what runs now, from another thread: whoever waits for it gets an error."""
@@ -324,11 +329,26 @@ class ItemsDone:
 
 
 @contextmanager
-def _watched(finished: Accumulator[int], said: ItemsDone, look_too: Callable[[], None]) -> Iterator[None]:
-    """Has each item said when its task has ended, while the driver waits for all of them; `look_too` is called as
-    often.
-    """
+def _looking(look: Callable[[], None]) -> Iterator[None]:
+    """`look` is called in a thread, every LOOK seconds, as long as the driver waits in the block."""
     ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(LOOK):
+            look()
+
+    watching = threading.Thread(target=watch, name="spark-look", daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watching.join()
+
+
+@contextmanager
+def _watched(finished: Accumulator[int], said: ItemsDone) -> Iterator[None]:
+    """Has each item said when its task has ended, while the driver waits for all of them."""
 
     def look() -> None:
         bits = finished.value
@@ -336,19 +356,40 @@ def _watched(finished: Accumulator[int], said: ItemsDone, look_too: Callable[[],
             if bits >> number & 1:
                 said.done(number)
 
-    def watch() -> None:
-        while not ended.wait(LOOK):
-            look()
-            look_too()
-
-    watching = threading.Thread(target=watch, name="spark-items", daemon=True)
-    watching.start()
     try:
-        yield
+        with _looking(look):
+            yield
     finally:
-        ended.set()
-        watching.join()
         look()
+
+
+def with_master(settings: Settings, master: str | None) -> Settings:
+    """`settings` with another master; without one as they are."""
+    if not master:
+        return settings
+    spark = settings.compaction.spark.model_copy(update={"master": master})
+    compaction = settings.compaction.model_copy(update={"spark": spark})
+    return settings.model_copy(update={"compaction": compaction})
+
+
+@contextmanager
+def stoppable(settings: Settings, then: Callable[[], None] = lambda: None) -> Iterator[Spark]:
+    """Spark for a command that ends with a signal: what runs is cancelled, and `then` is called.
+
+    Raises Unavailable in place of any error once a signal asked it to stop.
+    """
+    spark = Spark(settings, check=lambda: asked.check())
+
+    def cancel() -> None:
+        spark.cancel()
+        then()
+
+    with stop_asked(cancel) as asked, spark:
+        try:
+            yield spark
+        except FloeError:
+            asked.check()  # what was cancelled fails in many ways
+            raise
 
 
 def task_of(
