@@ -206,7 +206,7 @@ class Compaction:
         `retention`: None: nothing is deleted but what was merged. Without a grace and for parts of feeds likewise.
         """
         self._report, chains = Report(), self._selected(selection)
-        if retention is not None and self._grace is not None and selection.has_whole_feeds:
+        if retention is not None and self._may_expire(selection):
             now, retained = self._tombstones.now(), self._report.retained
             for each in _at_once(lambda feed: retention.apply(feed, now, self._check), _feeds(chains)):
                 retained.absorb(each)
@@ -441,6 +441,9 @@ class Compaction:
             return [], [Failure.of(f"snapshots of {chain}", error)]
         return outdated(refs, now or max((ref.modified for ref in refs), default=0.0), grace), []
 
+    def _may_expire(self, selection: Selection) -> bool:
+        return self._grace is not None and selection.has_whole_feeds
+
     # Report
 
     def preview(self, selection: Selection, expired: frozenset[str] = frozenset()) -> list[ChainSurvey]:
@@ -453,7 +456,7 @@ class Compaction:
     def preview_retention(self, selection: Selection, retention: Retention | None) -> RetentionReport:
         """What retention would delete in a run; nothing is written."""
         found = RetentionReport()
-        if retention is not None and self._grace is not None and selection.has_whole_feeds:
+        if retention is not None and self._may_expire(selection):
             now = self._tombstones.now_read()
             for each in _at_once(lambda feed: retention.preview(feed, now), _feeds(self._selected(selection))):
                 found.absorb(each)
