@@ -148,3 +148,14 @@ class SegmentCorrupt(DataError):
     """A segment's bytes, schema, footer or rows are wrong; it is left out of covers and reported."""
 
     default_code = "E-SEG-CORRUPT"
+
+
+def certificate_hint(said: str, address: str, server: str) -> str:
+    """What to do about the certificate of `server` that OpenSSL did not believe, as it `said`; empty where
+    its authority is not known, or something else. `address`: the key that names the server.
+    """
+    if "mismatch" in said or "not valid for" in said:
+        return f"have {address} name the {server} as its certificate does"
+    if "expired" in said or "not yet valid" in said:
+        return f"renew the certificate of the {server}, or set the clock that is wrong"
+    return ""

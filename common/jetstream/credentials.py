@@ -24,7 +24,7 @@ import nkeys  # type: ignore[import-untyped]
 from pydantic import SecretStr
 
 from common.clock import Clock
-from common.errors import ConfigError, FloeError, Refused, Unavailable
+from common.errors import ConfigError, FloeError, Refused, Unavailable, certificate_hint
 from common.logs import get_logger
 from common.settings.types import FileSecret, regular
 
@@ -262,10 +262,8 @@ def _explain_tls(error: ssl.SSLError, where: str, settings: NatsSettings) -> Flo
     said = said.replace("_", " ").lower()
     kind: type[FloeError] = ConfigError
     hint = f"checked with nats.tls.ca {settings.tls.files.ca or '(empty: the certificates of this system)'}"
-    if "mismatch" in said or "not valid for" in said:
-        hint += "; have nats.url name the server as its certificate does"
-    elif "expired" in said or "not yet valid" in said:
-        hint += "; renew the certificate of the server, or set the clock that is wrong"
+    if todo := certificate_hint(said, "nats.url", "server"):
+        hint += f"; {todo}"
     elif "certificate" in said:
         hint += "; it must hold the authority of the server's certificate"
     if "alert" in said:

@@ -24,7 +24,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
 from common.clock import Clock, SystemClock
-from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, StoreAway, Unavailable
+from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, StoreAway, Unavailable, certificate_hint
 from common.logs import get_logger
 from common.objects import s3_errors
 from common.objects.port import (
@@ -506,21 +506,20 @@ class S3Objects:
         if isinstance(error, boto.ParamValidationError):
             return ConfigError(text, code="E-S3-REQUEST")
         if isinstance(error, boto.SSLError) and "CERTIFICATE_VERIFY_FAILED" in told:
-            return ConfigError(text, hint=s3_errors.untrusted(told), code="E-S3-TLS")
+            hint = certificate_hint(told, "store.endpoint_url", "store") or "name the authority in store.tls.ca"
+            return ConfigError(text, hint=hint, code="E-S3-TLS")
         if isinstance(error, boto.EndpointConnectionError):
             asked, cause = error.kwargs.get("endpoint_url", self._endpoint), error.kwargs.get("error", error)
             why, hint = s3_errors.why_not_connected(str(asked), str(cause))
             kind: type[FloeError] = OutcomeUnknown if writes and self._doubts.found else StoreAway
             return kind(f"{verb} {self._place(key)}: {why}", hint=hint)
-        if isinstance(error, boto.ReadTimeoutError | boto.ConnectTimeoutError):
-            told = f"store {without_paths(self._endpoint)}: {self._waited(error)}"
-            text = f"{verb} {self._place(key)}: {told}"
+        if is_silent := isinstance(error, boto.ReadTimeoutError | boto.ConnectTimeoutError):
+            text = f"{verb} {self._place(key)}: store {without_paths(self._endpoint)}: {self._waited(error)}"
         if writes and self._doubts.found:
             return OutcomeUnknown(text)
         is_not_tls = isinstance(error, boto.SSLError) and s3_errors.is_not_tls(told) and not self._has_answered
         if is_not_tls or (isinstance(error, boto.ConnectionClosedError) and self._is_plain_on_tls()):
             return self._wrong_scheme(verb, key)
-        is_silent = isinstance(error, boto.ReadTimeoutError | boto.ConnectTimeoutError)
         return StoreAway(text, hint=s3_errors.SILENT if is_silent else s3_errors.CLOSED)
 
     def _waited(self, error: BotoCoreError) -> str:

@@ -132,15 +132,6 @@ SILENT = "does it answer others? look at the store and at what is on the way; ch
 CLOSED = "is it the port of an S3 server? look at the store's log; check store.endpoint_url"
 
 
-def untrusted(cause: str) -> str:
-    """What to do about a certificate that was not believed. `cause`: boto3's text."""
-    if "mismatch" in cause or "not valid for" in cause:
-        return "have store.endpoint_url name the store as its certificate does"
-    if "expired" in cause or "not yet valid" in cause:
-        return "renew the certificate of the store, or set the clock that is wrong"
-    return "name the authority in store.tls.ca"
-
-
 def is_not_tls(cause: str) -> bool:
     return _NOT_TLS.search(cause) is not None
 
