@@ -177,7 +177,10 @@ class EgressService:
         objects = AnsweringStore(self._objects or open_objects(settings.store), self._reach.store)
         # NATS first: its tries end by themselves, so it is known to be there, or not, while the store is silent.
         data, control, state, leases = await self._connect(stack)
-        await self._patiently("objects", lambda: self._look_into(objects))
+        store = without_paths(settings.store.endpoint_url) or settings.store.url
+        # A stop leaves a call of the store behind that is under way.
+        look = partial(self._look_into, objects)
+        await self._patiently("objects", "the store", f"store {store}", lambda: unless(self._stop, look()))
         partitions = all_partitions(site, settings.egress.feeds)
         deps = make_deps(settings, self._tuning, objects, data, state, len(partitions), "check")
         stack.callback(deps.store.close)
@@ -200,25 +203,23 @@ class EgressService:
             runs.append(Heartbeats(settings, leases, control, host, self._rng, self._health))
         return runs, deps
 
-    async def _patiently(self, part: str, step: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What `step` returns, which is not None. A stop leaves a call of the store behind that is under way, and waits
-        for a try of NATS: one that is cut off may leave its connection open.
-        """
+    async def _patiently(
+        self, part: str, what: str, where: str, step: Callable[[], Coroutine[Any, Any, T | None]]
+    ) -> T:
+        """What `step` returns; None of it: a stop came. `part`: of the health; `what` it is, and `where`, in words."""
         backoff, began, has_waited = Backoff(self._rng), self._clock.monotonic(), False
         patience = self._tuning.pace.alive / 2
 
         def late() -> None:
             nonlocal has_waited
-            has_waited, store = True, self._settings.store
-            where = f"store {without_paths(store.endpoint_url) or store.url}" if part == "objects" else "NATS"
+            has_waited = True
             silent = Unavailable(f"{where}: no answer for {patience:g} s")
             log.warning("waiting", action="waiting", part=part, code=silent.code, error=str(silent))
-            self._health.set_ready(part, False, f"{'the store' if part == 'objects' else 'NATS'} does not answer")
+            self._health.set_ready(part, False, f"{what} does not answer")
 
         while not self._stop.is_set:
             try:
-                work = told_late(step(), patience, late)
-                result = await (unless(self._stop, work) if part == "objects" else work)
+                result = await told_late(step(), patience, late)
             except (Unavailable, OutcomeUnknown) as error:
                 log.warning("waiting", action="waiting", part=part, code=error.code, error=str(error))
                 has_waited = True
@@ -239,11 +240,11 @@ class EgressService:
             return await threads.run(objects.list, Layout(self._settings.store.prefix).tails_prefix(), limit=1)
 
     async def _connect(self, stack: AsyncExitStack) -> tuple[FloeClient, FloeClient, KeyValue, Leases]:
+        # A try is not cut off by a stop, because it might leave its connection open.
+        patiently = partial(self._patiently, "nats", "NATS", "NATS")
         # Leases and marks have a connection of their own, so that a flood of messages cannot delay them.
-        data, control = [
-            await self._patiently("nats", partial(self._client, stack, name)) for name in ("data", "control")
-        ]
-        return data, control, *await self._patiently("nats", lambda: self._buckets(control))
+        data, control = [await patiently(partial(self._client, stack, name)) for name in ("data", "control")]
+        return data, control, *await patiently(lambda: self._buckets(control))
 
     async def _client(self, stack: AsyncExitStack, name: str) -> FloeClient:
         client = await connected(self._settings, name, self._clock)
