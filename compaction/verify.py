@@ -182,19 +182,6 @@ def known_chains(chains: ChainStore) -> list[Chain]:
     return sorted(known)
 
 
-def verify_chain(
-    store: SegmentStore,
-    chains: ChainStore,
-    chain: Chain,
-    *,
-    deep: bool = False,
-    window: int = WINDOW,
-    tell: Tell | None = None,
-) -> ChainReport:
-    """As `verify_chains`, of one chain, here, and all of it."""
-    return verify_chains(store, chains, [chain], deep=deep, window=window, tell=tell)[0]
-
-
 def verify_chains(
     store: SegmentStore,
     chains: ChainStore,

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 import pytest
 
 from common.segments.documents import ChainStore
-from compaction.verify import verify_chain
+from compaction.verify import verify_chains
 from tests.support.compaction import CHAIN, Archive, Job, begun, rows, run
 
 OLD, DAY = 40 * 86_400, 86_400
@@ -37,7 +37,7 @@ def check_whole(archive: Archive) -> None:
     floor = chains(archive).read_floor(CHAIN) or 1
     held = archive.read().column("sequence")
     assert held.filter(pc.greater_equal(held, floor)).to_pylist() == list(range(floor, 61))
-    assert verify_chain(archive.store, chains(archive), CHAIN).problems == []
+    assert verify_chains(archive.store, chains(archive), [CHAIN])[0].problems == []
 
 
 STEPS = ["compaction.floor", "compaction.after_floor", *(f"compaction.expire=kill@{n}" for n in (1, 2, 3, 5))]

@@ -12,7 +12,7 @@ from common.objects.port import Paged
 from common.segments.checks import Foreign, look_for_foreign
 from common.segments.documents import ChainDocument, ChainStore
 from common.settings.root import StoreSettings
-from compaction.verify import verify_chain
+from compaction.verify import verify_chains
 from tests.support.basics import SharedS3
 from tests.support.compaction import CHAIN, Archive
 
@@ -61,7 +61,7 @@ def test_a_store_without_versions_is_no_trouble_at_a_hole(tmp_path: Path, s3: Sh
     chains.create_chain(CHAIN, ChainDocument((), 1, 1))
     refs = [archive.put(first, first + 9) for first in (1, 11, 21)]
     archive.store.delete(refs[1])
-    [hole] = verify_chain(archive.store, chains, CHAIN).problems
+    [hole] = verify_chains(archive.store, chains, [CHAIN])[0].problems
     assert hole.hint.startswith("the source may still hold them")
 
 
@@ -82,11 +82,11 @@ def test_a_delete_marker_in_a_hole_is_named_with_the_version_that_exists(tmp_pat
     [kept] = client.list_object_versions(Bucket=bucket, Prefix=refs[1].key)["Versions"]
     archive.store.delete(refs[1])
 
-    [hole] = verify_chain(archive.store, chains, CHAIN).problems
+    [hole] = verify_chains(archive.store, chains, [CHAIN])[0].problems
     assert hole.kind == "hole"
     assert f"a delete marker hides {refs[1].key}, of which version {kept['VersionId']} exists" in hole.hint
     assert hole.hint.index("delete marker") < hole.hint.index("the source may still hold them")
     [marker] = client.list_object_versions(Bucket=bucket, Prefix=refs[1].key)["DeleteMarkers"]
     assert marker["VersionId"] in hole.hint
     client.delete_object(Bucket=bucket, Key=refs[1].key, VersionId=marker["VersionId"])
-    assert verify_chain(archive.store, chains, CHAIN).problems == []
+    assert verify_chains(archive.store, chains, [CHAIN])[0].problems == []

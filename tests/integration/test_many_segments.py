@@ -124,7 +124,7 @@ def sound(_store: SegmentStore, segment: SegmentRef, *, deep: bool) -> Footer:
 
 def verified(count: int) -> verify.ChainReport:
     objects: Any = Endless(count, count // 1000)
-    return verify.verify_chain(SegmentStore(objects, LAYOUT), ChainStore(objects, LAYOUT), CHAIN)
+    return verify.verify_chains(SegmentStore(objects, LAYOUT), ChainStore(objects, LAYOUT), [CHAIN])[0]
 
 
 def verified_again(objects: Any) -> verify.ChainReport:

@@ -14,7 +14,7 @@ from common.errors import FloeError
 from common.jetstream.client import FloeClient
 from common.segments.documents import TargetPositions
 from compaction.retention import Retention, RetentionReport, RetentionRule
-from compaction.verify import verify_chain
+from compaction.verify import verify_chains
 from ingress.parked import State
 from ingress.replay.request import ReplayOptions
 from tests.integration.test_ingress_parked import check_all_once, kept, make, raise_limit, states, with_large
@@ -182,7 +182,7 @@ async def test_egress_goes_on_above_a_raised_floor_and_archives_nothing_below_it
     assert bench.chains.read_floor(chain) == 21
     await freeze(40)
     assert [str(ref.coverage) for ref in bench.refs(stream)] == ["21..30", "31..40"]
-    assert verify_chain(bench.store, bench.chains, chain).problems == []
+    assert verify_chains(bench.store, bench.chains, [chain])[0].problems == []
 
 
 # Replay and drill

@@ -16,7 +16,7 @@ from common.sequences import SequenceRange
 from compaction.plan import Planner, Waiting
 from compaction.run import Compaction, LocalRunner, Report, Selection
 from compaction.supersede import contained
-from compaction.verify import ChainReport, verify_chain
+from compaction.verify import ChainReport, verify_chains
 from tests.property.test_compaction_plan import POLICIES, SEGMENTS
 from tests.support.compaction import CHAIN, NOW, Archive, TestPolicy, plan, rows
 
@@ -93,7 +93,7 @@ def at_rest(archive: Archive, size: int) -> list[str]:
 
 def verified(archive: Archive, size: int, *, deep: bool) -> tuple[object, ...]:
     chains = ChainStore(archive.objects, archive.layout)
-    found = verify_chain(archive.store, chains, CHAIN, deep=deep, window=size)
+    found = verify_chains(archive.store, chains, [CHAIN], deep=deep, window=size)[0]
     return comparable(found)
 
 
