@@ -37,7 +37,7 @@ from tests.scenarios.world import TARGET, World
 from tests.support.basics import SharedS3, commands_of, soon
 from tests.support.browser import table_rows
 from tests.support.commands import Done, floe
-from tests.support.proxies import TcpProxy
+from tests.support.proxies import TcpProxy, silent_store
 
 pytestmark = pytest.mark.servers
 
@@ -501,19 +501,6 @@ VIEWS: tuple[tuple[int, tuple[str, ...]], ...] = (
 )
 
 
-@asynccontextmanager
-async def silent(s3: SharedS3, folder: Path) -> AsyncIterator[tuple[str, TcpProxy]]:
-    """A file of which the store takes connections and never answers."""
-    async with TcpProxy(urlsplit(s3.endpoint_url).port or 0) as line:
-        line.blackhole()
-        keys = {"access_key_id": s3.access_key, "secret_access_key": s3.secret_key}
-        store = {"url": f"s3://{s3.new_bucket()}", "endpoint_url": f"http://127.0.0.1:{line.port}", **keys}
-        config = folder / "central.yaml"
-        config.write_text(yaml.safe_dump({"store": store, "nats": {"connect_timeout": "300ms"}}))
-        config.chmod(0o600)
-        yield str(config), line
-
-
 def asked(config: str, command: tuple[str, ...]) -> list[str]:
     return [*command, config] if command[0] == "config" else [*command, "-c", config]
 
@@ -522,7 +509,7 @@ async def test_a_view_ends_where_the_store_never_answers_and_names_it(
     s3: SharedS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("common.objects.open.VIEW_TIMEOUT", 0.3)
-    async with silent(s3, tmp_path) as (config, line):
+    async with silent_store(s3, tmp_path, nats={"connect_timeout": "300ms"}) as (config, line):
         for code, command in VIEWS:
             done = await floe(*asked(config, command))
             said = done.out + done.err
@@ -533,7 +520,7 @@ async def test_a_view_ends_where_the_store_never_answers_and_names_it(
 
 @pytest.mark.timing
 async def test_a_view_ends_in_some_ten_seconds(s3: SharedS3, tmp_path: Path) -> None:
-    async with silent(s3, tmp_path) as (config, _):
+    async with silent_store(s3, tmp_path, nats={"connect_timeout": "300ms"}) as (config, _):
         began = time.monotonic()
         assert (await floe("status", "-c", config)).code == 75
         assert time.monotonic() - began < 15

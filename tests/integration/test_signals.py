@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -24,7 +23,7 @@ from tests.support.compaction import CHAIN, Archive, begun
 from tests.support.egress import Bench
 from tests.support.ingress import Archive as Melted
 from tests.support.ingress import Centre, rows_of
-from tests.support.proxies import TcpProxy
+from tests.support.proxies import silent_store
 
 pytestmark = pytest.mark.servers
 
@@ -182,16 +181,10 @@ async def test_compaction_under_spark_ends_in_order_while_it_merges(archive: Arc
 
 
 async def test_compaction_ends_though_the_store_never_answers(s3: SharedS3, tmp_path: Path) -> None:
-    async with TcpProxy(urlsplit(s3.endpoint_url).port or 0) as line:
-        line.blackhole()
-        keys = {"access_key_id": s3.access_key, "secret_access_key": s3.secret_key}
-        store = {"url": f"s3://{s3.new_bucket()}", "endpoint_url": f"http://127.0.0.1:{line.port}", **keys}
-        config = tmp_path / "central.yaml"
-        config.write_text(yaml.safe_dump({"store": store, "compaction": {"engine": "local"}}))
-        config.chmod(0o600)
+    async with silent_store(s3, tmp_path, compaction={"engine": "local"}) as (config, line):
         hurried = "import sys, compaction.cli; compaction.cli.SILENCE = 2.0; from floe import main; sys.exit(main())"
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", hurried, "compact", "-c", str(config), cwd=ROOT, stderr=asyncio.subprocess.PIPE
+            sys.executable, "-c", hurried, "compact", "-c", config, cwd=ROOT, stderr=asyncio.subprocess.PIPE
         )
         tether(process.pid)
         await soon(lambda: line.accepted > 0)

@@ -13,14 +13,18 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import TracebackType
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import yaml
+
 from infra.local.process import free_port
+from tests.support.basics import SharedS3
 
 CHUNK = 65536
 BOTH = ("up", "down")
@@ -429,3 +433,16 @@ def _operation(method: str, query: str) -> str:
         if method == known and name in names:
             return operation
     return method.lower()
+
+
+@asynccontextmanager
+async def silent_store(s3: SharedS3, folder: Path, **sections: object) -> AsyncIterator[tuple[str, TcpProxy]]:
+    """A configuration of which the store takes connections and never answers; `sections` stand beside `store`."""
+    async with TcpProxy(urlsplit(s3.endpoint_url).port or 0) as line:
+        line.blackhole()
+        keys = {"access_key_id": s3.access_key, "secret_access_key": s3.secret_key}
+        store = {"url": f"s3://{s3.new_bucket()}", "endpoint_url": f"http://127.0.0.1:{line.port}", **keys}
+        config = folder / "central.yaml"
+        config.write_text(yaml.safe_dump({"store": store, **sections}))
+        config.chmod(0o600)
+        yield str(config), line
