@@ -3,7 +3,6 @@
 import asyncio
 import json
 import keyword
-import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +37,7 @@ from common.errors import OutcomeUnknown, SegmentCorrupt, Unavailable, UsageErro
 from common.exits import DIFFERENCES, report
 from common.jetstream.headers import parse_block
 from common.logs import escaped
-from common.objects.local import sync
+from common.objects.local import replacing
 from common.objects.port import ObjectInfo
 from common.open import load_settings, open_store, open_view
 from common.segments.archive import Timeline, find_chain, read_cover, select_chains, span
@@ -204,14 +203,8 @@ def _replace(file: Path, text: str) -> None:
     with suppress(FileNotFoundError):
         if file.read_bytes() == text.encode():
             return
-    new = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        with new.open("wb") as opened:
-            opened.write(text.encode())
-            sync(opened)
-        new.replace(file)
-    finally:
-        new.unlink(missing_ok=True)
+    with replacing(file) as opened:
+        opened.write(text.encode())
     click.echo(escaped(f"{file}: written"), err=True)
 
 

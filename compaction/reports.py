@@ -9,8 +9,6 @@ What compaction does in between changes nothing, because sequences stay what the
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -32,6 +30,7 @@ from common.documents import JsonForm
 from common.errors import DataError, FloeError, UsageError
 from common.jetstream.headers import header
 from common.logs import get_logger
+from common.objects.local import replacing
 from common.objects.open import open_objects
 from common.objects.port import ObjectStore, sha256_of
 from common.segments.archive import search
@@ -82,16 +81,8 @@ class FolderPlace:
 
     def put(self, name: str, path: Path) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        new, folder = self._folder / f".{name}.new", os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)  # another run would write the same new file
-            shutil.copyfile(path, new)
-            with new.open("rb") as file:
-                os.fsync(file.fileno())
-            new.replace(self._folder / name)
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        with path.open("rb") as whole, replacing(self._folder / name) as file:
+            shutil.copyfileobj(whole, file)
 
 
 class BucketPlace:

@@ -129,6 +129,26 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` at the end of the block, at once and durably; not at all where that
+    raises. Processes take turns, so what one that was killed has left of a new file is written over. Raises OSError.
+    """
+    new, folder = path.with_name(f".{path.name}.new"), os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        try:
+            with new.open("wb") as file:
+                yield file
+                sync(file)
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
 def set_unique_time(path: Path) -> None:
     """Sets a modification time, precise to the millisecond, that no other version of the file has."""
     # The kernel's clock ticks every few milliseconds and inodes are used again, so two versions written one
