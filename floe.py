@@ -6,6 +6,7 @@ import importlib.util
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,12 +29,14 @@ COMMANDS = {
     "advisories": Entry("egress.advisories.cli:advisories", "Show who was seen when, from a stream of advisories."),
     "state": Entry("egress.sampling.cli:state", "Show what the sampler of a feed knows about its senders."),
     "segments": Entry("common.segments_cli:segments", "List, show and verify segments."),
+    "consumers": Entry("common.segments_cli:consumers", "Show where the consumers of a stream were."),
     "checkpoint": Entry("ingress.cli:checkpoint", "Show how far ingress has come."),
     "gap": Entry("ingress.operator.decisions_cli:gap", "List holes in the archive, and give them up."),
     "chain": Entry("ingress.operator.decisions_cli:chain", "Pause single chains, and have them carried again."),
     "parked": Entry("ingress.operator.parked_cli:parked", "Show and deliver messages that were too large."),
+    "restore": Entry("ingress.restore.cli:restore", "Bring a lost stream back from the archive as it was."),
     "replay": Entry("ingress.replay.cli:replay", "Put what the archive holds of a feed into a stream."),
-    "drill": Entry("ingress.replay.cli:drill", "Replay into a scratch stream, compare, and remove it."),
+    "drill": Entry("ingress.restore.cli:drill", "Bring back into a scratch stream, compare, and remove it."),
     "status": Entry("ingress.cli:status", "Show sites, chains and targets at a glance."),
     "watch": Entry("ingress.cli:watch", "The same, again and again."),
     "check": Entry("common.check_cli:check", "Say in one line whether a part works, for Nagios and cron."),
@@ -50,6 +53,12 @@ VIEWS = {"egress": "egress.status:site_view", "ingress": "ingress.operator.statu
 
 #: What `floe doctor` asks of a part that only that part knows.
 PROBES = {"target": "ingress.target:examine_target", "spark": "compaction.spark:examine_spark"}
+
+#: What `floe config check` asks of a part that only that part knows.
+CHECKED = {"contradictions": "ingress.preflight:contradictions"}
+
+#: Programs that a part starts and that only `infra` knows.
+PROGRAMS = {"server": "infra.local.nats:NatsServer"}
 
 #: Commands that a group of one part gets from another part.
 ADDED = {
@@ -78,6 +87,12 @@ class LazyGroup(click.Group):
 
         found = [CompletionItem(n, help=entry.help) for n, entry in COMMANDS.items() if n.startswith(incomplete)]
         return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # before a command began, or of one that does not end by itself
+            ctx.exit(130)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -122,7 +137,8 @@ def cli(ctx: click.Context, config: str | None, debug: bool) -> None:  # noqa: A
 
     The configuration is -c FILE, else FLOE_CONFIG, else /etc/floe/floe.yaml.
     """
-    ctx.obj = {section: functools.partial(_load, target) for section, target in (VIEWS | PROBES).items()}
+    hooks = VIEWS | PROBES | CHECKED | PROGRAMS
+    ctx.obj = {section: functools.partial(_load, target) for section, target in hooks.items()}
 
 
 def main() -> None:
@@ -133,7 +149,7 @@ def main() -> None:
     # Meant for egress alone, which takes it; sent to another command it would end it without a word.
     signal.signal(signal.SIGUSR1, lambda *_: None)
     _refuse_foreign_common()
-    from common.exits import end_with
+    from common.exits import INTERRUPTED, end_with
     from common.lean import without
 
     words = _words(sys.argv[1:])
@@ -141,12 +157,19 @@ def main() -> None:
         without("pandas")
     if words[:2] in (["egress", "run"], ["ingress", "run"]):
         without("rich")
+    if not sys.warnoptions:  # a second Ctrl-C leaves coroutines that nobody awaits any more
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     code = 0
     try:
         with end_with():
             cli(prog_name="floe")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    if code == INTERRUPTED:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends already
+        if words[:1] == ["check"]:  # while it was loaded
+            click.echo("UNKNOWN - interrupted before it was known")
+            code = 3
     _leave(code)
 
 

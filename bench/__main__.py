@@ -6,9 +6,10 @@ from bench.archive import BENCHES as ARCHIVE
 from bench.egress import BENCHES as EGRESS
 from bench.harness import Bench, report, save
 from bench.ingress import BENCHES as INGRESS
+from bench.restore import BENCHES as RESTORE
 from bench.sampling import BENCHES as SAMPLING
 
-BENCHES: list[Bench] = [*EGRESS, *SAMPLING, *INGRESS, *ARCHIVE]
+BENCHES: list[Bench] = [*EGRESS, *SAMPLING, *INGRESS, *ARCHIVE, *RESTORE]
 
 
 @click.command()

@@ -6,6 +6,9 @@ with at most 20 LISTs at the start of a session and one before each put.
 `compaction.plan_1m`: from the listings of 1,000 chains to what is merged of their 1,000,000 segments, as a run of
 compaction does it, below 1 GB.
 `compaction.merge`: inputs to a verified output, beside pyarrow reading and writing the same rows.
+`compaction.spark`: four such outputs by `local[2]` of Spark, beside the same merges one after the other on one core;
+without the start of the session and of its Python processes.
+`memory.merge.small`, `memory.merge.large`: the peak of a process that merges 0.2 and 4 GB of rows.
 `replay.bytes_read`: bytes read to replay 1 % of the time of 10,000 segments, over all their bytes.
 `query.time_1pct`: the same that Spark reads for a query of all columns.
 `compaction.stored.*`: stored bytes per message of an emulated fleet after one merge, beside those before it.
@@ -17,13 +20,16 @@ over the pages of a listing, not a server's.
 import asyncio
 import bisect
 import gc
+import json
 import os
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import overload
 
@@ -37,6 +43,7 @@ from common.errors import Unavailable
 from common.jetstream.api import create_stream, stream_info
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectInfo
+from common.open import open_store
 from common.segments.columns import record_batch
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.segments.keys import Layout, SegmentName
@@ -49,9 +56,9 @@ from common.service.progress import Teller
 from common.settings.loader import parse
 from common.tasks import Stop
 from compaction.failures import Failure
-from compaction.merge import COMPRESSION_LEVEL, merge
+from compaction.merge import COMPRESSION_LEVEL, Merged, merge
 from compaction.plan import Output
-from compaction.run import Compaction, Selection
+from compaction.run import Compaction, LocalRunner, Runner, Selection, merge_one
 from egress.archive import Archive
 from infra.emulator import SUBJECT
 from infra.fleet import Fleet, read_facts
@@ -181,7 +188,8 @@ class ManyChains:
 
     def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> list[ObjectInfo]:
         if prefix == LAYOUT.documents_prefix():
-            return [ObjectInfo(LAYOUT.chain_document(chain), 1, 1.0, "e") for chain in self.chains]
+            infos = [ObjectInfo(LAYOUT.chain_document(chain), 1, 1.0, "e") for chain in self.chains]
+            return [info for info in infos if info.key > start_after][:limit]
         if prefix.endswith("/partition=0/"):
             prefix += "level=0/"
         chain = self._chains.get(prefix)
@@ -234,12 +242,13 @@ def planned() -> Figure:
 INPUTS, INPUT_ROWS = 8, 50_000
 
 
-def inputs(store: SegmentStore) -> list[SegmentRef]:
+def inputs(store: SegmentStore, count: int = INPUTS, chain: Chain = CHAIN) -> list[SegmentRef]:
     bodies = payloads()
-    return [_segment(store, SequenceRange(n * INPUT_ROWS + 1, (n + 1) * INPUT_ROWS), bodies) for n in range(INPUTS)]
+    ranges = [SequenceRange(n * INPUT_ROWS + 1, (n + 1) * INPUT_ROWS) for n in range(count)]
+    return [_segment(store, chain, coverage, bodies) for coverage in ranges]
 
 
-def _segment(store: SegmentStore, coverage: SequenceRange, bodies: list[bytes]) -> SegmentRef:
+def _segment(store: SegmentStore, chain: Chain, coverage: SequenceRange, bodies: list[bytes]) -> SegmentRef:
     sequences = list(range(coverage.first, coverage.last + 1))
     times = [1_700_000_000_000_000_000 + s for s in sequences]
     values = [bodies[s % len(bodies)] for s in sequences]
@@ -248,8 +257,12 @@ def _segment(store: SegmentStore, coverage: SequenceRange, bodies: list[bytes]) 
     raw = sum(map(len, values)) + sum(map(len, subjects))
     writer = SegmentWriter(store.new_spool(), level=0, compression_level=1)
     writer.append(batch)
-    footer = Footer(CHAIN, 0, coverage, INPUT_ROWS, Ledger(), raw, times[0], times[-1], None, "bench")
-    return store.put(writer.finish(footer))
+    footer = Footer(chain, 0, coverage, INPUT_ROWS, Ledger(), raw, times[0], times[-1], None, "bench")
+    spooled = writer.finish(footer)
+    try:
+        return store.put(spooled)
+    finally:
+        spooled.path.unlink()
 
 
 def plain_copy(paths: list[Path], target: Path) -> float:
@@ -322,6 +335,76 @@ def stored_bytes(nodes: int) -> Figure:
     _, before, after = stored(nodes)
     name = f"compaction.stored.{nodes}"
     return Figure(name, round(after, 1), "B/message", round(before, 1), round(after / before, 3))
+
+
+OUTPUTS = 4
+
+
+def spark_rate() -> Figure:
+    from tests.support.spark import SharedSpark  # starts Java
+
+    with tempfile.TemporaryDirectory(prefix="floe-bench-") as name:
+        folder = Path(name)
+        settings = parse(f"store: {{url: 'file://{folder}/store'}}\nspool_dir: '{folder}/spool'\n", "bench")[0]
+        store, spark = open_store(settings), SharedSpark(settings)
+        chains = [Chain("bench", f"BENCH_{number}") for number in range(OUTPUTS)]
+        outputs = [Output(1, tuple(inputs(store, INPUTS, chain))) for chain in chains]
+        raw = sum(store.footer(ref).raw_bytes for output in outputs for ref in output.inputs) / 1e6
+
+        def rate(runner: Runner) -> float:
+            started = time.perf_counter()
+            made = runner.map(merge_one, outputs)
+            elapsed = time.perf_counter() - started
+            for each in made:
+                assert isinstance(each, Merged), each
+                store.delete(each.ref)
+            return raw / elapsed
+
+        def on_one_core() -> float:
+            before = os.sched_getaffinity(0)
+            os.sched_setaffinity(0, {min(before)})  # this thread, and those that it starts: a merge reads ahead in one
+            try:
+                return rate(LocalRunner(store))
+            finally:
+                os.sched_setaffinity(0, before)
+
+        for _ in range(2):
+            rate(spark)  # starts the Python processes, then has Java compile what it runs often
+        return paired("compaction.spark", "MB/s raw", floor=on_one_core, value=lambda: rate(spark))
+
+
+MERGES = {"small": 4, "large": 80}  # inputs of about 50 MB raw
+
+
+@cache
+def merge_peak(size: str) -> float:
+    """The most MB of a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="floe-bench-") as folder:
+        store = SegmentStore(LocalObjects(Path(folder)), Layout("data"))
+        refs = inputs(store, MERGES[size])
+        raw = sum(store.footer(ref).raw_bytes for ref in refs)
+        store.close()
+        words = [sys.executable, "-m", "bench.archive", folder]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        found = json.loads(done.stdout)
+        assert found["raw_bytes"] == raw, found
+        return float(found["peak"])
+
+
+def merged_alone(folder: Path) -> None:
+    """Merge all segments of the bench in this process; its peak in MB as JSON on stdout."""
+    store = SegmentStore(LocalObjects(folder), Layout("data"))
+    merged = merge(store, Output(1, tuple(store.list(CHAIN, level=0))))
+    print(json.dumps({"peak": round(_resident("VmHWM"), 1), "raw_bytes": merged.raw_bytes}))
+
+
+def small_merge() -> Figure:
+    return Figure("memory.merge.small", merge_peak("small"), "MB")
+
+
+def large_merge() -> Figure:
+    small, large = merge_peak("small"), merge_peak("large")
+    return Figure("memory.merge.large", large, "MB", floor=small, ratio=round(large / small, 3))
 
 
 SMALL, SMALL_ROWS, PAYLOAD = 10_000, 50, 1000
@@ -420,5 +503,11 @@ BENCHES = [
     Bench("query.time_1pct", "1", "value <= 0.03", queried),
     Bench("compaction.plan_1m", "s", "value <= 20", planned),
     *(Bench(f"compaction.stored.{n}", "B/message", "ratio <= 0.8", partial(stored_bytes, n)) for n in FLEETS),
-    Bench("compaction.merge", "MB/s raw", "ratio >= 0.6", merge_rate),
+    Bench("compaction.merge", "MB/s raw", "ratio >= 0.85", merge_rate),
+    Bench("compaction.spark", "MB/s raw", "ratio >= 1.4", spark_rate),
+    Bench("memory.merge.small", "MB", "value <= 600", small_merge),
+    Bench("memory.merge.large", "MB", "ratio <= 1.15, value <= 600", large_merge),
 ]
+
+if __name__ == "__main__":
+    merged_alone(Path(sys.argv[1]))

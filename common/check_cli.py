@@ -162,6 +162,8 @@ def check_command(
                 result = fn(load_settings(config, quiet=True), **options)
             except FloeError as error:
                 result = CheckResult("", problems=[(CheckState.UNKNOWN, f"{error.code}: {error.message}")])
+            except KeyboardInterrupt:
+                result = CheckResult("", problems=[(CheckState.UNKNOWN, "interrupted before it was known")])
             except Exception as error:  # a monitor must hear of it, whatever it is
                 result = CheckResult("", problems=[(CheckState.UNKNOWN, f"{type(error).__name__}: {error}")])
             if as_json:
@@ -236,19 +238,25 @@ def check_archive(
     from common.clock import SystemClock
     from common.open import open_view
     from common.segments.archive import select_chains
-    from common.segments.keys import configured
+    from common.segments.keys import configured, parse
 
     store, documents = open_view(settings)
     with closing(store):
-        feeds = configured(settings)
+        feeds, said = configured(settings), _sightings(documents, SystemClock().now())
         if what is not None:
             refuse_beside(what, {"site": site})
-            chains = select_chains(documents, what, feeds)
+            chains = select_chains(documents, what, {*feeds, *((chain.site, chain.feed) for chain in said)})
         else:
             found = documents.chains(site or settings.site or None)
             chains = [each for each in found if not feeds or (each.site, each.feed) in feeds]
-        said = _sightings(documents, SystemClock().now())
-        return judge_archive([_look(store, documents, chain, said) for chain in chains], warning, critical)
+        looked = [_look(store, documents, chain, said) for chain in chains]
+        wanted = parse(what) if what is not None else (site or settings.site or None, None, None, None)
+        for chain in said.keys() - set(chains):  # a feed may stop before anything of it is archived
+            parts = chain.site, chain.feed, chain.incarnation, chain.partition
+            is_meant = all(part in (None, own) for part, own in zip(wanted, parts, strict=True))
+            if is_meant and (what is not None or not feeds or parts[:2] in feeds):
+                looked += [CheckedChain(chain, egress=said[chain])] if said[chain].sign.state == "stopped" else []
+        return judge_archive(looked, warning, critical)
 
 
 # What a monitor says
@@ -289,8 +297,9 @@ def judge_egress(document: Mapping[str, Any], expiry: float, warning: float, cri
         of = re.sub(r" \(worker \d+\)$", "", name.removeprefix("egress "))
         if "stream" in part and (of not in feeds or part.get("state") != "standby"):
             feeds[of] = part
-    ends = [(part.get("source_last"), part.get("end")) for part in feeds.values()]
-    behind = sum(max(0, last - end) for last, end in ends if last is not None and end is not None)
+    # What the stream had before the chain begins is not owed.
+    ends = [(each.get("source_last"), each.get("end"), each.get("first", 1) - 1) for each in feeds.values()]
+    behind = sum(max(0, last - max(end, out)) for last, end, out in ends if last is not None and end is not None)
     stopped = [f"{name}: {part.get('code')}" for name, part in feeds.items() if part.get("state") == "stopped"]
     result = CheckResult(f"{counted(len(feeds), 'chain')}, {counted(behind, 'sequence')} not archived", [
         CheckFigure("chains", len(feeds)),
@@ -384,8 +393,10 @@ def judge_archive(found: list[CheckedChain], warning: float, critical: float) ->
 
 
 def _sightings(documents: ChainStore, now: float) -> dict[Chain, Sighting]:
-    """What egress says of itself, by chain with its incarnation; nothing where that may not be read."""
-    from common.segments.alive import Sighting, newest
+    """What egress says of itself, by chain with its incarnation; nothing where that may not be read. A stop that a
+    live process tells counts whatever another process of the same partition says.
+    """
+    from common.segments.alive import LATEST, Sighting, newest
 
     found: list[Sighting] = []
     with suppress(Refused):
@@ -393,7 +404,8 @@ def _sightings(documents: ChainStore, now: float) -> dict[Chain, Sighting]:
             if (alive := documents.read_alive(info.key)) is not None:
                 age = max(0.0, now - info.modified)
                 found += [Sighting(sign, info.modified, age, alive.time) for sign in alive.chains]
-    return {each.sign.chain: each for each in newest(found).values()}
+    stops = [each for each in found if each.sign.state == "stopped" and each.age <= LATEST]
+    return {each.sign.chain: each for each in {**newest(found), **newest(stops)}.values()}
 
 
 def _look(store: SegmentStore, documents: ChainStore, chain: Chain, said: Mapping[Chain, Sighting]) -> CheckedChain:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from common.migration.write import File, Imported
     from common.settings.loader import ConfigDocument
 
+#: Loads what only one part knows: `contradictions` of `floe.CHECKED`.
+Parts = Mapping[str, Callable[[], Any]]
+
 
 @click.group()
 def config() -> None:
@@ -27,8 +31,9 @@ def config() -> None:
 @click.option("--strict", is_flag=True, help="What is warned of is an error, too.")
 @click.option("--connect", is_flag=True, help="Connect to NATS and the store, too.")
 @json_option
+@click.pass_obj
 @run_command
-def check(file: str, strict: bool, connect: bool, as_json: bool) -> int:
+def check(parts: Parts, file: str, strict: bool, connect: bool, as_json: bool) -> int:
     """Check all documents of FILE; touches neither NATS nor the store, unless with --connect.
 
     Exit 78 where something is wrong; each problem is a line `file:line:column: key: what`. A document whose
@@ -41,7 +46,7 @@ def check(file: str, strict: bool, connect: bool, as_json: bool) -> int:
     Example: floe config check /etc/floe/site.yaml
              floe config check --connect /etc/floe/site.yaml
     """
-    documents, errors, loops = _check(file)
+    documents, errors, loops = _check(file, parts)
     warnings = list(dict.fromkeys([*(warning for each in documents for warning in each.warnings), *loops]))
     if strict and warnings:
         errors, documents, warnings = [*errors, ConfigError(*warnings, code="E-CONFIG-STRICT")], [], []
@@ -68,14 +73,16 @@ def check(file: str, strict: bool, connect: bool, as_json: bool) -> int:
 
 def _tried(documents: list[ConfigDocument]) -> list[tuple[str, FloeError | None]]:
     """Each connection of the documents, and why it cannot be made."""
+    from common import logs
     from common.doctor import connections
 
+    logs.configure("critical")  # what the connections log is in what is shown
     found = [each for document in documents for each in run_async(connections(document.settings))]
     return [(each.name, each.error) for each in found]
 
 
-def _check(file: str) -> tuple[list[ConfigDocument], list[ConfigError], list[str]]:
-    from common.settings.loader import note_loops, note_unbuilt, read_documents
+def _check(file: str, parts: Parts) -> tuple[list[ConfigDocument], list[ConfigError], list[str]]:
+    from common.settings.loader import add_combinations, note_loops, note_unbuilt, read_documents
     from common.settings.yaml import ConfigFileError, Problems
 
     try:
@@ -85,10 +92,13 @@ def _check(file: str) -> tuple[list[ConfigDocument], list[ConfigError], list[str
     errors: list[ConfigError] = []
     refused: list[str] = []
     for document in documents:
-        unbuilt, loops = Problems(document.name), Problems(document.name)
-        note_unbuilt(document, unbuilt)
+        wrong, loops = Problems(document.name), Problems(document.name)
+        note_unbuilt(document, wrong)
+        if any(target.create for target in document.settings.ingress.targets):
+            found = parts["contradictions"]()(document.settings.ingress)
+            add_combinations((), found, document.root, wrong)
         note_loops(document, loops)
-        errors += [ConfigFileError(unbuilt)] if unbuilt else []
+        errors += [ConfigFileError(wrong)] if wrong else []
         refused += [f"{problem}; every command that runs it refuses it" for problem in loops]
     return documents, errors, refused
 

@@ -6,28 +6,36 @@ remove. It never raises a FloeError: what cannot be examined is a finding too.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import shlex
 import shutil
+import socket
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, closing, suppress
+from contextlib import aclosing, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
 from common.objects.port import Governed
+from common.tasks import end
 
 if TYPE_CHECKING:
     from common.chain import Chain
     from common.clock import Clock
+    from common.jetstream.client import FloeClient
     from common.objects.port import LifecycleRule, ObjectStore
-    from common.settings.root import Settings
+    from common.settings.root import Settings, StoreSettings
     from common.settings.service import NatsSettings
+
+T = TypeVar("T")
 
 ROLES = ("egress", "ingress", "compaction")
 
@@ -43,6 +51,8 @@ CHECKS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 MOST_WAIT = 6.0  # seconds to connect, whatever `connect_timeout` is: what is frozen is given up within half a minute
+NO_JETSTREAM = ("E-JS-10039", "E-JS-10076")  # not for this account, not on this server
+MOST_LOOKUP = 8.0  # seconds for the resolver, where what needs it has not ended either; glibc gives up after 10
 MOST_SKEW = 60.0  # seconds between two clocks
 WRITERS = 8  # that put one key at the same time
 MOST_TAILS = 1000  # chains that are looked at for the layout: one request
@@ -148,11 +158,27 @@ class Connected:
 
 async def connections(settings: Settings) -> list[Connected]:
     """Connects to NATS as each role with a service, and to the store."""
-    import asyncio
-
     roles = [role for role in roles_of(settings) if role != "compaction"]
-    asked = [_connected(settings, role) for role in roles]
-    return await asyncio.gather(*asked, asyncio.to_thread(_store_connected, settings))
+    return await asyncio.gather(*(_connected(settings, role) for role in roles), _store_reached(settings))
+
+
+async def jetstream_account(client: FloeClient) -> dict[str, Any] | None:
+    """What JetStream says of the account; None where the user may not ask, which no role needs.
+
+    Raises ConfigError where there is none for it, Unavailable and OutcomeUnknown where that is not known.
+    """
+    from common.jetstream.api import ask
+    from common.jetstream.requests import NOBODY, ApiError
+
+    try:
+        return await ask(client, "INFO")
+    except Refused:
+        return None
+    except (Unavailable, ApiError) as error:
+        if error.code not in (NOBODY, *NO_JETSTREAM):
+            raise Unavailable(error.message, hint=error.hint, code=error.code) from error
+        todo = "enable JetStream for the account, or correct nats.jetstream_domain; it is shown by\nnats account info"
+        raise ConfigError(f"no JetStream: {error.message}", hint=todo, code=error.code) from error
 
 
 def promptly(nats: NatsSettings) -> NatsSettings:
@@ -160,28 +186,97 @@ def promptly(nats: NatsSettings) -> NatsSettings:
     return nats.model_copy(update={"connect_timeout": min(nats.connect_timeout, MOST_WAIT)})
 
 
+async def resolved(nats: NatsSettings) -> NatsSettings:
+    """The same connection as `promptly`, without servers whose names the resolver says nothing of.
+
+    Not left to who connects: the end of an event loop waits for a look-up of its own, however long that takes.
+    Raises Unavailable where no server is left, else as `with_context`.
+    """
+    from common.jetstream.context import with_context
+
+    nats = promptly(with_context(nats))
+    async with _lookups(*nats.url) as lookups:
+        await asyncio.wait(lookups.values(), timeout=nats.connect_timeout)
+        if known := tuple(url for url in nats.url if lookups[url].done()):
+            return nats.model_copy(update={"url": known})
+    raise _unresolved("nats.url", nats.url, nats.connect_timeout)
+
+
+async def while_resolved(store: StoreSettings, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. Raises Unavailable where after MOST_LOOKUP seconds neither that nor an answer of the
+    resolver is there: a call in a thread goes on.
+    """
+    address = store.endpoint_url or f"https://s3.{store.region}.amazonaws.com"
+    is_remote = not store.url.startswith("file:")
+    doing = asyncio.ensure_future(work)
+    async with _lookups(*([address] if is_remote else [])) as lookups:
+        await asyncio.wait([doing], timeout=MOST_LOOKUP if is_remote else None)
+        if doing.done() or all(each.done() for each in lookups.values()):
+            return await doing
+    await end(doing)
+    raise _unresolved("store.endpoint_url", [address], MOST_LOOKUP)
+
+
+@asynccontextmanager
+async def _lookups(*addresses: str) -> AsyncIterator[dict[str, asyncio.Task[None]]]:
+    """A task for each address, done once the resolver has said something of its host. Leaves threads behind."""
+    from common.service.process import Threads
+
+    threads = Threads("lookup", len(addresses) or 1)
+
+    async def look_up(address: str) -> None:
+        host = urlsplit(address).hostname
+        with suppress(ValueError):  # an address needs no resolver, and a busy host no thread for it
+            ip_address(host or "")
+            return
+        with suppress(OSError, UnicodeError):  # who connects says so
+            await threads.run(socket.getaddrinfo, host, None)
+
+    tasks = {address: asyncio.create_task(look_up(address)) for address in addresses}
+    try:
+        yield tasks
+    finally:
+        threads.close()
+        await end(*tasks.values())
+
+
+def _unresolved(key: str, addresses: Sequence[str], seconds: float) -> Unavailable:
+    names = ", ".join(str(urlsplit(address).hostname) for address in addresses)
+    hint = f"look at this host's resolver (/etc/resolv.conf), or have {key} name an address that needs none"
+    return Unavailable(f"{names}: not resolved, the resolver gives no answer within {seconds:g} s", hint=hint)
+
+
 async def _connected(settings: Settings, role: str) -> Connected:
     from common.jetstream.client import connect
 
-    nats = promptly(settings.nats_for("egress" if role == "egress" else "ingress"))
+    nats = settings.nats_for("egress" if role == "egress" else "ingress")
     name = f"nats ({role}) {nats.context or ', '.join(nats.url)}"
     try:
-        async with aclosing(await connect(nats, name="floe config check")):
+        async with aclosing(await connect(await resolved(nats), name="floe config check")) as client:
+            await jetstream_account(client)
             return Connected(name)
     except FloeError as error:
         return Connected(name, error)
 
 
-def _store_connected(settings: Settings) -> Connected:
+async def _store_reached(settings: Settings) -> Connected:
+    from common.service.process import Threads
+
+    threads = Threads("connect", 1)
+    try:
+        await while_resolved(settings.store, threads.run(_list_once, settings))
+    except FloeError as error:
+        return Connected(f"store {settings.store.url}", error)
+    finally:
+        threads.close()
+    return Connected(f"store {settings.store.url}")
+
+
+def _list_once(settings: Settings) -> None:
     from common.objects.open import VIEW_TIMEOUT, open_objects
 
-    name = f"store {settings.store.url}"
-    try:
-        objects = open_objects(settings.store, timeout=max(VIEW_TIMEOUT, promptly(settings.nats).connect_timeout))
-        objects.list(_listed(settings, roles_of(settings))[0], limit=1)
-    except FloeError as error:
-        return Connected(name, error)
-    return Connected(name)
+    objects = open_objects(settings.store, timeout=max(VIEW_TIMEOUT, promptly(settings.nats).connect_timeout))
+    objects.list(_listed(settings, roles_of(settings))[0], limit=1)
 
 
 def _listed(settings: Settings, roles: Collection[str]) -> tuple[str, ...]:

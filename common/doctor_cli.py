@@ -21,13 +21,15 @@ from common.doctor import (
     examine_store,
     failed,
     is_bad,
-    promptly,
+    jetstream_account,
+    resolved,
     roles_of,
     skipped,
     warns,
     well,
+    while_resolved,
 )
-from common.errors import FloeError, Refused, Unavailable
+from common.errors import ConfigError, FloeError, Refused, Unavailable
 from common.logs import escaped
 
 if TYPE_CHECKING:
@@ -102,7 +104,7 @@ async def examine(settings: Settings, roles: Collection[str], probes: Probes) ->
 
     examined, threads = tuple(roles) or roles_of(settings), Threads("doctor", THREADS)
     work: list[Coroutine[Any, Any, list[DoctorFinding]]] = [
-        threads.run(examine_store, settings, examined, SystemClock()),
+        _examine_store(settings, threads.run(examine_store, settings, examined, SystemClock())),
         *(_examine_nats(settings, "egress", probes) for role in examined if role == "egress"),
         *(_examine_nats(settings, "ingress", probes) for role in examined if role == "ingress"),
         threads.run(examine_disk, settings, examined),
@@ -118,15 +120,22 @@ async def examine(settings: Settings, roles: Collection[str], probes: Probes) ->
     return Examination(examined, tuple(sorted(found, key=lambda each: order.index(each.part))))
 
 
+async def _examine_store(settings: Settings, work: Coroutine[Any, Any, list[DoctorFinding]]) -> list[DoctorFinding]:
+    try:
+        return await while_resolved(settings.store, work)
+    except FloeError as error:
+        return [failed("store", "connection", error)]
+
+
 # NATS
 
 
 async def _examine_nats(settings: Settings, role: Role, probes: Probes) -> list[DoctorFinding]:
     from common.jetstream.client import connect
 
-    nats = promptly(settings.nats_for(role))
+    nats = settings.nats_for(role)
     try:
-        client = await connect(nats, name=f"floe doctor ({role})")
+        client = await connect(await resolved(nats), name=f"floe doctor ({role})")
     except FloeError as error:
         return [failed("nats", "connection", error)]
     where = f"as {role} to {nats.context or ', '.join(nats.url)}"
@@ -174,22 +183,17 @@ def _version(client: FloeClient) -> DoctorFinding:
 
 async def _account(client: FloeClient) -> dict[str, Any] | DoctorFinding:
     """What JetStream says of the account, or why it does not."""
-    from common.jetstream.api import ask
-    from common.jetstream.requests import NOBODY
-
     try:
-        return await ask(client, "INFO")
-    except Refused:
-        subject = client.api_subject("INFO")
-        return skipped("nats", "jetstream", f"limits are not told: no right to ask {subject}, which no role needs")
-    except Unavailable as error:
-        if error.code != NOBODY:
-            return failed("nats", "jetstream", error)
+        found = await jetstream_account(client)
+    except ConfigError as error:
         meaning = "there is no JetStream here for this account, or none of this domain or prefix: nothing can work"
-        todo = "enable JetStream for the account, or correct nats.jetstream_domain; it is shown by\nnats account info"
-        return is_bad("nats", "jetstream", f"{error.code}: {error.message}", meaning, todo)
-    except FloeError as error:  # such as: JetStream is not enabled for this account
+        return failed("nats", "jetstream", error, meaning)
+    except FloeError as error:
         return failed("nats", "jetstream", error)
+    if found is not None:
+        return found
+    subject = client.api_subject("INFO")
+    return skipped("nats", "jetstream", f"limits are not told: no right to ask {subject}, which no role needs")
 
 
 def _limits(account: Mapping[str, Any]) -> DoctorFinding:
@@ -241,6 +245,9 @@ async def _rights(client: FloeClient, settings: Settings, role: Role) -> DoctorF
         for name in sorted(streams)
         for call in ("CREATE", "INFO", "MSG.NEXT", "DELETE")
     ]
+    captured = {feed.stream for feed in settings.egress.feeds if feed.consumers_period} & streams
+    lists = [f"CONSUMER.LIST.{name}" for name in sorted(captured)]
+    calls += lists
     calls += [f"STREAM.{call}.KV_{bucket}" for bucket in buckets for call in ("INFO", "MSG.GET", "CREATE")]
     calls += [f"STREAM.CREATE.{name}" for name in sorted(made)]
     refused: list[str] = []
@@ -265,14 +272,19 @@ async def _rights(client: FloeClient, settings: Settings, role: Role) -> DoctorF
             pass
     if not refused:
         return well("nats", "rights", f"{len(calls) + len(buckets)} requests of {role} were let pass")
+    is_warning = set(refused) <= {client.api_subject(call) for call in lists}
     meaning = f"{role} needs them, and stops with E-NATS-PERMISSION"
+    if is_warning:
+        meaning = "consumers are not captured, so a restore of the stream does not bring them back; all else works"
     first = sorted(streams | targets)[:1]
     names = [f"{'stream' if role == 'egress' else 'target'}={name}" for name in first]
     names += [f"state_bucket={section.state_bucket}", f"lease_bucket={section.lease_bucket}"]
     names += [f"domain={section.nats.jetstream_domain}"] if section.nats.jetstream_domain else []
     command = shlex.join(["python", "-m", "infra.rights", "rights", *names])
     todo = f"grant them to the user; the files with the rights of each role:\n{command}"
-    return is_bad("nats", "rights", f"refused: {', '.join(refused)}", meaning, todo)
+    if is_warning:
+        todo = f"set capture_consumers: never, or {todo}"
+    return (warns if is_warning else is_bad)("nats", "rights", f"refused: {', '.join(refused)}", meaning, todo)
 
 
 async def _stream(client: FloeClient, name: str) -> DoctorFinding:

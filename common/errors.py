@@ -154,7 +154,7 @@ def certificate_hint(said: str, address: str, server: str) -> str:
     """What to do about the certificate of `server` that OpenSSL did not believe, as it `said`; empty where
     its authority is not known, or something else. `address`: the key that names the server.
     """
-    if "mismatch" in said or "not valid for" in said:
+    if any(words in said for words in ("mismatch", "not valid for", "doesn't match", "no appropriate subjectAltName")):
         return f"have {address} name the {server} as its certificate does"
     if "expired" in said or "not yet valid" in said:
         return f"renew the certificate of the {server}, or set the clock that is wrong"

@@ -24,6 +24,7 @@ def slim() -> None:
     254.
     """
     without("pandas")
+    without("numpy")
     if sys.platform == "linux":
         os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "jemalloc")
 
@@ -32,6 +33,7 @@ def without(package: str) -> None:
     """Hides `package` from imports, unless it is loaded already; libraries that use it optionally then do without it.
 
     `pandas`: for every command except those that start Spark; pyarrow would import it needlessly, which costs half a
-    second and 40 to 50 MB. `rich`: for services, where structlog would import it; commands show tables with it.
+    second and 40 to 50 MB. `numpy`: for services, likewise 13 MB; a restore needs it. `rich`: for services, where
+    structlog would import it; commands show tables with it.
     """
     sys.meta_path.insert(0, _Without(package))

@@ -79,9 +79,10 @@ class LeaseWatcher:
 
     `woken` is set when there is a reason to look; `released` holds the keys that became free.
 
-    `taken` collects the keys that were written; its reader empties it. `is_missed`: the reason concerns every lease:
-    members changed, or nothing was heard for a while. `members`: the member keys that are known already, so that their
-    renewals wake no task.
+    `taken` collects the keys that were written; its reader empties it. `yields_until`: a lease time behind the last
+    time that the connection came back or the bucket was gone (monotonic seconds). `is_missed`: the reason concerns
+    every lease: members changed, or nothing was heard for a while. `members`: the member keys that are known already,
+    so that their renewals wake no task.
     """
 
     def __init__(self, leases: Leases, client: FloeClient, pattern: str, prefix: str, keys: Collection[str]) -> None:
@@ -89,6 +90,7 @@ class LeaseWatcher:
         self._pattern, self._prefix, self.woken = pattern, prefix, asyncio.Event()
         self.released: set[str] = set()
         self.taken: set[str] = set()
+        self.yields_until = 0.0
         self.members: set[str] = set()
         self.is_missed = False
 
@@ -154,7 +156,12 @@ class LeaseWatcher:
 
     def _on_connection(self, is_up: bool) -> None:
         if is_up:
+            self.on_loss()
             self.wake(at_all=True)
+
+    def on_loss(self) -> None:
+        """What the bucket holds now may not be what it held."""
+        self.yields_until = self._leases.clock.monotonic() + self._leases.ttl
 
 
 def fair_share(chains: int, members: int) -> int:
@@ -193,7 +200,7 @@ class LeaseSlot:
 
     `lease`: what this member holds, from the moment it is acquired until `vacate`. `rests_until`: it was given back,
     and is not taken again before (monotonic seconds). `offered`: it was acquired, and `occupy` has not returned it yet.
-    `holder`: who else had it when it was asked for; None: no other owner.
+    `holder`: who else was seen to have it last; None: no other owner.
     """
 
     def __init__(self, key: str, told: Told, vacated: Callable[[LeaseSlot, bool], None]) -> None:
@@ -295,6 +302,11 @@ class LeaseGroup:
         self._slots[key] = LeaseSlot(key, told, self._vacated)
         return self._slots[key]
 
+    async def claim(self, slot: LeaseSlot) -> Lease | None:
+        """The lease once more, for what a drain left; None where another member has it. Raises as the bucket does."""
+        slot.lease = await self._leases.acquire(slot.key)
+        return slot.lease
+
     async def retire(self, slot: LeaseSlot) -> None:
         """This process does not work on this key any more; the key still counts for the fair share."""
         self._slots.pop(slot.key, None)
@@ -359,6 +371,8 @@ class LeaseGroup:
             await self._members.join()
             found = await self._members.listed()
         except NO_ANSWER as error:
+            if isinstance(error, BucketGone):
+                self._watcher.on_loss()
             self._fails(error)
             return False
         if self._failure:
@@ -400,8 +414,9 @@ class LeaseGroup:
     async def _try(self, slot: LeaseSlot) -> None:
         try:
             if (lease := await self._ask(slot)) is None:
-                slot.holder = await self._leases.holder(slot.key)
-                slot.told.standby(slot.holder)
+                holder = await self._leases.holder(slot.key)
+                slot.told.standby(holder)
+                slot.holder = holder or slot.holder
                 return
         except NO_ANSWER as error:
             slot.told.waits(error)
@@ -416,13 +431,21 @@ class LeaseGroup:
         """None where the lease is not free, or this member may not take it now."""
         # Given back just now, and no other member has had it since.
         rests = self._clock.monotonic() < slot.rests_until and slot.key not in self._watcher.taken
-        if self._room() <= 0 or rests:
+        if self._room() <= 0 or rests or self._yields(slot):
             return None
         self._asking += 1
         try:
             return await self._leases.acquire(slot.key)
         finally:
             self._asking -= 1
+
+    def _yields(self, slot: LeaseSlot) -> bool:
+        """Whether who held it before may still hold it, and comes first. A server that comes back without what it
+        stored shows it as free at once; what that holder received and did not put may exist nowhere else.
+        """
+        was_released = slot.key in self._watcher.released
+        is_others = slot.holder not in (None, self.owner)
+        return is_others and not was_released and self._clock.monotonic() < self._watcher.yields_until
 
     def _room(self) -> int:
         return self._share - len(self._held()) - self._asking

@@ -108,6 +108,14 @@ def open_store(settings: Settings, objects: ObjectStore | None = None) -> Segmen
     )
 
 
+def open_patiently(settings: Settings) -> tuple[SegmentStore, ChainStore]:
+    """The store for a command that works on it: it waits as services do, and says what it waits for."""
+    from common.objects.open import open_objects
+
+    objects = open_objects(settings.store, is_told=True)
+    return open_store(settings, objects), open_chains(settings, objects)
+
+
 def open_view(settings: Settings) -> tuple[SegmentStore, ChainStore]:
     """The store for a command that somebody waits for: it gives up after some ten seconds without an answer."""
     from common.objects.open import VIEW_TIMEOUT, open_objects

@@ -1,4 +1,6 @@
-"""`floe segments ls | info | cat`: look into the archive, changing nothing; and what `floe status` shows of it."""
+"""`floe segments ls | info | cat` and `floe consumers ls`: look into the archive, changing nothing; and what `floe
+status` shows of it.
+"""
 
 import asyncio
 import json
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
+from msgspec import structs
 
 from common.chain import Chain
 from common.cli import (
@@ -39,8 +42,9 @@ from common.jetstream.headers import parse_block
 from common.logs import escaped
 from common.objects.local import replacing
 from common.objects.port import ObjectInfo
-from common.open import load_settings, open_store, open_view
-from common.segments.archive import Timeline, find_chain, read_cover, select_chains, span
+from common.open import load_settings, open_patiently, open_view
+from common.segments.archive import Timeline, find_chain, find_incarnation, read_cover, select_chains, span
+from common.segments.captures import CapturedConsumer, CapturedConsumers, CaptureStore
 from common.segments.columns import is_text, messages
 from common.segments.documents import ChainStore, CompactionRun, run_of
 from common.segments.keys import configured
@@ -282,7 +286,7 @@ def quarantine_object(config: str, key: str, yes: bool, as_json: bool) -> None:
     """
     settings = load_settings(config, quiet=True)
     confirm(f"put {escaped(key)} away?", yes, is_needed=False)
-    with closing(open_store(settings)) as store:
+    with closing(open_patiently(settings)[0]) as store:
         done = quarantine(store, _key(settings, key), accept_hole=yes)
     if as_json:
         print_json(asdict(done))
@@ -661,3 +665,67 @@ def _archived(store: SegmentStore, chain: Chain, tail: ObjectInfo | None) -> dic
     last = format_time(int(modified) * NS_PER_S) if modified else None
     figures = {"archived": end or None, "last_archived": last, "segments": count, "bytes": size}
     return {"view": "archive", **chain.log_context(), **figures}
+
+
+@click.group()
+def consumers() -> None:
+    """Show where the consumers of a stream were."""
+
+
+_CONSUMER_COLUMNS = ("consumer", "delivered", "ack_floor", "ack_pending", "redelivered", "filter", "paused")
+
+
+@consumers.command("ls")
+@click.argument("feed", metavar="SITE/FEED[/INC]")
+@click.option("--to-sequence", type=SequenceType(), help="As they were when the archive ended there, or before.")
+@json_option
+@config_option
+@run_command
+def list_consumers(config: str, feed: str, to_sequence: int | None, as_json: bool) -> None:
+    """List the consumers of a feed's stream as egress captured them last; how old that is goes to stderr.
+
+    Of the newest incarnation, where none is named. Sequences are those of the stream: the last one delivered, and the
+    one up to which all are acknowledged. What a consumer did since is not in it.
+
+    \b
+    Examples:
+        floe consumers ls -c central.yaml us-east/NODE_DATA
+        floe consumers ls -c central.yaml us-east/NODE_DATA/0000 --to-sequence 120000 --json
+    """
+    settings = load_settings(config, quiet=True)
+    _, chains = open_view(settings)
+    chain = find_incarnation(chains, feed, configured(settings))
+    found = CaptureStore(chains.layout, chains.objects).consumers(chain, to_sequence)
+    age = None if found is None else max(0.0, SystemClock().now() - parse_time(found.at) / NS_PER_S)
+    if as_json:
+        print_json(_captured_json(chain, found, age))
+        return
+    if found is not None:
+        table([_captured_row(each) for each in found.consumers], _CONSUMER_COLUMNS)
+    of = f"{chain.site}/{chain.feed}/{chain.incarnation:04d}"
+    if found is None:
+        text = f"{of}: no consumers captured" + (f" up to sequence {to_sequence}" if to_sequence else "")
+    else:
+        text = f"{of}: {counted(len(found.consumers), 'consumer')}, captured {ago(age)}, when {found.end} was archived"
+    click.echo(escaped(text), err=True)
+
+
+def _captured_row(consumer: CapturedConsumer) -> list[object]:
+    filters = consumer.config.get("filter_subjects") or [consumer.config.get("filter_subject", "")]
+    return [
+        escaped(consumer.name),
+        consumer.delivered_stream,
+        consumer.ack_floor_stream,
+        consumer.ack_pending,
+        consumer.redelivered,
+        escaped(" ".join(map(str, filters))) or None,
+        "yes" if consumer.paused else None,
+    ]
+
+
+def _captured_json(chain: Chain, found: CapturedConsumers | None, age: float | None) -> dict[str, Any]:
+    of = {"site": chain.site, "feed": chain.feed, "incarnation": chain.incarnation}
+    if found is None or age is None:
+        return {**of, "at": None, "age_seconds": None, "end": None, "consumers": []}
+    listed = [{"name": each.name, **structs.asdict(each)} for each in found.consumers]
+    return {**of, "at": found.at, "age_seconds": round(age, 1), "end": found.end, "consumers": listed}

@@ -121,6 +121,7 @@ Tell = Callable[[Exception], None]
 #: The parts that an error may end; `service`: it had no owner.
 PARTS = (
     "alive",
+    "captures",
     "decisions",
     "discovery",
     "events",

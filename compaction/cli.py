@@ -19,7 +19,7 @@ from common.cli import config_option, json_option, print_json, refuse_beside, ru
 from common.clock import Clock, SystemClock
 from common.errors import DataError, FloeError, Unavailable, UsageError
 from common.logs import get_logger
-from common.open import load_settings, open_chains, open_store, open_view, reloaded_on_hangup
+from common.open import load_settings, open_chains, open_patiently, open_view, reloaded_on_hangup
 from common.settings.types import counted, size_words
 
 log = get_logger("compaction.cli")
@@ -106,7 +106,8 @@ def compact(
     with _Metrics(textfile, SystemClock()) as metrics:
         settings = _overridden(load_settings(config), engine, verify, master)
         selection = Selection((settings.site or None) if site is None else site, feed, partition, level, incarnation)
-        with closing(open_store(settings)) as store:
+        store, chains = open_patiently(settings)
+        with closing(store):
             life = Life("compact", settings, SystemClock(), {}, engine=settings.compaction.engine, feed=feed)
             if (site, feed, incarnation, partition) != (None,) * 4:
                 _check_names(settings, selection)
@@ -114,7 +115,7 @@ def compact(
                 retention = _retention(settings, store)
                 if dry_run:
                     return _preview(compaction, retention, selection, as_json, strict)
-                with life, _RunNote(open_chains(settings), selection, SystemClock()) as note:
+                with life, _RunNote(chains, selection, SystemClock()) as note:
                     if "spark" in (settings.compaction.engine, settings.compaction.verify):
                         require_spark()
                     done = compaction.run(selection, retention)
@@ -164,8 +165,8 @@ def verify(
     if master and engine != "spark":
         raise UsageError("--master: expected --engine spark")
     settings = _overridden(load_settings(config, quiet=engine == "local"), engine, None, master)
-    with closing(open_store(settings)) as store:
-        chains = open_chains(settings)
+    store, chains = open_patiently(settings)
+    with closing(store):
         selected = select_chains(chains, what, configured(settings)) if what else known_chains(chains)
         sign_offs = SignOffs(store.objects, store.layout, deep=deep) if since_last else None
         with _telling(len(selected)) as tell, _tasks(settings) as runner:
@@ -310,7 +311,9 @@ def _check_names(settings: Settings, selection: Selection) -> None:
 
     site, feed, incarnation, partition = selection.site, selection.feed, selection.incarnation, selection.partition
     feeds = configured(settings)
-    among(open_chains(settings), site, feed, lambda known: chosen(known, feeds, site, feed, incarnation, partition))
+    among(
+        open_patiently(settings)[1], site, feed, lambda known: chosen(known, feeds, site, feed, incarnation, partition)
+    )
 
 
 @contextmanager

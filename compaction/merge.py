@@ -10,9 +10,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import pyarrow as pa
+
 from common.errors import SegmentCorrupt, Unavailable
 from common.failpoints import failpoint
 from common.metrics import version
+from common.segments.parquet_guard import MIB
 from common.segments.reader import SegmentReader
 from common.segments.segment import UNREAD, Footer, Inputs, Ledger, Reason, SegmentRef
 from common.segments.store import SegmentStore
@@ -204,6 +207,7 @@ def ahead(items: Generator[T, None, None], depth: int = 4) -> Iterator[T]:
 COMPRESSION_LEVEL = 3
 # Page and file metadata may make an output a little larger than its inputs were.
 SPOOL_MARGIN = 1.1
+RELEASE_BYTES = 64 * MIB  # of rows written between two times that free memory is given back
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +228,7 @@ class Merged:
 def merge(store: SegmentStore, output: Output) -> Merged:
     """Make `output`. Returns once it was read back without error. The same inputs always give the same bytes.
 
-    Memory is bounded by a row group of the output and one of each input that overlaps it. Raises SegmentCorrupt for
+    Memory is bounded by two row groups of the output and one of each input that overlaps it. Raises SegmentCorrupt for
     an input that is not valid, DataError (E-FORK) for inputs that contradict each other, SegmentGone for one that was
     deleted, Unavailable (E-SPOOL) where the disk is full.
     """
@@ -242,8 +246,8 @@ def merge(store: SegmentStore, output: Output) -> Merged:
 
 
 def check_read_back(store: SegmentStore, ref: SegmentRef, footer: Footer) -> None:
-    """Checks order and coverage. Raises SegmentCorrupt."""
-    with store.open(ref) as reader:
+    """Checks order and coverage; the bytes were compared when it was put. Raises SegmentCorrupt."""
+    with store.open_part(ref) as reader:
         if reader.footer != footer:
             raise SegmentCorrupt(f"segment {ref.key}: the footer read back is not the one written")
         rows = sum(batch.num_rows for batch in reader.batches(columns=["sequence"]))
@@ -269,16 +273,27 @@ def _spool(store: SegmentStore, output: Output) -> tuple[SpooledSegment, tuple[i
         footers[segment.key] = reader.footer
         return reader
 
-    writer = SegmentWriter(
-        path, level=output.level, compression_level=COMPRESSION_LEVEL, subject_statistics=store.subject_statistics
-    )
-    try:
-        for batch in ahead(union(output.inputs, opened)):
-            failpoint("compaction.merge")
-            tally.add(batch.column("sequence"))
-            writer.append(batch)
-        failpoint("compaction.spool_full")
-        return writer.finish(merged_footer(output, footers, tally)), tally.late
-    except BaseException:
-        writer.abort()
-        raise
+    pool, released = pa.default_memory_pool(), 0
+    with ThreadPoolExecutor(1, "floe-write") as aside:
+        writer = SegmentWriter(
+            path,
+            level=output.level,
+            compression_level=COMPRESSION_LEVEL,
+            subject_statistics=store.subject_statistics,
+            aside=aside,
+        )
+        try:
+            for batch in ahead(union(output.inputs, opened)):
+                failpoint("compaction.merge")
+                tally.add(batch.column("sequence"))
+                writer.append(batch)
+                if writer.raw_bytes - released >= RELEASE_BYTES:
+                    # What row groups leave free in pieces is some 100 MB in a long merge; most of it was used by the
+                    # thread that writes, and a thread gives back its own.
+                    aside.submit(pool.release_unused)
+                    released = writer.raw_bytes
+            failpoint("compaction.spool_full")
+            return writer.finish(merged_footer(output, footers, tally)), tally.late
+        except BaseException:
+            writer.abort()
+            raise

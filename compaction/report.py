@@ -17,6 +17,7 @@ from common.cli import print_json
 from common.clock import NS_PER_S, format_time
 from common.exits import end_with
 from common.metrics import REGISTRY, gauge
+from common.segments.captures import CaptureRef
 from common.segments.checks import Foreign
 from common.segments.documents import SnapshotRef
 from common.segments.keys import SegmentName
@@ -31,7 +32,7 @@ from compaction.sign_off import SignOff
 from compaction.spark import Spark
 from compaction.verify import FINDINGS, ChainReport, LevelReport
 
-Ref = TypeVar("Ref", SegmentRef, SnapshotRef)
+Ref = TypeVar("Ref", SegmentRef, SnapshotRef, CaptureRef)
 
 COLUMNS = ("action", "chain", "level", "sequences", "segments", "bytes", "into")
 VERIFY_COLUMNS = (
@@ -53,6 +54,8 @@ def report_rows(report: Report) -> list[list[object]]:
     for (chain, level), count, size in _added_up(retained.expired, lambda s: (s.chain, s.level)):
         floor = retained.floors.get(chain)
         rows.append(["expired", chain, level, f"before {floor}" if floor else None, count, size, None])
+    for chain, count, size in _added_up(retained.captures, lambda c: c.chain):
+        rows.append(["expired", chain, None, counted(count, "capture"), None, size, None])
     rows += [["held", h.chain, None, f"from {h.first}", None, h.size, f"for {h.target}"] for h in retained.held]
     rows += [["merged", m.ref.chain, m.ref.level, m.ref.coverage, m.inputs, m.size, m.ref.size] for m in report.merged]
     for (chain, level), count, size in _added_up(report.deleted, lambda s: (s.chain, s.level)):
@@ -105,6 +108,7 @@ def report_json(report: Report) -> dict[str, Any]:
 def retention_json(retained: RetentionReport) -> dict[str, Any]:
     return {
         "expired": [_segment_json(s) for s in retained.expired],
+        "captures": [_segment_json(c) for c in retained.captures],
         "floors": [{**chain.log_context(), "floor": floor} for chain, floor in sorted(retained.floors.items())],
         "held": [
             {
@@ -124,6 +128,7 @@ def retention_preview_rows(retained: RetentionReport) -> list[list[object]]:
         ["expire", s.key, s.size, f"floor {retained.floors[s.chain]}" if s.chain in retained.floors else None]
         for s in retained.expired
     ]
+    rows += [["expire", c.key, c.size, None] for c in retained.captures]
     return rows + [["hold", f"{h.chain} from {h.first}", h.size, f"for {h.target}"] for h in retained.held]
 
 
@@ -364,7 +369,7 @@ def _output_json(made: SegmentName | Output, inputs: int, size: int) -> dict[str
     }
 
 
-def _segment_json(segment: SegmentRef | SnapshotRef) -> dict[str, Any]:
+def _segment_json(segment: SegmentRef | SnapshotRef | CaptureRef) -> dict[str, Any]:
     return {"key": segment.key, "size": segment.size}
 
 

@@ -7,6 +7,8 @@ while they are due, the last one stays. A segment is as old as its newest messag
 a merge makes objects young, and a source's clock may be ahead. Footers are read of what goes and of the first that
 stays, no more: an object that is old enough needs none.
 
+Of what egress captured of the stream beside its messages goes what no restore of messages that are left would take.
+
 Every step may be repeated, done twice or interrupted: the floor never falls, readers begin there, and what a run that
 was killed has left below it goes with the next one. A target that was moved back in between keeps what it needs.
 """
@@ -14,7 +16,7 @@ was killed has left below it goes with the next one. A target that was moved bac
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -24,7 +26,9 @@ from common.clock import NS_PER_S
 from common.errors import DataError, FloeError, SegmentCorrupt
 from common.failpoints import failpoint
 from common.logs import get_logger
+from common.segments.captures import CaptureRef, CaptureStore
 from common.segments.documents import ChainStore, TargetPositions
+from common.segments.keys import CAPTURES
 from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
@@ -158,6 +162,13 @@ def _times(segment: SegmentRef, newest: Newest) -> Callable[[float], bool]:
     return lambda moment: segment.modified < moment or when() < moment
 
 
+def useless(captures: Sequence[CaptureRef], floor: int) -> list[CaptureRef]:
+    """Those of one kind, the oldest first, that no restore of what is left takes: it takes the newest at or below the
+    sequence up to which it restores, `floor` or a later one. Pure.
+    """
+    return [ref for ref in captures if ref.end <= floor][:-1]
+
+
 @dataclass(frozen=True, slots=True)
 class HeldBack:
     """Stored bytes of `chain`, from sequence `first` on, that are due and stay because `target` needs them. `why`: in
@@ -176,12 +187,14 @@ class RetentionReport:
     """What was deleted, or would be. `floors`: those that were raised."""
 
     expired: SegmentTable = field(default_factory=SegmentTable)
+    captures: list[CaptureRef] = field(default_factory=list)
     floors: dict[Chain, int] = field(default_factory=dict)
     held: list[HeldBack] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
 
     def absorb(self, other: RetentionReport) -> None:
         self.expired.absorb(other.expired)
+        self.captures += other.captures
         self.floors |= other.floors
         self.held += other.held
         self.failures += other.failures
@@ -228,6 +241,7 @@ class Retention:
     ) -> None:
         self._store, self._rules, self._sources = store, rules, sources
         self._documents = ChainStore(store.objects, store.layout)
+        self._captures = CaptureStore(store.layout, store.objects)
 
     def apply(self, chains: Sequence[Chain], now: float, check: Callable[[], None]) -> RetentionReport:
         """Delete what is due of `chains`, which are all of one feed. `now`: by the store's clock. `check`: called
@@ -256,6 +270,9 @@ class Retention:
             failpoint("compaction.after_floor")
             limits[each.chain] = report.floors[each.chain] = floor
             log.info("floor raised", action="floor_raised", floor=floor, **each.chain.log_context())
+        for ref in self._useless(chains, {each: limits.get(each, 1) for each in chains}, report):
+            check()
+            self._delete_capture(ref, report)
         if len(planned.expired):
             needs = read_needs(self._documents, self._sources)  # again: an operator may have moved a target back
             for each in listed:
@@ -264,7 +281,10 @@ class Retention:
 
     def preview(self, chains: Sequence[Chain], now: float) -> RetentionReport:
         """What `apply` would do. `now` 0: unknown, each chain's youngest object tells it."""
-        return self._planned(chains, now)[0]
+        report, listed = self._planned(chains, now)
+        floors = {each.chain: report.floors.get(each.chain, each.floor) for each in listed}
+        report.captures = self._useless(chains, {each: floors.get(each, 1) for each in chains}, report)
+        return report
 
     def _planned(self, chains: Sequence[Chain], now: float) -> tuple[RetentionReport, list[_Listed]]:
         report, rule = RetentionReport(), self._rules(chains[0].site, chains[0].feed)
@@ -309,6 +329,29 @@ class Retention:
             deleted += 1
         if deleted:
             log.info("segments expired", action="segments_expired", segments=deleted, **each.chain.log_context())
+
+    def _useless(
+        self, chains: Sequence[Chain], floors: Mapping[Chain, int], report: RetentionReport
+    ) -> list[CaptureRef]:
+        """Captures of the incarnations in which a floor was raised; the lowest of their partitions' counts."""
+        found = list[CaptureRef]()
+        for first in sorted({replace(chain, partition=0) for chain in report.floors}):
+            floor = min(floors[chain] for chain in chains if chain.incarnation == first.incarnation)
+            try:
+                for kind in CAPTURES:
+                    found += useless(self._captures.ls(first, kind), floor)
+            except FloeError as error:
+                report.failures.append(Failure.of(f"captures of {first}", error, first))
+        return found
+
+    def _delete_capture(self, ref: CaptureRef, report: RetentionReport) -> None:
+        try:
+            self._store.objects.delete(ref.key)
+        except FloeError as error:
+            report.failures.append(Failure.of(f"delete of {ref.key}", error))
+        else:
+            report.captures.append(ref)
+            log.debug("capture expired", action="capture_expired", key=ref.key)
 
     def _newest(self, segment: SegmentRef) -> float:
         """By its footer; when it was stored where that does not say."""

@@ -25,7 +25,9 @@ from common.errors import DataError, FloeError, SegmentCorrupt, Unavailable
 from common.exits import remember, remembered
 from common.objects.port import HiddenObject, Versioned
 from common.segments.archive import behind, ways_on
+from common.segments.captures import CaptureStore
 from common.segments.documents import ChainStore, carry_late, way_out, way_out_filled
+from common.segments.keys import CAPTURES
 from common.segments.parquet_guard import Forked
 from common.segments.segment import Footer, Reason, SegmentRef
 from common.segments.store import SegmentGone, SegmentStore, quarantine_command
@@ -262,6 +264,7 @@ class _Verification:
     def tasks(self, store: SegmentStore, chains: ChainStore, window: int, *, deep: bool) -> Iterator[VerifyTask]:
         # Before the listing: what is written meanwhile can only make the coverage reach further.
         self._read_documents(chains)
+        self._read_captures(chains, deep=deep)
         table = store.table(self._chain)
         self._check_there(bool(table))
         self._accepted = [gap.range for gap in chains.gaps(self._chain)]
@@ -297,12 +300,20 @@ class _Verification:
         # Without it nobody knows where the incarnation before ended, nor begins this one.
         self._read(lambda: chains.read_stream(chain), layout.stream_document(chain) if chain.incarnation else "")
 
+    def _read_captures(self, chains: ChainStore, *, deep: bool) -> None:
+        """Of each kind the newest, which a restore of all takes; deep: every one."""
+        captures = CaptureStore(chains.layout, chains.objects)
+        for kind in () if self._chain.partition else CAPTURES:
+            refs = captures.ls(self._chain, kind)
+            for ref in refs if deep else refs[-1:]:
+                self._read(partial(captures.read, ref))
+
     def _read(self, read: Callable[[], T | None], needed: str = "") -> T | None:
         """`needed`: the key of a document that any chain with segments must have."""
         try:
             found = read()
         except DataError as error:
-            self._report.problems.append(VerifyProblem("document", error.message))
+            self._report.problems.append(VerifyProblem("document", error.message, error.hint))
             return None
         if found is None and needed:
             self._absent.append(needed)

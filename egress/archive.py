@@ -10,6 +10,10 @@ import heapq
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from common.chain import Chain
 from common.clock import Clock
@@ -19,6 +23,7 @@ from common.logs import get_logger
 from common.segments.documents import ChainStore
 from common.segments.keys import MAX_LEVEL
 from common.segments.parquet_guard import SegmentGone
+from common.segments.reader import SegmentReader, open_file
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.segments.writer import SpooledSegment
@@ -269,6 +274,36 @@ class Archive:
         refs = self._store.list(self.chain, position=sequence, level=0, limit=FIRST_PAGE)
         return any(extends(ref.coverage, sequence) and self._is_sound(ref) for ref in refs)
 
+    async def lacks(self, spooled: SpooledSegment) -> int:
+        """How many rows of `spooled` are not those that segments have where they cover them: messages of another life
+        of the stream, or ones that were gone when they were read. Of a sampled feed only those that have another row.
+        """
+        return await self._threads.run(self._lacks, spooled)
+
+    def _lacks(self, spooled: SpooledSegment) -> int:
+        within, is_sampled = spooled.footer.coverage, spooled.footer.sampling is not None
+        if not (refs := [*self._overlapping(within)]):
+            return 0
+        with open_file(spooled.path, spooled.segment_name) as reader:
+            sequences, times = _times(reader)
+        is_same = is_there = pa.array([False] * len(sequences), pa.bool_())
+        for ref in refs:
+            with self._store.open(ref, rows=ref.coverage.intersection(within)) as reader:
+                others, other_times = _times(reader)
+            place = pc.index_in(sequences, value_set=others)
+            is_same = pc.or_(is_same, pc.fill_null(pc.equal(other_times.take(place), times), pa.scalar(False)))
+            first, last = (pa.scalar(n, pa.int64()) for n in (ref.coverage.first, ref.coverage.last))
+            covered = pc.and_(pc.greater_equal(sequences, first), pc.less_equal(sequences, last))
+            is_there = pc.or_(is_there, pc.is_valid(place) if is_sampled else covered)
+        return int(pc.and_(is_there, pc.invert(is_same)).true_count)
+
+    def _overlapping(self, within: SequenceRange) -> Iterator[SegmentRef]:
+        for level in range(MAX_LEVEL + 1):
+            for page in self._store.pages(self.chain, level, position=within.first):
+                yield from (ref for ref in self._undamaged(page) if ref.coverage.overlaps(within))
+                if page[-1].coverage.first > within.last:
+                    break
+
     async def is_closed(self) -> bool:
         """Whether the next incarnation exists: segments put into this one would not be delivered."""
         return await self._threads.run(self._chains.is_followed, self.chain)
@@ -296,6 +331,13 @@ class Archive:
     async def raise_mark(self) -> None:
         await self._marks.raise_to(self.chain, self.end)
         failpoint("egress.after_mark")
+
+
+def _times(reader: SegmentReader) -> tuple[Any, Any]:
+    """Sequences and their times (ns)."""
+    found = [*reader.batches(columns=["sequence", "timestamp_ns"])]
+    sequences, times = (pa.chunked_array([batch.column(n) for batch in found], pa.int64()) for n in (0, 1))
+    return sequences.combine_chunks(), times.combine_chunks()
 
 
 class _Walk:

@@ -31,12 +31,13 @@ from common.jetstream.api import (
     stream_info,
 )
 from common.jetstream.client import FloeClient
+from common.jetstream.durables import INTEREST, LIMITS, READING, WORK_QUEUE, durable_config
 from common.jetstream.requests import ApiError
 from common.sequences import MAX_SEQUENCE
 from common.settings.service import StartSettings
 from common.subjects import overlaps
 from egress.acks import ReaderResetError
-from egress.partition import Partition, partitions_of
+from egress.partition import Partition, partitions_of, unguarded
 
 
 async def first_sequence(client: FloeClient, info: StreamInfo, start: StartSettings, clock: Clock) -> int:
@@ -72,15 +73,8 @@ async def _at(client: FloeClient, stream: str, moment: str) -> int:
     return consumer.stream_sequence + 1
 
 
-LIMITS, INTEREST, WORK_QUEUE = "limits", "interest", "workqueue"
-# Seconds. A message delivered again while it is still being read resets the reader, so this exceeds the
-# longest that a message may wait for its segment, a lease and an upload together.
-ACK_WAIT = 7 * 86_400.0
 TAKEN = (10099, 10100)  # the work queue has a consumer for these subjects already
-ACKNOWLEDGES_ALL = (2, 15, 0)  # 2.10.26, 2.11.11 and 2.12.8 count as older here
-READING = "Floe egress; replaced by each of its sessions"
 HOLDING = "Floe egress; keeps messages until it is known which stream this is"
-RANDOM = 4  # bytes at the end of a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,26 +137,8 @@ def ephemeral(wanted: WantedMessages) -> dict[str, Any]:
 
 
 def durable(wanted: WantedMessages, version: tuple[int, int, int], description: str = READING) -> dict[str, Any]:
-    """A consumer that outlives its reader, with storage and replicas like the stream's.
-
-    `version`: the server's. Older servers assume that a durable which acknowledges all up to a message still wants
-    what lies before its beginning, and keep that for it.
-    """
-    if wanted.retention == INTEREST:
-        policy = "all" if version >= ACKNOWLEDGES_ALL else "explicit"
-        start = {"deliver_policy": "by_start_sequence", "opt_start_seq": wanted.first, "ack_policy": policy}
-    else:
-        start = {"deliver_policy": "all", "ack_policy": "explicit"}
-    return {
-        "durable_name": f"{wanted.partition.durable}_{secrets.token_hex(RANDOM)}",
-        "description": description,
-        "ack_wait": int(ACK_WAIT * NS_PER_S),
-        "max_deliver": -1,
-        "max_ack_pending": -1,
-        "replay_policy": "instant",
-        **start,
-        **wanted.filtering,
-    }
+    name, filter_subject = wanted.partition.durable, wanted.partition.filter_subject
+    return durable_config(name, wanted.retention, wanted.first, filter_subject, version, description)
 
 
 async def take(client: FloeClient, wanted: WantedMessages) -> Taken:
@@ -216,7 +192,7 @@ async def hold(client: FloeClient, partition: Partition) -> None:
     Called before the stream is judged, which takes time, and where the chain stops until an operator decides: a
     recreated stream would drop what is published meanwhile.
     """
-    info = await stream_info(client, partition.stream)
+    info = unguarded(await stream_info(client, partition.stream))
     if info is None or info.config.get("retention") != INTEREST:
         return
     wanted = WantedMessages(partition, INTEREST)

@@ -13,7 +13,7 @@ from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Leases, new_owner
 from common.metrics import version
-from common.objects.open import open_objects
+from common.objects.open import VIEW_TIMEOUT, open_objects
 from common.objects.port import ObjectStore
 from common.open import open_chains, open_store
 from common.segments.keys import parse
@@ -72,8 +72,11 @@ def make_deps(
 
 
 @asynccontextmanager
-async def opened(settings: Settings) -> AsyncIterator[CommandContext]:
-    """Raises Unavailable, Refused, ConfigError."""
+async def opened(settings: Settings, *, is_view: bool = False) -> AsyncIterator[CommandContext]:
+    """`is_view`: somebody waits for what it shows, so it gives up a silent store after some ten seconds.
+
+    Raises Unavailable, Refused, ConfigError.
+    """
     clock, egress = SystemClock(), settings.egress
     client = await connected(settings, "command", clock)
     pools = Pools(Threads("egress-command", 2), Threads("encode-command", 1))
@@ -82,7 +85,8 @@ async def opened(settings: Settings) -> AsyncIterator[CommandContext]:
         stack.callback(pools.close)
         leases = optional_leases(client, egress, new_owner(settings.instance), clock)
         state = optional_state(client, egress)
-        deps = make_deps(settings, Tuning(), open_objects(settings.store), client, state, 1, "command")
+        objects = open_objects(settings.store, timeout=VIEW_TIMEOUT if is_view else None, is_told=not is_view)
+        deps = make_deps(settings, Tuning(), objects, client, state, 1, "command")
         stack.callback(deps.store.close)
         yield CommandContext(settings, deps, leases, pools)
 

@@ -46,7 +46,8 @@ class EgressTuning:
     between two looks at which values have fallen silent; `idle`: between two questions whether nothing comes because
     there is nothing. `stalled`: without progress while messages wait, until a chain counts as stalled. `alive`:
     between two signs of life. `reexamine`: until a stopped chain is looked at again.
-    `flush`: between two looks whether a flush is asked for.
+    `flush`: between two looks whether a flush is asked for. `captured`: between two captures of consumers of which only
+    positions differ.
     """
 
     tick: float = 0.5
@@ -61,6 +62,7 @@ class EgressTuning:
     alive: float = EVERY
     reexamine: float = 30.0
     flush: float = 1.0
+    captured: float = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +88,8 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The threads of one feed. `io`: one puts, one looks, one writes a snapshot, one walks. `encoder`: one
-    thread, so that pieces stay in order and only one heap keeps what encoding has freed.
+    """The threads of one feed. `io`: one puts, one looks, one writes a snapshot, one walks, one captures. `encoder`:
+    one thread, so that pieces stay in order and only one heap keeps what encoding has freed.
     """
 
     io: Threads

@@ -11,6 +11,7 @@ from common.chain import Chain
 from common.errors import OutcomeUnknown, Unavailable
 from common.failpoints import failpoint
 from common.jetstream.api import STREAM_NOT_FOUND, absent
+from common.jetstream.durables import LIMITS
 from common.jetstream.requests import ApiError
 from common.segments.columns import Columns, record_batch
 from common.segments.parquet_guard import ROW_GROUP_BYTES_LEVEL_0, ROW_OVERHEAD_BYTES
@@ -31,7 +32,6 @@ from egress.builder import (
     gone_before_read,
     unread,
 )
-from egress.consumers import LIMITS
 from egress.deps import PartitionDeps
 from egress.evidence import Inquiry
 from egress.identity import SourceStream

@@ -13,15 +13,16 @@ from common.clock import parse_time
 from common.errors import DataError, FloeError, Unavailable
 from common.jetstream.api import StreamInfo, next_message, stream_info
 from common.jetstream.client import FloeClient
+from common.jetstream.durables import LIMITS, WORK_QUEUE
 from common.jetstream.pull import get_message
 from common.logs import get_logger
+from common.segments.captures import CaptureStore
 from common.segments.columns import messages
 from common.segments.reader import SegmentReader
 from common.segments.segment import Message, SegmentRef, Tip
 from common.segments.unread import StretchReader, open_stretch
 from common.sequences import SequenceRange, Stretch, choose, cover, preference
 from egress.archive import Archive
-from egress.consumers import LIMITS, WORK_QUEUE
 from egress.deps import EgressDeps, PartitionDeps
 from egress.identity import (
     Acceptance,
@@ -35,7 +36,7 @@ from egress.identity import (
     judge_with,
 )
 from egress.incarnations import HighWaterMarks, Incarnation, older
-from egress.partition import Position, position
+from egress.partition import Position, position, unguarded
 
 log = get_logger(__name__)
 
@@ -393,13 +394,25 @@ class Inquiry:
         self.acceptance: Acceptance | None = None
 
     async def info(self) -> StreamInfo | None:
-        return await stream_info(self._deps.client, self._stream)
+        """Raises Unavailable while the stream is being restored."""
+        return unguarded(await stream_info(self._deps.client, self._stream))
 
     async def first(self, client: FloeClient | None = None) -> int:
         """Raises Unavailable where there is no stream."""
         if (info := await stream_info(client or self._deps.client, self._stream)) is None:
             raise Unavailable(f"stream {self._stream} does not exist any more")
         return source_of(info).first
+
+    async def can_read_again(self, received: Tip, first: int) -> bool:
+        """Whether the stream still holds what was received, from `first` up to this tip: one look.
+
+        False too while it is being restored. Raises what the server raises.
+        """
+        if (info := await stream_info(self._deps.client, self._stream)) is None or info.marker:
+            return False
+        source = source_of(info)
+        look = StreamLook(self._deps, self._archived, self._deps.client, source)
+        return source.first <= first and (await look.compare(received)).held is HeldMessage.EQUAL
 
     async def judge(self, current: Incarnation, archive: Archive, received: Tip | None = None) -> Answer:
         answer = await self.look(current, archive, received)
@@ -422,7 +435,20 @@ class Inquiry:
         be asked.
         """
         evidence = await self._gathered(client or self._deps.client, current, archive, received)
-        return evidence, judge_with(evidence, self.acceptance)
+        verdict = judge_with(evidence, self.acceptance)
+        if not verdict.is_same and evidence.source is not None and evidence.source.created != evidence.created:
+            verdict = await self._threads.run(self._as_restored, current.chain, evidence, verdict)
+        return evidence, verdict
+
+    def _as_restored(self, chain: Chain, evidence: Evidence, verdict: SourceVerdict) -> SourceVerdict:
+        """The verdict, where `floe restore` made the stream and its limits left nothing that was archived."""
+        restored = CaptureStore(self._deps.chains.layout, self._deps.chains.objects).restored(chain)
+        if restored is None or evidence.source is None or not restored.is_of(evidence.source.created):
+            return verdict
+        found = judge_with(
+            evidence, Acceptance(evidence.source.created, restored.ends.get(chain.partition, restored.end))
+        )
+        return replace(found, why=f"restored from the archive: {found.why}") if found.is_same else verdict
 
     async def _gathered(
         self, client: FloeClient, current: Incarnation, archive: Archive, received: Tip | None
@@ -430,7 +456,7 @@ class Inquiry:
         created = current.stream.created
         # The coverage of this history, whether or not this incarnation has covered anything yet.
         end = archive.end or (archive.first - 1 if current.continued else 0)
-        if (info := await stream_info(client, self._stream)) is None:
+        if (info := unguarded(await stream_info(client, self._stream))) is None:
             return Evidence(None, created, end)
         source = source_of(info)
         look = StreamLook(self._deps, self._archived, client, source)

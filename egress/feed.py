@@ -28,6 +28,7 @@ from egress.worker import Worker
 log = get_logger(__name__)
 
 BEAT = 1.0  # seconds
+RENEWED = 0.2  # seconds between looks whether a lease that was not renewed in time is usable again
 ABANDON = 2.0  # seconds to release what was not drained in time
 
 
@@ -37,9 +38,10 @@ class Feed:
     def __init__(self, partition: Partition, deps: EgressDeps, sharing: LeaseGroup, health: Health) -> None:
         self.chain = self._chain = partition.chain
         name = f"{self._chain.feed}-{self._chain.partition}"
-        self._pools = Pools(Threads(f"egress-{name}", 4), Threads(f"encode-{name}", 1))
+        self._pools = Pools(Threads(f"egress-{name}", 5), Threads(f"encode-{name}", 1))
         self.report = self._report = FeedReport(self._chain, partition.stream, health, deps.clock)
         self._report.state("starting", ready=False, why="nobody knows yet who holds its lease")
+        self._sharing = sharing
         self._slot = sharing.slot(lease_key(self._chain), self._report)
         self._deps = deps.of(partition, self._report, self._pools)
         self._worker, self._backoff = Worker(self._deps), Backoff(deps.rng)
@@ -49,9 +51,28 @@ class Feed:
         return self._worker.flush(incarnation, least)
 
     async def run(self, stop: Stop) -> None:
-        with closing(self._pools):
-            while (lease := await self._slot.occupy(stop)) is not None:
+        try:
+            with closing(self._pools):
+                while (lease := await self._slot.occupy(stop)) is not None:
+                    await self._hold(lease, stop)
+                while self._worker.is_holding:
+                    await self._put_left(stop)
+        finally:
+            self._worker.end()
+
+    async def _put_left(self, stop: Stop) -> None:
+        """Another try at a drain, where the lease was lost with rows in hand: whoever has it now may find nothing to
+        read them from. The deadline of the drain ends it.
+        """
+        try:
+            if await self._worker.needs_nothing():
+                self._worker.discard()
+            elif (lease := await self._sharing.claim(self._slot)) is not None:
                 await self._hold(lease, stop)
+        except FloeError as error:
+            self._report.waits(error)
+        if self._worker.is_holding:
+            await self._deps.clock.sleep(self._backoff.next())
 
     async def _hold(self, lease: Lease, stop: Stop) -> None:
         """Work under the lease until it is lost or to be given back, or `stop` is set.
@@ -65,8 +86,11 @@ class Feed:
             watched(self._halt(leave), orphaned, name=f"halt {self._chain}"),
         ]
         try:
-            while lease.is_usable() and not leave.is_set:
-                await self._work(lease, leave)
+            while not lease.lost.is_set and (not leave.is_set or self._worker.is_holding):
+                if lease.is_usable():
+                    await self._work(lease, leave)
+                else:  # not given up: another would take it before its time is over, and what is held here is not there
+                    await wait_for(lease.lost, RENEWED)
             await self._pools.idle()
         finally:
             await end(*sides)
@@ -79,6 +103,10 @@ class Feed:
         await self._deps.clock.sleep(self._deps.tuning.pace.hand_over)
         leave.set(StopReason.SHUTDOWN)
 
+    async def _pause(self, lease: Lease, leave: Stop, seconds: float) -> None:
+        # At a drain what is left is tried again, and not all the time.
+        await wait_for(lease.lost if leave.is_set and self._worker.is_holding else leave, seconds)
+
     async def _work(self, lease: Lease, leave: Stop) -> None:
         began = self._deps.clock.monotonic()
         try:
@@ -89,16 +117,16 @@ class Feed:
             lease.lost.set(StopReason.LEASE_LOST)
         except (Unavailable, OutcomeUnknown) as error:
             self._report.waits(error)
-            await wait_for(leave, self._backoff.next())
+            await self._pause(lease, leave, self._backoff.next())
         except Exception as error:
             if isinstance(error, FloeError) and not isinstance(error, Unforeseen):
                 self._report.stopped(error)
-                await wait_for(leave, self._deps.tuning.pace.reexamine)
+                await self._pause(lease, leave, self._deps.tuning.pace.reexamine)
                 return
             if self._deps.clock.monotonic() - began >= GOOD_WHILE:
                 self._backoff.reset()
             self._report.fails(error)
-            await wait_for(leave, self._backoff.next())
+            await self._pause(lease, leave, self._backoff.next())
 
 
 class Runs(Protocol):

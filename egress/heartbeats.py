@@ -19,7 +19,7 @@ from common.jetstream.kv import state_key
 from common.jetstream.lease import Lease, Leases
 from common.jetstream.requests import ApiError, api_error
 from common.logs import get_logger
-from common.segments.alive import Alive
+from common.segments.alive import STANDBY, Alive, ChainSign
 from common.service.monitor import Health
 from common.service.process import Threads
 from common.settings.egress import HeartbeatSubjectSettings
@@ -174,6 +174,7 @@ def check_stored(answer: bytes, subject: str) -> None:
 
 
 SOON = 1 / 6  # part of the interval: by then most chains have something to report, or the store is back
+BEGINNING = (STANDBY, "starting", "checking")
 
 
 class SignOfLife:
@@ -196,6 +197,7 @@ class SignOfLife:
         self._site, self._process, self._owner, self._reports = site, process, owner, reports
         self._chains, self._client, self._clock, self._every = deps.chains, client, deps.clock, deps.tuning.pace.alive
         self._late, self._failure, self._is_put_off = late, "", False
+        self._told: tuple[ChainSign, ...] = ()
 
     async def run(self, stop: Stop) -> None:
         await again("alive", lambda: self._put_on(stop), self._clock)
@@ -207,12 +209,15 @@ class SignOfLife:
                 began = self._clock.monotonic()
                 await unless(stop, self._once(threads))
                 # The site looks silent at the centre until it is put: so put it soon after the store is back.
-                pause = self._every * (SOON if self._is_put_off else 1)
-                await wait_for(stop, max(0.0, began + pause - self._clock.monotonic()))
+                until = began + self._every * (SOON if self._is_put_off else 1)
+                while (left := until - self._clock.monotonic()) > 0 and not stop.is_set:
+                    await wait_for(stop, min(left, self._every * SOON))
+                    if self._has_taken_over():
+                        break
 
     async def _once(self, threads: Threads) -> None:
         await self._ask_sources()
-        chains = tuple(report.sign() for report in self._reports)
+        self._told = chains = tuple(report.sign() for report in self._reports)
         alive = Alive(self._site, self._owner, self._clock.now(), chains)
         try:
             put = asyncio.create_task(threads.run(self._chains.write_alive, self._process, alive))
@@ -229,6 +234,11 @@ class SignOfLife:
             if self._failure:
                 self._failure = ""
                 log.info("sign of life stored again", action="over")
+
+    def _has_taken_over(self) -> bool:
+        """Whether a chain is worked on that the last sign of life shows as standby, or as only just begun."""
+        pairs = zip(self._told, self._reports, strict=True)
+        return any(told.state in BEGINNING and report.sign().state not in BEGINNING for told, report in pairs)
 
     async def _asking_until(self, put: asyncio.Task[None]) -> None:
         """The result of `put`. As long as the store is silent, the lag that its silence makes is measured on."""

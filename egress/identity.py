@@ -227,7 +227,7 @@ def judge_with(evidence: Evidence, acceptance: Acceptance | None) -> SourceVerdi
         return judge(evidence)
     newer = tuple(witness for witness in evidence.tips if witness.tip.sequence > acceptance.end)
     if not newer and evidence.end == acceptance.end:
-        return SourceVerdict(VerdictKind.SAME, f"accepted by an operator up to {acceptance.end}")
+        return SourceVerdict(VerdictKind.SAME, f"accepted up to {acceptance.end}")
     return judge(replace(evidence, created=acceptance.created, tips=newer, older=None))
 
 
@@ -315,21 +315,15 @@ def never_begun(partition: Partition) -> Stopped:
     )
 
 
-def gone_advice(partition: Partition, chain: Chain, *, continues: bool = False) -> str:
-    """The ways on where the stream of a feed that has begun does not exist any more.
-
-    `continues`: the incarnation continues the history of the one before, so it alone is not the whole stream.
-    """
+def gone_advice(partition: Partition, chain: Chain) -> str:
+    """The ways on where the stream of a feed that has begun does not exist any more."""
     again = "create it again: then its next incarnation begins by itself"
     if partition.settings.on_recreated == "halt":
         again = "create it again and look again with the last command: `on_recreated` is halt"
     lines = [f"restore the stream as it was: the feed goes on; or {again}"]
     if not partition.settings.sampling_key:
-        lines[0] += (
-            "; what the archive holds of it is brought back by the replay below (look with --dry-run first; "
-            "publishers wait meanwhile, and the centre gets these messages once more, as new ones)"
-        )
-        lines.append(bring_back(partition, chain, continues=continues))
+        lines[0] += "; the first, from the archive (look with --dry-run before):"
+        lines.append(bring_back(chain))
     if partition.settings.on_recreated == "halt":
         lines.append(resolve(partition.settings.name))
     return "\n".join(lines)
@@ -341,14 +335,12 @@ def stopped_error(
     evidence: Evidence,
     verdict: SourceVerdict,
     proposal: int | None,
-    *,
-    continues: bool = False,
 ) -> Stopped:
-    """Why the chain stops on a verdict, with the possible choices; `continues` as in `gone_advice`."""
+    """Why the chain stops on a verdict, with the possible choices."""
     where = f"{chain}: stream {partition.stream}"
     text = f"{where} is {verdict.kind.value.replace('_', ' ')}: {verdict.why}{parting(evidence, proposal)}"
     if evidence.source is None:
-        hint = gone_advice(partition, chain, continues=continues)
+        hint = gone_advice(partition, chain)
     else:
         hint = _hint(partition, chain, evidence, verdict, proposal)
     return Stopped(text, hint=hint, code=CODES.get(verdict.kind, "E-IDENTITY"))

@@ -7,11 +7,12 @@ from common.errors import FloeError, Stopped
 from common.jetstream.api import StreamInfo, consumer_names, stream_info
 from common.jetstream.buckets import kv_replicas
 from common.jetstream.client import FloeClient
+from common.jetstream.durables import INTEREST, LIMITS
 from common.jetstream.kv import KeyValue
 from common.settings.root import Settings
 from egress.acks import ReaderResetError
 from egress.advisories.advisory import loop_of
-from egress.consumers import INTEREST, LIMITS, WantedMessages, create, ours
+from egress.consumers import WantedMessages, create, ours
 from egress.partition import Partition, all_partitions, is_of_site
 
 MADE, THERE, UNNEEDED, REFUSED = "made", "there", "not needed", "refused"

@@ -5,6 +5,7 @@ from functools import partial
 
 from common.leasing import HAND_OVERS
 from common.metrics import counter, gauge, histogram, total
+from common.segments.keys import CAPTURES
 from common.segments.segment import Reason
 from egress.acks import REASONS
 from egress.builder import Close
@@ -38,7 +39,7 @@ open_age = gauge(
     "egress_open_segment_age_seconds", "Time since the open segment's first message; 0 where nothing is open.", CHAIN
 )
 incarnation = gauge("egress_incarnation", "The incarnation that is written.", CHAIN)
-end_sequence = gauge("egress_end_sequence", "The last sequence archived.", CHAIN)
+end_sequence = gauge("egress_end_sequence", "The last sequence archived, or left out before the chain begins.", CHAIN)
 end_timestamp = gauge("egress_end_timestamp_seconds", "Time of the last message archived, since 1970.", CHAIN)
 source_sequence = gauge("egress_source_sequence", "The last sequence of the stream, when it was last asked.", CHAIN)
 source_timestamp = gauge(
@@ -156,6 +157,23 @@ expiry = gauge(
     "egress_expiry_seconds",
     "Time until the stream expires what is not archived; +Inf where it does not or nothing waits.",
     CHAIN,
+)
+
+
+# Captures (`egress.captures`)
+
+captures = counter(
+    "egress_captures",
+    "Captures of the stream's configuration, its consumers and its deleted messages, by what became of them.",
+    (*CHAIN, "what", "result"),
+    what=CAPTURES,
+    result=("written", "failed"),
+)
+capture_bytes = counter("egress_capture_bytes", "Bytes of captures put.", CHAIN)
+capture_done = gauge(
+    "egress_capture_last_success_timestamp_seconds",
+    "When configuration, consumers or deleted messages were last looked at, and put if they were due, since 1970.",
+    (*CHAIN, "what"),
 )
 
 

@@ -4,16 +4,17 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 
 from common.chain import Chain
-from common.errors import ConfigError, DataError, UsageError
+from common.errors import ConfigError, DataError, Unavailable, UsageError
 from common.exits import command, source
+from common.jetstream.api import StreamInfo
+from common.jetstream.durables import durable_name, name_hash
 from common.jetstream.kv import state_key
 from common.sequences import SequenceRange
 from common.settings.egress import FeedSettings
 
-_UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
+_EPHEMERAL = re.compile(r"floe-(?:start-)?[0-9a-f]{16}")
 _DURABLE = re.compile(r"(floe_.+_([0-9]{1,5})_[0-9a-f]{16})_[0-9a-f]{8}")
 
 
@@ -40,12 +41,12 @@ class Partition:
     @property
     def durable(self) -> str:
         """What the names of its durable consumers begin with, before a random end."""
-        return _durable(self.site, self.settings.name, self.number)
+        return durable_name(self.site, self.settings.name, self.number)
 
     def partition_of(self, durable: str) -> int | None:
         """The partition of the same feed, configured or not, that has this durable; None: it is another feed's."""
         found = _DURABLE.fullmatch(durable)
-        if found is None or _durable(self.site, self.settings.name, int(found[2])) != found[1]:
+        if found is None or durable_name(self.site, self.settings.name, int(found[2])) != found[1]:
             return None
         return int(found[2])
 
@@ -60,19 +61,12 @@ def lease_key(feed: Chain) -> str:
 
 
 def is_of_site(durable: str, site: str) -> bool:
-    return re.fullmatch(rf"floe_{site}_.+_{_hash(site)}[0-9a-f]{{8}}_[0-9a-f]{{8}}", durable) is not None
+    return re.fullmatch(rf"floe_{site}_.+_{name_hash(site)}[0-9a-f]{{8}}_[0-9a-f]{{8}}", durable) is not None
 
 
-def _durable(site: str, feed: str, partition: int) -> str:
-    """Legal, and unique: the hashes distinguish sites and feeds whose joined names are alike (`A_1` and `B`, `A` and
-    `1_B`).
-    """
-    mark = _hash(site) + _hash(f"{site}/{feed}/{partition}")
-    return f"floe_{site}_{_UNSAFE.sub('-', feed)[:100]}_{partition}_{mark}"
-
-
-def _hash(text: str) -> str:
-    return sha256(text.encode()).hexdigest()[:8]
+def is_own(consumer: str) -> bool:
+    """Whether a consumer of this name is one of Floe's, of any site and feed."""
+    return (_DURABLE.fullmatch(consumer) or _EPHEMERAL.fullmatch(consumer)) is not None
 
 
 def partitions_of(site: str, feed: FeedSettings, number: int | None = None) -> list[Partition]:
@@ -139,13 +133,20 @@ def repartition(feed: str) -> str:
     return command("egress repartition", "--feed", shlex.quote(feed))
 
 
-def bring_back(partition: Partition, chain: Chain, *, continues: bool) -> str:
-    """The command that makes the stream again from the archive: from its incarnation, or from all where that
-    continues the history of the one before.
-    """
-    words = ["--site", partition.site, "--feed", shlex.quote(chain.feed)]
-    words += ["--incarnation", str(chain.incarnation)] if chain.incarnation and not continues else []
-    return command("replay", *words, "--target", shlex.quote(partition.stream), "--into-source --create")
+def bring_back(chain: Chain) -> str:
+    """The command that brings the stream back from the archive."""
+    return command("restore", shlex.quote(f"{chain.site}/{chain.feed}"))
+
+
+def unguarded(info: StreamInfo | None) -> StreamInfo | None:
+    """`info`, unless `floe restore` fills the stream just now: raises Unavailable, because it cannot be judged yet."""
+    if info is not None and info.marker:
+        raise Unavailable(
+            f"stream {info.name} is being restored ({info.marker})",
+            hint="nothing to do, the feed goes on by itself when that is done; if it never is, give the restore again",
+            code="E-RESTORING",
+        )
+    return info
 
 
 def unreadable(what: str, hint: str) -> Callable[[str], DataError]:

@@ -21,13 +21,14 @@ from common.clock import NS_PER_S
 from common.errors import FloeError, Unavailable, Unforeseen
 from common.jetstream.api import StreamInfo, consumer_info, delete_consumer, stream_info
 from common.jetstream.client import RawSubscription, frame
+from common.jetstream.durables import INTEREST
 from common.jetstream.protocol import Acks, ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
 from common.logs import get_logger
 from common.segments.columns import Columns
 from common.sequences import SequenceRange
 from common.tasks import end, told, watched
 from egress.acks import Acknowledging, ReaderResetError
-from egress.consumers import INTEREST, Taken, WantedMessages, drop_strays, take
+from egress.consumers import Taken, WantedMessages, drop_strays, take
 from egress.deps import PartitionDeps
 from egress.identity import SourceStream
 from egress.memory import MemoryAccount

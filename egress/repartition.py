@@ -18,13 +18,14 @@ from common.chain import Chain
 from common.errors import LeaseLost, Stopped, Unavailable, UsageError
 from common.failpoints import failpoint
 from common.jetstream.api import StreamInfo, consumer_names, delete_consumer, stream_info
+from common.jetstream.durables import INTEREST, WORK_QUEUE
 from common.jetstream.lease import Lease, owner_text
 from common.logs import get_logger
 from common.segments.documents import ChainDocument, StreamDocument
 from common.settings.egress import FeedSettings, PartitionSettings
 from common.tasks import Stop, end, orphaned, watched
 from egress.archive import Archive
-from egress.consumers import INTEREST, WORK_QUEUE, WantedMessages, create
+from egress.consumers import WantedMessages, create
 from egress.context import CommandContext
 from egress.incarnations import History, Incarnation, configured, newest_incarnation, outline
 from egress.partition import Partition, Position, lease_key, partitions_of

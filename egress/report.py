@@ -170,13 +170,16 @@ class FeedReport:
         self._set(metrics.lease_held, 1)
         self.state("starting", ready=False, why="starting", holder="this instance")
 
-    def reading(self, chain: Chain, first: int, end: int) -> None:
-        """Messages are read from `first` on, everything before is accounted for; the archive ends at `end`."""
+    def reading(self, chain: Chain, first: int, end: int, begin: int = 1) -> None:
+        """Messages are read from `first` on, everything before is accounted for; the archive ends at `end`.
+
+        `begin`: the first sequence of the chain; what the stream had before is not owed.
+        """
         self._chain = chain
-        self._status.update(chain=str(chain), incarnation=chain.incarnation, position=first, end=end)
+        self._status.update(chain=str(chain), incarnation=chain.incarnation, position=first, end=end, first=begin)
         self._end_before = end
         self._set(metrics.incarnation, chain.incarnation)
-        self._set(metrics.end_sequence, end)
+        self._set(metrics.end_sequence, max(end, begin - 1))
         self._set(metrics.stopped, 0)
         self.works()
         self._log("info", "reading", action="reading", stream=self.stream, first=first, archived=end)
@@ -255,7 +258,8 @@ class FeedReport:
     def sign(self) -> ChainSign:
         told, asked = self._status, self._source_asked
         ends = told.get("end"), told.get("source_last")
-        return ChainSign(told["state"], self._since, told["code"], told["why"], *ends, asked, chain=self._chain)
+        said = told["state"], self._since, told["code"], told["why"], *ends, asked
+        return ChainSign(*said, first=told.get("first"), chain=self._chain)
 
     def lost(self, sequences: int) -> None:
         self._set(metrics.lost, sequences)

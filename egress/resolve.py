@@ -92,8 +92,7 @@ class Case:
         if self.choices:
             return ""
         if self.verdict is not None and self.verdict.kind is VerdictKind.GONE:
-            continues = self.current is not None and self.current.stream.continues
-            return gone_advice(self.partition, self.chain, continues=continues)
+            return gone_advice(self.partition, self.chain)
         return self.error.hint if self.error else ""
 
     def as_json(self) -> dict[str, Any]:

@@ -62,7 +62,7 @@ async def resolve(
     partitions = partitions_of(settings.site, feed_named(settings, name))
     if partition is not None and partition >= len(partitions):
         raise UsageError(f"--partition: expected 0 to {len(partitions) - 1}, found {partition}")
-    async with opened(settings) as components:
+    async with opened(settings, is_view=not (is_new or is_same or is_believed)) as components:
         cases = [await resolving.look(components, each) for each in partitions]
         chosen = cases if partition is None else [cases[partition]]
         if incarnation not in (None, newest := chosen[0].chain.incarnation):

@@ -151,7 +151,7 @@ class Session:
                 has_begun = end_before > 0 or self._archive.chain.incarnation > 0
                 self._report.durable(self._reader.lapsed, first, has_begun=has_begun)
             self._report.opens(lambda: self._builder.open_segment)
-            self._report.reading(self._archive.chain, first, end_before)
+            self._report.reading(self._archive.chain, first, end_before, self._archive.first)
             async with asyncio.TaskGroup() as tasks:
                 sampling = [] if self._sampled is None else self._sampled.side(self._inquiry.info)
                 sides = self._wake(stop), self._watch(), self._check(), *sampling

@@ -116,7 +116,16 @@ class PartitionStatus:
         """
         is_stored_known = self.store_read and (self.tail is None or self.tail[0] is not None)
         is_known = is_stored_known or self.told.get("end") is not None
-        return max(0, self.source - (self.archived or 0)) if is_known and self.source is not None else None
+        if not is_known or self.source is None:
+            return None
+        return max(0, self.source - max(self.archived or 0, self._first - 1))
+
+    @property
+    def _first(self) -> int:
+        """The first sequence of the chain, 1 where nobody says it; what the stream had before is not owed."""
+        sign = self.sighting.sign if self.sighting else None
+        said = sign.first if sign and sign.chain.incarnation == self.chain.incarnation else None
+        return int(self.told.get("first") or said or 1)
 
     @property
     def why(self) -> str:

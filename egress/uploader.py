@@ -12,6 +12,7 @@ from common.jetstream.lease import Lease
 from common.logs import get_logger
 from common.segments.segment import SegmentRef, Tip
 from common.segments.writer import SpooledSegment
+from common.sequences import SequenceRange
 from common.tasks import Stop, wait_for
 from egress.acks import ReaderResetError
 from egress.archive import Archive
@@ -89,6 +90,15 @@ class Unflushed:
     sealed: deque[SpooledSegment]
     received: Tip | None
 
+    @property
+    def rows(self) -> int:
+        return sum(spooled.footer.rows for spooled in self.sealed)
+
+    @property
+    def first(self) -> int:
+        """The first sequence that they cover, 0 where there are none."""
+        return self.sealed[0].footer.coverage.first if self.sealed else 0
+
     async def put(self, lease: Lease) -> None:
         """Put them into the history that they came from; each is removed once it is put. Raises LeaseLost.
 
@@ -104,6 +114,10 @@ class Unflushed:
 
     async def _put_one(self, spooled: SpooledSegment) -> None:
         coverage = spooled.footer.coverage
+        if lacking := await self.archive.lacks(spooled):
+            # Beside what the archive has under the same sequences they would be two histories in one.
+            self._log_dropped([coverage], lacking)
+            return
         # Another instance may have put only its beginning, and there is no other copy of the rest.
         if await self.archive.is_covered(coverage.first) and not await self.archive.uncovered(coverage):
             return
@@ -112,14 +126,27 @@ class Unflushed:
         await self.archive.raise_mark()
         log.info("held segment put", action="held_put", **stored_context(spooled), **ref.log_context())
 
+    async def is_archived(self) -> bool:
+        for spooled in self.sealed:
+            if await self.archive.uncovered(spooled.footer.coverage) or await self.archive.lacks(spooled):
+                return False
+        return True
+
+    def log_left(self) -> None:
+        """Log what this process ends with."""
+        log_left(self.archive, self.first, self.sealed[-1].footer.coverage.last, rows=self.rows)
+
     async def drop(self) -> None:
         """Throw them away though they are not read again, and log what is archived nowhere."""
         for spooled in self.sealed:
             missing = await self.archive.uncovered(spooled.footer.coverage)
             if missing and (rows := spooled.footer.rows):
-                context = {"ranges": ", ".join(map(str, missing)), "rows": rows, **self.archive.chain.log_context()}
-                log.error("held rows dropped", action="held_dropped", **context)
+                self._log_dropped(missing, rows)
         self.discard()
+
+    def _log_dropped(self, ranges: list[SequenceRange], rows: int) -> None:
+        context = {"ranges": ", ".join(map(str, ranges)), "rows": rows, **self.archive.chain.log_context()}
+        log.error("held rows dropped", action="held_dropped", **context)
 
     def discard(self) -> None:
         for spooled in self.sealed:
@@ -129,6 +156,13 @@ class Unflushed:
 def stored_context(spooled: SpooledSegment) -> dict[str, int]:
     coverage = spooled.footer.coverage
     return {"rows": spooled.footer.rows, "bytes": spooled.size, "first": coverage.first, "last": coverage.last}
+
+
+def log_left(archive: Archive, first: int, last: int, **more: int) -> None:
+    """Log the sequences that this process received and ends without having put."""
+    hint = "the next start archives them, if the stream still has them; if it is gone, they are lost"
+    context = {**more, "first": first, "last": last, **archive.chain.log_context()}
+    log.error("received and not archived", action="held_left", hint=hint, **context)
 
 
 def closed(archive: Archive) -> ReaderResetError:

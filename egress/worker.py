@@ -1,9 +1,9 @@
 """One partition of a feed, from the listing to the last put: decide what the stream is, take the position,
 read, again.
 
-Start, repair and take-over are one path. What a session leaves behind on a doubt is kept until the stream is
-judged. If it is the same, that is thrown away and read again; if it is another one or gone, it is put into the
-history that it came from, before that history is closed.
+Start, repair and take-over are one path. What a session leaves behind on a doubt may exist nowhere
+else. Where the stream still has all of it, it is thrown away and read again; else it is put at once into the history
+that it came from, before the stream is judged.
 """
 
 import asyncio
@@ -13,13 +13,15 @@ from typing import Any
 
 from common.clock import Backoff
 from common.errors import FloeError, LeaseLost, Stopped
+from common.jetstream.durables import LIMITS
 from common.jetstream.lease import Lease
 from common.logs import get_logger
 from common.tasks import Stop, StopReason, again, end, orphaned, unless, wait_for, watched
 from egress.acks import ReaderResetError
 from egress.advisories.advisory import look_for_loop, refuse_loop
 from egress.archive import Archive, ArchiveWalks
-from egress.consumers import LIMITS, check_start, first_sequence, hold
+from egress.captures import Captures
+from egress.consumers import check_start, first_sequence, hold
 from egress.deps import PartitionDeps
 from egress.evidence import Inquiry
 from egress.handover import Handover
@@ -30,7 +32,7 @@ from egress.report import watch
 from egress.sampling.resume import Resumed, Resuming
 from egress.sampling.snapshot_store import Snapshots
 from egress.session import Flush, Session, Stand
-from egress.uploader import RetakeError, Unflushed, require
+from egress.uploader import RetakeError, Unflushed, log_left, require
 from egress.watchdog import Expiry
 
 log = get_logger(__name__)
@@ -66,6 +68,7 @@ class Worker:
         self._deps, self._partition, self._report = deps, deps.partition, deps.report
         self._history = History(deps)
         self.handover, self.inquiry = Handover(deps, self._history), Inquiry(deps)
+        self._captures = Captures(deps)
         self._walk, self._expiry = ArchiveWalks(deps.pools.io, deps.clock, deps.tuning.pace), Expiry(deps)
         self._backoff = Backoff(deps.rng)
         self._hurry: float | None = None
@@ -111,6 +114,9 @@ class Worker:
         if closing.next is not None:
             await self._flush(lease)
             await self.handover.begin(current, closing)
+            return
+        if not await self._can_read_again():
+            await self._flush(lease)
             return
         await hold(self._deps.client, self._partition)
         if (found := await self._judge(current, archive, closing, stop)) is None:
@@ -174,11 +180,16 @@ class Worker:
         self._report.lost(sum(map(len, position.lost)))
         leave = Stop(stop)
         works = {"decisions": lambda: self._watch_decisions(stand, leave)}
+        if self._partition.number == 0:
+            self._captures.follow(stand.archive, stand.source.created, lease)
+            works["captures"] = self._captures.run
         if position.until is None:
             works["walk"] = lambda: self._watch_walk(stand, leave)
         watches = self._beside(**works)
         try:
             await self.read_at(position, stand, lease, leave)
+            if self._partition.number == 0 and stop.is_set:
+                await self._captures.drain()
         finally:
             await end(*watches)
 
@@ -227,6 +238,10 @@ class Worker:
             lasted = self._deps.clock.monotonic() - started
             self._hurry = None if session.puts else max(MIN_HURRY, min(lasted, self._hurry or lasted) / 2)
             await self._pause(session, stop)
+        except asyncio.CancelledError:  # the drain took too long
+            if session.received is not None and session.received.sequence > session.end:
+                log_left(stand.archive, session.end + 1, session.received.sequence)
+            raise
         except LeaseLost:
             # The holder of the lease reads it again; if the stream is gone by then, this is the last copy.
             self._unflushed = await session.unflushed()
@@ -252,8 +267,7 @@ class Worker:
         self, current: Incarnation, archive: Archive, evidence: Evidence, verdict: SourceVerdict
     ) -> Stopped:
         proposal = await self.inquiry.proposal(current, archive, evidence, verdict)
-        continues = current.stream.continues
-        return stopped_error(self._partition, current.chain, evidence, verdict, proposal, continues=continues)
+        return stopped_error(self._partition, current.chain, evidence, verdict, proposal)
 
     # The current incarnation
 
@@ -276,6 +290,27 @@ class Worker:
         await archive.load()
         self._report.damaged(archive.damaged)
         return archive
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether rows are left that were received and not put."""
+        return self._unflushed is not None and self._unflushed.rows > 0
+
+    async def _can_read_again(self) -> bool:
+        """Whether the stream still has what is left of a session; True where nothing is."""
+        if (left := self._unflushed) is None or not left.rows or left.received is None:
+            return True
+        return await self.inquiry.can_read_again(left.received, left.first)
+
+    async def needs_nothing(self) -> bool:
+        """Whether what is left of a session is archived, or still in the stream. Raises what they raise."""
+        return await self._can_read_again() or (self._unflushed is not None and await self._unflushed.is_archived())
+
+    def end(self) -> None:
+        """Say what is left and remove it; this process ends."""
+        if self._unflushed is not None and self.is_holding:
+            self._unflushed.log_left()
+        self.discard()
 
     async def _flush(self, lease: Lease) -> None:
         if self._unflushed is not None:

@@ -55,6 +55,7 @@ else
 fi
 
 all=(--set ingress.enabled=true --set compaction.enabled=true --set serviceMonitor.enabled=true)
+all+=(--set compaction.executors=true)
 
 rendered() {
   helm template floe infra/helm/floe "$@" >"$work/rendered.yaml" && "$python" - "$work/rendered.yaml" "$work" <<'END'
@@ -144,9 +145,13 @@ else
   fi
 fi
 
+for script in infra/spark/*.sh; do check "$script is bash" bash -n "$script"; done
+check "the environment for Spark's executors, made and moved" bash infra/spark/environment.sh "$work/environment.tar.gz"
+
 if docker info >/dev/null 2>&1; then
   check "docker build: site" docker build --quiet -f infra/docker/Dockerfile --target site -t floe:site .
   check "docker build: spark" docker build --quiet -f infra/docker/Dockerfile --target spark -t floe:spark .
+  check "docker build: cluster" docker build --quiet --build-arg BASE=floe:spark -t floe:cluster infra/spark
 else
   skip "no docker daemon: the images were not built and no container was run"
 fi

@@ -119,6 +119,11 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             },
             "cps",
         ),
+        Panel(
+            "captures of configuration, consumers and deletions",
+            {rate("egress_captures_total", SITE, "what, result"): "{{what}} {{result}}"},
+            "cps",
+        ),
         Panel("doubts about a reader", {rate("egress_doubts_total", SITE, "reason"): "{{reason}}"}, "cps"),
         Panel(
             "of the stream, to look into",
@@ -299,6 +304,7 @@ LEFT_OUT: Mapping[str, Sequence[str]] = {
         "floe_egress_alive_last_success_timestamp_seconds",
         "floe_ingress_alive_last_success_timestamp_seconds",
         "floe_egress_source_last_success_timestamp_seconds",
+        "floe_egress_capture_last_success_timestamp_seconds",
         "floe_ingress_lag_last_success_timestamp_seconds",
         "floe_ingress_publish_last_success_timestamp_seconds",
         "floe_ingress_positions_put_timestamp_seconds",
@@ -314,6 +320,7 @@ LEFT_OUT: Mapping[str, Sequence[str]] = {
     ),
     "of use to whoever tunes one feed": (
         "floe_egress_forced_copies_total",
+        "floe_egress_capture_bytes_total",
         "floe_egress_sample_keys_missing_total",
         "floe_egress_snapshot_seconds",
         "floe_egress_heartbeat_seconds",

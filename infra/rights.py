@@ -115,6 +115,7 @@ HEARING = "to hear at once of a lease that is released"
 GET, PUT, DELETE = ("s3:GetObject",), ("s3:PutObject", "s3:AbortMultipartUpload"), ("s3:DeleteObject",)
 EVERYTHING = KeyRights(GET, ("*",))
 SITE = ("site={site}/*", "_floe/site={site}/*", "_floe/tails/*", "_floe/alive/{site}/*")
+CAPTURED = tuple(f"_floe/site=*/{kind}/*" for kind in ("config", "consumers", "deletions"))
 RUNS = ("_floe/tombstones/runs/*",)
 
 ROLES = (
@@ -137,6 +138,7 @@ ROLES = (
             INBOX,
             SubjectRights(_hearing("egress"), HEARING, listens=True),
             SubjectRights(("{api}.CONSUMER.NAMES.{stream}", "{acks}.>"), "for a work queue or an interest stream"),
+            SubjectRights(("{api}.CONSUMER.LIST.{stream}",), "unless `capture_consumers: never`"),
         ),
         (KeyRights((*GET, *PUT), SITE), KeyRights(GET, RUNS)),
         (*SITE, *RUNS),
@@ -161,7 +163,7 @@ ROLES = (
         (
             EVERYTHING,
             KeyRights((*PUT, *DELETE), ("site=*", "_floe/tombstones/*", "_floe/site=*/probe/*")),
-            KeyRights(DELETE, ("_floe/site=*/state/*",)),
+            KeyRights(DELETE, ("_floe/site=*/state/*", *CAPTURED)),
             KeyRights(PUT, ("_floe/site=*/floor.json", "_floe/verify/*")),
         ),
     ),
@@ -180,7 +182,7 @@ ROLES = (
                 "parked retry",
             ),
             *("segments ls", "segments info", "segments cat", "segments verify", "segments quarantine"),
-            *("check archive", "check compaction"),
+            *("consumers ls", "check archive", "check compaction"),
         ),
         (
             SubjectRights((*_stream("{target}", *LOOKING), *_consumer("{target}", *READING))),
@@ -206,11 +208,39 @@ ROLES = (
         (EVERYTHING,),
     ),
     RoleRights(
+        "restore",
+        ("restore",),
+        (
+            SubjectRights(
+                (
+                    "{api}.INFO",
+                    *_stream("{stream}", "INFO", "RESTORE", "UPDATE", "DELETE"),
+                    "$JS.SNAPSHOT.RESTORE.{stream}.>",
+                    "{api}.CONSUMER.LIST.{stream}",
+                    *_consumer("{stream}", *READING),
+                )
+            ),
+            SubjectRights(LEASES),
+            SubjectRights(("{api}.STREAM.NAMES",), "to find who has its subjects before it is filled"),
+            INBOX,
+        ),
+        (EVERYTHING, KeyRights(PUT, ("_floe/site=*/restored/*",))),
+    ),
+    RoleRights(
         "drill",
         ("drill",),
         (
             SubjectRights(("{api}.STREAM.NAMES", *_stream("*", *MAKING, "DELETE"), *_consumer("*", *READING))),
             SubjectRights(("_floe_drill.>",)),
+            SubjectRights(
+                (
+                    "{api}.INFO",
+                    *_stream("*", "RESTORE"),
+                    "$JS.SNAPSHOT.RESTORE.*.>",
+                    "{api}.CONSUMER.LIST.*",
+                ),
+                "for `--exact`",
+            ),
             SubjectRights(STATE),
             SubjectRights(LEASES),
             INBOX,

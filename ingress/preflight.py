@@ -12,7 +12,7 @@ from common.jetstream.api import StreamInfo, create_stream, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.requests import ApiError
 from common.logs import get_logger
-from common.settings.ingress import CreateSettings, TargetSettings
+from common.settings.ingress import CreateSettings, IngressSettings, TargetSettings
 from ingress.errors import passes_by_itself
 from ingress.rows.prepare import Accepting, TargetLimits, patterns_of
 
@@ -162,10 +162,25 @@ def _control_problems(config: Mapping[str, Any], settings: TargetSettings) -> It
 
 def _subject_problems(config: Mapping[str, Any], settings: TargetSettings) -> Iterator[str]:
     accepting = Accepting(config.get("subjects") or [settings.stream])
+    for index, made in _not_taken(accepting, settings):
+        yield f"sources.{index}: expected subjects that the target takes ({accepting}), found {made}"
+
+
+def _not_taken(accepting: Accepting, settings: TargetSettings) -> Iterator[tuple[int, str]]:
     for index, source in enumerate(settings.sources):
-        for made in patterns_of(source) or ():
-            if not accepting.meets(made):
-                yield f"sources.{index}: expected subjects that the target takes ({accepting}), found {made}"
+        yield from ((index, made) for made in patterns_of(source) or () if not accepting.meets(made))
+
+
+def contradictions(settings: IngressSettings) -> Iterator[tuple[str, str]]:
+    """For `floe config check`: `create.subjects` that do not take what a source of the same target makes; the key,
+    and why.
+    """
+    for number, target in enumerate(settings.targets):
+        if target.create is not None and target.create.subjects:
+            accepting = Accepting(target.create.subjects)
+            for index, made in _not_taken(accepting, target):
+                key = f"ingress.targets.{number}.create.subjects"
+                yield key, f"expected subjects that take what sources.{index} makes ({made}), found {accepting}"
 
 
 def shape_of(client: FloeClient, info: StreamInfo, settings: TargetSettings) -> TargetLimits:

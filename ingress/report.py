@@ -234,9 +234,11 @@ class TargetReport:
     # Carrying
 
     def publishes(self, name: str, against: dict[str, str]) -> None:
+        """Logged where it is not the one that is shown already."""
+        if name != self._publisher:
+            why = {other: reason for other, reason in against.items() if reason}
+            log.info("publisher chosen", action="publisher", target=self.target, publisher=name, against=why)
         self._shows_publisher(name)
-        why = {other: reason for other, reason in against.items() if reason}
-        log.info("publisher chosen", action="publisher", target=self.target, publisher=name, against=why)
 
     def carries(self, delivery: Delivery, prefetcher: Prefetcher) -> None:
         """To be called every second."""

@@ -19,6 +19,10 @@ STREAM_NOT_FOUND = 10059
 CONSUMER_NOT_FOUND = 10014
 MESSAGE_NOT_FOUND = 10037
 
+# A stream that `floe restore` fills: its only subject, before its name, and the key in its metadata.
+GUARD = "_floe.restore."
+MARKER = "floe.restore"
+
 ATTEMPTS = 3  # of a question whose answer was lost
 
 
@@ -27,8 +31,9 @@ class StreamInfo:
     """What STREAM.INFO says of a stream; a leader that was deposed and does not know it yet may answer too.
 
     `first_sequence`, `last_sequence`: 0 where the stream never held a message; `first_sequence` is above
-    `last_sequence` where it is empty now. `created`, `first_timestamp`, `last_timestamp`: RFC 3339, as given. `leader`:
-    empty on a single server and where there is none now. `time`: the server's, when it answered; empty before 2.10.
+    `last_sequence` where it is empty now. `deleted`: how many sequences between the two it does not hold. `created`,
+    `first_timestamp`, `last_timestamp`: RFC 3339, as given. `leader`: empty on a single server and where there is none
+    now. `time`: the server's, when it answered; empty before 2.10.
     """
 
     name: str
@@ -41,6 +46,12 @@ class StreamInfo:
     last_timestamp: str
     leader: str
     time: str = ""
+    deleted: int = 0
+
+    @property
+    def marker(self) -> str:
+        """What a restore that is not done says of itself; empty for any other stream."""
+        return str((self.config.get("metadata") or {}).get(MARKER) or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +61,7 @@ class ConsumerInfo:
     `stream_sequence`, `consumer_sequence`: of the last message delivered; `pending`: matching messages that
     were not delivered yet, by the consumer's leader. `ack_floor`: the consumer sequence up to which every
     message is acknowledged, `acknowledged`: the stream sequence of that one; `ack_pending`: how many were
-    delivered and are not acknowledged.
+    delivered and are not acknowledged. `leader`: as of StreamInfo.
     """
 
     name: str
@@ -62,6 +73,7 @@ class ConsumerInfo:
     ack_floor: int = 0
     ack_pending: int = 0
     acknowledged: int = 0
+    leader: str = ""
 
 
 async def ask(
@@ -97,6 +109,21 @@ async def stream_info(client: FloeClient, stream: str) -> StreamInfo | None:
     return None if answer is None else _stream_info(answer)
 
 
+async def deleted_sequences(client: FloeClient, stream: str) -> tuple[StreamInfo, list[int]] | None:
+    """With the sequences between the first and the last that the stream does not hold, ascending. None if there is no
+    such stream. Raises DataError for an answer of another form.
+    """
+    request = {"deleted_details": True}
+    answer = await find(client, f"STREAM.INFO.{token(stream)}", STREAM_NOT_FOUND, request=request)
+    if answer is None:
+        return None
+    info = _stream_info(answer)
+    try:
+        return info, sorted(map(_count, answer["state"].get("deleted") or []))
+    except (TypeError, ValueError) as error:
+        raise DataError(f"STREAM.INFO: expected deleted sequences, found {error!r:.80}") from None
+
+
 async def most_replicas(client: FloeClient, streams: Iterable[str]) -> int:
     """The replicas of the most replicated of the streams; 1 where none of them exists."""
     found = [await stream_info(client, stream) for stream in sorted(set(streams))]
@@ -106,6 +133,17 @@ async def most_replicas(client: FloeClient, streams: Iterable[str]) -> int:
 async def create_stream(client: FloeClient, config: dict[str, Any]) -> StreamInfo:
     """Creates the stream `config["name"]`; the same configuration again changes nothing. Raises ApiError."""
     return _stream_info(await client.api(f"STREAM.CREATE.{token(config['name'])}", config))
+
+
+async def delete_stream(client: FloeClient, stream: str, timeout: float = 5.0) -> bool:
+    """False if it did not exist."""
+    try:
+        await client.api(f"STREAM.DELETE.{token(stream)}", timeout=timeout)
+    except ApiError as error:
+        if error.err_code != STREAM_NOT_FOUND:
+            raise
+        return False
+    return True
 
 
 async def next_message(client: FloeClient, stream: str, sequence: int, filter_subject: str = "") -> Message | None:
@@ -185,6 +223,24 @@ async def consumer_names(client: FloeClient, stream: str) -> list[str]:
             return names
 
 
+async def list_consumers(client: FloeClient, stream: str) -> list[dict[str, Any]]:
+    """What CONSUMER.LIST says of every consumer, as it says it, each once.
+
+    Raises ApiError where there is no such stream, Unavailable where a consumer's leader did not answer the server.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    asked = 0
+    while True:
+        answer = await ask(client, f"CONSUMER.LIST.{token(stream)}", {"offset": asked})
+        if missing := answer.get("missing"):
+            raise Unavailable(f"CONSUMER.LIST of {stream}: no answer of {', '.join(map(str, missing))[:200]}")
+        page = answer.get("consumers") or []
+        found |= {str(each.get("name")): each for each in page}
+        asked += len(page)
+        if not page or asked >= int(answer.get("total", 0)):
+            return list(found.values())
+
+
 async def delete_consumer(client: FloeClient, stream: str, consumer: str) -> bool:
     """False if it did not exist."""
     try:
@@ -210,6 +266,7 @@ def _stream_info(answer: dict[str, Any]) -> StreamInfo:
             last_timestamp=str(state.get("last_ts", "")),
             leader=str((answer.get("cluster") or {}).get("leader") or ""),
             time=str(answer.get("ts", "")),
+            deleted=_count(state.get("num_deleted", 0)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"STREAM.INFO: expected a stream, found {error!r:.80}") from None
@@ -228,6 +285,7 @@ def _consumer_info(answer: dict[str, Any]) -> ConsumerInfo:
             ack_floor=_count((answer.get("ack_floor") or {}).get("consumer_seq", 0)),
             ack_pending=_count(answer.get("num_ack_pending", 0)),
             acknowledged=_count((answer.get("ack_floor") or {}).get("stream_seq", 0)),
+            leader=str((answer.get("cluster") or {}).get("leader") or ""),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"CONSUMER.INFO: expected a consumer, found {error!r:.80}") from None

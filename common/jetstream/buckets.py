@@ -48,11 +48,13 @@ def optional_state(client: FloeClient, settings: ServiceSettings) -> KeyValue:
 
 
 async def open_leases(
-    client: FloeClient, settings: ServiceSettings, owner: str, clock: Clock, *, target: str = ""
+    client: FloeClient, settings: ServiceSettings, owner: str, clock: Clock, *, target: str = "", replicas: int = 0
 ) -> Leases:
-    """The leases of `owner`; their bucket is created if it is missing. `target`: as in `kv_replicas`."""
-    ttl, replicas = settings.lease_ttl, partial(kv_replicas, client, settings, target)
-    bucket = await KeyValue.open(client, settings.lease_bucket, ttl=ttl, replicas=replicas)
+    """The leases of `owner`; their bucket is created if it is missing. `target`: as in `kv_replicas`; `replicas`: of a
+    bucket that is created, for who may not ask for the streams (0: as `kv_replicas`).
+    """
+    ttl, most = settings.lease_ttl, replicas or partial(kv_replicas, client, settings, target)
+    bucket = await KeyValue.open(client, settings.lease_bucket, ttl=ttl, replicas=most)
     return Leases(bucket, owner, ttl, clock)
 
 

@@ -124,6 +124,12 @@ class RawSubscription:
             self._client.drop(sid)
 
 
+class _Transport(TcpTransport):
+    def writelines(self, payload: list[bytes]) -> None:
+        # Many pieces hold no writer back under Python 3.12.0 to 3.12.8, 3.13.0 and 3.13.1 (CVE-2024-12254).
+        cast(Any, self)._io_writer.write(b"".join(payload))
+
+
 class FloeClient(Client):
     """A NATS connection, made by `connect` and closed by `aclose`.
 
@@ -162,6 +168,11 @@ class FloeClient(Client):
     @property
     def takes_headers(self) -> bool:
         return self._server_info.get("headers") is True
+
+    @property
+    def is_clustered(self) -> bool:
+        """Whether the server that this connection is to is one of several."""
+        return bool(self._server_info.get("cluster"))
 
     async def wait_up(self, timeout: float) -> bool:
         """Waits at most `timeout` seconds; returns `is_up`."""
@@ -354,7 +365,7 @@ class FloeClient(Client):
 
     async def _connect_to_server(self, s: Srv) -> None:
         s.last_attempt = self.clock.monotonic()
-        self._transport = cast(Any, TcpTransport)()
+        self._transport = cast(Any, _Transport)()
         await self._wire.connect(s.uri, READ_SIZE, self.options["connect_timeout"])
 
     async def _process_connect_init(self) -> None:

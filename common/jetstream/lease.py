@@ -16,7 +16,7 @@ from collections.abc import Callable
 from common.clock import Clock
 from common.errors import FloeError, OutcomeUnknown
 from common.jetstream.client import RawSubscription
-from common.jetstream.kv import BucketGone, KeyValue
+from common.jetstream.kv import BucketGone, KeyValue, KvEntry
 from common.logs import get_logger
 from common.tasks import Stop, StopReason, Tell, orphaned, told
 
@@ -83,14 +83,18 @@ class Leases:
 
     async def holder(self, key: str) -> str | None:
         """The owner; None where the lease is free."""
-        entry = await self._kv.get(key)
+        entry = await self.entry(key)
         return None if entry is None else entry.value.decode("utf-8", "backslashreplace")
+
+    async def entry(self, key: str) -> KvEntry | None:
+        """The owner with the revision, which rises when the lease is renewed; None where the lease is free."""
+        return await self._kv.get(key)
 
 
 class Lease:
     """One lease that this owner held at `started` (monotonic seconds).
 
-    `lost` is set when another owner holds it, when the bucket is gone, or when the deadline passed; it stays set.
+    `lost` is set when another owner holds it, when it was deleted, or when the deadline passed; it stays set.
     `give_back` is set by the group that shares leases: the work is to end at the next good place.
     """
 
@@ -147,7 +151,7 @@ class Lease:
         try:
             for _ in range(SETTLING_READS):
                 started = self._clock.monotonic()
-                if (revision := await self._kv.update(self.key, self._value, self._revision)) is not None:
+                if (revision := await self._written()) is not None:
                     self._revision, self._deadline = revision, started + self._ttl
                     if self._is_late:
                         self._is_late = False
@@ -156,12 +160,23 @@ class Lease:
                 if not await self._adopt():
                     self._lose("another owner holds it, or it expired")
                     return False
-        except BucketGone:
-            self._lose("the bucket was deleted")
         except FloeError as error:  # whatever the error, the time that is left decides
             log.warning("lease not renewed", action="lease_renew", key=self.key, error=str(error))
             self._is_late = True
         return False
+
+    async def _written(self) -> int | None:
+        """The revision of the value, written again; None where another value, or a deletion, stands there.
+
+        Where nothing does, though its time is not over, the server came back without what it stored. Then it is still
+        ours: nobody else knows that it is free.
+        """
+        try:
+            if (revision := await self._kv.update(self.key, self._value, self._revision)) is not None:
+                return revision
+        except BucketGone:
+            await self._kv.ensure()
+        return await self._kv.update(self.key, self._value, 0)
 
     async def _adopt(self) -> bool:
         """Takes over the revision of our own write whose answer was lost; False where the value is not ours.

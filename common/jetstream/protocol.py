@@ -211,6 +211,11 @@ class ConsumerTrouble:
 
     text: str
 
+    @property
+    def is_unheard(self) -> bool:
+        """Nobody listens where the consumer is asked: it is gone, or its server is not yet there for it."""
+        return self.text.startswith("503")
+
 
 Status = Heartbeat | RequestOver | ConsumerTrouble
 

@@ -19,6 +19,8 @@ from common.tasks import Trouble, wait_for
 SILENT = 10  # heartbeats that may fail to come
 MESSAGE_ROOM = 16 * 1024  # bytes of subject and reply, counted on top of a payload
 EXPIRES = 30  # seconds that a pull request stays open
+MOST_UNHEARD, AGAIN = 50, 0.1  # pulls that nobody hears of a consumer that was just made, seconds between them
+PLACINGS = 60  # tries until a consumer is on the server that is wanted
 INACTIVE = 60  # seconds without a pull request after which the server removes the consumer
 
 
@@ -55,16 +57,18 @@ async def scan(
     subject: str = "",
     headers_only: bool = False,
     asked: Asked | None = None,
+    server: str = "",
 ) -> AsyncGenerator[Sequence[Message]]:
     """The messages on `subject` (empty: all) in pieces, up to sequence `until` or for ever.
 
-    A piece may be empty: the stream is quiet. `headers_only`: payloads are empty. Raises Unavailable where the consumer
+    A piece may be empty: the stream is quiet. `headers_only`: payloads are empty. `server`: whose copy of the stream is
+    read, one of its replicas; empty: any. Raises Unavailable where the consumer
     or the connection is lost, ApiError where there is no such stream or no such right. The caller must close it
     (`contextlib.aclosing`).
     """
     if until is not None and until < max(1, start.sequence):
         return
-    reading = _Reading(client, stream, asked or Asked())
+    reading = _Reading(client, stream, asked or Asked(), server)
     try:
         await reading.open({**start.to_json(), **({"headers_only": True} if headers_only else {})}, subject)
         while until is None or reading.passed < until:
@@ -109,13 +113,14 @@ async def get_message(client: FloeClient, stream: str, sequence: int) -> Message
 class _Reading:
     """One consumer and the pull request that is open on it."""
 
-    def __init__(self, client: FloeClient, stream: str, asked: Asked) -> None:
-        self._client, self._stream, self._asked = client, stream, asked
+    def __init__(self, client: FloeClient, stream: str, asked: Asked, server: str) -> None:
+        self._client, self._stream, self._asked, self._server = client, stream, asked, server
         self._name = f"floe-{secrets.token_hex(8)}"
         self._generation = client.generation
         self._frames: list[tuple[bytes, bytes, bytes, bytes | None]] = []
         self._arrived = asyncio.Event()
         self._trouble, self._next, self._owed = Trouble(self._arrived), 1, 0
+        self._unheard: int | None = 0  # pulls that nobody heard, None once one was
         self._window = max(asked.window, client.max_payload + MESSAGE_ROOM)
         #: Everything up to this sequence was handed over, or is not on the subject.
         self.passed = 0
@@ -133,8 +138,15 @@ class _Reading:
             config["filter_subject"] = subject
         self._inbox = self._client.new_inbox()
         self._subscription = await self._client.subscribe_raw(self._inbox, self._sink, self._trouble.tell)
-        await create_consumer(self._client, self._stream, config)
-        self._pull()
+        for _ in range(PLACINGS):
+            consumer = await create_consumer(self._client, self._stream, config)
+            if self._server in ("", consumer.leader):
+                self._pull()
+                return
+            # Where it is placed is up to the cluster, which takes any of the replicas.
+            await delete_consumer(self._client, self._stream, self._name)
+            self._name = config["name"] = f"floe-{secrets.token_hex(8)}"
+        raise Unavailable(f"stream {self._stream}: no consumer was placed on {self._server} in {PLACINGS} tries")
 
     async def close(self) -> None:
         if hasattr(self, "_subscription"):
@@ -154,13 +166,17 @@ class _Reading:
             "expires": EXPIRES * NS_PER_S,
             "idle_heartbeat": int(self._asked.heartbeat * NS_PER_S),
         }
-        pull = self._client.api_subject(f"CONSUMER.MSG.NEXT.{self._stream}.{self._name}").encode()
-        self._client.send(frame(pull, json.dumps(request).encode(), None, self._inbox.encode()))
+        self._client.send(frame(self._pulling, json.dumps(request).encode(), None, self._inbox.encode()))
         self._owed = self._asked.batch
+
+    @property
+    def _pulling(self) -> bytes:
+        return self._client.api_subject(f"CONSUMER.MSG.NEXT.{self._stream}.{self._name}").encode()
 
     async def next(self) -> list[Message]:
         if not await wait_for(self._arrived, SILENT * self._asked.heartbeat):
-            raise Unavailable(f"stream {self._stream}: nothing heard of the consumer")
+            silent = Unavailable(f"stream {self._stream}: nothing heard of the consumer")
+            raise self._client.refusal(self._pulling) or silent
         self._trouble.check()
         if self._client.generation != self._generation:
             raise Unavailable(f"stream {self._stream}: the connection was lost while reading")
@@ -171,6 +187,8 @@ class _Reading:
             if not reply:
                 self._on_status(headers)
         if self._owed <= 0:
+            if self._unheard:
+                await self._client.clock.sleep(AGAIN)
             self._pull()
         return found
 
@@ -185,16 +203,21 @@ class _Reading:
         if acks.contiguous < len(frames):
             missing = self._next + acks.contiguous
             raise Unavailable(f"stream {self._stream}: expected message {missing}, found another")
-        self._next, self._owed = self._next + len(frames), self._owed - len(frames)
+        self._next, self._owed, self._unheard = self._next + len(frames), self._owed - len(frames), None
         self.passed = acks.sequences[-1]
         return list(map(Message, acks.sequences, acks.timestamps_ns, subjects, headers, payloads))
 
     def _on_status(self, headers: bytes | None) -> None:
         status = parse_status(headers)
+        if isinstance(status, ConsumerTrouble):
+            if self._unheard is None or self._unheard >= MOST_UNHEARD or not status.is_unheard:
+                raise Unavailable(f"stream {self._stream}: the server says: {status.text}")
+            # A cluster answers that a consumer is made before the server that has it listens.
+            self._unheard, self._owed = self._unheard + 1, 0
+            return
+        self._unheard = None
         if isinstance(status, Heartbeat) and status.consumer_sequence == self._next - 1:
             self.passed = max(self.passed, status.sequence)
         elif isinstance(status, RequestOver):
             self._owed = 0
             self._window *= 2 if status.too_small and status.undelivered == self._asked.batch else 1
-        elif isinstance(status, ConsumerTrouble):
-            raise Unavailable(f"stream {self._stream}: the server says: {status.text}")

@@ -19,14 +19,15 @@ from common.settings.types import FileSecret
 
 log = get_logger(__name__)
 
+TOLD_EVERY = 10.0  # seconds between two lines that say what a command waits for
 VIEW_TIMEOUT = 5.0  # seconds for an answer of the store, asked twice, where somebody waits for it
 
 
-def open_objects(settings: StoreSettings, *, timeout: float | None = None) -> ObjectStore:
+def open_objects(settings: StoreSettings, *, timeout: float | None = None, is_told: bool = False) -> ObjectStore:
     """The object store that `settings` name. Sends no request to an S3 store yet.
 
     `timeout`: for who does not wait for a store as services do: seconds for a connection, and for an answer to begin; a
-    request is sent at most twice.
+    request is sent at most twice. `is_told`: the log says every TOLD_EVERY seconds what has no answer yet.
 
     Raises ConfigError for an invalid address, and for a `file://` store what LocalObjects raises.
     """
@@ -40,6 +41,7 @@ def open_objects(settings: StoreSettings, *, timeout: float | None = None) -> Ob
         storage_class=settings.storage_class,
         encryption=settings.encryption.mode,
         kms_key_id=settings.encryption.kms_key_id,
+        told_every=TOLD_EVERY if is_told else 0.0,
     )
     if timeout is not None:
         options = replace(options, attempts=2, connect_timeout=timeout, read_timeout=timeout)

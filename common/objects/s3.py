@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import builtins
 import io
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -62,7 +63,8 @@ class S3Options:
 
     `checksum`: what the server is asked to check on a put. `attempts`: per request, the first included.
     `connect_timeout`, `read_timeout`: seconds. `connections`: kept open, as many as threads use the store.
-    Bodies above `multipart_bytes` go up in parts of `part_bytes`.
+    Bodies above `multipart_bytes` go up in parts of `part_bytes`. `told_every`: seconds between two lines of the log
+    that say what is waited for; 0: none.
     """
 
     addressing_style: Literal["auto", "path", "virtual"] = "auto"
@@ -76,6 +78,7 @@ class S3Options:
     connections: int = 16
     multipart_bytes: int = 64 * 1024 * 1024
     part_bytes: int = 16 * 1024 * 1024
+    told_every: float = 0.0
 
     def storing(self) -> dict[str, Any]:
         fields = {
@@ -149,6 +152,7 @@ def make_client(
         except OSError as error:
             why = (error.strerror or str(error)).lower()
             raise ConfigError(f"store.tls.ca {account.verify}: {why}", code="E-S3-TLS") from None
+    logging.getLogger("urllib3.connection").setLevel(logging.ERROR)  # the error says of a certificate what it warns of
     session = session or make_session(account)
     client: Any = session.client  # one signature for all services; the stubs know one for each
     try:
@@ -197,6 +201,7 @@ class S3Objects:
         self._client = self._make_client()
         # Before the first answer the address may be wrong; later the same errors mean trouble on the network.
         self._has_answered = False
+        self._told_at = self._clock.monotonic()
 
     def _make_client(self) -> S3Client:
         options, session = self._options, make_session(self._account)
@@ -472,7 +477,8 @@ class S3Objects:
         self._renew()
         self._doubts.found, used = False, self._client
         try:
-            yield
+            with self._telling(f"{verb} {self._place(key)}") if self._options.told_every else nullcontext():
+                yield
             self._has_answered = True
         except ClientError as error:
             raise self._explained(verb, key, error, writes, used) from error
@@ -484,6 +490,24 @@ class S3Objects:
             raise kind(text, code="E-LIST-INVALID" if verb == "list" else "E-S3-INVALID") from error
         except BotoCoreError as error:
             raise self._unanswered(verb, key, error, writes) from error
+
+    @contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        """Tells again and again that `what` has no answer yet: of several that wait, one for all."""
+        every, done, began = self._options.told_every, threading.Event(), self._clock.monotonic()
+
+        def tell() -> None:
+            while not done.wait(every):
+                if (now := self._clock.monotonic()) - self._told_at >= every / 2:
+                    self._told_at = now
+                    context = {"what": what, "store": without_paths(self._endpoint), "seconds": round(now - began)}
+                    log.warning("waiting for the store", action="store_waited", **context)
+
+        threading.Thread(target=tell, name="waiting", daemon=True).start()
+        try:
+            yield
+        finally:
+            done.set()
 
     def _explained(self, verb: str, key: str, error: ClientError, writes: bool, used: S3Client) -> FloeError:
         if code_of(error.response) == "400" and self._is_plain_on_tls():  # said by no S3: it names its errors
@@ -505,9 +529,10 @@ class S3Objects:
             return Refused(text, hint=hint, code="E-S3-AUTH")
         if isinstance(error, boto.ParamValidationError):
             return ConfigError(text, code="E-S3-REQUEST")
-        if isinstance(error, boto.SSLError) and "CERTIFICATE_VERIFY_FAILED" in told:
-            hint = certificate_hint(told, "store.endpoint_url", "store") or "name the authority in store.tls.ca"
-            return ConfigError(text, hint=hint, code="E-S3-TLS")
+        if isinstance(error, boto.SSLError):
+            hint = certificate_hint(told, "store.endpoint_url", "store")
+            if hint or "CERTIFICATE_VERIFY_FAILED" in told:
+                return ConfigError(text, hint=hint or "name the authority in store.tls.ca", code="E-S3-TLS")
         if isinstance(error, boto.EndpointConnectionError):
             asked, cause = error.kwargs.get("endpoint_url", self._endpoint), error.kwargs.get("error", error)
             why, hint = s3_errors.why_not_connected(str(asked), str(cause))

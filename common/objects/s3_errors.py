@@ -118,6 +118,9 @@ def why_not_connected(endpoint: str, cause: str) -> tuple[str, str]:
     """Why no connection to the address `endpoint` was made, and what to do. `cause`: boto3's text."""
     host = urlsplit(endpoint).hostname or endpoint
     where = f"store {without_paths(endpoint)}"
+    if f"[Errno {int(socket.EAI_AGAIN)}]" in cause:
+        hint = "look at this host's resolver (/etc/resolv.conf), or have store.endpoint_url name an address"
+        return f"{where}: the host {host} is not resolved, the resolver gives no answer", hint
     if _UNKNOWN_HOST.search(cause):
         return f"{where}: the host {host} is not known", "check store.endpoint_url, and this host's resolver"
     if "refused" in cause.lower():

@@ -41,6 +41,7 @@ class _Said(msgspec.Struct, frozen=True, omit_defaults=True):
     end: int | None = None
     source_last: int | None = None
     source_asked: float | None = None
+    first: int | None = None
 
     def said(self) -> dict[str, Any]:
         fields = {name: getattr(self, name) for name in _Said.__struct_fields__}
@@ -67,7 +68,8 @@ class ChainSign(_Said, frozen=True, kw_only=True):
     """What a process says of one chain. `state`, `code`, `why`: as in its /status, since `since`.
 
     `end`: the last archived sequence, None where that was not looked up yet. `source_last`: the last sequence of the
-    stream when it was last asked, at `source_asked`. Times in seconds since 1970 by the clock of the process.
+    stream when it was last asked, at `source_asked`. `first`: where the chain begins, None where that was not looked up
+    yet. Times in seconds since 1970 by the clock of the process.
     `incarnation` of `chain`: the one that was written last; 0 where none was found yet.
     """
 
@@ -94,7 +96,7 @@ class ChainSign(_Said, frozen=True, kw_only=True):
         """
         if self.source_last is None:
             return None
-        end = self.end or 0
+        end = max(self.end or 0, (self.first or 1) - 1)  # what the stream had before the chain is not owed
         if self.chain.incarnation > incarnation:
             return max(0, self.source_last - end)
         # A process that was restarted, and stopped before it looked, knows no incarnation and says 0.
@@ -128,7 +130,7 @@ class Alive:
 
 
 def _sign(site: str, wire: _ChainWire) -> ChainSign:
-    for name, value in (("end", wire.end), ("source_last", wire.source_last)):
+    for name, value in (("end", wire.end), ("source_last", wire.source_last), ("first", wire.first)):
         if value is not None and not 0 <= value <= MAX_SEQUENCE:
             raise ValueError(f"{name}: expected 0 to {MAX_SEQUENCE}, found {value}")
     return ChainSign(**wire.said(), chain=Chain(site, wire.feed, wire.incarnation, wire.partition))

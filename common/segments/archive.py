@@ -51,6 +51,18 @@ def find_chain(chains: ChainStore, text: str, feeds: Collection[Pair] = ()) -> C
     return among(chains, site, feed, lambda known: one(known, feeds, site, feed, incarnation, partition))
 
 
+def find_incarnation(chains: ChainStore, text: str, feeds: Collection[Pair] = ()) -> Chain:
+    """Partition 0 of the incarnation that `SITE/FEED[/INCARNATION]` means; the newest, where none is named.
+
+    Raises UsageError as `select_chains`, and where a partition is named.
+    """
+    site, feed, incarnation, partition = parse_of_feed(text)
+    if partition is not None:
+        raise UsageError(f"{text:.80}: expected SITE/FEED[/INCARNATION], found a partition")
+    found = among(chains, site, feed, lambda known: chosen(known, feeds, site, feed, incarnation))
+    return Chain(site, feed, max((chain.incarnation for chain in found), default=incarnation or 0))
+
+
 def among(chains: ChainStore, site: str | None, feed: str | None, find: Callable[[Collection[Chain]], T]) -> T:
     """What `find` finds among the chains of a site or feed; if nothing, its error lists all chains."""
     try:
@@ -71,9 +83,13 @@ def span(refs: Sequence[SegmentRef]) -> SequenceRange | None:
 
 
 def read_cover(
-    store: SegmentStore, refs: Sequence[SegmentRef], within: SequenceRange, report: Report
+    store: SegmentStore,
+    refs: Sequence[SegmentRef],
+    within: SequenceRange,
+    report: Report,
+    columns: Sequence[str] | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of `within` by the cover of `refs`, in sequence order, each once.
+    """The rows of `within` by the cover of `refs`, in sequence order, each once; `columns` with `sequence`, None: all.
 
     A segment that is damaged or gone is left out and reported, and its rows are read from others that cover them; a
     stretch that no segment covers is reported and skipped.
@@ -86,7 +102,7 @@ def read_cover(
             position = stretch.rows.first
             try:
                 with open_stretch(store, stretch, refs=usable) as reader:
-                    for batch in reader.batches():
+                    for batch in reader.batches(columns=columns):
                         yield batch
                         position = batch.column("sequence")[-1].as_py() + 1
             except (SegmentCorrupt, SegmentGone) as error:

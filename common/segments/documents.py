@@ -413,6 +413,7 @@ _FLOOR, _TAIL = JsonForm(_FloorWire), JsonForm(_TailWire)
 _GAP, _POSITIONS = JsonForm(_GapWire), JsonForm(_PositionsWire)
 
 MAX_DOCUMENT_BYTES = 1024 * 1024
+_PAGE = 1000  # keys of one listing
 _ROUNDS = 5  # of compare-and-set, each lost to another writer
 
 D = TypeVar("D")
@@ -567,9 +568,14 @@ class ChainStore:
             return {}
 
     def chains(self, site: str | None = None, feed: str | None = None) -> list[Chain]:
-        listing = self.objects.list(self.layout.documents_prefix(site, feed))
-        found = (self.layout.parse_chain_document(info.key) for info in listing)
-        return sorted(chain for chain in found if chain is not None and feed in (None, chain.feed))
+        found, after, prefix = list[Chain](), "", self.layout.documents_prefix(site, feed)
+        while True:
+            page = self.objects.list(prefix, start_after=after, limit=_PAGE)
+            parsed = (self.layout.parse_chain_document(info.key) for info in page)
+            found += (chain for chain in parsed if chain is not None and feed in (None, chain.feed))
+            if len(page) < _PAGE:
+                return sorted(found)
+            after = self.layout.behind_captures(page[-1].key)
 
     # Gaps that are given up
 

@@ -4,6 +4,7 @@
 
     {prefix}/{chain}/level={l}/{last:020d}-{first:020d}-{digest}.parquet
     {prefix}/_floe/site={site}/feed={feed}/incarnation={k:04d}/stream.json
+    {prefix}/_floe/site={site}/feed={feed}/incarnation={k:04d}/{config,consumers,deletions,restored}/{end:020d}-{digest}.json
     {prefix}/_floe/{chain}/{chain.json, floor.json, …}
     {prefix}/_floe/{chain}/state/{position:020d}-{digest}
     {prefix}/_floe/{chain}/gaps/{last:020d}-{first:020d}.json
@@ -37,6 +38,8 @@ from common.errors import UsageError
 from common.sequences import MAX_SEQUENCE, SequenceRange
 
 MAX_LEVEL = 9
+#: The kinds of captures, each a folder of its incarnation (`common.segments.captures`).
+CAPTURES = ("config", "consumers", "deletions", "restored")
 DIGEST_LENGTH = 16
 
 _ENCODED = r"(?:[A-Za-z0-9_-]|%[0-9A-F]{2})+"
@@ -48,6 +51,9 @@ _DIGEST = rf"(?P<digest>[0-9a-f]{{{DIGEST_LENGTH}}})"
 _SEGMENT = re.compile(rf"{_CHAIN}/level=(?P<level>[0-9])/{_BOUNDS}-{_DIGEST}\.parquet")
 _CHAIN_DOCUMENT = re.compile(rf"_floe/{_CHAIN}/chain\.json")
 _STATE = re.compile(rf"_floe/{_CHAIN}/state/(?P<position>[0-9]{{20}})-{_DIGEST}")
+_CAPTURE = re.compile(
+    rf"_floe/{_INCARNATION}/(?P<kind>config|consumers|deletions|restored)/(?P<end>[0-9]{{20}})-{_DIGEST}\.json"
+)
 _TOMBSTONE = re.compile(rf"_floe/tombstones/{_CHAIN}/{_BOUNDS}-{_DIGEST}\.json")
 _CHAIN_OBJECT = re.compile(
     rf"_floe/{_INCARNATION}/(?:stream\.json|{_PARTITION}/(?:chain\.json|floor\.json|gaps/{_BOUNDS}\.json))"
@@ -88,6 +94,20 @@ class StateName:
 
     chain: Chain
     position: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureName:
+    """What a capture's key says. `chain`: partition 0 of the incarnation. `kind`: one of CAPTURES. `end`: the sequence
+    up to which the archive covered when it was taken, 0: nothing.
+
+    `digest`: the first 16 hex digits of the SHA-256 of its bytes.
+    """
+
+    chain: Chain
+    kind: str
+    end: int
     digest: str
 
 
@@ -161,7 +181,7 @@ class Layout:
     def _is_document(self, key: str) -> bool:
         relative = self._relative(key)
         named = _CHAIN_OBJECT.fullmatch(relative) or _SIGN_OFF.fullmatch(relative)
-        of_chain = _chain(named) or self.parse_state(key) or self.parse_tail(key)
+        of_chain = _chain(named) or self.parse_state(key) or self.parse_tail(key) or self.parse_capture(key)
         return of_chain is not None or _OTHER_OBJECTS.fullmatch(relative) is not None
 
     # Segments
@@ -251,6 +271,33 @@ class Layout:
             return None
         position = int(match["position"])
         return StateName(chain, position, match["digest"]) if 1 <= position <= MAX_SEQUENCE else None
+
+    # Captures of an incarnation
+
+    def captures_prefix(self, chain: Chain, kind: str) -> str:
+        return self._under(f"_floe/{_incarnation_path(chain)}/{kind}/")
+
+    def capture(self, name: CaptureName) -> str:
+        """Raises ValueError where a part is outside its range."""
+        if name.kind not in CAPTURES or not 0 <= name.end <= MAX_SEQUENCE:
+            raise ValueError(f"capture {name.kind} at {name.end}: expected one of {CAPTURES}, at 0 to 2^63-1")
+        _check_digest(name.digest)
+        return f"{self.captures_prefix(name.chain, name.kind)}{name.end:020d}-{name.digest}.json"
+
+    def parse_capture(self, key: str) -> CaptureName | None:
+        match = _CAPTURE.fullmatch(self._relative(key))
+        chain = match and _parsed(match["site"], match["feed"], match["incarnation"], "0")
+        if not match or not chain or (end := int(match["end"])) > MAX_SEQUENCE:
+            return None
+        return CaptureName(chain, match["kind"], end, match["digest"])
+
+    def behind_captures(self, key: str) -> str:
+        """`key`, or where it is a capture's, what sorts behind all captures of its incarnation that may be many, and
+        before its partitions.
+        """
+        if (name := self.parse_capture(key)) is None:
+            return key
+        return max(key, f"{self.captures_prefix(name.chain, 'deletions').removesuffix('/')}0")
 
     # Tails and tombstones
 

@@ -129,7 +129,8 @@ MIB = 2**20
 
 # What the writer puts into one row group: raw bytes, which limit the memory of a reader.
 ROW_GROUP_BYTES_LEVEL_0 = 32 * MIB
-ROW_GROUP_BYTES_MERGED = 128 * MIB
+ROW_GROUP_BYTES_MERGED = 64 * MIB
+_ROW_GROUP_BYTES_BEFORE = 128 * MIB  # of merged segments that former versions wrote
 # The columns of a row that are not raw bytes: so that a million empty messages are not one row group.
 ROW_OVERHEAD_BYTES = 64
 # nats-server's own limit of max_payload; one message is never split over row groups.
@@ -154,11 +155,11 @@ class ParquetLimits:
     """
 
     footer_bytes: int = 8 * MIB
-    row_groups: int = 1024
+    row_groups: int = 4096  # 256 GiB raw
     columns: int = 64
     footer_value_bytes: int = MIB
-    metadata_values: int = 500_000
-    row_group_bytes: int = ROW_GROUP_BYTES_MERGED + MAX_MESSAGE_BYTES + 64 * MIB
+    metadata_values: int = 1_000_000
+    row_group_bytes: int = _ROW_GROUP_BYTES_BEFORE + MAX_MESSAGE_BYTES + 64 * MIB
     page_header_bytes: int = 64 * 1024
     batch_bytes: int = 8 * MIB
     batch_rows: int = 16_384

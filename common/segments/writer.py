@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +50,13 @@ class Spool:
             raise spool_error(self._parent, error) from error
         os.close(handle)
         return Path(name)
+
+    def new_folder(self) -> Path:
+        """Raises as `new_file`."""
+        try:
+            return Path(tempfile.mkdtemp(dir=self._private_folder()))
+        except OSError as error:
+            raise spool_error(self._parent, error) from error
 
     def size(self) -> int:
         """Bytes of the files in the folder."""
@@ -115,6 +123,7 @@ def _remove_if_dead(folder: Path) -> None:
 
 _PAGE_BYTES = MIB
 _MAX_ROWS_PER_WRITE = 1024
+FIRST_GROUP = 8  # the first row group of a merged segment is this many times smaller, so that writing begins early
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,21 +148,32 @@ class SegmentWriter:
     call raises Unavailable, code E-SPOOL, where the disk is full or fails; then `abort`.
     `subject_statistics`: whether the least and the greatest subject of each row group and page stand in its
     metadata, for readers that skip what they do not look for. `group_bytes`: raw bytes of a row group; 0: as the
-    level has it.
+    level has it. `aside`: a pool of one thread in which a row group is written while the next is gathered, so that
+    two are in memory, and an error is raised by a later call; None: the caller's thread writes.
     """
 
     def __init__(
-        self, path: Path, *, level: int, compression_level: int, subject_statistics: bool = True, group_bytes: int = 0
+        self,
+        path: Path,
+        *,
+        level: int,
+        compression_level: int,
+        subject_statistics: bool = True,
+        group_bytes: int = 0,
+        aside: Executor | None = None,
     ) -> None:
         self.rows = self.raw_bytes = 0
         self._path, self._compression_level = path, compression_level
-        self._limit = group_bytes or row_group_bytes(level)
+        self._whole = group_bytes or row_group_bytes(level)
+        self._limit = self._whole if level == 0 or group_bytes else self._whole // FIRST_GROUP
         self._statistics = [c for c in STATISTICS_COLUMNS if subject_statistics or c != "subject"]
         self._pending: list[pa.RecordBatch] = []
         self._pending_bytes = 0
         self._times: tuple[int, int] | None = None
         self._first = self._last = 0
         self._file: pq.ParquetWriter | None = None
+        self._aside, self._writing = aside, Future[None]()
+        self._writing.set_result(None)
 
     def append(self, batch: pa.RecordBatch) -> None:
         """Adds rows of `SCHEMA`. Raises ValueError unless the sequences ascend, and after those before."""
@@ -192,10 +212,19 @@ class SegmentWriter:
     def _flush(self) -> None:
         if not self._pending:
             return
-        table = pa.Table.from_batches(self._pending)
+        batches, size = self._pending, self._pending_bytes
+        self._pending, self._pending_bytes, self._limit = [], 0, self._whole
+        self._writing.result()
+        if self._aside is None:
+            self._write(batches, size)
+        else:
+            self._writing = self._aside.submit(self._write, batches, size)
+
+    def _write(self, batches: list[pa.RecordBatch], size: int) -> None:
+        table = pa.Table.from_batches(batches)
+        batches.clear()  # the caller's thread may hold the list for longer
         with _spooling(self._path):
-            self._open(self._pending_bytes // table.num_rows).write_table(table, row_group_size=table.num_rows)
-        self._pending, self._pending_bytes = [], 0
+            self._open(size // table.num_rows).write_table(table, row_group_size=table.num_rows)
 
     def _open(self, row_bytes: int = 1) -> pq.ParquetWriter:
         if self._file is None:
@@ -229,6 +258,7 @@ class SegmentWriter:
         footer = replace(footer, raw_bytes=self.raw_bytes, first_timestamp_ns=first, last_timestamp_ns=last)
         self._check_footer(footer)
         self._flush()
+        self._writing.result()
         with _spooling(self._path):
             file = self._open()
             file.add_key_value_metadata({FOOTER_KEY.decode(): footer.to_json().decode()})
@@ -254,6 +284,7 @@ class SegmentWriter:
 
     def abort(self) -> None:
         self._pending = []
+        wait([self._writing])
         if self._file is not None:
             with suppress(OSError, pa.ArrowException):
                 self._file.close()

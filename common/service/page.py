@@ -124,7 +124,7 @@ def _feeds(feeds: Mapping[str, Part]) -> Iterator[str]:
     rows = []
     for name, part in feeds.items():
         end, last = part.get("end"), part.get("source_last")
-        behind = None if end is None or last is None else max(0, last - end)
+        behind = None if end is None or last is None else max(0, last - max(end, part.get("first", 1) - 1))
         state = " ".join(filter(None, (str(part.get("state", "")), part.get("code", ""))))
         is_bad = bool(part.get("code")) or part.get("state") in ("stopped", "stalled", "waiting")
         rows.append([

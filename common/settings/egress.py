@@ -65,6 +65,7 @@ class SegmentSettings(Section):
 
 
 MAX_PARTITIONS = 1024
+CAPTURE_DELETES = 600.0  # seconds, of streams where deleting leaves no message
 PARTITION = "{partition}"  # stands for the number in a template
 
 
@@ -133,6 +134,15 @@ class FeedSettings(StartSettings):
     snapshot_interval: Annotated[t.Duration, t.Range("1s", "1d")] = option("1m", "between snapshots of the sampler")
     advisory: AdvisorySettings = option({}, "documents about who was seen when; with sampling")
     segment: SegmentSettings = option({}, "when a segment is closed")
+    capture_consumers: Annotated[t.Period, t.Required] = option(
+        "1m",
+        "how often the stream's consumers are looked at, for a restore of it; `never`: they are not",
+    )
+    capture_deletes: t.Period = option(
+        "",
+        "how often deleted messages are looked at, for a restore; empty: 10m for object stores (`OBJ_…`) and work "
+        "queues, else never",
+    )
 
     @classmethod
     def completed(cls, given: Mapping[str, Any]) -> Any:
@@ -147,6 +157,17 @@ class FeedSettings(StartSettings):
         if isinstance(self.partitions, tuple):
             return self.partitions
         return self.partitions.filters() if self.partitions.subject else (self.filter_subject,)
+
+    @property
+    def consumers_period(self) -> float:
+        """Seconds between two looks at the consumers; 0: never."""
+        return t.period(self.capture_consumers)
+
+    def deletes_period(self, retention: str) -> float:
+        """Seconds between two looks at what was deleted; 0: never. `retention`: of the stream."""
+        if self.capture_deletes:
+            return t.period(self.capture_deletes)
+        return CAPTURE_DELETES if self.stream.startswith("OBJ_") or retention == "workqueue" else 0.0
 
     @property
     def is_partitioned(self) -> bool:

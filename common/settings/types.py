@@ -253,6 +253,24 @@ def readable(parse: Callable[[str], Any], form: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+NEVER = "never"
+SHORTEST, LONGEST = "1s", "1d"  # of a period
+
+
+def period(text: str) -> float:
+    """Seconds; 0 for `never`. Raises ValueError."""
+    return 0.0 if text == NEVER else parse_duration(text)
+
+
+def _check_period(text: str) -> str:
+    form = f"never, or a duration from {SHORTEST} to {LONGEST}"
+    if text and not 0 <= (seconds := _parsed(text, period, form)) <= parse_duration(LONGEST):
+        raise refuse(form)
+    if text not in ("", NEVER) and seconds < parse_duration(SHORTEST):
+        raise refuse(form)
+    return text
+
+
 # Lists come as tuples: what is loaded never changes.
 OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 
@@ -285,6 +303,8 @@ SubjectFilter = Annotated[
     Text, matching(_FILTER, "a subject, * and a last > allowed, without empty tokens"), TypeName("subject")
 ]
 Time = Annotated[Text, readable(parse_time, TIME_FORM), TypeName("time")]
+#: How often, or `never`; empty where the meaning of the key says what then.
+Period = Annotated[Text, AfterValidator(_check_period), TypeName("duration or never")]
 Listen = Annotated[Text, readable(parse_listen, LISTEN_FORM), TypeName("address")]
 
 

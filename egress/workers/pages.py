@@ -46,6 +46,8 @@ def _ask(worker: WorkerProcess, path: str) -> Said:
             connection.request("GET", path, headers={"Accept": "text/plain;version=0.0.4"})
             answer = connection.getresponse()
             return replace(said, status=answer.status, text=answer.read().decode())
+    except ConnectionError:  # its process is gone, and is started again in a moment
+        return replace(said, port=0)
     except (OSError, http.client.HTTPException, ValueError):
         return said
 

@@ -31,7 +31,7 @@ from infra.oracle import (
 )
 
 MIB = 2**20
-COLUMNS = ("chain", "source", "left out", "archive", "target", "segments", "MiB", "ratio", "behind")
+COLUMNS = ("chain", "source", "left out", "archive", "target", "restored", "segments", "ratio", "behind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,8 @@ class Readings:
 
     `delays`: milliseconds from source to target, unsorted. `segments`: how many by level. `stored_bytes`: of the
     segments that account for the chain; `waiting_bytes`: of those that have been merged into others. `left_out`:
-    messages that were left out on purpose, according to the ledgers of the segments.
+    messages that were left out on purpose, according to the ledgers of the segments. `restored`: messages that came
+    back where the site lost its server, else None.
     """
 
     chain: Chain
@@ -52,6 +53,7 @@ class Readings:
     stored_bytes: int = 0
     waiting_bytes: int = 0
     left_out: int = 0
+    restored: int | None = None
 
     def compared(self) -> list[Comparison]:
         """The archive against the source, the target against the archive, and the target against the source.
@@ -85,8 +87,8 @@ class Readings:
             f"{self.left_out:,}",
             f"{len(self.archive):,}",
             f"{len(self.target):,}",
+            "–" if self.restored is None else f"{self.restored:,}",
             "+".join(str(self.segments.get(level, 0)) for level in (0, 1)),
-            f"{self.stored_bytes / MIB:.1f}",
             f"{self.ratio():.1f}x",
             f"{self.delay(0.5):.1f} s",
         )
@@ -156,6 +158,7 @@ def _chain_json(readings: Readings) -> dict[str, object]:
         "left_out": readings.left_out,
         "archive": len(readings.archive),
         "target": len(readings.target),
+        "restored": readings.restored,
         "segments": {str(level): count for level, count in sorted(readings.segments.items())},
         "raw_bytes": readings.archive.raw_bytes,
         "stored_bytes": readings.stored_bytes,
@@ -246,20 +249,29 @@ def _left_out(store: SegmentStore, stretch: Stretch[SegmentRef]) -> int:
         return len(stretch.rows) - sum(batch.num_rows for batch in reader.batches(stretch.rows))
 
 
+async def read_source(clients: Mapping[str, FloeClient], chain: Chain) -> Trace:
+    """With subjects as in the target."""
+    return await source_trace(clients[chain.site], chain.feed, prefixed(PREFIX))
+
+
 async def read_chains(
-    clients: Mapping[str, FloeClient], archive: Mapping[Chain, ArchivedChain]
+    clients: Mapping[str, FloeClient],
+    archive: Mapping[Chain, ArchivedChain],
+    sources: Mapping[Chain, Trace],
+    restored: Mapping[Chain, int],
 ) -> tuple[list[Readings], list[str]]:
+    """`sources`: of chains whose source was read before it was lost; `restored`: how many came back of them."""
     arrived = await target_traces(clients["central"], TARGET)
     expected = [Chain(site, stream) for site in clients if site != "central" for stream in STREAMS]
     problems = _strangers(expected, archive, arrived)
     readings = []
     for chain in expected:
-        source = await source_trace(clients[chain.site], chain.feed, prefixed(PREFIX))
+        source = sources.get(chain) or await read_source(clients, chain)
         held = archive.get(chain, ArchivedChain())
         problems += [f"{chain}: a hole in the archive: {hole}" for hole in held.holes]
         target, delays = arrived.traces.get(chain, Trace()), arrived.delays.get(chain, ())
         sizes = (held.segments, held.stored_bytes, held.waiting_bytes, held.left_out)
-        readings.append(Readings(chain, source, held.trace, target, delays, *sizes))
+        readings.append(Readings(chain, source, held.trace, target, delays, *sizes, restored.get(chain)))
     return readings, problems
 
 
@@ -282,9 +294,9 @@ def _strangers(expected: list[Chain], archive: Mapping[Chain, object], arrived: 
     return problems
 
 
-async def ask_spark(world: World, readings: list[Readings]) -> tuple[str, list[str]]:
+async def ask_spark(world: World, readings: list[Readings], later: Mapping[Chain, int]) -> tuple[str, list[str]]:
     """Counts the archive's rows with a Spark query; returns a sentence about it, and the differences from our
-    reading.
+    reading. `later`: how many came behind that.
     """
     out = await run_command(world.folder, "spark query", "compaction.report", "-c", str(world.central_config))
     try:
@@ -294,8 +306,8 @@ async def ask_spark(world: World, readings: list[Readings]) -> tuple[str, list[s
     problems = []
     for reading in readings:
         counted = rows.get(reading.chain, {}).get("messages", 0)
-        if counted != len(reading.archive):
-            problems.append(f"{reading.chain}: expected {len(reading.archive)} rows, Spark found {counted}")
+        if counted != (expected := len(reading.archive) + later.get(reading.chain, 0)):
+            problems.append(f"{reading.chain}: expected {expected} rows, Spark found {counted}")
     total = sum(row["messages"] for row in rows.values())
     senders = sum(row.get("subjects", 0) for chain, row in rows.items() if chain.feed == NODES)
     return f"Spark, reading the segments: {total:,} messages, {senders:,} nodes registered", problems

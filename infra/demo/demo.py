@@ -1,4 +1,4 @@
-"""`floe demo`: two sites, a bucket and a centre on this machine; kills, a compaction, and a comparison.
+"""`floe demo`: two sites, a bucket and a centre on this machine; kills, a compaction, a lost server, and a comparison.
 
 Nothing is faked: nats-server, MinIO (SeaweedFS where none is found), Spark and Floe's own commands run as they do in
 production, with shorter times. Everything is in one temporary folder and ends with the demo, Ctrl-C included.
@@ -32,12 +32,15 @@ from infra.demo.compare import (
     ask_spark,
     read_archive,
     read_chains,
+    read_source,
 )
+from infra.demo.lost import SITE, LostSite, lose_and_restore, read_some
 from infra.demo.publish import Load, SitePublisher
 from infra.demo.view import DemoView
-from infra.demo.world import ADVISORIES, SAMPLE_SECONDS, TARGET, DemoService, Services, World, run_command
+from infra.demo.world import ADVISORIES, SAMPLE_SECONDS, STREAMS, TARGET, DemoService, Services, World, run_command
 from infra.fleet import describe, read_facts
 from infra.local.nats import nats_server_binary
+from infra.oracle import Trace
 
 ARRIVAL_TIMEOUT = 60.0  # seconds without a further message at the centre
 DARK = 1.5  # seconds between a kill and the next start
@@ -45,7 +48,7 @@ IDLE_SECONDS = 8.0  # until egress has noticed that a stream is idle, and its ad
 TICK = 0.5  # seconds between two looks at the counts
 
 
-STEPS = 9
+STEPS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,27 +121,36 @@ async def _steps(run: Run, view: DemoView, world: World) -> DemoResult:
     view.step("drill", "A feed comes back from its segments, into a scratch stream, and is compared with them.")
     restored, wrong = await ask_drill(world)
     view.say(restored)
+    view.step(
+        "lose a site",
+        "Its server's whole folder is removed: floe restore brings back streams and consumers, as they were.",
+    )
+    sources = await run.read_sources(SITE)
+    lost = await lose_and_restore(world, run.clients, run.connect, run.clock)
+    view.say(lost.text)
     view.step("compare", "Source, archive and target, chain by chain, message by message, byte for byte.")
-    result = await _compare(run, world, started, wrong)
+    result = await _compare(run, started, wrong, lost, sources)
     view.table(COLUMNS, result.rows())
     for text in (*result.figures(), *result.comparison().examples, *result.problems):
         view.say(text)
     return result
 
 
-async def _compare(run: Run, world: World, started: float, wrong: list[str]) -> DemoResult:
-    readings, problems = await read_chains(run.clients, run.archive)
+async def _compare(
+    run: Run, started: float, wrong: list[str], lost: LostSite, sources: dict[Chain, Trace]
+) -> DemoResult:
+    readings, problems = await read_chains(run.clients, run.archive, sources, lost.restored)
     told, untrue = await ask_advisories(run.clients)
     run.view.say(told)
     run.view.say("asking Spark to count the archive")
-    counted, differences = await ask_spark(world, readings)
+    counted, differences = await ask_spark(run.world, readings, lost.later)
     run.view.say(counted)
     return DemoResult(
         readings=tuple(readings),
         published=sum(publisher.sent() for publisher in run.publishers),
         publishing_seconds=run.publishing_seconds,
         seconds=run.clock.monotonic() - started,
-        problems=tuple(wrong + problems + untrue + differences),
+        problems=(*wrong, *lost.problems, *problems, *untrue, *differences),
     )
 
 
@@ -176,7 +188,7 @@ class Run:
         facts = read_facts()
         self.world.start()
         for name, server in {**self.world.sites, "central": self.world.central}.items():
-            self.clients[name] = await self._connect(server.url)
+            self.clients[name] = await self.connect(server.url)
             self.view.say(f"nats-server {name}: {server.url}, process {server.pid}")
         self.view.say(f"bucket, {self.world.s3.name}: {self.world.s3.endpoint_url}, process {self.world.s3.pid}")
         self.view.say(f"the fleet is made from this machine: {describe(facts)}")
@@ -184,7 +196,7 @@ class Run:
             SitePublisher(site, self.clients[site], self.load, facts, self.clock) for site in self.world.sites
         ]
 
-    async def _connect(self, url: str) -> FloeClient:
+    async def connect(self, url: str) -> FloeClient:
         client = await connect(NatsSettings(url=(url,)), name="floe demo")
         self.stack.push_async_callback(client.aclose)
         return client
@@ -209,6 +221,7 @@ class Run:
             watching.cancel()
         for publisher in self.publishers:
             self.view.say(f"{publisher.site}: {publisher.line()}")
+        await read_some(self.clients[SITE], self.clock)
 
     async def _disturb(self) -> None:
         first, second = self.services.egress.values()
@@ -252,6 +265,9 @@ class Run:
     async def _told(self) -> int:
         found = [await stream_info(self.clients[site], ADVISORIES) for site in self.world.sites]
         return sum(info.messages for info in found if info)
+
+    async def read_sources(self, site: str) -> dict[Chain, Trace]:
+        return {(chain := Chain(site, stream)): await read_source(self.clients, chain) for stream in STREAMS}
 
     async def drain_egress(self) -> None:
         for service in self.services.egress.values():

@@ -218,12 +218,15 @@ class World:
     def write_configs(self) -> Services:
         """One configuration for each site and one for the centre; returns their services, not yet started."""
         egress = {
-            site: DemoService(self.folder, f"egress {site}", self._site_config(site), "egress", "run") for site in SITES
+            site: DemoService(self.folder, f"egress {site}", self._write_site(site), "egress", "run") for site in SITES
         }
         central = self._write(self.central_config, self._central())
         ingress = DemoService(self.folder, "ingress", central, "ingress", "run")
         self.services = Services(egress, ingress)
         return self.services
+
+    def site_config(self, site: str) -> Path:
+        return self.folder / f"{site}.yaml"
 
     @property
     def central_config(self) -> Path:
@@ -239,9 +242,9 @@ class World:
         if not self._keep:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _site_config(self, site: str) -> Path:
+    def _write_site(self, site: str) -> Path:
         return self._write(
-            self.folder / f"{site}.yaml",
+            self.site_config(site),
             {
                 "site": site,
                 "nats": {"url": self.sites[site].url},
@@ -251,7 +254,7 @@ class World:
                     "monitor": {"listen": ""},
                     "lease_ttl": LEASE_TTL,
                     "defaults": {"segment": SEGMENT},
-                    "feeds": [SAMPLED, {"stream": AWKWARD}, {"stream": ADVISORIES}],
+                    "feeds": [SAMPLED, {"stream": AWKWARD, "capture_deletes": "5s"}, {"stream": ADVISORIES}],
                 },
             },
         )

@@ -193,8 +193,9 @@ class NatsServer:
         self.start()
 
     def pause(self) -> None:
-        """SIGSTOP: connections stay open without answers."""
+        """SIGSTOP: connections stay open without answers. Returns when it has stopped."""
         self._signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)

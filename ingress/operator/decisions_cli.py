@@ -14,7 +14,7 @@ import click
 
 from common import cli
 from common.errors import Stopped, UsageError
-from common.open import load_settings, open_chains, open_store, open_view
+from common.open import load_settings, open_chains, open_patiently, open_view
 from common.segments.keys import suggestion
 from common.settings.types import counted
 
@@ -146,8 +146,8 @@ def gap_accept(
     except ValueError as error:
         raise UsageError(f"--note: {error}") from None
     settings = load_settings(config, quiet=True)
-    with closing(open_store(settings)) as store:
-        documents, chain = open_chains(settings), named.chain(settings)
+    (store, documents), chain = open_patiently(settings), named.chain(settings)
+    with closing(store):
         if named.incarnation is None:
             refuse_doubt(store, documents, chain, wanted)
         damaged = check(store, look_up(store, documents, chain, first), wanted)

@@ -1,10 +1,10 @@
-"""`floe replay` and `floe drill`."""
+"""`floe replay`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -26,7 +26,7 @@ from common.cli import (
 from common.errors import UsageError
 from common.exits import LATER
 from common.logs import escaped
-from common.open import load_settings, open_chains, open_store
+from common.open import load_settings, open_patiently
 
 
 def range_options(function: Command) -> Command:
@@ -86,19 +86,20 @@ async def replay(
     if not FEED_PATTERN.fullmatch(name := asked["target"]):
         form = "1 to 255 characters without space . * > / \\"
         raise UsageError(f"--target: expected a stream name, {form}, found {name!r:.80}")
-    request = Request(**asdict(named), **_times(asked))
+    request = Request(**asdict(named), **with_times(asked))
     options = ReplayOptions(**flags, pace=pace_of(rate, speed), paced=paced_words(rate, speed))
     settings, clock = load_settings(config, quiet=True), SystemClock()
     if options.again and not dry_run:
         confirm(f"begin anew in {request.target}, whatever was replayed into it before?", yes, is_needed=False)
-    with closing(open_store(settings)) as store:
-        work = Replay(settings, request, options, store, open_chains(settings), clock, teller := Teller())
+    store, chains = open_patiently(settings)
+    with closing(store):
+        work = Replay(settings, request, options, store, chains, clock, teller := Teller())
         async with work.connected() as client, stop_on_signals() as stop:
             if dry_run:
                 view = await work.outlook(client)
                 refused = await work.refusal(client, view)
                 document = plan_json(view, request, refused)
-                print_json(document) if as_json else _echo(plan_lines(view, request))
+                print_json(document) if as_json else echo_lines(plan_lines(view, request))
                 if refused is not None:
                     raise refused
                 return 0
@@ -108,38 +109,7 @@ async def replay(
     return 0 if result.finished else LATER
 
 
-@click.command()
-@range_options
-@click.option("--storage", type=click.Choice(["file", "memory"]), default="file", help="Of the scratch stream.")
-@json_option
-@config_option
-@run_command
-async def drill(config: str, named: Named, as_json: bool, storage: str, **asked: Any) -> int:
-    """Replay a part of a feed into a scratch stream, compare it with the archive, and remove it.
-
-    Without bounds, the last 10,000 sequences. Exit 3 where what comes back differs, or the archive has holes.
-
-    \b
-    Example: floe drill -c site.yaml us-east/NODES --since 1h
-    """
-    from common.clock import SystemClock
-    from common.service.process import stop_on_signals
-    from common.service.progress import Teller
-    from ingress.replay.drill import NAME, Drill
-    from ingress.replay.request import Request
-
-    request = Request(**asdict(named), target=NAME, **_times(asked))
-    settings, clock = load_settings(config, quiet=True), SystemClock()
-    with closing(open_store(settings)) as store:
-        work = Drill(settings, store, open_chains(settings), clock, teller := Teller(), storage)
-        async with stop_on_signals() as stop:
-            report = await work.run(replace(request, target=work.stream, prefix=work.prefix), stop)
-    teller.end_line()
-    print_json(report.as_json()) if as_json else _echo(report.lines())
-    return report.exit_code
-
-
-def _times(asked: dict[str, Any]) -> dict[str, Any]:
+def with_times(asked: dict[str, Any]) -> dict[str, Any]:
     """`asked` with its times as a `Request` has them. Raises UsageError where one is given twice."""
     for one, other, relative in (("from_time", "since", "since"), ("to_time", "until", "until")):
         first, second = asked.pop(one), asked.pop(other)
@@ -150,6 +120,6 @@ def _times(asked: dict[str, Any]) -> dict[str, Any]:
     return asked
 
 
-def _echo(lines: Iterable[str]) -> None:
+def echo_lines(lines: Iterable[str]) -> None:
     for line in lines:
         click.echo(escaped(line))

@@ -6,25 +6,24 @@ import secrets
 from array import array
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError, Stopped, Unavailable
 from common.exits import DIFFERENCES, command, ways
-from common.jetstream.api import STREAM_NOT_FOUND, ask, create_stream, stream_info
+from common.jetstream.api import GUARD, ask, create_stream, delete_stream, stream_info
 from common.jetstream.buckets import open_leases
 from common.jetstream.client import FloeClient
 from common.jetstream.headers import restore
 from common.jetstream.kv import BucketGone, KeyValue, state_key
 from common.jetstream.lease import Lease, Leases, new_owner
 from common.jetstream.pull import read_through
-from common.jetstream.requests import ApiError
 from common.logs import get_logger
 from common.segments.archive import read_cover
 from common.segments.columns import messages
@@ -46,6 +45,8 @@ from ingress.replay.request import ReplayOptions, ReplayResult, Request
 from ingress.replay.survey import known_chains
 
 log = get_logger(__name__)
+
+T = TypeVar("T")
 
 
 MAX_EXAMPLES = 5
@@ -151,6 +152,20 @@ def scratch_config(stream: str, prefix: str, storage: str, most_bytes: int) -> d
     }
 
 
+async def while_held(lease: Lease, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which ends with the lease. Raises the most important error of both."""
+    results = list[T]()
+
+    async def main() -> None:
+        results.append(await work)
+
+    try:
+        await beside(main(), lease.keep())
+    except BaseExceptionGroup as errors:
+        raise leading(errors) from None
+    return results[0]
+
+
 class Scratch:
     """The scratch streams of one server. `settings`: whose buckets are used."""
 
@@ -171,7 +186,7 @@ class Scratch:
 
     async def remove(self, stream: str) -> None:
         try:
-            await self._delete(stream)
+            await delete_stream(self._client, stream)
             state = KeyValue(self._client, self._settings.state_bucket)
             with suppress(BucketGone):
                 if await state.get(receipt_key(stream)) is not None:
@@ -180,20 +195,15 @@ class Scratch:
             log.warning("scratch left behind", action="drill_left", stream=stream, error=str(error))
 
     async def sweep(self) -> list[str]:
-        leases = await self._leases()
-        answer = await ask(self._client, "STREAM.NAMES", {"subject": f"{ROOT}.>"})
-        names = [str(name) for name in answer.get("streams") or [] if str(name).startswith(NAME)]
+        """Remove what former drills left, also the exact ones; their names."""
+        leases, names = await self._leases(), list[str]()
+        for subject in (f"{ROOT}.>", f"{GUARD}>"):
+            answer = await ask(self._client, "STREAM.NAMES", {"subject": subject})
+            names += [str(name) for name in answer.get("streams") or [] if str(name).startswith(NAME)]
         left = [name for name in names if await leases.holder(state_key("drill", name)) is None]
         for name in left:
             await self.remove(name)
         return left
-
-    async def _delete(self, stream: str) -> None:
-        try:
-            await self._client.api(f"STREAM.DELETE.{stream}")
-        except ApiError as error:
-            if error.err_code != STREAM_NOT_FOUND:
-                raise
 
     async def _leases(self) -> Leases:
         return await open_leases(self._client, self._settings, self._owner, self._clock)
@@ -296,19 +306,14 @@ class Drill:
             self._teller.say(f"removed {name}, which a former drill left")
         looked = await work.outlook(client)
         plan, notes = looked.plan, looked.notes
-        reports: list[DrillReport] = []
 
-        async def main() -> None:
+        async def main() -> DrillReport:
             most = 2 * plan.raw_bytes + 1024 * plan.rows + SLACK
             await create_stream(client, scratch_config(self.stream, self.prefix, self._storage, most))
-            reports.append(replace(await self._compared(work, client, plan, stop), notes=notes))
+            return replace(await self._compared(work, client, plan, stop), notes=notes)
 
         async with scratch.claimed(self.stream) as lease:
-            try:
-                await beside(main(), lease.keep())
-            except BaseExceptionGroup as errors:
-                raise leading(errors) from None
-        return reports[0]
+            return await while_held(lease, main())
 
     async def _compared(self, work: Replay, client: FloeClient, plan: ReplayPlan, stop: Stop) -> DrillReport:
         result = await work.run(client, stop)

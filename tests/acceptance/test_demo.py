@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from infra.local.process import spawn
-from tests.support.basics import PATIENCE, eventually
+from tests.support.basics import PATIENCE, at_length, eventually
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.servers
@@ -60,13 +60,16 @@ def test_nothing_is_lost_repeated_reordered_or_altered_and_nothing_is_left_behin
     assert result["verdict"] == "lost 0, repeated 0, out of order 0, altered 0"
     assert len(result["chains"]) == 6
     assert all(chain["archive"] == chain["target"] > 100 for chain in result["chains"])
+    restored = {chain["chain"]: chain["restored"] for chain in result["chains"]}
+    assert all((count is not None) == name.startswith("us-east/") for name, count in restored.items())
+    assert restored["us-east/ADVISORIES/0000/0"] > 100
     assert any("1" in chain["segments"] for chain in result["chains"]), "nothing was compacted"
     assert processes_below(tmp_path) == []
     assert [path for path in tmp_path.iterdir() if path.name.startswith("floe-demo")] == []
 
 
 @pytest.mark.spark
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), at_length(signal.SIGINT, 130)])
 def test_an_interrupted_demo_leaves_no_process_and_no_folder(tmp_path: Path, number: signal.Signals, code: int) -> None:
     demo = start_demo(env={"TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"})
     assert demo.stdout is not None

@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from common.jetstream.kv import KeyValue
+from common.segments.captures import CaptureStore
 from egress.feed import lease_key
 from tests.support.basics import at_length, seeded, soon, unique
 from tests.support.egress import Bench
@@ -44,6 +45,23 @@ async def test_killed_at_any_step_nothing_is_lost_or_repeated(bench: Bench, poin
     await bench.same(stream, stream)
     assert bench.chains.read_tail(bench.chain(stream)) == 370
     assert await bench.mark(stream) == 370
+
+
+async def test_killed_between_captures_the_next_start_makes_up_for_what_is_not_there(bench: Bench) -> None:
+    """The configuration was put, the consumers were not."""
+    stream = await bench.make_stream(unique("T"))
+    captures, chain = CaptureStore(bench.chains.layout, bench.objects), bench.chain(stream)
+    await bench.publish(stream, (b"%d" % i for i in range(150)))
+    with processes() as started:
+        started.append(Process(bench, stream, failpoints="egress.before_capture=kill@2"))
+        assert await started[0].ended() == -signal.SIGKILL, started[0].log.read_text()
+        assert [len(captures.ls(chain, kind)) for kind in ("config", "consumers")] == [1, 0]
+        started.append(Process(bench, stream))
+        await bench.archived_to(stream, 150)
+        await soon(lambda: captures.consumers(chain) is not None)
+        await started[1].drain()
+    assert [len(captures.ls(chain, kind)) for kind in ("config", "consumers")] == [1, 1]
+    await bench.same(stream, stream)
 
 
 @pytest.mark.parametrize("point", ["egress.after_stream_document", at_length("egress.after_chain_document")])

@@ -27,7 +27,7 @@ from tests.scenarios.processes import ROOT, Service
 from tests.support import canaries
 from tests.support.basics import PATIENCE, SharedS3, eventually
 from tests.support.compaction import CHAIN, OTHER, Archive, begun, run
-from tests.support.spark_cluster import CommandLines, SparkCluster, Wire
+from tests.support.spark_cluster import SPARK_HOME, CommandLines, SparkCluster, Wire, has_stopped
 
 pytestmark = [pytest.mark.spark, pytest.mark.soak]
 
@@ -212,6 +212,46 @@ def test_two_jobs_at_once_do_each_other_no_harm(archive: Archive, sound: SparkCl
     assert {ended(each) for each in jobs} == {0}, "\n".join(each.tail() for each in jobs)
     assert seen(archive) == before
     finished(archive, sound, before)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("step", ["plan", "verify", "tombstone"])
+def test_a_job_that_wakes_up_into_the_finished_work_of_another_ends_well(
+    archive: Archive, sound: SparkCluster, step: str
+):
+    """What it was to merge, to prove or to replace is deleted."""
+    before, half = fill(archive), {"spark.cores.max": "1"}
+    paused = job(sound, archive, half, "paused").start(FLOE_FAILPOINTS=f"compaction.{step}=stop")
+    eventually(lambda: has_stopped(paused.pid) or not paused.runs(), seconds=3 * PATIENCE)
+    assert paused.runs(), paused.tail()
+    other = job(sound, archive, half, "other").start()
+    assert ended(other) == 0, other.tail()
+    assert archive.ranges() == archive.ranges(OTHER) == MERGED
+    paused.send(signal.SIGCONT)
+    assert ended(paused) == 0, paused.tail()
+    assert seen(archive) == before
+    finished(archive, sound, before)
+
+
+@pytest.mark.soak
+def test_spark_submit_with_the_environment_that_is_made_to_be_shipped(archive: Archive, sound: SparkCluster):
+    """Both scripts of `infra/spark` in earnest: executors unpack what `environment.sh` makes of this checkout."""
+    before = fill(archive)
+    env = {**os.environ, "SPARK_HOME": str(SPARK_HOME), "FLOE_PYTHON": sys.executable}
+    made = scripted("environment.sh", str(archive.folder / "shipped.tar.gz"), env=env).strip()
+    config = configured(sound, archive, {"spark.archives": f"{made}#environment"})
+    scripted("submit.sh", sound.url, "compact", "-c", str(config), env=env)
+    assert archive.ranges() == archive.ranges(OTHER) == MERGED
+    assert seen(archive) == before
+
+
+def scripted(name: str, *words: str, env: Mapping[str, str]) -> str:
+    """What a script of `infra/spark` says; it ends with 0."""
+    command = ["bash", str(ROOT / "infra/spark" / name), *words]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=5 * PATIENCE, check=False)
+    canaries.check(done.stdout + done.stderr, name)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 # A job with the setting that Floe refuses: the slower of two tasks gets a twin on the other worker.

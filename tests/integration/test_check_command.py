@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import socket
+import subprocess
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +20,9 @@ from common.jetstream.client import FloeClient
 from common.segments.alive import Alive, ChainSign
 from common.segments.documents import ChainDocument, ChainStore, CompactionRun
 from common.service.monitor import Health, Monitor
-from infra.local.process import free_ports
-from tests.support.basics import soon, unique
-from tests.support.commands import floe
+from infra.local.process import free_ports, spawn
+from tests.support.basics import PATIENCE, soon, unique
+from tests.support.commands import ROOT, floe
 from tests.support.compaction import CHAIN as COMPACTED
 from tests.support.compaction import Archive as Compacted
 from tests.support.egress import SITE, Bench, connected
@@ -148,6 +153,12 @@ async def test_the_archive_is_looked_at_in_the_bucket(tmp_path: Path) -> None:
     archive = Archive(tmp_path / "store")
     config = configured(tmp_path, store={"url": f"file://{archive.folder}", "prefix": "data"})
     assert "nothing is archived" in await checked("archive", "-c", config, code=3)
+    never = replace(CHAIN, feed="NEVER")
+    stop = ChainSign("stopped", 0.0, "E-SOURCE-GONE", chain=never)
+    archive.documents.write_alive("host", Alive(CHAIN.site, "host", 0.0, (stop,)))
+    for words in ([], ["--site", CHAIN.site], [f"{CHAIN.site}/NEVER"], [CHAIN.site]):
+        assert f"{never}: stopped at its site: E-SOURCE-GONE" in await checked("archive", "-c", config, *words, code=2)
+    assert "nothing is archived" in await checked("archive", "-c", config, "--site", "elsewhere", code=3)
     archive.put(rows_of(1, 20))
     newest = archive.put(rows_of(21, 40))
     sign = ChainSign("reading", 0.0, "", "", 40, 47, 0.0, chain=CHAIN)
@@ -155,7 +166,13 @@ async def test_the_archive_is_looked_at_in_the_bucket(tmp_path: Path) -> None:
     said = await checked("archive", "-c", config, "--site", CHAIN.site, code=0)
     assert said.startswith("OK - 1 chain, 7 sequences not archived | chains=1 holes=0 damaged=0 not_archived=7")
 
-    [alive] = archive.documents.listed_alive()
+    forked = ChainSign("stopped", 0.0, "E-FORKED", "", 40, 47, 0.0, chain=CHAIN)
+    archive.documents.write_alive("a", Alive(CHAIN.site, "a", 0.0, (forked,)))
+    archive.documents.write_alive("host", Alive(CHAIN.site, "host", 0.0, (sign,)))
+    assert "stopped at its site: E-FORKED" in await checked("archive", "-c", config, code=2), "though another reads"
+    [gone, alive] = archive.documents.listed_alive()
+    (archive.folder / gone.key).unlink()
+
     before = alive.modified - 1000
     os.utime(archive.folder / alive.key, (before, before))
     assert "no sign of life for 1" in await checked("archive", "-c", config, code=1)
@@ -209,3 +226,37 @@ async def test_compaction_is_judged_by_what_waits_and_by_its_last_success(tmp_pa
         said = await checked("compaction", "-c", config, *limits, "--textfile", str(nothing), code=3)
         assert f"{nothing}: expected the metrics of a run, found none" in said
     assert "E-" in await checked("compaction", "-c", str(tmp_path / "none.yaml"), code=3)
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "out"),
+    [
+        (["check", "egress"], 3, "UNKNOWN - interrupted before it was known\n"),
+        (["check", "egress", "--json"], 3, '{\n  "state": "UNKNOWN",\n  "text": "interrupted before it was known"'),
+        (["status"], 130, ""),
+    ],
+)
+def test_ctrl_c_decides_nothing(tmp_path: Path, command: list[str], code: int, out: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(PATIENCE)
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        config = tmp_path / "floe.yaml"
+        document = {
+            "site": SITE,
+            "nats": {"url": f"nats://{address}", "connect_timeout": "60s"},
+            "store": {"url": f"file://{tmp_path}"},
+            "egress": {"feeds": [{"stream": "NODES"}], "monitor": {"listen": address}},
+        }
+        config.write_text(yaml.safe_dump(document))
+        config.chmod(0o600)
+        words = [sys.executable, "-m", "floe", *command, "-c", str(config)]
+        process = spawn(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            with silent.accept()[0]:
+                process.send_signal(signal.SIGINT)
+                shown, told = process.communicate(timeout=PATIENCE)
+        finally:
+            process.kill()
+            process.communicate()
+    assert (process.returncode, told) == (code, "")
+    assert shown == out if not out.startswith("{") else shown.startswith(out)

@@ -178,6 +178,7 @@ def test_wrong_options_and_configurations_have_codes_of_their_own(site: Site):
 
 
 @pytest.mark.spark
+@pytest.mark.soak  # in `make test` the demo and test_signals start it by the command
 def test_spark_is_started_by_the_command_and_leaves_nothing_behind(site: Site):
     before = site.read()
     found = site.compact("--json", "--engine", "spark", "--verify", "spark", "--master", "local[2]")

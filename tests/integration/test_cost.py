@@ -17,9 +17,11 @@ import pytest
 
 from common.jetstream.client import FloeClient
 from common.objects.open import open_objects
+from common.segments.captures import CaptureStore
+from common.segments.keys import Layout
 from common.settings.root import Settings, StoreSettings
 from compaction.run import Compaction, LocalRunner, Selection
-from tests.support.basics import SharedS3, soon
+from tests.support.basics import SharedS3, soon, unique
 from tests.support.compaction import Archive as Merging
 from tests.support.compaction import TestPolicy
 from tests.support.cost import Requests, compaction, egress, ingress, with_tables
@@ -98,7 +100,11 @@ async def test_a_day_takes_the_requests_that_the_formula_says(
     sources = [{"site": SITE, "feed": stream}]
     centre = HurriedCentre(tmp_path, archive, nats_url, sources=sources, create={"subjects": [f"{stream}_FAR.>"]})
     sources[0]["subject_prefix"] = f"{stream}_FAR"
-    tuning = replace(QUICK, pace=replace(QUICK.pace, check=0.05))
+    tuning = replace(QUICK, pace=replace(QUICK.pace, check=0.05, captured=0.1))
+    pushed = {"durable_name": "app", "name": "app", "deliver_subject": unique("APP"), "ack_policy": "none"}
+    await client.subscribe_raw(pushed["deliver_subject"], lambda *_message: None)
+    await client.api(f"CONSUMER.DURABLE.CREATE.{stream}.app", {"stream_name": stream, "config": pushed})
+    captures = CaptureStore(Layout("data"), bench.objects)
 
     async def hour(number: int) -> None:
         """A segment is closed, put and carried, and a check of egress comes by."""
@@ -113,7 +119,7 @@ async def test_a_day_takes_the_requests_that_the_formula_says(
 
     def egress_says() -> Requests:
         checks = about(at_egress, "head", "stream.json") - SEGMENTS
-        return egress(SEGMENTS, checks)
+        return egress(SEGMENTS, checks, captures=about(at_egress, "put", "/consumers/"))
 
     def ingress_says() -> Requests:
         return ingress(
@@ -125,7 +131,11 @@ async def test_a_day_takes_the_requests_that_the_formula_says(
             positions=archive.asked("put", "positions.json"),
         )
 
-    feed = {"stream": stream, "segment": {"max_messages": 10, "max_age": "1h"}}
+    def is_captured(last: int) -> bool:
+        found = captures.consumers(bench.chain(stream))
+        return found is not None and found.consumers[0].delivered_stream == last
+
+    feed = {"stream": stream, "capture_consumers": "1s", "segment": {"max_messages": 10, "max_age": "1h"}}
     async with bench.egress(feed, tuning=tuning), centre.running():
         for number in range(2):
             await hour(number)
@@ -139,6 +149,8 @@ async def test_a_day_takes_the_requests_that_the_formula_says(
         # A request that is under way is counted in one place and not in the other.
         await soon(lambda: got(at_egress) == egress_says())
         await soon(lambda: got(at_ingress) == ingress_says())
+        assert about(at_egress, "put", "/consumers/") > 0
+        await soon(lambda: is_captured(SEGMENTS * 10 + 20))
         at_egress.clear()
         await soon(lambda: len(at_egress.calls) >= 10)
         assert {operation for operation, _ in at_egress.calls} == {"head", "get"}, "between segments only checks"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import ssl
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ import boto3
 import pytest
 import yaml
 
+from common import doctor
 from common.chain import Chain
 from common.doctor import CHECKS, DoctorFinding, examine_disk, examine_store
 from common.doctor_cli import examine
@@ -227,6 +230,39 @@ async def test_what_to_do_is_told_of_each_way_in_which_nobody_answers(frozen: st
     assert "does it answer others? look at the store" in store
 
 
+async def test_names_that_the_resolver_says_nothing_of_are_told_in_time(
+    s3: SharedS3, nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_up, answers, asked = socket.getaddrinfo, threading.Event(), set[str]()
+
+    def getaddrinfo(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread().name.startswith("lookup"):
+            asked.add(str(host))
+        if str(host).endswith(".invalid"):
+            answers.wait()
+        return look_up(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(doctor, "MOST_LOOKUP", 1.0)
+    store = store_of(s3, s3.new_bucket())
+    silent = store | {"endpoint_url": "http://s3.invalid"}
+    why = "not resolved, the resolver gives no answer within 1 s"
+    try:
+        nats = {"url": ["nats://a.invalid", "nats://b.invalid"], "connect_timeout": "1s"}
+        config = write(tmp_path, silent, nats, **egress())
+        found = await examined(config, code=1)
+        assert found["nats connection"]["found"] == f"E-UNAVAILABLE: a.invalid, b.invalid: {why}"
+        assert found["store connection"]["found"] == f"E-UNAVAILABLE: s3.invalid: {why}"
+        assert "/etc/resolv.conf" in todos(found)[0] + todos(found)[1]
+        done = await floe("config", "check", "--connect", config)
+        assert (done.code, done.err.count(why)) == (75, 2), done
+        some = {"url": ["nats://a.invalid", nats_url], "connect_timeout": "1s"}
+        assert (await floe("config", "check", "--connect", write(tmp_path, store, some, **egress()))).code == 0
+        assert asked == {"a.invalid", "b.invalid", "s3.invalid"}, "a number needs no resolver"
+    finally:
+        answers.set()
+
+
 async def test_tls_that_one_side_lacks_is_a_problem_with_a_way_out(
     s3: SharedS3, certificates: Path, tmp_path: Path
 ) -> None:
@@ -313,8 +349,11 @@ async def test_a_missing_right_at_nats_is_named(tmp_path: Path) -> None:
     with NatsServer() as server:
         shutil.copy(RIGHTS / "nats-egress.conf", server.folder)
         (server.folder / "few.conf").write_text("\n".join(x for x in rights.splitlines() if "CONSUMER.CREATE" not in x))
+        listless = "\n".join(x for x in rights.splitlines() if "CONSUMER.LIST" not in x)
+        (server.folder / "listless.conf").write_text(listless)
         users = [f"{{user: {name}, password: p\ninclude {file}\n}}" for name, file in (("egress", "nats-egress.conf"),)]
-        users += ["{user: few, password: p\ninclude few.conf\n}", "{user: all, password: p}"]
+        users += [f"{{user: {name}, password: p\ninclude {name}.conf\n}}" for name in ("few", "listless")]
+        users += ["{user: all, password: p}"]
         server.extra = "authorization { users: [\n" + "\n".join(users) + "\n] }"
         server.restart()
         document = egress()
@@ -325,9 +364,19 @@ async def test_a_missing_right_at_nats_is_named(tmp_path: Path) -> None:
         assert found["nats rights"]["state"] == "ok"
         assert found["nats jetstream"]["state"] == "skipped", "no role needs the right to ask"
         assert found["nats stream"]["state"] == "warning"
+        done = await floe("config", "check", "--connect", write(tmp_path, store, user, **document), env={**os.environ})
+        assert (done.code, done.err) == (0, ""), "what it may not ask is no error"
         found = await examined(write(tmp_path, store, user | {"user": "few"}, **document), code=3)
         assert "$JS.API.CONSUMER.CREATE.NODES.floe-doctor" in found["nats rights"]["found"]
         assert "\npython -m infra.rights rights stream=NODES state_bucket=" in found["nats rights"]["todo"]
+        user |= {"user": "listless"}
+        found = await examined(write(tmp_path, store, user, **document), code=0)
+        assert found["nats rights"]["state"] == "warning"
+        assert found["nats rights"]["found"] == "refused: $JS.API.CONSUMER.LIST.NODES"
+        assert "capture_consumers: never" in found["nats rights"]["todo"]
+        document["egress"]["feeds"][0]["capture_consumers"] = "never"
+        found = await examined(write(tmp_path, store, user, **document), code=0)
+        assert found["nats rights"]["state"] == "ok"
 
 
 async def test_a_domain_that_nobody_serves_is_a_problem(nats_url: str, tmp_path: Path) -> None:
@@ -384,6 +433,23 @@ async def test_a_missing_right_on_the_bucket_is_a_problem(limited: SeaweedFS, na
 
 
 # What the servers offer
+
+
+@pytest.mark.parametrize(
+    ("extra", "code"),
+    [("jetstream: disabled", "E-NO-RESPONDERS"), ("accounts { A: { users: [{user: a, password: p}] } }", "E-JS-10039")],
+)
+async def test_a_server_without_jetstream_is_told_by_both(tmp_path: Path, extra: str, code: str) -> None:
+    with NatsServer(extra=extra) as server:
+        config = write(
+            tmp_path, {"url": f"file://{tmp_path}/store"}, {"url": server.url, "user": "a", "password": "p"}, **egress()
+        )
+        found = (await examined(config, code=3))["nats jetstream"]
+        assert (found["state"], found["found"].startswith(f"{code}: no JetStream: ")) == ("problem", True), found
+        done = await floe("config", "check", "--connect", config)
+    assert done.code == 78, done
+    assert f"error[{code}]: no JetStream: " in done.err
+    assert found["todo"] in done.err
 
 
 async def test_an_old_server_is_told_by_what_it_offers(tmp_path: Path) -> None:

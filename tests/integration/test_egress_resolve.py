@@ -5,15 +5,18 @@ exactly.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from common.chain import Chain
 from common.jetstream.kv import KeyValue
 from common.segments.documents import StreamDocument
 from common.segments.segment import Message
+from egress import context
 from egress.identity import acceptance_key
 from egress.incarnations import Closings
 from infra.local.nats import NatsServer
@@ -46,6 +49,23 @@ async def exact(bench: Bench, stream: str, incarnation: int, first: int) -> None
 
 
 # E-ROLLED-BACK
+
+
+async def test_a_store_that_never_answers_is_given_up_while_somebody_waits(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context, "VIEW_TIMEOUT", 0.2)
+    stream = await bench.make_stream(unique("R"))
+    config = configuration(bench, {"stream": stream})
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        document = yaml.safe_load(config.read_text())
+        keys = {"access_key_id": "a", "secret_access_key": "b"}
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        document["store"] = {"url": "s3://floe", "endpoint_url": endpoint, **keys}
+        config.write_text(yaml.safe_dump(document))
+        done = await floe("egress", "resolve", "-c", str(config), stream)
+    assert done.code == 75
+    assert "no answer within 0.2 s, asked 2 times" in done.err
 
 
 async def test_a_stream_that_was_set_back_goes_on_where_it_parted_from_the_archive(

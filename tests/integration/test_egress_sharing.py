@@ -25,7 +25,7 @@ from common.tasks import Stop, end, first_of
 from egress.deps import EgressTuning, Tuning
 from egress.service import share_site
 from infra.local.nats import NatsServer
-from tests.support.basics import seeded, soon, unique
+from tests.support.basics import cancelled, seeded, soon, unique
 from tests.support.egress import QUICK, SITE, Bench, Running, connected
 from tests.support.proxies import TcpProxy
 from tests.support.stores import FaultyStore
@@ -93,8 +93,7 @@ class Member:
 
     async def die(self) -> None:
         """As SIGKILL does, if not quite."""
-        self.task.cancel()
-        await asyncio.wait({self.task})
+        await cancelled(self.task)
 
 
 @dataclass
@@ -291,9 +290,12 @@ async def test_a_deleted_bucket_is_made_again_and_shared_again(group: Group) -> 
     await group.join()
     await group.join()
     await soon(group.is_fair)
-    await group.clients[0].api(f"STREAM.DELETE.KV_{group.kv.bucket}")
-    await soon(lambda: group.counts() != [2, 2])
-    await soon(group.is_fair)
+    before = await group.owners()
+    for _ in range(3):
+        await group.clients[0].api(f"STREAM.DELETE.KV_{group.kv.bucket}")
+        await soon(group.is_fair)
+        assert await group.owners() == before
+        assert group.counts() == [2, 2]
 
 
 async def test_a_member_that_is_cut_off_loses_its_leases_and_comes_back_as_one_of_all(

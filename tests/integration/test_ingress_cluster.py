@@ -12,7 +12,7 @@ import pytest
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import FloeError
-from common.jetstream.api import StreamInfo, create_stream, stream_info
+from common.jetstream.api import StreamInfo, stream_info
 from common.jetstream.buckets import kv_replicas
 from common.jetstream.client import FloeClient
 from common.settings.egress import EgressSettings
@@ -21,7 +21,7 @@ from ingress.replay.drill import Scratch
 from tests.support.basics import at_length, soon
 from tests.support.ingress import Archive, Centre, check_exact, client_of, rows_of
 from tests.support.replay import World
-from tests.support.servers import placing
+from tests.support.servers import place, placing
 
 pytestmark = pytest.mark.servers
 CHAINS = [Chain("us-east", "NODES"), Chain("eu-west", "NODES")]
@@ -92,7 +92,7 @@ async def test_the_first_replay_or_drill_makes_buckets_as_ingress_would(tmp_path
 async def test_a_replay_into_a_source_makes_buckets_as_egress_would(tmp_path: Path, cluster: NatsCluster) -> None:
     async with client_of(*cluster.urls) as client:
         for name, replicas in (("SOURCE", 3), ("BACK", 1)):
-            await create_stream(client, {"name": name, "subjects": [f"{name}.>"], "num_replicas": replicas})
+            await place(client, {"name": name, "subjects": [f"{name}.>"], "num_replicas": replicas})
         for settings, expected in (
             (EgressSettings(feeds=({"stream": "SOURCE"},)), 3),
             (EgressSettings(feeds=({"stream": "GONE"},)), 1),

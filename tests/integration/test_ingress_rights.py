@@ -29,7 +29,7 @@ from tests.support.egress import Bench, feed_of, publish_over
 from tests.support.ingress import Archive, Centre, check_exact, rows_of
 
 RIGHTS = Path(__file__).parents[2] / "infra" / "rights"
-ROLES = ("egress", "ingress", "operator", "replay", "drill")
+ROLES = ("egress", "ingress", "operator", "restore", "replay", "drill")
 LEASES = "FLOE_LEASES.ingress.>"
 
 
@@ -170,6 +170,8 @@ async def test_a_replay_and_a_drill_have_the_rights_of_the_table(centre: Guarded
     centre.user = "drill"
     done = await floe("drill", "-c", str(centre.write()), *feed)
     assert done.code == 0, done.err
+    done = await floe("drill", "-c", str(centre.write()), "us-east/NODES", "--exact", "--json")
+    assert (done.code, done.json()["read_back"]) == (0, 500), done
 
     assert violations(server) == []
 

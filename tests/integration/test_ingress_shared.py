@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from common.chain import Chain
 from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, frame
 from infra.local.nats import NatsServer
-from tests.support.basics import PATIENCE, seeded, soon, unique
+from tests.support.basics import PATIENCE, cancelled, seeded, soon, unique
 from tests.support.ingress import Archive, Arrived, Centre, arrived, rows_of
 from tests.support.proxies import TcpProxy
 
@@ -145,22 +145,15 @@ async def test_kills_and_cut_connections_of_two_instances_lose_nothing(
                     proxy.cut()
                     proxy.heal()
                 elif action == "kill":
-                    await killed(instances[index])
+                    await cancelled(instances[index])
                 if instances[index].done():
                     instances[index] = asyncio.create_task(centre.run())
             await all_there(client, centre, archive, 30)
             for each in instances:
-                await killed(each)
+                await cancelled(each)
         again = repeats(await our(client, centre), archive)
     print(f"{again} of 2000 came again beside {foreign[0]} foreign messages")
     assert again <= 200
-
-
-async def killed(task: asyncio.Task[None]) -> None:
-    """As SIGKILL does, if not quite."""
-    task.cancel()
-    with suppress(asyncio.CancelledError, Exception):
-        await task
 
 
 async def test_a_work_queue_that_is_consumed_gets_every_message(
@@ -176,7 +169,7 @@ async def test_a_work_queue_that_is_consumed_gets_every_message(
             archive.put(rows_of(part * 100 + 1, part * 100 + 100))
             instance = asyncio.create_task(centre.run())
             await asyncio.sleep(rng.uniform(0.3, 1.0))
-            await killed(instance)
+            await cancelled(instance)
         async with centre.running():
             await all_there(client, centre, archive)
 

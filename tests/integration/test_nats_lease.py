@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,12 +18,12 @@ import pytest
 from common.clock import SystemClock
 from common.errors import OutcomeUnknown, Unavailable
 from common.jetstream.client import FloeClient, connect
-from common.jetstream.kv import KeyValue
+from common.jetstream.kv import BucketGone, KeyValue
 from common.jetstream.lease import Lease, Leases, new_owner
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
 from infra.local.process import spawn
-from tests.support.basics import PATIENCE, seeded, soon, unique
+from tests.support.basics import PATIENCE, cancelled, seeded, soon, unique
 from tests.support.clock import ManualClock
 from tests.support.proxies import TcpProxy
 
@@ -36,12 +37,6 @@ async def kv(client: FloeClient) -> KeyValue:
 
 def leases(kv: KeyValue, owner: str = "") -> Leases:
     return Leases(kv, owner or new_owner("test"), TTL, SystemClock())
-
-
-async def stopped(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
 
 
 def test_owners_are_never_the_same():
@@ -72,7 +67,7 @@ async def test_a_lease_that_is_kept_outlives_its_time(kv: KeyValue):
         assert lease.is_usable()
         assert await leases(kv).acquire("k") is None
         await asyncio.sleep(0.1)
-    await stopped(keeping)
+    await cancelled(keeping)
     await lease.release()
     assert await leases(kv).acquire("k") is not None
 
@@ -158,7 +153,7 @@ async def test_a_renewal_that_is_refused_while_the_lease_is_ours_is_tried_again(
         await soon(lambda: refused >= 3)
         await asyncio.sleep(TTL / 2)
         assert lease.is_usable()
-        await stopped(keeping)
+        await cancelled(keeping)
     await lease.release()
     assert await kv.get("k") is None
 
@@ -215,11 +210,33 @@ async def test_whatever_stands_in_the_key_it_is_another_owner(kv: KeyValue, valu
     assert await leases(kv, "me").holder("k") is not None
 
 
-async def test_a_deleted_bucket_loses_the_lease_and_the_next_acquire_makes_it_anew(client: FloeClient, kv: KeyValue):
+@pytest.mark.parametrize("gone", ["STREAM.DELETE", "STREAM.PURGE"])
+async def test_a_lease_outlives_the_bucket_that_lost_it(client: FloeClient, kv: KeyValue, gone: str):
+    lease = await leases(kv, "me").acquire("k")
+    keeping = asyncio.create_task(lease.keep())
+    await client.api(f"{gone}.KV_{kv.bucket}")
+    await soon(partial(is_held, kv))
+    await asyncio.sleep(TTL * 1.5)
+    assert await is_held(kv)
+    assert lease.is_usable()
+    await cancelled(keeping)
+
+
+async def is_held(kv: KeyValue) -> bool:
+    with suppress(BucketGone):
+        return await leases(kv).holder("k") == "me"
+    return False
+
+
+async def test_a_lease_that_was_deleted_is_lost(kv: KeyValue):
     lease = await leases(kv).acquire("k")
-    await client.api(f"STREAM.DELETE.KV_{kv.bucket}")
+    await kv.delete("k")
     await asyncio.wait_for(lease.keep(), PATIENCE)
     assert lease.lost.is_set
+
+
+async def test_a_deleted_bucket_is_made_anew_by_the_next_that_acquires(client: FloeClient, kv: KeyValue):
+    await client.api(f"STREAM.DELETE.KV_{kv.bucket}")
     assert await leases(kv).acquire("k") is not None
 
 
@@ -251,7 +268,7 @@ async def test_a_renewal_whose_answer_is_lost_is_not_a_lost_lease(proxied: tuple
         assert not lease.lost.is_set
         await asyncio.sleep(0.05)
     assert lease.is_usable()
-    await stopped(keeping)
+    await cancelled(keeping)
     await lease.release()
     assert await kv.get("k") is None
 
@@ -319,7 +336,7 @@ async def test_two_owners_never_use_one_lease_at_once_whatever_the_network_does(
                 await asyncio.sleep(0.02)
                 if rng.random() < 0.02:
                     break
-            await stopped(keeping)
+            await cancelled(keeping)
             await lease.release()
             await asyncio.sleep(rng.uniform(0, 0.2))  # whoever gives it up and asks at once would keep it for good
 

@@ -15,7 +15,7 @@ from common.settings.service import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer
 from tests.support.basics import PATIENCE, counted, seeded, soon, unique
 from tests.support.proxies import TcpProxy
-from tests.support.servers import placing
+from tests.support.servers import place, placing
 
 INTERVAL = 0.4  # seconds between pings in these tests
 
@@ -237,7 +237,7 @@ async def test_moves_to_another_server_of_a_cluster():
     with NatsCluster() as cluster:
         await asyncio.to_thread(placing, cluster)
         client = await connect(NatsSettings(url=cluster.servers[0].url), name="test", ping_interval=INTERVAL)
-        await create_stream(client, {"name": "R3", "subjects": ["r3"], "num_replicas": 3})
+        await place(client, {"name": "R3", "subjects": ["r3"], "num_replicas": 3})
         generation = client.generation
         await asyncio.to_thread(cluster.servers[0].kill)
         await reconnected(client, generation)

@@ -18,14 +18,14 @@ from common.settings.service import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer
 from tests.support.basics import PATIENCE, AckReply, parse_ack, soon, unique
 from tests.support.headers import escape
-from tests.support.servers import placing
+from tests.support.servers import place, placing
 
 HERE = Provenance("us-east", "NODE_DATA", 0, 0, 7, 1_700_000_000_000_000_001)
 
 
 async def new_stream(client: FloeClient, **config: Any) -> str:
     stream = unique("S")
-    await create_stream(client, {"name": stream, "subjects": [f"{stream}.>"], **config})
+    await place(client, {"name": stream, "subjects": [f"{stream}.>"], **config})
     return stream
 
 
@@ -175,7 +175,7 @@ async def test_a_cluster_names_its_leader_and_answers_after_it_moved():
     with NatsCluster() as cluster:
         await asyncio.to_thread(placing, cluster)
         client = await connect(NatsSettings(url=cluster.urls), name="test")
-        await create_stream(client, {"name": "S", "subjects": ["s"], "num_replicas": 3})
+        await place(client, {"name": "S", "subjects": ["s"], "num_replicas": 3})
         await publish(client, "s", b"x")
         leader = (await stream_info(client, "S")).leader
         assert leader in ("n1", "n2", "n3")

@@ -15,6 +15,7 @@ import floe
 from common.chain import Chain
 from common.clock import format_time
 from common.objects.open import open_objects
+from common.segments.captures import CapturedConfig, CapturedConsumers, CaptureStore
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument, TargetPositions
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange, Stretch
@@ -54,6 +55,7 @@ class Site(Archive):
             config,
             folder / "floe.yaml",
         )
+        self.captures = CaptureStore(self.layout, self.objects)
         self.begin(CHAIN)
 
     def begin(self, *chains: Chain) -> None:
@@ -222,7 +224,7 @@ def test_parts_of_feeds_and_runs_that_delete_nothing_leave_all(
 ):
     site.month()
     site.configure(max_age="30d", compaction=compaction)
-    assert site.compact(*options) == {"expired": [], "floors": [], "held": []}
+    assert site.compact(*options) == {"expired": [], "captures": [], "floors": [], "held": []}
     assert site.compact("--dry-run", *options)["expired"] == []
     assert (len(site.ranges()), site.floor()) == (5, None)
 
@@ -331,3 +333,49 @@ def test_a_query_that_reads_what_is_gone_says_since_when(site: Site):
     with pytest.raises(Exception, match=r"us-east/NODES/0000/0: what was before 31 is gone by retention since 20") as e:
         list(read_stretch(site.store, Stretch(ref, SequenceRange(11, 20))))
     assert e.value.code == "E-FLOOR"  # type: ignore[attr-defined]
+
+
+def captured(kept: Site, *ends: int, chain: Chain = CHAIN) -> None:
+    for end in ends:
+        kept.captures.put(chain, CapturedConfig(format_time(ns(0)), end, format_time(ns(50)), {"name": "NODES"}))
+        kept.captures.put(chain, CapturedConsumers(format_time(ns(0)), end, ()))
+
+
+def ends(kept: Site, kind: str, chain: Chain = CHAIN) -> list[int]:
+    return [ref.end for ref in kept.captures.ls(chain, kind)]
+
+
+def test_captures_that_no_restore_takes_any_more_go_with_the_floor(kept: Site):
+    kept.month()
+    kept.configure(max_age="30d")
+    captured(kept, 0, 5, 25, 31, 32, 50)
+    foretold = kept.compact("--dry-run")["captures"]
+    assert ends(kept, "config") == [0, 5, 25, 31, 32, 50], "foretold only"
+    done = kept.compact()
+    assert kept.floor() == 31
+    assert done["captures"] == foretold
+    assert len(foretold) == 6
+    assert ends(kept, "config") == ends(kept, "consumers") == [31, 32, 50]
+    assert kept.compact()["captures"] == []
+
+
+def test_what_was_captured_last_below_the_floor_stays(kept: Site):
+    kept.month()
+    kept.configure(max_age="30d")
+    captured(kept, 3, 7)
+    kept.compact()
+    assert ends(kept, "config") == [7]
+    assert kept.captures.config(CHAIN, 31) is not None
+
+
+def test_captures_stay_as_long_as_one_partition_needs_them(kept: Site):
+    kept.begin(LATER, SLICE)
+    for first, days in zip(range(1, 50, 10), (40, 35, 31, 5, 0), strict=True):
+        kept.old(first, first + 9, days, chain=LATER)
+    kept.old(1, 20, 35, chain=SLICE)
+    kept.old(21, 50, 0, chain=SLICE)
+    kept.configure(max_age="30d")
+    captured(kept, 5, 20, 25, 40, chain=LATER)
+    kept.compact()
+    assert (kept.floor(LATER), kept.floor(SLICE)) == (31, 21)
+    assert ends(kept, "config", LATER) == [20, 25, 40]

@@ -112,7 +112,7 @@ async def test_the_stream_at_a_site_is_lost_and_the_centre_gets_nothing_twice(be
     feed: dict[str, Any] = {"stream": name}
     centre = over(bench, name)
     page = Page(
-        "The stream at a site is lost",
+        "A stream that cannot come back as it was",
         {
             "site.yaml": str(configuration(bench, feed)),
             "central.yaml": str(centre.write()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import socket
 import ssl
 import subprocess
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import pytest
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
 from common.objects.open import open_objects
 from common.objects.s3 import S3Account, S3Objects, S3Options
+from common.objects.s3_errors import why_not_connected
 from common.settings.loader import read_secret
 from common.settings.root import StoreSettings
 from common.settings.types import FileSecret, read_all_again
@@ -558,6 +560,19 @@ def test_an_address_that_is_none_is_a_mistake_of_the_configuration() -> None:
         S3Objects("b", S3Account(endpoint_url="not a url"))
 
 
+def test_what_a_command_waits_for_is_told_again_and_again(
+    s3: SharedS3, bucket: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        account = S3Account(s3.access_key, s3.secret_key, endpoint_url=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        objects = S3Objects(bucket, account, replace(OPTIONS, attempts=1, read_timeout=1.5, told_every=0.2))
+        with pytest.raises(Unavailable, match="no answer"):
+            objects.list("data/")
+    told = [each.msg for each in caplog.records if "waiting for the store" in str(each.msg)]
+    assert len(told) >= 2, "more than once"
+    assert f"list s3://{bucket}/data/" in str(told[0])
+
+
 # TLS
 
 
@@ -600,6 +615,27 @@ def test_an_unknown_certificate_is_refused(s3: SharedS3, tls_proxy: FaultProxy, 
     with pytest.raises(ConfigError, match=r"CERTIFICATE_VERIFY_FAILED.*name the authority in store\.tls\.ca") as caught:
         objects.put("k", b"1")
     assert caught.value.code == "E-S3-TLS"
+
+
+def test_a_certificate_of_another_name_is_refused_in_one_line(
+    s3: SharedS3, tls_proxy: FaultProxy, bucket: str, certificate: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = tls_proxy.url.replace("127.0.0.1", "localhost")
+    objects = open_objects(settings_of(s3, url, bucket, {"ca": str(certificate / "cert.pem")}))
+    with pytest.raises(ConfigError, match=r"have store\.endpoint_url name the store as its certificate") as caught:
+        objects.list("k")
+    assert caught.value.code == "E-S3-TLS"
+    assert [each for each in caplog.records if each.name.startswith("urllib3")] == []
+
+
+def test_a_resolver_that_gives_no_answer_is_told_apart_from_a_host_that_is_not_known() -> None:
+    cause = "Failed to resolve 's3.example.org' ([Errno {}] {})"
+    silent, _ = why_not_connected("https://s3.example.org", cause.format(-3, "Temporary failure in name resolution"))
+    assert (
+        silent == "store https://s3.example.org: the host s3.example.org is not resolved, the resolver gives no answer"
+    )
+    unknown, _ = why_not_connected("https://s3.example.org", cause.format(-2, "Name or service not known"))
+    assert unknown == "store https://s3.example.org: the host s3.example.org is not known"
 
 
 @pytest.mark.filterwarnings("ignore:Unverified HTTPS request")

@@ -102,6 +102,34 @@ async def test_each_process_says_what_it_does_and_how_far_its_streams_are(bench:
         await soon(stopped)
 
 
+async def test_a_take_over_is_told_before_the_next_sign_of_life_is_due(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    calm = replace(QUICK, pace=replace(QUICK.pace, alive=15.0))
+    settings = bench.settings({"stream": stream})
+
+    def second() -> ChainSign | None:
+        found = [bench.chains.read_alive(info.key) for info in bench.chains.listed_alive() if "second" in info.key]
+        return found[0].chains[0] if found and found[0] else None
+
+    def says(state: str) -> bool:
+        sign = second()
+        return sign is not None and sign.state == state
+
+    first = bench.start(settings, QUICK)
+    await soon(lambda: first.state(stream) == "reading")
+    standby = bench.start(settings.model_copy(update={"instance": "second"}), calm)
+    try:
+        await soon(lambda: says("standby"))
+        began = time.monotonic()
+        await first.drain()
+        await soon(lambda: says("reading"))
+        assert time.monotonic() - began < 13, "the next sign of life is due after 15 s"
+        await standby.drain()
+    finally:
+        await first.crash()
+        await standby.crash()
+
+
 @asynccontextmanager
 async def silenced(far: Bench) -> AsyncIterator[TcpProxy]:
     """The bench's store takes connections and never answers, until it is healed."""

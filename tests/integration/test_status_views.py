@@ -55,7 +55,7 @@ async def test_a_site_shows_its_open_segment_and_how_far_it_is(bench: Bench) -> 
     await bench.publish(stream, [b"x" * 1000] * 30)
     feed = {"stream": stream, "segment": {"max_age": "1h", "max_messages": 25}}
     async with bench.egress(feed) as running:
-        await bench.archived_to(stream, 25)
+        await soon(lambda: running.status(stream).get("end") == 25)  # later than the segment is in the bucket
         await soon(lambda: (running.status(stream).get("open_segment") or {}).get("messages") == 5)
         with monitored(running, configuration(bench, feed)) as config:
             done = await floe("status", "-c", config, "--json")

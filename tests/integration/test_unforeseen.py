@@ -30,6 +30,7 @@ from egress.acks import Acknowledging
 from egress.advisories.senders import ReliableSender
 from egress.archive import ArchiveWalks
 from egress.builder import Builder
+from egress.captures import Captures
 from egress.encoder import Encoder
 from egress.evidence import Inquiry
 from egress.feed import Feed
@@ -174,6 +175,7 @@ async def test_whatever_fails_in_egress_begins_again(bench: Bench, monkeypatch: 
         ("decisions", [(Handover, "is_decided")]),
         ("walk", [(Inquiry, "place")]),  # beside a session that goes on: each that begins asks for it too
         ("walk", [(ArchiveWalks, "_walk")]),
+        ("captures", [(Captures, "_look")]),
         ("expiry", [(Expiry, "_left")]),
         ("unmatched", [(report, "look")]),
         ("lease", [(Lease, "_renew")]),

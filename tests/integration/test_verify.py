@@ -14,6 +14,7 @@ import yaml
 from common.chain import Chain
 from common.errors import Refused
 from common.segments import store as segment_store
+from common.segments.captures import CapturedConfig, CaptureStore
 from common.segments.documents import ChainStore, StreamDocument
 from common.segments.segment import Reason, SegmentRef
 from common.sequences import SequenceRange
@@ -34,6 +35,7 @@ class Site:
     def __init__(self, folder: Path, *chains: Chain) -> None:
         self.archive = begun(folder, *chains)
         self.chains = ChainStore(self.archive.objects, self.archive.layout)
+        self.captures = CaptureStore(self.archive.layout, self.archive.objects)
         self.config = folder / "floe.yaml"
         self.config.write_text(
             yaml.safe_dump({"store": {"url": f"file://{folder}/store"}, "spool_dir": str(folder / "spool")})
@@ -289,3 +291,26 @@ def test_tasks_are_put_together_whatever_their_order_and_an_error_keeps_its_code
     monkeypatch.setattr(site.archive.objects, "download", refused)
     with pytest.raises(Refused):
         verify_chains(store, site.chains, [CHAIN], deep=True, runner=runner)
+
+
+# What egress captured beside the messages
+
+
+def captured(site: Site, end: int) -> str:
+    """The key of a capture that says it was taken at `end`."""
+    at = "2026-11-20T10:00:00Z"
+    site.captures.put(CHAIN, CapturedConfig(at, end, at, {"name": "NODES"}))
+    return site.captures.ls(CHAIN, "config")[-1].key
+
+
+@pytest.mark.parametrize(("is_newest", "deep", "count"), [(True, False, 1), (False, False, 0), (False, True, 1)])
+def test_a_damaged_capture_is_a_problem_of_its_chain(site: Site, is_newest: bool, deep: bool, count: int):
+    """The newest of each kind is read, deep every one."""
+    older, newest = captured(site, 10), captured(site, 40)
+    assert site.verify(deep=True, since_last=False).problems == []
+    key = newest if is_newest else older
+    site.archive.objects.put(key, b"{}")
+    found = site.verify(deep=deep, since_last=False)
+    assert [(each.kind, each.finding) for each in found.problems] == [("document", "damaged")] * count
+    assert all(key in each.text and each.hint for each in found.problems)
+    assert found.foreign == 0

@@ -37,6 +37,7 @@ WRONG: dict[str, list[Any]] = {
     "number": ["x", "5", 1.5, True, [], {}, None],
     "true or false": ["yes", "true", 1, None, []],
     "duration": [5, 1.5, True, None, [], "5", "5 minutes", "-5s", "1e99h", "NaN"],
+    "duration or never": [5, 1.5, True, None, [], "5", "sometimes", "-5s", "1e99h", "NaN"],
     "size": [-1, 1.5, True, None, [], "10X", "-5K"],
     "mapping": [5, "x", []],
     "list": [5, "x", {}],

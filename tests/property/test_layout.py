@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from common.chain import MAX_INCARNATION, MAX_PARTITION, Chain
-from common.segments.keys import Layout, SegmentName, StateName, decode, encode
+from common.segments.keys import CAPTURES, CaptureName, Layout, SegmentName, StateName, decode, encode
 from common.sequences import MAX_SEQUENCE, SequenceRange
 
 sites = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}", fullmatch=True)
@@ -121,6 +121,7 @@ def test_nothing_that_is_formatted_is_foreign_and_only_segments_and_tombstones_m
         *(layout.stream_document(chain), layout.chain_document(chain), layout.floor_document(chain)),
         layout.gap(layout.gaps_prefix(chain), name.coverage),
         layout.gap(layout.passed_prefix(target, chain), name.coverage),
+        *(layout.capture(CaptureName(chain, kind, state.position, state.digest)) for kind in CAPTURES),
         *(layout.state(state), layout.tail(chain), layout.alive(chain.site, "host.1"), layout.clock()),
         *(layout.ingress_clock(target), layout.start_document(target, chain.site, chain.feed)),
         *(layout.run(None, None), layout.run(chain.site, None), layout.run(chain.site, chain.feed)),

@@ -19,6 +19,7 @@ from tests.scenarios.judge import judge, sources_of
 from tests.scenarios.load import Load
 from tests.scenarios.processes import run_floe
 from tests.scenarios.world import World
+from tests.support.basics import soon
 
 POLICY = {
     "engine": "local",
@@ -119,6 +120,9 @@ async def shuffled(s3: Any, rng: random.Random, seconds: float, rate: int = 400)
             while time.monotonic() < started + seconds:
                 await asyncio.sleep(rng.uniform(0.5, 2.0))
                 await asyncio.to_thread(_copy_some, source, copy, rng, rng.uniform(0.2, 0.7), faults)
+        # On a busy machine one of them may only just have started: what has not begun drains nothing.
+        store = open_store(load_settings(str(world.site_config("alpha"))))
+        await soon(lambda: all(store.list(Chain(site, "NODES")) for site in world.sites))
         for service in services[:-1]:
             assert service.drain() == 0, service.tail()
         await asyncio.to_thread(_copy_some, source, copy, rng, 1.0, faults)

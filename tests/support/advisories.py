@@ -13,7 +13,6 @@ from typing import Any
 
 from common.chain import Chain
 from common.clock import Clock, SystemClock
-from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.headers import header
 from common.metrics import REGISTRY
@@ -25,6 +24,7 @@ from egress.advisories.senders import AdvisorySender, sender_kind
 from egress.partition import Partition
 from infra.oracle import read_stream
 from tests.support.basics import unique
+from tests.support.servers import place
 
 SECOND = 1_000_000_000
 SITE = "US_EAST"
@@ -78,7 +78,7 @@ class World:
 
     async def make_stream(self, **config: Any) -> None:
         """With a duplicate window too short to help, unless told otherwise."""
-        await create_stream(
+        await place(
             self.client,
             {
                 "name": self.stream,

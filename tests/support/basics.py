@@ -61,6 +61,15 @@ async def soon(check: Callable[[], T | Awaitable[T]], seconds: float = PATIENCE,
         await asyncio.sleep(every)
 
 
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    """Cancel it and wait for its end; what it raises is dropped. Cancels again after a while: `asyncio.wait_for` of
+    Python 3.11, which the NATS library uses, loses a cancellation that comes together with its result.
+    """
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=PATIENCE / 8)
+
+
 def counted(metric: Any) -> float:
     """What a counter or a gauge, with its labels, stands at."""
     samples = [each for family in metric.collect() for each in family.samples]

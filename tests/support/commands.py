@@ -58,7 +58,7 @@ def configuration(bench: Bench, *feeds: dict[str, Any]) -> Path:
 
 
 # They listen for signals, which only a main thread can.
-_LONG = {("replay",), ("drill",), ("egress", "repartition")}
+_LONG = {("restore",), ("replay",), ("drill",), ("egress", "repartition")}
 _one_at_a_time = threading.Lock()  # the runner takes this process's stdout
 
 

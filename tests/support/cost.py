@@ -50,6 +50,7 @@ EGRESS_SEGMENT = Requests(list=1, put=2, head=2) + ABSENT  # covered yet? next i
 EGRESS_CHECK = ABSENT  # is there a next incarnation
 SNAPSHOT = Requests(put=1, head=1)  # of a sampled feed, at most one a segment
 ALIVE = Requests(put=1)  # of each process
+CAPTURE = Requests(put=1)  # of a stream whose consumers moved
 
 # Ingress
 INGRESS_SEGMENT = Requests(get=2, list=2)  # its tail, the segment; what continues, and that nothing follows yet
@@ -69,8 +70,9 @@ INPUT = Requests(get=2, delete=1)  # merged and proved, then deleted
 OUTPUT = Requests(put=2, get=4, head=2)  # read back, proved; its tombstone; looked at before its inputs go
 
 
-def egress(segments: float, checks: float, *, snapshots: float = 0, alive: float = 0) -> Requests:
-    return segments * EGRESS_SEGMENT + checks * EGRESS_CHECK + snapshots * SNAPSHOT + alive * ALIVE
+def egress(segments: float, checks: float, *, snapshots: float = 0, alive: float = 0, captures: float = 0) -> Requests:
+    looks = checks * EGRESS_CHECK + alive * ALIVE + captures * CAPTURE
+    return segments * EGRESS_SEGMENT + snapshots * SNAPSHOT + looks
 
 
 def ingress(
@@ -134,7 +136,8 @@ class CostedSite:
     def egress(self) -> Requests:
         pace = EgressTuning()
         checks, alive = self.feeds * MONTH / pace.check, MONTH / pace.alive
-        return egress(self.segments, checks, snapshots=self.segments * self.sampled, alive=alive)
+        captures = self.feeds * MONTH / pace.captured
+        return egress(self.segments, checks, snapshots=self.segments * self.sampled, alive=alive, captures=captures)
 
     def ingress(self) -> Requests:
         share = MONTH / self.sharing
@@ -189,6 +192,7 @@ TERMS = (
     ("", f"chain, each {EgressTuning().check:.0f} s", EGRESS_CHECK),
     ("", "segment of a sampled feed, at most", SNAPSHOT),
     ("", f"process, each {EgressTuning().alive:.0f} s", ALIVE),
+    ("", f"feed, each {EgressTuning().captured:.0f} s in which consumers of its stream moved", CAPTURE),
     ("ingress", "segment", INGRESS_SEGMENT),
     ("", "`poll_interval`, for each 1,000 chains", POLL),
     ("", f"target, each {IngressTuning().parked:.0f} s", PARKED_LOOK),

@@ -13,7 +13,7 @@ from typing import Any
 from common.chain import Chain
 from common.clock import Clock, SystemClock
 from common.errors import FloeError, Unavailable
-from common.jetstream.api import create_stream, stream_info
+from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.kv import KeyValue
 from common.objects.open import open_objects
@@ -31,8 +31,9 @@ from egress.feed import lease_key
 from egress.incarnations import Closings, HighWaterMarks
 from egress.service import EgressService
 from infra.oracle import Comparison, Trace, archived, compare, read_stream, source_trace
-from tests.support.basics import PATIENCE, SharedS3, is_gapless, soon, unique
+from tests.support.basics import PATIENCE, SharedS3, cancelled, is_gapless, soon, unique
 from tests.support.invariants import rows_balance, unread_is_named
+from tests.support.servers import place
 
 SITE = "site"
 QUICK = Tuning(
@@ -70,8 +71,7 @@ class Running:
 
     async def crash(self) -> None:
         """End it as suddenly as a task can be ended."""
-        self.task.cancel()
-        await asyncio.wait({self.task})
+        await cancelled(self.task)
 
 
 @dataclass
@@ -164,7 +164,7 @@ class Bench:
 
     async def make_stream(self, name: str, **config: Any) -> str:
         """A memory stream on `{name}.>`; its name."""
-        await create_stream(
+        await place(
             self.client, {"name": name, "subjects": [f"{name}.>"], "storage": "memory", "retention": "limits", **config}
         )
         return name

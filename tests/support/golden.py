@@ -12,6 +12,13 @@ from pathlib import Path
 
 from common.chain import Chain
 from common.objects.local import LocalObjects
+from common.segments.captures import (
+    CapturedConfig,
+    CapturedConsumer,
+    CapturedConsumers,
+    CapturedDeletions,
+    CaptureStore,
+)
 from common.segments.columns import record_batch
 from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
 from common.segments.keys import Layout
@@ -42,6 +49,17 @@ DOCUMENT = ChainDocument(("nodes.2.>",), 3, 1, relay=True)
 FLOOR, END = 3, 60
 ACCEPTED = AcceptedGap(SequenceRange(41, 45), "disk lost, ticket 77", "operator", "2026-11-20T11:00:00Z")
 PASSED = AcceptedGap(SequenceRange(12, 15), "accepted", "ingress", "2026-11-20T12:00:00Z", from_hole=True)
+CREATED = "2026-11-20T09:00:00.123456789Z"
+CONFIG = CapturedConfig("2026-11-20T10:00:00Z", 40, CREATED, {"name": "NODES", "metadata": {"a": "ä"}})
+CONSUMERS = CapturedConsumers(
+    "2026-11-20T10:00:30.5Z",
+    40,
+    (
+        CapturedConsumer({"name": "app", "durable_name": "app", "ack_policy": "explicit"}, CREATED, 9, 8, 7, 6, 2, 1),
+        CapturedConsumer({"name": "new"}, CREATED, paused=True),
+    ),
+)
+DELETIONS = CapturedDeletions("2026-11-20T10:01:00Z", 60, 2, 61, ((3, 8), (10, 10)))
 
 ROWS = [
     Message(1, GENESIS_NS, b"nodes.2.a", None, b""),
@@ -67,6 +85,8 @@ def make(folder: Path) -> None:
     chains.write_tail(CHAIN, END)
     chains.accept_gap(CHAIN, ACCEPTED)
     chains.pass_gap(TARGET, CHAIN, PASSED)
+    for each in (CONFIG, CONSUMERS, DELETIONS):
+        CaptureStore(LAYOUT, objects).put(CHAIN, each)
     inputs = [
         _segment(store, SequenceRange(1, 20), slice(0, 3), LEDGERS[0], UNREAD),
         _segment(store, SequenceRange(21, 40), slice(3, 4), LEDGERS[1], None),

@@ -8,10 +8,9 @@ import socket
 import time
 from typing import TYPE_CHECKING, Any
 
-from tests.support.basics import PATIENCE
-
 if TYPE_CHECKING:
-    from infra.local.nats import NatsCluster, NatsServer
+    from common.jetstream.client import FloeClient
+    from infra.local.nats import NatsCluster
 import asyncio
 import os
 import subprocess
@@ -24,9 +23,11 @@ from urllib.parse import quote_plus, urlsplit
 
 import boto3
 
+from common.errors import OutcomeUnknown, Unavailable
+from common.jetstream.api import create_stream
 from infra.local.nats import NatsServer
 from infra.local.process import free_ports, spawn
-from tests.support.basics import eventually, unique
+from tests.support.basics import PATIENCE, eventually, soon, unique
 from tests.support.proxies import Answer, Exchange, FaultProxy
 
 SETTLED = 10.0  # seconds after which a group that is too small stays so
@@ -62,19 +63,36 @@ def _refusal(cluster: NatsCluster) -> dict[str, Any] | None:
 
 
 def _ask(server: NatsServer, request: str, document: dict[str, Any]) -> dict[str, Any]:
-    """What the JetStream API answers one request, on a connection of its own."""
+    """What the JetStream API answers one request, on a connection of its own; an error where it never does: a server
+    that loses its leader meanwhile forgets the request.
+    """
     body = json.dumps(document).encode()
     with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as link, link.makefile("rwb") as io:
+        link.settimeout(SETTLED / 2)
         io.write(b'CONNECT {"verbose":false,"headers":false}\r\nSUB _INBOX.ask 1\r\n')
         io.write(b"PUB $JS.API.%s _INBOX.ask %d\r\n%s\r\n" % (request.encode(), len(body), body))
         io.flush()
-        for line in io:
-            if line.startswith(b"MSG "):
-                return dict(json.loads(io.read(int(line.split()[-1]))))
-            if line.startswith(b"PING"):
-                io.write(b"PONG\r\n")
-                io.flush()
-    raise AssertionError(f"{server.name} closed the connection before it answered {request}")
+        with suppress(TimeoutError):
+            for line in io:
+                if line.startswith(b"MSG "):
+                    return dict(json.loads(io.read(int(line.split()[-1]))))
+                if line.startswith(b"PING"):
+                    io.write(b"PONG\r\n")
+                    io.flush()
+            raise AssertionError(f"{server.name} closed the connection before it answered {request}")
+    return {"error": f"no answer to {request} within {SETTLED / 2:.0f} s"}
+
+
+async def place(client: FloeClient, config: dict[str, Any]) -> None:
+    """Create a stream; asks again where no answer comes, as while a cluster chooses a leader."""
+
+    async def made() -> bool:
+        with suppress(Unavailable, OutcomeUnknown):  # the same configuration again changes nothing
+            await create_stream(client, config)
+            return True
+        return False
+
+    await soon(made)
 
 
 async def save_disk(server: NatsServer, folder: Path) -> Path:

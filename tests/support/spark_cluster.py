@@ -154,7 +154,7 @@ class SparkCluster:
 
     def stopped(self, number: int) -> list[int]:
         """What a worker has started, Python processes above all, that has stopped itself at a failpoint."""
-        return [pid for pid in self.processes_of(number) if _state(pid) == "T"]
+        return [pid for pid in self.processes_of(number) if has_stopped(pid)]
 
     def stop(self) -> None:
         for process in reversed(self._processes.values()):
@@ -193,10 +193,11 @@ def _tree(pid: int) -> Iterator[int]:
                 yield from _tree(int(each))
 
 
-def _state(pid: int) -> str:
+def has_stopped(pid: int) -> bool:
+    """As at a failpoint: until it is told to go on."""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 class Wire:

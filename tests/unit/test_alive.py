@@ -83,6 +83,10 @@ def test_of_a_chain_the_newest_process_that_has_it_counts() -> None:
         (sign(end=50), 2, 50, None),
         # It has begun the next incarnation, and the centre has not heard of it.
         (sign(end=5, source_last=9), 1, 1000, 4),
+        # The chain begins behind what the stream had before: that is not owed.
+        (sign(end=0, source_last=597, first=598), 2, 0, 0),
+        (sign(end=0, source_last=599, first=598), 1, 0, 2),
+        (sign(end=600, source_last=610, first=598), 2, 0, 10),
         # It stopped before it looked which incarnation it is in.
         (sign(chain=PARTITION, source_last=597), 2, 50, 547),
     ],

@@ -62,6 +62,7 @@ def egress(problems: tuple[str, ...] = (), age: float = 0.1, **feed: Any) -> dic
     ("document", "expiry", "state", "said"),
     [
         (egress(), math.inf, OK, "1 chain, 10 sequences not archived"),
+        (egress(end=0, first=15, source_last=14), math.inf, OK, "1 chain, 0 sequences not archived"),
         (egress(), 90_000, OK, "not archived"),
         (egress(), 80_000, WARNING, "expires in 80000 s"),
         (egress(), 20_000, CRITICAL, "expires in 20000 s"),

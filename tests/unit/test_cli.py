@@ -82,7 +82,7 @@ def test_help_names_all_commands_and_loads_none_of_them():
     script = (
         "import sys; sys.argv = ['floe', '--help']\nimport floe\n"
         "try: floe.main()\nexcept SystemExit: pass\n"
-        "heavy = ('boto3', 'pyarrow', 'pyspark', 'pydantic', 'nats', 'structlog')\n"
+        "heavy = ('boto3', 'pyarrow', 'pyspark', 'pydantic', 'nats', 'structlog', 'numpy', 'google_crc32c')\n"
         "print([m for m in heavy if m in sys.modules])"
     )
     shown = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -96,7 +96,20 @@ def test_help_is_there_at_once():
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
     )
-    slow = {"pyarrow", "boto3", "botocore", "nats", "pydantic", "msgspec", "yaml", "structlog", "pyspark", "rich"}
+    slow = {
+        "numpy",
+        "google_crc32c",
+        "pyarrow",
+        "boto3",
+        "botocore",
+        "nats",
+        "pydantic",
+        "msgspec",
+        "yaml",
+        "structlog",
+        "pyspark",
+        "rich",
+    }
     assert slow & {name.partition(".")[0] for name in done.stderr.split()} == set()
 
 
@@ -481,6 +494,23 @@ def test_closed_outputs_do_not_change_the_exit_code():
         timeout=PATIENCE,
     )
     assert ended.returncode == 77
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "out"),
+    [("check", 3, "UNKNOWN - interrupted before it was known\n"), ("status", 130, "")],
+)
+def test_ctrl_c_while_a_command_is_loaded(command: str, code: int, out: str):
+    lines = [
+        "import importlib, signal, sys, floe",
+        "importlib.import_module = lambda _name: signal.raise_signal(signal.SIGINT)",
+        f"sys.argv = ['floe', '{command}']",
+        "floe.main()",
+    ]
+    ended = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, out, "")
 
 
 def test_ctrl_c_ends_with_130_and_without_a_word():

@@ -43,6 +43,12 @@ WRONG = [
     (f"{HEAD}egress: {{feeds: [{{name: A}}]}}\n", "3:18: egress.feeds.0.stream: expected a value (required)"),
     ("site: !!python/object/apply:os.system x\n" + STORE, "1:7: site: expected a value, found the tag"),
     ("", "1:1: expected a mapping, found an empty file"),
+    # What stands in a section that nobody knows cannot be judged: the section is named
+    (
+        f"{HEAD}egres: {{feeds: [{{stream: A, segment: {{maxage: 5}}}}]}}\n",
+        "3:1: egres: unknown key; did you mean egress?",
+    ),
+    (feed("segmnt: {maxage: 5, cdec: x}"), "3:30: egress.feeds.0.segmnt: unknown key; did you mean segment?"),
     # Types of older YAML
     ("site: 1e3\n" + STORE, "1:7: site: expected text; quote it, found 1e3"),
     ("site: true\n" + STORE, "1:7: site: expected text; quote it, found true"),
@@ -76,6 +82,10 @@ WRONG = [
     (
         target(f"exclusive: false, delivery: exactly_once, sources: [{SOURCE}]"),
         "3:61: ingress.targets.0.delivery: expected at_least_once where exclusive is false",
+    ),
+    (
+        target("create: {subjects: [other.>]}, sources: [{site: a, feed: f, subject_prefix: 'fleet.{site}'}]"),
+        "3:52: ingress.targets.0.create.subjects: expected subjects that take what sources.0 makes (fleet.a.>), found",
     ),
     (feed("inspect_duration: 1h"), "3:48: egress.feeds.0.inspect_duration: expected inspect_field, inspect_header or"),
     # Names

@@ -14,7 +14,7 @@ from common.documents import MAX_DEPTH, check_depth, is_too_deep
 from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore, CompactionRun, StreamDocument, run_of
-from common.segments.keys import Layout
+from common.segments.keys import CaptureName, Layout
 from common.sequences import MAX_SEQUENCE
 from tests.support.stores import FaultyStore, answering, raising
 
@@ -370,3 +370,17 @@ def test_a_run_that_is_not_as_it_must_be_is_none(chains: ChainStore, text: str) 
     chains.objects.put(LAYOUT.run(None, None), text.encode())
     assert chains.read_run(None, None) is None
     assert chains.runs() == {}
+
+
+def test_chains_are_found_behind_thousands_of_captures(objects: LocalObjects, chains: ChainStore) -> None:
+    """Without listing those."""
+    feeds = [Chain("us-east", "NODES"), Chain("us-east", "NODES", 1), Chain("us-east", "OTHER")]
+    for each in feeds:
+        chains.create_chain(each, DOCUMENT)
+    for end in range(2500):
+        objects.put(LAYOUT.capture(CaptureName(feeds[0], "config", end, "0" * 16)), b"")
+    store = FaultyStore(objects)
+    found = ChainStore(store, LAYOUT)  # type: ignore[arg-type]
+    assert found.chains() == feeds
+    assert store.calls["list"] == 2
+    assert found.chains("us-east", "NODES") == feeds[:2]

@@ -8,10 +8,11 @@ import pytest
 
 from common.clock import NS_PER_S
 from common.jetstream.api import ConsumerInfo
+from common.jetstream.durables import ACK_WAIT
 from common.settings.egress import FeedSettings, SegmentSettings
 from common.settings.service import ServiceSettings
 from common.settings.types import Range, Section, parse_duration
-from egress.consumers import ACK_WAIT, WantedMessages, durable, ephemeral, filters, first, unfit
+from egress.consumers import WantedMessages, durable, ephemeral, filters, first, unfit
 from egress.partition import Partition, is_of_site, partitions_of
 
 

@@ -44,6 +44,10 @@ def test_the_position_is_the_first_sequence_that_is_not_accounted_for() -> None:
         status = health.status()["parts"][f"egress {chain.feed}"]
         return status["position"], status["end"]
 
+    report.reading(chain, 5, 0, 5)
+    assert place() == (5, 0)
+    [[ends]] = [each.samples for each in metrics.end_sequence.labels(chain.site, chain.feed, "0").collect()]
+    assert ends.value == 4, "what was before is not owed"
     report.reading(chain, 5, 4)
     assert place() == (5, 4)
     report.put(spooled(chain, 5, 9), 0.1)

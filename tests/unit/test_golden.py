@@ -11,6 +11,7 @@ import pytest
 
 from common.errors import SegmentCorrupt
 from common.objects.local import LocalObjects
+from common.segments.captures import CaptureStore
 from common.segments.columns import messages
 from common.segments.documents import (
     AcceptedGap,
@@ -46,6 +47,13 @@ def test_documents_of_every_version_are_read(objects: LocalObjects) -> None:
     assert (chains.read_floor(CHAIN), chains.read_tail(CHAIN)) == (golden.FLOOR, golden.END)
     assert chains.gaps(CHAIN) == [golden.ACCEPTED]
     assert chains.passed_gaps(golden.TARGET, CHAIN) == [golden.PASSED]
+
+
+def test_captures_of_every_version_are_read(objects: LocalObjects) -> None:
+    captures = CaptureStore(LAYOUT, objects)
+    assert captures.config(CHAIN) == golden.CONFIG
+    assert captures.consumers(CHAIN) == golden.CONSUMERS
+    assert captures.deletions(CHAIN) == golden.DELETIONS
 
 
 def test_segments_of_every_version_are_read(objects: LocalObjects) -> None:
@@ -123,6 +131,6 @@ def test_the_archive_of_this_version_is_as_it_would_be_made_now(tmp_path: Path) 
     kept = {p.relative_to(GOLDEN / "1") for p in (GOLDEN / "1").rglob("*.json")}
     made = {p.relative_to(tmp_path / "now") for p in (tmp_path / "now").rglob("*.json")}
     same = {path for path in kept & made if "tombstones" not in path.parts}
-    assert len(same) >= 5
+    assert len(same) >= 8
     for path in same:
         assert (GOLDEN / "1" / path).read_bytes() == (tmp_path / "now" / path).read_bytes()

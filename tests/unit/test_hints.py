@@ -80,9 +80,7 @@ SAMPLES: dict[str, Callable[[], object]] = {
         partition.believe_listing(CHAIN),
     ],
     "egress/partition.py:repartition": lambda: partition.repartition("IT'S"),
-    "egress/partition.py:bring_back": lambda: [
-        partition.bring_back(part, chain, continues=False) for part in PARTS for chain in (CHAIN, PLAIN)
-    ],
+    "egress/partition.py:bring_back": lambda: [partition.bring_back(chain) for chain in (CHAIN, PLAIN)],
     "ingress/errors.py:set_command": lambda: [
         chain_advice.set_command("A TARGET", "--forget"),
         chain_advice.set_position("A TARGET", CHAIN, 5),
@@ -104,6 +102,7 @@ ELSEWHERE = {
     "ingress/operator/parked_cli.py",
     "ingress/replay/drill.py",
     "ingress/replay/survey.py",
+    "ingress/restore/history.py",
 }
 
 

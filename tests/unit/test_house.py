@@ -15,8 +15,8 @@ COUNTED = ("common", "egress", "ingress", "compaction", "floe.py", "pyspark_floe
 PRODUCT = (*COUNTED, "infra", "bench")
 
 # 200 files and 29,000 lines when the house was rebuilt. What raises a number has a line in docs/decisions.md.
-MOST_FILES = 230
-MOST_LINES = 36_000
+MOST_FILES = 240
+MOST_LINES = 39_200
 MOST_PARAMETERS = 8  # of a constructor, beside self
 SMALL = 60  # lines of a file that only one other may not import alone
 # Values that hold components, one name for each; whoever makes them names every field.

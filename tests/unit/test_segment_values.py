@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ import pytest
 from common.chain import Chain
 from common.errors import SegmentCorrupt, Unavailable
 from common.segments.columns import SCHEMA, columns, messages, record_batch
+from common.segments.parquet_guard import row_group_bytes
 from common.segments.reader import open_file
 from common.segments.segment import Footer, Inputs, Ledger, Message, Reason, Tip, decode_subject, message_digest
 from common.segments.store import object_metadata
 from common.segments.writer import SegmentWriter
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch
+from tests.support.basics import seeded
 from tests.support.invariants import Promise, accounts_once, continues, in_order, repeated, rows_balance, same_rows
 from tests.support.segments import batch_of, footer_of, message, read_all, read_segment, write_segment
 
@@ -242,8 +245,20 @@ def test_many_empty_messages_are_not_one_row_group(path: Path) -> None:
 
 
 def test_merged_segments_have_larger_row_groups(path: Path) -> None:
-    rows = [message(n, bytes([n]) * MIB) for n in range(1, 41)]
-    assert groups_of(path, rows, level=1) == [40 * MIB]
+    rows = [message(n, bytes([n]) * MIB) for n in range(1, 141)]
+    assert groups_of(path, rows, level=1) == [7 * MIB, 63 * MIB, 63 * MIB, 7 * MIB]
+
+
+def test_a_segment_of_256_gib_would_still_be_read(path: Path) -> None:
+    """As many row groups as that has, of one row each."""
+    count = 256 * 1024 * MIB // row_group_bytes(2)
+    rows = [message(n, b"x", subject=b"nodes.%d.a-subject-of-ordinary-length" % n) for n in range(1, count + 1)]
+    writer = SegmentWriter(path, level=2, compression_level=1, group_bytes=1)
+    writer.append(batch_of(rows))
+    name = writer.finish(replace(footer_of(rows), level=2)).segment_name
+    with open_file(path, name) as reader:
+        assert len(reader.row_groups) == count
+        assert sum(batch.num_rows for batch in reader.batches(rows=SequenceRange(7, 8))) == 2
 
 
 def test_large_messages_make_pages_of_bounded_size(path: Path) -> None:
@@ -342,6 +357,33 @@ def test_a_full_disk_is_a_fault_of_the_spool_folder(path: Path) -> None:
     with pytest.raises(Unavailable, match="No space left") as caught:
         writer.finish(footer_of([message(1, b"x" * 100)]))
     assert caught.value.code == "E-SPOOL"
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_row_groups_that_are_written_aside_make_the_same_file(tmp_path: Path, level: int) -> None:
+    rows = [message(n, bytes([n]) * MIB) for n in range(1, 100)]
+
+    def written(name: str, aside: ThreadPoolExecutor | None) -> str:
+        writer = SegmentWriter(tmp_path / name, level=level, compression_level=1, aside=aside)
+        for n in range(0, len(rows), 10):
+            writer.append(batch_of(rows[n : n + 10]))
+        return writer.finish(footer_of(rows)).sha256
+
+    with ThreadPoolExecutor(1) as pool:
+        assert written("aside", pool) == written("plain", None)
+
+
+def test_what_fails_aside_is_raised_by_a_later_call_and_can_be_aborted(path: Path) -> None:
+    path.symlink_to("/dev/full")
+    with ThreadPoolExecutor(1) as pool:
+        writer = SegmentWriter(path, level=0, compression_level=1, aside=pool)
+        noise = seeded(7).randbytes
+        with pytest.raises(Unavailable, match="No space left") as caught:
+            for n in range(1, 9):
+                writer.append(batch_of([message(n, noise(33 * MIB))]))
+        assert caught.value.code == "E-SPOOL"
+        writer.abort()
+    assert not path.is_symlink()
 
 
 # Promises

@@ -173,6 +173,13 @@ def test_where_what_is_archived_is_not_known_no_lag_is_made_up():
     assert partition_status(tail=None, store_read=False, told=told).lag == 90, "the process knows that nothing is"
 
 
+def test_what_the_stream_had_before_the_chain_begins_is_not_owed():
+    told = {"state": "reading", "code": "", "why": "", "end": 0, "first": 91}
+    status = partition_status(tail=None, told=told)
+    assert (status.archived, status.source, status.lag) == (None, 90, 0)
+    assert partition_status(tail=None, sighting=sighting("reading", first=81)).lag == 10
+
+
 def test_of_the_pages_of_several_workers_those_count_that_have_the_partition():
     one = {"site": "us-east", "state": "reading"}
     pages = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -10,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from common.errors import UsageError
 from common.service.monitor import MAX_BEAT_AGE, Health
-from egress.workers.pages import Said, WorkerPages, labelled, merged
-from egress.workers.process import WorkerPlace, exit_code, worst
+from egress.workers.pages import Said, WorkerPages, ask_all, labelled, merged
+from egress.workers.process import WorkerPlace, WorkerProcess, exit_code, worst
 from tests.support.browser import bars, table_rows
 from tests.support.clock import ManualClock
 
@@ -98,6 +99,16 @@ def test_healthy_is_whoever_does_not_hang() -> None:
     found, clock, _ = pages(said(0, 200, "ok\n"))
     clock.advance(MAX_BEAT_AGE + 1)
     assert answer(found, "/healthz")[0] == 503, "the parent itself hangs"
+
+
+def test_a_worker_that_is_gone_and_not_started_again_yet_does_not_hang() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    gone = WorkerProcess(0, 1, [], {})
+    gone.pid, gone.port = 7, port
+    [found] = ask_all([gone], "/healthz")
+    assert (found.port, found.status) == (0, 0)
+    assert answer(pages(found)[0], "/healthz")[0] == 200
 
 
 def test_the_status_holds_each_worker_and_all_problems() -> None:

@@ -1,0 +1,242 @@
+"""`restore.*` and `memory.restore`: segments in the store to a stream that the server has made of them.
+
+`restore.encode`: rows to the form of nats-server 2.15; `restore.encode_files`: to that of 2.10 to 2.14, with a hash of
+each row.
+"""
+
+import random
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import aclosing, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from bench.harness import REPEATS, Bench, Figure, paired
+from bench.place import CHAIN, STREAM, BenchPlace, client_of, documents, fill, peak_mb, place, run, store_of
+from common.clock import SystemClock
+from common.jetstream.api import stream_info
+from common.open import load_settings, open_chains
+from common.segments.columns import record_batch
+from common.segments.documents import ChainDocument, StreamDocument
+from common.service.process import Threads
+from common.service.progress import Teller
+from common.tasks import Stop
+from ingress.restore.archive import ArchiveState, archive_writer
+from ingress.restore.history import ArchivedHistory
+from ingress.restore.plan import RestorePlan, RestoreRequest, guarded_config
+from ingress.restore.restore import COLUMNS, Restore, RestoreTuning
+from ingress.restore.upload import ArchiveUpload
+from tests.support.basics import unique
+from tests.support.segments import message, write_segment
+
+ROWS = {200: 800_000, 1000: 300_000}  # by bytes of payload
+SEGMENT = 50_000  # messages
+BEGAN = 1_795_000_000_000_000_000  # ns
+SUBJECTS = 1000
+CREATED = "2026-11-24T09:00:00Z"
+CONFIG = {
+    "name": STREAM,
+    "subjects": [f"{STREAM}.>"],
+    "retention": "limits",
+    "storage": "file",
+    "num_replicas": 1,
+    "max_msgs": -1,
+    "max_bytes": -1,
+}
+
+
+def frozen(at: BenchPlace, size: int) -> Path:
+    """The configuration of a site whose bucket holds the stream."""
+    config = at.config(at.s3.new_bucket())
+    store, chains = store_of(config), open_chains(load_settings(str(config)))
+    chains.create_stream(CHAIN, StreamDocument(CONFIG, CREATED, None))
+    chains.create_chain(CHAIN, ChainDocument((), 1, 1))
+    body = documents(size, SEGMENT)
+    for first in range(1, ROWS[size] + 1, SEGMENT):
+        rows = [
+            message(
+                s, body(s)[:size], subject=b"%s.%d" % (STREAM.encode(), s % SUBJECTS), timestamp_ns=BEGAN + s * 1000
+            )
+            for s in range(first, first + SEGMENT)
+        ]
+        path = store.new_spool()
+        store.put(write_segment(path, rows, chain=CHAIN))
+        path.unlink()
+    chains.write_tail(CHAIN, ROWS[size])
+    return config
+
+
+def request() -> RestoreRequest:
+    return RestoreRequest(CHAIN.site, STREAM, name=unique("R"), verify="state", promote=False)
+
+
+async def restored(config: Path, size: int) -> float:
+    """Seconds from the first look at the store to the server's last answer, with the counts compared."""
+    settings, clock = load_settings(str(config)), SystemClock()
+    asked, store, chains = request(), store_of(config), open_chains(settings)
+    store.list(CHAIN), chains.read_stream(CHAIN)  # clients of the store are made at their first use
+    work = Restore(settings, asked, store, chains, clock, Teller(), RestoreTuning(looks=1))
+    async with work.connected() as client:
+        started = time.perf_counter()
+        report = await work.run(client, Stop())
+        elapsed = time.perf_counter() - started
+        assert (report.exit_code, report.rows) == (0, ROWS[size]), [*report.lines()]
+        await client.api(f"STREAM.DELETE.{asked.name}")
+    return elapsed
+
+
+class SentArchive:
+    """The bytes that a restore sends, in memory."""
+
+    def __init__(self, config: Path, version: str) -> None:
+        self._asked = request()
+        plan, batches = run(self._read(config))
+        self.config = guarded_config(plan.config, "bench")
+        writer = archive_writer(plan.name, version)
+        first, last = plan.times
+        state = ArchiveState(plan.rows, plan.bytes, plan.begin, first, plan.end, last)
+        self.state = {"messages": plan.rows, "bytes": plan.bytes, "first_seq": plan.begin, "last_seq": plan.end}
+        self.pieces = [*writer.head(self.config, plan.created, state, ())]
+        for batch in batches:
+            self.pieces += writer.rows(batch)
+        self.pieces += writer.tail()
+
+    async def _read(self, config: Path) -> tuple[RestorePlan, Iterator[Any]]:
+        settings, clock = load_settings(str(config)), SystemClock()
+        threads, chains = Threads("bench", 2), open_chains(settings)
+        history = ArchivedHistory(self._asked, store_of(config), chains, threads, clock, Teller())
+        plan = await history.plan()
+        threads.close()
+        return plan, history.rows(plan, plan.begin, COLUMNS, Stop())
+
+    async def sent(self, url: str) -> float:
+        """Seconds until the server has made the stream."""
+        client, name = await client_of(url), self._asked.name
+        started = time.perf_counter()
+        async with aclosing(await ArchiveUpload.begin(client, name, self.config, self.state, SystemClock())) as upload:
+            for piece in self.pieces:
+                await upload.send(piece)
+            await upload.finish()
+        elapsed = time.perf_counter() - started
+        info = await stream_info(client, name)
+        assert info is not None
+        assert info.messages == self.state["messages"]
+        await client.api(f"STREAM.DELETE.{name}")
+        await client.aclose()
+        return elapsed
+
+
+async def version_of(url: str) -> str:
+    client = await client_of(url)
+    version = ".".join(map(str, client.server_version))
+    await client.aclose()
+    return version
+
+
+def against_memory(name: str, unit: str, size: int, amount: float) -> Figure:
+    """`amount`: of the unit, in one restore."""
+    with place() as at:
+        config = frozen(at, size)
+        archive = SentArchive(config, run(version_of(at.nats.url)))
+        return paired(
+            name,
+            unit,
+            floor=lambda: amount / run(archive.sent(at.nats.url)),
+            value=lambda: amount / run(restored(config, size)),
+        )
+
+
+def small() -> Figure:
+    return against_memory("restore.200", "msg/s", 200, ROWS[200])
+
+
+def large() -> Figure:
+    return against_memory("restore.1k", "MB/s", 1000, ROWS[1000] * 1000 / 1e6)
+
+
+def memory() -> Figure:
+    """Of the command, which reads everything back too."""
+    with place() as at:
+        config, peak = frozen(at, 1000), 0.0
+        service = at.service("restore", "restore", "-c", str(config), f"{CHAIN.site}/{STREAM}", "--yes")
+        while service.runs():
+            with suppress(StopIteration, OSError):  # it has just ended
+                peak = max(peak, peak_mb(service))
+            time.sleep(0.02)
+        assert service.wait(10) == 0, service.tail()
+        return Figure("memory.restore", peak, "MB")
+
+
+def _nats(at: BenchPlace, *words: str) -> float:
+    started = time.perf_counter()
+    subprocess.run(["nats", "-s", at.nats.url, "stream", *words], check=True, capture_output=True)
+    return ROWS[200] / (time.perf_counter() - started)
+
+
+def of_nats(which: str) -> Figure:
+    """What the command `nats` takes to back the same stream up, or to restore it."""
+    with place() as at:
+        body, folder = documents(200, SEGMENT), str(at.folder / "backup")
+        run(fill(at.nats.url, STREAM, ROWS[200], lambda number: body(number)[:200]))
+        rates = {"backup": _nats(at, "backup", STREAM, folder, "--no-progress")}
+        _nats(at, "rm", STREAM, "-f")
+        rates["restore"] = _nats(at, "restore", folder, "--no-progress")
+        return Figure(f"restore.nats_{which}", round(rates[which], 1), "msg/s")
+
+
+# Rows to the bytes that nats-server takes a stream back from, on one core
+
+ENCODED, BATCH = 400_000, 20_000
+SIZE = 200  # bytes of a message: subject, headers and payload
+HEADERS = b"NATS/1.0\r\nContent-Type: text\r\n\r\n"
+
+
+def batches() -> Iterator[pa.RecordBatch]:
+    """Every fourth message has headers; here and there sequences are gone."""
+    rng = random.Random(3)
+    sequence = 5000
+    for _ in range(0, ENCODED, BATCH):
+        sequences = [sequence := sequence + 1 + (rng.random() < 0.02) for _ in range(BATCH)]
+        subjects = [b"node.%05d.data" % (number % 1000) for number in sequences]
+        headers = [None if number % 4 else HEADERS for number in sequences]
+        payloads = [rng.randbytes(SIZE - len(s) - len(h or b"")) for s, h in zip(subjects, headers, strict=True)]
+        times = [BEGAN + number * 1_234_567 for number in sequences]
+        yield record_batch(sequences, times, subjects, headers, payloads)
+
+
+def encode(name: str, version: str) -> Figure:
+    """Messages in a second of the processor's time, which others on the machine do not lengthen."""
+    rows = list(batches())
+    last = rows[-1].column("sequence")[-1].as_py()
+    state = ArchiveState(ENCODED, ENCODED * SIZE, 5001, BEGAN, last + 5, BEGAN)
+
+    def once() -> float:
+        writer = archive_writer("BENCH", version)
+        started = time.process_time()
+        size = sum(map(len, writer.head({"name": "BENCH"}, "2026-01-01T00:00:00Z", state, [])))
+        size += sum(len(piece) for batch in rows for piece in writer.rows(batch))
+        size += sum(map(len, writer.tail()))
+        assert size > ENCODED * SIZE, f"expected more than {ENCODED * SIZE} bytes, found {size}"
+        return ENCODED / (time.process_time() - started)
+
+    return Figure(name, round(statistics.median(once() for _ in range(REPEATS))), "msg/s")
+
+
+BENCHES = [
+    Bench("restore.200", "msg/s", "ratio >= 0.8", small),
+    Bench("restore.1k", "MB/s", "ratio >= 0.8", large),
+    Bench("restore.encode", "msg/s", "value >= 500,000", partial(encode, "restore.encode", "2.15.1")),
+    Bench("restore.encode_files", "msg/s", "value >= 200,000", partial(encode, "restore.encode_files", "2.14.6")),
+    Bench("memory.restore", "MB", "<= 300", memory),
+]
+if shutil.which("nats"):
+    BENCHES += [
+        Bench("restore.nats_backup", "msg/s", "reported", lambda: of_nats("backup")),
+        Bench("restore.nats_restore", "msg/s", "reported", lambda: of_nats("restore")),
+    ]

@@ -1,0 +1,68 @@
+"""The durables of egress on interest streams and work queues: their names and their configuration.
+
+Egress makes one for each of its sessions. `floe restore` makes one where egress will read on, because an interest
+stream keeps nothing for a consumer that does not exist yet.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from hashlib import sha256
+from typing import Any
+
+from common.clock import NS_PER_S
+
+LIMITS, INTEREST, WORK_QUEUE = "limits", "interest", "workqueue"
+# Seconds. A message delivered again while it is still being read resets the reader, so this exceeds the
+# longest that a message may wait for its segment, a lease and an upload together.
+ACK_WAIT = 7 * 86_400.0
+ACKNOWLEDGES_ALL = (2, 15, 0)  # 2.10.26, 2.11.11 and 2.12.8 count as older here
+READING = "Floe egress; replaced by each of its sessions"
+RANDOM = 4  # bytes at the end of a name
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
+
+
+def durable_name(site: str, feed: str, partition: int) -> str:
+    """What the names of the durables of a partition begin with, before a random end.
+
+    Legal, and unique: the hashes distinguish sites and feeds whose joined names are alike (`A_1` and `B`, `A` and
+    `1_B`).
+    """
+    mark = name_hash(site) + name_hash(f"{site}/{feed}/{partition}")
+    return f"floe_{site}_{_UNSAFE.sub('-', feed)[:100]}_{partition}_{mark}"
+
+
+def name_hash(text: str) -> str:
+    return sha256(text.encode()).hexdigest()[:8]
+
+
+def durable_config(
+    name: str,
+    retention: str,
+    first: int,
+    filter_subject: str,
+    version: tuple[int, int, int],
+    description: str = READING,
+) -> dict[str, Any]:
+    """A consumer that outlives its reader, with storage and replicas like the stream's. `name`: before its random end.
+
+    `first`: where it begins, on an interest stream. `version`: the server's. Older servers assume that a durable which
+    acknowledges all up to a message still wants what lies before its beginning, and keep that for it.
+    """
+    if retention == INTEREST:
+        policy = "all" if version >= ACKNOWLEDGES_ALL else "explicit"
+        start = {"deliver_policy": "by_start_sequence", "opt_start_seq": first, "ack_policy": policy}
+    else:
+        start = {"deliver_policy": "all", "ack_policy": "explicit"}
+    return {
+        "durable_name": f"{name}_{secrets.token_hex(RANDOM)}",
+        "description": description,
+        "ack_wait": int(ACK_WAIT * NS_PER_S),
+        "max_deliver": -1,
+        "max_ack_pending": -1,
+        "replay_policy": "instant",
+        **start,
+        **({"filter_subject": filter_subject} if filter_subject else {}),
+    }

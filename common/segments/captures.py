@@ -1,0 +1,319 @@
+"""Captures: what egress saw of a stream beside its messages, so that the stream can be restored as it was.
+
+    config/…       the configuration of the stream, whenever it differed
+    consumers/…    its consumers: configuration and positions
+    deletions/…    which messages were deleted, of streams where that leaves no row in the archive
+    restored/…     written by `floe restore`: which stream it made from the archive
+
+Each is one small object of an incarnation, named by the sequence up to which the archive covered when it was taken
+(`end`): what was asked of the server before `end` was read. So a restore of the messages up to a sequence takes the
+newest capture at or below it. Positions are as old as their capture: a consumer restored from it gets again what it
+acknowledged since, and skips nothing. They may lie behind `end`, where the archive was behind the stream. Deletions
+count from where the archive has what the stream had then: a message may have gone because of one that is not archived.
+
+Every program that can write to the bucket can write these: they are read up to a size, every field is checked, and one
+that is not as it must be is never acted on (DataError, code E-STATE-JSON).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import msgspec
+
+from common.chain import Chain
+from common.clock import parse_time
+from common.documents import JsonForm
+from common.errors import DataError
+from common.logs import get_logger
+from common.objects.port import ObjectStore
+from common.segments.keys import DIGEST_LENGTH, CaptureName, Layout
+from common.sequences import MAX_SEQUENCE
+
+log = get_logger(__name__)
+
+MAX_CAPTURE_BYTES = 32 * 1024 * 1024  # some 50,000 consumers
+CONFIG, CONSUMERS, DELETIONS, RESTORED = "config", "consumers", "deletions", "restored"
+
+_TOGETHER = 2.0  # seconds: objects of one end that were stored within them are told apart by what they say
+
+
+class _Capture(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="format_version", tag=1):
+    at: str
+    end: int
+
+    def __post_init__(self) -> None:
+        parse_time(self.at)
+        _expect("end", self.end)
+
+
+class CapturedConfig(_Capture, frozen=True):
+    """The stream as STREAM.INFO had it: `config`, and when it was `created` (RFC 3339).
+
+    `at`: when it was asked (RFC 3339, by the clock of egress); `end`: as in its key. Raises ValueError for a value
+    outside its range.
+    """
+
+    created: str
+    config: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_time(self.created)
+
+
+class CapturedConsumer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One consumer as CONSUMER.LIST had it: consumer and stream sequence of the last message delivered, and of that up
+    to which all are acknowledged, 0: none. `ack_pending`: delivered and not acknowledged; `redelivered`: of these, how
+    many were delivered more than once.
+
+    Raises ValueError for a value outside its range.
+    """
+
+    config: dict[str, Any]
+    created: str
+    delivered_consumer: int = 0
+    delivered_stream: int = 0
+    ack_floor_consumer: int = 0
+    ack_floor_stream: int = 0
+    ack_pending: int = 0
+    redelivered: int = 0
+    paused: bool = False
+
+    def __post_init__(self) -> None:
+        parse_time(self.created)
+        if not isinstance(name := self.config.get("name") or self.config.get("durable_name"), str):
+            raise ValueError(f"config: expected the name of the consumer, found {name!r:.60}")
+        for field in ("delivered_consumer", "delivered_stream", "ack_floor_consumer", "ack_floor_stream"):
+            _expect(field, getattr(self, field))
+        for field in ("ack_pending", "redelivered"):
+            _expect(field, getattr(self, field))
+
+    @property
+    def name(self) -> str:
+        return str(self.config.get("name") or self.config["durable_name"])
+
+    @property
+    def declared(self) -> tuple[dict[str, Any], str, bool]:
+        """What people set: all but where it is."""
+        return self.config, self.created, self.paused
+
+
+class CapturedConsumers(_Capture, frozen=True):
+    """The consumers of the stream but Floe's own, by name. `at`, `end`: as of CapturedConfig."""
+
+    consumers: tuple[CapturedConsumer, ...]
+
+
+class CapturedDeletions(_Capture, frozen=True):
+    """The messages of `first` to `last` that the stream did not hold (`first`, `last`: as STREAM.INFO had them; nothing
+    was held where `first` is above `last`).
+
+    `deleted`: ranges of them, both ends included, ascending. `at`, `end`: as of CapturedConfig. Raises ValueError where
+    they are not as that says.
+    """
+
+    first: int
+    last: int
+    deleted: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _expect("last", self.last)
+        if not 0 <= self.first <= MAX_SEQUENCE + 1:
+            raise ValueError(f"first: expected 0 to 2^63, found {self.first}")
+        before = self.first - 1
+        for first, last in self.deleted:
+            if not before < first <= last <= self.last:
+                raise ValueError(
+                    f"deleted: expected ascending ranges of {self.first}..{self.last}, found {first, last}"
+                )
+            before = last
+
+
+class CapturedRestore(_Capture, frozen=True):
+    """The stream was restored by `floe restore` up to sequence `end`: the one created at `created` is what the archive
+    holds. `was`: when the lost one was created; `ends`: for each partition of the incarnation, where its archive ended.
+    `seen`: where a cluster holds it, when it was looked at last, else empty: each server of a cluster may say another
+    time of its creation, all of them between `was` and `seen`.
+
+    Raises ValueError for a value outside its range.
+    """
+
+    created: str
+    was: str
+    ends: dict[int, int]
+    seen: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_time(self.created)
+        for text in (self.was, self.seen) if self.seen else ():
+            parse_time(text)
+        for end in self.ends.values():
+            _expect("ends", end)
+
+    def is_of(self, created: str) -> bool:
+        """Whether a stream that says that it was created then is the one that was restored."""
+        if created == self.created or not self.seen:
+            return created == self.created
+        return parse_time(self.was) < parse_time(created) < parse_time(self.seen)
+
+
+Captured = CapturedConfig | CapturedConsumers | CapturedDeletions | CapturedRestore
+C = TypeVar("C", CapturedConfig, CapturedConsumers, CapturedDeletions, CapturedRestore)
+
+_FORMS: dict[str, JsonForm[Any]] = {
+    CONFIG: JsonForm(CapturedConfig),
+    CONSUMERS: JsonForm(CapturedConsumers),
+    DELETIONS: JsonForm(CapturedDeletions),
+    RESTORED: JsonForm(CapturedRestore),
+}
+#: What each kind is called in keys and metrics.
+KINDS: dict[type[Captured], str] = {
+    CapturedConfig: CONFIG,
+    CapturedConsumers: CONSUMERS,
+    CapturedDeletions: DELETIONS,
+    CapturedRestore: RESTORED,
+}
+
+
+def to_json(document: Captured) -> bytes:
+    return _FORMS[KINDS[type(document)]].encode(document)
+
+
+def deleted_ranges(sequences: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Ascending `sequences` as ranges, both ends included."""
+    ranges: list[tuple[int, int]] = []
+    for each in sequences:
+        if ranges and ranges[-1][1] == each - 1:
+            ranges[-1] = ranges[-1][0], each
+        else:
+            ranges.append((each, each))
+    return tuple(ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureRef:
+    """A capture that a listing shows. `modified`: seconds since 1970 UTC by the store's clock."""
+
+    name: CaptureName
+    key: str
+    size: int
+    modified: float
+
+    @property
+    def chain(self) -> Chain:
+        return self.name.chain
+
+    @property
+    def end(self) -> int:
+        return self.name.end
+
+    @property
+    def digest(self) -> str:
+        return self.name.digest
+
+
+class CaptureStore:
+    """The captures under one layout. Blocking; safe to use from several threads.
+
+    The partition of a chain does not matter. A method that reads gives the newest capture at or below `end`, of all
+    where `end` is None; None where there is none. Every method raises what the object store raises, and DataError
+    (E-STATE-JSON) for an invalid document.
+    """
+
+    def __init__(self, layout: Layout, objects: ObjectStore) -> None:
+        self.layout, self.objects = layout, objects
+
+    def put(self, chain: Chain, document: Captured) -> bool:
+        """False where the same is there. Raises DataError where it is larger than what is read."""
+        body = to_json(document)
+        sha256 = hashlib.sha256(body).hexdigest()
+        name = CaptureName(replace(chain, partition=0), KINDS[type(document)], document.end, sha256[:DIGEST_LENGTH])
+        key = self.layout.capture(name)
+        if len(body) > MAX_CAPTURE_BYTES:
+            raise DataError(
+                f"{key}: expected at most {MAX_CAPTURE_BYTES} bytes, found {len(body)}", code="E-STATE-JSON"
+            )
+        return self.objects.put_if_absent(key, body, sha256=sha256)
+
+    def config(self, chain: Chain, end: int | None = None) -> CapturedConfig | None:
+        return self.newest(CapturedConfig, chain, end)
+
+    def consumers(self, chain: Chain, end: int | None = None) -> CapturedConsumers | None:
+        return self.newest(CapturedConsumers, chain, end)
+
+    def deletions(self, chain: Chain, end: int | None = None) -> CapturedDeletions | None:
+        """With `end` also the stream itself had ended at or below it, and no restore has set it back since: what is
+        missing later may have lived at `end`, and have gone because of a message behind it.
+        """
+        if end is None:
+            return self.newest(CapturedDeletions, chain)
+        restores = [self.read(ref) for ref in self.ls(chain, RESTORED)]
+        return self.newest(CapturedDeletions, chain, end, lambda each: each.last <= end and not _undone(each, restores))
+
+    def newest(
+        self, kind: type[C], chain: Chain, end: int | None = None, fits: Callable[[C], bool] | None = None
+    ) -> C | None:
+        """`fits`: which ones count, None for all."""
+        left = [ref for ref in self.ls(chain, KINDS[kind]) if end is None or ref.end <= end]
+        while left:
+            # Of one end several are told apart by the store's clock, which may tell whole seconds.
+            last = left[-1]
+            close = [ref for ref in left if ref.end == last.end and ref.modified >= last.modified - _TOGETHER]
+            found = [document for ref in close if isinstance(document := self.read(ref), kind)]
+            found = [document for document in found if fits is None or fits(document)]
+            if found or fits is None:
+                return max(found, key=lambda document: parse_time(document.at), default=None)
+            left = left[: -len(close)]
+        return None
+
+    def restored(self, chain: Chain) -> CapturedRestore | None:
+        """The last restore."""
+        return self.newest(CapturedRestore, chain)
+
+    def ls(self, chain: Chain, kind: str) -> list[CaptureRef]:
+        """The oldest first: by end, then by when they were stored. Foreign keys are skipped."""
+        found = []
+        for info in self.objects.list(self.layout.captures_prefix(chain, kind)):
+            if (name := self.layout.parse_capture(info.key)) is None:
+                log.debug("foreign key", action="foreign_key", key=info.key)
+            else:
+                found.append(CaptureRef(name, info.key, info.size, info.modified))
+        return sorted(found, key=lambda ref: (ref.end, ref.modified, ref.key))
+
+    def read(self, ref: CaptureRef) -> Captured | None:
+        """None where it is gone."""
+        raw = self.objects.get(ref.key, length=MAX_CAPTURE_BYTES + 1)
+        if raw is None:
+            return None
+        if len(raw) > MAX_CAPTURE_BYTES:
+            raise _spoiled(ref.key, f"expected at most {MAX_CAPTURE_BYTES} bytes, found more")
+        if (digest := hashlib.sha256(raw).hexdigest()[:DIGEST_LENGTH]) != ref.digest:
+            raise _spoiled(ref.key, f"expected the digest of its name, found {digest}")
+        try:
+            document: Captured = _FORMS[ref.name.kind].decode(raw)
+        except ValueError as error:
+            raise _spoiled(ref.key, str(error)) from error
+        if document.end != ref.end:
+            raise _spoiled(ref.key, f"expected end {ref.end} of its name, found {document.end}")
+        return document
+
+
+def _undone(deletions: CapturedDeletions, restores: Iterable[Captured | None]) -> bool:
+    """Whether they tell of messages that were lost: their sequences have other ones since a restore."""
+    at = parse_time(deletions.at)
+    return any(each and at < parse_time(each.at) and each.end < deletions.last for each in restores)
+
+
+def _expect(name: str, value: int) -> None:
+    if not 0 <= value <= MAX_SEQUENCE:
+        raise ValueError(f"{name}: expected 0 to {MAX_SEQUENCE}, found {value}")
+
+
+def _spoiled(key: str, cause: str) -> DataError:
+    return DataError(f"{key}: {cause}", hint="remove it: an older capture is used then", code="E-STATE-JSON")

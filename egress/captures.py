@@ -1,0 +1,251 @@
+"""What egress captures of a stream beside its messages (`common.segments.captures`): the holder of partition 0 does.
+
+    look at the consumers → look at the stream → is it still the same? → how far is the archive? → put what differs
+
+The configuration is put when it differs from the newest capture. Consumers are put when what people set of them
+differs, else when a position moved and the newest is old enough, and at the drain; what was deleted, when it differs.
+What is to be put is decided by pure functions. A capture that fails never stops carrying: it is told, and tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from common.clock import NS_PER_S, format_time, parse_time
+from common.errors import DataError, FloeError
+from common.failpoints import failpoint
+from common.jetstream.api import StreamInfo, deleted_sequences, list_consumers, stream_info
+from common.jetstream.lease import Lease
+from common.logs import get_logger
+from common.segments.captures import (
+    CONFIG,
+    CONSUMERS,
+    DELETIONS,
+    KINDS,
+    C,
+    Captured,
+    CapturedConfig,
+    CapturedConsumer,
+    CapturedConsumers,
+    CapturedDeletions,
+    CaptureStore,
+    deleted_ranges,
+    to_json,
+)
+from common.settings.types import counted
+from egress import metrics
+from egress.archive import Archive
+from egress.deps import PartitionDeps
+from egress.partition import is_own
+
+log = get_logger(__name__)
+
+DRAIN = 5.0  # seconds that the last capture may take
+
+
+# What is to be put. Pure.
+
+
+def config_differs(newest: CapturedConfig | None, found: CapturedConfig) -> bool:
+    return newest is None or (newest.config, newest.created) != (found.config, found.created)
+
+
+def consumers_are_due(newest: CapturedConsumers | None, found: CapturedConsumers, every: float, drains: bool) -> bool:
+    """`every`: seconds between two captures of which only positions differ. Ephemeral consumers come and go, so their
+    configuration counts as a position.
+    """
+    if newest is None or _declared(newest) != _declared(found):
+        return True
+    if newest.consumers == found.consumers:
+        return False
+    age = (parse_time(found.at) - parse_time(newest.at)) / NS_PER_S
+    return drains or not 0 <= age < every
+
+
+def _declared(captured: CapturedConsumers) -> list[tuple[dict[str, Any], str, bool]]:
+    return [each.declared for each in captured.consumers if each.config.get("durable_name")]
+
+
+def deletions_differ(newest: CapturedDeletions | None, found: CapturedDeletions) -> bool:
+    """New messages alone are no difference: none of them is deleted."""
+    return newest is None or (newest.first, newest.deleted) != (found.first, found.deleted)
+
+
+def captured_consumers(answers: Sequence[dict[str, Any]]) -> tuple[CapturedConsumer, ...]:
+    """The consumers but Floe's own, by name, from what CONSUMER.LIST says. Raises DataError."""
+    try:
+        found = [_captured(each) for each in answers if not is_own(each["name"])]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"CONSUMER.LIST: expected consumers, found {error!r:.200}") from None
+    return tuple(sorted(found, key=lambda each: each.name))
+
+
+def _captured(answer: dict[str, Any]) -> CapturedConsumer:
+    delivered, floor = answer.get("delivered") or {}, answer.get("ack_floor") or {}
+    return CapturedConsumer(
+        config={"name": answer["name"], **answer["config"]},
+        created=answer["created"],
+        delivered_consumer=delivered.get("consumer_seq", 0),
+        delivered_stream=delivered.get("stream_seq", 0),
+        ack_floor_consumer=floor.get("consumer_seq", 0),
+        ack_floor_stream=floor.get("stream_seq", 0),
+        ack_pending=answer.get("num_ack_pending", 0),
+        redelivered=answer.get("num_redelivered", 0),
+        paused=answer.get("paused", False) is True,
+    )
+
+
+def check_size(info: StreamInfo, max_payload: int) -> None:
+    """Raises DataError where the server's answer could be larger than a message of `max_payload` bytes."""
+    if info.deleted * (len(str(info.last_sequence)) + 1) > max_payload // 2:
+        raise DataError(
+            f"stream {info.name}: expected fewer deleted messages than one answer of {max_payload} bytes holds, found "
+            f"{counted(info.deleted, 'deleted message')}",
+            hint="they are not captured any more: capture_deletes: never says so for good",
+            code="E-NATS-PAYLOAD",
+        )
+
+
+class Captures:
+    """Captures the stream of a partition, into the incarnation of the archive that it follows."""
+
+    def __init__(self, deps: PartitionDeps) -> None:
+        self._deps, self._partition, self._clock = deps, deps.partition, deps.clock
+        self._store = CaptureStore(deps.chains.layout, deps.objects)
+        chain = deps.partition.chain
+        self._labels = chain.site, chain.feed, str(chain.partition)
+        self._troubles: dict[str, str] = {}  # what fails, and the code of the error that was told
+        self._turn = asyncio.Lock()
+
+    def follow(self, archive: Archive, created: str, lease: Lease) -> None:
+        """`created`: of the stream that was found to be that of the archive."""
+        self._archive, self._created, self._lease = archive, created, lease
+        self._newest: dict[type[Captured], Captured | None] = {}  # once it was read
+        self._due = {CONSUMERS: -math.inf, DELETIONS: -math.inf}  # by the monotonic clock
+
+    async def run(self) -> None:
+        """Looks every now and then, until cancelled."""
+        while True:
+            await self._look()
+            await self._clock.sleep(self._pause)
+
+    @property
+    def _pause(self) -> float:
+        """Seconds until the next look: a period may be shorter than the pace of looks."""
+        settings = self._partition.settings
+        # Without a key a stream's retention may give a period, which is longer than the pace.
+        given = settings.consumers_period, settings.deletes_period("")
+        return min(filter(None, (self._deps.tuning.pace.check, *given)))
+
+    async def drain(self) -> None:
+        """One last look, once all is put; not for long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN):
+                await self._look(drains=True)
+
+    async def _look(self, *, drains: bool = False) -> None:
+        async with self._turn:
+            client, settings, stream = self._deps.client, self._partition.settings, self._partition.stream
+            if not client.is_up:
+                return
+            # Before the end of the archive is read: so no capture is older than its name says.
+            consumers: tuple[CapturedConsumer, ...] | None = None
+            if self._is_due(CONSUMERS, settings.consumers_period, drains):
+                with self._telling(CONSUMERS):
+                    consumers = captured_consumers(await list_consumers(client, stream))
+            info: StreamInfo | None = None
+            with self._telling(CONFIG):
+                info = await stream_info(client, stream)
+            if info is None or not self._is_same(info):
+                return
+            deleted: Sequence[int] | None = None
+            retention = str(info.config.get("retention", ""))
+            if self._is_due(DELETIONS, settings.deletes_period(retention), drains):
+                with self._telling(DELETIONS):
+                    check_size(info, client.max_payload)
+                    answer = await deleted_sequences(client, stream)
+                    if answer is None or not self._is_same(answer[0]):
+                        return
+                    info, deleted = answer
+            await self._write(info, consumers, deleted, drains=drains)
+
+    def _is_due(self, kind: str, period: float, drains: bool) -> bool:
+        now = self._clock.monotonic()
+        if not period or (now < self._due[kind] and not drains):
+            return False
+        self._due[kind] = now + period
+        return True
+
+    def _is_same(self, info: StreamInfo) -> bool:
+        """Not a stream that was made again, or set back, and that the session has not judged yet."""
+        return info.created == self._created and info.last_sequence >= self._archive.end
+
+    async def _write(
+        self,
+        info: StreamInfo,
+        consumers: tuple[CapturedConsumer, ...] | None,
+        deleted: Sequence[int] | None,
+        *,
+        drains: bool,
+    ) -> None:
+        end, at = self._archive.end, format_time(round(self._clock.now() * 1000) * 1_000_000)
+        with self._telling(CONFIG):
+            config = CapturedConfig(at, end, info.created, info.config)
+            await self._put(config, is_due=config_differs(await self._known(CapturedConfig), config))
+        if consumers is not None:
+            with self._telling(CONSUMERS):
+                found = CapturedConsumers(at, end, consumers)
+                known = await self._known(CapturedConsumers)
+                every = self._deps.tuning.pace.captured
+                await self._put(found, is_due=consumers_are_due(known, found, every, drains))
+        if deleted is not None:
+            with self._telling(DELETIONS):
+                first, last = info.first_sequence, info.last_sequence
+                gone = CapturedDeletions(at, end, first, last, deleted_ranges(deleted))
+                await self._put(gone, is_due=deletions_differ(await self._known(CapturedDeletions), gone))
+
+    async def _known(self, kind: type[C]) -> C | None:
+        """The newest capture; None also for one that is damaged, which is then followed by another."""
+        if kind not in self._newest:
+            try:
+                found = await self._deps.pools.io.run(self._store.newest, kind, self._archive.chain)
+            except DataError as error:
+                log.warning("capture ignored", action="capture_ignored", error=str(error))
+                found = None
+            self._newest[kind] = found
+        newest = self._newest[kind]
+        return newest if isinstance(newest, kind) else None
+
+    async def _put(self, document: Captured, *, is_due: bool) -> None:
+        kind = KINDS[type(document)]
+        if is_due:
+            if not self._lease.is_usable():
+                return
+            failpoint("egress.before_capture")
+            await self._deps.pools.io.run(self._store.put, self._archive.chain, document)
+            self._newest[type(document)] = document
+            size = len(to_json(document))
+            metrics.captures.labels(*self._labels, kind, "written").inc()
+            metrics.capture_bytes.labels(*self._labels).inc(size)
+            context = {"what": kind, "end": document.end, "bytes": size, **self._archive.chain.log_context()}
+            log.debug("captured", action="captured", **context)
+        metrics.capture_done.labels(*self._labels, kind).set(self._clock.now())
+        if self._troubles.pop(kind, None) is not None:
+            log.info("captured again", action="over", part=f"capture of {kind}", **self._archive.chain.log_context())
+
+    @contextmanager
+    def _telling(self, kind: str) -> Iterator[None]:
+        """An error of the server or the store is counted, and told once for each reason until it is over."""
+        try:
+            yield
+        except (FloeError, ValueError) as failure:
+            error = failure if isinstance(failure, FloeError) else DataError(f"what the server answered: {failure}")
+            metrics.captures.labels(*self._labels, kind, "failed").inc()
+            if self._troubles.get(kind) != error.code:
+                self._troubles[kind] = code = error.code
+                context = {"what": kind, "code": code, "error": str(error), **self._archive.chain.log_context()}
+                log.warning("not captured", action="capture_failed", **context)

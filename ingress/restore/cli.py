@@ -1,0 +1,255 @@
+"""`floe restore` and `floe drill`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from common.chain import FEED_PATTERN
+from common.cli import (
+    Moment,
+    Named,
+    SequenceType,
+    TimeType,
+    chain_options,
+    config_option,
+    confirm,
+    json_option,
+    moment,
+    print_json,
+    run_command,
+    yes_option,
+)
+from common.errors import UsageError
+from common.open import load_settings, open_patiently
+from ingress.replay.cli import echo_lines, range_options, with_times
+
+if TYPE_CHECKING:
+    from ingress.replay.drill import DrillReport
+    from ingress.restore.drill import ExactReport
+    from ingress.restore.plan import RestoreRequest
+
+
+@click.command()
+@chain_options
+@click.option("--as", "name", metavar="NAME", help="The stream to make; default: the name that it had.")
+@click.option("--subjects", metavar="A,B", help="With --as: its subjects; default: those that it had.")
+@click.option("--to-sequence", type=SequenceType(), help="The last sequence; default: all that is archived.")
+@click.option("--to-time", type=TimeType(), help="Up to, and without, this time.")
+@click.option("--replicas", type=click.IntRange(1, 5), help="Default: as many as it had.")
+@click.option("--no-consumers", is_flag=True, help="Bring back no consumers.")
+@click.option("--dry-run", is_flag=True, help="Show what would be done, and whether the server lets it begin.")
+@click.option(
+    "--verify",
+    type=click.Choice(["full", "sample", "state"]),
+    default="full",
+    show_default=True,
+    help="Read back all, some, or only count.",
+)
+@click.option("--allow-lossy", is_flag=True, help="Also what the archive holds only in part.")
+@click.option("--force", is_flag=True, help="Also on a nats-server newer than those that Floe is tried with.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["auto", "logical", "files"]),
+    default="auto",
+    show_default=True,
+    help="Of what is sent. files: one server keeps `created` on 2.15 too, so that those who source go on.",
+)
+@yes_option
+@json_option
+@config_option
+@run_command
+async def restore(
+    config: str,
+    named: Named,
+    name: str | None,
+    subjects: str | None,
+    to_sequence: int | None,
+    to_time: Moment | None,
+    replicas: int | None,
+    no_consumers: bool,
+    dry_run: bool,
+    verify: str,
+    allow_lossy: bool,
+    force: bool,
+    form: str,
+    yes: bool,
+    as_json: bool,
+) -> int:
+    """Bring a lost stream back as it was: sequences, times, headers, configuration, consumers with their positions.
+
+    The stream must not exist. Until all is compared no producer reaches it. A restore that was killed is begun
+    again by the same command. Exit 3 where what came back differs: then it is not put to use. On a terminal it
+    asks before.
+
+    \b
+    Example: floe restore -c site.yaml us-east/NODES --dry-run
+    """
+    from common.clock import SystemClock
+    from common.jetstream.api import GUARD
+    from common.service.process import stop_on_signals
+    from common.service.progress import Teller
+    from common.settings.types import is_filter
+    from common.subjects import first_overlap, overlaps
+    from ingress.restore.plan import RestoreRequest
+    from ingress.restore.restore import Restore
+
+    if named.partition is not None:
+        raise UsageError(
+            f"expected SITE/FEED[/INCARNATION], found partition {named.partition}: a stream has all of them"
+        )
+    if name is not None and not FEED_PATTERN.fullmatch(name):
+        raise UsageError(f"--as: expected a stream name, 1 to 255 characters without space . * > / \\, found {name!r}")
+    kept = tuple(each.strip() for each in subjects.split(",")) if subjects is not None else ()
+    if wrong := [each for each in kept if not is_filter(each)]:
+        raise UsageError(f"--subjects: expected subjects with commas in between, found {wrong[0]!r:.80}")
+    for each in kept:
+        if (
+            taken := next((own for own in ("$JS.>", "$SYS.>", f"{GUARD}>") if overlaps(each, own)), None)
+        ) and each != ">":
+            raise UsageError(
+                f"--subjects: expected none that the server or a restore keeps ({taken}), found {each!r:.80}"
+            )
+    if (pair := first_overlap(kept)) is not None:
+        raise UsageError(
+            f"--subjects: expected subjects that do not overlap, found {pair[0]!r:.80} and {pair[1]!r:.80}"
+        )
+    if kept and name is None:
+        raise UsageError("--subjects: expected only with --as: under its own name it has those that it had")
+    if to_sequence is not None and to_time is not None:
+        raise UsageError("expected one of --to-sequence and --to-time, found both")
+    settings, clock = load_settings(config, quiet=True), SystemClock()
+    request = RestoreRequest(
+        named.site,
+        named.feed,
+        named.incarnation,
+        name or "",
+        to_sequence,
+        moment(clock.now(), to_time),
+        replicas,
+        not no_consumers,
+        verify,
+        allow_lossy,
+        force,
+        format=form,
+        subjects=kept,
+    )
+    store, chains = open_patiently(settings)
+    with closing(store):
+        work = Restore(settings, request, store, chains, clock, teller := Teller())
+        if dry_run:
+            plan = await work.plan()
+            if not as_json:
+                echo_lines(plan.lines())
+            notes, refused = await work.look(plan)
+            if not as_json:
+                echo_lines(f"note: {note}" for note in notes)
+            if as_json:
+                why = refused and {"code": refused.code, "message": refused.message, "hint": refused.hint}
+                print_json({**plan.as_json(), "notes": [*plan.notes, *notes], "refused": why})
+            if refused is not None:
+                raise refused
+            return 0
+        what = f"{named.site}/{named.feed}" + (f" as {name}" if name else "")
+        confirm(f"bring back the stream of {what}?", yes, is_needed=False)
+        async with work.connected() as client, stop_on_signals() as stop:
+            report = await work.run(client, stop)
+    teller.end_line()
+    print_json(report.as_json()) if as_json else echo_lines(report.lines())
+    return report.exit_code
+
+
+@click.command()
+@range_options
+@click.option("--storage", type=click.Choice(["file", "memory"]), help="Of the scratch stream; default: file.")
+@click.option("--exact", is_flag=True, help="Restore the whole stream, as `floe restore` does, and compare everything.")
+@click.option(
+    "--server",
+    type=click.Choice(["same", "local"]),
+    help="With --exact: where a restore would go, or a nats-server started for it.  [default: same]",
+)
+@click.option("--replicas", type=click.IntRange(1, 5), help="With --exact; default: as many as it had.")
+@click.option("--allow-lossy", is_flag=True, help="With --exact: also what the archive holds only in part.")
+@click.option("--force", is_flag=True, help="With --exact: also on a nats-server newer than those that are tried.")
+@json_option
+@config_option
+@click.pass_obj
+@run_command
+async def drill(
+    parts: Mapping[str, Callable[[], Any]], /, config: str, named: Named, as_json: bool, **asked: Any
+) -> int:
+    """Replay a part of a feed into a scratch stream, compare it with the archive, and remove it.
+
+    Without bounds, the last 10,000 sequences. With --exact the whole stream is restored under a scratch name and
+    compared in everything: messages, state, configuration, consumers with their positions. Exit 3 where what comes
+    back differs, or the archive has holes.
+
+    \b
+    Examples:
+      floe drill -c site.yaml us-east/NODES --since 1h
+      floe drill -c site.yaml us-east/NODES --exact
+      floe drill -c site.yaml us-east/NODES --exact --server local
+    """
+    from common.clock import SystemClock
+    from common.service.process import stop_on_signals
+    from common.service.progress import Teller
+    from ingress.replay.drill import NAME, Drill
+    from ingress.replay.request import Request
+    from ingress.restore.drill import ExactDrill
+
+    exactly = {key: asked.pop(key) for key in ("exact", "server", "replicas", "allow_lossy", "force")}
+    is_exact, storage = exactly.pop("exact"), asked.pop("storage")
+    _check_drill(is_exact, {**exactly} if not is_exact else {**asked, "storage": storage, "partition": named.partition})
+    clock = SystemClock()
+    request: RestoreRequest | Request
+    if is_exact:
+        request = _exact_request(named, asked, exactly, clock.now())
+    else:
+        request = Request(**asdict(named), target=NAME, **with_times(asked))
+    settings = load_settings(config, quiet=True)
+    store, chains = open_patiently(settings)
+    with closing(store):
+        common = store, chains, clock, (teller := Teller())
+        async with stop_on_signals() as stop:
+            if not isinstance(request, Request):
+                server = parts["server"]() if exactly["server"] == "local" else None
+                report: ExactReport | DrillReport = await ExactDrill(settings, request, *common, server).run(stop)
+            else:
+                work = Drill(settings, *common, storage or "file")
+                report = await work.run(replace(request, target=work.stream, prefix=work.prefix), stop)
+    teller.end_line()
+    print_json(report.as_json()) if as_json else echo_lines(report.lines())
+    return report.exit_code
+
+
+def _check_drill(is_exact: bool, asked: Mapping[str, Any]) -> None:
+    """`asked`: what the other kind of drill has. Raises UsageError."""
+    wrong = [f"--{key.replace('_', '-')}" for key, value in asked.items() if value not in (None, False)]
+    if is_exact and (wrong := [each for each in wrong if each not in ("--to-sequence", "--to-time", "--until")]):
+        raise UsageError(f"{', '.join(wrong)}: expected none with --exact, which takes the stream from its beginning")
+    if wrong and not is_exact:
+        raise UsageError(f"{', '.join(wrong)}: expected only with --exact")
+
+
+def _exact_request(named: Named, asked: dict[str, Any], exactly: Mapping[str, Any], now: float) -> RestoreRequest:
+    from ingress.restore.plan import RestoreRequest
+
+    if asked["to_time"] and asked["until"]:
+        raise UsageError("expected one of --to-time and --until, found both")
+    if asked["to_sequence"] is not None and (asked["to_time"] or asked["until"]):
+        raise UsageError("expected one of --to-sequence and --to-time, found both")
+    return RestoreRequest(
+        named.site,
+        named.feed,
+        named.incarnation,
+        to_sequence=asked["to_sequence"],
+        to_time_ns=moment(now, asked["to_time"] or asked["until"]),
+        replicas=exactly["replicas"],
+        allow_lossy=exactly["allow_lossy"],
+        force=exactly["force"],
+    )

@@ -1,0 +1,400 @@
+"""What came back, against what was sent: the stream settles, is read back from each of its replicas and compared.
+
+What was sent is remembered as a digest for each 10,000 rows, or fewer that are large (`Digests`), over all five fields.
+Where a digest differs, the rows of that block are read from the archive once more, and compared one by one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from common.clock import Clock
+from common.errors import Stopped, Unavailable
+from common.jetstream.api import MARKER, ask, list_consumers, token
+from common.jetstream.client import FloeClient
+from common.jetstream.headers import header
+from common.jetstream.pull import From, scan
+from common.segments.columns import messages, record_batch
+from common.segments.segment import Message
+from common.sequences import SequenceRange
+from common.settings.types import counted
+from ingress.replay.drill import MAX_EXAMPLES, Differences, fingerprint
+from ingress.restore.archive import ArchiveConsumer, raw_columns
+from ingress.restore.plan import RestorePlan, guarded_config
+
+ROWS = 10_000  # of one digest, at most
+SIZE = 8 * 1024 * 1024  # bytes of one digest: about, since rows are added by batches
+SAMPLES = 20  # blocks that `--verify sample` reads back
+
+
+@dataclass(frozen=True, slots=True)
+class DigestBlock:
+    """Rows `first` to `last`, both sequences of rows, and their digest."""
+
+    first: int
+    last: int
+    rows: int
+    digest: bytes
+
+
+@dataclass
+class Digests:
+    """The blocks of rows that are added, ascending; call `close` behind the last."""
+
+    blocks: list[DigestBlock] = field(default_factory=list)
+    rows: int = 0
+    bytes: int = 0
+    _held: list[pa.RecordBatch] = field(default_factory=list)
+    _count: int = 0
+    _size: int = 0
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        self.rows += batch.num_rows
+        while batch.num_rows:
+            part = batch.slice(0, ROWS - self._count)
+            batch = batch.slice(part.num_rows)
+            self._held.append(part)
+            self._count += part.num_rows
+            self._size += part.nbytes
+            if self._count == ROWS or self._size >= SIZE:
+                self.close()
+
+    def close(self) -> None:
+        if self._held:
+            self.blocks.append(block_of(self._held))
+        self._held, self._count, self._size = [], 0, 0
+
+
+def block_of(batches: Sequence[pa.RecordBatch]) -> DigestBlock:
+    """Of at least one row. Rows in other batches have the same digest."""
+    digest, parts = blake2b(digest_size=16), [raw_columns(batch) for batch in batches]
+    for part in parts:
+        digest.update(part.sequence.tobytes())
+    for part in parts:
+        digest.update(part.timestamp_ns.tobytes())
+    for name in ("subject", "headers", "payload"):
+        columns = [getattr(part, name) for part in parts]
+        for column in columns:
+            digest.update(np.diff(_offsets(column)).astype(np.int64).tobytes())
+        for column in columns:
+            offsets = _offsets(column)
+            if len(column) and offsets[-1] > offsets[0]:
+                digest.update(memoryview(column.buffers()[2])[int(offsets[0]) : int(offsets[-1])])
+    sequences = [part.sequence for part in parts]
+    count = sum(map(len, sequences))
+    return DigestBlock(int(sequences[0][0]), int(sequences[-1][-1]), count, digest.digest())
+
+
+def _offsets(column: Any) -> Any:
+    kind = np.int64 if pa.types.is_large_binary(column.type) else np.int32
+    return np.frombuffer(column.buffers()[1], kind)[column.offset : column.offset + len(column) + 1]
+
+
+# Until it is at rest
+
+
+async def raw_info(client: FloeClient, stream: str) -> dict[str, Any]:
+    return await ask(client, f"STREAM.INFO.{token(stream)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Settling:
+    """`answers` in a row, over at least `span` seconds, must say that all replicas are there; `patience`: seconds
+    without progress until it is given up; `consumers`: seconds for consumers to appear.
+    """
+
+    answers: int = 5
+    span: float = 10.0
+    patience: float = 600.0
+    consumers: float = 30.0
+
+
+async def settle(
+    client: FloeClient, stream: str, consumers: Sequence[str], clock: Clock, settling: Settling | None = None
+) -> list[str]:
+    """Waits until all replicas hold the stream and all `consumers` are there; the servers that hold it, none where it
+    is only one.
+
+    The first answers of a cluster say too much. Raises Unavailable where it does not come to rest, Stopped where
+    consumers do not appear.
+    """
+    settling = settling or Settling()
+    good, lags, moved = 0, -1, clock.monotonic()
+    while True:
+        cluster = (await raw_info(client, stream)).get("cluster") or {}
+        replicas = cluster.get("replicas") or []
+        behind = [each for each in replicas if not each.get("current") or each.get("lag") or each.get("offline")]
+        good = 0 if behind or (replicas and not cluster.get("leader")) else good + 1
+        if not replicas or good >= settling.answers:
+            break
+        if (lag := sum(int(each.get("lag") or 0) for each in behind)) != lags:
+            lags, moved = lag, clock.monotonic()
+        if clock.monotonic() > moved + settling.patience:
+            names = ", ".join(str(each.get("name")) for each in behind)
+            raise Unavailable(f"stream {stream}: expected replicas that catch up, found {names} behind")
+        await clock.sleep(settling.span / (settling.answers - 1))
+    await _all_consumers(client, stream, consumers, clock, settling)
+    return [str(cluster["leader"]), *(str(each["name"]) for each in replicas)] if replicas else []
+
+
+async def _all_consumers(
+    client: FloeClient, stream: str, consumers: Sequence[str], clock: Clock, settling: Settling
+) -> None:
+    deadline = clock.monotonic() + settling.consumers
+    while missing := sorted({*consumers} - {str(each.get("name")) for each in await list_consumers(client, stream)}):
+        if clock.monotonic() > deadline:
+            raise Stopped(
+                f"stream {stream}: expected {counted(len(consumers), 'consumer')}, not there: {', '.join(missing)}",
+                hint="give the same command again; or --no-consumers, and make them by hand",
+                code="E-RESTORE-CONSUMERS",
+            )
+        await clock.sleep(min(1.0, settling.consumers / 10))
+
+
+# Comparing
+
+Reread = Callable[[SequenceRange], Iterator[pa.RecordBatch]]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBack:
+    """`read`: rows that were read back, of each copy; `copies`: the servers whose copy was read, none for the only one.
+
+    `dropped`: rows that the server does not hold for reasons of its configuration: limits, TTL, acknowledged by all.
+    `wrong`: what is not as it was sent, in words.
+    """
+
+    read: int = 0
+    copies: tuple[str, ...] = ()
+    dropped: int = 0
+    differences: Differences = field(default_factory=Differences)
+    wrong: tuple[str, ...] = ()
+
+    @property
+    def is_same(self) -> bool:
+        return self.differences.none and not self.wrong
+
+
+@dataclass(frozen=True, slots=True)
+class SentRows:
+    """What was sent: its blocks, the number of rows, the last sequence; `config`: that of the guarded stream."""
+
+    blocks: Sequence[DigestBlock]
+    rows: int
+    end: int
+    config: Mapping[str, Any]
+
+    @property
+    def first(self) -> int:
+        return self.blocks[0].first if self.blocks else self.end + 1
+
+    def is_limited(self) -> bool:
+        """Whether the server may drop the oldest."""
+        return any(int(self.config.get(key) or 0) > 0 for key in ("max_msgs", "max_bytes"))
+
+    def is_consumed(self) -> bool:
+        """Whether the server may drop what is acknowledged."""
+        return bool(self.config.get("retention", "limits") != "limits")
+
+
+def state_differences(expected: SentRows, state: Mapping[str, Any]) -> Iterator[str]:
+    """What of STREAM.INFO's `state` is not as it was sent, in words."""
+    if (last := int(state.get("last_seq", 0))) != expected.end:
+        yield f"expected the last sequence {expected.end}, found {last}"
+    count, first = int(state.get("messages", 0)), int(state.get("first_seq", 0))
+    may_lack = expected.is_limited() or expected.is_consumed()
+    if count > expected.rows:
+        yield f"expected {counted(expected.rows, 'message')}, found {count:,}"
+    if count and (first < expected.first or (count == expected.rows and first != expected.first)):
+        yield f"expected the first sequence {expected.first}, found {first}"
+    deleted = int(state.get("num_deleted") or 0)
+    if count == expected.rows and count and not may_lack and deleted != expected.end - first + 1 - count:
+        yield f"expected {expected.end - first + 1 - count:,} deleted, found {deleted:,}"
+
+
+class Comparer:
+    """Reads a stream back. `reread`: the archived rows of a range, more than were sent where some are folded."""
+
+    def __init__(
+        self, client: FloeClient, stream: str, expected: SentRows, reread: Reread, tell: Callable[[int], None]
+    ) -> None:
+        self._client, self._stream, self._expected = client, stream, expected
+        self._reread, self._tell = reread, tell
+
+    async def run(self, verify: str, servers: Sequence[str]) -> ReadBack:
+        """`verify`: `full`, `sample` or `state`; in full the copies of all `servers` are read."""
+        state = (await raw_info(self._client, self._stream))["state"]
+        wrong = tuple(state_differences(self._expected, state))
+        if verify == "state" or wrong:
+            lacking = self._expected.rows - int(state.get("messages", 0))
+            if lacking and not self._may_lack():
+                wrong += (f"expected {counted(self._expected.rows, 'message')}, found {state.get('messages', 0):,}",)
+            return ReadBack(dropped=max(0, lacking), wrong=wrong)
+        if verify == "sample":
+            step = max(1, len(self._expected.blocks) // SAMPLES)
+            chosen = sorted({*range(0, len(self._expected.blocks), step), max(0, len(self._expected.blocks) - 1)})
+            found = ReadBack()
+            for at in chosen[: len(self._expected.blocks)]:
+                found = _plus(found, await self._copy("", [self._expected.blocks[at]]))
+            return found
+        results = [await self._copy(server, self._expected.blocks) for server in servers or [""]]
+        return _all(results, tuple(servers))
+
+    def _may_lack(self) -> bool:
+        return self._expected.is_limited() or self._expected.is_consumed()
+
+    async def _copy(self, server: str, blocks: Sequence[DigestBlock]) -> ReadBack:
+        if not blocks:
+            return ReadBack()
+        result, position = ReadBack(), 0
+        async for block, rows in self._read(server, blocks):
+            position += len(rows)
+            self._tell(position)
+            result = _plus(result, await self._judged(block, rows))
+        return result
+
+    async def _read(
+        self, server: str, blocks: Sequence[DigestBlock]
+    ) -> AsyncIterator[tuple[DigestBlock, list[Message]]]:
+        """Each block with the messages that the stream has up to its end, and behind that of the one before."""
+        waiting, held = list(reversed(blocks)), list[Message]()
+        start = From(blocks[0].first if len(blocks) == 1 else 1)
+        async with aclosing(scan(self._client, self._stream, start, until=blocks[-1].last, server=server)) as pieces:
+            async for piece in pieces:
+                held += piece
+                while held and waiting and held[-1].sequence > waiting[-1].last:
+                    count = sum(message.sequence <= waiting[-1].last for message in held)
+                    yield waiting.pop(), held[:count]
+                    del held[:count]
+        while waiting:
+            count = sum(message.sequence <= waiting[-1].last for message in held)
+            yield waiting.pop(), held[:count]
+            del held[:count]
+
+    async def _judged(self, block: DigestBlock, rows: list[Message]) -> ReadBack:
+        if rows and block_of([_batch(rows)]) == block:
+            return ReadBack(read=len(rows), differences=Differences(expected=block.rows, found=len(rows)))
+        return await asyncio.to_thread(self._row_by_row, block, rows)
+
+    def _row_by_row(self, block: DigestBlock, rows: list[Message]) -> ReadBack:
+        found = {message.sequence: message for message in rows}
+        same, altered, expiring, examples = 0, 0, 0, list[str]()
+        first = min(block.first, rows[0].sequence) if rows else block.first
+        for batch in self._reread(SequenceRange(first, block.last)):
+            for sent in messages(batch):
+                if (there := found.pop(sent.sequence, None)) is None:
+                    expiring += header(sent.headers, b"Nats-TTL") is not None
+                elif fingerprint(_plain(sent)) == fingerprint(_plain(there)):
+                    same += 1
+                else:
+                    altered += 1
+                    examples.append(f"{sent.sequence}: altered")
+        examples += [f"{sequence}: unexpected" for sequence in list(found)[:MAX_EXAMPLES]]
+        lost = max(0, block.rows - same - altered)
+        may_lack = lost if self._expected.is_consumed() else min(lost, expiring)
+        if self._expected.is_limited() and (not rows or rows[0].sequence > block.first):
+            may_lack = lost  # the oldest
+        if lost > may_lack:
+            examples.append(f"{block.first}..{block.last}: {lost - may_lack} lost")
+        repeated = max(0, same + altered - block.rows)  # folded, and there all the same
+        if repeated:
+            examples.append(f"{block.first}..{block.last}: {repeated} that were deleted")
+        differences = Differences(
+            block.rows,
+            len(rows),
+            lost - may_lack,
+            altered=altered,
+            unexpected=len(found) + repeated,
+            examples=tuple(examples[:MAX_EXAMPLES]),
+        )
+        return ReadBack(read=len(rows), dropped=may_lack, differences=differences)
+
+
+def _plain(message: Message) -> Message:
+    """No headers and an empty block are one to the server."""
+    return Message(message.sequence, message.timestamp_ns, message.subject, message.headers or None, message.payload)
+
+
+def _batch(rows: Sequence[Message]) -> pa.RecordBatch:
+    return record_batch(
+        [row.sequence for row in rows],
+        [row.timestamp_ns for row in rows],
+        [row.subject for row in rows],
+        [row.headers for row in rows],
+        [row.payload for row in rows],
+    )
+
+
+def _plus(one: ReadBack, other: ReadBack) -> ReadBack:
+    differences = one.differences.plus(other.differences)
+    return ReadBack(one.read + other.read, one.copies, one.dropped + other.dropped, differences)
+
+
+def _all(results: Sequence[ReadBack], servers: tuple[str, ...]) -> ReadBack:
+    """The first copy that differs, else the last."""
+    found = next((each for each in results if not each.is_same), results[-1])
+    return ReadBack(found.read, servers, max(each.dropped for each in results), found.differences, found.wrong)
+
+
+# Configuration and consumers
+
+
+async def differences(client: FloeClient, plan: RestorePlan, *, positions: bool = True) -> list[str]:
+    """What of the guarded stream's configuration and of its consumers is not as planned, in words. `positions`: where
+    consumers stand, too.
+    """
+    info = await raw_info(client, plan.name)
+    config, first = info["config"], int(info["state"].get("first_seq") or 0)
+    expected = guarded_config(plan.config, "")
+    found = [f"configuration: {text}" for text in unlike(expected, config)]
+    there = {str(each["name"]): each for each in await list_consumers(client, plan.name)}
+    for consumer in plan.consumers:
+        if (state := there.pop(consumer.name, None)) is None:
+            found.append(f"consumer {consumer.name}: expected, and not there")
+            continue
+        texts = [*unlike(consumer.config, state.get("config") or {})]
+        texts += _position_differences(consumer, state, first) if positions else ()
+        found += [f"consumer {consumer.name}: {text}" for text in texts]
+    return [*found, *(f"consumer {name}: not expected" for name in there if positions)]
+
+
+def unlike(expected: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
+    """The keys of `expected` that `found` has otherwise, as where a server does not know them; what is empty may be
+    absent, and metadata is compared without what the server or a restore writes there.
+    """
+    for key, value in expected.items():
+        ours, theirs = (_own(value), _own(found.get(key))) if key == "metadata" else (value, found.get(key))
+        if not _is_kept(ours, theirs):
+            yield f"expected {key} {ours!r:.100}, found {theirs!r:.100}"
+
+
+def _is_kept(ours: Any, theirs: Any) -> bool:
+    """What a newer server adds within a value is no difference."""
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping | None):
+        return all(_is_kept(value, (theirs or {}).get(key)) for key, value in ours.items())
+    if isinstance(ours, list) and isinstance(theirs, list):
+        return len(ours) == len(theirs) and all(map(_is_kept, ours, theirs))
+    return bool(ours == theirs or not (ours or theirs))
+
+
+def _own(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    return {k: v for k, v in (metadata or {}).items() if not k.startswith("_nats.") and k != MARKER}
+
+
+def _position_differences(consumer: ArchiveConsumer, state: Mapping[str, Any], first: int) -> Iterator[str]:
+    for key, (count, sequence) in (("delivered", consumer.delivered), ("ack_floor", consumer.ack_floor)):
+        where = state.get(key) or {}
+        found = int(where.get("consumer_seq", 0)), int(where.get("stream_seq", 0))
+        # The server puts who stood before the first message to where that begins.
+        if found not in ((count, sequence), (count, max(sequence, first - 1))):
+            yield f"expected {key} {sequence} (as {count}), found {found[1]} (as {found[0]})"
+    if (pending := int(state.get("num_ack_pending") or 0)) != len(consumer.pending):
+        yield f"expected {len(consumer.pending)} delivered and not acknowledged, found {pending}"

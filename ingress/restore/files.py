@@ -1,0 +1,181 @@
+"""The archive of nats-server 2.10 to 2.14: a tar of the files of a stream, of which the server makes its index anew.
+
+    meta.inf, meta.sum              configuration, and its hash
+    obs/{consumer}/meta.inf, …sum   the same of each consumer
+    obs/{consumer}/o.dat            where it stood
+    msgs/{n}.blk                    up to 8 MB of records, n from 1 on
+
+A record: its length (the highest bit: with headers), sequence, time (ns), length of the subject, subject, length of the
+headers and they where there are some, payload, and a hash of all that but the lengths. Sequences between two records
+count as deleted, one by one within a block, so a wide gap begins a block. A coverage that ends behind the last row ends
+in a record of an erased message, in a block of its own: in that of the last row it slows replicas of 2.10 to a crawl.
+
+A stream that the server keeps in memory cannot be given back in this form; a consumer with `mem_storage` begins anew.
+Servers before 2.14 tell after a restart that the stream was made when it was restored.
+From nats-server: server/filestore.go, server/store.go (`encodeConsumerState`).
+"""
+
+from __future__ import annotations
+
+import struct
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from common.clock import NS_PER_S
+from ingress.restore.archive import (
+    KEEP_ALIVE,
+    START,
+    ArchiveConsumer,
+    ArchiveState,
+    RawColumns,
+    fixed,
+    frames,
+    joined,
+    parts,
+    raw_columns,
+    sizes,
+    uvarint,
+    varint,
+)
+from ingress.restore.highwayhash import hash_of, highwayhash64
+
+BLOCK = 8 << 20  # bytes; the server's own limit
+PART = 2 << 20  # bytes of rows that are encoded at once
+WIDEST_GAP = 10_000  # sequences that a block holds as deleted between two of its messages
+_ERASED = 1 << 63
+_HEADERS = 1 << 31
+_FIXED = 4 + 8 + 8 + 2 + 8  # bytes of a record beside subject, headers and payload
+_CONSUMER_STATE = bytes([22, 2])  # the server's mark of a file, and the version of what follows
+_JSON = msgspec.json.Encoder()
+_END = b"\0" * 1024
+
+
+class FilesWriter:
+    """`ArchiveWriter` for servers before 2.15. It holds one block, which is put out when the next one begins."""
+
+    format = "files"
+    keep_alive = KEEP_ALIVE
+
+    def __init__(self, stream: str) -> None:
+        self._stream = stream
+        self._index = 1
+        self._block = bytearray()
+        self._last = 0  # sequence of the last row
+        self._state: ArchiveState | None = None
+
+    def head(
+        self, config: Mapping[str, Any], created: str, state: ArchiveState, consumers: Sequence[ArchiveConsumer]
+    ) -> Iterator[bytes]:
+        self._state = state
+        meta = _JSON.encode({**config, "name": self._stream, "created": created})
+        yield START
+        yield from self._hashed("", self._stream, meta)
+        for each in consumers:
+            # Configuration is what the API calls it; `Created` and `Name` are the file's own.
+            config = {**each.config, "name": each.name, "Created": each.created, "Name": each.name}
+            yield from self._hashed(f"obs/{each.name}/", f"{self._stream}/{each.name}", _JSON.encode(config))
+            yield from self._file(f"obs/{each.name}/o.dat", consumer_state(each))
+
+    def rows(self, batch: pa.RecordBatch) -> Iterator[bytes]:
+        for part in parts(batch, PART):
+            yield from self._records(raw_columns(part))
+
+    def tail(self) -> Iterator[bytes]:
+        assert self._state is not None, "head comes first"
+        yield from self._ended()
+        if self._last < self._state.last_sequence:
+            erased = struct.pack("<Qq", self._state.last_sequence | _ERASED, self._state.last_timestamp_ns)
+            self._block += struct.pack("<I16sH8s", _FIXED, erased, 0, hash_of(self._key, erased))
+            yield from self._ended()
+        yield from frames(_END)
+
+    @property
+    def _key(self) -> bytes:
+        """By which the records of the block that is open are hashed."""
+        return sha256(f"{self._stream}-{self._index}".encode()).digest()
+
+    def _records(self, rows: RawColumns) -> Iterator[bytes]:
+        """Adds the rows to the open block, and puts out each that is full."""
+        ends = np.cumsum(_lengths(rows).astype(np.int64))
+        before = np.concatenate([[np.uint64(self._last or rows.sequence[0])], rows.sequence[:-1]])
+        wide = np.flatnonzero(rows.sequence - before > WIDEST_GAP)
+        start = done = 0
+        while start < len(ends):
+            if len(self._block) and start in wide:
+                yield from self._ended()
+            full = int(np.searchsorted(ends, done + BLOCK - len(self._block), "right"))
+            after = wide[np.searchsorted(wide, start, "right") :]
+            stop = min(full, int(after[0])) if len(after) else full
+            if stop > start or not self._block:
+                stop = max(stop, start + 1)
+                self._block += _encoded(self._key, rows.part(start, stop))
+                start, done = stop, int(ends[stop - 1])
+            else:
+                yield from self._ended()
+        self._last = int(rows.sequence[-1])
+
+    def _ended(self) -> Iterator[bytes]:
+        if self._block:
+            yield from self._file(f"msgs/{self._index}.blk", self._block)
+            self._index += 1
+            self._block = bytearray()
+
+    def _hashed(self, folder: str, name: str, meta: bytes) -> Iterator[bytes]:
+        """A configuration, and its hash by the name of what it is of."""
+        yield from self._file(f"{folder}meta.inf", meta)
+        yield from self._file(f"{folder}meta.sum", hash_of(sha256(name.encode()).digest(), meta).hex().encode())
+
+    def _file(self, name: str, content: bytes | bytearray) -> Iterator[bytes]:
+        assert self._state is not None, "head comes first"
+        entry = tarfile.TarInfo(name)
+        entry.size, entry.mode = len(content), 0o600
+        entry.mtime = max(0, self._state.last_timestamp_ns) // NS_PER_S
+        yield from frames(b"".join([entry.tobuf(tarfile.GNU_FORMAT), content, b"\0" * (-len(content) % 512)]))
+
+
+def _lengths(rows: RawColumns) -> Any:
+    """Bytes of each record."""
+    headers = sizes(rows.headers)
+    return np.uint64(_FIXED) + sizes(rows.subject) + headers + np.uint64(4) * (headers > 0) + sizes(rows.payload)
+
+
+def _encoded(key: bytes, rows: RawColumns) -> memoryview:
+    """The records of one block, or of a part of it."""
+    words = np.stack([rows.sequence, rows.timestamp_ns.view(np.uint64)], axis=1)
+    numbers = fixed(words.astype("<u8"))
+    hashes = highwayhash64(key, *joined(numbers, rows.subject, rows.headers, rows.payload))
+    headers = sizes(rows.headers)
+    has_headers = headers > 0
+    return joined(
+        fixed((_lengths(rows) | has_headers * np.uint64(_HEADERS)).astype("<u4")),
+        numbers,
+        fixed(sizes(rows.subject).astype("<u2")),
+        rows.subject,
+        pc.if_else(pa.array(has_headers), fixed(headers.astype("<u4")), pa.scalar(b"", pa.binary())),
+        rows.headers,
+        rows.payload,
+        fixed(hashes.astype("<u8")),
+    )[0]
+
+
+def consumer_state(consumer: ArchiveConsumer) -> bytes:
+    """`o.dat`: positions, then what is pending and redelivered, counted from the ack floor. Times are whole seconds."""
+    (delivered, delivered_stream), (floor, floor_stream) = consumer.delivered, consumer.ack_floor
+    found = [_CONSUMER_STATE, *map(uvarint, (floor, floor_stream, delivered, delivered_stream))]
+    found.append(uvarint(len(consumer.pending)))
+    if consumer.pending:
+        newest = max(at for _, at in consumer.pending.values()) // NS_PER_S
+        found.append(varint(newest))
+        for sequence, (number, at) in consumer.pending.items():
+            found += uvarint(sequence - floor_stream), uvarint(number - floor), varint(newest - at // NS_PER_S)
+    found.append(uvarint(len(consumer.redelivered)))
+    for sequence, count in consumer.redelivered.items():
+        found += uvarint(sequence - floor_stream), uvarint(count)
+    return b"".join(found)

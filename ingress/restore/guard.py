@@ -1,0 +1,189 @@
+"""The stream that a restore fills: nobody else's is deleted or put to use.
+
+JetStream deletes and updates by name, whatever stands there. So one restore at a time holds the lease of a name; and
+before it deletes or promotes it looks whether its own marker, or that of one before it, is on what stands there.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from common.clock import Clock, parse_time
+from common.errors import ConfigError, LeaseLost, OutcomeUnknown, Stopped
+from common.exits import ways
+from common.jetstream.api import StreamInfo, delete_stream, stream_info, token
+from common.jetstream.client import FloeClient
+from common.jetstream.kv import state_key
+from common.jetstream.lease import Lease, Leases, owner_text
+from common.jetstream.requests import ApiError
+from common.logs import get_logger
+from common.service.progress import Teller
+from common.tasks import Stop, wait_for
+from ingress.restore.compare import raw_info, unlike
+from ingress.restore.history import same_command
+from ingress.restore.plan import AT_PROMOTION, RestorePlan
+from ingress.restore.preflight import foreign, runs
+
+log = get_logger(__name__)
+
+
+class GuardedStream:
+    """The stream of one attempt, from what stood in its place to its promotion. `marker`: of this attempt alone."""
+
+    def __init__(self, client: FloeClient, plan: RestorePlan, clock: Clock, teller: Teller, stop: Stop) -> None:
+        self._client, self._plan, self._name = client, plan, plan.name
+        self._clock, self._teller, self._stop = clock, teller, stop
+        self._lease: Lease | None = None
+        self.marker = secrets.token_hex(8)
+
+    # The lease of its name
+
+    @asynccontextmanager
+    async def claimed(self, leases: Leases) -> AsyncIterator[Lease]:
+        """Holds the lease of the name; that of a restore that was killed is waited for."""
+        lease = self._lease = await self._acquired(leases)
+        try:
+            yield lease
+        finally:
+            self._lease = None
+            await lease.release()
+
+    async def _acquired(self, leases: Leases) -> Lease:
+        """Raises Unavailable where who holds it renews it: then it lives."""
+        key, seen = state_key("restore", self._name), dict[bytes, int]()
+        while (lease := await leases.acquire(key)) is None:
+            if (entry := await leases.entry(key)) is None:
+                continue
+            holder = owner_text(entry.value.decode("utf-8", "backslashreplace"))
+            if seen and seen != {entry.value: entry.revision}:
+                raise runs(self._name, holder)
+            if not seen:
+                seen[entry.value] = entry.revision
+                self._teller.say(f"stream {self._name}: waiting whether the restore of {holder} still lives")
+            if await wait_for(self._stop, min(0.5, leases.ttl / 10)):
+                raise runs(self._name, holder)
+        return lease
+
+    def check_lease(self) -> None:
+        """Raises LeaseLost where it is known to be lost. It is cheap."""
+        if self._lease is not None and self._lease.lost.is_set:
+            self._require()
+
+    def _require(self) -> None:
+        """Raises LeaseLost where another restore may have begun."""
+        if self._lease is not None and not self._lease.is_usable():
+            raise LeaseLost(
+                f"stream {self._name}: the lease of this restore was lost",
+                hint=ways(("the same command begins again", same_command(self._plan.request))),
+                code="E-RESTORE-LEASE",
+            )
+
+    # What stands there
+
+    async def clear(self, looks: int, span: float) -> None:
+        """What a former restore left is removed. `looks`: how often, over `span` seconds, the name must be free.
+
+        Raises ConfigError where another stream has the name, Unavailable where another restore fills it now.
+        """
+        states = set[tuple[int, int]]()
+        for look in range(looks):
+            if look:
+                await self._clock.sleep(span / (looks - 1))
+            if (info := await stream_info(self._client, self._name)) is None:
+                continue
+            if not info.marker:
+                raise foreign(self._plan.request, info)
+            states.add((info.messages, info.last_sequence))
+        if len(states) > 1:
+            raise runs(self._name)
+        if states:
+            self._teller.say(f"removing what a restore before left of {self._name}")
+            await self._remove("")
+
+    async def remove(self) -> None:
+        """Remove what this attempt filled. Raises LeaseLost, ConfigError for a stream without a marker, else what the
+        server raises.
+        """
+        await self._remove(self.marker)
+
+    async def _remove(self, marker: str) -> None:
+        """The stream with this marker, or where that is empty, the one of any restore."""
+        if (info := await stream_info(self._client, self._name)) is None:
+            return
+        if not info.marker:
+            raise foreign(self._plan.request, info)
+        if info.marker.startswith(marker):
+            self._require()
+            await delete_stream(self._client, self._name, timeout=30.0)
+
+    async def filled(self) -> StreamInfo:
+        """What this attempt filled. Its `created` may change with its leader: in a cluster only the server that took
+        the archive says when it made the stream, or that it kept the time; the others say when it was asked to.
+
+        Raises Stopped where it is gone, ConfigError where another stream has its name, Unavailable where another
+        restore fills that.
+        """
+        if (info := await stream_info(self._client, self._name)) is None:
+            raise Stopped(
+                f"stream {self._name}: expected what was just restored, found none: somebody deleted it",
+                hint=ways(("begin again", same_command(self._plan.request))),
+                code="E-RESTORE-EXISTS",
+            )
+        if not info.marker:
+            raise foreign(self._plan.request, info)
+        if not info.marker.startswith(self.marker):
+            raise runs(self._name)
+        return info
+
+    # Putting it to use
+
+    async def promote(self, filled: StreamInfo) -> list[str]:
+        """Give it its configuration. `filled`: as it was found just before.
+
+        What of the configuration, beside what was so under the guard, the server does not keep, in words. Raises
+        ConfigError where the server refuses it, Stopped where another stream got the configuration.
+        """
+        self._require()
+        name, plan = self._name, self._plan
+        try:
+            await self._client.api(f"STREAM.UPDATE.{token(name)}", dict(plan.config), timeout=30.0)
+        except OutcomeUnknown:
+            if (info := await stream_info(self._client, name)) is None or info.marker:
+                raise
+        except ApiError as error:
+            raise ConfigError(
+                f"stream {name}: the server refuses its configuration: {error.description}",
+                hint=ways(
+                    f"stream {name} is restored and compared, and stays under its guard: no publisher reaches it",
+                    ("mend that; the same command removes it and begins again", same_command(plan.request)),
+                    ("or remove it", f"nats stream rm {shlex.quote(name)}"),
+                ),
+                code="E-RESTORE-PROMOTE",
+            ) from error
+        await self._check_promoted(filled)
+        log.info("stream restored", action="restored", stream=name, last=plan.end)
+        later = {key: value for key, value in plan.config.items() if key in AT_PROMOTION}
+        return [f"configuration: {text}" for text in unlike(later, (await raw_info(self._client, name))["config"])]
+
+    async def _check_promoted(self, filled: StreamInfo) -> None:
+        """Raises Stopped where the configuration was given to another stream than the one that was compared: in a
+        cluster, one that was made later than that was looked at.
+        """
+        info, end, created = await stream_info(self._client, self._name), self._plan.end, filled.created
+        is_it = info is not None and (
+            info.created == created or (info.leader and parse_time(info.created) < parse_time(filled.time))
+        )
+        if info is None or not is_it or info.last_sequence < end:
+            found = f"one of {info.created} up to {info.last_sequence}" if info else "none"
+            raise Stopped(
+                f"stream {self._name}: expected what was restored, of {created} up to {end}, found {found}: "
+                "it was replaced while it was promoted",
+                hint=ways(
+                    "look at what it holds, and who made it; then",
+                    ("delete it, and begin again", same_command(self._plan.request)),
+                ),
+                code="E-RESTORE-REPLACED",
+            )

@@ -1,0 +1,363 @@
+"""What the archive holds of a stream: its whole history, the plan of a restore, and the rows in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from common.chain import Chain
+from common.clock import NS_PER_S, Backoff, Clock, doubling, format_time, parse_time
+from common.errors import DataError, Stopped, Unavailable, UsageError
+from common.exits import command, ways
+from common.segments.archive import read_cover, search
+from common.segments.captures import CONFIG, CONSUMERS, DELETIONS, CapturedConsumers, CapturedDeletions, CaptureStore
+from common.segments.documents import ChainStore
+from common.segments.store import SegmentStore
+from common.sequences import MAX_SEQUENCE, SequenceRange, holes
+from common.service.process import Threads
+from common.service.progress import Teller
+from common.tasks import Stop
+from ingress.replay.plan import ChainRange, ReplayChain
+from ingress.replay.request import Request
+from ingress.replay.survey import ReplaySurvey, Timing, known_chains
+from ingress.restore.archive import bounded, quiet
+from ingress.restore.plan import (
+    FurtherFeed,
+    RestorePlan,
+    RestoreRequest,
+    begin_of,
+    forecast,
+    left_out,
+    losses,
+    lost_ends,
+    never_archived,
+    promoted_config,
+)
+
+PAUSES = doubling(1.0, 15.0)  # seconds between tries to read from a store that is away
+LISTINGS = 3  # of a chain whose segments vanish while they are read
+EXPIRED = "E-RESTORE-EXPIRED"
+
+
+def same_command(request: RestoreRequest, *more: str) -> str:
+    feed = "/".join(map(str, filter(lambda part: part is not None, (request.site, request.feed, request.incarnation))))
+    words = [*dict.fromkeys((*request.options(), *more))]
+    return command("restore", feed, *words) if request.promote else command("drill", feed, "--exact", *words)
+
+
+class ArchivedHistory:
+    """The chains of one stream."""
+
+    def __init__(
+        self,
+        request: RestoreRequest,
+        store: SegmentStore,
+        documents: ChainStore,
+        threads: Threads,
+        clock: Clock,
+        teller: Teller,
+    ) -> None:
+        self._request, self._store, self._documents, self._threads = request, store, documents, threads
+        self._clock, self._teller = clock, teller
+        self._captures = CaptureStore(documents.layout, documents.objects)
+
+    async def plan(self) -> RestorePlan:
+        """Nothing is written, and no server is asked.
+
+        Raises UsageError where there is no such history or point in time, what the store raises, DataError for damage.
+        """
+        request, call = self._request, self._threads.run
+        history = await call(self._history)
+        known = await call(self._known_ends, history)  # before the segments are listed: they never say more than these
+        if (to_sequence := request.to_sequence) is None and request.to_time_ns is not None:
+            to_sequence = await call(self._last_before, history, request.to_time_ns)
+        chains, notes, reached = list[ReplayChain](), list[str](), set[int]()
+        for number in sorted({chain.incarnation for chain in history}):
+            if to_sequence is None or await call(self._first_of, history, number) <= to_sequence:
+                reached.add(number)
+                asked = Request(request.site, request.feed, "", incarnation=number, to_sequence=to_sequence)
+                looked, found = await self._surveyed(asked)
+                chains += looked
+                notes += found
+        if not reached:
+            raise UsageError(
+                f"{request.site}/{request.feed}: expected a point in time at or behind its first sequence, "
+                f"{min([await call(self._first_of, history, chain.incarnation) for chain in history])}, found "
+                f"{to_sequence}"
+            )
+        upto = MAX_SEQUENCE if to_sequence is None else to_sequence
+        known = {chain: min(end, upto) for chain, end in known.items() if chain.incarnation in reached}
+        return await call(self._planned, history, chains, notes, known)
+
+    async def _surveyed(self, asked: Request) -> tuple[Sequence[ReplayChain], list[str]]:
+        """The chains, and what an operator should know of them; again where retention deletes meanwhile."""
+        for left in reversed(range(LISTINGS)):
+            survey = ReplaySurvey(self._store, self._documents, self._threads, self._clock, asked)
+            try:
+                return (await survey.look())[0].chains, survey.notes
+            except Stopped as error:
+                if error.code != "E-FLOOR" or not left:
+                    raise
+        raise AssertionError("the last look raises")
+
+    async def archived(self) -> int:
+        """The last sequence of the stream that is archived now; no segment is read for it. Raises as `plan`."""
+        history = await self._threads.run(self._history)
+        known = await self._threads.run(self._known_ends, history)
+        return max(*known.values(), await self._threads.run(self._listed_end, history))
+
+    def _listed_end(self, history: list[Chain]) -> int:
+        return max((ref.coverage.last for chain in history for ref in self._store.list(chain)), default=0)
+
+    def _history(self) -> list[Chain]:
+        """The chains of the stream: of the incarnation, and of those before that it continues. Blocking."""
+        request = self._request
+        asked = Request(request.site, request.feed, "", incarnation=request.incarnation)
+        known = asked.chains(known_chains(self._documents, asked))
+        number = known[-1].incarnation
+        every = self._documents.chains(request.site, request.feed)
+        numbers = {number}
+        while (
+            document := self._documents.read_stream(Chain(request.site, request.feed, number))
+        ) and document.continues:
+            number -= 1
+            numbers.add(number)
+        return [chain for chain in every if chain.incarnation in numbers]
+
+    def _known_ends(self, history: list[Chain]) -> dict[Chain, int]:
+        """Where the coverage of each chain ended, by what was written beside its segments (0: nothing says so)."""
+        found = {}
+        for chain in history:
+            if (end := self._documents.read_end(chain)) is None:
+                end = self._documents.read_tail(chain) or 0
+                if not chain.partition:  # whose archive the captures are named by
+                    refs = [ref for kind in (CONFIG, CONSUMERS, DELETIONS) for ref in self._captures.ls(chain, kind)]
+                    end = max([end, *(ref.end for ref in refs)])
+            found[chain] = end
+        return found
+
+    def _last_before(self, history: list[Chain], moment_ns: int) -> int | None:
+        """None where all that is archived is before. Raises UsageError where nothing is."""
+        found = [first for chain in history if (first := search(self._store, chain, moment_ns)[0]) is not None]
+        begins = {chain: self._first_of(history, chain.incarnation) for chain in history}
+        times = [Timing(self._store, self._store.list(chain), begin).extent()[0] for chain, begin in begins.items()]
+        first_ns = min((each for each in times if each is not None), default=moment_ns - 1)
+        if moment_ns <= first_ns:
+            raise UsageError(
+                f"{self._request.site}/{self._request.feed}: expected a point in time behind the first message, of "
+                f"{format_time(first_ns)}, found {format_time(moment_ns)}"
+            )
+        return min(found) - 1 if found else None
+
+    def _first_of(self, history: list[Chain], number: int) -> int:
+        documents = (self._documents.read_chain(chain) for chain in history if chain.incarnation == number)
+        return min((document.first for document in documents if document is not None), default=1)
+
+    def _planned(
+        self, history: list[Chain], chains: list[ReplayChain], notes: list[str], known: dict[Chain, int]
+    ) -> RestorePlan:
+        """`known`: the chains that are asked for, and where each ended, as far as that is asked for."""
+        request, newest = self._request, max(known)
+        ends = {c: max(self._documents.read_floor(c) or 1, self._first_of([c], c.incarnation)) - 1 for c in known}
+        ends |= {chain.chain: chain.range.rows.last for chain in chains}
+        end = max(*ends.values(), *known.values())  # what is lost keeps its sequences: targets may have it
+        archived = max(end, self._listed_end(history))
+        upto = end if request.is_in_the_past else None
+        config, created = self._config(newest, upto, notes)
+        was = str(config.get("name") or request.feed)
+        end = end if chains else max(end, int(config.get("first_seq") or 1) - 1)
+        captured: CapturedConsumers | None = None
+        deletions: CapturedDeletions | None = None
+        for number in sorted({chain.incarnation for chain in known}, reverse=True):
+            of = replace(newest, incarnation=number, partition=0)
+            captured = captured or (self._captures.consumers(of, end) if request.consumers else None)
+            deletions = deletions or self._captures.deletions(of, end)
+        consumers, inexact = bounded(captured, end) if captured else ([], [])
+        if not request.promote:
+            consumers = [quiet(consumer) for consumer in consumers]
+        stood = (0, "") if request.is_in_the_past else self._stood(newest)
+        rows = sum(part.rows for chain in chains for part in chain.parts)
+        filters = [f for c in chains if (d := self._documents.read_chain(c.chain)) for f in d.filters or ("",)]
+        subjects = [str(subject) for subject in config.get("subjects") or []]
+        now_ns = int(self._clock.now() * NS_PER_S)
+        plan = RestorePlan(
+            request,
+            tuple(chains),
+            newest=newest,
+            begin=min((chain.range.rows.first for chain in chains), default=end + 1),
+            end=end,
+            archived=archived,
+            created=created,
+            config=promoted_config(config, request.name or was, request.replicas),
+            consumers=tuple(consumers),
+            deletions=deletions,
+            is_renamed=request.name not in ("", was),
+            lossy=(
+                *losses(chains, subjects, filters),
+                *lost_ends(known, ends),
+                *never_archived(rows, end, stood),
+            ),
+        )
+        if request.promote and not plan.is_renamed:
+            further = tuple(self._further(newest, was, created, end))
+            uneven = () if request.is_in_the_past else tuple(each.line(end) for each in further)
+            plan = replace(plan, further=further, lossy=(*plan.lossy, *uneven))
+        begin, skipped = begin_of(plan.parts, plan.config, now_ns, counts=plan.fold().is_none)
+        is_later = begin > plan.begin
+        plan = replace(plan, begin=max(begin, plan.begin))
+        found = forecast(plan, now_ns, captured=captured, skipped=skipped if is_later else (), stood=stood)
+        return replace(plan, notes=tuple(dict.fromkeys([*notes, *found, *left_out(config, plan.name), *inexact])))
+
+    def _stood(self, newest: Chain) -> tuple[int, str]:
+        """The last sequence that captures and signs of life saw of the stream since its last restore, and when; 0 where
+        none did.
+        """
+        since = parse_time(found.at) if (found := self._captures.restored(newest)) else 0
+        seen = [(0, "")]
+        if (gone := self._captures.deletions(newest)) is not None:
+            seen.append((gone.last, gone.at))
+        if (captured := self._captures.consumers(newest)) is not None:
+            seen.append((max((each.delivered_stream for each in captured.consumers), default=0), captured.at))
+        documents = self._documents
+        processes = (documents.read_alive(info.key) for info in documents.listed_alive(newest.site))
+        for sign in (each for alive in processes if alive is not None for each in alive.chains):
+            last, asked, chain = sign.source_last or 0, sign.source_asked, sign.chain
+            is_of_it = (chain.feed, chain.incarnation) == (newest.feed, newest.incarnation)
+            if is_of_it and asked is not None and last >= (sign.first or 1):
+                seen.append((last, format_time(int(asked * NS_PER_S))))
+        return max(each for each in seen if not each[1] or parse_time(each[1]) > since)
+
+    def _further(self, newest: Chain, name: str, created: str, end: int) -> Iterator[FurtherFeed]:
+        """The other feeds of the stream, and how far they are archived, where that is further than `end`."""
+        times = {created, *self._times(newest)}
+        others = {chain.feed: chain for chain in self._documents.chains(newest.site) if chain.feed != newest.feed}
+        for last in others.values():  # the newest incarnation of each
+            document = self._documents.read_stream(last)
+            if document is None or document.config.get("name") != name or not times & {*self._times(last)}:
+                continue
+            chains = [replace(last, partition=number) for number in range(last.partition + 1)]
+            refs = [ref for chain in chains for ref in self._store.list(chain, position=end + 1)]
+            known = [self._documents.read_tail(chain) or 0 for chain in chains]
+            if (reached := max([*known, *(ref.coverage.last for ref in refs)])) > end:
+                filters = [each for chain in chains if (d := self._documents.read_chain(chain)) for each in d.filters]
+                yield FurtherFeed(last.feed, reached, is_filtered=bool(filters) and len(chains) == 1)
+
+    def _times(self, chain: Chain) -> Iterator[str]:
+        """When the stream was created, as its incarnation has it."""
+        if (document := self._documents.read_stream(chain)) is not None:
+            yield document.created
+        if (captured := self._captures.config(chain)) is not None:
+            yield captured.created
+
+    def _config(self, newest: Chain, upto: int | None, notes: list[str]) -> tuple[dict[str, Any], str]:
+        """The configuration of the stream at the point in time, and when it was created."""
+        if (captured := self._captures.config(newest, upto)) is not None:
+            return dict(captured.config), captured.created
+        if (document := self._documents.read_stream(newest)) is None:
+            raise DataError(
+                f"{newest}: expected stream.json or a captured configuration, found none",
+                hint="restore the documents of the archive from a copy of the bucket",
+            )
+        notes.append("the configuration is that of when the feed began: none was captured since")
+        return dict(document.config), document.created
+
+    # Rows
+
+    def rows(self, plan: RestorePlan, begin: int, columns: tuple[str, ...], stop: Stop) -> Iterator[pa.RecordBatch]:
+        """All partitions of the whole history by sequence, from `begin` on. Blocking.
+
+        A store that is away is waited for until `stop` is set. Raises DataError where rows cannot be read, Unavailable
+        (E-RESTORE-EXPIRED) where retention deleted them since the plan.
+        """
+        known = {chain.chain: [*chain.holes, *chain.accepted] for chain in plan.chains}
+        ranges = [
+            ChainRange(chain.chain, part)
+            for chain in plan.chains
+            for part in holes(known[chain.chain], chain.range.rows)
+            if part.last >= begin
+        ]
+        cut = [replace(r, rows=SequenceRange(max(r.rows.first, begin), r.rows.last)) for r in ranges]
+        return merged([(each.rows.first, partial(self._chain_rows, each, columns, stop)) for each in cut])
+
+    def _chain_rows(self, each: ChainRange, columns: tuple[str, ...], stop: Stop) -> Iterator[pa.RecordBatch]:
+        position, listings, backoff = each.rows.first, 0, Backoff(None, PAUSES)
+        while position <= each.rows.last:
+            problems = list[str]()
+            try:
+                refs = self._store.list(each.chain, position=position)
+                within = SequenceRange(position, each.rows.last)
+                for batch in read_cover(self._store, refs, within, problems.append, columns):
+                    if any(_is_hole(problem) for problem in problems):
+                        break
+                    yield batch
+                    position, listings = batch.column("sequence")[-1].as_py() + 1, 0
+                    backoff.reset()
+            except Unavailable as error:
+                if stop.is_set:
+                    raise
+                self._teller.say(f"waiting for the store: {error.message}")
+                self._clock.pause(backoff.next())
+                continue
+            if not any(_is_hole(problem) for problem in problems):
+                return
+            if (listings := listings + 1) >= LISTINGS:
+                if (floor := self._documents.floor(each.chain)) is not None and floor.first > position:
+                    raise Unavailable(
+                        f"chain {each.chain}: {floor}, while it was read",
+                        hint=ways(("it begins again by itself, five times; then", same_command(self._request))),
+                        code=EXPIRED,
+                    )
+                raise DataError(
+                    f"chain {each.chain}: rows cannot be read: {'; '.join(problems[:5])}",
+                    hint=ways(
+                        ("restore the objects; all that is damaged", command("segments verify", str(each.chain))),
+                        ("put it away, and bring back the rest", same_command(self._request, "--allow-lossy")),
+                    ),
+                    code="E-SEG-CORRUPT",
+                )
+
+
+def _is_hole(problem: str) -> bool:
+    return problem.startswith("no segment covers")
+
+
+Source = tuple[int, Callable[[], Iterator[pa.RecordBatch]]]  # the least sequence it may have, and its rows
+
+
+def merged(sources: Sequence[Source]) -> Iterator[pa.RecordBatch]:
+    """The rows of all sources by sequence, each sequence once. A source is opened when its rows come."""
+    waiting = sorted(sources, key=lambda source: source[0])
+    open_: list[list[Any]] = []  # iterator, and what is left of its current batch
+    while waiting or open_:
+        reach = min((held[1].column("sequence")[-1].as_py() for held in open_), default=waiting[0][0] if waiting else 0)
+        if waiting and waiting[0][0] <= reach:
+            rows = waiting.pop(0)[1]()
+            if (batch := next(rows, None)) is not None:
+                open_.append([rows, batch])
+            continue
+        parts = []
+        for held in [*open_]:
+            sequences = np.asarray(held[1].column("sequence"))
+            count = int(np.searchsorted(sequences, reach, side="right"))
+            parts.append(held[1].slice(0, count))
+            held[1] = held[1].slice(count)
+            if not held[1].num_rows and (following := next(held[0], None)) is None:
+                open_.remove(held)
+            elif not held[1].num_rows:
+                held[1] = following
+        yield _joined([part for part in parts if part.num_rows])
+
+
+def _joined(parts: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+    if len(parts) == 1:
+        return parts[0]
+    every = pa.Table.from_batches(parts).unify_dictionaries().combine_chunks()
+    sequences = np.asarray(every.column("sequence"))
+    order = np.argsort(sequences, kind="stable")
+    once: Any = order[np.r_[True, np.diff(sequences[order]) != 0]]
+    return every.take(once).combine_chunks().to_batches()[0]

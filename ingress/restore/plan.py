@@ -1,0 +1,453 @@
+"""What a restore will do: pure values over what the archive holds, what egress captured, and what was asked for.
+
+What limits dropped is not sent where whole segments can be left out, and is dropped by the server for the rest.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from common.chain import Chain
+from common.clock import NS_PER_S, format_time, parse_time
+from common.jetstream.api import GUARD, MARKER
+from common.segments.captures import CapturedConsumers, CapturedDeletions
+from common.segments.segment import Reason
+from common.sequences import SequenceRange
+from common.settings.types import counted, duration_words, size_words
+from common.subjects import covers
+from ingress.replay.plan import ReplayChain, ReplayPart, time_text
+from ingress.restore.archive import ArchiveConsumer, ArchiveState
+from ingress.restore.fold import Fold
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreRequest:
+    """`incarnation` None: the newest. `name`: of the stream that is made, empty for the name that it had.
+
+    `to_sequence`, `to_time_ns` (exclusive): the point in time, None for all that is archived. `replicas` None: as many
+    as it had. `verify`: `full`, `sample` or `state`. `promote`: False for a drill, whose stream stays under its guard,
+    and whose consumers deliver to nobody. `subjects`: of the stream that is made, empty for those that it had.
+    `format`: of the archive that is sent: `auto`, `logical` or `files`. `server`: `local` for a drill on one that is
+    started for it, else empty.
+    """
+
+    site: str
+    feed: str
+    incarnation: int | None = None
+    name: str = ""
+    to_sequence: int | None = None
+    to_time_ns: int | None = None
+    replicas: int | None = None
+    consumers: bool = True
+    verify: str = "full"
+    allow_lossy: bool = False
+    force: bool = False
+    promote: bool = True
+    format: str = "auto"
+    subjects: tuple[str, ...] = ()
+    server: str = ""
+
+    def options(self) -> Iterator[str]:
+        """What a command says beside the feed to ask for the same."""
+        if self.promote and self.name:
+            yield f"--as {shlex.quote(self.name)}"
+        if self.subjects:
+            yield f"--subjects {shlex.quote(','.join(self.subjects))}"
+        if self.to_sequence is not None:
+            yield f"--to-sequence {self.to_sequence}"
+        if self.to_time_ns is not None:
+            yield f"--to-time {format_time(self.to_time_ns)}"
+        if self.server:
+            yield f"--server {self.server}"
+        elif self.replicas is not None:  # a server that is started for it is alone
+            yield f"--replicas {self.replicas}"
+        if self.promote and not self.consumers:
+            yield "--no-consumers"
+        if self.promote and self.verify != "full":
+            yield f"--verify {self.verify}"
+        if self.allow_lossy:
+            yield "--allow-lossy"
+        if self.force:
+            yield "--force"
+        if self.format != "auto":
+            yield f"--format {self.format}"
+
+    @property
+    def is_in_the_past(self) -> bool:
+        return self.to_sequence is not None or self.to_time_ns is not None
+
+
+# The stream under its guard, and afterwards
+
+# Not while it is guarded: they would read from or write to elsewhere, refuse the promotion, or drop and add messages
+# before what came back was compared. What is larger than a `max_msg_size` of later is no message of a restore.
+AT_PROMOTION = (
+    *("sources", "republish", "subject_transform", "sealed", "max_age", "subject_delete_marker_ttl"),
+    "max_msg_size",
+)
+# Not at all: `mirror` cannot come back on a stream that has messages, `placement` may not fit where it is restored.
+_NEVER = ("mirror", "mirror_direct", "placement")
+# Bytes that nats-server counts for a message, by its storage, beside subject, headers and payload.
+FILE_RECORD, MEMORY_RECORD = 30, 16  # on disk four more where there are headers
+
+
+def promoted_config(config: Mapping[str, Any], name: str, replicas: int | None = None) -> dict[str, Any]:
+    """The configuration that the stream ends with, under `name`."""
+    kept = {key: value for key, value in config.items() if key not in _NEVER}
+    metadata = {
+        key: value
+        for key, value in (config.get("metadata") or {}).items()
+        if not key.startswith("_nats.") and key != MARKER
+    }
+    kept |= {"name": name, "metadata": metadata}
+    if replicas is not None:
+        kept["num_replicas"] = replicas
+    return kept
+
+
+def guarded_config(config: Mapping[str, Any], marker: str) -> dict[str, Any]:
+    """`config`, as `promoted_config` gives it, for the time until it is promoted: no producer reaches the stream."""
+    kept = {key: value for key, value in config.items() if key not in AT_PROMOTION}
+    kept["subjects"] = [f"{GUARD}{config['name']}"]
+    kept["metadata"] = {**config["metadata"], MARKER: marker}
+    return kept
+
+
+def left_out(config: Mapping[str, Any], name: str) -> Iterator[str]:
+    """What of a captured configuration does not come back under `name`, in words."""
+    for key in _NEVER:
+        if config.get(key):
+            yield f"{key} is left out: {_WHY[key]}"
+    if config.get("mirror") and not config.get("subjects"):
+        yield f"a mirror has no subjects: the server gives the stream {name} as its only one"
+
+
+_WHY = {
+    "mirror": "the stream comes back as one of its own, without an upstream",
+    "mirror_direct": "it is no mirror any more",
+    "placement": "set it with `nats stream edit` where it fits",
+}
+
+
+# Which rows, and the whole
+
+
+def begin_of(
+    parts: Sequence[ReplayPart], config: Mapping[str, Any], now_ns: int, *, counts: bool
+) -> tuple[int, list[str]]:
+    """The sequence below which the limits of the stream leave nothing (0: nowhere), by whole segments; and why, in
+    words. `counts`: every archived row counts for `max_msgs` and `max_bytes`.
+    """
+    begin, why = 0, list[str]()
+    # A message with a TTL of its own, and a marker of what was deleted, may outlive `max_age`: the server decides.
+    outlives = config.get("allow_msg_ttl") or config.get("subject_delete_marker_ttl")
+    expired = [
+        part.stretch.rows.last + 1
+        for part in parts
+        if part.footer.last_timestamp_ns is not None
+        and part.footer.last_timestamp_ns < now_ns - _limit(config, "max_age")
+    ]
+    if _limit(config, "max_age") and expired and not outlives:
+        least = min(
+            (p.stretch.rows.first for p in parts if p.stretch.rows.last + 1 not in expired), default=max(expired)
+        )
+        begin = max(begin, least)
+        why.append(f"max_age {duration_words(_limit(config, 'max_age') / NS_PER_S)}")
+    is_old = config.get("discard", "old") == "old"
+    for key in ("max_msgs", "max_bytes"):
+        if not (limit := _limit(config, key)) or not counts or not is_old:
+            continue
+        total = 0
+        for part in sorted(parts, key=lambda part: part.stretch.rows.first, reverse=True):
+            # `rows` is an upper bound where a segment is used in part or others hold rows of it: do not count those.
+            total += (part.rows if key == "max_msgs" else part.raw_bytes) if part.is_exact else 0
+            if total >= limit and part.stretch.rows.first > begin:
+                begin = part.stretch.rows.first
+                why.append(f"{key} {limit:,}")
+                break
+            if total >= limit:
+                break
+    return begin, why
+
+
+def _limit(config: Mapping[str, Any], key: str) -> int:
+    """0: no limit."""
+    return max(0, int(config.get(key) or 0))
+
+
+@dataclass(frozen=True, slots=True)
+class FurtherFeed:
+    """Another feed of the same stream, archived up to `end`, which is further than what is restored."""
+
+    feed: str
+    end: int
+    is_filtered: bool
+
+    def line(self, upto: int) -> str:
+        given = SequenceRange(upto + 1, self.end)
+        return (
+            f"feed {self.feed} of the same stream is archived up to {self.end}: {given} would be given to new "
+            f"messages, and {self.feed} stops then (E-ROLLED-BACK)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan:
+    """`chains`: the whole history of the stream, all partitions; none where nothing of it is archived. `newest`: one of
+    the last incarnation. `begin`: the first sequence that is sent; `end`: the
+    last one of the stream. `config`: what it ends with. `archived`: where the archive ends.
+
+    `is_renamed`: the lost stream had another name. `further`: other feeds of it that are archived further.
+
+    `notes`: what will not be exact, in words; `lossy`: what of that is refused without `--allow-lossy`.
+    """
+
+    request: RestoreRequest
+    chains: tuple[ReplayChain, ...]
+    newest: Chain
+    begin: int
+    end: int
+    archived: int
+    created: str
+    config: Mapping[str, Any]
+    consumers: tuple[ArchiveConsumer, ...] = ()
+    deletions: CapturedDeletions | None = None
+    is_renamed: bool = False
+    further: tuple[FurtherFeed, ...] = ()
+    notes: tuple[str, ...] = ()
+    lossy: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return str(self.config["name"])
+
+    @property
+    def parts(self) -> list[ReplayPart]:
+        return [part for chain in self.chains for part in chain.parts if part.stretch.rows.last >= self.begin]
+
+    @property
+    def incarnations(self) -> list[int]:
+        return sorted({self.newest.incarnation, *(chain.chain.incarnation for chain in self.chains)})
+
+    @property
+    def rows(self) -> int:
+        """Archived messages; more than the stream will hold where some of them are folded."""
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.raw_bytes for part in self.parts)
+
+    @property
+    def stored(self) -> int:
+        """Bytes that a server counts for what comes back, about: of deleted rows their share is taken off. 0 where only
+        reading tells what is left: rollups, schedules, `max_msgs_per_subject`.
+        """
+        if (fold := self.fold()).needs_pass:
+            return 0
+        rows, size = 0, 0
+        for part in self.parts:
+            if (left := part.rows - fold.deleted(part.stretch.rows)) > 0:
+                rows, size = rows + left, size + part.raw_bytes * left // part.rows
+        size += rows * (MEMORY_RECORD if self.config.get("storage") == "memory" else FILE_RECORD)
+        if self.config.get("discard", "old") != "old":
+            return size
+        if 0 < (most := _limit(self.config, "max_msgs")) < rows:
+            size = size * most // rows
+        return min(size, _limit(self.config, "max_bytes") or size)
+
+    @property
+    def times(self) -> tuple[int, int]:
+        """The times (ns) of the first and the last message, 0 without any."""
+        first = [p.footer.first_timestamp_ns for p in self.parts if p.footer.first_timestamp_ns is not None]
+        last = [p.footer.last_timestamp_ns for p in self.parts if p.footer.last_timestamp_ns is not None]
+        return min(first, default=0), max(last, default=0)
+
+    def state(self, first: pa.RecordBatch | None, folded: int | None) -> ArchiveState:
+        """What the archive that is sent says of the stream. `first`: its first rows, None without any; `folded`: how
+        many are left, None where they were not counted.
+        """
+        last_ns = self.times[1]
+        if first is None:
+            return ArchiveState(0, 0, self.end + 1, last_ns, self.end, last_ns)
+        begin, at = first.column("sequence")[0].as_py(), first.column("timestamp_ns")[0].as_py()
+        messages = min(self.rows if folded is None else folded, self.end - begin + 1)  # the server takes no more
+        return ArchiveState(messages, self.bytes, begin, at, self.end, max(last_ns, at))
+
+    def fold(self) -> Fold:
+        config = self.config
+        return Fold(
+            self.deletions,
+            rolls=bool(config.get("allow_rollup_hdrs")),
+            per_subject=int(config.get("max_msgs_per_subject") or 0),
+            schedules=bool(config.get("allow_msg_schedules")),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "site": self.request.site,
+            "feed": self.request.feed,
+            "stream": self.name,
+            "incarnations": self.incarnations,
+            "first": self.begin,
+            "end": self.end,
+            "archived": self.archived,
+            "rows": self.rows,  # what a restore did says here how many it sent
+            "archived_rows": self.rows,
+            "bytes": self.bytes,
+            "replicas": self.config.get("num_replicas", 1),
+            "subjects": list(self.config.get("subjects") or []),
+            "consumers": [consumer.name for consumer in self.consumers],
+            "notes": list(self.notes),
+            "lossy": list(self.lossy),
+        }
+
+    def lines(self) -> Iterator[str]:
+        request, which = self.request, ", ".join(f"{number:04d}" for number in self.incarnations)
+        yield f"{request.site}/{request.feed} (incarnation {which}) into stream {self.name}"
+        holds = f"{counted(self.rows, 'archived message')}, {size_words(self.bytes)}"
+        if self.begin > self.end:
+            yield f"no message comes back: an empty stream, which goes on at {self.end + 1}"
+        else:
+            yield f"sequences {self.begin} to {self.end}: {holds}"
+        if self.rows:
+            yield f"from {time_text(self.times[0])} to {time_text(self.times[1])}"
+        subjects = ", ".join(self.config.get("subjects") or []) or "none"
+        yield f"subjects {subjects}; replicas {self.config.get('num_replicas', 1)}"
+        yield f"consumers: {', '.join(each.name for each in self.consumers) or 'none'}"
+        yield from (f"note: {note}" for note in self.notes)
+        yield from (f"LOSSY: {why}" for why in self.lossy)
+
+
+def losses(chains: Iterable[ReplayChain], subjects: Sequence[str], filters: Sequence[str]) -> Iterator[str]:
+    """What the archive of the chains does not hold of the stream, in words. `subjects`: of the stream.
+
+    `filters`: of the feed. Several are its partitions, which are meant to take all.
+    """
+    chains = list(chains)
+    if len({*filters}) == 1 and not all(covers(filters[0], subject) for subject in subjects or [">"]):
+        yield f"the feed is filtered: of {', '.join(subjects)} it froze {', '.join(filters)}"
+    if any(part.footer.sampling is not None for chain in chains for part in chain.parts):
+        yield "the feed is sampled"
+    for chain in chains:
+        counts: dict[str, int] = {}
+        for part in chain.parts:
+            for reason, count in part.ledger.counts.items():
+                counts[str(reason)] = counts.get(str(reason), 0) + count
+        for reason in (Reason.SAMPLED_OUT, Reason.TOO_OLD, Reason.LOOPED):
+            if counts.get(reason):
+                yield f"{chain.chain}: {counted(counts[reason], 'message')} left out ({reason})"
+        if chain.holes:
+            shown = ", ".join(map(str, chain.holes[:10])) + (" …" if len(chain.holes) > 10 else "")
+            yield f"{chain.chain}: no segment covers {shown}"
+
+
+def lost_ends(known: Mapping[Chain, int], ends: Mapping[Chain, int]) -> Iterator[str]:
+    """In words, the chains whose segments end (`ends`) before where their archive is `known` to have ended."""
+    for chain in sorted(known):
+        if ends[chain] < known[chain]:
+            yield (
+                f"{chain}: the archive covered up to {known[chain]}, and its segments end at {ends[chain]}: "
+                f"{SequenceRange(ends[chain] + 1, known[chain])} is missing"
+            )
+
+
+def never_archived(rows: int, end: int, stood: tuple[int, str]) -> Iterator[str]:
+    """In words, a stream of which no message is archived, and that was captured further than `end`. `stood`: its last
+    sequence, and when.
+    """
+    if not rows and stood[0] > end:
+        lost = SequenceRange(end + 1, stood[0])
+        yield f"no message of it is archived, and it stood at {stood[0]} ({stood[1]}): {lost} is missing"
+
+
+def _limits(plan: RestorePlan) -> Iterator[str]:
+    """What limits of the stream do to the messages that come back, in words."""
+    is_new, pushed = plan.config.get("discard", "old") == "new", list[str]()
+    parts = [part for chain in plan.chains for part in chain.parts]
+    for key, of, sent, words in (
+        ("max_msgs", sum(part.rows for part in parts), plan.rows, lambda count: counted(count, "message")),
+        ("max_bytes", sum(part.raw_bytes for part in parts), plan.bytes, size_words),
+    ):
+        if not (limit := _limit(plan.config, key)) or of <= limit:
+            continue
+        which = f"{key} {limit:,}" if key == "max_msgs" else f"{key} {size_words(limit)}"
+        if is_new:
+            yield f"{which} with discard new: nothing is dropped, and while there is more, new messages are refused"
+            continue
+        if sent > limit:
+            yield f"{which}: the server drops the oldest, up to {words(sent - limit)}"
+        pushed.append(f"up to {words(of - limit)} ({which})")
+    if limit := _limit(plan.config, "max_msgs_per_subject"):
+        pushed.append(f"some of their subjects (max_msgs_per_subject {limit:,})")
+    is_known = plan.deletions is not None and plan.deletions.last >= plan.end
+    deletes = plan.config.get("retention", "limits") != "limits" or not (
+        plan.config.get("deny_delete") and plan.config.get("deny_purge")
+    )
+    if pushed and plan.rows and deletes and not is_known:
+        yield f"what was deleted and comes back may push out others that lived: {', '.join(pushed)}"
+
+
+def forecast(
+    plan: RestorePlan,
+    now_ns: int,
+    *,
+    captured: CapturedConsumers | None,
+    skipped: Sequence[str],
+    stood: tuple[int, str] = (0, ""),
+) -> list[str]:
+    """What will not be exact, or is not sent, in words. `stood`: as of `never_archived`."""
+    found = list[str]()
+    if plan.rows and stood[0] > plan.end:
+        lost = SequenceRange(plan.end + 1, stood[0])
+        found.append(
+            f"the stream stood at {stood[0]} ({stood[1]}): of {lost} nothing is archived, and the sequences are given "
+            "to new messages"
+        )
+    if skipped:
+        gone = sum(p.rows for chain in plan.chains for p in chain.parts if p.stretch.rows.last < plan.begin)
+        found.append(f"{counted(gone, 'message')} below {plan.begin} are not sent: {', '.join(skipped)}")
+    found += _limits(plan)
+    if plan.request.consumers and captured is None:
+        found.append("no consumers were captured: none comes back")
+    elif captured is not None:
+        age = max(0, now_ns - parse_time(captured.at)) / NS_PER_S
+        found.append(f"positions of consumers are {duration_words(age)} old ({captured.at})")
+    retention = plan.config.get("retention", "limits")
+    if plan.deletions is None and plan.rows:
+        word = "acknowledged" if retention != "limits" else "deleted"
+        found.append(f"no deletions were captured: messages that were {word} at the site come back")
+    elif plan.deletions is not None:
+        known = plan.deletions
+        behind = f"behind {known.last}" if known.last < plan.end else "since"
+        deleted = counted(sum(last - first + 1 for first, last in known.deleted), "sequence")
+        found.append(
+            f"deletions are those of {known.at}, all below {known.first} and {deleted} behind it: what was deleted "
+            f"{behind} comes back"
+        )
+    if plan.config.get("allow_msg_schedules"):
+        found.append(
+            "schedules that fired for the last time are left out; those that became due since fire when it is back, "
+            "before nats-server 2.15 while it is filled, which ends it with differences"
+        )
+    unread = [p for p in plan.parts if p.ledger.unread()]
+    if unread:
+        count = sum(part.ledger.unread() for part in unread)
+        found.append(f"{counted(count, 'message')} had left the stream before they were read")
+    if len({chain.chain.partition for chain in plan.chains}) > 1 and plan.rows < (of := plan.end - plan.begin + 1):
+        none = counted(of - plan.rows, "sequence")
+        found.append(f"{none} without a message: deleted at the site, or on a subject that no partition takes")
+    for chain in plan.chains:
+        if chain.chain.incarnation == plan.newest.incarnation and chain.range.rows.last < plan.end:
+            lost = SequenceRange(chain.range.rows.last + 1, plan.end)
+            found.append(f"{chain.chain} was archived up to {lost.first - 1} only: what it had of {lost} is lost")
+    if plan.end < plan.archived and plan.request.promote:
+        found.append(f"the archive goes on to {plan.archived}: egress will ask what to do (E-ROLLED-BACK)")
+    if plan.request.is_in_the_past:
+        found += [each.line(plan.end) for each in plan.further]
+    return found

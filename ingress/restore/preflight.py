@@ -1,0 +1,354 @@
+"""What a restore asks before anything is written: the server, its account, the name, the subjects, the lease.
+
+A dry run asks the same and ends with the same errors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from common.errors import ConfigError, FloeError, Refused, Stopped, Unavailable
+from common.exits import ways
+from common.jetstream.api import StreamInfo, ask, stream_info, token
+from common.jetstream.client import FloeClient
+from common.jetstream.kv import state_key
+from common.jetstream.lease import Leases, owner_text
+from common.jetstream.requests import ApiError
+from common.segments.columns import lengths
+from common.settings.types import counted, size_words
+from ingress.restore.archive import ArchiveWriter, archive_writer
+from ingress.restore.history import same_command
+from ingress.restore.plan import RestorePlan, RestoreRequest
+
+RUNS, ROOM = "E-RESTORE-RUNS", "E-RESTORE-ROOM"
+RESTORE_FAILED = 10062  # what JetStream answers where it gave a restore up
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What a restore begins with. `plan`: as far as `writer`'s form of the archive can carry it; `notes`: what only
+    the server could tell, in words.
+    """
+
+    plan: RestorePlan
+    writer: ArchiveWriter
+    notes: tuple[str, ...]
+
+
+async def preflight(client: FloeClient, plan: RestorePlan, lease_bucket: str) -> Ready:
+    """Raises ConfigError for what the server, the account or another stream there does not allow. `lease_bucket`: its
+    bucket of leases, empty where none is needed.
+    """
+    version = ".".join(map(str, client.server_version))
+    writer = archive_writer(plan.name, version, plan.request.format, force=plan.request.force)
+    fitted = plan
+    if writer.format == "files" and plan.config.get("storage") == "memory":
+        fitted = replace(plan, config={**plan.config, "storage": "file"})
+    _check_replicas(client, plan)
+    account = await _account(client)
+    if (info := await stream_info(client, plan.name)) is not None and not info.marker:
+        raise foreign(plan.request, info)
+    await _check_room(client, fitted, account, info is not None, lease_bucket)
+    if plan.request.promote:
+        await _check_promotion(client, plan)
+        await _check_subjects(client, plan)
+    else:
+        await _check_removal(client, plan)
+    return Ready(fitted, writer, tuple(_notes(client, plan, writer)))
+
+
+async def dry_run(client: FloeClient, plan: RestorePlan, leases: Leases, lease_bucket: str) -> list[str]:
+    """What only the server tells, and what is not known until the stream is filled, in words.
+
+    Raises as `preflight`, and Unavailable where another restore holds the lease of the name.
+    """
+    notes = list((await preflight(client, plan, lease_bucket)).notes)
+    if (holder := await leases.holder(state_key("restore", plan.name))) is not None:
+        raise runs(plan.name, owner_text(holder))
+    if any(part.footer.raw_bytes > client.max_payload for part in plan.parts):
+        most = size_words(client.max_payload)
+        notes.append(f"whether a message is larger than max_payload ({most}) is seen only while the stream is filled")
+    return notes
+
+
+def check_whole(plan: RestorePlan) -> None:
+    """Raises Stopped where the archive holds less than the stream, and nobody allowed that."""
+    request = plan.request
+    if plan.lossy and not request.allow_lossy:
+        raise Stopped(
+            f"the archive of {request.site}/{request.feed} is not the whole stream: {'; '.join(plan.lossy[:5])}",
+            hint=ways(
+                *(
+                    (
+                        f"{each.feed} goes further: restore it",
+                        same_command(replace(request, feed=each.feed, incarnation=None)),
+                    )
+                    for each in plan.further
+                    if not each.is_filtered
+                ),
+                ("bring back what there is", same_command(replace(request, allow_lossy=True))),
+            ),
+            code="E-RESTORE-LOSSY",
+        )
+
+
+def _check_replicas(client: FloeClient, plan: RestorePlan) -> None:
+    replicas = int(plan.config.get("num_replicas") or 1)
+    if replicas > 1 and not client.is_clustered:
+        raise ConfigError(
+            f"stream {plan.name}: had {replicas} replicas, and this server is in no cluster",
+            hint=ways(("restore it with one", same_command(replace(plan.request, replicas=1)))),
+            code="E-RESTORE-REPLICAS",
+        )
+
+
+async def _check_room(
+    client: FloeClient, plan: RestorePlan, account: Mapping[str, Any], leftover: bool, lease_bucket: str
+) -> None:
+    """Raises ConfigError where the limits of the account leave too little. `leftover`: of a restore before, which is
+    removed first; `lease_bucket`: empty where none is needed.
+    """
+    replicas = int(plan.config.get("num_replicas") or 1)
+    tier = (account.get("tiers") or {}).get(f"R{replicas}")
+    found = dict(tier or account)
+    limits, streams = found.get("limits") or {}, int(not leftover)
+    if leftover:
+        info = await ask(client, f"STREAM.INFO.{token(plan.name)}")
+        storage = "memory" if info["config"].get("storage") == "memory" else "storage"
+        freed = (storage, info["state"].get("bytes")), (f"reserved_{storage}", info["config"].get("max_bytes"))
+        for key, size in freed:
+            found[key] = int(found.get(key) or 0) - max(0, int(size or 0)) * (1 if tier else replicas)
+    if lease_bucket and (int(limits.get("max_streams") or 0) > 0 or limits.get("max_bytes_required")):
+        streams += await stream_info(client, f"KV_{lease_bucket}") is None
+    if (error := no_room(plan, found, copies=1 if tier else replicas, streams=streams)) is not None:
+        raise error
+
+
+def no_room(plan: RestorePlan, account: Mapping[str, Any], *, copies: int, streams: int) -> ConfigError | None:
+    """Which limit of the account stands in the way of `plan`, None where none does; pure.
+
+    `account`: as the server describes it, or a tier of it; `copies`: how often it counts the stream; `streams`: how
+    many are made, with the bucket of the leases.
+    """
+    limits, config = account.get("limits") or {}, plan.config
+    storage, key, of_stream = ("storage", "max_file", "disk_max_stream_bytes")
+    if config.get("storage") == "memory":
+        storage, key, of_stream = ("memory", "max_mem", "mem_max_stream_bytes")
+    limit, most = int(limits.get(f"max_{storage}", -1)), max(0, int(config.get("max_bytes") or 0))
+    for wanted, count in ((plan.stored, storage), (most, f"reserved_{storage}")):
+        used, word = int(account.get(count) or 0), "used" if count == storage else "reserved"
+        if 0 <= limit < wanted * copies + used:
+            return _no_room(
+                plan.request,
+                f"account: expected room for {size_words(wanted * copies)}, found a limit of {size_words(limit)} "
+                f"({key}), of which {size_words(used)} are {word}",
+                f"make room, or raise {key} of the account; then",
+            )
+    if 0 < (limit := int(limits.get(f"{storage}_max_stream_bytes") or 0)) < most:
+        text = f"account: expected streams of {size_words(most)} (max_bytes), found at most {size_words(limit)}"
+        return _no_room(plan.request, f"{text} ({of_stream})", f"raise {of_stream} of the account; then")
+    if limits.get("max_bytes_required") and not (most and streams < 2):
+        text = "account: expected streams without max_bytes, found that it takes none (max_bytes_required)"
+        return _no_room(plan.request, text, "set it to false; then")
+    limit, used = int(limits.get("max_streams") or 0), int(account.get("streams") or 0)
+    if 0 < limit < used + streams:
+        there = f"found max_streams {limit}, of which {used} are used"
+        text = f"account: expected room for {counted(streams, 'stream')}, {there}"
+        do = "remove streams that nobody needs, or raise max_streams of the account; then"
+        return _no_room(plan.request, text, do)
+    return _no_consumers(plan, max(0, int(limits.get("max_consumers") or 0)))
+
+
+def _no_consumers(plan: RestorePlan, limit: int) -> ConfigError | None:
+    """`limit`: `max_consumers` of the account, of each stream; 0 for none."""
+    request, count = plan.request, len(plan.consumers)
+    own = max(0, int(plan.config.get("max_consumers") or 0))
+    whose, limit = ("stream", own) if own > 0 and (own <= limit or not limit) else ("account", limit)
+    reader = int(request.verify != "state" and plan.rows > 0)
+    if not limit or count + reader <= limit:
+        return None
+    less = replace(request, consumers=False) if count > limit else replace(request, verify="state")
+    word = "without its consumers" if count > limit else "without reading it back"
+    beside = " and one that reads it back" if reader else ""
+    return _no_room(
+        request,
+        f"{whose}: expected {counted(count, 'consumer')}{beside}, found max_consumers {limit}",
+        *(("raise max_consumers of the account; then",) if whose == "account" else ()),
+        less=(f"or {word}" if whose == "account" else word, same_command(less)) if request.promote else None,
+    )
+
+
+def _no_room(request: RestoreRequest, found: str, *what: str, less: tuple[str, str] | None = None) -> ConfigError:
+    """`what`: to do before the same command; `less`: another one, and what that leaves out."""
+    others = [less] if less is not None else []
+    return ConfigError(found, hint=ways(*((do, same_command(request)) for do in what), *others), code=ROOM)
+
+
+# What the server says that it has no room for, by the number of its error: what that is, and what to do.
+_FULL = {
+    10002: ("max_file or max_mem of the account is reached", "make room, or raise it"),
+    10023: ("max_file_store or max_memory_store of the server is reached", "make room, or raise it"),
+    10026: ("max_consumers of the account is reached", "raise it"),
+    10027: ("max_streams of the account is reached", "remove streams that nobody needs, or raise it"),
+    10028: ("max_memory_store of the server{} is reached", "make room, or raise it"),
+    10047: ("max_file_store of the server{} is reached", "make room, or raise it"),
+    10113: ("the account takes no stream without max_bytes (max_bytes_required)", "set that to false"),
+    10122: ("disk_max_stream_bytes or mem_max_stream_bytes of the account is below its max_bytes", "raise it"),
+}
+_OF_ACCOUNT = {10028: ("max_memory", "max_mem"), 10047: ("max_storage", "max_file")}
+_DISK = re.compile("no space left|disk quota exceeded|not enough space", re.IGNORECASE)
+
+
+async def room_error(client: FloeClient, error: FloeError, request: RestoreRequest, name: str) -> ConfigError | None:
+    """As `out_of_room`, which knows the limits of the account then."""
+    if out_of_room(error, request, name, is_clustered=client.is_clustered) is None:
+        return None
+    account = dict[str, Any]()
+    with suppress(FloeError):
+        account = await ask(client, "INFO")
+    limits = [each.get("limits") or {} for each in (account, *(account.get("tiers") or {}).values())]
+    return out_of_room(error, request, name, is_clustered=client.is_clustered, limits=limits if account else None)
+
+
+def out_of_room(
+    error: FloeError,
+    request: RestoreRequest,
+    name: str,
+    *,
+    is_clustered: bool,
+    limits: Sequence[Mapping[str, Any]] | None = None,
+) -> ConfigError | None:
+    """What to do where `error` says that server or account have no room for the stream or its consumers, or None; pure.
+
+    `is_clustered`: there a lack of resources may pass by itself. `limits`: of the account and its tiers, None where
+    they are not known.
+    """
+    if not isinstance(error, ApiError):
+        return None
+    number = error.err_code
+    if number == RESTORE_FAILED:
+        if _DISK.search(error.description):
+            text = f"stream {name}: the disk of the server is full: {error.message}"
+            return _no_room(request, text, "make room on it; then")
+        number = next((int(each) for each in re.findall(r"\((10\d{3})\)", error.description)), 0)
+    if number not in _FULL or (number == 10023 and is_clustered):
+        return None
+    found, do = _FULL[number]
+    if number in _OF_ACCOUNT:
+        key, word = _OF_ACCOUNT[number]
+        is_limited = limits is None or any(int(each.get(key, -1)) >= 0 for each in limits)
+        found = found.format(f", or {word} of the account," if is_limited else "")
+    less = None
+    if number == 10026 and request.promote and request.consumers:
+        less = ("or without its consumers, which you make yourself", same_command(replace(request, consumers=False)))
+    return _no_room(request, f"stream {name}: {found}: {error.message}", f"{do}; then", less=less)
+
+
+async def _account(client: FloeClient) -> dict[str, Any]:
+    """What the account may use and uses. Raises ConfigError where there is no JetStream for it."""
+    try:
+        return await ask(client, "INFO")
+    except FloeError as error:
+        from common.doctor import NO_JETSTREAM, jetstream_account
+
+        if error.code in NO_JETSTREAM:
+            await jetstream_account(client)  # says what to do
+        raise
+
+
+async def _check_promotion(client: FloeClient, plan: RestorePlan) -> None:
+    """Raises Refused without the right to update the stream, which the last step needs. The update that asks for it
+    names no stream, so the server takes none.
+    """
+    with suppress(ApiError):
+        await ask(client, f"STREAM.UPDATE.{token(plan.name)}", {})
+
+
+async def _check_removal(client: FloeClient, plan: RestorePlan) -> None:
+    """Raises Refused without the rights to remove what a drill makes: its consumer that reads, its stream. Asked of
+    names that nobody has.
+    """
+    name = f"{token(plan.name)}-none"
+    for request in (f"CONSUMER.DELETE.{name}.none", f"STREAM.DELETE.{name}"):
+        with suppress(ApiError):
+            await ask(client, request)
+
+
+async def _check_subjects(client: FloeClient, plan: RestorePlan) -> None:
+    """Raises ConfigError where another stream has one of the subjects; who may not ask learns it at the end."""
+    for subject in plan.config.get("subjects") or []:
+        try:
+            answer = await ask(client, "STREAM.NAMES", {"subject": subject})
+        except Refused:
+            return
+        if others := sorted({*map(str, answer.get("streams") or [])} - {plan.name}):
+            raise ConfigError(
+                f"stream {plan.name}: expected subject {subject} to be free, found it at stream {others[0]}",
+                hint=ways(
+                    ("restore it with other subjects", beside(plan.request)),
+                    (f"or take the subject from {others[0]}, and", same_command(plan.request)),
+                ),
+                code="E-RESTORE-SUBJECTS",
+            )
+
+
+def _notes(client: FloeClient, plan: RestorePlan, writer: ArchiveWriter) -> Iterator[str]:
+    """What this server does otherwise, in words."""
+    if writer.format == "logical" and plan.request.promote and plan.rows and not plan.is_renamed:
+        way = "" if client.is_clustered else "; --format files keeps them from it"
+        yield (
+            "this nats-server makes the stream anew: streams that source from it read it from the beginning again, and "
+            f"have its messages twice{way}"
+        )
+    if writer.format != "files":
+        return
+    for consumer in plan.consumers:
+        if consumer.config.get("mem_storage"):
+            yield f"consumer {consumer.name} is kept in memory: this server begins it anew"
+    if plan.config.get("storage") == "memory":
+        yield "the stream was kept in memory: this server takes it back on disk only"
+
+
+def check_sizes(batch: pa.RecordBatch, max_payload: int) -> None:
+    """Raises ConfigError for a row that the server would store and could not deliver."""
+    parts = [lengths(batch.column(name)).fill_null(0) for name in ("headers", "payload")]
+    sizes = pc.add(*parts)
+    if (largest := pc.max(sizes).as_py()) > max_payload:
+        sequence = batch.column("sequence")[pc.index(sizes, largest).as_py()]
+        raise ConfigError(
+            f"sequence {sequence}: expected at most {max_payload} bytes (max_payload), found {largest}",
+            hint="raise max_payload of the server",
+            code="E-RESTORE-PAYLOAD",
+        )
+
+
+# What stands in the way
+
+
+def beside(request: RestoreRequest) -> str:
+    """The command for a stream of another name and with subjects of its own."""
+    name = f"{request.name or request.feed}_RESTORED"
+    return same_command(replace(request, name=name, subjects=(f"{name}.>",)))
+
+
+def foreign(request: RestoreRequest, info: StreamInfo) -> ConfigError:
+    """The name has a stream that no restore made."""
+    return ConfigError(
+        f"stream {info.name}: expected none, found one with {counted(info.messages, 'message')}, created "
+        f"{info.created}: it is not touched",
+        hint=ways(("restore beside it", beside(request)), "or delete it yourself, if nobody needs it"),
+        code="E-RESTORE-EXISTS",
+    )
+
+
+def runs(name: str, holder: str = "") -> Unavailable:
+    """Another restore has the name. `holder`: who that is, empty where it is not known."""
+    by = f", by {holder}" if holder else ""
+    return Unavailable(f"stream {name}: another restore fills it now{by}", hint="wait until it is done", code=RUNS)

@@ -1,0 +1,483 @@
+"""One restore: look, refuse or begin, fill a guarded stream, wait until it is at rest, compare, promote.
+
+plan → checks → lease → leftover removed → filled under the guard → at rest → compared → archive no longer than it was
+→ recorded → promoted
+
+Until it is promoted the stream has a subject that no producer knows, and a marker in its metadata. So a crash anywhere
+leaves nothing, or what the same command removes before it begins again. Any other stream of that name is never touched.
+One restore of a name at a time: it holds a lease, and promotes what has its own marker only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from contextlib import aclosing, asynccontextmanager, closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from common.clock import NS_PER_S, Backoff, Clock, doubling, format_time
+from common.errors import ConfigError, FloeError, Refused, Unavailable
+from common.exits import DIFFERENCES, ways
+from common.failpoints import failpoint
+from common.jetstream.api import StreamInfo, create_consumer
+from common.jetstream.buckets import open_leases, optional_leases
+from common.jetstream.client import FloeClient, connect
+from common.jetstream.durables import INTEREST, durable_config, durable_name
+from common.jetstream.lease import new_owner
+from common.jetstream.requests import ApiError
+from common.segments.captures import CapturedRestore, CaptureStore
+from common.segments.documents import ChainStore
+from common.segments.store import SegmentStore
+from common.sequences import SequenceRange
+from common.service.process import Threads
+from common.service.progress import Teller, share_text
+from common.settings.root import Settings
+from common.settings.service import NatsSettings, ServiceSettings
+from common.settings.types import counted, duration_words, size_words
+from common.tasks import Stop, wait_for
+from ingress.errors import passes_by_itself
+from ingress.replay.drill import while_held
+from ingress.restore.archive import ArchiveWriter, parts
+from ingress.restore.compare import Comparer, Digests, ReadBack, SentRows, Settling, differences, settle
+from ingress.restore.fold import Fold
+from ingress.restore.guard import GuardedStream
+from ingress.restore.history import EXPIRED, ArchivedHistory, same_command
+from ingress.restore.plan import RestorePlan, RestoreRequest, guarded_config
+from ingress.restore.preflight import (
+    RESTORE_FAILED,
+    ROOM,
+    RUNS,
+    Ready,
+    check_sizes,
+    check_whole,
+    dry_run,
+    preflight,
+    room_error,
+)
+from ingress.restore.upload import ArchiveUpload
+
+NAME_IN_USE = 10130  # to a restore: also while the server still gives up one before it, of which it tells nothing
+REFUSES_CONSUMER = "error restoring consumer"  # in that answer; any other may pass by itself
+THREADS = 4
+GREW = "E-RESTORE-GREW"
+ATTEMPTS = 5  # from the beginning, where a server went away or gave a restore up
+PAUSES = doubling(1.0, 15.0)  # seconds between them
+AHEAD = 2 * 1024 * 1024  # bytes that are encoded while others are sent
+KEEP_ALIVE = 2.0  # seconds; the server gives up after 5 without a byte
+COLUMNS = ("sequence", "timestamp_ns", "subject", "subject_raw", "headers", "payload")
+FOLDED = ("sequence", "subject", "headers")  # what the first pass needs
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreTuning:
+    """`looks`, `look_span`: how often, and over how many seconds, a name must be free. `settling`: as its class."""
+
+    looks: int = 3
+    look_span: float = 3.0
+    settling: Settling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """What a restore did. `rows`, `bytes`: sent, with all that the form adds; `seconds`: of all; `format`:
+    of the archive that was sent.
+
+    `not_kept`: what of the configuration of the stream and its consumers this server does not keep, in words;
+    `is_promoted`: whether the stream has its subjects.
+    """
+
+    plan: RestorePlan
+    rows: int
+    bytes: int
+    seconds: float
+    format: str
+    comparison: ReadBack
+    created: str
+    not_kept: tuple[str, ...] = ()
+    is_promoted: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        is_kept = not self.not_kept or self.plan.request.allow_lossy
+        return 0 if self.comparison.is_same and is_kept else DIFFERENCES
+
+    def as_json(self) -> dict[str, Any]:
+        found = self.comparison
+        return {
+            **self.plan.as_json(),
+            "ok": self.exit_code == 0,
+            "rows": self.rows,
+            "sent_rows": self.rows,
+            "sent_bytes": self.bytes,
+            "seconds": round(self.seconds, 3),
+            "format": self.format,
+            "created": self.created,
+            "verify": self.plan.request.verify,
+            "read_back": found.read,
+            "copies": list(found.copies),
+            "dropped_by_server": found.dropped,
+            "differences": [*found.wrong, *found.differences.examples],
+            "not_kept": list(self.not_kept),
+        }
+
+    def lines(self) -> Iterator[str]:
+        rate = f"{self.rows / max(self.seconds, 0.001):,.0f} msg/s"
+        took = f"{size_words(self.bytes)} sent in {duration_words(self.seconds)}, {rate}"
+        yield f"stream {self.plan.name}: {counted(self.rows, 'message')}, {took}"
+        found = self.comparison
+        if found.dropped:
+            yield f"{counted(found.dropped, 'message')} dropped by the server: limits, TTL, or acknowledged by all"
+        copies = f" from each of {', '.join(found.copies)}" if found.copies else ""
+        if found.is_same and self.plan.request.verify == "state":
+            yield "state as planned; nothing was read back"
+        elif found.is_same:
+            yield f"as in the archive: {found.read:,} read back{copies}"
+        else:
+            yield f"NOT WELL, and not promoted: {found.differences.line()}"
+            yield from found.wrong
+            yield from found.differences.examples
+        if self.not_kept:
+            how = "NOT WELL" if self.is_promoted else "NOT WELL, and not promoted without --allow-lossy"
+            yield f"{how if self.exit_code else 'note'}: this nats-server does not keep all of the configuration"
+            yield from self.not_kept
+
+
+class Restore:
+    """One request over one archive."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        request: RestoreRequest,
+        store: SegmentStore,
+        documents: ChainStore,
+        clock: Clock,
+        teller: Teller,
+        tuning: RestoreTuning | None = None,
+    ) -> None:
+        self._settings, self._request = settings, request
+        self._clock, self._teller, self._tuning = clock, teller, tuning or RestoreTuning()
+        self._captures = CaptureStore(documents.layout, documents.objects)
+        self._threads, self._stop = Threads("restore", THREADS), Stop()
+        self._history = ArchivedHistory(request, store, documents, self._threads, clock, teller)
+        self._started, self._noted = clock.monotonic(), set[str]()
+        self._owner = new_owner(settings.instance)
+        self._guarded: GuardedStream | None = None  # of the attempt that is made
+
+    @property
+    def _role(self) -> Literal["egress", "ingress"]:
+        return "egress" if self._settings.site == self._request.site else "ingress"
+
+    @property
+    def service(self) -> ServiceSettings:
+        return self._settings.egress if self._role == "egress" else self._settings.ingress
+
+    @asynccontextmanager
+    async def connected(self, nats: NatsSettings | None = None) -> AsyncIterator[FloeClient]:
+        """A connection to the server of the site, where the configuration is that of the site, else to that of ingress;
+        the threads are closed with it. `nats`: another one.
+        """
+        nats = nats or self._settings.nats_for(self._role)
+        name = f"floe restore {self._settings.instance}".strip()
+        with closing(self._threads):
+            async with aclosing(await connect(nats, name=name, clock=self._clock)) as client:
+                yield client
+
+    async def plan(self) -> RestorePlan:
+        """As `ArchivedHistory.plan`."""
+        plan = await self._history.plan()
+        if self._request.subjects:
+            plan = replace(plan, config={**plan.config, "subjects": [*self._request.subjects]})
+        return plan
+
+    async def look(self, plan: RestorePlan) -> tuple[list[str], FloeError | None]:
+        """What only the server tells, in words; and why `run` would end now before anything is filled, None where it
+        would fill. Nothing is written.
+        """
+        try:
+            check_whole(plan)
+            async with self.connected() as client:
+                leases = optional_leases(client, self.service, self._owner, self._clock)
+                return await dry_run(client, plan, leases, self.service.lease_bucket), None
+        except FloeError as error:
+            return [], error
+
+    # Doing it
+
+    async def run(self, client: FloeClient, stop: Stop) -> RestoreReport:
+        """Restore, or find that what came back differs: then it is not promoted.
+
+        Raises ConfigError, Refused, Stopped, UsageError, DataError; Unavailable where it was stopped, or after several
+        attempts.
+        """
+        self._stop = stop
+        plan = await self.plan()
+        self._note(plan.notes)
+        check_whole(plan)
+        backoff = Backoff(None, PAUSES)
+        for attempt in range(ATTEMPTS):
+            try:
+                return await self._attempt(client, plan)
+            except FloeError as error:
+                if error.code == RUNS:
+                    raise
+                full = await room_error(client, error, self._request, plan.name)
+                # What an attempt before left is counted by a cluster until all its servers have removed it.
+                waits = (full is not None or error.code == ROOM) and attempt in range(1, 3) and client.is_clustered
+                if full is not None and not waits:
+                    raise full from error
+                refused = error.err_code if isinstance(error, ApiError) else 0
+                is_last = attempt == ATTEMPTS - 1
+                if refused == RESTORE_FAILED and (is_last or REFUSES_CONSUMER in error.message):
+                    raise self._refused(error.message, plan) from error
+                passes = waits or passes_by_itself(error) or refused in (RESTORE_FAILED, NAME_IN_USE)
+                if not passes or is_last or stop.is_set:
+                    raise
+                self._teller.say(f"from the beginning again in a moment: {error.message}")
+                if await wait_for(stop, backoff.next()):
+                    raise
+                await client.wait_up(60.0)
+                if error.code in (GREW, EXPIRED):
+                    check_whole(plan := await self.plan())
+        raise AssertionError("the last attempt raises")
+
+    def _note(self, notes: Iterable[str]) -> None:
+        for note in notes:
+            if note not in self._noted:
+                self._noted.add(note)
+                self._teller.say(f"note: {note}")
+
+    def _refused(self, why: str, plan: RestorePlan) -> ConfigError:
+        """The server gave the archive up each time."""
+        request, ends = self._request, list[tuple[str, str]]()
+        if plan.consumers and request.promote and "consumer" in why:
+            without = same_command(replace(request, consumers=False))
+            ends = [("or without its consumers, which you make yourself", without)]
+        return ConfigError(
+            f"stream {plan.name}: the server does not take it: {why}",
+            hint=ways(
+                ("on the version of nats-server that it came from, or a newer one", same_command(request)), *ends
+            ),
+            code="E-RESTORE-REFUSED",
+        )
+
+    async def _attempt(self, client: FloeClient, plan: RestorePlan) -> RestoreReport:
+        ready = await preflight(client, plan, self.service.lease_bucket if self._request.promote else "")
+        self._note(ready.notes)
+        guarded = self._guarded = GuardedStream(client, ready.plan, self._clock, self._teller, self._stop)
+        if not self._request.promote:  # a drill has a lease of its own, for a name that nobody else has
+            return await self._restored(client, ready, guarded)
+        replicas = self.service.kv_replicas or int(plan.config.get("num_replicas") or 1)
+        leases = await open_leases(client, self.service, self._owner, self._clock, replicas=replicas)
+        async with guarded.claimed(leases) as lease:
+            return await while_held(lease, self._restored(client, ready, guarded))
+
+    async def _restored(self, client: FloeClient, ready: Ready, guarded: GuardedStream) -> RestoreReport:
+        plan, consumers = ready.plan, [consumer.name for consumer in ready.plan.consumers]
+        await guarded.clear(self._tuning.looks, self._tuning.look_span)
+        try:
+            expected, sent = await self._fill(client, ready, guarded.marker)
+            failpoint("restore.filled")
+            servers = await settle(client, plan.name, consumers, self._clock, self._tuning.settling)
+            failpoint("restore.settled")
+            await guarded.filled()
+            comparison = await self._compared(client, plan, expected, servers)
+            failpoint("restore.compared")
+            await self._check_end(plan)
+        except FloeError as error:
+            try:
+                await guarded.remove()
+            except ConfigError as other:  # another stream took its place: that is why
+                raise other from error
+            except FloeError:
+                pass  # the next restore removes it
+            raise
+        filled = await guarded.filled()
+        took = self._clock.monotonic() - self._started
+        report = RestoreReport(plan, expected.rows, sent, took, ready.writer.format, comparison, filled.created)
+        if self._request.promote:  # a drill compares these itself, with the positions
+            report = replace(report, not_kept=tuple(await differences(client, plan, positions=False)))
+        if not report.exit_code and self._request.promote:
+            await self._threads.run(self._record, plan, filled)
+            failpoint("restore.recorded")
+            await self._keep_for_egress(client, plan)
+            not_kept = await guarded.promote(await guarded.filled())
+            failpoint("restore.promoted")
+            report = replace(report, not_kept=(*report.not_kept, *not_kept), is_promoted=True)
+        return replace(report, seconds=self._clock.monotonic() - self._started)
+
+    # Filling
+
+    async def _fill(self, client: FloeClient, ready: Ready, marker: str) -> tuple[SentRows, int]:
+        """Send everything; what was sent, and its bytes."""
+        plan, writer = ready.plan, ready.writer
+        fold, digests = plan.fold(), Digests()
+        if fold.needs_pass:
+            await self._seen(plan, fold)
+        rows = self._sent(plan, fold, digests, client.max_payload)
+        first = await self._waited(partial(next, rows, None), "reading of the archive")
+        state = plan.state(first, fold.rows if fold.needs_pass else None)
+        marker = f"{marker} first={state.first_sequence} end={plan.end} rows={state.messages}"
+        config = guarded_config(plan.config, f"{marker} format={writer.format}")
+        head = b"".join(writer.head(config, plan.created, state, plan.consumers))
+        upload = await ArchiveUpload.begin(client, plan.name, config, state.to_json(len(plan.consumers)), self._clock)
+        async with aclosing(upload):
+            await upload.send(head)
+            async with aclosing(self._encoded(rows, writer, first, upload)) as pieces:
+                async for piece in pieces:
+                    await upload.send(piece)
+                    self._tell(plan, fold, digests.rows, upload.sent)
+            failpoint("restore.sent")
+            await upload.finish()
+        digests.close()
+        return SentRows(digests.blocks, digests.rows, plan.end, config), upload.sent
+
+    async def _encoded(
+        self, rows: Iterator[pa.RecordBatch], writer: ArchiveWriter, batch: pa.RecordBatch | None, upload: ArchiveUpload
+    ) -> AsyncGenerator[bytes]:
+        """The archive's bytes of `batch`, of the others of `rows` and of its end, read and encoded while those before
+        them are sent. However long the store takes, the server hears of us meanwhile.
+        """
+        ahead = asyncio.ensure_future(self._threads.run(_next, rows, writer, batch))
+        try:
+            while True:
+                while not (await asyncio.wait({ahead}, timeout=KEEP_ALIVE))[0]:
+                    self._check_stop()
+                    await upload.keep_alive(writer.keep_alive)
+                self._check_stop()
+                pieces, following = ahead.result()
+                failpoint("restore.sending")
+                if batch is not None:
+                    ahead = asyncio.ensure_future(self._threads.run(_next, rows, writer, following))
+                for piece in pieces:
+                    yield piece
+                if batch is None:
+                    return
+                batch = following
+        finally:
+            ahead.cancel()
+
+    async def _waited(self, call: Any, what: str) -> Any:
+        work = asyncio.ensure_future(self._threads.run(call))
+        while not (await asyncio.wait({work}, timeout=KEEP_ALIVE))[0]:
+            self._check_stop()
+            self._teller.progress(what, self._clock.monotonic())
+        return await work
+
+    def _check_stop(self) -> None:
+        if self._stop.is_set:
+            raise Unavailable(
+                "the restore was stopped before its end",
+                hint=ways(("it cannot go on, but begin again", same_command(self._request))),
+                code="E-RESTORE-STOPPED",
+            )
+        if self._guarded is not None:
+            self._guarded.check_lease()
+
+    async def _seen(self, plan: RestorePlan, fold: Fold) -> None:
+        """The first pass: what later rows did to earlier ones."""
+        rows, seen = self._history.rows(plan, plan.begin, FOLDED, self._stop), 0
+
+        def see() -> int | None:
+            for batch in rows:
+                fold.see(batch)
+                return batch.num_rows
+            fold.end_pass()
+            return None
+
+        while (count := await self._waited(see, "reading of the archive")) is not None:
+            self._check_stop()
+            seen += count
+            share = share_text(seen, plan.rows, self._clock.monotonic() - self._started)
+            self._teller.progress(f"{share}  {counted(seen, 'message')} looked at", self._clock.monotonic())
+
+    def _sent(self, plan: RestorePlan, fold: Fold, digests: Digests, max_payload: int) -> Iterator[pa.RecordBatch]:
+        """The rows that are sent, remembered in `digests`. Blocking."""
+        for batch in self._history.rows(plan, plan.begin, COLUMNS, self._stop):
+            if (left := fold.left(batch)).num_rows:
+                check_sizes(left, max_payload)
+                digests.add(left)
+                yield from parts(left, AHEAD)
+
+    def _tell(self, plan: RestorePlan, fold: Fold, rows: int, size: int) -> None:
+        at, of = self._clock.monotonic(), fold.rows if fold.needs_pass else plan.rows
+        share = share_text(min(rows, of), of, at - self._started)
+        self._teller.progress(f"{share}  {counted(rows, 'message')}, {size_words(size)}", at)
+
+    # Afterwards
+
+    async def _compared(
+        self, client: FloeClient, plan: RestorePlan, expected: SentRows, servers: list[str]
+    ) -> ReadBack:
+        def tell(count: int) -> None:
+            self._check_stop()
+            text = f"read back {counted(count, 'message')} of {expected.rows:,}"
+            self._teller.progress(text, self._clock.monotonic())
+
+        def reread(rows: SequenceRange) -> Iterator[pa.RecordBatch]:
+            for batch in self._history.rows(plan, rows.first, COLUMNS, self._stop):
+                count = int(np.searchsorted(np.asarray(batch.column("sequence")), rows.last, side="right"))
+                if not count:
+                    return
+                yield batch.slice(0, count)
+
+        comparer = Comparer(client, plan.name, expected, reread, tell)
+        found = await comparer.run(self._request.verify, servers)
+        return found if found.is_same else await comparer.run(self._request.verify, servers)
+
+    async def _check_end(self, plan: RestorePlan) -> None:
+        """Raises Unavailable where egress has archived more meanwhile: what it held of the lost stream."""
+        request = self._request
+        if not request.promote or request.is_in_the_past or plan.is_renamed:
+            return
+        if (archived := await self._history.archived()) > plan.archived:
+            raise Unavailable(
+                f"the archive went to {plan.archived}, and now goes to {archived}: egress has put what it held",
+                hint=ways(("it begins again by itself, five times; then", same_command(request))),
+                code=GREW,
+            )
+
+    async def _keep_for_egress(self, client: FloeClient, plan: RestorePlan) -> None:
+        """Let an interest stream keep what is published from the first moment on for the egress of this configuration,
+        which may look at it later only.
+        """
+        if plan.config.get("retention") != INTEREST or plan.is_renamed or self._role != "egress":
+            return
+        site, feeds = self._settings.site, self._settings.egress.feeds
+        for feed in (each for each in feeds if each.stream == plan.name):
+            for number, subject in enumerate(feed.filters()):
+                name = durable_name(site, feed.name, number)
+                config = durable_config(name, INTEREST, plan.end + 1, subject, client.server_version)
+                try:
+                    await create_consumer(client, plan.name, config)
+                except (ApiError, Refused) as error:
+                    self._teller.say(
+                        f"note: no consumer was made for egress ({error.message}): what is published before egress "
+                        "reads the stream again is not kept for it"
+                    )
+
+    def _record(self, plan: RestorePlan, filled: StreamInfo) -> None:
+        """Tell egress which stream this is, for where no message is left to tell. Blocking."""
+        if plan.is_renamed:
+            return
+        newest = plan.newest
+        ends = {c.chain.partition: c.range.rows.last for c in plan.chains if c.chain.incarnation == newest.incarnation}
+        at = format_time(int(self._clock.now() * NS_PER_S))
+        seen = filled.time if filled.leader else ""
+        self._captures.put(newest, CapturedRestore(at, plan.end, filled.created, plan.created, ends, seen))
+
+
+def _next(
+    rows: Iterator[pa.RecordBatch], writer: ArchiveWriter, batch: pa.RecordBatch | None
+) -> tuple[list[bytes], pa.RecordBatch | None]:
+    """The archive's bytes of `batch`, and the batch behind it; without one, the end of the archive."""
+    if batch is None:
+        return list(writer.tail()), None
+    encoded = list(writer.rows(batch)), next(rows, None)
+    pa.default_memory_pool().release_unused()  # the allocator keeps what this thread has freed, until told
+    return encoded

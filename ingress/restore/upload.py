@@ -1,0 +1,140 @@
+"""Sends an archive to the server that restores a stream: a bounded number of bytes ahead of its answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from common.clock import Clock
+from common.errors import Unavailable
+from common.jetstream.api import token
+from common.jetstream.client import FloeClient, RawSubscription, frame
+from common.jetstream.headers import status
+from common.jetstream.requests import NOBODY, api_answer
+from common.tasks import Trouble, wait_for
+
+WINDOW = 8 * 1024 * 1024  # bytes that are sent and not answered; more would hold up the routes of a cluster
+PIECE = 512 * 1024  # bytes of a message, at most
+ROOM = 1024  # bytes of a message that are not payload
+ASKING = 30.0  # seconds for the server to begin
+REACHING = 4.0  # seconds for the first bytes; the server gives up after 5 without one
+SILENT = 60.0  # seconds without an answer until it is given up
+ENDING = 1800.0  # seconds for the server to make the stream from what it got
+
+
+class ArchiveUpload:
+    """One archive on its way; made by `begin`, closed by `aclose`. `sent`: its bytes."""
+
+    def __init__(self, client: FloeClient, stream: str, subject: str, clock: Clock) -> None:
+        self._client, self._stream, self._subject, self._clock = client, stream, subject.encode(), clock
+        self._size = min(PIECE, client.max_payload - ROOM)
+        self._buffer, self._open, self._ahead, self.sent = bytearray(), deque[int](), 0, 0
+        self._answered = asyncio.Event()
+        self._trouble, self._generation = Trouble(self._answered), client.generation
+        self._inbox, self._subscription = client.new_inbox(), RawSubscription(client)
+
+    @classmethod
+    async def begin(
+        cls, client: FloeClient, stream: str, config: Mapping[str, Any], state: Mapping[str, Any], clock: Clock
+    ) -> ArchiveUpload:
+        """Asks the server to restore the stream. Raises ApiError where it refuses, also where there is one."""
+        request = {"config": dict(config), "state": dict(state)}
+        answer = await client.api(f"STREAM.RESTORE.{token(stream)}", request, timeout=ASKING)
+        upload = cls(client, stream, str(answer["deliver_subject"]), clock)
+        upload._subscription = await client.subscribe_raw(upload._inbox, upload._sink, upload._trouble.tell)
+        return upload
+
+    async def send(self, piece: bytes) -> None:
+        """Send bytes of the archive, later where too many are on their way.
+
+        Raises ApiError where the server gave up, Unavailable where it is gone, Refused without the right.
+        """
+        self._buffer += piece
+        while len(self._buffer) >= self._size:
+            await self._put(bytes(self._buffer[: self._size]))
+            del self._buffer[: self._size]
+
+    async def keep_alive(self, piece: bytes) -> None:
+        """Send what is held back, and `piece`. Only between two pieces of the archive."""
+        self._buffer += piece
+        await self._flush()
+
+    async def finish(self) -> None:
+        """Tell the server that this was all, and wait until it has made the stream. Raises as `send`."""
+        await self._flush()
+        await self._until(0)
+        answer, _ = await self._client.request_raw(self._subject, b"", timeout=ENDING)
+        api_answer(f"the restore of {self._stream}", answer)
+
+    async def aclose(self) -> None:
+        await self._subscription.unsubscribe()
+
+    async def _flush(self) -> None:
+        if self._buffer:
+            await self._put(bytes(self._buffer))
+            self._buffer.clear()
+
+    async def _put(self, piece: bytes) -> None:
+        if not self.sent:
+            await self._reach(piece)
+            return
+        await self._until(WINDOW - len(piece))
+        self._client.send(frame(self._subject, piece, None, self._inbox.encode()))
+        self._open.append(len(piece))
+        self._ahead += len(piece)
+        self.sent += len(piece)
+
+    async def _reach(self, piece: bytes) -> None:
+        """The first piece, until somebody has it: between servers, the answer that says where to send it may come
+        before what makes them pass it on.
+        """
+        deadline = self._clock.monotonic() + REACHING
+        while True:
+            self._check()
+            try:
+                answer, _ = await self._client.request_raw(self._subject, piece, timeout=SILENT)
+                break
+            except Unavailable as error:
+                if error.code != NOBODY:
+                    raise
+                if self._clock.monotonic() > deadline:
+                    raise self._gone() from None
+            await self._clock.sleep(0.05)
+        if answer:
+            api_answer(f"the restore of {self._stream}", answer)
+        self.sent += len(piece)
+
+    async def _until(self, most: int) -> None:
+        """Wait until at most `most` bytes are not answered."""
+        self._check()
+        deadline = self._clock.monotonic() + SILENT
+        while self._ahead > most:
+            self._answered.clear()
+            before = self._ahead
+            await wait_for(self._answered, 1.0)
+            self._check()
+            if self._ahead < before:
+                deadline = self._clock.monotonic() + SILENT
+            elif self._clock.monotonic() > deadline:
+                raise Unavailable(f"restore of {self._stream}: no answer of the server for {SILENT:g} s")
+
+    def _check(self) -> None:
+        self._trouble.check()
+        if (refused := self._client.refusal(self._subject)) is not None:
+            raise refused
+        if self._client.generation != self._generation or not self._client.is_up:
+            raise Unavailable(f"restore of {self._stream}: the connection was lost")
+
+    def _sink(self, _subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        self._answered.set()
+        if status(headers) is not None:
+            raise self._gone()
+        if payload:
+            api_answer(f"the restore of {self._stream}", payload)
+        if self._open:
+            self._ahead -= self._open.popleft()
+
+    def _gone(self) -> Unavailable:
+        return Unavailable(f"restore of {self._stream}: the server that restored it is gone")

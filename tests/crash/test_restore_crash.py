@@ -1,0 +1,167 @@
+"""`floe restore` killed anywhere leaves nothing, or what the same command removes; no producer reaches it before."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from common.errors import FloeError
+from common.jetstream.api import stream_info
+from infra.local.process import spawn
+from tests.support import restoring as back
+from tests.support.basics import PATIENCE, at_length, seeded, soon, unique
+from tests.support.commands import ROOT, configuration, floe
+from tests.support.egress import Bench
+
+pytestmark = pytest.mark.servers
+
+POINTS = ("sending", "sent", "filled", "settled", "compared", "recorded")
+
+
+class Producer:
+    """Publishes to the real subjects all the while; `acknowledged`: the sequences that it was told."""
+
+    def __init__(self, bench: Bench, stream: str) -> None:
+        self._bench, self._stream = bench, stream
+        self.acknowledged: list[bytes] = []
+        self.tried = 0
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            self.tried += 1
+            with suppress(FloeError):
+                subject = f"{self._stream}.a".encode()
+                answer, _ = await self._bench.client.request_raw(subject, b"late", timeout=1.0)
+                self.acknowledged.append(answer)
+            await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+
+async def lost(bench: Bench, count: int) -> tuple[str, list[object], str]:
+    """A stream that was archived and is gone, what it held, and a configuration."""
+    stream = await bench.make_stream(unique("R"), storage="file")
+    await bench.publish(stream, [b"%d" % n for n in range(count)])
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, count)
+    before = await back.contents(bench, stream)
+    await bench.delete_stream(stream)
+    return stream, [*before], str(configuration(bench, {"stream": stream}))
+
+
+async def is_guarded_or_gone(bench: Bench, stream: str) -> bool:
+    info = await stream_info(bench.client, stream)
+    return info is None or (bool(info.marker) and info.config["subjects"] == [f"_floe.restore.{stream}"])
+
+
+async def completes(bench: Bench, stream: str, before: list[object], producer: Producer, file: str) -> None:
+    """The same command brings it back, and producers go on behind it."""
+    assert producer.acknowledged == []
+    done = await floe("restore", "-c", file, f"site/{stream}", "--yes")
+    assert done.code == 0, done
+    await bench.publish(stream, [b"next"])
+    await producer.stop()
+    assert producer.tried > 10
+    found = await back.contents(bench, stream)
+    assert [*found[: len(before)]] == before
+    assert {message.payload for message in found[len(before) :]} <= {b"late", b"next"}
+
+
+async def stopped_at(point: str, stream: str, file: str, **options: object) -> subprocess.Popen[str]:
+    """A restore that sleeps at the failpoint until it gets SIGCONT."""
+    words = [sys.executable, "-c", "import sys; from floe import main; sys.exit(main())"]
+    words += ["restore", "-c", file, f"site/{stream}", "--yes"]
+    env = {**os.environ, "FLOE_FAILPOINTS": f"restore.{point}=stop"}
+    process = spawn(words, cwd=ROOT, env=env, **options)
+    stat = Path(f"/proc/{process.pid}/stat")
+    await soon(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+    return process
+
+
+@pytest.mark.parametrize("points", [("sending", "recorded"), at_length(POINTS)])
+async def test_killed_at_each_step(bench: Bench, points: tuple[str, ...]) -> None:
+    stream, before, file = await lost(bench, 500)
+    producer = Producer(bench, stream)
+    for point in points:
+        env = {**os.environ, "FLOE_FAILPOINTS": f"restore.{point}=kill"}
+        done = await floe("restore", "-c", file, f"site/{stream}", "--yes", env=env)
+        assert done.code == -signal.SIGKILL, done
+        assert await is_guarded_or_gone(bench, stream)
+    await completes(bench, stream, before, producer, file)
+
+
+@pytest.mark.parametrize("point", ["recorded", at_length("compared"), at_length("filled")])
+async def test_one_that_was_asleep_touches_nothing_of_the_one_that_was_done_meanwhile(bench: Bench, point: str) -> None:
+    stream, before, file = await lost(bench, 200)
+    asleep = await stopped_at(point, stream, file)
+    other = await floe("restore", "-c", file, f"site/{stream}", "--yes")
+    assert other.code == 0, other
+    await bench.publish(stream, [b"acknowledged"] * 5)
+    asleep.send_signal(signal.SIGCONT)
+    assert await asyncio.to_thread(asleep.wait, PATIENCE) == 78
+    info = await stream_info(bench.client, stream)
+    assert info is not None
+    assert (info.marker, info.config["subjects"]) == ("", [f"{stream}.>"])
+    found = await back.contents(bench, stream)
+    assert [*found[: len(before)]] == before
+    assert [message.payload for message in found[len(before) :]] == [b"acknowledged"] * 5
+
+
+@pytest.mark.parametrize("point", ["recorded", at_length("compared")])
+async def test_a_subject_that_was_taken_meanwhile_leaves_it_under_its_guard(bench: Bench, point: str) -> None:
+    stream, before, file = await lost(bench, 200)
+    asleep = await stopped_at(point, stream, file, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    other = await bench.make_stream(unique("O"), subjects=[f"{stream}.a"])
+    asleep.send_signal(signal.SIGCONT)
+    _, said = await asyncio.to_thread(asleep.communicate, timeout=PATIENCE)
+    assert asleep.returncode == 78, said
+    assert "error[E-RESTORE-PROMOTE]" in said
+    assert f"stream {stream}: the server refuses its configuration: subjects overlap" in said
+    assert "stays under its guard" in said
+    await bench.client.request_raw(f"{stream}.a".encode(), b"for the other", timeout=PATIENCE)
+    info = await stream_info(bench.client, stream)
+    assert info is not None
+    assert await is_guarded_or_gone(bench, stream)
+    assert info.last_sequence == 200
+
+    early = await floe("restore", "-c", file, f"site/{stream}", "--yes")
+    assert early.code == 78, early
+    assert (
+        f"error[E-RESTORE-SUBJECTS]: stream {stream}: expected subject {stream}.> to be free, found it at " in early.err
+    )
+    assert [message.payload for message in await back.contents(bench, other)] == [b"for the other"]
+    await bench.delete_stream(other)
+    await completes(bench, stream, before, Producer(bench, stream), file)
+
+
+@pytest.mark.soak
+async def test_killed_at_random_moments(bench: Bench) -> None:
+    stream, before, file = await lost(bench, 300_000)
+    rng, kills, longest = seeded(), 0, 8.0
+    words = [sys.executable, "-c", "import sys; from floe import main; sys.exit(main())"]
+    words += ["restore", "-c", file, f"site/{stream}", "--yes"]
+    while kills < 20:
+        producer = Producer(bench, stream)
+        process = spawn(words, cwd=ROOT)
+        await asyncio.sleep(delay := rng.uniform(0.5, longest))
+        if process.poll() is None:
+            process.kill()
+            kills += 1
+        await asyncio.to_thread(process.wait, PATIENCE)
+        await producer.stop()
+        if await is_guarded_or_gone(bench, stream):
+            assert producer.acknowledged == []
+        else:  # it was done before
+            longest = min(longest, delay)
+            await bench.delete_stream(stream)
+    await completes(bench, stream, before, Producer(bench, stream), file)

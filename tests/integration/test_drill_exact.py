@@ -1,0 +1,226 @@
+"""`floe drill --exact`: the whole stream comes back under a scratch name, on the same server or one of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.clock import SystemClock
+from common.errors import ConfigError, Refused, Stopped, Unavailable
+from common.jetstream.api import GUARD, create_consumer, create_stream, stream_info
+from common.jetstream.client import frame
+from common.service.progress import Teller
+from common.tasks import Stop
+from infra.local.nats import NatsServer
+from ingress.replay.drill import NAME
+from ingress.restore.compare import differences
+from ingress.restore.drill import ExactDrill, ServerMaker
+from ingress.restore.plan import RestoreRequest
+from tests.scenarios.processes import Service
+from tests.support import restoring as back
+from tests.support.basics import PATIENCE, soon, unique
+from tests.support.commands import configuration, floe, invoke
+from tests.support.egress import SITE, Bench
+
+pytestmark = pytest.mark.servers
+
+EVERY, ROWS = 80, 75  # the last sequence, and how many are there
+
+
+async def used(bench: Bench, heard: list[bytes]) -> str:
+    """A stream in use, archived and captured in the middle: gaps, a purged begin, consumers of several kinds. What its
+    push consumer delivers to its subscriber is `heard`.
+    """
+    stream = await bench.make_stream(unique("D"), storage="file", max_age=3_600_000_000_000)
+    push = f"push.{stream}"
+    await bench.client.subscribe_raw(push, lambda _s, _r, payload, _h: heard.append(payload))
+    for name, config in {
+        "pull": {"ack_policy": "explicit", "filter_subjects": [f"{stream}.a", f"{stream}.>"]},
+        "none": {"ack_policy": "none", "description": "é", "metadata": {"team": "billing"}},
+        "push": {"ack_policy": "none", "deliver_subject": push, "flow_control": True, "idle_heartbeat": 30_000_000_000},
+    }.items():
+        with suppress(KeyError):
+            config["filter_subject"] = config.pop("filter_subjects")[1]
+        await create_consumer(bench.client, stream, {"durable_name": name, **config})
+    await bench.publish(stream, [b"%d" % n * (n % 30) for n in range(EVERY // 2)])
+    await soon(lambda: len(heard) >= EVERY // 2)
+    await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": 10})
+    await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 5})
+    async with bench.egress({"stream": stream, "capture_consumers": "never"}):
+        await bench.archived_to(stream, EVERY // 2)
+        await back.capture(bench, stream, EVERY // 2)
+        await bench.publish(stream, [b"%d" % n * (n % 30) for n in range(EVERY // 2, EVERY)])
+        await soon(lambda: len(heard) >= EVERY)
+        await bench.archived_to(stream, EVERY)
+    return stream
+
+
+async def left_behind(bench: Bench) -> list[str]:
+    found = await bench.client.api("STREAM.NAMES", {"subject": f"{GUARD}>"})
+    return list(found["streams"] or [])
+
+
+async def test_beside_the_stream_itself_nobody_hears_anything_twice(bench: Bench) -> None:
+    heard = list[bytes]()
+    stream = await used(bench, heard)
+    before, positions, told = await back.state(bench, stream), await back.positions(bench, stream), [*heard]
+    guarded = {"name": f"{NAME}0123", "subjects": [f"{GUARD}{NAME}0123"], "metadata": {"floe.restore": "dead"}}
+    await create_stream(bench.client, guarded)
+    file = str(configuration(bench, {"stream": stream}))
+    done = await floe("drill", "-c", file, f"{SITE}/{stream}", "--exact", "--json")
+    assert done.code == 0, done
+    report = done.json()
+    assert (report["ok"], report["differences"], report["end"]) == (True, [], EVERY)
+    assert report["consumers"] == ["none", "pull", "push"]
+    assert report["read_back"] == report["rows"] == ROWS
+    assert report["server"].startswith("the server, nats-server 2.")
+    assert f"removed {NAME}0123, which a former drill left" in done.err
+    assert await left_behind(bench) == []
+    # What was captured stood in the middle, so a push consumer as it was would have delivered the other half again.
+    assert (await back.state(bench, stream), await back.positions(bench, stream), heard) == (before, positions, told)
+    middle = await floe("drill", "-c", file, f"{SITE}/{stream}", "--exact", "--to-sequence", "20")
+    assert middle.code == 0, middle
+    assert "as in the archive: 15 read back, state, configuration, 0 consumers" in middle.out
+    assert await left_behind(bench) == []
+
+
+async def test_on_a_server_of_its_own_which_is_gone_afterwards(bench: Bench) -> None:
+    stream = await used(bench, [])
+    file = str(configuration(bench, {"stream": stream}))
+    words = ("drill", "-c", file, f"{SITE}/{stream}", "--exact", "--server", "local")
+    done = await floe(*words, "--json", seconds=2 * PATIENCE)
+    assert done.code == 0, done
+    assert (done.json()["ok"], len(done.json()["consumers"])) == (True, 3)
+    assert done.json()["server"].startswith("a server of its own, nats-server 2.")
+    assert [*Path(bench.root / "spool").glob("floe-spool-*")] == []
+    assert await left_behind(bench) == []
+    for number, code, seconds in ((signal.SIGINT, 75, 2), (signal.SIGKILL, -9, 60)):
+        service = Service(bench.root, f"drill-{number}", *words).start(
+            FLOE_FAILPOINTS=f"restore.filled=sleep:{seconds}"
+        )
+        await soon(lambda: "starting a nats-server" in service.tail())  # noqa: B023
+        home = service.tail().split("starting a nats-server in ")[1].split()[0]
+        await soon(lambda: _servers(home) == 1)  # noqa: B023
+        await soon(lambda: _blocks(home))  # noqa: B023
+        service.send(number)
+        assert service.wait(PATIENCE) == code, service.tail()
+        await soon(lambda: _servers(home) == 0)  # noqa: B023
+    assert (await floe(*words)).code == 0  # and what the killed one left is removed
+    assert [*Path(bench.root / "spool").glob("floe-spool-*")] == []
+
+
+def _blocks(home: str) -> int:
+    """How many files of messages a server has below `home`, where it makes and removes folders meanwhile."""
+    with suppress(FileNotFoundError):
+        return len(list(Path(home, "store").rglob("*.blk")))
+    return 0
+
+
+def _servers(home: str) -> int:
+    """How many processes have a configuration below `home`."""
+    found = 0
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            found += f"{home}/nats.conf".encode() in path.read_bytes()
+    return found
+
+
+def drill(bench: Bench, stream: str, make_server: ServerMaker | None = None, **asked: object) -> ExactDrill:
+    request = replace(RestoreRequest(SITE, stream), **asked)  # type: ignore[arg-type]
+    settings = bench.settings({"stream": stream})
+    return ExactDrill(settings, request, bench.store, bench.chains, SystemClock(), Teller(), make_server)
+
+
+async def test_what_is_not_as_it_was_is_named(bench: Bench) -> None:
+    stream, scratch = await used(bench, []), unique(NAME)
+    work = back.restore(bench, stream, name=scratch, promote=False)
+    async with work.connected() as client:
+        plan = (await work.run(client, Stop())).plan
+        assert await differences(client, plan) == []
+        info = await stream_info(client, scratch)
+        assert info is not None
+        assert info.marker
+        await client.api(f"STREAM.UPDATE.{scratch}", {**info.config, "max_msgs_per_subject": 1000})
+        await client.api(f"CONSUMER.DELETE.{scratch}.none")
+        await create_consumer(client, scratch, {"durable_name": "new", "ack_policy": "explicit"})
+        taken, inbox = list[bytes](), client.new_inbox()
+        await client.subscribe_raw(inbox, lambda _s, _r, payload, _h: taken.append(payload))
+        client.send(frame(f"$JS.API.CONSUMER.MSG.NEXT.{scratch}.push".encode(), b"1", None, inbox.encode()))
+        await soon(lambda: len(taken) == 1)
+        found = await differences(client, plan)
+    await bench.delete_stream(scratch)
+    assert found == [
+        "configuration: expected max_msgs_per_subject -1, found 1000",
+        "consumer none: expected, and not there",
+        "consumer push: expected delivered 40 (as 40), found 41 (as 41)",
+        "consumer push: expected ack_floor 40 (as 40), found 41 (as 41)",
+        "consumer new: not expected",
+    ]
+
+
+async def test_holes_and_a_missing_program_are_said_with_what_to_do(bench: Bench) -> None:
+    stream = await used(bench, [])
+    (bench.root / "bucket" / bench.refs(stream)[0].key).unlink()
+    with pytest.raises(Stopped) as hole:
+        await drill(bench, stream).run(Stop())
+    assert hole.value.code == "E-RESTORE-LOSSY"
+    assert re.search(rf"floe drill -c \S+ {SITE}/{stream} --exact --allow-lossy", hole.value.hint)
+    assert (await drill(bench, stream, allow_lossy=True).run(Stop())).exit_code == 0
+
+    def missing(*_: object, **__: object) -> NatsServer:
+        raise FileNotFoundError("no nats-server")
+
+    with pytest.raises(ConfigError) as absent:
+        await drill(bench, stream, missing, allow_lossy=True).run(Stop())
+    assert (absent.value.code, absent.value.exit_code) == ("E-DRILL-SERVER", 78)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--exact --since 1h", "--since: expected none with --exact"),
+        ("--exact --storage memory --from-sequence 2", "--from-sequence, --storage: expected none with --exact"),
+        ("--server local", "--server: expected only with --exact"),
+        ("--exact --to-sequence 5 --until 1h", "found both"),
+    ],
+)
+async def test_options_of_the_other_kind_are_refused(bench: Bench, words: str, told: str) -> None:
+    done = await invoke("drill", "-c", str(configuration(bench, {"stream": "S"})), f"{SITE}/S", *words.split())
+    assert (done.code, told in done.err) == (2, True), done
+
+
+async def test_a_stop_ends_it_and_leaves_nothing(bench: Bench) -> None:
+    stream, stop = await used(bench, []), Stop()
+    stop.set()
+    with pytest.raises(Exception, match="stopped before its end") as caught:
+        await drill(bench, stream).run(stop)
+    assert re.search(rf"floe drill -c \S+ {SITE}/{stream} --exact$", getattr(caught.value, "hint", ""))
+    await asyncio.sleep(0)
+    assert await left_behind(bench) == []
+    with pytest.raises(Unavailable) as local:  # what it says to paste does not go to the real server
+        await drill(bench, stream, NatsServer, replicas=3).run(stop)
+    assert re.search(rf"floe drill -c \S+ {SITE}/{stream} --exact --server local$", local.value.hint)
+
+
+async def test_a_right_to_remove_what_it_makes_is_missed_before_it_begins(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("D"))
+    await bench.publish(stream, [b"1", b"2"])
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 2)
+    rights = {"one": "$JS.API.CONSUMER.DELETE", "two": "$JS.API.STREAM.DELETE"}
+    users = (f'{{user: {u}, password: p, permissions: {{publish: {{deny: ["{r}.>"]}}}}}}' for u, r in rights.items())
+    with NatsServer(extra=f"authorization {{ users: [ {', '.join(users)} ] }}") as server:
+        for user, right in rights.items():
+            nats = {"url": server.url, "user": user, "password": "p"}
+            work = back.restore(bench, stream, nats, name=unique(NAME), promote=False)
+            async with work.connected() as client:
+                with pytest.raises(Refused, match=re.escape(f"{right}.{NAME}")) as caught:
+                    await work.run(client, Stop())
+                assert (await client.api("STREAM.NAMES"))["streams"] is None
+            assert caught.value.exit_code == 77

@@ -1,0 +1,865 @@
+"""`floe restore`: a lost stream comes back as it was, and egress goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import nats
+import pytest
+
+from common.chain import Chain
+from common.clock import NS_PER_S, SystemClock, format_time
+from common.errors import ConfigError, DataError, OutcomeUnknown, Stopped, Unavailable, UsageError
+from common.jetstream.api import GUARD, MARKER, create_consumer, create_stream, stream_info
+from common.jetstream.buckets import open_leases
+from common.jetstream.client import connect, frame
+from common.jetstream.kv import state_key
+from common.jetstream.lease import new_owner
+from common.objects.port import ObjectStore
+from common.segments.alive import Alive, ChainSign
+from common.segments.captures import CaptureStore
+from common.segments.keys import Layout
+from common.segments.store import SegmentStore
+from common.settings.service import NatsSettings
+from common.tasks import Stop
+from infra.local.nats import NatsServer, nats_server_binary
+from tests.support import restoring as back
+from tests.support.basics import PATIENCE, at_length, seeded, soon, unique
+from tests.support.commands import configuration, floe
+from tests.support.egress import Bench, connected
+from tests.support.stores import FaultyStore
+
+pytestmark = pytest.mark.servers
+
+ODD = (
+    None,
+    b"NATS/1.0\r\nA: 1\r\na: 2\r\nA: 3\r\nB:no space\r\nEmpty:\r\n\r\n",
+    b"NATS/1.0\r\nNats-Batch-Id-Not: x\r\nFloe-Source: forged\r\n\r\n",
+    b"NATS/1.0\r\nX: " + b"y" * 4000 + b"\r\n\r\n",
+)
+
+
+async def awkward(bench: Bench, count: int = 1500, **config: Any) -> str:
+    """A stream with gaps, a purged begin, a deleted tail, odd headers, odd subjects and empty payloads."""
+    stream, rng = await bench.make_stream(unique("R"), storage="file", **config), seeded()
+    for begin in range(0, count, 1000):
+        for n in range(begin, min(count, begin + 1000)):
+            payload = b"" if n % 7 == 0 else rng.randbytes(n % 300)
+            subject = f"{stream}.k{n % 11}".encode() + (b".\xc3\xa9\xff" if n % 13 == 0 else b"")
+            bench.client.send(frame(subject, payload, ODD[n % 4]))
+        await soon(lambda: reaches(bench, stream, min(count, begin + 1000)))  # noqa: B023
+    await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 101})
+    for sequence in [*rng.sample(range(200, count - 1), 30), count - 1, count]:
+        await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence})
+    return stream
+
+
+async def reaches(bench: Bench, stream: str, last: int) -> bool:
+    return await bench.last(stream) >= last
+
+
+async def archive(bench: Bench, stream: str) -> int:
+    """Freeze all of the stream; its last sequence."""
+    last = await bench.last(stream)
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, last)
+    return last
+
+
+@pytest.mark.parametrize("count", [1500, at_length(300_000)])
+async def test_a_lost_stream_comes_back_as_it_was(alone: tuple[Bench, NatsServer], count: int) -> None:
+    bench, server = alone
+    stream = await awkward(bench, count)
+    kinds = {
+        "clean": {"ack_policy": "explicit"},
+        "all": {"ack_policy": "all"},
+        "none": {"ack_policy": "none"},
+        "filtered": {"ack_policy": "explicit", "filter_subjects": [f"{stream}.k1", f"{stream}.k2"]},
+        "start": {"ack_policy": "explicit", "deliver_policy": "by_start_sequence", "opt_start_seq": 700},
+        "new": {"ack_policy": "explicit", "deliver_policy": "new"},
+        "push": {"ack_policy": "explicit", "deliver_subject": "push.here", "description": "é"},
+    }
+    for name, config in kinds.items():
+        await create_consumer(bench.client, stream, {"durable_name": name, **config})
+    await create_consumer(bench.client, stream, {"name": "passing", "inactive_threshold": 300_000_000_000})
+    for name, number in (("clean", 40), ("all", 30), ("filtered", 5)):
+        await consume(bench, stream, name, number)
+    last = await archive(bench, stream)
+    await back.capture(bench, stream, last)
+    before = [await look(bench, stream) for look in (back.contents, back.state, back.config)]
+    stood = await back.positions(bench, stream)
+    await bench.delete_stream(stream)
+
+    file = str(configuration(bench, {"stream": stream}))
+    shown = await floe("restore", "-c", file, f"site/{stream}", "--dry-run", "--json")
+    assert (shown.code, shown.json()["end"], shown.json()["first"]) == (0, last, 101), shown
+    assert await stream_info(bench.client, stream) is None
+    done = await floe("restore", "-c", file, f"site/{stream}", "--json", "--yes")
+    assert done.code == 0, done
+    assert (done.json()["ok"], done.json()["read_back"]) == (True, len(before[0]))
+    assert shown.json()["archived_rows"] == done.json()["archived_rows"] == shown.json()["rows"]
+    assert done.json()["sent_rows"] == done.json()["rows"]
+
+    assert [await look(bench, stream) for look in (back.contents, back.state, back.config)] == before
+    del stood["passing"]
+    assert await back.positions(bench, stream) == stood
+    following = next(m for m in before[0] if m.sequence > stood["clean"][1])
+    assert (await consume(bench, stream, "clean", 1))[0] == following.payload
+    for name, config in kinds.items():  # the application declares its own, and nothing is wrong
+        await create_consumer(bench.client, stream, {"durable_name": name, **config})
+    await bench.publish(stream, [b"next"])
+    assert await bench.last(stream) == last + 1
+    server.restart()
+    await soon(lambda: bench.client.is_up)
+    assert (await back.contents(bench, stream))[:-1] == before[0]
+
+
+async def consume(bench: Bench, stream: str, consumer: str, count: int) -> list[bytes]:
+    """Take the next messages of a pull consumer, and acknowledge them; their payloads."""
+    found, arrived = list[tuple[bytes, bytes]](), asyncio.Event()
+
+    def sink(_subject: bytes, reply: bytes, payload: bytes, _headers: bytes | None) -> None:
+        if reply:
+            found.append((reply, payload))
+        arrived.set()
+
+    inbox = bench.client.new_inbox()
+    subscription = await bench.client.subscribe_raw(inbox, sink)
+    request = json.dumps({"batch": count, "expires": int(PATIENCE * 1e9)}).encode()
+    subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}".encode()
+    bench.client.send(frame(subject, request, None, inbox.encode()))
+    await soon(lambda: len(found) >= count)
+    await subscription.unsubscribe()
+    for reply, _ in found:
+        await bench.client.request_raw(reply, b"+ACK", timeout=PATIENCE)
+    return [payload for _, payload in found]
+
+
+async def test_a_point_in_time_by_sequence_and_by_time(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("R"))
+    await create_consumer(bench.client, stream, {"durable_name": "c", "ack_policy": "explicit"})
+    await bench.publish(stream, [b"%d" % n for n in range(100)])
+    await consume(bench, stream, "c", 20)
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 100)
+        await back.capture(bench, stream, 100)
+        await asyncio.sleep(0.01)
+        middle = time.time_ns()
+        await asyncio.sleep(0.01)
+        await bench.publish(stream, [b"%d" % n for n in range(100, 200)])
+        await bench.archived_to(stream, 200)
+    before = await back.contents(bench, stream)
+    await consume(bench, stream, "c", 100)
+    await back.capture(bench, stream, 200)
+    await bench.delete_stream(stream)
+    plan = await back.planned(bench, stream, to_time_ns=middle)
+    assert (plan.end, plan.archived) == (100, 200)
+    assert any("E-ROLLED-BACK" in note for note in plan.notes)  # egress has archived more
+    assert (await back.restored(bench, stream, to_time_ns=middle)).exit_code == 0
+    assert await back.contents(bench, stream) == before[:100]
+    assert (await back.positions(bench, stream))["c"] == (20, 20, 20, 20)
+    await bench.delete_stream(stream)
+    assert (await back.restored(bench, stream, to_sequence=150)).exit_code == 0
+    assert await back.contents(bench, stream) == before[:150]
+    assert (await back.positions(bench, stream))["c"] == (20, 20, 20, 20)  # what was captured at 200 is later
+    await bench.delete_stream(stream)
+    assert (await back.restored(bench, stream)).exit_code == 0
+    assert (await back.positions(bench, stream))["c"] == (120, 120, 120, 120)
+    # Under another name it is a stream beside it, with other subjects while its own are not free.
+    with pytest.raises(ConfigError) as caught:
+        await back.restored(bench, stream, name=(beside := unique("B")), to_sequence=150)
+    assert (caught.value.code, caught.value.exit_code) == ("E-RESTORE-SUBJECTS", 78)
+    assert await stream_info(bench.client, beside) is None, "found before anything is filled"
+    offered = f"--as {beside}_RESTORED --subjects '{beside}_RESTORED.>' --to-sequence 150"
+    assert f" site/{stream} {offered}\n" in caught.value.hint
+    other, subjects = f"{beside}_RESTORED", (f"{beside}_RESTORED.>",)
+    assert (await back.restored(bench, stream, name=other, subjects=subjects, to_sequence=150)).exit_code == 0
+    assert (await back.config(bench, other))["subjects"] == [*subjects]
+    assert await back.contents(bench, other) == before[:150]
+    await bench.delete_stream(stream)
+    assert (await back.restored(bench, stream, name=beside, consumers=False)).exit_code == 0
+    assert await back.contents(bench, beside) == before
+    assert await back.positions(bench, beside) == {}
+
+
+async def test_a_bucket_comes_back_with_its_revisions_now_and_as_it_was(bench: Bench) -> None:
+    name = unique("b")
+    client = await nats.connect(str(bench.url))
+    js, stream = client.jetstream(), f"KV_{name}"
+    kv = await js.create_key_value(bucket=name, history=3)
+    rng, middle = seeded(), []
+    async with bench.egress({"stream": stream}):
+        for n in range(600):
+            key = f"k{rng.randrange(40)}"
+            if n % 17 == 3:
+                await kv.delete(key)
+            elif n % 29 == 5:
+                await kv.purge(key)
+            else:
+                await kv.put(key, b"%d" % n)
+            if n == 300:
+                await bench.archived_to(stream, 301)
+                middle = await back.contents(bench, stream)
+            if n == 400:  # as far as the archive may be then, of a stream that is further
+                await back.capture(bench, stream, 301, deletions=True)
+        await bench.archived_to(stream, 600)
+    before, settings = await back.contents(bench, stream), await back.config(bench, stream)
+    await back.capture(bench, stream, 600)
+    await bench.delete_stream(stream)
+    report = await back.restored(bench, stream)
+    assert report.exit_code == 0
+    assert await back.contents(bench, stream) == before
+    assert await back.config(bench, stream) == settings
+    newest = {m.subject: m for m in before}
+    entry = next(m for m in newest.values() if not m.headers)  # not deleted since
+    again = await js.key_value(name)
+    assert (await again.get(entry.subject.decode().split(".")[-1])).revision == entry.sequence
+    await bench.delete_stream(stream)
+    assert (await back.restored(bench, stream, to_sequence=301)).exit_code == 0
+    assert await back.contents(bench, stream) == middle
+    await client.close()
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "begins later": {"first_seq": 1000},
+    "in memory": {"storage": "memory", "compression": "none"},
+    "compressed": {"compression": "s2", "deny_delete": True, "deny_purge": True, "description": "é"},
+    "interest": {"retention": "interest"},
+    "one of each": {"max_msgs_per_subject": 1, "discard": "old", "allow_rollup_hdrs": True},
+    "ages": {"max_age": 3_600_000_000_000, "allow_msg_ttl": True, "subject_delete_marker_ttl": 60_000_000_000},
+    "changes and republishes": {
+        "subject_transform": {"src": ">", "dest": "t.>"},
+        "republish": {"src": ">", "dest": "again.{}.>"},
+        "metadata": {"own": "x"},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+async def test_a_stream_of_any_settings_comes_back_with_them(bench: Bench, kind: str) -> None:
+    stream = unique("R")
+    text = json.dumps(SETTINGS[kind]).replace("{}", stream)
+    await bench.make_stream(stream, **{"storage": "file", **json.loads(text)})
+    if kind == "interest":
+        await create_consumer(bench.client, stream, {"durable_name": "wants", "ack_policy": "explicit"})
+    last = 999 if kind == "begins later" else 0
+    for n in range(60):
+        await bench.client.request_raw(f"{stream}.k{n % 7}".encode(), b"%d" % n, timeout=PATIENCE)
+    await soon(lambda: reaches(bench, stream, last + 60))
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, last + 60)
+    await back.capture(bench, stream, last + 60)
+    before = [await look(bench, stream) for look in (back.contents, back.state, back.config)]
+    await bench.delete_stream(stream)
+    report = await back.restored(bench, stream)
+    assert report.exit_code == 0, [*report.lines()]
+    assert [await look(bench, stream) for look in (back.contents, back.state, back.config)] == before
+    await bench.client.request_raw(f"{stream}.k1".encode(), b"next", timeout=PATIENCE)
+    assert await bench.last(stream) == last + 61
+
+
+async def test_an_object_store_comes_back_without_what_was_deleted(bench: Bench) -> None:
+    client = await nats.connect(str(bench.url))
+    js, name = client.jetstream(), unique("o")
+    objects, stream = await js.create_object_store(name), f"OBJ_{name}"
+    for number in range(4):
+        await objects.put(f"o{number}", b"x" * 200_000)
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, await bench.last(stream))
+        await objects.delete("o1")
+        await objects.put("o2", b"new" * 1000)
+        last = await bench.last(stream)
+        await bench.archived_to(stream, last)
+    await back.capture(bench, stream, last, deletions=True)
+    before = await back.contents(bench, stream)
+    await bench.delete_stream(stream)
+    report = await back.restored(bench, stream)
+    assert report.exit_code == 0, [*report.lines()]
+    assert await back.contents(bench, stream) == before
+    again = await js.object_store(name)
+    assert (await again.get("o2")).data == b"new" * 1000
+    assert (await again.put("o9", b"more")).size == 4
+    await client.close()
+
+
+async def test_what_was_replaced_by_messages_that_are_lost_comes_back(bench: Bench) -> None:
+    """Deletions are captured of a stream that is further than its archive: what they miss lived at the end of that."""
+    client = await nats.connect(str(bench.url))
+    js, name = client.jetstream(), unique("b")
+    values, stored = await js.create_key_value(bucket=name, history=1), await js.create_object_store(name)
+    streams = [f"KV_{name}", f"OBJ_{name}"]
+
+    async def put(text: bytes) -> None:
+        for n in range(20):
+            await values.put(f"k{n}", text)
+        for n in range(3):
+            await stored.put(f"o{n}", text * 50_000)
+
+    await put(b"old")
+    async with bench.egress({"stream": streams[0]}, {"stream": streams[1]}):
+        for stream in streams:
+            await bench.archived_to(stream, await bench.last(stream))
+    before = [(await back.contents(bench, stream), await bench.last(stream)) for stream in streams]
+    await put(b"new")
+    for stream, (_, end) in zip(streams, before, strict=True):
+        await back.capture(bench, stream, end, deletions=True)
+        assert await back.contents(bench, stream)
+        await bench.delete_stream(stream)
+        report = await back.restored(bench, stream)
+        assert report.exit_code == 0, [*report.lines()]
+    assert [(await back.contents(bench, stream), await bench.last(stream)) for stream in streams] == before
+    assert (await (await js.key_value(name)).get("k5")).value == b"old"
+    assert (await (await js.object_store(name)).get("o1")).data == b"old" * 50_000
+    await client.close()
+
+
+async def test_a_stream_that_was_never_archived_is_not_taken_for_an_empty_one(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("N"))
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "reading")
+    await bench.publish(stream, [b"%d" % n for n in range(60)])
+    await create_consumer(bench.client, stream, {"durable_name": "app", "ack_policy": "explicit"})
+    await consume(bench, stream, "app", 40)
+    await back.capture(bench, stream, 0)
+    await bench.delete_stream(stream)
+    with pytest.raises(
+        Stopped, match=r"no message of it is archived, and it stood at 40 .*: 1\.\.40 is missing"
+    ) as found:
+        await back.restored(bench, stream)
+    assert found.value.code == "E-RESTORE-LOSSY"
+    assert await stream_info(bench.client, stream) is None
+    assert (await back.restored(bench, stream, allow_lossy=True)).exit_code == 0
+    assert (await back.planned(bench, stream)).lossy == (), "since the restore it is an empty one"
+
+
+PUSHED = "what was deleted and comes back may push out others that lived: "
+
+
+@pytest.mark.parametrize(
+    ("limits", "note", "lost"),
+    [
+        ({"max_msgs": 20}, PUSHED + "up to 10 messages (max_msgs 20)", 10),
+        ({"max_msgs_per_subject": 20}, PUSHED + "some of their subjects (max_msgs_per_subject 20)", 10),
+        ({"max_msgs": 20, "discard": "new"}, "max_msgs 20 with discard new: nothing is dropped, and while there is", 0),
+    ],
+)
+async def test_the_plan_says_what_limits_do_where_deletions_are_not_known(
+    bench: Bench, limits: dict[str, Any], note: str, lost: int
+) -> None:
+    stream = await bench.make_stream(unique("R"), **limits)
+    await bench.publish(stream, [b"%d" % n for n in range(20)])
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 20)
+        for sequence in range(11, 21):
+            await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence})
+        await bench.publish(stream, [b"%d" % n for n in range(10)])
+        await bench.archived_to(stream, 30)
+    lived = {m.sequence for m in await back.contents(bench, stream)}
+    await back.capture(bench, stream, 30)
+    await bench.delete_stream(stream)
+    plan = await back.planned(bench, stream)
+    assert any(each.startswith(note) for each in plan.notes), plan.notes
+    assert (await back.restored(bench, stream)).exit_code == 0
+    assert len(lived - {m.sequence for m in await back.contents(bench, stream)}) == lost
+    if limits.get("discard") == "new":
+        answer, _ = await bench.client.request_raw(f"{stream}.k1".encode(), b"next", timeout=PATIENCE)
+        assert b"maximum messages exceeded" in answer
+
+
+@pytest.mark.parametrize("version", ["", "2.12"])
+async def test_a_schedule_that_fired_does_not_fire_again(tmp_path: Path, version: str) -> None:
+    """One that became due meanwhile fires once it is back; before 2.15 while it is filled, which the plan says."""
+    with NatsServer(binary=nats_server_binary(version) if version else None) as server:
+        client = await connected(server.url)
+        bench = Bench(server.url, tmp_path, client)
+        stream = await bench.make_stream(
+            unique("S"), storage="file", allow_msg_schedules=True, allow_msg_ttl=True, allow_rollup_hdrs=True
+        )
+
+        async def plan(name: str, seconds: float) -> None:
+            when = format_time(int((time.time() + seconds) * NS_PER_S)).encode()
+            block = b"NATS/1.0\r\nNats-Schedule: @at %b\r\nNats-Schedule-Target: %b.out\r\n\r\n"
+            bench.client.send(frame(f"{stream}.{name}".encode(), b"x", block % (when, stream.encode())))
+
+        await plan("fired", 1)
+        await soon(lambda: reaches(bench, stream, 2))
+        due = time.monotonic()
+        if not version:
+            due += 9
+            await plan("due", 8)  # long enough for the archiving on a busy machine
+            await soon(lambda: reaches(bench, stream, 3))
+        await archive(bench, stream)
+        before = await back.contents(bench, stream)
+        assert [m.sequence for m in before] == ([2] if version else [2, 3])
+        await bench.delete_stream(stream)
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+        report = await back.restored(bench, stream)
+        assert report.exit_code == 0, [*report.lines()]
+        assert any("schedules that fired for the last time are left out" in note for note in report.plan.notes)
+        if not version:
+            await soon(lambda: reaches(bench, stream, 4))
+        found = await back.contents(bench, stream)
+        assert found[0] == before[0]
+        assert [m.sequence for m in found] == ([2] if version else [2, 4])
+        await client.aclose()
+
+
+async def test_what_was_acknowledged_of_a_stream_further_than_its_archive_comes_back(bench: Bench) -> None:
+    """At least once; the server drops what the positions of all consumers say is done."""
+    stream = await bench.make_stream(unique("I"), retention="interest", storage="file")
+    await create_consumer(bench.client, stream, {"durable_name": "does", "ack_policy": "explicit"})
+    async with bench.egress({"stream": stream}):
+        await bench.publish(stream, [b"%d" % n for n in range(50)])
+        await bench.archived_to(stream, 50)
+    await bench.publish(stream, [b"lost"])
+    await consume(bench, stream, "does", 20)
+    await back.capture(bench, stream, 50, deletions=True)
+    await bench.delete_stream(stream)
+    report = await back.restored(bench, stream)
+    assert report.exit_code == 0, [*report.lines()]
+    assert (report.rows, report.comparison.dropped) == (50, 20)
+    assert any("stood at 51 " in note and "of 51..51 nothing is archived" in note for note in report.plan.notes)
+    assert [m.sequence for m in await back.contents(bench, stream)] == [*range(21, 51)]
+
+
+async def test_how_far_egress_last_saw_the_stream_is_said(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("R"), storage="file")
+    async with bench.egress({"stream": stream}):
+        await bench.publish(stream, [b"%d" % n for n in range(50)])
+        await bench.archived_to(stream, 50)
+    chain, now = bench.chain(stream), time.time()
+    for process, last, incarnation in (("one", 50, 0), ("other", 60, 0), ("of another life", 99, 1)):
+        at = Chain(chain.site, chain.feed, incarnation)
+        sign = ChainSign("reading", now, "", "", 50, last, now, 1, chain=at)
+        bench.chains.write_alive(process, Alive(chain.site, "o", now, (sign,)))
+    await bench.delete_stream(stream)
+    report = await back.restored(bench, stream)
+    assert report.exit_code == 0
+    said = [note for note in report.plan.notes if "stood at" in note]
+    assert len(said) == 1
+    assert "stood at 60 " in said[0]
+    assert "of 51..60 nothing is archived" in said[0]
+    again = await back.planned(bench, stream)
+    assert not any("stood at" in note for note in again.notes), "that was before the last restore"
+
+
+async def test_a_work_queue_comes_back_without_what_was_done(bench: Bench) -> None:
+    """Egress captures it by itself, and takes what is queued later."""
+    queue = await bench.make_stream(unique("Q"), retention="workqueue", storage="file")
+    feed = {"stream": queue, "capture_deletes": "1m"}
+    async with bench.egress(feed):
+        await bench.publish(queue, [b"%d" % n for n in range(50)])
+        await bench.archived_to(queue, 50)
+        await soon(lambda: holds(bench, queue, 0))
+    assert CaptureStore(bench.chains.layout, bench.objects).deletions(bench.chain(queue)) is not None
+    await bench.delete_stream(queue)
+    report = await back.restored(bench, queue)
+    assert (report.exit_code, report.rows) == (0, 0), [*report.lines()]
+    assert await bench.last(queue) == 50
+    async with bench.egress(feed):
+        await bench.publish(queue, [b"next"])
+        await bench.archived_to(queue, 51)
+        await soon(lambda: holds(bench, queue, 0))
+    assert [m.payload for m in bench.messages(queue)] == [*(b"%d" % n for n in range(50)), b"next"]
+
+
+async def holds(bench: Bench, stream: str, count: int) -> bool:
+    info = await stream_info(bench.client, stream)
+    return info is not None and info.messages == count
+
+
+async def test_what_is_not_ours_is_never_touched(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("R"))
+    await bench.publish(stream, [b"1", b"2"])
+    await archive(bench, stream)
+    await bench.delete_stream(stream)
+    await bench.make_stream(stream)
+    await bench.publish(stream, [b"other"])
+    with pytest.raises(ConfigError) as caught:
+        await back.restored(bench, stream)
+    assert (caught.value.code, caught.value.exit_code) == ("E-RESTORE-EXISTS", 78)
+    assert [m.payload for m in await back.contents(bench, stream)] == [b"other"]
+
+
+async def test_a_dry_run_says_whether_the_server_lets_it_begin(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("R"))
+    await bench.publish(stream, [b"1", b"2"])
+    await archive(bench, stream)
+    file = configuration(bench, {"stream": stream})
+    words = ("restore", "-c", str(file), f"site/{stream}", "--dry-run")
+    there, asked = await asyncio.gather(floe(*words), floe(*words, "--json"))
+    assert (there.code, asked.code) == (78, 78)
+    assert "2 archived messages" in there.out
+    assert "error[E-RESTORE-EXISTS]" in there.err
+    assert (asked.json()["rows"], asked.json()["refused"]["code"]) == (2, "E-RESTORE-EXISTS")
+    file.write_text(file.read_text().replace(bench.url, "nats://127.0.0.1:1"))
+    away, named = await asyncio.gather(floe(*words), floe(*words, "--as", ""))
+    assert (away.code, named.code) == (75, 2), away
+    assert "2 archived messages" in away.out
+    assert "--as: expected a stream name" in named.err
+    for subjects, why in (
+        ("$JS.>", "a restore keeps ($JS.>), found '$JS.>'"),
+        ("x,$SYS.a", "a restore keeps ($SYS.>), found '$SYS.a'"),
+        (f"{GUARD}x", f"a restore keeps ({GUARD}>), found '{GUARD}x'"),
+        ("a.>,a.1", "do not overlap, found 'a.>' and 'a.1'"),
+    ):
+        done = await floe(*words, "--as", "X", "--subjects", subjects)
+        assert (done.code, why in done.err) == (2, True), done
+
+
+async def test_a_dry_run_says_what_only_the_server_tells(bench: Bench) -> None:
+    large, small = [await bench.make_stream(unique("R")) for _ in range(2)]
+    for stream, size in ((large, 600_000), (small, 10)):
+        await bench.publish(stream, [b"x" * size, b"y" * size])
+        await archive(bench, stream)
+        await bench.delete_stream(stream)
+
+    async def notes(stream: str, *more: str) -> str:
+        words = (
+            "restore",
+            "-c",
+            str(configuration(bench, {"stream": stream})),
+            f"site/{stream}",
+            "--dry-run",
+            "--json",
+        )
+        done = await floe(*words, *more)
+        assert done.code == 0, done
+        return "\n".join(done.json()["notes"])
+
+    first, second, third = await asyncio.gather(notes(large), notes(small), notes(small, "--format", "files"))
+    assert ("max_payload" in first, "max_payload" in second) == (True, False)
+    assert ("--format files keeps them from it" in second, "makes the stream anew" in third) == (True, False)
+    assert await stream_info(bench.client, small) is None
+
+
+async def test_without_jetstream_for_the_account_it_ends_at_once(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("R"))
+    await bench.publish(stream, [b"1"])
+    await archive(bench, stream)
+    with NatsServer(extra="accounts { A: { users: [{user: a, password: p}] } }") as server:
+        url, bench.url = bench.url, server.url
+        with pytest.raises(ConfigError) as caught:
+            work = back.restore(bench, stream, {"user": "a", "password": "p"})
+            async with work.connected() as client:
+                await work.run(client, Stop())
+        bench.url = url
+    assert (caught.value.code, caught.value.exit_code) == ("E-JS-10039", 78)
+    assert "enable JetStream for the account" in caught.value.hint
+
+
+async def test_what_server_and_account_have_no_room_for_is_said_at_once(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream = await bench.make_stream(unique("R"), storage="file")
+    for name in ("one", "two"):
+        await create_consumer(bench.client, stream, {"durable_name": name, "ack_policy": "explicit"})
+    await bench.publish(stream, [b"%d" % n * 2000 for n in range(100)])
+    await archive(bench, stream)
+    await back.capture(bench, stream, 100)
+    size = (await bench.client.api(f"STREAM.INFO.{stream}"))["state"]["bytes"]
+    limits = {
+        "max_streams": "max_streams: 1",
+        "max_consumers": "max_consumers: 2",
+        "max_file": f"max_file: {size - 1}",
+        "max_bytes_required": "max_bytes_required: true",
+        "enough": f"max_file: {size + 2000}, max_streams: 2, max_consumers: 3",
+    }
+    accounts = [f"{k}: {{users: [{{user: {k}, password: p}}], jetstream: {{{v}}}}}" for k, v in limits.items()]
+    with NatsServer(extra=f"accounts {{ {', '.join(accounts)} }}") as server:
+        for user in limits:
+            work = back.restore(bench, stream, {"url": server.url, "user": user, "password": "p"})
+            _, refused = await work.look(await work.plan())
+            found = (refused.code, user in refused.message) if refused else None
+            assert found == (None if user == "enough" else ("E-RESTORE-ROOM", True)), refused
+        # What a restore that was killed left makes room, since it goes first.
+        client = await connect(NatsSettings(url=server.url, user="enough", password="p"), name="test")
+        guarded = {"name": stream, "subjects": [f"{GUARD}{stream}"], "metadata": {MARKER: "0123"}}
+        await create_stream(client, guarded)
+        await client.publish(f"{GUARD}{stream}", b"x" * 3000)
+        work = back.restore(bench, stream, {"url": server.url, "user": "enough", "password": "p"})
+        async with work.connected() as again:
+            assert (await work.run(again, Stop())).is_promoted
+        await client.aclose()
+    small = NatsServer(tmp_path / "small")
+    small.extra = f'jetstream {{ store_dir: "{small.store}", max_file_store: {size // 2} }}'
+    with small:
+        work = back.restore(bench, stream, {"url": small.url})
+        async with work.connected() as client:
+            with pytest.raises(ConfigError, match="max_file_store of the server is reached") as caught:
+                await work.run(client, Stop())
+            assert await stream_info(client, stream) is None
+    assert (caught.value.code, caught.value.exit_code) == ("E-RESTORE-ROOM", 78)
+    assert "again in a moment" not in capsys.readouterr().err
+
+
+async def test_messages_larger_than_a_limit_of_later_come_back(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("R"))
+    await bench.publish(stream, [b"x" * 500, b"y" * 500])
+    info = await stream_info(bench.client, stream)
+    assert info is not None
+    await bench.client.api(f"STREAM.UPDATE.{stream}", {**info.config, "max_msg_size": 100})
+    await archive(bench, stream)
+    await back.capture(bench, stream, 2)
+    before = await back.contents(bench, stream)
+    await bench.delete_stream(stream)
+    assert (await back.restored(bench, stream)).exit_code == 0
+    assert await back.contents(bench, stream) == before
+    assert (await back.config(bench, stream))["max_msg_size"] == 100
+
+
+async def test_a_second_one_ends_at_once_and_leaves_the_first_alone(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("R"))
+    await bench.publish(stream, [b"1", b"2"])
+    await archive(bench, stream)
+    await bench.delete_stream(stream)
+    settings = back.settings(bench, stream)
+    leases = await open_leases(bench.client, settings.egress, new_owner("first"), SystemClock(), replicas=1)
+    lease = await leases.acquire(state_key("restore", stream))
+    assert lease is not None
+    keeping = asyncio.create_task(lease.keep())
+    guarded = {"name": stream, "subjects": [f"{GUARD}{stream}"], "metadata": {MARKER: "0123 first=1 end=2"}}
+    created = (await create_stream(bench.client, guarded)).created
+    with pytest.raises(Unavailable) as caught:
+        await back.restored(bench, stream)
+    assert (caught.value.code, caught.value.exit_code) == ("E-RESTORE-RUNS", 75)
+    assert "first on" in str(caught.value)
+    info = await stream_info(bench.client, stream)
+    assert info is not None
+    assert (info.created, info.marker) == (created, "0123 first=1 end=2")
+    keeping.cancel()
+    await lease.release()
+    assert (await back.restored(bench, stream)).exit_code == 0
+    assert [m.payload for m in await back.contents(bench, stream)] == [b"1", b"2"]
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+async def test_a_promotion_that_is_late_or_whose_answer_is_lost_is_looked_at(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
+) -> None:
+    stream = await bench.make_stream(unique("R"))
+    await bench.publish(stream, [b"1", b"2"])
+    await archive(bench, stream)
+    await bench.delete_stream(stream)
+    work = back.restore(bench, stream)
+    async with work.connected() as client:
+        api = client.api
+
+        async def late(name: str, request: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+            if not name.startswith("STREAM.UPDATE"):
+                return await api(name, request, **more)
+            if is_replaced:
+                await bench.delete_stream(stream)
+                await bench.make_stream(stream, subjects=[f"{GUARD}{stream}"])
+            await api(name, request, **more)
+            raise OutcomeUnknown("the answer was lost")
+
+        monkeypatch.setattr(client, "api", late)
+        if not is_replaced:
+            assert (await work.run(client, Stop())).exit_code == 0
+            assert [m.payload for m in await back.contents(bench, stream)] == [b"1", b"2"]
+            return
+        with pytest.raises(Stopped) as caught:
+            await work.run(client, Stop())
+    assert (caught.value.code, caught.value.exit_code) == ("E-RESTORE-REPLACED", 1)
+    assert "replaced while it was promoted" in caught.value.message
+
+
+async def test_what_retention_deletes_meanwhile_is_no_damage_and_it_begins_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = await bench.make_stream(unique("R"))
+    async with bench.egress({"stream": stream}):
+        for n in range(3):
+            await bench.publish(stream, [b"%d" % n] * 100)
+            await bench.archived_to(stream, (n + 1) * 100)
+    before = await back.contents(bench, stream)
+    await bench.delete_stream(stream)
+    work = back.restore(bench, stream)
+    async with work.connected() as client:
+        api = client.api
+
+        async def deleting(name: str, *rest: Any, **more: Any) -> dict[str, Any]:
+            if name == "INFO" and (old := [r for r in bench.refs(stream) if r.coverage.last <= 200]):
+                bench.chains.raise_floor(bench.chain(stream), 201)
+                for ref in old:
+                    (bench.root / "bucket" / ref.key).unlink()
+            return await api(name, *rest, **more)
+
+        monkeypatch.setattr(client, "api", deleting)
+        report = await work.run(client, Stop())
+    assert (report.exit_code, report.is_promoted, report.plan.begin) == (0, True, 201)
+    assert any("gone by retention" in note for note in report.plan.notes)
+    assert await back.contents(bench, stream) == [m for m in before if m.sequence > 200]
+
+
+async def test_damage_and_holes_stop_it_and_nothing_stays(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("R"))
+    async with bench.egress({"stream": stream}):
+        for n in range(3):
+            await bench.publish(stream, [b"%d" % (n * 100 + i) * 20 for i in range(100)])
+            await bench.archived_to(stream, (n + 1) * 100)
+    before, ref = await back.contents(bench, stream), bench.refs(stream)[1]
+    await bench.delete_stream(stream)
+    path = bench.root / "bucket" / ref.key
+    whole = path.read_bytes()
+    flipped = whole[: len(whole) // 3] + bytes([whole[len(whole) // 3] ^ 1]) + whole[len(whole) // 3 + 1 :]
+    path.write_bytes(flipped)
+    with pytest.raises(DataError) as damaged:
+        await back.restored(bench, stream)
+    assert ref.name in str(damaged.value)
+    assert await stream_info(bench.client, stream) is None
+    path.write_bytes(whole[: len(whole) // 2])  # seen before anything is sent
+    assert any(ref.name in note for note in (await back.planned(bench, stream)).notes)
+    with pytest.raises(Stopped):
+        await back.restored(bench, stream)
+    path.unlink()
+    with pytest.raises(Stopped) as hole:
+        await back.restored(bench, stream)
+    assert hole.value.code == "E-RESTORE-LOSSY"
+    assert str(ref.coverage) in str(hole.value)
+    assert (await back.restored(bench, stream, allow_lossy=True)).exit_code == 0
+    assert await back.contents(bench, stream) == [m for m in before if m.sequence not in ref.coverage]
+
+
+@pytest.mark.parametrize("seconds", [6, at_length(12), at_length(60)])
+async def test_a_store_that_stalls_does_not_end_it(bench: Bench, seconds: int) -> None:
+    stream = await bench.make_stream(unique("R"))
+    async with bench.egress({"stream": stream}):
+        for n in range(3):
+            await bench.publish(stream, [b"%d" % (n * 100 + i) * 20 for i in range(100)])
+            await bench.archived_to(stream, (n + 1) * 100)
+    before, slow, last = await back.contents(bench, stream), FaultyStore(bench.objects), bench.refs(stream)[-1]
+    await bench.delete_stream(stream)
+    asked = list[str]()
+
+    def stall(real: Any, key: str, *more: Any, **named: Any) -> Any:
+        if key == last.key:
+            asked.append(key)
+            if len(asked) == 2:  # for the plan first, then while the stream is filled
+                time.sleep(seconds)
+        return real(key, *more, **named)
+
+    slow.on("download", stall).on("get", stall)
+    bench.store = SegmentStore(cast(ObjectStore, slow), Layout("data"), spool_dir=bench.root / "spool")
+    assert (await back.restored(bench, stream)).exit_code == 0
+    assert len(asked) >= 2
+    assert await back.contents(bench, stream) == before
+
+
+async def test_a_tail_that_is_gone_from_the_bucket_is_not_silently_lost(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("R"))
+    async with bench.egress({"stream": stream}):
+        for n in range(3):
+            await bench.publish(stream, [b"%d" % (n * 100 + i) for i in range(100)])
+            await bench.archived_to(stream, (n + 1) * 100)
+    before = await back.contents(bench, stream)
+    await bench.delete_stream(stream)
+    (bench.root / "bucket" / bench.refs(stream)[-1].key).unlink()
+    with pytest.raises(Stopped, match=r"covered up to 300, and its segments end at 200: 201\.\.300 is missing"):
+        await back.restored(bench, stream)
+    for asked in ({"to_sequence": 200}, {"to_time_ns": before[150].timestamp_ns}):
+        assert not (await back.planned(bench, stream, **asked)).lossy  # what is lost is not asked for
+    assert (await back.planned(bench, stream, to_time_ns=before[250].timestamp_ns)).lossy
+    assert (await back.restored(bench, stream, allow_lossy=True)).exit_code == 0
+    assert await back.contents(bench, stream) == before[:200]
+    assert await bench.last(stream) == 300  # its sequences are not given to others
+
+
+async def test_an_empty_stream_comes_back_and_a_time_before_all_is_said_to_be_one(bench: Bench) -> None:
+    empty = await bench.make_stream(unique("R"), description="never filled")
+    await create_consumer(bench.client, empty, {"durable_name": "c", "ack_policy": "explicit"})
+    stream = await bench.make_stream(unique("R"))
+    await bench.publish(stream, [b"1", b"2"])
+    async with bench.egress({"stream": empty}, {"stream": stream}) as running:
+        await soon(lambda: running.state(empty) == "reading")
+        await bench.archived_to(stream, 2)
+    await back.capture(bench, empty, 0)
+    before = [await look(bench, empty) for look in (back.contents, back.config, back.positions)]
+    await bench.delete_stream(empty)
+    report = await back.restored(bench, empty)
+    assert (report.exit_code, report.rows) == (0, 0)
+    assert [await look(bench, empty) for look in (back.contents, back.config, back.positions)] == before
+    await bench.publish(empty, [b"first"])
+    assert await bench.last(empty) == 1
+    first = bench.messages(stream)[0].timestamp_ns
+    with pytest.raises(UsageError, match=format_time(first)):
+        await back.planned(bench, stream, to_time_ns=first)
+
+
+async def test_the_plan_says_what_does_not_come_back_of_a_mirror_and_its_consumers(bench: Bench) -> None:
+    stream, mirror = await bench.make_stream(unique("R")), unique("M")
+    await bench.publish(stream, [b"1", b"2"])
+    await bench.client.api(f"STREAM.CREATE.{mirror}", {"name": mirror, "mirror": {"name": stream}})
+    await create_consumer(bench.client, mirror, {"name": "passing", "inactive_threshold": 300 * NS_PER_S})
+    await soon(lambda: holds(bench, mirror, 2))
+    await archive(bench, mirror)
+    await back.capture(bench, mirror, 2, deletions=True)
+    notes = "\n".join((await back.planned(bench, mirror)).notes)
+    for said in (
+        "mirror is left out",
+        f"gives the stream {mirror} as its only",
+        "1 ephemeral consumer",
+        "below 1 and 0",
+    ):
+        assert said in notes
+
+
+async def test_messages_with_a_ttl_of_their_own_outlive_max_age(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("R"), max_age=NS_PER_S, allow_msg_ttl=True)
+    for n in range(6):
+        headers = b"NATS/1.0\r\nNats-TTL: never\r\n\r\n" if n % 2 else None
+        await bench.client.request_raw(f"{stream}.k".encode(), b"%d" % n, headers, timeout=PATIENCE)
+    await archive(bench, stream)
+    await soon(lambda: holds(bench, stream, 3))
+    before = await back.contents(bench, stream)
+    await bench.delete_stream(stream)
+    assert (await back.restored(bench, stream)).exit_code == 0
+    await soon(lambda: holds(bench, stream, 3))
+    assert await back.contents(bench, stream) == before
+
+
+async def test_what_an_older_server_does_not_keep_is_named_and_not_promoted_unless_allowed(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("R"), allow_msg_ttl=True, subject_delete_marker_ttl=60 * NS_PER_S)
+    paused = {"durable_name": "paused", "ack_policy": "explicit", "pause_until": "2090-01-01T00:00:00Z"}
+    await create_consumer(bench.client, stream, paused)
+    await bench.publish(stream, [b"1", b"2"])
+    await archive(bench, stream)
+    await back.capture(bench, stream, 2)
+    with NatsServer(binary=nats_server_binary("2.10")) as older:
+        reports = []
+        for asked in ({}, {"allow_lossy": True}):
+            work = back.restore(bench, stream, {"url": older.url}, **asked)
+            async with work.connected() as client:
+                reports.append(await work.run(client, Stop()))
+                info = await stream_info(client, stream)
+            assert info is not None
+            assert bool(info.marker) is not reports[-1].is_promoted
+    assert [(report.exit_code, report.is_promoted) for report in reports] == [(3, False), (0, True)]
+    lost = {text.split()[text.split().index("expected") + 1] for text in reports[1].not_kept}
+    assert lost == {"allow_msg_ttl", "pause_until", "subject_delete_marker_ttl"}
+
+
+async def test_a_consumer_that_an_older_server_refuses_is_named_with_the_way_out(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("R"))
+    ranked = {"durable_name": "ranked", "ack_policy": "explicit", "priority_groups": ["a"]}
+    await create_consumer(bench.client, stream, {**ranked, "priority_policy": "prioritized"})
+    await bench.publish(stream, [b"1", b"2"])
+    await archive(bench, stream)
+    await back.capture(bench, stream, 2)
+    with NatsServer(binary=nats_server_binary("2.11")) as older:
+        work = back.restore(bench, stream, {"url": older.url})
+        async with work.connected() as client:
+            with pytest.raises(ConfigError, match="unknown priority policy") as caught:
+                await work.run(client, Stop())
+            assert await stream_info(client, stream) is None
+        work = back.restore(bench, stream, {"url": older.url}, consumers=False)
+        async with work.connected() as client:
+            assert (await work.run(client, Stop())).is_promoted
+    assert caught.value.code == "E-RESTORE-REFUSED"
+    assert re.search(rf"floe restore -c \S+ site/{stream} --no-consumers", str(caught.value.hint))

@@ -1,0 +1,317 @@
+"""`floe restore` on three servers, on older ones, over TLS, and with the rights of its role."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.clock import SystemClock
+from common.errors import FloeError, Refused, Unavailable
+from common.jetstream.api import GUARD, MARKER, create_consumer, create_stream, stream_info
+from common.jetstream.client import FloeClient, connect, frame
+from common.jetstream.pull import From, scan
+from common.settings.service import NatsSettings
+from infra.local.nats import NatsCluster, NatsServer, nats_server_binary
+from infra.rights import ROLES, Names, SubjectRights, nats_conf
+from ingress.restore.restore import RestoreReport
+from ingress.restore.upload import ArchiveUpload
+from tests.support import restoring as back
+from tests.support.basics import at_length, soon, unique
+from tests.support.egress import Bench, connected
+from tests.support.identities import make_certificates, server_tls
+from tests.support.servers import placing
+
+pytestmark = pytest.mark.servers
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[NatsCluster]:
+    """Three servers whose system account has a user: only that may make the meta leader step down."""
+    others = "A: { jetstream: enabled, users: [{ user: a, password: a }] }"
+    accounts = f"accounts {{ $SYS: {{ users: [{{ user: system, password: secret }}] }}, {others} }}"
+    with NatsCluster(3, extra=f"{accounts}\nno_auth_user: a") as servers:
+        yield placing(servers)
+
+
+async def lost(bench: Bench, count: int = 300, **config: object) -> tuple[str, list[object], dict[str, object]]:
+    """A stream with two consumers, archived, captured and deleted; what it held, and its state."""
+    stream = await bench.make_stream(unique("R"), storage="file", **config)
+    for name in ("one", "two"):
+        await create_consumer(bench.client, stream, {"durable_name": name, "ack_policy": "explicit"})
+    await bench.publish(stream, [b"%d" % n * (n % 40) for n in range(count)])
+    await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": count})
+    await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 11})
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, count)
+    await back.capture(bench, stream, count)
+    before, state = await back.contents(bench, stream), await back.state(bench, stream)
+    await bench.delete_stream(stream)
+    return stream, [*before], state
+
+
+@pytest.mark.parametrize("count", [300, at_length(300_000)])
+async def test_each_of_three_replicas_holds_it(clustered: Bench, cluster: NatsCluster, count: int) -> None:
+    bench = clustered
+    stream, before, state = await lost(bench, count, num_replicas=3)
+    report = await back.restored(bench, stream)
+    assert report.exit_code == 0
+    assert sorted(report.comparison.copies) == sorted(server.name for server in cluster.servers)
+    assert [*await back.contents(bench, stream)] == before
+    assert await back.state(bench, stream) == state
+    assert [*await back.positions(bench, stream)] == ["one", "two"]
+    await bench.publish(stream, [b"next"])
+    assert await bench.last(stream) == count + 1
+
+
+async def test_egress_knows_it_by_each_of_its_servers_where_limits_left_nothing(clustered: Bench) -> None:
+    """Each may say another time of its creation."""
+    bench = clustered
+    stream, *_ = await lost(bench, num_replicas=3)
+    first = (await back.restored(bench, stream)).created
+    await bench.client.api(f"STREAM.PURGE.{stream}")
+
+    async def says_another() -> bool:
+        with suppress(FloeError):
+            info = await stream_info(bench.client, stream)
+            if info is not None and info.created != first:
+                return True
+            await bench.client.api(f"STREAM.LEADER.STEPDOWN.{stream}")
+        return False
+
+    await soon(says_another, every=0.5)
+    async with bench.egress({"stream": stream}):
+        await bench.publish(stream, [b"next"])
+        await bench.archived_to(stream, 301)
+    assert bench.chains.read_stream(bench.chain(stream, 1)) is None
+
+
+async def test_a_restore_that_the_servers_still_give_up_is_waited_for(clustered: Bench) -> None:
+    """For some seconds they refuse its name, and tell nothing of it."""
+    bench = clustered
+    stream, before, _ = await lost(bench, num_replicas=3)
+    begun = {"config": {"name": stream, "subjects": [f"{stream}.>"], "num_replicas": 3, "metadata": {MARKER: "0"}}}
+    answer = await bench.client.api(f"STREAM.RESTORE.{stream}", {**begun, "state": {"messages": 1}})
+    assert answer["deliver_subject"]
+    assert (await back.restored(bench, stream)).exit_code == 0
+    assert [*await back.contents(bench, stream)] == before
+
+
+async def test_the_first_bytes_wait_until_a_server_passes_them_on(clustered: Bench) -> None:
+    bench, subject = clustered, unique("late")
+    async with aclosing(ArchiveUpload(bench.client, "S", subject, SystemClock())) as upload:
+        await upload.send(b"head")
+        begun = asyncio.create_task(upload.keep_alive(b"!"))
+        await asyncio.sleep(0.3)
+        got = list[bytes]()
+
+        def answer(_subject: bytes, reply: bytes, payload: bytes, _headers: bytes | None) -> None:
+            got.append(payload)
+            bench.client.send(frame(reply, b""))
+
+        await bench.client.subscribe_raw(subject, answer)
+        await begun
+    assert got == [b"head!"]
+    async with aclosing(ArchiveUpload(bench.client, "S", unique("never"), SystemClock())) as upload:
+        with pytest.raises(Unavailable, match="is gone"):
+            await upload.keep_alive(b"!")
+
+
+@pytest.mark.soak
+async def test_the_death_of_the_server_that_restores_begins_it_again(clustered: Bench, cluster: NatsCluster) -> None:
+    bench = clustered
+    stream, before, _ = await lost(bench, 20_000, num_replicas=3)
+    work = asyncio.create_task(back.restored(bench, stream, verify="state"))
+
+    async def guarded() -> str:
+        info = await stream_info(bench.client, stream)
+        return info.leader if info else ""
+
+    leader = cluster.server(await soon(guarded, every=0.001))
+    leader.kill()
+    await asyncio.sleep(1.0)
+    leader.start()
+    assert (await work).exit_code == 0
+    assert [*await back.contents(bench, stream)] == before
+
+
+POINTS = ("sending", "sent", "filled", "settled", "compared", "recorded")  # in the order of a restore
+EACH = [*((point,) for point in POINTS), POINTS]
+
+
+class StepDowns:
+    """Makes leaders step down at those failpoints of a restore that are `waiting`, once at each.
+
+    `agreed`: how many leaders said that they do; `in_use`: what the stream held whenever it had no marker.
+    """
+
+    def __init__(self, kinds: tuple[str, ...], bench: Bench, system: FloeClient, stream: str) -> None:
+        self._bench, self._stream = bench, stream
+        clients = {
+            "stream": (bench.client, f"STREAM.LEADER.STEPDOWN.{stream}"),
+            "meta": (system, "META.LEADER.STEPDOWN"),
+        }
+        self._asked = [clients[kind] for kind in kinds]
+        self.waiting, self.agreed, self.in_use = set[str](), 0, set[tuple[int, int, int]]()
+        self._inboxes = list[str]()
+
+    async def open(self) -> asyncio.Task[None]:
+        for client, _ in self._asked:
+            self._inboxes.append(client.new_inbox())
+            await client.subscribe_raw(self._inboxes[-1], self._answer)
+        return asyncio.create_task(self._look())
+
+    def _answer(self, _subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
+        self.agreed += bool(json.loads(payload or b"{}").get("success"))
+
+    def at(self, name: str) -> None:
+        point = name.removeprefix("restore.")
+        if point in self.waiting:
+            self.waiting.remove(point)
+            for (client, asked), inbox in zip(self._asked, self._inboxes, strict=True):
+                client.send(frame(client.api_subject(asked).encode(), b"", None, inbox.encode()))
+
+    async def _look(self) -> None:
+        while True:
+            with suppress(FloeError):
+                info = await stream_info(self._bench.client, self._stream)
+                if info is not None and not info.marker:
+                    self.in_use.add((info.messages, info.first_sequence, info.last_sequence))
+            await asyncio.sleep(0.02)
+
+
+async def copy_of(bench: Bench, stream: str, server: str, until: int) -> list[object]:
+    """What the replica on one server holds."""
+    found = list[object]()
+    async with aclosing(scan(bench.client, stream, From(1), until=until, server=server)) as pieces:
+        async for piece in pieces:
+            found += piece
+    return found
+
+
+async def comes_back(bench: Bench, stream: str) -> tuple[RestoreReport, int]:
+    """What a restore said that was begun again as often as it ended with 75, and how often it was begun."""
+    for begun in range(1, 4):
+        try:
+            return await back.restored(bench, stream), begun
+        except FloeError as error:
+            if error.exit_code != 75:
+                raise
+    raise AssertionError("it never came back")
+
+
+@pytest.mark.parametrize(
+    ("count", "kinds", "moments"),
+    [
+        (300, ("stream",), [("sending", "filled")]),
+        at_length(20_000, ("stream",), EACH),
+        at_length(20_000, ("meta",), EACH),
+        at_length(20_000, ("stream", "meta"), EACH),
+    ],
+    ids=["short", "stream", "meta", "both"],
+)
+async def test_leaders_that_step_down_meanwhile_leave_a_whole_stream_or_a_guarded_one(
+    clustered: Bench,
+    cluster: NatsCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    kinds: tuple[str, ...],
+    moments: list[tuple[str, ...]],
+) -> None:
+    bench, servers = clustered, sorted(server.name for server in cluster.servers)
+    stream, before, state = await lost(bench, count, num_replicas=3)
+    settings = NatsSettings(url=tuple(cluster.urls), user="system", password="secret")
+    async with aclosing(await connect(settings, name="test")) as system:
+        leaders = StepDowns(kinds, bench, system, stream)
+        looking = await leaders.open()
+        monkeypatch.setattr("ingress.restore.restore.failpoint", leaders.at)
+        for points in moments:
+            leaders.waiting, started, agreed = {*points}, time.monotonic(), leaders.agreed
+            report, begun = await comes_back(bench, stream)
+            took = f"{leaders.agreed - agreed} agreed, {time.monotonic() - started:.0f} s"
+            print(f"{kinds} at {points}: begun {begun} times, {took}")
+            assert report.exit_code == 0, [*report.lines()]
+            assert sorted(report.comparison.copies) == servers
+            assert leaders.waiting == set()
+            for server in servers:
+                assert await copy_of(bench, stream, server, count) == before
+            assert await back.state(bench, stream) == state
+            assert [*await back.positions(bench, stream)] == ["one", "two"]
+            await bench.delete_stream(stream)
+        assert leaders.in_use == {(state["messages"], state["first_seq"], state["last_seq"])}
+        assert leaders.agreed > 0  # while it is filled a stream has no leader that could
+        looking.cancel()
+
+
+@pytest.mark.parametrize("version", ["2.10", at_length("2.11"), at_length("2.12"), "2.14"])
+async def test_older_servers_take_it_too(tmp_path: Path, version: str) -> None:
+    with NatsServer(binary=nats_server_binary(version)) as server:
+        client = await connected(server.url)
+        bench = Bench(server.url, tmp_path, client)
+        stream, before, state = await lost(bench)
+        report = await back.restored(bench, stream)
+        assert (report.exit_code, report.format) == (0, "files")
+        assert [*await back.contents(bench, stream)] == before
+        assert await back.state(bench, stream) == state
+        assert sorted(await back.positions(bench, stream)) == ["one", "two"]
+        await client.aclose()
+
+
+async def test_over_tls(tmp_path: Path) -> None:
+    files = make_certificates(tmp_path)
+    tls = {"tls": {"ca": str(files / "ca.pem")}}
+    with NatsServer(tls=server_tls(files)) as server, NatsServer() as plain:
+        beside = await connected(plain.url)
+        before = Bench(plain.url, tmp_path, beside)
+        stream, held, _ = await lost(before)
+        client = await connect(NatsSettings.model_validate({"url": server.url, **tls}), name="test")
+        bench = Bench(server.url, tmp_path, client)
+        assert (await back.restored(bench, stream, nats=tls)).exit_code == 0
+        assert [*await back.contents(bench, stream)] == held
+        await client.aclose()
+        await beside.aclose()
+
+
+async def test_with_exactly_the_rights_of_its_role_and_each_missing_one_is_named(tmp_path: Path) -> None:
+    role = next(role for role in ROLES if role.name == "restore")
+    rule, *others = role.nats
+    with NatsServer() as plain:
+        beside = await connected(plain.url)
+        stream, before, _ = await lost(Bench(plain.url, tmp_path, beside))
+        await beside.aclose()
+    names = Names(stream=stream)
+    server = NatsServer()
+    users = ["{user: all, password: secret}"]
+    for number, _ in enumerate([*rule.subjects, None]):
+        left = tuple(subject for at, subject in enumerate(rule.subjects) if at != number)
+        rights = [SubjectRights(left), *others]
+        (server.folder / f"u{number}.conf").write_text(nats_conf(replace(role, nats=tuple(rights)), names))
+        users.append(f"{{ user: u{number}, password: secret\ninclude u{number}.conf\n}}")
+    server.extra = "authorization { users: [ " + "\n".join(users) + "\n] }"
+    with server:
+        everything = await connect(NatsSettings(url=server.url, user="all", password="secret"), name="test")
+        bench = Bench(server.url, tmp_path, everything)
+        for number, subject in enumerate(map(names.filled, rule.subjects)):
+            if "CONSUMER.DELETE" in subject:
+                continue  # the server removes it after a minute
+            if "STREAM.DELETE" in subject:  # which only a leftover needs
+                left = {"name": stream, "subjects": [f"{GUARD}{stream}"], "metadata": {MARKER: "0123"}}
+                await create_stream(everything, left)
+            with pytest.raises(Refused) as caught:
+                await back.restored(bench, stream, nats={"user": f"u{number}", "password": "secret"})
+            assert caught.value.exit_code == 77
+            assert subject.removesuffix(">") in str(caught.value), subject
+            if "STREAM.UPDATE" in subject:
+                assert await stream_info(everything, stream) is None, "found before anything is filled"
+        whole = {"user": f"u{len(rule.subjects)}", "password": "secret"}
+        assert (await back.restored(bench, stream, nats=whole)).exit_code == 0
+        assert [*await back.contents(bench, stream)] == before
+        await everything.aclose()
+    shutil.rmtree(server.folder, ignore_errors=True)

@@ -1,0 +1,381 @@
+"""After `floe restore` egress goes on where it was, and nothing is archived or carried twice."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from common.errors import FloeError, Stopped
+from common.jetstream.api import GUARD, MARKER, stream_info
+from common.jetstream.kv import KeyValue, state_key
+from common.sequences import SequenceRange
+from infra.local.nats import NatsServer
+from ingress.restore.restore import RestoreTuning
+from tests.integration.test_egress_faults import held_up, released
+from tests.integration.test_egress_repartition import uneven, until_cut
+from tests.integration.test_egress_retention import durables, emptied, lapses
+from tests.support import restoring as back
+from tests.support.basics import soon, unique
+from tests.support.egress import SITE, Bench, Partitioned, Running, feed_of, publish_over
+from tests.support.ingress import Archive, Centre
+from tests.support.proxies import TcpProxy
+from tests.support.segments import write_segment
+from tests.support.stores import FaultyStore
+
+pytestmark = pytest.mark.servers
+
+
+async def begun(bench: Bench, count: int = 200, **config: object) -> str:
+    """A stream, all of it archived."""
+    stream = await bench.make_stream(unique("R"), storage="file", **config)
+    await bench.publish(stream, [b"%d" % n for n in range(count)])
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, count)
+    return stream
+
+
+async def goes_on(bench: Bench, stream: str, last: int) -> None:
+    """New messages are archived behind what was, in the same incarnation."""
+    await bench.publish(stream, [b"new %d" % n for n in range(10)])
+    await bench.archived_to(stream, last + 10)
+    assert bench.chains.read_stream(bench.chain(stream, 1)) is None
+    bench.check(stream)
+
+
+async def test_egress_that_ran_all_the_while_goes_on(bench: Bench) -> None:
+    stream = await begun(bench)
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "reading")
+        await bench.delete_stream(stream)
+        await soon(lambda: "E-SOURCE-GONE" in str(running.status(stream)))
+        await under_guard(bench, stream, running)
+        assert (await back.restored(bench, stream)).exit_code == 0
+        await goes_on(bench, stream, 200)
+    await bench.same(stream, stream)
+
+
+async def under_guard(bench: Bench, stream: str, running: Running) -> None:
+    """A restore is on its way, and far from its end."""
+    config = {"name": stream, "subjects": [f"{GUARD}{stream}"], "metadata": {MARKER: "x first=1 end=200"}}
+    await bench.client.api(f"STREAM.CREATE.{stream}", config)
+    await soon(lambda: "E-RESTORING" in str(running.status(stream)))
+    assert bench.chains.read_stream(bench.chain(stream, 1)) is None
+
+
+async def holding(bench: Bench, stream: str, running: Running, objects: FaultyStore | None = None) -> None:
+    """Egress has received 50 messages behind the 200 that are archived, and not put them. `objects`: can put none."""
+    await soon(lambda: running.state(stream) == "reading")
+    if objects is not None:
+        held_up(objects)
+    await bench.publish(stream, [b"late %d" % n for n in range(50)])
+    await soon(lambda: (running.status(stream).get("open_segment") or {}).get("last") == 250)
+
+
+LONG = {"segment": {"max_age": "1h"}}
+
+
+async def test_what_egress_holds_of_the_lost_stream_is_put_and_comes_back(bench: Bench) -> None:
+    stream = await begun(bench)
+    async with bench.egress({"stream": stream, **LONG}) as running:
+        await holding(bench, stream, running)
+        before = await back.contents(bench, stream)
+        await bench.delete_stream(stream)
+        assert (await back.restored(bench, stream)).exit_code == 0
+        assert await back.contents(bench, stream) == before
+        await soon(lambda: running.state(stream) == "reading")
+        await bench.publish(stream, [b"new"] * 10)
+    await bench.same(stream, stream)
+    assert len(bench.messages(stream)) == 260
+    bench.check(stream)
+
+
+@pytest.mark.parametrize("down", [0.1, 0.6, 1.1])
+async def test_of_two_instances_the_one_that_received_puts_it_where_the_server_lost_all(
+    alone: tuple[Bench, NatsServer], down: float
+) -> None:
+    """Also the leases are gone with its folder, and the other sees that first. `down`: for how many of their lives."""
+    bench, server = alone
+    stream = await begun(bench)
+    feed, ttl = {"stream": stream, **LONG}, 8  # longer than the pauses between tries to connect
+    leases = {"lease_bucket": unique("L"), "lease_ttl": f"{ttl}s"}
+    async with AsyncExitStack() as stack:
+        proxy = await stack.enter_async_context(TcpProxy(server.port))
+        one = await stack.enter_async_context(replace(bench, url=proxy.url).egress(feed, **leases))
+        await holding(bench, stream, one)
+        other = await stack.enter_async_context(bench.egress(feed, **leases))
+        both = (one, other)
+        await soon(lambda: other.state(stream) == "standby")
+        before = await back.contents(bench, stream)
+        server.kill()
+        shutil.rmtree(server.store)
+        await proxy.refuse()
+        await asyncio.sleep(down * ttl)
+        server.start()
+        await soon(lambda: bench.client.is_up)
+        await asyncio.sleep(1.0)
+        await proxy.listen()
+        await soon(lambda: bench.end(stream) == 250)
+        await soon(lambda: any("E-SOURCE-GONE" in str(each.status(stream)) for each in both))
+        assert (await back.restored(bench, stream)).exit_code == 0
+        assert await back.contents(bench, stream) == before
+        await soon(lambda: any(each.state(stream) == "reading" for each in both))
+        await bench.publish(stream, [b"new"] * 10)
+    async with bench.egress({"stream": stream}):  # a lease that could not be renewed yet ends a drain early
+        await bench.archived_to(stream, 260)
+    await bench.same(stream, stream)
+    assert len(bench.messages(stream)) == 260
+    bench.check(stream)
+
+
+async def test_a_restore_begins_again_where_egress_put_what_it_held_meanwhile(bench: Bench) -> None:
+    stream, objects = await begun(bench), FaultyStore(bench.objects)
+    async with bench.egress({"stream": stream, **LONG}, objects=objects) as running:
+        await holding(bench, stream, running, objects)
+        before = await back.contents(bench, stream)
+        await bench.delete_stream(stream)
+        restoring = asyncio.create_task(back.restored(bench, stream, tuning=RestoreTuning(looks=2, look_span=3.0)))
+
+        async def is_planned() -> bool:
+            try:
+                leases = await KeyValue.open(bench.client, f"{bench.lease_bucket}_RESTORE", ttl=10.0)
+                return await leases.get(state_key("restore", stream)) is not None
+            except FloeError:
+                return False
+
+        await soon(is_planned)
+        released(objects)
+        assert (await restoring).plan.end == 250
+        assert await back.contents(bench, stream) == before
+        await soon(lambda: running.state(stream) == "reading")
+    bench.check(stream)
+
+
+@asynccontextmanager
+async def restored_without(bench: Bench) -> AsyncIterator[tuple[str, Running, FaultyStore]]:
+    """The stream is restored without the 50 messages that egress holds and cannot put, and has 10 others there."""
+    stream, objects = await begun(bench), FaultyStore(bench.objects)
+    async with bench.egress({"stream": stream, **LONG}, objects=objects) as running:
+        await holding(bench, stream, running, objects)
+        await bench.delete_stream(stream)
+        assert (await back.restored(bench, stream)).plan.end == 200
+        await bench.publish(stream, [b"other"] * 10)
+        yield stream, running, objects
+
+
+async def test_what_egress_held_is_never_replaced_by_what_a_restored_stream_has_there(bench: Bench) -> None:
+    async with restored_without(bench) as (stream, running, objects):
+        released(objects)
+        await soon(lambda: "E-ROLLED-BACK" in str(running.status(stream)))
+    assert [m.payload for m in bench.messages(stream)][200:] == [b"late %d" % n for n in range(50)]
+
+
+@pytest.mark.parametrize("rows", [0, 10])
+async def test_what_egress_held_is_not_put_beside_another_history(
+    bench: Bench, caplog: pytest.LogCaptureFixture, rows: int
+) -> None:
+    """Another instance went on with the restored stream while this one could not put. `rows`: that it archived."""
+    async with restored_without(bench) as (stream, running, objects):
+        others = (await back.contents(bench, stream))[200 : 200 + rows]
+        for sequence in range(201 + rows, 211):
+            await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence})
+        written = {"coverage": SequenceRange(201, 210), "chain": bench.chain(stream)}
+        bench.store.put(write_segment(bench.store.new_spool(), others, **written))
+        await soon(lambda: "held rows dropped" in caplog.text)
+        released(objects)
+        await soon(lambda: running.state(stream) == "reading")
+        await bench.publish(stream, [b"other"] * 10)
+        await soon(lambda: (running.status(stream).get("open_segment") or {}).get("last") == 220)
+    assert bench.end(stream) == 220
+    assert [m.payload for m in bench.messages(stream)][200:] == [b"other"] * (rows + 10)
+
+
+async def test_a_drain_puts_what_egress_holds_of_a_lost_stream(bench: Bench) -> None:
+    """The leases and the state are lost with it."""
+    stream = await begun(bench)
+    async with bench.egress({"stream": stream, **LONG}) as running:
+        await holding(bench, stream, running)
+        for lost in (stream, f"KV_{bench.state_bucket}", f"KV_{bench.lease_bucket}"):
+            await bench.delete_stream(lost)
+    assert len(bench.messages(stream)) == 250
+    bench.check(stream)
+
+
+async def test_a_drain_says_what_it_could_not_put_of_a_lost_stream(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream, objects = await begun(bench), FaultyStore(bench.objects)
+    settings = bench.settings({"stream": stream, **LONG}, shutdown_timeout="4s")
+    running = bench.start(settings, objects=objects)
+    await holding(bench, stream, running, objects)
+    for lost in (stream, f"KV_{bench.state_bucket}", f"KV_{bench.lease_bucket}"):
+        await bench.delete_stream(lost)
+    await soon(lambda: running.state(stream) != "reading")
+    running.stop.set()
+    assert await running.task is False
+    assert "received and not archived" in caplog.text
+    assert "'rows': 50, 'first': 201, 'last': 250" in caplog.text
+
+
+async def test_egress_goes_on_where_its_state_was_lost_with_the_stream(bench: Bench) -> None:
+    stream = await begun(bench)
+    for lost in (stream, f"KV_{bench.state_bucket}", f"KV_{bench.lease_bucket}"):
+        await bench.delete_stream(lost)
+    assert (await back.restored(bench, stream)).exit_code == 0
+    async with bench.egress({"stream": stream}):
+        await goes_on(bench, stream, 200)
+    await bench.same(stream, stream)
+
+
+async def test_egress_goes_on_where_limits_left_nothing_that_was_archived(bench: Bench) -> None:
+    stream = await begun(bench)
+    await bench.delete_stream(stream)
+    assert (await back.restored(bench, stream)).exit_code == 0
+    await bench.client.api(f"STREAM.PURGE.{stream}")
+    async with bench.egress({"stream": stream}):
+        await goes_on(bench, stream, 200)
+    # Without the record of the restore nothing tells which stream it is.
+    stream = await begun(bench)
+    await bench.delete_stream(stream)
+    assert (await back.restored(bench, stream)).exit_code == 0
+    await bench.client.api(f"STREAM.PURGE.{stream}")
+    for path in (bench.root / "bucket").rglob("restored/*.json"):
+        path.unlink()
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: "E-IDENTITY" in str(running.status(stream)))
+
+
+async def test_what_is_older_than_the_stream_keeps_is_not_sent(bench: Bench) -> None:
+    stream = await begun(bench, max_msgs=50)
+    async with bench.egress({"stream": stream}):
+        for n in range(3):
+            await bench.publish(stream, [b"%d" % n] * 100)
+            await bench.archived_to(stream, 300 + n * 100)
+    before, state = await back.contents(bench, stream), await back.state(bench, stream)
+    await bench.delete_stream(stream)
+    plan = await back.planned(bench, stream)
+    assert plan.begin > 200
+    assert any("max_msgs 50" in note for note in plan.notes)
+    assert (await back.restored(bench, stream)).exit_code == 0
+    assert await back.contents(bench, stream) == before
+    assert await back.state(bench, stream) == state
+
+
+async def test_ingress_carries_nothing_twice(bench: Bench) -> None:
+    stream = await begun(bench)
+    sources = [{"site": [SITE], "feed": [stream], "subject_prefix": "C"}]
+    target = unique("C")
+    centre = Centre(
+        bench.root, Archive(bench.root / "bucket"), str(bench.url), stream=target, sources=sources,
+        create={"subjects": ["C.>"]},
+    )  # fmt: skip
+    async with centre.running():
+        await centre.carried(bench.client, 200)
+        await bench.delete_stream(stream)
+        assert (await back.restored(bench, stream)).exit_code == 0
+        async with bench.egress({"stream": stream}):
+            await goes_on(bench, stream, 200)
+            found = await centre.carried(bench.client, 210)
+    assert [each.message.payload for each in found[200:]] == [b"new %d" % n for n in range(10)]
+    info = await stream_info(bench.client, target)
+    assert info is not None
+    assert info.messages == 210
+
+
+async def test_a_feed_that_was_cut_anew_is_one_history(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await uneven(bench, stream, 20)
+    await until_cut(bench, feed_of(stream, 3))
+    parts = Partitioned(bench, stream, 3)
+    await publish_over(bench, stream, ["0.a", "1.a", "2.a"], 30, "later")
+    async with bench.egress(feed_of(stream, 3)):
+        await soon(lambda: min(parts.end(n, 1) for n in range(3)) == 70)
+    before = await back.contents(bench, stream)
+    await bench.delete_stream(stream)
+    plan = await back.planned(bench, stream)
+    assert {chain.chain.incarnation for chain in plan.chains} == {0, 1}
+    assert plan.lossy == ()
+    assert (await back.restored(bench, stream)).exit_code == 0
+    assert await back.contents(bench, stream) == before
+    await publish_over(bench, stream, ["0.a", "1.a", "2.a"], 30, "restored")
+    async with bench.egress(feed_of(stream, 3)):
+        await soon(lambda: min(parts.end(n, 1) for n in range(3)) == 100)
+    await parts.same(
+        stream, 1, first=min(c.first for n in range(3) if (c := bench.chains.read_chain(parts.chain(n, 1))))
+    )
+    await bench.delete_stream(stream)
+    assert (await back.restored(bench, stream, to_sequence=15)).exit_code == 0
+    assert await back.contents(bench, stream) == before[:15]
+
+
+async def test_a_filtered_feed_is_brought_back_only_when_that_is_allowed(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await publish_over(bench, stream, ["a", "b"], 10, "x")
+    async with bench.egress({"stream": stream, "filter_subject": f"{stream}.a"}):
+        await bench.archived_to(stream, 10)
+    before = await back.contents(bench, stream)
+    await bench.delete_stream(stream)
+    with pytest.raises(Stopped) as caught:
+        await back.restored(bench, stream)
+    assert caught.value.code == "E-RESTORE-LOSSY"
+    assert (await back.restored(bench, stream, allow_lossy=True)).exit_code == 0
+    assert await back.contents(bench, stream) == [m for m in before if m.subject.endswith(b".a")]
+
+
+async def test_another_feed_of_the_stream_that_is_archived_further_is_named(bench: Bench) -> None:
+    stream, other, part = await bench.make_stream(unique("T")), unique("F"), unique("P")
+    await publish_over(bench, stream, ["a", "b"], 30, "x")
+    feeds = [{"stream": stream, "name": other}, {"stream": stream, "name": part, "filter_subject": f"{stream}.a"}]
+    async with bench.egress({"stream": stream}, *feeds):
+        for feed in (stream, other, part):
+            await bench.archived_to(feed, 30)
+    await publish_over(bench, stream, ["a", "b"], 20, "later")
+    async with bench.egress(*feeds):
+        for feed in (other, part):
+            await bench.archived_to(feed, 50)
+    before = await back.contents(bench, stream)
+    await bench.delete_stream(stream)
+    with pytest.raises(Stopped) as caught:
+        await back.restored(bench, stream)
+    assert caught.value.code == "E-RESTORE-LOSSY"
+    for feed in (other, part):
+        assert f"feed {feed} of the same stream is archived up to 50: 31..50 would be given" in caught.value.message
+    assert f" site/{other}\n" in caught.value.hint
+    assert f" site/{part}" not in caught.value.hint, "it does not have the whole stream"
+    assert any(f"feed {other} " in note for note in (await back.planned(bench, stream, to_sequence=20)).notes)
+    beside = await back.planned(bench, stream, name=unique("B"))
+    assert (beside.lossy, beside.further) == ((), ()), "a stream of another name takes no sequence from anybody"
+    assert (await back.restored(bench, stream, allow_lossy=True)).exit_code == 0
+    assert await back.contents(bench, stream) == before[:30]
+    await bench.delete_stream(stream)
+    assert (await back.restored(bench, other)).exit_code == 0
+    assert await back.contents(bench, stream) == before
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_an_interest_stream_keeps_for_egress_what_is_published_before_it_reads_again(
+    bench: Bench, count: int
+) -> None:
+    """Nobody else wants it, so the stream would drop it at once. `count`: of partitions."""
+    stream = await bench.make_stream(unique("T"), retention="interest", storage="file")
+    feed, parts = ({"stream": stream} if count == 1 else feed_of(stream, count)), Partitioned(bench, stream, count)
+    async with bench.egress(feed) as running:
+        await soon(lambda: all(running.state(stream + each) == "reading" for each in ("", "/1")[:count]))
+        await publish_over(bench, stream, ["0.a", "1.a"], 20, "first")
+        await soon(lambda: len(parts.messages()) == 20)
+    before = lapses(stream)
+    await bench.delete_stream(stream)
+    assert (await back.restored(bench, stream, keys=feed)).exit_code == 0
+    await publish_over(bench, stream, ["0.a", "1.a"], 20, "at once")
+    async with bench.egress(feed):
+        await soon(lambda: len(parts.messages()) == 40)
+        await emptied(bench, stream)
+    assert [m.payload for m in parts.messages()][20:] == [
+        b"at once %d" % n for n in (*range(0, 20, 2), *range(1, 20, 2))
+    ]
+    assert lapses(stream) == before
+    assert len(await durables(bench, stream)) == count

@@ -1,0 +1,211 @@
+"""I6 of a restored stream, at the archive: whatever the rows are, both forms hold them byte for byte."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import ConfigError
+from common.segments.columns import batch_of
+from common.segments.segment import Message
+from common.sequences import MAX_SEQUENCE
+from ingress.restore.archive import KEEP_ALIVE, ArchiveConsumer, ArchiveState, ArchiveWriter, archive_writer, varint
+from tests.support.restore import crc32c, encoded_block, entries, slow_highwayhash64, tar_files, unframed
+
+subjects = st.sampled_from([b"a", b"orders.eu", "größe.ж".encode(), b"\xff\xfe.raw"]) | st.binary(
+    min_size=1, max_size=300
+)
+header_blocks = st.none() | st.sampled_from(
+    [b"", b"NATS/1.0\r\n\r\n", b"NATS/1.0\r\nA: 1\r\nA:1\r\na:  2 \r\n\r\n", b"NATS/1.0\r\nX: \xff\r\n\r\n"]
+)
+times = st.integers(-(2**63), 2**63 - 1) | st.just(1_700_000_000_123_456_789)
+payloads = st.binary(max_size=200)
+long_payloads = payloads | st.integers(1, 40_000).map(lambda size: b"x" * size)
+
+
+@st.composite
+def batches(draw: st.DrawFn, payloads: st.SearchStrategy[bytes] = payloads) -> list[list[Message]]:
+    """Rows in sequence order with gaps, small ones and some over 10,000, in batches of any size."""
+    sequences = sorted(draw(st.lists(st.integers(1, 200) | st.integers(1, MAX_SEQUENCE), max_size=30, unique=True)))
+    rows = [Message(n, draw(times), draw(subjects), draw(header_blocks), draw(payloads)) for n in sequences]
+    cut = sorted(draw(st.lists(st.integers(0, len(rows)), max_size=3)))
+    return [rows[a:b] for a, b in zip([0, *cut], [*cut, len(rows)], strict=True) if a < b]
+
+
+CONSUMERS = (
+    ArchiveConsumer("clean", {"durable_name": "clean"}, "2026-01-01T00:00:00Z", (20, 40), (20, 40), {}, {}),
+    ArchiveConsumer(
+        "holes",
+        {"durable_name": "holes", "filter_subject": "a.>"},
+        "2026-01-01T00:00:00.5Z",
+        (20, 300),
+        (3, 7),
+        {41: (5, 1_700_000_000_987_654_321), 9: (4, 1_700_000_001_000_000_000)},
+        {9: 2},
+    ),
+)
+CONFIG = {"name": "ORDERS", "subjects": ["orders.>"]}
+
+
+def state_of(rows: Sequence[Message], last: int) -> ArchiveState:
+    first = rows[0] if rows else Message(last + 1, 0, b"", None, b"")
+    end = rows[-1].timestamp_ns if rows else 0
+    return ArchiveState(len(rows), 1000, first.sequence, first.timestamp_ns, last, end)
+
+
+def archive_of(writer: ArchiveWriter, cut: list[list[Message]], last: int) -> bytes:
+    """All pieces, with a keep-alive frame between any two."""
+
+    def pieces() -> Iterator[bytes]:
+        rows = [row for batch in cut for row in batch]
+        yield from writer.head(CONFIG, "2026-01-01T00:00:00Z", state_of(rows, last), CONSUMERS)
+        for batch in cut:
+            yield from writer.rows(batch_of(*batch))
+        yield from writer.tail()
+
+    return writer.keep_alive.join(pieces())
+
+
+@given(batches(long_payloads), st.integers(0, 5))
+@settings(max_examples=80, deadline=None)
+def test_the_logical_archive_holds_every_row_as_it_was(cut: list[list[Message]], behind: int) -> None:
+    rows = [row for batch in cut for row in batch]
+    last = rows[-1].sequence + behind if rows else behind
+
+    head, *found = entries(unframed(archive_of(archive_writer("ORDERS", "2.15.1"), cut, last), checked=False))
+
+    state = json.loads(head.payload)
+    assert (head.name, state["last_seq"], state["messages"]) == (b"state.json", last, len(rows))
+    assert (state["first_seq"], state["consumer_count"]) == (rows[0].sequence if rows else last + 1, 2)
+    assert [each.name for each in found[:2]] == [b"consumers/clean", b"consumers/holes"]
+    assert found[-1] == (b"", 0, 0, b"", b"")
+    assert [tuple(each) for each in found[2:-1]] == [
+        (row.subject, row.timestamp_ns, row.sequence, row.headers or b"", row.payload) for row in rows
+    ]
+
+
+def test_the_logical_archive_says_where_each_consumer_stood() -> None:
+    archive = unframed(archive_of(archive_writer("ORDERS", "2.15.1"), [], 300))
+    clean, holes = (json.loads(entry.payload) for entry in list(entries(archive))[1:3])
+
+    assert clean == {
+        "config": {"durable_name": "clean", "name": "clean"},
+        "state": {
+            "delivered": {"consumer_seq": 20, "stream_seq": 40},
+            "ack_floor": {"consumer_seq": 20, "stream_seq": 40},
+        },
+    }
+    assert holes["config"]["filter_subject"] == "a.>"
+    assert holes["state"]["pending"] == {
+        "41": {"sequence": 5, "ts": 1_700_000_000_987_654_321},
+        "9": {"sequence": 4, "ts": 1_700_000_001_000_000_000},
+    }
+    assert holes["state"]["redelivered"] == {"9": 2}
+
+
+def expected_blocks(rows: Sequence[Message], last: int) -> list[bytes]:
+    """Blocks as wide gaps cut them; all these rows are small. The last one says where the stream ends."""
+    cut: list[list[Message]] = []
+    for row in rows:
+        if not cut or row.sequence - cut[-1][-1].sequence > 10_000:
+            cut.append([])
+        cut[-1].append(row)
+    blocks = [encoded_block("ORDERS", index, block) for index, block in enumerate(cut, 1)]
+    if last > (rows[-1].sequence if rows else 0):
+        end = rows[-1].timestamp_ns if rows else 0
+        blocks.append(encoded_block("ORDERS", len(blocks) + 1, [], (last, end)))
+    return blocks
+
+
+@given(batches(), st.integers(0, 5))
+@settings(max_examples=60, deadline=None)
+def test_the_archive_of_files_is_what_a_slow_encoder_writes(cut: list[list[Message]], behind: int) -> None:
+    rows = [row for batch in cut for row in batch]
+    last = min(MAX_SEQUENCE, rows[-1].sequence + behind) if rows else behind
+
+    files = tar_files(unframed(archive_of(archive_writer("ORDERS", "2.12.8"), cut, last), checked=False))
+
+    blocks = expected_blocks(rows, last)
+    assert [name for name in files if name.startswith("msgs/")] == [f"msgs/{n}.blk" for n in range(1, len(blocks) + 1)]
+    assert [files[f"msgs/{index}.blk"] for index in range(1, len(blocks) + 1)] == blocks
+
+
+def test_configurations_in_the_archive_of_files_carry_their_hash() -> None:
+    files = tar_files(unframed(archive_of(archive_writer("COPY", "2.10.26"), [], 300)))
+
+    assert json.loads(files["meta.inf"]) == {**CONFIG, "name": "COPY", "created": "2026-01-01T00:00:00Z"}
+    clean = json.loads(files["obs/clean/meta.inf"])
+    assert (clean["name"], clean["Name"], clean["Created"]) == ("clean", "clean", "2026-01-01T00:00:00Z")
+    for folder, name in (("", "COPY"), ("obs/clean/", "COPY/clean"), ("obs/holes/", "COPY/holes")):
+        found = slow_highwayhash64(sha256(name.encode()).digest(), files[f"{folder}meta.inf"])
+        assert bytes.fromhex(files[f"{folder}meta.sum"].decode()) == found.to_bytes(8, "little")
+
+
+def test_the_state_of_a_consumer_is_counted_from_its_ack_floor() -> None:
+    files = tar_files(unframed(archive_of(archive_writer("ORDERS", "2.14.6"), [], 300)))
+
+    assert files["obs/clean/o.dat"] == bytes([22, 2, 20, 40, 20, 40, 0, 0])
+    pending = bytes([34, 2, 2]) + bytes([2, 1, 0])  # 41 - 7, 5 - 3, a second before; 9 - 7, 4 - 3
+    newest = varint(1_700_000_001)
+    assert files["obs/holes/o.dat"] == bytes([22, 2, 3, 7, 20, 172, 2, 2]) + newest + pending + bytes([1, 2, 2])
+
+
+def test_a_block_ends_before_it_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ingress.restore.files.BLOCK", 80_000)
+    rows = [Message(n, n, b"a", None, bytes([n % 256]) * 1_000) for n in range(1, 201)]
+    rows[150] = Message(151, 151, b"a", None, b"x" * 90_000)
+    files = tar_files(
+        unframed(archive_of(archive_writer("ORDERS", "2.11.11"), [rows[:7], rows[7:]], 200), checked=False)
+    )
+    blocks = [content for name, content in files.items() if name.startswith("msgs/")]
+
+    assert [len(each) // 1_031 for each in blocks] == [77, 73, 87, 49]
+    assert sum(map(len, blocks)) == sum(31 + len(row.payload) for row in rows)
+
+
+def test_frames_carry_the_checksum_that_readers_expect() -> None:
+    assert crc32c(b"123456789") == 0xE3069283  # the check value of CRC-32C
+    row = Message(1, 5, b"a", None, b"x" * 3_000_000)
+    archive = archive_of(archive_writer("ORDERS", "2.15.1"), [[row]], 1)
+
+    assert row.payload in unframed(archive)
+    assert KEEP_ALIVE in archive
+
+
+@pytest.mark.parametrize(
+    ("version", "form"),
+    [(f"2.{minor}.0", "files") for minor in (10, 11, 12, 13, 14)]
+    + [("2.15.0", "logical"), ("2.15.1", "logical"), ("2.15.3-RC.1", "logical")],
+)
+def test_the_form_follows_the_server(version: str, form: str) -> None:
+    assert archive_writer("ORDERS", version).format == form
+    assert archive_writer("ORDERS", version, "files").format == "files"
+
+
+def test_the_logical_form_is_refused_for_a_server_that_lacks_it() -> None:
+    assert archive_writer("ORDERS", "2.15.0", "logical").format == "logical"
+    with pytest.raises(ConfigError, match="logical form") as refused:
+        archive_writer("ORDERS", "2.14.6", "logical")
+    assert refused.value.code == "E-RESTORE-VERSION"
+
+
+@pytest.mark.parametrize("version", ["2.16.0", "2.17.1-dev", "3.0.0"])
+def test_an_unknown_newer_minor_is_refused_unless_forced(version: str) -> None:
+    with pytest.raises(ConfigError, match=r"tried with 2\.\d+ to 2\.15") as refused:
+        archive_writer("ORDERS", version)
+
+    assert refused.value.code == "E-RESTORE-VERSION"
+    assert archive_writer("ORDERS", version, force=True).format == "logical"
+
+
+@pytest.mark.parametrize("version", ["2.9.25", "1.4.1", "", "dev"])
+def test_an_old_server_is_refused_even_if_forced(version: str) -> None:
+    with pytest.raises(ConfigError, match=r"or newer") as refused:
+        archive_writer("ORDERS", version, force=True)
+
+    assert refused.value.code == "E-RESTORE-VERSION"

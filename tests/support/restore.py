@@ -1,0 +1,242 @@
+"""Archives as nats-server takes them, restored and read back: the tests' own ends of `ingress/restore`."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import struct
+import tarfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from common.clock import format_time
+from common.jetstream.api import stream_info
+from common.jetstream.client import FloeClient
+from common.jetstream.pull import read_through
+from common.jetstream.requests import api_answer
+from common.segments.segment import Message
+from ingress.restore.archive import ArchiveState
+from tests.support.basics import PATIENCE
+
+_POLYNOMIAL = 0x82F63B78  # CRC-32C, reflected
+
+
+def _table() -> list[int]:
+    table = []
+    for value in range(256):
+        for _ in range(8):
+            value = value >> 1 ^ (_POLYNOMIAL if value & 1 else 0)
+        table.append(value)
+    return table
+
+
+_TABLE = _table()
+
+
+def crc32c(data: bytes) -> int:
+    """Byte by byte, so for short data."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = crc >> 8 ^ _TABLE[(crc ^ byte) & 0xFF]
+    return crc ^ 0xFFFFFFFF
+
+
+def unframed(stream: bytes, *, checked: bool = True) -> bytes:
+    """What an S2 stream of uncompressed and skippable frames holds. Raises AssertionError for any other."""
+    assert stream.startswith(b"\xff\x06\x00\x00S2sTwO")
+    position, found = 10, []
+    while position < len(stream):
+        kind, size = stream[position], int.from_bytes(stream[position + 1 : position + 4], "little")
+        body = stream[position + 4 : position + 4 + size]
+        assert len(body) == size, "the last frame is cut off"
+        position += 4 + size
+        if kind == 1:
+            assert size - 4 <= 4 << 20, f"a frame of {size} bytes"
+            if checked:
+                crc = crc32c(body[4:])
+                masked = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+                assert int.from_bytes(body[:4], "little") == masked
+            found.append(body[4:])
+        else:
+            assert kind >= 0x80, f"a frame of kind {kind:#x}"
+    return b"".join(found)
+
+
+class Entry(NamedTuple):
+    """One entry of the archive of nats-server 2.15."""
+
+    name: bytes
+    timestamp_ns: int
+    sequence: int
+    headers: bytes
+    payload: bytes
+
+
+def entries(archive: bytes) -> Iterator[Entry]:
+    """Of an archive without its S2 frames. Raises AssertionError where it ends in the middle."""
+    assert archive.startswith(b"NATSARC1")
+    position = 8
+
+    def number() -> int:
+        nonlocal position
+        value = shift = 0
+        while True:
+            byte = archive[position]
+            position += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    def taken(size: int) -> bytes:
+        nonlocal position
+        position += size
+        assert position <= len(archive)
+        return archive[position - size : position]
+
+    while position < len(archive):
+        name, time, sequence, headers, payload = (number() for _ in range(5))
+        yield Entry(taken(name), time >> 1 ^ -(time & 1), sequence, taken(headers), taken(payload))
+
+
+# The files of a stream, read slowly: HighwayHash-64 by the reference, one value and one lane at a time
+
+_MUL0 = (0xDBE6D5D5FE4CCE2F, 0xA4093822299F31D0, 0x13198A2E03707344, 0x243F6A8885A308D3)
+_MUL1 = (0x3BD39E10CB0EF593, 0xC0ACF169B5F18A8C, 0xBE5466CF34E90C6C, 0x452821E638D01377)
+_ZIPPED = (3, 12, 2, 5, 14, 1, 15, 0, 11, 4, 10, 13, 9, 6, 8, 7)  # where each byte of two lanes comes from
+_WORD, _LOW = (1 << 64) - 1, (1 << 32) - 1
+
+
+def _turned(word: int) -> int:
+    return word >> 32 | (word & _LOW) << 32
+
+
+class _Highway:
+    def __init__(self, key: bytes) -> None:
+        words = struct.unpack("<4Q", key)
+        self.mul0, self.mul1 = list(_MUL0), list(_MUL1)
+        self.v0 = [a ^ b for a, b in zip(_MUL0, words, strict=True)]
+        self.v1 = [a ^ _turned(b) for a, b in zip(_MUL1, words, strict=True)]
+
+    def update(self, lanes: Sequence[int]) -> None:
+        for i in range(4):
+            self.v1[i] = (self.v1[i] + self.mul0[i] + lanes[i]) & _WORD
+            self.mul0[i] ^= (self.v1[i] & _LOW) * (self.v0[i] >> 32)
+            self.v0[i] = (self.v0[i] + self.mul1[i]) & _WORD
+            self.mul1[i] ^= (self.v0[i] & _LOW) * (self.v1[i] >> 32)
+        for source, target in ((self.v1, self.v0), (self.v0, self.v1)):
+            for i in (0, 2):
+                two = struct.pack("<2Q", *source[i : i + 2])
+                zipped = struct.unpack("<2Q", bytes(two[place] for place in _ZIPPED))
+                target[i : i + 2] = [(a + b) & _WORD for a, b in zip(target[i : i + 2], zipped, strict=True)]
+
+    def end(self, rest: bytes) -> None:
+        size = len(rest)
+        self.v0 = [(word + (size << 32) + size) & _WORD for word in self.v0]
+        for i, word in enumerate(self.v1):
+            halves = [((half << size) | (half >> (32 - size))) & _LOW for half in (word & _LOW, word >> 32)]
+            self.v1[i] = halves[0] | halves[1] << 32
+        packet = bytearray(32)
+        whole, left = rest[: size & ~3], rest[size & ~3 :]
+        packet[: len(whole)] = whole
+        if size & 16:
+            packet[28:] = rest[-4:]
+        elif left:
+            packet[16:19] = bytes([left[0], left[len(left) >> 1], left[-1]])
+        self.update(struct.unpack("<4Q", packet))
+
+
+def slow_highwayhash64(key: bytes, value: bytes) -> int:
+    hashing = _Highway(key)
+    whole = len(value) & ~31
+    for start in range(0, whole, 32):
+        hashing.update(struct.unpack_from("<4Q", value, start))
+    if len(value) > whole:
+        hashing.end(value[whole:])
+    for _ in range(4):
+        v0 = hashing.v0
+        hashing.update([_turned(v0[i]) for i in (2, 3, 0, 1)])
+    return (hashing.v0[0] + hashing.v1[0] + hashing.mul0[0] + hashing.mul1[0]) & _WORD
+
+
+def tar_files(archive: bytes) -> dict[str, bytes]:
+    """Of an archive without its S2 frames, the files by name, in order."""
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        return {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+
+
+def encoded_block(stream: str, index: int, rows: Iterable[Message], erased: tuple[int, int] | None = None) -> bytes:
+    """A block of a file store, record by record. `erased`: sequence and time of an erased message behind the rows."""
+    key = hashlib.sha256(f"{stream}-{index}".encode()).digest()
+    found = []
+    for row in rows:
+        content = struct.pack("<Qq", row.sequence, row.timestamp_ns) + row.subject
+        headers = row.headers or b""
+        length = 4 + len(content) + 2 + (4 + len(headers) if headers else 0) + len(row.payload) + 8
+        checked = content + headers + row.payload
+        found.append(struct.pack("<I", length | (1 << 31 if headers else 0)) + content[:16])
+        found.append(struct.pack("<H", len(row.subject)) + row.subject)
+        found.append(struct.pack("<I", len(headers)) + headers if headers else b"")
+        found.append(row.payload + struct.pack("<Q", slow_highwayhash64(key, checked)))
+    if erased is not None:
+        content = struct.pack("<Qq", erased[0] | 1 << 63, erased[1])
+        found.append(struct.pack("<I", 30) + content + b"\0\0" + struct.pack("<Q", slow_highwayhash64(key, content)))
+    return b"".join(found)
+
+
+# A server's end of it
+
+CHUNK = 256 * 1024  # bytes of one message of an archive
+
+
+async def send_archive(
+    client: FloeClient, stream: str, config: dict[str, Any], state: ArchiveState, pieces: Iterable[bytes]
+) -> dict[str, Any]:
+    """Restores `stream` from an archive, a message after another; the server's last answer. Raises ApiError."""
+    told = {
+        "messages": state.messages,
+        "bytes": state.bytes,
+        "first_seq": state.first_sequence,
+        "first_ts": format_time(state.first_timestamp_ns),
+        "last_seq": state.last_sequence,
+        "last_ts": format_time(state.last_timestamp_ns),
+        "consumer_count": 0,
+    }
+    answer = await client.api(f"STREAM.RESTORE.{stream}", {"config": config, "state": told}, timeout=PATIENCE)
+    subject = answer["deliver_subject"].encode()
+    archive = b"".join(pieces)
+    for start in range(0, len(archive), CHUNK):
+        answered, _ = await client.request_raw(subject, archive[start : start + CHUNK], timeout=PATIENCE)
+        assert not answered, answered
+    answered, _ = await client.request_raw(subject, b"", timeout=PATIENCE)
+    return api_answer("the end of the archive", answered)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A stream as a server holds it: configuration, what its state counts, and every message in it."""
+
+    config: dict[str, Any]
+    created: str
+    first: int
+    last: int
+    messages: int
+    rows: list[Message]
+
+    @property
+    def state(self) -> ArchiveState:
+        size = sum(len(row.subject) + len(row.headers or b"") + len(row.payload) for row in self.rows)
+        ends = [self.rows[0].timestamp_ns, self.rows[-1].timestamp_ns] if self.rows else [0, 0]
+        return ArchiveState(len(self.rows), size, self.first, ends[0], self.last, ends[1])
+
+
+async def captured(client: FloeClient, stream: str) -> Captured:
+    info = await stream_info(client, stream)
+    assert info is not None, f"no stream {stream}"
+    rows: list[Message] = []
+    if info.messages:
+        await read_through(client, stream, info.last_sequence, rows.append)
+    assert len(rows) == info.messages
+    config = {name: value for name, value in info.config.items() if name != "metadata"}
+    return Captured(config, info.created, info.first_sequence, info.last_sequence, info.messages, rows)

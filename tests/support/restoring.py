@@ -1,0 +1,104 @@
+"""A site that lost a stream, and brings it back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.clock import SystemClock, format_time
+from common.jetstream.api import ask, list_consumers
+from common.jetstream.pull import read_through
+from common.segments.captures import (
+    CapturedConfig,
+    CapturedConsumers,
+    CapturedDeletions,
+    CaptureStore,
+    deleted_ranges,
+)
+from common.segments.segment import Message
+from common.service.progress import Teller
+from common.settings.root import Settings
+from common.tasks import Stop
+from egress.captures import captured_consumers
+from ingress.restore.compare import Settling
+from ingress.restore.plan import RestorePlan, RestoreRequest
+from ingress.restore.restore import Restore, RestoreReport, RestoreTuning
+from tests.support.egress import SITE, Bench
+
+QUICK = RestoreTuning(looks=3, look_span=0.2, settling=Settling(answers=3, span=0.5, patience=60.0, consumers=20.0))
+
+
+async def contents(bench: Bench, stream: str) -> list[Message]:
+    """All messages of the stream, as the server has them."""
+    found = list[Message]()
+    info = await ask(bench.client, f"STREAM.INFO.{stream}")
+    if info["state"]["messages"]:
+        await read_through(bench.client, stream, info["state"]["last_seq"], found.append)
+    return found
+
+
+async def state(bench: Bench, stream: str) -> dict[str, Any]:
+    """What identifies the state of a stream: its bounds and counts."""
+    found = (await ask(bench.client, f"STREAM.INFO.{stream}"))["state"]
+    return {name: found.get(name, 0) for name in ("messages", "first_seq", "last_seq", "num_deleted")}
+
+
+async def config(bench: Bench, stream: str) -> dict[str, Any]:
+    """The configuration, without what the server adds to its metadata."""
+    found = dict((await ask(bench.client, f"STREAM.INFO.{stream}"))["config"])
+    found["metadata"] = {k: v for k, v in (found.get("metadata") or {}).items() if not k.startswith("_nats.")}
+    return found
+
+
+async def positions(bench: Bench, stream: str) -> dict[str, tuple[int, ...]]:
+    """Delivered and ack floor of each consumer."""
+    return {
+        each["name"]: (*(each[k][s] for k in ("delivered", "ack_floor") for s in ("consumer_seq", "stream_seq")),)
+        for each in await list_consumers(bench.client, stream)
+    }
+
+
+async def capture(bench: Bench, stream: str, end: int, *, deletions: bool = False) -> None:
+    """What egress captures of a stream, right now."""
+    store, chain = CaptureStore(bench.chains.layout, bench.objects), bench.chain(stream)
+    info = await ask(bench.client, f"STREAM.INFO.{stream}", {"deleted_details": True})
+    at = format_time(int(SystemClock().now() * 1e9))
+    store.put(chain, CapturedConfig(at, end, info["created"], info["config"]))
+    store.put(chain, CapturedConsumers(at, end, captured_consumers(await list_consumers(bench.client, stream))))
+    if deletions:
+        first, last = info["state"]["first_seq"], info["state"]["last_seq"]
+        deleted = deleted_ranges(info["state"].get("deleted") or [])
+        store.put(chain, CapturedDeletions(at, end, first, last, deleted))
+
+
+def settings(bench: Bench, feed: str, keys: dict[str, Any] | None = None) -> Settings:
+    """With a bucket of leases of their own: what runs within a busy process may be late. `keys`: of the feed."""
+    return bench.settings(
+        {"stream": feed, **(keys or {})}, lease_bucket=f"{bench.lease_bucket}_RESTORE", lease_ttl="10s"
+    )
+
+
+def restore(
+    bench: Bench,
+    feed: str,
+    nats: dict[str, Any] | None = None,
+    tuning: RestoreTuning = QUICK,
+    keys: dict[str, Any] | None = None,
+    **asked: Any,
+) -> Restore:
+    """`nats`: how to connect, beside the address; `keys`: of the feed."""
+    found = settings(bench, feed, keys)
+    if nats is not None:
+        document = {"site": SITE, "store": bench.store_config, "nats": {"url": bench.url, **nats}}
+        found = Settings.model_validate(document | {"egress": {"feeds": [{"stream": feed}]}})
+    request = RestoreRequest(SITE, feed, **asked)
+    return Restore(found, request, bench.store, bench.chains, SystemClock(), Teller(), tuning)
+
+
+async def restored(bench: Bench, feed: str, **asked: Any) -> RestoreReport:
+    work = restore(bench, feed, **asked)
+    async with work.connected() as client:
+        return await work.run(client, Stop())
+
+
+async def planned(bench: Bench, feed: str, **asked: Any) -> RestorePlan:
+    return await restore(bench, feed, **asked).plan()

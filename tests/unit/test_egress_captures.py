@@ -1,0 +1,139 @@
+"""Which captures are put, and what of the server's answers is in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from common.errors import DataError
+from common.jetstream.api import StreamInfo
+from common.segments.captures import CapturedConfig, CapturedConsumer, CapturedConsumers, CapturedDeletions
+from common.settings.egress import FeedSettings
+from egress.captures import captured_consumers, check_size, config_differs, consumers_are_due, deletions_differ
+from egress.consumers import WantedMessages, durable, ephemeral
+from egress.partition import Partition, is_own
+
+CREATED = "2026-11-20T10:00:00Z"
+EVERY = 300.0
+APP = CapturedConsumer({"name": "app", "durable_name": "app"}, CREATED, 5, 5, 3, 3)
+PASSING = CapturedConsumer({"name": "XyZ"}, CREATED)
+
+
+def at(second: int) -> str:
+    return f"2026-11-20T10:{second // 60:02d}:{second % 60:02d}Z"
+
+
+def consumers(second: int, *found: CapturedConsumer, end: int = 0) -> CapturedConsumers:
+    return CapturedConsumers(at(second), end, found)
+
+
+def moved(by: int, **more: Any) -> CapturedConsumer:
+    return msgspec.structs.replace(APP, delivered_stream=5 + by, **more)
+
+
+def test_a_configuration_is_put_where_it_differs() -> None:
+    one = CapturedConfig(at(0), 5, CREATED, {"max_age": 1})
+    assert config_differs(None, one)
+    assert not config_differs(one, CapturedConfig(at(9), 50, CREATED, {"max_age": 1}))
+    assert config_differs(one, CapturedConfig(at(9), 5, CREATED, {"max_age": 2}))
+    assert config_differs(one, CapturedConfig(at(9), 5, at(1), {"max_age": 1}))
+
+
+@pytest.mark.parametrize(
+    ("found", "is_due"),
+    [
+        (consumers(400, APP, end=9), False),
+        (consumers(1, moved(1)), False),
+        (consumers(299, moved(1)), False),
+        (consumers(300, moved(1)), True),
+        (consumers(300, msgspec.structs.replace(APP, ack_floor_stream=4)), True),
+        (consumers(300, msgspec.structs.replace(APP, ack_pending=1)), True),
+        (consumers(1), True),
+        (consumers(1, APP, msgspec.structs.replace(APP, config={"name": "b", "durable_name": "b"})), True),
+        (consumers(1, msgspec.structs.replace(APP, config={**APP.config, "max_deliver": 3})), True),
+        (consumers(1, msgspec.structs.replace(APP, paused=True)), True),
+        (consumers(1, msgspec.structs.replace(APP, created=at(1))), True),
+        (consumers(1, PASSING, APP), False),
+        (consumers(300, PASSING, APP), True),
+    ],
+)
+def test_consumers_are_put_when_they_were_changed_or_moved_for_a_while(found: CapturedConsumers, is_due: bool) -> None:
+    newest = consumers(0, APP)
+    assert consumers_are_due(newest, found, EVERY, False) is is_due
+    assert consumers_are_due(newest, found, EVERY, True) is (found.consumers != newest.consumers)
+    assert consumers_are_due(None, found, EVERY, False)
+
+
+def test_a_clock_that_was_set_back_does_not_stop_captures() -> None:
+    assert consumers_are_due(consumers(100, APP), consumers(0, moved(1)), EVERY, False)
+
+
+def test_deletions_are_put_where_they_differ() -> None:
+    newest = CapturedDeletions(at(0), 9, 1, 10, ((3, 4),))
+    assert deletions_differ(None, newest)
+    assert not deletions_differ(newest, CapturedDeletions(at(9), 99, 1, 100, ((3, 4),)))
+    assert deletions_differ(newest, CapturedDeletions(at(9), 99, 1, 100, ((3, 5),)))
+    assert deletions_differ(newest, CapturedDeletions(at(9), 99, 5, 100, ()))
+
+
+def test_consumers_are_captured_by_name_without_those_of_floe() -> None:
+    partition = Partition("site", FeedSettings(stream="S"))
+    wanted = WantedMessages(partition, "workqueue")
+    own = [durable(wanted, (2, 15, 0))["durable_name"], ephemeral(wanted)["name"], f"floe-start-{'0' * 16}"]
+    assert all(map(is_own, own))
+    assert not any(map(is_own, ("floe", "floe_app_1", "floe-0123", "app", f"{own[0]}x", f"floe-start-{'0' * 15}")))
+    answer = {
+        "name": "b",
+        "created": CREATED,
+        "config": {"durable_name": "b", "ack_policy": "explicit"},
+        "delivered": {"consumer_seq": 7, "stream_seq": 6},
+        "ack_floor": {"consumer_seq": 5, "stream_seq": 4},
+        "num_ack_pending": 2,
+        "num_redelivered": 1,
+        "paused": True,
+    }
+    mine = [{**answer, "name": name} for name in own]
+    bare = {"name": "a", "created": CREATED, "config": {}}
+    assert captured_consumers([answer, *mine, bare]) == (
+        CapturedConsumer({"name": "a"}, CREATED),
+        CapturedConsumer(
+            {"name": "b", "durable_name": "b", "ack_policy": "explicit"}, CREATED, 7, 6, 5, 4, 2, 1, paused=True
+        ),
+    )
+    for spoiled in ({}, {**bare, "created": None}, {**bare, "delivered": {"stream_seq": "x"}}, {**bare, "config": 3}):
+        with pytest.raises(DataError, match=r"CONSUMER\.LIST: expected consumers"):
+            captured_consumers([spoiled])
+
+
+def test_deletions_that_one_answer_does_not_hold_are_not_asked_for() -> None:
+    info = StreamInfo("S", CREATED, {}, 1, 99_999, 0, "", "", "", deleted=80_000)
+    check_size(info, 1024 * 1024)
+    with pytest.raises(DataError, match="found 80,000 deleted messages") as refusal:
+        check_size(info, 900_000)
+    assert "capture_deletes: never" in str(refusal.value.hint)
+
+
+def test_deletions_are_looked_at_where_deleting_leaves_no_message() -> None:
+    def period(stream: str, retention: str = "limits", **keys: str) -> float:
+        return FeedSettings.model_validate({"stream": stream, **keys}).deletes_period(retention)
+
+    assert period("S") == period("S", "interest") == period("KV_S") == 0
+    assert period("OBJ_S") == period("S", "workqueue") == 600
+    assert period("OBJ_S", "workqueue", capture_deletes="never") == 0
+    assert period("S", capture_deletes="1h") == 3600
+
+
+def test_how_often_is_never_or_a_duration() -> None:
+    assert FeedSettings(stream="S").consumers_period == 60
+    assert FeedSettings(stream="S", capture_consumers="never").consumers_period == 0
+    for key, wrong in (
+        ("capture_consumers", ""),
+        ("capture_consumers", "0s"),
+        ("capture_consumers", "500ms"),
+        ("capture_deletes", "2d"),
+        ("capture_deletes", "always"),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            FeedSettings.model_validate({"stream": "S", key: wrong})

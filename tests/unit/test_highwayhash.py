@@ -1,0 +1,53 @@
+"""HighwayHash-64 in columns: the vectors of the reference, and the slow way for everything else."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ingress.restore.highwayhash import hash_of, highwayhash64
+from tests.support.restore import slow_highwayhash64
+
+KEY = bytes(range(32))
+# google/highwayhash: of the values 00, 00 01, … up to 64 bytes, from the empty one on.
+VECTORS = """
+907A56DE22C26E53 7EAB43AAC7CDDD78 B8D0569AB0B53D62 5C6BEFAB8A463D80 F205A46893007EDA 2B8A1668E4A94541
+BD4CCC325BEFCA6F 4D02AE1738F59482 E1205108E55F3171 32D2644EC77A1584 F6E10ACDB103A90B C3BBF4615B415C15
+243CC2040063FA9C A89A58CE65E641FF 24B031A348455A23 40793F86A449F33B CFAB3489F97EB832 19FE67D2C8C5C0E2
+04DD90A69C565CC2 75D9518E2371C504 38AD9B1141D3DD16 0264432CCD8A70E0 A9DB5A6288683390 D7B05492003F028C
+205F615AEA59E51E EEE0C89621052884 1BFC1A93A7284F4F 512175B5B70DA91D F71F8976A0A2C639 AE093FEF1F84E3E7
+22CA92B01161860F 9FC7007CCF035A68 A0C964D9ECD580FC 2C90F73CA03181FC 185CF84E5691EB9E 4FC1F5EF2752AA9B
+F5B7391A5E0A33EB B9B84B83B4E96C9C 5E42FE712A5CD9B4 A150F2F90C3F97DC 7FA522D75E2D637D 181AD0CC0DFFD32B
+3889ED981E854028 FB4297E8C586EE2D 6D064A45BB28059C 90563609B3EC860C 7AA4FCE94097C666 1326BAC06B911E08
+B926168D2B154F34 9919848945B1948D A2A98FC534825EBE E9809095213EF0B6 582E5483707BC0E9 086E9414A88A6AF5
+EE86B98D20F6743D F89B7FF609B1C0A7 4C7D9CC19E22C3E8 9A97005024562A6F 5DD41CF423E6EBEF DF13609C0468E227
+6E0DA4F64188155A B755BA4B50D7D4A1 887A3484647479BD AB8EEBE9BF2139A0 75542C5D4CD2A6FF
+"""
+
+
+def all_at_once(key: bytes, values: list[bytes]) -> list[int]:
+    offsets = np.concatenate([[0], np.cumsum([len(value) for value in values])]).astype(np.int64)
+    return [int(found) for found in highwayhash64(key, b"".join(values), offsets)]
+
+
+def test_the_vectors_of_the_reference() -> None:
+    values = [bytes(range(size)) for size in range(65)]
+    expected = [int(vector, 16) for vector in VECTORS.split()]
+
+    assert all_at_once(KEY, values) == expected
+    assert [slow_highwayhash64(KEY, value) for value in values] == expected
+    assert hash_of(KEY, values[2]) == expected[2].to_bytes(8, "little")
+
+
+@given(st.binary(min_size=32, max_size=32), st.lists(st.binary(max_size=150), max_size=20))
+@settings(max_examples=60, deadline=None)
+def test_values_of_any_sizes_beside_each_other(key: bytes, values: list[bytes]) -> None:
+    assert all_at_once(key, values) == [slow_highwayhash64(key, value) for value in values]
+
+
+def test_more_values_than_one_group_holds() -> None:
+    values = [b"%d" % number * (number % 23) for number in range(9000)]
+    found = all_at_once(KEY, values)
+
+    assert [found[index] for index in range(0, 9000, 100)] == [slow_highwayhash64(KEY, v) for v in values[::100]]

@@ -1,0 +1,326 @@
+"""What a restore will do: folds, limits, merges, configurations and consumers."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.jetstream.api import MARKER
+from common.objects.local import LocalObjects
+from common.segments.captures import (
+    CapturedConsumer,
+    CapturedConsumers,
+    CapturedDeletions,
+    CaptureStore,
+    deleted_ranges,
+)
+from common.segments.keys import Layout
+from common.segments.segment import Message
+from common.sequences import SequenceRange, Stretch
+from ingress.replay.plan import ReplayPart
+from ingress.restore.archive import ArchiveConsumer, bounded
+from ingress.restore.compare import SIZE, Digests, SentRows, block_of, state_differences, unlike
+from ingress.restore.fold import Fold
+from ingress.restore.history import merged
+from ingress.restore.plan import (
+    begin_of,
+    guarded_config,
+    left_out,
+    lost_ends,
+    promoted_config,
+)
+from tests.support import compaction
+from tests.support.segments import CHAIN, batch_of, footer_of
+
+AT = "2026-01-02T03:04:05Z"
+
+
+def row(sequence: int, subject: bytes = b"a", rollup: str = "") -> Message:
+    headers = f"NATS/1.0\r\nNats-Rollup: {rollup}\r\n\r\n".encode() if rollup else None
+    return Message(sequence, sequence, subject, headers, b"%d" % sequence)
+
+
+def folded(rows: Sequence[Message], size: int, fold: Fold) -> list[int]:
+    batches = [batch_of(rows[at : at + size]) for at in range(0, len(rows), size)]
+    if fold.needs_pass:
+        for batch in batches:
+            fold.see(batch)
+        fold.end_pass()
+    return [s for batch in batches for s in fold.left(batch).column("sequence").to_pylist()]
+
+
+def kept_by_a_server(rows: Sequence[Message], per_subject: int) -> list[int]:
+    """The sequences that a stream holds which takes the rows one by one."""
+    held: list[Message] = []
+    for each in rows:
+        if each.headers and b"all" in each.headers:
+            held = []
+        elif each.headers:
+            held = [other for other in held if other.subject != each.subject]
+        held.append(each)
+        same = [other for other in held if other.subject == each.subject]
+        if per_subject and len(same) > per_subject:
+            held.remove(same[0])
+    return [each.sequence for each in held]
+
+
+ROWS = st.lists(
+    st.tuples(st.sampled_from([b"a", b"b", b"c.d", b"\xff"]), st.sampled_from(["", "", "", "", "sub", "all", "Sub"])),
+    min_size=1,
+    max_size=60,
+)
+
+
+@given(ROWS, st.integers(0, 3), st.integers(1, 20))
+def test_a_fold_leaves_what_a_server_would_hold(written: list[tuple[bytes, str]], per_subject: int, size: int) -> None:
+    rows = [row(at * 2 + 1, subject, rollup.lower()) for at, (subject, rollup) in enumerate(written)]
+    fold = Fold(None, rolls=True, per_subject=per_subject)
+    assert folded(rows, size, fold) == kept_by_a_server(rows, per_subject)
+    assert fold.rows == len(kept_by_a_server(rows, per_subject))
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from([b"a", b"b", b"c"]), st.sampled_from(["", "", "", "sub", "all"])),
+        st.integers(0, 9).map(lambda nth: ("delete", nth)),
+        st.integers(0, 6).map(lambda behind: ("capture", behind)),
+    ),
+    max_size=40,
+)
+
+
+class Lived:
+    """A stream that takes operations one by one: what it held at each sequence, and what was captured of it."""
+
+    def __init__(self, operations: Sequence[tuple[Any, Any]], per_subject: int) -> None:
+        self.rows, self.held, self.captures = list[Message](), list[int](), list[CapturedDeletions]()
+        self.at = {0: list[int]()}  # by its last sequence: what it held then, before the next one came
+        self.deleted = list[tuple[int, int]]()  # last sequence when one was deleted, and how many captures there were
+        for kind, value in operations:
+            last = len(self.rows)
+            if kind == "delete" and self.held:
+                self.held.remove(self.held[value % len(self.held)])
+                self.deleted.append((last, len(self.captures)))
+            elif kind == "capture":
+                first = min(self.held, default=last + 1)
+                gone = deleted_ranges(s for s in range(first, last + 1) if s not in self.held)
+                end = max([last - value, 0, *(each.end for each in self.captures)])
+                when = f"2026-01-02T03:04:{len(self.captures):02d}Z"
+                self.captures.append(CapturedDeletions(when, end, first, last, gone))
+            elif kind != "delete":
+                self.rows.append(row(last + 1, kind, value))
+                rows = [each for each in self.rows if each.sequence in (*self.held, last + 1)]
+                self.held = kept_by_a_server(rows, per_subject)
+            self.at[len(self.rows)] = [*self.held]
+
+
+@settings(max_examples=60)
+@given(OPERATIONS, st.integers(0, 2), st.data())
+def test_nothing_that_lived_at_the_end_is_left_out_for_what_was_captured_later(
+    operations: list[tuple[Any, Any]], per_subject: int, data: st.DataObject
+) -> None:
+    lived = Lived(operations, per_subject)
+    end = data.draw(st.integers(0, len(lived.rows)))
+    with tempfile.TemporaryDirectory() as folder:
+        store = CaptureStore(Layout("data"), LocalObjects(Path(folder)))
+        for each in lived.captures:
+            store.put(CHAIN, each)
+        found = store.deletions(CHAIN, end)
+    usable = [n for n, each in enumerate(lived.captures) if each.last <= end]
+    assert found == (lived.captures[usable[-1]] if usable else None)
+    left = folded(lived.rows[:end], 7, Fold(found, rolls=True, per_subject=per_subject)) if end else []
+    unknown = [known for last, known in lived.deleted if last <= end and known > (usable[-1] if usable else -1)]
+    if not unknown:
+        assert left == lived.at[end]
+    elif not per_subject:
+        assert {*lived.at[end]} <= {*left}
+
+
+@pytest.mark.parametrize("rolls", [True, False])
+def test_deletions_are_subtracted_up_to_where_they_were_captured(rolls: bool) -> None:
+    deletions = CapturedDeletions(AT, 20, 5, 20, ((7, 9), (15, 15), (19, 20)))
+    fold = Fold(deletions, rolls=rolls, per_subject=0)
+    left = folded([row(s) for s in range(1, 26)], 4, fold)
+    assert left == [5, 6, 10, 11, 12, 13, 14, 16, 17, 18, 21, 22, 23, 24, 25]
+    empty = CapturedDeletions(AT, 20, 21, 20, ())  # nothing was held
+    assert folded([row(s) for s in range(1, 26)], 4, Fold(empty, rolls=False, per_subject=0)) == [21, 22, 23, 24, 25]
+
+
+def test_without_rollups_in_the_configuration_the_header_means_nothing() -> None:
+    fold = Fold(None, rolls=False, per_subject=0)
+    assert fold.is_none
+    assert folded([row(1), row(2, rollup="all")], 1, fold) == [1, 2]
+
+
+@pytest.mark.parametrize("size", [1, 3, 20])
+def test_schedules_that_fired_for_the_last_time_are_gone(size: int) -> None:
+    def fired(sequence: int, of: bytes, following: bytes = b"purge") -> Message:
+        block = b"NATS/1.0\r\nNats-Scheduler: %b\r\nNats-Schedule-Next: %b\r\n\r\n" % (of, following)
+        return Message(sequence, sequence, b"out", block, b"x")
+
+    rows = [row(1, b"once"), row(2, b"often"), row(3, b"\xff"), fired(4, b"often", b"2026-01-02T03:04:05Z")]
+    rows += [fired(5, b"once"), fired(6, b"\xff"), row(7, b"once"), fired(8, b"unknown")]
+    fold = Fold(None, rolls=False, per_subject=0, schedules=True)
+    assert folded(rows, size, fold) == [2, 4, 5, 6, 7, 8]
+    assert fold.rows == 6
+    assert folded(rows, size, Fold(None, rolls=False, per_subject=0)) == [*range(1, 9)]
+
+
+@given(st.lists(st.lists(st.integers(1, 60), max_size=30, unique=True).map(sorted), max_size=4), st.integers(1, 7))
+def test_partitions_are_merged_by_sequence_each_once(chains: list[list[int]], size: int) -> None:
+    def batches(sequences: list[int]) -> Iterator[pa.RecordBatch]:
+        for at in range(0, len(sequences), size):
+            yield batch_of([row(s) for s in sequences[at : at + size]])
+
+    sources = [(1, lambda chain=chain: batches(chain)) for chain in chains]
+    found = [s for batch in merged(sources) for s in batch.column("sequence").to_pylist()]  # type: ignore[arg-type]
+    assert found == sorted({s for chain in chains for s in chain})
+
+
+def test_a_source_is_opened_when_its_rows_come() -> None:
+    opened = []
+
+    def source(first: int) -> Any:
+        def rows() -> Iterator[pa.RecordBatch]:
+            opened.append(first)
+            yield batch_of([row(first), row(first + 1)])
+
+        return first, rows
+
+    rows = merged([source(1), source(10)])
+    next(rows)
+    assert opened == [1]
+    assert [batch.num_rows for batch in rows] == [2]
+
+
+CONFIG = {
+    "name": "S",
+    "subjects": ["s.>"],
+    "num_replicas": 3,
+    "max_age": 10,
+    "sealed": True,
+    "sources": [{"name": "other"}],
+    "republish": {"src": ">", "dest": "r.>"},
+    "placement": {"cluster": "c"},
+    "mirror": {"name": "up"},
+    "metadata": {"_nats.level": "5", "own": "x", MARKER: "old"},
+}
+
+
+def test_the_guarded_configuration_reaches_no_producer_and_the_promoted_one_is_as_it_was() -> None:
+    promoted = promoted_config(CONFIG, "T", 1)
+    assert promoted == {
+        "name": "T",
+        "subjects": ["s.>"],
+        "num_replicas": 1,
+        "max_age": 10,
+        "sealed": True,
+        "sources": [{"name": "other"}],
+        "republish": {"src": ">", "dest": "r.>"},
+        "metadata": {"own": "x"},
+    }
+    assert guarded_config(promoted, "m") == {
+        "name": "T",
+        "subjects": ["_floe.restore.T"],
+        "num_replicas": 1,
+        "metadata": {"own": "x", MARKER: "m"},
+    }
+    assert [line.split()[0] for line in left_out(CONFIG, "T")] == ["mirror", "placement"]
+    assert "gives the stream T as its only one" in [*left_out({"mirror": {"name": "up"}}, "T")][-1]
+
+
+def test_consumers_are_bounded_by_the_end_and_what_is_not_known_is_delivered_again() -> None:
+    captured = CapturedConsumers(
+        AT,
+        50,
+        (
+            CapturedConsumer({"durable_name": "clean", "metadata": {"_nats.ver": "1"}}, AT, 40, 45, 40, 45),
+            CapturedConsumer({"durable_name": "ahead"}, AT, 60, 60, 55, 58),
+            CapturedConsumer({"durable_name": "open"}, AT, 30, 31, 20, 21, 9, 1),
+            CapturedConsumer({"name": "passing"}, AT),
+        ),
+    )
+    found, notes = bounded(captured, 50)
+    none: dict[int, Any] = {}
+    assert found == [
+        ArchiveConsumer("clean", {"durable_name": "clean", "metadata": {}}, AT, (40, 45), (40, 45), none, none),
+        ArchiveConsumer("ahead", {"durable_name": "ahead", "metadata": {}}, AT, (60, 50), (55, 50), none, none),
+        ArchiveConsumer("open", {"durable_name": "open", "metadata": {}}, AT, (20, 21), (20, 21), none, none),
+    ]
+    assert len(notes) == 3
+    assert "1 ephemeral consumer " in notes[0]
+    assert "9 messages" in notes[2]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_a_digest_is_the_same_however_the_rows_are_batched(sizes: list[int]) -> None:
+    rows = [
+        Message(s, s * 7, b"s.%d" % (s % 3), None if s % 2 else b"NATS/1.0\r\n\r\n", b"x" * s) for s in range(1, 55)
+    ]
+    rows = rows[: sum(sizes)]
+    digests, at = Digests(), 0
+    for size in sizes:
+        digests.add(batch_of(rows[at : at + size]))
+        at += size
+    digests.close()
+    assert digests.blocks == [block_of([batch_of(rows)])]
+    changed = [*rows[:-1], Message(rows[-1].sequence, rows[-1].timestamp_ns + 1, *rest(rows[-1]))]
+    assert digests.blocks != [block_of([batch_of(changed)])]
+
+
+def rest(message: Message) -> tuple[bytes, bytes | None, bytes]:
+    return message.subject, message.headers, message.payload
+
+
+def test_the_state_is_judged_by_what_the_configuration_lets_the_server_drop() -> None:
+    blocks = [block_of([batch_of([row(3), row(5)])])]
+    expected = SentRows(blocks, 2, 9, {})
+    right = {"messages": 2, "first_seq": 3, "last_seq": 9, "num_deleted": 5}
+    assert list(state_differences(expected, right)) == []
+    for wrong in ({"last_seq": 8}, {"messages": 3}, {"first_seq": 2}, {"num_deleted": 4}):
+        assert list(state_differences(expected, right | wrong)), wrong
+
+
+@pytest.mark.parametrize(
+    ("own", "begin"), [({}, 11), ({"allow_msg_ttl": True}, 0), ({"subject_delete_marker_ttl": 9}, 0)]
+)
+def test_max_age_cuts_only_where_no_message_may_outlive_it(own: dict[str, Any], begin: int) -> None:
+    parts = [
+        ReplayPart(Stretch(compaction.ref(rows.first, rows.last), rows), footer_of([row(s) for s in each]))
+        for each in (range(1, 11), range(11, 21))
+        for rows in [SequenceRange(each[0], each[-1])]
+    ]
+    assert begin_of(parts, {"max_age": 5, **own}, 16, counts=True)[0] == begin
+
+
+def test_segments_that_end_before_the_archive_did_are_named() -> None:
+    here, there = CHAIN, replace(CHAIN, partition=1)
+    assert list(lost_ends({here: 400, there: 600}, {here: 400, there: 650})) == []
+    assert "401..600 is missing" in next(lost_ends({here: 600, there: 0}, {here: 400, there: 0}))
+
+
+def test_what_an_older_server_does_not_know_is_a_difference_and_what_a_newer_adds_is_none() -> None:
+    sent = {"sources": [{"name": "a"}], "allow_msg_ttl": True, "consumer_limits": {}, "metadata": {"own": "x"}}
+    newer = {**sent, "metadata": {"own": "x", "_nats.level": "5", MARKER: "m"}, "more": True}
+    newer["sources"] = [{"name": "a", "more": 1}]
+    assert list(unlike(sent, newer)) == []
+    older = {key: value for key, value in newer.items() if key != "allow_msg_ttl"}
+    assert list(unlike(sent, older)) == ["expected allow_msg_ttl True, found None"]
+    for found in ([], None, [{"name": "b"}], [{"name": "a"}, {"name": "b"}]):
+        assert len(list(unlike(sent, {**newer, "sources": found}))) == 1
+
+
+def test_a_digest_of_large_rows_ends_by_their_bytes() -> None:
+    digests = Digests()
+    for s in range(1, 21):
+        digests.add(batch_of([Message(s, s, b"s", None, b"x" * (SIZE // 4))]))
+    digests.close()
+    assert [(block.first, block.last) for block in digests.blocks] == [(n, n + 3) for n in range(1, 21, 4)]
