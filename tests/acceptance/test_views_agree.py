@@ -34,7 +34,7 @@ from infra.local.process import free_ports
 from tests.scenarios.load import client_of, make_stream
 from tests.scenarios.processes import Service
 from tests.scenarios.world import TARGET, World
-from tests.support.basics import SharedS3, commands_of, soon
+from tests.support.basics import SharedS3, cancelled, commands_of, soon
 from tests.support.browser import table_rows
 from tests.support.commands import Done, floe
 from tests.support.proxies import TcpProxy, silent_store
@@ -311,7 +311,11 @@ async def said(trouble: str, **views: Look) -> float:
             raise AssertionError(f"{trouble}: {name} does not say so: {error}") from None
         took[name] = round(time.monotonic() - began, 1)
 
-    await asyncio.gather(*(watch(name, look) for name, look in views.items()))
+    watches = [asyncio.create_task(watch(name, look)) for name, look in views.items()]
+    try:
+        await asyncio.gather(*watches)
+    finally:  # of the others where one fails: a command that still runs keeps the test from its end
+        await asyncio.gather(*map(cancelled, watches))
     print(f"{trouble}: said after {took}")  # no command runs in this process now
     return max(took.values())
 
