@@ -121,7 +121,8 @@ def _remove_if_dead(folder: Path) -> None:
         os.close(handle)
 
 
-_PAGE_BYTES = MIB
+# A page is compressed alone: documents of one fleet repeat each other, so a merged segment has them in larger ones.
+_PAGE_BYTES, _PAGE_BYTES_MERGED = MIB, 4 * MIB
 _MAX_ROWS_PER_WRITE = 1024
 FIRST_GROUP = 8  # the first row group of a merged segment is this many times smaller, so that writing begins early
 
@@ -166,6 +167,7 @@ class SegmentWriter:
         self._path, self._compression_level = path, compression_level
         self._whole = group_bytes or row_group_bytes(level)
         self._limit = self._whole if level == 0 or group_bytes else self._whole // FIRST_GROUP
+        self._page_bytes = _PAGE_BYTES if level == 0 else _PAGE_BYTES_MERGED
         self._statistics = [c for c in STATISTICS_COLUMNS if subject_statistics or c != "subject"]
         self._pending: list[pa.RecordBatch] = []
         self._pending_bytes = 0
@@ -239,9 +241,9 @@ class SegmentWriter:
                 write_page_index=True,
                 write_page_checksum=True,
                 data_page_version="1.0",
-                data_page_size=_PAGE_BYTES,
+                data_page_size=self._page_bytes,
                 # A page is closed only between writes: after 1,024 large messages it would be huge.
-                write_batch_size=max(1, min(_MAX_ROWS_PER_WRITE, _PAGE_BYTES // row_bytes)),
+                write_batch_size=max(1, min(_MAX_ROWS_PER_WRITE, self._page_bytes // row_bytes)),
                 sorting_columns=[pq.SortingColumn(SCHEMA.get_field_index("sequence"))],
                 # Every type comes back from the Parquet schema alone; readers need no Arrow one.
                 store_schema=False,

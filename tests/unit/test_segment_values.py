@@ -22,6 +22,7 @@ from common.segments.segment import Footer, Inputs, Ledger, Message, Reason, Tip
 from common.segments.store import object_metadata
 from common.segments.writer import SegmentWriter
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch
+from compaction.merge import COMPRESSION_LEVEL
 from tests.support.basics import seeded
 from tests.support.invariants import Promise, accounts_once, continues, in_order, repeated, rows_balance, same_rows
 from tests.support.segments import batch_of, footer_of, message, read_all, read_segment, write_segment
@@ -261,9 +262,10 @@ def test_a_segment_of_256_gib_would_still_be_read(path: Path) -> None:
         assert sum(batch.num_rows for batch in reader.batches(rows=SequenceRange(7, 8))) == 2
 
 
-def test_large_messages_make_pages_of_bounded_size(path: Path) -> None:
-    """So that a reader holds a page of a few messages, not a row group."""
-    write_segment(path, [message(n, bytes([n]) * (2 * MIB)) for n in range(1, 13)])
+@pytest.mark.parametrize(("level", "size"), [(0, 2 * MIB), (1, 4 * MIB)])
+def test_large_messages_make_pages_of_bounded_size(path: Path, level: int, size: int) -> None:
+    """So that a reader holds a page of a few messages, not a row group; larger ones where segments are merged."""
+    write_segment(path, [message(n, bytes([n]) * (2 * MIB)) for n in range(1, 13)], level=level)
     payload = pq.read_metadata(path).row_group(0).column(6)
     assert payload.has_offset_index
     with path.open("rb") as file:
@@ -271,7 +273,18 @@ def test_large_messages_make_pages_of_bounded_size(path: Path) -> None:
         from common.segments.parquet_guard import Bounds, read_struct
 
         header, _ = read_struct(file.read(200), Bounds(64, 0))
-    assert header[2] < 3 * MIB
+    assert size <= header[2] < size + 100
+
+
+def test_what_repeats_after_a_megabyte_is_stored_once_in_a_merged_segment(path: Path) -> None:
+    """As the documents of one node do, which all others of its fleet lie between."""
+    documents, sizes = [seeded().randbytes(300_000) for _ in range(4)], []
+    rows = [message(n, documents[n % 4]) for n in range(1, 13)]
+    for level in (0, 1):
+        writer = SegmentWriter(path, level=level, compression_level=COMPRESSION_LEVEL)
+        writer.append(batch_of(rows))
+        sizes.append(writer.finish(footer_of(rows, level=level)).size)
+    assert sizes[1] < sizes[0] * 0.6
 
 
 def test_the_file_is_laid_out_as_other_engines_like_it(path: Path) -> None:
