@@ -244,25 +244,31 @@ class SegmentStore:
     ) -> ObjectInfo:
         """Puts `body`, whose `sha256` is in `metadata`, and reads it back; repeats this a few times if needed.
 
-        When it returns, the store holds these very bytes. `point`: how its failpoints begin. Raises Unavailable, code
-        E-READ-BACK, where it never reads back as it was sent.
+        When it returns, the store holds these very bytes. `point`: how its failpoints begin. Raises Unavailable, with
+        code E-READ-BACK where a put was done and never reads back as it was sent.
         """
+        doubt: OutcomeUnknown | None = None
         what, sha256 = "segment" if isinstance(ref, SegmentRef) else "snapshot", metadata["sha256"]
         for number, pause in enumerate((*PUT_PAUSES, 0.0)):
             put = self.objects.put if number else self.objects.put_if_absent
             failpoint(f"{point}put")
             try:
+                doubt = None
                 put(ref.key, body, sha256=sha256, metadata=metadata)
             except (OutcomeUnknown, ChecksumMismatch) as error:
                 # Reading back tells the outcome.
+                doubt = error if isinstance(error, OutcomeUnknown) else None
                 log.warning("put in doubt", action="put_in_doubt", error=str(error), **ref.log_context())
             failpoint(f"{point}read_back")
             if (info := self._read_back(ref, sha256)) is not None:
                 return info
-            if isinstance(ref, SegmentRef):
-                _bad_read_backs.labels(ref.chain.site, ref.chain.feed).inc()
-            log.warning(f"{what} did not read back", action="read_back_failed", **ref.log_context())
+            if doubt is None:
+                if isinstance(ref, SegmentRef):
+                    _bad_read_backs.labels(ref.chain.site, ref.chain.feed).inc()
+                log.warning(f"{what} did not read back", action="read_back_failed", **ref.log_context())
             self._clock.pause(pause)
+        if doubt is not None:
+            raise Unavailable(f"{what} {ref.key}: put {len(PUT_PAUSES) + 1} times, and not there: {doubt}") from doubt
         raise Unavailable(
             f"{what} {ref.key}: put {len(PUT_PAUSES) + 1} times and never read back as it was sent",
             hint="look at the store: it accepts what it does not keep",

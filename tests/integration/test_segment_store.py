@@ -247,6 +247,14 @@ def test_an_object_that_never_reads_back_is_not_acknowledged(local: LocalObjects
     assert caught.value.code == "E-READ-BACK"
 
 
+def test_puts_that_never_arrive_are_not_said_to_be_lost_by_the_store(local: LocalObjects, make: Make) -> None:
+    cut = raising(OutcomeUnknown("connection reset"))
+    store = make(FaultyStore(local).on("put_if_absent", cut).on("put", cut))
+    with pytest.raises(Unavailable, match="put 4 times, and not there: connection reset") as caught:
+        store.put(spool(store))
+    assert caught.value.code != "E-READ-BACK"
+
+
 @pytest.mark.parametrize("error", [Unavailable("away"), Refused("no right")])
 def test_an_outage_is_told_and_the_put_can_be_made_later(local: LocalObjects, make: Make, error: Exception) -> None:
     store = make(FaultyStore(local).on("put_if_absent", raising(error), nth=1))
