@@ -445,7 +445,10 @@ def forecast(
     for chain in plan.chains:
         if chain.chain.incarnation == plan.newest.incarnation and chain.range.rows.last < plan.end:
             lost = SequenceRange(chain.range.rows.last + 1, plan.end)
-            found.append(f"{chain.chain} was archived up to {lost.first - 1} only: what it had of {lost} is lost")
+            # No more can be lost than have no row at all: the others have theirs.
+            if (most := min(len(lost), plan.end - plan.begin + 1 - plan.rows)) > 0:
+                what = f"what it had of {lost} is lost, {counted(most, 'message')} at most"
+                found.append(f"{chain.chain} was archived up to {lost.first - 1} only: {what}")
     if plan.end < plan.archived and plan.request.promote:
         found.append(f"the archive goes on to {plan.archived}: egress will ask what to do (E-ROLLED-BACK)")
     if plan.request.is_in_the_past:
