@@ -403,6 +403,13 @@ class Inquiry:
             raise Unavailable(f"stream {self._stream} does not exist any more")
         return source_of(info).first
 
+    async def is_gone(self) -> bool:
+        """Whether there is nothing to read: no stream, or one that is being restored; one look. Raises what the server
+        raises.
+        """
+        info = await stream_info(self._deps.client, self._stream)
+        return info is None or bool(info.marker)
+
     async def can_read_again(self, received: Tip, first: int) -> bool:
         """Whether the stream still holds what was received, from `first` up to this tip: one look.
 

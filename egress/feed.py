@@ -17,7 +17,7 @@ from common.leasing import LeaseGroup
 from common.logs import get_logger
 from common.service.monitor import Health
 from common.service.process import Threads
-from common.tasks import GOOD_WHILE, Stop, StopReason, end, orphaned, wait_for, watched
+from common.tasks import GOOD_WHILE, Stop, StopReason, again, end, orphaned, wait_for, watched
 from egress import metrics
 from egress.deps import EgressDeps, Pools
 from egress.partition import Partition, lease_key
@@ -28,6 +28,7 @@ from egress.worker import Worker
 log = get_logger(__name__)
 
 BEAT = 1.0  # seconds
+RESCUE = 2.0  # seconds between tries to put what the lease was lost with
 RENEWED = 0.2  # seconds between looks whether a lease that was not renewed in time is usable again
 ABANDON = 2.0  # seconds to release what was not drained in time
 
@@ -53,22 +54,43 @@ class Feed:
     async def run(self, stop: Stop) -> None:
         try:
             with closing(self._pools):
-                while (lease := await self._slot.occupy(stop)) is not None:
+                while (lease := await self._occupy(stop)) is not None:
                     await self._hold(lease, stop)
                 while self._worker.is_holding:
                     await self._put_left(stop)
         finally:
             self._worker.end()
 
+    async def _occupy(self, stop: Stop) -> Lease | None:
+        """The lease; None at a stop. Meanwhile what was in hand when another was lost is put, if its stream is gone."""
+        rescue = again("rescue", self._rescue, self._deps.clock)
+        side = watched(rescue, orphaned, name=f"rescue {self._chain}")
+        try:
+            return await self._slot.occupy(stop)
+        finally:
+            await end(side)
+
+    async def _rescue(self) -> None:
+        while self._worker.is_holding:
+            stuck = None
+            try:
+                self._report.holds(stuck := await self._worker.rescue())
+            except FloeError as error:
+                log.info(
+                    "held rows not yet put", action="rescue_put_off", error=str(error), **self._chain.log_context()
+                )
+            await self._deps.clock.sleep(RESCUE if stuck is None else self._deps.tuning.pace.reexamine)
+        self._report.holds(None)
+
     async def _put_left(self, stop: Stop) -> None:
-        """Another try at a drain, where the lease was lost with rows in hand: whoever has it now may find nothing to
-        read them from. The deadline of the drain ends it.
-        """
+        """Another try at a drain. The deadline of the drain ends it."""
         try:
             if await self._worker.needs_nothing():
                 self._worker.discard()
             elif (lease := await self._sharing.claim(self._slot)) is not None:
                 await self._hold(lease, stop)
+            else:
+                await self._worker.rescue()
         except FloeError as error:
             self._report.waits(error)
         if self._worker.is_holding:

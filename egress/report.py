@@ -115,6 +115,7 @@ class FeedReport:
         self._status: dict[str, Any] = {"site": feed.site, "stream": stream}
         self._failure, self._had_durable, self._is_stalled, self._has_looped = "", False, False, False
         self._failed_at, self._end_before, self._is_waiting = 0.0, 0, False
+        self._held: FloeError | None = None
         self._left: Callable[[], float] = lambda: math.inf
         self._open: Callable[[], OpenSegment | None] = lambda: None
         self._status["open_segment"] = self._open_segment  # asked when the page is
@@ -164,7 +165,22 @@ class FeedReport:
         if self._status.get("state") == "waiting":
             self._over()
         self._failure, self._is_waiting = "", False  # of a chain that stopped: it is the other's now
-        self.state(STANDBY, ready=True, holder=owner_text(holder or ""))
+        self._show(holder=owner_text(holder or ""))
+        self._stand_by()
+
+    def _stand_by(self) -> None:
+        if (held := self._held) is None:
+            self.state(STANDBY, ready=True)
+        else:
+            self.state(STANDBY, ready=False, why=held.message, hint=held.hint, code=held.code)
+
+    def holds(self, error: FloeError | None) -> None:
+        """That rows were received which a standby cannot put, and nobody can read again; None: there are none."""
+        if error is not None and str(error) != str(self._held):
+            self._log("error", "held rows wait", action="held_waits", code=error.code, error=str(error))
+        self._held = error
+        if self._status.get("state") == STANDBY:
+            self._stand_by()
 
     def working(self) -> None:
         self._set(metrics.lease_held, 1)

@@ -100,17 +100,21 @@ class Unflushed:
         return self.sealed[0].footer.coverage.first if self.sealed else 0
 
     async def put(self, lease: Lease) -> None:
-        """Put them into the history that they came from; each is removed once it is put. Raises LeaseLost.
+        """Put them all. Raises LeaseLost."""
+        while self.sealed:
+            require(lease, self.archive)
+            await self.put_first()
+
+    async def put_first(self) -> None:
+        """Put the first into the history that it came from, and remove it. There is one.
 
         Nothing is put into a history that has ended meanwhile: it would not be delivered.
         """
-        while self.sealed:
-            require(lease, self.archive)
-            if await self.archive.is_closed():
-                await self.drop()
-                return
-            await self._put_one(self.sealed[0])
-            self.sealed.popleft().path.unlink(missing_ok=True)
+        if await self.archive.is_closed():
+            await self.drop()
+            return
+        await self._put_one(self.sealed[0])
+        self.sealed.popleft().path.unlink(missing_ok=True)
 
     async def _put_one(self, spooled: SpooledSegment) -> None:
         coverage = spooled.footer.coverage
@@ -149,8 +153,8 @@ class Unflushed:
         log.error("held rows dropped", action="held_dropped", **context)
 
     def discard(self) -> None:
-        for spooled in self.sealed:
-            spooled.path.unlink(missing_ok=True)
+        while self.sealed:
+            self.sealed.popleft().path.unlink(missing_ok=True)
 
 
 def stored_context(spooled: SpooledSegment) -> dict[str, int]:

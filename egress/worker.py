@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from common.clock import Backoff
-from common.errors import FloeError, LeaseLost, Stopped
+from common.errors import FloeError, LeaseLost, Stopped, Unavailable
 from common.jetstream.durables import LIMITS
 from common.jetstream.lease import Lease
 from common.logs import get_logger
@@ -305,6 +305,26 @@ class Worker:
     async def needs_nothing(self) -> bool:
         """Whether what is left of a session is archived, or still in the stream. Raises what they raise."""
         return await self._can_read_again() or (self._unflushed is not None and await self._unflushed.is_archived())
+
+    async def rescue(self) -> FloeError | None:
+        """Put what is left of a session where the stream is gone, without a lease: whoever has that reads nothing, and
+        there may be no other copy. Raises what the servers raise.
+
+        Returns what keeps it from that; None where nothing is left, or all of it is archived or in the stream.
+        """
+        while (left := self._unflushed) is not None and left.rows and await self.inquiry.is_gone():
+            await self._deps.state.ensure()
+            await left.put_first()
+        if left is None or not left.rows or await self.needs_nothing():
+            return None
+        # The stream is another one now, or was brought back without them; its reader may be about to put others there.
+        last = left.sealed[-1].footer.coverage.last
+        return Unavailable(
+            f"{left.archive.chain}: {left.rows} messages of {left.first}..{last} were received here, and are neither "
+            "archived nor in the stream; another instance holds the lease",
+            hint="stop that one: this one puts them where the archive has no others, and says what comes next",
+            code="E-HELD",
+        )
 
     def end(self) -> None:
         """Say what is left and remove it; this process ends."""

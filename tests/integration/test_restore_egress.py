@@ -15,6 +15,7 @@ from common.jetstream.api import GUARD, MARKER, stream_info
 from common.jetstream.kv import KeyValue, state_key
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
+from ingress.restore.plan import forecast
 from ingress.restore.restore import RestoreTuning
 from tests.integration.test_egress_faults import held_up, released
 from tests.integration.test_egress_repartition import uneven, until_cut
@@ -129,6 +130,68 @@ async def test_of_two_instances_the_one_that_received_puts_it_where_the_server_l
         await bench.archived_to(stream, 260)
     await bench.same(stream, stream)
     assert len(bench.messages(stream)) == 260
+    bench.check(stream)
+
+
+@asynccontextmanager
+async def overtaken(bench: Bench, server: NatsServer) -> AsyncIterator[tuple[str, Running, Running, TcpProxy]]:
+    """The server lost all. The first instance holds 50 messages behind the 200 that are archived, and cannot reach it;
+    the second has its lease, received nothing and has stopped.
+    """
+    stream = await begun(bench)
+    feed, leases = {"stream": stream, **LONG}, {"lease_bucket": unique("L"), "lease_ttl": "2s"}
+    async with AsyncExitStack() as stack:
+        proxy = await stack.enter_async_context(TcpProxy(server.port))
+        one = bench.start(replace(bench, url=proxy.url).settings(feed, **leases))
+        stack.push_async_callback(one.crash)
+        await holding(bench, stream, one)
+        server.kill()
+        shutil.rmtree(server.store)
+        await proxy.refuse()
+        server.start()
+        other = await stack.enter_async_context(bench.egress(feed, **leases))
+        await soon(lambda: "E-SOURCE-GONE" in str(other.status(stream)))
+        await asyncio.sleep(2.5)  # the lease of the first is over
+        assert bench.end(stream) == 200
+        yield stream, one, other, proxy
+
+
+async def test_what_was_in_hand_when_the_lease_was_lost_is_put_where_the_stream_is_gone(
+    alone: tuple[Bench, NatsServer],
+) -> None:
+    bench, server = alone
+    async with overtaken(bench, server) as (stream, one, other, proxy):
+        await proxy.listen()
+        await soon(lambda: bench.end(stream) == 250)
+        assert "E-SOURCE-GONE" in str(other.status(stream)), "it has the lease all the while"
+        await soon(lambda: one.status(stream)["state"] == "standby")
+        assert (await back.restored(bench, stream)).exit_code == 0
+        assert [each.payload for each in await back.contents(bench, stream)][200:] == [
+            b"late %d" % n for n in range(50)
+        ]
+        await soon(lambda: other.state(stream) == "reading")
+        await bench.publish(stream, [b"new"] * 10)
+    await bench.same(stream, stream)
+    assert len(bench.messages(stream)) == 260
+    bench.check(stream)
+
+
+async def test_what_is_in_hand_after_a_restore_is_named_and_put_when_its_lease_is_free(
+    alone: tuple[Bench, NatsServer],
+) -> None:
+    """Put beside a reader, it could meet other messages under the same sequences."""
+    bench, server = alone
+    async with overtaken(bench, server) as (stream, one, other, proxy):
+        assert (await back.restored(bench, stream)).exit_code == 0
+        await soon(lambda: other.state(stream) == "reading")
+        await proxy.listen()
+        await soon(lambda: one.status(stream).get("code") == "E-HELD")
+        assert "50 messages of 201..250 were received here" in one.status(stream)["why"]
+        assert any("were received here" in each for each in one.health.problems())
+        assert bench.end(stream) == 200
+        await other.drain()
+        await soon(lambda: bench.end(stream) == 250)
+        await soon(lambda: one.status(stream).get("code") == "E-ROLLED-BACK")
     bench.check(stream)
 
 
@@ -310,6 +373,21 @@ async def test_a_feed_that_was_cut_anew_is_one_history(bench: Bench) -> None:
     await bench.delete_stream(stream)
     assert (await back.restored(bench, stream, to_sequence=15)).exit_code == 0
     assert await back.contents(bench, stream) == before[:15]
+
+
+async def test_a_partition_is_not_said_to_have_lost_what_another_one_has(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    feed, parts = feed_of(stream, 2), Partitioned(bench, stream, 2)
+    async with bench.egress(feed):
+        await publish_over(bench, stream, ["0.a"], 10, "one")
+        await soon(lambda: parts.end(0) == 10)
+        await publish_over(bench, stream, ["1.a"], 10, "other")
+        await soon(lambda: parts.end(1) == 20)
+    assert parts.end(0) == 10
+    await bench.delete_stream(stream)
+    plan = await back.planned(bench, stream)
+    assert (plan.rows, plan.end) == (20, 20)
+    assert not [note for note in forecast(plan, 0, captured=None, skipped=()) if "is lost" in note]
 
 
 async def test_a_filtered_feed_is_brought_back_only_when_that_is_allowed(bench: Bench) -> None:
