@@ -4,8 +4,9 @@ Per level, on stored bytes: segments that overlap stay together; runs of adjacen
 `min_age`, are cut before they pass `max_size` or `max_count`; what is left at a run's end is merged when it
 reaches `min_size`, or holds `min_count` and its oldest is older than `max_wait`, so that a quiet chain is
 compacted too. An output never spans a hole. Late segments with rows of their own are merged whatever the policy:
-they are united with what contains them (`unite`). A chain is planned window by window (`common.segments.table`); where
-these are cut makes no difference, because a group that is open at the end of one goes on in the next.
+they are united with what contains them, or overlaps them in part (`unite`). A chain is planned window by window
+(`common.segments.table`); where these are cut makes no difference, because a group that is open at the end of one goes
+on in the next.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,7 +23,7 @@ from common.chain import Chain
 from common.segments.keys import MAX_LEVEL
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
-from compaction.supersede import Supersession, outstanding
+from compaction.supersede import outstanding
 
 if TYPE_CHECKING:
     from common.settings.root import LevelSettings
@@ -74,9 +76,17 @@ class Planner:
         """Segments of the group that is not closed yet: a later window may make an output of them."""
         return self._group.segments
 
-    def add(self, window: Sequence[SegmentRef]) -> list[Output]:
-        """The outputs that are certain once the segments of the next window are known, of all levels; ascending."""
-        found = blocks(outstanding(window, self._policy.from_))
+    @property
+    def old(self) -> float:
+        """What was stored till then has the policy's `min_age`."""
+        return self._now - self._policy.min_age
+
+    def add(self, window: Sequence[SegmentRef], taken: AbstractSet[str] = frozenset()) -> list[Output]:
+        """The outputs that are certain once the segments of the next window are known, of all levels; ascending.
+
+        `taken`: keys of those that are merged by others.
+        """
+        found = blocks(s for s in outstanding(window, self._policy.from_) if s.key not in taken)
         return [output for segments in found for output in self._take(SegmentBlock.of(segments))]
 
     def end(self) -> list[Output]:
@@ -202,18 +212,19 @@ class _Forecast:
         return self.at, self.key
 
 
-def unite(late: Iterable[Supersession]) -> list[Output]:
-    """The merges that bring `late`, segments found contained in others and with rows of their own, into one segment
-    with those others, of the next higher level; what overlaps is merged together.
+def unite(late: Iterable[Iterable[SegmentRef]], until: float = math.inf) -> list[Output]:
+    """The merges that bring `late`, each some segments of which one lacks rows that the others have, into one segment
+    of the next higher level; what overlaps is merged together, and waits while any of it was stored after `until`.
 
-    There is no level above 9: what only level 9 contains stays as it is.
+    There is no level above 9: what is late in a segment of level 9 stays as it is.
     """
     by_chain: defaultdict[Chain, dict[str, SegmentRef]] = defaultdict(dict)
-    for supersession in late:
-        for segment in (*supersession.superseded, *supersession.superseding):
+    for found in late:
+        for segment in found:
             by_chain[segment.chain][segment.key] = segment
-    together = [block for _, found in sorted(by_chain.items()) for block in blocks(found.values())]
-    outputs = [Output(1 + max(s.level for s in block), block) for block in together]
+    together = [block for _, one in sorted(by_chain.items()) for block in blocks(one.values())]
+    old = [block for block in together if max(s.modified for s in block) <= until]
+    outputs = [Output(1 + max(s.level for s in block), block) for block in old]
     return [output for output in outputs if output.level <= MAX_LEVEL]
 
 
@@ -292,3 +303,9 @@ def blocks(segments: Iterable[SegmentRef]) -> Iterator[tuple[SegmentRef, ...]]:
         reach = max(reach, segment.coverage.last)
     if members:
         yield tuple(members)
+
+
+def overlapping(window: Sequence[SegmentRef]) -> Iterator[tuple[SegmentRef, ...]]:
+    """Segments, of whatever levels, that overlap though nothing supersedes any of them."""
+    staying = (s for level in {s.level for s in window} for s in outstanding(window, level))
+    return (block for block in blocks(staying) if len(block) > 1)

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -31,11 +32,12 @@ from common.segments.documents import ChainStore, SnapshotRef, carry_late, list_
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.segments.table import WINDOW, SegmentTable
-from common.sequences import SequenceRange
+from common.segments.unread import open_stretch
+from common.sequences import SequenceRange, cover
 from compaction.compare import prove_by_reading
 from compaction.failures import Failure
 from compaction.merge import Merged, merge
-from compaction.plan import Output, Planner, Waiting, unite
+from compaction.plan import Output, Planner, Waiting, overlapping, unite
 from compaction.retention import Retention, RetentionReport
 from compaction.spark import ItemsDone
 from compaction.supersede import Reported, Supersession, contained, made_by
@@ -290,11 +292,15 @@ class Compaction:
     ) -> Iterator[ChainSurvey]:
         segments, buried = listed.segments, listed.buried()
         held: list[list[Supersession]] = []
+        until = max((planner.old for planner in planners), default=0.0)
         merged: set[str] = set()  # inputs of the merges so far, of those by which something held is contained
         for window in segments.windows(self._window):
             refs = [each for places in window for each in zip(places, segments.refs(places), strict=True)]
             sound = [(place, ref) for place, ref in refs if ref.key not in damaged]
-            outputs = [o for planner in planners for o in planner.add([ref for _, ref in sound])]
+            readable = [ref for _, ref in sound]
+            outputs = unite(self._late(readable), until)
+            taken = {s.key for output in outputs for s in output.inputs}
+            outputs += [o for planner in planners for o in planner.add(readable, taken)]
             held.append(contained([ref for place, ref in sound if not buried[place]]))
             # What is contained in an input of a merge waits for that merge: see `_unite`. So it is held back,
             # with all of its window, while a group is open that a later window may make an output of.
@@ -310,6 +316,16 @@ class Compaction:
         outputs = [output for planner in planners for output in planner.end()]
         left = tuple(s for found in held for s in found)
         yield ChainSurvey(chain, tuple(outputs), left, tuple(listed.problems), frozenset(merged))
+
+    def _late(self, window: Sequence[SegmentRef]) -> Iterator[list[SegmentRef]]:
+        """Of those that overlap in part: one that had not read some rows, with those that have them."""
+        for block in overlapping(window):
+            for stretch in cover(block, 1):
+                # What cannot be read, or is forked, is told where it is merged or verified.
+                with suppress(DataError), open_stretch(self._store, stretch, refs=block) as reader:
+                    others = {part.segment.key: part.segment for part in reader.late()}
+                    if others:
+                        yield [stretch.segment, *others.values()]
 
     # Merge
 
@@ -339,7 +355,7 @@ class Compaction:
         two outputs of one level that both hold it could hide each other's rows.
         """
         ready = [s for s, _ in late if in_use.isdisjoint(above.key for above in s.superseding)]
-        outputs = unite(ready)
+        outputs = unite((*s.superseded, *s.superseding) for s in ready)
         taken = {s.key for output in outputs for s in output.inputs}
         left = [
             failure if supersession in ready else replace(failure, is_stale=True)

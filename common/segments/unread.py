@@ -109,6 +109,12 @@ class StretchReader(AbstractContextManager["StretchReader"]):
                 found.add(part)
         return found.stretches()
 
+    def late(self) -> Iterator[UnreadPart]:
+        """What other segments have of what the stretch's own had not read: only the sequences. Raises as `parts`."""
+        for part in self.parts(self.unread, ("sequence",)) if self.others else ():
+            if part.segment.key != self._stretch.segment.key:
+                yield part
+
     def still_missing(self, within: SequenceRange) -> int:
         """The most sequences in `within` that may still be missing: the segment's ledger counts them as gone, and no
         segment has their rows.

@@ -282,7 +282,35 @@ def test_rows_that_came_late_are_told_until_they_are_united_and_what_is_gone_unt
     site.compact("--site", "eu-west")
     [found] = site.verify("--json", "--deep", "eu-west")
     assert (found["problems"], found["accepted"]) == ([], [{"first": 125, "last": 125}])
-    assert site.footer(site.listed(chain)[-1]).ledger.to_json() == {"gone_from_hole": 1}
+    [filled] = [ref for ref in site.listed(chain) if 125 in ref.coverage]
+    assert site.footer(filled).ledger.to_json() == {"gone_from_hole": 1}
+
+
+def test_rows_that_came_late_are_united_where_segments_of_the_last_level_overlap_in_part(site: Site):
+    chain = Chain("eu-west", "NODES")
+    site.chains.create_chain(chain, ChainDocument((), 1, 1))
+    gone = {"ledger": {Reason.GONE_BEFORE_READ: 4}, "unread": SequenceRange(35, 38)}
+    site.put(1, 40, rows(n for n in range(1, 41) if not 35 <= n <= 38), level=1, age=700, chain=chain, **gone)
+    site.put(33, 90, level=1, age=50, chain=chain)
+    site.put(91, 99, chain=chain)
+    [found] = site.verify("--json", "eu-west", code=3)
+    assert [(p["kind"], p["first"], p["last"]) for p in found["problems"]] == [("late", 35, 38)]
+    assert site.compact("--site", "eu-west", "--json")["merged"] == []  # younger than min_age
+    site.age_all(700)
+
+    before = site.ranges(chain)
+    foretold = site.compact("--site", "eu-west", "--dry-run", "--json")
+    assert site.ranges(chain) == before
+    done = site.compact("--site", "eu-west", "--json", code=3)
+    [planned], [merged] = foretold["outputs"], done["merged"]
+    for output in (planned, merged):
+        assert (output["level"], output["first"], output["last"]) == (2, 1, 90)
+    [failure] = done["failures"]
+    assert "E-LATE-ROWS" in failure["error"]
+    assert site.read(chain).column("sequence").to_pylist() == list(range(1, 100))
+    assert site.ranges(chain) == ["0:91..99", "2:1..90"]
+    assert site.compact("--site", "eu-west", "--json")["merged"] == []
+    assert site.verify("--deep", "--json", "eu-west")[0]["problems"] == []
 
 
 def test_a_spoiled_document_is_a_problem_of_its_chain(site: Site):

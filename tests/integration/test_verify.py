@@ -73,6 +73,17 @@ def kinds(report: ChainReport) -> list[tuple[str, str]]:
 # What is counted
 
 
+@pytest.mark.parametrize(("count", "is_told"), [(34, True), (35, False), (39, False), (40, True)])
+def test_a_level_may_have_more_rows_than_those_below_had_read_and_no_others(tmp_path: Path, count: int, is_told: bool):
+    """As where late rows were united and the chain stands still."""
+    site = Site(tmp_path, CHAIN)
+    gone = {"ledger": {Reason.GONE_BEFORE_READ: 4, Reason.DELETED: 1}, "unread": SequenceRange(15, 18)}
+    site.archive.put(1, 40, rows(n for n in range(1, 41) if not 15 <= n <= 19), **gone)
+    site.archive.put(1, 40, rows([n for n in range(1, 41) if n != 19][:count] if count < 40 else range(1, 41)), level=1)
+    found = [("rows", "1..40")] if is_told else []
+    assert kinds(site.verify(deep=False)) == found
+
+
 async def test_findings_are_counted_for_each_chain_and_in_total(tmp_path: Path):
     site = Site(tmp_path, CHAIN, OTHER)
     archive = site.archive

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from common.chain import Chain
 from common.logs import RESERVED
-from common.segments.segment import SegmentRef
-from common.sequences import Stretch
-from compaction.plan import Output, unite
-from compaction.supersede import Supersession, made_by
+from compaction.plan import Output, Planner, overlapping, unite
+from compaction.supersede import made_by
 from tests.support.compaction import CHAIN, NOW, TestPolicy, plan, ref
 
 
@@ -117,25 +115,46 @@ def test_other_levels_are_left_to_their_own_policies():
     assert ranges(plan([*tens(9), *second], TestPolicy(from_=1, to=2), NOW)) == ["1..400"]
 
 
-def late(segment: SegmentRef, *above: SegmentRef) -> Supersession:
-    return Supersession((segment,), tuple(Stretch(s, s.coverage) for s in above))
-
-
 def test_late_segments_are_united_with_what_contains_them_one_level_above():
     first, second, third = ref(1, 100, 1), ref(101, 200, 2), ref(301, 400, 1)
-    found = unite([late(ref(5, 9), first), late(ref(90, 110), first, second), late(ref(301, 302), third)])
+    found = unite([(ref(5, 9), first), (ref(90, 110), first, second), (ref(301, 302), third)])
     assert [(o.level, str(o.coverage), len(o.inputs)) for o in found] == [(3, "1..200", 4), (2, "301..400", 2)]
 
 
 def test_late_segments_of_different_chains_are_not_united():
     other = Chain("eu-west", "NODES")
-    found = unite([late(ref(5, 9), ref(1, 10, 1)), late(ref(5, 9, chain=other), ref(1, 10, 1, chain=other))])
+    found = unite([(ref(5, 9), ref(1, 10, 1)), (ref(5, 9, chain=other), ref(1, 10, 1, chain=other))])
     assert {(o.chain, str(o.coverage)) for o in found} == {(CHAIN, "1..10"), (other, "1..10")}
 
 
 def test_above_level_9_nothing_is_united():
-    assert unite([late(ref(5, 9), ref(1, 10, 9))]) == []
+    assert unite([(ref(5, 9), ref(1, 10, 9))]) == []
     assert unite([]) == []
+
+
+def test_late_segments_that_overlap_in_part_are_united_one_level_above_once_all_of_them_are_old():
+    pair = ref(1, 40, 1), ref(33, 90, 1, age=100)
+    planner = Planner(TestPolicy(min_age=60), NOW)
+    [found] = unite([pair], planner.old)
+    assert (found.level, str(found.coverage), found.inputs) == (2, "1..90", pair)
+    assert unite([pair], NOW - 101) == []
+
+
+def test_what_overlaps_is_found_on_all_levels_but_not_below_what_supersedes_it():
+    apart, first, second, third = ref(200, 210, 1), ref(1, 40, 1), ref(33, 60), ref(55, 90, 1)
+    twin = ref(33, 60, twin=1)
+    named = max(second, twin, key=lambda s: s.name)
+    found = overlapping([apart, third, ref(5, 9), second, twin, first])
+    assert list(found) == [(first, named, third)]
+    assert list(overlapping([first, second, ref(1, 60, 2)])) == []
+
+
+def test_what_is_united_is_left_out_of_the_runs_beside_it():
+    segments = [*tens(21), ref(95, 110)]
+    taken = {s.key for s in segments if s.coverage.overlaps(segments[-1].coverage)}
+    planner = Planner(TestPolicy(min_size=900), NOW)
+    outputs = [*planner.add(segments, taken), *planner.end()]
+    assert ranges(outputs) == ["1..90", "111..210"]
 
 
 def test_what_is_logged_of_an_output_leaves_the_level_of_the_line_alone():
