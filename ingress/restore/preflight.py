@@ -191,14 +191,15 @@ def _no_room(request: RestoreRequest, found: str, *what: str, less: tuple[str, s
     return ConfigError(found, hint=ways(*((do, same_command(request)) for do in what), *others), code=ROOM)
 
 
+_UNSET = "(not set, max_file_store is three quarters of the free disk)"
 # What the server says that it has no room for, by the number of its error: what that is, and what to do.
 _FULL = {
     10002: ("max_file or max_mem of the account is reached", "make room, or raise it"),
-    10023: ("max_file_store or max_memory_store of the server is reached", "make room, or raise it"),
+    10023: ("max_file_store or max_memory_store of the server is reached", f"make room, or raise it {_UNSET}"),
     10026: ("max_consumers of the account is reached", "raise it"),
     10027: ("max_streams of the account is reached", "remove streams that nobody needs, or raise it"),
     10028: ("max_memory_store of the server{} is reached", "make room, or raise it"),
-    10047: ("max_file_store of the server{} is reached", "make room, or raise it"),
+    10047: ("max_file_store of the server{} is reached", f"make room, or raise it {_UNSET}"),
     10113: ("the account takes no stream without max_bytes (max_bytes_required)", "set that to false"),
     10122: ("disk_max_stream_bytes or mem_max_stream_bytes of the account is below its max_bytes", "raise it"),
 }
