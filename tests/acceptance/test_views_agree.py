@@ -350,7 +350,7 @@ async def dead_site(fleet: Fleet, *, is_long: bool) -> float:
         page = await fleet.page("centre")
         alive = await fleet.metric("centre", "ingress_site_alive_timestamp_seconds", site="alpha")
         is_old = alive is not None and time.time() - alive > 30
-        states = row["egress"], chain["source"]["state"]
+        states = row["egress"], chain.get("source", {}).get("state")  # none before its first sign of life was read
         return states == ("overdue", "overdue") and not row["alarm"] and "state overdue" in page and is_old
 
     assert await fleet.page("alpha") == ""
