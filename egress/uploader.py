@@ -99,6 +99,11 @@ class Unflushed:
         """The first sequence that they cover, 0 where there are none."""
         return self.sealed[0].footer.coverage.first if self.sealed else 0
 
+    @property
+    def last(self) -> int:
+        """The last sequence that they cover. There is one."""
+        return self.sealed[-1].footer.coverage.last
+
     async def put(self, lease: Lease) -> None:
         """Put them all. Raises LeaseLost."""
         while self.sealed:
@@ -138,7 +143,7 @@ class Unflushed:
 
     def log_left(self) -> None:
         """Log what this process ends with."""
-        log_left(self.archive, self.first, self.sealed[-1].footer.coverage.last, rows=self.rows)
+        log_left(self.archive, self.first, self.last, rows=self.rows)
 
     async def drop(self) -> None:
         """Throw them away though they are not read again, and log what is archived nowhere."""

@@ -318,10 +318,9 @@ class Worker:
         if left is None or not left.rows or await self.needs_nothing():
             return None
         # The stream is another one now, or was brought back without them; its reader may be about to put others there.
-        last = left.sealed[-1].footer.coverage.last
         return Unavailable(
-            f"{left.archive.chain}: {left.rows} messages of {left.first}..{last} were received here, and are neither "
-            "archived nor in the stream; another instance holds the lease",
+            f"{left.archive.chain}: {left.rows} messages of {left.first}..{left.last} were received here, and are "
+            "neither archived nor in the stream; another instance holds the lease",
             hint="stop that one: this one puts them where the archive has no others, and says what comes next",
             code="E-HELD",
         )

@@ -247,13 +247,12 @@ class SegmentStore:
         When it returns, the store holds these very bytes. `point`: how its failpoints begin. Raises Unavailable, with
         code E-READ-BACK where a put was done and never reads back as it was sent.
         """
-        doubt: OutcomeUnknown | None = None
         what, sha256 = "segment" if isinstance(ref, SegmentRef) else "snapshot", metadata["sha256"]
         for number, pause in enumerate((*PUT_PAUSES, 0.0)):
             put = self.objects.put if number else self.objects.put_if_absent
+            doubt: OutcomeUnknown | None = None
             failpoint(f"{point}put")
             try:
-                doubt = None
                 put(ref.key, body, sha256=sha256, metadata=metadata)
             except (OutcomeUnknown, ChecksumMismatch) as error:
                 # Reading back tells the outcome.

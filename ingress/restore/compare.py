@@ -22,7 +22,7 @@ from common.jetstream.api import MARKER, ask, list_consumers, token
 from common.jetstream.client import FloeClient
 from common.jetstream.headers import header
 from common.jetstream.pull import From, scan
-from common.segments.columns import messages, record_batch
+from common.segments.columns import batch_of, messages
 from common.segments.segment import Message
 from common.sequences import SequenceRange
 from common.settings.types import counted
@@ -280,7 +280,7 @@ class Comparer:
             del held[:count]
 
     async def _judged(self, block: DigestBlock, rows: list[Message]) -> ReadBack:
-        if rows and block_of([_batch(rows)]) == block:
+        if rows and block_of([batch_of(*rows)]) == block:
             return ReadBack(read=len(rows), differences=Differences(expected=block.rows, found=len(rows)))
         return await asyncio.to_thread(self._row_by_row, block, rows)
 
@@ -321,16 +321,6 @@ class Comparer:
 def _plain(message: Message) -> Message:
     """No headers and an empty block are one to the server."""
     return Message(message.sequence, message.timestamp_ns, message.subject, message.headers or None, message.payload)
-
-
-def _batch(rows: Sequence[Message]) -> pa.RecordBatch:
-    return record_batch(
-        [row.sequence for row in rows],
-        [row.timestamp_ns for row in rows],
-        [row.subject for row in rows],
-        [row.headers for row in rows],
-        [row.payload for row in rows],
-    )
 
 
 def _plus(one: ReadBack, other: ReadBack) -> ReadBack:
