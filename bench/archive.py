@@ -193,14 +193,14 @@ class ManyChains:
         if prefix.endswith("/partition=0/"):
             prefix += "level=0/"
         chain = self._chains.get(prefix)
-        infos = [] if chain is None else [self._info(chain, number) for number in range(EACH)]
+        infos = [] if chain is None else [self._info(prefix, number) for number in range(EACH)]
         return [info for info in infos if info.key > start_after][:limit]
 
     @staticmethod
-    def _info(chain: Chain, number: int) -> ObjectInfo:
-        coverage = SequenceRange(number * ROWS + 1, (number + 1) * ROWS)
-        key = LAYOUT.segment(SegmentName(chain, 0, coverage, f"{number:016x}"))
-        return ObjectInfo(key, SIZE, number * SPACING, "e")
+    def _info(folder: str, number: int) -> ObjectInfo:
+        # Not by the layout: what a store does is to take little of the time that is measured.
+        name = f"{(number + 1) * ROWS:020d}-{number * ROWS + 1:020d}-{number:016x}.parquet"
+        return ObjectInfo(folder + name, SIZE, number * SPACING, "e")
 
     def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
         return None

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from common.settings.root import LevelSettings
 
 
+#: Segments that overlap, ascending by coverage.
+Block = tuple[SegmentRef, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """A segment to be made. `inputs`: ascending by coverage, without a hole between them, never empty."""
@@ -81,13 +85,20 @@ class Planner:
         """What was stored till then has the policy's `min_age`."""
         return self._now - self._policy.min_age
 
-    def add(self, window: Sequence[SegmentRef], taken: AbstractSet[str] = frozenset()) -> list[Output]:
-        """The outputs that are certain once the segments of the next window are known, of all levels; ascending.
+    def add(self, window: Iterable[Block], taken: AbstractSet[str] = frozenset()) -> list[Output]:
+        """The outputs that are certain once the blocks of the next window are known, of all levels; ascending.
 
         `taken`: keys of those that are merged by others.
         """
-        found = blocks(s for s in outstanding(window, self._policy.from_) if s.key not in taken)
-        return [output for segments in found for output in self._take(SegmentBlock.of(segments))]
+        outputs, level = [], self._policy.from_
+        for block in window:
+            if len(block) == 1:  # nearly always: nothing can supersede it, nobody else merges it
+                if block[0].level == level:
+                    outputs += self._take(SegmentBlock.of(block))
+                continue
+            for left in blocks(s for s in outstanding(block, level) if s.key not in taken):
+                outputs += self._take(SegmentBlock.of(left))
+        return outputs
 
     def end(self) -> list[Output]:
         return self._close(is_full=False)
@@ -288,7 +299,7 @@ def _waited_at(oldest: float, policy: LevelSettings) -> float:
     return math.nextafter(oldest + policy.max_wait, math.inf)
 
 
-def blocks(segments: Iterable[SegmentRef]) -> Iterator[tuple[SegmentRef, ...]]:
+def blocks(segments: Iterable[SegmentRef]) -> Iterator[Block]:
     """Overlapping segments together, ascending; no two blocks overlap.
 
     The segments of one block are merged together or not at all, whatever their size.
@@ -305,7 +316,8 @@ def blocks(segments: Iterable[SegmentRef]) -> Iterator[tuple[SegmentRef, ...]]:
         yield tuple(members)
 
 
-def overlapping(window: Sequence[SegmentRef]) -> Iterator[tuple[SegmentRef, ...]]:
-    """Segments, of whatever levels, that overlap though nothing supersedes any of them."""
-    staying = (s for level in {s.level for s in window} for s in outstanding(window, level))
-    return (block for block in blocks(staying) if len(block) > 1)
+def overlapping(found: Iterable[Block]) -> Iterator[Block]:
+    """Of some blocks the segments, of whatever levels, that overlap though nothing supersedes any of them."""
+    for block in found:
+        staying = (s for level in {s.level for s in block} for s in outstanding(block, level))
+        yield from (left for left in blocks(staying) if len(left) > 1)

@@ -37,7 +37,7 @@ from common.sequences import SequenceRange, cover
 from compaction.compare import prove_by_reading
 from compaction.failures import Failure
 from compaction.merge import Merged, merge
-from compaction.plan import Output, Planner, Waiting, overlapping, unite
+from compaction.plan import Block, Output, Planner, Waiting, blocks, overlapping, unite
 from compaction.retention import Retention, RetentionReport
 from compaction.spark import ItemsDone
 from compaction.supersede import Reported, Supersession, contained, made_by
@@ -295,31 +295,33 @@ class Compaction:
         until = max((planner.old for planner in planners), default=0.0)
         merged: set[str] = set()  # inputs of the merges so far, of those by which something held is contained
         for window in segments.windows(self._window):
-            refs = [each for places in window for each in zip(places, segments.refs(places), strict=True)]
-            sound = [(place, ref) for place, ref in refs if ref.key not in damaged]
-            readable = [ref for _, ref in sound]
-            outputs = unite(self._late(readable), until)
+            refs = (ref for places in window for ref in segments.refs(places))
+            found = list(blocks(ref for ref in refs if ref.key not in damaged))
+            # What overlaps nothing, nearly all, has nothing to do with others: only the rest is compared.
+            several = [block for block in found if len(block) > 1]
+            outputs = unite(self._late(several), until)
             taken = {s.key for output in outputs for s in output.inputs}
-            outputs += [o for planner in planners for o in planner.add(readable, taken)]
-            held.append(contained([ref for place, ref in sound if not buried[place]]))
+            outputs += [o for planner in planners for o in planner.add(found, taken)]
+            condemned = {segments[place].key for places in window for place in places if buried[place]}
+            held.append(contained([s for block in several for s in block if s.key not in condemned]))
             # What is contained in an input of a merge waits for that merge: see `_unite`. So it is held back,
             # with all of its window, while a group is open that a later window may make an output of.
             open_ = {ref.key for planner in planners for ref in planner.open}
-            ready = tuple(s for found in held if not _is_in(open_, found) for s in found)
-            held = [found for found in held if _is_in(open_, found)]
+            ready = tuple(s for each in held if not _is_in(open_, each) for s in each)
+            held = [each for each in held if _is_in(open_, each)]
             in_use = frozenset(merged)
             # The same window may have had a merge too, which is done when the rest of it is processed.
             merged.update(s.key for output in outputs for s in output.inputs)
-            merged &= {above.key for found in held for s in found for above in s.superseding}
+            merged &= {above.key for each in held for s in each for above in s.superseding}
             failpoint("compaction.plan")
             yield ChainSurvey(chain, tuple(outputs), ready, in_use=in_use)
         outputs = [output for planner in planners for output in planner.end()]
-        left = tuple(s for found in held for s in found)
+        left = tuple(s for each in held for s in each)
         yield ChainSurvey(chain, tuple(outputs), left, tuple(listed.problems), frozenset(merged))
 
-    def _late(self, window: Sequence[SegmentRef]) -> Iterator[list[SegmentRef]]:
+    def _late(self, found: Iterable[Block]) -> Iterator[list[SegmentRef]]:
         """Of those that overlap in part: one that had not read some rows, with those that have them."""
-        for block in overlapping(window):
+        for block in overlapping(found):
             for stretch in cover(block, 1):
                 # What cannot be read, or is forked, is told where it is merged or verified.
                 with suppress(DataError), open_stretch(self._store, stretch, refs=block) as reader:

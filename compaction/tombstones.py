@@ -15,7 +15,7 @@ import json
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from common.chain import Chain
@@ -247,7 +247,7 @@ class Tombstones:
 
 
 def _timeless(segments: Iterable[SegmentRef]) -> tuple[SegmentRef, ...]:
-    return tuple(replace(s, modified=0.0) for s in sorted(segments, key=lambda s: (s.level, s.name)))
+    return tuple(s._replace(modified=0.0) for s in sorted(segments, key=lambda s: (s.level, s.name)))
 
 
 def _entry(segment: SegmentRef) -> dict[str, Any]:

@@ -30,7 +30,7 @@ import functools
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote_to_bytes
 
 from common.chain import CHAIN_FORM, SITE_PATTERN, Chain, named_parts
@@ -48,7 +48,8 @@ _PARTITION = r"partition=(?P<partition>[0-9]{1,5})"
 _CHAIN = f"{_INCARNATION}/{_PARTITION}"
 _BOUNDS = r"(?P<last>[0-9]{20})-(?P<first>[0-9]{20})"
 _DIGEST = rf"(?P<digest>[0-9a-f]{{{DIGEST_LENGTH}}})"
-_SEGMENT = re.compile(rf"{_CHAIN}/level=(?P<level>[0-9])/{_BOUNDS}-{_DIGEST}\.parquet")
+_LEVEL = re.compile(rf"{_CHAIN}/level=(?P<level>[0-9])")
+_SEGMENT = re.compile(rf"{_BOUNDS}-{_DIGEST}\.parquet")
 _CHAIN_DOCUMENT = re.compile(rf"_floe/{_CHAIN}/chain\.json")
 _STATE = re.compile(rf"_floe/{_CHAIN}/state/(?P<position>[0-9]{{20}})-{_DIGEST}")
 _CAPTURE = re.compile(
@@ -75,8 +76,7 @@ _RUN = re.compile(rf"_floe/tombstones/runs/(?:site=(?P<site>{_ENCODED})/(?:feed=
 _POSITIONS = re.compile(rf"_floe/ingress/(?P<target>{_ENCODED})/positions\.json")
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentName:
+class SegmentName(NamedTuple):  # a million are made in a moment: see SegmentRef
     """What a segment's key says. `digest`: the first 16 hex digits of the SHA-256 of its bytes."""
 
     chain: Chain
@@ -201,14 +201,14 @@ class Layout:
         return f"{self.segments_prefix(name.chain, name.level)}{bounds}-{name.digest}.parquet"
 
     def parse_segment(self, key: str) -> SegmentName | None:
-        match = _SEGMENT.fullmatch(self._relative(key))
-        chain = _chain(match)
-        if not match or not chain:
+        folder, _, name = self._relative(key).rpartition("/")
+        match, found = _SEGMENT.fullmatch(name), _chain_and_level(folder)
+        if not match or not found:
             return None
         first, last = int(match["first"]), int(match["last"])
         if not 1 <= first <= last <= MAX_SEQUENCE:
             return None
-        return SegmentName(chain, int(match["level"]), SequenceRange(first, last), match["digest"])
+        return SegmentName(*found, SequenceRange(first, last), match["digest"])
 
     def start_after(self, chain: Chain, level: int, position: int) -> str:
         """A key that sorts after all segments that end before `position` and before all others."""
@@ -401,7 +401,14 @@ def _chain(match: re.Match[str] | None) -> Chain | None:
     return match and _parsed(match["site"], match["feed"], match["incarnation"], match["partition"] or "0")
 
 
-@functools.lru_cache(4096)  # a listing names one chain a thousand times
+@functools.lru_cache(4096)  # a listing names one folder a thousand times
+def _chain_and_level(folder: str) -> tuple[Chain, int] | None:
+    match = _LEVEL.fullmatch(folder)
+    chain = _chain(match)
+    return (chain, int(match["level"])) if match and chain else None
+
+
+@functools.lru_cache(4096)
 def _parsed(encoded_site: str, encoded_feed: str, incarnation: str, partition: str) -> Chain | None:
     site, feed = decode(encoded_site), decode(encoded_feed)
     if site is None or feed is None or str(int(partition)) != partition:

@@ -18,7 +18,7 @@ import copy
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from common.chain import Chain
@@ -237,7 +237,7 @@ class SegmentStore:
         name = spooled.segment_name
         ref = SegmentRef(name, self.layout.segment(name), spooled.size, 0.0)
         info = self.put_verified(ref, spooled.path, object_metadata(spooled), point="segments.")
-        return replace(ref, modified=info.modified)
+        return ref._replace(modified=info.modified)
 
     def put_verified(
         self, ref: SegmentRef | SnapshotRef, body: Path | bytes, metadata: Mapping[str, str], *, point: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -266,7 +265,7 @@ def test_an_input_that_was_deleted_meanwhile_is_said_to_be_gone(archive: Archive
 
 
 def test_without_the_space_in_the_spool_nothing_is_begun(archive: Archive):
-    huge = [replace(s, size=2**60) for s in (archive.put(1, 40), archive.put(41, 90))]
+    huge = [s._replace(size=2**60) for s in (archive.put(1, 40), archive.put(41, 90))]
     with pytest.raises(Unavailable, match="free bytes") as caught:
         merged(archive, *huge)
     assert caught.value.code == "E-SPOOL"

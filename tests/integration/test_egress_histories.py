@@ -494,7 +494,7 @@ async def test_a_name_that_its_footer_contradicts_is_not_believed(
     """A copy of 21..30 that claims to reach further: what it claims is archived all the same."""
     stream = await archive_in_three(bench)
     newest = bench.refs(stream)[-1]
-    lie = bench.store.layout.segment(replace(newest.segment, coverage=SequenceRange(21, last)))
+    lie = bench.store.layout.segment(newest.segment._replace(coverage=SequenceRange(21, last)))
     shutil.copy(bench.root / "bucket" / newest.key, bench.root / "bucket" / lie)
     await bench.publish(stream, [b"more"] * 20)
 

@@ -218,7 +218,7 @@ async def test_a_segment_of_another_site_under_a_listed_key_is_damage(
     ref = archive.put(rows_of(1, 10, secret), chain=secret)
     archive.begin()
     raw = (archive.folder / ref.key).read_bytes()
-    forged = archive.store.layout.segment(replace(ref.segment, chain=CHAIN))
+    forged = archive.store.layout.segment(ref.segment._replace(chain=CHAIN))
     archive.objects.put(forged, raw)
     archive.documents.write_tail(CHAIN, 10)
     centre = Centre(tmp_path, archive, nats_url)

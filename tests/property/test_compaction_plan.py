@@ -139,7 +139,7 @@ def test_of_a_very_long_run_that_is_young_few_segments_are_kept():
     tracemalloc.start()
     try:
         for window in range(0, len(segments), 500):
-            planner.add(segments[window : window + 500])
+            planner.add(blocks(segments[window : window + 500]))
         planner.end()
         held = tracemalloc.get_traced_memory()[0]
     finally:
@@ -196,7 +196,7 @@ class World:
     def merge(self, policy: TestPolicy, now: float) -> None:
         for output in plan(self.listed(), policy, now):
             made = ref(output.coverage.first, output.coverage.last, output.level, size=output.size, twin=len(self.rows))
-            made = replace(made, modified=now)
+            made = made._replace(modified=now)
             self.segments[made.key] = made
             self.rows[made.key] = frozenset().union(*(self.rows[s.key] for s in output.inputs))
             self.bury([made_by(made, output.inputs)], now)

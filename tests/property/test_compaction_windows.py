@@ -14,7 +14,7 @@ from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, St
 from common.segments.segment import Reason
 from common.segments.table import SegmentTable
 from common.sequences import SequenceRange
-from compaction.plan import Planner, Waiting
+from compaction.plan import Planner, Waiting, blocks
 from compaction.run import Compaction, LocalRunner, Report, Selection
 from compaction.supersede import contained
 from compaction.verify import ChainReport, verify_chains
@@ -37,7 +37,7 @@ def test_a_plan_is_the_same_whatever_the_windows(segments, policy, size):
     parted, whole = Waiting(CHAIN, policy, NOW), Waiting(CHAIN, policy, NOW)
     planner, outputs, opened = Planner(policy, NOW, parted), [], []
     for window in cut(segments, size):
-        outputs += planner.add(window)
+        outputs += planner.add(blocks(window))
         opened.append({s.key for s in planner.open})
     outputs += planner.end()
     assert outputs == plan(segments, policy, NOW, waiting=whole)

@@ -27,7 +27,7 @@ from common.segments.store import SegmentStore
 from common.segments.table import SegmentTable
 from common.segments.writer import SegmentWriter
 from common.sequences import SequenceRange, cover
-from compaction.plan import Output, Planner, Waiting
+from compaction.plan import Output, Planner, Waiting, blocks
 from compaction.retention import Retention, RetentionRule
 from compaction.run import Compaction, LocalRunner, Report, Selection
 from compaction.tombstones import StoredTombstone, TombstoneIndex
@@ -193,7 +193,7 @@ def plan(
 ) -> list[Output]:
     """The outputs that are due among one chain's `segments` (all levels), planned in one window."""
     planner = Planner(policy, now, waiting)
-    return [*planner.add([s for s in segments if s.key not in damaged]), *planner.end()]
+    return [*planner.add(blocks(s for s in segments if s.key not in damaged)), *planner.end()]
 
 
 def index_of(listed: SegmentTable, standing: Iterable[StoredTombstone]) -> TombstoneIndex:

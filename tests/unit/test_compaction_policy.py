@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.chain import Chain
 from common.logs import RESERVED
-from compaction.plan import Output, Planner, overlapping, unite
+from compaction.plan import Output, Planner, blocks, overlapping, unite
 from compaction.supersede import made_by
 from tests.support.compaction import CHAIN, NOW, TestPolicy, plan, ref
 
@@ -144,16 +144,16 @@ def test_what_overlaps_is_found_on_all_levels_but_not_below_what_supersedes_it()
     apart, first, second, third = ref(200, 210, 1), ref(1, 40, 1), ref(33, 60), ref(55, 90, 1)
     twin = ref(33, 60, twin=1)
     named = max(second, twin, key=lambda s: s.name)
-    found = overlapping([apart, third, ref(5, 9), second, twin, first])
+    found = overlapping(blocks([apart, third, ref(5, 9), second, twin, first]))
     assert list(found) == [(first, named, third)]
-    assert list(overlapping([first, second, ref(1, 60, 2)])) == []
+    assert list(overlapping(blocks([first, second, ref(1, 60, 2)]))) == []
 
 
 def test_what_is_united_is_left_out_of_the_runs_beside_it():
     segments = [*tens(21), ref(95, 110)]
     taken = {s.key for s in segments if s.coverage.overlaps(segments[-1].coverage)}
     planner = Planner(TestPolicy(min_size=900), NOW)
-    outputs = [*planner.add(segments, taken), *planner.end()]
+    outputs = [*planner.add(blocks(segments), taken), *planner.end()]
     assert ranges(outputs) == ["1..90", "111..210"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +34,7 @@ def test_what_is_signed_off_is_known_again_until_anything_of_it_is_another(objec
     assert all(each in found for each in known)
     one = known[7]
     for other in (
-        *(replace(one, size=one.size + 1), replace(one, modified=one.modified + 0.5)),
+        *(one._replace(size=one.size + 1), one._replace(modified=one.modified + 0.5)),
         *(ref(71, 80, 1), ref(71, 80, twin=1), ref(71, 80, chain=OTHER), ref(71, 81)),
     ):
         assert other not in found
