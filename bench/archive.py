@@ -55,6 +55,7 @@ from common.service.process import Threads
 from common.service.progress import Teller
 from common.settings.loader import parse
 from common.tasks import Stop
+from compaction.cli import collect_seldom
 from compaction.failures import Failure
 from compaction.merge import COMPRESSION_LEVEL, Merged, merge
 from compaction.plan import Output
@@ -228,12 +229,14 @@ def planned() -> Figure:
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     levels = parse("store: {url: 'file:///bench'}\n", "bench")[0].compaction.levels
     store, nobody = SegmentStore(ManyChains(), LAYOUT), Nobody()  # type: ignore[arg-type]
-    gc.freeze()  # as the command does
+    thresholds = gc.get_threshold()
+    collect_seldom()
     started = time.perf_counter()
     Compaction(store, levels, None, nobody).run(Selection())  # type: ignore[arg-type]
     elapsed, grown = time.perf_counter() - started, _resident("VmHWM") - before
     young = 11  # of each chain, within min_age
     gc.unfreeze()
+    gc.set_threshold(*thresholds)
     assert nobody.inputs == CHAINS * (EACH - young), f"{nobody.inputs} segments were to be merged"
     assert grown < MEMORY, f"expected less than {MEMORY} MB, found {grown:.0f}"
     return Figure("compaction.plan_1m", round(elapsed, 1), "s")

@@ -17,7 +17,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 from common.chain import Chain
 from common.segments.keys import MAX_LEVEL
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 #: Segments that overlap, ascending by coverage.
 Block = tuple[SegmentRef, ...]
+
+# By coverage, then by name, which has the digest behind the coverage.
+_PLACE = attrgetter("segment.coverage.first", "segment.coverage.last", "segment.digest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +243,7 @@ def unite(late: Iterable[Iterable[SegmentRef]], until: float = math.inf) -> list
     return [output for output in outputs if output.level <= MAX_LEVEL]
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentBlock:
+class SegmentBlock(NamedTuple):
     """Segments that overlap, which are merged together or not at all, and what a policy asks of them. `oldest`,
     `newest`: when their objects were stored.
     """
@@ -255,8 +258,8 @@ class SegmentBlock:
     @classmethod
     def of(cls, segments: tuple[SegmentRef, ...]) -> SegmentBlock:
         if len(segments) == 1:  # nearly always
-            [one] = segments
-            return cls(segments, one.coverage.first, one.coverage.last, one.size, one.modified, one.modified)
+            [((_, _, coverage, _), _, size, modified)] = segments
+            return cls(segments, coverage.first, coverage.last, size, modified, modified)
         times, reach = [s.modified for s in segments], max(s.coverage.last for s in segments)
         return cls(segments, segments[0].coverage.first, reach, sum(s.size for s in segments), min(times), max(times))
 
@@ -306,12 +309,13 @@ def blocks(segments: Iterable[SegmentRef]) -> Iterator[Block]:
     """
     members: list[SegmentRef] = []
     reach = 0
-    for segment in sorted(segments, key=lambda s: (s.coverage.first, s.coverage.last, s.name)):
-        if members and segment.coverage.first > reach:
+    for segment in sorted(segments, key=_PLACE):
+        coverage = segment.coverage
+        if members and coverage.first > reach:
             yield tuple(members)
             members = []
         members.append(segment)
-        reach = max(reach, segment.coverage.last)
+        reach = max(reach, coverage.last)
     if members:
         yield tuple(members)
 

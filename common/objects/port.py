@@ -10,9 +10,9 @@ import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from common.errors import ConfigError, OutcomeUnknown, Refused, Unavailable
 from common.metrics import begin, counter, histogram
@@ -20,8 +20,7 @@ from common.metrics import begin, counter, histogram
 Body = bytes | Path
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
+class ObjectInfo(NamedTuple):  # a listing gives a million
     """What a listing or a HEAD says of an object.
 
     `modified`: seconds since 1970 UTC by the store's clock. `etag`: opaque, only for `put_if_match`, never
@@ -34,7 +33,7 @@ class ObjectInfo:
     modified: float
     etag: str
     sha256: str | None = None
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = {}
 
 
 class ObjectStore(Protocol):

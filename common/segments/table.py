@@ -35,11 +35,12 @@ class _Folder:
         return len(self.lasts)
 
     def add(self, ref: SegmentRef) -> None:
-        self.firsts.append(ref.coverage.first)
-        self.lasts.append(ref.coverage.last)
-        self.digests.append(int(ref.segment.digest, 16))
-        self.sizes.append(ref.size)
-        self.modified.append(ref.modified)
+        (_, _, coverage, digest), _, size, modified = ref
+        self.firsts.append(coverage.first)
+        self.lasts.append(coverage.last)
+        self.digests.append(int(digest, 16))
+        self.sizes.append(size)
+        self.modified.append(modified)
 
     def ref(self, row: int) -> SegmentRef:
         first, last, digest = self.firsts[row], self.lasts[row], f"{self.digests[row]:0{DIGEST_LENGTH}x}"
@@ -73,9 +74,10 @@ class SegmentTable(Sequence[SegmentRef]):
 
     def extend(self, refs: Iterable[SegmentRef]) -> None:
         for ref in refs:
-            if (prefix := ref.key[: -len(ref.name)]) not in self._folders:
-                self._folders[prefix] = _Folder(prefix, ref.chain, ref.level)
-            self._folders[prefix].add(ref)
+            prefix = ref.key[: ref.key.rindex("/") + 1]
+            if (folder := self._folders.get(prefix)) is None:
+                folder = self._folders[prefix] = _Folder(prefix, ref.chain, ref.level)
+            folder.add(ref)
 
     def absorb(self, other: SegmentTable) -> None:
         """Takes all of `other`, which must not be used any more: a chain and level that is new here is only moved."""

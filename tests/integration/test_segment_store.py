@@ -290,7 +290,7 @@ class _Credulous(FaultyStore):
 
         def echoing(real: Any, key: str) -> Any:
             info = real(key)
-            return info and replace(info, sha256=told.get(key))
+            return info and info._replace(sha256=told.get(key))
 
         self.on("put", unchecked).on("put_if_absent", unchecked).on("head", echoing)
 
@@ -307,7 +307,7 @@ def test_a_store_that_believes_any_checksum_is_read_back_whole(local: LocalObjec
 def test_a_store_without_checksums_is_read_back_whole_and_never_probed(local: LocalObjects, make: Make) -> None:
     def without(real: Any, key: str) -> Any:
         info = real(key)
-        return info and replace(info, sha256=None)
+        return info and info._replace(sha256=None)
 
     faulty = FaultyStore(local).on("head", without)
     store = make(faulty)

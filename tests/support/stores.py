@@ -6,7 +6,6 @@ import asyncio
 import inspect
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +116,7 @@ class DatedObjects:
         return self._clock.now()
 
     def _dated(self, info: ObjectInfo) -> ObjectInfo:
-        return replace(info, modified=self._stored.get(info.key, info.modified))
+        return info._replace(modified=self._stored.get(info.key, info.modified))
 
     def __getattr__(self, verb: str) -> Any:
         return getattr(self._objects, verb)
