@@ -51,7 +51,7 @@ demo: java $(INSTALLED)  ## two sites, a bucket and a centre on this machine; ki
 test: java $(INSTALLED)  ## every test, with real servers on loopback (at most 20 minutes on 2 cores); PYTHON=python3.13, FLOE_TEST_S3=minio
 	@$(BIN)/python -m pytest -m "not soak" -n 4 --dist loadfile --no-loadscope-reorder
 
-minio: $(INSTALLED)  ## MinIO on loopback with a bucket, until Ctrl-C; prints the settings; built by go where none is found
+minio: $(INSTALLED)  ## MinIO on loopback with a bucket, until Ctrl-C; prints the settings; built by go, or a container, where none is found
 	@$(BIN)/python -m infra.local.minio
 
 soak: java $(INSTALLED)  ## the fault runs at full length; ONLY=a,b runs these, STALE=1 those with changes since; writes docs/evidence/soak.json

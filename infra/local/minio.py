@@ -1,6 +1,7 @@
 """MinIO as the S3 server of the demo and the tests, where one is found: one process on loopback.
 
-`python -m infra.local.minio` (`make minio`) starts one and prints the settings that reach it.
+`python -m infra.local.minio` (`make minio`) starts one and prints the settings that reach it: what is found, else what
+go builds, else a container by its digest.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ from infra.local.seaweedfs import LocalS3, SeaweedFS
 #: The last release with source; it builds in some ten minutes on two cores.
 MODULE = "github.com/minio/minio@v0.0.0-20260212201848-7aac2a2c5b7c"
 VARIABLE = "FLOE_MINIO"
+#: The last release with an image. FLOE_MINIO_IMAGE names a copy, as in infra/compose.yaml.
+IMAGE = (
+    "minio/minio:RELEASE.2025-09-07T16-13-09Z@sha256:14cea493d9a34af32f524e538b8346cf79f3321eff8e708c1e2960462bd8936e"
+)
+IMAGE_VARIABLE = "FLOE_MINIO_IMAGE"
 _BUCKET = "floe"
 _LOOK = 0.5  # seconds between two looks whether it still runs
 
@@ -81,6 +87,43 @@ class MinIO(LocalS3):
         }
 
 
+class _Container(MinIO):
+    """The same in a container, whose files belong to the user. `engine`: docker or podman."""
+
+    def __init__(self, engine: str) -> None:
+        super().__init__()
+        self._engine = engine
+        self._image = os.environ.get(IMAGE_VARIABLE, "") or IMAGE
+
+    def pull(self) -> None:
+        """Raises Unavailable."""
+        if code := subprocess.run([self._engine, "pull", self._image], check=False, stdout=sys.stderr).returncode:
+            raise Unavailable(
+                f"{self._engine} pull {self._image}: expected exit code 0, found {code}",
+                hint=f"name a copy of the image in {IMAGE_VARIABLE}",
+            )
+
+    def kill(self) -> None:
+        if self.pid is not None:  # SIGKILL of the client would leave the container
+            subprocess.run([self._engine, "rm", "--force", self._name], check=False, capture_output=True)
+        super().kill()
+
+    @property
+    def _name(self) -> str:
+        return self._folder.name
+
+    def _command(self, data: Path) -> list[str]:
+        s3 = f"--publish=127.0.0.1:{self._ports['s3']}:9000"
+        settings = (f"--env={name}" for name in super()._environment() if name.startswith("MINIO_"))
+        who = f"--user={os.getuid()}:{os.getgid()}"
+        options = ["--rm", f"--name={self._name}", s3, *settings, f"--volume={data}:/data", who]
+        return [self._engine, "run", *options, self._image, "server", "/data"]
+
+    def _environment(self) -> dict[str, str]:
+        # The engine's client finds its daemon and its files by the person's variables.
+        return {**super()._environment(), **os.environ}
+
+
 def _folders() -> Iterator[Path]:
     """Where a program that is not on the PATH may be."""
     for folder in (os.environ.get("GOBIN"), *(f"{p}/bin" for p in os.environ.get("GOPATH", "").split(":") if p)):
@@ -94,13 +137,25 @@ def _is_program(path: Path) -> bool:
     return path.is_file() and os.access(path, os.X_OK)
 
 
+def _server() -> MinIO:
+    """Raises ConfigError where there is no way to one, Unavailable where that way fails."""
+    if find_minio():
+        return MinIO()
+    if shutil.which("go"):
+        _build()
+        return MinIO()
+    if engine := shutil.which("docker") or shutil.which("podman"):
+        server = _Container(engine)
+        server.pull()
+        return server
+    raise ConfigError(
+        f"minio: expected it on the PATH or in {VARIABLE}, found neither it nor go, docker or podman",
+        hint=f"install go, then: go install {MODULE}",
+    )
+
+
 def _build() -> None:
-    """`go install`. Raises ConfigError where go is missing, Unavailable where it does not build."""
-    if shutil.which("go") is None:
-        raise ConfigError(
-            f"minio: expected it on the PATH or in {VARIABLE}, found neither it nor go",
-            hint=f"install go, then: go install {MODULE}",
-        )
+    """`go install`. Raises Unavailable where it does not build."""
     click.echo(f"no minio here: go install {MODULE} (some ten minutes, once) …", err=True)
     if code := subprocess.run(["go", "install", MODULE], check=False).returncode:
         raise Unavailable(f"go install {MODULE}: expected exit code 0, found {code}")
@@ -121,9 +176,7 @@ def main() -> int:
     """Runs MinIO with a bucket until SIGINT or SIGTERM, with a folder that goes with it."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        if find_minio() is None:
-            _build()
-        server = MinIO()
+        server = _server()
         try:
             server.start()
             server.create_bucket(_BUCKET)

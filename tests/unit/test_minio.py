@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from common.errors import ConfigError
+from infra.demo.world import PROJECT
 from infra.local import minio
 from infra.local.minio import MinIO, find_minio, local_s3
 from infra.local.seaweedfs import SeaweedFS
@@ -66,6 +68,12 @@ def test_without_minio_and_go_one_line_says_how(put: Put, capsys: pytest.Capture
     assert f"go install {minio.MODULE}" in line
     with pytest.raises(ConfigError, match="minio: not installed"):
         MinIO(tmp_path / "data").start()
+
+
+def test_compose_takes_the_image_that_make_minio_takes() -> None:
+    services = yaml.safe_load((PROJECT / "infra" / "compose.yaml").read_text())["services"]
+    expected = f"${{{minio.IMAGE_VARIABLE}:-{minio.IMAGE}}}"
+    assert services["minio"]["image"] == services["bucket"]["image"] == expected
 
 
 def test_a_run_says_what_it_stands_on(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
