@@ -16,7 +16,16 @@ from pydantic import SecretStr, ValidationError
 
 from common.errors import ConfigError
 from common.settings import yaml
-from common.settings.root import UNBUILT, Settings, default_of, default_text, fields_of, is_secret, section_at
+from common.settings.root import (
+    UNBUILT,
+    Settings,
+    default_of,
+    default_text,
+    fields_of,
+    is_secret,
+    section_at,
+    sections_of,
+)
 from common.settings.types import FROM_FILE, Expanded, FileSecret, Section, regular
 
 
@@ -192,10 +201,14 @@ def _message(detail: Mapping[str, Any], place: yaml.Place) -> str:
 
 def _unknown(location: Sequence[str | int]) -> str:
     """Checked at the place where the key counts; for a key of defaults that is the entry."""
-    section = section_at([part for part in location[:-1] if not str(part).startswith("(")])
+    section = _section(location[:-1])
     known = list(fields_of(section)) if section else []
     known += [f"{name}_file" for name in known if is_secret(section, name)]
     return f"unknown key; {yaml.meant(str(location[-1]), known)}"
+
+
+def _section(location: Sequence[str | int]) -> type[Section] | None:
+    return section_at([part for part in location if not str(part).startswith("(")])
 
 
 def found_text(place: yaml.Place) -> str:
@@ -374,10 +387,26 @@ def _document(root: yaml.Keys, values: _Values, problems: yaml.Problems) -> Conf
         settings = Settings.model_validate(values.mapping(root, ()), context=FROM_FILE)
     except ValidationError as error:
         explain(error, root, problems)
-        return None
+        # The file is refused; what is wrong below a mistyped section is told with the rest.
+        return _document(root, values, problems) if _put_right(error, root) else None
     cautions = (f"compaction.{key}: {text}" for key, text in settings.compaction.cautions())
     warnings = (*_insecure(settings), *_exposed(values, problems.name, settings), *cautions)
     return ConfigDocument(settings, root, problems.name, warnings)
+
+
+def _put_right(error: ValidationError, root: yaml.Keys) -> bool:
+    """Gives mistyped sections the names that were meant, where these are free; whether there was one."""
+    found = False
+    for detail in error.errors(include_url=False, include_input=False):
+        *above, name = detail["loc"]
+        if detail["type"] != "extra_forbidden" or not isinstance(keys := yaml.locate(root, above).node, yaml.Keys):
+            continue
+        known = fields_of(section) if (section := _section(above)) else {}
+        close = yaml.closest(str(name), [key for key, field in known.items() if sections_of(field.annotation)])
+        if close and close not in keys.entries and name in keys.entries:
+            keys.entries[close], keys.marks[close] = keys.entries.pop(str(name)), keys.marks[str(name)]
+            found = True
+    return found
 
 
 def _insecure(settings: Settings) -> list[str]:

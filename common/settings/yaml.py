@@ -123,9 +123,14 @@ class ConfigFileError(ConfigError):
         super().__init__(*map(str, self.found))
 
 
+def closest(found: str, known: Collection[str]) -> str:
+    """Empty where none is close."""
+    return next(iter(difflib.get_close_matches(found, known, n=1)), "")
+
+
 def meant(found: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(found, known, n=1)
-    return f"did you mean {close[0]}?" if close else f"expected one of {' '.join(known)}"
+    close = closest(found, known)
+    return f"did you mean {close}?" if close else f"expected one of {' '.join(known)}"
 
 
 def refuse(problems: Problems) -> None:

@@ -75,6 +75,33 @@ def test_all_problems_are_told_at_once_with_file_line_column_path_expected_and_f
     ]
 
 
+def test_what_is_wrong_below_a_mistyped_section_is_told_with_the_rest():
+    assert problems("site: a\nstoer: {url: 'file:///b', prefixx: c}\nlogg: {levle: info}\ncompactoin: 3\n") == [
+        "f.yaml:1:1: store: expected a value (required), found nothing",
+        "f.yaml:2:1: stoer: unknown key; did you mean store?",
+        "f.yaml:2:27: store.prefixx: unknown key; did you mean prefix?",
+        "f.yaml:3:1: logg: unknown key; did you mean log?",
+        "f.yaml:3:8: log.levle: unknown key; did you mean level?",
+        "f.yaml:4:1: compactoin: unknown key; did you mean compaction?",
+        "f.yaml:4:13: compaction: expected a mapping, found 3",
+    ]
+
+
+def test_what_is_wrong_below_mistyped_sections_of_a_list_is_told_with_the_rest():
+    assert problems(f"{HEAD}egres: {{feeds: [{{stream: A, segmnt: {{maxage: 5, max_sise: 1M}}}}]}}\n") == [
+        "f.yaml:3:1: egres: unknown key; did you mean egress?",
+        "f.yaml:3:29: egress.feeds.0.segmnt: unknown key; did you mean segment?",
+        "f.yaml:3:38: egress.feeds.0.segment.maxage: unknown key; did you mean max_age?",
+        "f.yaml:3:49: egress.feeds.0.segment.max_sise: unknown key; did you mean max_size?",
+    ]
+
+
+def test_a_section_beside_the_one_that_was_meant_is_only_unknown():
+    assert problems(f"{HEAD}log: {{level: info}}\nlogg: {{levle: info}}\n") == [
+        "f.yaml:4:1: logg: unknown key; did you mean log?"
+    ]
+
+
 def test_an_unknown_key_far_from_all_others_is_told_with_those_that_exist():
     assert problems(HEAD + "log: {colour: red}\n") == [
         "f.yaml:3:7: log.colour: unknown key; expected one of level format"
