@@ -354,6 +354,31 @@ def test_keys_that_are_dropped_mistyped_or_doubled_are_each_told_by_path_and_pla
     assert told(text) == expected, text
 
 
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=80)
+def test_mistyped_keys_below_mistyped_sections_are_each_told(seed: int):
+    """By the path that they have once the sections above are named right."""
+    rng = random.Random(seed)
+    where, _ = rng.choice([each for each in KEYS if sum(isinstance(part, str) for part in each[0]) > 1])
+    document, written, expected = copy.deepcopy(VALID), where, []
+    for index in reversed([index for index, part in enumerate(where) if isinstance(part, str)]):
+        within, name = at(document, where[:index]), str(where[index])
+        if index + 1 == len(where) or rng.random() < 0.7:
+            wrong = f"{name}{DISTURBED}"
+            within[wrong] = within.pop(name)
+            written = (*written[:index], wrong, *written[index + 1 :])
+            expected.append((index, (*where[:index], wrong)))
+    writer = Writer(rng)
+    text = writer.write(document)
+    places = {(*writer.keys[written[: index + 1]], ".".join(map(str, path))) for index, path in expected}
+    lacking = {
+        (*writer.values[written[:index]], ".".join(map(str, where[: index + 1])))
+        for index, _ in expected
+        if where[: index + 1] in REQUIRED
+    }
+    assert told(text) == places | lacking, text
+
+
 @given(seed=st.integers(0, 2**32), cuts=st.integers(1, 6))
 @settings(max_examples=80)
 def test_a_file_that_was_torn_is_refused_or_taken_and_nothing_else(seed: int, cuts: int):
