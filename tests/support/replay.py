@@ -11,7 +11,6 @@ import pytest
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import FloeError
-from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient
 from common.service.progress import Teller
 from common.tasks import Stop
@@ -20,6 +19,7 @@ from ingress.replay.request import ReplayOptions, ReplayResult, Request
 from ingress.replay.survey import Outlook
 from tests.support.basics import unique
 from tests.support.ingress import CHAIN, Archive, Centre, arrived, rows_of
+from tests.support.servers import place
 
 STEP_NS = 1_000_001  # between two messages of `rows_of`
 
@@ -39,7 +39,7 @@ class World:
 
     async def make(self, **config: Any) -> None:
         base = {"name": self.target, "subjects": [f"{self.target}.>"], "storage": "memory"}
-        await create_stream(self.client, {**base, "allow_atomic": True, "allow_batched": True, **config})
+        await place(self.client, {**base, "allow_atomic": True, "allow_batched": True, **config})
 
     def replay(self, options: ReplayOptions | None = None, **asked: Any) -> Replay:
         asked = {"site": "us-east", "feed": "NODES", "target": self.target, "prefix": self.target, **asked}
