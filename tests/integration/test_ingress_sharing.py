@@ -127,7 +127,7 @@ async def test_three_instances_split_six_targets_take_over_and_stay_exact(
         await soon(lambda: counts(one) == [6])
         two, three = fleet.start(), fleet.start(proxy.url)
         await soon(lambda: counts(one, two, three) == [2, 2, 2])
-        assert not two.health.problems(), two.health.problems()
+        await soon(lambda: not two.health.problems())
 
         proxy.blackhole()
         began = time.monotonic()
