@@ -201,10 +201,12 @@ def _message(detail: Mapping[str, Any], place: yaml.Place) -> str:
 
 def _unknown(location: Sequence[str | int]) -> str:
     """Checked at the place where the key counts; for a key of defaults that is the entry."""
-    section = _section(location[:-1])
+    return f"unknown key; {yaml.meant(str(location[-1]), _known(_section(location[:-1])))}"
+
+
+def _known(section: type[Section] | None) -> list[str]:
     known = list(fields_of(section)) if section else []
-    known += [f"{name}_file" for name in known if is_secret(section, name)]
-    return f"unknown key; {yaml.meant(str(location[-1]), known)}"
+    return known + [f"{name}_file" for name in known if is_secret(section, name)]
 
 
 def _section(location: Sequence[str | int]) -> type[Section] | None:
@@ -401,9 +403,10 @@ def _put_right(error: ValidationError, root: yaml.Keys) -> bool:
         *above, name = detail["loc"]
         if detail["type"] != "extra_forbidden" or not isinstance(keys := yaml.locate(root, above).node, yaml.Keys):
             continue
-        known = fields_of(section) if (section := _section(above)) else {}
-        close = yaml.closest(str(name), [key for key, field in known.items() if sections_of(field.annotation)])
-        if close and close not in keys.entries and name in keys.entries:
+        section = _section(above)
+        close = yaml.closest(str(name), _known(section))
+        field = fields_of(section).get(close) if section else None
+        if field and sections_of(field.annotation) and close not in keys.entries and name in keys.entries:
             keys.entries[close], keys.marks[close] = keys.entries.pop(str(name)), keys.marks[str(name)]
             found = True
     return found

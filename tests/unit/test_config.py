@@ -96,6 +96,13 @@ def test_what_is_wrong_below_mistyped_sections_of_a_list_is_told_with_the_rest()
     ]
 
 
+def test_a_mistyped_key_that_is_no_section_is_taken_for_none():
+    assert problems("sites: x\n") == [
+        "f.yaml:1:1: store: expected a value (required), found nothing",
+        "f.yaml:1:1: sites: unknown key; did you mean site?",
+    ]
+
+
 def test_a_section_beside_the_one_that_was_meant_is_only_unknown():
     assert problems(f"{HEAD}log: {{level: info}}\nlogg: {{levle: info}}\n") == [
         "f.yaml:4:1: logg: unknown key; did you mean log?"
