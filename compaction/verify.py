@@ -27,7 +27,7 @@ from common.objects.port import HiddenObject, Versioned
 from common.segments.archive import behind, ways_on
 from common.segments.captures import CaptureStore
 from common.segments.documents import ChainStore, carry_late, way_out, way_out_filled
-from common.segments.keys import CAPTURES
+from common.segments.keys import CAPTURES, MAX_LEVEL
 from common.segments.parquet_guard import Forked
 from common.segments.segment import Footer, Reason, SegmentRef
 from common.segments.store import SegmentGone, SegmentStore, quarantine_command
@@ -579,13 +579,15 @@ def _brought_back(store: SegmentStore, chain: Chain, hole: SequenceRange) -> str
 
 
 def _late(reader: StretchReader, segment: SegmentRef, chain: Chain) -> Iterator[VerifyProblem]:
-    found: dict[str, list[int]] = {}  # first, last and number of the rows that a segment has
+    found: dict[SegmentRef, list[int]] = {}  # first, last and number of the rows that it has
     for part in reader.late():
         first, last = (part.batch.column("sequence")[n].as_py() for n in (0, -1))
-        before = found.get(part.segment.key, [first, last, 0])
-        found[part.segment.key] = [before[0], last, before[2] + part.batch.num_rows]
-    for key, (first, last, count) in found.items():
+        before = found.get(part.segment, [first, last, 0])
+        found[part.segment] = [before[0], last, before[2] + part.batch.num_rows]
+    for other, (first, last, count) in found.items():
         rows = SequenceRange(first, last)
-        text = f"{key} has {count} rows of {rows} that {segment.name} had not read: a target whose position "
-        text += "was behind them when it came does not hold them; `floe compact` unites the two"
+        text = f"{other.key} has {count} rows of {rows} that {segment.name} had not read: a target whose position "
+        text += "was behind them when it came does not hold them; "
+        is_highest = max(other.level, segment.level) == MAX_LEVEL
+        text += "level 9 is the last, nothing unites the two" if is_highest else "`floe compact` unites the two"
         yield VerifyProblem("late", text, carry_late(chain, rows), rows)

@@ -286,6 +286,18 @@ def test_rows_that_came_late_are_told_until_they_are_united_and_what_is_gone_unt
     assert site.footer(filled).ledger.to_json() == {"gone_from_hole": 1}
 
 
+def test_late_rows_in_a_segment_of_level_9_stay_and_verify_says_so(site: Site):
+    chain = Chain("eu-west", "NODES")
+    site.chains.create_chain(chain, ChainDocument((), 1, 1))
+    gone = {"ledger": {Reason.GONE_BEFORE_READ: 4}, "unread": SequenceRange(35, 38)}
+    site.put(1, 40, rows(n for n in range(1, 41) if not 35 <= n <= 38), level=9, age=700, chain=chain, **gone)
+    site.put(33, 90, level=1, age=700, chain=chain)
+    assert site.compact("--site", "eu-west", "--json")["merged"] == []
+    [problem] = site.verify("--json", "eu-west", code=3)[0]["problems"]
+    assert (problem["kind"], problem["first"], problem["last"]) == ("late", 35, 38)
+    assert problem["text"].endswith("level 9 is the last, nothing unites the two")
+
+
 def test_rows_that_came_late_are_united_where_segments_of_the_last_level_overlap_in_part(site: Site):
     chain = Chain("eu-west", "NODES")
     site.chains.create_chain(chain, ChainDocument((), 1, 1))
