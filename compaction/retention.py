@@ -211,8 +211,7 @@ class _Listed:
 
     def stretches(self) -> Iterator[Stretch[SegmentRef]]:
         for window in self.table.windows():
-            refs = (self.table[place] for places in window for place in places)
-            yield from cover([ref for ref in refs if ref.coverage.last >= self.first], self.first)
+            yield from cover([ref for ref in self.table.refs(window) if ref.coverage.last >= self.first], self.first)
 
     def sizes(self) -> tuple[int, int]:
         """Stored bytes of the cover, and of its last segment: what was merged and waits to be deleted counts once."""

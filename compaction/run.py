@@ -295,8 +295,7 @@ class Compaction:
         until = max((planner.old for planner in planners), default=0.0)
         merged: set[str] = set()  # inputs of the merges so far, of those by which something held is contained
         for window in segments.windows(self._window):
-            refs = (ref for places in window for ref in segments.refs(places))
-            found = list(blocks(ref for ref in refs if ref.key not in damaged))
+            found = list(blocks(ref for ref in segments.refs(window) if ref.key not in damaged))
             # What overlaps nothing, nearly all, has nothing to do with others: only the rest is compared.
             several = [block for block in found if len(block) > 1]
             outputs = unite(self._late(several), until)

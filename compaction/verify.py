@@ -268,10 +268,10 @@ class _Verification:
         table = store.table(self._chain)
         self._check_there(bool(table))
         self._accepted = [gap.range for gap in chains.gaps(self._chain)]
-        for places in table.windows(window):
+        for each in table.windows(window):
             task: list[SegmentRef] = []
             size = 0
-            for block in blocks(table[place] for each in places for place in each):
+            for block in blocks(table.refs(each)):
                 if self._former.marks and all(segment in self._former for segment in block):
                     self._pass_over(block)
                     continue

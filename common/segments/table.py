@@ -112,9 +112,8 @@ class SegmentTable(Sequence[SegmentRef]):
     def __repr__(self) -> str:
         return f"SegmentTable({len(self)} segments)"
 
-    def refs(self, places: range) -> Iterator[SegmentRef]:
-        """The segments at `places`, which are of one chain and level, as those of a window are."""
-        if places:
+    def refs(self, window: Window) -> Iterator[SegmentRef]:
+        for places in filter(None, window):
             folder, row = self._at(places.start)
             yield from map(folder.ref, range(row, row + len(places)))
 

@@ -16,16 +16,7 @@ from pydantic import SecretStr, ValidationError
 
 from common.errors import ConfigError
 from common.settings import yaml
-from common.settings.root import (
-    UNBUILT,
-    Settings,
-    default_of,
-    default_text,
-    fields_of,
-    is_secret,
-    section_at,
-    sections_of,
-)
+from common.settings.root import UNBUILT, Settings, default_of, default_text, fields_of, is_secret, section_at
 from common.settings.types import FROM_FILE, Expanded, FileSecret, Section, regular
 
 
@@ -403,10 +394,8 @@ def _put_right(error: ValidationError, root: yaml.Keys) -> bool:
         *above, name = detail["loc"]
         if detail["type"] != "extra_forbidden" or not isinstance(keys := yaml.locate(root, above).node, yaml.Keys):
             continue
-        section = _section(above)
-        close = yaml.closest(str(name), _known(section))
-        field = fields_of(section).get(close) if section else None
-        if field and sections_of(field.annotation) and close not in keys.entries and name in keys.entries:
+        close = yaml.closest(str(name), _known(_section(above)))
+        if _section((*above, close)) and close not in keys.entries and name in keys.entries:
             keys.entries[close], keys.marks[close] = keys.entries.pop(str(name)), keys.marks[str(name)]
             found = True
     return found

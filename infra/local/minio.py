@@ -66,7 +66,15 @@ class MinIO(LocalS3):
 
     def __init__(self, folder: Path | None = None, *, environment: Mapping[str, str] | None = None) -> None:
         super().__init__(folder)
-        self._settings = dict(environment or {})
+        key = base64.b64encode(hashlib.sha256(self.secret_key.encode()).digest()).decode()
+        self._settings = {
+            "MINIO_ROOT_USER": self.access_key,
+            "MINIO_ROOT_PASSWORD": self.secret_key,
+            "MINIO_BROWSER": "off",
+            "MINIO_UPDATE": "off",
+            "MINIO_KMS_SECRET_KEY": f"floe:{key}",  # for objects that ask to be encrypted
+            **(environment or {}),
+        }
 
     def _command(self, data: Path) -> list[str]:
         if (program := find_minio()) is None:
@@ -75,16 +83,7 @@ class MinIO(LocalS3):
         return [str(program), "server", "--address", address, "--console-address", console, str(data)]
 
     def _environment(self) -> dict[str, str]:
-        key = base64.b64encode(hashlib.sha256(self.secret_key.encode()).digest()).decode()
-        return {
-            **super()._environment(),
-            "MINIO_ROOT_USER": self.access_key,
-            "MINIO_ROOT_PASSWORD": self.secret_key,
-            "MINIO_BROWSER": "off",
-            "MINIO_UPDATE": "off",
-            "MINIO_KMS_SECRET_KEY": f"floe:{key}",  # for objects that ask to be encrypted
-            **self._settings,
-        }
+        return {**super()._environment(), **self._settings}
 
 
 class _Container(MinIO):
@@ -114,14 +113,14 @@ class _Container(MinIO):
 
     def _command(self, data: Path) -> list[str]:
         s3 = f"--publish=127.0.0.1:{self._ports['s3']}:9000"
-        settings = (f"--env={name}" for name in super()._environment() if name.startswith("MINIO_"))
+        settings = (f"--env={name}" for name in self._settings)
         who = f"--user={os.getuid()}:{os.getgid()}"
         options = ["--rm", f"--name={self._name}", s3, *settings, f"--volume={data}:/data", who]
         return [self._engine, "run", *options, self._image, "server", "/data"]
 
     def _environment(self) -> dict[str, str]:
         # The engine's client finds its daemon and its files by the person's variables.
-        return {**super()._environment(), **os.environ}
+        return {**os.environ, **self._settings}
 
 
 def _folders() -> Iterator[Path]:

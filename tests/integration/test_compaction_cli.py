@@ -286,12 +286,18 @@ def test_rows_that_came_late_are_told_until_they_are_united_and_what_is_gone_unt
     assert site.footer(filled).ledger.to_json() == {"gone_from_hole": 1}
 
 
-def test_late_rows_in_a_segment_of_level_9_stay_and_verify_says_so(site: Site):
+def put_late(site: Site, *, level: int, age: float) -> Chain:
+    """A chain whose first segment, of `level`, had not read 35..38; one that was stored `age` seconds ago has them."""
     chain = Chain("eu-west", "NODES")
     site.chains.create_chain(chain, ChainDocument((), 1, 1))
     gone = {"ledger": {Reason.GONE_BEFORE_READ: 4}, "unread": SequenceRange(35, 38)}
-    site.put(1, 40, rows(n for n in range(1, 41) if not 35 <= n <= 38), level=9, age=700, chain=chain, **gone)
-    site.put(33, 90, level=1, age=700, chain=chain)
+    site.put(1, 40, rows(n for n in range(1, 41) if not 35 <= n <= 38), level=level, age=700, chain=chain, **gone)
+    site.put(33, 90, level=1, age=age, chain=chain)
+    return chain
+
+
+def test_late_rows_in_a_segment_of_level_9_stay_and_verify_says_so(site: Site):
+    put_late(site, level=9, age=700)
     assert site.compact("--site", "eu-west", "--json")["merged"] == []
     [problem] = site.verify("--json", "eu-west", code=3)[0]["problems"]
     assert (problem["kind"], problem["first"], problem["last"]) == ("late", 35, 38)
@@ -299,11 +305,7 @@ def test_late_rows_in_a_segment_of_level_9_stay_and_verify_says_so(site: Site):
 
 
 def test_rows_that_came_late_are_united_where_segments_of_the_last_level_overlap_in_part(site: Site):
-    chain = Chain("eu-west", "NODES")
-    site.chains.create_chain(chain, ChainDocument((), 1, 1))
-    gone = {"ledger": {Reason.GONE_BEFORE_READ: 4}, "unread": SequenceRange(35, 38)}
-    site.put(1, 40, rows(n for n in range(1, 41) if not 35 <= n <= 38), level=1, age=700, chain=chain, **gone)
-    site.put(33, 90, level=1, age=50, chain=chain)
+    chain = put_late(site, level=1, age=50)
     site.put(91, 99, chain=chain)
     [found] = site.verify("--json", "eu-west", code=3)
     assert [(p["kind"], p["first"], p["last"]) for p in found["problems"]] == [("late", 35, 38)]
