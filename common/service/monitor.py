@@ -87,8 +87,8 @@ class HttpServer(ThreadingHTTPServer):
         with self._lock:
             if (oldest := next(iter(self._silent), None)) is None:
                 return False
-            with closing(self._silent.pop(oldest)) as line, suppress(OSError):
-                line.shutdown(socket.SHUT_RDWR)
+            with closing(self._silent.pop(oldest)) as line:
+                _cut_off(line)
         return self._free.acquire(timeout=LEAVE_TIMEOUT)
 
     def heard(self, client_address: Any) -> None:
@@ -112,6 +112,11 @@ class HttpServer(ThreadingHTTPServer):
         """A client that disconnected is not an error."""
 
 
+def _cut_off(line: socket.socket) -> None:
+    with suppress(OSError):  # it may have left, or run into its own limit, at this moment
+        line.shutdown(socket.SHUT_RDWR)
+
+
 class ServerTls:
     """The monitor's side of TLS. Raises ConfigError where the files cannot be used at the start.
 
@@ -132,7 +137,7 @@ class ServerTls:
                 self._renew()
         wrapped = self._context.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
         # Closed from outside, because a client may send its handshake byte by byte.
-        late = threading.Timer(REQUEST_TIMEOUT, socket.socket.shutdown, (wrapped, socket.SHUT_RDWR))
+        late = threading.Timer(REQUEST_TIMEOUT, _cut_off, (wrapped,))
         late.daemon = True
         late.start()
         try:
