@@ -62,21 +62,22 @@ def _replacement(match: re.Match[str], environment: Mapping[str, str]) -> str:
 def read_secret(path: str) -> Expanded:
     """The content of the file `path` without one line end after it.
 
-    Raises ValueError, never with the content.
+    Raises ValueError, never with the content, nor with what a variable in `path` holds: it may be the secret itself.
     """
+    said = path.source if isinstance(path, Expanded) else path
     try:
         with regular(path).open("rb") as file:
             data = file.read(MAX_SECRET_BYTES + 1)
         text = data.decode()
     except OSError as error:
-        raise ValueError(f"expected a file that can be read, found {path}: {error.strerror}") from error
+        raise ValueError(f"expected a file that can be read, found {said}: {error.strerror}") from error
     except UnicodeDecodeError:
-        raise ValueError(f"expected UTF-8 text in {path}, found other bytes") from None
+        raise ValueError(f"expected UTF-8 text in {said}, found other bytes") from None
     if len(data) > MAX_SECRET_BYTES:
-        raise ValueError(f"expected at most {MAX_SECRET_BYTES} bytes in {path}, found more")
+        raise ValueError(f"expected at most {MAX_SECRET_BYTES} bytes in {said}, found more")
     text = text.removesuffix("\n").removesuffix("\r")
     if not text:
-        raise ValueError(f"expected a secret in {path}, found nothing")
+        raise ValueError(f"expected a secret in {said}, found nothing")
     return Expanded(text, path)
 
 
@@ -392,7 +393,9 @@ def _put_right(error: ValidationError, root: yaml.Keys) -> bool:
     found = False
     for detail in error.errors(include_url=False, include_input=False):
         *above, name = detail["loc"]
-        if detail["type"] != "extra_forbidden" or not isinstance(keys := yaml.locate(root, above).node, yaml.Keys):
+        # Where it stands, which may be in defaults.
+        keys = yaml.locate(root, yaml.locate(root, detail["loc"]).path[:-1]).node
+        if detail["type"] != "extra_forbidden" or not isinstance(keys, yaml.Keys):
             continue
         close = yaml.closest(str(name), _known(_section(above)))
         if _section((*above, close)) and close not in keys.entries and name in keys.entries:

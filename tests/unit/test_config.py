@@ -103,6 +103,21 @@ def test_a_mistyped_key_that_is_no_section_is_taken_for_none():
     ]
 
 
+def test_what_is_wrong_below_a_mistyped_section_of_defaults_is_told_with_the_rest():
+    text = "egress: {defaults: {segmnt: {max_agee: 1}}, feeds: [{stream: A}, {stream: B}]}"
+    assert problems(f"{HEAD}{text}\n") == [
+        "f.yaml:3:21: egress.defaults.segmnt: unknown key; did you mean segment?",
+        "f.yaml:3:30: egress.defaults.segment.max_agee: unknown key; did you mean max_age?",
+    ]
+
+
+def test_a_variable_that_stands_for_the_name_of_a_secret_file_is_not_told():
+    """It may hold the secret itself, by a slip."""
+    assert problems(HEAD + 'nats: {user: u, password_file: "${PASS}"}\n', {"PASS": "SEKRET77"}) == [
+        "f.yaml:3:32: nats.password_file: expected a file that can be read, found ${PASS}: No such file or directory"
+    ]
+
+
 def test_a_section_beside_the_one_that_was_meant_is_only_unknown():
     assert problems(f"{HEAD}log: {{level: info}}\nlogg: {{levle: info}}\n") == [
         "f.yaml:4:1: logg: unknown key; did you mean log?"
