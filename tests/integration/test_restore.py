@@ -114,7 +114,7 @@ async def test_a_lost_stream_comes_back_as_it_was(alone: tuple[Bench, NatsServer
         await create_consumer(bench.client, stream, {"durable_name": name, **config})
     await bench.publish(stream, [b"next"])
     assert await bench.last(stream) == last + 1
-    server.restart()
+    await asyncio.to_thread(server.restart)
     await soon(lambda: bench.client.is_up)
     assert (await back.contents(bench, stream))[:-1] == before[0]
 
