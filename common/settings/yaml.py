@@ -124,8 +124,8 @@ class ConfigFileError(ConfigError):
 
 
 def closest(found: str, known: Collection[str]) -> str:
-    """Empty where none is close."""
-    return next(iter(difflib.get_close_matches(found, known, n=1)), "")
+    """Of keys, all in lower case; empty where none is close."""
+    return next(iter(difflib.get_close_matches(found.lower(), known, n=1)), "")
 
 
 def meant(found: str, known: Collection[str]) -> str:

@@ -96,6 +96,15 @@ def test_what_is_wrong_below_mistyped_sections_of_a_list_is_told_with_the_rest()
     ]
 
 
+def test_a_key_in_capitals_is_told_by_its_name():
+    assert problems("site: a\nSTORE: {URL: 'file:///b'}\n") == [
+        "f.yaml:1:1: store: expected a value (required), found nothing",
+        "f.yaml:2:1: STORE: unknown key; did you mean store?",
+        "f.yaml:2:8: store.url: expected a value (required), found nothing",
+        "f.yaml:2:9: store.URL: unknown key; did you mean url?",
+    ]
+
+
 def test_a_mistyped_key_that_is_no_section_is_taken_for_none():
     assert problems("sites: x\n") == [
         "f.yaml:1:1: store: expected a value (required), found nothing",
