@@ -8,14 +8,15 @@ tethered processes that still run.
 
 import contextlib
 import os
-import secrets
+import random
 import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 
@@ -112,9 +113,10 @@ def _kill(pid: int) -> None:
 
 # Below the range that Linux gives to outgoing connections (32768 and up): a server keeps its port over restarts;
 # from that range, a client of another server could take it meanwhile.
-_LOWEST, _HIGHEST = 10_240, 22_500
-PAIR_DISTANCE = 10_000
-_TRIES = 1000
+_LOWEST, _HIGHEST = 10_240, 20_240
+PAIR_DISTANCE = _HIGHEST - _LOWEST
+_SHARE = 250  # ports that one process gives out
+_shares: dict[int, Iterator[int]] = {}  # by process id, as the guards
 
 
 def free_port() -> int:
@@ -123,15 +125,31 @@ def free_port() -> int:
 
 
 def free_ports(count: int, *, paired: bool = False) -> list[int]:
-    """`count` different free ports; with `paired`, `port + 10_000` of each is free too. Raises OSError."""
-    found: list[int] = []
-    for _ in range(_TRIES):
-        port = _LOWEST + secrets.randbelow(_HIGHEST - _LOWEST)
-        if port not in found and is_free(port) and (not paired or is_free(port + PAIR_DISTANCE)):
-            found.append(port)
-        if len(found) == count:
-            return found
-    raise OSError(f"expected {count} free ports in {_LOWEST}..{_HIGHEST}, found {len(found)}")
+    """`count` different free ports; with `paired`, `port + 10_000` of each is free too. Raises OSError.
+
+    Who asks for a port binds it later: so no other process gives it out, and this one all its others first.
+    """
+    with _lock:
+        share = _shares.get(os.getpid()) or _shares.setdefault(os.getpid(), cycle(_own_share()))
+        free = (
+            port for port in islice(share, _SHARE) if is_free(port) and (not paired or is_free(port + PAIR_DISTANCE))
+        )
+        found = [*islice(free, count)]
+    if len(found) < count:
+        raise OSError(f"expected {count} free ports in {_LOWEST}..{_HIGHEST}, found {len(found)}")
+    return found
+
+
+def _own_share() -> list[int]:
+    """Ports that are this process's until it ends, in any order; some of another's where all are taken."""
+    rng = random.SystemRandom()
+    shares = [range(lowest, lowest + _SHARE) for lowest in range(_LOWEST, _HIGHEST, _SHARE)]
+    for share in rng.sample(shares, len(shares)):
+        with socket.socket(socket.AF_UNIX) as claim, contextlib.suppress(OSError):
+            claim.bind(f"\0floe-ports-{share.start}")  # a name without a file, which goes with the last who has it open
+            claim.detach()
+            break
+    return rng.sample(share, _SHARE)
 
 
 def is_free(port: int) -> bool:

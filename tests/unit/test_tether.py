@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.local.process import free_port, free_ports
 from tests.support.basics import PATIENCE, eventually
 
 ROOT = Path(__file__).parents[2]
@@ -97,3 +98,15 @@ def test_a_guard_that_was_killed_is_replaced():
         finally:
             if runs(pid):
                 os.kill(pid, signal.SIGKILL)
+
+
+def test_no_two_processes_are_given_the_same_port():
+    asking = "import sys; from infra.local.process import free_ports; print(*free_ports(200), flush=True); input()"
+    owners = [owner("", asking) for _ in range(5)]
+    given = [[*map(int, each.stdout.readline().split())] for each in owners if each.stdout]
+    given.append(free_ports(100) + [free_port() for _ in range(50)])
+    for each in owners:
+        each.communicate("\n")
+    ports = [port for each in given for port in each]
+    assert len(ports) == len(set(ports)) == 1150
+    assert all(port < 20_240 for port in ports)
