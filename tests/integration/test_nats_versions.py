@@ -14,12 +14,12 @@ from common.clock import SystemClock
 from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.jetstream.api import stream_info
 from common.jetstream.kv import KeyValue
-from common.jetstream.lease import Leases
+from common.jetstream.lease import Lease, Leases
 from common.metrics import REGISTRY
 from egress.evidence import source_of
 from infra.local.nats import NatsCluster, NatsServer, nats_server_binary
 from tests.support.basics import soon, unique
-from tests.support.egress import Bench, Partitioned, connected, feed_of, publish_over
+from tests.support.egress import QUICK, Bench, Partitioned, connected, feed_of, publish_over
 from tests.support.ingress import Archive, Centre
 from tests.support.servers import placing
 
@@ -121,14 +121,20 @@ async def test_a_restarted_server_loses_nothing(bench: Bench, server: NatsServer
 
 
 async def test_a_lease_is_held_by_one_and_expires(bench: Bench) -> None:
-    bucket = await KeyValue.open(bench.client, unique("L"), ttl=1.0)
+    bucket = await KeyValue.open(bench.client, unique("L"), ttl=5.0)
     await bucket.ensure()
-    one, two = (Leases(bucket, owner, 1.0, SystemClock()) for owner in ("one", "two"))
+    one, two = (Leases(bucket, owner, 5.0, SystemClock()) for owner in ("one", "two"))
 
     assert await one.acquire("key") is not None
     assert await two.acquire("key") is None
     assert await two.holder("key") == "one"
-    await soon(lambda: two.acquire("key"))
+
+    async def taken() -> Lease | None:
+        with suppress(Unavailable, OutcomeUnknown):
+            return await two.acquire("key")
+        return None
+
+    await soon(taken)
 
 
 async def test_the_time_of_the_answer_is_told_where_the_server_tells_it(bench: Bench) -> None:
@@ -211,9 +217,10 @@ async def test_no_heartbeat_takes_up_a_reader_for_long(bench: Bench) -> None:
     """A reader that no message comes to stays the same one: heartbeats reach it, on every version."""
     stream = await bench.make_stream(unique("QUIET"))
     await bench.publish(stream, [b"x"])
-    async with bench.egress({"stream": stream}) as running:
+    tuning = replace(QUICK, pulling=replace(QUICK.pulling, heartbeat=1.0))
+    async with bench.egress({"stream": stream}, tuning=tuning) as running:
         await bench.archived_to(stream, 1)
-        await asyncio.sleep(1.5)  # five heartbeats, past the time after which silence is a doubt
+        await asyncio.sleep(3.5)  # three heartbeats, past the time after which silence is a doubt
         assert running.state(stream) == "reading"
         labels = {"site": "site", "feed": stream, "partition": "0", "reason": "silent"}
         assert not REGISTRY.get_sample_value("floe_egress_doubts_total", labels)
