@@ -167,9 +167,9 @@ async def test_a_failover_between_stored_and_acknowledged_stores_twice(bench: Be
         return info is not None and not info.messages
 
     with processes() as started:
-        started.append(Process(bench, stream, failpoints="egress.before_ack=kill@2"))
+        started.append(Process(bench, stream, failpoints="egress.before_ack=kill@2", lease_ttl="5s"))
         await soon(lambda: bench.chains.read_chain(bench.chain(stream)))
-        started.append(Process(bench, stream))
+        started.append(Process(bench, stream, lease_ttl="5s"))
         await bench.publish(stream, (b"%d" % number for number in range(350)))
         assert await started[0].ended() == -signal.SIGKILL, started[0].log.read_text()
         await bench.archived_to(stream, 350)
