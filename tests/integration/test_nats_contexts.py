@@ -161,7 +161,7 @@ async def test_the_option_takes_the_place_of_the_whole_connection(
     bench = Bench(nats_url, tmp_path, client)
     path = configuration(bench, {"stream": "NODES"})
     document = yaml.safe_load(path.read_text())
-    document["nats"] = {"url": "nats://127.0.0.1:1", "token": "t", "connect_timeout": "500ms"}
+    document["nats"] = {"url": "nats://127.0.0.1:1", "token": "t", "connect_timeout": "3s"}
     document["ingress"] = {"nats": {"user": "u", "password": "p", "token": ""}, "monitor": {"listen": ""}}
     path.write_text(yaml.safe_dump(document))
     contexts.write("there", url=guarded.url, user="all", password="secret-all")

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,8 @@ from common.jetstream.api import GUARD, MARKER, stream_info
 from common.jetstream.kv import KeyValue, state_key
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
+from ingress.restore.guard import GuardedStream
 from ingress.restore.plan import forecast
-from ingress.restore.restore import RestoreTuning
 from tests.integration.test_egress_faults import held_up, released
 from tests.integration.test_egress_repartition import uneven, until_cut
 from tests.integration.test_egress_retention import durables, emptied, lapses
@@ -195,13 +196,22 @@ async def test_what_is_in_hand_after_a_restore_is_named_and_put_when_its_lease_i
     bench.check(stream)
 
 
-async def test_a_restore_begins_again_where_egress_put_what_it_held_meanwhile(bench: Bench) -> None:
-    stream, objects = await begun(bench), FaultyStore(bench.objects)
+async def test_a_restore_begins_again_where_egress_put_what_it_held_meanwhile(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, objects, clear = await begun(bench), FaultyStore(bench.objects), GuardedStream.clear
+
+    async def long(*arguments: Any) -> None:
+        """The first step behind the plan lasts until egress has put it."""
+        await clear(*arguments)
+        await soon(lambda: bench.end(stream) == 250)
+
+    monkeypatch.setattr(GuardedStream, "clear", long)
     async with bench.egress({"stream": stream, **LONG}, objects=objects) as running:
         await holding(bench, stream, running, objects)
         before = await back.contents(bench, stream)
         await bench.delete_stream(stream)
-        restoring = asyncio.create_task(back.restored(bench, stream, tuning=RestoreTuning(looks=2, look_span=3.0)))
+        restoring = asyncio.create_task(back.restored(bench, stream))
 
         async def is_planned() -> bool:
             try:
