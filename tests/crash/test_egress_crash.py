@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import signal
+import urllib.request
+from contextlib import suppress
 
 import pytest
 
 from common.jetstream.kv import KeyValue
 from common.segments.captures import CaptureStore
 from egress.feed import lease_key
-from tests.support.basics import at_length, seeded, soon, unique
+from infra.local.process import free_port
+from tests.support.basics import PATIENCE, at_length, seeded, soon, unique
 from tests.support.egress import Bench
 from tests.support.egress_process import Process, processes
 
@@ -158,16 +162,23 @@ async def test_sigterm_stores_the_open_segment_releases_the_lease_and_ends_with_
     stream = await bench.make_stream(unique("T"))
     feed = {"stream": stream, "segment": {"max_age": "1h"}}
     with processes() as started:
-        started.append(Process(bench, stream, feeds=[feed], lease_ttl="10s"))
+        listen = f"127.0.0.1:{free_port()}"
+        started.append(Process(bench, stream, feeds=[feed], lease_ttl="10s", monitor={"listen": listen}))
         leases = await soon(lambda: KeyValue.open(bench.client, bench.lease_bucket, ttl=10.0))
 
         async def is_reading() -> bool:
             answer = await bench.client.api(f"CONSUMER.NAMES.{stream}")
             return bool(answer.get("consumers"))
 
+        def has_all() -> bool:
+            with suppress(OSError), urllib.request.urlopen(f"http://{listen}/status", timeout=PATIENCE) as answer:
+                part = json.load(answer)["parts"].get(f"egress {stream}", {})
+                return (part.get("open_segment") or {}).get("last") == 60
+            return False
+
         await soon(is_reading)
         await bench.publish(stream, [b"x"] * 60)
-        await asyncio.sleep(0.2)
+        await soon(has_all)
         await started[0].drain()
         assert await leases.get(lease_key(bench.chain(stream))) is None
     assert bench.end(stream) == 60

@@ -66,10 +66,10 @@ async def test_killed_while_the_incarnation_is_closed(bench: Bench, failpoint: s
     ends, before = parts.ends(), parts.messages()
     await recreate(bench, stream, 120)
     with host(bench, feed, failpoint) as process:
-        code = await asyncio.to_thread(process.wait, 30)
+        code = await asyncio.to_thread(process.wait, PATIENCE)
     assert code == -signal.SIGKILL
     with host(bench, feed):
-        await parts.archived_to(120, 1, 30)
+        await parts.archived_to(120, 1)
     assert parts.previous(1) == ends == parts.ends()
     assert parts.messages() == before
     assert len(bench.chains.chains(feed=stream)) == 6
@@ -92,7 +92,7 @@ async def test_three_hosts_killed_at_random_through_recreations(bench: Bench) ->
             await asyncio.sleep(rng.uniform(2.0, 5.0))
     await publish_over(bench, stream, SUBJECTS, 30, "later")
     with host(bench, feed), host(bench, feed):
-        await parts.archived_to(120, 1, 30)
+        await parts.archived_to(120, 1)
         await soon(lambda: parts.previous(1) == {0: 60, 1: 60, 2: 60})
     assert parts.messages() == before
     assert parts.previous(2) is None

@@ -145,7 +145,7 @@ async def test_two_instances_that_know_nothing_of_each_other_waste_work_only(
         await asyncio.sleep(rng.uniform(0.2, 1.0))
         for twin in twins:
             twin.start()  # again, where it gave way with exit code 4
-    await finished(centre, archive, client, 40)
+    await finished(centre, archive, client)
     for twin in twins:
         assert await asyncio.to_thread(twin.drain) in (0, 4), twin.tail()
 
@@ -165,7 +165,7 @@ async def test_a_target_that_forgets_gets_each_message_once_through_kills(
     processes.start(alone(centre))
     centre.target = memory
     count = sum(len(rows) for rows in archive.rows.values())
-    found = await centre.carried(client, count, 30)
+    found = await centre.carried(client, count)
 
     for chain, rows in archive.rows.items():
         assert [m.message.sequence for m in found if m.chain == chain] == [row.sequence for row in rows]

@@ -126,7 +126,7 @@ async def test_the_stream_at_a_site_is_lost_and_the_centre_gets_nothing_twice(be
     running = bench.start(bench.settings(feed))
     try:
         async with centre.running() as health:
-            await centre.carried(bench.client, 300, 30)
+            await centre.carried(bench.client, 300)
             await bench.client.api(f"STREAM.DELETE.{name}")
             done = await page.run("--into-source --create")
             count = int(re.findall(r"done: (\d+) messages", done.out)[0])
@@ -140,7 +140,7 @@ async def test_the_stream_at_a_site_is_lost_and_the_centre_gets_nothing_twice(be
             page.names["N+1"] = str(count + 1)
             await page.run("--sequence N+1")
             await bench.publish(name, (b"new %d" % n for n in range(5)))
-            messages = await centre.carried(bench.client, 305, 30)
+            messages = await centre.carried(bench.client, 305)
     finally:
         await running.drain()
     assert count == 300

@@ -159,6 +159,8 @@ async def test_whoever_listens_to_the_connection_gets_what_the_listener_raised(
 ) -> None:
     async with client_of(proxy.url) as client:
         listening = asyncio.create_task(listen(client, monkeypatch))
+        await soon(lambda: client._listeners)
+        assert await client.round_trip(PATIENCE)
         await asyncio.sleep(0.2)
         proxy.cut()
         with pytest.raises(MemoryError, match="no room"):

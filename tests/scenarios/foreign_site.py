@@ -28,6 +28,7 @@ from tests.scenarios.delivery_centre import PREFIX
 from tests.scenarios.delivery_meter import peak_memory, scrape, until, value
 from tests.scenarios.delivery_writer import Author, Writer
 from tests.scenarios.single_centre import SingleCentre, single_centre
+from tests.support.basics import PATIENCE
 from tests.support.oracle import classes
 from tests.support.segments import footer_of, forge, message, table_of, write_segment
 
@@ -36,7 +37,6 @@ GOOD = [Chain("alpha", FEED), Chain("gamma", FEED)]
 VICTIM = Chain("delta", FEED)
 ROWS = 100  # of each segment of the victim
 MEMORY = 300 * 2**20  # bytes that ingress may use, whatever is in the bucket
-REPORTED = 30.0  # seconds within which all hostile segments are reported
 
 
 async def foreign_site(s3: Any, rng: random.Random, seconds: float, publisher: str = "auto") -> dict[str, Any]:
@@ -51,7 +51,7 @@ async def foreign_site(s3: Any, rng: random.Random, seconds: float, publisher: s
         at.instances[0].service.start()
         await asyncio.to_thread(victim.begin)
         # Whoever may overwrite what was not carried yet has destroyed it: names are revived behind that.
-        assert await at.arrived(ROWS, 30), "nothing was ever carried"
+        assert await at.arrived(ROWS, PATIENCE), "nothing was ever carried"
         with Writer(authors, random.Random(rng.random()), 200) as writer:
             while True:
                 await _round(at, victim, writer)
@@ -78,14 +78,14 @@ async def _round(at: SingleCentre, victim: Victim, writer: Writer) -> None:
         text = log.read_text(errors="replace")
         return {key for key in hostile if not _is_reported(text, key)}
 
-    assert await until(lambda: not unreported(), REPORTED), f"not reported: {unreported()}"
+    assert await until(lambda: not unreported(), PATIENCE), f"not reported: {unreported()}"
     victim.counts["hostile segments reported"] += len(hostile)
     await asyncio.to_thread(_check_metrics, at, victim)
     # Others have gone on meanwhile: what the writer had made before the attack has arrived.
-    assert await at.arrived(before + len(victim.expected), 30), "the others do not go on"
+    assert await at.arrived(before + len(victim.expected), PATIENCE), "the others do not go on"
     await asyncio.to_thread(victim.go_on)
     carried = sum(len(author.expected) for author in writer.authors) + len(victim.expected)
-    assert await at.arrived(carried, 60), "the victim does not go on behind what was hostile"
+    assert await at.arrived(carried, PATIENCE), "the victim does not go on behind what was hostile"
 
 
 def _is_reported(log: str, key: str) -> bool:

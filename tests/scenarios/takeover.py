@@ -87,7 +87,9 @@ async def _taken_over(at: SingleCentre, meter: Meter, kind: str) -> float:
 
 
 async def _taken_over_within(at: SingleCentre, meter: Meter, kind: str) -> float:
-    """Seconds from the end of a holder with an open intent to the first message that the other one stores."""
+    """Seconds from the end of a holder with an open intent, and the other one's start, to the first message that this
+    one stores.
+    """
     first = await _settled(at, meter)
     second = next(instance for instance in at.instances if instance is not first)
     second.service.kill()
@@ -98,6 +100,7 @@ async def _taken_over_within(at: SingleCentre, meter: Meter, kind: str) -> float
     assert took, f"nobody took over before {kind}"
     first.service.start()
     assert await until(lambda: not second.service.runs(), PATIENCE), f"{second.name} opened no {INTENTS} intents"
+    assert await until(lambda: meter.answers(first), PATIENCE), f"{first.name} does not start"
     started, before = time.monotonic(), await at.stored()
     assert await at.arrived(before + 1, 20 * LEASE_SECONDS), f"nobody took over after {kind}"
     seconds = time.monotonic() - started
