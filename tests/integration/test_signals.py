@@ -152,17 +152,15 @@ def archive(tmp_path: Path) -> Archive:
 
 async def test_compaction_ends_in_order_and_the_next_run_goes_on(archive: Archive, services: list[Service]) -> None:
     before = archive.read(CHAIN)
-    running = compacting(archive, services, FLOE_FAILPOINTS="compaction.verify=sleep:6")
+    running = compacting(archive, services, FLOE_FAILPOINTS="compaction.verify=sleep:10")
     service = running.service
     await running.logged("item_done")  # merged, and not proved yet
-    service.send(signal.SIGQUIT)
-    service.send(signal.SIGHUP)
-    service.send(signal.SIGUSR1)
-    await running.logged("signal_not_taken")
-    assert any(line["thread"] == "MainThread" and line["stack"] for line in await running.logged("dump_thread"))
-    await running.logged("reload")
-    service.send(signal.SIGTERM)
+    for number in (signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
+        service.send(number)
     assert await asyncio.to_thread(service.wait, PATIENCE) == 75, service.tail()
+    assert any(line["thread"] == "MainThread" and line["stack"] for line in running.lines("dump_thread"))
+    assert running.lines("signal_not_taken")
+    assert running.lines("reload")
     assert "error[E-UNAVAILABLE]: stopped by a signal before the end; what is done stays" in service.tail()
     again = compacting(archive, services).service
     assert await asyncio.to_thread(again.wait, PATIENCE) == 0, again.tail()
