@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,11 @@ from tests.support.egress import Bench
 async def is_empty(bench: Bench, stream: str) -> bool:
     info = await stream_info(bench.client, stream)
     return info is not None and info.messages == 0
+
+
+def whole(stream: str) -> dict[str, Any]:
+    """A feed whose segments are full before they are old."""
+    return {"stream": stream, "segment": {"max_messages": 100, "max_age": "1m"}}
 
 
 @pytest.mark.parametrize(
@@ -31,7 +37,7 @@ async def test_killed_around_a_put_and_its_acknowledgements(far: Bench, retentio
     """F03."""
     stream = await far.make_stream(unique("T"), retention=retention)
     with processes() as started:
-        started.append(Process(far, stream, failpoints=f"egress.{point}=kill@2"))
+        started.append(Process(far, stream, failpoints=f"egress.{point}=kill@2", feeds=[whole(stream)]))
         await soon(lambda: far.chains.read_chain(far.chain(stream)))
 
         async def has_durable() -> bool:
@@ -60,7 +66,7 @@ async def test_paused_before_its_acknowledgements_it_takes_nothing_from_its_succ
     """A paused instance wakes up when another has replaced its durable and gone on."""
     stream = await far.make_stream(unique("T"), retention=retention)
     with processes() as started:
-        started.append(Process(far, stream, failpoints="egress.before_ack=stop@2"))
+        started.append(Process(far, stream, failpoints="egress.before_ack=stop@2", feeds=[whole(stream)]))
 
         async def has_durable() -> bool:
             return bool((await far.client.api(f"CONSUMER.NAMES.{stream}")).get("consumers"))

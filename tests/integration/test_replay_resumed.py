@@ -18,8 +18,8 @@ from common.segments.segment import Message
 from common.tasks import Stop
 from infra.local.nats import NatsServer
 from ingress.replay.request import ReplayOptions, ReplayResult
-from tests.support.basics import PATIENCE, unique
-from tests.support.ingress import CHAIN, arrived, rows_of
+from tests.support.basics import PATIENCE, soon, unique
+from tests.support.ingress import CHAIN, arrived, count_in, rows_of
 from tests.support.replay import World, refused
 
 pytestmark = pytest.mark.servers
@@ -45,8 +45,10 @@ async def stopped_half_way(world: World, **asked: Any) -> ReplayResult:
 
     work, stop = world.replay(ReplayOptions(pace=MessageRate(400)), **asked), Stop()
     async with work.connected() as client:
-        asyncio.get_running_loop().call_later(1.0, stop.set)
-        result = await work.run(client, stop)
+        running = asyncio.create_task(work.run(client, stop))
+        await soon(lambda: count_in(world.client, world.target))
+        stop.set()
+        result = await running
     assert not result.finished
     return result
 
@@ -128,7 +130,7 @@ async def test_another_that_goes_on_for_long_is_refused(world: World) -> None:
     slow, stop = world.replay(ReplayOptions(pace=MessageRate(50))), Stop()
     async with slow.connected() as client:
         running = asyncio.create_task(slow.run(client, stop))
-        await asyncio.sleep(0.5)
+        await soon(lambda: count_in(world.client, world.target))
         error = await refused(world, "E-REPLAY-RUNS")
         assert "a replay by " in error.message
         assert error.hint.startswith("wait until it is done, or stop it there; then:\nfloe replay -c ")

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -70,12 +71,15 @@ async def fill(client: FloeClient) -> None:
         return info.last_sequence
 
     async def publish(count: int, subject: bytes) -> None:
-        end = await last() + count
-        for number in range(count):
-            client.send(
-                frame(subject % (number % 7), b"order %d" % number, None if number % 3 else build_block([b"A:1"]))
-            )
-        await soon(lambda: is_last(end))
+        end = await last()
+        for begin in range(0, count, 4000):  # the server drops what it cannot queue
+            some = range(begin, min(begin + 4000, count))
+            for number in some:
+                client.send(
+                    frame(subject % (number % 7), b"order %d" % number, None if number % 3 else build_block([b"A:1"]))
+                )
+            end += len(some)
+            await soon(partial(is_last, end))
 
     async def is_last(sequence: int) -> bool:
         return await last() == sequence
