@@ -67,9 +67,9 @@ async def test_egress_is_asked_at_its_monitor(nats_url: str, tmp_path: Path) -> 
         try:
             said = await checked("egress", "-c", str(config), code=0)
             assert said.startswith("OK - 1 chain, 0 sequences not archived | chains=1 stopped=0")
-            running.health.set_ready("objects", False, "the store is away")
-            assert "not ready: objects: the store is away" in await checked("egress", "-c", str(config), code=1)
-            running.health.set_ready("objects", True)
+            running.health.set_ready("somebody", False, "is away")  # of "objects", egress says again that it is ready
+            assert "not ready: somebody: is away" in await checked("egress", "-c", str(config), code=1)
+            running.health.set_ready("somebody", True)
             await bench.delete_stream(stream)
             await soon(lambda: running.state(stream) == "stopped")
             assert f"stopped: {stream}: E-SOURCE-GONE" in await checked("egress", "-c", str(config), code=2)
