@@ -243,7 +243,8 @@ async def test_consumers_that_were_captured_are_listed(bench: Bench, tmp_path: P
     none = await floe(*words)
     assert (none.code, none.out.splitlines()[1:]) == (0, [])
     assert "no consumers captured" in none.err
-    async with bench.egress({"stream": stream}, tuning=ONCE):
+    in_one = {"max_messages": 5, "max_age": "1h"}
+    async with bench.egress({"stream": stream, "segment": in_one}, tuning=ONCE):
         await bench.archived_to(stream, 5)
         await pulled(bench.client, stream, "app", 4, 3)
     shown = await floe(*words)

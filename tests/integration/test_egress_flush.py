@@ -32,16 +32,11 @@ def open_in(running: Running, feed: str) -> dict[str, Any]:
     return running.status(feed).get("open_segment") or {}
 
 
-async def received(running: Running, feed: str, last: int) -> None:
-    """Wait until all up to `last` is in the open segment."""
-    await soon(lambda: open_in(running, feed).get("last") == last)
-
-
 async def test_the_open_segment_is_shown_with_what_closes_it(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, [b"x" * 100] * 7)
     async with bench.egress({"stream": stream, "segment": {**LONG, "max_size": "1M"}}) as running:
-        await received(running, stream, 7)
+        await running.received(stream, 7)
         found = open_in(running, stream)
         size = 7 * (100 + len(f"{stream}.a"))
         assert (found["first"], found["messages"], found["bytes"]) == (1, 7, size)
@@ -64,7 +59,7 @@ async def test_a_flush_closes_every_partition_now_and_waits_until_it_is_stored(b
     config = str(configuration(bench, feed))
     async with bench.egress(feed, tuning=PROMPT) as running:
         for suffix in ("", "/1", "/2"):
-            await received(running, f"{stream}{suffix}", 30)
+            await running.received(f"{stream}{suffix}", 30)
         before = counted(metrics.closed.labels(SITE, stream, "1", "flush"))
         done = await floe("egress", "flush", "-c", config, stream, "--json")
         assert done.code == 0, done
@@ -75,8 +70,8 @@ async def test_a_flush_closes_every_partition_now_and_waits_until_it_is_stored(b
         assert parts.ends() == {0: 30, 1: 30, 2: 30}
         assert counted(metrics.closed.labels(SITE, stream, "1", "flush")) == before + 1
         await publish_over(bench, stream, ["0.a", "1.b"], 10, "y")
-        await received(running, stream, 40)
-        await received(running, f"{stream}/1", 40)
+        await running.received(stream, 40)
+        await running.received(f"{stream}/1", 40)
         done = await floe("egress", "flush", "-c", config, f"{SITE}/{stream}/0000/1", "--json")
         assert (done.code, [(row["partition"], row["last"]) for row in done.json()]) == (0, [(1, 40)])
         assert parts.ends() == {0: 30, 1: 40, 2: 30}
@@ -105,7 +100,7 @@ async def test_a_flush_leaves_the_choices_of_a_sampler_as_they_are(bench: Bench)
         for step in range(1, 4):
             await bench.publish(stream, (json.dumps({"id": f"n{n}"}).encode() for n in range(step * 5)))
             last = await bench.last(stream)
-            await received(running, flushed, last)
+            await running.received(flushed, last)
             done = await floe("egress", "flush", "-c", config, flushed, "--json")
             assert done.code == 0, done
             assert [row["last"] for row in done.json()] == [last]
@@ -159,7 +154,7 @@ async def test_what_its_holder_could_not_store_is_flushed_by_who_takes_over(benc
     for verb in ("put", "put_if_absent"):
         store.on(verb, away)
     first = bench.start(bench.settings(feed), PROMPT, objects=store)  # type: ignore[arg-type]
-    await received(first, stream, 20)
+    await first.received(stream, 20)
     requests = flush_requests(await KeyValue.open(bench.client, bench.state_bucket), SITE)
     waiting = asyncio.create_task(floe("egress", "flush", "-c", config, stream, "--json"))
 

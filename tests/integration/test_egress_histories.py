@@ -63,7 +63,7 @@ async def test_what_was_received_before_a_recreation_is_put_into_the_old_incarna
         await bench.publish(stream, (b"first %d" % i for i in range(count)))
         if put_before:
             await bench.archived_to(stream, 100)
-        await soon(lambda: running.status(stream).get("source_last") == count)
+        await running.received(stream, count)
         await recreate(bench, stream, 107)
         await bench.archived_to(stream, count)
         await bench.archived_to(stream, 100, incarnation=1)
@@ -80,11 +80,11 @@ async def test_what_was_received_before_a_recreation_is_put_though_another_insta
     feed = {"stream": stream, "segment": {"max_age": "1h"}}
     await bench.publish(stream, (b"first %d" % i for i in range(10)))
     async with bench.egress(feed) as running:
-        await soon(lambda: running.status(stream).get("source_last") == 10)
+        await running.received(stream, 10)
         async with bench.egress({"stream": stream}, lease_bucket=unique("L")):
             await bench.archived_to(stream, 10)
         await bench.publish(stream, (b"first %d" % i for i in range(10, 30)))
-        await soon(lambda: running.status(stream).get("source_last") == 30)
+        await running.received(stream, 30)
         await recreate(bench, stream, 7)
         await soon(lambda: bench.chains.read_stream(bench.chain(stream, 1)) is not None)
     assert [m.payload for m in bench.messages(stream)] == [b"first %d" % i for i in range(30)]
@@ -97,7 +97,7 @@ async def test_a_deleted_stream_stops_the_chain_after_what_was_received_is_store
     async with bench.egress(feed) as running:
         await soon(lambda: running.state(stream) == "reading")
         await bench.publish(stream, [b"x"] * 30)
-        await soon(lambda: running.status(stream).get("source_last") == 30)
+        await running.received(stream, 30)
         await bench.delete_stream(stream)
         await soon(lambda: running.state(stream) == "stopped")
         assert "the stream does not exist" in running.status(stream)["why"]
@@ -321,18 +321,19 @@ async def test_a_listing_that_ends_before_the_mark_is_asked_again_never_a_first_
     """F39: a stale listing."""
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, [b"x"] * 10)
-    async with bench.egress({"stream": stream}):
+    feed = {"stream": stream, "segment": {"max_messages": 10, "max_age": "1h"}}
+    async with bench.egress(feed):
         await bench.archived_to(stream, 10)
     (ref,) = bench.refs(stream)
     hidden = bench.root / "hidden"
     file = bench.root / "bucket" / ref.key
     file.rename(hidden)
-    async with bench.egress({"stream": stream}) as running:
+    async with bench.egress(feed) as running:
         await soon(lambda: running.state(stream) == "waiting")
         assert "expected a segment that contains the high-water mark 10, found none" in running.status(stream)["why"]
         await bench.publish(stream, [b"y"] * 3)
         hidden.rename(file)
-        await bench.archived_to(stream, 13)
+        await running.received(stream, 13)
     await bench.same(stream, stream)
     assert [ref.coverage.first for ref in bench.refs(stream)] == [1, 11]
 
@@ -405,7 +406,7 @@ async def archive_in_three(bench: Bench) -> str:
     """A stream of 30 messages in three segments."""
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, (b"%d" % i for i in range(30)))
-    async with bench.egress({"stream": stream, "segment": {"max_messages": 10}}):
+    async with bench.egress({"stream": stream, "segment": {"max_messages": 10, "max_age": "1h"}}):
         await bench.archived_to(stream, 30)
     return stream
 
@@ -413,7 +414,7 @@ async def archive_in_three(bench: Bench) -> str:
 async def test_a_hole_that_the_source_still_holds_is_read_again(bench: Bench) -> None:
     stream = await archive_in_three(bench)
     bench.store.delete(bench.refs(stream)[1])
-    async with bench.egress({"stream": stream}):
+    async with bench.egress({"stream": stream, "segment": {"max_age": "1h"}}):
         await soon(lambda: len(bench.messages(stream)) == 30)
     await bench.same(stream, stream)
     assert sorted(ref.coverage.first for ref in bench.refs(stream)) == [1, 11, 21]
@@ -424,11 +425,11 @@ async def test_what_the_source_lacks_of_a_hole_is_not_called_deleted(bench: Benc
     stream = await bench.make_stream(unique("T"))
     for number in range(30):
         await bench.publish(stream, [b"%d" % number], subject="ab"[number % 2])
+    names, filter_a = [stream, f"{stream}_A"], {"filter_subject": f"{stream}.a"}
     feeds = [
-        {"stream": stream, "segment": {"max_messages": 10}},
-        {"stream": stream, "name": f"{stream}_A", "filter_subject": f"{stream}.a", "segment": {"max_messages": 5}},
+        {"stream": stream, "segment": {"max_messages": 10, "max_age": "1h"}},
+        {"stream": stream, "name": names[1], **filter_a, "segment": {"max_messages": 5, "max_age": "1h"}},
     ]
-    names = [stream, f"{stream}_A"]
     async with bench.egress(*feeds):
         await bench.archived_to(names[0], 30)
         await bench.archived_to(names[1], 29)
@@ -465,7 +466,7 @@ async def test_a_hole_that_the_source_lost_stays_a_hole_and_reading_goes_on_behi
     stream = await archive_in_three(bench)
     bench.store.delete(bench.refs(stream)[1])
     await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 21})
-    async with bench.egress({"stream": stream}) as running:
+    async with bench.egress({"stream": stream, "segment": {"max_messages": 5, "max_age": "1h"}}) as running:
         await soon(lambda: running.status(stream).get("lost") == 10)
         await bench.publish(stream, [b"more"] * 5)
         await bench.archived_to(stream, 35)
@@ -477,7 +478,7 @@ async def test_a_hole_that_the_source_half_holds_is_filled_as_far_as_it_goes(ben
     stream = await archive_in_three(bench)
     bench.store.delete(bench.refs(stream)[1])
     await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 16})
-    async with bench.egress({"stream": stream}) as running:
+    async with bench.egress({"stream": stream, "segment": {"max_age": "1h"}}) as running:
         await soon(lambda: len(bench.refs(stream)) == 3)
         await soon(lambda: running.status(stream).get("lost") == 5)
     assert sorted(str(ref.coverage) for ref in bench.refs(stream)) == ["1..10", "16..20", "21..30"]

@@ -30,8 +30,8 @@ from tests.support.servers import restore_disk, save_disk
 async def archive(bench: Bench, stream: str, payloads: list[bytes]) -> None:
     """Publish and archive, in a segment of its own."""
     await bench.publish(stream, payloads)
-    async with bench.egress({"stream": stream}):
-        await bench.archived_to(stream, await bench.last(stream))
+    async with bench.egress({"stream": stream, "segment": {"max_age": "1h"}}) as running:
+        await running.received(stream, await bench.last(stream))
 
 
 async def exact(bench: Bench, stream: str, incarnation: int, first: int) -> None:

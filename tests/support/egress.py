@@ -64,6 +64,10 @@ class Running:
     def state(self, feed: str) -> str:
         return self.status(feed).get("state", "")
 
+    async def received(self, feed: str, last: int) -> None:
+        """Wait until all up to `last` is in the open segment."""
+        await soon(lambda: (self.status(feed).get("open_segment") or {}).get("last") == last)
+
     async def drain(self) -> None:
         """Stop it as SIGTERM does; fails if it does not drain."""
         self.stop.set()
