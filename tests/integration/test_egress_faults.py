@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -59,14 +60,11 @@ async def test_a_message_lost_on_the_way_is_noticed_by_the_consumer_sequence(
 ) -> None:
     """F16: whatever the connection drops is read again."""
     real, lost = FloeClient.subscribe_raw, [7, 60, 61, 99]
+    seen = itertools.count(1)  # over all subscriptions: each loss may make a new one
 
     async def losing(self: FloeClient, subject: str, sink: Any, *tell: Any) -> Any:
-        count = 0
-
         def drop_some(subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
-            nonlocal count
-            count += reply.startswith(b"$JS.ACK")
-            if reply.startswith(b"$JS.ACK") and lost and count == lost[0]:
+            if reply.startswith(b"$JS.ACK") and lost and next(seen) == lost[0]:
                 lost.pop(0)
                 return
             sink(subject, reply, payload, headers)
@@ -184,18 +182,18 @@ async def test_a_drain_that_the_store_holds_up_ends_in_time_and_keeps_the_lease(
     """F06: what was not stored is read again; the lease is left to expire."""
     stream = await bench.make_stream(unique("T"))
     objects = FaultyStore(bench.objects)
-    async with bench.egress({"stream": stream}) as running:
+    async with bench.egress({"stream": stream}, lease_ttl="5s") as running:
         await soon(lambda: running.state(stream) == "reading")
     held_up(objects)
-    settings = bench.settings({"stream": stream}, shutdown_timeout="1s", lease_ttl="2s")
+    settings = bench.settings({"stream": stream}, shutdown_timeout="1s", lease_ttl="5s")
     running = bench.start(settings, objects=objects)
     await bench.publish(stream, [b"x"] * 10)
     await soon(lambda: running.state(stream) == "waiting")
     running.stop.set()
     assert await running.task is False
-    leases = await KeyValue.open(bench.client, bench.lease_bucket, ttl=2.0)
+    leases = await KeyValue.open(bench.client, bench.lease_bucket, ttl=5.0)
     assert await leases.get(lease_key(bench.chain(stream))) is not None
-    async with bench.egress({"stream": stream}):
+    async with bench.egress({"stream": stream}, lease_ttl="5s"):
         await bench.archived_to(stream, 10)
     await bench.same(stream, stream)
 
@@ -236,9 +234,9 @@ async def test_a_drained_instance_hands_over_at_once(bench: Bench) -> None:
 
 async def test_a_lease_taken_away_stops_the_work_until_it_is_free_again(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
-    async with bench.egress({"stream": stream}, lease_ttl="1s") as running:
+    async with bench.egress({"stream": stream}, lease_ttl="5s") as running:
         await soon(lambda: running.state(stream) == "reading")
-        leases = await KeyValue.open(bench.client, bench.lease_bucket, ttl=1.0)
+        leases = await KeyValue.open(bench.client, bench.lease_bucket, ttl=5.0)
         await leases.put(lease_key(bench.chain(stream)), b"somebody else")
         await soon(lambda: running.state(stream) == "standby")
         assert running.status(stream)["holder"] == "somebody else"

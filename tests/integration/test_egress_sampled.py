@@ -192,13 +192,16 @@ async def test_a_damaged_snapshot_gives_way_to_an_older_one_or_the_archive(bench
 
 
 async def test_silence_in_an_idle_stream_is_told_once_whatever_crashes(bench: Bench) -> None:
-    feed = await make(bench, inspect_duration="3s", warn_duration="1s")
+    feed = await make(bench, inspect_duration="6s", warn_duration="1s")
     await send(bench, feed, NODES)
     for _ in range(2):
         running = bench.start(bench.settings(feed))
+        await soon(lambda: running.state(feed["stream"]) == "reading")  # noqa: B023
         await soon(lambda: _has_told(bench, feed, 20))
+        await asyncio.sleep(1.0)  # for the second one to tell anything again
         await running.crash()
-    assert await told(bench, feed) == once("new", NODES) + once("timeout", NODES)
+    # On a busy machine some may have expired already.
+    assert await told(bench, feed) - once("expire", NODES) == once("new", NODES) + once("timeout", NODES)
     async with bench.egress(feed):
         await soon(lambda: _has_told(bench, feed, 30))
     assert await told(bench, feed) == once("new", NODES) + once("timeout", NODES) + once("expire", NODES)

@@ -421,8 +421,9 @@ async def test_a_chain_is_moved_while_ingress_carries(client: FloeClient, centre
 
 
 async def test_nothing_is_corrected_while_something_else_publishes(
-    client: FloeClient, centre: Centre, archive: Archive
+    client: FloeClient, centre: Centre, archive: Archive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(correct, "STILL", 1.0)
     before = await carried(client, centre, archive)
 
     async def write_on() -> None:

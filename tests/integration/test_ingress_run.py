@@ -134,7 +134,7 @@ async def test_headers_come_back_byte_for_byte_and_nothing_acts_again(
 async def test_a_control_header_that_may_act_acts(
     client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
-    archive.put([message(1, headers=block(b"Nats-TTL: 1s")), message(2, headers=block(b"Nats-TTL: soon"))])
+    archive.put([message(1, headers=block(b"Nats-TTL: 5s")), message(2, headers=block(b"Nats-TTL: soon"))])
     centre = Centre(tmp_path, archive, nats_url, control_headers=["Nats-TTL"])
 
     async with centre.running():
