@@ -24,7 +24,7 @@ from ingress import metrics
 from tests.support import ingress as ingress_world
 from tests.support.basics import counted, soon
 from tests.support.commands import floe
-from tests.support.ingress import CHAIN, Archive, Centre, check_exact, count_in, rows_of
+from tests.support.ingress import CHAIN, Archive, Centre, check_exact, rows_of
 from tests.support.segments import message
 
 pytestmark = pytest.mark.servers
@@ -86,7 +86,7 @@ async def test_a_subject_that_the_target_does_not_take_goes_on_once_the_target_t
     await create_stream(client, {"name": centre.target, "subjects": subjects, "allow_atomic": True})
     async with centre.running() as health:
         hint = (await stopped(health, centre, "E-SUBJECT"))["hint"]
-        assert await count_in(client, centre.target) == 6
+        assert len(await centre.carried(client, 6)) == 6
         await change(client, centre, subjects=[f"{centre.target}.>"])
         await paste(centre, hint, "chain resume")
 
@@ -150,7 +150,7 @@ async def test_what_is_gone_from_a_filled_hole_stops_its_chain_until_it_comes_or
             found = await stopped(health, centre, "E-LOST", chain)
             assert (found["phase"], found["hole"]) == ("lost", "13..17")
         await check_shown(centre)
-        assert await count_in(client, centre.target) == 2 * 12
+        assert len(await centre.carried(client, 2 * 12)) == 2 * 12
         await paste(centre, chain_status(health, centre)["hint"], "gap accept")
         await centre.carried(client, 12 + 28)
 
@@ -204,7 +204,7 @@ async def test_a_lost_stretch_is_given_up_and_what_comes_behind_it_later_is_told
     async with centre.running() as health:
         found = await stopped(health, centre, "E-LOST")
         assert (found["phase"], found["hole"]) == ("lost", "11..20")
-        assert await count_in(client, centre.target) == 15
+        assert len(await centre.carried(client, 15)) == 15
         listed = (await floe("gap", "ls", "-c", str(centre.write()), "--json")).json()
         assert [(g["first"], g["last"], g["behind"], g["accepted"]) for g in listed] == [(11, 20, "21..30", "no")]
         # Giving up comes last, on a line of its own, and asks.
@@ -250,7 +250,7 @@ async def test_skipping_goes_on_by_itself_and_another_target_is_not_bound_by_it(
         check_exact(await skips.carried(client, 25), archive, skips.prefix)
     async with waits.running() as health:
         await soon(lambda: chain_status(health, waits).get("phase") == "late")
-        assert await count_in(client, waits.target) == 15
+        assert len(await waits.carried(client, 15)) == 15
         await paste(waits, chain_status(health, waits)["hint"], "gap accept")
         check_exact(await waits.carried(client, 25), archive, waits.prefix)
     assert [g.range.first for g in archive.documents.passed_gaps(skips.target, CHAIN)] == [11]
@@ -285,7 +285,7 @@ async def test_a_new_incarnation_begins_when_somebody_says_so(
         await soon(lambda: "stands at 1 and ends at 10" in str(chain_status(health, centre, LATER).get("waits_for")))
         archive.put(rows_of(1, 10))
         hint = (await stopped(health, centre, "E-INCARNATION", LATER))["hint"]
-        assert await count_in(client, centre.target) == 15
+        assert len(await centre.carried(client, 15)) == 15
         await paste(centre, hint, "checkpoint set")
 
         messages = await centre.carried(client, 20)

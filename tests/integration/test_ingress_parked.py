@@ -230,7 +230,7 @@ async def test_without_parking_the_chain_stops_and_its_way_out_can_be_pasted(
 
         found = await soon(stopped)
         assert "sequence 5: the message with its headers needs" in found["stopped"]
-        assert len(await arrived(client, centre.target)) == 4
+        assert len(await centre.carried(client, 4)) == 4
         resume, skip = commands_of(found["hint"], centre.write())
         if way == "raise":
             await raise_limit(client, centre, 100_000)
