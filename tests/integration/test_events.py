@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -215,11 +216,18 @@ async def test_each_instance_hears_each_message_and_listens_anew_after_a_reconne
     with NatsServer(tmp_path / "nats") as server:
         async with client_of(server.url) as one, client_of(server.url) as other:
             clock = SystemClock()
+
+            async def subscribed() -> None:
+                """Wait until the server knows of it."""
+                for each in (one, other):
+                    await soon(partial(each.round_trip, 5.0))
+
             async with (
                 beside(follow_subject(one, "minio.*", heard[0], clock)),
                 beside(follow_subject(other, "minio.*", heard[1], clock)),
             ):
                 await soon(lambda: all(each.listened for each in heard))
+                await subscribed()
                 one.send(frame(b"minio.events", b"a"))
                 await soon(lambda: all(each.taken == [b"a"] for each in heard))
 
@@ -227,6 +235,7 @@ async def test_each_instance_hears_each_message_and_listens_anew_after_a_reconne
                 await soon(lambda: not one.is_up and not other.is_up)
                 server.start()
                 await soon(lambda: all(each.listened >= 2 for each in heard))
+                await subscribed()
                 one.send(frame(b"minio.events", b"b"))
                 await soon(lambda: all(each.taken == [b"a", b"b"] for each in heard))
 

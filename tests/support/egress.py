@@ -273,6 +273,17 @@ class Bench:
         found = await self.compare(feed, stream, incarnation)
         assert found.ok, found.report()
 
+    async def same_at_last(self, feed: str, stream: str) -> None:
+        """`same`, of a stream whose cluster may have no leader just now."""
+
+        async def is_the_same() -> bool:
+            with suppress(Unavailable):
+                await self.same(feed, stream)
+                return True
+            return False
+
+        await soon(is_the_same)
+
 
 def covered(refs: Iterable[SegmentRef]) -> list[SequenceRange]:
     return [ref.coverage for ref in refs]
