@@ -46,7 +46,7 @@ def command(config: Path, *arguments: str) -> list[str]:
 
 
 def floe(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(config, *arguments), capture_output=True, text=True, check=False, timeout=30)
+    return subprocess.run(command(config, *arguments), capture_output=True, text=True, check=False, timeout=PATIENCE)
 
 
 async def store(world: World, sent: list[Advisory], foreign: int = 0) -> None:

@@ -92,12 +92,13 @@ async def test_one_chain_with_a_hundred_times_the_rows_starves_nobody(archive: A
     for chain in SMALL:
         archive.put(rows_of(1, 200, chain), chain=chain)
     async with Centre(archive, memory).running() as centre:
-        await centre.reaches({BIG: 20_001, **dict.fromkeys(SMALL, 201)}, 30)
+        await centre.reaches({BIG: 20_001, **dict.fromkeys(SMALL, 201)})
 
     last = max(index for index, (chain, _) in enumerate(centre.order) if chain != BIG)
     before = sum(count for chain, count in centre.order[:last] if chain == BIG)
-    # Three chains are read at a time: nine small ones are through after about five turns of the big one.
-    assert before <= 10_000, before
+    # Three chains are read at a time: nine small ones are through after about five turns of the big one, or a few more
+    # where threads are slow; one that starved would be through after about twenty.
+    assert before <= 15_000, before
 
 
 async def test_a_hole_at_the_very_beginning_waits_and_is_passed_once_it_is_accepted(archive: Archive) -> None:

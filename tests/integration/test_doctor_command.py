@@ -160,7 +160,7 @@ async def test_what_does_not_answer_holds_up_none_of_the_others(
     config = write(tmp_path, dead, {"url": nats_url}, **egress(filter_subject="a.>"))
     began = time.monotonic()
     found = await examined(config, code=1)
-    assert time.monotonic() - began < 30, "bounded by the time-out of a connection"
+    assert time.monotonic() - began < 60, "bounded by the time-out of a connection"
     assert found["store connection"]["state"] == "skipped"
     assert found["store connection"]["unreached"]
     assert "the port refuses connections" in found["store connection"]["found"]
@@ -212,7 +212,7 @@ async def test_what_to_do_is_told_of_each_way_in_which_nobody_answers(frozen: st
         config = write(tmp_path, store, {"url": f"nats://{address}", "connect_timeout": wait}, **egress())
         began = time.monotonic()
         found = todos(await examined(config, code=1))
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 60
         done = await floe("config", "check", "--connect", config)
         assert done.code == 75, done
         for todo in found:
@@ -310,7 +310,7 @@ async def test_a_server_that_freezes_meanwhile_is_waited_for_once(tmp_path: Path
                 found = await examine(settings, (), probes)
             finally:
                 server.resume()
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
     nats = [each for each in found.findings if each.part == "nats"]
     assert [(each.what, each.unreached) for each in nats] == [
         ("connection", False),

@@ -306,7 +306,7 @@ async def test_ingress_carries_the_next_incarnation_behind_all_partitions_of_the
         assert await count_in(bench.client, target) == count, "the next incarnation waits"
         for file, place in hidden:
             shutil.move(place, file)
-        messages = await centre.carried(bench.client, 210, 30)
+        messages = await centre.carried(bench.client, 210)
     chains = [each.chain for each in messages]
     assert max(n for n, chain in enumerate(chains) if chain.incarnation == 0) == 119
     for chain in set(chains):

@@ -89,7 +89,7 @@ async def test_the_command_runs_shows_its_state_and_drains(bench: Bench) -> None
         assert (part["state"], part["incarnation"], part["holder"]) == ("reading", 0, "this instance")
         assert await asyncio.to_thread(_page, port, "readyz")
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(process.wait, 20) == 0
+        assert await asyncio.to_thread(process.wait, PATIENCE) == 0
     finally:
         process.kill()
         process.wait()

@@ -154,6 +154,6 @@ async def test_a_service_that_listens_to_a_queue_carries_and_drains_at_once(
         check_exact(await centre.carried(client, 20), archive, centre.prefix)
         await soon(lambda: sqs.left_in(name) == 0)
 
-        assert await asyncio.to_thread(service.drain, 8) == 0
+        assert await asyncio.to_thread(service.drain, 15) == 0
     finally:
         service.kill()

@@ -63,7 +63,7 @@ async def test_leaders_that_step_down_die_and_pause_lose_and_repeat_nothing(
                 archive.put(rows_of(first, first + rows // 3 - 1, chain), chain=chain)
             info = await led(client, centre.target)
             await disturb(cluster, client, info, first // (rows // 3))
-        messages = await centre.carried(client, 2 * rows, 60)
+        messages = await centre.carried(client, 2 * rows)
 
     check_exact(messages, archive, centre.prefix)
 

@@ -60,7 +60,7 @@ async def test_a_server_that_takes_less_than_the_one_before_cuts_nothing_and_sto
             await centre.carried(client, 10)
             await started_with(server, SMALLER)
             archive.put([*rows_of(11, 14), LARGE, *rows_of(16, 30)])
-            await stands(client, centre, [*range(1, 15), *range(16, 31)], 30)
+            await stands(client, centre, [*range(1, 15), *range(16, 31)])
             parked = await kept(client, centre)
             await soon(lambda: states(parked) == {15: State.PARKED})
             assert centre.status(health)["state"] == "carrying"
@@ -68,7 +68,7 @@ async def test_a_server_that_takes_less_than_the_one_before_cuts_nothing_and_sto
             await started_with(server, None)
             large = message(31, LARGE.payload, subject=b"nodes.large")
             archive.put([large])
-            await stands(client, centre, [*range(1, 15), *range(16, 32)], 30)
+            await stands(client, centre, [*range(1, 15), *range(16, 32)])
         assert violations(server) == 0
 
 
@@ -83,13 +83,13 @@ async def test_a_row_of_an_open_intent_that_the_server_takes_no_more_stops_its_o
             await store(client, centre, rows_of(1, 5))
             await started_with(server, SMALLER)
             async with service(centre) as health:
-                stop = await stop_of(centre, health, 30)
+                stop = await stop_of(centre, health)
                 assert stop["code"] == "E-OVERSIZE-INTENT"
                 assert f"the target takes {SMALLER}" in stop["why"]
                 assert violations(server) == 0
                 # Nothing has to be done once the server takes it again.
                 await started_with(server, None)
-                await stands(client, centre, list(range(1, 31)), 30)
+                await stands(client, centre, list(range(1, 31)))
 
 
 async def test_what_the_server_does_not_take_is_not_asked_and_cuts_no_connection(server: NatsServer) -> None:

@@ -271,7 +271,7 @@ async def test_twins_park_and_deliver_once(client: FloeClient, tmp_path: Path, a
         parked.ask(entry)
     with suppress(AnotherWriter):
         async with carried_twice(centre):
-            await centre.carried(client, 300, 30)
+            await centre.carried(client, 300)
             await soon(lambda: set(states(parked).values()) == {State.DELIVERED})
     messages = await arrived(client, centre.target)
     check_all_once(messages, archive, centre, set(large))

@@ -15,7 +15,7 @@ async def carried(bench: Bench, stream: str, count: int) -> list[Arrived]:
     sources = [{"site": [SITE], "feed": [stream], "subject_prefix": target}]
     centre = Centre(bench.root, Archive(bench.root / "bucket"), bench.url, stream=target, sources=sources)
     async with centre.running():
-        return await centre.carried(bench.client, count, 20)
+        return await centre.carried(bench.client, count)
 
 
 async def test_partitions_without_messages_hold_up_nobody(bench: Bench) -> None:

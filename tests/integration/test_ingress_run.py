@@ -174,7 +174,7 @@ async def test_a_long_backlog_of_one_chain_does_not_keep_another_waiting(
     centre = Centre(tmp_path, archive, nats_url, publisher="single")
 
     async with centre.running():
-        messages = await centre.carried(client, 3010, 20)
+        messages = await centre.carried(client, 3010)
 
     check_exact(messages, archive, centre.prefix)
     assert next(m.sequence for m in messages if m.chain == OTHER) < 1000
@@ -190,7 +190,7 @@ async def test_a_damaged_segment_is_left_out_where_a_merged_one_covers(
     centre = Centre(tmp_path, archive, nats_url)
 
     async with centre.running():
-        messages = await centre.carried(client, 40, 20)
+        messages = await centre.carried(client, 40)
 
     check_exact(messages, archive, centre.prefix)
 

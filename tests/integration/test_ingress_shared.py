@@ -148,7 +148,7 @@ async def test_kills_and_cut_connections_of_two_instances_lose_nothing(
                     await cancelled(instances[index])
                 if instances[index].done():
                     instances[index] = asyncio.create_task(centre.run())
-            await all_there(client, centre, archive, 30)
+            await all_there(client, centre, archive)
             for each in instances:
                 await cancelled(each)
         again = repeats(await our(client, centre), archive)
