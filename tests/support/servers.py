@@ -130,18 +130,12 @@ class SqsServer:
 
     def __init__(self) -> None:
         [self.port] = free_ports(1)
+        self.url = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
     def __enter__(self) -> SqsServer:
-        for _ in range(3):  # it binds its port seconds after that was free
-            if self._starts():
-                return self
-            [self.port] = free_ports(1)
-        raise AssertionError("moto's server ended")
+        self.start()
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -149,19 +143,15 @@ class SqsServer:
         self.stop()
 
     def start(self) -> None:
-        """Start it again, empty, on the same port."""
-        assert self._starts(), "moto's server ended"
-
-    def _starts(self) -> bool:
-        """Start it; whether it answers, and has not ended."""
+        """Start it, empty."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
-        self._process = process = spawn(
+        self._process = spawn(
             [sys.executable, "-c", _RUN, str(self.port)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env=environment,
         )
-        return eventually(lambda: process.poll() is not None or self._answers()) and process.poll() is None
+        eventually(self._answers)
 
     def stop(self) -> None:
         """SIGKILL; what it held is gone."""
@@ -198,6 +188,8 @@ class SqsServer:
         return client, client.get_queue_url(QueueName=name)["QueueUrl"]
 
     def _answers(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, "moto's server ended"
         try:
             self.client().list_queues()
         except Exception:
