@@ -16,6 +16,7 @@ from common.segments.documents import AcceptedGap, ChainDocument, ChainStore
 from common.segments.segment import Reason
 from common.sequences import SequenceRange
 from tests.scenarios.processes import run_floe
+from tests.support.commands import run_here
 from tests.support.compaction import CHAIN, Archive, at_once, rows
 
 LEVEL = {"from": 0, "to": 1, "min_age": "1m", "max_wait": "10m", "min_count": 3, "min_size": "1G", "max_size": "4G"}
@@ -47,9 +48,9 @@ class Site(Archive):
         return self._floe("segments", "verify", "-c", str(self.config), *options, code=code)
 
     def _floe(self, *command: str, code: int):
-        done = run_floe(*command)
-        assert done.returncode == code, done.stderr
-        return json.loads(done.stdout) if "--json" in command else done
+        done = run_here(*command)
+        assert done.code == code, done.err
+        return done.json() if "--json" in command else done
 
 
 @pytest.fixture
@@ -62,8 +63,8 @@ def site(tmp_path: Path) -> Site:
 
 def test_a_run_prints_a_table_of_what_it_did_and_then_has_nothing_to_do(site: Site):
     done = site.compact()
-    lines = done.stdout.splitlines()
-    said = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    lines = done.out.splitlines()
+    said = [json.loads(line) for line in done.err.splitlines() if line.startswith("{")]
     assert [said[0]["action"], said[-1]["action"]] == ["started", "ended"]
     assert (said[0]["engine"], said[0]["store"]) == ("local", f"file://{site.folder}/store/data")
     assert (said[-1]["merged"], said[-1]["rows"], said[-1]["deleted"], said[-1]["failures"]) == (1, 40, 3, 0)
@@ -73,7 +74,7 @@ def test_a_run_prints_a_table_of_what_it_did_and_then_has_nothing_to_do(site: Si
     assert lines[0].split() == ["action", "chain", "level", "sequences", "segments", "bytes", "into"]
     assert lines[1].split()[:5] == ["merged", "us-east/NODES/0000/0", "1", "1..40", "4"]
     assert lines[2].split()[:5] == ["deleted", "us-east/NODES/0000/0", "0", "-", "3"]
-    assert site.compact().stdout == "nothing to do\n"
+    assert site.compact().out == "nothing to do\n"
     assert site.ranges() == ["0:31..40", "1:1..40"]
 
 
@@ -83,8 +84,8 @@ def test_a_name_that_is_not_there_is_an_error_that_says_what_is(site: Site):
         (["--feed", "NODE"], "did you mean NODES?"),
         (["--site", "us-east", "--partition", "3"], "there are us-east/NODES/0000/0"),
     ]:
-        assert said in site.compact(*options, code=2).stderr
-    assert "did you mean us-east/NODES?" in site.verify("us-esat/NODES", code=2).stderr
+        assert said in site.compact(*options, code=2).err
+    assert "did you mean us-east/NODES?" in site.verify("us-esat/NODES", code=2).err
     assert len(site.ranges()) == 4
 
 
@@ -104,7 +105,7 @@ def test_the_same_as_json(site: Site):
 
 def test_a_dry_run_lists_keys_and_bytes_and_changes_nothing(site: Site):
     before = site.listed()
-    lines = site.compact("--dry-run").stdout.splitlines()
+    lines = site.compact("--dry-run").out.splitlines()
     assert [line.split()[1:3] for line in lines[1:-2]] == [[s.key, str(s.size)] for s in before]
     assert re.fullmatch(r"due +us-east/NODES/0000/0 level 0 +\d+ +4 segments into 1 of level 1", lines[-2])
     assert re.fullmatch(r"total +1 chain +\d+ +1 merge of 4 segments", lines[-1])
@@ -124,7 +125,7 @@ def test_a_dry_run_says_what_waits_and_why_and_when_it_is_merged(site: Site):
     site.put(201, 300, level=1, age=450)
     site.put(301, 400, level=1, age=100)
 
-    rows_of = {line.split()[0]: line for line in site.compact("--dry-run").stdout.splitlines()[1:]}
+    rows_of = {line.split()[0]: line for line in site.compact("--dry-run").out.splitlines()[1:]}
     found = site.compact("--dry-run", "--json")
     assert [output["input_count"] for output in found["outputs"]] == [4]
     low, high = found["waiting"]
@@ -152,8 +153,8 @@ def test_a_dry_run_says_what_waits_and_why_and_when_it_is_merged(site: Site):
 
 
 def test_a_selection_of_others_does_nothing(site: Site):
-    assert site.compact("--level", "1").stdout == "nothing to do\n"
-    assert "us-east/NODES/0000/0" in site.compact("us-east/NODES/7", "--dry-run", code=2).stderr
+    assert site.compact("--level", "1").out == "nothing to do\n"
+    assert "us-east/NODES/0000/0" in site.compact("us-east/NODES/7", "--dry-run", code=2).err
     for what in (["us-east"], ["us-east/NODES"], ["us-east/NODES/0000/0"], ["--site", "us-east", "--feed", "NODES"]):
         assert len(site.compact(*what, "--dry-run", "--json")["outputs"]) == 1
 
@@ -163,8 +164,8 @@ def test_damage_ends_with_3_after_the_rest_is_done(site: Site):
     site.path(damaged.key).write_bytes(b"?")
     site.age(damaged.key, 700)
     done = site.compact(code=3)
-    assert "error[E-SEG-CORRUPT]" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "error[E-SEG-CORRUPT]" in done.err
+    assert "Traceback" not in done.err
     assert site.ranges() == ["0:1..10", "0:31..40", "1:11..40"]
 
 
@@ -172,7 +173,7 @@ def test_wrong_options_and_configurations_have_codes_of_their_own(site: Site):
     site.compact("--level", "9", code=2)
     site.compact("--engine", "hadoop", code=2)
     site.configure(spark={"conf": {"spark.speculation": "true"}})
-    assert "spark.speculation: expected false, found true" in site.compact(code=78).stderr
+    assert "spark.speculation: expected false, found true" in site.compact(code=78).err
     site.configure(levels=[{**LEVEL, "to": 0}])
     site.compact(code=78)
 
@@ -181,8 +182,9 @@ def test_wrong_options_and_configurations_have_codes_of_their_own(site: Site):
 @pytest.mark.soak  # in `make test` the demo and test_signals start it by the command
 def test_spark_is_started_by_the_command_and_leaves_nothing_behind(site: Site):
     before = site.read()
-    found = site.compact("--json", "--engine", "spark", "--verify", "spark", "--master", "local[2]")
-    assert len(found["merged"]) == 1
+    options = ("--json", "--engine", "spark", "--verify", "spark", "--master", "local[2]")
+    done = run_floe("compact", "-c", str(site.config), *options)
+    assert (done.returncode, len(json.loads(done.stdout)["merged"])) == (0, 1), done.stderr
     assert site.ranges() == ["0:31..40", "1:1..40"]
     assert site.read().equals(before)
 
@@ -190,7 +192,7 @@ def test_spark_is_started_by_the_command_and_leaves_nothing_behind(site: Site):
 def test_without_java_the_configuration_is_at_fault(site: Site, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setenv("JAVA_HOME", "/nonexistent")
-    assert "--engine local" in site.compact("--engine", "spark", code=78).stderr
+    assert "--engine local" in site.compact("--engine", "spark", code=78).err
 
 
 # verify
@@ -200,10 +202,10 @@ def test_a_sound_chain_verifies_shallow_and_deep(site: Site):
     site.compact()
     assert re.fullmatch(
         r"all is well: \d+ segments? of 1 chain, [\d,]+ rows, [\d.]+ KiB \(checksums and footers; .*\)\n",
-        site.verify("us-east/NODES").stderr,
+        site.verify("us-east/NODES").err,
     )
-    assert "every row was read" in site.verify("us-east/NODES", "--deep").stderr
-    lines = site.verify().stdout.splitlines()
+    assert "every row was read" in site.verify("us-east/NODES", "--deep").err
+    lines = site.verify().out.splitlines()
     assert lines[1].split()[:4] == ["us-east/NODES/0000/0", "1..40", "0:1", "1:1"]
     [found] = site.verify("--deep", "--json", "us-east/NODES")
     assert (found["first"], found["last"], found["segments"], found["problems"]) == (1, 40, {"0": 1, "1": 1}, [])
@@ -237,7 +239,7 @@ def test_a_chain_must_begin_where_its_document_says(site: Site):
     [found] = site.verify("--json", "eu-west", code=3)
     [problem] = found["problems"]
     assert (problem["kind"], problem["text"]) == ("hole", "sequences 5..10 are in no segment that can be read")
-    lines = site.verify("eu-west", code=3).stderr.splitlines()
+    lines = site.verify("eu-west", code=3).err.splitlines()
     assert "the source may still hold them" in lines[0]
     assert lines[1].startswith("floe gap accept -c ")
     assert lines[1].endswith("--site eu-west --feed NODES --incarnation 0 --partition 0 --first 5 --last 10")
@@ -272,13 +274,13 @@ def test_rows_that_came_late_are_told_until_they_are_united_and_what_is_gone_unt
     assert [p["kind"] for p in problems] == ["late", "gone"]
     assert "has 50 rows of 1..50 that" in problems[0]["text"]
     assert problems[1]["text"].startswith("1 of 125..125 were gone")
-    lines = site.verify("eu-west", code=3).stderr.splitlines()
+    lines = site.verify("eu-west", code=3).err.splitlines()
     assert lines[1].startswith("floe replay -c ")
     assert "--from-sequence 1 --to-sequence 50 --target NODES_LATE" in lines[1]
     assert lines[3].endswith("--site eu-west --feed NODES --incarnation 0 --partition 0 --first 125 --last 125")
 
     site.chains.accept_gap(chain, AcceptedGap(SequenceRange(125, 125)))
-    assert "E-LATE-ROWS" in site.compact("--site", "eu-west", code=3).stderr
+    assert "E-LATE-ROWS" in site.compact("--site", "eu-west", code=3).err
     site.compact("--site", "eu-west")
     [found] = site.verify("--json", "--deep", "eu-west")
     assert (found["problems"], found["accepted"]) == ([], [{"first": 125, "last": 125}])
@@ -338,11 +340,11 @@ def test_a_spoiled_document_is_a_problem_of_its_chain(site: Site):
 
 def test_what_is_wrong_with_data_ends_with_3_while_it_is_new_and_always_with_strict(site: Site):
     site.put(5, 14, rows(range(5, 15), salt="forged"), age=700)
-    assert "error[E-FORK]" in site.compact("--strict", code=3).stderr
+    assert "error[E-FORK]" in site.compact("--strict", code=3).err
     again = site.compact()
-    assert "E-FORK" not in again.stderr
-    assert "told before: 1; --strict" in again.stderr
-    assert site.compact("--dry-run").returncode == 0
+    assert "E-FORK" not in again.err
+    assert "told before: 1; --strict" in again.err
+    assert site.compact("--dry-run").code == 0
     assert [f["is_new"] for f in site.compact("--json")["failures"]] == [False]
     site.compact("--strict", code=3)
 
@@ -350,13 +352,13 @@ def test_what_is_wrong_with_data_ends_with_3_while_it_is_new_and_always_with_str
 def test_the_command_of_a_fork_puts_one_side_away_and_compaction_goes_on(site: Site):
     false = site.put(5, 14, rows(range(5, 15), salt="forged"), age=700)
     before = site.path(false.key).read_bytes()
-    lines = site.compact(code=3).stderr.splitlines()
+    lines = site.compact(code=3).err.splitlines()
     commands = [line.split() for line in lines if line.startswith("floe ")]
     assert [words[:3] for words in commands] == [["floe", "segments", "quarantine"]] * 2
     [command] = [words for words in commands if words[-1] == false.key]
-    done = run_floe(*command[1:], "--json")
-    assert done.returncode == 0, done.stderr
-    kept_at = json.loads(done.stdout)["kept_at"]
+    done = run_here(*command[1:], "--json")
+    assert done.code == 0, done.err
+    kept_at = json.loads(done.out)["kept_at"]
     assert kept_at.startswith("data/_floe/quarantine/")
     assert site.path(kept_at).read_bytes() == before
     assert site.objects.head(false.key) is None
@@ -368,9 +370,9 @@ def test_junk_among_the_tombstones_is_offered_for_quarantine(site: Site):
     site.compact()
     junk = site.layout.tombstones_prefix(CHAIN) + "notes of last week.txt"
     site.objects.put(junk, b"hello")
-    [offered] = [line for line in site.compact(code=3).stderr.splitlines() if line.startswith("floe ")]
-    assert run_floe(*shlex.split(offered)[1:]).returncode == 0
-    assert site.compact("--strict").returncode == 0
+    [offered] = [line for line in site.compact(code=3).err.splitlines() if line.startswith("floe ")]
+    assert run_here(*shlex.split(offered)[1:]).code == 0
+    assert site.compact("--strict").code == 0
 
 
 def test_quarantine_is_refused_for_what_nothing_else_covers_and_for_documents(site: Site):
@@ -379,23 +381,23 @@ def test_quarantine_is_refused_for_what_nothing_else_covers_and_for_documents(si
     site.path(twin.key).write_bytes(b"?")  # it covers by name only
 
     def quarantine(key: str, *options: str):
-        return run_floe("segments", "quarantine", "-c", str(site.config), key, *options)
+        return run_here("segments", "quarantine", "-c", str(site.config), key, *options)
 
     refused = quarantine(segment.key)
-    assert (refused.returncode, "1..10" in refused.stderr, "--yes" in refused.stderr) == (2, True, True)
-    assert "--believe-listing" not in refused.stderr
+    assert (refused.code, "1..10" in refused.err, "--yes" in refused.err) == (2, True, True)
+    assert "--believe-listing" not in refused.err
     last = max(site.listed(), key=lambda each: each.coverage.last)
     done = quarantine(last.key, "--yes")  # the high-water mark of egress is there
-    assert (done.returncode, "resolve -c site.yaml NODES --believe-listing`" in done.stderr) == (0, True), done
+    assert (done.code, "resolve -c site.yaml NODES --believe-listing`" in done.err) == (0, True), done
     for document in (site.layout.chain_document(CHAIN), site.layout.tail(CHAIN), "elsewhere/notes"):
         site.objects.put(document, b"{")
-        assert "E-QUARANTINE" in quarantine(document, "--yes").stderr
+        assert "E-QUARANTINE" in quarantine(document, "--yes").err
         assert site.objects.head(document) is not None
-    assert quarantine(f"file://{site.folder}/store/{segment.key}", "--yes").returncode == 0
+    assert quarantine(f"file://{site.folder}/store/{segment.key}", "--yes").code == 0
     assert site.objects.head(segment.key) is None
     for gone in (segment.key, "nosuch"):
         missing = quarantine(gone, "--yes")
-        assert (missing.returncode, "not in the store" in missing.stderr) == (3, True)
+        assert (missing.code, "not in the store" in missing.err) == (3, True)
 
 
 def samples(path: Path) -> dict[str, float]:
@@ -432,13 +434,13 @@ def test_a_textfile_that_cannot_be_made_is_told_before_anything_is_done(site: Si
     before = [ref.key for ref in site.listed()]
     for name in ("missing/floe.prom", "pipe", ".", "store"):
         done = site.compact("--metrics-textfile", str(tmp_path / name), code=2)
-        assert "--metrics-textfile" in done.stderr
+        assert "--metrics-textfile" in done.err
     assert [ref.key for ref in site.listed()] == before
 
 
 def test_a_dry_run_has_no_metrics(site: Site, tmp_path: Path):
     done = site.compact("--dry-run", "--metrics-textfile", str(tmp_path / "floe.prom"), code=2)
-    assert "--metrics-textfile" in done.stderr
+    assert "--metrics-textfile" in done.err
     assert not (tmp_path / "floe.prom").exists()
 
 

@@ -88,10 +88,11 @@ async def floe(*arguments: str, env: dict[str, str] | None = None, seconds: floa
 
 async def invoke(*arguments: str) -> Done:
     """The same in this process, which takes no second: on a loop of its own."""
-    return await asyncio.to_thread(_invoked, arguments)
+    return await asyncio.to_thread(run_here, *arguments)
 
 
-def _invoked(arguments: tuple[str, ...]) -> Done:
+def run_here(*arguments: str) -> Done:
+    """The same for a test without a loop; here a command that listens for signals can run too."""
     with _one_at_a_time:
         result = CliRunner().invoke(cli, [*arguments], prog_name="floe")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
