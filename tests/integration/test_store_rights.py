@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from io import BytesIO
 from pathlib import Path
-from subprocess import CompletedProcess
 from urllib.parse import parse_qs, urlsplit
 
 import pyarrow.parquet as pq
@@ -29,11 +28,10 @@ from common.segments.store import SegmentStore
 from infra.local.nats import NatsServer
 from infra.local.seaweedfs import SeaweedFS, SignedClient
 from tests.scenarios.load import client_of, make_stream, publish
-from tests.scenarios.processes import run_floe
 from tests.scenarios.world import TARGET, World
 from tests.support import canaries
 from tests.support.basics import SharedS3, only_on_seaweedfs, soon
-from tests.support.commands import floe
+from tests.support.commands import Done, floe
 from tests.support.egress import feed_of
 from tests.support.ingress import count_in
 from tests.support.proxies import Answer, Exchange, FaultProxy
@@ -101,19 +99,13 @@ class Roles:
         document["store"] |= {"endpoint_url": self.guards[role].url, "subject_statistics": False}
         return world.write(role, document)
 
-    async def said(self, role: str, *words: str, **egress: object) -> str:
-        """What a command says to `role`, run in this process. `egress`: keys of that section."""
+    async def run(self, role: str, *words: str, **egress: object) -> Done:
+        """Run a command as `role`. `egress`: keys of that section."""
         path = self.config(role)
         document = yaml.safe_load(path.read_text())
         document.setdefault("egress", {}).update(egress)
-        done = await floe(*words, "-c", str(self.world.write(f"{role}-said", document)))
+        done = await floe(*words, "-c", str(self.world.write(f"{role}-run", document)))
         assert done.code == 0, (words, done.out, done.err, self.guards[role].refused)
-        return done.out
-
-    def floe(self, role: str, *words: str) -> CompletedProcess[str]:
-        """Run a command as `role`."""
-        done = run_floe(*words[:2], "-c", str(self.config(role)), *words[2:])
-        assert done.returncode == 0, (words, done.stdout, done.stderr, self.guards[role].refused)
         return done
 
 
@@ -148,11 +140,14 @@ async def test_every_role_works_with_the_rights_of_the_table(roles: Roles) -> No
     egress = world.egress(roles.config("egress"))
     await soon(lambda: sum(len(ref.coverage) for ref in store.list(CHAIN)) >= 300)
     for command in (["egress", "flush"], ["status"], ["egress", "resolve", "NODES"]):
-        await roles.said("egress", *command)
+        await roles.run("egress", *command)
     assert egress.drain() == 0, egress.tail()
-    await roles.said("egress", "egress", "init")
+    await roles.run("egress", "egress", "init")
 
-    await soon(lambda: json.loads(roles.floe("compaction", "compact", "--json").stdout)["deleted"] != [])
+    async def has_deleted() -> bool:
+        return (await roles.run("compaction", "compact", "--json")).json()["deleted"] != []
+
+    await soon(has_deleted)
     assert {ref.level: has_subjects(store, ref) for ref in store.list(CHAIN)} == {0: False, 1: False}
     ingress = world.ingress(roles.config("ingress"))
     async with client_of(world.central.url) as client:
@@ -163,8 +158,8 @@ async def test_every_role_works_with_the_rights_of_the_table(roles: Roles) -> No
         await soon(has_all)
     assert ingress.drain() == 0, ingress.tail()
     # Who archives a site sees when it was compacted.
-    assert "ago" in await roles.said("egress", "status", "--archive")
-    assert "last_success" in await roles.said("operator", "check", "compaction", "--json")
+    assert "ago" in (await roles.run("egress", "status", "--archive")).out
+    assert "last_success" in (await roles.run("operator", "check", "compaction", "--json")).out
     for command in (
         ["checkpoint", "ls"],
         ["chain", "ls"],
@@ -174,31 +169,31 @@ async def test_every_role_works_with_the_rights_of_the_table(roles: Roles) -> No
         ["segments", "verify", "--deep"],
         ["check", "archive", "--warning", "1h"],
     ):
-        await roles.said("operator", *command)
-    await roles.said("operator", "segments", "info", store.list(CHAIN)[0].key)
+        await roles.run("operator", *command)
+    await roles.run("operator", "segments", "info", store.list(CHAIN)[0].key)
     chain = ["--site", SITE, "--feed", "NODES"]
-    await roles.said("replay", "replay", *chain, "--target", "COPY", "--subject-prefix", "copy", "--create")
-    await roles.said("drill", "drill", *chain)
+    await roles.run("replay", "replay", *chain, "--target", "COPY", "--subject-prefix", "copy", "--create")
+    await roles.run("drill", "drill", *chain)
 
     segments, junk = store.list(CHAIN), f"data/site={SITE}/notes.txt"
     store.objects.put(junk, b"junk")
     for command in (["segments", "verify"], ["status"]):
-        assert f"nothing reads: 1\n  {junk}\n" in roles.floe("replay", *command).stderr
+        assert f"nothing reads: 1\n  {junk}\n" in (await roles.run("replay", *command)).err
     for role, how in (("operator", "--deep"), ("compaction", "--json")):
-        roles.floe(role, "segments", "verify", "--since-last", how)
-        again = roles.floe(role, "segments", "verify", "--since-last", how)
-    found, *_ = json.loads(again.stdout)
+        await roles.run(role, "segments", "verify", "--since-last", how)
+        again = await roles.run(role, "segments", "verify", "--since-last", how)
+    found, *_ = again.json()
     assert found["skipped"] == sum(found["segments"].values())
-    roles.floe("replay", "gap", "ls")
-    roles.floe("operator", "segments", "quarantine", junk)
+    await roles.run("replay", "gap", "ls")
+    await roles.run("operator", "segments", "quarantine", junk)
     assert store.objects.head(junk) is None
     end = max(ref.coverage.last for ref in segments)
     open_chains(settings).write_tail(CHAIN, end + 1)
     bounds = ["--first", str(end + 1), "--last", str(end + 1), "--yes"]
-    roles.floe("operator", "gap", "accept", "--site", SITE, "--feed", "NODES", *bounds)
+    await roles.run("operator", "gap", "accept", "--site", SITE, "--feed", "NODES", *bounds)
     open_chains(settings).write_positions(TargetPositions(TARGET, 0.0))
-    await roles.said("operator", "checkpoint", "release", TARGET, "--yes")
-    await roles.said("egress", "egress", "repartition", "NODES", "--yes", feeds=[feed_of("NODES", 2)])
+    await roles.run("operator", "checkpoint", "release", TARGET, "--yes")
+    await roles.run("egress", "egress", "repartition", "NODES", "--yes", feeds=[feed_of("NODES", 2)])
 
     # Who may only read tries the store once, is refused, and reads back whole instead.
     probe = f"{Layout('data').documents_prefix(SITE, 'NODES')}probe/wrong-checksum"
