@@ -358,7 +358,7 @@ class ArchiveReport:
         self._spark.check()  # it takes seconds to start
         from compaction.source import frame_of
 
-        frame = frame_of(self._spark, part, columns)
+        frame = frame_of(self._spark, part, columns, is_united=True)
         # A task for each stretch would hand on as many parts of a result as there are segments.
         return frame.coalesce(session.sparkContext.defaultParallelism * TASKS_OF_A_CORE)
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,14 @@ def read_segment(
     stretch: Stretch[SegmentRef],
     columns: Sequence[str] | None = None,
     asked: RowFilter = _EVERY_ROW,
+    *,
+    is_united: bool = False,
 ) -> Iterator[pa.RecordBatch]:
-    """As `read_stretch`, from the stretch's own segment only. Raises SegmentGone, SegmentCorrupt."""
+    """As `read_stretch`, from the stretch's own segment only, with `is_united` and what others have of what it did not
+    read. Raises SegmentGone, SegmentCorrupt.
+    """
     wanted = [name for name in SCHEMA.names if columns is None or name in columns]
-    with store.open(stretch.segment, rows=stretch.rows) as reader:
+    with open_stretch(store, stretch) if is_united else store.open(stretch.segment, rows=stretch.rows) as reader:
         ranges = reader.ranges(asked) if asked != _EVERY_ROW else [stretch.rows]
         for rows in filter(None, (each.intersection(stretch.rows) for each in ranges)):
             for batch in reader.batches(rows, [*{*wanted, *asked.columns}]):
@@ -161,16 +166,25 @@ def source_of(settings: Settings, name: str) -> type[FloeDataSource]:
     return _Given
 
 
-def frame_of(spark: Spark, stretches: Sequence[Stretch[SegmentRef]], columns: Sequence[str] = ()) -> DataFrame:
+def frame_of(
+    spark: Spark, stretches: Sequence[Stretch[SegmentRef]], columns: Sequence[str] = (), *, is_united: bool = False
+) -> DataFrame:
     """The rows of `stretches`, each as its own segment has them, in a task each; column `segment` is the place of the
-    stretch. Without `columns` all of them.
+    stretch. Without `columns` all of them. `is_united`: with what others have of what it did not read.
 
     Not as a source: Spark plans one in a process of the driver, by the executors' interpreter, which is not there where
     it comes with an archive.
     """
     rows, settings = SequenceRange(1, MAX_SEQUENCE), spark.settings
     options = ReadOptions(
-        settings.store, settings.spool_dir, {}, rows, tuple(columns) or None, headers_parsed=False, is_named=True
+        settings.store,
+        settings.spool_dir,
+        {},
+        rows,
+        tuple(columns) or None,
+        headers_parsed=False,
+        is_named=True,
+        is_united=is_united,
     )
     task = task_of(pickle.dumps((options, list(stretches))), version(), work=f"{__name__}:read_parts")
     numbers = spark.session().range(0, len(stretches), 1, max(1, len(stretches)))
@@ -244,7 +258,8 @@ def _read(options: ReadOptions, partition: InputPartition) -> Iterator[pa.Record
     is_little = not is_whole or "payload" not in columns or bool(options.wanted.subjects)
     if not options.is_named and (partition.is_at_edge or (is_large and is_little)):
         store = store.in_parts(always=True)
-    for batch in (read_stretch if is_cover else read_segment)(store, stretch, columns, options.wanted):
+    read = read_stretch if is_cover else partial(read_segment, is_united=options.is_united)
+    for batch in read(store, stretch, columns, options.wanted):
         yield arranged(batch, schema, stretch.segment.chain, partition.number)
 
 

@@ -94,7 +94,8 @@ class ReadOptions:
     """What to read, and with which columns.
 
     `chain`: the parts of a chain that are given; each missing one is a column. `rows`: of every chain. `columns`:
-    None for all. `is_named`: segments are read as they are instead of the cover, with their place as a column.
+    None for all. `is_named`: segments are read as they are instead of the cover, with their place as a column;
+    `is_united`: but with what others have of what they did not read.
     `level`: only its segments, None for the cover over all. `wanted`: rows by time and subject; `margin_ns`: how much
     earlier a message may be than one before it. `feeds`: of the configuration, if there is one; they need not be
     archived yet. `pushdown`: whether filters are to be pushed down. `given`: names of the options that are set.
@@ -107,6 +108,7 @@ class ReadOptions:
     columns: tuple[str, ...] | None
     headers_parsed: bool
     is_named: bool = False
+    is_united: bool = False
     level: int | None = None
     wanted: RowFilter = field(default_factory=RowFilter)
     margin_ns: int = MARGIN_NS

@@ -223,6 +223,21 @@ def test_a_report_that_begins_later_reads_nothing_before(tmp_path: Path, rng: ra
         fleet.report(TrafficReport, folder, since=since - HOUR_NS)
 
 
+def test_what_others_have_of_what_a_segment_had_not_read_is_in_a_report(tmp_path: Path, rng: random.Random):
+    fleet, folder = Fleet(tmp_path, rng, 0), tmp_path / "out"
+    tip = Tip(10, BEGIN_NS + 4000 * 10**9, "0" * 32)
+    gone = {"ledger": {Reason.GONE_BEFORE_READ: 8}, "unread": SequenceRange(3, 10)}
+    fleet.put(1, 10, batch([1, 2]), tip=tip, **gone)
+    fleet.report(TrafficReport, folder)
+    assert sums(rows_of(folder, "traffic"), "kept") == [2]
+    fleet.put(3, 9, batch([3, 4, 5]), tip=tip, ledger={Reason.DELETED: 4})
+    for full, kept in ((False, 2), (True, 5)):  # what was passed is read again by --full only
+        fleet.report(TrafficReport, folder, full=full)
+        assert sums(rows_of(folder, "traffic"), "kept", "gone_before_read") == [kept, 10 - kept]
+    fleet.report(LatestReport, folder)
+    assert sorted(row["sequence"] for row in rows_of(folder, "latest")) == [1, 2, 3, 4, 5]
+
+
 def test_a_damaged_segment_is_left_out_and_named_until_it_is_put_right(tmp_path: Path, rng: random.Random):
     fleet, folder = Fleet(tmp_path, rng, 2), tmp_path / "out"
     fleet.go_on()
