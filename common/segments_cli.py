@@ -5,6 +5,7 @@ status` shows of it.
 import asyncio
 import json
 import keyword
+import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -36,12 +37,12 @@ from common.cli import (
     table,
 )
 from common.clock import NS_PER_S, SystemClock, format_time, parse_time
-from common.errors import OutcomeUnknown, SegmentCorrupt, Unavailable, UsageError
+from common.errors import ConfigError, DataError, OutcomeUnknown, SegmentCorrupt, Unavailable, UsageError
 from common.exits import DIFFERENCES, report
 from common.jetstream.headers import parse_block
 from common.logs import escaped
 from common.objects.local import replacing
-from common.objects.port import ObjectInfo
+from common.objects.port import ObjectInfo, check_key
 from common.open import load_settings, open_patiently, open_view
 from common.segments.archive import Timeline, find_chain, find_incarnation, read_cover, select_chains, span
 from common.segments.captures import CapturedConsumer, CapturedConsumers, CaptureStore
@@ -72,6 +73,15 @@ def _identifier(_context: click.Context, _param: click.Parameter, text: str) -> 
     return text
 
 
+def _regular(_context: click.Context, _param: click.Parameter, file: Path | None) -> Path | None:
+    """Where a link leads, so that it stays one."""
+    if file is None:
+        return None
+    if (found := Path(os.path.realpath(file))).exists() and not found.is_file():
+        raise click.BadParameter(f"expected a regular file, or none yet, found something else: {file}")
+    return found
+
+
 @click.group()
 def segments() -> None:
     """List, show and verify segments."""
@@ -95,6 +105,7 @@ def segments() -> None:
 @click.option(
     "--file",
     type=click.Path(dir_okay=False, path_type=Path),
+    callback=_regular,
     help="Write paths, json or a view there, whole, if it says something else.",
 )
 @click.option(
@@ -204,11 +215,12 @@ def _keep_current(file: Path, text: Callable[[], str], every: float) -> None:
 
 def _replace(file: Path, text: str) -> None:
     """Let `file` hold `text`, at once whole; not touched where it does. Raises OSError."""
+    data = text.encode()
     with suppress(FileNotFoundError):
-        if file.read_bytes() == text.encode():
+        if file.stat().st_size == len(data) and file.read_bytes() == data:
             return
     with replacing(file) as opened:
-        opened.write(text.encode())
+        opened.write(data)
     click.echo(escaped(f"{file}: written"), err=True)
 
 
@@ -225,15 +237,15 @@ def _bounds(since: Moment | None, until: Moment | None) -> Bounds:
 
 
 def _between(store: SegmentStore, refs: Sequence[SegmentRef], bounds: Bounds) -> SequenceRange | Literal[False] | None:
-    """The sequences of one chain between two times, by the footers of some of `refs`; None for no bound, False
-    where there are none.
+    """The sequences of one chain between two times, by the footers of some of `refs`, with what is missing or damaged
+    right before them; None for no bound, False where there are none.
     """
     if bounds == (None, None):
         return None
     (begin, end), timeline = bounds, Timeline(store, refs)
-    first = 1 if begin is None else timeline.first_at(begin)
+    first = 1 if begin is None else timeline.begin_at(begin) or timeline.behind
     behind = None if end is None else timeline.first_at(end)
-    if first is None or (behind is not None and behind <= first):
+    if behind is not None and behind <= first:
         return False
     return SequenceRange(first, MAX_SEQUENCE if behind is None else behind - 1)
 
@@ -285,9 +297,13 @@ def quarantine_object(config: str, key: str, yes: bool, as_json: bool) -> None:
         floe segments quarantine -c central.yaml data/site=us-east/…/level=0/….parquet
     """
     settings = load_settings(config, quiet=True)
+    try:
+        check_key(named := _key(settings, key))
+    except ConfigError as error:
+        raise UsageError(error.message) from None
     confirm(f"put {escaped(key)} away?", yes, is_needed=False)
     with closing(open_patiently(settings)[0]) as store:
-        done = quarantine(store, _key(settings, key), accept_hole=yes)
+        done = quarantine(store, named, accept_hole=yes)
     if as_json:
         print_json(asdict(done))
         return
@@ -373,7 +389,8 @@ def cat(
     refs = store.list(chain, position=from_sequence or 1) if chain else [ref] if ref else []
     within = _between(store, refs, bounds)
     problems, is_damaged = list[str](), False
-    whole = span(refs) if within is None or within else None
+    reach = partial(_reach, chains, chain) if chain and not from_sequence else span
+    whole = None if within is False else reach(refs)
     position = from_sequence or 1
     form = (lambda each: json.dumps(_as_json(each))) if as_json else partial(text_of, is_read=sys.stdout.isatty())
     with suppress(KeyboardInterrupt) if follow else nullcontext():
@@ -388,6 +405,8 @@ def cat(
             position = max(first, last + 1)
             rows = SequenceRange(first, min(last, MAX_SEQUENCE)) if first <= last else None
             limit = _print(store, refs, rows, subjects, limit, form, problems)
+        elif to_sequence is not None and bounds == (None, None):
+            problems.append(f"no segment covers {SequenceRange(position, to_sequence)}")
         elif follow and within is False:  # what comes is later than all that there is
             position = max((each.coverage.last + 1 for each in refs), default=position)
         while follow and chain and limit != 0:
@@ -420,6 +439,8 @@ def _refuse_asked(
     ):
         if one is not None and other is not None:
             raise click.UsageError(f"expected one of {names}, found both")
+    if first is not None and last is not None and first > last:
+        raise click.UsageError(f"--from-sequence {first} is greater than --to-sequence {last}")
     if follow and (last is not None or until is not None):
         raise click.UsageError("--follow: expected no end, as --to-sequence or --until is")
     for each in subjects:
@@ -504,11 +525,21 @@ def describe_segment(store: SegmentStore, ref: SegmentRef) -> dict[str, Any]:
     return {"key": ref.key, "bytes": ref.size, "modified": modified, **footer, "row_groups": groups}
 
 
+def _reach(chains: ChainStore, chain: Chain, refs: Sequence[SegmentRef]) -> SequenceRange | None:
+    """From where the chain begins, as far as that is known, to the last sequence of `refs`; None without segments."""
+    whole = span(refs)
+    with suppress(DataError):  # `segments verify` tells
+        if whole and (document := chains.read_chain(chain)):
+            return SequenceRange(min(max(document.first, chains.read_floor(chain) or 1), whole.first), whole.last)
+    return whole
+
+
 def describe_chain(store: SegmentStore, chains: ChainStore, chain: Chain) -> dict[str, Any]:
     refs = store.list(chain)
     whole = span(refs)
     document, stream, floor = chains.read_chain(chain), chains.read_stream(chain), chains.floor(chain)
-    missing = holes((ref.coverage for ref in refs), whole) if whole else []
+    reach = _reach(chains, chain, refs)
+    missing = holes((ref.coverage for ref in refs), reach) if reach else []
     return {
         "chain": str(chain),
         "begins": document.first if document else None,

@@ -175,16 +175,9 @@ def frame_of(
     Not as a source: Spark plans one in a process of the driver, by the executors' interpreter, which is not there where
     it comes with an archive.
     """
-    rows, settings = SequenceRange(1, MAX_SEQUENCE), spark.settings
+    rows, settings, names = SequenceRange(1, MAX_SEQUENCE), spark.settings, tuple(columns) or None
     options = ReadOptions(
-        settings.store,
-        settings.spool_dir,
-        {},
-        rows,
-        tuple(columns) or None,
-        headers_parsed=False,
-        is_named=True,
-        is_united=is_united,
+        settings.store, settings.spool_dir, {}, rows, names, headers_parsed=False, is_named=True, is_united=is_united
     )
     task = task_of(pickle.dumps((options, list(stretches))), version(), work=f"{__name__}:read_parts")
     numbers = spark.session().range(0, len(stretches), 1, max(1, len(stretches)))

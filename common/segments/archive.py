@@ -170,6 +170,26 @@ class Timeline:
             except _DamagedError as damaged:
                 self._usable.remove(damaged.ref)
 
+    def begin_at(self, moment_ns: int) -> int | None:
+        """As `first_at`; but where messages are missing right before that row, from there on: they may be as late."""
+        if (found := self.first_at(moment_ns)) is None:
+            return None
+        telling = self.telling(found)
+        assert telling is not None, "it was found by the time of its row"
+        stretch, (least, _) = telling
+        before = self.telling(stretch.rows.first - 1)
+        behind = before[0].rows.last + 1 if before else self._first
+        return behind if least >= moment_ns and behind < stretch.rows.first else found
+
+    def telling(self, upto: int) -> tuple[Stretch[SegmentRef], tuple[int, int]] | None:
+        """The last stretch of the cover up to sequence `upto` that holds times, and these; None: there is none."""
+        refs = list(self._usable)
+        while found := cover(refs, self._first, upto)[-1:]:
+            if (times := self.times_of(found[0].segment)) is not None:
+                return found[0], times
+            refs.remove(found[0].segment)
+        return None
+
     @property
     def behind(self) -> int:
         return max((ref.coverage.last + 1 for ref in self._usable), default=self._first)

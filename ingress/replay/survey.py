@@ -46,7 +46,7 @@ class Timing:
 
     def __init__(self, store: SegmentStore, refs: Sequence[SegmentRef], begins: int) -> None:
         self._store, self._refs, self._begins = store, list(refs), begins
-        self._timeline = Timeline(store, refs)
+        self._timeline = Timeline(store, refs, begins)
         self._covered = max((ref.coverage.last for ref in refs), default=0)
 
     def between(self, moments: Moments) -> tuple[int, int] | None:
@@ -64,7 +64,7 @@ class Timing:
     def extent(self) -> Moments:
         """The least and the greatest time (ns) in the archive; None: not known."""
         begin = next((stretch.rows.first for stretch in cover(self._refs, self._begins)), 0)
-        first, last = self._telling(begin), self._telling(self._covered)
+        first, last = self._timeline.telling(begin), self._timeline.telling(self._covered)
         first_ns = first and first[1][0]
         if last is None or last[0].rows.last < self._covered:
             return first_ns, None
@@ -76,28 +76,10 @@ class Timing:
 
     def _from(self, moment_ns: int) -> int:
         """The first sequence that may be at or after the moment; behind the end where there is none."""
-        if (found := self._timeline.first_at(moment_ns)) is None:
-            return self._behind_telling(self._covered)
-        telling = self._telling(found)
-        assert telling is not None, "it was found by the time of its row"
-        stretch, (least, _) = telling
-        if least < moment_ns:
+        if (found := self._timeline.begin_at(moment_ns)) is not None:
             return found
-        # Messages missing right before it may be as new.
-        behind = self._behind_telling(stretch.rows.first - 1)
-        return behind if behind < stretch.rows.first else found
-
-    def _behind_telling(self, upto: int) -> int:
-        last = self._telling(upto)
+        last = self._timeline.telling(self._covered)
         return last[0].rows.last + 1 if last else self._begins
-
-    def _telling(self, upto: int) -> tuple[Stretch[SegmentRef], tuple[int, int]] | None:
-        refs = list(self._refs)
-        while found := cover(refs, self._begins, upto)[-1:]:
-            if (times := self._timeline.times_of(found[0].segment)) is not None:
-                return found[0], times
-            refs.remove(found[0].segment)
-        return None
 
 
 LISTINGS = 3  # tries, each on a new listing

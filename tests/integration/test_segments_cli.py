@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 
 from common import segments_cli as cli
 from common.chain import Chain
+from common.clock import format_time
 from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.segments.keys import Layout
@@ -494,6 +495,55 @@ def test_holes_are_stepped_over_and_told(run: Run, archive: Archive) -> None:
     assert "no segment covers 3..4" in result.stderr
     assert result.exit_code == 3
     assert run("cat", "us-east/NODES", "--to-sequence", "12", "--json").stderr.count("no segment covers 10..12") == 1
+
+
+def test_a_hole_at_the_beginning_is_one(run: Run, archive: Archive) -> None:
+    archive.put(rows(5, 6), SequenceRange(5, 6))
+    assert json.loads((described := run("info", str(CHAIN), "--json")).stdout)["holes"] == ["1..4"]
+    assert described.exit_code == 3
+    printed = run("cat", str(CHAIN))
+    assert (printed.exit_code, printed.stderr) == (3, "no segment covers 1..4\n")
+    archive.chains.raise_floor(CHAIN, 5)
+    assert [run(*words).exit_code for words in (("info", str(CHAIN)), ("cat", str(CHAIN)))] == [0, 0]
+    archive.objects.put(Layout("data").chain_document(CHAIN), b"{")
+    assert len(run("cat", str(CHAIN)).stdout.splitlines()) == 2
+
+
+def test_a_range_that_nothing_covers_is_told_wherever_it_begins(run: Run, archive: Archive) -> None:
+    archive.put(rows(*range(1, 6)), SequenceRange(1, 5))
+    for bounds, code, said in (
+        (("4", "8"), 3, "no segment covers 6..8"),
+        (("6", "7"), 3, "no segment covers 6..7"),
+        (("4", "2"), 2, "--from-sequence 4 is greater than --to-sequence 2"),
+        (("7", "6"), 2, "--from-sequence 7 is greater than --to-sequence 6"),
+    ):
+        done = run("cat", str(CHAIN), "--from-sequence", bounds[0], "--to-sequence", bounds[1])
+        assert (done.exit_code, said in done.stderr) == (code, True), done
+    assert run("cat", str(CHAIN), "--from-sequence", "6").exit_code == 0  # nothing has come yet
+
+
+def test_what_is_damaged_right_before_a_time_is_told(run: Run, archive: Archive) -> None:
+    refs = [archive.put(rows(*range(n, n + 10)), SequenceRange(n, n + 9)) for n in (1, 11, 21)]
+    at = [format_time(message(n).timestamp_ns) for n in (15, 25)]
+    (archive.root / refs[1].key).write_bytes(bytes(refs[1].size))
+    done = run("cat", str(CHAIN), "--since", at[0])
+    assert (done.exit_code, len(done.stdout.splitlines())) == (3, 10)
+    assert refs[1].key in done.stderr
+    assert len(run("ls", str(CHAIN), "--since", at[0], "-o", "paths").stdout.splitlines()) == 2
+    assert run("cat", str(CHAIN), "--since", at[1]).exit_code == 0
+    (archive.root / refs[2].key).write_bytes(bytes(refs[2].size))
+    assert run("cat", str(CHAIN), "--since", at[1]).exit_code == 3
+    assert len(run("ls", str(CHAIN), "--since", at[1], "-o", "paths").stdout.splitlines()) == 2
+
+
+def test_only_a_regular_file_is_written(run: Run, merged: Merged, tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    refused = run("ls", "-o", "paths", "--file", str(pipe))
+    assert (refused.exit_code, "expected a regular file" in refused.stderr) == (2, True)
+    assert pipe.is_fifo()
+    (link := tmp_path / "link").symlink_to(file := tmp_path / "file")
+    assert run("ls", "-o", "paths", "--file", str(link)).exit_code == 0
+    assert (link.is_symlink(), len(file.read_text().splitlines()) > 0) == (True, True)
 
 
 def test_a_damaged_segment_is_read_around_where_others_cover_it(run: Run, archive: Archive, merged: Merged) -> None:
