@@ -75,9 +75,8 @@ def _identifier(_context: click.Context, _param: click.Parameter, text: str) -> 
 
 def _regular(_context: click.Context, _param: click.Parameter, file: Path | None) -> Path | None:
     """Where a link leads, so that it stays one."""
-    if file is None:
-        return None
-    if (found := Path(os.path.realpath(file))).exists() and not found.is_file():
+    found = file and Path(os.path.realpath(file))
+    if found and found.exists() and not found.is_file():
         raise click.BadParameter(f"expected a regular file, or none yet, found something else: {file}")
     return found
 

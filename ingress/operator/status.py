@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Collection, Coroutine, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain as joined
 from typing import Any
 
@@ -119,7 +120,7 @@ async def _judged(client: FloeClient, bucket: KeyValue, target: TargetSettings) 
 
 @dataclass(frozen=True, slots=True)
 class ChainStatus:
-    """How far one chain is. `archived`: the end of coverage by its tail, None where there is no tail.
+    """How far one chain is. `archived`: the end of coverage by its tail, without one by its segments; None without.
 
     `position`: None where the target has nothing of it. `phase`: `ready idle late lost damaged done`, or
     `paused`, `stopped`, `new` (not begun), `missing` (of its feed there is nothing). `lag_seconds`: since the
@@ -291,7 +292,7 @@ class ArchiveSurvey:
         """
         tails = await self._threads.run(self._documents.listed_tails)
         sightings = await self._sightings({site for each in targets for site, _ in each.source_of})
-        wanted: list[Coroutine[Any, Any, ChainStatus | None]] = []
+        wanted: list[Coroutine[Any, Any, ChainStatus]] = []
         for target in targets:
             name, sight, sources = target.stream, sights[target.stream], target.source_of
             positions = sight.state.checkpoint.positions if sight.state else {}
@@ -299,16 +300,20 @@ class ArchiveSurvey:
             said = {c: found for c, found in sightings.items() if (c.site, c.feed) in sources}
             egress = by_newest_incarnation(chains, said)
             chains |= egress.keys()
-            for pair in sorted(sources.keys() - {(chain.site, chain.feed) for chain in chains}):
-                missing = ChainStatus(name, sight.publisher, Chain(*pair), None, None, phase="missing")
-                wanted.append(self._threads.run(self._unless_begun, missing, tails))
+            known = partial(ChainStatus, name, sight.publisher, archived=None, silent_after=self._silent_after)
+            # A tail is a hint: it may be lost, or come after a segment.
+            lacking = sorted(sources.keys() - {(chain.site, chain.feed) for chain in chains})
+            begun = await asyncio.gather(*(self._threads.run(self._documents.chains, *pair) for pair in lacking))
+            chains.update(*begun)
+            for site, feed in (pair for pair, found in zip(lacking, begun, strict=True) if not found):
+                there = suggestion(f"{site}/{feed}", {f"{chain.site}/{chain.feed}" for chain in tails})
+                why = f"nothing archived of this feed; {there}"
+                wanted.append(asyncio.sleep(0, known(Chain(site, feed), position=None, phase="missing", why=why)))
             for chain in sorted(chains):
-                known = ChainStatus(name, sight.publisher, chain, None, positions.get(chain), egress=egress.get(chain))
                 written = tails[chain].modified if chain in tails else None
-                found = replace(known, last_archived=written, silent_after=self._silent_after)
-                source = sources.get((chain.site, chain.feed))
-                wanted.append(self._threads.run(self._standing, found, sight, source))
-        return [each for each in await asyncio.gather(*wanted) if each is not None]
+                each = known(chain, position=positions.get(chain), last_archived=written, egress=egress.get(chain))
+                wanted.append(self._threads.run(self._standing, each, sight, sources.get((chain.site, chain.feed))))
+        return await asyncio.gather(*wanted)
 
     async def _sightings(self, sites: Collection[str]) -> dict[Chain, Sighting]:
         layout, now = self._documents.layout, self._clock.now()
@@ -329,17 +334,12 @@ class ArchiveSurvey:
 
     # Blocking
 
-    def _unless_begun(self, missing: ChainStatus, tails: Iterable[Chain]) -> ChainStatus | None:
-        site, feed = missing.chain.site, missing.chain.feed
-        if self._documents.chains(site, feed):
-            return None
-        there = suggestion(f"{site}/{feed}", {f"{chain.site}/{chain.feed}" for chain in tails})
-        return replace(missing, why=f"nothing archived of this feed; {there}")
-
     def _standing(self, found: ChainStatus, sight: Sight, source: SourceSettings | None) -> ChainStatus:
         documents, chain = self._documents, found.chain
-        found = replace(found, archived=documents.read_tail(chain))
         position = found.position or self._begins(chain)
+        if (reached := documents.read_tail(chain)) is None:
+            reached = max((ref.coverage.last for ref in self._store.list(chain, position=position)), default=None)
+        found = replace(found, archived=reached)
         if found.archived is not None and found.archived >= position:
             patience = source.lost_segment_timeout if source else float("inf")
             with suppress(FloeError):  # the tail still tells how far it is

@@ -166,6 +166,16 @@ async def test_the_archive_is_shown_where_nats_is_not_asked_or_does_not_answer(
     assert (row["last_compaction"], row["last_compaction_exit_code"]) == (None, 75)
 
 
+async def test_a_chain_whose_tail_is_lost_is_shown_by_its_segments(centre: Centre, archive: Archive) -> None:
+    """As in a bucket that was copied without its tails."""
+    archive.put(rows_of(5, 20))
+    archive.objects.delete(archive.documents.layout.tail(CHAIN))
+    done = await floe("status", "-c", str(centre.write()), "--json")
+    [row] = [row for row in done.json() if row["phase"] != "missing"]
+    assert (row["site"], row["archived"], row["phase"]) == (CHAIN.site, 20, "late"), done
+    assert "1..4 is missing" in row["why"]
+
+
 async def test_a_file_of_both_shows_both(bench: Bench, centre: Centre, archive: Archive) -> None:
     archive.put(rows_of(1, 5))
     stream = await bench.make_stream(unique("T"))
