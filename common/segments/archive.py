@@ -128,12 +128,13 @@ def search(
     segments that reach `position` only; and the position for the next search if nothing was found and the chain has
     grown, so that earlier segments are not listed again.
 
-    None: all rows of the archive are earlier, or there are none. Damaged segments are left out. Blocking. Raises
-    SegmentGone where segments vanish repeatedly, and what the store raises.
+    None: all rows of the archive are earlier, or there are none. What is damaged right before that row counts: whoever
+    reads on from there meets it. Blocking. Raises SegmentGone where segments vanish repeatedly, and what the store
+    raises.
     """
     timeline = Timeline(store, store.list(chain, position=position), position)
     try:
-        return timeline.first_at(moment_ns), timeline.behind
+        return timeline.begin_at(moment_ns, only_damage=True), timeline.behind
     except SegmentGone:
         if listings <= 1:
             raise
@@ -160,6 +161,7 @@ class Timeline:
 
     def __init__(self, store: SegmentStore, refs: Iterable[SegmentRef], first: int = 1) -> None:
         self._store, self._usable, self._first = store, list(refs), first
+        self._listed = len(self._usable)
         self._times: dict[str, _Times | None] = {}
 
     def first_at(self, moment_ns: int) -> int | None:
@@ -170,10 +172,13 @@ class Timeline:
             except _DamagedError as damaged:
                 self._usable.remove(damaged.ref)
 
-    def begin_at(self, moment_ns: int) -> int | None:
-        """As `first_at`; but where messages are missing right before that row, from there on: they may be as late."""
-        if (found := self.first_at(moment_ns)) is None:
-            return None
+    def begin_at(self, moment_ns: int, *, only_damage: bool = False) -> int | None:
+        """As `first_at`; but where messages are missing right before that row, from there on: they may be as late.
+
+        `only_damage`: only where segments that cannot be read were met.
+        """
+        if (found := self.first_at(moment_ns)) is None or (only_damage and len(self._usable) == self._listed):
+            return found
         telling = self.telling(found)
         assert telling is not None, "it was found by the time of its row"
         stretch, (least, _) = telling

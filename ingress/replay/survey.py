@@ -76,10 +76,9 @@ class Timing:
 
     def _from(self, moment_ns: int) -> int:
         """The first sequence that may be at or after the moment; behind the end where there is none."""
-        if (found := self._timeline.begin_at(moment_ns)) is not None:
-            return found
-        last = self._timeline.telling(self._covered)
-        return last[0].rows.last + 1 if last else self._begins
+        found = self._timeline.begin_at(moment_ns)
+        last = None if found else self._timeline.telling(self._covered)
+        return found or (last[0].rows.last + 1 if last else self._begins)
 
 
 LISTINGS = 3  # tries, each on a new listing
