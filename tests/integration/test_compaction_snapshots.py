@@ -169,6 +169,6 @@ def test_the_command_prints_them(tmp_path: Path) -> None:
     site.configure(delete_grace="10m")
     keys = [snapshot(site, position, age=OLD - position) for position in range(10, 80, 10)]
     assert [entry["key"] for entry in site.compact("--json", "--dry-run")["outdated"]] == keys[:4]
-    lines = site.compact().stdout.splitlines()
+    lines = site.compact().out.splitlines()
     assert lines[1].split()[:5] == ["pruned", str(CHAIN), "-", "4", "snapshots"]
     assert json.loads(json.dumps(site.compact("--json")))["pruned"] == []
