@@ -46,5 +46,6 @@ async def test_feeds_without_a_message_start_beside_a_busy_one_and_ask_for_next_
         asked = objects.asked.total() - started
     print(f"{FEEDS} feeds: {started / FEEDS:.1f} requests each to start, {asked} while one was busy")
     assert started <= 45 * FEEDS
-    assert asked <= FEEDS, "idle feeds ask too"
+    # Each looks at its documents now and then, perhaps just now, and hardly twice.
+    assert asked <= 2 * FEEDS, "idle feeds ask too"
     await bench.same(streams[0], streams[0])

@@ -172,6 +172,7 @@ async def test_what_was_in_hand_when_the_lease_was_lost_is_put_where_the_stream_
         ]
         await soon(lambda: other.state(stream) == "reading")
         await bench.publish(stream, [b"new"] * 10)
+        await other.received(stream, 260)
     await bench.same(stream, stream)
     assert len(bench.messages(stream)) == 260
     bench.check(stream)
