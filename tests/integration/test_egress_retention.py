@@ -311,6 +311,7 @@ async def test_a_durable_that_an_admin_removes_is_an_alarm_and_what_was_received
         await soon(lambda: lapses(stream) == 1)
         await reads(bench, running, stream)
         await bench.publish(stream, numbered(10, 30))
+        await bench.archived_to(stream, 40)
     assert payloads(bench, stream) == numbered(40)
     bench.check(stream)
 

@@ -91,6 +91,7 @@ async def test_what_egress_holds_of_the_lost_stream_is_put_and_comes_back(bench:
         assert await back.contents(bench, stream) == before
         await soon(lambda: running.state(stream) == "reading")
         await bench.publish(stream, [b"new"] * 10)
+        await running.received(stream, 260)
     await bench.same(stream, stream)
     assert len(bench.messages(stream)) == 260
     bench.check(stream)
