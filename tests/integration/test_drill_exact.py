@@ -7,6 +7,7 @@ import re
 import signal
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -110,7 +111,7 @@ async def test_on_a_server_of_its_own_which_is_gone_afterwards(bench: Bench) -> 
         await soon(lambda: "starting a nats-server" in service.tail())  # noqa: B023
         home = service.tail().split("starting a nats-server in ")[1].split()[0]
         await soon(lambda: _servers(home) == 1)  # noqa: B023
-        await soon(lambda: _is_stopped(service.pid))  # noqa: B023
+        await soon(partial(_is_stopped, service.pid))
         await soon(lambda: _blocks(home))  # noqa: B023
         service.send(number)
         service.send(signal.SIGCONT)

@@ -196,7 +196,7 @@ async def test_silence_in_an_idle_stream_is_told_once_whatever_crashes(bench: Be
     await send(bench, feed, NODES)
     for _ in range(2):
         running = bench.start(bench.settings(feed))
-        await soon(lambda: running.state(feed["stream"]) == "reading")  # noqa: B023
+        await soon(lambda running=running: running.state(feed["stream"]) == "reading")
         await soon(lambda: _has_told(bench, feed, 20))
         await asyncio.sleep(1.0)  # for the second one to tell anything again
         await running.crash()

@@ -146,7 +146,7 @@ async def test_two_sites_that_copy_each_other_carry_each_message_once(world: Wor
         for stream in (all_a, all_b):
             await world.holds(stream, 100)
         for site, stream in (("a", all_a), ("b", all_b)):
-            await soon(lambda: world.ledger(site, stream).get("looped") == 50)  # noqa: B023
+            await soon(lambda site=site, stream=stream: world.ledger(site, stream).get("looped") == 50)
         await asyncio.sleep(3)  # several rounds of polling in which they could come round
         found = {stream: await world.messages(stream) for stream in (all_a, all_b)}
 

@@ -75,7 +75,7 @@ async def holding(bench: Bench, stream: str, running: Running, objects: FaultySt
     if objects is not None:
         held_up(objects)
     await bench.publish(stream, [b"late %d" % n for n in range(50)])
-    await soon(lambda: (running.status(stream).get("open_segment") or {}).get("last") == 250)
+    await running.received(stream, 250)
 
 
 LONG = {"segment": {"max_age": "1h"}}
@@ -264,7 +264,7 @@ async def test_what_egress_held_is_not_put_beside_another_history(
         released(objects)
         await soon(lambda: running.state(stream) == "reading")
         await bench.publish(stream, [b"other"] * 10)
-        await soon(lambda: (running.status(stream).get("open_segment") or {}).get("last") == 220)
+        await running.received(stream, 220)
     assert bench.end(stream) == 220
     assert [m.payload for m in bench.messages(stream)][200:] == [b"other"] * (rows + 10)
 

@@ -95,6 +95,7 @@ def run_here(*arguments: str) -> Done:
     """The same for a test without a loop; here a command that listens for signals can run too."""
     with _one_at_a_time:
         result = CliRunner().invoke(cli, [*arguments], prog_name="floe")
+    canaries.check(result.stdout + result.stderr, " ".join(arguments[:2]))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return Done(result.exit_code, result.stdout, result.stderr)
