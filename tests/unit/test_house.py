@@ -16,7 +16,7 @@ PRODUCT = (*COUNTED, "infra", "bench")
 
 # 200 files and 29,000 lines when the house was rebuilt. What raises a number has a line in docs/decisions.md.
 MOST_FILES = 240
-MOST_LINES = 39_300
+MOST_LINES = 40_800
 MOST_PARAMETERS = 8  # of a constructor, beside self
 SMALL = 60  # lines of a file that only one other may not import alone
 # Values that hold components, one name for each; whoever makes them names every field.
