@@ -45,7 +45,10 @@ CHECKS: Mapping[str, tuple[str, ...]] = {
         "connection", "list", "write", "read", "delete", "checksum", "conditional put", "concurrent put",
         "list after write", "clock", "lifecycle", "versioning", "layout",
     ),
-    "nats": ("connection", "version", "jetstream", "domain", "rights", "max_payload", "stream", "target", "batches"),
+    "nats": (
+        "connection", "version", "jetstream", "domain", "rights", "buckets", "max_payload", "stream", "target",
+        "batches",
+    ),
     "spark": ("java", "pyspark", "python"),
     "disk": ("spool", "space"),
 }  # fmt: skip

@@ -162,6 +162,7 @@ async def _of_server(
         yield _limits(account)
         yield _domain(account, section.nats.jetstream_domain)
     yield await _rights(client, settings, role)
+    yield await _buckets(client, section, {} if isinstance(account, DoctorFinding) else account.get("limits") or {})
     if role == "egress":
         yield well("nats", "max_payload", f"{client.max_payload} bytes at the site")
         for stream in sorted({feed.stream for feed in settings.egress.feeds}):
@@ -285,6 +286,36 @@ async def _rights(client: FloeClient, settings: Settings, role: Role) -> DoctorF
     if is_warning:
         todo = f"set capture_consumers: never, or {todo}"
     return (warns if is_warning else is_bad)("nats", "rights", f"refused: {', '.join(refused)}", meaning, todo)
+
+
+async def _buckets(client: FloeClient, section: ServiceSettings, limits: Mapping[str, Any]) -> DoctorFinding:
+    """How full the buckets are that have `max_bytes`, and how large a missing one is made. `limits`: of the account."""
+    from common.jetstream.api import STREAM_NOT_FOUND, find
+
+    told, full = [], []
+    for bucket, size in ((section.state_bucket, section.kv_max_bytes), (section.lease_bucket, section.lease_bytes)):
+        try:
+            answer = await find(client, f"STREAM.INFO.KV_{bucket}", STREAM_NOT_FOUND)
+        except FloeError as error:
+            if isinstance(error, Refused):
+                return skipped("nats", "buckets", "refused: see the check of the rights")
+            return failed("nats", "buckets", error)
+        used, most = 0, size if limits.get("max_bytes_required") else 0
+        if answer is not None:
+            used, most = int(answer["state"]["bytes"]), int(answer["config"].get("max_bytes") or 0)
+        allowed = int(limits.get("storage_max_stream_bytes") or 0)
+        told.append(f"{bucket}: {used} bytes" + (f" of {most}" if most > 0 else ""))
+        if answer is None:
+            told[-1] = f"{bucket}: not made yet" + (f", max_bytes {most}, as the account demands" if most else "")
+            if 0 < allowed < most:
+                meaning = "the account takes no stream as large as that: the bucket is not made, and nothing is carried"
+                return is_bad("nats", "buckets", f"{told[-1]}, and allows {allowed}", meaning, "lower kv_max_bytes")
+        elif 0 < most * NEARLY <= used:
+            full.append(f"nats stream edit KV_{bucket} --max-bytes {2 * most}")
+    if not full:
+        return well("nats", "buckets", ", ".join(told))
+    meaning = "a full bucket takes nothing more: chains and targets stop with E-KV-FULL"
+    return warns("nats", "buckets", ", ".join(told), meaning, "\n".join(["give it more:", *full]))
 
 
 async def _stream(client: FloeClient, name: str) -> DoctorFinding:

@@ -19,7 +19,7 @@ from prometheus_client import Counter, Gauge
 
 from common.errors import FloeError, OutcomeUnknown, Refused, Unavailable
 from common.jetstream.client import FloeClient, RawSubscription
-from common.jetstream.kv import BucketGone, state_key
+from common.jetstream.kv import BucketFull, BucketGone, state_key
 from common.jetstream.lease import Lease, Leases
 from common.jetstream.requests import ApiError
 from common.logs import get_logger
@@ -266,7 +266,8 @@ JITTER = 0.02  # seconds, so that members that hear of one release do not all as
 AT_ONCE = 16  # leases that are asked for side by side
 BESIDE_OTHERS = 4  # the same where other members ask too
 FOR_SIBLINGS = 3.0  # seconds to wait for the other processes of this host before the first lease is taken
-NO_ANSWER = (Unavailable, OutcomeUnknown, ApiError)  # also the answers of a cluster that is still forming
+# Also the answers of a cluster that is still forming, and a bucket that an operator may make larger.
+NO_ANSWER = (Unavailable, OutcomeUnknown, ApiError, BucketFull)
 
 
 class LeaseGroup:

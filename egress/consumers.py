@@ -27,6 +27,7 @@ from common.jetstream.api import (
     consumer_info,
     consumer_names,
     create_consumer,
+    create_ephemeral,
     delete_consumer,
     stream_info,
 )
@@ -68,7 +69,7 @@ async def _at(client: FloeClient, stream: str, moment: str) -> int:
         "num_replicas": 1,
         "inactive_threshold": 10_000_000_000,
     }
-    consumer = await create_consumer(client, stream, config)
+    consumer = await create_ephemeral(client, stream, config)
     await delete_consumer(client, stream, consumer.name)
     return consumer.stream_sequence + 1
 
@@ -148,7 +149,7 @@ async def take(client: FloeClient, wanted: WantedMessages) -> Taken:
     `create_consumer`.
     """
     if not wanted.is_durable:
-        return Taken(await create_consumer(client, wanted.stream, ephemeral(wanted)))
+        return Taken(await create_ephemeral(client, wanted.stream, ephemeral(wanted)))
     names = await consumer_names(client, wanted.stream)
     ours, former = list(filter(wanted.is_ours, names)), list(filter(wanted.is_former, names))
     if wanted.retention == INTEREST:

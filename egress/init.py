@@ -58,9 +58,13 @@ def _missing(stream: str) -> Stopped:
 async def _buckets(client: FloeClient, settings: Settings) -> list[Done]:
     egress = settings.egress
     done = []
-    for bucket, ttl in ((egress.lease_bucket, egress.lease_ttl), (egress.state_bucket, None)):
+    leases, state = (
+        (egress.lease_bucket, egress.lease_ttl, egress.lease_bytes),
+        (egress.state_bucket, None, egress.kv_max_bytes),
+    )
+    for bucket, ttl, size in (leases, state):
         was_there = await stream_info(client, f"KV_{bucket}") is not None
-        await KeyValue.open(client, bucket, ttl=ttl, replicas=await kv_replicas(client, egress))
+        await KeyValue.open(client, bucket, ttl=ttl, replicas=await kv_replicas(client, egress), max_bytes=size)
         done.append(Done("bucket", bucket, THERE if was_there else MADE))
     return done
 

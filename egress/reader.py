@@ -22,7 +22,15 @@ from common.errors import FloeError, Unavailable, Unforeseen
 from common.jetstream.api import StreamInfo, consumer_info, delete_consumer, stream_info
 from common.jetstream.client import RawSubscription, frame
 from common.jetstream.durables import INTEREST
-from common.jetstream.protocol import Acks, ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
+from common.jetstream.protocol import (
+    Acks,
+    BatchRefused,
+    ConsumerTrouble,
+    Heartbeat,
+    RequestOver,
+    parse_acks,
+    parse_status,
+)
 from common.logs import get_logger
 from common.segments.columns import Columns
 from common.sequences import SequenceRange
@@ -77,6 +85,7 @@ class Reader:
         self._target, self._on_end, self._has_room = target, on_end, has_room
         self._first, self._archived, self._account, self._clock = first, archived, account, deps.clock
         self._pulling = deps.tuning.pulling
+        self._most = self._pulling.batch  # messages that a pull request may ask for
         begin = archived[0].first if archived else first
         self._wanted = WantedMessages(deps.partition, source.retention, first, begin, self._pulling.inactive)
         self._window = max(deps.budget.window, client.max_payload + MESSAGE_ROOM)
@@ -103,6 +112,7 @@ class Reader:
         await self._check_stream()
         self._taken = await take(self._client, self._wanted)
         self._source = await self._check_stream()
+        self._most = min(self._most, self._taken.consumer.max_batch or self._most)
         inbox, consumer = self._client.new_inbox(), self._taken.consumer
         self._ask = self._client.api_subject(f"CONSUMER.MSG.NEXT.{self._stream}.{consumer.name}").encode()
         self._inbox = inbox.encode()
@@ -233,7 +243,7 @@ class Reader:
 
     def _batch(self) -> int:
         average = self._received_bytes // max(1, self._next - 1)
-        return max(2, min(self._pulling.batch, self._window // (average + MESSAGE_OVERHEAD)))
+        return min(self._most, max(2, self._window // (average + MESSAGE_OVERHEAD)))
 
     def tick(self) -> None:
         """Pull if there is room again; end a reader whose consumer sends nothing, not even a heartbeat."""
@@ -326,6 +336,8 @@ class Reader:
             self._on_heartbeat(status)
         elif isinstance(status, RequestOver):
             self._on_request_over(status)
+        elif isinstance(status, BatchRefused):
+            self._on_batch_refused(status)
         elif isinstance(status, ConsumerTrouble):
             self._doubt("consumer_gone", f"the server says: {status.text}")
 
@@ -345,6 +357,11 @@ class Reader:
             self._window, self._misses = self._window * 2, 0
         self._owed = max(0, self._owed - over.undelivered)
         self.pull()
+
+    def _on_batch_refused(self, refused: BatchRefused) -> None:
+        if refused.most < self._most:  # else it answers a request that was sent before the limit was known
+            self._most, self._owed = refused.most, 0
+            self.pull()
 
     def _doubt(self, reason: str, text: str) -> None:
         self._end(ReaderResetError(reason, text))

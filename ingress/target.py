@@ -138,7 +138,8 @@ class Target:
     async def _bucket(self, replicas: int) -> KeyValue:
         settings = self._deps.settings
         replicas = settings.kv_replicas or replicas
-        return await KeyValue.open(self._deps.client, settings.state_bucket, replicas=replicas)
+        size = settings.kv_max_bytes
+        return await KeyValue.open(self._deps.client, settings.state_bucket, replicas=replicas, max_bytes=size)
 
 
 PAUSES = doubling(1.0, 30.0)  # seconds between attempts

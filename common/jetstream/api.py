@@ -23,6 +23,8 @@ MESSAGE_NOT_FOUND = 10037
 GUARD = "_floe.restore."
 MARKER = "floe.restore"
 
+IDLES_TOO_LONG = 10153  # inactive_threshold is above the one in the stream's consumer_limits
+
 ATTEMPTS = 3  # of a question whose answer was lost
 
 
@@ -74,6 +76,11 @@ class ConsumerInfo:
     ack_pending: int = 0
     acknowledged: int = 0
     leader: str = ""
+
+    @property
+    def max_batch(self) -> int:
+        """The messages that a pull request may ask for, 0: as many as it likes; the server's limit counts too."""
+        return int(self.config.get("max_batch") or 0)
 
 
 async def ask(
@@ -203,6 +210,20 @@ async def create_consumer(client: FloeClient, stream: str, config: dict[str, Any
         subject += f".{filter_subject}"
     request = {"stream_name": stream, "config": {"name": name, **config}, "action": "create"}
     return _consumer_info(await client.api(subject, request))
+
+
+async def create_ephemeral(client: FloeClient, stream: str, config: dict[str, Any]) -> ConsumerInfo:
+    """As `create_consumer`, for a consumer with an `inactive_threshold` (ns) that ends with its reader: where the
+    stream's `consumer_limits` allow less, it has theirs.
+    """
+    try:
+        return await create_consumer(client, stream, config)
+    except ApiError as error:
+        info = await stream_info(client, stream) if error.err_code == IDLES_TOO_LONG else None
+        most = int((info.config.get("consumer_limits") or {}).get("inactive_threshold") or 0) if info else 0
+        if not 0 < most < config["inactive_threshold"]:
+            raise
+    return await create_consumer(client, stream, {**config, "inactive_threshold": most})
 
 
 async def consumer_info(client: FloeClient, stream: str, consumer: str) -> ConsumerInfo | None:

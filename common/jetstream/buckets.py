@@ -38,13 +38,15 @@ async def _replicas(client: FloeClient, target: TargetSettings) -> int:
 async def open_state(client: FloeClient, settings: ServiceSettings, *, target: str = "") -> KeyValue:
     """The bucket of the state, created if it is missing. `target`: as in `kv_replicas`."""
     replicas = partial(kv_replicas, client, settings, target)
-    return await KeyValue.open(client, settings.state_bucket, replicas=replicas)
+    most = settings.kv_max_bytes
+    return await KeyValue.open(client, settings.state_bucket, replicas=replicas, max_bytes=most)
 
 
 def optional_state(client: FloeClient, settings: ServiceSettings) -> KeyValue:
     """For a command that may only read: a missing bucket is empty, and is created by the first write."""
     replicas = partial(kv_replicas, client, settings)
-    return KeyValue(client, settings.state_bucket, replicas=replicas, optional=True)
+    most = settings.kv_max_bytes
+    return KeyValue(client, settings.state_bucket, replicas=replicas, optional=True, max_bytes=most)
 
 
 async def open_leases(
@@ -53,14 +55,18 @@ async def open_leases(
     """The leases of `owner`; their bucket is created if it is missing. `target`: as in `kv_replicas`; `replicas`: of a
     bucket that is created, for who may not ask for the streams (0: as `kv_replicas`).
     """
-    ttl, most = settings.lease_ttl, replicas or partial(kv_replicas, client, settings, target)
-    bucket = await KeyValue.open(client, settings.lease_bucket, ttl=ttl, replicas=most)
+    ttl, most, size = (
+        settings.lease_ttl,
+        replicas or partial(kv_replicas, client, settings, target),
+        settings.lease_bytes,
+    )
+    bucket = await KeyValue.open(client, settings.lease_bucket, ttl=ttl, replicas=most, max_bytes=size)
     return Leases(bucket, owner, ttl, clock)
 
 
 def optional_leases(client: FloeClient, settings: ServiceSettings, owner: str, clock: Clock) -> Leases:
-    ttl, replicas = settings.lease_ttl, partial(kv_replicas, client, settings)
-    bucket = KeyValue(client, settings.lease_bucket, ttl=ttl, replicas=replicas, optional=True)
+    ttl, replicas, size = settings.lease_ttl, partial(kv_replicas, client, settings), settings.lease_bytes
+    bucket = KeyValue(client, settings.lease_bucket, ttl=ttl, replicas=replicas, optional=True, max_bytes=size)
     return Leases(bucket, owner, ttl, clock)
 
 

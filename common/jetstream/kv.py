@@ -14,8 +14,16 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from common.clock import NS_PER_S
-from common.errors import ConfigError, OutcomeUnknown, Unavailable
-from common.jetstream.api import MESSAGE_NOT_FOUND, STREAM_NOT_FOUND, ask, create_stream, stored_message, stream_info
+from common.errors import ConfigError, OutcomeUnknown, Stopped, Unavailable
+from common.jetstream.api import (
+    MESSAGE_NOT_FOUND,
+    STREAM_NOT_FOUND,
+    StreamInfo,
+    ask,
+    create_stream,
+    stored_message,
+    stream_info,
+)
 from common.jetstream.client import FloeClient, RawSubscription
 from common.jetstream.headers import build_block, header
 from common.jetstream.requests import NOBODY, WRONG_LAST_SEQUENCE, ApiError, api_error
@@ -24,6 +32,9 @@ from common.settings.service import API_PREFIX
 from common.tasks import Tell, orphaned
 
 NAME_IN_USE = 10058
+MAX_BYTES_REQUIRED = 10113  # the account takes no stream without max_bytes
+NO_ROOM = (10023, 10047, 10122)  # for max_bytes: of server, account, or a stream of the account
+STATE_BYTES = 64 * 2**20  # max_bytes of a bucket of an account that demands them
 REQUEST_TIMEOUT = 5.0  # seconds
 PARALLEL_READS = 64
 PAUSES = (0.02, 0.05, 0.1, 0.2, 0.4)  # seconds before a write that no server received is sent again
@@ -45,6 +56,12 @@ class BucketGone(Unavailable):
     default_code = "E-KV-BUCKET"
 
 
+class BucketFull(Stopped):
+    """A write needs more than the `max_bytes` of the bucket, or the bucket more than its account has: not done."""
+
+    default_code = "E-KV-FULL"
+
+
 @dataclass(frozen=True, slots=True)
 class KvEntry:
     """The value of a key and its revision, which rises with every change of the bucket."""
@@ -57,15 +74,22 @@ class KeyValue:
     """One bucket.
 
     Every method raises Unavailable where nothing was done, OutcomeUnknown where a change was sent and its
-    answer lost (read the key to settle it), BucketGone where the bucket was deleted, Refused without the
-    right. `ttl`: seconds until the server removes an entry, None: never. `optional`: for a command that may
-    only look: a missing bucket is empty, and is created by the first write.
+    answer lost (read the key to settle it), BucketGone where the bucket was deleted, BucketFull where it has
+    no room, Refused without the right. `ttl`: seconds until the server removes an entry, None: never.
+    `optional`: for a command that may only look: a missing bucket is empty, and is created by the first
+    write. `max_bytes`: of a bucket that is created for an account that demands them.
     """
 
     def __init__(
-        self, client: FloeClient, bucket: str, ttl: float | None = None, replicas: Replicas = 1, optional: bool = False
+        self,
+        client: FloeClient,
+        bucket: str,
+        ttl: float | None = None,
+        replicas: Replicas = 1,
+        optional: bool = False,
+        max_bytes: int = STATE_BYTES,
     ) -> None:
-        self._client, self.bucket, self.ttl, self._replicas = client, bucket, ttl, replicas
+        self._client, self.bucket, self.ttl, self._replicas, self._max_bytes = client, bucket, ttl, replicas, max_bytes
         self._stream, self._prefix, self._is_optional = f"KV_{bucket}", f"$KV.{bucket}.", optional
         # The subjects of a bucket behind another prefix than `$JS.API` stand behind that one too (ADR-19).
         is_here = client.api_prefix == API_PREFIX
@@ -75,14 +99,20 @@ class KeyValue:
 
     @classmethod
     async def open(
-        cls, client: FloeClient, bucket: str, *, ttl: float | None = None, replicas: Replicas = 1
+        cls,
+        client: FloeClient,
+        bucket: str,
+        *,
+        ttl: float | None = None,
+        replicas: Replicas = 1,
+        max_bytes: int = STATE_BYTES,
     ) -> KeyValue:
         """Creates the bucket if it is missing.
 
         Raises ConfigError where the bucket exists with another time to live: leases would be held too long, or state
         would vanish.
         """
-        store = cls(client, bucket, ttl=ttl, replicas=replicas)
+        store = cls(client, bucket, ttl=ttl, replicas=replicas, max_bytes=max_bytes)
         await store.ensure()
         return store
 
@@ -92,7 +122,7 @@ class KeyValue:
         if info is None:
             replicas = self._replicas if isinstance(self._replicas, int) else await self._replicas()
             try:
-                info = await create_stream(self._client, self._config(max_age, replicas))
+                info = await self._create(self._config(max_age, replicas))
             except ApiError as error:  # another client created it just now
                 if error.err_code != NAME_IN_USE:
                     raise
@@ -105,6 +135,23 @@ class KeyValue:
                 hint="use one value for all that share the bucket, or another bucket",
                 code="E-KV-TTL",
             )
+
+    async def _create(self, config: dict[str, Any]) -> StreamInfo:
+        try:
+            return await create_stream(self._client, config)
+        except ApiError as error:
+            if error.err_code != MAX_BYTES_REQUIRED:
+                raise
+        try:
+            return await create_stream(self._client, {**config, "max_bytes": self._max_bytes})
+        except ApiError as error:
+            if error.err_code not in NO_ROOM:
+                raise
+            raise BucketFull(
+                f"bucket {self.bucket}: expected room for {self._max_bytes} bytes, as its account takes no stream "
+                f"without max_bytes, found: {error.description}",
+                hint="lower kv_max_bytes, or raise the limits of the account, which are shown by\nnats account info",
+            ) from error
 
     async def get(self, key: str) -> KvEntry | None:
         """The value at the leader; None where there is none, it was deleted, or it expired."""
@@ -205,7 +252,20 @@ class KeyValue:
         answer = await self._publish(
             self._subject(key, self._written).encode(), value, build_block([*conditions, *lines])
         )
-        return self._revision(key, answer, expected)
+        try:
+            return self._revision(key, answer, expected)
+        except ApiError as error:
+            if "maximum bytes" not in error.description:
+                raise
+            raise await self._full(len(value)) from error
+
+    async def _full(self, needed: int) -> BucketFull:
+        info = await stream_info(self._client, self._stream)
+        size = int(info.config.get("max_bytes", 0)) if info else 0
+        return BucketFull(
+            f"bucket {self.bucket}: expected room for {needed} bytes more, found it full: max_bytes {size}",
+            hint=f"give it more:\nnats stream edit {self._stream} --max-bytes {2 * max(size, needed)}",
+        )
 
     async def _publish(self, subject: bytes, value: bytes, block: bytes) -> bytes:
         """The server's answer. A bucket created just now may not be known yet at the server we are connected to."""

@@ -217,7 +217,15 @@ class ConsumerTrouble:
         return self.text.startswith("503")
 
 
-Status = Heartbeat | RequestOver | ConsumerTrouble
+@dataclass(frozen=True, slots=True)
+class BatchRefused:
+    """A pull request was refused: it may ask for at most `most` messages, 1 or more."""
+
+    most: int
+
+
+Status = Heartbeat | RequestOver | BatchRefused | ConsumerTrouble
+_BATCH = re.compile(r"409 Exceeded MaxRequestBatch of ([1-9][0-9]{0,17})")
 
 
 def parse_status(block: bytes | None) -> Status:
@@ -231,4 +239,6 @@ def parse_status(block: bytes | None) -> Status:
     undelivered = values.get(b"nats-pending-messages", b"")
     if undelivered.isdigit() and text[:3] in ("408", "409"):
         return RequestOver(int(undelivered), "Exceeds MaxBytes" in text)
+    if limit := _BATCH.match(text):
+        return BatchRefused(int(limit[1]))
     return ConsumerTrouble(text or "an empty status")

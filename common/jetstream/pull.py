@@ -10,9 +10,9 @@ from typing import Any
 
 from common.clock import NS_PER_S, format_time
 from common.errors import FloeError, Unavailable
-from common.jetstream.api import create_consumer, delete_consumer, message_of
+from common.jetstream.api import create_ephemeral, delete_consumer, message_of
 from common.jetstream.client import FloeClient, frame
-from common.jetstream.protocol import ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
+from common.jetstream.protocol import BatchRefused, ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
 from common.segments.segment import Message
 from common.tasks import Trouble, wait_for
 
@@ -121,6 +121,7 @@ class _Reading:
         self._arrived = asyncio.Event()
         self._trouble, self._next, self._owed = Trouble(self._arrived), 1, 0
         self._unheard: int | None = 0  # pulls that nobody heard, None once one was
+        self._batch = asked.batch
         self._window = max(asked.window, client.max_payload + MESSAGE_ROOM)
         #: Everything up to this sequence was handed over, or is not on the subject.
         self.passed = 0
@@ -139,8 +140,9 @@ class _Reading:
         self._inbox = self._client.new_inbox()
         self._subscription = await self._client.subscribe_raw(self._inbox, self._sink, self._trouble.tell)
         for _ in range(PLACINGS):
-            consumer = await create_consumer(self._client, self._stream, config)
+            consumer = await create_ephemeral(self._client, self._stream, config)
             if self._server in ("", consumer.leader):
+                self._batch = min(self._batch, consumer.max_batch or self._batch)
                 self._pull()
                 return
             # Where it is placed is up to the cluster, which takes any of the replicas.
@@ -161,13 +163,13 @@ class _Reading:
 
     def _pull(self) -> None:
         request = {
-            "batch": self._asked.batch,
+            "batch": self._batch,
             "max_bytes": self._window,
             "expires": EXPIRES * NS_PER_S,
             "idle_heartbeat": int(self._asked.heartbeat * NS_PER_S),
         }
         self._client.send(frame(self._pulling, json.dumps(request).encode(), None, self._inbox.encode()))
-        self._owed = self._asked.batch
+        self._owed = self._batch
 
     @property
     def _pulling(self) -> bytes:
@@ -209,6 +211,11 @@ class _Reading:
 
     def _on_status(self, headers: bytes | None) -> None:
         status = parse_status(headers)
+        if isinstance(status, BatchRefused):
+            if status.most >= self._batch:
+                raise Unavailable(f"stream {self._stream}: the server refuses to be asked for {self._batch} messages")
+            self._batch, self._owed = status.most, 0
+            return
         if isinstance(status, ConsumerTrouble):
             if self._unheard is None or self._unheard >= MOST_UNHEARD or not status.is_unheard:
                 raise Unavailable(f"stream {self._stream}: the server says: {status.text}")
@@ -220,4 +227,4 @@ class _Reading:
             self.passed = max(self.passed, status.sequence)
         elif isinstance(status, RequestOver):
             self._owed = 0
-            self._window *= 2 if status.too_small and status.undelivered == self._asked.batch else 1
+            self._window *= 2 if status.too_small and status.undelivered == self._batch else 1

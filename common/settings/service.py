@@ -156,9 +156,17 @@ class ServiceSettings(Section):
     lease_bucket: Annotated[t.BucketName, t.Required] = option("FLOE_LEASES", "the key-value bucket of the leases")
     state_bucket: Annotated[t.BucketName, t.Required] = option("FLOE_STATE", "the key-value bucket of the state")
     kv_replicas: Annotated[t.Whole, t.Range(0, 5)] = option(0, "replicas of the two buckets; 0: as the stream")
+    kv_max_bytes: Annotated[t.Size, t.Range("1M", "1T")] = option(
+        "64M", "`max_bytes` of the state bucket, for an account that takes no stream without; the leases get an eighth"
+    )
     shutdown_timeout: Annotated[t.Duration, t.Range("1s", "1h")] = option(
         "30s", "to drain after SIGTERM; what is not done by then is done again later"
     )
+
+    @property
+    def lease_bytes(self) -> int:
+        """`max_bytes` of the lease bucket, where they are needed."""
+        return self.kv_max_bytes // 8
 
     def combinations(self) -> Iterator[tuple[str, str]]:
         if self.lease_bucket == self.state_bucket:

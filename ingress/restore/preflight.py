@@ -125,7 +125,7 @@ async def _check_room(
         freed = (storage, info["state"].get("bytes")), (f"reserved_{storage}", info["config"].get("max_bytes"))
         for key, size in freed:
             found[key] = int(found.get(key) or 0) - max(0, int(size or 0)) * (1 if tier else replicas)
-    if lease_bucket and (int(limits.get("max_streams") or 0) > 0 or limits.get("max_bytes_required")):
+    if lease_bucket and int(limits.get("max_streams") or 0) > 0:
         streams += await stream_info(client, f"KV_{lease_bucket}") is None
     if (error := no_room(plan, found, copies=1 if tier else replicas, streams=streams)) is not None:
         raise error
@@ -154,7 +154,7 @@ def no_room(plan: RestorePlan, account: Mapping[str, Any], *, copies: int, strea
     if 0 < (limit := int(limits.get(f"{storage}_max_stream_bytes") or 0)) < most:
         text = f"account: expected streams of {size_words(most)} (max_bytes), found at most {size_words(limit)}"
         return _no_room(plan.request, f"{text} ({of_stream})", f"raise {of_stream} of the account; then")
-    if limits.get("max_bytes_required") and not (most and streams < 2):
+    if limits.get("max_bytes_required") and not most:  # the bucket of the leases has some where it must
         text = "account: expected streams without max_bytes, found that it takes none (max_bytes_required)"
         return _no_room(plan.request, text, "set it to false; then")
     limit, used = int(limits.get("max_streams") or 0), int(account.get("streams") or 0)

@@ -109,7 +109,7 @@ async def test_a_site_is_well_and_nothing_is_left_behind(
     found = await examined(config, code=0)
     assert states(found, "ok") == found.keys(), found
     wanted = {f"{part} {what}" for part in ("store", "disk") for what in CHECKS[part]}
-    nats = ("connection", "version", "rights", "jetstream", "domain", "max_payload", "stream")
+    nats = ("connection", "version", "rights", "jetstream", "domain", "buckets", "max_payload", "stream")
     assert found.keys() == wanted | {f"nats {what}" for what in nats}
     assert open_objects(load_settings(config).store).list("") == []
     assert await stream_info(client, f"KV_{state}") is None

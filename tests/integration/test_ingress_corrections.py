@@ -277,6 +277,17 @@ async def test_a_state_that_is_lost_is_found_in_the_target(
         await stands(client, centre, numbers((1, 40)))
 
 
+async def test_a_target_whose_consumers_may_not_idle_is_read_for_its_state(
+    client: FloeClient, centre: Centre, archive: Archive
+) -> None:
+    archive.put(rows_of(1, 30))
+    await make(client, centre, consumer_limits={"inactive_threshold": 2 * 10**9})
+    await store(client, centre, rows_of(1, 25))
+    async with service(centre) as health:
+        await mended(centre, health, "E-TARGET-NOT-EMPTY", "--from-target")
+        await stands(client, centre, numbers((1, 30)))
+
+
 @pytest.mark.parametrize("opened", [False, True])
 async def test_a_state_that_was_rolled_back(client: FloeClient, centre: Centre, archive: Archive, opened: bool) -> None:
     ref = archive.put(rows_of(1, 10))

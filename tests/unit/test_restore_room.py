@@ -79,7 +79,7 @@ def test_deleted_sequences_of_a_range_are_those_that_a_fold_takes_off() -> None:
         (planned(max_bytes=3000), {"max_storage": 3500}, {"reserved_storage": 600}, "600 B are reserved"),
         (planned(max_bytes=3000), {"storage_max_stream_bytes": 2000}, {}, "(disk_max_stream_bytes)"),
         (planned(), {"max_bytes_required": True}, {}, "(max_bytes_required)"),
-        (planned(max_bytes=3000), {"max_bytes_required": True}, {}, "(max_bytes_required)"),  # the bucket of leases
+        (planned(max_bytes=3000), {"max_bytes_required": True}, {}, None),
         (planned(), {"max_streams": 3}, {"streams": 2}, "room for 2 streams, found max_streams 3, of which 2 are used"),
         (planned(), {"max_streams": 4}, {"streams": 2}, None),
         (planned(2), {"max_consumers": 2}, {}, "account: expected 2 consumers and one that reads it back"),

@@ -1,0 +1,188 @@
+"""Servers and accounts with limits of their own: Floe asks for what they take, and names what they have not."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.clock import NS_PER_S
+from common.doctor import DoctorFinding, DoctorState
+from common.doctor_cli import _buckets
+from common.jetstream.api import ConsumerInfo, stream_info
+from common.jetstream.client import FloeClient
+from common.jetstream.kv import BucketFull, KeyValue
+from common.jetstream.pull import From, scan
+from common.jetstream.requests import ApiError
+from egress.init import initialise
+from infra.local.nats import NatsServer
+from tests.support.basics import soon, unique
+from tests.support.egress import Bench, connected
+
+BATCH = 16  # messages that a pull request may ask for
+
+
+@pytest.fixture(scope="module")
+def limited() -> Iterator[NatsServer]:
+    """A server that takes small pull requests only, and an account that takes no stream without `max_bytes`."""
+    server = NatsServer()
+    server.extra = f"""
+    jetstream {{ store_dir: "{server.store}", limits: {{ max_request_batch: {BATCH} }} }}
+    accounts {{
+      A {{
+        users: [{{user: a, password: a}}],
+        jetstream: {{ max_file: 1G, max_mem: 1G, max_bytes_required: true, store_max_stream_bytes: 100M }}
+      }}
+    }}
+    no_auth_user: a
+    """
+    with server:
+        yield server
+
+
+@pytest.fixture
+async def narrow(limited: NatsServer, tmp_path: Path) -> AsyncIterator[Bench]:
+    async with aclosing(await connected(limited.url)) as client:
+        yield Bench(limited.url, tmp_path, client)
+
+
+async def max_bytes(client: FloeClient, bucket: str) -> int:
+    info = await stream_info(client, f"KV_{bucket}")
+    assert info is not None
+    return int(info.config["max_bytes"])
+
+
+@pytest.fixture(params=["named by the consumer", "named by the refusal"])
+def learnt(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A consumer of a server that was restarted with a lower limit names the former one."""
+    if request.param == "named by the refusal":
+        monkeypatch.setattr(ConsumerInfo, "max_batch", 0)
+
+
+@pytest.mark.usefixtures("learnt")
+@pytest.mark.parametrize("retention", ["limits", "workqueue"])
+async def test_egress_asks_for_as_many_messages_as_the_server_takes(narrow: Bench, retention: str) -> None:
+    stream = await narrow.make_stream(unique("T"), max_bytes=10_000_000, retention=retention)
+    await narrow.publish(stream, [b"%d" % n for n in range(10 * BATCH)])
+    async with narrow.egress({"stream": stream}):
+        await narrow.archived_to(stream, 10 * BATCH)
+    narrow.check(stream)
+    assert [message.payload for message in narrow.messages(stream)] == [b"%d" % n for n in range(10 * BATCH)]
+
+
+@pytest.mark.usefixtures("learnt")
+async def test_a_stream_is_read_with_as_many_messages_as_the_server_takes(narrow: Bench) -> None:
+    stream = await narrow.make_stream(unique("T"), max_bytes=10_000_000)
+    await narrow.publish(stream, [b""] * (3 * BATCH + 1))
+    async with aclosing(scan(narrow.client, stream, From(1), until=3 * BATCH + 1)) as pieces:
+        found = [message.sequence async for piece in pieces for message in piece]
+    assert found == [*range(1, 3 * BATCH + 2)]
+
+
+async def test_buckets_have_a_size_where_the_account_demands_one(narrow: Bench) -> None:
+    stream = await narrow.make_stream(unique("T"), max_bytes=10_000_000)
+    settings = narrow.settings({"stream": stream}, kv_max_bytes="32M")
+    done, problems = await initialise(narrow.client, settings)
+    assert (problems, [each.name for each in done[:2]]) == ([], [narrow.lease_bucket, narrow.state_bucket])
+    assert await max_bytes(narrow.client, narrow.state_bucket) == 32 * 2**20
+    assert await max_bytes(narrow.client, narrow.lease_bucket) == 4 * 2**20
+
+
+async def test_buckets_have_none_elsewhere(bench: Bench) -> None:
+    await KeyValue.open(bench.client, bench.state_bucket)
+    assert await max_bytes(bench.client, bench.state_bucket) == -1
+
+
+async def test_a_bucket_that_is_larger_than_the_account_takes_names_the_key(narrow: Bench) -> None:
+    with pytest.raises(BucketFull, match="max bytes exceeds account limit") as refused:
+        await KeyValue.open(narrow.client, unique("B"), max_bytes=200 * 2**20)
+    assert (refused.value.code, refused.value.exit_code) == ("E-KV-FULL", 1)
+    assert "kv_max_bytes" in refused.value.hint
+
+
+async def small_bucket(client: FloeClient, bucket: str, size: int) -> None:
+    await KeyValue.open(client, bucket)
+    info = await stream_info(client, f"KV_{bucket}")
+    assert info is not None
+    await client.api(f"STREAM.UPDATE.KV_{bucket}", {**info.config, "max_bytes": size})
+
+
+async def fill(kv: KeyValue) -> BucketFull:
+    for number in range(1000):
+        try:
+            await kv.create(f"k{number}", b"x" * 40)
+        except BucketFull as full:
+            return full
+    raise AssertionError("the bucket takes more than its size")
+
+
+async def test_a_chain_stops_at_a_full_bucket_and_goes_on_when_there_is_room(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"1"])
+    await small_bucket(bench.client, bench.state_bucket, 2048)
+    full = await fill(KeyValue(bench.client, bench.state_bucket))
+    assert full.hint.splitlines()[-1] == f"nats stream edit KV_{bench.state_bucket} --max-bytes 4096"
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        assert running.status(stream)["code"] == "E-KV-FULL"
+        await small_bucket(bench.client, bench.state_bucket, 1 << 20)
+        await bench.archived_to(stream, 1)
+
+
+async def test_members_wait_at_a_full_bucket_of_leases(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"1"])
+    leases = await KeyValue.open(bench.client, bench.lease_bucket, ttl=2.0)
+    await bench.client.api(
+        f"STREAM.UPDATE.KV_{bench.lease_bucket}", {**leases._config(2 * NS_PER_S, 1), "max_bytes": 8}
+    )
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.status(stream).get("code") == "E-KV-FULL")
+        await bench.client.api(f"STREAM.UPDATE.KV_{bench.lease_bucket}", leases._config(2 * NS_PER_S, 1))
+        await bench.archived_to(stream, 1)
+
+
+@pytest.mark.parametrize(
+    ("limits", "state", "told"),
+    [
+        ({}, DoctorState.OK, "not made yet"),
+        ({"max_bytes_required": True}, DoctorState.OK, "max_bytes 67108864, as the account demands"),
+        ({"max_bytes_required": True, "storage_max_stream_bytes": 9}, DoctorState.PROBLEM, "allows 9"),
+    ],
+)
+async def test_the_doctor_names_an_account_that_demands_sizes(
+    bench: Bench, limits: dict[str, Any], state: DoctorState, told: str
+) -> None:
+    found: DoctorFinding = await _buckets(bench.client, bench.settings().egress, limits)
+    assert (found.state, told in found.found) == (state, True), found
+
+
+async def test_the_doctor_names_a_bucket_that_is_nearly_full(bench: Bench) -> None:
+    await small_bucket(bench.client, bench.state_bucket, 2048)
+    await fill(KeyValue(bench.client, bench.state_bucket))
+    found = await _buckets(bench.client, bench.settings().egress, {})
+    assert found.state is DoctorState.WARNING
+    assert found.todo.splitlines()[-1] == f"nats stream edit KV_{bench.state_bucket} --max-bytes 4096"
+
+
+@pytest.mark.parametrize("start", [{}, {"start_time": "2020-01-01T00:00:00Z"}])
+async def test_consumers_idle_no_longer_than_the_stream_allows(bench: Bench, start: dict[str, Any]) -> None:
+    limits = {"inactive_threshold": 2 * NS_PER_S}
+    stream = await bench.make_stream(unique("T"), consumer_limits=limits)
+    await bench.publish(stream, [b"1", b"2", b"3"])
+    async with bench.egress({"stream": stream, **start}):
+        await bench.archived_to(stream, 3)
+    async with aclosing(scan(bench.client, stream, From(1), until=3)) as pieces:
+        assert [message.sequence async for piece in pieces for message in piece] == [1, 2, 3]
+
+
+async def test_another_refusal_of_a_consumer_is_told_as_it_is(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"), max_consumers=1)
+    async with aclosing(scan(bench.client, stream, From(1), until=1)) as first:
+        await anext(aiter(first))
+        with pytest.raises(ApiError, match="maximum consumers limit"):
+            async with aclosing(scan(bench.client, stream, From(1), until=1)) as second:
+                await anext(aiter(second))
