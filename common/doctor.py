@@ -64,7 +64,10 @@ ANSWERED = (
     "E-S3-CLOCK",
     "E-STORE-FULL",
     "E-READ-BACK",
-)  # a store that says these is there, and nothing passes by itself
+    "E-S3-TLS",
+    "E-NATS-TLS",
+    "E-STORE-ROOT",
+)  # what a service waits for until somebody acts
 
 
 class DoctorState(StrEnum):

@@ -156,6 +156,13 @@ def certificate_hint(said: str, address: str, server: str) -> str:
     """
     if any(words in said for words in ("mismatch", "not valid for", "doesn't match", "no appropriate subjectAltName")):
         return f"have {address} name the {server} as its certificate does"
-    if "expired" in said or "not yet valid" in said:
+    if is_out_of_date(said):
         return f"renew the certificate of the {server}, or set the clock that is wrong"
     return ""
+
+
+def is_out_of_date(said: str) -> bool:
+    """Whether a certificate was refused for its dates only: a renewal, or a clock set after boot, ends that without a
+    change here.
+    """
+    return "expired" in said or "not yet valid" in said

@@ -20,6 +20,8 @@ log = get_logger(__name__)
 
 # Headers of a source that may take effect at the target, and what the target must allow for it.
 NEEDS = {b"nats-ttl": "allow_msg_ttl", b"nats-rollup": "allow_rollup_hdrs", b"nats-marker-reason": ""}
+# Error codes: the account has used up its resources, or its number of streams.
+ACCOUNT_FULL = (10002, 10027)
 # The same as options of `nats stream add`.
 FLAGS = {"allow_msg_ttl": "--allow-msg-ttl", "allow_rollup_hdrs": "--allow-rollup"}
 
@@ -50,7 +52,7 @@ async def _create(client: FloeClient, settings: TargetSettings) -> StreamInfo:
     try:
         info = await create_stream(client, config)
     except ApiError as error:
-        if passes_by_itself(error):
+        if passes_by_itself(error) or error.err_code in ACCOUNT_FULL:
             raise
         raise ConfigError(f"{target}: cannot be created: {error.description}", code="E-TARGET") from error
     log.info("target created", action="target_created", target=settings.stream)

@@ -24,7 +24,7 @@ import nkeys  # type: ignore[import-untyped]
 from pydantic import SecretStr
 
 from common.clock import Clock
-from common.errors import ConfigError, FloeError, Refused, Unavailable, certificate_hint
+from common.errors import ConfigError, FloeError, Refused, Unavailable, certificate_hint, is_out_of_date
 from common.logs import get_logger
 from common.settings.types import FileSecret, regular
 
@@ -260,7 +260,7 @@ _NO_TLS = ("the server offers no tls", "wrong version number", "record layer fai
 def _explain_tls(error: ssl.SSLError, where: str, settings: NatsSettings) -> FloeError:
     said = getattr(error, "verify_message", "") or getattr(error, "reason", "") or str(error.args[-1])
     said = said.replace("_", " ").lower()
-    kind: type[FloeError] = ConfigError
+    kind: type[FloeError] = Unavailable if is_out_of_date(said) else ConfigError
     hint = f"checked with nats.tls.ca {settings.tls.files.ca or '(empty: the certificates of this system)'}"
     if todo := certificate_hint(said, "nats.url", "server"):
         hint += f"; {todo}"

@@ -335,7 +335,7 @@ class LocalObjects:
     def _check_root(self) -> None:
         if not self._root.is_dir():
             hint = "mount or create it, or correct store.url"
-            raise ConfigError(f"store {self._root}: no such folder", hint=hint, code="E-STORE-ROOT")
+            raise Unavailable(f"store {self._root}: no such folder", hint=hint, code="E-STORE-ROOT")
 
     # Writing
 

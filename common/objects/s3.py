@@ -25,7 +25,16 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
 from common.clock import Clock, SystemClock
-from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, StoreAway, Unavailable, certificate_hint
+from common.errors import (
+    ConfigError,
+    FloeError,
+    OutcomeUnknown,
+    Refused,
+    StoreAway,
+    Unavailable,
+    certificate_hint,
+    is_out_of_date,
+)
 from common.logs import get_logger
 from common.objects import s3_errors
 from common.objects.port import (
@@ -38,7 +47,7 @@ from common.objects.port import (
     instrumented,
     size_of,
 )
-from common.objects.s3_errors import code_of, status_of, without_paths
+from common.objects.s3_errors import PAUSES, code_of, is_conflict, status_of, without_paths
 from common.objects.s3_transfer import (
     AnswerBody,
     ByteRange,
@@ -173,7 +182,6 @@ def make_client(
 
 
 PAGE_KEYS = 1000
-PAUSES = (0.1, 0.4, 1.6)  # seconds before the next try of what boto3 itself does not try again
 
 T = TypeVar("T")
 
@@ -221,9 +229,17 @@ class S3Objects:
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
         )
+        asked: Any = self._pause_before  # the stubs know no handler that answers
+        client.meta.events.register_first("needs-retry.s3", asked)
         client.meta.events.register("needs-retry.s3", self._doubts.note)
         self._credential = session.get_credentials()  # as the client has it: looked for once
         return client
+
+    def _pause_before(self, attempts: int, response: Any = None, **_: object) -> float | None:
+        """Seconds until boto3 sends the request again; None leaves that to its own handler, which is asked next."""
+        if response is None or attempts >= self._options.attempts:
+            return None
+        return s3_errors.pause_before(attempts, response[1], self._options.read_timeout)
 
     def _renew(self) -> bool:
         """Uses the new content of the secret's file from now on; returns whether it is another secret."""
@@ -431,7 +447,7 @@ class S3Objects:
                 try:
                     return self._send(upload, condition)
                 except ClientError as error:
-                    if code_of(error.response) not in s3_errors.IN_CONFLICT or self._doubts.found:
+                    if not is_conflict(error.response) or self._doubts.found:
                         raise
                 self._clock.pause(pause)
             return self._send(upload, condition)
@@ -444,9 +460,8 @@ class S3Objects:
             else:
                 self._send_parts(upload, condition)
         except ClientError as error:
-            code = code_of(error.response)
-            is_gone = "IfMatch" in condition and code in s3_errors.MISSING_KEY
-            if not is_gone and not (condition and code in s3_errors.NOT_MET):
+            is_gone = "IfMatch" in condition and code_of(error.response) in s3_errors.MISSING_KEY
+            if not is_gone and not (condition and status_of(error.response) == 412):
                 raise
             if self._doubts.found:
                 text = f"put {upload.place}: refused, perhaps because an earlier try of this very put is there"
@@ -524,6 +539,7 @@ class S3Objects:
     def _unanswered(self, verb: str, key: str, error: BotoCoreError, writes: bool) -> FloeError:
         told = without_paths(str(error))
         text = f"{verb} {self._place(key)}: {told}"
+        away: type[FloeError] = OutcomeUnknown if writes and self._doubts.found else StoreAway
         if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
             hint = "set store.access_key_id and store.secret_access_key, or a credential as AWS tools find it"
             return Refused(text, hint=hint, code="E-S3-AUTH")
@@ -532,12 +548,13 @@ class S3Objects:
         if isinstance(error, boto.SSLError):
             hint = certificate_hint(told, "store.endpoint_url", "store")
             if hint or "CERTIFICATE_VERIFY_FAILED" in told:
-                return ConfigError(text, hint=hint or "name the authority in store.tls.ca", code="E-S3-TLS")
+                # A certificate that was believed before is no fault of the configuration.
+                kind = away if is_out_of_date(told) or self._has_answered else ConfigError
+                return kind(text, hint=hint or "name the authority in store.tls.ca", code="E-S3-TLS")
         if isinstance(error, boto.EndpointConnectionError):
             asked, cause = error.kwargs.get("endpoint_url", self._endpoint), error.kwargs.get("error", error)
             why, hint = s3_errors.why_not_connected(str(asked), str(cause))
-            kind: type[FloeError] = OutcomeUnknown if writes and self._doubts.found else StoreAway
-            return kind(f"{verb} {self._place(key)}: {why}", hint=hint)
+            return away(f"{verb} {self._place(key)}: {why}", hint=hint)
         if is_silent := isinstance(error, boto.ReadTimeoutError | boto.ConnectTimeoutError):
             text = f"{verb} {self._place(key)}: store {without_paths(self._endpoint)}: {self._waited(error)}"
         if writes and self._doubts.found:

@@ -9,7 +9,9 @@ import re
 import socket
 import ssl
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
@@ -26,40 +28,104 @@ PERMISSIONS = {
     "get lifecycle": "s3:GetLifecycleConfiguration",
 }
 
-_EXPIRED = "the credential has expired; renew it"
-_CREDENTIALS = {
-    "InvalidAccessKeyId": "the server does not know this access key",
-    "SignatureDoesNotMatch": "the secret key is not the one of this access key, or a proxy changes requests",
-    **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"), _EXPIRED),
-    "InvalidToken": "the session token is not valid; renew it",
-    "NotSignedUp": "the account has no S3",
-    "InvalidSecurity": "check the credential",
-}
-_DENIED = {"AccessDenied", "AllAccessDisabled", "AccountProblem", "Forbidden", "Unauthorized", "401", "403"}
-_DIGEST = ("BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch")
-_ELSEWHERE = {"PermanentRedirect", "TemporaryRedirect", "Redirect", "301", "307"} | {
-    "AuthorizationHeaderMalformed",
-    "IllegalLocationConstraintException",
-}
-_FULL = ("QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "ServiceQuotaExceededException", "507")
-_LATER = {"SlowDown", "RequestTimeout", "Throttling", "ThrottlingException", "TooManyRequests", "429"}
-MISSING_KEY = {"NoSuchKey", "NoSuchVersion"}
-NOT_MET = {"PreconditionFailed", "412"}
-IN_CONFLICT = {"ConditionalRequestConflict", "OperationAborted", "409"}
 
-# What a code means whatever the status and the verb: the error, its hint and its code.
-_ALWAYS: Mapping[str, tuple[type[FloeError], str, str]] = {
-    **{code: (Refused, hint, "E-S3-AUTH") for code, hint in _CREDENTIALS.items()},
-    "NoSuchBucket": (ConfigError, "create the bucket, or correct store.url", "E-S3-BUCKET"),
+class Meaning(NamedTuple):
+    """A refusal, for the operator: the error to raise, what to do, and its code (empty: that of `kind`)."""
+
+    kind: type[FloeError]
+    hint: str = ""
+    code: str = ""
+
+
+LATER = Meaning(Unavailable, "", "E-S3-LATER")
+DENIED = Meaning(Refused, "", "E-S3-DENIED")  # the hint names the right that the verb needs
+ELSEWHERE = Meaning(ConfigError, "", "E-S3-REGION")  # the hint names the region
+_REFUSED = Meaning(Refused, "check the credential, its rights, and the state of the account", "E-S3-DENIED")
+_SETTINGS = "check store: endpoint_url, addressing_style, checksum, encryption, storage_class"
+_INVALID = Meaning(ConfigError, _SETTINGS, "E-S3-REQUEST")
+_UNABLE = Meaning(ConfigError, "this store cannot do it; see store.checksum and store.encryption", "E-S3-REQUEST")
+_KMS = Meaning(Refused, "grant kms:GenerateDataKey and kms:Decrypt on the key", "E-S3-KMS")
+_FULL = Meaning(Unavailable, "make room in the store", "E-STORE-FULL")
+_CAPPED = Meaning(
+    Unavailable, "make room in the store, or raise the quota or cap of bucket and account", "E-STORE-FULL"
+)
+_SUSPENDED = Meaning(Refused, "the store has suspended the account; ask its provider", "E-S3-AUTH")
+_EXPIRED = Meaning(Refused, "the credential has expired; renew it", "E-S3-AUTH")
+
+MISSING_KEY = {"NoSuchKey", "NoSuchVersion"}
+
+# Busy, too many requests, a conflict with another write, a request that came too late or in part.
+_LATER = (
+    "SlowDown SlowDownRead SlowDownWrite ServiceUnavailable ServiceUnavailableException ServerBusy InternalError "
+    "Throttling ThrottlingException ThrottledException RequestThrottled RequestThrottledException TooManyRequests "
+    "TooManyRequestsException RequestLimitExceeded LimitExceededException BandwidthLimitExceeded "
+    "PriorRequestNotComplete ConditionalRequestConflict OperationAborted ConcurrentModification RequestTimeout "
+    "RequestExpired IncompleteBody InvalidPart TemporaryRedirect Redirect XMinioServerNotInitialized "
+    "InternalException KMSInternalException DependencyTimeoutException KeyUnavailableException"
+)
+
+#: The meaning of each code that a store may answer. A code of AWS KMS stands without its `KMS.`.
+CODES: Mapping[str, Meaning] = {
+    **dict.fromkeys(_LATER.split(), LATER),
+    "RequestTimeTooSkewed": Meaning(Unavailable, "set this host's clock: it and the store's differ", "E-S3-CLOCK"),
+    "InvalidObjectState": Meaning(Unavailable, "the object is archived: restore it first", "E-S3-ARCHIVED"),
+    **dict.fromkeys(("InsufficientStorage", "Insufficient Storage", "XMinioStorageFull"), _FULL),
+    **dict.fromkeys(("QuotaExceeded", "ServiceQuotaExceededException", "XMinioAdminBucketQuotaExceeded"), _CAPPED),
     **dict.fromkeys(
-        ("NotImplemented", "501"),
-        (ConfigError, "this store cannot do it; see store.checksum and store.encryption", "E-S3-REQUEST"),
+        ("BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"),
+        Meaning(ChecksumMismatch),
     ),
-    **dict.fromkeys(_DIGEST, (ChecksumMismatch, "", "")),
-    "RequestTimeTooSkewed": (Unavailable, "set this host's clock: it and the store's differ", "E-S3-CLOCK"),
-    "InvalidObjectState": (Unavailable, "the object is archived: restore it first", "E-S3-ARCHIVED"),
-    **dict.fromkeys(_FULL, (Unavailable, "make room in the store", "E-STORE-FULL")),
+    # The credential and its rights.
+    "InvalidAccessKeyId": Meaning(Refused, "the server does not know this access key", "E-S3-AUTH"),
+    "SignatureDoesNotMatch": Meaning(
+        Refused, "the secret key is not the one of this access key, or a proxy changes requests", "E-S3-AUTH"
+    ),
+    **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"), _EXPIRED),
+    "InvalidToken": Meaning(Refused, "the session token is not valid; renew it", "E-S3-AUTH"),
+    "NotSignedUp": Meaning(Refused, "the account has no S3", "E-S3-AUTH"),
+    "InvalidSecurity": Meaning(Refused, "check the credential", "E-S3-AUTH"),
+    **dict.fromkeys(("UserSuspended", "UserDisable", "AccountProblem", "AllAccessDisabled"), _SUSPENDED),
+    **dict.fromkeys(("AccessDenied", "Forbidden", "Unauthorized"), DENIED),
+    # The configuration.
+    "NoSuchBucket": Meaning(ConfigError, "create the bucket, or correct store.url", "E-S3-BUCKET"),
+    "NotImplemented": _UNABLE,
+    **dict.fromkeys(
+        ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"), ELSEWHERE
+    ),
 }
+
+# The meaning of a code that is unknown, by the status of its answer; of others from 500 on LATER, else _INVALID.
+STATUSES: Mapping[int, Meaning] = {
+    301: ELSEWHERE,
+    307: LATER,
+    401: _REFUSED,
+    402: _SUSPENDED,
+    403: _REFUSED,
+    404: LATER,
+    **dict.fromkeys((408, 409, 423, 425, 429), LATER),
+    501: _UNABLE,
+    507: _FULL,
+}
+_SURE = {408, 409, 425, 429}  # what these say, and 5xx but 501, counts more than the code beside it
+_CAP_EXCEEDED = re.compile(r"\b(cap|quota)\b.{0,20}\bexceeded\b", re.IGNORECASE)
+
+
+def meaning_of(code: str, status: int, message: str = "") -> Meaning:
+    """The meaning of an answer with `code` and HTTP `status`.
+
+    `code`: empty or the status in digits where the answer has no body. `message`: in the server's words.
+    """
+    known = CODES.get(code.removeprefix("KMS.")) or (DENIED if code in ("401", "403") else None)
+    of_status = STATUSES.get(status, LATER if status >= 500 else _INVALID)
+    if known is not None and issubclass(known.kind, Unavailable):
+        return known
+    if status in _SURE or (status >= 500 and status != 501):
+        return of_status
+    if "kms" in f"{code} {message}".lower():
+        return _KMS
+    if _CAP_EXCEEDED.search(message):  # Backblaze says AccessDenied then
+        return _CAPPED
+    return known or of_status
 
 
 def code_of(response: Mapping[str, Any]) -> str:
@@ -79,24 +145,59 @@ def explain(verb: str, place: str, response: Mapping[str, Any]) -> FloeError:
     told, status, code = response.get("Error", {}), status_of(response), code_of(response)
     message = str(told.get("Message", ""))
     text = f"{verb} {place}: {code}" + (f": {message[:300]}" if message else "")
-    if "kms" in f"{code} {message}".lower() and status < 500:
-        return Refused(text, hint="grant kms:GenerateDataKey and kms:Decrypt on the key", code="E-S3-KMS")
-    if code in _ALWAYS:
-        kind, hint, name = _ALWAYS[code]
-        return kind(text, hint=hint, code=name)
-    if code in _DENIED:
+    meaning = meaning_of(code, status, message)
+    hint = meaning.hint
+    if meaning is DENIED:
         hint = f"grant {PERMISSIONS[verb]}"
         if verb in ("get", "head"):
             hint += ", and s3:ListBucket: without it a missing object is refused too, and is not taken as missing"
-        return Refused(text, hint=hint, code="E-S3-DENIED")
-    if code in _ELSEWHERE:
-        headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-        region = told.get("Region") or headers.get("x-amz-bucket-region") or "the bucket's region"
-        return ConfigError(text, hint=f"set store.region: {region}", code="E-S3-REGION")
-    if status >= 500 or status == 404 or code in _LATER | IN_CONFLICT:
-        return Unavailable(text, code="E-S3-LATER")
-    hint = "check store: endpoint_url, addressing_style, checksum, encryption, storage_class"
-    return ConfigError(text, hint=hint, code="E-S3-REQUEST")
+    elif meaning is ELSEWHERE:
+        region = told.get("Region") or _headers_of(response).get("x-amz-bucket-region") or "the bucket's region"
+        hint = f"set store.region: {region}"
+    return meaning.kind(text, hint=hint, code=meaning.code)
+
+
+def is_conflict(response: Mapping[str, Any]) -> bool:
+    """Whether the answer reports a conflict with another write: nothing was done, and the same request may succeed."""
+    return status_of(response) == 409 and meaning_of(code_of(response), 409) is LATER
+
+
+# Asking again
+
+PAUSES = (0.1, 0.4, 1.6)  # seconds before the next try of what boto3 itself does not try again
+MOST_ASKED = 30.0  # seconds that a request waits because its answer names a time
+_RETRIED = {409, 429, 500, 502, 503, 504}  # by boto3; 409 by who writes
+
+
+def pause_before(attempt: int, response: Mapping[str, Any], most: float) -> float | None:
+    """Seconds until a request is sent again after `response` to try number `attempt` (from 1); None: boto3 decides.
+
+    An answer that means "later" may name the time (`Retry-After`), of which at most `most` seconds count.
+    """
+    status, message = status_of(response), str(response.get("Error", {}).get("Message", ""))
+    if status in (307, 404) or meaning_of(code_of(response), status, message) is not LATER:
+        return None
+    asked = _retry_after(_headers_of(response))
+    if asked is not None and status != 409:
+        return min(asked, most, MOST_ASKED)
+    return None if status in _RETRIED else PAUSES[min(attempt, len(PAUSES)) - 1]
+
+
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds, 0 or more; None where the answer names no time. A date is compared with the answer's own."""
+    text = headers.get("retry-after", "").strip()
+    if text.isdecimal():
+        return float(text)
+    with suppress(ValueError, TypeError):
+        until, now = parsedate_to_datetime(text), parsedate_to_datetime(headers.get("date", ""))
+        return max(0.0, (until - now).total_seconds())
+    return None
+
+
+def _headers_of(response: Mapping[str, Any]) -> Mapping[str, str]:
+    """Names in lower case."""
+    found: Mapping[str, str] = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    return found
 
 
 # No answer

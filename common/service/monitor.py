@@ -401,7 +401,7 @@ class Monitor:
         return 0 if self._server is None else int(self._server.server_address[1])
 
     def start(self) -> None:
-        """Bind and serve. Raises Unavailable where the address is taken, ConfigError where it cannot be, or TLS."""
+        """Bind and serve. Raises Unavailable where the address is taken or not there yet, else ConfigError."""
         if (address := parse_listen(self._listen)) is None:
             return
         tls = ServerTls(self._tls) if self._tls else None
@@ -430,13 +430,15 @@ class Monitor:
 
 
 def _cannot_listen(listen: str, error: OSError) -> FloeError:
-    """Unavailable where another process has the address; it may be the one that this process replaces."""
+    """Unavailable where another process has the address; it may be the one that this process replaces. So it is where
+    this host has no such address: after boot, it may come later than the service.
+    """
     reason = {
         errno.EADDRINUSE: "another process listens there",
         errno.EADDRNOTAVAIL: "this host has no such address",
         errno.EACCES: "this user may not listen there",
     }.get(error.errno or 0, error.strerror or str(error))
-    kind = Unavailable if error.errno == errno.EADDRINUSE else ConfigError
+    kind = Unavailable if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL) else ConfigError
     return kind(
         f"monitor.listen: cannot listen on {listen}: {reason}",
         hint='choose another address, or "" for none',

@@ -15,7 +15,7 @@ from typing import Literal
 import pytest
 
 from common.chain import Chain
-from common.errors import ConfigError, OutcomeUnknown
+from common.errors import ConfigError, OutcomeUnknown, Unavailable
 from common.objects.local import LocalObjects
 from common.objects.open import open_objects, verifies_checksums
 from common.objects.port import ChecksumMismatch, ObjectInfo, ObjectStore, Timekeeping, request_seconds, requests
@@ -460,12 +460,16 @@ def test_what_a_crash_left_half_written_is_removed_after_a_day(tmp_path: Path) -
     assert (old.exists(), fresh.exists()) == (False, True)
 
 
-def test_a_local_store_whose_folder_went_away_is_not_empty_but_wrong(tmp_path: Path) -> None:
+def test_a_local_store_whose_folder_went_away_is_not_empty_and_may_come_back(tmp_path: Path) -> None:
     objects = LocalObjects(tmp_path / "store")
     (tmp_path / "store").rmdir()
     for call in (lambda: objects.list("a/"), lambda: objects.get("a"), lambda: objects.put("a", b"")):
-        with pytest.raises(ConfigError, match="no such folder"):
+        with pytest.raises(Unavailable, match="no such folder") as caught:
             call()
+        assert (caught.value.code, caught.value.exit_code) == ("E-STORE-ROOT", 75)
+    (tmp_path / "store").mkdir()
+    objects.put("a", b"1")
+    assert objects.get("a") == b"1"
 
 
 def test_a_local_key_cannot_be_both_object_and_folder(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from infra.local.nats import NatsServer
 from infra.local.process import free_port, spawn
 from tests.support.basics import PATIENCE, SharedS3, eventually, soon, unique
 from tests.support.egress import Bench, connected
+from tests.support.proxies import FaultProxy, refuse
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,6 +63,27 @@ async def test_a_bucket_that_does_not_exist_ends_the_start(nats_url: str, s3: Sh
     bench.store_config["url"] = "s3://no-such-bucket-here"
     with pytest.raises(ConfigError, match="no-such-bucket-here"):
         await bench.start(bench.settings({"stream": "S"})).task
+
+
+@pytest.mark.parametrize(("status", "code"), [(429, "TooManyRequests"), (429, "429"), (409, "ConcurrentModification")])
+async def test_a_store_that_asks_for_patience_at_the_start_is_waited_for(
+    nats_url: str, s3: SharedS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, code: str
+) -> None:
+    monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.0)
+    client = await connected(nats_url)
+    bench = Bench(nats_url, tmp_path, client, s3=s3)
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x"] * 3)
+    with FaultProxy(s3.endpoint_url) as proxy:
+        for operation in ("list", "get", "head", "put"):
+            proxy.on(operation, refuse(status, code))
+        bench.store_config["endpoint_url"] = proxy.url
+        running = bench.start(bench.settings({"stream": stream}))
+        await soon(lambda: any(code in problem for problem in running.health.problems()))
+        proxy.clear()
+        await bench.archived_to(stream, 3)
+        await running.drain()
+    await client.aclose()
 
 
 async def test_the_command_runs_shows_its_state_and_drains(bench: Bench) -> None:

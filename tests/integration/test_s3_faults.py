@@ -10,13 +10,14 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
 from common.objects.open import open_objects
 from common.objects.s3 import S3Account, S3Objects, S3Options
-from common.objects.s3_errors import why_not_connected
+from common.objects.s3_errors import PAUSES, why_not_connected
 from common.settings.loader import read_secret
 from common.settings.root import StoreSettings
 from common.settings.types import FileSecret, read_all_again
@@ -85,6 +86,11 @@ def objects(s3: SharedS3, proxy: FaultProxy, bucket: str) -> S3Objects:
     return open_s3(s3, proxy.url, bucket)
 
 
+def with_header(answer: Answer | None, header: tuple[str, str]) -> Answer:
+    assert answer is not None, "an answer, not a closed connection"
+    return replace(answer, headers=[*answer.headers, header])
+
+
 def open_s3(s3: SharedS3, url: str, bucket: str, *, secret: str = "", options: S3Options = OPTIONS) -> S3Objects:
     account = S3Account(s3.access_key, secret or s3.secret_key, endpoint_url=url)
     return S3Objects(bucket, account, options, ManualClock())
@@ -103,6 +109,38 @@ def test_a_burst_of_slow_down_is_waited_out(objects: S3Objects, proxy: FaultProx
     objects.put("k", b"1")
     assert (objects.get("k"), [info.key for info in objects.list("")]) == (b"1", ["k"])
     assert objects.head("k")
+
+
+def test_the_time_that_a_busy_store_names_is_waited_for_and_bounded(
+    objects: S3Objects, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=waits.append))
+    for seconds in ("1", "900"):
+        busy = refuse(429, "TooManyRequests")
+        named = ("Retry-After", seconds)
+        proxy.on("put", lambda e, busy=busy, named=named: with_header(busy(e), named), times=1)  # type: ignore[misc]
+        objects.put("k", b"1")
+        proxy.clear()
+    assert waits == [1.0, OPTIONS.read_timeout]
+    assert objects.get("k") == b"1"
+
+
+@pytest.mark.parametrize(("status", "code"), [(408, "408"), (425, "TooEarly"), (400, "KMS.ThrottlingException")])
+def test_an_answer_that_boto_gives_up_at_is_asked_for_again(
+    objects: S3Objects, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, status: int, code: str
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=waits.append))
+    proxy.on("put", refuse(status, code), times=1)
+    objects.put("k", b"1")
+    proxy.clear()
+    proxy.on("put", refuse(status, code))
+    with pytest.raises(Unavailable) as caught:
+        objects.put("k", b"2")
+    assert caught.value.code == "E-S3-LATER"
+    assert proxy.count("put") == OPTIONS.attempts
+    assert waits == [PAUSES[0], PAUSES[0]]
 
 
 def test_a_store_that_stays_busy_did_nothing(objects: S3Objects, direct: S3Objects, proxy: FaultProxy) -> None:
@@ -424,6 +462,8 @@ REFUSALS = [
     (403, "InvalidObjectState", Unavailable, "E-S3-ARCHIVED", {"get": "restore it first"}),
     (507, "InsufficientStorage", Unavailable, "E-STORE-FULL", {"list": "make room"}),
     (409, "QuotaExceeded", Unavailable, "E-STORE-FULL", {"put": "make room"}),
+    (400, "XMinioAdminBucketQuotaExceeded", Unavailable, "E-STORE-FULL", {"put": "raise the quota or cap"}),
+    (403, "UserSuspended", Refused, "E-S3-AUTH", {"put": "has suspended the account"}),
 ]
 
 
@@ -681,8 +721,9 @@ def test_a_store_that_has_answered_is_not_misconfigured_when_its_connections_bre
 # F42: conditions
 
 
-def test_a_conflict_of_conditions_is_tried_again(objects: S3Objects, proxy: FaultProxy) -> None:
-    proxy.on("put", refuse(409, "ConditionalRequestConflict"), times=2)
+@pytest.mark.parametrize("code", ["ConditionalRequestConflict", "ConcurrentModification", "Novel"])
+def test_a_conflict_of_conditions_is_tried_again(objects: S3Objects, proxy: FaultProxy, code: str) -> None:
+    proxy.on("put", refuse(409, code), times=2)
     assert objects.put_if_absent("k", b"1")
     assert objects.get("k") == b"1"
 

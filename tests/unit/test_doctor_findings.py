@@ -53,6 +53,8 @@ def test_the_worst_finding_decides(findings: tuple[DoctorFinding, ...], code: in
         (Refused("denied", hint="grant it"), "problem"),
         (ConfigError("no such bucket"), "problem"),
         (Unavailable("full", code="E-STORE-FULL"), "problem"),
+        (Unavailable("a certificate that has expired", code="E-S3-TLS"), "problem"),
+        (Unavailable("no such folder", code="E-STORE-ROOT"), "problem"),
     ],
 )
 def test_an_error_is_a_finding_with_a_meaning(error: FloeError, state: str) -> None:

@@ -1,0 +1,75 @@
+"""A fault that passes by itself never ends a service with a code that keeps it down (78)."""
+
+from __future__ import annotations
+
+import ssl
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from botocore.exceptions import SSLError
+
+from common.errors import FloeError, Unavailable
+from common.jetstream import credentials
+from common.jetstream.requests import ApiError
+from common.objects.s3 import S3Account, S3Objects
+from common.settings.ingress import TargetSettings
+from common.settings.service import NatsSettings
+from ingress import preflight
+
+# OpenSSL's words, and the exit code of a start that meets them.
+CERTIFICATES = [
+    ("certificate has expired", 75),
+    ("certificate is not yet valid", 75),
+    ("self-signed certificate", 78),
+    ("Hostname mismatch, certificate is not valid for 'store'.", 78),
+]
+
+
+def store_error(objects: S3Objects, words: str) -> FloeError:
+    error = SSLError(
+        endpoint_url="https://store:9000/", error=f"[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: {words}"
+    )
+    return objects._unanswered("list", "data/", error, False)
+
+
+@pytest.mark.parametrize(("words", "code"), CERTIFICATES)
+def test_a_certificate_that_is_renewed_elsewhere_is_waited_for(words: str, code: int) -> None:
+    objects = S3Objects("archive", S3Account("key", "secret", endpoint_url="https://store:9000"))
+    found = store_error(objects, words)
+    assert (found.code, found.exit_code) == ("E-S3-TLS", code)
+    error: Any = ssl.SSLError(1, "certificate verify failed")
+    error.verify_message = words
+    auth: Any = SimpleNamespace(label="the user")
+    of_nats = credentials.explain(error, "tls://nats:4222", auth, NatsSettings())
+    assert isinstance(of_nats, FloeError)
+    assert (of_nats.code, of_nats.exit_code) == ("E-NATS-TLS", code)
+
+
+def test_a_certificate_of_a_store_that_has_answered_before_is_no_fault_of_the_configuration() -> None:
+    objects = S3Objects("archive", S3Account("key", "secret", endpoint_url="https://store:9000"))
+    objects._has_answered = True
+    assert isinstance(store_error(objects, "self-signed certificate"), Unavailable)
+
+
+@pytest.mark.parametrize(
+    ("status", "err_code", "exit_code"),
+    [(400, 10002, 1), (400, 10027, 1), (503, 10023, 1), (500, 10047, 1), (400, 10065, 78)],
+)
+async def test_a_target_that_an_account_has_no_room_for_now_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, status: int, err_code: int, exit_code: int
+) -> None:
+    async def no_stream(*_: object) -> None:
+        return None
+
+    async def refuse(*_: object) -> None:
+        raise ApiError(status, err_code, "refused")
+
+    monkeypatch.setattr(preflight, "stream_info", no_stream)
+    monkeypatch.setattr(preflight, "create_stream", refuse)
+    source = {"site": "us-east", "feed": "NODES", "subject_prefix": "fleet"}
+    settings = TargetSettings.model_validate({"stream": "FLEET", "sources": [source], "create": {}})
+    client: Any = None
+    with pytest.raises(FloeError) as caught:
+        await preflight.ensure_target(client, settings)
+    assert caught.value.exit_code == exit_code
