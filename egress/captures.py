@@ -34,6 +34,7 @@ from common.segments.captures import (
     CapturedDeletions,
     CaptureStore,
     deleted_ranges,
+    named,
     to_json,
 )
 from common.settings.types import counted
@@ -192,20 +193,20 @@ class Captures:
         *,
         drains: bool,
     ) -> None:
-        end, at = self._archive.end, format_time(round(self._clock.now() * 1000) * 1_000_000)
+        end, at, ts = self._archive.end, format_time(round(self._clock.now() * 1000) * 1_000_000), info.time
         with self._telling(CONFIG):
-            config = CapturedConfig(at, end, info.created, info.config)
+            config = CapturedConfig(at, end, info.created, info.config, ts=ts)
             await self._put(config, is_due=config_differs(await self._known(CapturedConfig), config))
         if consumers is not None:
             with self._telling(CONSUMERS):
-                found = CapturedConsumers(at, end, consumers)
+                found = CapturedConsumers(at, end, consumers, ts=ts)
                 known = await self._known(CapturedConsumers)
                 every = self._deps.tuning.pace.captured
                 await self._put(found, is_due=consumers_are_due(known, found, every, drains))
         if deleted is not None:
             with self._telling(DELETIONS):
                 first, last = info.first_sequence, info.last_sequence
-                gone = CapturedDeletions(at, end, first, last, deleted_ranges(deleted))
+                gone = CapturedDeletions(at, end, first, last, deleted_ranges(deleted), ts=ts)
                 await self._put(gone, is_due=deletions_differ(await self._known(CapturedDeletions), gone))
 
     async def _known(self, kind: type[C]) -> C | None:
@@ -228,7 +229,7 @@ class Captures:
             failpoint("egress.before_capture")
             await self._deps.pools.io.run(self._store.put, self._archive.chain, document)
             self._newest[type(document)] = document
-            size = len(to_json(document))
+            size = len(to_json(named(self._archive.chain, document)))
             metrics.captures.labels(*self._labels, kind, "written").inc()
             metrics.capture_bytes.labels(*self._labels).inc(size)
             context = {"what": kind, "end": document.end, "bytes": size, **self._archive.chain.log_context()}

@@ -18,6 +18,7 @@ that is not as it must be is never acted on (DataError, code E-STATE-JSON).
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -41,20 +42,37 @@ CONFIG, CONSUMERS, DELETIONS, RESTORED = "config", "consumers", "deletions", "re
 _TOGETHER = 2.0  # seconds: objects of one end that were stored within them are told apart by what they say
 
 
-class _Capture(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="format_version", tag=1):
+class _Origin(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    chain: str = ""
+    ts: str = ""
+
+
+class _Capture(_Origin, frozen=True, omit_defaults=True, tag_field="format_version", tag=1):
     at: str
     end: int
 
     def __post_init__(self) -> None:
-        parse_time(self.at)
+        for text in (self.at, self.ts or self.at):
+            parse_time(text)
         _expect("end", self.end)
+
+    @property
+    def moment(self) -> str:
+        """The time of the capture: `ts`, the server's own, else `at`."""
+        return self.ts or self.at
+
+    @property
+    def moment_ns(self) -> int:
+        return parse_time(self.moment)
 
 
 class CapturedConfig(_Capture, frozen=True):
     """The stream as STREAM.INFO had it: `config`, and when it was `created` (RFC 3339).
 
-    `at`: when it was asked (RFC 3339, by the clock of egress); `end`: as in its key. Raises ValueError for a value
-    outside its range.
+    `at`: when it was asked (RFC 3339, by the clock of egress); `ts`: the `ts` of the answer (RFC 3339, by the clock of
+    the server); `end`: as in its key; `chain`: partition 0 of its incarnation. `ts` and `chain` are empty in captures
+    of before they were recorded, `ts` also for a server that does not send it. Raises ValueError for a value outside
+    its range.
     """
 
     created: str
@@ -103,7 +121,7 @@ class CapturedConsumer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CapturedConsumers(_Capture, frozen=True):
-    """The consumers of the stream but Floe's own, by name. `at`, `end`: as of CapturedConfig."""
+    """The consumers of the stream but Floe's own, by name. All else as of CapturedConfig."""
 
     consumers: tuple[CapturedConsumer, ...]
 
@@ -112,7 +130,7 @@ class CapturedDeletions(_Capture, frozen=True):
     """The messages of `first` to `last` that the stream did not hold (`first`, `last`: as STREAM.INFO had them; nothing
     was held where `first` is above `last`).
 
-    `deleted`: ranges of them, both ends included, ascending. `at`, `end`: as of CapturedConfig. Raises ValueError where
+    `deleted`: ranges of them, both ends included, ascending. All else as of CapturedConfig. Raises ValueError where
     they are not as that says.
     """
 
@@ -181,6 +199,11 @@ KINDS: dict[type[Captured], str] = {
 }
 
 
+def named(chain: Chain, document: Captured) -> Captured:
+    """The document with the name of the chain that it is of."""
+    return msgspec.structs.replace(document, chain=str(replace(chain, partition=0)))
+
+
 def to_json(document: Captured) -> bytes:
     return _FORMS[KINDS[type(document)]].encode(document)
 
@@ -221,17 +244,20 @@ class CaptureRef:
 class CaptureStore:
     """The captures under one layout. Blocking; safe to use from several threads.
 
-    The partition of a chain does not matter. A method that reads gives the newest capture at or below `end`, of all
-    where `end` is None; None where there is none. Every method raises what the object store raises, and DataError
-    (E-STATE-JSON) for an invalid document.
+    The partition of a chain does not matter. A method that reads gives the newest capture at or below `end` and at or
+    before `moment_ns` (ns since 1970 UTC), where these are not None; None where there is none. Every method raises what
+    the object store raises, and DataError (E-STATE-JSON) for an invalid document.
     """
 
     def __init__(self, layout: Layout, objects: ObjectStore) -> None:
         self.layout, self.objects = layout, objects
 
     def put(self, chain: Chain, document: Captured) -> bool:
-        """False where the same is there. Raises DataError where it is larger than what is read."""
-        body = to_json(document)
+        """Put the document with the name of its chain; False where the same is there.
+
+        Raises DataError where it is larger than what is read.
+        """
+        body = to_json(document := named(chain, document))
         sha256 = hashlib.sha256(body).hexdigest()
         name = CaptureName(replace(chain, partition=0), KINDS[type(document)], document.end, sha256[:DIGEST_LENGTH])
         key = self.layout.capture(name)
@@ -241,36 +267,53 @@ class CaptureStore:
             )
         return self.objects.put_if_absent(key, body, sha256=sha256)
 
-    def config(self, chain: Chain, end: int | None = None) -> CapturedConfig | None:
-        return self.newest(CapturedConfig, chain, end)
+    def config(self, chain: Chain, end: int | None = None, moment_ns: int | None = None) -> CapturedConfig | None:
+        return self.newest(CapturedConfig, chain, end, moment_ns)
 
-    def consumers(self, chain: Chain, end: int | None = None) -> CapturedConsumers | None:
-        return self.newest(CapturedConsumers, chain, end)
+    def consumers(self, chain: Chain, end: int | None = None, moment_ns: int | None = None) -> CapturedConsumers | None:
+        return self.newest(CapturedConsumers, chain, end, moment_ns)
 
-    def deletions(self, chain: Chain, end: int | None = None) -> CapturedDeletions | None:
+    def deletions(self, chain: Chain, end: int | None = None, moment_ns: int | None = None) -> CapturedDeletions | None:
         """With `end` also the stream itself had ended at or below it, and no restore has set it back since: what is
         missing later may have lived at `end`, and have gone because of a message behind it.
         """
         if end is None:
             return self.newest(CapturedDeletions, chain)
         restores = [self.read(ref) for ref in self.ls(chain, RESTORED)]
-        return self.newest(CapturedDeletions, chain, end, lambda each: each.last <= end and not _undone(each, restores))
+        return self.newest(
+            CapturedDeletions, chain, end, moment_ns, lambda each: each.last <= end and not _undone(each, restores)
+        )
 
     def newest(
-        self, kind: type[C], chain: Chain, end: int | None = None, fits: Callable[[C], bool] | None = None
+        self,
+        kind: type[C],
+        chain: Chain,
+        end: int | None = None,
+        moment_ns: int | None = None,
+        fits: Callable[[C], bool] | None = None,
     ) -> C | None:
         """`fits`: which ones count, None for all."""
         left = [ref for ref in self.ls(chain, KINDS[kind]) if end is None or ref.end <= end]
+        if moment_ns is not None:
+            left = left[: self._count_before(left, moment_ns)]
         while left:
             # Of one end several are told apart by the store's clock, which may tell whole seconds.
             last = left[-1]
             close = [ref for ref in left if ref.end == last.end and ref.modified >= last.modified - _TOGETHER]
             found = [document for ref in close if isinstance(document := self.read(ref), kind)]
-            found = [document for document in found if fits is None or fits(document)]
-            if found or fits is None:
-                return max(found, key=lambda document: parse_time(document.at), default=None)
+            found = [each for each in found if moment_ns is None or each.moment_ns <= moment_ns]
+            found = [each for each in found if fits is None or fits(each)]
+            if found or (fits is None and moment_ns is None):
+                return max(found, key=lambda each: each.moment_ns, default=None)
             left = left[: -len(close)]
         return None
+
+    def _count_before(self, refs: list[CaptureRef], moment_ns: int) -> int:
+        """How many of `refs` may be of at or before the moment: the first ones, by few reads."""
+        count = bisect_right(refs, moment_ns, key=lambda ref: each.moment_ns if (each := self.read(ref)) else 0)
+        while 0 < count < len(refs) and refs[count].modified <= refs[count - 1].modified + _TOGETHER:
+            count += 1
+        return count
 
     def restored(self, chain: Chain) -> CapturedRestore | None:
         """The last restore."""
@@ -301,13 +344,15 @@ class CaptureStore:
             raise _spoiled(ref.key, str(error)) from error
         if document.end != ref.end:
             raise _spoiled(ref.key, f"expected end {ref.end} of its name, found {document.end}")
+        if document.chain not in ("", of := str(replace(ref.chain, partition=0))):
+            raise _spoiled(ref.key, f"expected chain {of} of its name, found {document.chain:.80}")
         return document
 
 
 def _undone(deletions: CapturedDeletions, restores: Iterable[Captured | None]) -> bool:
     """Whether they tell of messages that were lost: their sequences have other ones since a restore."""
-    at = parse_time(deletions.at)
-    return any(each and at < parse_time(each.at) and each.end < deletions.last for each in restores)
+    at = deletions.moment_ns
+    return any(each and at < each.moment_ns and each.end < deletions.last for each in restores)
 
 
 def _expect(name: str, value: int) -> None:

@@ -27,10 +27,12 @@ from ingress.replay.request import Request
 from ingress.replay.survey import ReplaySurvey, Timing, known_chains
 from ingress.restore.archive import bounded, quiet
 from ingress.restore.plan import (
+    BEFORE,
     FurtherFeed,
     RestorePlan,
     RestoreRequest,
     begin_of,
+    capture_age,
     forecast,
     left_out,
     losses,
@@ -40,6 +42,7 @@ from ingress.restore.plan import (
 )
 
 PAUSES = doubling(1.0, 15.0)  # seconds between tries to read from a store that is away
+TIMES = ("sequence", "timestamp_ns")
 LISTINGS = 3  # of a chain whose segments vanish while they are read
 EXPIRED = "E-RESTORE-EXPIRED"
 
@@ -111,6 +114,10 @@ class ArchivedHistory:
         known = await self._threads.run(self._known_ends, history)
         return max(*known.values(), await self._threads.run(self._listed_end, history))
 
+    @property
+    def _now_ns(self) -> int:
+        return int(self._clock.now() * NS_PER_S)
+
     def _listed_end(self, history: list[Chain]) -> int:
         return max((ref.coverage.last for chain in history for ref in self._store.list(chain)), default=0)
 
@@ -167,16 +174,16 @@ class ArchivedHistory:
         ends |= {chain.chain: chain.range.rows.last for chain in chains}
         end = max(*ends.values(), *known.values())  # what is lost keeps its sequences: targets may have it
         archived = max(end, self._listed_end(history))
-        upto = end if request.is_in_the_past else None
-        config, created = self._config(newest, upto, notes)
+        upto, moment_ns = (end, self._moment(chains, archived)) if request.is_in_the_past else (None, None)
+        config, created = self._config(newest, upto, moment_ns, notes)
         was = str(config.get("name") or request.feed)
         end = end if chains else max(end, int(config.get("first_seq") or 1) - 1)
         captured: CapturedConsumers | None = None
         deletions: CapturedDeletions | None = None
         for number in sorted({chain.incarnation for chain in known}, reverse=True):
             of = replace(newest, incarnation=number, partition=0)
-            captured = captured or (self._captures.consumers(of, end) if request.consumers else None)
-            deletions = deletions or self._captures.deletions(of, end)
+            captured = captured or (self._captures.consumers(of, end, moment_ns) if request.consumers else None)
+            deletions = deletions or self._captures.deletions(of, end, moment_ns)
         consumers, inexact = bounded(captured, end) if captured else ([], [])
         if not request.promote:
             consumers = [quiet(consumer) for consumer in consumers]
@@ -184,7 +191,7 @@ class ArchivedHistory:
         rows = sum(part.rows for chain in chains for part in chain.parts)
         filters = [f for c in chains if (d := self._documents.read_chain(c.chain)) for f in d.filters or ("",)]
         subjects = [str(subject) for subject in config.get("subjects") or []]
-        now_ns = int(self._clock.now() * NS_PER_S)
+        now_ns = self._now_ns
         plan = RestorePlan(
             request,
             tuple(chains),
@@ -196,6 +203,7 @@ class ArchivedHistory:
             config=promoted_config(config, request.name or was, request.replicas),
             consumers=tuple(consumers),
             deletions=deletions,
+            moment_ns=moment_ns,
             is_renamed=request.name not in ("", was),
             lossy=(
                 *losses(chains, subjects, filters),
@@ -212,6 +220,25 @@ class ArchivedHistory:
         plan = replace(plan, begin=max(begin, plan.begin))
         found = forecast(plan, now_ns, captured=captured, skipped=skipped if is_later else (), stood=stood)
         return replace(plan, notes=tuple(dict.fromkeys([*notes, *found, *left_out(config, plan.name), *inexact])))
+
+    def _moment(self, chains: Sequence[ReplayChain], archived: int) -> int | None:
+        """The point in time (ns): as asked for, or the time of the last message up to the sequence that was asked for;
+        None where the archive ends before that sequence, or has no message up to it.
+        """
+        request, found = self._request, list[int]()
+        if request.to_time_ns is not None or (request.to_sequence or 0) > archived:
+            return request.to_time_ns
+        for chain in chains:
+            for part in reversed(chain.parts):
+                last, rows = part.footer.last_timestamp_ns if part.is_exact else None, part.stretch.rows
+                if last is None:
+                    refs = self._store.list(chain.chain, position=rows.first)
+                    for batch in read_cover(self._store, refs, rows, lambda _: None, TIMES):
+                        last = batch.column("timestamp_ns")[-1].as_py()
+                if last is not None:
+                    found.append(last)
+                    break
+        return max(found, default=None)
 
     def _stood(self, newest: Chain) -> tuple[int, str]:
         """The last sequence that captures and signs of life saw of the stream since its last restore, and when; 0 where
@@ -254,16 +281,21 @@ class ArchivedHistory:
         if (captured := self._captures.config(chain)) is not None:
             yield captured.created
 
-    def _config(self, newest: Chain, upto: int | None, notes: list[str]) -> tuple[dict[str, Any], str]:
+    def _config(
+        self, newest: Chain, upto: int | None, moment_ns: int | None, notes: list[str]
+    ) -> tuple[dict[str, Any], str]:
         """The configuration of the stream at the point in time, and when it was created."""
-        if (captured := self._captures.config(newest, upto)) is not None:
+        if (captured := self._captures.config(newest, upto, moment_ns)) is not None:
+            if upto is not None:
+                notes.append(f"the configuration was captured {capture_age(captured, self._now_ns, moment_ns)}")
             return dict(captured.config), captured.created
         if (document := self._documents.read_stream(newest)) is None:
             raise DataError(
                 f"{newest}: expected stream.json or a captured configuration, found none",
                 hint="restore the documents of the archive from a copy of the bucket",
             )
-        notes.append("the configuration is that of when the feed began: none was captured since")
+        until = "since" if upto is None else BEFORE
+        notes.append(f"the configuration is that of when the feed began: none was captured {until}")
         return dict(document.config), document.created
 
     # Rows

@@ -13,9 +13,9 @@ from typing import Any
 import pyarrow as pa
 
 from common.chain import Chain
-from common.clock import NS_PER_S, format_time, parse_time
+from common.clock import NS_PER_S, format_time
 from common.jetstream.api import GUARD, MARKER
-from common.segments.captures import CapturedConsumers, CapturedDeletions
+from common.segments.captures import Captured, CapturedConsumers, CapturedDeletions
 from common.segments.segment import Reason
 from common.sequences import SequenceRange
 from common.settings.types import counted, duration_words, size_words
@@ -202,6 +202,7 @@ class RestorePlan:
     the last incarnation. `begin`: the first sequence that is sent; `end`: the
     last one of the stream. `config`: what it ends with. `archived`: where the archive ends.
 
+    `moment_ns`: the point in time, None for all that is archived; nothing that was captured later counts.
     `is_renamed`: the lost stream had another name. `further`: other feeds of it that are archived further.
 
     `notes`: what will not be exact, in words; `lossy`: what of that is refused without `--allow-lossy`.
@@ -217,6 +218,7 @@ class RestorePlan:
     config: Mapping[str, Any]
     consumers: tuple[ArchiveConsumer, ...] = ()
     deletions: CapturedDeletions | None = None
+    moment_ns: int | None = None
     is_renamed: bool = False
     further: tuple[FurtherFeed, ...] = ()
     notes: tuple[str, ...] = ()
@@ -393,6 +395,16 @@ def _limits(plan: RestorePlan) -> Iterator[str]:
         yield f"what was deleted and comes back may push out others that lived: {', '.join(pushed)}"
 
 
+BEFORE = "at or before the point in time"
+
+
+def capture_age(captured: Captured, now_ns: int, of_ns: int | None) -> str:
+    """The age of a capture, in words. `of_ns`: the point in time, None for now."""
+    age = duration_words(max(0, (now_ns if of_ns is None else of_ns) - captured.moment_ns) / NS_PER_S)
+    clock = "" if captured.ts else ", by the clock of egress"
+    return f"{age} before {'now' if of_ns is None else 'the point in time'} ({captured.moment}{clock})"
+
+
 def forecast(
     plan: RestorePlan,
     now_ns: int,
@@ -413,22 +425,23 @@ def forecast(
         gone = sum(p.rows for chain in plan.chains for p in chain.parts if p.stretch.rows.last < plan.begin)
         found.append(f"{counted(gone, 'message')} below {plan.begin} are not sent: {', '.join(skipped)}")
     found += _limits(plan)
+    until = f" {BEFORE}" if plan.request.is_in_the_past else ""
     if plan.request.consumers and captured is None:
-        found.append("no consumers were captured: none comes back")
+        found.append(f"no consumers were captured{until}: none comes back")
     elif captured is not None:
-        age = max(0, now_ns - parse_time(captured.at)) / NS_PER_S
-        found.append(f"positions of consumers are {duration_words(age)} old ({captured.at})")
+        found.append(f"positions of consumers are those of {capture_age(captured, now_ns, plan.moment_ns)}")
     retention = plan.config.get("retention", "limits")
     if plan.deletions is None and plan.rows:
         word = "acknowledged" if retention != "limits" else "deleted"
-        found.append(f"no deletions were captured: messages that were {word} at the site come back")
+        found.append(f"no deletions were captured{until}: messages that were {word} at the site come back")
     elif plan.deletions is not None:
         known = plan.deletions
         behind = f"behind {known.last}" if known.last < plan.end else "since"
         deleted = counted(sum(last - first + 1 for first, last in known.deleted), "sequence")
+        age = capture_age(known, now_ns, plan.moment_ns)
         found.append(
-            f"deletions are those of {known.at}, all below {known.first} and {deleted} behind it: what was deleted "
-            f"{behind} comes back"
+            f"deletions are those of {age}, all below {known.first} and {deleted} behind it: what was deleted {behind} "
+            "comes back"
         )
     if plan.config.get("allow_msg_schedules"):
         found.append(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from common.clock import NS_PER_S, parse_time
 from common.errors import Refused
 from common.jetstream.client import FloeClient, connect
 from common.metrics import total
@@ -18,7 +19,7 @@ from common.segments.keys import Layout
 from common.settings.service import NatsSettings
 from egress import metrics
 from infra.local.nats import NatsServer
-from tests.support.basics import soon, unique
+from tests.support.basics import PATIENCE, soon, unique
 from tests.support.commands import configuration, floe
 from tests.support.egress import QUICK, SITE, Bench
 from tests.support.stores import FaultyStore
@@ -89,7 +90,11 @@ async def test_what_a_stream_is_stands_beside_its_messages(bench: Bench) -> None
     for kind in ("config", "consumers"):
         for ref in store.ls(chain, kind):
             assert ref.end <= 10
-            assert store.read(ref) is not None
+            document = store.read(ref)
+            assert document is not None
+            assert document.chain == str(chain)
+            assert document.ts, "the time of the server"
+            assert abs(document.moment_ns - parse_time(document.at)) < PATIENCE * NS_PER_S
     assert store.ls(chain, "deletions") == []
 
 

@@ -15,7 +15,7 @@ import pytest
 from common.chain import Chain
 from common.clock import NS_PER_S, SystemClock, format_time
 from common.errors import ConfigError, DataError, OutcomeUnknown, Stopped, Unavailable, UsageError
-from common.jetstream.api import GUARD, MARKER, create_consumer, create_stream, stream_info
+from common.jetstream.api import GUARD, MARKER, ask, create_consumer, create_stream, stream_info
 from common.jetstream.buckets import open_leases
 from common.jetstream.client import connect, frame
 from common.jetstream.kv import state_key
@@ -185,6 +185,43 @@ async def test_a_point_in_time_by_sequence_and_by_time(bench: Bench) -> None:
     assert (await back.restored(bench, stream, name=beside, consumers=False)).exit_code == 0
     assert await back.contents(bench, beside) == before
     assert await back.positions(bench, beside) == {}
+
+
+@pytest.mark.parametrize("by", ["time", "sequence"])
+async def test_what_was_captured_after_the_point_in_time_does_not_count(bench: Bench, by: str) -> None:
+    """Of a quiet stream, whose archive ends where it ended then."""
+    stream = await bench.make_stream(unique("R"), max_msgs=500)
+    await create_consumer(bench.client, stream, {"durable_name": "c", "ack_policy": "explicit"})
+    await bench.publish(stream, [b"%d" % n for n in range(200)])
+    async with bench.egress({"stream": stream, "capture_consumers": "never"}):
+        await bench.archived_to(stream, 200)
+        await consume(bench, stream, "c", 100)
+        await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": 150})
+        await back.capture(bench, stream, 200, deletions=True)
+        await bench.publish(stream, [b"%d" % n for n in range(200, 300)])
+        await bench.archived_to(stream, 300)
+    before, asked = await back.contents(bench, stream), {"to_sequence": 300}
+    if by == "time":
+        asked = {"to_time_ns": before[-1].timestamp_ns + 1}
+    await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 11})
+    for sequence in range(20, 25):
+        await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence})
+    await consume(bench, stream, "c", 150)
+    given = (await ask(bench.client, f"STREAM.INFO.{stream}"))["config"]
+    await bench.client.api(f"STREAM.UPDATE.{stream}", {**given, "max_msgs": 10})
+    await back.capture(bench, stream, 300, deletions=True)
+    await bench.delete_stream(stream)
+    report = await back.restored(bench, stream, **asked)
+    assert report.exit_code == 0, [*report.lines()]
+    assert await back.contents(bench, stream) == before
+    assert (await back.positions(bench, stream))["c"] == (100, 100, 100, 100)
+    assert (await back.config(bench, stream))["max_msgs"] == 500
+    said = [note for note in report.plan.notes if "before the point in time" in note]
+    assert [note.split()[0] for note in said] == ["the", "positions", "deletions"], report.plan.notes
+    asked = {"to_sequence": 100} if by == "sequence" else {"to_time_ns": before[100].timestamp_ns}
+    notes = "\n".join((await back.planned(bench, stream, **asked)).notes)
+    for kind in ("no consumers were captured", "no deletions were captured"):
+        assert f"{kind} at or before the point in time: " in notes
 
 
 async def test_a_bucket_comes_back_with_its_revisions_now_and_as_it_was(bench: Bench) -> None:

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import shutil
 import sys
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 from common.chain import Chain
 from common.objects.local import LocalObjects
 from common.segments.captures import (
+    KINDS,
     CapturedConfig,
     CapturedConsumer,
     CapturedConsumers,
     CapturedDeletions,
-    CaptureStore,
+    to_json,
 )
 from common.segments.columns import record_batch
 from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
-from common.segments.keys import Layout
+from common.segments.keys import CaptureName, Layout
 from common.segments.segment import Footer, Ledger, Message, Reason, SegmentRef, Tip
 from common.segments.store import SegmentStore
 from common.segments.writer import SegmentWriter
@@ -85,8 +88,10 @@ def make(folder: Path) -> None:
     chains.write_tail(CHAIN, END)
     chains.accept_gap(CHAIN, ACCEPTED)
     chains.pass_gap(TARGET, CHAIN, PASSED)
-    for each in (CONFIG, CONSUMERS, DELETIONS):
-        CaptureStore(LAYOUT, objects).put(CHAIN, each)
+    for each in (CONFIG, CONSUMERS, DELETIONS):  # as they were written before they named their chain
+        raw = to_json(each)
+        name = CaptureName(replace(CHAIN, partition=0), KINDS[type(each)], each.end, sha256(raw).hexdigest()[:16])
+        objects.put(LAYOUT.capture(name), raw)
     inputs = [
         _segment(store, SequenceRange(1, 20), slice(0, 3), LEDGERS[0], UNREAD),
         _segment(store, SequenceRange(21, 40), slice(3, 4), LEDGERS[1], None),

@@ -60,14 +60,15 @@ async def positions(bench: Bench, stream: str) -> dict[str, tuple[int, ...]]:
 async def capture(bench: Bench, stream: str, end: int, *, deletions: bool = False) -> None:
     """What egress captures of a stream, right now."""
     store, chain = CaptureStore(bench.chains.layout, bench.objects), bench.chain(stream)
+    listed = captured_consumers(await list_consumers(bench.client, stream))
     info = await ask(bench.client, f"STREAM.INFO.{stream}", {"deleted_details": True})
-    at = format_time(int(SystemClock().now() * 1e9))
-    store.put(chain, CapturedConfig(at, end, info["created"], info["config"]))
-    store.put(chain, CapturedConsumers(at, end, captured_consumers(await list_consumers(bench.client, stream))))
+    at, ts = format_time(int(SystemClock().now() * 1e9)), info["ts"]
+    store.put(chain, CapturedConfig(at, end, info["created"], info["config"], ts=ts))
+    store.put(chain, CapturedConsumers(at, end, listed, ts=ts))
     if deletions:
         first, last = info["state"]["first_seq"], info["state"]["last_seq"]
         deleted = deleted_ranges(info["state"].get("deleted") or [])
-        store.put(chain, CapturedDeletions(at, end, first, last, deleted))
+        store.put(chain, CapturedDeletions(at, end, first, last, deleted, ts=ts))
 
 
 def settings(bench: Bench, feed: str, keys: dict[str, Any] | None = None) -> Settings:

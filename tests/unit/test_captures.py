@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from common.chain import Chain
+from common.clock import NS_PER_S, format_time, parse_time
 from common.errors import DataError
 from common.objects.local import LocalObjects
 from common.segments.captures import (
@@ -23,9 +27,13 @@ from common.segments.captures import (
     to_json,
 )
 from common.segments.keys import CAPTURES, CaptureName, Layout
+from tests.support.clock import ManualClock
+from tests.support.stores import CountingObjects, DatedObjects
 
 CHAIN, LAYOUT = Chain("us-east", "NODES", 1), Layout("data")
+NAME = "us-east/NODES/0001/0"
 CREATED = "2026-11-20T10:00:00.123456789Z"
+BEGIN = 1_763_632_800  # seconds since 1970
 CONSUMER = CapturedConsumer({"name": "app", "ack_policy": "explicit"}, CREATED, 12, 11, 9, 8, 3, 1)
 
 
@@ -33,8 +41,12 @@ def at(second: int) -> str:
     return f"2026-11-20T10:00:{second:02d}Z"
 
 
-def config(end: int, second: int = 0, **keys: object) -> CapturedConfig:
-    return CapturedConfig(at(second), end, CREATED, {"name": "NODES", **keys})
+def config(end: int, second: int = 0, ts: str = "", **keys: object) -> CapturedConfig:
+    return CapturedConfig(at(second), end, CREATED, {"name": "NODES", **keys}, chain=NAME, ts=ts)
+
+
+def deletions(second: int, end: int, first: int, last: int, *deleted: tuple[int, int]) -> CapturedDeletions:
+    return CapturedDeletions(at(second), end, first, last, deleted, chain=NAME)
 
 
 @pytest.fixture
@@ -48,14 +60,16 @@ def captures(objects: LocalObjects) -> CaptureStore:
 
 
 def test_captures_come_back_as_they_were_made(captures: CaptureStore) -> None:
-    consumers = CapturedConsumers(at(1), 10, (CONSUMER, msgspec.structs.replace(CONSUMER, paused=True)))
-    deletions = CapturedDeletions(at(1), 10, 2, 12, ((3, 3), (5, 9)))
-    for each in (config(10), consumers, deletions):
+    consumers = CapturedConsumers(
+        at(1), 10, (CONSUMER, msgspec.structs.replace(CONSUMER, paused=True)), chain=NAME, ts=at(2)
+    )
+    gone = deletions(1, 10, 2, 12, (3, 3), (5, 9))
+    for each in (config(10), consumers, gone):
         assert captures.put(CHAIN, each)
         assert not captures.put(Chain("us-east", "NODES", 1, 3), each), "the partition does not matter"
     assert captures.config(CHAIN) == config(10)
     assert captures.consumers(CHAIN) == consumers
-    assert captures.deletions(CHAIN) == deletions
+    assert captures.deletions(CHAIN) == gone
     assert consumers.consumers[0].name == "app"
     assert CapturedConsumers(at(1), 0, ()).consumers == ()
 
@@ -77,8 +91,67 @@ def test_of_one_end_that_which_was_taken_last_is_meant(captures: CaptureStore) -
     assert captures.config(CHAIN) == config(7, 9)
 
 
+def test_a_capture_of_another_feed_is_refused_and_one_that_names_none_is_read(
+    captures: CaptureStore, objects: LocalObjects
+) -> None:
+    other = Chain("us-east", "OTHER", 1)
+    captures.put(other, config(5))
+    [ref] = captures.ls(other, "config")
+    raw = objects.get(ref.key) or b""
+    stored(objects, 5, raw)
+    with pytest.raises(DataError, match=f"expected chain {NAME} of its name, found us-east/OTHER/0001/0"):
+        captures.config(CHAIN)
+    objects.delete(LAYOUT.capture(CaptureName(CHAIN, "config", 5, ref.digest)))
+    stored(objects, 5, raw.replace(b'"chain":"us-east/OTHER/0001/0",', b""))
+    assert captures.config(CHAIN) == msgspec.structs.replace(config(5), chain="")
+
+
+def test_what_was_captured_after_the_moment_is_not_meant(captures: CaptureStore) -> None:
+    """The server's time decides, of captures without one that of egress."""
+    moments = [parse_time(at(second)) for second in range(60)]
+    for each in (config(7, 10), config(7, 50, ts=at(20)), config(7, 5, ts=at(30)), config(9, 40)):
+        captures.put(CHAIN, each)
+    found = [captures.config(CHAIN, 8, moment) for moment in moments]
+    assert [each and each.moment for each in found] == [
+        *[None] * 10, *[at(10)] * 10, *[at(20)] * 10, *[at(30)] * 30,
+    ]  # fmt: skip
+    assert captures.config(CHAIN, None, moments[39]) == config(7, 5, ts=at(30))
+    assert captures.config(CHAIN, None, moments[40]) == config(9, 40)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=40), st.integers(-1, 200), st.integers(0, 50))
+def test_of_many_captures_the_newest_is_found_of_at_or_before_a_moment(
+    steps: list[tuple[int, int]], moment: int, upto: int
+) -> None:
+    """Where the store tells whole seconds and a quiet stream has many of one end."""
+    clock, put, end = ManualClock(BEGIN), list[CapturedDeletions](), 0
+    with tempfile.TemporaryDirectory() as folder:
+        captures = CaptureStore(LAYOUT, DatedObjects(LocalObjects(Path(folder)), clock))
+        for number, (more, seconds) in enumerate(steps):
+            clock.advance(seconds)
+            end, ts = end + more, format_time(int(clock.now()) * NS_PER_S + number)
+            put.append(CapturedDeletions(at(0), end, 1, end, (), chain=NAME, ts=ts))
+            captures.put(CHAIN, put[-1])
+        moment_ns = (BEGIN + moment) * NS_PER_S + 20
+        fitting = [each for each in put if each.end <= upto and each.moment_ns <= moment_ns]
+        assert captures.deletions(CHAIN, upto, moment_ns) == (fitting[-1] if fitting else None)
+
+
+def test_a_moment_long_ago_is_found_by_few_reads(tmp_path: Path) -> None:
+    clock, objects = ManualClock(BEGIN), CountingObjects(tmp_path)
+    captures = CaptureStore(LAYOUT, DatedObjects(objects, clock))
+    for _ in range(300):
+        clock.advance(300)
+        captures.put(CHAIN, config(7, ts=format_time(int(clock.now()) * NS_PER_S)))
+    found = captures.config(CHAIN, 7, (BEGIN + 300 * 40 + 299) * NS_PER_S)
+    assert found is not None
+    assert found.moment_ns == (BEGIN + 300 * 40) * NS_PER_S
+    assert objects.read <= 12 * len(to_json(found))
+
+
 def test_deletions_count_from_where_the_archive_has_what_the_stream_had(captures: CaptureStore) -> None:
-    early, late = CapturedDeletions(at(0), 0, 1, 100, ()), CapturedDeletions(at(1), 100, 101, 200, ())
+    early, late = deletions(0, 0, 1, 100), deletions(1, 100, 101, 200)
     for each in (early, late):
         captures.put(CHAIN, each)
     assert captures.deletions(CHAIN, 99) is None
@@ -87,7 +160,7 @@ def test_deletions_count_from_where_the_archive_has_what_the_stream_had(captures
     # A restore to 150 lost what is behind it: the stream has others there since, also up to 200 and further.
     captures.put(CHAIN, CapturedRestore(at(2), 150, CREATED, CREATED, {}))
     assert captures.deletions(CHAIN, 300) == early
-    since = CapturedDeletions(at(3), 160, 1, 300, ((7, 7),))
+    since = deletions(3, 160, 1, 300, (7, 7))
     captures.put(CHAIN, since)
     assert captures.deletions(CHAIN, 299) == early
     assert captures.deletions(CHAIN, 300) == since
@@ -112,6 +185,12 @@ GOOD = to_json(config(5))
     [
         (GOOD, "0" * 16, "digest of its name"),
         (to_json(config(6)), "", "expected end 5 of its name, found 6"),
+        (
+            GOOD.replace(b"NODES/0001", b"NODES/0000"),
+            "",
+            f"expected chain {NAME} of its name, found us-east/NODES/0000/0",
+        ),
+        (GOOD.replace(b'"chain":"', b'"ts":"soon","chain":"'), "", "expected a time"),
         (GOOD.replace(b'"format_version":1', b'"format_version":2'), "", "format_version"),
         (GOOD.replace(at(0).encode(), b"yesterday"), "", "expected a time"),
         (GOOD.replace(b'"end":5', b'"end":-5'), "", "end: expected 0"),
@@ -178,7 +257,7 @@ def test_what_is_captured_has_one_form(captures: CaptureStore) -> None:
 
 def test_a_restored_stream_is_known_by_each_time_that_a_cluster_may_say(captures: CaptureStore) -> None:
     alone = CapturedRestore(at(9), 10, created=at(5), was=at(2), ends={0: 10})
-    clustered = msgspec.structs.replace(alone, seen=at(8))
+    clustered = msgspec.structs.replace(alone, seen=at(8), chain=NAME)
     assert captures.put(CHAIN, clustered)
     assert captures.restored(CHAIN) == clustered
     assert [second for second in range(10) if alone.is_of(at(second))] == [5]

@@ -114,7 +114,7 @@ class Lived:
                 gone = deleted_ranges(s for s in range(first, last + 1) if s not in self.held)
                 end = max([last - value, 0, *(each.end for each in self.captures)])
                 when = f"2026-01-02T03:04:{len(self.captures):02d}Z"
-                self.captures.append(CapturedDeletions(when, end, first, last, gone))
+                self.captures.append(CapturedDeletions(when, end, first, last, gone, chain=str(CHAIN)))
             elif kind != "delete":
                 self.rows.append(row(last + 1, kind, value))
                 rows = [each for each in self.rows if each.sequence in (*self.held, last + 1)]
