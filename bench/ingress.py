@@ -32,6 +32,9 @@ from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, frame
 from common.open import load_settings, open_chains
 from common.segments.documents import ChainDocument, StreamDocument
+from common.settings.ingress import TargetSettings
+from ingress.chains.chain_state import ChainRegistry
+from ingress.rows.prepare import Accepting, TargetLimits
 from tests.scenarios.processes import Service
 from tests.support.basics import soon, unique
 from tests.support.segments import message, write_segment
@@ -273,7 +276,37 @@ def events() -> Figure:
     return Figure("latency.events", round(statistics.median(found), 3), "s")
 
 
+# 12,000 chains in one target: a feed that was made again a thousand times, one of many partitions, one between.
+SHAPES = {"again": (1000, 4), "wide": (4, 1000), "both": (80, 50)}
+
+
+def start(times: int = 3) -> Figure:
+    """What the event loop does about chains at a start: positions taken over, ends read, obstacles looked for."""
+    source = {"site": "bench", "feed": [*SHAPES]}
+    settings = TargetSettings.model_validate({"stream": TARGET, "sources": [source]})
+    chains = [
+        Chain("bench", feed, n, p) for feed, (most, cut) in SHAPES.items() for n in range(most) for p in range(cut)
+    ]
+    stored = {chain: 10 for chain in chains if chain.incarnation < SHAPES[chain.feed][0] - 1}
+    return Figure(
+        "start.chains", round(statistics.median(_started(settings, chains, stored) for _ in range(times)), 2), "s"
+    )
+
+
+def _started(settings: TargetSettings, chains: list[Chain], stored: dict[Chain, int]) -> float:
+    began, registry = time.perf_counter(), ChainRegistry(settings, TargetLimits(Accepting([">"]), 1 << 20))
+    registry.reset(stored)
+    assert all(registry.add(chain) for chain in chains)
+    registry.reset(stored)
+    for chain in chains:
+        for whole in registry.needs_previous(chain):
+            registry.set_previous(whole, dict.fromkeys(range(SHAPES[chain.feed][1]), 9))
+        assert not registry.obstacle(chain)
+    return time.perf_counter() - began
+
+
 BENCHES = [
+    Bench("start.chains", "s", "<= 2", start),
     Bench("ingress.fast", "msg/s", "ratio >= 0.7", fast),
     Bench("ingress.atomic", "msg/s", "ratio >= 0.8", atomic),
     Bench("ingress.ten_chains", "msg/s", "ratio >= 0.9", ten_chains),

@@ -10,7 +10,8 @@ SITE_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 FEED_PATTERN = re.compile(r"[^\s.*>/\\\x00-\x1f\x7f]{1,255}")
 
 MAX_INCARNATION = 9999
-MAX_PARTITION = 65535
+MAX_PARTITION = 65535  # that a name may have
+MAX_PARTITIONS = 1024  # of one feed: what egress cuts a stream into at most, and what is believed of documents
 CHAIN_FORM = "SITE/FEED[/INCARNATION[/PARTITION]]"
 _NUMBER = re.compile(r"[0-9]{1,5}")
 

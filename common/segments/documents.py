@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from common.chain import MAX_INCARNATION, MAX_PARTITION, Chain
+from common.chain import MAX_INCARNATION, MAX_PARTITIONS, Chain
 from common.clock import NS_PER_S, format_time, parse_time
 from common.documents import JsonForm
 from common.errors import DataError, OutcomeUnknown, Refused, Unavailable
@@ -77,7 +77,7 @@ class ChainDocument(_Versioned, frozen=True):
     relay: bool = False
 
     def __post_init__(self) -> None:
-        _expect("partitions", self.partitions, 1, MAX_PARTITION + 1)
+        _expect("partitions", self.partitions, 1, MAX_PARTITIONS)
         _expect("first", self.first, 1, MAX_SEQUENCE)
 
     def to_json(self) -> bytes:
@@ -108,7 +108,7 @@ class StreamDocument:
 
     def __post_init__(self) -> None:
         for partition, end in (self.previous or {}).items():
-            _expect("previous: partition", partition, 0, MAX_PARTITION)
+            _expect("previous: partition", partition, 0, MAX_PARTITIONS - 1)
             _expect("previous: end", end, 0, MAX_SEQUENCE)
         for chain in self.chains:
             _expect("chains: partitions", chain.partitions, len(self.chains), len(self.chains))
@@ -439,9 +439,14 @@ class ChainStore:
 
     def is_followed(self, chain: Chain) -> bool:
         """Whether the next incarnation exists: nothing is put into this one any more. One HEAD request."""
+        return self.followed_since(chain) is not None
+
+    def followed_since(self, chain: Chain) -> float | None:
+        """When the next incarnation began, in seconds since 1970 by the store's clock; None where there is none."""
         if chain.incarnation == MAX_INCARNATION:
-            return False
-        return self.objects.head(self.layout.stream_document(chain.next_incarnation())) is not None
+            return None
+        info = self.objects.head(self.layout.stream_document(chain.next_incarnation()))
+        return info.modified if info else None
 
     def read_end(self, chain: Chain) -> int | None:
         """Where the chain ended with its incarnation (0: nothing was covered); None while it has not."""
@@ -567,8 +572,9 @@ class ChainStore:
         except Refused:
             return {}
 
-    def chains(self, site: str | None = None, feed: str | None = None) -> list[Chain]:
-        found, after, prefix = list[Chain](), "", self.layout.documents_prefix(site, feed)
+    def chains(self, site: str | None = None, feed: str | None = None, incarnation: int | None = None) -> list[Chain]:
+        """Those that have a `chain.json`; None means all."""
+        found, after, prefix = list[Chain](), "", self.layout.documents_prefix(site, feed, incarnation)
         while True:
             page = self.objects.list(prefix, start_after=after, limit=_PAGE)
             parsed = (self.layout.parse_chain_document(info.key) for info in page)

@@ -216,10 +216,11 @@ class Layout:
 
     # Documents about a chain
 
-    def documents_prefix(self, site: str | None = None, feed: str | None = None) -> str:
+    def documents_prefix(self, site: str | None = None, feed: str | None = None, incarnation: int | None = None) -> str:
         of_site = "" if site is None else f"{encode(site)}/"
         of_feed = "" if site is None or feed is None else f"feed={encode(feed)}/"
-        return self._under(f"_floe/site={of_site}{of_feed}")
+        of_incarnation = "" if not of_feed or incarnation is None else f"incarnation={incarnation:04d}/"
+        return self._under(f"_floe/site={of_site}{of_feed}{of_incarnation}")
 
     def stream_document(self, chain: Chain) -> str:
         return self._under(f"_floe/{_incarnation_path(chain)}/stream.json")

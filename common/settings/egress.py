@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Tag
 
-from common.chain import FEED_PATTERN
+from common.chain import FEED_PATTERN, MAX_PARTITIONS
 from common.settings import types as t
 from common.settings.service import MonitorTlsSettings, ServiceSettings, StartSettings
 from common.settings.types import Section, merged_entries, needed, option, repeated
@@ -64,7 +64,6 @@ class SegmentSettings(Section):
     compression_level: Annotated[t.Whole, t.Range(1, 22)] = option(1, "of zstd")
 
 
-MAX_PARTITIONS = 1024
 CAPTURE_DELETES = 600.0  # seconds, of streams where deleting leaves no message
 PARTITION = "{partition}"  # stands for the number in a template
 

@@ -100,6 +100,9 @@ class SourceSettings(StartSettings):
         "24h", "a hole is late until the first segment behind it is this old, then lost"
     )
     on_lost: Literal["halt", "skip"] = option("halt", "when a segment is lost: wait for you, or go on without it")
+    max_chains: Annotated[t.Whole, t.Range(1)] = option(
+        4096, "a feed of a site stops that has more chains than this which are not carried to their end"
+    )
 
     def combinations(self) -> Iterator[tuple[str, str]]:
         yield from super().combinations()

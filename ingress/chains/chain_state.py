@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -12,11 +12,12 @@ from common.exits import ways
 from common.logs import get_logger
 from common.metrics import begin
 from common.segments import documents
+from common.segments.keys import Pair
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange, Stretch
 from common.settings.ingress import SourceSettings, TargetSettings
 from ingress import errors
-from ingress.chains.plan import ChainPlan, Phase, unfinished
+from ingress.chains.plan import ChainPlan, Phase
 from ingress.chains.search import SearchState
 from ingress.errors import set_command, set_position
 from ingress.rows.decoder import FromHole
@@ -259,24 +260,53 @@ class ChainState:
         return state
 
 
+NOT_THERE = "stream.json is not there yet"
+_Whole = tuple[str, str, int]  # site, feed, incarnation
+
+
+@dataclass(slots=True)
+class _Feed:
+    """The known chains of one feed by incarnation. `unfinished`: those not known to be carried to their end. `refused`:
+    those that were too many; `stopped`: the error then.
+    """
+
+    incarnations: dict[int, list[Chain]] = field(default_factory=dict)
+    unfinished: set[Chain] = field(default_factory=set)
+    refused: set[Chain] = field(default_factory=set)
+    stopped: FloeError | None = None
+
+
 class ChainRegistry:
     """The chains of one target. `sources` of the configuration is the allow-list: no other chain gets in.
 
     `positions`: what is stored for good, by chain: the next sequence; None while that is not known. `limits`: what
     rows are prepared for; `ask_limits`: asks the target again (None: the limits never change).
+
+    What one change costs does not grow with the chains of other feeds: a hostile site may have thousands of them.
     """
 
     def __init__(self, settings: TargetSettings, limits: TargetLimits, ask_limits: AskLimits | None = None) -> None:
         self._settings, self.target = settings, settings.stream
         self.limits, self._ask_limits = limits, ask_limits
         self._sources = {pair: source for source in settings.sources for pair in source.pairs()}
-        self.positions: Mapping[Chain, int] | None = None
+        self.positions = None
+        self._begun: dict[Pair, int] | None = None
         self._states: dict[Chain, ChainState] = {}
+        self._feeds: dict[Pair, _Feed] = {}
         self._archived: dict[Chain, int] = {}
-        self._previous: dict[Chain, Mapping[int, int] | None] = {}
-        self._unread: dict[Chain, str] = {}
+        self._previous: dict[_Whole, Mapping[int, int] | None] = {}
+        self._left: dict[_Whole, deque[tuple[Chain, int]]] = {}
+        self._unread: dict[_Whole, str] = {}
         for site, feed in self._sources:
             begin("ingress_", site=site, feed=feed)
+
+    @property
+    def positions(self) -> Mapping[Chain, int] | None:
+        return self._positions
+
+    @positions.setter
+    def positions(self, positions: Mapping[Chain, int] | None) -> None:
+        self._positions, self._begun = positions, None
 
     def __iter__(self) -> Iterator[ChainState]:
         return iter(list(self._states.values()))
@@ -311,13 +341,45 @@ class ChainRegistry:
                 state.preparer = self.preparer(state.chain)
 
     def add(self, chain: Chain) -> ChainState | None:
-        """None for a chain that may not flow in."""
-        if (chain.site, chain.feed) not in self._sources:
+        """None for a chain that may not flow in, and for one too many of its feed, which then stops."""
+        if (source := self._sources.get(pair := (chain.site, chain.feed))) is None:
             return None
-        if chain not in self._states:
-            partition = str(chain.partition)
-            begin("ingress_", target=self.target, site=chain.site, feed=chain.feed, partition=partition)
-        return self._states.get(chain) or self.renew(chain, self.positions or {})
+        if (state := self._states.get(chain)) is not None:
+            return state
+        feed = self._feeds.setdefault(pair, _Feed())
+        if len(feed.unfinished) >= source.max_chains:
+            feed.unfinished = {each for each in feed.unfinished if not self._is_carried(each)}
+        position = (self._positions or {}).get(chain, 0)
+        if len(feed.unfinished) >= source.max_chains and not self._is_carried(chain):
+            self._refuse(feed, chain, source.max_chains)
+            return None
+        partition = str(chain.partition)
+        begin("ingress_", target=self.target, site=chain.site, feed=chain.feed, partition=partition)
+        feed.incarnations.setdefault(chain.incarnation, []).append(chain)
+        feed.unfinished.add(chain)
+        return self.renew(chain, position)
+
+    def _is_carried(self, chain: Chain) -> bool:
+        """Whether the chain is known to be carried to its end, as far as is stored."""
+        position = (self._positions or {}).get(chain, 0)
+        return (end := self._end(chain, position)) is not None and max(position, 1) > end
+
+    def _refuse(self, feed: _Feed, chain: Chain, most: int) -> None:
+        if not feed.refused:
+            message = (
+                f"{chain.site}/{chain.feed}: max_chains: expected at most {most} chains that are not carried to their "
+                f"end, found more, such as {chain}: nothing of this feed is carried"
+            )
+            hint = "remove what does not belong there; or raise `max_chains` of its source, and start ingress again"
+            feed.stopped = Stopped(message, hint=hint, code="E-CHAINS")
+            context = {"site": chain.site, "feed": chain.feed, "code": "E-CHAINS", "target": self.target}
+            log.error("feed stopped", action="feed_stopped", error=str(feed.stopped), **context)
+        feed.refused.add(chain)
+
+    def stop_of(self, chain: Chain) -> FloeError | None:
+        """Why nothing of the chain's feed is carried; None where nothing stops all of it."""
+        feed = self._feeds.get((chain.site, chain.feed))
+        return feed.stopped if feed else None
 
     def archive(self, chain: Chain, end: int) -> None:
         self._archived[chain] = end
@@ -326,15 +388,16 @@ class ChainRegistry:
 
     def reset(self, positions: Mapping[Chain, int]) -> None:
         self.positions = positions
-        former, self._states = self._states, {}
-        for chain in former:
-            self.renew(chain, positions)
+        known = [*self._states, *(chain for feed in self._feeds.values() for chain in feed.refused)]
+        self._states, self._feeds, self._left = {}, {}, {}
+        for chain in known:
+            self.add(chain)
 
-    def renew(self, chain: Chain, positions: Mapping[Chain, int]) -> ChainState:
+    def renew(self, chain: Chain, position: int) -> ChainState:
         """A new state in place of the former one. What was read for the former one is not used."""
         archived = self._archived.get(chain, 0)
-        state = ChainState(chain, self.preparer(chain), positions.get(chain, 0), archived=archived)
-        state.end = self._end(chain, positions)
+        state = ChainState(chain, self.preparer(chain), position, archived=archived)
+        state.end = self._end(chain, position)
         # A tail tells whether there is more to be found; without one only all levels do.
         state.look_everywhere = archived == 0
         self._states[chain] = state
@@ -342,41 +405,74 @@ class ChainRegistry:
 
     # Incarnations
 
-    def needs_previous(self) -> list[Chain]:
-        found = {_whole(chain): chain for chain in self._states if chain.incarnation}
-        return [chain for whole, chain in found.items() if whole not in self._previous]
+    def needs_previous(self, chain: Chain, *, again: bool = True) -> list[Chain]:
+        """The incarnations of which `stream.json` is to be read before `chain` is looked at: its own, and the next one
+        where that exists. `again`: also what could not be read before.
+        """
+        feed = self._feeds.get((chain.site, chain.feed), _Feed())
+        wanted = [n for n in (chain.incarnation, chain.incarnation + 1) if n and n in feed.incarnations]
+        wholes = [(chain.site, chain.feed, n) for n in wanted]
+        return [Chain(*w) for w in wholes if w not in self._previous and (again or w not in self._unread)]
 
     def set_previous(self, chain: Chain, previous: Mapping[int, int] | None) -> None:
         """`previous`: where the incarnation before ended, as `stream.json` says; None: it says nothing."""
         self._previous[_whole(chain)] = previous
-        for state in self._states.values():
-            state.ends_at(self._end(state.chain, self.positions or {}))
+        feed = self._feeds.get((chain.site, chain.feed), _Feed())
+        for each in feed.incarnations.get(chain.incarnation - 1, ()):
+            self._states[each].ends_at(self._end(each, (self._positions or {}).get(each, 0)))
 
     def cannot_read(self, chain: Chain, why: str) -> bool:
-        """The `stream.json` of the chain's incarnation exists and cannot be read. Returns whether that is new."""
+        """The `stream.json` of the chain's incarnation cannot be read. Returns whether that is new."""
         is_news = self._unread.get(_whole(chain)) != why
         self._unread[_whole(chain)] = why
         return is_news
 
-    def _end(self, chain: Chain, positions: Mapping[Chain, int]) -> int | None:
+    def _end(self, chain: Chain, position: int) -> int | None:
         """None while the incarnation has not ended, as far as is known."""
-        if (previous := self._previous.get(_whole(chain.next_incarnation()))) is not None:
+        if (previous := self._previous.get((chain.site, chain.feed, chain.incarnation + 1))) is not None:
             return previous.get(chain.partition, 0)
-        later = any(
-            (other.site, other.feed) == (chain.site, chain.feed) and other.incarnation > chain.incarnation
-            for other in positions
-        )
         # The next one has begun: what appears behind is reported, never delivered by itself.
-        return positions.get(chain, 1) - 1 if later else None
+        return max(position, 1) - 1 if self._last_begun(chain) > chain.incarnation else None
+
+    def _last_begun(self, chain: Chain) -> int:
+        """The last incarnation of the chain's feed that has a position; -1 where none has."""
+        if (begun := self._begun) is None:
+            begun = self._begun = {}
+            for each in self._positions or ():
+                pair = each.site, each.feed
+                begun[pair] = max(each.incarnation, begun.get(pair, -1))
+        return begun.get((chain.site, chain.feed), -1)
 
     def obstacle(self, chain: Chain) -> str:
         """What keeps a chain from beginning and goes away by itself; empty if nothing does."""
         if chain.incarnation == 0:
             return ""
         if _whole(chain) not in self._previous:
-            return self._unread.get(_whole(chain), "stream.json is not there yet")
-        left = unfinished(chain, self._previous[_whole(chain)] or {}, self.positions or {})
-        return "; ".join(f"{before} stands at {at} and ends at {end}" for before, (at, end) in left.items())
+            return self._unread.get(_whole(chain), NOT_THERE)
+        if not (left := self._unfinished(chain)):
+            return ""
+        before, end = left[0]
+        text = f"{before} stands at {(self._positions or {}).get(before, 1)} and ends at {end}"
+        return f"{text}; at most {len(left) - 1} more partitions have not ended" if len(left) > 1 else text
+
+    def _unfinished(self, chain: Chain) -> deque[tuple[Chain, int]]:
+        """Chains of the incarnation before, with their ends; the first of them has not reached its end."""
+        if (left := self._left.get(_whole(chain))) is None:
+            ends = sorted((self._previous[_whole(chain)] or {}).items())
+            before = replace(chain, incarnation=chain.incarnation - 1)
+            left = self._left[_whole(chain)] = deque((replace(before, partition=n), end) for n, end in ends)
+        while left and (self._positions or {}).get(left[0][0], 1) > left[0][1]:
+            left.popleft()  # only `reset` lowers a position
+        return left
+
+    def unknown_before(self, chain: Chain) -> list[int]:
+        """The partitions that `stream.json` says have covered something before `chain`, and of which nothing is known:
+        empty unless the incarnation waits for one of them now.
+        """
+        left = self._unfinished(chain) if _whole(chain) in self._previous else ()
+        if not left or left[0][0] in self._states:
+            return []
+        return [each.partition for each, end in left if end and each not in self._states]
 
     def check_may_begin(self, chain: Chain, first: int) -> None:
         """Raises Stopped where an operator must decide whether the incarnation begins. `first`: where it would."""
@@ -392,5 +488,5 @@ class ChainRegistry:
         raise Stopped(f"chain {chain}: {why}", hint=ways((f"to {then}", begin_at)), code="E-INCARNATION")
 
 
-def _whole(chain: Chain) -> Chain:
-    return Chain(chain.site, chain.feed, chain.incarnation)
+def _whole(chain: Chain) -> _Whole:
+    return chain.site, chain.feed, chain.incarnation

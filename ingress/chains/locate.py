@@ -19,11 +19,11 @@ from common.sequences import SequenceRange
 from common.service.process import Threads
 from common.settings.ingress import SourceSettings
 from ingress import errors, metrics
-from ingress.chains.chain_state import ChainRegistry, ChainState
+from ingress.chains.chain_state import NOT_THERE, ChainRegistry, ChainState
 from ingress.chains.plan import ChainPlan, GapDecision, Phase, decide, first_position
 from ingress.chains.search import LISTED, StoreClock, has_news, look, survey
 from ingress.chains.starts import Starts
-from ingress.errors import passes_by_itself
+from ingress.errors import LOOK_AT_STOPPED, SHOWN, passes_by_itself
 from ingress.rows.decoder import Relays
 
 log = get_logger(__name__)
@@ -130,15 +130,17 @@ class SegmentLocator:
     ) -> None:
         self._chains, self._store, self._documents, self._relays = chains, store, documents, relays
         self._threads, self._clock = threads, clock
+        self._listed: dict[tuple[str, str, int], float] = {}
         self.starts = Starts(chains.target, store, documents, clock)
         self.gaps = GapSkipper(chains.target, store, documents, clock)
 
-    async def read_previous(self) -> None:
-        """Read the `stream.json` files that are not known yet.
+    async def read_previous(self, state: ChainState) -> None:
+        """Read the `stream.json` files that a look at the chain needs and that are not known yet.
 
-        One that cannot be read holds back only its own incarnation. It is reported once for each reason.
+        Read in the chain's own turn, so that the documents of one site hold up no other. One that cannot be read holds
+        back only its own incarnation. It is reported once for each reason.
         """
-        for chain in self._chains.needs_previous():
+        for chain in self._chains.needs_previous(state.chain, again=not state.goes_on):
             try:
                 document = await self._threads.run(self._documents.read_stream, chain)
             except FloeError as error:
@@ -147,7 +149,9 @@ class SegmentLocator:
                     context = chain.log_context()
                     tell("stream.json unread", action="document_unread", error=str(error), **context)
                 continue
-            if document is not None:
+            if document is None:
+                self._chains.cannot_read(chain, NOT_THERE)
+            else:
                 self._chains.set_previous(chain, document.previous)
 
     # Beginning
@@ -162,17 +166,22 @@ class SegmentLocator:
             return
         chain.waits_for = self._chains.obstacle(chain.chain)
         if chain.waits_for:
+            await self._check_named(chain.chain)
             return
         if (document := await self._threads.run(self._documents.read_chain, chain.chain)) is None:
             chain.waits_for = "chain.json is not there yet"
             return
+        if chain.chain.partition >= document.partitions:
+            key = self._documents.layout.chain_document(chain.chain)
+            text = f"{key}: partitions: expected more than {chain.chain.partition}, found {document.partitions}"
+            raise Stopped(text, hint="egress wrote no such partition: see who did, and remove it", code="E-STATE-JSON")
         self._relays.note(chain.chain, document)
         floor = await self._threads.run(self._documents.read_floor, chain.chain)
         first = first_position(document.first, floor)
         if not self._chains.is_current(chain):
             return  # its state was replaced: the question may be settled
         self._chains.check_may_begin(chain.chain, first)
-        source, positions = self._chains.source(chain.chain), dict(self._chains.positions or {})
+        source, positions = self._chains.source(chain.chain), self._chains.positions or {}
         start = await self._threads.run(self.starts.resolve, chain.chain, source, first, chain.end, positions)
         if not start:
             chain.unreached = archived
@@ -181,6 +190,25 @@ class SegmentLocator:
         chain.unreached = 0
         chain.begins(first, start)
         log.info("chain begins", action="chain_begins", position=start, **chain.chain.log_context())
+
+    async def _check_named(self, chain: Chain) -> None:
+        """Raises Stopped where the incarnation waits for partitions that never were: no `chain.json` of them exists."""
+        if not self._chains.unknown_before(chain):
+            return
+        before = chain.site, chain.feed, chain.incarnation - 1
+        if self._clock.monotonic() - self._listed.get(before, float("-inf")) >= LOOK_AT_STOPPED:
+            for each in await self._threads.run(self._documents.chains, *before):
+                self._chains.add(each)
+            self._listed[before] = self._clock.monotonic()  # one listing for all chains of the incarnation
+        if missing := self._chains.unknown_before(chain):
+            text = ", ".join(map(str, missing[:SHOWN]))
+            more = f" and {len(missing) - SHOWN} more" if missing[SHOWN:] else ""
+            raise Stopped(
+                f"{self._documents.layout.stream_document(chain)}: previous: expected partitions of incarnation "
+                f"{before[2]:04d} that have a chain.json, found {text}{more} without one",
+                hint="put the chain.json of each back from a copy of the bucket: what they archived is carried first",
+                code="E-STATE-JSON",
+            )
 
     # Looking
 
@@ -198,9 +226,7 @@ class SegmentLocator:
             return
         if plan.waiting_since is None:
             # A hole at the end of an incarnation has waited since the next one began.
-            key = self._documents.layout.stream_document(state.chain.next_incarnation())
-            info = await self._threads.run(self._documents.objects.head, key)
-            plan = replace(plan, waiting_since=info.modified if info else None)
+            plan = replace(plan, waiting_since=await self._threads.run(self._documents.followed_since, state.chain))
         state.looked(plan, self._clock.monotonic())
         await self._settle(state, plan)
 

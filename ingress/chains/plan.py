@@ -4,12 +4,11 @@ incarnations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from common.chain import Chain
 from common.segments.documents import AcceptedGap, accepted_part
 from common.segments.segment import SegmentRef
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, extends, leading
@@ -98,22 +97,6 @@ def plan_chain(
 
 def first_position(first: int, floor: int | None) -> int:
     return max(first, floor or 1)
-
-
-def unfinished(
-    chain: Chain, previous: Mapping[int, int], positions: Mapping[Chain, int]
-) -> dict[Chain, tuple[int, int]]:
-    """Which partitions of the incarnation before `chain`'s have not reached their ends, with (position, end).
-
-    `previous`: where each partition of the incarnation before ended, as `stream.json` says. A chain
-    may begin when this is empty. A partition without a position stands at 1.
-    """
-    found = {}
-    for partition, end in previous.items():
-        before = Chain(chain.site, chain.feed, chain.incarnation - 1, partition)
-        if (at := positions.get(before, 1)) <= end:
-            found[before] = (at, end)
-    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,8 +145,6 @@ class Prefetcher:
             self._wake(state)
 
     async def tick(self) -> None:
-        # First read where incarnations ended: a look before that could carry what is behind an end.
-        await self.locator.read_previous()
         now, due = self._clock.monotonic(), self._due
         self._due = set()
         for chain in self.chains:
@@ -171,7 +169,7 @@ class Prefetcher:
     # Turns
 
     def _wake_all(self) -> None:
-        # The others are looked at by the next tick, which first reads where incarnations ended.
+        # The others are looked at by the next tick.
         for chain in self.chains:
             if chain.chain not in self._due:
                 self._wake(chain)
@@ -227,6 +225,11 @@ class Prefetcher:
             chain.turn = Turn.ACTIVE
 
     async def _advance(self, chain: ChainState) -> None:
+        if (stop := self.chains.stop_of(chain.chain)) is not None:  # logged once, for all of its feed
+            chain.stop(stop, self._clock.monotonic() + self.look_at_stopped)
+            return
+        # First where incarnations ended: a look before that could carry what is behind an end.
+        await self.locator.read_previous(chain)
         if chain.phase is Phase.BEGINNING:
             await self.locator.begin(chain)
         if chain.has_begun and chain.look_behind:
@@ -330,7 +333,7 @@ class Prefetcher:
 
     def _hold(self, chain: Chain) -> ChainState:
         self.ahead.drop(lambda block: block.piece.chain == chain and not block.piece.out_of_turn)
-        return self.chains.renew(chain, {**self.positions, **self._taken_to})
+        return self.chains.renew(chain, self._taken_to.get(chain, self.positions.get(chain, 0)))
 
     def stop_chain(self, chain: ChainState, error: FloeError) -> None:
         """Carry nothing more of the chain until it is looked at again. Reported once for each reason."""

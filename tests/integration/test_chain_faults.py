@@ -154,12 +154,13 @@ async def test_a_stream_json_that_cannot_be_read_starves_nobody_and_is_told_once
     async with centre.running():
         await centre.reaches({CHAIN: 101, PART: 10})
         await centre.look()
+        await soon(lambda: "archived" in centre.prefetcher.chains.get(LATER).waits_for)
         assert caplog.text.count("stream.json unread") == 1
         errors.pop(0)
         await centre.look()
+        await soon(lambda: "no right" in centre.prefetcher.chains.get(LATER).waits_for)
         await centre.look()
         assert caplog.text.count("stream.json unread") == 2
-        assert "no right" in centre.prefetcher.chains.get(LATER).waits_for
         errors.clear()
         archive.put(rows_of(1, 5, LATER), chain=LATER)
         await centre.reaches({LATER: 6})

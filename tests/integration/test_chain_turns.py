@@ -11,7 +11,7 @@ import pytest
 
 from common.chain import Chain
 from common.clock import SystemClock
-from common.segments.documents import AcceptedGap
+from common.segments.documents import AcceptedGap, ChainDocument
 from common.sequences import SequenceRange
 from common.service.process import Threads
 from common.settings.ingress import TargetSettings
@@ -174,3 +174,60 @@ async def test_a_chain_that_begins_at_a_moment_to_come_says_what_it_waits_for(ar
 
     assert not chain.has_begun
     assert centre.stored == {}
+
+
+async def test_partitions_that_never_were_stop_the_incarnation_that_names_them_in_one_line(archive: Archive) -> None:
+    archive.put(rows_of(1, 10))
+    archive.put(rows_of(1, 20, SMALL[0]), chain=SMALL[0])
+    archive.begin(LATER, previous={0: 10, 1: 0, **dict.fromkeys(range(2, 1024), 5)})
+    archive.put(rows_of(1, 5, LATER), chain=LATER)
+    async with Centre(archive).running() as centre:
+        await centre.reaches({CHAIN: 11, SMALL[0]: 21})
+        await soon(lambda: centre.prefetcher.chains.get(LATER).stopped is not None)
+
+    error = centre.prefetcher.chains.get(LATER).stopped
+    assert error.code == "E-STATE-JSON"
+    assert error.message.endswith("that have a chain.json, found 2, 3, 4, 5, 6 and 1017 more without one")
+    assert len(error.message) < 300
+    assert LATER not in centre.stored
+
+
+async def test_partitions_that_are_found_late_are_waited_for(archive: Archive) -> None:
+    archive.put(rows_of(1, 10))
+    archive.begin(LATER, previous={0: 10, 1: 3})
+    archive.put(rows_of(1, 5, LATER), chain=LATER)
+    archive.put(rows_of(1, 3, PARTS[1]), chain=PARTS[1])
+    async with Centre(archive).running() as centre:
+        for chain in (CHAIN, LATER):  # a listing that was made before the partition was there
+            centre.prefetcher.found(chain)
+        await centre.prefetcher.tick()
+        await soon(lambda: PARTS[1] in {state.chain for state in centre.prefetcher.chains})
+        assert centre.prefetcher.chains.get(LATER).stopped is None
+        await centre.reaches({CHAIN: 11, PARTS[1]: 4, LATER: 6})
+
+
+async def test_a_partition_above_the_count_of_its_chain_json_stops_alone(archive: Archive) -> None:
+    archive.put(rows_of(1, 10))
+    forged = Chain("us-east", "NODES", 0, 7)
+    archive.documents.create_chain(forged, ChainDocument((), 7, 1))
+    archive.put(rows_of(1, 5, forged), chain=forged)
+    async with Centre(archive).running() as centre:
+        await centre.reaches({CHAIN: 11})
+        await soon(lambda: centre.prefetcher.chains.get(forged).stopped is not None)
+
+    error = centre.prefetcher.chains.get(forged).stopped
+    assert (error.code, error.message.endswith("expected more than 7, found 7")) == ("E-STATE-JSON", True)
+    assert forged not in centre.stored
+
+
+async def test_a_feed_with_too_many_chains_stops_and_the_others_are_carried(archive: Archive) -> None:
+    crowd = [Chain(BIG.site, BIG.feed, 0, partition) for partition in range(6)]
+    for chain in (*crowd, *SMALL):
+        archive.put(rows_of(1, 5, chain), chain=chain)
+    async with Centre(archive, max_chains=4).running() as centre:
+        await centre.reaches(dict.fromkeys(SMALL, 6))
+        chains = centre.prefetcher.chains
+        await soon(lambda: sum(state.stopped is not None for state in chains) == 4)
+
+    assert {state.stopped.code for state in chains if state.stopped} == {"E-CHAINS"}
+    assert not centre.stored.keys() & set(crowd)

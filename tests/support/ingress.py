@@ -57,7 +57,7 @@ class Archive:
     def begin(self, chain: Chain = CHAIN, first: int = 1, previous: dict[int, int] | None = None) -> None:
         """The documents of a chain."""
         self.documents.create_stream(chain, StreamDocument({"name": chain.feed}, "t0", previous))
-        self.documents.create_chain(chain, ChainDocument((), 1, first))
+        self.documents.create_chain(chain, ChainDocument((), chain.partition + 1, first))
 
     def put(
         self,

@@ -6,7 +6,7 @@ from common.chain import Chain
 from common.segments.keys import Layout, SegmentName
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
-from ingress.chains.plan import ChainPlan, Phase, first_position, plan_chain, unfinished
+from ingress.chains.plan import ChainPlan, Phase, first_position, plan_chain
 
 CHAIN = Chain("us-east", "NODES")
 
@@ -69,17 +69,3 @@ def test_a_chain_begins_at_its_first_sequence_or_at_what_retention_left() -> Non
     assert first_position(500, None) == 500
     assert first_position(500, 900) == 900
     assert first_position(500, 100) == 500
-
-
-def test_an_incarnation_waits_until_all_partitions_before_it_reached_their_ends() -> None:
-    later = Chain("us-east", "NODES", 1, 0)
-    before = [Chain("us-east", "NODES", 0, partition) for partition in (0, 1)]
-    previous = {0: 10, 1: 20}
-
-    assert unfinished(later, previous, {}) == {before[0]: (1, 10), before[1]: (1, 20)}
-    assert unfinished(later, previous, {before[0]: 11, before[1]: 20}) == {before[1]: (20, 20)}
-    assert unfinished(later, previous, {before[0]: 11, before[1]: 21}) == {}
-
-
-def test_a_partition_that_never_covered_anything_holds_nobody_up() -> None:
-    assert unfinished(Chain("us-east", "NODES", 1), {0: 0}, {}) == {}

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from common.chain import Chain
+from common.chain import MAX_INCARNATION, Chain
 from common.errors import ConfigError, Stopped
 from common.settings.ingress import TargetSettings
 from ingress.chains.chain_state import ChainRegistry
 from ingress.rows.prepare import Accepting, TargetLimits
 
 CHAIN = Chain("us-east", "NODES")
+WHOLE = CHAIN.site, CHAIN.feed
 NEXT = CHAIN.next_incarnation()
 
 
-def new_registry(**keys: Any) -> ChainRegistry:
-    source = {"site": ["us-east", "eu-west"], "feed": ["NODES", "LOGS"]}
+def new_registry(max_chains: int = 4096, **keys: Any) -> ChainRegistry:
+    source = {"site": ["us-east", "eu-west"], "feed": ["NODES", "LOGS"], "max_chains": max_chains}
     settings = TargetSettings.model_validate({"stream": "FLEET", "sources": [source], **keys})
     return ChainRegistry(settings, TargetLimits(Accepting([">"]), 1 << 20))
 
@@ -53,16 +55,50 @@ def test_an_incarnation_waits_for_stream_json_then_for_the_ends_of_the_one_befor
     before, state = registry.add(CHAIN), registry.add(NEXT)
     assert before is not None
     assert state is not None
-    assert registry.needs_previous() == [NEXT]
+    assert registry.needs_previous(CHAIN) == registry.needs_previous(NEXT) == [NEXT]
     assert standing(registry, {}).obstacle(NEXT) == "stream.json is not there yet"
 
     registry.set_previous(NEXT, {0: 10})
 
-    assert registry.needs_previous() == []
+    assert registry.needs_previous(CHAIN) == registry.needs_previous(NEXT) == []
     assert before.end == 10
     assert standing(registry, {CHAIN: 10}).obstacle(NEXT) == "us-east/NODES/0000/0 stands at 10 and ends at 10"
     assert standing(registry, {CHAIN: 11}).obstacle(NEXT) == ""
     assert standing(registry, {}).obstacle(CHAIN) == ""
+
+
+def test_an_incarnation_waits_until_all_partitions_before_it_have_reached_their_ends() -> None:
+    registry, other = new_registry(), Chain("us-east", "NODES", 0, 1)
+    for chain in (CHAIN, other, NEXT):
+        registry.add(chain)
+    registry.set_previous(NEXT, {0: 10, 1: 20, 2: 0})
+
+    first = "us-east/NODES/0000/0 stands at 1 and ends at 10; at most 2 more partitions have not ended"
+    assert standing(registry, {}).obstacle(NEXT) == first
+    last = "us-east/NODES/0000/1 stands at 20 and ends at 20; at most 1 more partitions have not ended"
+    assert standing(registry, {CHAIN: 11, other: 20}).obstacle(NEXT) == last
+    assert standing(registry, {CHAIN: 11, other: 21}).obstacle(NEXT) == ""
+    registry.reset({CHAIN: 5, other: 21})
+    assert "us-east/NODES/0000/0 stands at 5" in registry.obstacle(NEXT)
+
+
+def test_a_partition_that_never_covered_anything_holds_nobody_up() -> None:
+    registry = new_registry()
+    registry.add(NEXT)
+    registry.set_previous(NEXT, {0: 0})
+
+    assert (registry.obstacle(NEXT), registry.unknown_before(NEXT)) == ("", [])
+
+
+def test_what_an_incarnation_waits_for_is_a_short_text_however_many_partitions_there_are() -> None:
+    registry = new_registry()
+    registry.add(NEXT)
+    registry.set_previous(NEXT, dict.fromkeys(range(1024), 9))
+
+    assert len(registry.obstacle(NEXT)) < 200
+    assert registry.unknown_before(NEXT) == list(range(1024))
+    registry.add(CHAIN)
+    assert registry.unknown_before(NEXT) == []
 
 
 def test_an_incarnation_whose_stream_json_names_no_ends_stops() -> None:
@@ -128,3 +164,79 @@ def test_a_reset_makes_lanes_anew_and_keeps_what_is_known_of_the_store() -> None
     assert state is not None
     assert state is not former
     assert (state.position, state.archived) == (50, 99)
+
+
+class Positions(dict[Chain, int]):
+    """Positions that count how often they are looked through, and how often they are asked for one of them."""
+
+    through = asked = 0
+
+    def __iter__(self) -> Iterator[Chain]:
+        self.through += 1
+        return super().__iter__()
+
+    def get(self, chain: Chain, default: Any = None) -> Any:
+        self.asked += 1
+        return super().get(chain, default)
+
+
+@pytest.mark.parametrize(("incarnations", "partitions"), [(600, 1), (150, 4), (2, 300)])
+def test_the_work_of_a_start_grows_with_the_chains_and_not_with_their_square(
+    incarnations: int, partitions: int
+) -> None:
+    registry = new_registry()
+    chains = [Chain("us-east", "NODES", n, p) for n in range(incarnations) for p in range(partitions)]
+    positions = Positions(dict.fromkeys(chains[:-partitions], 10))
+    registry.reset(positions)
+    for chain in chains:
+        registry.add(chain)
+    registry.reset(positions)
+    for chain in chains:
+        for whole in registry.needs_previous(chain):
+            registry.set_previous(whole, dict.fromkeys(range(partitions), 9))
+
+    assert [registry.obstacle(chain) for chain in chains] == [""] * len(chains)
+    ends = {chain: state.end for chain in chains if (state := registry.get(chain)) is not None}
+    assert ends == dict.fromkeys(chains[:-partitions], 9) | dict.fromkeys(chains[-partitions:])
+    assert positions.through <= 2
+    assert positions.asked <= 8 * len(chains)
+
+
+def test_the_last_incarnation_that_there_can_be_is_carried_like_any_other() -> None:
+    registry = new_registry()
+    last = Chain("us-east", "NODES", MAX_INCARNATION)
+    state = standing(registry, {last: 7}).add(last)
+
+    assert state is not None
+    assert (state.position, state.end, registry.needs_previous(last)) == (7, None, [Chain(*WHOLE, MAX_INCARNATION)])
+
+
+def test_a_feed_with_too_many_chains_stops_and_no_other_feed_does(caplog: pytest.LogCaptureFixture) -> None:
+    registry = new_registry(max_chains=3)
+    for partition in range(6):
+        registry.add(Chain("us-east", "NODES", 0, partition))
+        registry.add(Chain("us-east", "NODES", 0, partition))
+    others = [Chain("us-east", "LOGS", 0, 0), Chain("eu-west", "NODES", 0, 0)]
+
+    assert len(list(registry)) == 3
+    assert registry.add(Chain("us-east", "NODES", 0, 4)) is None
+    error = registry.stop_of(CHAIN)
+    assert error is not None
+    assert (error.code, "expected at most 3 chains" in error.message) == ("E-CHAINS", True)
+    assert caplog.text.count("feed stopped") == 1
+    assert [registry.add(chain) is not None for chain in others] == [True, True]
+    assert [registry.stop_of(chain) for chain in others] == [None, None]
+
+
+def test_chains_that_are_carried_to_their_end_do_not_count() -> None:
+    registry = new_registry(max_chains=3)
+    chains = [Chain("us-east", "NODES", n) for n in range(20)]
+    standing(registry, dict.fromkeys(chains[:-2], 10))
+    assert all(registry.add(chain) is not None for chain in chains)
+    assert registry.stop_of(CHAIN) is None
+
+    assert [registry.add(Chain("us-east", "NODES", 19, n)) is not None for n in (1, 2)] == [False, False]
+    assert registry.stop_of(CHAIN) is not None
+    registry.reset({**dict.fromkeys(chains, 10), Chain("us-east", "NODES", 20): 1})
+    assert registry.stop_of(CHAIN) is None
+    assert len(list(registry)) == 22
