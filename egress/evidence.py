@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -16,7 +17,7 @@ from common.jetstream.client import FloeClient
 from common.jetstream.durables import LIMITS, WORK_QUEUE
 from common.jetstream.pull import get_message
 from common.logs import get_logger
-from common.segments.captures import CaptureStore
+from common.segments.captures import CaptureStore, elsewhere
 from common.segments.columns import messages
 from common.segments.reader import SegmentReader
 from common.segments.segment import Message, SegmentRef, Tip
@@ -391,6 +392,7 @@ class Inquiry:
         self._deps, self._threads, self._archived = deps, deps.pools.io, ArchivedMessages(deps)
         self._stream, self._filter = deps.partition.stream, deps.partition.filter_subject
         self._lost: tuple[SequenceRange, ...] = ()
+        self._elsewhere: dict[Chain, bool] = {}
         self.acceptance: Acceptance | None = None
 
     async def info(self) -> StreamInfo | None:
@@ -447,6 +449,17 @@ class Inquiry:
             verdict = await self._threads.run(self._as_restored, current.chain, evidence, verdict)
         return evidence, verdict
 
+    def _reaches(self, chain: Chain) -> bool:
+        """Whether a restore of the stream has effects elsewhere, by its captures, read once while it is gone."""
+        if chain not in self._elsewhere:
+            found, captures = False, CaptureStore(self._deps.chains.layout, self._deps.chains.objects)
+            with suppress(DataError):  # which a restore reports
+                config, held = captures.config(chain), captures.consumers(chain)
+                durable = [each for each in (held.consumers if held else ()) if each.config.get("durable_name")]
+                found = any(elsewhere(chain.feed, config.config if config else {}, durable))
+            self._elsewhere = {chain: found}
+        return self._elsewhere[chain]
+
     def _as_restored(self, chain: Chain, evidence: Evidence, verdict: SourceVerdict) -> SourceVerdict:
         """The verdict, where `floe restore` made the stream and its limits left nothing that was archived."""
         restored = CaptureStore(self._deps.chains.layout, self._deps.chains.objects).restored(chain)
@@ -464,7 +477,7 @@ class Inquiry:
         # The coverage of this history, whether or not this incarnation has covered anything yet.
         end = archive.end or (archive.first - 1 if current.continued else 0)
         if (info := unguarded(await stream_info(client, self._stream))) is None:
-            return Evidence(None, created, end)
+            return Evidence(None, created, end, reaches=await self._threads.run(self._reaches, current.chain))
         source = source_of(info)
         look = StreamLook(self._deps, self._archived, client, source)
         await look.narrow()

@@ -86,7 +86,8 @@ class Evidence:
     `source`: None if there is no such stream. `created`: as `stream.json` has it. `end`: the last sequence
     that the archive covers, 0 if it covers none. `tips`: of the archive, newest first. `received`: the last
     message received and not yet archived, if any. `older`: the incarnation before this one of which a held
-    tip is equal, or which was made for a stream with this very `created`.
+    tip is equal, or which was made for a stream with this very `created`. `reaches`: the stream that is gone had
+    effects outside of its own subjects, which a restore asks about.
     """
 
     source: SourceStream | None
@@ -95,6 +96,7 @@ class Evidence:
     tips: tuple[Witness, ...] = ()
     received: Witness | None = None
     older: int | None = None
+    reaches: bool = False
 
 
 class VerdictKind(StrEnum):
@@ -315,15 +317,15 @@ def never_begun(partition: Partition) -> Stopped:
     )
 
 
-def gone_advice(partition: Partition, chain: Chain) -> str:
-    """The ways on where the stream of a feed that has begun does not exist any more."""
+def gone_advice(partition: Partition, chain: Chain, *, reaches: bool) -> str:
+    """The ways on where the stream of a feed that has begun does not exist any more. `reaches`: as of Evidence."""
     again = "create it again: then its next incarnation begins by itself"
     if partition.settings.on_recreated == "halt":
         again = "create it again and look again with the last command: `on_recreated` is halt"
     lines = [f"restore the stream as it was: the feed goes on; or {again}"]
     if not partition.settings.sampling_key:
         lines[0] += "; the first, from the archive (look with --dry-run before):"
-        lines.append(bring_back(chain))
+        lines.append(bring_back(chain, reaches=reaches))
     if partition.settings.on_recreated == "halt":
         lines.append(resolve(partition.settings.name))
     return "\n".join(lines)
@@ -340,7 +342,7 @@ def stopped_error(
     where = f"{chain}: stream {partition.stream}"
     text = f"{where} is {verdict.kind.value.replace('_', ' ')}: {verdict.why}{parting(evidence, proposal)}"
     if evidence.source is None:
-        hint = gone_advice(partition, chain)
+        hint = gone_advice(partition, chain, reaches=evidence.reaches)
     else:
         hint = _hint(partition, chain, evidence, verdict, proposal)
     return Stopped(text, hint=hint, code=CODES.get(verdict.kind, "E-IDENTITY"))

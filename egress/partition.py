@@ -133,9 +133,9 @@ def repartition(feed: str) -> str:
     return command("egress repartition", "--feed", shlex.quote(feed))
 
 
-def bring_back(chain: Chain) -> str:
-    """The command that brings the stream back from the archive."""
-    return command("restore", shlex.quote(f"{chain.site}/{chain.feed}"))
+def bring_back(chain: Chain, *, reaches: bool = False) -> str:
+    """The command that brings the stream back from the archive. `reaches`: with effects outside of its own subjects."""
+    return command("restore", shlex.quote(f"{chain.site}/{chain.feed}"), "--allow-elsewhere" if reaches else "")
 
 
 def unguarded(info: StreamInfo | None) -> StreamInfo | None:

@@ -92,7 +92,7 @@ class Case:
         if self.choices:
             return ""
         if self.verdict is not None and self.verdict.kind is VerdictKind.GONE:
-            return gone_advice(self.partition, self.chain)
+            return gone_advice(self.partition, self.chain, reaches=bool(self.evidence and self.evidence.reaches))
         return self.error.hint if self.error else ""
 
     def as_json(self) -> dict[str, Any]:

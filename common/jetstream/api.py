@@ -199,8 +199,10 @@ def stored_message(answer: dict[str, Any]) -> Message:
         raise DataError(f"STREAM.MSG.GET: expected a message, found {error!r:.80}") from None
 
 
-async def create_consumer(client: FloeClient, stream: str, config: dict[str, Any]) -> ConsumerInfo:
-    """Creates the consumer `config["name"]` (or `durable_name`).
+async def create_consumer(
+    client: FloeClient, stream: str, config: dict[str, Any], action: str = "create"
+) -> ConsumerInfo:
+    """Creates the consumer `config["name"]` (or `durable_name`). `action`: `update` for one that must exist.
 
     Raises ApiError, also where one of that name exists with another configuration.
     """
@@ -208,7 +210,7 @@ async def create_consumer(client: FloeClient, stream: str, config: dict[str, Any
     subject = f"CONSUMER.CREATE.{token(stream)}.{name}"
     if filter_subject := config.get("filter_subject"):
         subject += f".{filter_subject}"
-    request = {"stream_name": stream, "config": {"name": name, **config}, "action": "create"}
+    request = {"stream_name": stream, "config": {"name": name, **config}, "action": action}
     return _consumer_info(await client.api(subject, request))
 
 

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from common.chain import Chain
+from common.chain import FEED_PATTERN, Chain
 from common.clock import parse_time
 from common.documents import JsonForm
 from common.errors import DataError
@@ -40,6 +40,40 @@ MAX_CAPTURE_BYTES = 32 * 1024 * 1024  # some 50,000 consumers
 CONFIG, CONSUMERS, DELETIONS, RESTORED = "config", "consumers", "deletions", "restored"
 
 _TOGETHER = 2.0  # seconds: objects of one end that were stored within them are told apart by what they say
+
+# Keys of a stream's or a consumer's configuration that Floe acts on, by the type of their values.
+_KEYS: tuple[tuple[Any, str], ...] = (
+    (str, "name durable_name retention storage discard deliver_subject deliver_group"),
+    (int, "num_replicas max_msgs max_bytes max_age max_msgs_per_subject max_msg_size max_consumers first_seq"),
+    (int, "subject_delete_marker_ttl inactive_threshold"),
+    (bool, "sealed deny_delete deny_purge allow_rollup_hdrs allow_msg_ttl allow_msg_schedules mem_storage"),
+    (list[str], "subjects"),
+    (dict[str, str], "metadata"),
+)
+
+
+class _SourceKeys(msgspec.Struct, frozen=True):
+    name: str
+    filter_subject: str = ""
+    opt_start_seq: int = 0
+    external: dict[str, str] | None = None
+    subject_transforms: list[dict[str, str]] | None = None
+
+
+_VALUES = (("mirror", _SourceKeys), ("sources", list[_SourceKeys]), ("republish", dict[str, str | bool]))
+_KINDS: list[tuple[str, Any]] = [*((key, kind) for kind, keys in _KEYS for key in keys.split()), *_VALUES]
+_KNOWN = msgspec.json.Decoder(msgspec.defstruct("_Known", [(key, kind | None, None) for key, kind in _KINDS]))
+_JSON = msgspec.json.Encoder()
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raises ValueError for a configuration of a stream or consumer with a key of another type than the server's, or
+    with a name that is none: a restore makes names of files from them.
+    """
+    _KNOWN.decode(_JSON.encode(config))
+    for key in ("name", "durable_name"):
+        if (name := config.get(key)) is not None and not FEED_PATTERN.fullmatch(name):
+            raise ValueError(f"{key}: expected 1 to 255 characters without space . * > / \\, found {name!r:.80}")
 
 
 class _Origin(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -81,6 +115,7 @@ class CapturedConfig(_Capture, frozen=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_time(self.created)
+        check_config(self.config)
 
 
 class CapturedConsumer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -105,6 +140,7 @@ class CapturedConsumer(msgspec.Struct, frozen=True, omit_defaults=True):
         parse_time(self.created)
         if not isinstance(name := self.config.get("name") or self.config.get("durable_name"), str):
             raise ValueError(f"config: expected the name of the consumer, found {name!r:.60}")
+        check_config(self.config)
         for field in ("delivered_consumer", "delivered_stream", "ack_floor_consumer", "ack_floor_stream"):
             _expect(field, getattr(self, field))
         for field in ("ack_pending", "redelivered"):
@@ -202,6 +238,30 @@ KINDS: dict[type[Captured], str] = {
 def named(chain: Chain, document: Captured) -> Captured:
     """The document with the name of the chain that it is of."""
     return msgspec.structs.replace(document, chain=str(replace(chain, partition=0)))
+
+
+class _Consumer(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+
+
+def elsewhere(name: str, config: Mapping[str, Any], consumers: Iterable[_Consumer]) -> Iterator[str]:
+    """In words, one line each, effects outside of its own subjects of a stream that is made with this configuration and
+    these consumers. `name`: expected of the stream.
+    """
+    if (found := str(config.get("name") or name)) != name and found.startswith(("KV_", "OBJ_")):
+        yield f"stream {found!r:.80}: the name of a bucket, expected {name}"
+    for source in config.get("sources") or []:
+        through = f" through {api!r:.80}" if (api := (source.get("external") or {}).get("api")) else ""
+        yield f"sources: takes messages from stream {source['name']!r:.80}{through}"
+    if republish := config.get("republish"):
+        yield f"republish: sends each new message to {republish.get('dest', '>')!r:.80} too"
+    for each in consumers:
+        if subject := each.config.get("deliver_subject"):
+            yield f"consumer {each.name}: deliver_subject {subject!r:.80}"
 
 
 def to_json(document: Captured) -> bytes:

@@ -120,6 +120,6 @@ def with_times(asked: dict[str, Any]) -> dict[str, Any]:
     return asked
 
 
-def echo_lines(lines: Iterable[str]) -> None:
+def echo_lines(lines: Iterable[str], *, err: bool = False) -> None:
     for line in lines:
-        click.echo(escaped(line))
+        click.echo(escaped(line), err=err)

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 
 from common.clock import format_time
 from common.errors import ConfigError
+from common.jetstream.api import GUARD
 from common.segments.captures import CapturedConsumers
 from common.segments.columns import row_sizes
 from common.settings.types import counted
@@ -157,6 +158,8 @@ def bounded(captured: CapturedConsumers, end: int) -> tuple[list[ArchiveConsumer
             for key, value in (config.get("metadata") or {}).items()
             if not key.startswith("_nats.") or key == "_nats.req.level"
         }
+        if subject := config.get("deliver_subject"):
+            config["deliver_subject"] = unmuted(subject)  # captured between a promotion and what follows it
         delivered = (each.delivered_consumer, each.delivered_stream)
         floor = (each.ack_floor_consumer, each.ack_floor_stream)
         if each.ack_pending:
@@ -195,6 +198,18 @@ _UNASKED = (
 def quiet(consumer: ArchiveConsumer) -> ArchiveConsumer:
     """The same as one that delivers only when it is asked: the subscribers of the real one must hear nothing twice."""
     return replace(consumer, config={key: value for key, value in consumer.config.items() if key not in _UNASKED})
+
+
+def muted(consumer: ArchiveConsumer, stream: str) -> ArchiveConsumer:
+    """The same, which delivers to a subject without subscribers until the stream is put to use."""
+    if not (subject := consumer.config.get("deliver_subject")):
+        return consumer
+    return replace(consumer, config={**consumer.config, "deliver_subject": f"{GUARD}{stream}.{subject}"})
+
+
+def unmuted(subject: str) -> str:
+    """The `deliver_subject` that a consumer had before `muted`; any other as it is."""
+    return subject.removeprefix(GUARD).partition(".")[2] if subject.startswith(GUARD) else subject
 
 
 # The S2 stream

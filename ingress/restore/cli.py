@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     help="Read back all, some, or only count.",
 )
 @click.option("--allow-lossy", is_flag=True, help="Also what the archive holds only in part.")
+@click.option("--allow-elsewhere", is_flag=True, help="Without a question: also with effects on other subjects.")
 @click.option("--force", is_flag=True, help="Also on a nats-server newer than those that Floe is tried with.")
 @click.option(
     "--format",
@@ -76,6 +78,7 @@ async def restore(
     dry_run: bool,
     verify: str,
     allow_lossy: bool,
+    allow_elsewhere: bool,
     force: bool,
     form: str,
     yes: bool,
@@ -138,6 +141,7 @@ async def restore(
         force,
         format=form,
         subjects=kept,
+        allow_elsewhere=allow_elsewhere,
     )
     store, chains = open_patiently(settings)
     with closing(store):
@@ -156,9 +160,14 @@ async def restore(
                 raise refused
             return 0
         what = f"{named.site}/{named.feed}" + (f" as {name}" if name else "")
-        confirm(f"bring back the stream of {what}?", yes, is_needed=False)
+        shown = None
+        if not yes and sys.stdin.isatty():
+            shown = await work.plan()
+            echo_lines(shown.lines(), err=True)
+        effects = shown.elsewhere if shown else ()
+        confirm("\n".join([*effects, f"bring back the stream of {what}?"]), yes, is_needed=False)
         async with work.connected() as client, stop_on_signals() as stop:
-            report = await work.run(client, stop)
+            report = await work.run(client, stop, shown)
     teller.end_line()
     print_json(report.as_json()) if as_json else echo_lines(report.lines())
     return report.exit_code

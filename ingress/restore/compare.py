@@ -27,7 +27,7 @@ from common.segments.segment import Message
 from common.sequences import SequenceRange
 from common.settings.types import counted
 from ingress.replay.drill import MAX_EXAMPLES, Differences, fingerprint
-from ingress.restore.archive import ArchiveConsumer, raw_columns
+from ingress.restore.archive import ArchiveConsumer, muted, raw_columns
 from ingress.restore.plan import RestorePlan, guarded_config
 
 ROWS = 10_000  # of one digest, at most
@@ -350,7 +350,7 @@ async def differences(client: FloeClient, plan: RestorePlan, *, positions: bool 
         if (state := there.pop(consumer.name, None)) is None:
             found.append(f"consumer {consumer.name}: expected, and not there")
             continue
-        texts = [*unlike(consumer.config, state.get("config") or {})]
+        texts = [*unlike(muted(consumer, plan.name).config, state.get("config") or {})]
         texts += _position_differences(consumer, state, first) if positions else ()
         found += [f"consumer {consumer.name}: {text}" for text in texts]
     return [*found, *(f"consumer {name}: not expected" for name in there if positions)]

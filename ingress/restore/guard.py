@@ -14,7 +14,8 @@ from contextlib import asynccontextmanager
 from common.clock import Clock, parse_time
 from common.errors import ConfigError, LeaseLost, OutcomeUnknown, Stopped
 from common.exits import ways
-from common.jetstream.api import StreamInfo, delete_stream, stream_info, token
+from common.failpoints import failpoint
+from common.jetstream.api import GUARD, StreamInfo, create_consumer, delete_stream, stream_info, token
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import state_key
 from common.jetstream.lease import Lease, Leases, owner_text
@@ -22,12 +23,15 @@ from common.jetstream.requests import ApiError
 from common.logs import get_logger
 from common.service.progress import Teller
 from common.tasks import Stop, wait_for
+from ingress.restore.archive import unmuted
 from ingress.restore.compare import raw_info, unlike
 from ingress.restore.history import same_command
 from ingress.restore.plan import AT_PROMOTION, RestorePlan
-from ingress.restore.preflight import foreign, runs
+from ingress.restore.preflight import foreign, muted_consumers, runs
 
 log = get_logger(__name__)
+
+SUBSCRIBED = 10013  # to an update of `deliver_subject`: somebody subscribes to the one that it has
 
 
 class GuardedStream:
@@ -167,6 +171,32 @@ class GuardedStream:
         log.info("stream restored", action="restored", stream=name, last=plan.end)
         later = {key: value for key, value in plan.config.items() if key in AT_PROMOTION}
         return [f"configuration: {text}" for text in unlike(later, (await raw_info(self._client, name))["config"])]
+
+    async def deliver(self) -> list[str]:
+        """Give the push consumers of the promoted stream the subjects that they deliver to; their names.
+
+        Raises ConfigError where the server refuses one while others subscribe to every subject.
+        """
+        done, refused = list[str](), list[str]()
+        for name, config in (await muted_consumers(self._client, self._name)).items():
+            self._require()
+            try:
+                found = {**config, "deliver_subject": unmuted(config["deliver_subject"])}
+                await create_consumer(self._client, self._name, found, "update")
+                done.append(name)
+            except ApiError as error:
+                if error.err_code != SUBSCRIBED:
+                    raise
+                refused.append(name)
+            failpoint("restore.delivering")
+        if refused:
+            raise ConfigError(
+                f"stream {self._name}: is back and in use, and {', '.join(refused)} cannot deliver yet: expected "
+                f"nobody to subscribe to {GUARD}{self._name}.>, found a subscription, such as to `>`",
+                hint=ways(("end that for a moment; the same command goes on", same_command(self._plan.request))),
+                code="E-RESTORE-DELIVER",
+            )
+        return done
 
     async def _check_promoted(self, filled: StreamInfo) -> None:
         """Raises Stopped where the configuration was given to another stream than the one that was compared: in a

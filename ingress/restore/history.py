@@ -15,7 +15,16 @@ from common.clock import NS_PER_S, Backoff, Clock, doubling, format_time, parse_
 from common.errors import DataError, Stopped, Unavailable, UsageError
 from common.exits import command, ways
 from common.segments.archive import read_cover, search
-from common.segments.captures import CONFIG, CONSUMERS, DELETIONS, CapturedConsumers, CapturedDeletions, CaptureStore
+from common.segments.captures import (
+    CONFIG,
+    CONSUMERS,
+    DELETIONS,
+    CapturedConsumers,
+    CapturedDeletions,
+    CaptureStore,
+    check_config,
+    elsewhere,
+)
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
 from common.sequences import MAX_SEQUENCE, SequenceRange, holes
@@ -218,6 +227,9 @@ class ArchivedHistory:
         begin, skipped = begin_of(plan.parts, plan.config, now_ns, counts=plan.fold().is_none)
         is_later = begin > plan.begin
         plan = replace(plan, begin=max(begin, plan.begin))
+        if request.promote and (effects := tuple(elsewhere(request.name or request.feed, plan.config, consumers))):
+            self._request = replace(request, reaches=True)
+            plan = replace(plan, request=self._request, elsewhere=effects)
         found = forecast(plan, now_ns, captured=captured, skipped=skipped if is_later else (), stood=stood)
         return replace(plan, notes=tuple(dict.fromkeys([*notes, *found, *left_out(config, plan.name), *inexact])))
 
@@ -294,6 +306,10 @@ class ArchivedHistory:
                 f"{newest}: expected stream.json or a captured configuration, found none",
                 hint="restore the documents of the archive from a copy of the bucket",
             )
+        try:
+            check_config(document.config)
+        except ValueError as error:
+            raise DataError(f"{newest}: stream.json: {error}", code="E-STATE-JSON") from error
         until = "since" if upto is None else BEFORE
         notes.append(f"the configuration is that of when the feed began: none was captured {until}")
         return dict(document.config), document.created

@@ -33,7 +33,8 @@ class RestoreRequest:
     as it had. `verify`: `full`, `sample` or `state`. `promote`: False for a drill, whose stream stays under its guard,
     and whose consumers deliver to nobody. `subjects`: of the stream that is made, empty for those that it had.
     `format`: of the archive that is sent: `auto`, `logical` or `files`. `server`: `local` for a drill on one that is
-    started for it, else empty.
+    started for it, else empty. `allow_elsewhere`: effects outside of its own subjects are permitted; `reaches`: the
+    plan has found such, so commands carry the permission.
     """
 
     site: str
@@ -51,6 +52,8 @@ class RestoreRequest:
     format: str = "auto"
     subjects: tuple[str, ...] = ()
     server: str = ""
+    allow_elsewhere: bool = False
+    reaches: bool = False
 
     def options(self) -> Iterator[str]:
         """What a command says beside the feed to ask for the same."""
@@ -72,6 +75,8 @@ class RestoreRequest:
             yield f"--verify {self.verify}"
         if self.allow_lossy:
             yield "--allow-lossy"
+        if self.promote and (self.allow_elsewhere or self.reaches):
+            yield "--allow-elsewhere"
         if self.force:
             yield "--force"
         if self.format != "auto":
@@ -205,7 +210,8 @@ class RestorePlan:
     `moment_ns`: the point in time, None for all that is archived; nothing that was captured later counts.
     `is_renamed`: the lost stream had another name. `further`: other feeds of it that are archived further.
 
-    `notes`: what will not be exact, in words; `lossy`: what of that is refused without `--allow-lossy`.
+    `notes`: what will not be exact, in words; `lossy`: what of that is refused without `--allow-lossy`; `elsewhere`: as
+    `common.segments.captures.elsewhere`, none for a drill.
     """
 
     request: RestoreRequest
@@ -223,6 +229,7 @@ class RestorePlan:
     further: tuple[FurtherFeed, ...] = ()
     notes: tuple[str, ...] = ()
     lossy: tuple[str, ...] = ()
+    elsewhere: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -307,6 +314,7 @@ class RestorePlan:
             "consumers": [consumer.name for consumer in self.consumers],
             "notes": list(self.notes),
             "lossy": list(self.lossy),
+            "elsewhere": list(self.elsewhere),
         }
 
     def lines(self) -> Iterator[str]:
@@ -323,6 +331,7 @@ class RestorePlan:
         yield f"subjects {subjects}; replicas {self.config.get('num_replicas', 1)}"
         yield f"consumers: {', '.join(each.name for each in self.consumers) or 'none'}"
         yield from (f"note: {note}" for note in self.notes)
+        yield from (f"ELSEWHERE: {effect}" for effect in self.elsewhere)
         yield from (f"LOSSY: {why}" for why in self.lossy)
 
 

@@ -6,7 +6,7 @@ A dry run asks the same and ends with the same errors.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from common.errors import ConfigError, FloeError, Refused, Stopped, Unavailable
 from common.exits import ways
-from common.jetstream.api import StreamInfo, ask, stream_info, token
+from common.jetstream.api import GUARD, StreamInfo, ask, list_consumers, stream_info, token
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import state_key
 from common.jetstream.lease import Leases, owner_text
@@ -34,12 +34,14 @@ RESTORE_FAILED = 10062  # what JetStream answers where it gave a restore up
 @dataclass(frozen=True, slots=True)
 class Ready:
     """What a restore begins with. `plan`: as far as `writer`'s form of the archive can carry it; `notes`: what only
-    the server could tell, in words.
+    the server could tell, in words. `is_promoted`: a restore before has put the stream to use, and ended before its
+    push consumers delivered again.
     """
 
     plan: RestorePlan
     writer: ArchiveWriter
     notes: tuple[str, ...]
+    is_promoted: bool = False
 
 
 async def preflight(client: FloeClient, plan: RestorePlan, lease_bucket: str) -> Ready:
@@ -54,7 +56,10 @@ async def preflight(client: FloeClient, plan: RestorePlan, lease_bucket: str) ->
     _check_replicas(client, plan)
     account = await _account(client)
     if (info := await stream_info(client, plan.name)) is not None and not info.marker:
-        raise foreign(plan.request, info)
+        if not plan.request.promote or not (left := await muted_consumers(client, plan.name)):
+            raise foreign(plan.request, info)
+        text = f"a restore before has brought it back; to do: let {', '.join(left)} deliver again"
+        return Ready(plan, writer, (text,), is_promoted=True)
     await _check_room(client, fitted, account, info is not None, lease_bucket)
     if plan.request.promote:
         await _check_promotion(client, plan)
@@ -62,6 +67,13 @@ async def preflight(client: FloeClient, plan: RestorePlan, lease_bucket: str) ->
     else:
         await _check_removal(client, plan)
     return Ready(fitted, writer, tuple(_notes(client, plan, writer)))
+
+
+async def muted_consumers(client: FloeClient, stream: str) -> dict[str, dict[str, Any]]:
+    """The configurations, by name, of the consumers of a stream that a restore has left without a delivery."""
+    found = {str(each["name"]): dict(each["config"]) for each in await list_consumers(client, stream)}
+    begin = f"{GUARD}{stream}."
+    return {name: config for name, config in found.items() if config.get("deliver_subject", "").startswith(begin)}
 
 
 async def dry_run(client: FloeClient, plan: RestorePlan, leases: Leases, lease_bucket: str) -> list[str]:
@@ -76,6 +88,17 @@ async def dry_run(client: FloeClient, plan: RestorePlan, leases: Leases, lease_b
         most = size_words(client.max_payload)
         notes.append(f"whether a message is larger than max_payload ({most}) is seen only while the stream is filled")
     return notes
+
+
+def check_elsewhere(plan: RestorePlan, agreed: Collection[str]) -> None:
+    """Raises Stopped where the plan has effects elsewhere that nobody permitted. `agreed`: those asked about."""
+    if (effects := [each for each in plan.elsewhere if each not in agreed]) and not plan.request.allow_elsewhere:
+        more = f"; and {len(effects) - 5} more" if len(effects) > 5 else ""
+        raise Stopped(
+            f"stream {plan.name}: expected no effects outside of its subjects, found {'; '.join(effects[:5])}{more}",
+            hint=ways(("where that is meant", same_command(replace(plan.request, allow_elsewhere=True)))),
+            code="E-RESTORE-ELSEWHERE",
+        )
 
 
 def check_whole(plan: RestorePlan) -> None:

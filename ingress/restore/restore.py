@@ -42,7 +42,7 @@ from common.settings.types import counted, duration_words, size_words
 from common.tasks import Stop, wait_for
 from ingress.errors import passes_by_itself
 from ingress.replay.drill import while_held
-from ingress.restore.archive import ArchiveWriter, parts
+from ingress.restore.archive import ArchiveWriter, muted, parts
 from ingress.restore.compare import Comparer, Digests, ReadBack, SentRows, Settling, differences, settle
 from ingress.restore.fold import Fold
 from ingress.restore.guard import GuardedStream
@@ -53,6 +53,7 @@ from ingress.restore.preflight import (
     ROOM,
     RUNS,
     Ready,
+    check_elsewhere,
     check_sizes,
     check_whole,
     dry_run,
@@ -88,7 +89,8 @@ class RestoreReport:
     of the archive that was sent.
 
     `not_kept`: what of the configuration of the stream and its consumers this server does not keep, in words;
-    `is_promoted`: whether the stream has its subjects.
+    `is_promoted`: whether the stream has its subjects; `finished`: the consumers that deliver again, of a stream that
+    a restore before has brought back.
     """
 
     plan: RestorePlan
@@ -100,6 +102,7 @@ class RestoreReport:
     created: str
     not_kept: tuple[str, ...] = ()
     is_promoted: bool = False
+    finished: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -123,9 +126,13 @@ class RestoreReport:
             "dropped_by_server": found.dropped,
             "differences": [*found.wrong, *found.differences.examples],
             "not_kept": list(self.not_kept),
+            "finished": list(self.finished),
         }
 
     def lines(self) -> Iterator[str]:
+        if self.finished:
+            yield f"stream {self.plan.name}: was brought back before; deliver again: {', '.join(self.finished)}"
+            return
         rate = f"{self.rows / max(self.seconds, 0.001):,.0f} msg/s"
         took = f"{size_words(self.bytes)} sent in {duration_words(self.seconds)}, {rate}"
         yield f"stream {self.plan.name}: {counted(self.rows, 'message')}, {took}"
@@ -191,6 +198,7 @@ class Restore:
     async def plan(self) -> RestorePlan:
         """As `ArchivedHistory.plan`."""
         plan = await self._history.plan()
+        self._request = plan.request
         if self._request.subjects:
             plan = replace(plan, config={**plan.config, "subjects": [*self._request.subjects]})
         return plan
@@ -209,16 +217,18 @@ class Restore:
 
     # Doing it
 
-    async def run(self, client: FloeClient, stop: Stop) -> RestoreReport:
-        """Restore, or find that what came back differs: then it is not promoted.
+    async def run(self, client: FloeClient, stop: Stop, shown: RestorePlan | None = None) -> RestoreReport:
+        """Restore, or find that what came back differs: then it is not promoted. `shown`: the plan that somebody was
+        asked about, and agreed to.
 
         Raises ConfigError, Refused, Stopped, UsageError, DataError; Unavailable where it was stopped, or after several
         attempts.
         """
         self._stop = stop
-        plan = await self.plan()
-        self._note(plan.notes)
+        plan, agreed = shown or await self.plan(), shown.elsewhere if shown else ()
+        self._note(() if shown else plan.notes)
         check_whole(plan)
+        check_elsewhere(plan, agreed)
         backoff = Backoff(None, PAUSES)
         for attempt in range(ATTEMPTS):
             try:
@@ -244,6 +254,7 @@ class Restore:
                 await client.wait_up(60.0)
                 if error.code in (GREW, EXPIRED):
                     check_whole(plan := await self.plan())
+                    check_elsewhere(plan, agreed)
         raise AssertionError("the last attempt raises")
 
     def _note(self, notes: Iterable[str]) -> None:
@@ -275,7 +286,14 @@ class Restore:
         replicas = self.service.kv_replicas or int(plan.config.get("num_replicas") or 1)
         leases = await open_leases(client, self.service, self._owner, self._clock, replicas=replicas)
         async with guarded.claimed(leases) as lease:
-            return await while_held(lease, self._restored(client, ready, guarded))
+            work = self._finished(ready, guarded) if ready.is_promoted else self._restored(client, ready, guarded)
+            return await while_held(lease, work)
+
+    async def _finished(self, ready: Ready, guarded: GuardedStream) -> RestoreReport:
+        names = tuple(await guarded.deliver())
+        took = self._clock.monotonic() - self._started
+        report = RestoreReport(ready.plan, 0, 0, took, ready.writer.format, ReadBack(), ready.plan.created)
+        return replace(report, is_promoted=True, finished=names)
 
     async def _restored(self, client: FloeClient, ready: Ready, guarded: GuardedStream) -> RestoreReport:
         plan, consumers = ready.plan, [consumer.name for consumer in ready.plan.consumers]
@@ -308,6 +326,7 @@ class Restore:
             await self._keep_for_egress(client, plan)
             not_kept = await guarded.promote(await guarded.filled())
             failpoint("restore.promoted")
+            await guarded.deliver()
             report = replace(report, not_kept=(*report.not_kept, *not_kept), is_promoted=True)
         return replace(report, seconds=self._clock.monotonic() - self._started)
 
@@ -324,7 +343,8 @@ class Restore:
         state = plan.state(first, fold.rows if fold.needs_pass else None)
         marker = f"{marker} first={state.first_sequence} end={plan.end} rows={state.messages}"
         config = guarded_config(plan.config, f"{marker} format={writer.format}")
-        head = b"".join(writer.head(config, plan.created, state, plan.consumers))
+        consumers = [muted(consumer, plan.name) for consumer in plan.consumers]
+        head = b"".join(writer.head(config, plan.created, state, consumers))
         upload = await ArchiveUpload.begin(client, plan.name, config, state.to_json(len(plan.consumers)), self._clock)
         async with aclosing(upload):
             await upload.send(head)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import FloeError
-from common.jetstream.api import stream_info
+from common.jetstream.api import create_consumer, list_consumers, stream_info
 from infra.local.process import spawn
 from tests.support import restoring as back
 from tests.support.basics import PATIENCE, at_length, seeded, soon, unique
@@ -142,6 +142,33 @@ async def test_a_subject_that_was_taken_meanwhile_leaves_it_under_its_guard(benc
     assert [message.payload for message in await back.contents(bench, other)] == [b"for the other"]
     await bench.delete_stream(other)
     await completes(bench, stream, before, Producer(bench, stream), file)
+
+
+async def test_killed_between_its_promotion_and_the_last_push_consumer(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("R"), storage="file")
+    pushed = {name: f"push.{name}.{stream}" for name in ("one", "two")}
+    for name, subject in pushed.items():
+        await create_consumer(bench.client, stream, {"durable_name": name, "deliver_subject": subject})
+    await bench.publish(stream, [b"%d" % n for n in range(20)])
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 20)
+        await back.capture(bench, stream, 20)
+    before = await back.contents(bench, stream)
+    await bench.delete_stream(stream)
+    words = ("restore", "-c", str(configuration(bench, {"stream": stream})), f"site/{stream}", "--allow-elsewhere")
+    for point, left in (("promoted", {"one", "two"}), ("delivering", {"two"})):
+        done = await floe(*words, env={**os.environ, "FLOE_FAILPOINTS": f"restore.{point}=kill"})
+        assert done.code == -signal.SIGKILL, done
+        info = await stream_info(bench.client, stream)
+        assert info is not None
+        assert not info.marker
+        there = {each["name"]: each["config"]["deliver_subject"] for each in await list_consumers(bench.client, stream)}
+        assert {name for name, subject in there.items() if subject != pushed[name]} == left
+    done = await floe(*words)
+    assert (done.code, done.out) == (0, f"stream {stream}: was brought back before; deliver again: two\n"), done
+    there = {each["name"]: each["config"]["deliver_subject"] for each in await list_consumers(bench.client, stream)}
+    assert there == pushed
+    assert await back.contents(bench, stream) == before
 
 
 @pytest.mark.soak

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pty
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +19,7 @@ import pytest
 from common.chain import Chain
 from common.clock import NS_PER_S, SystemClock, format_time
 from common.errors import ConfigError, DataError, OutcomeUnknown, Stopped, Unavailable, UsageError
-from common.jetstream.api import GUARD, MARKER, ask, create_consumer, create_stream, stream_info
+from common.jetstream.api import GUARD, MARKER, ask, create_consumer, create_stream, list_consumers, stream_info
 from common.jetstream.buckets import open_leases
 from common.jetstream.client import connect, frame
 from common.jetstream.kv import state_key
@@ -24,13 +28,15 @@ from common.objects.port import ObjectStore
 from common.segments.alive import Alive, ChainSign
 from common.segments.captures import CaptureStore
 from common.segments.keys import Layout
+from common.segments.segment import Message
 from common.segments.store import SegmentStore
 from common.settings.service import NatsSettings
 from common.tasks import Stop
 from infra.local.nats import NatsServer, nats_server_binary
+from infra.local.process import spawn
 from tests.support import restoring as back
-from tests.support.basics import PATIENCE, at_length, seeded, soon, unique
-from tests.support.commands import configuration, floe
+from tests.support.basics import PATIENCE, at_length, commands_of, seeded, soon, unique
+from tests.support.commands import ROOT, configuration, floe
 from tests.support.egress import Bench, connected
 from tests.support.stores import FaultyStore
 
@@ -99,7 +105,7 @@ async def test_a_lost_stream_comes_back_as_it_was(alone: tuple[Bench, NatsServer
     shown = await floe("restore", "-c", file, f"site/{stream}", "--dry-run", "--json")
     assert (shown.code, shown.json()["end"], shown.json()["first"]) == (0, last, 101), shown
     assert await stream_info(bench.client, stream) is None
-    done = await floe("restore", "-c", file, f"site/{stream}", "--json", "--yes")
+    done = await floe("restore", "-c", file, f"site/{stream}", "--json", "--yes", "--allow-elsewhere")
     assert done.code == 0, done
     assert (done.json()["ok"], done.json()["read_back"]) == (True, len(before[0]))
     assert shown.json()["archived_rows"] == done.json()["archived_rows"] == shown.json()["rows"]
@@ -293,7 +299,7 @@ async def test_a_stream_of_any_settings_comes_back_with_them(bench: Bench, kind:
     await back.capture(bench, stream, last + 60)
     before = [await look(bench, stream) for look in (back.contents, back.state, back.config)]
     await bench.delete_stream(stream)
-    report = await back.restored(bench, stream)
+    report = await back.restored(bench, stream, allow_elsewhere="republish" in SETTINGS[kind])
     assert report.exit_code == 0, [*report.lines()]
     assert [await look(bench, stream) for look in (back.contents, back.state, back.config)] == before
     await bench.client.request_raw(f"{stream}.k1".encode(), b"next", timeout=PATIENCE)
@@ -900,3 +906,124 @@ async def test_a_consumer_that_an_older_server_refuses_is_named_with_the_way_out
             assert (await work.run(client, Stop())).is_promoted
     assert caught.value.code == "E-RESTORE-REFUSED"
     assert re.search(rf"floe restore -c \S+ site/{stream} --no-consumers", str(caught.value.hint))
+
+
+async def reaching(bench: Bench, **config: Any) -> tuple[str, list[Message], list[bytes]]:
+    """A lost stream with two push consumers that had the first 3 of 6 messages, what it held, and what is heard from
+    now on where the first one delivers.
+    """
+    stream, heard = await bench.make_stream(unique("R"), storage="file", **config), list[bytes]()
+    for name in ("first", "second"):
+        pushed = {"durable_name": name, "ack_policy": "none", "deliver_subject": f"push.{name}.{stream}"}
+        await create_consumer(bench.client, stream, pushed)
+    subscriptions = [
+        await bench.client.subscribe_raw(f"push.{name}.{stream}", lambda *_: None) for name in ("first", "second")
+    ]
+    await bench.publish(stream, [b"1", b"2", b"3"])
+    await soon(lambda: stood(bench, stream, 3))
+    for each in subscriptions:
+        await each.unsubscribe()
+    await bench.publish(stream, [b"4", b"5", b"6"])
+    await archive(bench, stream)
+    await back.capture(bench, stream, 6)
+    before = await back.contents(bench, stream)
+    await bench.delete_stream(stream)
+    await bench.client.subscribe_raw(f"push.first.{stream}", lambda _s, _r, payload, _h: heard.append(payload))
+    return stream, before, heard
+
+
+async def stood(bench: Bench, stream: str, sequence: int) -> bool:
+    return {at[1] for at in (await back.positions(bench, stream)).values()} == {sequence}
+
+
+async def deliveries(bench: Bench, stream: str) -> list[str]:
+    return [each["config"]["deliver_subject"] for each in await list_consumers(bench.client, stream)]
+
+
+async def test_effects_elsewhere_are_shown_and_permitted_before_anything_is_made(bench: Bench) -> None:
+    up, again = await bench.make_stream(unique("UP")), unique("again")
+    stream, before, heard = await reaching(bench, sources=[{"name": up}], republish={"src": ">", "dest": f"{again}.>"})
+    file, site = str(configuration(bench, {"stream": stream})), f"site/{stream}"
+    effects = [
+        f"sources: takes messages from stream '{up}'",
+        f"republish: sends each new message to '{again}.>' too",
+        f"consumer first: deliver_subject 'push.first.{stream}'",
+        f"consumer second: deliver_subject 'push.second.{stream}'",
+    ]
+    shown = await floe("restore", "-c", file, site, "--dry-run")
+    assert [line for line in shown.out.splitlines() if "ELSEWHERE" in line] == [f"ELSEWHERE: {e}" for e in effects]
+    for words in (("--yes",), ()):  # nor where nobody can be asked
+        done = await floe("restore", "-c", file, site, *words)
+        assert done.code == 1, done
+        assert f"error[E-RESTORE-ELSEWHERE]: stream {stream}: " in done.err
+        assert all(effect in done.err for effect in effects)
+        assert f"floe restore -c {file} {site} --allow-elsewhere" in done.err
+        assert await stream_info(bench.client, stream) is None
+    assert (await floe("drill", "-c", file, site, "--exact")).code == 0
+    bare = await floe("restore", "-c", file, site, "--replicas", "3", "--no-consumers", "--yes", "--allow-elsewhere")
+    assert "--replicas 1 --no-consumers --allow-elsewhere" in bare.err
+    assert heard == []
+    answers, terminal = pty.openpty()  # where somebody is asked, the answer is the permission
+    try:
+        words = [
+            sys.executable,
+            "-c",
+            "import sys; from floe import main; sys.exit(main())",
+            "restore",
+            "-c",
+            file,
+            site,
+        ]
+        process = spawn(words, cwd=ROOT, stdin=terminal, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        os.write(answers, b"y\n")
+        _, said = await asyncio.to_thread(process.communicate, timeout=PATIENCE)
+    finally:
+        os.close(answers)
+        os.close(terminal)
+    assert process.returncode == 0, said
+    assert "\n".join([*effects, f"bring back the stream of {site}?"]) in said
+    await soon(lambda: heard == [b"4", b"5", b"6"])
+    assert await deliveries(bench, stream) == [f"push.first.{stream}", f"push.second.{stream}"]
+    assert (await back.contents(bench, stream))[:6] == before
+
+
+async def test_push_consumers_deliver_once_nobody_hears_where_they_were_quiet(bench: Bench) -> None:
+    stream, before, heard = await reaching(bench)
+    file, everything = str(configuration(bench, {"stream": stream})), list[bytes]()
+    words = ("restore", "-c", file, f"site/{stream}", "--yes", "--allow-elsewhere")
+    listener = await bench.client.subscribe_raw(">", lambda subject, *_: everything.append(subject))
+    held = await floe(*words)
+    assert held.code == 78, held
+    assert "error[E-RESTORE-DELIVER]" in held.err
+    assert f"stream {stream}: is back and in use, and first, second cannot deliver yet" in held.err
+    assert commands_of(held.err) == [f"floe restore -c {file} site/{stream} --allow-elsewhere"]
+    assert await back.contents(bench, stream) == before
+    assert not any(subject.startswith(GUARD.encode()) for subject in everything)
+    assert await deliveries(bench, stream) == [f"{GUARD}{stream}.push.{n}.{stream}" for n in ("first", "second")]
+    # What egress captures meanwhile is no other configuration.
+    await back.capture(bench, stream, 6)
+    plan = await back.planned(bench, stream)
+    assert [each.config["deliver_subject"] for each in plan.consumers] == [
+        f"push.{name}.{stream}" for name in ("first", "second")
+    ]
+    await listener.unsubscribe()
+    looked = await floe(*words, "--dry-run")
+    assert "a restore before has brought it back; to do: let first, second deliver again" in looked.out
+    done = await floe(*words)
+    assert done.code == 0, done
+    assert done.out == f"stream {stream}: was brought back before; deliver again: first, second\n"
+    await soon(lambda: heard == [b"4", b"5", b"6"])
+    assert await deliveries(bench, stream) == [f"push.first.{stream}", f"push.second.{stream}"]
+    assert (await floe(*words)).code == 78  # it is there, and nothing is left to do
+
+
+async def test_a_stream_name_of_a_bucket_that_is_not_the_feeds_is_an_effect_elsewhere(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("KV_R"))
+    await bench.publish(stream, [b"1"])
+    async with bench.egress({"stream": stream, "name": "other"}):
+        await bench.archived_to("other", 1)
+    await bench.delete_stream(stream)
+    assert (await back.planned(bench, "other")).elsewhere == (
+        f"stream '{stream}': the name of a bucket, expected other",
+    )
+    assert (await back.planned(bench, "other", name=stream)).elsewhere == ()

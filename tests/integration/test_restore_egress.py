@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from common.errors import FloeError, Stopped
-from common.jetstream.api import GUARD, MARKER, stream_info
+from common.jetstream.api import GUARD, MARKER, create_consumer, stream_info
 from common.jetstream.kv import KeyValue, state_key
+from common.segments.captures import CONFIG
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
 from ingress.restore.guard import GuardedStream
@@ -294,6 +295,18 @@ async def test_a_drain_says_what_it_could_not_put_of_a_lost_stream(
     assert await running.task is False
     assert "received and not archived" in caplog.text
     assert "'rows': 50, 'first': 201, 'last': 250" in caplog.text
+
+
+async def test_the_command_of_egress_permits_the_effects_elsewhere_of_its_stream(bench: Bench) -> None:
+    stream = await begun(bench)
+    pushed = {"durable_name": "push", "deliver_subject": unique("push")}
+    await create_consumer(bench.client, stream, pushed)
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: bool(bench.objects.list(bench.chains.layout.captures_prefix(bench.chain(stream), CONFIG))))
+        await back.capture(bench, stream, 200)
+        await bench.delete_stream(stream)
+        await soon(lambda: "E-SOURCE-GONE" in str(running.status(stream)))
+        assert f"site/{stream} --allow-elsewhere" in str(running.status(stream))
 
 
 async def test_egress_goes_on_where_its_state_was_lost_with_the_stream(bench: Bench) -> None:

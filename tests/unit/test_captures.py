@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,6 +26,7 @@ from common.segments.captures import (
     CapturedDeletions,
     CapturedRestore,
     CaptureStore,
+    check_config,
     deleted_ranges,
     to_json,
 )
@@ -226,6 +230,37 @@ def test_a_consumer_has_a_name_and_positions() -> None:
     for wrong in wrongs:
         with pytest.raises(ValueError, match="expected"):
             CapturedConsumer(**{"config": {"name": "a"}, "created": CREATED, **wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(
+            {key: name}
+            for key in ("name", "durable_name")
+            for name in ("..", "a/b", "a.b", ">", "", "a\\b", "a b", "\n", 5)
+        ),
+        *({"subjects": found} for found in ("a.>", [1], {"a": 1})),
+        *({key: "1"} for key in ("num_replicas", "max_age", "max_msgs", "first_seq", "allow_rollup_hdrs")),
+        *(
+            {"sources": found}
+            for found in ({"name": "UP"}, ["UP"], [{}], [{"name": 1}], [{"name": "UP", "external": 1}])
+        ),
+        *({key: ["a"]} for key in ("metadata", "mirror", "republish", "deliver_subject")),
+    ],
+)
+def test_names_and_types_of_a_configuration_are_checked_before_it_is_used(
+    captures: CaptureStore, objects: LocalObjects, config: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(next(iter(config)))):
+        check_config(config)
+    document = {"format_version": 1, "at": at(0), "end": 5, "created": CREATED, "config": config}
+    stored(objects, 5, json.dumps(document).encode())
+    with pytest.raises(DataError) as caught:
+        captures.config(CHAIN)
+    assert caught.value.code == "E-STATE-JSON"
+    with pytest.raises((ValueError, TypeError)):
+        CapturedConsumer({"name": "plain", **config}, CREATED)
 
 
 def test_sequences_become_ranges() -> None:

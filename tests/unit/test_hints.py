@@ -80,7 +80,9 @@ SAMPLES: dict[str, Callable[[], object]] = {
         partition.believe_listing(CHAIN),
     ],
     "egress/partition.py:repartition": lambda: partition.repartition("IT'S"),
-    "egress/partition.py:bring_back": lambda: [partition.bring_back(chain) for chain in (CHAIN, PLAIN)],
+    "egress/partition.py:bring_back": lambda: [
+        partition.bring_back(chain, reaches=reaches) for chain in (CHAIN, PLAIN) for reaches in (True, False)
+    ],
     "ingress/errors.py:set_command": lambda: [
         chain_advice.set_command("A TARGET", "--forget"),
         chain_advice.set_position("A TARGET", CHAIN, 5),

@@ -26,11 +26,12 @@ from common.segments.keys import Layout
 from common.segments.segment import Message
 from common.sequences import SequenceRange, Stretch
 from ingress.replay.plan import ReplayPart
-from ingress.restore.archive import ArchiveConsumer, bounded
+from ingress.restore.archive import ArchiveConsumer, bounded, muted, unmuted
 from ingress.restore.compare import SIZE, Digests, SentRows, block_of, state_differences, unlike
 from ingress.restore.fold import Fold
-from ingress.restore.history import merged
+from ingress.restore.history import merged, same_command
 from ingress.restore.plan import (
+    RestoreRequest,
     begin_of,
     guarded_config,
     left_out,
@@ -258,6 +259,24 @@ def test_consumers_are_bounded_by_the_end_and_what_is_not_known_is_delivered_aga
     assert len(notes) == 3
     assert "1 ephemeral consumer " in notes[0]
     assert "9 messages" in notes[2]
+
+
+def test_a_push_consumer_is_quiet_until_the_stream_is_in_use_and_is_read_back_as_it_was() -> None:
+    pushed = ArchiveConsumer("p", {"durable_name": "p", "deliver_subject": "a.b"}, AT, (0, 0), (0, 0), {}, {})
+    quiet = muted(pushed, "S")
+    assert quiet.config == {"durable_name": "p", "deliver_subject": "_floe.restore.S.a.b"}
+    assert [unmuted(each.config["deliver_subject"]) for each in (pushed, quiet)] == ["a.b", "a.b"]
+    pull = ArchiveConsumer("q", {"durable_name": "q"}, AT, (0, 0), (0, 0), {}, {})
+    assert muted(pull, "S") is pull
+    captured = CapturedConsumers(AT, 1, (CapturedConsumer(dict(quiet.config), AT),))
+    assert bounded(captured, 1)[0][0].config["deliver_subject"] == "a.b"
+
+
+def test_each_command_for_a_plan_with_effects_elsewhere_permits_them_and_a_drills_has_none() -> None:
+    request = RestoreRequest("us", "S", reaches=True)
+    assert "--allow-elsewhere" in same_command(request)
+    assert "--allow-elsewhere" not in same_command(replace(request, reaches=False))
+    assert "--allow-elsewhere" not in same_command(replace(request, promote=False))
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
