@@ -13,6 +13,7 @@ from common.jetstream.client import FloeClient
 from common.jetstream.requests import ApiError
 from common.logs import get_logger
 from common.settings.ingress import CreateSettings, IngressSettings, TargetSettings
+from common.subjects import overlaps
 from ingress.errors import passes_by_itself
 from ingress.rows.prepare import Accepting, TargetLimits, patterns_of
 
@@ -61,7 +62,7 @@ async def _create(client: FloeClient, settings: TargetSettings) -> StreamInfo:
 
 def control_headers(settings: TargetSettings) -> frozenset[bytes]:
     """The names of headers that take effect at the target, in lower case."""
-    return frozenset(name.lower().encode() for name in settings.control_headers)
+    return frozenset().union(*(source.acting_headers for source in settings.sources))
 
 
 def stream_config(settings: TargetSettings, create: CreateSettings) -> dict[str, Any]:
@@ -160,6 +161,28 @@ def _control_problems(config: Mapping[str, Any], settings: TargetSettings) -> It
             yield f"{NEEDS[name]}: expected true for control_headers {name.decode()}, found false"
         elif name == b"nats-rollup" and config.get("deny_purge"):
             yield "deny_purge: expected false for control_headers nats-rollup, found true"
+    for index, found in _rolled_up(settings):
+        yield f"sources.{index}.control_headers: {found}"
+
+
+def _rolled_up(settings: TargetSettings) -> Iterator[tuple[int, str]]:
+    """Sources whose rollups would delete messages of another site, by their number, and why."""
+    made = [
+        (index, site, pattern)
+        for index, source in enumerate(settings.sources)
+        for site in source.site
+        for pattern in patterns_of(source.model_copy(update={"site": (site,)})) or [">"]
+    ]
+    wanted = {n: source for n, source in enumerate(settings.sources) if b"nats-rollup" in source.acting_headers}
+    for index, site, mine in made:
+        for _, other, its in made if index in wanted else ():
+            if other != site and overlaps(mine, its):
+                meant = (
+                    "expected nats-rollup only where no other site has its subjects, as with {site} in subject_prefix"
+                )
+                yield index, f"{meant}, found {mine} of {site} and {its} of {other}"
+                wanted.pop(index)
+                break
 
 
 def _subject_problems(config: Mapping[str, Any], settings: TargetSettings) -> Iterator[str]:
@@ -174,10 +197,12 @@ def _not_taken(accepting: Accepting, settings: TargetSettings) -> Iterator[tuple
 
 
 def contradictions(settings: IngressSettings) -> Iterator[tuple[str, str]]:
-    """For `floe config check`: `create.subjects` that do not take what a source of the same target makes; the key,
-    and why.
+    """For `floe config check`: `create.subjects` that do not take what a source of the same target makes, and rollups
+    that reach another site; the key, and why.
     """
     for number, target in enumerate(settings.targets):
+        for index, found in _rolled_up(target):
+            yield f"ingress.targets.{number}.sources.{index}.control_headers", found
         if target.create is not None and target.create.subjects:
             accepting = Accepting(target.create.subjects)
             for index, made in _not_taken(accepting, target):
@@ -192,7 +217,7 @@ def shape_of(client: FloeClient, info: StreamInfo, settings: TargetSettings) -> 
         limits.append(size)
     subjects = info.config.get("subjects") or [settings.stream]
     parks = settings.on_oversize == "park"
-    headers = control_headers(settings)
+    accepting, is_shared = Accepting(subjects), len(settings.source_of) > 1
     return TargetLimits(
-        Accepting(subjects), min(limits), headers, parks=parks, target=settings.stream, max_payload=client.max_payload
+        accepting, min(limits), parks, settings.stream, max_payload=client.max_payload, is_shared=is_shared
     )

@@ -100,6 +100,9 @@ class SourceSettings(StartSettings):
         "24h", "a hole is late until the first segment behind it is this old, then lost"
     )
     on_lost: Literal["halt", "skip"] = option("halt", "when a segment is lost: wait for you, or go on without it")
+    control_headers: tuple[Annotated[t.Text, AfterValidator(_check_control_header), t.TypeName("header")], ...] = (
+        option((), "headers of the source's publishers, such as Nats-TTL, that act again at the target")
+    )
     max_chains: Annotated[t.Whole, t.Range(1)] = option(
         4096, "a feed of a site stops that has more chains than this which are not carried to their end"
     )
@@ -123,6 +126,11 @@ class SourceSettings(StartSettings):
         found = (self.prefix_of(site, feed, "*", "*") for site, feed in self.pairs())
         return tuple(dict.fromkeys(".".join("*" if "*" in each else each for each in p.split(".")) for p in found))
 
+    @property
+    def acting_headers(self) -> frozenset[bytes]:
+        """The names of headers that take effect at the target, in lower case."""
+        return frozenset(name.lower().encode() for name in self.control_headers)
+
     def pairs(self) -> list[tuple[str, str]]:
         return [(site, feed) for site in self.site for feed in self.feed]
 
@@ -136,9 +144,6 @@ class TargetSettings(Section):
     delivery: Literal["exactly_once", "at_least_once"] = option("exactly_once", "exactly once needs `exclusive: true`")
     publisher: Literal["auto", "fast", "atomic", "single"] = option(
         "auto", "how messages are published; auto: the best that server and stream offer"
-    )
-    control_headers: tuple[Annotated[t.Text, AfterValidator(_check_control_header), t.TypeName("header")], ...] = (
-        option((), "headers of the source's publishers, such as Nats-TTL, that act again at the target")
     )
     on_oversize: Literal["halt", "park"] = option(
         "halt", "a message that with its headers is too large for the target: wait for you, or put it aside"

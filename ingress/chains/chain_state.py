@@ -327,7 +327,7 @@ class ChainRegistry:
             message = f"target {self.target}: sources: expected {chain.site}/{chain.feed}, found none"
             listed = "an intent holds rows of it: list it again until it ran once; or drop the rest of it"
             raise ConfigError(message, hint=ways((listed, set_command(self.target, "--accept"))), code="E-SOURCES")
-        return Preparer(chain, rule_of(source, chain), self.limits)
+        return Preparer(chain, rule_of(source, chain), self.limits, acting=source.acting_headers)
 
     def source(self, chain: Chain) -> SourceSettings:
         return self._sources[chain.site, chain.feed]

@@ -224,24 +224,25 @@ _ACTING_VALUES = {
     b"nats-ttl": re.compile(rb" *(never|[1-9]\d{0,8}s?|[1-9]\d{0,7}m|[1-9]\d{0,5}h)"),
     b"nats-rollup": re.compile(rb" *(sub|all)"),
 }
+# `all` would empty the target of what other sources have there.
+_SHARED_VALUES = _ACTING_VALUES | {b"nats-rollup": re.compile(rb" *sub")}
 
 
 @dataclass(frozen=True, slots=True)
 class TargetLimits:
     """What the target takes.
 
-    `max_message`: bytes of header block and payload together. `control_headers`: lower-case names of headers of the
-    source that take effect at the target. `parks`: a message that is too large is parked instead of stopping its
-    chain. `target`: the stream's name, for messages to operators. `max_payload`: of the server from which
-    `max_message` was computed.
+    `max_message`: bytes of header block and payload together. `parks`: a message that is too large is parked instead
+    of stopping its chain. `target`: the stream's name, for messages to operators. `max_payload`: of the server from
+    which `max_message` was computed. `is_shared`: several feeds flow into it.
     """
 
     accepting: Accepting
     max_message: int
-    control_headers: frozenset[bytes] = frozenset()
     parks: bool = False
     target: str = "TARGET"
     max_payload: int = 0
+    is_shared: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,11 +280,20 @@ class Preparer:
 
     `extra`: one more header line for each message, without its CR LF, behind the provenance. `relay`: the chain's
     stream was itself written by Floe, so its `Floe-Source` lines stay hops. To be set before the first row; in other
-    chains such lines are escaped, and a forged one hides nothing. `leaves_out`: exactly these sequences are left out,
+    chains such lines are escaped, and a forged one hides nothing. `acting`: lower-case names of headers of the source
+    that take effect at the target. `leaves_out`: exactly these sequences are left out,
     whatever the limits are (None: what is too large, if the limits say so).
     """
 
-    def __init__(self, chain: Chain, rule: Rule, limits: TargetLimits, extra: bytes = b"") -> None:
+    def __init__(
+        self,
+        chain: Chain,
+        rule: Rule,
+        limits: TargetLimits,
+        extra: bytes = b"",
+        acting: frozenset[bytes] = frozenset(),
+    ) -> None:
+        self._acting, self._values = acting, _SHARED_VALUES if limits.is_shared else _ACTING_VALUES
         self._chain, self._rule, self._target, self._origin = chain, rule, limits, _origin(chain)
         self._extra = extra + b"\r\n" if extra else b""
         self.relay = False
@@ -372,9 +382,14 @@ class Preparer:
         ]
 
     def _lines(self, block: bytes) -> bytes:
-        if (acting := self._target.control_headers) and not _may_act(block, acting):
+        if (acting := self._acting) and not self._may_act(block):
             acting = frozenset()
         return b"%b%b\r\n" % (self._extra, escaped_lines(block, acting, relay=self.relay))
+
+    def _may_act(self, block: bytes) -> bool:
+        forms = {name: form for name, form in self._values.items() if name in self._acting}
+        lines = ((name.lower(), value) for name, value in parse_block(block))
+        return all(name not in forms or forms[name].fullmatch(value) for name, value in lines)
 
     # Sizes
 
@@ -409,9 +424,3 @@ def _origin(chain: Chain) -> bytes:
     if not line.endswith(b" 1 1"):
         raise ValueError(f"provenance: expected it to end in sequence and timestamp, found {line!r}")
     return line.removesuffix(b"1 1")
-
-
-def _may_act(block: bytes, acting: frozenset[bytes]) -> bool:
-    forms = {name: form for name, form in _ACTING_VALUES.items() if name in acting}
-    lines = ((name.lower(), value) for name, value in parse_block(block))
-    return all(name not in forms or forms[name].fullmatch(value) for name, value in lines)

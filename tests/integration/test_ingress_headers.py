@@ -95,6 +95,13 @@ async def test_no_header_of_the_source_acts_unless_it_is_listed(
         assert b"Nats-TTL" not in own
 
 
+def centre_of(folder: Path, archive: Archive, url: str, header: str, **target: Any) -> Centre:
+    """A centre of one source, of which one header acts."""
+    centre = Centre(folder, archive, url, **target)
+    centre.target_settings["sources"][0] |= {"site": "us-east", "control_headers": [header]}
+    return centre
+
+
 async def test_a_listed_ttl_expires_and_every_other_value_is_text(
     client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
@@ -104,7 +111,7 @@ async def test_a_listed_ttl_expires_and_every_other_value_is_text(
     rows = [message(n, headers=block(b"Nats-TTL: " + value)) for n, value in enumerate(text + acting, 1)]
     rows.append(message(len(rows) + 1, headers=block(b"Nats-TTL: 1s", b"Nats-TTL: never")))
     archive.put(rows)
-    centre = Centre(tmp_path, archive, nats_url, control_headers=["Nats-TTL"])
+    centre = centre_of(tmp_path, archive, nats_url, "Nats-TTL")
 
     await make(client, centre)
     async with centre.running():
@@ -145,7 +152,7 @@ async def test_a_listed_rollup_purges_messages_and_no_sequences(
         for n, (subject, lines) in enumerate(zip(subjects, headers, strict=True), 1)
     ]
     archive.put(rows)
-    centre = Centre(tmp_path, archive, nats_url, control_headers=["Nats-Rollup"], publisher=publisher)
+    centre = centre_of(tmp_path, archive, nats_url, "Nats-Rollup", publisher=publisher)
 
     await make(client, centre)
     async with centre.running():
@@ -165,7 +172,7 @@ async def test_a_listed_marker_reason_is_kept_as_a_header(
     client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     archive.put([message(1, headers=block(b"Nats-Marker-Reason: Purge")), *rows_of(2, 3)])
-    centre = Centre(tmp_path, archive, nats_url, control_headers=["Nats-Marker-Reason"])
+    centre = centre_of(tmp_path, archive, nats_url, "Nats-Marker-Reason")
 
     await make(client, centre)
     async with centre.running():

@@ -135,7 +135,8 @@ async def test_a_control_header_that_may_act_acts(
     client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     archive.put([message(1, headers=block(b"Nats-TTL: 5s")), message(2, headers=block(b"Nats-TTL: soon"))])
-    centre = Centre(tmp_path, archive, nats_url, control_headers=["Nats-TTL"])
+    centre = Centre(tmp_path, archive, nats_url)
+    centre.target_settings["sources"][0]["control_headers"] = ["Nats-TTL"]
 
     async with centre.running():
         assert len(await centre.carried(client, 2)) == 2

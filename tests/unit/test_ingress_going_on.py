@@ -72,7 +72,7 @@ def test_of_several_errors_the_one_for_an_operator_leads() -> None:
 
 
 def chain_state(position: int, archived: int, plan: ChainPlan | None = None) -> ChainState:
-    preparer = Preparer(CHAIN, SubjectRule(), TargetLimits(Accepting([">"]), 1024, frozenset()))
+    preparer = Preparer(CHAIN, SubjectRule(), TargetLimits(Accepting([">"]), 1024))
     found = ChainState(CHAIN, preparer, position, archived=archived)
     found.plan = plan or ChainPlan(Phase.IDLE)
     return found

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from common.errors import ConfigError
-from common.settings.ingress import TargetSettings
-from ingress.preflight import add_command, problems, stream_config
+from common.settings.ingress import IngressSettings, TargetSettings
+from ingress.preflight import add_command, contradictions, problems, stream_config
 from ingress.publishers.choose import choose, offered
 
 
-def target(**keys: Any) -> TargetSettings:
-    source = {"site": "us-east", "feed": "NODES", "subject_prefix": "fleet"}
+def target(control_headers: Sequence[str] = (), **keys: Any) -> TargetSettings:
+    source = {"site": "us-east", "feed": "NODES", "subject_prefix": "fleet", "control_headers": control_headers}
     return TargetSettings.model_validate({"stream": "FLEET", "sources": [source], **keys})
 
 
@@ -146,6 +147,41 @@ def test_a_rollup_needs_a_target_that_may_be_purged() -> None:
     (found,) = problems(config, settings)
 
     assert found == "deny_purge: expected false for control_headers nats-rollup, found true"
+
+
+ROLLUP = {"control_headers": ["Nats-Rollup"]}
+TO_A = {"source": "nodes.>", "destination": "a.>"}
+
+
+@pytest.mark.parametrize(
+    ("sources", "meeting"),
+    [
+        ([source(site=["us-east", "eu-west"], subject_prefix="fleet", **ROLLUP)], [0]),
+        ([source(site=["us-east", "eu-west"], subject_prefix="fleet.{site}", **ROLLUP)], []),
+        ([source(site=["us-east", "eu-west"], subject_prefix="fleet.{feed}.{site}", **ROLLUP)], []),
+        ([source(site=["us-east", "eu-west"], feed=["NODES", "LOGS"], subject_prefix="f.{site}", **ROLLUP)], []),
+        ([source(site=["us-east", "eu-west"], subject_prefix="fleet")], []),
+        ([source(**ROLLUP)], []),
+        ([source(**ROLLUP), source(site="eu-west", subject_prefix="eu")], [0]),
+        ([source(subject_prefix="us"), source(site="eu-west", **ROLLUP)], [1]),
+        ([source(subject_prefix="a", **ROLLUP), source(site="eu-west", subject_prefix="b", **ROLLUP)], []),
+        ([source(subject_prefix="a", **ROLLUP), source(site="eu-west", subject_prefix="a.b", **ROLLUP)], [0, 1]),
+        ([source(subject_prefix="a", **ROLLUP), source(site="eu-west", subject_transform=TO_A)], [0]),
+        ([source(subject_prefix="a", **ROLLUP), source(site="eu", subject_prefix="b", subject_remove="b.")], [0]),
+    ],
+)
+def test_a_source_may_roll_up_only_subjects_that_no_other_site_has(
+    sources: list[dict[str, Any]], meeting: list[int]
+) -> None:
+    settings = target(sources=sources)
+    config = {"subjects": [">"], "allow_rollup_hdrs": True}
+
+    found = list(problems(config, settings))
+
+    assert all("control_headers: expected nats-rollup only where no other site" in each for each in found)
+    assert [int(each.split(".")[1]) for each in found] == meeting
+    keys = [key for key, _ in contradictions(IngressSettings(targets=(settings,)))]
+    assert keys == [f"ingress.targets.0.sources.{index}.control_headers" for index in meeting]
 
 
 @pytest.mark.parametrize(

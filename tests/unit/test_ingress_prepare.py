@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from common.chain import Chain
 from common.jetstream.headers import Provenance, restore
 from common.segments.segment import Message
@@ -22,9 +24,11 @@ CHAIN = Chain("us-east", "NODES", 1, 2)
 VERSION = b"NATS/1.0\r\n"
 
 
-def prepared(*rows: Message, most: int = 1 << 20, control: frozenset[bytes] = frozenset()) -> Prepared:
-    shape = TargetLimits(Accepting(["fleet.>"]), most, control)
-    return Preparer(CHAIN, SubjectRule(b"fleet"), shape).prepare(batch_of(rows))
+def prepared(
+    *rows: Message, most: int = 1 << 20, control: frozenset[bytes] = frozenset(), is_shared: bool = False
+) -> Prepared:
+    shape = TargetLimits(Accepting(["fleet.>"]), most, is_shared=is_shared)
+    return Preparer(CHAIN, SubjectRule(b"fleet"), shape, acting=control).prepare(batch_of(rows))
 
 
 def ready(batch: PreparedBatch | None) -> list[tuple[bytes, bytes, bytes]]:
@@ -216,3 +220,16 @@ def test_hours_and_minutes_that_would_overflow_the_server_travel_as_text() -> No
         row = message(1, headers=block(b"Nats-TTL: " + value))
         ((_, tail, _),) = ready(prepared(row, control=control).batch)
         assert (b"\r\nNats-TTL:" in tail) is acts
+
+
+@pytest.mark.parametrize(
+    ("value", "is_shared", "acts"),
+    [(b"sub", False, True), (b"all", False, True), (b"sub", True, True), (b"all", True, False), (b" all", True, False)],
+)
+def test_a_rollup_of_everything_acts_only_where_one_feed_flows_in(value: bytes, is_shared: bool, acts: bool) -> None:
+    row = message(1, headers=block(b"Nats-Rollup: " + value))
+    found = ready(prepared(row, control=frozenset([b"nats-rollup"]), is_shared=is_shared).batch)
+
+    [(_, headers, _)] = found
+    assert (b"\r\nNats-Rollup: " + value + b"\r\n" in headers) is acts
+    assert (b"\r\nFloe-Original: Nats-Rollup: " + value + b"\r\n" in headers) is not acts

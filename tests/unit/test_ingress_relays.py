@@ -26,7 +26,7 @@ PUBLISHED = b"NATS/1.0\r\nA: 1\r\nNats-Rollup: all\r\n\r\n"
 
 def carried(block: bytes | None, *, relay: bool, control: frozenset[bytes] = frozenset()) -> bytes:
     """The header block at the target, of a message with the header block `block` at the source."""
-    preparer = Preparer(REGION, SubjectRule(), TargetLimits(Accepting([">"]), 1 << 20, control))
+    preparer = Preparer(REGION, SubjectRule(), TargetLimits(Accepting([">"]), 1 << 20), acting=control)
     preparer.relay = relay
     batch = preparer.prepare(batch_of([message(7, headers=block)])).batch
     assert batch is not None

@@ -279,8 +279,14 @@ def target(**keys: Any) -> dict[str, Any]:
             for prefix in ("f.{sites}", "f.{site", "f}.{site}", "f.{}", "f.{{site}}")
         ),
         (lambda: centre(target(sources=[])), "sources: expected at least one entry"),
-        (lambda: centre(target(control_headers=["Nats-Msg-Id"])), "expected a header that ingress does not set itself"),
-        (lambda: centre(target(control_headers=["X-A"])), "expected a header of NATS such as Nats-TTL"),
+        (
+            lambda: centre(target(sources=[SOURCE | {"control_headers": ["Nats-Msg-Id"]}])),
+            "expected a header that ingress does not set itself",
+        ),
+        (
+            lambda: centre(target(sources=[SOURCE | {"control_headers": ["X-A"]}])),
+            "expected a header of NATS such as Nats-TTL",
+        ),
         (
             lambda: Settings(store=STORE, compaction={"levels": [{"from": 1, "to": 1}]}),
             "to: expected more than from, which is 1, found 1",
