@@ -97,6 +97,17 @@ async def within(future: asyncio.Future[T], seconds: float) -> T:
         future.cancel()
 
 
+async def done_in(work: asyncio.Future[Any], seconds: float, clock: Clock) -> bool:
+    """Wait until `work` is done or `seconds` have passed by `clock`; return whether it is done. It is not cancelled."""
+    if not work.done():
+        pause = asyncio.ensure_future(clock.sleep(seconds))
+        try:
+            await asyncio.wait({work, pause}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            pause.cancel()
+    return work.done()
+
+
 async def first_of(*waits: Awaitable[object], seconds: float | None = None) -> None:
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:

@@ -1,8 +1,14 @@
 """A chain read as its archive: over all levels, each row once, around what is damaged."""
 
+from __future__ import annotations
+
 import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -16,7 +22,7 @@ from common.segments.keys import MAX_LEVEL, Pair, chosen, one, parse, parse_of_f
 from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
-from common.segments.unread import open_stretch
+from common.segments.unread import StretchReader, open_stretch
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
 
 Report = Callable[[str], None]
@@ -82,12 +88,54 @@ def span(refs: Sequence[SegmentRef]) -> SequenceRange | None:
     return SequenceRange(min(r.coverage.first for r in refs), max(r.coverage.last for r in refs))
 
 
+@dataclass(frozen=True, slots=True)
+class ReadAhead:
+    """Fetches segments by the threads of `pool` before they are read: at most `count` of one reading, and `size` bytes
+    of the store, or one segment that is larger.
+    """
+
+    pool: Executor
+    size: int
+    count: int = 8
+
+    def has_room(self, fetched: Iterable[SegmentRef], more: SegmentRef) -> bool:
+        sizes = [ref.size for ref in fetched]
+        return not sizes or (len(sizes) < self.count and sum(sizes) + more.size <= self.size)
+
+
+def _opened(
+    store: SegmentStore, stretches: Sequence[Stretch[SegmentRef]], refs: Sequence[SegmentRef], ahead: ReadAhead | None
+) -> Generator[tuple[Stretch[SegmentRef], Callable[[], StretchReader]]]:
+    """Each stretch, with what opens it: close the reader that it returns. Those behind it are fetched `ahead`."""
+    if ahead is None:
+        yield from ((stretch, partial(open_stretch, store, stretch, refs=refs)) for stretch in stretches)
+        return
+    waiting, fetched = deque(stretches), deque[tuple[Stretch[SegmentRef], Future[StretchReader]]]()
+    try:
+        while waiting or fetched:
+            while waiting and ahead.has_room((each.segment for each, _ in fetched), waiting[0].segment):
+                stretch = waiting.popleft()
+                fetched.append((stretch, ahead.pool.submit(open_stretch, store, stretch, refs=refs)))
+            yield fetched[0][0], fetched[0][1].result
+            fetched.popleft()
+    finally:
+        for _, future in fetched:
+            if not future.cancel():
+                future.add_done_callback(_close_opened)
+
+
+def _close_opened(future: Future[StretchReader]) -> None:
+    if future.exception() is None:
+        future.result().close()
+
+
 def read_cover(
     store: SegmentStore,
     refs: Sequence[SegmentRef],
     within: SequenceRange,
     report: Report,
     columns: Sequence[str] | None = None,
+    ahead: ReadAhead | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """The rows of `within` by the cover of `refs`, in sequence order, each once; `columns` with `sequence`, None: all.
 
@@ -96,22 +144,23 @@ def read_cover(
     """
     usable, position = list(refs), within.first
     while position <= within.last:
-        for stretch in cover(usable, position, within.last):
-            if stretch.rows.first > position:
-                report(f"no segment covers {SequenceRange(position, stretch.rows.first - 1)}")
-            position = stretch.rows.first
-            try:
-                with open_stretch(store, stretch, refs=usable) as reader:
-                    for batch in reader.batches(columns=columns):
-                        yield batch
-                        position = batch.column("sequence")[-1].as_py() + 1
-            except (SegmentCorrupt, SegmentGone) as error:
-                report(str(error))
-                usable.remove(stretch.segment)
+        with closing(_opened(store, cover(usable, position, within.last), usable, ahead)) as opened:
+            for stretch, open_it in opened:
+                if stretch.rows.first > position:
+                    report(f"no segment covers {SequenceRange(position, stretch.rows.first - 1)}")
+                position = stretch.rows.first
+                try:
+                    with open_it() as reader:
+                        for batch in reader.batches(columns=columns):
+                            yield batch
+                            position = batch.column("sequence")[-1].as_py() + 1
+                except (SegmentCorrupt, SegmentGone) as error:
+                    report(str(error))
+                    usable.remove(stretch.segment)
+                    break
+                position = stretch.rows.last + 1
+            else:
                 break
-            position = stretch.rows.last + 1
-        else:
-            break
     if position <= within.last:
         report(f"no segment covers {SequenceRange(position, within.last)}")
 

@@ -7,7 +7,7 @@ repeated where compaction has removed a segment that it named.
 
 import asyncio
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -81,7 +81,9 @@ class Timing:
         return found or (last[0].rows.last + 1 if last else self._begins)
 
 
+GROUP = 64  # segments that are examined from one report of progress to the next
 LISTINGS = 3  # tries, each on a new listing
+Progress = Callable[[Chain, int, int], None]  # chain, segments of it that were examined, segments to examine
 
 
 def known_chains(documents: ChainStore, request: Request) -> list[Chain]:
@@ -93,10 +95,16 @@ class ReplaySurvey:
     """Looks into one archive for what `request` means now. `notes`: what an operator should know before."""
 
     def __init__(
-        self, store: SegmentStore, documents: ChainStore, threads: Threads, clock: Clock, request: Request
+        self,
+        store: SegmentStore,
+        documents: ChainStore,
+        threads: Threads,
+        clock: Clock,
+        request: Request,
+        progress: Progress | None = None,
     ) -> None:
         self._store, self._documents, self._threads, self._clock = store, documents, threads, clock
-        self._request = request
+        self._request, self._progress = request, progress or (lambda *_: None)
         self._moments: Moments = (None, None)
         self._gone: list[str] = []  # what retention deleted of what is asked for
         self.notes: list[str] = []
@@ -190,8 +198,9 @@ class ReplaySurvey:
             usable = [ref for ref in refs if ref.key not in lost]
             stretches, holes, accepted = stretches_of(usable, each.rows, gaps)
             parts = list[ReplayPart | DataError]()
-            for begin in range(0, len(stretches), 256):
-                some = stretches[begin : begin + 256]
+            for begin in range(0, len(stretches), GROUP):
+                some = stretches[begin : begin + GROUP]
+                self._progress(each.chain, begin, len(stretches))
                 parts += await asyncio.gather(*(self._threads.run(_part, self._store, s, usable) for s in some))
             wrong = {s.segment.key: p for s, p in zip(stretches, parts, strict=True) if isinstance(p, DataError)}
             floor = await self._threads.run(self._documents.floor, each.chain) if holes and not wrong else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from common.chain import Chain
 from common.clock import NS_PER_S, Backoff, Clock, doubling, format_time, parse_time
 from common.errors import DataError, Stopped, Unavailable, UsageError
 from common.exits import command, ways
-from common.segments.archive import read_cover, search
+from common.segments.archive import ReadAhead, read_cover, search
 from common.segments.captures import (
     CONFIG,
     CONSUMERS,
@@ -29,7 +30,8 @@ from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
 from common.sequences import MAX_SEQUENCE, SequenceRange, holes
 from common.service.process import Threads
-from common.service.progress import Teller
+from common.service.progress import Teller, share_text
+from common.settings.types import counted
 from common.tasks import Stop
 from ingress.replay.plan import ChainRange, ReplayChain
 from ingress.replay.request import Request
@@ -53,6 +55,8 @@ from ingress.restore.plan import (
 PAUSES = doubling(1.0, 15.0)  # seconds between tries to read from a store that is away
 TIMES = ("sequence", "timestamp_ns")
 LISTINGS = 3  # of a chain whose segments vanish while they are read
+READERS = 8  # threads that fetch segments before they are read
+AHEAD = 64 * 1024 * 1024  # bytes of segments that are in the spool before they are read
 EXPIRED = "E-RESTORE-EXPIRED"
 
 
@@ -77,6 +81,23 @@ class ArchivedHistory:
         self._request, self._store, self._documents, self._threads = request, store, documents, threads
         self._clock, self._teller = clock, teller
         self._captures = CaptureStore(documents.layout, documents.objects)
+        self._readers = ThreadPoolExecutor(READERS, "restore-read")
+        self._progress = "listing the segments"
+        self._began = 0.0  # the survey of the chain that is planned
+
+    def close(self) -> None:
+        """Read no more."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def progress(self) -> str:
+        """Return how far `plan` is with the chain that it reads, in words."""
+        return self._progress
+
+    def _survey_progress(self, chain: Chain, done: int, total: int) -> None:
+        now = self._clock.monotonic()
+        self._began = self._began if done else now
+        share = share_text(done, total, now - self._began)
+        self._progress = f"{share}  {done:,} of {counted(total, 'segment')} of {chain} examined"
 
     async def plan(self) -> RestorePlan:
         """Nothing is written, and no server is asked.
@@ -109,7 +130,9 @@ class ArchivedHistory:
     async def _surveyed(self, asked: Request) -> tuple[Sequence[ReplayChain], list[str]]:
         """The chains, and what an operator should know of them; again where retention deletes meanwhile."""
         for left in reversed(range(LISTINGS)):
-            survey = ReplaySurvey(self._store, self._documents, self._threads, self._clock, asked)
+            survey = ReplaySurvey(
+                self._store, self._documents, self._threads, self._clock, asked, self._survey_progress
+            )
             try:
                 return (await survey.look())[0].chains, survey.notes
             except Stopped as error:
@@ -330,16 +353,20 @@ class ArchivedHistory:
             if part.last >= begin
         ]
         cut = [replace(r, rows=SequenceRange(max(r.rows.first, begin), r.rows.last)) for r in ranges]
-        return merged([(each.rows.first, partial(self._chain_rows, each, columns, stop)) for each in cut])
+        partitions = len({each.chain.partition for each in cut})  # which are read side by side
+        ahead = ReadAhead(self._readers, AHEAD // max(1, partitions))
+        return merged([(each.rows.first, partial(self._chain_rows, each, columns, stop, ahead)) for each in cut])
 
-    def _chain_rows(self, each: ChainRange, columns: tuple[str, ...], stop: Stop) -> Iterator[pa.RecordBatch]:
+    def _chain_rows(
+        self, each: ChainRange, columns: tuple[str, ...], stop: Stop, ahead: ReadAhead
+    ) -> Iterator[pa.RecordBatch]:
         position, listings, backoff = each.rows.first, 0, Backoff(None, PAUSES)
         while position <= each.rows.last:
             problems = list[str]()
             try:
                 refs = self._store.list(each.chain, position=position)
                 within = SequenceRange(position, each.rows.last)
-                for batch in read_cover(self._store, refs, within, problems.append, columns):
+                for batch in read_cover(self._store, refs, within, problems.append, columns, ahead):
                     if any(_is_hole(problem) for problem in problems):
                         break
                     yield batch

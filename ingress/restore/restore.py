@@ -11,11 +11,11 @@ One restore of a name at a time: it holds a lease, and promotes what has its own
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing, asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -39,7 +39,7 @@ from common.service.progress import Teller, share_text
 from common.settings.root import Settings
 from common.settings.service import NatsSettings, ServiceSettings
 from common.settings.types import counted, duration_words, size_words
-from common.tasks import Stop, wait_for
+from common.tasks import Stop, done_in, wait_for
 from ingress.errors import passes_by_itself
 from ingress.replay.drill import while_held
 from ingress.restore.archive import ArchiveWriter, muted, parts
@@ -69,9 +69,10 @@ GREW = "E-RESTORE-GREW"
 ATTEMPTS = 5  # from the beginning, where a server went away or gave a restore up
 PAUSES = doubling(1.0, 15.0)  # seconds between them
 AHEAD = 2 * 1024 * 1024  # bytes that are encoded while others are sent
-KEEP_ALIVE = 2.0  # seconds; the server gives up after 5 without a byte
+PROGRESS = 1.0  # seconds until long work says how far it is, and from one time to the next
 COLUMNS = ("sequence", "timestamp_ns", "subject", "subject_raw", "headers", "payload")
 FOLDED = ("sequence", "subject", "headers")  # what the first pass needs
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +192,14 @@ class Restore:
         """
         nats = nats or self._settings.nats_for(self._role)
         name = f"floe restore {self._settings.instance}".strip()
-        with closing(self._threads):
+        with closing(self._threads), closing(self._history):
             async with aclosing(await connect(nats, name=name, clock=self._clock)) as client:
                 yield client
 
     async def plan(self) -> RestorePlan:
-        """As `ArchivedHistory.plan`."""
-        plan = await self._history.plan()
+        """As `ArchivedHistory.plan`; what takes long says so, and how far it is."""
+        begun = f"planning: reading the archive of {self._request.site}/{self._request.feed}"
+        plan = await self._with_progress(self._history.plan(), self._history.progress, begun)
         self._request = plan.request
         if self._request.subjects:
             plan = replace(plan, config={**plan.config, "subjects": [*self._request.subjects]})
@@ -345,7 +347,9 @@ class Restore:
         config = guarded_config(plan.config, f"{marker} format={writer.format}")
         consumers = [muted(consumer, plan.name) for consumer in plan.consumers]
         head = b"".join(writer.head(config, plan.created, state, consumers))
-        upload = await ArchiveUpload.begin(client, plan.name, config, state.to_json(len(plan.consumers)), self._clock)
+        upload = await ArchiveUpload.begin(
+            client, plan.name, config, state.to_json(len(plan.consumers)), self._clock, writer.keep_alive
+        )
         async with aclosing(upload):
             await upload.send(head)
             async with aclosing(self._encoded(rows, writer, first, upload)) as pieces:
@@ -361,14 +365,13 @@ class Restore:
         self, rows: Iterator[pa.RecordBatch], writer: ArchiveWriter, batch: pa.RecordBatch | None, upload: ArchiveUpload
     ) -> AsyncGenerator[bytes]:
         """The archive's bytes of `batch`, of the others of `rows` and of its end, read and encoded while those before
-        them are sent. However long the store takes, the server hears of us meanwhile.
+        them are sent. However long the store takes, `upload` keeps the restore alive meanwhile.
         """
         ahead = asyncio.ensure_future(self._threads.run(_next, rows, writer, batch))
         try:
             while True:
-                while not (await asyncio.wait({ahead}, timeout=KEEP_ALIVE))[0]:
+                while not await upload.wait_for(ahead):
                     self._check_stop()
-                    await upload.keep_alive(writer.keep_alive)
                 self._check_stop()
                 pieces, following = ahead.result()
                 failpoint("restore.sending")
@@ -383,11 +386,21 @@ class Restore:
             ahead.cancel()
 
     async def _waited(self, call: Any, what: str) -> Any:
-        work = asyncio.ensure_future(self._threads.run(call))
-        while not (await asyncio.wait({work}, timeout=KEEP_ALIVE))[0]:
-            self._check_stop()
-            self._teller.progress(what, self._clock.monotonic())
-        return await work
+        return await self._with_progress(self._threads.run(call), lambda: what)
+
+    async def _with_progress(self, call: Awaitable[T], text: Callable[[], str], begun: str = "") -> T:
+        """Return the result of `call`. `text`: its progress; `begun`: a line that stays, printed if it takes long."""
+        work = asyncio.ensure_future(call)
+        try:
+            while not await done_in(work, PROGRESS, self._clock):
+                self._check_stop()
+                if begun:
+                    self._teller.say(begun)
+                begun = ""
+                self._teller.progress(text(), self._clock.monotonic())
+            return work.result()
+        finally:
+            work.cancel()
 
     def _check_stop(self) -> None:
         if self._stop.is_set:

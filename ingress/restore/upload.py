@@ -1,4 +1,8 @@
-"""Sends an archive to the server that restores a stream: a bounded number of bytes ahead of its answers."""
+"""Sends an archive to the server that restores a stream: a bounded number of bytes ahead of its answers.
+
+The server gives a restore up after `GIVES_UP` seconds without a byte. So the upload, while it waits for more of the
+archive, sends what it holds back, or a frame that readers skip.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +17,29 @@ from common.jetstream.api import token
 from common.jetstream.client import FloeClient, RawSubscription, frame
 from common.jetstream.headers import status
 from common.jetstream.requests import NOBODY, api_answer
-from common.tasks import Trouble, wait_for
+from common.tasks import Trouble, done_in, wait_for
 
 WINDOW = 8 * 1024 * 1024  # bytes that are sent and not answered; more would hold up the routes of a cluster
 PIECE = 512 * 1024  # bytes of a message, at most
 ROOM = 1024  # bytes of a message that are not payload
 ASKING = 30.0  # seconds for the server to begin
-REACHING = 4.0  # seconds for the first bytes; the server gives up after 5 without one
+REACHING = 4.0  # seconds for the first bytes
+GIVES_UP = 5.0  # seconds without a byte after which the server ends a restore
+QUIET = 2.0  # seconds after the last byte until the next is sent, at most
 SILENT = 60.0  # seconds without an answer until it is given up
 ENDING = 1800.0  # seconds for the server to make the stream from what it got
 
 
 class ArchiveUpload:
-    """One archive on its way; made by `begin`, closed by `aclose`. `sent`: its bytes."""
+    """One archive on its way; made by `begin`, closed by `aclose`. `sent`: its bytes.
 
-    def __init__(self, client: FloeClient, stream: str, subject: str, clock: Clock) -> None:
+    `idle_frame`: a frame that readers skip.
+    """
+
+    def __init__(self, client: FloeClient, stream: str, subject: str, clock: Clock, idle_frame: bytes) -> None:
         self._client, self._stream, self._subject, self._clock = client, stream, subject.encode(), clock
+        self._idle_frame, self._last_sent, self._longest_pause = idle_frame, clock.monotonic(), 0.0
+        self._last_answer = self._last_sent
         self._size = min(PIECE, client.max_payload - ROOM)
         self._buffer, self._open, self._ahead, self.sent = bytearray(), deque[int](), 0, 0
         self._answered = asyncio.Event()
@@ -37,17 +48,23 @@ class ArchiveUpload:
 
     @classmethod
     async def begin(
-        cls, client: FloeClient, stream: str, config: Mapping[str, Any], state: Mapping[str, Any], clock: Clock
+        cls,
+        client: FloeClient,
+        stream: str,
+        config: Mapping[str, Any],
+        state: Mapping[str, Any],
+        clock: Clock,
+        idle_frame: bytes,
     ) -> ArchiveUpload:
-        """Asks the server to restore the stream. Raises ApiError where it refuses, also where there is one."""
+        """Ask the server to restore the stream. Raises ApiError where it refuses, also where there is one."""
         request = {"config": dict(config), "state": dict(state)}
         answer = await client.api(f"STREAM.RESTORE.{token(stream)}", request, timeout=ASKING)
-        upload = cls(client, stream, str(answer["deliver_subject"]), clock)
+        upload = cls(client, stream, str(answer["deliver_subject"]), clock, idle_frame)
         upload._subscription = await client.subscribe_raw(upload._inbox, upload._sink, upload._trouble.tell)
         return upload
 
     async def send(self, piece: bytes) -> None:
-        """Send bytes of the archive, later where too many are on their way.
+        """Send whole frames of the archive, later where too many bytes are on their way.
 
         Raises ApiError where the server gave up, Unavailable where it is gone, Refused without the right.
         """
@@ -55,11 +72,27 @@ class ArchiveUpload:
         while len(self._buffer) >= self._size:
             await self._put(bytes(self._buffer[: self._size]))
             del self._buffer[: self._size]
+        await self._keep_alive()
 
-    async def keep_alive(self, piece: bytes) -> None:
-        """Send what is held back, and `piece`. Only between two pieces of the archive."""
-        self._buffer += piece
-        await self._flush()
+    async def wait_for(self, work: asyncio.Future[Any]) -> bool:
+        """Wait for what makes the next piece, until it is done or `QUIET` seconds after the last byte, and keep the
+        restore alive. Return whether it is done. Raises as `send`.
+        """
+        until_due = self._last_sent + QUIET - self._clock.monotonic()
+        await done_in(work, until_due if until_due > 0 else QUIET, self._clock)
+        await self._keep_alive()
+        return work.done()
+
+    async def _keep_alive(self) -> None:
+        """Send something where nothing was sent for `QUIET` seconds, unless the server owes answers for all that may be
+        on its way: then it has bytes enough.
+        """
+        held_back = self._buffer or self._idle_frame
+        is_due = self._clock.monotonic() >= self._last_sent + QUIET
+        if is_due and self._ahead + len(held_back) <= WINDOW:
+            self._buffer = bytearray(held_back)
+            await self._flush()
+        self._check()
 
     async def finish(self) -> None:
         """Tell the server that this was all, and wait until it has made the stream. Raises as `send`."""
@@ -82,8 +115,15 @@ class ArchiveUpload:
             return
         await self._until(WINDOW - len(piece))
         self._client.send(frame(self._subject, piece, None, self._inbox.encode()))
+        self._count(piece)
         self._open.append(len(piece))
         self._ahead += len(piece)
+
+    def _count(self, piece: bytes) -> None:
+        now = self._clock.monotonic()
+        if not self._open:  # else the server had bytes
+            self._longest_pause = max(self._longest_pause, now - max(self._last_sent, self._last_answer))
+        self._last_sent = now
         self.sent += len(piece)
 
     async def _reach(self, piece: bytes) -> None:
@@ -104,7 +144,7 @@ class ArchiveUpload:
             await self._clock.sleep(0.05)
         if answer:
             api_answer(f"the restore of {self._stream}", answer)
-        self.sent += len(piece)
+        self._count(piece)
 
     async def _until(self, most: int) -> None:
         """Wait until at most `most` bytes are not answered."""
@@ -135,6 +175,14 @@ class ArchiveUpload:
             api_answer(f"the restore of {self._stream}", payload)
         if self._open:
             self._ahead -= self._open.popleft()
+            self._last_answer = self._clock.monotonic()
 
     def _gone(self) -> Unavailable:
-        return Unavailable(f"restore of {self._stream}: the server that restored it is gone")
+        pause = self._longest_pause if self.sent else self._clock.monotonic() - self._last_sent
+        if pause < GIVES_UP:
+            return Unavailable(f"restore of {self._stream}: the server that restored it is gone")
+        return Unavailable(
+            f"restore of {self._stream}: the server ended it: no byte reached it for {pause:.1f} s, and it waits "
+            f"{GIVES_UP:g} s",
+            hint="look at the load of this host, and at its connection to the server",
+        )

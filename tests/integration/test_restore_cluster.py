@@ -106,22 +106,23 @@ async def test_a_restore_that_the_servers_still_give_up_is_waited_for(clustered:
 
 async def test_the_first_bytes_wait_until_a_server_passes_them_on(clustered: Bench) -> None:
     bench, subject = clustered, unique("late")
-    async with aclosing(ArchiveUpload(bench.client, "S", subject, SystemClock())) as upload:
+    async with aclosing(ArchiveUpload(bench.client, "S", subject, SystemClock(), b"idle")) as upload:
         await upload.send(b"head")
-        begun = asyncio.create_task(upload.keep_alive(b"!"))
+        begun = asyncio.create_task(upload.finish())
         await asyncio.sleep(0.3)
         got = list[bytes]()
 
         def answer(_subject: bytes, reply: bytes, payload: bytes, _headers: bytes | None) -> None:
             got.append(payload)
-            bench.client.send(frame(reply, b""))
+            bench.client.send(frame(reply, b"" if payload else b"{}"))
 
         await bench.client.subscribe_raw(subject, answer)
         await begun
-    assert got == [b"head!"]
-    async with aclosing(ArchiveUpload(bench.client, "S", unique("never"), SystemClock())) as upload:
+    assert got == [b"head", b""]
+    async with aclosing(ArchiveUpload(bench.client, "S", unique("never"), SystemClock(), b"idle")) as upload:
+        await upload.send(b"head")
         with pytest.raises(Unavailable, match="is gone"):
-            await upload.keep_alive(b"!")
+            await upload.finish()
 
 
 @pytest.mark.soak

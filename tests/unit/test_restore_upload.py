@@ -1,0 +1,263 @@
+"""A restore on its way to the server, which ends it after five seconds without a byte."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import aclosing
+from typing import Any, cast
+
+import pyarrow as pa
+import pytest
+
+from common.errors import FloeError, Unavailable
+from common.jetstream.client import FloeClient
+from common.jetstream.protocol import Sink
+from common.objects.port import ObjectStore
+from common.segments.documents import ChainDocument, ChainStore, StreamDocument
+from common.segments.store import SegmentStore
+from common.service.progress import Teller
+from common.settings.root import Settings
+from common.tasks import Stop, Tell
+from ingress.restore.archive import KEEP_ALIVE, archive_writer
+from ingress.restore.plan import RestoreRequest
+from ingress.restore.preflight import Ready
+from ingress.restore.restore import Restore
+from ingress.restore.upload import WINDOW, ArchiveUpload
+from tests.support.basics import PATIENCE, soon
+from tests.support.clock import ManualClock
+from tests.support.compaction import CHAIN, Archive
+from tests.support.restore import entries, unframed
+from tests.support.stores import FaultyStore
+
+MOST_QUIET = 3.0  # seconds: two, and what is read of the store until the event loop has its turn
+SUBJECT = "$JS.SNAPSHOT.RESTORE.S.X"
+
+
+class ChainedClock(ManualClock):
+    """Who sleeps on it wakes when somebody else has moved it far enough."""
+
+    async def sleep(self, seconds: float) -> None:
+        until = self.monotonic() + seconds
+        while self.monotonic() < until:
+            await asyncio.sleep(0.0005)
+
+
+class RestoringServer:
+    """The server's end of a restore, and of the connection to it, by a clock that the test moves.
+
+    `answers`: whether it answers what it takes. `received`: all bytes; `pauses`: seconds before each message.
+    """
+
+    max_payload, generation, is_up = 1024 * 1024, 0, True
+
+    def __init__(self, clock: ManualClock) -> None:
+        self._clock, self._at, self._sink = clock, clock.monotonic(), cast(Sink, None)
+        self._tell = cast(Tell, None)
+        self.answers, self.received, self.pauses = True, bytearray(), list[float]()
+
+    @property
+    def has_given_up(self) -> bool:
+        return max(self.pauses, default=0.0) >= 5.0
+
+    async def api(self, _subject: str, _request: dict[str, Any], **_: Any) -> dict[str, Any]:
+        self._at = self._clock.monotonic()
+        return {"deliver_subject": SUBJECT}
+
+    async def request_raw(self, _subject: bytes, payload: bytes, **_: Any) -> tuple[bytes, None]:
+        self._take(payload)
+        if self.has_given_up:
+            raise Unavailable("nobody", code="E-NATS-NO-RESPONDERS")
+        return (b"" if payload else b'{"type": "io.nats.jetstream.api.v1.stream_create_response"}'), None
+
+    def send(self, frames: bytes) -> None:
+        line, _, rest = frames.partition(b"\r\n")
+        verb, subject, _, size = line.split(b" ")
+        assert (verb, subject) == (b"PUB", SUBJECT.encode())
+        self._take(rest[: int(size)])
+        if self.answers:
+            asyncio.get_running_loop().call_soon(self.answer)
+
+    def answer(self) -> None:
+        try:
+            self._sink(b"", b"", b"", b"NATS/1.0 503\r\n\r\n" if self.has_given_up else None)
+        except FloeError as error:
+            self._tell(error)
+
+    def _take(self, payload: bytes) -> None:
+        now = self._clock.monotonic()
+        self.pauses.append(now - self._at)
+        self._at = now
+        self.received += payload
+
+    def new_inbox(self) -> str:
+        return "_INBOX.x"
+
+    async def subscribe_raw(self, _subject: str, sink: Sink, tell: Tell) -> RestoringServer:
+        self._sink, self._tell = sink, tell
+        return self
+
+    async def unsubscribe(self) -> None:
+        """Nothing more comes."""
+
+    def refusal(self, _subject: bytes) -> None:
+        return None
+
+
+async def begun(server: RestoringServer, clock: ManualClock) -> ArchiveUpload:
+    return await ArchiveUpload.begin(cast(FloeClient, server), "S", {}, {}, clock, KEEP_ALIVE)
+
+
+async def test_many_small_pieces_are_sent_before_the_server_gives_up() -> None:
+    clock = ManualClock()
+    server, pieces = RestoringServer(clock), [b"%05d" % n for n in range(2000)]
+    async with aclosing(await begun(server, clock)) as upload:
+        for piece in pieces:
+            clock.advance(0.06)
+            await upload.send(piece)
+        await upload.finish()
+    assert max(server.pauses) < 2.1
+    assert bytes(server.received) == b"".join(pieces)
+    assert len(server.pauses) < 100, "what is held back for two seconds is one message"
+
+
+async def test_what_waits_for_more_of_the_archive_sends_a_frame_that_is_skipped() -> None:
+    clock = ManualClock()
+    server, work = RestoringServer(clock), asyncio.get_running_loop().create_future()
+    async with aclosing(await begun(server, clock)) as upload:
+        await upload.send(b"head")
+        for n in range(1, 31):  # a minute
+            assert not await upload.wait_for(work)
+            assert len(server.pauses) == n
+        work.set_result(None)
+        assert await upload.wait_for(work)
+    assert (max(server.pauses), clock.monotonic()) == (2.0, 60.0)
+    assert bytes(server.received) == b"head" + KEEP_ALIVE * 29
+
+
+async def test_nothing_is_sent_to_keep_alive_while_the_server_owes_answers_for_all_that_may_be_on_its_way() -> None:
+    clock = ManualClock()
+    server, work = RestoringServer(clock), asyncio.get_running_loop().create_future()
+    async with aclosing(await begun(server, clock)) as upload:
+        await upload.send(b"x" * 512 * 1024)  # the first is a request
+        server.answers = False
+        await upload.send(b"x" * WINDOW)
+        sent = len(server.pauses)
+        for _ in range(5):
+            assert not await upload.wait_for(work)
+        assert len(server.pauses) == sent
+        server.answer()
+        assert not await upload.wait_for(work)
+        assert bytes(server.received[-len(KEEP_ALIVE) :]) == KEEP_ALIVE
+        work.cancel()
+
+
+async def test_a_host_that_slept_is_named_as_the_cause() -> None:
+    clock = ManualClock()
+    server = RestoringServer(clock)
+    async with aclosing(await begun(server, clock)) as upload:
+        await upload.send(b"x" * 512 * 1024)
+        clock.advance(7.25)
+        await upload.send(b"y")
+        with pytest.raises(Unavailable, match=r"no byte reached it for 7\.2 s, and it waits 5 s"):
+            await upload.finish()
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> Archive:
+    """A stream that rarely has a message: 120 segments of three sequences."""
+    archive = Archive(tmp_path_factory.mktemp("quiet"))
+    chains = ChainStore(archive.objects, archive.layout)
+    config = {"name": CHAIN.feed, "subjects": ["nodes.>", "bad.>"], "retention": "limits"}
+    chains.create_stream(CHAIN, StreamDocument(config, "2026-01-02T03:04:05Z"))
+    chains.create_chain(CHAIN, ChainDocument((), 1, 1))
+    for first in range(1, 361, 3):
+        archive.put(first, first + 2)
+    return archive
+
+
+def restore(archive: Archive, objects: ObjectStore, clock: ManualClock, teller: Teller | None = None) -> Restore:
+    settings = Settings.model_validate(
+        {
+            "site": CHAIN.site,
+            "store": {"url": f"file://{archive.folder}"},
+            "egress": {"feeds": [{"stream": CHAIN.feed}]},
+        }
+    )
+    store = SegmentStore(objects, archive.layout, spool_dir=archive.folder / "spool", clock=clock)
+    chains = ChainStore(objects, archive.layout)
+    return Restore(settings, RestoreRequest(CHAIN.site, CHAIN.feed), store, chains, clock, teller or Teller(False))
+
+
+@pytest.mark.parametrize("version", ["2.14.5", "2.15.1"])  # the older form is held back by the block, of 8 MB
+async def test_many_small_segments_of_a_slow_store_come_back(quiet: Archive, version: str) -> None:
+    clock, slow = ChainedClock(), FaultyStore(quiet.objects)
+    server, work = RestoringServer(clock), restore(quiet, cast(ObjectStore, slow), clock)
+    plan = await work.plan()
+
+    def late(real: Any, *args: Any) -> Any:
+        clock.advance(0.1)
+        return real(*args)
+
+    slow.on("download", late)
+    ready = Ready(plan, archive_writer(plan.name, version), ())
+    sent, _ = await work._fill(cast(FloeClient, server), ready, "marker")
+    assert (sent.rows, clock.monotonic()) == (360, pytest.approx(120 * 0.1))
+    assert max(server.pauses) < MOST_QUIET
+    if version == "2.15.1":
+        found = [entry.sequence for entry in entries(unframed(bytes(server.received)))]
+        assert [sequence for sequence in found if sequence] == [*range(1, 361)]
+
+
+async def test_segments_behind_the_one_that_is_read_are_fetched_meanwhile(quiet: Archive) -> None:
+    slow = FaultyStore(quiet.objects)
+    work = restore(quiet, cast(ObjectStore, slow), ManualClock())
+    plan = await work.plan()
+    rows: Iterator[pa.RecordBatch] = work._history.rows(plan, 1, ("sequence",), Stop())
+    assert next(rows).column("sequence").to_pylist() == [1, 2, 3]
+    await soon(lambda: slow.calls["download"] == 8)
+    assert [s for batch in rows for s in batch.column("sequence").to_pylist()] == [*range(4, 361)]
+    assert slow.calls["download"] == 120
+    again = work._history.rows(plan, 1, ("sequence",), Stop())
+    assert next(again).num_rows == 3
+    del again  # what was fetched and is not wanted is closed
+    await soon(lambda: not work._history._readers._work_queue.qsize())
+
+
+class Watched(Teller):
+    """Remembers each progress, also those that nobody would see; `wanted` is set with the first that has `text`."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(is_terminal=False)
+        self._text, self.wanted = text, threading.Event()
+
+    def progress(self, text: str, at: float) -> None:
+        super().progress(text, at)
+        if self._text in text:
+            self.wanted.set()
+
+
+async def test_planning_that_takes_a_while_says_so_with_its_progress(
+    quiet: Archive, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow, teller = FaultyStore(quiet.objects), Watched("53%, ")
+    shown = list[bool]()
+
+    def late(real: Any, *args: Any, **named: Any) -> Any:
+        shown.append(teller.wanted.wait(PATIENCE))
+        return real(*args, **named)
+
+    slow.on("get", late, nth=100)
+    await restore(quiet, cast(ObjectStore, slow), ManualClock(), teller).plan()
+    assert shown == [True]
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first == "planning: reading the archive of us-east/NODES"
+    assert "left  64 of 120 segments of us-east/NODES/0000/0 examined" in "\n".join(others)
+
+
+async def test_planning_ends_where_it_is_stopped(quiet: Archive) -> None:
+    work = restore(quiet, quiet.objects, ManualClock())
+    work._stop.set()
+    with pytest.raises(Unavailable, match="was stopped before its end"):
+        await work.plan()
