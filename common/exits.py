@@ -142,6 +142,10 @@ def source() -> str:
     return _source
 
 
+#: The command that installs what an extra holds, from the lock of a checkout: the package is on no index.
+INSTALL_ALL = "in a checkout of Floe: pip install --require-hashes -r requirements.lock"
+
+
 def ways(*found: str | tuple[str, ...]) -> str:
     """A hint that lists ways to go on, each on its own lines: words, or a tuple of words and commands.
 

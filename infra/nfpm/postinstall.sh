@@ -6,6 +6,8 @@ if command -v systemd-sysusers >/dev/null 2>&1; then
 elif ! getent passwd floe >/dev/null; then
   useradd --system --user-group --no-create-home --home-dir /var/lib/floe --shell /usr/sbin/nologin floe
 fi
+# Operators in the group `floe`, and cron lines of that user, read the credentials too.
+chgrp floe /etc/floe/credentials && chmod 0750 /etc/floe/credentials
 if [ -d /run/systemd/system ]; then
   systemctl daemon-reload
   if [ "$1" = 2 ] || [ -n "$2" ]; then

@@ -17,7 +17,7 @@ from pydantic import SecretStr
 
 from common.clock import Clock
 from common.errors import ConfigError, Unavailable
-from common.exits import DIFFERENCES
+from common.exits import DIFFERENCES, INSTALL_ALL
 from common.jetstream.client import FloeClient
 from common.jetstream.requests import ApiError
 from common.segments.documents import ChainStore
@@ -159,9 +159,7 @@ class ExactDrill:
             try:
                 server = make(home, users={"floe": password}, max_payload=MOST_PAYLOAD)
             except FileNotFoundError as error:
-                raise ConfigError(
-                    str(error), hint="pip install 'floe-jetstream[local]'", code="E-DRILL-SERVER"
-                ) from error
+                raise ConfigError(str(error), hint=INSTALL_ALL, code="E-DRILL-SERVER") from error
             with closing(Threads("drill", 1)) as threads, closing(server):
                 self._teller.say(f"starting a nats-server in {home}")
                 try:

@@ -47,11 +47,12 @@ SECRETS = ("/run/secrets/", "/etc/floe/credentials/")
 
 
 class Unit:
-    """A unit of systemd, for the instance `site` where it has one: its keys, the last of each."""
+    """A unit of systemd, for `instance` where it is a template: its keys, the last of each."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name.replace("@.", "@site.")
-        lines = (INFRA / "systemd" / name).read_text().replace("%i", "site").replace("%C", "/var/cache").splitlines()
+    def __init__(self, name: str, instance: str = "site") -> None:
+        self.name = name.replace("@.", f"@{instance.replace('/', '-')}.")
+        text = (INFRA / "systemd" / name).read_text()
+        lines = text.replace("%i", instance).replace("%I", instance).replace("%C", "/var/cache").splitlines()
         pairs = [line.partition("=")[::2] for line in lines if "=" in line and not line.startswith("#")]
         self.keys = dict(pairs)
         self.words = shlex.split(self.keys["ExecStart"])
@@ -59,6 +60,9 @@ class Unit:
 
 EGRESS, INGRESS = Unit("floe-egress@.service"), Unit("floe-ingress.service")
 COMPACT = Unit("floe-compact.service")
+VERIFY = Unit("floe-verify.service")
+DRILL, CHECK = Unit("floe-drill@.service", "us-east/NODES"), Unit("floe-check@.service", "compaction")
+JOBS = (COMPACT, VERIFY, DRILL, CHECK)
 COMPOSE: dict[str, Any] = yaml.safe_load((INFRA / "compose.yaml").read_text())
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 DOCKERFILE = (INFRA / "docker" / "Dockerfile").read_text()
@@ -319,8 +323,12 @@ async def drained(process: subprocess.Popen[bytes], room: Room) -> None:
     assert code == 0, room.text()
 
 
-async def carried(deployment: Deployment, client: FloeClient, egress: Any, ingress: Any, compact: Any) -> None:
-    """Twenty messages from the site's stream into the centre's, by the three commands, one after the other."""
+async def carried(
+    deployment: Deployment, client: FloeClient, egress: Any, ingress: Any, compact: Any, *jobs: Any
+) -> None:
+    """Twenty messages from the site's stream into the centre's, by the three commands, one after the other, and then
+    the jobs that ask for nothing.
+    """
     await create_stream(client, {"name": deployment.stream, "subjects": [f"{deployment.stream}.>"]})
     with egress as (process, room):
         assert is_unprivileged(process.pid), room.text()
@@ -343,6 +351,10 @@ async def carried(deployment: Deployment, client: FloeClient, egress: Any, ingre
         code = await asyncio.to_thread(process.wait, PATIENCE)
         assert code == 0, room.text()
         assert "nothing to do" in room.text()
+
+    for job in jobs:
+        with job as (process, room):
+            assert await asyncio.to_thread(process.wait, PATIENCE) == 0, room.text()
 
 
 @pytest.mark.servers
@@ -387,8 +399,36 @@ async def test_the_words_of_the_units_run(nats_url: str, s3: SharedS3, tmp_path:
         client,
         started(EGRESS, "site.yaml"),
         started(INGRESS, "central.yaml"),
-        started(COMPACT, "central.yaml"),
+        *(started(job, "central.yaml") for job in JOBS),
     )
+
+
+def test_each_job_has_a_timer_and_each_unit_is_as_confined_as_the_others():
+    units = {path.name for path in (INFRA / "systemd").glob("*.service")}
+    timers = {path.stem for path in (INFRA / "systemd").glob("*.timer")}
+    assert {path.removesuffix(".service") for path in units} - timers == {"floe-egress@", "floe-ingress"}
+    confined = [
+        {
+            (key, value)
+            for key, value in unit.keys.items()
+            if key.startswith(("Protect", "Private", "Restrict", "NoNew"))
+        }
+        for unit in (EGRESS, INGRESS, *JOBS)
+    ]
+    assert all(each == confined[0] for each in confined)
+    assert all(unit.keys["LoadCredential"] == EGRESS.keys["LoadCredential"] for unit in JOBS)
+
+
+def test_the_credentials_are_for_the_group_of_the_service():
+    package = yaml.safe_load((INFRA / "nfpm.yaml").read_text())
+    [folder] = [each for each in package["contents"] if each["dst"] == "/etc/floe/credentials"]
+    installed = (INFRA / "nfpm" / "postinstall.sh").read_text()
+    by_hand = (ROOT / "docs" / "deploy.md").read_text()
+
+    assert folder["file_info"]["mode"] == 0o750
+    assert "chgrp floe /etc/floe/credentials && chmod 0750 /etc/floe/credentials" in installed
+    assert "install -d -m 0750 -g floe /etc/floe/credentials" in by_hand
+    assert "install -m 0640 -g floe /dev/stdin /etc/floe/credentials/s3-secret" in by_hand
 
 
 @pytest.mark.servers

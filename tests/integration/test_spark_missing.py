@@ -104,7 +104,10 @@ def test_what_is_missing_or_wrong_is_told_with_the_command(tmp_path: Path, monke
 
 def test_a_run_says_it_in_one_line_and_does_nothing(config: Path, tmp_path: Path):
     [error], log, rest = failed(config, {"PYTHONPATH": without(tmp_path, "pyspark")})
-    assert error.endswith("expected pyspark, found none; pip install 'floe-jetstream[spark]', or use --engine local")
+    assert error.endswith(
+        "expected pyspark, found none; in a checkout of Floe: pip install --require-hashes -r requirements.lock, "
+        "or use --engine local"
+    )
     assert [line["action"] for line in log] == ["started", "ended"]
     assert rest == ""
 

@@ -24,6 +24,7 @@ RULES = yaml.safe_load((PROMETHEUS / "floe.rules.yml").read_text())
 TESTS = yaml.safe_load((PROMETHEUS / "floe.rules.test.yml").read_text())["tests"]
 RUNBOOKS = (ROOT / "docs" / "runbooks.md").read_text()
 ALERTS: list[dict[str, Any]] = [rule for group in RULES["groups"] for rule in group["rules"]]
+BASE = "https://floe.example.com/docs"  # of the addresses of the runbooks; for each reader to set
 NOT_FLOES = {"up", "process_resident_memory_bytes", "process_cpu_seconds_total"}
 
 
@@ -79,11 +80,26 @@ def test_an_alert_is_whole_and_its_metrics_exist(alert: dict[str, Any]) -> None:
     assert alert["labels"]["severity"] in ("critical", "warning")
     assert notes["summary"]
     assert notes["description"]
-    assert notes["runbook_url"] == f"docs/runbooks.md#{kebab(name)}"
+    assert notes["runbook_url"] == f"{BASE}/runbooks.html#{kebab(name)}"
     [metric, *_] = [each for each in sorted(named(alert["expr"])) if each != "up"] or [None]
     if metric is not None:
         shown = set(re.findall(r"\$labels\.(\w+)", notes["summary"]))
         assert shown - labels_of()[metric] - {"instance", "job"} == set()
+
+
+def test_the_base_of_the_runbooks_is_set_by_the_command_of_the_docs(tmp_path: Path) -> None:
+    [command] = re.findall(r"^(sed '.*') infra/\S+ > \S+$", (ROOT / "docs" / "monitoring.md").read_text(), re.MULTILINE)
+    rules = (PROMETHEUS / "floe.rules.yml").read_text()
+
+    done = subprocess.run(["sh", "-c", command], input=rules, capture_output=True, text=True, check=True)
+
+    named = [
+        rule["annotations"]["runbook_url"] for group in yaml.safe_load(done.stdout)["groups"] for rule in group["rules"]
+    ]
+    assert named == [
+        each["annotations"]["runbook_url"].replace(BASE, "https://wiki.example.net/floe") for each in ALERTS
+    ]
+    assert BASE not in done.stdout
 
 
 def test_each_alert_has_a_section_of_the_runbooks_and_the_other_way_round() -> None:

@@ -96,6 +96,12 @@ def test_every_error_code_is_documented() -> None:
     assert {code for code in used if not re.search(rf"\b{code}\b", OPERATIONS)} == set()
 
 
+def test_nothing_asks_for_a_package_of_a_name_that_a_stranger_may_register() -> None:
+    texts = {path: path.read_text() for path in DOCS} | {ROOT: sources()}
+
+    assert [path for path, text in texts.items() if re.search(r"pip install[^`\n]*floe", text)] == []
+
+
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_links_lead_to_files(path: Path) -> None:
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text())
