@@ -16,6 +16,7 @@ import re
 import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -186,12 +187,39 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if is_terminal() else None
 
 
+#: The column that a narrow terminal keeps whatever else it leaves out.
+WHY = "why"
+
+
+def wrapped(text: str, width: int) -> str:
+    """`text` in lines of at most `width` characters, broken between words only: a longer word has a line of its own."""
+    return textwrap.fill(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
+
+
+def _fitting(columns: Sequence[str], widths: Sequence[int], width: int | None) -> list[int]:
+    """The columns that are shown side by side: all, or without `why` as many from the left as fit, one at least."""
+    if width is None or sum(widths) + 2 * (len(widths) - 1) <= width:
+        return list(range(len(columns)))
+    kept = [index for index, name in enumerate(columns) if name != WHY]
+    while len(kept) > 1 and sum(widths[index] + 2 for index in kept) - 2 > width:
+        kept.pop()
+    return kept
+
+
+def cut(line: str, width: int) -> str:
+    """`line` as far as `width` columns of a terminal go, with an ellipsis where it goes on."""
+    from rich.cells import cell_len, set_cell_size  # here: as for a table
+
+    return line if cell_len(line) <= width else f"{set_cell_size(line, width - 1)}…"
+
+
 def table(rows: Iterable[OutputRow], columns: Sequence[str], width: int | None = None) -> None:
     """Print the header `columns`, then each row: values in their order, or a mapping by column name.
 
     None shows as `-`. Columns of numbers are aligned to the right. On a terminal the header is bold and `Styled` cells
     have their colours, unless NO_COLOR is set. Each row is one line, however wide: what a terminal wraps can still be
-    copied whole; with a `width` it ends there, with an ellipsis.
+    copied whole. Where that is wider than `width`, the column `why` goes below its row, wrapped between words, and
+    columns are left out from the right until the rest fits.
     """
     from rich.cells import cell_len  # here: a service prints no table
     from rich.console import Console
@@ -203,23 +231,27 @@ def table(rows: Iterable[OutputRow], columns: Sequence[str], width: int | None =
     styles = [[value.style if isinstance(value, Styled) else "" for value in row] for row in values]
     values = [[value.text if isinstance(value, Styled) else value for value in row] for row in values]
     cells = [["-" if value is None else escaped(str(value)) for value in row] for row in values]
+
+    widths = [max(map(cell_len, column)) for column in zip(columns, *cells, strict=True)]
+    kept = _fitting(columns, widths, width)
+    below = [] if len(kept) == len(columns) or WHY not in columns else [row[columns.index(WHY)] for row in cells]
     shown = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
-    for index, name in enumerate(columns):
+    for index in kept:
         is_number = _is_numeric([row[index] for row in values])
-        shown.add_column(Text(name), justify="right" if is_number else "left", overflow="fold")
+        shown.add_column(Text(columns[index]), justify="right" if is_number else "left", overflow="fold")
     for row, of_row in zip(cells, styles, strict=True):
-        shown.add_row(*map(Text, row, of_row))
+        shown.add_row(*(Text(row[index], of_row[index]) for index in kept))
     has_colours = is_terminal() and not os.environ.get("NO_COLOR")
-    whole = sum(max(map(cell_len, column)) + 2 for column in zip(columns, *cells, strict=True))
     # A dumb terminal takes a width only with a height.
+    whole = sum(widths[index] + 2 for index in kept)
     console = Console(width=whole, height=len(cells) + 1, force_terminal=has_colours, soft_wrap=True)
-    for line in console.render_lines(shown, pad=False):
+    for number, line in enumerate(console.render_lines(shown, pad=False)):
         length = cell_len("".join(each.text for each in line).rstrip())
-        is_cut = width is not None and length > width
-        parts = Segment.adjust_line_length(line, width - 1 if width and is_cut else length)
         with console.capture() as printed:
-            console.print(Segments([*parts, *([Segment("…")] if is_cut else [])]), end="")
+            console.print(Segments(Segment.adjust_line_length(line, length)), end="")
         click.echo(printed.get())
+        if number and below and (why := below[number - 1]) != "-":
+            click.echo(textwrap.indent(wrapped(why, (width or 0) - 4), "    "))
 
 
 @dataclass(frozen=True, slots=True)

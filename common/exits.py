@@ -66,9 +66,18 @@ def report(error: BaseException) -> int:
 
 def is_debug() -> bool:
     """Whether tracebacks are wanted: `floe --debug …` or FLOE_DEBUG=1."""
+    return _is_asked("debug") or os.environ.get("FLOE_DEBUG", "") not in ("", "0")
+
+
+def is_verbose() -> bool:
+    """Whether a command that ends by itself shows its log: `floe -v …`, or as `is_debug`."""
+    return _is_asked("verbose") or is_debug()
+
+
+def _is_asked(flag: str) -> bool:
+    """Whether a flag stands before the command."""
     context = click.get_current_context(silent=True)
-    asked = context is not None and context.find_root().params.get("debug")
-    return bool(asked) or os.environ.get("FLOE_DEBUG", "") not in ("", "0")
+    return context is not None and bool(context.find_root().params.get(flag))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

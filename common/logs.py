@@ -135,7 +135,9 @@ def get_logger(name: str) -> BoundLogger:
 
 
 def configure(level: str = "info", format: str = "auto", *, instance: str = "", stream: TextIO | None = None) -> None:
-    """Logs from `level` up, as `format` (`json`, `text`, `auto`: text on a terminal) to `stream` (stderr).
+    """Logs from `level` up, as `format` (`json`, `text`, `plain`, `auto`: text on a terminal) to `stream` (stderr).
+
+    `plain`: a line for people, without time and logger.
 
     `instance`, if given, is in every line. May be called again: the last call wins.
     """
@@ -145,7 +147,7 @@ def configure(level: str = "info", format: str = "auto", *, instance: str = "", 
         format = "text" if stream.isatty() else "json"
     reset()
     _handler = LineHandler(stream)
-    render = _as_text if format == "text" else _as_json
+    render = {"text": _as_text, "plain": _as_words}.get(format, _as_json)
     _handler.setFormatter(ProcessorFormatter(processors=[lambda _, _name, event: render(_arrange(event, instance))]))
     logging.getLogger().addHandler(_handler)
     _log_from(getattr(logging, level.upper()))
@@ -236,6 +238,12 @@ def _as_text(line: dict[str, Any]) -> str:
     at, level, name, event = (line.pop(key) for key in ("ts", "level", "logger", "event"))
     fields = "".join(f"  {key}={_as_word(value)}" for key, value in line.items())
     return escaped(f"{at} {level.upper():7} {name}: {event}{fields}")
+
+
+def _as_words(line: dict[str, Any]) -> str:
+    left_out = {"ts", "level", "logger", "event", "action", "instance"} | _always.keys()
+    fields = "".join(f"  {key}={_as_word(value)}" for key, value in line.items() if key not in left_out)
+    return escaped(f"{line['level']}: {line['event']}{fields}")
 
 
 def _as_word(value: Any) -> str:

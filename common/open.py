@@ -19,8 +19,8 @@ def load_settings(path: str, *, quiet: bool = False) -> Settings:
 
     Raises ConfigError.
 
-    `quiet`: for a command that ends by itself and prints its result; where the configuration names no level, it logs
-    from warning up (`--debug` still counts).
+    `quiet`: for a command that ends by itself. Unless `-v` or `--debug` is given it has no log: warnings and errors
+    come as lines for people.
     """
     import socket
 
@@ -34,9 +34,9 @@ def load_settings(path: str, *, quiet: bool = False) -> Settings:
     except ValueError:  # not a ConfigError: no file is looked at
         raise UsageError(f"--context: expected the name of a context, found {name!r:.80}") from None
     exits.remember(path)
-    is_named = "level" in settings.log.model_fields_set
-    level = "warning" if quiet and not is_named and not exits.is_debug() else settings.log.level
-    logs.configure(level, settings.log.format, instance=settings.instance or socket.gethostname())
+    is_plain = quiet and not exits.is_verbose()
+    level, form = ("warning", "plain") if is_plain else (settings.log.level, settings.log.format)
+    logs.configure(level, form, instance=settings.instance or socket.gethostname())
     for warning in document.warnings:
         logs.get_logger("common.config").warning(warning, action="config_warning")
     return settings

@@ -30,11 +30,13 @@ from common.cli import (
     ago,
     config_option,
     confirm,
+    cut,
     json_option,
     moment,
     print_json,
     run_command,
     table,
+    terminal_width,
 )
 from common.clock import NS_PER_S, SystemClock, format_time, parse_time
 from common.errors import ConfigError, DataError, OutcomeUnknown, SegmentCorrupt, Unavailable, UsageError
@@ -391,7 +393,7 @@ def cat(
     reach = partial(_reach, chains, chain) if chain and not from_sequence else span
     whole = None if within is False else reach(refs)
     position = from_sequence or 1
-    form = (lambda each: json.dumps(_as_json(each))) if as_json else partial(text_of, is_read=sys.stdout.isatty())
+    form = (lambda each: json.dumps(_as_json(each))) if as_json else partial(text_of, width=terminal_width())
     with suppress(KeyboardInterrupt) if follow else nullcontext():
         if whole is not None:
             first, last = from_sequence or whole.first, to_sequence or whole.last
@@ -624,14 +626,15 @@ def _json_headers(block: bytes | None) -> dict[str, object]:
     return {"headers": [[name.decode(), value.decode()] for name, value in parse_block(block)]}
 
 
-def text_of(message: Message, *, is_read: bool) -> str:
-    """One line. `is_read`: by somebody at a terminal, not by a program."""
-    headers = "-"
+def text_of(message: Message, *, width: int | None = None) -> str:
+    """One line. `width`: of the terminal at which it is read, where the line ends; None: a program reads it whole."""
+    headers, is_read = "-", width is not None
     if message.headers is not None:
         pairs = [b": ".join(pair) for pair in parse_block(message.headers)]
         headers = _text_bytes(b"; ".join(pairs) if is_read else message.headers, is_read)
     subject, payload = escaped(decode_subject(message.subject)), _text_bytes(message.payload, is_read)
-    return "\t".join((str(message.sequence), format_time(message.timestamp_ns), subject, headers, payload))
+    line = "\t".join((str(message.sequence), format_time(message.timestamp_ns), subject, headers, payload))
+    return line if width is None else cut(line.expandtabs(), width)
 
 
 def _text_bytes(raw: bytes, is_read: bool) -> str:

@@ -6,7 +6,8 @@ import gc
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from common.check_cli import CheckFigure, CheckResult, CheckState, check_command
 from common.cli import config_option, json_option, print_json, refuse_beside, run_command, table
 from common.clock import Clock, SystemClock
 from common.errors import DataError, FloeError, Unavailable, UsageError
-from common.logs import get_logger
+from common.logs import escaped, get_logger
 from common.open import load_settings, open_chains, open_patiently, open_view, reloaded_on_hangup
 from common.settings.types import counted, size_words
 
@@ -104,7 +105,7 @@ def compact(
         refuse_beside(what, {"site": site, "feed": feed, "partition": partition})
         site, feed, incarnation, partition = parse(what)
     with _Metrics(textfile, SystemClock()) as metrics:
-        settings = _overridden(load_settings(config), engine, verify, master)
+        settings = _overridden(load_settings(config, quiet=True), engine, verify, master)
         selection = Selection((settings.site or None) if site is None else site, feed, partition, level, incarnation)
         store, chains = open_patiently(settings)
         with closing(store):
@@ -164,13 +165,15 @@ def verify(
 
     if master and engine != "spark":
         raise UsageError("--master: expected --engine spark")
-    settings = _overridden(load_settings(config, quiet=engine == "local"), engine, None, master)
+    settings = _overridden(load_settings(config, quiet=True), engine, None, master)
     store, chains = open_patiently(settings)
     with closing(store):
         selected = select_chains(chains, what, configured(settings)) if what else known_chains(chains)
         sign_offs = SignOffs(store.objects, store.layout, deep=deep) if since_last else None
-        with _telling(len(selected)) as tell, _tasks(settings) as runner:
-            found = verify_chains(store, chains, selected, deep=deep, tell=tell, runner=runner, sign_offs=sign_offs)
+        with closing(_VerifyProgress(len(selected), SystemClock())) as tell, _tasks(settings) as runner:
+            found = verify_chains(
+                store, chains, selected, deep=deep, tell=tell, runner=runner, sign_offs=sign_offs, listed=tell.listed
+            )
         places = [place for chain in selected for place in store.layout.places(chain)] if what else []
         foreign = look_for_foreign(store.objects, store.layout, places)
     for each in found:
@@ -260,26 +263,35 @@ def check_compaction(
     return result
 
 
-@contextmanager
-def _telling(chains: int) -> Iterator[Callable[[SegmentRef, Footer], None]]:
-    """Tells how far the look at so many chains is; called with each segment."""
-    from common.clock import SystemClock
-    from common.service.progress import Teller
+class _VerifyProgress:
+    """How far the look at so many chains is, on stderr; called with each segment.
 
-    teller, clock, seen = Teller(), SystemClock(), set[Chain]()
-    segments = rows = size = 0
+    How many segments a chain has is known once it is listed, so each chain counts alike.
+    """
 
-    def tell(segment: SegmentRef, footer: Footer) -> None:
-        nonlocal segments, rows, size
-        seen.add(segment.chain)
-        segments, rows, size = segments + 1, rows + footer.rows, size + segment.size
-        read = f"{counted(segments, 'segment')}, {counted(rows, 'row')}, {size_words(size)}"
-        teller.progress(f"{segment.chain} ({len(seen)} of {counted(chains, 'chain')}): {read}", clock.monotonic())
+    def __init__(self, chains: int, clock: Clock) -> None:
+        from common.service.progress import Teller
 
-    try:
-        yield tell
-    finally:
-        teller.end_line()
+        self._chains, self._clock, self._teller, self._began = chains, clock, Teller(), clock.monotonic()
+        self._of, self._at = dict[Chain, int](), Counter[Chain]()
+        self._rows = self._size = 0
+
+    def listed(self, chain: Chain, segments: int) -> None:
+        self._of[chain] = segments
+
+    def __call__(self, segment: SegmentRef, footer: Footer) -> None:
+        from common.service.progress import share_text
+
+        chain, now = segment.chain, self._clock.monotonic()
+        self._at[chain] += 1
+        self._rows, self._size = self._rows + footer.rows, self._size + segment.size
+        ended = len(self._of) - 1
+        share = share_text(ended + self._at[chain] / max(1, self._of.get(chain, 1)), self._chains, now - self._began)
+        read = f"{counted(self._at.total(), 'segment')}, {counted(self._rows, 'row')}, {size_words(self._size)}"
+        self._teller.progress(f"{share}  {chain} ({ended + 1} of {counted(self._chains, 'chain')}): {read}", now)
+
+    def close(self) -> None:
+        self._teller.end_line()
 
 
 @contextmanager
@@ -376,7 +388,7 @@ def _told(done: Report, as_json: bool, strict: bool, metrics: _Metrics) -> int:
     if as_json:
         print_json(report.report_json(done))
     else:
-        _show(report.report_rows(done), report.COLUMNS)
+        _show(report.report_rows(done), report.COLUMNS, report.nothing_done(done))
     code = _ending(done.failures, [] if strict else done.told)
     metrics.write(done, is_success=code == 0)
     return code
@@ -452,15 +464,16 @@ def _preview(
         print_json(report.preview_json(surveys, retained))
     else:
         rows = [*report.retention_preview_rows(retained), *report.preview_rows(surveys)]
-        _show([*rows, report.preview_total(surveys, retained)] if rows else [], report.PREVIEW_COLUMNS)
+        total = [report.preview_total(surveys, retained)] if rows else []
+        _show([*rows, *total], report.PREVIEW_COLUMNS, ["nothing to do"])
     return _ending(problems, [] if strict else compaction.reported.told(problems))
 
 
-def _show(rows: list[list[object]], columns: Sequence[str]) -> None:
+def _show(rows: list[list[object]], columns: Sequence[str], otherwise: Sequence[str]) -> None:
     if rows:
         table(rows, columns)
-    else:
-        click.echo("nothing to do")
+    for line in () if rows else otherwise:
+        click.echo(escaped(line))
 
 
 def _ending(failures: list[Failure], told: list[Failure]) -> int:

@@ -91,6 +91,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "tombstones": report.tombstones,
         "deleted": [_segment_json(s) for s in report.deleted],
         "pruned": [_segment_json(s) for s in report.pruned],
+        "waiting": [_waiting_json(each) for each in report.unmerged.waiting.values()],
         "retention": retention_json(report.retained),
         "failures": [
             {
@@ -205,6 +206,24 @@ def waiting_words(waiting: Waiting) -> str:
         said.append(f"{waiting.young:,} {limit}, the first for {left} more")
     when = f"next merge in {duration_words(at - waiting.now)} ({key})" if key else "no merge before others come"
     return f"{counted(waiting.segments, 'segment')}: {'; '.join([*said, when])}"
+
+
+MOST_REASONS = 10  # lines that say why nothing was done
+
+
+def nothing_done(report: Report) -> list[str]:
+    """Why a run that did nothing had nothing to do, in lines."""
+    waiting = list(report.unmerged.waiting.values())
+    if not report.unmerged.chains:
+        return ["nothing to do: the archive holds no such chain"]
+    if not report.unmerged.levels:
+        return ["nothing to do: no entry of compaction.levels reads that level"]
+    if not waiting:
+        return [f"nothing to do: of {counted(report.unmerged.chains, 'chain')} no segment is left to merge"]
+    count = counted(sum(each.segments for each in waiting), "segment")
+    lines = [f"{each.chain} level {each.policy.from_}: {waiting_words(each)}" for each in waiting[:MOST_REASONS]]
+    more = [f"… and {len(waiting) - MOST_REASONS:,} more: --dry-run lists them"] if len(waiting) > MOST_REASONS else []
+    return [f"nothing to do yet: {count} of {counted(report.unmerged.chains, 'chain')} left as they are", *lines, *more]
 
 
 def _waiting_json(waiting: Waiting) -> dict[str, Any]:

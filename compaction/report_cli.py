@@ -130,7 +130,7 @@ def _made(
     from compaction.reports import ReportState, open_place
     from compaction.spark import require_spark, stoppable, with_master
 
-    settings = with_master(load_settings(config), master)
+    settings = with_master(load_settings(config, quiet=True), master)
     chains, named = _selected(settings, what, site, feed)
     place, address = open_place(output, settings), f"{settings.store.url}/{settings.store.prefix}"
     with closing(open_store(settings)) as store:

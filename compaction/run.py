@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -81,10 +81,11 @@ class LocalRunner:
 
     def map(self, work: Callable[[SegmentStore, T], R], items: Sequence[T]) -> list[R]:
         results, said = [], ItemsDone(work.__name__, items, self._clock)
-        for number, item in enumerate(items):
-            self._check()
-            results.append(work(self._store, item))
-            said.done(number)
+        with closing(said):
+            for number, item in enumerate(items):
+                self._check()
+                results.append(work(self._store, item))
+                said.done(number)
         return results
 
 
@@ -141,9 +142,19 @@ class Selection:
 
 
 @dataclass(slots=True)
+class Unmerged:
+    """A run looked at `chains` by so many `levels` of the policy, and left `waiting` unmerged, by chain and level."""
+
+    chains: int = 0
+    levels: int = 0
+    waiting: dict[tuple[Chain, int], Waiting] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Report:
     """What a run did. `told`: those of `failures` that an earlier run has reported."""
 
+    unmerged: Unmerged = field(default_factory=Unmerged, compare=False)
     retained: RetentionReport = field(default_factory=RetentionReport)
     merged: list[Merged] = field(default_factory=list)
     tombstones: list[str] = field(default_factory=list)
@@ -207,7 +218,8 @@ class Compaction:
 
         `retention`: None: nothing is deleted but what was merged. Without a grace and for parts of feeds likewise.
         """
-        self._report, chains = Report(), self._selected(selection)
+        chains = self._selected(selection)
+        self._report = Report(Unmerged(len(chains), len(self._chosen(selection))))
         if retention is not None and self._may_expire(selection):
             now, retained = self._tombstones.now(), self._report.retained
             for each in _at_once(lambda feed: retention.apply(feed, now, self._check), _feeds(chains)):
@@ -257,7 +269,7 @@ class Compaction:
         batch: list[ChainSurvey] = []
         count = 0
         for chain, listed in zip(chains, _at_once(self._listed, chains), strict=True):
-            planners = [Planner(policy, now or listed.segments.newest) for policy in self._chosen(selection)]
+            waiting, planners = self._planners(chain, listed, selection, now)
             for survey in self._survey(chain, listed, planners, damaged):
                 batch.append(survey)
                 count += survey.segments
@@ -265,7 +277,17 @@ class Compaction:
                     yield batch
                     batch.clear()  # before the next is gathered: the caller still has the list
                     count = 0
+            self._report.unmerged.waiting.update(
+                {(chain, each.policy.from_): each for each in waiting if each.segments}
+            )
         yield batch
+
+    def _planners(
+        self, chain: Chain, listed: TombstoneIndex, selection: Selection, now: float
+    ) -> tuple[tuple[Waiting, ...], list[Planner]]:
+        now = now or listed.segments.newest
+        waiting = tuple(Waiting(chain, policy, now) for policy in self._chosen(selection))
+        return waiting, [Planner(each.policy, each.now, each) for each in waiting]
 
     def _listed(self, chain: Chain) -> TombstoneIndex:
         segments = self._store.table(chain)
@@ -481,8 +503,7 @@ class Compaction:
 
     def _foretold(self, chain: Chain, selection: Selection, now: float, expired: frozenset[str]) -> ChainSurvey:
         listed = self._listed(chain)
-        waiting = tuple(Waiting(chain, policy, now or listed.segments.newest) for policy in self._chosen(selection))
-        planners = [Planner(each.policy, each.now, each) for each in waiting]
+        waiting, planners = self._planners(chain, listed, selection, now)
         surveys = list(self._survey(chain, listed, planners, expired))
         outputs = tuple(output for survey in surveys for output in survey.outputs)
         leftovers = tuple(leftover for survey in surveys for leftover in survey.leftovers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
 import pickle
 import re
@@ -29,6 +30,7 @@ from common.metrics import version
 from common.open import open_store
 from common.segments.store import SegmentGone, SegmentStore
 from common.service.process import stop_asked
+from common.service.progress import Teller, share_text
 from common.settings.root import Settings
 from common.settings.types import duration_words
 
@@ -309,14 +311,17 @@ class SizedItem(Protocol):
 
 
 class ItemsDone:
-    """Logs each of `items` that is done, which it is of how many, and how long the rest takes about.
+    """Logs each of `items` that is done, which it is of how many, and how long the rest takes about; where that is not
+    shown, a line of progress on stderr, until `close`.
 
-    `work`: the name of what is done with them. Made when the work begins; each item is told once.
+    `work`: the name of what is done with them, `verb_…`. Made when the work begins; each item counts once.
     """
 
     def __init__(self, work: str, items: Sequence[object], clock: Clock) -> None:
         self._work, self._items, self._clock = work, items, clock
         self._begun, self._done = clock.monotonic(), set[int]()
+        self._sizes = [item.size if isinstance(item, SizedItem) else 1 for item in items]
+        self._size, self._teller = 0, Teller()
 
     def done(self, number: int) -> None:
         """The item of this number, from 0, is done."""
@@ -328,6 +333,14 @@ class ItemsDone:
         context = {**item.log_context(), "bytes": item.size} if isinstance(item, SizedItem) else {}
         left = duration_words(seconds * (of - count) / count) if count < of else "0 s"
         log.info("item done", action="item_done", work=self._work, item=count, of=of, left=left, **context)
+        self._size += self._sizes[number]
+        if not logging.getLogger(__name__).isEnabledFor(logging.INFO):
+            share = share_text(self._size, sum(self._sizes), seconds)
+            text = f"{share}  {self._work.partition('_')[0]} {count:,} of {of:,}"
+            self._teller.progress(text, self._clock.monotonic())
+
+    def close(self) -> None:
+        self._teller.end_line()
 
 
 @contextmanager
@@ -363,6 +376,7 @@ def _watched(finished: Accumulator[int], said: ItemsDone) -> Iterator[None]:
             yield
     finally:
         look()
+        said.close()
 
 
 def with_master(settings: Settings, master: str | None) -> Settings:

@@ -207,14 +207,21 @@ def within(table: pa.Table, since: int | None, until: int | None) -> pa.Table:
 
 
 def write_csv(table: pa.Table, file: TextIO) -> None:
-    """A header, then a line for each row; hours as RFC 3339 in UTC, nothing for what is not known."""
+    """A header, then a line for each row; hours as RFC 3339 in UTC, nothing for what is not known.
+
+    Text that a spreadsheet would take for a formula begins with an apostrophe.
+    """
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(table.schema.names)
     for batch in table.to_batches(10_000):
         hours: list[Any] = batch.column("hour").cast(pa.int64()).to_pylist()
-        columns = [batch.column(name).to_pylist() for name in batch.schema.names]
+        columns = [[_as_cell(each) for each in batch.column(name).to_pylist()] for name in batch.schema.names]
         columns[batch.schema.get_field_index("hour")] = [format_time(hour * 1000) for hour in hours]
         writer.writerows(zip(*columns, strict=True))
+
+
+def _as_cell(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
 def rendered(table: pa.Table, since: int | None, until: int | None, made: float) -> bytes:

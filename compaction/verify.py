@@ -194,17 +194,19 @@ def verify_chains(
     tell: Tell | None = None,
     runner: Runner | None = None,
     sign_offs: SignOffs | None = None,
+    listed: Callable[[Chain, int], None] = lambda _chain, _segments: None,
 ) -> list[ChainReport]:
     """Raises what the store raises; problems of the data are in the reports.
 
     Segments that are deleted meanwhile are passed over, where others account for them. `window`: how many are
     looked at together at least. `tell`: called with each sound segment once it was looked at. `runner`: where tasks are
     done, of all chains together; None: here, one after the other. `sign_offs`: what they hold is not looked at again,
-    unless it overlaps something new, and what is found sound is written there.
+    unless it overlaps something new, and what is found sound is written there. `listed`: called with each chain and the
+    number of its segments, before the first of them is looked at.
     """
     reports: list[ChainReport] = []
     waiting: list[tuple[_Verification, VerifyTask]] = []
-    listed: list[_Verification] = []
+    begun: list[_Verification] = []
     count = 0
 
     def work_off() -> None:
@@ -215,18 +217,18 @@ def verify_chains(
                 raise result
             verification.take(task, result)
         waiting.clear()
-        reports.extend(verification.end(store, chains) for verification in listed)
-        listed.clear()
+        reports.extend(verification.end(store, chains) for verification in begun)
+        begun.clear()
 
     for chain in selected:
         verification = _Verification(chain, sign_offs)
-        for task in verification.tasks(store, chains, window, deep=deep):
+        for task in verification.tasks(store, chains, window, listed, deep=deep):
             waiting.append((verification, task))
             count += len(task.segments)
             if runner is None or count >= BATCH:
                 work_off()
                 count = 0
-        listed.append(verification)
+        begun.append(verification)
         if runner is None:
             work_off()
     work_off()
@@ -261,11 +263,14 @@ class _Verification:
         self._end: int | None = None
         self._tail = 0
 
-    def tasks(self, store: SegmentStore, chains: ChainStore, window: int, *, deep: bool) -> Iterator[VerifyTask]:
+    def tasks(
+        self, store: SegmentStore, chains: ChainStore, window: int, listed: Callable[[Chain, int], None], *, deep: bool
+    ) -> Iterator[VerifyTask]:
         # Before the listing: what is written meanwhile can only make the coverage reach further.
         self._read_documents(chains)
         self._read_captures(chains, deep=deep)
         table = store.table(self._chain)
+        listed(self._chain, len(table))
         self._check_there(bool(table))
         self._accepted = [gap.range for gap in chains.gaps(self._chain)]
         for each in table.windows(window):

@@ -15,6 +15,7 @@ from common.chain import Chain
 from common.segments.documents import AcceptedGap, ChainDocument, ChainStore
 from common.segments.segment import Reason
 from common.sequences import SequenceRange
+from common.service import progress
 from tests.scenarios.processes import run_floe
 from tests.support.commands import run_here
 from tests.support.compaction import CHAIN, Archive, at_once, rows
@@ -62,7 +63,7 @@ def site(tmp_path: Path) -> Site:
 
 
 def test_a_run_prints_a_table_of_what_it_did_and_then_has_nothing_to_do(site: Site):
-    done = site.compact()
+    done = run_here("-v", "compact", "-c", str(site.config))
     lines = done.out.splitlines()
     said = [json.loads(line) for line in done.err.splitlines() if line.startswith("{")]
     assert [said[0]["action"], said[-1]["action"]] == ["started", "ended"]
@@ -74,8 +75,48 @@ def test_a_run_prints_a_table_of_what_it_did_and_then_has_nothing_to_do(site: Si
     assert lines[0].split() == ["action", "chain", "level", "sequences", "segments", "bytes", "into"]
     assert lines[1].split()[:5] == ["merged", "us-east/NODES/0000/0", "1", "1..40", "4"]
     assert lines[2].split()[:5] == ["deleted", "us-east/NODES/0000/0", "0", "-", "3"]
-    assert site.compact().out == "nothing to do\n"
+    assert site.compact().out == "nothing to do: of 1 chain no segment is left to merge\n"
     assert site.ranges() == ["0:31..40", "1:1..40"]
+
+
+def test_a_run_that_does_nothing_says_why_and_when_it_will(tmp_path: Path):
+    site = Site(tmp_path)
+    for first in range(1, 40, 10):
+        site.put(first, first + 9)  # younger than min_age
+    said, first = site.compact().out.splitlines()
+    assert said == "nothing to do yet: 4 segments of 1 chain left as they are"
+    assert first.startswith("us-east/NODES/0000/0 level 0: 4 segments: 4 younger than ")
+    assert "next merge in " in first
+    assert [each["segments"] for each in site.compact("--json")["waiting"]] == [4]
+
+
+def test_without_chains_a_run_says_so(tmp_path: Path):
+    site = Site(tmp_path)
+    (tmp_path / "empty").mkdir()
+    site.config.write_text(site.config.read_text().replace(f"{tmp_path}/store", f"{tmp_path}/empty"))
+    assert site.compact().out == "nothing to do: the archive holds no such chain\n"
+
+
+def test_only_v_shows_the_log_of_a_run_and_without_it_progress_is_shown(site: Site, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    done = site.compact()
+    assert not any(line.startswith("{") for line in done.err.splitlines())
+    assert "100%  merge 1 of 1" in done.err
+    assert "100%  prove 1 of 1" in done.err
+    site.put(41, 50, age=700)
+    site.put(51, 60, age=700)
+    assert "merge 1 of 1" not in run_here("-v", "compact", "-c", str(site.config)).err
+
+
+def test_verification_shows_how_much_is_left(site: Site, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    other = Chain("us-west", "NODES")
+    site.chains.create_chain(other, ChainDocument((), 1, 1))
+    site.put(1, 9, age=700, chain=other)
+    shown = [line for line in site.verify().err.splitlines() if "%" in line]
+    assert shown[1].startswith(" 25%, "), "the second of four segments, in the first of two chains"
+    assert " left  us-east/NODES/0000/0 (1 of 2 chains): 2 segments, 20 rows, " in shown[1]
+    assert shown[-1].split()[0] == "100%"
 
 
 def test_a_name_that_is_not_there_is_an_error_that_says_what_is(site: Site):
@@ -153,7 +194,8 @@ def test_a_dry_run_says_what_waits_and_why_and_when_it_is_merged(site: Site):
 
 
 def test_a_selection_of_others_does_nothing(site: Site):
-    assert site.compact("--level", "1").out == "nothing to do\n"
+    done = site.compact("--level", "1")
+    assert done.out == "nothing to do: no entry of compaction.levels reads that level\n"
     assert "us-east/NODES/0000/0" in site.compact("us-east/NODES/7", "--dry-run", code=2).err
     for what in (["us-east"], ["us-east/NODES"], ["us-east/NODES/0000/0"], ["--site", "us-east", "--feed", "NODES"]):
         assert len(site.compact(*what, "--dry-run", "--json")["outputs"]) == 1
@@ -424,7 +466,7 @@ def test_a_run_leaves_its_metrics_for_a_textfile_collector(site: Site, tmp_path:
 
     (tmp_path / "store").rename(tmp_path / "away")
     (tmp_path / "store").touch()
-    site.compact("--metrics-textfile", str(path), code=78)
+    site.compact("--metrics-textfile", str(path), code=75)
     second = samples(path)
     assert second["failures"] == 1
     assert second["last_success_timestamp_seconds"] == first["last_success_timestamp_seconds"]

@@ -137,7 +137,7 @@ def compacting(archive: Archive, services: list[Service], *options: str, **env: 
         "compaction": {"levels": [level], "engine": "local"},
     }
     config.write_text(yaml.safe_dump(document))
-    service = Service(archive.folder, "compact", "compact", "-c", str(config), *options).start(**env)
+    service = Service(archive.folder, "compact", "-v", "compact", "-c", str(config), *options).start(**env)
     services.append(service)
     return Running(service, config)
 

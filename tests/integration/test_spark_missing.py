@@ -55,7 +55,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def failed(config: Path, environment: dict[str, str], *command: str) -> Done:
-    words = [sys.executable, "-m", "floe", *(command or ("compact",)), "-c", str(config)]
+    words = [sys.executable, "-m", "floe", "-v", *(command or ("compact",)), "-c", str(config)]
     env = {name: value for name, value in os.environ.items() if name != "JAVA_HOME"} | environment
     done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=ROOT, timeout=PATIENCE, check=False)
     assert (done.returncode, done.stdout) == (78, ""), done.stderr

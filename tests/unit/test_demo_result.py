@@ -109,5 +109,5 @@ async def test_without_pyspark_the_demo_says_so_at_once(monkeypatch: pytest.Monk
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pyspark" else found(name))
     options = DemoOptions(Load(seconds=1, seed=1, rate=1))
-    with pytest.raises(ConfigError, match=r"expected pyspark, found none; pip install 'floe-jetstream\[spark"):
+    with pytest.raises(ConfigError, match="expected pyspark, found none; in a checkout of Floe: pip install"):
         await run_demo(options, QuietView(), SystemClock())

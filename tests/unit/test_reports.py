@@ -181,6 +181,14 @@ def row(number: int, messages: int = 10, kept: int = 4, feed: str = "NODES", **m
     return {**of, "sampled_out": messages - kept, "lag_max_ms": None, **more}
 
 
+def test_csv_holds_no_text_that_a_spreadsheet_takes_for_a_formula():
+    file, names = io.StringIO(), ["=1+1", "+1", "-1", "@SUM(A1)", "\tx", "NODES=1"]
+    table = traffic(*(row(number) for number in range(len(names))))
+    write_csv(table.set_column(table.schema.get_field_index("feed"), "feed", pa.array(names)), file)
+    read = list(csv.DictReader(io.StringIO(file.getvalue())))
+    assert [each["feed"] for each in read] == ["'=1+1", "'+1", "'-1", "'@SUM(A1)", "'\tx", "NODES=1"]
+
+
 def test_csv_has_a_header_hours_in_utc_and_nothing_for_what_is_not_known(tmp_path: Path):
     file = io.StringIO()
     write_csv(within(traffic(row(0), row(1, lag_known=4, lag_max_ms=1500), row(2)), None, (BEGIN + 7200) * 10**9), file)
