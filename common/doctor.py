@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
-from common.objects.port import Governed
+from common.objects.port import Governed, Linked
 from common.tasks import end
 
 if TYPE_CHECKING:
@@ -460,6 +460,11 @@ class _StoreProbes:
             ignored += ["If-Match"] if objects.put_if_match(key, b"z", NO_ETAG) else []
         except ConfigError as error:
             ignored = [error.message]
+        if isinstance(objects, Linked) and not objects.has_links():
+            found = "the file system has no hard links: only the locks of this host keep two writers apart"
+            meaning = "two hosts that write here may undo each other's change"
+            todo = "write from one host only; else use a file system with hard links, or S3"
+            return warns("store", "conditional put", found, meaning, todo)
         if not ignored:
             return well("store", "conditional put", "a condition that does not hold is refused")
         return warns("store", "conditional put", f"ignored: {', '.join(ignored)}", _SECOND_LINE, _SAME_NAME)

@@ -122,11 +122,39 @@ def sync(file: BinaryIO) -> None:
 
 
 def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable, where its file system can."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # as SMB answers for a folder
+            raise
     finally:
         os.close(descriptor)
+
+
+# The answers to a hard link of file systems without them: exFAT, SMB, many of FUSE.
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def link_or_rename(new: Path, path: Path) -> None:
+    """Give the file `new` the name `path`, under the lock of its key. Raises FileExistsError where there is one.
+
+    Without hard links it is renamed: then the lock alone, which other hosts may not see, keeps two writers apart.
+    """
+    try:
+        os.link(new, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, "there is an object", str(path)) from error
+        new.replace(path)
+
+
+def _open_file(path: Path) -> BufferedIOBase:
+    """Open what was a file a moment ago; a link is not followed, and a pipe not waited for."""
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
 
 
 @contextmanager
@@ -196,7 +224,7 @@ class LocalObjects:
         check_prefix(prefix)
         folder, slash, stem = prefix.rpartition("/")
         with self._calling("list", prefix):
-            self._check_root()
+            self._check_root(prefix)
             return [*islice(self._infos(folder + slash, stem, start_after.encode(), limit), limit)]
 
     @instrumented("get")
@@ -229,7 +257,7 @@ class LocalObjects:
     def put_if_absent(
         self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
     ) -> bool:
-        return self._write(key, body, sha256, metadata, os.link, lambda found: found is None)
+        return self._write(key, body, sha256, metadata, link_or_rename, lambda found: found is None)
 
     @instrumented("put")
     def put_if_match(self, key: str, body: Body, etag: str) -> bool:
@@ -239,8 +267,8 @@ class LocalObjects:
     def delete(self, key: str) -> None:
         path = self._path(key)
         with self._calling("delete", key):
-            self._check_root()
-            if path.is_file():
+            self._check_root(key)
+            if self._status(key) is not None:
                 with self._hidden.lock(key):
                     path.unlink(missing_ok=True)
                     sync_folder(path.parent)
@@ -258,6 +286,19 @@ class LocalObjects:
     def now(self, _prefix: str) -> float:
         """The times of files are this host's."""
         return SystemClock().now()
+
+    def has_links(self) -> bool:
+        with self._calling("link", HIDDEN), self._hidden.new_file() as (_, new):
+            link = new.with_suffix(".link")
+            try:
+                os.link(new, link)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                return False
+            finally:
+                link.unlink(missing_ok=True)
+        return True
 
     # Reading
 
@@ -313,9 +354,16 @@ class LocalObjects:
                     yield name
 
     def _info(self, key: str) -> ObjectInfo | None:
+        status = self._status(key)
+        return None if status is None else _info(key, status)
+
+    def _status(self, key: str) -> os.stat_result | None:
+        """None where there is no object, or a folder of others. Raises Refused for a link, a pipe or a device."""
         with suppress(*_NOT_THERE):
-            status = (self._root / key).lstat()
-            return _info(key, status) if stat.S_ISREG(status.st_mode) else None
+            status = (path := self._root / key).lstat()
+            if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+                raise _not_plain(path, "a file")
+            return status if stat.S_ISREG(status.st_mode) else None
         return None
 
     @contextmanager
@@ -323,8 +371,9 @@ class LocalObjects:
         path = self._path(key)
         file = None
         with self._calling(verb, key), suppress(*_NOT_THERE):
-            self._check_root()
-            file = path.open("rb")
+            self._check_root(key)
+            if self._status(key) is not None:
+                file = _open_file(path)
         with file or nullcontext():
             yield file
 
@@ -332,10 +381,15 @@ class LocalObjects:
         with self._calling("get", key):
             return file.read(CHUNK_BYTES)
 
-    def _check_root(self) -> None:
+    def _check_root(self, key: str = "") -> None:
+        """Raise Unavailable where the store is gone, Refused where a link stands for a folder above `key`."""
         if not self._root.is_dir():
             hint = "mount or create it, or correct store.url"
             raise Unavailable(f"store {self._root}: no such folder", hint=hint, code="E-STORE-ROOT")
+        folder = self._root
+        for part in key.split("/")[:-1]:
+            if (folder := folder / part).is_symlink():
+                raise _not_plain(folder, "a folder")
 
     # Writing
 
@@ -351,7 +405,7 @@ class LocalObjects:
         """Writes unless `may_follow` refuses what is there, or `install` finds a file that came meanwhile."""
         path = self._path(key)
         with opened(body) as source, self._calling("put", key):
-            self._check_root()
+            self._check_root(key)
             with self._hidden.new_file() as (file, new):
                 found = _copy(source, file)
                 if sha256 not in (None, found):
@@ -387,6 +441,11 @@ class LocalObjects:
         except OSError as error:
             kind, hint, code = _MEANINGS.get(error.errno or 0, (Unavailable, "", ""))
             raise kind(f"{verb} {self._root / key}: {error.strerror or error}", hint=hint, code=code) from error
+
+
+def _not_plain(path: Path, expected: str) -> Refused:
+    hint = "links are not followed, pipes and devices are not read: put the file itself there, or remove it"
+    return Refused(f"store {path}: expected {expected}, found something else", hint=hint, code="E-STORE-DENIED")
 
 
 def _copy(source: BufferedIOBase, file: BinaryIO) -> str:

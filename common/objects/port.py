@@ -175,6 +175,14 @@ class Versioned(Protocol):
 
 
 @runtime_checkable
+class Linked(Protocol):
+    """A folder whose file system may lack hard links. Raises as the verbs."""
+
+    def has_links(self) -> bool:
+        """Whether it has them: without them only one host may write, whose locks keep its writers apart."""
+
+
+@runtime_checkable
 class Timekeeping(Protocol):
     """A store that tells its time to who may only read."""
 

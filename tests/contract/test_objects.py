@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import random
 import shutil
+import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,7 +17,7 @@ from typing import Literal
 import pytest
 
 from common.chain import Chain
-from common.errors import ConfigError, OutcomeUnknown, Unavailable
+from common.errors import ConfigError, OutcomeUnknown, Refused, Unavailable
 from common.objects.local import LocalObjects
 from common.objects.open import open_objects, verifies_checksums
 from common.objects.port import ChecksumMismatch, ObjectInfo, ObjectStore, Timekeeping, request_seconds, requests
@@ -28,9 +30,20 @@ from tests.support.basics import counted as reading
 Body = Callable[[bytes], bytes | Path]
 
 
-@pytest.fixture(params=["local", "s3"])
-def objects(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
-    if request.param == "local":
+def forbid_links(monkeypatch: pytest.MonkeyPatch, number: int = errno.EPERM) -> None:
+    """Hard links are refused from now on, as on exFAT (EPERM), SMB and FUSE (ENOTSUP)."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("common.objects.local.os.link", refuse)
+
+
+@pytest.fixture(params=["local", "local without links", "s3"])
+def objects(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
+    if request.param == "local without links":
+        forbid_links(monkeypatch)
+    if request.param != "s3":
         return LocalObjects(tmp_path / "store")
     return s3_objects(request.getfixturevalue("s3"))
 
@@ -470,6 +483,107 @@ def test_a_local_store_whose_folder_went_away_is_not_empty_and_may_come_back(tmp
     (tmp_path / "store").mkdir()
     objects.put("a", b"1")
     assert objects.get("a") == b"1"
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_without_links_the_first_of_many_writers_wins_and_no_placeholder_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    forbid_links(monkeypatch, number)
+    objects = LocalObjects(tmp_path)
+    assert not objects.has_links()
+    seen: list[bytes] = []
+    replace_file = Path.replace
+
+    def look_and_replace(new: Path, path: Path) -> Path:
+        if path.name == "k":
+            assert not os.path.lexists(path), "nothing stands under the key before the whole object"
+            seen.append(new.read_bytes())
+        return replace_file(new, path)
+
+    monkeypatch.setattr(Path, "replace", look_and_replace)
+    bodies = [f"writer {n}".encode() * 1000 for n in range(8)]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        won = list(pool.map(lambda body: objects.put_if_absent("a/k", body), bodies))
+    assert sum(won) == 1
+    assert seen == [bodies[won.index(True)]] == [objects.get("a/k")]
+
+
+def test_a_file_that_another_put_there_meanwhile_is_never_replaced_without_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid_links(monkeypatch)
+    objects = LocalObjects(tmp_path)
+    keep = objects._hidden.keep_metadata
+
+    def another_writes(*args: object) -> None:
+        (tmp_path / "k").write_bytes(b"theirs")
+        keep(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(objects._hidden, "keep_metadata", another_writes)
+    assert not objects.put_if_absent("k", b"ours")
+    assert objects.get("k") == b"theirs"
+
+
+def test_a_folder_that_cannot_be_synced_takes_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not for a folder")
+        synced(descriptor)
+
+    monkeypatch.setattr("common.objects.local.os.fsync", fsync)
+    objects = LocalObjects(tmp_path / "store")
+    assert objects.put_if_absent("a/k", b"1")
+    assert objects.get("a/k") == b"1"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "dead link", "socket"])
+def test_what_is_no_file_is_refused_by_every_verb_and_never_waited_for(tmp_path: Path, kind: str) -> None:
+    objects, path, outside = LocalObjects(tmp_path / "store"), tmp_path / "store" / "a" / "k", tmp_path / "outside"
+    objects.put("a/other", b"1")
+    outside.write_bytes(b"secret")
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        os.mknod(path, stat.S_IFSOCK | 0o600)
+    else:
+        path.symlink_to(outside if kind == "link" else tmp_path / "nowhere")
+    for call in (
+        lambda: objects.get("a/k"),
+        lambda: objects.head("a/k"),
+        lambda: objects.download("a/k", tmp_path / "copy"),
+        lambda: objects.put("a/k", b"2"),
+        lambda: objects.put_if_absent("a/k", b"2"),
+        lambda: objects.put_if_match("a/k", b"2", "etag"),
+        lambda: objects.delete("a/k"),
+    ):
+        with pytest.raises(Refused, match="expected a file") as caught:
+            call()
+        assert caught.value.code == "E-STORE-DENIED"
+    assert keys(objects.list("")) == ["a/other"]
+    assert outside.read_bytes() == b"secret"
+
+
+def test_a_folder_behind_a_link_is_no_part_of_the_store(tmp_path: Path) -> None:
+    objects, outside = LocalObjects(tmp_path / "store"), tmp_path / "outside"
+    objects.put("k", b"1")
+    outside.mkdir()
+    (outside / "k").write_bytes(b"secret")
+    (tmp_path / "store" / "a").symlink_to(outside)
+    for call in (
+        lambda: objects.get("a/k"),
+        lambda: objects.put("a/b/k", b"2"),
+        lambda: objects.delete("a/k"),
+        lambda: objects.list("a/"),
+    ):
+        with pytest.raises(Refused, match="expected a folder"):
+            call()
+    assert keys(objects.list("")) == ["k"]
+    assert [*outside.iterdir()] == [outside / "k"]
+    (tmp_path / "by link").symlink_to(tmp_path / "store")
+    assert LocalObjects(tmp_path / "by link").get("k") == b"1"
 
 
 def test_a_local_key_cannot_be_both_object_and_folder(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -543,6 +544,20 @@ def test_a_clock_that_is_wrong_is_warned_of(tmp_path: Path) -> None:
     assert found.found.endswith("s ahead of this host's")
     clock.advance(330)
     assert by_check(examine_store(settings_of(tmp_path), ("egress",), clock))["store clock"].state == "ok"
+
+
+def test_a_folder_without_hard_links_is_for_one_writing_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "not permitted")
+
+    clock = ManualClock(time.time())
+    assert by_check(examine_store(settings_of(tmp_path), ("egress",), clock))["store conditional put"].state == "ok"
+    monkeypatch.setattr("common.objects.local.os.link", refuse)
+    findings = by_check(examine_store(settings_of(tmp_path), ("egress",), clock))
+    found = findings["store conditional put"]
+    assert (found.state, "no hard links" in found.found) == ("warning", True)
+    assert "write from one host only" in found.todo
+    assert {each.state for each in findings.values()} == {"ok", "warning"}
 
 
 def test_a_spool_that_cannot_be_written_or_is_too_small_is_a_problem(tmp_path: Path) -> None:
