@@ -230,9 +230,9 @@ class Tombstones:
         if problem := tombstone.problem():
             raise DataError(problem, code="E-TOMBSTONE")
         key, body = self._layout.tombstones_prefix(tombstone.chain) + tombstone.name, tombstone.to_json()
-        if self._objects.get(key) != body:
+        if self._objects.get(key, length=len(body) + 1) != body:
             self._objects.put(key, body, sha256=hashlib.sha256(body).hexdigest())
-            if self._objects.get(key) != body:
+            if self._objects.get(key, length=len(body) + 1) != body:
                 raise OutcomeUnknown(f"tombstone {key}: what was read back is not what was written")
         return key
 

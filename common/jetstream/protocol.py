@@ -17,6 +17,9 @@ Sink = Callable[[bytes, bytes, bytes, bytes | None], None]
 
 MAX_CONTROL_LINE = 4096  # bytes; the server's default, beyond which it closes the connection
 MAX_SERVER_LINE = 4 << 20  # bytes; an INFO that names many servers is the longest line a server sends
+# Bytes of one message from the server, which may be larger than today's max_payload: stored messages have up to 64 MiB,
+# which an answer of the JetStream API holds in base64.
+MAX_SERVER_MESSAGE = (64 << 20) * 4 // 3 + (1 << 20)
 HEADER_START, HEADER_END = b"NATS/1.0\r\n", b"\r\n\r\n"
 
 _UNSAFE_IN_SUBJECT = re.compile(rb"[\x00\t\n\r ]")
@@ -114,6 +117,8 @@ class FrameParser:
                     stop = start + int(words[-1])
                 except (ValueError, IndexError) as error:
                     raise WireError(f"malformed line {data[position:end]!r:.200}") from error
+                if stop - start > MAX_SERVER_MESSAGE:
+                    raise WireError(f"a message of {stop - start} bytes, more than {MAX_SERVER_MESSAGE}")
                 if size < stop + 2:
                     return position, stop + 2 - position
                 if data[stop : stop + 2] != b"\r\n" or not start <= body <= stop:

@@ -50,6 +50,7 @@ from common.objects.port import (
 from common.objects.s3_errors import PAUSES, code_of, is_conflict, status_of, without_paths
 from common.objects.s3_transfer import (
     AnswerBody,
+    BoundedSession,
     ByteRange,
     CutShortError,
     Listing,
@@ -165,7 +166,7 @@ def make_client(
     session = session or make_session(account)
     client: Any = session.client  # one signature for all services; the stubs know one for each
     try:
-        return client(
+        made = client(
             service,
             endpoint_url=account.endpoint_url,
             region_name=account.region or session.region_name or "us-east-1",
@@ -179,6 +180,9 @@ def make_client(
         )
     except (BotoCoreError, ValueError) as error:
         raise ConfigError(f"{place}: {error}", code="E-S3-REQUEST") from error
+    endpoint = made._endpoint
+    endpoint.http_session = BoundedSession(endpoint.http_session, ResponseParserError, boto.HTTPClientError)
+    return made
 
 
 PAGE_KEYS = 1000
@@ -294,17 +298,14 @@ class S3Objects:
     def pages(self, prefix: str) -> Iterator[builtins.list[ObjectInfo]]:
         """Raises Unavailable (E-LIST-INVALID) where the server gives one page twice."""
         check_prefix(prefix)
-        more: dict[str, Any] = {}
+        listing, more = Listing(self._bucket, prefix, "", None), dict[str, Any]()
         while True:
             with instrumented("list"), self._calling("list", prefix):
                 answer = self._client.list_objects_v2(Bucket=self._bucket, Prefix=prefix, MaxKeys=PAGE_KEYS, **more)
-            page = Listing(self._bucket, prefix, "", None)
-            token = page.add(answer)
-            yield page.objects()
+            token = listing.add(answer)
+            yield listing.take()
             if token is None:
                 return
-            if more == {"ContinuationToken": token}:
-                raise Unavailable(f"list {self._place(prefix)}: one page twice", code="E-LIST-INVALID")
             more["ContinuationToken"] = token
 
     def now(self, prefix: str) -> float | None:

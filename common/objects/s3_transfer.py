@@ -12,15 +12,18 @@ import hashlib
 import io
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote_plus
 
+from urllib3.exceptions import HTTPError
+
 from common.errors import OutcomeUnknown, Unavailable
 from common.objects.port import (
+    CHUNK_BYTES,
     Body,
     ChecksumMismatch,
     HiddenObject,
@@ -32,6 +35,39 @@ from common.objects.port import (
     size_of,
 )
 
+MAX_ANSWER_BYTES = 16 * 1024 * 1024  # of a page of a listing, an error or a receipt: all but the body of an object
+MAX_EMPTY_PAGES = 1000  # of one listing, one after the other: a store passes over what is deleted
+
+
+class BoundedSession:
+    """boto3's HTTP session, which reads at most MAX_ANSWER_BYTES of an answer that it keeps whole in memory.
+
+    `too_long`, `lost`: boto3's errors for an answer that it cannot read, and for one that does not come to its end.
+    """
+
+    def __init__(self, session: Any, too_long: Callable[[str], Exception], lost: Callable[..., Exception]) -> None:
+        self._session, self._too_long, self._lost = session, too_long, lost
+        self.close = session.close
+
+    def send(self, request: Any) -> Any:
+        """Raises `too_long`, `lost`, and what boto3's own session raises."""
+        is_whole, request.stream_output = not request.stream_output, True
+        response = self._session.send(request)
+        if is_whole or response.status_code >= 300:
+            response._content = b"".join(self._chunks(response.raw))  # where boto3 itself keeps it
+        return response
+
+    def _chunks(self, body: Any) -> Iterator[bytes]:
+        found = 0
+        try:
+            for chunk in body.stream():
+                if (found := found + len(chunk)) > MAX_ANSWER_BYTES:
+                    body.close()
+                    raise self._too_long(f"expected at most {MAX_ANSWER_BYTES} bytes, found more")
+                yield chunk
+        except HTTPError as error:
+            raise self._lost(error=error) from error
+
 
 class Listing:
     """The objects of one listing, gathered page by page."""
@@ -40,6 +76,7 @@ class Listing:
         self._bucket, self._prefix, self._start_after, self._limit = bucket, prefix, start_after, limit
         self._found: dict[str, ObjectInfo] = {}
         self._passed: set[str] = set()  # unwanted keys, from a server that begins in the wrong place
+        self._token, self._empty = "", 0  # of the page before; pages without keys up to here
 
     def is_full(self) -> bool:
         return self._limit is not None and len(self._found) >= self._limit
@@ -63,6 +100,12 @@ class Listing:
         # SeaweedFS lists `a/1` before `a-b`, folder by folder, so the order of the pages is not the keys'.
         return [self._found[key] for key in sorted(self._found)][: self._limit]
 
+    def take(self) -> builtins.list[ObjectInfo]:
+        """The objects since the last call, in order."""
+        taken = self.objects()
+        self._found.clear()
+        return taken
+
     def _add_object(self, entry: Mapping[str, Any]) -> None:
         info = None
         with suppress(KeyError, AttributeError, ValueError):
@@ -81,10 +124,13 @@ class Listing:
     def _next_token(self, page: Mapping[str, Any], count: int) -> str | None:
         if page.get("IsTruncated") is False:
             return None
-        token = page.get("NextContinuationToken")
-        if page.get("IsTruncated") is not True or not token or not count:
-            raise self._invalid("the end", "IsTruncated false, or entries and a token", token)
-        return str(token)
+        token = str(page.get("NextContinuationToken") or "")
+        self._empty = 0 if count else self._empty + 1
+        if page.get("IsTruncated") is not True or token in ("", self._token) or self._empty > MAX_EMPTY_PAGES:
+            expected = f"IsTruncated false, or another token and entries within {MAX_EMPTY_PAGES} pages"
+            raise self._invalid("the end", expected, token)
+        self._token = token
+        return token
 
     def _expect(self, what: str, found: object, expected: object) -> None:
         if found != expected:
@@ -262,9 +308,9 @@ class ByteRange:
 
 
 class AnswerBody:
-    """A body and the length it must have; None where the server says nothing about its length."""
+    """A body and the length it must have, of which at most one byte more is read."""
 
-    def __init__(self, stream: io.BufferedIOBase, expected: int | None) -> None:
+    def __init__(self, stream: io.BufferedIOBase, expected: int) -> None:
         self._stream, self._expected, self._found = stream, expected, 0
 
     @classmethod
@@ -275,7 +321,9 @@ class AnswerBody:
             if wanted:
                 return cls(stream, wanted.size_in(str(answer.get("ContentRange", ""))))
             announced = answer.get("ContentLength")
-            return cls(stream, size() if announced is None else int(announced))
+            if (expected := size() if announced is None else int(announced)) is None:
+                raise CutShortError("expected a length, found none, and no object to ask for it")
+            return cls(stream, expected)
         except BaseException:
             stream.close()
             raise
@@ -284,20 +332,27 @@ class AnswerBody:
         """The result of `how` for the body. Raises CutShortError unless the body is as long as announced."""
         with closing(self):
             result = how(self)
-        if self._expected is not None and self._found != self._expected:
-            raise CutShortError(f"expected {self._expected} bytes, found {self._found}")
+        if self._found != self._expected:
+            more = " or more" if self._found > self._expected else ""
+            raise CutShortError(f"expected {self._expected} bytes, found {self._found}{more}")
         return result
 
     def close(self) -> None:
         self._stream.close()
 
     def read_all(self) -> bytes:
-        content = self._stream.read()
-        self._found = len(content)
-        return content
+        parts = []
+        while chunk := self._next(self._expected + 1):
+            parts.append(chunk)
+        return b"".join(parts)
 
     def copy_to(self, path: Path) -> int:
         with path.open("wb") as file:
-            for chunk in chunks(self._stream):
-                self._found += file.write(chunk)
+            while chunk := self._next(CHUNK_BYTES):
+                file.write(chunk)
         return self._found
+
+    def _next(self, most: int) -> bytes:
+        chunk = self._stream.read(min(most, self._expected + 1 - self._found))
+        self._found += len(chunk)
+        return chunk

@@ -7,7 +7,9 @@ import re
 import socket
 import ssl
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -409,6 +411,135 @@ def test_a_listing_that_repeats_what_was_not_asked_for_ends_after_one_page_witho
         objects.list("p/", start_after="p/4")
     assert caught.value.code == "E-LIST-INVALID"
     assert len([call for call in proxy.calls if call[0] == "list"]) == 2
+
+
+def empty_page(token: str) -> Callable[[bytes], bytes]:
+    """A page without keys, which goes on at `token`."""
+    end = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{token}</NextContinuationToken>".encode()
+
+    def change(xml: bytes) -> bytes:
+        xml = re.sub(rb"<Contents>.*</Contents>", b"", xml, flags=re.DOTALL)
+        xml = re.sub(rb"<KeyCount>\d+<", b"<KeyCount>0<", xml)
+        return xml.replace(b"<IsTruncated>false</IsTruncated>", end)
+
+    return change
+
+
+def test_a_page_without_keys_is_not_the_end_of_a_listing(
+    objects: S3Objects, direct: S3Objects, proxy: FaultProxy
+) -> None:
+    for name in ("p/1", "p/2"):
+        direct.put(name, b"")
+
+    whole: list[Answer] = []
+
+    def first_empty(exchange: Exchange) -> Answer:
+        whole.append(exchange.forward())
+        return whole[-1].with_body(empty_page("a")(whole[-1].body))
+
+    for listed in (
+        lambda: objects.list("p/"),
+        lambda: [info for page in objects.pages("p/") for info in page],
+    ):
+        proxy.clear()
+        proxy.on("list", first_empty, nth=1, times=1)
+        proxy.on("list", lambda _: whole[-1].with_body(empty_page("b")(whole[-1].body)), nth=2, times=1)
+        proxy.on("list", lambda _: whole[-1], nth=3)
+        assert [info.key for info in listed()] == ["p/1", "p/2"]
+        assert proxy.count("list") == 3
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["new tokens", "one token"])
+def test_pages_without_keys_come_to_an_end(
+    objects: S3Objects, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, is_new: bool
+) -> None:
+    monkeypatch.setattr("common.objects.s3_transfer.MAX_EMPTY_PAGES", 5)
+    tokens, whole = iter(range(100)), list[Answer]()
+
+    def empty(exchange: Exchange) -> Answer:
+        if not whole:
+            whole.append(exchange.forward())
+        return whole[0].with_body(empty_page(f"t{next(tokens) if is_new else 0}")(whole[0].body))
+
+    proxy.on("list", empty)
+    for call in (lambda: objects.list("p/"), lambda: [*objects.pages("p/")]):
+        proxy.calls.clear()
+        with pytest.raises(Unavailable, match="the end: expected") as caught:
+            call()
+        assert caught.value.code == "E-LIST-INVALID"
+        assert proxy.count("list") == (6 if is_new else 2)
+
+
+class EndlessStore:
+    """An HTTP server whose answers never end; `sent`: bytes of the one under way."""
+
+    def __init__(self, head: bytes) -> None:
+        self._head, self.sent = head, 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        chunk = b"10000\r\n" + bytes(65536) + b"\r\n"
+        with suppress(OSError), connection:
+            self.sent = 0
+            connection.recv(65536)
+            connection.sendall(self._head + b"Transfer-Encoding: chunked\r\n\r\n")
+            while True:
+                connection.sendall(chunk)
+                self.sent += 65536
+
+
+@pytest.mark.parametrize("status", [b"200 OK", b"403 Forbidden"])
+def test_an_answer_without_end_is_given_up_at_16_mib(s3: SharedS3, status: bytes) -> None:
+    with closing(EndlessStore(b"HTTP/1.1 " + status + b"\r\nContent-Type: application/xml\r\n")) as store:
+        objects = open_s3(s3, store.url, "archive")
+        for call in (
+            lambda: objects.list("p/"),
+            lambda: objects.put("k", b"1"),
+            *([lambda: objects.get("k")] if status.startswith(b"403") else []),
+        ):
+            with pytest.raises(
+                (Unavailable, OutcomeUnknown), match="not an S3 answer: expected at most 16777216 bytes"
+            ):
+                call()
+            assert store.sent <= 16 * MIB + 16 * MIB, "beside what the buffers of the connection hold"
+
+
+def test_a_body_without_end_is_read_up_to_what_was_asked_for(s3: SharedS3, tmp_path: Path) -> None:
+    head = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-99/1000\r\n"
+    with closing(EndlessStore(head)) as store:
+        objects = open_s3(s3, store.url, "archive")
+        with pytest.raises(Unavailable, match="expected 100 bytes, found 101 or more") as caught:
+            objects.get("k", length=100)
+        assert caught.value.code == "E-S3-CUT"
+        assert store.sent <= 16 * MIB, "beside what the buffers of the connection hold"
+
+
+def test_a_copy_of_a_body_that_is_too_long_ends_behind_its_length(
+    objects: S3Objects, proxy: FaultProxy, tmp_path: Path
+) -> None:
+    objects.put("k", bytes(1000))
+
+    def longer(exchange: Exchange) -> Answer:
+        true = exchange.forward()
+        headers = [(name, value) for name, value in true.headers if name.lower() != "content-length"]
+        return replace(true, headers=headers, body=bytes(3 * MIB), length=None)
+
+    proxy.on("get", longer)
+    for call in (lambda: objects.download("k", tmp_path / "copy"), lambda: objects.get("k")):
+        with pytest.raises(Unavailable, match="expected 1000 bytes, found 1001 or more"):
+            call()
+    assert (tmp_path / "copy").stat().st_size == 1001
 
 
 def test_half_a_listing_is_asked_for_again_and_never_returned(

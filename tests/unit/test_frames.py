@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.jetstream.protocol import FrameParser, WireError, frame
+from common.jetstream.protocol import MAX_SERVER_MESSAGE, FrameParser, WireError, frame
 
 BLOCK = b"NATS/1.0\r\nA: 1\r\n\r\n"
 
@@ -159,3 +160,16 @@ def test_a_reset_within_a_chunk_drops_the_rest_of_the_old_connection():
 
     received = Resetting().feed(b"-ERR 'x'\r\nMSG a 1 1\r\nz\r\nMSG", b"MSG b 1 1\r\ny\r\n")
     assert received.messages == [(b"b", b"", b"y", None)]
+
+
+@pytest.mark.parametrize(
+    "line", [b"MSG s 1 %d\r\n", b"MSG s 1 reply %d\r\n", b"HMSG s 1 12 %d\r\n", b"HMSG s 1 r 12 %d\r\n"]
+)
+async def test_a_message_that_no_server_could_have_stored_ends_the_connection_before_it_is_gathered(
+    line: bytes,
+) -> None:
+    """The largest is an answer of the API that holds a message of 64 MiB in base64."""
+    assert len(base64.b64encode(bytes(64 << 20))) < MAX_SERVER_MESSAGE <= (64 << 20) * 4 / 3 + (1 << 20)
+    await Received().parser.parse(line % MAX_SERVER_MESSAGE)
+    with pytest.raises(WireError, match="a message of 90527062 bytes, more than 90527061"):
+        await Received().parser.parse(line % (MAX_SERVER_MESSAGE + 1))
