@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
-from common.objects.port import Governed, Linked
+from common.objects.port import ConditionsRefused, Governed, Linked
 from common.tasks import end
 
 if TYPE_CHECKING:
@@ -458,8 +458,10 @@ class _StoreProbes:
         try:
             ignored = ["If-None-Match"] if objects.put_if_absent(key, b"y") else []
             ignored += ["If-Match"] if objects.put_if_match(key, b"z", NO_ETAG) else []
-        except ConfigError as error:
-            ignored = [error.message]
+        except ConditionsRefused as error:
+            needs = "compaction" in self._roles and self._settings.compaction.retention.is_set
+            finding = is_bad if needs else warns
+            return finding("store", "conditional put", error.message, _NO_CONDITIONS, _OTHER_STORE)
         if isinstance(objects, Linked) and not objects.has_links():
             found = "the file system has no hard links: only the locks of this host keep two writers apart"
             meaning = "two hosts that write here may undo each other's change"
@@ -467,7 +469,8 @@ class _StoreProbes:
             return warns("store", "conditional put", found, meaning, todo)
         if not ignored:
             return well("store", "conditional put", "a condition that does not hold is refused")
-        return warns("store", "conditional put", f"ignored: {', '.join(ignored)}", _SECOND_LINE, _SAME_NAME)
+        todo = f"set store.conditional_puts: no; {_SAME_NAME}"
+        return warns("store", "conditional put", f"ignored: {', '.join(ignored)}", _SECOND_LINE, todo)
 
     def _concurrent(self) -> DoctorFinding:
         """Of several that make one key at once, one may win; without the right to delete: that replace it."""
@@ -490,8 +493,8 @@ class _StoreProbes:
         with ThreadPoolExecutor(WRITERS) as pool:
             try:
                 winners = sum(pool.map(write, bodies))
-            except ConfigError as error:
-                return warns("store", "concurrent put", error.message, _SECOND_LINE, _SAME_NAME)
+            except ConditionsRefused:
+                return skipped("store", "concurrent put", "not tried: the store takes no conditions")
         found = f"{winners} of {WRITERS} writers of one key at once were told that they won"
         if winners == 1:
             return well("store", "concurrent put", found)
@@ -620,6 +623,13 @@ _SECOND_LINE = (
     "conditions are a second line: names carry the content and all that is put is read back, so segments are safe; "
     "two processes that write one small document at the same time may undo each other's change"
 )
+_NO_CONDITIONS = (
+    "segments, captures, snapshots and tombstones carry their content in their names: they are put plainly and read "
+    "back; stream.json, chain.json, starts and passed gaps are claimed in the state bucket of the role before they are "
+    "put. What has no such arbiter is refused with E-STORE-CONDITIONS: retention, which raises floors, and the "
+    "sign-offs of `floe segments verify --since-last`"
+)
+_OTHER_STORE = "nothing where neither retention nor sign-offs are wanted, else another store: one that takes conditions"
 _SAME_NAME = "never run two sites under one name; use a newer version of the store where there is one"
 
 

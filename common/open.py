@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from common.objects.port import ObjectStore
-    from common.segments.documents import ChainStore
+    from common.segments.documents import ChainStore, PutOnceClaims
     from common.segments.store import SegmentStore
     from common.settings.root import Settings
 
@@ -124,9 +124,11 @@ def open_view(settings: Settings) -> tuple[SegmentStore, ChainStore]:
     return open_store(settings, objects), open_chains(settings, objects)
 
 
-def open_chains(settings: Settings, objects: ObjectStore | None = None) -> ChainStore:
+def open_chains(
+    settings: Settings, objects: ObjectStore | None = None, claims: PutOnceClaims | None = None
+) -> ChainStore:
     from common.objects.open import open_objects
     from common.segments.documents import ChainStore
     from common.segments.keys import Layout
 
-    return ChainStore(objects or open_objects(settings.store), Layout(settings.store.prefix))
+    return ChainStore(objects or open_objects(settings.store), Layout(settings.store.prefix), claims)

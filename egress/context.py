@@ -8,7 +8,7 @@ from functools import partial
 
 from common.clock import Clock, SystemClock
 from common.errors import UsageError
-from common.jetstream.buckets import optional_leases, optional_state
+from common.jetstream.buckets import BucketClaims, optional_leases, optional_state
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Leases, new_owner
@@ -62,7 +62,7 @@ def make_deps(
         state=state,
         objects=objects,
         store=open_store(settings, objects),
-        chains=open_chains(settings, objects),
+        chains=open_chains(settings, objects, BucketClaims(state)),
         budget=MemoryBudget(settings.egress.memory_limit, chains),
         clock=client.clock,
         rng=random.SystemRandom(),

@@ -6,7 +6,7 @@ from functools import partial
 
 from common.clock import Clock
 from common.errors import FloeError
-from common.jetstream.buckets import open_leases
+from common.jetstream.buckets import BucketClaims, open_leases, optional_state
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.lease import Leases, new_owner
 from common.leasing import LeaseGroup, LeaseMetrics
@@ -117,6 +117,7 @@ class Controller:
         settings, clock, health = self._settings.ingress, self._clock, self._health
         keys = [lease_key(target.stream) for target in settings.targets]
         documents, store, threads, lookers = self._documents, self._store, self._threads, self._lookers
+        documents.claims = BucketClaims(optional_state(client, settings))
         sites = Sites(documents, lookers, clock, settings.silent_after)
         discovery = Discovery(documents, lookers, clock, health, settings.poll_seconds, sites)
         begin("ingress_")

@@ -1,10 +1,14 @@
 """The two buckets of a service: its state, and the leases that its instances share."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
 from functools import partial
+from hashlib import sha256
+from typing import Any, TypeVar
 
 from common.clock import Clock
+from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.jetstream.api import most_replicas, stream_info
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue
@@ -68,6 +72,49 @@ def optional_leases(client: FloeClient, settings: ServiceSettings, owner: str, c
     ttl, replicas, size = settings.lease_ttl, partial(kv_replicas, client, settings), settings.lease_bytes
     bucket = KeyValue(client, settings.lease_bucket, ttl=ttl, replicas=replicas, optional=True, max_bytes=size)
     return Leases(bucket, owner, ttl, clock)
+
+
+T = TypeVar("T")
+CLAIM_TRIES = 5  # each lost to a claim that was settled meanwhile, or to an answer that was lost
+CLAIM_TIMEOUT = 60.0  # seconds for all of them; each request has a limit of its own
+
+
+class BucketClaims:
+    """Documents that are put once, claimed under `claims.` in the bucket `state`: `PutOnceClaims` of the chain store.
+
+    Made in the event loop, called in threads.
+    """
+
+    def __init__(self, state: KeyValue) -> None:
+        self._state, self._loop = state, asyncio.get_running_loop()
+
+    def claim(self, key: str, body: bytes) -> tuple[bytes, int]:
+        return self._wait(self._claim(key, body))
+
+    async def _claim(self, key: str, body: bytes) -> tuple[bytes, int]:
+        for _ in range(CLAIM_TRIES):
+            with suppress(OutcomeUnknown):  # the value tells
+                if (revision := await self._state.create(_claim_key(key), body)) is not None:
+                    return body, revision
+            if (entry := await self._state.get(_claim_key(key))) is not None:
+                return entry.value, entry.revision
+        raise Unavailable(f"claim of {key}: lost to other writers {CLAIM_TRIES} times", code="E-RACE")
+
+    def settle(self, key: str, revision: int) -> None:
+        with suppress(FloeError):
+            self._wait(self._state.delete(_claim_key(key), revision))
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        doing = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return doing.result(CLAIM_TIMEOUT)
+        except TimeoutError:
+            doing.cancel()
+            raise Unavailable(f"claims in {self._state.bucket}: no answer within {CLAIM_TIMEOUT:g} s") from None
+
+
+def _claim_key(key: str) -> str:
+    return f"claims.{sha256(key.encode()).hexdigest()[:32]}"
 
 
 @asynccontextmanager

@@ -42,6 +42,7 @@ def open_objects(settings: StoreSettings, *, timeout: float | None = None, is_to
         encryption=settings.encryption.mode,
         kms_key_id=settings.encryption.kms_key_id,
         told_every=TOLD_EVERY if is_told else 0.0,
+        conditional_puts=settings.conditional_puts,
     )
     if timeout is not None:
         options = replace(options, attempts=2, connect_timeout=timeout, read_timeout=timeout)

@@ -41,7 +41,8 @@ class ObjectStore(Protocol):
 
     Every verb raises `Unavailable` when the store cannot be reached or asks to come back later (after its own
     bounded retries), `Refused` for credentials and permissions, `ConfigError` where the bucket does not
-    exist, `OutcomeUnknown` only from the four writing verbs when the answer was lost.
+    exist, `OutcomeUnknown` only from the four writing verbs when the answer was lost, `ConditionsRefused` from the
+    two with a condition where the store takes none.
     """
 
     def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> list[ObjectInfo]:
@@ -253,6 +254,12 @@ def _refusal(key: str, expected: str) -> ConfigError:
 
 
 CHUNK_BYTES = 1024 * 1024
+
+
+class ConditionsRefused(ConfigError):
+    """The store takes no put with a condition; nothing was done. What is put plainly must be agreed on elsewhere."""
+
+    default_code = "E-STORE-CONDITIONS"
 
 
 class ChecksumMismatch(Unavailable):

@@ -39,6 +39,7 @@ from common.logs import get_logger
 from common.objects import s3_errors
 from common.objects.port import (
     Body,
+    ConditionsRefused,
     HiddenObject,
     LifecycleRule,
     ObjectInfo,
@@ -74,7 +75,8 @@ class S3Options:
     `checksum`: what the server is asked to check on a put. `attempts`: per request, the first included.
     `connect_timeout`, `read_timeout`: seconds. `connections`: kept open, as many as threads use the store.
     Bodies above `multipart_bytes` go up in parts of `part_bytes`. `told_every`: seconds between two lines of the log
-    that say what is waited for; 0: none.
+    that say what is waited for; 0: none. `conditional_puts`: `no` sends no condition, `auto` none after the first that
+    was refused: ConditionsRefused; with `yes` such a refusal is a mistake of the configuration.
     """
 
     addressing_style: Literal["auto", "path", "virtual"] = "auto"
@@ -89,6 +91,7 @@ class S3Options:
     multipart_bytes: int = 64 * 1024 * 1024
     part_bytes: int = 16 * 1024 * 1024
     told_every: float = 0.0
+    conditional_puts: Literal["auto", "yes", "no"] = "auto"
 
     def storing(self) -> dict[str, Any]:
         fields = {
@@ -186,6 +189,9 @@ def make_client(
 
 
 PAGE_KEYS = 1000
+CONDITIONS_HINT = (
+    "what two may write at once is claimed in the state bucket; retention and sign-offs need a store with conditions"
+)
 
 T = TypeVar("T")
 
@@ -214,6 +220,7 @@ class S3Objects:
         # Before the first answer the address may be wrong; later the same errors mean trouble on the network.
         self._has_answered = False
         self._told_at = self._clock.monotonic()
+        self._refuses_conditions = self._options.conditional_puts == "no"
 
     def _make_client(self) -> S3Client:
         options, session = self._options, make_session(self._account)
@@ -439,6 +446,8 @@ class S3Objects:
         self, key: str, body: Body, sha256: str | None, metadata: Mapping[str, str] | None, condition: Mapping[str, str]
     ) -> bool:
         check_key(key)
+        if condition and self._refuses_conditions:
+            raise ConditionsRefused(f"put {self._place(key)}: this store takes no conditions", hint=CONDITIONS_HINT)
         self._renew()
         target = {"Bucket": self._bucket, "Key": key}
         fields = {"Metadata": dict(metadata or {}), **self._options.storing()}
@@ -462,6 +471,8 @@ class S3Objects:
                 self._send_parts(upload, condition)
         except ClientError as error:
             is_gone = "IfMatch" in condition and code_of(error.response) in s3_errors.MISSING_KEY
+            if condition and s3_errors.refuses_conditions(error.response):
+                raise self._conditions_refused(upload.place, error) from error
             if not is_gone and not (condition and status_of(error.response) == 412):
                 raise
             if self._doubts.found:
@@ -485,6 +496,19 @@ class S3Objects:
                 # Costs space until the bucket's rule for incomplete uploads removes it, and nothing else.
                 log.warning("upload not aborted", action="upload_not_aborted", error=without_paths(str(error)))
             self._doubts.found = in_doubt
+
+    def _conditions_refused(self, place: str, error: ClientError) -> ConfigError:
+        text = (
+            f"put {place}: this store refuses conditions: {error.response.get('Error', {}).get('Message', '')!s:.200}"
+        )
+        if self._options.conditional_puts == "yes":
+            return ConfigError(text, hint="set store.conditional_puts: auto", code="E-STORE-CONDITIONS")
+        if not self._refuses_conditions:
+            log.warning(
+                "conditions refused by the store", action="conditions_refused", error=text, hint=CONDITIONS_HINT
+            )
+        self._refuses_conditions = True
+        return ConditionsRefused(text, hint=CONDITIONS_HINT)
 
     # Errors
 

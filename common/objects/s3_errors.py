@@ -128,6 +128,16 @@ def meaning_of(code: str, status: int, message: str = "") -> Meaning:
     return known or of_status
 
 
+# What stores say of a condition that they do not know, beside 501.
+_CONDITION_UNKNOWN = {"NotImplemented", "InvalidArgument", "InvalidRequest", "UnsupportedHeader", "400"}
+
+
+def refuses_conditions(response: Mapping[str, Any]) -> bool:
+    """Whether this answer to a put with a condition may mean that the store takes none; a put without tells."""
+    status = status_of(response)
+    return status == 501 or (status == 400 and code_of(response) in _CONDITION_UNKNOWN)
+
+
 def code_of(response: Mapping[str, Any]) -> str:
     """S3's name of the error, or the HTTP status where the answer has no body."""
     return str(response.get("Error", {}).get("Code", ""))

@@ -28,9 +28,9 @@ import msgspec
 from common.chain import FEED_PATTERN, Chain
 from common.clock import parse_time
 from common.documents import JsonForm
-from common.errors import DataError
+from common.errors import DataError, OutcomeUnknown
 from common.logs import get_logger
-from common.objects.port import ObjectStore
+from common.objects.port import ConditionsRefused, ObjectStore
 from common.segments.keys import DIGEST_LENGTH, CaptureName, Layout
 from common.sequences import MAX_SEQUENCE
 
@@ -325,7 +325,15 @@ class CaptureStore:
             raise DataError(
                 f"{key}: expected at most {MAX_CAPTURE_BYTES} bytes, found {len(body)}", code="E-STATE-JSON"
             )
-        return self.objects.put_if_absent(key, body, sha256=sha256)
+        try:
+            return self.objects.put_if_absent(key, body, sha256=sha256)
+        except ConditionsRefused:  # the name carries the content: who else puts it puts the same
+            if self.objects.head(key) is not None:
+                return False
+        self.objects.put(key, body, sha256=sha256)
+        if self.objects.get(key, length=len(body) + 1) != body:
+            raise OutcomeUnknown(f"{key}: what was read back is not what was written", code="E-READ-BACK")
+        return True
 
     def config(self, chain: Chain, end: int | None = None, moment_ns: int | None = None) -> CapturedConfig | None:
         return self.newest(CapturedConfig, chain, end, moment_ns)

@@ -20,7 +20,7 @@ import hashlib
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -29,8 +29,9 @@ from common.clock import NS_PER_S, format_time, parse_time
 from common.documents import JsonForm
 from common.errors import DataError, OutcomeUnknown, Refused, Unavailable
 from common.exits import command
+from common.failpoints import failpoint
 from common.logs import get_logger
-from common.objects.port import ObjectInfo, ObjectStore
+from common.objects.port import ConditionsRefused, ObjectInfo, ObjectStore
 from common.segments.alive import Alive, to_read
 from common.segments.keys import Layout, StateName
 from common.sequences import MAX_SEQUENCE, SequenceRange
@@ -419,16 +420,31 @@ _ROUNDS = 5  # of compare-and-set, each lost to another writer
 D = TypeVar("D")
 
 
+class PutOnceClaims(Protocol):
+    """Arbiter between writers of one document, for stores that refuse conditions. Blocking; not for the event loop."""
+
+    def claim(self, key: str, body: bytes) -> tuple[bytes, int]:
+        """The bytes that were claimed first for `key`, which are `body` where none were, and the claim's revision.
+
+        Raises Unavailable, OutcomeUnknown.
+        """
+
+    def settle(self, key: str, revision: int) -> None:
+        """Remove the claim: its document is there. Where that fails it stays, which harms nobody."""
+
+
 class ChainStore:
     """The documents under one layout. Blocking; safe to use from several threads.
+
+    `claims`: needed for a `create_…` and `put_once` where the store refuses conditions: ConditionsRefused without.
 
     A `read_…` method gives None where there is no such document; a `create_…` method writes the document unless there
     is one, and gives the one that is there afterwards. Every method raises what the object store raises, and DataError
     (E-STATE-JSON) for an invalid document.
     """
 
-    def __init__(self, objects: ObjectStore, layout: Layout) -> None:
-        self.objects, self.layout = objects, layout
+    def __init__(self, objects: ObjectStore, layout: Layout, claims: PutOnceClaims | None = None) -> None:
+        self.objects, self.layout, self.claims = objects, layout, claims
         self._ignored: dict[str, str] = {}  # spoiled gaps and signs of life by key, and why
 
     def create_stream(self, chain: Chain, document: StreamDocument) -> StreamDocument:
@@ -591,7 +607,12 @@ class ChainStore:
 
     def accept_gap(self, chain: Chain, gap: AcceptedGap) -> AcceptedGap:
         """Writes an accepted gap unless its range is accepted already; returns what is there, read back."""
-        return self._keep_gap(self.layout.gaps_prefix(chain), gap)
+        prefix = self.layout.gaps_prefix(chain)
+        try:
+            return self._keep_gap(prefix, gap)
+        except ConditionsRefused:  # who accepts it at the same time says the same by its name: only the notes differ
+            self.objects.put(self.layout.gap(prefix, gap.range), gap.to_json())
+            return self._keep_gap(prefix, gap)
 
     def passed_gaps(self, target: str, chain: Chain, *, position: int = 1) -> list[AcceptedGap]:
         return self._gaps(self.layout.passed_prefix(target, chain), position)
@@ -629,10 +650,35 @@ class ChainStore:
             raise DataError(f"{key}: expected at most {MAX_DOCUMENT_BYTES} bytes, found {len(body)}")
         # Looked for first, because some servers ignore the condition of the put.
         if self.objects.head(key) is None:
-            self._replace(key, body, None)
+            self.put_once(key, body)
         if (document := self._read(key, parse)) is None:
             raise Unavailable(f"{key}: put and not there", code="E-READ-BACK")
         return document
+
+    def put_once(self, key: str, body: bytes) -> None:
+        """Writes the object unless there is one, or another writer has claimed it: then what that one claimed. The
+        caller reads to learn what is there.
+        """
+        try:
+            self._replace(key, body, None)
+        except ConditionsRefused:
+            if self.claims is None:
+                raise
+            self._put_claimed(self.claims, key, body)
+
+    def _put_claimed(self, claims: PutOnceClaims, key: str, body: bytes) -> None:
+        claimed, revision = claims.claim(key, body)
+        failpoint("documents.claimed")
+        # Looked for behind the claim: who put it may have settled its own before, or the bucket of claims was lost.
+        if self.objects.head(key) is None:
+            failpoint("documents.put_claimed")
+            try:
+                self.objects.put(key, claimed, sha256=hashlib.sha256(claimed).hexdigest())
+            except OutcomeUnknown as error:
+                log.warning("document in doubt", action="document_in_doubt", key=key, error=str(error))
+        if self.objects.head(key) is not None:
+            failpoint("documents.settle")
+            claims.settle(key, revision)
 
     def _replace(self, key: str, body: bytes, etag: str | None) -> None:
         """Writes if the object still has `etag` (None: does not exist); the caller reads to learn the outcome."""

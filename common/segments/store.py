@@ -29,7 +29,7 @@ from common.failpoints import failpoint
 from common.logs import get_logger
 from common.metrics import counter
 from common.objects.open import is_verifying
-from common.objects.port import ChecksumMismatch, ObjectInfo, ObjectStore
+from common.objects.port import ChecksumMismatch, ConditionsRefused, ObjectInfo, ObjectStore
 from common.segments.documents import SnapshotRef
 from common.segments.keys import MAX_LEVEL, Layout
 from common.segments.parquet_guard import MIB, SegmentGone
@@ -249,7 +249,7 @@ class SegmentStore:
         """
         what, sha256 = "segment" if isinstance(ref, SegmentRef) else "snapshot", metadata["sha256"]
         for number, pause in enumerate((*PUT_PAUSES, 0.0)):
-            put = self.objects.put if number else self.objects.put_if_absent
+            put = self.objects.put if number else self._put_new
             doubt: OutcomeUnknown | None = None
             failpoint(f"{point}put")
             try:
@@ -273,6 +273,12 @@ class SegmentStore:
             hint="look at the store: it accepts what it does not keep",
             code="E-READ-BACK",
         )
+
+    def _put_new(self, key: str, body: Path | bytes, *, sha256: str, metadata: Mapping[str, str]) -> None:
+        try:
+            self.objects.put_if_absent(key, body, sha256=sha256, metadata=metadata)
+        except ConditionsRefused:  # the name carries the content: who else puts it puts the same
+            self.objects.put(key, body, sha256=sha256, metadata=metadata)
 
     def delete(self, ref: SegmentRef) -> None:
         """No error if the segment is gone."""

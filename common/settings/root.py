@@ -70,6 +70,9 @@ class StoreSettings(Section):
         "", "empty: the bucket's default"
     )
     encryption: EncryptionSettings = option({}, "encryption at rest")
+    conditional_puts: Literal["auto", "yes", "no"] = option(
+        "auto", "whether the store takes conditions; auto: until it refuses one; no: also where it ignores them"
+    )
     subject_statistics: t.Flag = option(
         True, "false: no least and greatest subject in the metadata of segments, where they are easy to read"
     )

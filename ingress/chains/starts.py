@@ -11,14 +11,13 @@ A target that has a position for any chain of the feed has begun: the keys are i
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 
 import msgspec
 
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock, parse_time
-from common.errors import DataError, OutcomeUnknown, Unavailable
+from common.errors import DataError, Unavailable
 from common.logs import get_logger
 from common.segments.archive import search, span
 from common.segments.documents import MAX_DOCUMENT_BYTES, ChainStore
@@ -134,10 +133,7 @@ class Starts:
 
     def _write(self, key: str, start: Start) -> Start:
         body = start.to_json()
-        try:
-            self._documents.objects.put_if_absent(key, body, sha256=hashlib.sha256(body).hexdigest())
-        except OutcomeUnknown as error:
-            log.warning("start in doubt", action="document_in_doubt", key=key, error=str(error))
+        self._documents.put_once(key, body)
         if (found := self._read(key)) is None:
             raise Unavailable(f"{key}: put and not there", code="E-READ-BACK")
         log.info("copy begins", action="start_resolved", key=key, start=body.decode())

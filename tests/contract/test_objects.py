@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +20,21 @@ from common.chain import Chain
 from common.errors import ConfigError, OutcomeUnknown, Refused, Unavailable
 from common.objects.local import LocalObjects
 from common.objects.open import open_objects, verifies_checksums
-from common.objects.port import ChecksumMismatch, ObjectInfo, ObjectStore, Timekeeping, request_seconds, requests
+from common.objects.port import (
+    ChecksumMismatch,
+    ConditionsRefused,
+    ObjectInfo,
+    ObjectStore,
+    Timekeeping,
+    request_seconds,
+    requests,
+)
 from common.objects.s3 import S3Account, S3Objects, S3Options
 from common.segments.keys import Layout
 from common.settings.root import StoreSettings
 from tests.support.basics import PATIENCE, SharedS3
 from tests.support.basics import counted as reading
+from tests.support.proxies import FaultProxy, refusing_conditions
 
 Body = Callable[[bytes], bytes | Path]
 
@@ -39,13 +48,38 @@ def forbid_links(monkeypatch: pytest.MonkeyPatch, number: int = errno.EPERM) -> 
     monkeypatch.setattr("common.objects.local.os.link", refuse)
 
 
+def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStore]:
+    kind: str = request.param
+    if kind == "local without links":
+        forbid_links(request.getfixturevalue("monkeypatch"))
+    if kind.startswith("local"):
+        yield LocalObjects(tmp_path / "store")
+        return
+    s3: SharedS3 = request.getfixturevalue("s3")
+    if kind == "s3":
+        yield s3_objects(s3)
+        return
+    with refusing_conditions(FaultProxy(s3.endpoint_url), int(kind.rpartition(" ")[2])) as proxy:
+        yield S3Objects(s3.new_bucket(), S3Account(s3.access_key, s3.secret_key, endpoint_url=proxy.url))
+
+
+REFUSING = ["s3, conditions refused with 501", "s3, conditions refused with 400"]
+
+
+@pytest.fixture(params=["local", "local without links", "s3", REFUSING[0]])
+def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStore]:
+    yield from made(request, tmp_path)
+
+
 @pytest.fixture(params=["local", "local without links", "s3"])
-def objects(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
-    if request.param == "local without links":
-        forbid_links(monkeypatch)
-    if request.param != "s3":
-        return LocalObjects(tmp_path / "store")
-    return s3_objects(request.getfixturevalue("s3"))
+def conditional(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStore]:
+    """A store that takes conditions."""
+    yield from made(request, tmp_path)
+
+
+@pytest.fixture(params=REFUSING)
+def refusing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStore]:
+    yield from made(request, tmp_path)
 
 
 @pytest.fixture(params=["bytes", "file"])
@@ -180,13 +214,13 @@ def test_replacing_an_object_replaces_its_metadata(objects: ObjectStore) -> None
 # Checksums
 
 
-def test_bytes_that_are_not_what_their_checksum_says_are_refused(objects: ObjectStore, body: Body) -> None:
-    objects.put("k", b"good")
-    for write in (objects.put, objects.put_if_absent):
+def test_bytes_that_are_not_what_their_checksum_says_are_refused(conditional: ObjectStore, body: Body) -> None:
+    conditional.put("k", b"good")
+    for write in (conditional.put, conditional.put_if_absent):
         with pytest.raises(ChecksumMismatch):
-            write("k" if write == objects.put else "new", body(b"bad!"), sha256=sha256(b"good"))
-    assert objects.get("k") == b"good"
-    assert objects.get("new") is None
+            write("k" if write == conditional.put else "new", body(b"bad!"), sha256=sha256(b"good"))
+    assert conditional.get("k") == b"good"
+    assert conditional.get("new") is None
 
 
 def test_the_probe_finds_that_checksums_are_verified_and_leaves_nothing(objects: ObjectStore) -> None:
@@ -197,63 +231,106 @@ def test_the_probe_finds_that_checksums_are_verified_and_leaves_nothing(objects:
 # Conditions
 
 
-def test_put_if_absent_writes_once(objects: ObjectStore, body: Body) -> None:
-    assert objects.put_if_absent("k", body(b"first"), sha256=sha256(b"first"), metadata={"n": "1"})
-    assert not objects.put_if_absent("k", body(b"second"), metadata={"n": "2"})
-    assert not objects.put_if_absent("k", body(b"first"), metadata={"n": "3"})
-    head = objects.head("k")
-    assert objects.get("k") == b"first"
+def test_put_if_absent_writes_once(conditional: ObjectStore, body: Body) -> None:
+    assert conditional.put_if_absent("k", body(b"first"), sha256=sha256(b"first"), metadata={"n": "1"})
+    assert not conditional.put_if_absent("k", body(b"second"), metadata={"n": "2"})
+    assert not conditional.put_if_absent("k", body(b"first"), metadata={"n": "3"})
+    head = conditional.head("k")
+    assert conditional.get("k") == b"first"
     assert head is not None
     assert head.metadata == {"n": "1"}
 
 
-def test_put_if_match_replaces_only_the_version_it_names(objects: ObjectStore) -> None:
-    objects.put("k", b"one")
-    first = objects.head("k")
+def test_put_if_match_replaces_only_the_version_it_names(conditional: ObjectStore) -> None:
+    conditional.put("k", b"one")
+    first = conditional.head("k")
     assert first is not None
-    assert objects.put_if_match("k", b"two", first.etag)
-    assert not objects.put_if_match("k", b"three", first.etag)
-    assert objects.put_if_match("k", b"four", objects.list("k")[0].etag)
-    assert objects.get("k") == b"four"
+    assert conditional.put_if_match("k", b"two", first.etag)
+    assert not conditional.put_if_match("k", b"three", first.etag)
+    assert conditional.put_if_match("k", b"four", conditional.list("k")[0].etag)
+    assert conditional.get("k") == b"four"
 
 
-def test_put_if_match_refuses_where_the_object_is_gone(objects: ObjectStore) -> None:
-    objects.put("k", b"one")
-    etag = objects.list("k")[0].etag
-    objects.delete("k")
-    assert not objects.put_if_match("k", b"two", etag)
-    assert objects.get("k") is None
+def test_put_if_match_refuses_where_the_object_is_gone(conditional: ObjectStore) -> None:
+    conditional.put("k", b"one")
+    etag = conditional.list("k")[0].etag
+    conditional.delete("k")
+    assert not conditional.put_if_match("k", b"two", etag)
+    assert conditional.get("k") is None
 
 
-def test_of_eight_racing_writers_one_creates(objects: ObjectStore) -> None:
+def test_of_eight_racing_writers_one_creates(conditional: ObjectStore) -> None:
     for turn in range(3):
         with ThreadPoolExecutor(8) as pool:
-            won = list(pool.map(lambda n, t=turn: objects.put_if_absent(f"k{t}", b"writer %d" % n), range(8)))
+            won = list(pool.map(lambda n, t=turn: conditional.put_if_absent(f"k{t}", b"writer %d" % n), range(8)))
         assert won.count(True) == 1
-        assert objects.get(f"k{turn}") == b"writer %d" % won.index(True)
+        assert conditional.get(f"k{turn}") == b"writer %d" % won.index(True)
 
 
-def test_racing_updates_lose_none(objects: ObjectStore) -> None:
-    objects.put("counter", b"0000")
+def test_racing_updates_lose_none(conditional: ObjectStore) -> None:
+    conditional.put("counter", b"0000")
 
     def add_three(_: int) -> None:
         done = 0
         while done < 3:
-            seen = objects.head("counter")
-            content = objects.get("counter")
+            seen = conditional.head("counter")
+            content = conditional.get("counter")
             assert seen is not None
             assert content is not None
             done += update(b"%04d" % (int(content) + 1), seen.etag)
 
     def update(content: bytes, etag: str) -> bool:
         try:
-            return objects.put_if_match("counter", content, etag)
+            return conditional.put_if_match("counter", content, etag)
         except OutcomeUnknown:
             pytest.fail("no answer was lost here")
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(add_three, range(8)))
-    assert objects.get("counter") == b"0024"
+    assert conditional.get("counter") == b"0024"
+
+
+def test_a_store_that_refuses_conditions_is_asked_once_and_holds_nothing_of_it(refusing: ObjectStore) -> None:
+    refusing.put("k", b"one")
+    for _ in range(2):
+        with pytest.raises(ConditionsRefused) as refused:
+            refusing.put_if_absent("new", b"two")
+        assert (refused.value.code, refused.value.exit_code) == ("E-STORE-CONDITIONS", 78)
+        with pytest.raises(ConditionsRefused):
+            refusing.put_if_match("k", b"two", refusing.list("k")[0].etag)
+    assert refusing.get("new") is None
+    assert refusing.get("k") == b"one"
+
+
+@pytest.mark.parametrize("status", [400, 501])
+def test_no_condition_is_sent_where_the_store_is_said_to_take_none(s3: SharedS3, status: int) -> None:
+    account = S3Account(s3.access_key, s3.secret_key)
+    with refusing_conditions(FaultProxy(s3.endpoint_url), status) as proxy:
+        account, bucket = replace(account, endpoint_url=proxy.url), s3.new_bucket()
+        for wanted, kind, sent in (
+            ("no", ConditionsRefused, 0),
+            ("auto", ConditionsRefused, 1),
+            ("yes", ConfigError, 3),
+        ):
+            objects = S3Objects(bucket, account, S3Options(conditional_puts=wanted))  # type: ignore[arg-type]
+            proxy.calls.clear()
+            for _ in range(3):
+                with pytest.raises(kind) as refused:
+                    objects.put_if_absent("k", b"x")
+                assert (type(refused.value), refused.value.code) == (kind, "E-STORE-CONDITIONS")
+            assert len(proxy.calls) == sent
+
+
+def test_conditions_that_are_refused_at_the_end_of_a_large_body_leave_no_upload(
+    s3: SharedS3, in_parts: S3Options
+) -> None:
+    with refusing_conditions(FaultProxy(s3.endpoint_url), 501) as proxy:
+        objects = S3Objects(s3.new_bucket(), S3Account(s3.access_key, s3.secret_key, endpoint_url=proxy.url), in_parts)
+        with pytest.raises(ConditionsRefused):
+            objects.put_if_absent("k", bytes(11 * 1024 * 1024))
+        assert proxy.count("abort") == 1
+        objects.put("k", bytes(11 * 1024 * 1024))
+        assert objects.list("k")[0].size == 11 * 1024 * 1024
 
 
 # Listing
@@ -302,20 +379,20 @@ def test_a_listing_of_more_than_one_page_is_whole(objects: ObjectStore) -> None:
 @pytest.mark.parametrize(
     "key", ["p=1/a%2Eb/f=c%20d/x", "p/%25/%", "p/a+b c", "p/a&<b>'\"", "p/~!@#$^*()_-[]{}|;:,?", "p/" + "n" * 250]
 )
-def test_odd_keys_survive_every_verb(objects: ObjectStore, key: str, tmp_path: Path) -> None:
-    objects.put(key, b"put", metadata={"a": "b"})
-    head = objects.head(key)
+def test_odd_keys_survive_every_verb(conditional: ObjectStore, key: str, tmp_path: Path) -> None:
+    conditional.put(key, b"put", metadata={"a": "b"})
+    head = conditional.head(key)
     assert head is not None
-    assert (objects.get(key), head.key) == (b"put", key)
-    assert not objects.put_if_absent(key, b"again")
-    assert objects.put_if_match(key, b"matched", head.etag)
-    assert objects.download(key, tmp_path / "copy")
+    assert (conditional.get(key), head.key) == (b"put", key)
+    assert not conditional.put_if_absent(key, b"again")
+    assert conditional.put_if_match(key, b"matched", head.etag)
+    assert conditional.download(key, tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == b"matched"
     folder = key.rpartition("/")[0] + "/"
-    assert keys(objects.list(folder)) == keys(objects.list(key)) == [key]
-    assert objects.list(folder, start_after=key) == []
-    objects.delete(key)
-    assert objects.list("") == []
+    assert keys(conditional.list(folder)) == keys(conditional.list(key)) == [key]
+    assert conditional.list(folder, start_after=key) == []
+    conditional.delete(key)
+    assert conditional.list("") == []
 
 
 @pytest.mark.parametrize(
@@ -595,22 +672,22 @@ def test_a_local_key_cannot_be_both_object_and_folder(tmp_path: Path) -> None:
         assert caught.value.code == "E-KEY"
 
 
-def test_each_call_is_counted_by_what_came_of_it(objects: ObjectStore):
+def test_each_call_is_counted_by_what_came_of_it(conditional: ObjectStore):
     def counts() -> dict[str, float]:
         return {f"{op} {result}": reading(requests.labels(op, result)) for op, result in said}
 
     said = [("put", "ok"), ("put", "unavailable"), ("get", "ok"), ("list", "ok"), ("delete", "ok"), ("get", "failed")]
     timed = request_seconds.labels("put")
     before, puts = counts(), [s.value for f in timed.collect() for s in f.samples if s.name.endswith("_count")]
-    objects.put("a/b", b"x")
-    objects.put_if_absent("a/b", b"y")
-    assert objects.get("a/none") is None
-    objects.list("a/")
-    objects.delete("a/b")
+    conditional.put("a/b", b"x")
+    conditional.put_if_absent("a/b", b"y")
+    assert conditional.get("a/none") is None
+    conditional.list("a/")
+    conditional.delete("a/b")
     with pytest.raises(ChecksumMismatch):
-        objects.put("a/c", b"x", sha256="0" * 64)
+        conditional.put("a/c", b"x", sha256="0" * 64)
     with pytest.raises(ConfigError):
-        objects.get("a//b")
+        conditional.get("a//b")
 
     assert {name: value - before[name] for name, value in counts().items()} == {
         "put ok": 2, "put unavailable": 1, "get ok": 1, "list ok": 1, "delete ok": 1, "get failed": 1,

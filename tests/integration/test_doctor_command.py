@@ -21,7 +21,8 @@ import yaml
 
 from common import doctor
 from common.chain import Chain
-from common.doctor import CHECKS, DoctorFinding, examine_disk, examine_store
+from common.clock import SystemClock
+from common.doctor import CHECKS, DoctorFinding, DoctorState, examine_disk, examine_store
 from common.doctor_cli import examine
 from common.jetstream.api import consumer_names, create_stream, stream_info
 from common.jetstream.client import FloeClient, connect
@@ -40,7 +41,7 @@ from tests.support.clock import ManualClock
 from tests.support.commands import Done, floe
 from tests.support.egress import connected
 from tests.support.identities import make_certificates, server_tls
-from tests.support.proxies import Answer, Exchange, FaultProxy, drop
+from tests.support.proxies import Answer, Exchange, FaultProxy, drop, refusing_conditions
 
 pytestmark = pytest.mark.servers
 
@@ -497,6 +498,27 @@ async def test_a_store_that_ignores_conditions_is_warned_of(s3: SharedS3, nats_u
     assert found["store conditional put"]["found"] == "ignored: If-None-Match, If-Match"
     assert found["store concurrent put"]["found"].startswith("8 of 8 writers")
     assert states(found, "warning") == {"store conditional put", "store concurrent put", "nats stream"}
+    assert "store.conditional_puts: no" in found["store conditional put"]["todo"]
+
+
+@pytest.mark.parametrize("status", [501, 400])
+def test_a_store_that_refuses_conditions_is_told_with_what_does_not_work(
+    s3: SharedS3, tmp_path: Path, status: int
+) -> None:
+    retained = {"compaction": {"retention": {"max_age": "30d"}}}
+    with refusing_conditions(FaultProxy(s3.endpoint_url), status) as proxy:
+        store = store_of(s3, s3.new_bucket()) | {"endpoint_url": proxy.url}
+        for roles, more, state in (
+            ("egress", {}, DoctorState.WARNING),
+            ("compaction", {}, DoctorState.WARNING),
+            ("compaction", retained, DoctorState.PROBLEM),
+        ):
+            settings = settings_of(tmp_path, store=store, **egress(), **more)
+            found = by_check(examine_store(settings, (roles,), SystemClock()))
+            assert found["store conditional put"].state is state
+            assert "E-STORE-CONDITIONS: retention" in found["store conditional put"].meaning
+            assert found["store concurrent put"].state is DoctorState.SKIPPED
+            assert found["store list after write"].state is DoctorState.OK
 
 
 async def test_checksums_that_nobody_checks_are_warned_of(s3: SharedS3, nats_url: str, tmp_path: Path) -> None:

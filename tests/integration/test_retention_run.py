@@ -25,6 +25,7 @@ from compaction.source import read_stretch
 from compaction.verify import verify_chains
 from tests.support.basics import SharedS3
 from tests.support.compaction import CHAIN, OTHER, Archive, at_once, rows
+from tests.support.proxies import FaultProxy, refusing_conditions
 
 # Half an hour over the week: what a test takes of it changes no words.
 LEVEL = {
@@ -119,6 +120,23 @@ def kept(request: pytest.FixtureRequest) -> Site:
 
 
 # What goes
+
+
+@pytest.mark.servers
+def test_a_store_that_refuses_conditions_keeps_everything(bucket: Site, s3: SharedS3):
+    """Floors and sign-offs have no arbiter there; merges need none."""
+    bucket.month()
+    kept = bucket.ranges()
+    with refusing_conditions(FaultProxy(s3.endpoint_url), 501) as proxy:
+        bucket.store_config["endpoint_url"] = proxy.url
+        bucket.configure(max_age="30d")
+        done = bucket.floe("compact", code=78)
+        assert "E-STORE-CONDITIONS" in done.output
+        verified = bucket.floe("segments", "verify", "--since-last", code=78)
+        assert "E-STORE-CONDITIONS" in verified.output
+        bucket.configure()
+        bucket.floe("compact")
+    assert (bucket.ranges(), bucket.floor()) == (kept, None)
 
 
 def test_what_is_older_goes_from_the_beginning_behind_a_raised_floor(kept: Site):

@@ -323,6 +323,25 @@ def refuse(status: int, code: str, message: str = "told by the proxy", extra: st
     return say(status, xml, "application/xml")
 
 
+def refuse_conditions(status: int) -> Fault:
+    """A store that knows no conditions and says so: 501, as Alibaba's and Backblaze's, or 400."""
+    code = "NotImplemented" if status == 501 else "InvalidArgument"
+    refused = refuse(status, code, "A header you provided implies functionality that is not implemented")
+
+    def fault(exchange: Exchange) -> Answer | None:
+        is_conditional = any(name.lower() in ("if-none-match", "if-match") for name, _ in exchange.headers)
+        return refused(exchange) if is_conditional else exchange.forward()
+
+    return fault
+
+
+def refusing_conditions(proxy: FaultProxy, status: int) -> FaultProxy:
+    """`proxy`, which refuses each write with a condition from now on."""
+    for operation in ("put", "put_if_absent", "put_if_match", "complete"):
+        proxy.on(operation, refuse_conditions(status))
+    return proxy
+
+
 def say(status: int, body: bytes, content_type: str = "text/html") -> Fault:
     """Any answer instead of the work."""
     return lambda _: Answer(status, [("Content-Type", content_type)], body, len(body))

@@ -15,7 +15,7 @@ from common.clock import Clock
 from common.errors import Unforeseen
 from common.jetstream.client import FloeClient
 from common.objects.local import LocalObjects
-from common.objects.port import Body, ObjectInfo, ObjectStore
+from common.objects.port import Body, ConditionsRefused, ObjectInfo, ObjectStore
 from common.tasks import unexpected
 from tests.support.basics import counted
 
@@ -64,6 +64,28 @@ def raising(error: BaseException, *, after: bool = False) -> Fault:
         raise error
 
     return fault
+
+
+def refusing_conditions(objects: ObjectStore) -> FaultyStore:
+    """`objects` as a store that takes no put with a condition."""
+    refused = raising(ConditionsRefused("this store takes no conditions"))
+    return FaultyStore(objects).on("put_if_absent", refused).on("put_if_match", refused)
+
+
+class ClaimsInMemory:
+    """Claims of all writers that share it (`common.segments.documents.PutOnceClaims`)."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, tuple[bytes, int]] = {}
+        self._revision = 0
+
+    def claim(self, key: str, body: bytes) -> tuple[bytes, int]:
+        self._revision += 1
+        return self.held.setdefault(key, (body, self._revision))
+
+    def settle(self, key: str, revision: int) -> None:
+        if self.held.get(key, (b"", 0))[1] == revision:
+            del self.held[key]
 
 
 def answering(value: Any, *, after: bool = False) -> Fault:

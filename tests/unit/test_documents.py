@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Semaphore, Thread
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from common.chain import Chain
 from common.documents import MAX_DEPTH, check_depth, is_too_deep
 from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.objects.local import LocalObjects
-from common.segments.documents import ChainDocument, ChainStore, CompactionRun, StreamDocument, run_of
+from common.objects.port import ConditionsRefused
+from common.segments.captures import CapturedConsumers, CaptureStore
+from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, CompactionRun, StreamDocument, run_of
 from common.segments.keys import CaptureName, Layout
-from common.sequences import MAX_SEQUENCE
-from tests.support.stores import FaultyStore, answering, raising
+from common.sequences import MAX_SEQUENCE, SequenceRange
+from tests.support.stores import ClaimsInMemory, FaultyStore, answering, raising, refusing_conditions
 
 CHAIN = Chain("us-east", "NODES", 1, 2)
 LAYOUT = Layout("data")
@@ -384,3 +391,175 @@ def test_chains_are_found_behind_thousands_of_captures(objects: LocalObjects, ch
     assert found.chains() == feeds
     assert store.calls["list"] == 2
     assert found.chains("us-east", "NODES") == feeds[:2]
+
+
+# Stores that refuse conditions
+
+
+class Turns:
+    """Writers in threads, of which one at a time makes its next call."""
+
+    def __init__(self, *works: Callable[[Callable[[], None]], object]) -> None:
+        self._go, self._back = [Semaphore(0) for _ in works], [Semaphore(0) for _ in works]
+        self._is_killed, self.found = [False for _ in works], [None for _ in works]  # type: list[bool], list[Any]
+        self._threads = [Thread(target=self._run, args=(n, work)) for n, work in enumerate(works)]
+        for thread, back in zip(self._threads, self._back, strict=True):
+            thread.start()
+            back.acquire()  # it stands before its first call
+
+    def _run(self, number: int, work: Callable[[Callable[[], None]], object]) -> None:
+        def gate() -> None:
+            self._back[number].release()
+            self._go[number].acquire()
+            if self._is_killed[number]:
+                raise SystemExit
+
+        try:
+            with suppress(SystemExit):
+                self.found[number] = work(gate)
+        finally:
+            self._is_killed[number] = True
+            self._back[number].release()
+
+    def step(self, number: int) -> None:
+        """Let it make one call; nothing where it has ended."""
+        if not self._is_killed[number]:
+            self._go[number].release()
+            self._back[number].acquire()
+
+    def kill(self, number: int) -> None:
+        if not self._is_killed[number]:
+            self._is_killed[number] = True
+            self._go[number].release()
+
+    def end(self) -> None:
+        """Let all come to their end, one after the other."""
+        for number, thread in enumerate(self._threads):
+            while not self._is_killed[number]:
+                self.step(number)
+            thread.join()
+
+
+def stepping(chains: ChainStore, gate: Callable[[], None]) -> ChainStore:
+    """The same store, whose writer stands at `gate` before each call of it and of the claims."""
+
+    def gated(real: Any, *args: Any, **options: Any) -> Any:
+        gate()
+        return real(*args, **options)
+
+    objects = refusing_conditions(chains.objects)
+    for verb in ("head", "put", "get"):
+        objects.on(verb, gated)
+    claims = FaultyStore(chains.claims).on("claim", gated).on("settle", gated)  # type: ignore[arg-type]
+    return ChainStore(objects, LAYOUT, claims)
+
+
+FIRSTS = (11, 12, 13)  # what the writers would write
+
+
+@given(
+    schedule=st.lists(st.integers(0, len(FIRSTS) - 1), max_size=25),
+    killed=st.none() | st.tuples(st.integers(0, 25), st.integers(0, len(FIRSTS) - 1)),
+)
+@settings(max_examples=60)
+def test_paused_and_killed_writers_agree_where_the_store_refuses_conditions(
+    schedule: list[int], killed: tuple[int, int] | None
+) -> None:
+    with TemporaryDirectory() as folder:
+        chains = ChainStore(LocalObjects(Path(folder)), LAYOUT, ClaimsInMemory())
+
+        def writer(first: int) -> Callable[[Callable[[], None]], ChainDocument]:
+            return lambda gate: stepping(chains, gate).create_chain(CHAIN, ChainDocument((), 1, first))
+
+        turns = Turns(*map(writer, FIRSTS))
+        seen = []
+        for at, number in enumerate(schedule):
+            if killed is not None and killed[0] == at:
+                turns.kill(killed[1])
+            turns.step(number)
+            seen.append(chains.read_chain(CHAIN))
+        turns.end()
+        found = [each for each in (*seen, *turns.found) if each is not None]
+        there = chains.read_chain(CHAIN)
+        assert there is not None
+        assert [each for each in found if each != there] == []
+
+
+def test_a_writer_paused_before_its_put_puts_what_was_claimed_first(objects: LocalObjects) -> None:
+    claims, other = ClaimsInMemory(), ChainDocument((), 1, 5)
+
+    def overtaken(real: Any, *args: Any, **options: Any) -> Any:
+        assert ChainStore(refusing_conditions(objects), LAYOUT, claims).create_chain(CHAIN, other) == DOCUMENT
+        return real(*args, **options)
+
+    store = ChainStore(refusing_conditions(objects).on("put", overtaken), LAYOUT, claims)
+    assert store.create_chain(CHAIN, DOCUMENT) == DOCUMENT
+
+
+def test_what_a_writer_claimed_before_it_died_is_put_by_the_next(objects: LocalObjects) -> None:
+    claims = ClaimsInMemory()
+    dying = ChainStore(refusing_conditions(objects).on("put", raising(Unavailable("died"))), LAYOUT, claims)
+    with pytest.raises(Unavailable):
+        dying.create_chain(CHAIN, DOCUMENT)
+    store = ChainStore(refusing_conditions(objects), LAYOUT, claims)
+    assert store.create_chain(CHAIN, ChainDocument((), 1, 5)) == DOCUMENT
+    assert claims.held == {}
+
+
+def test_what_is_there_wins_over_a_claim_that_was_lost(objects: LocalObjects) -> None:
+    claims, store = ClaimsInMemory(), ChainStore(objects, LAYOUT)
+
+    def lost(real: Any, key: str, body: bytes) -> Any:
+        store.create_chain(CHAIN, DOCUMENT)  # by a writer whose claim went with the bucket
+        return real(key, body)
+
+    late = ChainStore(refusing_conditions(objects), LAYOUT, FaultyStore(claims).on("claim", lost))  # type: ignore[arg-type]
+    assert late.create_chain(CHAIN, ChainDocument((), 1, 5)) == DOCUMENT
+    assert claims.held == {}
+
+
+@pytest.mark.parametrize("was_done", [True, False])
+def test_a_claimed_document_whose_put_is_in_doubt_is_settled_by_reading(objects: LocalObjects, was_done: bool) -> None:
+    claims = ClaimsInMemory()
+    doubt = raising(OutcomeUnknown("answer lost"), after=was_done)
+    store = ChainStore(refusing_conditions(objects).on("put", doubt), LAYOUT, claims)
+    if was_done:
+        assert store.create_chain(CHAIN, DOCUMENT) == DOCUMENT
+    else:
+        with pytest.raises(Unavailable, match="put and not there"):
+            store.create_chain(CHAIN, DOCUMENT)
+        assert [body for body, _ in claims.held.values()] == [DOCUMENT.to_json()]
+
+
+def test_what_has_no_arbiter_is_refused_and_changes_nothing(objects: LocalObjects) -> None:
+    store = ChainStore(refusing_conditions(objects), LAYOUT)
+    for work in (lambda: store.create_chain(CHAIN, DOCUMENT), lambda: store.raise_floor(CHAIN, 7)):
+        with pytest.raises(ConditionsRefused) as refused:
+            work()
+        assert refused.value.code == "E-STORE-CONDITIONS"
+    objects.put(LAYOUT.floor_document(CHAIN), b'{"format_version":1,"first":3}')
+    with pytest.raises(ConditionsRefused):
+        store.raise_floor(CHAIN, 7)
+    assert (store.read_floor(CHAIN), store.read_chain(CHAIN)) == (3, None)
+
+
+def test_a_gap_is_accepted_without_an_arbiter(objects: LocalObjects) -> None:
+    """Its range stands in its name; who accepts it too only leaves another note."""
+    store = ChainStore(refusing_conditions(objects), LAYOUT)
+    gap = AcceptedGap(SequenceRange(3, 9), "gone", "me", "2026-11-20T10:00:00Z")
+    assert store.accept_gap(CHAIN, gap) == gap
+    assert store.accept_gap(CHAIN, AcceptedGap(gap.range, "again")) == gap
+    assert store.gaps(CHAIN) == [gap]
+
+
+def test_a_capture_is_put_once_by_its_content(objects: LocalObjects) -> None:
+    faulty = refusing_conditions(objects)
+    captures = CaptureStore(LAYOUT, faulty)
+    document = CapturedConsumers("2026-11-20T10:00:00Z", 7, ())
+    assert captures.put(CHAIN, document)
+    assert not captures.put(CHAIN, document)
+    assert faulty.calls["put"] == 1
+    assert captures.consumers(CHAIN) == document
+    faulty.on("put", answering(None))
+    with pytest.raises(OutcomeUnknown, match="read back"):
+        captures.put(CHAIN, CapturedConsumers("2026-11-20T10:00:00Z", 8, ()))

@@ -1,0 +1,160 @@
+"""A store that refuses conditions: everything is archived and carried, and what has no arbiter is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from common.jetstream.buckets import BucketClaims
+from common.jetstream.client import FloeClient
+from common.jetstream.kv import KeyValue
+from common.segments.captures import CaptureStore
+from common.segments.documents import ChainDocument, ChainStore
+from ingress.chains.starts import Start
+from tests.support.basics import PATIENCE, SharedS3, unique
+from tests.support.egress import Bench
+from tests.support.ingress import CHAIN, Archive, Centre, check_exact, rows_of
+from tests.support.proxies import FaultProxy, refusing_conditions
+from tests.support.stores import FaultyStore
+from tests.support.stores import refusing_conditions as refusing_objects
+
+
+@dataclass(frozen=True)
+class BehindProxy(SharedS3):
+    """The shared server, by way of a proxy."""
+
+    url: str = ""
+
+    @property
+    def endpoint_url(self) -> str:
+        return self.url
+
+
+@pytest.fixture
+def proxy(s3: SharedS3) -> Iterator[FaultProxy]:
+    """The server, which refuses every condition."""
+    with refusing_conditions(FaultProxy(s3.endpoint_url), 501) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def bare(proxy: FaultProxy, s3: SharedS3, nats_url: str, tmp_path: Path, client: FloeClient) -> Bench:
+    """Egress of one site, over that server."""
+    return Bench(nats_url, tmp_path, client, s3=BehindProxy(s3.server, proxy.url))
+
+
+async def claims(bench: Bench) -> list[str]:
+    return await KeyValue(bench.client, bench.state_bucket).keys("claims.")
+
+
+async def test_a_site_archives_and_begins_its_next_incarnation(bare: Bench) -> None:
+    stream = await bare.make_stream(unique("T"))
+    await bare.publish(stream, [b"1", b"2"])
+    async with bare.egress({"stream": stream}):
+        await bare.archived_to(stream, 2)
+    await bare.same(stream, stream)
+    await bare.delete_stream(stream)
+    await bare.make_stream(stream)
+    await bare.publish(stream, [b"new"])
+    async with bare.egress({"stream": stream}):
+        await bare.archived_to(stream, 1, 1)
+    assert [message.payload for message in bare.messages(stream)] == [b"1", b"2"]
+    assert [message.payload for message in bare.messages(stream, 1)] == [b"new"]
+    assert await claims(bare) == []
+    captured = CaptureStore(bare.chains.layout, bare.objects).config(bare.chain(stream))
+    assert captured is not None
+    assert captured.config["name"] == stream
+
+
+async def test_hosts_that_begin_at_once_agree(bare: Bench) -> None:
+    """Each would begin elsewhere."""
+    stream = await bare.make_stream(unique("T"))
+    await bare.publish(stream, [b"%d" % n for n in range(20)])
+    parts = {"stream": stream, "partitions": [f"{stream}.a", f"{stream}.b"]}
+    hosts = [bare.start(bare.settings({**parts, "start_sequence": first})) for first in (3, 7, 11)]
+    try:
+        await bare.archived_to(stream, 20)
+        for host in hosts:
+            await host.drain()
+    finally:
+        for host in hosts:
+            await host.crash()
+    document = bare.chains.read_stream(bare.chain(stream))
+    assert document is not None
+    assert {each.first for each in document.chains} <= {3, 7, 11}
+    for each in (bare.chain(stream), replace(bare.chain(stream), partition=1)):
+        assert bare.chains.read_chain(each) == document.chains[each.partition]
+    assert await claims(bare) == []
+
+
+async def test_a_paused_writer_puts_what_another_claimed(bare: Bench) -> None:
+    """Paused behind its look at the store: before its claim, and between claim and put."""
+    state = await KeyValue.open(bare.client, bare.state_bucket)
+    for number, verb in enumerate(("claim", "put")):
+        reached, resumed = Event(), Event()
+
+        def pausing(real: Any, *args: Any, reached: Event = reached, resumed: Event = resumed, **options: Any) -> Any:
+            reached.set()
+            assert resumed.wait(PATIENCE)
+            return real(*args, **options)
+
+        chain = bare.chain(f"F{number}")
+        arbiter: Any = BucketClaims(state)
+        slow_claims = FaultyStore(arbiter).on("claim", pausing) if verb == "claim" else arbiter
+        objects = FaultyStore(bare.objects).on("put", pausing) if verb == "put" else bare.objects
+        slow = ChainStore(objects, bare.chains.layout, slow_claims)
+        first = asyncio.create_task(asyncio.to_thread(slow.create_chain, chain, ChainDocument((), 1, 5)))
+        assert await asyncio.to_thread(reached.wait, PATIENCE)
+        quick = ChainStore(bare.objects, bare.chains.layout, arbiter)
+        second = await asyncio.to_thread(quick.create_chain, chain, ChainDocument((), 1, 6))
+        resumed.set()
+        assert await first == second == quick.read_chain(chain)
+        assert second.first == (6 if verb == "claim" else 5)
+    assert await claims(bare) == []
+
+
+async def test_a_claim_is_taken_anew_where_the_answer_is_lost(bare: Bench) -> None:
+    state = await KeyValue.open(bare.client, bare.state_bucket)
+    arbiter = BucketClaims(state)
+    claim, again = await asyncio.to_thread(lambda: [arbiter.claim("a key", body) for body in (b"mine", b"yours")])
+    assert claim == again
+    assert claim[0] == b"mine"
+    await asyncio.to_thread(arbiter.settle, "a key", claim[1] + 1)  # another's
+    assert len(await claims(bare)) == 1
+    await asyncio.to_thread(arbiter.settle, "a key", claim[1])
+    assert await claims(bare) == []
+
+
+async def test_a_copy_begins_once_for_all(centre: Centre, client: FloeClient, archive: Archive) -> None:
+    archive.put(rows_of(1, 20))
+    archive.documents = ChainStore(refusing_objects(archive.objects), archive.documents.layout)
+    centre.target_settings["sources"][0] |= {"start_sequence": 8}  # type: ignore[index]
+    key = archive.documents.layout.start_document(centre.target, CHAIN.site, CHAIN.feed)
+    async with centre.running():
+        await centre.carried(client, 13)
+    raw = archive.objects.get(key)
+    assert raw is not None
+    assert Start.from_json(raw).sequence == 8
+    assert await KeyValue(client, centre.state_bucket).keys("claims.") == []
+    archive.rows[CHAIN] = rows_of(8, 20)
+    archive.put(rows_of(21, 30))
+    async with centre.running():
+        check_exact(await centre.carried(client, 23), archive, centre.prefix)
+
+
+async def test_a_gap_is_passed_and_written_down(centre: Centre, client: FloeClient, archive: Archive) -> None:
+    archive.put(rows_of(1, 10))
+    archive.put(rows_of(21, 30))
+    archive.documents = ChainStore(refusing_objects(archive.objects), archive.documents.layout)
+    source = {"on_lost": "skip", "lost_segment_timeout": "1s"}
+    centre.target_settings["sources"][0] |= source  # type: ignore[index]
+    async with centre.running():
+        check_exact(await centre.carried(client, 20), archive, centre.prefix)
+    [gap] = archive.documents.passed_gaps(centre.target, CHAIN)
+    assert str(gap.range) == "11..20"
