@@ -3,6 +3,7 @@ status` shows of it.
 """
 
 import asyncio
+import heapq
 import json
 import keyword
 import os
@@ -46,11 +47,11 @@ from common.logs import escaped
 from common.objects.local import replacing
 from common.objects.port import ObjectInfo, check_key
 from common.open import load_settings, open_patiently, open_view
-from common.segments.archive import Timeline, find_chain, find_incarnation, read_cover, select_chains, span
+from common.segments.archive import Timeline, find_chain, find_incarnation, history, read_cover, select_chains, span
 from common.segments.captures import CapturedConsumer, CapturedConsumers, CaptureStore
 from common.segments.columns import is_text, messages
 from common.segments.documents import ChainStore, CompactionRun, run_of
-from common.segments.keys import configured
+from common.segments.keys import configured, parse
 from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import Footer, Message, Reason, SegmentRef, decode_subject, encode_bytes
 from common.segments.store import SegmentStore, quarantine
@@ -64,6 +65,7 @@ from common.subjects import matches
 _COLUMNS = ("chain", "level", "first", "last", "bytes", "modified", "name")
 _WIDE = ("chain", "level", "first", "last", "rows", "first_time", "last_time", "bytes", "modified", "name")
 FOOTERS_AT_ONCE = 8
+Part = tuple[Sequence[SegmentRef], SequenceRange]
 POLL = 2.0  # seconds between two looks of `cat --follow`
 SHOWN_BYTES = 64  # of a payload that is no text, on a terminal
 VIEWS = {"duckdb": duckdb_view, "polars": polars_frame}
@@ -369,6 +371,8 @@ def cat(
 ) -> int:
     """Print messages, of one segment or of a chain in sequence order; of a feed, the newest incarnation.
 
+    A feed has with it the incarnations before that the newest one continues.
+
     Columns, or with --json one object a line: sequence, timestamp, subject, headers (a list of [name, value]),
     payload. Bytes that are not text come as base64, as `payload_base64` in JSON; on a terminal as their number
     and the first of them in hex. Exit 3 where a segment is damaged or sequences are not covered; stderr says
@@ -394,19 +398,24 @@ def cat(
     whole = None if within is False else reach(refs)
     position = from_sequence or 1
     form = (lambda each: json.dumps(_as_json(each))) if as_json else partial(text_of, width=terminal_width())
+    is_feed = chain is not None and parse(what)[2] is None
+    before = _before(store, chains, chain, (from_sequence, to_sequence), bounds) if chain and is_feed else []
     with suppress(KeyboardInterrupt) if follow else nullcontext():
-        if whole is not None:
+        limit = _print(store, before, subjects, limit, form, problems)
+        if whole is not None and limit != 0:
             first, last = from_sequence or whole.first, to_sequence or whole.last
+            if before and chain:
+                first = max(first, _begin(chains, chain))
             if within:
                 first, last = max(first, within.first), min(last, within.last)
-            if first > last and not follow:
+            if first > last and not follow and not before:
                 if within:
                     return 0
                 raise click.UsageError(f"--from-sequence {first} is greater than the last sequence {last}")
             position = max(first, last + 1)
-            rows = SequenceRange(first, min(last, MAX_SEQUENCE)) if first <= last else None
-            limit = _print(store, refs, rows, subjects, limit, form, problems)
-        elif to_sequence is not None and bounds == (None, None):
+            rows = [(refs, SequenceRange(first, min(last, MAX_SEQUENCE)))] if first <= last else []
+            limit = _print(store, rows, subjects, limit, form, problems)
+        elif to_sequence is not None and bounds == (None, None) and not before:
             problems.append(f"no segment covers {SequenceRange(position, to_sequence)}")
         elif follow and within is False:  # what comes is later than all that there is
             position = max((each.coverage.last + 1 for each in refs), default=position)
@@ -418,7 +427,8 @@ def cat(
             clock.pause(POLL)
             refs = store.list(chain, position=position)
             if (whole := span(refs)) is not None and whole.last >= position:
-                limit = _print(store, refs, SequenceRange(position, whole.last), subjects, limit, form, problems)
+                rows = [(refs, SequenceRange(position, whole.last))]
+                limit = _print(store, rows, subjects, limit, form, problems)
                 position = whole.last + 1
     for problem in problems:
         click.echo(problem, err=True)
@@ -451,27 +461,41 @@ def _refuse_asked(
 
 def _print(
     store: SegmentStore,
-    refs: Sequence[SegmentRef],
-    rows: SequenceRange | None,
+    parts: Sequence[Part],
     subjects: Sequence[str],
     limit: int | None,
     form: Callable[[Message], str],
     problems: list[str],
 ) -> int | None:
-    """Print the messages of `rows` that one of `subjects` takes, all where there are none; how many more may be
-    printed, None for any number.
+    """Print the messages of `parts` by sequence that one of `subjects` takes, all where there are none; how many more
+    may be printed, None for any number.
     """
-    if rows is None:
-        return limit
-    for batch in read_cover(store, refs, rows, problems.append):
-        for message in messages(batch):
-            if subjects and not any(matches(each, message.subject) for each in subjects):
-                continue
-            click.echo(form(message))
-            if limit is not None and (limit := limit - 1) == 0:
-                return 0
+    batches = [read_cover(store, refs, rows, problems.append) for refs, rows in parts]
+    rows = ((message for batch in each for message in messages(batch)) for each in batches)
+    for message in heapq.merge(*rows, key=lambda message: message.sequence):
+        if subjects and not any(matches(each, message.subject) for each in subjects):
+            continue
+        click.echo(form(message))
+        if limit is not None and (limit := limit - 1) == 0:
+            return 0
     sys.stdout.flush()
     return limit
+
+
+def _before(
+    store: SegmentStore, chains: ChainStore, newest: Chain, asked: tuple[int | None, int | None], bounds: Bounds
+) -> list[Part]:
+    """What is asked for of the incarnations that the one of `newest` continues, all partitions."""
+    found = list[Part]()
+    for each, end in history(chains, newest).items():
+        if each.incarnation == newest.incarnation or (refs := store.list(each, position=asked[0] or 1)) == []:
+            continue
+        within, last = _between(store, refs, bounds), min(end, chains.read_end(each) or end, asked[1] or end)
+        first = max(asked[0] or 1, _begin(chains, each), within.first if within else 1)
+        last = min(last, within.last) if within else last
+        if within is not False and first <= last:
+            found.append((refs, SequenceRange(first, last)))
+    return found
 
 
 def _segment(store: SegmentStore, settings: Settings, what: str) -> SegmentRef | None:
@@ -526,12 +550,17 @@ def describe_segment(store: SegmentStore, ref: SegmentRef) -> dict[str, Any]:
     return {"key": ref.key, "bytes": ref.size, "modified": modified, **footer, "row_groups": groups}
 
 
+def _begin(chains: ChainStore, chain: Chain) -> int:
+    document = chains.read_chain(chain)
+    return max(document.first if document else 1, chains.read_floor(chain) or 1)
+
+
 def _reach(chains: ChainStore, chain: Chain, refs: Sequence[SegmentRef]) -> SequenceRange | None:
     """From where the chain begins, as far as that is known, to the last sequence of `refs`; None without segments."""
     whole = span(refs)
     with suppress(DataError):  # `segments verify` tells
-        if whole and (document := chains.read_chain(chain)):
-            return SequenceRange(min(max(document.first, chains.read_floor(chain) or 1), whole.first), whole.last)
+        if whole and chains.read_chain(chain):
+            return SequenceRange(min(_begin(chains, chain), whole.first), whole.last)
     return whole
 
 

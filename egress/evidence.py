@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from common.chain import Chain
 from common.clock import parse_time
@@ -273,18 +273,17 @@ class StreamLook:
     async def _row(self, ref: SegmentRef, sequence: int) -> Tip | None:
         return await _unless_damaged("no row", ref, self._archived.row(ref, sequence))
 
-    async def first_unlike(self, refs: Sequence[SegmentRef], end: int) -> int:
+    async def first_unlike(self, refs: Sequence[SegmentRef], end: int) -> int | None:
         """The first sequence from which on the stream holds what `refs`, up to `end`, do not.
 
-        The stream's first where nothing agrees. Raises what the stream and the store raise, DataError for a damaged
-        segment.
+        None where nothing agrees. Raises what the stream and the store raise, DataError for a damaged segment.
         """
         first, end = self.source.first, min(self.source.last, end)
         for stretch in reversed(cover(refs, first, end)) if end >= first else []:
             sequences = await self._archived.sequences(stretch)
             if (equal := await self._last_equal(stretch.segment, sequences)) is not None:
                 return equal + 1
-        return first
+        return None
 
     async def _last_equal(self, ref: SegmentRef, sequences: Sequence[int]) -> int | None:
         low, high = -1, len(sequences)  # up to `low` equal or not held, from `high` on different or not held
@@ -383,6 +382,16 @@ async def confirm(
 
 
 Answer = tuple[Evidence, SourceVerdict]
+
+
+class Proposal(NamedTuple):
+    """Where the next incarnation should begin so that nothing is missed and nothing archived twice.
+
+    `is_agreed`: the message before is as archived, and so is all that comes before it in one history.
+    """
+
+    first: int
+    is_agreed: bool = False
 
 
 class Inquiry:
@@ -506,18 +515,16 @@ class Inquiry:
 
     async def proposal(
         self, current: Incarnation, archive: Archive, evidence: Evidence, verdict: SourceVerdict
-    ) -> int | None:
-        """Where the next incarnation should begin so that nothing is missed and nothing archived twice.
-
-        None where there is no stream or it is not known.
-        """
+    ) -> Proposal | None:
+        """None where there is no stream or it is not known."""
         source = evidence.source
         if source is None or verdict.kind not in (VerdictKind.ROLLED_BACK, VerdictKind.FORKED, VerdictKind.UNKNOWN):
-            return None if source is None else source.first
+            return None if source is None else Proposal(source.first)
         look = StreamLook(self._deps, self._archived, self._deps.client, source)
         try:
             known = await self._threads.run(self._known_of, current, archive, source, evidence.older)
-            return max([await look.first_unlike(refs, end) for refs, end in known])
+            found = [unlike for refs, end in known if (unlike := await look.first_unlike(refs, end)) is not None]
+            return Proposal(max(found, default=source.first), bool(found))
         except FloeError as error:
             log.warning("no proposal", action="no_proposal", error=str(error), **archive.chain.log_context())
             return None

@@ -43,14 +43,19 @@ class End(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     created: str
 
 
-class EndDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EndDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """An operator lets the incarnation end for the stream created at `created`.
 
     `first`: where the partitions that cannot go on by themselves begin; the others begin behind their ends.
+    `continues_from`: of these partitions, as in StreamDocument, empty where nothing was compared; `continued`,
+    `stream_first`: as there.
     """
 
     created: str
     first: dict[int, First]
+    continues_from: dict[int, First] = {}
+    continued: int | None = None
+    stream_first: First | None = None
 
 
 class NextStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -254,7 +259,13 @@ class History:
 
         Raises Stopped where its archive was lost.
         """
-        document = StreamDocument(info.config, info.created, None, configured(self._partition, first))
+        document = StreamDocument(
+            info.config,
+            info.created,
+            None,
+            configured(self._partition, first),
+            stream_first=max(1, info.first_sequence),
+        )
         found = await self._create_stream(self._feed, document)
         if found.chains:
             return await self._threads.run(self._loaded, self._feed)
@@ -318,6 +329,15 @@ class History:
         previous = {number: end.end for number, end in closing.ends.items()}
         cut = [msgspec.structs.replace(each, first=closing.ends[n].first) for n, each in enumerate(current.chains)]
         document = StreamDocument(stream.config, stream.created, previous, tuple(cut))
+        if (decision := closing.decision_for(stream.created)) is not None:
+            # What goes on by itself is the same up to its end.
+            joins = {n: decision.continues_from.get(n, end.first) for n, end in closing.ends.items()}
+            document = replace(
+                document,
+                continues_from=joins if decision.continues_from else None,
+                continued=decision.continued,
+                stream_first=decision.stream_first,
+            )
         await self.open_next(chain, document)
         return await self._threads.run(self._loaded, chain)
 

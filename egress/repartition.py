@@ -182,7 +182,8 @@ class Repartition:
         if (info := await stream_info(self._opened.deps.client, self._settings.stream)) is None:
             raise Unavailable(f"stream {self._settings.stream} does not exist any more")
         cut = configured(self._new[0], plan.end + 1)
-        document = StreamDocument(info.config, info.created, ends, cut, continues=True)
+        stream_first = max(1, info.first_sequence)
+        document = StreamDocument(info.config, info.created, ends, cut, continues=True, stream_first=stream_first)
         await self._make_durables(info, plan.end + 1)
         failpoint("repartition.before_stream")
         if not all(lease.is_usable() for lease in leases):

@@ -44,7 +44,7 @@ OF_FEED = ("E-FILTERS",)  # the same for all partitions, which may differ from t
 class Case:
     """One partition. `current`: None if it has not begun. `end`: where the listing ends now, 0 where it is empty.
     `error`: why it cannot be judged. `proposal`: where its next incarnation should begin, None where nothing is
-    wrong. `incarnation`: the newest, where `current` cannot be read.
+    wrong. `incarnation`: the newest, where `current` cannot be read. `is_agreed`: as of Proposal.
     """
 
     partition: Partition
@@ -56,6 +56,7 @@ class Case:
     proposal: int | None = None
     error: FloeError | None = None
     incarnation: int = 0
+    is_agreed: bool = False
 
     @property
     def chain(self) -> Chain:
@@ -170,8 +171,10 @@ async def _judged(deps: PartitionDeps, current: Incarnation, archive: Archive) -
     is_hollow = verdict.is_same and source is not None and archive.is_hollow(source.first)
     error = archive.hollow(source.first) if is_hollow and source is not None else None
     asked = not verdict.is_same and verdict.kind is not VerdictKind.GONE
-    proposal = await inquiry.proposal(current, archive, evidence, verdict) if asked else None
-    return Case(partition, current, archive.first, archive.end, evidence, verdict, proposal, error)
+    found = await inquiry.proposal(current, archive, evidence, verdict) if asked else None
+    first, is_agreed = found or (None, False)
+    of = current, archive.first, archive.end, evidence, verdict, first, error
+    return Case(partition, *of, is_agreed=is_agreed)
 
 
 def plan_incarnation(cases: Sequence[Case], sequence: int | None) -> EndDecision:
@@ -190,7 +193,14 @@ def plan_incarnation(cases: Sequence[Case], sequence: int | None) -> EndDecision
     if len(created) > 1:
         raise UsageError("the stream was made anew while it was looked at", hint="look again")
     first = {case.partition.number: _first(case, sequence) for case in stopped}
-    return EndDecision(created.pop(), first)
+    older = {case.evidence.older for case in stopped if case.evidence}
+    joins = {c.partition.number: min(first[c.partition.number], c.proposal or 1) for c in stopped if c.is_agreed}
+    # All of one history: a partition that goes on by itself continues the incarnation that ends, no older one.
+    is_one = len(joins) == len(stopped) and (older == {None} or (len(older) == 1 and stopped == list(cases)))
+    least = min(case.evidence.source.first for case in cases if case.evidence and case.evidence.source)
+    return EndDecision(
+        created.pop(), first, joins if is_one else {}, older.pop() if is_one else None, stream_first=least
+    )
 
 
 def _first(case: Case, sequence: int | None) -> int:

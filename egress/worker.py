@@ -267,7 +267,7 @@ class Worker:
         self, current: Incarnation, archive: Archive, evidence: Evidence, verdict: SourceVerdict
     ) -> Stopped:
         proposal = await self.inquiry.proposal(current, archive, evidence, verdict)
-        return stopped_error(self._partition, current.chain, evidence, verdict, proposal)
+        return stopped_error(self._partition, current.chain, evidence, verdict, proposal and proposal.first)
 
     # The current incarnation
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from common.chain import Chain
 from common.errors import Refused, SegmentCorrupt, UsageError
 from common.exits import command
-from common.segments.documents import ChainStore, accept_command, of_chain
+from common.segments.documents import ChainStore, StreamDocument, accept_command, of_chain
 from common.segments.keys import MAX_LEVEL, Pair, chosen, one, parse, parse_of_feed
 from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import SegmentRef
@@ -79,6 +79,39 @@ def among(chains: ChainStore, site: str | None, feed: str | None, find: Callable
         except Refused:  # a credential of one site
             raise error from None
         return find(known)
+
+
+def history(chains: ChainStore, newest: Chain) -> dict[Chain, int]:
+    """The chains of the stream that the incarnation of `newest` is of, each with the last sequence that counts of it:
+    all of that incarnation (MAX_SEQUENCE), and of those before that it continues. Blocking.
+
+    Raises what the store raises, DataError for a spoiled document.
+    """
+    known, found, number = chains.chains(newest.site, newest.feed), dict[Chain, int](), newest.incarnation
+    of = {chain: MAX_SEQUENCE for chain in known if chain.incarnation == number}
+    while of:
+        found |= of
+        document = chains.read_stream(replace(newest, incarnation=number, partition=0))
+        former = number - 1 if document is None or document.continued is None else document.continued
+        if document is None or not document.joins or not 0 <= former < number:
+            break
+        reach = {
+            n: min(of.get(replace(newest, incarnation=number, partition=n), MAX_SEQUENCE), at - 1)
+            for n, at in document.joins.items()
+        }
+        before = [chain for chain in known if chain.incarnation == former]
+        if len({*reach.values()}) > 1 and not _is_cut_alike(chains, before, document):
+            break  # one partition's end says nothing of others that took other subjects
+        least, number = min(reach.values()), former
+        of = {chain: end for chain in before if (end := reach.get(chain.partition, least)) > 0}
+    return found
+
+
+def _is_cut_alike(chains: ChainStore, before: Sequence[Chain], document: StreamDocument) -> bool:
+    found = {chain.partition: chains.read_chain(chain) for chain in before}
+    return {n: each and each.filters for n, each in found.items()} == {
+        n: each.filters for n, each in enumerate(document.chains)
+    }
 
 
 def span(refs: Sequence[SegmentRef]) -> SequenceRange | None:

@@ -55,6 +55,9 @@ class _StreamWire(_Versioned, frozen=True):
     previous: dict[int, int] | None
     chains: tuple[_BeginWire, ...] = ()
     continues: bool = False
+    continues_from: dict[int, int] | None = None
+    continued: int | None = None
+    stream_first: int | None = None
 
 
 class _FloorWire(_Versioned, frozen=True):
@@ -97,8 +100,13 @@ class StreamDocument:
     `previous`: for each partition of the incarnation before, the last sequence it covered (0: none); None
     where there is no incarnation before. `chains`: what each partition's `chain.json` says, by its number, so
     that all hosts begin alike, in any order; empty in documents of the first version. `continues`: it
-    is the same history as the incarnation before, only cut otherwise. Raises ValueError where a number is
-    outside its range.
+    is the same history as the incarnation before, only cut otherwise.
+
+    `continues_from`: for each partition, the sequence below which egress found the stream to be as an incarnation
+    before has it, None where nothing was compared; `continued`: that incarnation, None for the one before.
+    `stream_first`: the first sequence of the stream when this was written, None where that was not recorded.
+
+    Raises ValueError where a number is outside its range.
     """
 
     config: Mapping[str, Any]
@@ -106,18 +114,27 @@ class StreamDocument:
     previous: Mapping[int, int] | None = None
     chains: tuple[ChainDocument, ...] = ()
     continues: bool = False
+    continues_from: Mapping[int, int] | None = None
+    continued: int | None = None
+    stream_first: int | None = None
 
     def __post_init__(self) -> None:
         for partition, end in (self.previous or {}).items():
             _expect("previous: partition", partition, 0, MAX_PARTITIONS - 1)
             _expect("previous: end", end, 0, MAX_SEQUENCE)
+        for partition, first in (self.continues_from or {}).items():
+            _expect("continues_from: partition", partition, 0, MAX_PARTITIONS - 1)
+            _expect("continues_from: sequence", first, 1, MAX_SEQUENCE)
+        _expect("continued", self.continued or 0, 0, MAX_INCARNATION)
+        _expect("stream_first", 1 if self.stream_first is None else self.stream_first, 1, MAX_SEQUENCE)
         for chain in self.chains:
             _expect("chains: partitions", chain.partitions, len(self.chains), len(self.chains))
 
     def to_json(self) -> bytes:
-        previous = None if self.previous is None else dict(self.previous)
+        previous, joins = (None if each is None else dict(each) for each in (self.previous, self.continues_from))
         chains = tuple(_BeginWire(each.filters, each.first, each.relay) for each in self.chains)
-        return _STREAM.encode(_StreamWire(dict(self.config), self.created, previous, chains, self.continues))
+        more = self.continues, joins, self.continued, self.stream_first
+        return _STREAM.encode(_StreamWire(dict(self.config), self.created, previous, chains, *more))
 
     @classmethod
     def from_json(cls, raw: bytes) -> StreamDocument:
@@ -125,7 +142,15 @@ class StreamDocument:
         wire = _STREAM.decode(raw)
         count = len(wire.chains)
         chains = tuple(ChainDocument(each.filters, count, each.first, each.relay) for each in wire.chains)
-        return cls(wire.config, wire.created, wire.previous, chains, wire.continues)
+        more = wire.continues, wire.continues_from, wire.continued, wire.stream_first
+        return cls(wire.config, wire.created, wire.previous, chains, *more)
+
+    @property
+    def joins(self) -> Mapping[int, int]:
+        """For each partition, the sequence below which an incarnation before has the messages; empty where none has."""
+        if self.continues:
+            return {number: chain.first for number, chain in enumerate(self.chains)}
+        return self.continues_from or {}
 
 
 def floor_to_json(first: int) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from common.clock import NS_PER_S, Backoff, Clock, doubling, format_time, parse_
 from common.errors import DataError, Stopped, Unavailable, UsageError
 from common.exits import command, ways
 from common.segments.archive import ReadAhead, read_cover, search
+from common.segments.archive import history as chains_of
 from common.segments.captures import (
     CONFIG,
     CONSUMERS,
@@ -40,11 +41,15 @@ from ingress.restore.archive import bounded, quiet
 from ingress.restore.plan import (
     BEFORE,
     FurtherFeed,
+    LateBegin,
     RestorePlan,
     RestoreRequest,
+    before_begin,
+    before_floor,
     begin_of,
     capture_age,
     forecast,
+    gone_below,
     left_out,
     losses,
     lost_ends,
@@ -113,10 +118,10 @@ class ArchivedHistory:
         for number in sorted({chain.incarnation for chain in history}):
             if to_sequence is None or await call(self._first_of, history, number) <= to_sequence:
                 reached.add(number)
-                asked = Request(request.site, request.feed, "", incarnation=number, to_sequence=to_sequence)
-                looked, found = await self._surveyed(asked)
-                chains += looked
-                notes += found
+                for asked in await call(self._asked, history, number, to_sequence):
+                    looked, found = await self._surveyed(asked)
+                    chains += looked
+                    notes += found
         if not reached:
             raise UsageError(
                 f"{request.site}/{request.feed}: expected a point in time at or behind its first sequence, "
@@ -126,6 +131,25 @@ class ArchivedHistory:
         upto = MAX_SEQUENCE if to_sequence is None else to_sequence
         known = {chain: min(end, upto) for chain, end in known.items() if chain.incarnation in reached}
         return await call(self._planned, history, chains, notes, known)
+
+    def _asked(self, history: Mapping[Chain, int], number: int, to_sequence: int | None) -> list[Request]:
+        """What to look for in an incarnation: one request, unless its partitions count up to several sequences."""
+        counted = {chain: end for chain, end in history.items() if chain.incarnation == number}
+        parts: list[Chain | None] = [chain for chain, end in counted.items() if self._begin_of(chain) <= end]
+        if len({*counted.values()}) == 1:
+            parts = [None] if parts else []
+        asked = list[Request]()
+        for part in parts:
+            end = min(to_sequence or MAX_SEQUENCE, max(counted.values()) if part is None else counted[part])
+            if part is None or self._first_of([part], number) <= end:
+                site, feed, last = self._request.site, self._request.feed, None if end == MAX_SEQUENCE else end
+                of = None if part is None else part.partition
+                asked.append(Request(site, feed, "", incarnation=number, partition=of, to_sequence=last))
+        return asked
+
+    def _begin_of(self, chain: Chain) -> int:
+        """Where the archive of a chain begins: retention may have deleted what was before."""
+        return max(self._documents.read_floor(chain) or 1, self._first_of([chain], chain.incarnation))
 
     async def _surveyed(self, asked: Request) -> tuple[Sequence[ReplayChain], list[str]]:
         """The chains, and what an operator should know of them; again where retention deletes meanwhile."""
@@ -150,39 +174,33 @@ class ArchivedHistory:
     def _now_ns(self) -> int:
         return int(self._clock.now() * NS_PER_S)
 
-    def _listed_end(self, history: list[Chain]) -> int:
-        return max((ref.coverage.last for chain in history for ref in self._store.list(chain)), default=0)
+    def _listed_end(self, history: Mapping[Chain, int]) -> int:
+        listed = ((ref.coverage.last, end) for chain, end in history.items() for ref in self._store.list(chain))
+        return max((min(found) for found in listed), default=0)
 
-    def _history(self) -> list[Chain]:
-        """The chains of the stream: of the incarnation, and of those before that it continues. Blocking."""
+    def _history(self) -> dict[Chain, int]:
+        """The chains of the stream, each with the last sequence that counts. Blocking."""
         request = self._request
         asked = Request(request.site, request.feed, "", incarnation=request.incarnation)
         known = asked.chains(known_chains(self._documents, asked))
-        number = known[-1].incarnation
-        every = self._documents.chains(request.site, request.feed)
-        numbers = {number}
-        while (
-            document := self._documents.read_stream(Chain(request.site, request.feed, number))
-        ) and document.continues:
-            number -= 1
-            numbers.add(number)
-        return [chain for chain in every if chain.incarnation in numbers]
+        return chains_of(self._documents, known[-1])
 
-    def _known_ends(self, history: list[Chain]) -> dict[Chain, int]:
+    def _known_ends(self, history: Mapping[Chain, int]) -> dict[Chain, int]:
         """Where the coverage of each chain ended, by what was written beside its segments (0: nothing says so)."""
         found = {}
-        for chain in history:
+        for chain, most in history.items():
             if (end := self._documents.read_end(chain)) is None:
                 end = self._documents.read_tail(chain) or 0
                 if not chain.partition:  # whose archive the captures are named by
                     refs = [ref for kind in (CONFIG, CONSUMERS, DELETIONS) for ref in self._captures.ls(chain, kind)]
                     end = max([end, *(ref.end for ref in refs)])
-            found[chain] = end
+            found[chain] = min(end, most)
         return found
 
-    def _last_before(self, history: list[Chain], moment_ns: int) -> int | None:
+    def _last_before(self, history: Mapping[Chain, int], moment_ns: int) -> int | None:
         """None where all that is archived is before. Raises UsageError where nothing is."""
-        found = [first for chain in history if (first := search(self._store, chain, moment_ns)[0]) is not None]
+        rows = ((search(self._store, chain, moment_ns)[0], end) for chain, end in history.items())
+        found = [first for first, end in rows if first is not None and first <= end]
         begins = {chain: self._first_of(history, chain.incarnation) for chain in history}
         times = [Timing(self._store, self._store.list(chain), begin).extent()[0] for chain, begin in begins.items()]
         first_ns = min((each for each in times if each is not None), default=moment_ns - 1)
@@ -193,16 +211,16 @@ class ArchivedHistory:
             )
         return min(found) - 1 if found else None
 
-    def _first_of(self, history: list[Chain], number: int) -> int:
+    def _first_of(self, history: Iterable[Chain], number: int) -> int:
         documents = (self._documents.read_chain(chain) for chain in history if chain.incarnation == number)
         return min((document.first for document in documents if document is not None), default=1)
 
     def _planned(
-        self, history: list[Chain], chains: list[ReplayChain], notes: list[str], known: dict[Chain, int]
+        self, history: Mapping[Chain, int], chains: list[ReplayChain], notes: list[str], known: dict[Chain, int]
     ) -> RestorePlan:
         """`known`: the chains that are asked for, and where each ended, as far as that is asked for."""
         request, newest = self._request, max(known)
-        ends = {c: max(self._documents.read_floor(c) or 1, self._first_of([c], c.incarnation)) - 1 for c in known}
+        ends = {chain: min(self._begin_of(chain) - 1, history[chain]) for chain in known}
         ends |= {chain.chain: chain.range.rows.last for chain in chains}
         end = max(*ends.values(), *known.values())  # what is lost keeps its sequences: targets may have it
         archived = max(end, self._listed_end(history))
@@ -216,12 +234,14 @@ class ArchivedHistory:
             of = replace(newest, incarnation=number, partition=0)
             captured = captured or (self._captures.consumers(of, end, moment_ns) if request.consumers else None)
             deletions = deletions or self._captures.deletions(of, end, moment_ns)
+            if (document := self._documents.read_stream(of)) is None or not document.continues:
+                break  # a stream that was set back is not what was captured of it before
         consumers, inexact = bounded(captured, end) if captured else ([], [])
         if not request.promote:
             consumers = [quiet(consumer) for consumer in consumers]
         stood = (0, "") if request.is_in_the_past else self._stood(newest)
         rows = sum(part.rows for chain in chains for part in chain.parts)
-        filters = [f for c in chains if (d := self._documents.read_chain(c.chain)) for f in d.filters or ("",)]
+        filters = {c.chain: d.filters for c in chains if (d := self._documents.read_chain(c.chain)) is not None}
         subjects = [str(subject) for subject in config.get("subjects") or []]
         now_ns = self._now_ns
         plan = RestorePlan(
@@ -249,7 +269,11 @@ class ArchivedHistory:
             plan = replace(plan, further=further, lossy=(*plan.lossy, *uneven))
         begin, skipped = begin_of(plan.parts, plan.config, now_ns, counts=plan.fold().is_none)
         is_later = begin > plan.begin
-        plan = replace(plan, begin=max(begin, plan.begin))
+        gone = gone_below(plan.parts, plan.config, now_ns, begin)
+        late = [each for each in self._late_begins({*known}, history, plan) if each.lost.last >= gone]
+        missing = dict.fromkeys(each.line for each in late if each.is_known)
+        notes += [each.line for each in late if not each.is_known]
+        plan = replace(plan, begin=max(begin, plan.begin), lossy=(*missing, *plan.lossy))
         if request.promote and (effects := tuple(elsewhere(request.name or request.feed, plan.config, consumers))):
             self._request = replace(request, reaches=True)
             plan = replace(plan, request=self._request, elsewhere=effects)
@@ -274,6 +298,26 @@ class ArchivedHistory:
                     found.append(last)
                     break
         return max(found, default=None)
+
+    def _late_begins(
+        self, reached: Collection[Chain], history: Mapping[Chain, int], plan: RestorePlan
+    ) -> Iterator[LateBegin]:
+        """Where the archive of the chains of a plan begins later than the stream, or than what they continue ends."""
+        every = {
+            number: self._documents.read_stream(replace(plan.newest, incarnation=number, partition=0))
+            for number in {chain.incarnation for chain in reached}
+        }
+        recorded = [s.stream_first for _, s in sorted(every.items(), reverse=True) if s is not None and s.stream_first]
+        is_seen = plan.deletions is not None or plan.config.get("retention", "limits") == "limits"
+        least = max(1, plan.deletions.first) if plan.deletions is not None else next(iter(recorded), None)
+        for chain in sorted(reached):
+            stream, first, join = every[chain.incarnation], self._first_of([chain], chain.incarnation), None
+            if stream is not None and chain.incarnation > min(history).incarnation:
+                join = stream.joins.get(chain.partition, first)
+            lost = plan.fold().deleted
+            yield from before_begin(chain, first, least, join, lost)
+            if (floor := self._documents.read_floor(chain) or 1) > first:
+                yield from before_floor(chain, SequenceRange(first, floor - 1), least if is_seen else None, lost)
 
     def _stood(self, newest: Chain) -> tuple[int, str]:
         """The last sequence that captures and signs of life saw of the stream since its last restore, and when; 0 where

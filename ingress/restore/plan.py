@@ -6,7 +6,7 @@ What limits dropped is not sent where whole segments can be left out, and is dro
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,15 +149,13 @@ def begin_of(
     words. `counts`: every archived row counts for `max_msgs` and `max_bytes`.
     """
     begin, why = 0, list[str]()
-    # A message with a TTL of its own, and a marker of what was deleted, may outlive `max_age`: the server decides.
-    outlives = config.get("allow_msg_ttl") or config.get("subject_delete_marker_ttl")
     expired = [
         part.stretch.rows.last + 1
         for part in parts
         if part.footer.last_timestamp_ns is not None
         and part.footer.last_timestamp_ns < now_ns - _limit(config, "max_age")
     ]
-    if _limit(config, "max_age") and expired and not outlives:
+    if _limit(config, "max_age") and expired and not _may_outlive(config):
         least = min(
             (p.stretch.rows.first for p in parts if p.stretch.rows.last + 1 not in expired), default=max(expired)
         )
@@ -178,6 +176,19 @@ def begin_of(
             if total >= limit:
                 break
     return begin, why
+
+
+def gone_below(parts: Iterable[ReplayPart], config: Mapping[str, Any], now_ns: int, begin: int) -> int:
+    """The sequence below which limits leave nothing, whatever was archived. `begin`: as of `begin_of`."""
+    if not (age := _limit(config, "max_age")) or _may_outlive(config):
+        return begin
+    times = ((part.stretch.segment.coverage.first, part.footer.first_timestamp_ns) for part in parts)
+    return max(begin, *(first for first, time in times if time is not None and time < now_ns - age), 0)
+
+
+def _may_outlive(config: Mapping[str, Any]) -> bool:
+    """A message with a TTL of its own, and a marker of what was deleted, may outlive `max_age`: the server decides."""
+    return bool(config.get("allow_msg_ttl") or config.get("subject_delete_marker_ttl"))
 
 
 def _limit(config: Mapping[str, Any], key: str) -> int:
@@ -335,14 +346,23 @@ class RestorePlan:
         yield from (f"LOSSY: {why}" for why in self.lossy)
 
 
-def losses(chains: Iterable[ReplayChain], subjects: Sequence[str], filters: Sequence[str]) -> Iterator[str]:
-    """What the archive of the chains does not hold of the stream, in words. `subjects`: of the stream.
-
-    `filters`: of the feed. Several are its partitions, which are meant to take all.
+def losses(
+    chains: Iterable[ReplayChain], subjects: Sequence[str], filters: Mapping[Chain, Sequence[str]]
+) -> Iterator[str]:
+    """What the archive of the chains does not hold of the stream, in words. `subjects`: of the stream; `filters`: of
+    each chain.
     """
     chains = list(chains)
-    if len({*filters}) == 1 and not all(covers(filters[0], subject) for subject in subjects or [">"]):
-        yield f"the feed is filtered: of {', '.join(subjects)} it froze {', '.join(filters)}"
+    for number in sorted({chain.chain.incarnation for chain in chains}):
+        own = [each for each in chains if each.chain.incarnation == number]
+        taken = list(dict.fromkeys(text for each in own for text in filters.get(each.chain) or ("",)))
+        left = [each for each in subjects or [">"] if not any(covers(text, each) for text in taken)]
+        rows = [each.range.rows for each in own]
+        count = max(each.last for each in rows) - min(each.first for each in rows) + 1 - sum(map(_least_rows, own))
+        if left and count:
+            froze = f"{', '.join(taken[:10])}{' …' if len(taken) > 10 else ''}"
+            most = f"up to {counted(count, 'message')} not archived"
+            yield f"the feed is filtered: of {', '.join(left)} it froze {froze}: {most}"
     if any(part.footer.sampling is not None for chain in chains for part in chain.parts):
         yield "the feed is sampled"
     for chain in chains:
@@ -358,6 +378,12 @@ def losses(chains: Iterable[ReplayChain], subjects: Sequence[str], filters: Sequ
             yield f"{chain.chain}: no segment covers {shown}"
 
 
+def _least_rows(chain: ReplayChain) -> int:
+    """At least so many messages are archived, whatever parts of segments are taken."""
+    parts = ((part.footer.rows, len(part.stretch.segment.coverage) - len(part.stretch.rows)) for part in chain.parts)
+    return sum(max(0, rows - other) for rows, other in parts)
+
+
 def lost_ends(known: Mapping[Chain, int], ends: Mapping[Chain, int]) -> Iterator[str]:
     """In words, the chains whose segments end (`ends`) before where their archive is `known` to have ended."""
     for chain in sorted(known):
@@ -366,6 +392,52 @@ def lost_ends(known: Mapping[Chain, int], ends: Mapping[Chain, int]) -> Iterator
                 f"{chain}: the archive covered up to {known[chain]}, and its segments end at {ends[chain]}: "
                 f"{SequenceRange(ends[chain] + 1, known[chain])} is missing"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class LateBegin:
+    """Sequences (`lost`) before what is archived of a chain, and a `line` about them. `is_known`: the stream had them;
+    False where nothing tells.
+    """
+
+    lost: SequenceRange
+    line: str
+    is_known: bool = True
+
+
+def before_begin(
+    chain: Chain, first: int, least: int | None, join: int | None, deleted: Callable[[SequenceRange], int]
+) -> Iterator[LateBegin]:
+    """What a chain that begins at `first` lacks before. `least`: the first sequence of the stream, None: not known.
+
+    `join`: up to and without this sequence another incarnation has it, None where it continues none; `deleted`: how
+    many of a range are known to be deleted.
+    """
+    if (start := max(least or 1, join or 1)) >= first or not (
+        count := first - start - deleted(lost := SequenceRange(start, first - 1))
+    ):
+        return
+    where = f"{chain.site}/{chain.feed}/{chain.incarnation:04d} begins at {first}"
+    if join is not None:
+        known = f"and what it continues is the same stream up to {join - 1} only"
+    elif chain.incarnation:
+        known = f"and nothing tells that {chain.incarnation - 1:04d} is the same stream before that"
+    else:
+        known = f"and the stream at {least}" if least is not None else "and nothing tells where the stream began"
+    line = f"{where}, {known}: {counted(count, 'sequence')} of {lost} not archived"
+    yield LateBegin(lost, line, bool(join or chain.incarnation or least))
+
+
+def before_floor(
+    chain: Chain, gone: SequenceRange, least: int | None, deleted: Callable[[SequenceRange], int]
+) -> Iterator[LateBegin]:
+    """What retention deleted of a chain (`gone`). `least`, `deleted`: as of `before_begin`."""
+    if (start := max(gone.first, least or 1)) > gone.last:
+        return
+    if count := len(lost := SequenceRange(start, gone.last)) - deleted(lost):
+        known = f"the stream began at {least}" if least is not None else "nothing tells where the stream began"
+        what = f"{counted(count, 'sequence')} of {lost} deleted from the archive by retention"
+        yield LateBegin(lost, f"{chain.site}/{chain.feed}/{chain.incarnation:04d}: {what}, and {known}", bool(least))
 
 
 def never_archived(rows: int, end: int, stood: tuple[int, str]) -> Iterator[str]:

@@ -5,6 +5,7 @@ exactly.
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from egress.identity import acceptance_key
 from egress.incarnations import Closings
 from infra.local.nats import NatsServer
 from infra.oracle import Trace, compare, read_stream
+from tests.support import restoring as back
 from tests.support.basics import soon, unique
 from tests.support.commands import configuration, floe, paste
 from tests.support.egress import SITE, Bench, Partitioned, feed_of, publish_over
@@ -46,6 +48,20 @@ async def exact(bench: Bench, stream: str, incarnation: int, first: int) -> None
     bench.check(stream, incarnation, first)
     found = compare(source, Trace.of(bench.messages(stream, incarnation)), may_be_gone=False)
     assert found.ok, found.report()
+
+
+async def comes_back_whole(bench: Bench, stream: str) -> None:
+    """Fails unless a restore of the stream, which it deletes, brings back all that it held."""
+    before = await back.contents(bench, stream)
+    printed = await floe(
+        "segments", "cat", "-c", str(configuration(bench, {"stream": stream})), f"{SITE}/{stream}", "--json"
+    )
+    assert [json.loads(line)["sequence"] for line in printed.out.splitlines()] == [each.sequence for each in before]
+    await bench.delete_stream(stream)
+    plan = await back.planned(bench, stream)
+    assert (plan.lossy, plan.rows) == ((), len(before))
+    assert (await back.restored(bench, stream)).exit_code == 0
+    assert await back.contents(bench, stream) == before
 
 
 # E-ROLLED-BACK
@@ -99,8 +115,20 @@ async def test_a_stream_that_was_set_back_goes_on_where_it_parted_from_the_archi
         await bench.archived_to(stream, 13, incarnation=1)
         await bench.publish(stream, [b"more"] * 4)
         await bench.archived_to(stream, 17, incarnation=1)
-    assert bench.chains.read_stream(bench.chain(stream, 1)).previous == {0: 15}  # type: ignore[union-attr]
+    document = bench.chains.read_stream(bench.chain(stream, 1))
+    assert document is not None
+    assert (document.previous, document.continues_from, document.stream_first) == ({0: 15}, {0: 13}, 1)
     await exact(bench, stream, 1, 13)
+    await comes_back_whole(bench, stream)
+    await bench.delete_stream(stream)
+    before = StreamDocument(document.config, document.created, document.previous, document.chains)
+    bench.objects.put(bench.chains.layout.stream_document(bench.chain(stream, 1)), before.to_json())
+    plan = await back.planned(bench, stream)
+    assert plan.lossy == (
+        f"{SITE}/{stream}/0001 begins at 13, and nothing tells that 0000 is the same stream before that: "
+        "12 sequences of 1..12 not archived",
+    )
+    assert plan.begin == 13
 
 
 async def test_a_stream_set_back_and_written_again_is_compared_row_by_row(
@@ -180,8 +208,11 @@ async def test_an_old_incarnation_that_is_back_goes_on_behind_what_was_archived_
         assert "is forked" in running.status(stream)["why"]
         await paste(bench, running.status(stream)["hint"], {"stream": stream})
         await bench.archived_to(stream, 15, incarnation=2)
-    assert bench.chains.read_stream(bench.chain(stream, 2)).previous == {0: 4}  # type: ignore[union-attr]
+    document = bench.chains.read_stream(bench.chain(stream, 2))
+    assert document is not None
+    assert (document.previous, document.continues_from, document.continued) == ({0: 4}, {0: 11}, 0)
     await exact(bench, stream, 2, 11)
+    await comes_back_whole(bench, stream)
 
 
 # E-IDENTITY

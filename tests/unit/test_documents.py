@@ -19,6 +19,7 @@ from common.documents import MAX_DEPTH, check_depth, is_too_deep
 from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.objects.local import LocalObjects
 from common.objects.port import ConditionsRefused
+from common.segments.archive import history
 from common.segments.captures import CapturedConsumers, CaptureStore
 from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, CompactionRun, StreamDocument, run_of
 from common.segments.keys import CaptureName, Layout
@@ -32,6 +33,7 @@ STREAM = StreamDocument(
     "2026-11-20T10:00:00.123456789Z",
     {0: 100, 1: 0, 1023: MAX_SEQUENCE},
 )
+DOCUMENT_OF_ONE = ChainDocument((), 1, 7)
 DOCUMENT = ChainDocument(("nodes.a.>", "nodes.b.>"), 4, 17)
 
 
@@ -59,6 +61,67 @@ def test_the_first_incarnation_has_no_one_before_it(chains: ChainStore) -> None:
 
 def test_an_incarnation_after_one_of_no_partitions_is_not_the_first(chains: ChainStore) -> None:
     assert chains.create_stream(CHAIN, StreamDocument({}, "", {})).previous == {}
+
+
+def test_what_an_incarnation_continues_is_read_again_and_passed_over_by_older_readers(chains: ChainStore) -> None:
+    made = StreamDocument({}, "", {0: 9}, (DOCUMENT_OF_ONE,), continues_from={0: 7}, continued=3, stream_first=2)
+    assert StreamDocument.from_json(made.to_json()) == made
+    assert made.joins == {0: 7}
+    old = json.loads(made.to_json())
+    assert (old["continues_from"], old["continued"], old["stream_first"]) == ({"0": 7}, 3, 2)
+    assert not {"continues_from", "continued", "stream_first"} & json.loads(STREAM.to_json()).keys()
+    assert STREAM.joins == {}
+    cut = StreamDocument({}, "", {0: 9}, (ChainDocument((), 1, 10),), continues=True)
+    assert cut.joins == {0: 10}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"continues_from": {0: 0}}, {"continues_from": {-1: 1}}, {"continued": 10_000}, {"stream_first": 0}]
+)
+def test_what_an_incarnation_continues_is_within_its_ranges(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        StreamDocument({}, "", **wrong)
+
+
+def chained(chains: ChainStore, number: int, firsts: list[int], **keys: Any) -> None:
+    """Make an incarnation whose partitions begin at `firsts`, of the subjects that `cut` has for each of them."""
+    cut = keys.pop("cut", [f"{n}.>" for n in range(len(firsts))])
+    own = tuple(ChainDocument((text,), len(firsts), first) for text, first in zip(cut, firsts, strict=True))
+    chain = Chain("site", "F", number)
+    chains.create_stream(chain, StreamDocument({}, "", {} if number else None, own, **keys))
+    for part, document in enumerate(own):
+        chains.create_chain(Chain("site", "F", number, part), document)
+
+
+def ends(chains: ChainStore, number: int) -> dict[tuple[int, int], int]:
+    return {(c.incarnation, c.partition): end for c, end in history(chains, Chain("site", "F", number)).items()}
+
+
+def test_a_history_follows_what_was_compared_and_ends_where_nothing_was(chains: ChainStore) -> None:
+    chained(chains, 0, [1])
+    chained(chains, 1, [31], continues=True)
+    chained(chains, 2, [25], continues_from={0: 25})  # set back behind the cut, before anything of it was archived
+    chained(chains, 3, [1])  # made anew
+    chained(chains, 4, [40], continues_from={0: 40}, continued=2)
+    assert ends(chains, 1) == {(1, 0): MAX_SEQUENCE, (0, 0): 30}
+    assert ends(chains, 2) == {(2, 0): MAX_SEQUENCE, (1, 0): 24, (0, 0): 24}
+    assert ends(chains, 3) == {(3, 0): MAX_SEQUENCE}
+    assert ends(chains, 4) == {(4, 0): MAX_SEQUENCE, (2, 0): 39, (1, 0): 24, (0, 0): 24}
+
+
+def test_partitions_continue_each_from_its_own_sequence_unless_they_were_cut_otherwise(chains: ChainStore) -> None:
+    chained(chains, 0, [1, 1])
+    chained(chains, 1, [13, 20], continues_from={0: 13, 1: 20})
+    chained(chains, 2, [30, 33, 30], continues_from={0: 30, 1: 33, 2: 30})
+    assert ends(chains, 1) == {(1, 0): MAX_SEQUENCE, (1, 1): MAX_SEQUENCE, (0, 0): 12, (0, 1): 19}
+    assert ends(chains, 2) == {(2, n): MAX_SEQUENCE for n in range(3)}
+
+
+@pytest.mark.parametrize("former", [1, 7])
+def test_a_document_that_continues_itself_or_a_later_one_leads_nowhere(chains: ChainStore, former: int) -> None:
+    chained(chains, 0, [1])
+    chained(chains, 1, [5], continues_from={0: 5}, continued=former)
+    assert ends(chains, 1) == {(1, 0): MAX_SEQUENCE}
 
 
 def test_what_is_not_there_is_none(chains: ChainStore) -> None:
