@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from common.clock import format_time
 from common.errors import FloeError, Stopped
 from common.jetstream.api import GUARD, MARKER, create_consumer, stream_info
 from common.jetstream.kv import KeyValue, state_key
@@ -413,6 +414,61 @@ async def test_a_partition_is_not_said_to_have_lost_what_another_one_has(bench: 
     plan = await back.planned(bench, stream)
     assert (plan.rows, plan.end) == (20, 20)
     assert not [note for note in forecast(plan, 0, captured=None, skipped=()) if "is lost" in note]
+
+
+async def test_a_feed_that_began_in_the_middle_lacks_what_the_stream_had_before(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x"] * 60)
+    await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 21})
+    infos = [m for m in await back.contents(bench, stream) if m.sequence in (31, 41)]
+    when = format_time(infos[1].timestamp_ns)
+    kinds: dict[str, tuple[dict[str, Any], int]] = {
+        stream: ({}, 21),
+        unique("S"): ({"start_sequence": 31}, 31),
+        unique("M"): ({"start_time": when}, 41),
+        unique("D"): ({"start_delta": "1h"}, 21),
+        unique("E"): ({"start_at_end": True}, 61),
+    }
+    async with bench.egress(*({"stream": stream, "name": name, **keys} for name, (keys, _) in kinds.items())):
+        await soon(lambda: all(bench.chains.read_chain(bench.chain(name)) for name in kinds))
+        await bench.publish(stream, [b"later"] * 10)
+        for name in kinds:
+            await bench.archived_to(name, 70)
+    before = await back.contents(bench, stream)
+    await bench.delete_stream(stream)
+    for name, (_, first) in kinds.items():
+        plan = await back.planned(bench, name)
+        lost = f"site/{name}/0000 begins at {first}, and the stream at 21: {first - 21} sequences of 21..{first - 1}"
+        assert plan.lossy == ((f"{lost} not archived",) if first > 21 else ()), name
+        assert plan.rows == 71 - first
+    with pytest.raises(Stopped) as caught:
+        await back.restored(bench, name)
+    assert caught.value.code == "E-RESTORE-LOSSY"
+    with pytest.raises(Stopped, match=r"40 sequences of 21\.\.60 not archived"):
+        await back.restored(bench, name, promote=False, name=unique("FLOE_DRILL"))
+    key = bench.chains.layout.stream_document(bench.chain(name))
+    document = bench.chains.read_stream(bench.chain(name))
+    assert document is not None
+    bench.objects.put(key, replace(document, stream_first=None).to_json())
+    plan = await back.planned(bench, name)
+    told = (
+        f"site/{name}/0000 begins at 61, and nothing tells where the stream began: 60 sequences of 1..60 not archived"
+    )
+    assert (plan.lossy, told in plan.notes) == ((), True), "of before this was recorded"
+    assert (await back.restored(bench, stream)).exit_code == 0
+    assert await back.contents(bench, stream) == before
+
+
+async def test_partitions_that_leave_subjects_out_are_a_filter(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    async with bench.egress(feed_of(stream, 2)):
+        await publish_over(bench, stream, ["0.a", "1.a"], 20, "x")
+        await soon(lambda: min(Partitioned(bench, stream, 2).end(n) for n in range(2)) == 20)
+        assert (await back.planned(bench, stream)).lossy == (), "each sequence has its message"
+        await publish_over(bench, stream, ["elsewhere", "0.b", "1.b"], 12, "y")
+        await soon(lambda: min(Partitioned(bench, stream, 2).end(n) for n in range(2)) == 32)
+    froze = f"of {stream}.> it froze {stream}.0.>, {stream}.1.>: up to 4 messages not archived"
+    assert (await back.planned(bench, stream)).lossy == (f"the feed is filtered: {froze}",)
 
 
 async def test_a_filtered_feed_is_brought_back_only_when_that_is_allowed(bench: Bench) -> None:

@@ -32,7 +32,10 @@ from ingress.restore.fold import Fold
 from ingress.restore.history import merged, same_command
 from ingress.restore.plan import (
     RestoreRequest,
+    before_begin,
+    before_floor,
     begin_of,
+    gone_below,
     guarded_config,
     left_out,
     lost_ends,
@@ -343,3 +346,57 @@ def test_a_digest_of_large_rows_ends_by_their_bytes() -> None:
         digests.add(batch_of([Message(s, s, b"s", None, b"x" * (SIZE // 4))]))
     digests.close()
     assert [(block.first, block.last) for block in digests.blocks] == [(n, n + 3) for n in range(1, 21, 4)]
+
+
+@pytest.mark.parametrize(
+    ("incarnation", "first", "least", "join", "is_known", "text"),
+    [
+        (0, 101, 1, None, True, "begins at 101, and the stream at 1: 100 sequences of 1..100 not archived"),
+        (0, 101, 41, None, True, "begins at 101, and the stream at 41: 60 sequences of 41..100 not archived"),
+        (0, 2, None, None, False, "and nothing tells where the stream began: 1 sequence of 1..1 not archived"),
+        (1, 13, None, None, True, "and nothing tells that 0000 is the same stream before that: 12 sequences of 1..12"),
+        (1, 13, 5, None, True, "and nothing tells that 0000 is the same stream before that: 8 sequences of 5..12"),
+        (2, 20, 1, 13, True, "what it continues is the same stream up to 12 only: 7 sequences of 13..19 not archived"),
+        (0, 101, 101, None, True, None),
+        (0, 1, None, None, True, None),
+        (1, 13, 1, 13, True, None),
+        (1, 20, 20, 13, True, None),
+    ],
+)
+def test_what_is_missing_before_a_chain_is_lossy_where_the_stream_is_known_to_have_had_it(
+    incarnation: int, first: int, least: int | None, join: int | None, is_known: bool, text: str | None
+) -> None:
+    found = list(before_begin(replace(CHAIN, incarnation=incarnation), first, least, join, lambda _: 0))
+    assert [(each.is_known, text in each.line) for each in found] == ([] if text is None else [(is_known, True)])
+
+
+def test_what_was_deleted_before_a_chain_began_is_not_missing() -> None:
+    captured = Fold(CapturedDeletions(AT, 200, 51, 200, ((60, 69),)), rolls=False, per_subject=0)
+    (late,) = before_begin(CHAIN, 101, 51, None, captured.deleted)
+    assert ": 40 sequences of 51..100 not archived" in late.line
+    all_gone = Fold(CapturedDeletions(AT, 200, 51, 200, ((51, 100),)), rolls=False, per_subject=0)
+    assert not list(before_begin(CHAIN, 101, 51, None, all_gone.deleted))
+    assert not list(before_floor(CHAIN, SequenceRange(1, 100), 51, all_gone.deleted))
+
+
+@pytest.mark.parametrize(
+    ("least", "is_known", "count"), [(1, True, "100 sequences of 1..100"), (None, False, "100 sequences of 1..100")]
+)
+def test_what_retention_deleted_is_missing_where_the_stream_had_it(
+    least: int | None, is_known: bool, count: str
+) -> None:
+    (late,) = before_floor(CHAIN, SequenceRange(1, 100), least, lambda _: 0)
+    assert (late.is_known, f"{count} deleted from the archive by retention" in late.line) == (is_known, True)
+    assert not list(before_floor(CHAIN, SequenceRange(1, 100), 101, lambda _: 0))
+
+
+@pytest.mark.parametrize(
+    ("config", "now_ns", "gone"),
+    [({}, 99, 0), ({"max_age": 5}, 16, 11), ({"max_age": 5}, 26, 11), ({"max_age": 5, "allow_msg_ttl": True}, 26, 0)],
+)
+def test_nothing_is_missing_before_a_message_that_is_too_old_itself(
+    config: dict[str, Any], now_ns: int, gone: int
+) -> None:
+    rows = SequenceRange(11, 20)
+    parts = [ReplayPart(Stretch(compaction.ref(11, 20), rows), footer_of([row(s) for s in range(10, 20)]))]
+    assert gone_below(parts, config, now_ns, 0) == gone
