@@ -293,7 +293,7 @@ def _listed(settings: Settings, roles: Collection[str]) -> tuple[str, ...]:
     if set(roles) != {"egress"} or not site:
         return (f"{layout.root}site=", f"{layout.root}_floe/")
     own = f"{layout.root}site={encode(site)}/"
-    return (own, layout.documents_prefix(site), layout.tails_prefix(), layout.alive_prefix(site))
+    return (own, layout.documents_prefix(site), layout.tails_prefix(site), layout.alive_prefix(site))
 
 
 # The store
@@ -392,7 +392,8 @@ class _StoreProbes:
 
     def _look_for_chains(self) -> None:
         with suppress(FloeError):  # told by the check `list`
-            found = self._objects.list(self._layout.tails_prefix(), limit=MOST_TAILS)
+            own = self._site if {*self._roles} == {"egress"} and self._site else None  # a site may list only its own
+            found = self._objects.list(self._layout.tails_prefix(own), limit=MOST_TAILS)
             self._chains = [chain for info in found if (chain := self._layout.parse_tail(info.key))]
 
     def _place(self) -> str | None:

@@ -684,10 +684,10 @@ async def archive_view(settings: Settings) -> StatusView:
     # A site may list what is its own.
     site = settings.site if settings.egress.feeds and not settings.ingress.targets else None
     with closing(store), closing(Threads("archive", LISTED_AT_ONCE)) as threads:
-        tails = await threads.run(documents.listed_tails)
+        tails = await threads.run(documents.listed_tails, site)
         named = await threads.run(documents.chains, site)
         runs = await threads.run(documents.runs)
-        chains = sorted({*named, *(chain for chain in tails if site in (None, chain.site))})
+        chains = sorted({*named, *tails})
         rows = await asyncio.gather(*(threads.run(_archived, store, chain, tails.get(chain)) for chain in chains))
     now, compactions = clock.now(), [run_of(runs, chain) for chain in chains]
     for row, run in zip(rows, compactions, strict=True):

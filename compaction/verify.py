@@ -43,6 +43,7 @@ from compaction.union import union
 
 REQUESTS_AT_ONCE = 8
 SHOWN = 5  # hidden segments of one hole
+TAIL_ALONE = "only the tail names them: egress puts them soon, or corrects the tail with its next segment"
 TASK_BYTES = 256 << 20  # that are read in one task, or the segments that overlap where these are more
 
 T = TypeVar("T")
@@ -178,6 +179,10 @@ def known_chains(chains: ChainStore) -> list[Chain]:
             continue  # a problem of the chain
         ends = (document and document.previous) or {}
         before = {Chain(site, feed, incarnation - 1, partition) for partition, end in ends.items() if end}
+        if lacking := before - known:
+            # One stands for all of which there is nothing: a document may name a thousand.
+            there = chains.partitions(min(lacking))
+            before -= lacking - there - set(sorted(lacking - there)[:1])
         if incarnation > 1 and not before <= known:
             waiting.add((site, feed, incarnation - 1))
         known |= before
@@ -261,7 +266,7 @@ class _Verification:
         self._marks, self._absent = array("Q"), list[str]()
         self._first: int | None = None
         self._end: int | None = None
-        self._tail = 0
+        self._tail = self._others = 0
 
     def tasks(
         self, store: SegmentStore, chains: ChainStore, window: int, listed: Callable[[Chain, int], None], *, deep: bool
@@ -302,8 +307,18 @@ class _Verification:
         document = self._read(lambda: chains.read_chain(chain), layout.chain_document(chain))
         self._first = document.first if document else None
         self._end = self._read(lambda: chains.read_end(chain))
+        if document is None and self._end:
+            self._others = self._read(lambda: self._named_besides(chains)) or 0
         # Without it nobody knows where the incarnation before ended, nor begins this one.
         self._read(lambda: chains.read_stream(chain), layout.stream_document(chain) if chain.incarnation else "")
+
+    def _named_besides(self, chains: ChainStore) -> int:
+        """Other partitions of the incarnation that had an end above 0 and have no `chain.json`."""
+        chain = self._chain
+        following = chains.read_stream(chain.next_incarnation())
+        named = {n for n, end in ((following and following.previous) or {}).items() if end}
+        there = chains.chains(chain.site, chain.feed, chain.incarnation)
+        return len(named - {each.partition for each in there} - {chain.partition})
 
     def _read_captures(self, chains: ChainStore, *, deep: bool) -> None:
         """Of each kind the newest, which a restore of all takes; deep: every one."""
@@ -329,6 +344,7 @@ class _Verification:
             for key in self._absent:
                 hint = "put a good copy of it back: egress writes it once, before the first segment"
                 text = f"{key}: expected a document, found none"
+                text += f", nor of {self._others} other partitions" if self._others else ""
                 self._report.problems.append(VerifyProblem("document", text, hint, counted="missing"))
 
     def _pass_over(self, segments: Sequence[SegmentRef]) -> None:
@@ -398,8 +414,10 @@ class _Verification:
             self._report.accepted += holes(left, hole)
             for part in left:
                 text = f"sequences {part} are in no segment that can be read"
-                hint = _brought_back(store, self._chain, part)
                 is_on_its_way = self._end is None and part.first > self._covered.end
+                hint = _brought_back(store, self._chain, part) + (
+                    TAIL_ALONE if is_on_its_way else way_out(self._chain, part)
+                )
                 counted = "delayed" if is_on_its_way else ""
                 self._report.problems.append(VerifyProblem("hole", text, hint, part, counted))
 
@@ -566,8 +584,8 @@ def check_segment(store: SegmentStore, segment: SegmentRef, *, deep: bool) -> Fo
 
 
 def _brought_back(store: SegmentStore, chain: Chain, hole: SequenceRange) -> str:
-    """What to do about a hole. If a versioned bucket still has a segment of the lowest level that covers some of it,
-    removing its delete marker comes first.
+    """If a versioned bucket still has a segment of the lowest level that covers some of the hole: to remove its delete
+    marker comes first. Empty where there is none.
     """
     layout, hidden = store.layout, list[HiddenObject]()
     if isinstance(store.objects, Versioned):
@@ -575,12 +593,11 @@ def _brought_back(store: SegmentStore, chain: Chain, hole: SequenceRange) -> str
         hidden = store.objects.hidden(layout.segments_prefix(chain, 0), start_after=after)
         named = [(each, layout.parse_segment(each.key)) for each in hidden]
         hidden = [each for each, name in named if name is not None and name.coverage.overlaps(hole)]
-    found = "".join(
+    return "".join(
         f"a delete marker hides {each.key}, of which version {each.version} exists: "
         f"remove the marker, version {each.marker}, to have it back; "
         for each in hidden[:SHOWN]
     )
-    return found + way_out(chain, hole)
 
 
 def _late(reader: StretchReader, segment: SegmentRef, chain: Chain) -> Iterator[VerifyProblem]:

@@ -237,7 +237,9 @@ class EgressService:
 
     async def _look_into(self, objects: ObjectStore) -> list[ObjectInfo]:
         with closing(Threads("egress-start", 1)) as threads:
-            return await threads.run(objects.list, Layout(self._settings.store.prefix).tails_prefix(), limit=1)
+            return await threads.run(
+                objects.list, Layout(self._settings.store.prefix).tails_prefix(self._settings.site), limit=1
+            )
 
     async def _connect(self, stack: AsyncExitStack) -> tuple[FloeClient, FloeClient, KeyValue, Leases]:
         # A try is not cut off by a stop, because it might leave its connection open.

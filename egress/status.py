@@ -292,8 +292,8 @@ def of_chains(document: Mapping[str, Any], site: str) -> dict[Chain, dict[str, A
 
 def _read_store(documents: ChainStore, site: str, now: float) -> SiteStored:
     try:
-        listed = {chain: info for chain, info in documents.listed_tails().items() if chain.site == site}
-        tails = {chain: (documents.read_tail(chain), info.modified) for chain, info in listed.items()}
+        listed = documents.listed_tails(site).items()
+        tails = {chain: (documents.read_tail(chain), info.modified) for chain, info in listed}
         return SiteStored(tails, _sightings(documents, site, now))
     except (Unavailable, OutcomeUnknown) as error:
         return SiteStored(failure=error.message)

@@ -114,7 +114,7 @@ HEARING = "to hear at once of a lease that is released"
 
 GET, PUT, DELETE = ("s3:GetObject",), ("s3:PutObject", "s3:AbortMultipartUpload"), ("s3:DeleteObject",)
 EVERYTHING = KeyRights(GET, ("*",))
-SITE = ("site={site}/*", "_floe/site={site}/*", "_floe/tails/*", "_floe/alive/{site}/*")
+SITE = ("site={site}/*", "_floe/site={site}/*", "_floe/tails/{site}/*", "_floe/alive/{site}/*")
 CAPTURED = tuple(f"_floe/site=*/{kind}/*" for kind in ("config", "consumers", "deletions"))
 RUNS = ("_floe/tombstones/runs/*",)
 

@@ -542,9 +542,9 @@ class ChainStore:
         """The etag of every tail, by one listing: what changed since the last call has a new one."""
         return {chain: info.etag for chain, info in self.listed_tails().items()}
 
-    def listed_tails(self) -> dict[Chain, ObjectInfo]:
-        """Every tail as one listing shows it; `modified` is when something was last archived."""
-        listing = self.objects.list(self.layout.tails_prefix())
+    def listed_tails(self, site: str | None = None) -> dict[Chain, ObjectInfo]:
+        """The tails of a site, or of all, as one listing shows them; `modified` is when something was last archived."""
+        listing = self.objects.list(self.layout.tails_prefix(site))
         found = ((self.layout.parse_tail(info.key), info) for info in listing)
         return {chain: info for chain, info in found if chain is not None}
 
@@ -623,6 +623,17 @@ class ChainStore:
             if len(page) < _PAGE:
                 return sorted(found)
             after = self.layout.behind_captures(page[-1].key)
+
+    def partitions(self, chain: Chain) -> set[Chain]:
+        """The partitions of the chain's incarnation that have any segment: one listing, which skips most of them."""
+        found, after = set[Chain](), ""
+        while page := self.objects.list(self.layout.incarnation_prefix(chain), start_after=after, limit=_PAGE):
+            places = [self.layout.place_of(info.key) for info in page]
+            found.update(place for place in places if place is not None)
+            last = places[-1]
+            # "0" sorts right behind the slash: the next page begins with the next partition.
+            after = page[-1].key if last is None else self.layout.partition_prefix(last).removesuffix("/") + "0"
+        return found
 
     # Gaps that are given up
 

@@ -225,6 +225,10 @@ class Layout:
     def stream_document(self, chain: Chain) -> str:
         return self._under(f"_floe/{_incarnation_path(chain)}/stream.json")
 
+    def incarnation_prefix(self, chain: Chain) -> str:
+        """Of the segments of all partitions of the chain's incarnation."""
+        return self._under(f"{_incarnation_path(chain)}/")
+
     def chain_document(self, chain: Chain) -> str:
         return self._under(f"_floe/{_chain_path(chain)}/chain.json")
 
@@ -302,8 +306,8 @@ class Layout:
 
     # Tails and tombstones
 
-    def tails_prefix(self) -> str:
-        return self._under("_floe/tails/")
+    def tails_prefix(self, site: str | None = None) -> str:
+        return self._under("_floe/tails/" + (f"{encode(site)}/" if site is not None else ""))
 
     def tail(self, chain: Chain) -> str:
         parts = f"{encode(chain.site)}/{encode(chain.feed)}/{chain.incarnation:04d}/{chain.partition}"

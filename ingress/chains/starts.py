@@ -117,10 +117,10 @@ class Starts:
         return Start(FORMAT_VERSION, moment_ns=round((self._clock.now() - settings.start_delta) * NS_PER_S))
 
     def _end(self, chain: Chain) -> int:
-        """The end of the coverage, by listing: the tail is a hint that may be old."""
-        tail = self._documents.read_tail(chain) or 0
-        newer = span(self._store.list(chain, position=tail + 1))
-        return tail if newer is None else newer.last
+        """The end of the coverage, by listing: the tail is a hint that may be old, or claim too much."""
+        tail = self._documents.read_tail(chain) or 1
+        found = span(self._store.list(chain, position=tail)) or span(self._store.list(chain, position=1))
+        return found.last if found else 0
 
     def _read(self, key: str) -> Start | None:
         raw = self._documents.objects.get(key, length=MAX_DOCUMENT_BYTES)

@@ -94,7 +94,7 @@ def look_up(store: SegmentStore, documents: ChainStore, chain: Chain, position: 
     segments = store.list(chain, position=first)
     ended = documents.read_end(chain)
     ends = (ref.coverage.last for ref in segments)
-    end = max(documents.read_tail(chain) or 0, ended or 0, *ends)
+    end = max(ended or 0, *ends, 0)  # the tail is a hint: what it alone claims is not there
     return ArchivedCover(chain, segments, documents.gaps(chain, position=first), first, end, ended)
 
 
@@ -121,9 +121,9 @@ def check(store: SegmentStore, archived: ArchivedCover, gap: SequenceRange) -> l
     that cover it. Nothing is delivered behind the end of its incarnation, so anything there may be given up.
     """
     if gap.last > archived.end:
+        ends = f"which ends at {archived.end}" if archived.end else f"of which nothing reaches {archived.first}"
         raise UsageError(
-            f"{gap}: expected an end within the coverage, which ends at {archived.end}: "
-            "what comes behind may still be on its way"
+            f"{gap}: expected an end within the coverage, {ends}: what comes behind may still be on its way"
         )
     if archived.ended is not None and gap.first > archived.ended:
         return []

@@ -110,6 +110,13 @@ def test_the_end_is_of_all_incarnations_there_are_and_later_ones_are_carried_who
     assert resolve(LATER.next_incarnation(), positions={CHAIN: 21, LATER: 8}) == 1
 
 
+@pytest.mark.parametrize("claimed", [21, 1 << 60])
+def test_a_copy_begins_behind_what_is_archived_whatever_a_tail_claims(archive: Archive, claimed: int) -> None:
+    archive.documents.write_tail(CHAIN, claimed)
+
+    assert start(archive, start_at_end=True)() == 21
+
+
 def test_a_moment_leaves_out_whole_incarnations_that_were_before_it(archive: Archive) -> None:
     archive.put(rows_of(101, 120, LATER), chain=LATER)
     resolve = start(archive, start_time=moment(110))

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 import floe
 from common.chain import Chain
 from common.segments.store import quarantine_command
-from common.sequences import SequenceRange
+from common.sequences import MAX_SEQUENCE, SequenceRange
 from ingress.operator.holes import look_up, standing_at
 from tests.support.ingress import CHAIN, Archive, Centre, rows_of
 
@@ -39,7 +39,7 @@ def accept(archive: Archive, first: int, last: int, *more: str, chain: Chain = C
         (5, 12, "expected no segment there, found 1..10"),
         (11, 21, "expected no segment there, found 21..30"),
         (11, 40, "which ends at 30"),
-        (31, 31, "which ends at 30"),
+        (31, 31, "of which nothing reaches 31"),
         (20, 11, "is greater than --last"),
     ],
 )
@@ -111,6 +111,18 @@ def test_the_end_of_an_incarnation_that_never_arrived_can_be_given_up(archive: A
 
     assert accept(archive, 31, 40, "--yes").exit_code == 0
     assert accept(archive, 31, 41, "--yes").exit_code == 2
+
+
+def test_what_only_a_tail_claims_is_not_given_up_and_no_hole(archive: Archive) -> None:
+    """Whoever can write the tail could have the chain passed over what comes next."""
+    archive.documents.write_tail(CHAIN, MAX_SEQUENCE)
+
+    refused = accept(archive, 31, 40, "--yes")
+    assert (refused.exit_code, "of which nothing reaches 31" in refused.stderr) == (2, True), refused.output
+    assert [hole.rows for hole in look_up(archive.store, archive.documents, CHAIN).holes()] == [SequenceRange(11, 20)]
+    archive.begin(LATER, previous={0: 35})
+    assert accept(archive, 36, 40, "--yes").exit_code == 2
+    assert accept(archive, 31, 35, "--yes").exit_code == 0
 
 
 def test_a_spoiled_gap_gives_nothing_up(archive: Archive) -> None:

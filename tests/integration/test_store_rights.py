@@ -21,7 +21,7 @@ import yaml
 from common.chain import Chain
 from common.open import load_settings, open_chains, open_store
 from common.segments.columns import SCHEMA
-from common.segments.documents import TargetPositions
+from common.segments.documents import ChainDocument, StreamDocument, TargetPositions
 from common.segments.keys import Layout
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
@@ -175,7 +175,7 @@ async def test_every_role_works_with_the_rights_of_the_table(roles: Roles) -> No
     await roles.run("replay", "replay", *chain, "--target", "COPY", "--subject-prefix", "copy", "--create")
     await roles.run("drill", "drill", *chain)
 
-    segments, junk = store.list(CHAIN), f"data/site={SITE}/notes.txt"
+    junk = f"data/site={SITE}/notes.txt"
     store.objects.put(junk, b"junk")
     for command in (["segments", "verify"], ["status"]):
         assert f"nothing reads: 1\n  {junk}\n" in (await roles.run("replay", *command)).err
@@ -187,10 +187,10 @@ async def test_every_role_works_with_the_rights_of_the_table(roles: Roles) -> No
     await roles.run("replay", "gap", "ls")
     await roles.run("operator", "segments", "quarantine", junk)
     assert store.objects.head(junk) is None
-    end = max(ref.coverage.last for ref in segments)
-    open_chains(settings).write_tail(CHAIN, end + 1)
-    bounds = ["--first", str(end + 1), "--last", str(end + 1), "--yes"]
-    await roles.run("operator", "gap", "accept", "--site", SITE, "--feed", "NODES", *bounds)
+    documents, lost = open_chains(settings), Chain(SITE, "LOST")
+    documents.create_chain(lost, ChainDocument((), 1, 1))
+    documents.create_stream(lost.next_incarnation(), StreamDocument({}, "t", {0: 5}))
+    await roles.run("operator", "gap", "accept", f"{lost}", "--first", "1", "--last", "5", "--yes")
     open_chains(settings).write_positions(TargetPositions(TARGET, 0.0))
     await roles.run("operator", "checkpoint", "release", TARGET, "--yes")
     await roles.run("egress", "egress", "repartition", "NODES", "--yes", feeds=[feed_of("NODES", 2)])
@@ -203,7 +203,8 @@ async def test_every_role_works_with_the_rights_of_the_table(roles: Roles) -> No
 
 async def test_no_role_may_do_what_its_file_does_not_say(limited: SeaweedFS) -> None:
     """The policies are enforced: what a role must never do is refused, above all deleting."""
-    mine, other, tail = f"data/site={SITE}/feed=NODES/x", "data/site=eu-west/feed=NODES/x", "data/_floe/tails/x"
+    mine, other = f"data/site={SITE}/feed=NODES/x", "data/site=eu-west/feed=NODES/x"
+    tail, of_other = f"data/_floe/tails/{SITE}/NODES/0000/0", "data/_floe/tails/eu-west/NODES/0000/0"
 
     def may(role: str, method: str, key: str) -> bool:
         status, _ = SignedClient(urlsplit(limited.endpoint_url).port or 0, *limited.keys[role]).call(
@@ -213,17 +214,17 @@ async def test_no_role_may_do_what_its_file_does_not_say(limited: SeaweedFS) -> 
         return status != 403
 
     everything = SignedClient(urlsplit(limited.endpoint_url).port or 0, limited.access_key, limited.secret_key)
-    for key in (mine, other, tail, "elsewhere"):
+    for key in (mine, other, tail, of_other, "elsewhere"):
         everything.call("PUT", f"/floe/{key}", b"x")
     allowed = {
         (role, method, key)
         for role in ROLES
         for method in ("PUT", "GET", "DELETE")
-        for key in (mine, other, tail, "elsewhere")
+        for key in (mine, other, tail, of_other, "elsewhere")
         if method != "DELETE" or role not in ("compaction", "operator")
         if may(role, method, key)
     }
-    reads = {(role, "GET", key) for role in ROLES if role != "egress" for key in (mine, other, tail)}
+    reads = {(role, "GET", key) for role in ROLES if role != "egress" for key in (mine, other, tail, of_other)}
     writes = {
         ("egress", "PUT", mine),
         ("egress", "PUT", tail),

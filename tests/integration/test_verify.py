@@ -135,9 +135,56 @@ def test_a_chain_of_which_only_a_trace_is_left_is_missing(tmp_path: Path):
         [],
     ]
     assert "chain.json: expected a document, found none" in found[0].problems[0].text
+    assert ["gap accept" in report.problems[1].hint for report in found[:2]] == [False, True]
     site.archive.objects.delete(site.archive.layout.stream_document(NEXT))
     [after] = verify_chains(site.archive.store, site.chains, [NEXT])
     assert ["stream.json: expected" in p.text for p in after.problems] == [True]
+
+
+def test_partitions_that_never_were_are_one_line_and_those_with_segments_are_looked_at(tmp_path: Path):
+    """A document of one site may name a thousand partitions, in each of ten thousand incarnations."""
+    site = Site(tmp_path, NEXT)
+    site.chains.create_stream(NEXT, StreamDocument({}, "2026-01-01T00:00:00Z", dict.fromkeys(range(1024), 10)))
+    site.archive.put(1, 10, chain=NEXT)
+    there = [Chain(CHAIN.site, CHAIN.feed, 0, partition) for partition in (3, 30, 300)]
+    for chain in there:
+        for first in (1, 6):
+            site.archive.put(first, first + 4, chain=chain)
+    site.archive.objects.put(f"{site.archive.layout.incarnation_prefix(CHAIN)}junk", b"")
+
+    assert site.chains.partitions(CHAIN) == set(there)
+    assert known_chains(site.chains) == [CHAIN, *there, NEXT]
+    first, *others, last = verify_chains(site.archive.store, site.chains, known_chains(site.chains))
+    assert [(p.kind, str(p.rows)) for p in first.problems] == [("document", "None"), ("hole", "1..10")]
+    assert first.problems[0].text.endswith("chain.json: expected a document, found none, nor of 1023 other partitions")
+    assert [[p.kind for p in report.problems] for report in others] == [["document"]] * 3
+    assert last.problems == []
+
+
+def test_a_stream_json_that_names_more_partitions_than_there_can_be_is_a_problem(tmp_path: Path):
+    site = Site(tmp_path, NEXT)
+    ends = ",".join(f'"{n}":1' for n in range(1025))
+    body = f'{{"format_version":1,"config":{{}},"created":"t","previous":{{{ends}}}}}'
+    site.archive.objects.put(site.archive.layout.stream_document(NEXT), body.encode())
+
+    [report] = verify_chains(site.archive.store, site.chains, known_chains(site.chains))
+    assert [p.text.partition(": ")[2] for p in report.problems] == [
+        "previous: partition: expected 0 to 1023, found 1024"
+    ]
+
+
+@pytest.mark.parametrize("page", [1, 2, 1000])
+def test_a_listing_of_partitions_misses_none_whatever_a_page_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: int
+):
+    monkeypatch.setattr("common.segments.documents._PAGE", page)
+    site = Site(tmp_path, NEXT)
+    there = {Chain(CHAIN.site, CHAIN.feed, 0, partition) for partition in (0, 1, 2, 9, 10, 19, 100)}
+    for chain in there:
+        site.archive.put(1, 5, chain=chain)
+        site.archive.put(6, 9, chain=chain)
+
+    assert site.chains.partitions(CHAIN) == there
 
 
 def test_deep_proves_every_byte_of_a_segment_of_any_size(site: Site, monkeypatch: pytest.MonkeyPatch):
