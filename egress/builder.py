@@ -287,15 +287,18 @@ def _filled(columns: Columns, room: int) -> int:
     return bisect_left(sums, room) + 1
 
 
-def attribute(piece: Piece, source_first: int, *, filtered: bool, from_hole: Sequence[SequenceRange] = ()) -> Ledger:
+def attribute(
+    piece: Piece, source_first: int, *, filtered: bool, from_hole: Sequence[SequenceRange] = (), given: int = 0
+) -> Ledger:
     """The ledger of `piece`: what was received and left out, what the consumer passed, what was gone before.
 
     `source_first`: the source's first sequence, asked for after the piece was received; it has no effect where
     nothing is missing. Sequences that were not received and lie below it expired or were purged; the others are
     interior gaps. `from_hole`: what is missing in a hole under existing coverage, where it is not known whether it
-    was deleted before it was archived; nothing else of the piece is gone then.
+    was deleted before it was archived; nothing else of the piece is gone then. `given`: the first sequence that a
+    restored stream gave to a message; all below was lost with the stream before it, which is no fault of reading.
     """
-    gone = 0 if from_hole else gone_before_read(piece, source_first)
+    gone = 0 if from_hole else gone_before_read(piece, source_first, given)
     lost = sum(map(len, from_hole))
     passed = Reason.NOT_MATCHED if filtered else Reason.DELETED
     counts = {
@@ -317,20 +320,22 @@ def gaps(piece: Piece) -> Iterator[SequenceRange]:
         yield SequenceRange(position, piece.coverage.last)
 
 
-def unread(piece: Piece, source_first: int, from_hole: Sequence[SequenceRange] = ()) -> SequenceRange | None:
+def unread(
+    piece: Piece, source_first: int, from_hole: Sequence[SequenceRange] = (), given: int = 0
+) -> SequenceRange | None:
     """The least range with all that `attribute` counts as gone; None where nothing is."""
     if from_hole:
         return SequenceRange(from_hole[0].first, from_hole[-1].last)
-    if not gone_before_read(piece, source_first):
+    if not gone_before_read(piece, source_first, given):
         return None
-    below = [gap for gap in gaps(piece) if gap.first < source_first]
-    return SequenceRange(below[0].first, min(below[-1].last, source_first - 1))
+    below = [gap for gap in gaps(piece) if gap.first < source_first and gap.last >= given]
+    return SequenceRange(max(below[0].first, given), min(below[-1].last, source_first - 1))
 
 
-def gone_before_read(piece: Piece, source_first: int) -> int:
-    if (last := min(source_first - 1, piece.coverage.last)) < piece.coverage.first:
-        return 0
-    return last - piece.coverage.first + 1 - bisect_left(piece.examined, source_first)
+def gone_before_read(piece: Piece, source_first: int, given: int = 0) -> int:
+    first, last = max(piece.coverage.first, given), min(source_first - 1, piece.coverage.last)
+    received = bisect_left(piece.examined, source_first) - bisect_left(piece.examined, first)
+    return last - first + 1 - received if first <= last else 0
 
 
 def before_first_gap(piece: Piece) -> Piece | None:

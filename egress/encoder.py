@@ -3,16 +3,18 @@
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import pyarrow as pa
 
 from common.chain import Chain
-from common.errors import OutcomeUnknown, Unavailable
+from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.failpoints import failpoint
 from common.jetstream.api import STREAM_NOT_FOUND, absent
 from common.jetstream.durables import LIMITS
 from common.jetstream.requests import ApiError
+from common.segments.captures import CaptureStore
 from common.segments.columns import Columns, record_batch
 from common.segments.parquet_guard import ROW_GROUP_BYTES_LEVEL_0, ROW_OVERHEAD_BYTES
 from common.segments.segment import Footer, Ledger, Message, Tip
@@ -68,17 +70,17 @@ class SegmentFile:
         written = self._file.raw_bytes + self._file.rows * ROW_OVERHEAD_BYTES
         return min(written, ROW_GROUP_BYTES_LEVEL_0) + self._few_bytes
 
-    def add(self, piece: Piece, source_first: int, from_hole: Sequence[SequenceRange] = ()) -> None:
+    def add(self, piece: Piece, source_first: int, from_hole: Sequence[SequenceRange] = (), given: int = 0) -> None:
         """Append the piece, which follows the one before. Raises Unavailable where the disk is full.
 
-        `source_first`, `from_hole`: as in `attribute`.
+        `source_first`, `from_hole`, `given`: as in `attribute`.
         """
         self._add_rows(piece.rows, piece.size)
         first = self._coverage.first if self._coverage else piece.coverage.first
         self._coverage = SequenceRange(first, piece.coverage.last)
-        ledger = attribute(piece, source_first, filtered=self._filtered, from_hole=from_hole)
+        ledger = attribute(piece, source_first, filtered=self._filtered, from_hole=from_hole, given=given)
         self._ledger = self._ledger.plus(ledger)
-        if (gone := unread(piece, source_first, from_hole)) is not None:
+        if (gone := unread(piece, source_first, from_hole, given)) is not None:
             self._unread = SequenceRange((self._unread or gone).first, gone.last)
         self._last = piece.last or self._last
         _let_go()
@@ -145,7 +147,8 @@ class SourceQuestions:
     def __init__(self, deps: PartitionDeps, chain: Chain, source: SourceStream, inquiry: Inquiry, ended: Stop) -> None:
         self._deps, self._inquiry, self._ended = deps, inquiry, ended
         self._first, self._is_kept = source.first, source.retention == LIMITS
-        self._loops = Loops(deps, chain)
+        self._loops, self._chain, self._created = Loops(deps, chain), chain, source.created
+        self._skipped: tuple[SequenceRange, ...] | None = None  # once it was asked for
 
     async def first(self) -> int:
         if self._deps.partition.filter_subject and not self._is_kept:
@@ -153,6 +156,19 @@ class SourceQuestions:
         if not self._ended.is_set:
             self._first = await self._asked(self._inquiry.first(), self._first)
         return self._first
+
+    async def given(self, piece: Piece) -> int:
+        """As in `attribute`."""
+        if self._skipped is None:
+            self._skipped = await self._asked(self._deps.pools.io.run(self._read_skipped), ())
+        return max((each.last + 1 for each in self._skipped if piece.coverage.first in each), default=0)
+
+    def _read_skipped(self) -> tuple[SequenceRange, ...]:
+        with suppress(DataError):  # what cannot be read says nothing
+            found = CaptureStore(self._deps.chains.layout, self._deps.chains.objects).restored(self._chain)
+            if found is not None and found.skipped_to > found.end and found.is_of(self._created):
+                return (SequenceRange(found.end + 1, found.skipped_to),)
+        return ()
 
     async def without_looped(self, piece: Piece) -> Piece:
         """The piece without looped messages; what cannot be compared is archived as it is."""
@@ -225,22 +241,23 @@ class Encoder:
 
     async def next(self) -> bool:
         """False where the segment was ended because the source moved on in a hole."""
-        item, first = self._outbox[0], 1
+        item, first, given = self._outbox[0], 1, 0
         from_hole: Sequence[SequenceRange] = ()
         if isinstance(item, Piece):
             item = await self._source.without_looped(item)
             first = await self._source.first() if item.missing else 1
+            given = await self._source.given(item) if item.coverage.first < first else 0
             if self._fills_hole and item.missing and not gone_before_read(item, first):
                 from_hole = await self._source.gone(list(gaps(item)))
         # Only now: an error above must not lose the piece. An error below does lose it: the next piece would
         # cover its sequences without its rows.
         self._outbox.popleft()
         self._is_torn = True
-        goes_on = await self._encode(item, first, from_hole)
+        goes_on = await self._encode(item, first, from_hole, given)
         self._is_torn = False
         return goes_on
 
-    async def _encode(self, item: Emitted, first: int, from_hole: Sequence[SequenceRange]) -> bool:
+    async def _encode(self, item: Emitted, first: int, from_hole: Sequence[SequenceRange], given: int) -> bool:
         if isinstance(item, Close):
             await self._finish(item)
             return True
@@ -248,7 +265,7 @@ class Encoder:
         if self._fills_hole and gone_before_read(item, first):
             await self._cut(item)
             return False
-        await self._add(item, first, from_hole)
+        await self._add(item, first, from_hole, given)
         self._account.release(item.memory)
         return True
 
@@ -271,10 +288,12 @@ class Encoder:
         self._outbox.clear()
         self._is_cut = True
 
-    async def _add(self, piece: Piece, source_first: int, from_hole: Sequence[SequenceRange] = ()) -> None:
+    async def _add(
+        self, piece: Piece, source_first: int, from_hole: Sequence[SequenceRange] = (), given: int = 0
+    ) -> None:
         if self._open_file is None:
             self._open_file = await self._thread.run(SegmentFile, self._deps, self._chain)
-        await self._thread.run(self._open_file.add, piece, source_first, from_hole)
+        await self._thread.run(self._open_file.add, piece, source_first, from_hole, given)
         self._charge_file(self._open_file.held)
 
     async def _finish(self, why: Close) -> None:

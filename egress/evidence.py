@@ -464,8 +464,7 @@ class Inquiry:
             found, captures = False, CaptureStore(self._deps.chains.layout, self._deps.chains.objects)
             with suppress(DataError):  # which a restore reports
                 config, held = captures.config(chain), captures.consumers(chain)
-                durable = [each for each in (held.consumers if held else ()) if each.config.get("durable_name")]
-                found = any(elsewhere(chain.feed, config.config if config else {}, durable))
+                found = any(elsewhere(chain.feed, config.config if config else {}, held.pushed if held else {}))
             self._elsewhere = {chain: found}
         return self._elsewhere[chain]
 

@@ -18,10 +18,11 @@ that is not as it must be is never acted on (DataError, code E-STATE-JSON).
 from __future__ import annotations
 
 import hashlib
+import string
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -57,6 +58,7 @@ class _SourceKeys(msgspec.Struct, frozen=True):
     filter_subject: str = ""
     opt_start_seq: int = 0
     external: dict[str, str] | None = None
+    consumer: dict[str, Any] | None = None
     subject_transforms: list[dict[str, str]] | None = None
 
 
@@ -64,6 +66,7 @@ _VALUES = (("mirror", _SourceKeys), ("sources", list[_SourceKeys]), ("republish"
 _KINDS: list[tuple[str, Any]] = [*((key, kind) for kind, keys in _KEYS for key in keys.split()), *_VALUES]
 _KNOWN = msgspec.json.Decoder(msgspec.defstruct("_Known", [(key, kind | None, None) for key, kind in _KINDS]))
 _JSON = msgspec.json.Encoder()
+_DIGITS = string.digits + string.ascii_uppercase + string.ascii_lowercase
 
 
 def check_config(config: Mapping[str, Any]) -> None:
@@ -161,6 +164,12 @@ class CapturedConsumers(_Capture, frozen=True):
 
     consumers: tuple[CapturedConsumer, ...]
 
+    @property
+    def pushed(self) -> dict[str, str]:
+        """To where the durable push consumers deliver, by their names."""
+        found = {each.name: each.config for each in self.consumers if each.config.get("durable_name")}
+        return {name: str(config["deliver_subject"]) for name, config in found.items() if config.get("deliver_subject")}
+
 
 class CapturedDeletions(_Capture, frozen=True):
     """The messages of `first` to `last` that the stream did not hold (`first`, `last`: as STREAM.INFO had them; nothing
@@ -192,7 +201,8 @@ class CapturedRestore(_Capture, frozen=True):
     """The stream was restored by `floe restore` up to sequence `end`: the one created at `created` is what the archive
     holds. `was`: when the lost one was created; `ends`: for each partition of the incarnation, where its archive ended.
     `seen`: where a cluster holds it, when it was looked at last, else empty: each server of a cluster may say another
-    time of its creation, all of them between `was` and `seen`.
+    time of its creation, all of them between `was` and `seen`. `skipped_to`: the sequences behind `end` up to this one
+    were lost and are given to no message (0: none).
 
     Raises ValueError for a value outside its range.
     """
@@ -201,9 +211,11 @@ class CapturedRestore(_Capture, frozen=True):
     was: str
     ends: dict[int, int]
     seen: str = ""
+    skipped_to: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _expect("skipped_to", self.skipped_to)
         parse_time(self.created)
         for text in (self.was, self.seen) if self.seen else ():
             parse_time(text)
@@ -240,28 +252,35 @@ def named(chain: Chain, document: Captured) -> Captured:
     return msgspec.structs.replace(document, chain=str(replace(chain, partition=0)))
 
 
-class _Consumer(Protocol):
-    @property
-    def name(self) -> str: ...
+def elsewhere(
+    name: str, config: Mapping[str, Any], pushed: Mapping[str, str], unknown: Collection[str] = ()
+) -> Iterator[str]:
+    """In words, one line each, effects outside of its own subjects of a stream that is made with this configuration.
 
-    @property
-    def config(self) -> Mapping[str, Any]: ...
-
-
-def elsewhere(name: str, config: Mapping[str, Any], consumers: Iterable[_Consumer]) -> Iterator[str]:
-    """In words, one line each, effects outside of its own subjects of a stream that is made with this configuration and
-    these consumers. `name`: expected of the stream.
+    `name`: expected of the stream; `pushed`: to where its push consumers deliver, by their names; `unknown`: the
+    sources that it reads again, by `source_key`.
     """
     if (found := str(config.get("name") or name)) != name and found.startswith(("KV_", "OBJ_")):
         yield f"stream {found!r:.80}: the name of a bucket, expected {name}"
     for source in config.get("sources") or []:
         through = f" through {api!r:.80}" if (api := (source.get("external") or {}).get("api")) else ""
-        yield f"sources: takes messages from stream {source['name']!r:.80}{through}"
+        again = ", all again: the archive has none of them" if source_key(source) in unknown else ""
+        yield f"sources: takes messages from stream {source['name']!r:.80}{through}{again}"
     if republish := config.get("republish"):
         yield f"republish: sends each new message to {republish.get('dest', '>')!r:.80} too"
-    for each in consumers:
-        if subject := each.config.get("deliver_subject"):
-            yield f"consumer {each.name}: deliver_subject {subject!r:.80}"
+    yield from (f"consumer {consumer}: deliver_subject {subject!r:.80}" for consumer, subject in pushed.items())
+
+
+def source_key(source: Mapping[str, Any]) -> str:
+    """The name, filters and destinations of a source of a stream, as `Nats-Stream-Source` has them."""
+    name, pairs = str(source["name"]), [(source.get("filter_subject"), "")]
+    for mark, of, key in ((":", "external", "api"), (":C=", "consumer", "name")):
+        if of_it := source.get(of):
+            digest = hashlib.sha256(str(of_it.get(key, "")).encode()).digest()
+            name += mark + "".join(_DIGITS[byte % len(_DIGITS)] for byte in digest[:8])
+    if transforms := source.get("subject_transforms"):
+        pairs = [(each.get("src"), each.get("dest", "")) for each in transforms]
+    return " ".join([name, *("\f".join(text or ">" for text in side) for side in zip(*pairs, strict=True))])
 
 
 def to_json(document: Captured) -> bytes:

@@ -41,6 +41,13 @@ if TYPE_CHECKING:
 @click.option("--subjects", metavar="A,B", help="With --as: its subjects; default: those that it had.")
 @click.option("--to-sequence", type=SequenceType(), help="The last sequence; default: all that is archived.")
 @click.option("--to-time", type=TimeType(), help="Up to, and without, this time.")
+@click.option(
+    "--skip-to-sequence",
+    type=SequenceType(),
+    is_flag=False,
+    flag_value=0,
+    help="New messages begin behind it. Without a number: the furthest that was seen.  [default: end of the archive]",
+)
 @click.option("--replicas", type=click.IntRange(1, 5), help="Default: as many as it had.")
 @click.option("--no-consumers", is_flag=True, help="Bring back no consumers.")
 @click.option("--dry-run", is_flag=True, help="Show what would be done, and whether the server lets it begin.")
@@ -73,6 +80,7 @@ async def restore(
     subjects: str | None,
     to_sequence: int | None,
     to_time: Moment | None,
+    skip_to_sequence: int | None,
     replicas: int | None,
     no_consumers: bool,
     dry_run: bool,
@@ -126,6 +134,8 @@ async def restore(
         raise UsageError("--subjects: expected only with --as: under its own name it has those that it had")
     if to_sequence is not None and to_time is not None:
         raise UsageError("expected one of --to-sequence and --to-time, found both")
+    if skip_to_sequence is not None and (to_sequence, to_time) != (None, None):
+        raise UsageError("--skip-to-sequence: expected only without --to-sequence and --to-time")
     settings, clock = load_settings(config, quiet=True), SystemClock()
     request = RestoreRequest(
         named.site,
@@ -142,6 +152,7 @@ async def restore(
         format=form,
         subjects=kept,
         allow_elsewhere=allow_elsewhere,
+        skip_to=skip_to_sequence,
     )
     store, chains = open_patiently(settings)
     with closing(store):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -194,6 +194,23 @@ class Fold:
             if headers[b"Nats-Schedule-Next"] == b"purge" and (subject := headers.get(b"Nats-Scheduler")):
                 found[row] = _hash(decode_subject(subject))
         return found
+
+
+class SourcedRow(NamedTuple):
+    """An archived message that came from a source of the stream; `origin`: its sequence there."""
+
+    sequence: int
+    timestamp_ns: int
+    origin: int
+
+
+def sourced_rows(batch: pa.RecordBatch) -> Iterator[tuple[str, SourcedRow]]:
+    """The rows that came from a source, by what `source_key` says of it; by its name alone before nats-server 2.10."""
+    for row, headers in _with(batch, b"Nats-Stream-Source"):
+        fields = headers[b"Nats-Stream-Source"].decode(errors="replace").split(" ")
+        if len(fields) > 1 and fields[1].isdecimal():
+            sequence, at = batch.column("sequence")[row].as_py(), batch.column("timestamp_ns")[row].as_py()
+            yield " ".join([fields[0], *fields[2:4]]), SourcedRow(sequence, at, int(fields[1]))
 
 
 def _with(batch: pa.RecordBatch, name: bytes) -> Iterator[tuple[int, dict[bytes, bytes]]]:

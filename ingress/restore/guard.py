@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import secrets
 import shlex
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 from common.clock import Clock, parse_time
 from common.errors import ConfigError, LeaseLost, OutcomeUnknown, Stopped
@@ -144,8 +145,8 @@ class GuardedStream:
 
     # Putting it to use
 
-    async def promote(self, filled: StreamInfo) -> list[str]:
-        """Give it its configuration. `filled`: as it was found just before.
+    async def promote(self, filled: StreamInfo, config: Mapping[str, Any]) -> list[str]:
+        """Give it its configuration, `config`. `filled`: as it was found just before.
 
         What of the configuration, beside what was so under the guard, the server does not keep, in words. Raises
         ConfigError where the server refuses it, Stopped where another stream got the configuration.
@@ -153,7 +154,7 @@ class GuardedStream:
         self._require()
         name, plan = self._name, self._plan
         try:
-            await self._client.api(f"STREAM.UPDATE.{token(name)}", dict(plan.config), timeout=30.0)
+            await self._client.api(f"STREAM.UPDATE.{token(name)}", dict(config), timeout=30.0)
         except OutcomeUnknown:
             if (info := await stream_info(self._client, name)) is None or info.marker:
                 raise
@@ -168,8 +169,8 @@ class GuardedStream:
                 code="E-RESTORE-PROMOTE",
             ) from error
         await self._check_promoted(filled)
-        log.info("stream restored", action="restored", stream=name, last=plan.end)
-        later = {key: value for key, value in plan.config.items() if key in AT_PROMOTION}
+        log.info("stream restored", action="restored", stream=name, last=plan.last)
+        later = {key: value for key, value in config.items() if key in AT_PROMOTION}
         return [f"configuration: {text}" for text in unlike(later, (await raw_info(self._client, name))["config"])]
 
     async def deliver(self) -> list[str]:
@@ -202,7 +203,7 @@ class GuardedStream:
         """Raises Stopped where the configuration was given to another stream than the one that was compared: in a
         cluster, one that was made later than that was looked at.
         """
-        info, end, created = await stream_info(self._client, self._name), self._plan.end, filled.created
+        info, end, created = await stream_info(self._client, self._name), self._plan.last, filled.created
         is_it = info is not None and (
             info.created == created or (info.leader and parse_time(info.created) < parse_time(filled.time))
         )

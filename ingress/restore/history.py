@@ -26,6 +26,7 @@ from common.segments.captures import (
     CaptureStore,
     check_config,
     elsewhere,
+    source_key,
 )
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
@@ -38,6 +39,7 @@ from ingress.replay.plan import ChainRange, ReplayChain
 from ingress.replay.request import Request
 from ingress.replay.survey import ReplaySurvey, Timing, known_chains
 from ingress.restore.archive import bounded, quiet
+from ingress.restore.fold import SourcedRow, sourced_rows
 from ingress.restore.plan import (
     BEFORE,
     FurtherFeed,
@@ -236,10 +238,21 @@ class ArchivedHistory:
             deletions = deletions or self._captures.deletions(of, end, moment_ns)
             if (document := self._documents.read_stream(of)) is None or not document.continues:
                 break  # a stream that was set back is not what was captured of it before
-        consumers, inexact = bounded(captured, end) if captured else ([], [])
+        stood, skip_to, near = (0, ""), 0, list[str]()
+        if not request.is_in_the_past:
+            stood, near = self._stood(newest), [*self._neighbours(newest)]
+            before = self._captures.restored(newest)
+            skip_to = max(end, before.skipped_to if before else 0)
+            stood = stood if stood[0] > skip_to else (0, "")  # else nothing is lost that was not lost before
+        if 0 < (request.skip_to or end) < end:
+            raise UsageError(
+                f"--skip-to-sequence: expected {end}, where the archive ends, or more, found {request.skip_to}"
+            )
+        if request.skip_to is not None:
+            skip_to = max(skip_to, request.skip_to or stood[0])
+        consumers, inexact = bounded(captured, max(end, skip_to)) if captured else ([], [])
         if not request.promote:
             consumers = [quiet(consumer) for consumer in consumers]
-        stood = (0, "") if request.is_in_the_past else self._stood(newest)
         rows = sum(part.rows for chain in chains for part in chain.parts)
         filters = {c.chain: d.filters for c in chains if (d := self._documents.read_chain(c.chain)) is not None}
         subjects = [str(subject) for subject in config.get("subjects") or []]
@@ -256,6 +269,7 @@ class ArchivedHistory:
             consumers=tuple(consumers),
             deletions=deletions,
             moment_ns=moment_ns,
+            skip_to=skip_to,
             is_renamed=request.name not in ("", was),
             lossy=(
                 *losses(chains, subjects, filters),
@@ -265,7 +279,7 @@ class ArchivedHistory:
         )
         if request.promote and not plan.is_renamed:
             further = tuple(self._further(newest, was, created, end))
-            uneven = () if request.is_in_the_past else tuple(each.line(end) for each in further)
+            uneven = () if request.is_in_the_past else tuple(each.line(end, plan.last) for each in further)
             plan = replace(plan, further=further, lossy=(*plan.lossy, *uneven))
         begin, skipped = begin_of(plan.parts, plan.config, now_ns, counts=plan.fold().is_none)
         is_later = begin > plan.begin
@@ -274,11 +288,43 @@ class ArchivedHistory:
         missing = dict.fromkeys(each.line for each in late if each.is_known)
         notes += [each.line for each in late if not each.is_known]
         plan = replace(plan, begin=max(begin, plan.begin), lossy=(*missing, *plan.lossy))
-        if request.promote and (effects := tuple(elsewhere(request.name or request.feed, plan.config, consumers))):
-            self._request = replace(request, reaches=True)
-            plan = replace(plan, request=self._request, elsewhere=effects)
+        if request.promote:
+            plan = self._reaching(plan)
         found = forecast(plan, now_ns, captured=captured, skipped=skipped if is_later else (), stood=stood)
-        return replace(plan, notes=tuple(dict.fromkeys([*notes, *found, *left_out(config, plan.name), *inexact])))
+        found += [*near, *left_out(config, plan.name), *inexact]
+        return replace(plan, notes=tuple(dict.fromkeys([*notes, *found])))
+
+    def _reaching(self, plan: RestorePlan) -> RestorePlan:
+        """The plan with its effects elsewhere, and with how far its sources were taken. Blocking."""
+        keys = {source_key(source) for source in plan.config.get("sources") or []}
+        sourced, name = self._sourced(plan, keys) if keys else {}, self._request.name or self._request.feed
+        pushed = {each.name: str(to) for each in plan.consumers if (to := each.config.get("deliver_subject"))}
+        effects = tuple(elsewhere(name, plan.config, pushed, keys - {*sourced}))
+        self._request = replace(self._request, reaches=bool(effects))
+        return replace(plan, request=self._request, elsewhere=effects, sourced=sourced)
+
+    def _sourced(self, plan: RestorePlan, keys: Collection[str]) -> dict[str, SourcedRow]:
+        """The newest archived message of each source, read from the end backwards."""
+        parts = [(part.stretch.rows, chain.chain) for chain in plan.chains for part in chain.parts]
+        found, stop = dict[str, SourcedRow](), Stop()
+        stop.set()  # a store that is away ends a plan
+        for rows, chain in sorted(parts, key=lambda part: part[0].last, reverse=True):
+            if len(found) == len(keys) and all(row.sequence > rows.last for row in found.values()):
+                break
+            for batch in self._chain_rows(ChainRange(chain, rows), ("sequence", "timestamp_ns", "headers"), stop):
+                for key, row in sourced_rows(batch):
+                    for each in {key} & {*keys} or [of for of in keys if of.partition(" ")[0] == key]:
+                        found[each] = max(row, found.get(each, row))
+        return found
+
+    def _neighbours(self, newest: Chain) -> Iterator[str]:
+        """How far mirrors, and streams that source from this one, had read it, where that was captured, in words."""
+        if (captured := self._captures.consumers(newest)) is None:
+            return
+        for each in captured.consumers:
+            if each.name.startswith(("JS_MIRROR_", "JS_SRC_")):
+                of = (each.config.get("metadata") or {}).get("_nats.src.stream", "a stream elsewhere")
+                yield f"{of} had read up to {each.delivered_stream} by {each.name} ({captured.at})"
 
     def _moment(self, chains: Sequence[ReplayChain], archived: int) -> int | None:
         """The point in time (ns): as asked for, or the time of the last message up to the sequence that was asked for;
@@ -402,7 +448,7 @@ class ArchivedHistory:
         return merged([(each.rows.first, partial(self._chain_rows, each, columns, stop, ahead)) for each in cut])
 
     def _chain_rows(
-        self, each: ChainRange, columns: tuple[str, ...], stop: Stop, ahead: ReadAhead
+        self, each: ChainRange, columns: tuple[str, ...], stop: Stop, ahead: ReadAhead | None = None
     ) -> Iterator[pa.RecordBatch]:
         position, listings, backoff = each.rows.first, 0, Backoff(None, PAUSES)
         while position <= each.rows.last:

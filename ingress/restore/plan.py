@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -15,14 +15,14 @@ import pyarrow as pa
 from common.chain import Chain
 from common.clock import NS_PER_S, format_time
 from common.jetstream.api import GUARD, MARKER
-from common.segments.captures import Captured, CapturedConsumers, CapturedDeletions
+from common.segments.captures import Captured, CapturedConsumers, CapturedDeletions, source_key
 from common.segments.segment import Reason
 from common.sequences import SequenceRange
 from common.settings.types import counted, duration_words, size_words
 from common.subjects import covers
 from ingress.replay.plan import ReplayChain, ReplayPart, time_text
 from ingress.restore.archive import ArchiveConsumer, ArchiveState
-from ingress.restore.fold import Fold
+from ingress.restore.fold import Fold, SourcedRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ class RestoreRequest:
     and whose consumers deliver to nobody. `subjects`: of the stream that is made, empty for those that it had.
     `format`: of the archive that is sent: `auto`, `logical` or `files`. `server`: `local` for a drill on one that is
     started for it, else empty. `allow_elsewhere`: effects outside of its own subjects are permitted; `reaches`: the
-    plan has found such, so commands carry the permission.
+    plan has found such, so commands carry the permission. `skip_to`: the last sequence that no new message gets, 0 for
+    the furthest that was seen of the lost stream, None for the end of the archive.
     """
 
     site: str
@@ -54,6 +55,7 @@ class RestoreRequest:
     server: str = ""
     allow_elsewhere: bool = False
     reaches: bool = False
+    skip_to: int | None = None
 
     def options(self) -> Iterator[str]:
         """What a command says beside the feed to ask for the same."""
@@ -75,6 +77,8 @@ class RestoreRequest:
             yield f"--verify {self.verify}"
         if self.allow_lossy:
             yield "--allow-lossy"
+        if self.skip_to is not None:
+            yield f"--skip-to-sequence {self.skip_to}"
         if self.promote and (self.allow_elsewhere or self.reaches):
             yield "--allow-elsewhere"
         if self.force:
@@ -121,6 +125,21 @@ def guarded_config(config: Mapping[str, Any], marker: str) -> dict[str, Any]:
     kept["subjects"] = [f"{GUARD}{config['name']}"]
     kept["metadata"] = {**config["metadata"], MARKER: marker}
     return kept
+
+
+def begun_behind(
+    config: Mapping[str, Any], sourced: Mapping[str, SourcedRow], is_held: Callable[[SourcedRow], bool]
+) -> dict[str, Any]:
+    """`config`, in which each source of which no message is held begins behind the newest that is archived: else the
+    server would take all of its messages again.
+    """
+    found = dict(config)
+    if sourced:
+        found["sources"] = [dict(source) for source in config["sources"]]
+    for source in found["sources"] if sourced else ():
+        if (row := sourced.get(source_key(source))) is not None and not is_held(row):
+            source["opt_start_seq"] = row.origin + 1
+    return found
 
 
 def left_out(config: Mapping[str, Any], name: str) -> Iterator[str]:
@@ -204,12 +223,13 @@ class FurtherFeed:
     end: int
     is_filtered: bool
 
-    def line(self, upto: int) -> str:
-        given = SequenceRange(upto + 1, self.end)
-        return (
-            f"feed {self.feed} of the same stream is archived up to {self.end}: {given} would be given to new "
-            f"messages, and {self.feed} stops then (E-ROLLED-BACK)"
-        )
+    def line(self, upto: int, last: int) -> str:
+        """`upto`: the end of what is restored; `last`: new messages begin behind it."""
+        text = f"feed {self.feed} of the same stream is archived up to {self.end}: "
+        if last >= self.end:
+            return f"{text}{SequenceRange(upto + 1, self.end)} does not come back"
+        given = SequenceRange(last + 1, self.end)
+        return f"{text}{given} would be given to new messages, and {self.feed} stops then (E-ROLLED-BACK)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +242,8 @@ class RestorePlan:
     `is_renamed`: the lost stream had another name. `further`: other feeds of it that are archived further.
 
     `notes`: what will not be exact, in words; `lossy`: what of that is refused without `--allow-lossy`; `elsewhere`: as
-    `common.segments.captures.elsewhere`, none for a drill.
+    `common.segments.captures.elsewhere`, none for a drill. `skip_to`: new messages begin behind it, where that is
+    behind `end`. `sourced`: of each source the newest archived message, by its `source_key`.
     """
 
     request: RestoreRequest
@@ -241,10 +262,17 @@ class RestorePlan:
     notes: tuple[str, ...] = ()
     lossy: tuple[str, ...] = ()
     elsewhere: tuple[str, ...] = ()
+    skip_to: int = 0
+    sourced: Mapping[str, SourcedRow] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         return str(self.config["name"])
+
+    @property
+    def last(self) -> int:
+        """The last sequence of the stream: new messages begin behind it."""
+        return max(self.end, self.skip_to)
 
     @property
     def parts(self) -> list[ReplayPart]:
@@ -294,10 +322,10 @@ class RestorePlan:
         """
         last_ns = self.times[1]
         if first is None:
-            return ArchiveState(0, 0, self.end + 1, last_ns, self.end, last_ns)
+            return ArchiveState(0, 0, self.last + 1, last_ns, self.last, last_ns)
         begin, at = first.column("sequence")[0].as_py(), first.column("timestamp_ns")[0].as_py()
         messages = min(self.rows if folded is None else folded, self.end - begin + 1)  # the server takes no more
-        return ArchiveState(messages, self.bytes, begin, at, self.end, max(last_ns, at))
+        return ArchiveState(messages, self.bytes, begin, at, self.last, max(last_ns, at))
 
     def fold(self) -> Fold:
         config = self.config
@@ -317,6 +345,7 @@ class RestorePlan:
             "first": self.begin,
             "end": self.end,
             "archived": self.archived,
+            "last": self.last,
             "rows": self.rows,  # what a restore did says here how many it sent
             "archived_rows": self.rows,
             "bytes": self.bytes,
@@ -333,9 +362,11 @@ class RestorePlan:
         yield f"{request.site}/{request.feed} (incarnation {which}) into stream {self.name}"
         holds = f"{counted(self.rows, 'archived message')}, {size_words(self.bytes)}"
         if self.begin > self.end:
-            yield f"no message comes back: an empty stream, which goes on at {self.end + 1}"
+            yield f"no message comes back: an empty stream, which goes on at {self.last + 1}"
         else:
             yield f"sequences {self.begin} to {self.end}: {holds}"
+        if self.last > self.end:
+            yield f"new messages begin at {self.last + 1}: {SequenceRange(self.end + 1, self.last)} is left out"
         if self.rows:
             yield f"from {time_text(self.times[0])} to {time_text(self.times[1])}"
         subjects = ", ".join(self.config.get("subjects") or []) or "none"
@@ -498,10 +529,15 @@ def forecast(
     found = list[str]()
     if plan.rows and stood[0] > plan.end:
         lost = SequenceRange(plan.end + 1, stood[0])
-        found.append(
-            f"the stream stood at {stood[0]} ({stood[1]}): of {lost} nothing is archived, and the sequences are given "
-            "to new messages"
-        )
+        text = f"the stream stood at {stood[0]} ({stood[1]}): of {lost} nothing is archived"
+        if stood[0] > plan.last:
+            text += (
+                f", and {SequenceRange(plan.last + 1, stood[0])} is given to new messages, which no mirror and no "
+                f"stream gets that has read up to there; --skip-to-sequence {stood[0]} leaves it out"
+            )
+        found.append(text)
+    for key, row in plan.sourced.items():
+        found.append(f"source {key.partition(' ')[0]}: goes on behind {row.origin}, the newest of it that is archived")
     if skipped:
         gone = sum(p.rows for chain in plan.chains for p in chain.parts if p.stretch.rows.last < plan.begin)
         found.append(f"{counted(gone, 'message')} below {plan.begin} are not sent: {', '.join(skipped)}")
@@ -546,5 +582,5 @@ def forecast(
     if plan.end < plan.archived and plan.request.promote:
         found.append(f"the archive goes on to {plan.archived}: egress will ask what to do (E-ROLLED-BACK)")
     if plan.request.is_in_the_past:
-        found += [each.line(plan.end) for each in plan.further]
+        found += [each.line(plan.end, plan.last) for each in plan.further]
     return found

@@ -44,10 +44,10 @@ from ingress.errors import passes_by_itself
 from ingress.replay.drill import while_held
 from ingress.restore.archive import ArchiveWriter, muted, parts
 from ingress.restore.compare import Comparer, Digests, ReadBack, SentRows, Settling, differences, settle
-from ingress.restore.fold import Fold
+from ingress.restore.fold import Fold, SourcedRow
 from ingress.restore.guard import GuardedStream
 from ingress.restore.history import EXPIRED, ArchivedHistory, same_command
-from ingress.restore.plan import RestorePlan, RestoreRequest, guarded_config
+from ingress.restore.plan import RestorePlan, RestoreRequest, begun_behind, guarded_config
 from ingress.restore.preflight import (
     RESTORE_FAILED,
     ROOM,
@@ -69,6 +69,7 @@ GREW = "E-RESTORE-GREW"
 ATTEMPTS = 5  # from the beginning, where a server went away or gave a restore up
 PAUSES = doubling(1.0, 15.0)  # seconds between them
 AHEAD = 2 * 1024 * 1024  # bytes that are encoded while others are sent
+EXPIRES_SOON = 60.0  # seconds; what `max_age` drops within them is not counted on
 PROGRESS = 1.0  # seconds until long work says how far it is, and from one time to the next
 COLUMNS = ("sequence", "timestamp_ns", "subject", "subject_raw", "headers", "payload")
 FOLDED = ("sequence", "subject", "headers")  # what the first pass needs
@@ -176,6 +177,7 @@ class Restore:
         self._started, self._noted = clock.monotonic(), set[str]()
         self._owner = new_owner(settings.instance)
         self._guarded: GuardedStream | None = None  # of the attempt that is made
+        self._came = set[int]()  # of the newest messages of sources, those that were sent
 
     @property
     def _role(self) -> Literal["egress", "ingress"]:
@@ -326,24 +328,39 @@ class Restore:
             await self._threads.run(self._record, plan, filled)
             failpoint("restore.recorded")
             await self._keep_for_egress(client, plan)
-            not_kept = await guarded.promote(await guarded.filled())
+            filled = await guarded.filled()
+            not_kept = await guarded.promote(filled, self._begun_behind(plan, filled))
             failpoint("restore.promoted")
             await guarded.deliver()
             report = replace(report, not_kept=(*report.not_kept, *not_kept), is_promoted=True)
         return replace(report, seconds=self._clock.monotonic() - self._started)
+
+    def _begun_behind(self, plan: RestorePlan, filled: StreamInfo) -> dict[str, Any]:
+        """What it ends with: each source goes on behind a message that is held for certain, or begins behind the
+        newest archived one. A message that the server drops soon, or has dropped as acknowledged, is none.
+        """
+        age = int(plan.config.get("max_age") or 0)
+        since = int((self._clock.now() + EXPIRES_SOON) * NS_PER_S) - age if age else 0
+        is_kept = plan.config.get("retention", "limits") == "limits" and filled.messages > 0
+
+        def is_held(row: SourcedRow) -> bool:
+            is_there = row.sequence in self._came and row.sequence >= filled.first_sequence
+            return is_kept and is_there and row.timestamp_ns > since
+
+        return begun_behind(plan.config, plan.sourced, is_held)
 
     # Filling
 
     async def _fill(self, client: FloeClient, ready: Ready, marker: str) -> tuple[SentRows, int]:
         """Send everything; what was sent, and its bytes."""
         plan, writer = ready.plan, ready.writer
-        fold, digests = plan.fold(), Digests()
+        fold, digests, self._came = plan.fold(), Digests(), set()
         if fold.needs_pass:
             await self._seen(plan, fold)
         rows = self._sent(plan, fold, digests, client.max_payload)
         first = await self._waited(partial(next, rows, None), "reading of the archive")
         state = plan.state(first, fold.rows if fold.needs_pass else None)
-        marker = f"{marker} first={state.first_sequence} end={plan.end} rows={state.messages}"
+        marker = f"{marker} first={state.first_sequence} end={plan.last} rows={state.messages}"
         config = guarded_config(plan.config, f"{marker} format={writer.format}")
         consumers = [muted(consumer, plan.name) for consumer in plan.consumers]
         head = b"".join(writer.head(config, plan.created, state, consumers))
@@ -359,7 +376,7 @@ class Restore:
             failpoint("restore.sent")
             await upload.finish()
         digests.close()
-        return SentRows(digests.blocks, digests.rows, plan.end, config), upload.sent
+        return SentRows(digests.blocks, digests.rows, plan.last, config), upload.sent
 
     async def _encoded(
         self, rows: Iterator[pa.RecordBatch], writer: ArchiveWriter, batch: pa.RecordBatch | None, upload: ArchiveUpload
@@ -431,10 +448,12 @@ class Restore:
 
     def _sent(self, plan: RestorePlan, fold: Fold, digests: Digests, max_payload: int) -> Iterator[pa.RecordBatch]:
         """The rows that are sent, remembered in `digests`. Blocking."""
+        newest = [row.sequence for row in plan.sourced.values()]
         for batch in self._history.rows(plan, plan.begin, COLUMNS, self._stop):
             if (left := fold.left(batch)).num_rows:
                 check_sizes(left, max_payload)
                 digests.add(left)
+                self._came |= {*np.intersect1d(left.column("sequence"), newest).tolist()}
                 yield from parts(left, AHEAD)
 
     def _tell(self, plan: RestorePlan, fold: Fold, rows: int, size: int) -> None:
@@ -502,7 +521,8 @@ class Restore:
         ends = {c.chain.partition: c.range.rows.last for c in plan.chains if c.chain.incarnation == newest.incarnation}
         at = format_time(int(self._clock.now() * NS_PER_S))
         seen = filled.time if filled.leader else ""
-        self._captures.put(newest, CapturedRestore(at, plan.end, filled.created, plan.created, ends, seen))
+        skipped = plan.last if plan.last > plan.end else 0
+        self._captures.put(newest, CapturedRestore(at, plan.end, filled.created, plan.created, ends, seen, skipped))
 
 
 def _next(

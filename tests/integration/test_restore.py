@@ -947,7 +947,7 @@ async def test_effects_elsewhere_are_shown_and_permitted_before_anything_is_made
     stream, before, heard = await reaching(bench, sources=[{"name": up}], republish={"src": ">", "dest": f"{again}.>"})
     file, site = str(configuration(bench, {"stream": stream})), f"site/{stream}"
     effects = [
-        f"sources: takes messages from stream '{up}'",
+        f"sources: takes messages from stream '{up}', all again: the archive has none of them",
         f"republish: sends each new message to '{again}.>' too",
         f"consumer first: deliver_subject 'push.first.{stream}'",
         f"consumer second: deliver_subject 'push.second.{stream}'",

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from common.clock import format_time
-from common.errors import FloeError, Stopped
+from common.errors import FloeError, Stopped, UsageError
 from common.jetstream.api import GUARD, MARKER, create_consumer, stream_info
 from common.jetstream.kv import KeyValue, state_key
-from common.segments.captures import CONFIG
+from common.segments.captures import CONFIG, CapturedConsumer, CapturedConsumers, CaptureStore
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
 from ingress.restore.guard import GuardedStream
@@ -25,6 +25,7 @@ from tests.integration.test_egress_repartition import uneven, until_cut
 from tests.integration.test_egress_retention import durables, emptied, lapses
 from tests.support import restoring as back
 from tests.support.basics import soon, unique
+from tests.support.commands import configuration, floe
 from tests.support.egress import SITE, Bench, Partitioned, Running, feed_of, publish_over
 from tests.support.ingress import Archive, Centre
 from tests.support.proxies import TcpProxy
@@ -308,6 +309,122 @@ async def test_the_command_of_egress_permits_the_effects_elsewhere_of_its_stream
         await bench.delete_stream(stream)
         await soon(lambda: "E-SOURCE-GONE" in str(running.status(stream)))
         assert f"site/{stream} --allow-elsewhere" in str(running.status(stream))
+
+
+async def begun_and_further(bench: Bench, last: int) -> str:
+    """A stream of which 200 messages are archived, and that a capture saw at `last`; it is gone."""
+    stream = await begun(bench)
+    await bench.publish(stream, [b"lost"] * (last - 200))
+    await back.capture(bench, stream, 200, deletions=True)
+    await bench.delete_stream(stream)
+    return stream
+
+
+@pytest.mark.parametrize("is_emptied", [False, True])
+async def test_sequences_that_were_lost_are_left_out_where_that_is_asked_for(bench: Bench, is_emptied: bool) -> None:
+    stream = await begun_and_further(bench, 250)
+    note = next(note for note in (await back.planned(bench, stream)).notes if "stood at 250" in note)
+    assert "201..250 is given to new messages, which no mirror" in note
+    assert "--skip-to-sequence 250 leaves it out" in note
+    with pytest.raises(UsageError, match="expected 200, where the archive ends, or more, found 199"):
+        await back.planned(bench, stream, skip_to=199)
+    file = str(configuration(bench, {"stream": stream}))
+    shown = await floe("restore", "-c", file, f"{SITE}/{stream}", "--dry-run", "--json", "--skip-to-sequence")
+    assert (shown.code, shown.json()["end"], shown.json()["last"]) == (0, 200, 250), shown
+    past = await floe("restore", "-c", file, f"{SITE}/{stream}", "--skip-to-sequence", "260", "--to-sequence", "9")
+    assert (past.code, "expected only without --to-sequence and --to-time" in past.err) == (2, True), past
+    report = await back.restored(bench, stream, skip_to=0)
+    assert (report.exit_code, report.plan.last) == (0, 250), [*report.lines()]
+    assert "new messages begin at 251: 201..250 is left out" in [*report.plan.lines()]
+    assert not any("given to new messages" in note for note in report.plan.notes)
+    await bench.publish(stream, [b"new"] * 5)
+    assert (await back.state(bench, stream))["last_seq"] == 255
+    if is_emptied:  # of what egress has not read too
+        await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 254})
+    # Lost again before egress has seen any of that: the sequences stay out, and nothing more is lost.
+    again = await back.planned(bench, stream)
+    assert (again.end, again.last, again.lossy) == (200, 250, ())
+    assert not any("stood at" in text for text in (*again.notes, *again.lossy))
+    async with bench.egress({"stream": stream}) as running:
+        await bench.archived_to(stream, 255)
+        assert running.state(stream) == "reading"
+    gone = {"gone_before_read": 3} if is_emptied else {}
+    assert bench.ledger(stream) == {"deleted": 50, **gone}
+    assert [footer.unread for footer in bench.footers(stream) if footer.unread] == (
+        [SequenceRange(251, 253)] if is_emptied else []
+    )
+    assert bench.chains.read_stream(bench.chain(stream, 1)) is None
+    before = await back.contents(bench, stream)
+    await bench.delete_stream(stream)
+    assert (await back.planned(bench, stream)).lossy == ()
+    report = await back.restored(bench, stream)
+    assert (report.exit_code, report.plan.last) == (0, 255)
+    if not is_emptied:
+        assert await back.contents(bench, stream) == before
+
+
+async def test_a_mirror_that_was_further_than_the_archive_goes_on_behind_what_is_left_out(bench: Bench) -> None:
+    stream, mirror = await begun(bench), unique("M")
+    await bench.publish(stream, [b"lost"] * 50)
+    await bench.client.api(f"STREAM.CREATE.{mirror}", {"name": mirror, "mirror": {"name": stream}})
+    await soon(lambda: ends_at(bench, mirror, 250))
+    await back.capture(bench, stream, 200, deletions=True)
+    await bench.delete_stream(stream)
+    assert (await back.restored(bench, stream, skip_to=250)).exit_code == 0
+    await bench.publish(stream, [b"new"] * 3)
+    await soon(lambda: ends_at(bench, mirror, 253))
+    assert [m.payload for m in (await back.contents(bench, mirror))[-4:]] == [b"lost", *[b"new"] * 3]
+
+
+async def ends_at(bench: Bench, stream: str, last: int) -> bool:
+    return await bench.last(stream) == last
+
+
+async def test_how_far_neighbours_had_read_is_said_where_it_was_captured(bench: Bench) -> None:
+    stream = await begun(bench)
+    config = {"name": "JS_SRC_k3", "metadata": {"_nats.src.stream": "COPY"}}
+    consumers = (CapturedConsumer(config, "2026-01-02T03:04:05Z", 240, 240, 240, 240),)
+    captures = CaptureStore(bench.chains.layout, bench.objects)
+    captures.put(bench.chain(stream), CapturedConsumers("2026-01-02T03:04:05Z", 200, consumers))
+    await bench.delete_stream(stream)
+    notes = (await back.planned(bench, stream)).notes
+    assert "COPY had read up to 240 by JS_SRC_k3 (2026-01-02T03:04:05Z)" in notes
+
+
+async def test_a_source_of_which_no_message_came_back_is_not_read_again(bench: Bench) -> None:
+    ups = [await bench.make_stream(unique(name)) for name in ("HELD", "LOST", "NONE")]
+    transform = {"subject_transforms": [{"src": f"{ups[1]}.>", "dest": f"moved.{ups[1]}.>"}]}
+    sources = [{"name": ups[0]}, {"name": ups[1], **transform}, {"name": ups[2], "filter_subject": f"{ups[2]}.never"}]
+    stream = await bench.make_stream(unique("R"), storage="file", subjects=[unique("own")], sources=sources)
+    for up in (ups[1], ups[2], ups[0]):
+        await bench.publish(up, [b"%d" % n for n in range(30)])
+        await soon(lambda: ends_at(bench, stream, 60 if up == ups[0] else 30))  # noqa: B023
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 60)
+    await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 31})
+    await back.capture(bench, stream, 60, deletions=True)
+    before = await back.contents(bench, stream)
+    await bench.delete_stream(stream)
+    plan = await back.planned(bench, stream)
+    assert plan.elsewhere == (
+        f"sources: takes messages from stream '{ups[0]}'",
+        f"sources: takes messages from stream '{ups[1]}'",
+        f"sources: takes messages from stream '{ups[2]}', all again: the archive has none of them",
+    )
+    for up in ups[:2]:
+        assert f"source {up}: goes on behind 30, the newest of it that is archived" in plan.notes
+    file = str(configuration(bench, {"stream": stream}))
+    drilled = await floe("drill", "-c", file, f"{SITE}/{stream}", "--exact", "--json")
+    assert (drilled.code, drilled.json()["differences"]) == (0, []), drilled
+    report = await back.restored(bench, stream, allow_elsewhere=True)
+    assert (report.exit_code, report.not_kept) == (0, ()), [*report.lines()]
+    for up in ups[:2]:
+        await bench.publish(up, [b"next"])
+    await soon(lambda: ends_at(bench, stream, 62))
+    found = await back.contents(bench, stream)
+    assert (found[:-2], [m.payload for m in found[-2:]]) == (before, [b"next"] * 2)
+    kept = (await back.config(bench, stream))["sources"]
+    assert [source.get("opt_start_seq") for source in kept] == [None, 31, None]
 
 
 async def test_egress_goes_on_where_its_state_was_lost_with_the_stream(bench: Bench) -> None:

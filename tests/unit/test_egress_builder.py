@@ -387,3 +387,21 @@ def test_messages_that_are_left_out_do_not_count_for_the_open_segment() -> None:
     found = bench.builder.open_segment
     assert found is not None
     assert (found.first, found.last, found.messages) == (1, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("source_first", "counts", "gone"),
+    [
+        (1, {"deleted": 22}, None),
+        (16, {"deleted": 22}, None),
+        (18, {"deleted": 20, "gone_before_read": 2}, SequenceRange(16, 17)),
+        (22, {"deleted": 18, "gone_before_read": 4}, SequenceRange(16, 21)),
+        (40, {"deleted": 10, "gone_before_read": 12}, SequenceRange(16, 30)),
+    ],
+)
+def test_sequences_that_a_restore_left_out_are_deleted_and_what_went_behind_them_is_gone(
+    source_first: int, counts: dict[str, int], gone: SequenceRange | None
+) -> None:
+    found = piece(SequenceRange(6, 30), [18, 19, 22])
+    assert attribute(found, source_first, filtered=False, given=16).to_json() == counts
+    assert unread(found, source_first, given=16) == gone

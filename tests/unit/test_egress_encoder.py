@@ -55,6 +55,9 @@ class Source:
             raise ReaderResetError("stream_changed", "gone")
         return self.moved_to
 
+    async def given(self, piece: Piece) -> int:
+        return 0
+
     async def gone(self, missing: Sequence[SequenceRange]) -> Sequence[SequenceRange]:
         return missing
 

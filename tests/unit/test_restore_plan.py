@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from common.segments.captures import (
     CapturedDeletions,
     CaptureStore,
     deleted_ranges,
+    source_key,
 )
 from common.segments.keys import Layout
 from common.segments.segment import Message
@@ -28,13 +30,14 @@ from common.sequences import SequenceRange, Stretch
 from ingress.replay.plan import ReplayPart
 from ingress.restore.archive import ArchiveConsumer, bounded, muted, unmuted
 from ingress.restore.compare import SIZE, Digests, SentRows, block_of, state_differences, unlike
-from ingress.restore.fold import Fold
+from ingress.restore.fold import Fold, SourcedRow, sourced_rows
 from ingress.restore.history import merged, same_command
 from ingress.restore.plan import (
     RestoreRequest,
     before_begin,
     before_floor,
     begin_of,
+    begun_behind,
     gone_below,
     guarded_config,
     left_out,
@@ -273,6 +276,33 @@ def test_a_push_consumer_is_quiet_until_the_stream_is_in_use_and_is_read_back_as
     assert muted(pull, "S") is pull
     captured = CapturedConsumers(AT, 1, (CapturedConsumer(dict(quiet.config), AT),))
     assert bounded(captured, 1)[0][0].config["deliver_subject"] == "a.b"
+
+
+@pytest.mark.parametrize(
+    ("source", "key"),
+    [
+        ({"name": "UP"}, "UP > >"),
+        ({"name": "UP", "filter_subject": "up.a"}, "UP up.a >"),
+        ({"name": "UP", "subject_transforms": [{"src": "a", "dest": "b.a"}, {"src": "c"}]}, "UP a\fc b.a\f>"),
+        ({"name": "UP", "external": {"api": "$JS.leaf.API"}}, "UP:HASH > >"),
+    ],
+)
+def test_a_source_is_known_by_what_its_messages_say(source: dict[str, Any], key: str) -> None:
+    assert re.sub(":[0-9A-Za-z]{8} ", ":HASH ", source_key(source)) == key
+    text = f"NATS/1.0\r\nNats-Stream-Source: {source_key(source).replace(' ', ' 30 ', 1)} up.a ident\r\n\r\n"
+    batch = batch_of([Message(4, 5, b"up.a", text.encode(), b""), row(7)])
+    assert [*sourced_rows(batch)] == [(source_key(source), SourcedRow(4, 5, 30))]
+    old = batch_of([Message(4, 5, b"up.a", b"NATS/1.0\r\nNats-Stream-Source: UP 9\r\n\r\n", b"")])
+    assert [*sourced_rows(old)] == [("UP", SourcedRow(4, 5, 9))]
+
+
+def test_a_source_begins_behind_the_archived_ones_only_where_no_message_of_it_came_back() -> None:
+    config = {"name": "S", "sources": [{"name": "HELD"}, {"name": "LOST", "opt_start_seq": 3}, {"name": "NONE"}]}
+    sourced = {"HELD > >": SourcedRow(10, 1, 20), "LOST > >": SourcedRow(9, 1, 30)}
+    found = begun_behind(config, sourced, lambda row: row.sequence == 10)
+    assert found["sources"] == [{"name": "HELD"}, {"name": "LOST", "opt_start_seq": 31}, {"name": "NONE"}]
+    assert config["sources"][1] == {"name": "LOST", "opt_start_seq": 3}
+    assert begun_behind({"name": "S"}, {}, lambda row: False) == {"name": "S"}
 
 
 def test_each_command_for_a_plan_with_effects_elsewhere_permits_them_and_a_drills_has_none() -> None:
