@@ -20,7 +20,7 @@ from common.service.process import Threads
 from common.tasks import first_of, guarded, together, told_late
 from ingress import metrics
 from ingress.chains.prefetch import Prefetcher
-from ingress.discovery.sites import Sites
+from ingress.discovery.sites import Sites, in_turn
 from ingress.errors import leading, passes_by_itself
 
 log = get_logger(__name__)
@@ -31,6 +31,7 @@ LOOK_UP_ALL = 300.0  # seconds between two listings of the chains' documents
 LOOK_UPS = 2  # of these at the same time: a poll must find a free thread
 TICK = 10.0  # seconds at most between two looks at chains that wait
 SPACING = 0.05  # seconds between two looks that notifications cause: a thousand in a second cause twenty
+MOST_TAILS = 2000  # that one poll reads, of all sites in turn; the next poll reads others
 MOST_NEW = 64  # unknown chains that one look takes from notifications; the next poll finds the others
 
 
@@ -163,17 +164,19 @@ class Discovery:
             return
         etags = await told_late(self._threads.run(self._documents.tails), LATE, self._late)
 
-        async def read(chain: Chain, etag: str) -> None:
+        async def read(chain: Chain) -> None:
             end = await self._threads.run(self._documents.read_tail, chain)
-            self._known[chain], self._etags[chain] = end, etag
+            self._etags.pop(chain, None)
+            self._known[chain], self._etags[chain] = end, etags[chain]  # the one read last stands last
             self._tell([chain], self.listeners)
 
-        reads = [
-            read(chain, etag)
-            for chain, etag in etags.items()
-            if self._etags.get(chain) != etag and (chain.site, chain.feed) in self._pairs
-        ]
-        answers = await asyncio.gather(*reads, return_exceptions=True)
+        wanted = {chain for chain in etags if (chain.site, chain.feed) in self._pairs}
+        changed = [chain for chain, etag in self._etags.items() if chain in wanted and etags[chain] != etag]
+        new = [chain for chain in etags if chain in wanted and chain not in self._etags]
+        chains = in_turn([*new, *changed], lambda chain: chain.site)
+        if any(chain not in self._etags for chain in chains[MOST_TAILS:]):
+            self.soon.set()
+        answers = await asyncio.gather(*map(read, chains[:MOST_TAILS]), return_exceptions=True)
         # One site's documents may be refused; where every tail is refused, that will not change.
         self.has_worked = self.has_worked or not answers or None in answers
         await self._tick()

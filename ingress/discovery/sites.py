@@ -6,8 +6,10 @@ store does not answer does not count: no site could write then either.
 """
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from prometheus_client import Gauge
 
@@ -24,6 +26,20 @@ MOST_READ = 1000  # objects that one look reads; the next look reads others
 READ_AT_ONCE = 4
 
 Shown = Mapping[tuple[str, ...], tuple[float, ...]]  # values of some gauges, by their labels
+
+
+T = TypeVar("T")
+
+
+def in_turn(items: Iterable[T], site: Callable[[T], str]) -> list[T]:
+    """One item of each site, then the next of each, and so on; those of one site in their order."""
+    taken = Counter[str]()
+
+    def turn(item: T) -> int:
+        taken[site(item)] += 1
+        return taken[site(item)]
+
+    return sorted(items, key=turn)
 
 
 @dataclass(slots=True)
@@ -72,7 +88,7 @@ class Sites:
             self._unanswered_since = None
         self._note([info for info in listed if self._site(info.key) in sites], now)
         changed = [known for known in self._known.values() if known.seen_etag != known.info.etag]
-        changed.sort(key=lambda known: known.read_at)
+        changed = in_turn(sorted(changed, key=lambda known: known.read_at), lambda known: self._site(known.info.key))
         gate = asyncio.Semaphore(READ_AT_ONCE)
         await asyncio.gather(*(self._read(known, gate, now) for known in changed[:MOST_READ]))
         self._sightings = newest(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -231,3 +232,26 @@ async def test_a_feed_with_too_many_chains_stops_and_the_others_are_carried(arch
 
     assert {state.stopped.code for state in chains if state.stopped} == {"E-CHAINS"}
     assert not centre.stored.keys() & set(crowd)
+
+
+async def test_documents_of_one_site_hold_up_no_other(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
+    hostile, go_on, waited = BIG.next_incarnation(), threading.Event(), threading.Event()
+    archive.put(rows_of(1, 5, BIG), chain=BIG)
+    archive.begin(hostile, previous={0: 5})
+    archive.put(rows_of(1, 5, hostile), chain=hostile)
+    for chain in SMALL:
+        archive.put(rows_of(1, 5, chain), chain=chain)
+    real = archive.documents.read_stream
+
+    def read(chain: Chain) -> Any:
+        if chain.site == BIG.site and not go_on.wait(PATIENCE):
+            waited.set()
+        return real(chain)
+
+    monkeypatch.setattr(archive.documents, "read_stream", read)
+    async with Centre(archive).running() as centre:
+        await centre.reaches(dict.fromkeys(SMALL, 6))
+        assert not waited.is_set()
+        assert not centre.stored.keys() & {BIG, hostile}  # their ends are not known yet
+        go_on.set()
+        await centre.reaches({BIG: 6, hostile: 6})

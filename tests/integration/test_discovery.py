@@ -130,6 +130,36 @@ async def test_one_change_among_a_thousand_chains_costs_one_listing_and_one_read
         assert place.objects.calls == {"list": 1}
 
 
+async def test_a_site_with_many_tails_is_read_in_turn_with_the_others(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ingress.discovery.discovery.MOST_TAILS", 10)
+    hostile = [Chain("a-site", FEED, 0, number) for number in range(25)]
+    monkeypatch.setattr(place.target, "pairs", lambda: [(SITE, FEED), ("a-site", FEED)])
+    for chain in (*hostile, place.chain(0), place.chain(1)):
+        place.documents.write_tail(chain, 10)
+    place.discovery.add(place.target)  # type: ignore[arg-type]
+
+    read: list[Chain] = []
+    for number in range(3):
+        place.forget()
+        place.discovery.soon.clear()
+        await place.discovery.look()
+        read += [chain for chain, end in place.target.found_ if end is not None]
+        assert place.objects.calls["get"] == min(10, 27 - number * 10)
+        assert place.discovery.soon.is_set() is (number < 2)
+    assert {place.chain(0), place.chain(1)} <= set(read[:10])
+    assert sorted(read) == sorted([*hostile, place.chain(0), place.chain(1)])
+    for chain in (*hostile, place.chain(0)):  # once all are known, more than one poll takes waits for the next
+        place.documents.write_tail(chain, 20)
+    place.forget()
+    place.discovery.soon.clear()
+    await place.discovery.look()
+    assert (len(place.target.found_), place.discovery.soon.is_set()) == (10, False)
+    assert (place.chain(0), 20) in place.target.found_
+    place.threads.close()
+
+
 async def test_a_notification_wakes_its_chain_alone_and_asks_the_store_nothing(place: Place) -> None:
     place.make(20)
     async with place.looking():

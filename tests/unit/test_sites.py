@@ -116,3 +116,27 @@ async def test_a_sign_of_life_that_could_not_be_put_is_put_soon(tmp_path: Path) 
     await soon(lambda: len(documents.listed_alive()) == 1)
     stop.set()
     await running
+
+
+async def test_a_site_with_thousands_of_signs_of_life_makes_nobody_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ingress.discovery.sites.MOST_READ", 8)
+    documents, clock, threads = (
+        ChainStore(LocalObjects(tmp_path), Layout("data")),
+        ManualClock(time.time()),
+        Threads("t", 2),
+    )
+    sites = Sites(documents, threads, clock, 300.0)
+    pairs = {(CHAIN.site, CHAIN.feed), ("a-site", "NODES")}
+    for turn in range(5):
+        for number in range(40):
+            documents.write_alive(f"p{number}", Alive("a-site", "o", turn, ()))
+        documents.write_alive(
+            "host", Alive(CHAIN.site, "o", turn, (ChainSign(state="reading", since=turn, chain=CHAIN),))
+        )
+        await sites.look(pairs)
+        sighting = sites.of(CHAIN)
+        assert sighting is not None
+        assert sighting.time == turn
+    threads.close()
