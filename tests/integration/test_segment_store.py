@@ -29,7 +29,7 @@ from common.sequences import SequenceRange
 from tests.support.basics import SharedS3
 from tests.support.clock import ManualClock
 from tests.support.segments import CHAIN, batch_of, footer_of, message, read_all
-from tests.support.stores import FaultyStore, answering, raising
+from tests.support.stores import FaultyStore, answering, raising, refusing_conditions
 
 LAYOUT = Layout("data")
 ROWS = [message(n, b"payload %d" % n) for n in range(1, 101)]
@@ -208,6 +208,18 @@ def test_a_put_whose_answer_was_lost_is_settled_by_a_head(local: LocalObjects, m
     assert [key for verb, key in faulty.keys if verb == "put"] == [
         "data/_floe/site=us-east/feed=NODES/probe/wrong-checksum"
     ]
+
+
+def test_a_store_that_refuses_conditions_gets_the_segment_plainly(local: LocalObjects, make: Make) -> None:
+    faulty = refusing_conditions(local)
+    store = make(faulty)
+    spooled = spool(store)
+    ref = store.put(spooled)
+    assert rows_of(store, ref) == ROWS
+    assert all_puts_carry(faulty, spooled)
+    assert [key for verb, key in faulty.keys if verb == "put"].count(ref.key) == 1
+    store.put(spooled)
+    assert store.list(ref.chain) == [ref._replace(modified=store.list(ref.chain)[0].modified)]
 
 
 def test_a_put_that_was_lost_altogether_is_made_again(local: LocalObjects, make: Make) -> None:

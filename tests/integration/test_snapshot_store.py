@@ -10,7 +10,7 @@ import pytest
 
 from common.chain import Chain
 from common.errors import DataError, OutcomeUnknown, Refused, Unavailable
-from common.objects.port import ChecksumMismatch, ObjectStore
+from common.objects.port import ChecksumMismatch, ConditionsRefused, ObjectStore
 from common.objects.s3 import S3Account, S3Objects, S3Options
 from common.segments.documents import SnapshotRef, sampling_of
 from common.segments.keys import StateName
@@ -170,6 +170,7 @@ def test_what_a_line_damaged_is_fetched_again(local: SampledArchive) -> None:
         raising(OutcomeUnknown("answer lost"), after=True),
         raising(OutcomeUnknown("answer lost")),
         raising(ChecksumMismatch("damaged on its way")),
+        raising(ConditionsRefused("this store takes no conditions")),
         answering(True),  # accepted, and not kept
         answering(False),
     ],
