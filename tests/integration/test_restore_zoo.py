@@ -1,0 +1,561 @@
+"""A zoo of streams: each is archived by a real egress, lost and restored. What comes back is what it held, or the plan
+has the difference in numbers.
+
+Every kind lives twice: up to a moment T, and on. Between the two egress is drained, so that it captures what is there;
+and again at the end. A kind is restored to its end or to T, and compared with what it held then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import nats
+import pytest
+
+from common.clock import parse_time
+from common.jetstream.api import ask, create_consumer, stream_info
+from common.segments.segment import Message
+from egress.context import opened
+from egress.partition import partitions_of
+from egress.resolve import look, new_incarnation, plan_incarnation
+from ingress.restore.plan import RestorePlan
+from ingress.restore.restore import RestoreReport
+from tests.integration.test_egress_repartition import until_cut
+from tests.integration.test_restore import consume
+from tests.support import restoring as back
+from tests.support.basics import PATIENCE, soon, unique
+from tests.support.egress import SITE, Bench, feed_of
+
+pytestmark = pytest.mark.servers
+
+HOUR = 3_600_000_000_000
+AT_ONCE = 6  # restores beside each other
+
+
+def named(text: Any, stream: str, source: str = "") -> Any:
+    """`text`, or what holds texts, with the name of the stream in the place of ZOO."""
+    return json.loads(json.dumps(text).replace("ZOO", stream).replace("SOURCE", source))
+
+
+@dataclass
+class Pen:
+    """A stream of the zoo, and what may be done to it."""
+
+    bench: Bench
+    stream: str
+    feed: dict[str, Any]
+
+    async def put(
+        self, count: int, subject: str = "", headers: Mapping[str, str] | None = None, text: str = "", keys: int = 5
+    ) -> None:
+        """Publish `count` messages: on `subject`, or on `keys` subjects in turn."""
+        block = None
+        if headers:
+            block = "".join(["NATS/1.0\r\n", *(f"{name}: {value}\r\n" for name, value in headers.items()), "\r\n"])
+        for n in range(count):
+            where = subject.replace("ZOO", self.stream) or f"{self.stream}.k{n % keys}"
+            body = text.encode() if text else b"%d" % n * (n % 9)
+            raw = block.encode() if block else None
+            answer, _ = await self.bench.client.request_raw(where.encode(), body, raw, timeout=PATIENCE)
+            assert b'"error"' not in answer, answer
+
+    async def delete(self, *sequences: int) -> None:
+        for sequence in sequences:
+            await self.bench.client.api(f"STREAM.MSG.DELETE.{self.stream}", {"seq": sequence})
+
+    async def purge(self, **of: Any) -> None:
+        of = named(of, self.stream)
+        await self.bench.client.api(f"STREAM.PURGE.{self.stream}", of)
+
+    async def edit(self, **config: Any) -> None:
+        """Change the configuration, as `egress` captures it while it runs."""
+        found = (await ask(self.bench.client, f"STREAM.INFO.{self.stream}"))["config"]
+        await self.bench.client.api(f"STREAM.UPDATE.{self.stream}", {**found, **config})
+
+    async def set_back(self, sequence: int) -> None:
+        """Let the stream end at `sequence` again, as a server does whose disk is set back."""
+        await self.bench.delete_stream(self.stream)
+        await back.restored(self.bench, self.stream, to_sequence=sequence)
+
+    async def resolve(self, sequence: int | None = None) -> None:
+        """Decide as `floe egress resolve --new-incarnation` does."""
+        settings = self.bench.settings(self.feed)
+        async with opened(settings) as context:
+            cases = [await look(context, each) for each in partitions_of(SITE, settings.egress.feeds[0])]
+            await new_incarnation(context, cases, plan_incarnation(cases, sequence))
+
+    async def cut(self) -> None:
+        await until_cut(self.bench, self.feed | feed_of(self.stream, 2))
+
+    async def take(self, consumer: str, count: int) -> None:
+        await consume(self.bench, self.stream, consumer, count)
+
+
+Act = Callable[[Pen], Awaitable[None]]
+
+
+def puts(count: int = 30, **keys: Any) -> Act:
+    async def act(pen: Pen) -> None:
+        await pen.put(count, **keys)
+
+    return act
+
+
+def acts(*every: Act) -> Act:
+    async def act(pen: Pen) -> None:
+        for each in every:
+            await each(pen)
+
+    return act
+
+
+def deletes(*sequences: int) -> Act:
+    return lambda pen: pen.delete(*sequences)
+
+
+def purges(**of: Any) -> Act:
+    return lambda pen: pen.purge(**of)
+
+
+def edits(**config: Any) -> Act:
+    return lambda pen: pen.edit(**config)
+
+
+def takes(consumer: str, count: int) -> Act:
+    return lambda pen: pen.take(consumer, count)
+
+
+@dataclass
+class Kind:
+    """A kind of stream. `before`: what happens to it before egress runs; `then`: with all archived, before egress is
+    drained at T; `between`: at T; `after`, `last`: the same as the first two behind T. `feed`: keys of its feed;
+    `asks`: of the restore, `to_t`: up to T.
+
+    `missing`, `extra`: of the line of the plan that has the number of the messages that do not come back, or that come
+    back though they were deleted; empty: there are none. `told`: more that the plan must say. `incarnation`, `cut`: the
+    last incarnation, and how many partitions it has.
+    """
+
+    config: dict[str, Any] = field(default_factory=dict)
+    before: Act = field(default_factory=puts)
+    then: Act | None = None
+    after: Act = field(default_factory=partial(puts, 10))
+    last: Act | None = None
+    feed: dict[str, Any] = field(default_factory=lambda: {"capture_deletes": "10m"})
+    consumers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    asks: dict[str, Any] = field(default_factory=dict)
+    to_t: bool = False
+    name: str = "ZOO"
+    between: Act | None = None
+    incarnation: int = 0
+    cut: int = 1
+    missing: str = ""
+    extra: str = ""
+    told: Sequence[str] = ()
+    positions: bool = True
+    same_config: bool = True
+
+
+@dataclass
+class Truth:
+    """What a stream holds and is."""
+
+    rows: list[Message]
+    state: dict[str, Any]
+    config: dict[str, Any]
+    positions: dict[str, tuple[int, ...]]
+    at_ns: int
+
+
+async def truth(bench: Bench, stream: str) -> Truth:
+    now = parse_time((await ask(bench.client, f"STREAM.INFO.{stream}"))["ts"])
+    looks = [await each(bench, stream) for each in (back.contents, back.state, back.config, back.positions)]
+    rows, state, config, positions = looks
+    positions = {name: at for name, at in positions.items() if not name.startswith(("floe", "passing"))}
+    return Truth(rows, state, config, positions, now)
+
+
+NEVER = {"capture_deletes": "never"}
+EXPLICIT = {"ack_policy": "explicit"}
+
+
+async def counters(pen: Pen) -> None:
+    for n in range(20):
+        await pen.put(1, f"{pen.stream}.c{n % 3}", {"Nats-Incr": f"+{n}"}, text="")
+
+
+async def batches(pen: Pen) -> None:
+    for batch in range(3):
+        for n in range(1, 4):
+            commit = {"Nats-Batch-Commit": "1"} if n == 3 else {}
+            headers = {"Nats-Batch-Id": f"b{batch}", "Nats-Batch-Sequence": str(n), **commit}
+            await pen.put(1, f"{pen.stream}.a", headers)
+
+
+async def rolls(pen: Pen) -> None:
+    await pen.put(20)
+    await pen.put(1, f"{pen.stream}.k1", {"Nats-Rollup": "sub"})
+    await pen.put(8)
+
+
+async def rolls_all(pen: Pen) -> None:
+    await pen.put(20)
+    await pen.put(1, f"{pen.stream}.k1", {"Nats-Rollup": "all"})
+    await pen.put(8)
+
+
+async def odd(pen: Pen) -> None:
+    for n in range(9):
+        await pen.put(
+            1, f"{pen.stream}.é{n}", {"A": "1", "a": "2", "Nats-Msg-Id": f"m{n}", "Nats-Expected-Stream": pen.stream}
+        )
+        await pen.put(1, f"{pen.stream}.e", text="")
+
+
+async def schedules(pen: Pen) -> None:
+    await pen.put(10, f"{pen.stream}.out")
+    await pen.put(
+        1, f"{pen.stream}.s", {"Nats-Schedule": "@at 2199-01-01T00:00:00Z", "Nats-Schedule-Target": f"{pen.stream}.out"}
+    )
+
+
+def kv(history: int, **config: Any) -> dict[str, Any]:
+    """The configuration of a bucket that clients make, without its name and subjects."""
+    given = {"max_msgs_per_subject": history, "allow_rollup_hdrs": True, "deny_delete": True, "discard": "new"}
+    return {**given, "allow_direct": True, **config}
+
+
+async def keys(pen: Pen) -> None:
+    bucket = f"$KV.{pen.stream.removeprefix('KV_')}"
+    for n in range(30):
+        if n % 11 == 7:
+            await pen.put(1, f"{bucket}.k{n % 6}", {"KV-Operation": "DEL"}, text="")
+        elif n % 13 == 9:
+            await pen.put(1, f"{bucket}.k{n % 6}", {"KV-Operation": "PURGE", "Nats-Rollup": "sub"}, text="")
+        else:
+            await pen.put(1, f"{bucket}.k{n % 6}", text=f"v{n}")
+
+
+async def cleared(pen: Pen) -> None:
+    """As `nats kv compact`: markers go by a purge of their subjects."""
+    await pen.purge(filter=f"$KV.{pen.stream.removeprefix('KV_')}.k1")
+
+
+async def stored(pen: Pen) -> None:
+    client = await nats.connect(str(pen.bench.url))
+    objects = await client.jetstream().object_store(pen.stream.removeprefix("OBJ_"))
+    for number in range(3):
+        await objects.put(f"o{number}", b"x" * 200_000)
+    await client.close()
+
+
+async def replaced(pen: Pen) -> None:
+    client = await nats.connect(str(pen.bench.url))
+    objects = await client.jetstream().object_store(pen.stream.removeprefix("OBJ_"))
+    await objects.delete("o1")
+    await objects.put("o2", b"new" * 1000)
+    await client.close()
+
+
+def two(count: int) -> Act:
+    return acts(puts(count, subject="ZOO.0.a"), puts(count, subject="ZOO.1.a"))
+
+
+def set_back(sequence: int) -> Act:
+    return lambda pen: pen.set_back(sequence)
+
+
+def resolves(sequence: int | None = None) -> Act:
+    return lambda pen: pen.resolve(sequence)
+
+
+async def cuts(pen: Pen) -> None:
+    await pen.cut()
+
+
+async def forgets(pen: Pen) -> None:
+    """Leave the document of the incarnation as an egress of before this was recorded wrote it."""
+    chain = pen.bench.chain(pen.stream, 1)
+    document = pen.bench.chains.read_stream(chain)
+    assert document is not None
+    old = replace(document, continues_from=None, stream_first=None)
+    pen.bench.objects.put(pen.bench.chains.layout.stream_document(chain), old.to_json())
+
+
+ALL_CONSUMERS: dict[str, dict[str, Any]] = {
+    "clean": EXPLICIT,
+    "all": {"ack_policy": "all"},
+    "none": {"ack_policy": "none"},
+    "filtered": {**EXPLICIT, "filter_subjects": ["ZOO.k1", "ZOO.k2"]},
+    "start": {**EXPLICIT, "deliver_policy": "by_start_sequence", "opt_start_seq": 7},
+    "last": {**EXPLICIT, "deliver_policy": "last_per_subject", "filter_subject": "ZOO.>"},
+    "new": {**EXPLICIT, "deliver_policy": "new"},
+    "paused": {**EXPLICIT, "pause_until": "2199-01-01T00:00:00Z"},
+    "patient": {**EXPLICIT, "max_deliver": 5, "backoff": [10**9, 2 * 10**9]},
+    "limited": {**EXPLICIT, "max_ack_pending": 7, "max_waiting": 9, "inactive_threshold": HOUR, "metadata": {"a": "b"}},
+    "grouped": {**EXPLICIT, "priority_groups": ["a"], "priority_policy": "overflow"},
+    "push": {**EXPLICIT, "deliver_subject": "zoo.nobody.here"},
+}
+
+KINDS: dict[str, Kind] = {
+    # Limits and settings
+    "plain": Kind(),
+    "in memory": Kind({"storage": "memory"}),
+    "compressed": Kind({"compression": "s2"}),
+    "odd messages": Kind(before=odd),
+    "described": Kind({"description": "é", "metadata": {"own": "x"}, "duplicate_window": 10**9, "max_msg_size": 9000}),
+    "max_msgs": Kind({"max_msgs": 20}),
+    "max_bytes": Kind({"max_bytes": 1500}),
+    "max_age": Kind({"max_age": HOUR}),
+    "max_msgs_per_subject": Kind({"max_msgs_per_subject": 3}),
+    "one of each": Kind({"max_msgs_per_subject": 1, "allow_rollup_hdrs": True}, before=rolls),
+    "full": Kind({"max_msgs": 40, "discard": "new"}),
+    "full subjects": Kind({"max_msgs_per_subject": 9, "discard": "new", "discard_new_per_subject": True}),
+    "begins at 1000": Kind({"first_seq": 1000}),
+    "never used": Kind({"first_seq": 1000}, before=puts(0), after=puts(0)),
+    "never used from 1": Kind(before=puts(0), after=puts(0)),
+    "kept": Kind({"deny_delete": True, "deny_purge": True}),
+    "sealed": Kind(last=edits(sealed=True)),
+    "ttl": Kind({"allow_msg_ttl": True}, before=puts(headers={"Nats-TTL": "1h"})),
+    "markers": Kind({"allow_msg_ttl": True, "subject_delete_marker_ttl": 60 * 10**9, "max_age": HOUR}),
+    "rolled up": Kind({"allow_rollup_hdrs": True}, before=rolls),
+    "rolled up whole": Kind({"allow_rollup_hdrs": True}, before=rolls_all),
+    "transformed": Kind({"subject_transform": {"src": ">", "dest": "t.>"}}),
+    "republished": Kind({"republish": {"src": ">", "dest": "zoo.again.ZOO.>"}}, asks={"allow_elsewhere": True}),
+    "counters": Kind({"allow_msg_counter": True}, before=counters, after=counters),
+    "batches": Kind({"allow_atomic": True}, before=batches),
+    "schedules": Kind(
+        {"allow_msg_schedules": True, "allow_msg_ttl": True}, before=schedules, after=puts(3, subject="ZOO.out")
+    ),
+    # What is gone
+    "purged begin": Kind(then=purges(seq=11)),
+    "deleted": Kind(then=deletes(3, 4, 17)),
+    "deleted tail": Kind(last=deletes(39, 40)),
+    "deleted, not captured": Kind(then=deletes(3, 4, 17), feed=NEVER, extra="no deletions were captured"),
+    "purged, not captured": Kind(then=purges(seq=11), feed=NEVER, extra="no deletions were captured"),
+    "purged": Kind(last=purges()),
+    "purged subject": Kind(last=purges(filter="ZOO.k1")),
+    # Retention
+    "work queue": Kind({"retention": "workqueue"}),
+    "interest": Kind(
+        {"retention": "interest"},
+        before=puts(0),
+        consumers={"app": EXPLICIT},
+        then=acts(puts(30), takes("app", 10)),
+        last=takes("app", 12),
+    ),
+    "interest of two": Kind(
+        {"retention": "interest"},
+        before=puts(0),
+        consumers={"app": EXPLICIT, "late": EXPLICIT},
+        then=acts(puts(30), takes("app", 10)),
+        last=takes("late", 4),
+    ),
+    # Buckets
+    "KV": Kind(kv(1), before=keys, after=keys, name="KV_ZOO"),
+    "KV of history": Kind(kv(5), before=keys, after=keys, name="KV_ZOO"),
+    "KV compacted": Kind(kv(5), before=keys, after=puts(0), then=cleared, name="KV_ZOO"),
+    "KV with TTL": Kind(kv(2, max_age=HOUR, allow_msg_ttl=True), before=keys, after=keys, name="KV_ZOO"),
+    "objects": Kind(
+        kv(1, max_msgs_per_subject=-1, deny_delete=False), before=stored, after=replaced, name="OBJ_ZOO", feed={}
+    ),
+    # Neighbours
+    "sources": Kind(
+        {"sources": [{"name": "SOURCE"}], "subjects": []},
+        before=puts(0),
+        after=puts(0),
+        asks={"allow_elsewhere": True},
+    ),
+    "mirror": Kind({"mirror": {"name": "SOURCE"}}, before=puts(0), after=puts(0), same_config=False),
+    # Consumers
+    "consumers": Kind(
+        consumers=ALL_CONSUMERS,
+        then=acts(takes("clean", 12), takes("all", 4), takes("filtered", 3)),
+        asks={"allow_elsewhere": True},
+    ),
+    # Limits that were changed
+    "max_msgs lifted": Kind({"max_msgs": 20}, then=puts(15), after=acts(edits(max_msgs=-1), puts(10))),
+    "per subject raised": Kind(
+        {"max_msgs_per_subject": 2}, then=puts(15), after=acts(edits(max_msgs_per_subject=20), puts(10))
+    ),
+    "max_bytes lowered": Kind(after=acts(edits(max_bytes=1500), puts(10))),
+    # Up to T
+    "T": Kind(to_t=True),
+    "T, deleted later": Kind(then=deletes(5), after=puts(0), last=acts(deletes(6, 7), purges(seq=4)), to_t=True),
+    "T, deleted before and later": Kind(then=deletes(5), last=deletes(6, 7, 33), to_t=True),
+    "T, read later": Kind(
+        consumers={"app": EXPLICIT}, then=takes("app", 10), after=puts(0), last=takes("app", 15), to_t=True
+    ),
+    "T, KV": Kind(kv(3), before=keys, after=keys, name="KV_ZOO", to_t=True),
+    "T, consumers": Kind(consumers={"app": EXPLICIT}, then=takes("app", 10), last=takes("app", 15), to_t=True),
+    # Histories
+    "set back": Kind(between=acts(set_back(20), puts(15), resolves()), incarnation=1),
+    "set back, begun later": Kind(
+        between=acts(set_back(20), puts(15), resolves(26)),
+        incarnation=1,
+        missing="what it continues is the same stream up to 20 only",
+    ),
+    "set back, not recorded": Kind(
+        between=acts(set_back(20), puts(15), resolves()),
+        last=forgets,
+        incarnation=1,
+        missing="nothing tells that 0000 is the same stream",
+    ),
+    "cut anew": Kind(
+        {"subjects": ["ZOO.0.>", "ZOO.1.>"]},
+        before=two(9),
+        then=deletes(4),
+        between=cuts,
+        after=two(5),
+        incarnation=1,
+        cut=2,
+    ),
+    # Parts of a stream
+    "in the middle": Kind(
+        feed={"start_sequence": 11, "capture_deletes": "10m"}, missing="begins at 11, and the stream at 1"
+    ),
+    "in the middle, purged since": Kind(feed={"start_sequence": 11, "capture_deletes": "10m"}, then=purges(seq=21)),
+    "at its end": Kind(
+        feed={"start_at_end": True, "capture_deletes": "10m"}, missing="begins at 31, and the stream at 1"
+    ),
+    "filtered": Kind(feed={"filter_subject": "ZOO.k1"}, missing="the feed is filtered"),
+    "partitions": Kind(
+        {"subjects": ["ZOO.0.>", "ZOO.1.>"]},
+        before=two(9),
+        after=two(5),
+        then=deletes(4),
+        feed={**feed_of("ZOO", 2), "capture_deletes": "10m"},
+        cut=2,
+    ),
+    "partitions that leave out": Kind(
+        before=acts(two(9), puts(5, subject="ZOO.other")),
+        after=puts(2, subject="ZOO.0.b"),
+        cut=2,
+        feed={**feed_of("ZOO", 2), "capture_deletes": "10m"},
+        missing="the feed is filtered",
+    ),
+}
+
+
+# The zoo
+
+
+async def made(bench: Bench, kind: Kind, source: str, **config: Any) -> Pen:
+    stream = kind.name.replace("ZOO", unique("Z"))
+    subjects = {"KV_": [f"$KV.{stream[3:]}.>"], "OBJ": [f"$O.{stream[4:]}.C.>", f"$O.{stream[4:]}.M.>"]}
+    given = {"subjects": subjects.get(stream[:3], [f"{stream}.>"]), "storage": "file", **kind.config, **config}
+    if "mirror" in given:
+        del given["subjects"]
+    await bench.client.api(f"STREAM.CREATE.{stream}", {"name": stream, **named(given, stream, source)})
+    for name, consumer in kind.consumers.items():
+        await create_consumer(bench.client, stream, {"durable_name": name, **named(consumer, stream)})
+    return Pen(bench, stream, named({"stream": stream, **kind.feed}, stream))
+
+
+async def frozen(bench: Bench, pens: Mapping[str, Pen], acts: Callable[[Kind], Act | None], *, is_later: bool) -> None:
+    """Let egress archive all of them, do what `acts` says of each with all archived, and drain."""
+    feeds = [p.feed | (feed_of(p.stream, 2) if is_later and KINDS[k].cut == 2 else {}) for k, p in pens.items()]
+    async with bench.egress(*feeds) as running:
+        await soon(lambda: all(running.state(pen.stream) in ("reading", "idle") for pen in pens.values()))
+
+        async def work(name: str, pen: Pen) -> None:
+            kind = KINDS[name]
+            parts, number = (kind.cut if is_later or "partitions" in pen.feed else 1), kind.incarnation * is_later
+            chains = [replace(bench.chain(pen.stream, number), partition=part) for part in range(parts)]
+            await soon(lambda: archived(bench, chains, pen))
+            if (act := acts(kind)) is not None:
+                await act(pen)
+
+        await asyncio.gather(*(work(name, pen) for name, pen in pens.items()))
+
+
+async def archived(bench: Bench, chains: Sequence[Any], pen: Pen) -> bool:
+    info = await stream_info(bench.client, pen.stream)
+    assert info is not None
+    documents = [bench.chains.read_chain(chain) for chain in chains]
+    firsts = [document.first for document in documents if document is not None]
+    ends = [max((r.coverage.last for r in bench.store.list(chain)), default=0) for chain in chains]
+    return len(firsts) == len(chains) and all(
+        end >= info.last_sequence or first > info.last_sequence for first, end in zip(firsts, ends, strict=True)
+    )
+
+
+def problems(kind: Kind, held: Truth, found: Truth, plan: RestorePlan, report: RestoreReport) -> Iterator[str]:
+    """What of a restored stream is neither as it was nor said by the plan."""
+    was, now = ({row.sequence: row for row in each.rows} for each in (held, found))
+    lost, extra, lines = was.keys() - now.keys(), now.keys() - was.keys(), [*plan.notes, *plan.lossy]
+    if altered := [sequence for sequence in was.keys() & now.keys() if was[sequence] != now[sequence]]:
+        yield f"altered: {altered[:5]}"
+    for count, text, what in ((len(lost), kind.missing, "missing"), (len(extra), kind.extra, "not deleted")):
+        if bool(count) != bool(text):
+            yield f"{count} {what}, told: {text or 'nothing'!r}: {sorted(lost | extra)[:5]} …"
+        elif count and not any(text in line and is_number(line, count) for line in lines):
+            yield f"{count} {what}, and no line that has {text!r} and this number"
+    if bool(lost) != bool(plan.lossy):
+        yield f"{len(lost)} missing, lossy: {plan.lossy}"
+    if not lost and not extra and held.state != found.state:
+        yield f"state {held.state}, restored {found.state}"
+    if kind.same_config and held.config != found.config:
+        differing = {
+            key for key in held.config.keys() | found.config.keys() if held.config.get(key) != found.config.get(key)
+        }
+        yield f"configuration: { ({key: (held.config.get(key), found.config.get(key)) for key in differing}) }"
+    if kind.positions and held.positions != found.positions:
+        yield f"consumers {held.positions}, restored {found.positions}"
+    yield from (f"not told: {text}" for text in kind.told if not any(text in line for line in lines))
+    if report.exit_code:
+        yield f"exit {report.exit_code}: {[*report.lines()]}"
+
+
+def is_number(line: str, count: int) -> bool:
+    """Whether `line` says so many, or an upper bound."""
+    numbers = [int(text.replace(",", "")) for text in re.findall(r"(?<![\d.])\d[\d,]*(?![\d.])", line)]
+    bounds = [int(text.replace(",", "")) for text in re.findall(r"(?:up to|at most) (\d[\d,]*)", line)]
+    return count in numbers or any(bound >= count for bound in bounds)
+
+
+async def visited(bench: Bench, kinds: Mapping[str, Kind], **config: Any) -> dict[str, list[str]]:
+    """The problems of each kind that has some, `config` in each of them."""
+    source = await bench.make_stream(unique("S"), storage="file", **config)
+    await bench.publish(source, [b"%d" % n for n in range(30)])
+    pens = {name: await made(bench, kind, source, **config) for name, kind in kinds.items()}
+
+    async def every(acts: Callable[[Kind], Act | None]) -> None:
+        todo = [(act, pen) for name, pen in pens.items() if (act := acts(kinds[name])) is not None]
+        await asyncio.gather(*(act(pen) for act, pen in todo))
+
+    await every(lambda kind: kind.before)
+    await frozen(bench, pens, lambda kind: kind.then, is_later=False)
+    at_t = {name: await truth(bench, pen.stream) for name, pen in pens.items()}
+    await every(lambda kind: kind.between)
+    await every(lambda kind: kind.after)
+    await frozen(bench, pens, lambda kind: kind.last, is_later=True)
+    at_end = {name: await truth(bench, pen.stream) for name, pen in pens.items()}
+    for pen in pens.values():
+        await bench.delete_stream(pen.stream)
+    turns, wrong = asyncio.Semaphore(AT_ONCE), dict[str, list[str]]()
+
+    async def compare(name: str, kind: Kind, pen: Pen) -> None:
+        async with turns:
+            held = at_t[name] if kind.to_t else at_end[name]
+            asked = {**kind.asks, **({"to_time_ns": held.at_ns} if kind.to_t else {})}
+            plan = await back.planned(bench, pen.stream, **asked)
+            report = await back.restored(bench, pen.stream, allow_lossy=bool(plan.lossy), **asked)
+            found = [*problems(kind, held, await truth(bench, pen.stream), plan, report)]
+            if found:
+                wrong[name] = [*found, f"plan: {[*plan.notes, *plan.lossy]}"]
+
+    await asyncio.gather(*(compare(name, kinds[name], pen) for name, pen in pens.items()))
+    return wrong
+
+
+async def test_what_comes_back_is_what_was_there_or_the_plan_has_the_difference_in_numbers(bench: Bench) -> None:
+    assert len(KINDS) >= 40
+    wrong = await visited(bench, KINDS)
+    assert not wrong, "\n".join(f"{name}:\n  " + "\n  ".join(texts) for name, texts in wrong.items())
