@@ -126,7 +126,8 @@ async def deleted_sequences(client: FloeClient, stream: str) -> tuple[StreamInfo
         return None
     info = _stream_info(answer)
     try:
-        return info, sorted(map(_count, answer["state"].get("deleted") or []))
+        # A server says 0 of a stream that never held a message.
+        return info, sorted(filter(None, map(_count, answer["state"].get("deleted") or [])))
     except (TypeError, ValueError) as error:
         raise DataError(f"STREAM.INFO: expected deleted sequences, found {error!r:.80}") from None
 

@@ -547,18 +547,18 @@ def forecast(
         found.append(f"no consumers were captured{until}: none comes back")
     elif captured is not None:
         found.append(f"positions of consumers are those of {capture_age(captured, now_ns, plan.moment_ns)}")
-    retention = plan.config.get("retention", "limits")
+    retention, bound = plan.config.get("retention", "limits"), f"up to {counted(plan.rows, 'message')}"
     if plan.deletions is None and plan.rows:
         word = "acknowledged" if retention != "limits" else "deleted"
-        found.append(f"no deletions were captured{until}: messages that were {word} at the site come back")
+        found.append(f"no deletions were captured{until}: what was {word} at the site comes back, {bound}")
     elif plan.deletions is not None:
         known = plan.deletions
-        behind = f"behind {known.last}" if known.last < plan.end else "since"
+        behind = f"since, or behind {known.last}," if known.last < plan.end else "since"
         deleted = counted(sum(last - first + 1 for first, last in known.deleted), "sequence")
         age = capture_age(known, now_ns, plan.moment_ns)
         found.append(
             f"deletions are those of {age}, all below {known.first} and {deleted} behind it: what was deleted {behind} "
-            "comes back"
+            f"comes back, {bound}"
         )
     if plan.config.get("allow_msg_schedules"):
         found.append(
