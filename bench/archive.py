@@ -6,6 +6,7 @@ with at most 20 LISTs at the start of a session and one before each put.
 `compaction.plan_1m`: from the listings of 1,000 chains to what is merged of their 1,000,000 segments, as a run of
 compaction does it, below 1 GB.
 `compaction.merge`: inputs to a verified output, beside pyarrow reading and writing the same rows.
+`compaction.delete_small`: milliseconds for each segment of 15 messages that is proved to be in what stays, and deleted.
 `compaction.spark`: four such outputs by `local[2]` of Spark, beside the same merges one after the other on one core;
 without the start of the session and of its Python processes.
 `memory.merge.small`, `memory.merge.large`: the peak of a process that merges 0.2 and 4 GB of rows.
@@ -47,7 +48,7 @@ from common.open import open_store
 from common.segments.columns import record_batch
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.segments.keys import Layout, SegmentName
-from common.segments.segment import Footer, Ledger, SegmentRef
+from common.segments.segment import Footer, Ledger, Reason, SegmentRef
 from common.segments.store import PAGE, SegmentStore
 from common.segments.writer import SegmentWriter
 from common.sequences import Covered, SequenceRange
@@ -60,6 +61,8 @@ from compaction.failures import Failure
 from compaction.merge import COMPRESSION_LEVEL, Merged, merge
 from compaction.plan import Output
 from compaction.run import Compaction, LocalRunner, Runner, Selection, merge_one
+from compaction.supersede import made_by
+from compaction.tombstones import Tombstones
 from egress.archive import Archive
 from infra.emulator import SUBJECT
 from infra.fleet import Fleet, read_facts
@@ -245,14 +248,17 @@ def planned() -> Figure:
 INPUTS, INPUT_ROWS = 8, 50_000
 
 
-def inputs(store: SegmentStore, count: int = INPUTS, chain: Chain = CHAIN) -> list[SegmentRef]:
+def inputs(
+    store: SegmentStore, count: int = INPUTS, chain: Chain = CHAIN, rows: int = INPUT_ROWS, step: int = 1
+) -> list[SegmentRef]:
+    """Each holds `rows` messages, one of every `step` sequences."""
     bodies = payloads()
-    ranges = [SequenceRange(n * INPUT_ROWS + 1, (n + 1) * INPUT_ROWS) for n in range(count)]
-    return [_segment(store, chain, coverage, bodies) for coverage in ranges]
+    ranges = [SequenceRange(n * rows * step + 1, (n + 1) * rows * step) for n in range(count)]
+    return [_segment(store, chain, coverage, bodies, step) for coverage in ranges]
 
 
-def _segment(store: SegmentStore, chain: Chain, coverage: SequenceRange, bodies: list[bytes]) -> SegmentRef:
-    sequences = list(range(coverage.first, coverage.last + 1))
+def _segment(store: SegmentStore, chain: Chain, coverage: SequenceRange, bodies: list[bytes], step: int) -> SegmentRef:
+    sequences = list(range(coverage.first, coverage.last + 1, step))
     times = [1_700_000_000_000_000_000 + s for s in sequences]
     values = [bodies[s % len(bodies)] for s in sequences]
     subjects = [b"nodes.%d" % (s % 1000) for s in sequences]
@@ -260,7 +266,8 @@ def _segment(store: SegmentStore, chain: Chain, coverage: SequenceRange, bodies:
     raw = sum(map(len, values)) + sum(map(len, subjects))
     writer = SegmentWriter(store.new_spool(), level=0, compression_level=1)
     writer.append(batch)
-    footer = Footer(chain, 0, coverage, INPUT_ROWS, Ledger(), raw, times[0], times[-1], None, "bench")
+    ledger = Ledger({Reason.DELETED: len(coverage) - len(sequences)} if step > 1 else {})
+    footer = Footer(chain, 0, coverage, len(sequences), ledger, raw, times[0], times[-1], None, "bench")
     spooled = writer.finish(footer)
     try:
         return store.put(spooled)
@@ -303,6 +310,30 @@ def merge_rate() -> Figure:
             floor=lambda: raw / plain_copy(paths, Path(folder) / "copy.parquet"),
             value=merged,
         )
+
+
+SMALL, SMALL_ROWS = 1_000, 15
+
+
+def delete_rate() -> Figure:
+    """Milliseconds for each small segment that a run proves and deletes; half of its sequences have a row."""
+
+    def took() -> float:
+        with tempfile.TemporaryDirectory(prefix="floe-bench-") as folder:
+            store = SegmentStore(LocalObjects(Path(folder)), Layout("data"))
+            ChainStore(store.objects, store.layout).create_chain(CHAIN, ChainDocument((), 1, 1))
+            refs = inputs(store, SMALL, rows=SMALL_ROWS, step=2)
+            above = merge(store, Output(1, tuple(refs[:-1]))).ref
+            Tombstones(store.objects, store.layout).put(made_by(above, refs[:-1]))
+            run = Compaction(store, (), 0.0, LocalRunner(store))
+            started = time.perf_counter()
+            report = run.run(Selection())
+            elapsed = time.perf_counter() - started
+            assert (len(report.deleted), report.failures) == (SMALL - 1, [])
+            return elapsed
+
+    seconds = statistics.median(took() for _ in range(REPEATS))
+    return Figure("compaction.delete_small", round(1000 * seconds / SMALL, 3), "ms")
 
 
 #: Nodes of a fleet, and how many segments are merged: a day's, or where those are many, some.
@@ -509,6 +540,7 @@ BENCHES = [
     Bench("query.time_1pct", "1", "value <= 0.03", queried),
     Bench("compaction.plan_1m", "s", "value <= 20", planned),
     *(Bench(f"compaction.stored.{n}", "B/message", "ratio <= 0.8", partial(stored_bytes, n)) for n in FLEETS),
+    Bench("compaction.delete_small", "ms", "value <= 1.5", delete_rate),
     Bench("compaction.merge", "MB/s raw", "ratio >= 0.85", merge_rate),
     Bench("compaction.spark", "MB/s raw", "ratio >= 1.4", spark_rate),
     Bench("memory.merge.small", "MB", "value <= 600", small_merge),

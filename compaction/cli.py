@@ -344,7 +344,9 @@ def _compaction(config: str, settings: Settings, store: SegmentStore) -> Iterato
         prove = SparkProver(spark, store).prove if chosen.verify == "spark" else None
         grace = chosen.delete_grace if chosen.delete else None
         collect_seldom()
-        yield Compaction(store, chosen.levels, grace, runner, prove, check=spark.check)
+        compaction = Compaction(store, chosen.levels, grace, runner, prove, check=spark.check)
+        compaction.prove_deletions = chosen.prove_deletions
+        yield compaction
 
 
 def collect_seldom() -> None:

@@ -7,20 +7,27 @@ superseded segments in it.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from common.errors import DataError
 from common.segments.columns import CONTENT_COLUMNS, SCHEMA, first_difference
-from common.segments.parquet_guard import fork
+from common.segments.parquet_guard import SegmentGone, fork
 from common.segments.reader import SegmentReader
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, Stretch
-from compaction.supersede import Supersession
+from compaction.supersede import SegmentCover, Supersession
 from compaction.union import Values, pc
+
+IntArray = npt.NDArray[np.int64]
+
+DENSE = 1 << 20  # sequences of a coverage that are looked up all, before it is looked which of them have a row
+SMALL_BYTES = 1 << 20  # stored; a segment up to here is fetched whole, by one request
 
 
 def prove_by_reading(store: SegmentStore, supersession: Supersession) -> None:
@@ -35,6 +42,85 @@ def prove_by_reading(store: SegmentStore, supersession: Supersession) -> None:
             with store.open(stretch.segment, rows=stretch.rows) as above:
                 for window in _windows(above, stretch.rows):
                     _compare(supersession, readers, stretch, _rows(above, window), window)
+
+
+class Keeper:
+    """The segments that stay where others are deleted: are the rows of those in them? By sequence only.
+
+    Read again in the run that deletes: a tombstone is a proposal, whoever wrote it. Ask for ascending segments. Memory
+    is bounded by the sequences of one row group on each side.
+    """
+
+    def __init__(self, store: SegmentStore, staying: Sequence[SegmentRef]) -> None:
+        self._store, self._staying, self._cover = store, staying, SegmentCover(staying)
+        self._above: tuple[SegmentRef, SegmentReader] | None = None
+        self._group, self._sequences = -1, np.empty(0, np.int64)
+
+    def check(self, segment: SegmentRef) -> None:
+        """Raises DataError (E-ROWS-MISSING) for a row of `segment` that what stays does not hold; SegmentCorrupt,
+        SegmentGone and what the store raises. One that is deleted already is passed over.
+
+        Where what stays holds every sequence of its coverage, the segment need not be read.
+        """
+        coverage = segment.coverage
+        if len(coverage) <= DENSE and self._absent(coverage.first + np.arange(len(coverage))) is None:
+            return
+        try:
+            opened = self._opened(segment)
+        except SegmentGone:
+            return
+        with opened as below:
+            for batch in below.batches(columns=("sequence",)):
+                if (absent := self._absent(batch.column("sequence").to_numpy())) is not None:
+                    raise _missing(segment, *absent)
+
+    def _absent(self, wanted: IntArray) -> tuple[SegmentRef, int] | None:
+        """The first of `wanted`, ascending, that what stays lacks, with the segment that covers it."""
+        stretches = self._cover.over(SequenceRange(int(wanted[0]), int(wanted[-1])))
+        for stretch in stretches:
+            here = wanted[_part(wanted, stretch.rows)]
+            if (missing := self._absent_in(stretch.segment, here)) is not None:
+                return stretch.segment, missing
+        return None if stretches else (self._staying[-1], int(wanted[0]))
+
+    def _absent_in(self, above: SegmentRef, wanted: IntArray) -> int | None:
+        reader = self._reader(above) if wanted.size else None
+        for number, group in enumerate(reader.row_groups if reader else ()):
+            part = _part(wanted, group.range)
+            if part.start:
+                return int(wanted[0])
+            if reader and part.stop:
+                if number != self._group:
+                    batches = reader.batches(group.range, ("sequence",))
+                    self._sequences = np.concatenate([each.column("sequence").to_numpy() for each in batches])
+                    self._group = number
+                places = np.searchsorted(self._sequences, wanted[part])
+                found = self._sequences[np.minimum(places, self._sequences.size - 1)] == wanted[part]
+                if not found.all():
+                    return int(wanted[np.argmin(found)])
+                wanted = wanted[part.stop :]
+        return int(wanted[0]) if wanted.size else None
+
+    def _reader(self, above: SegmentRef) -> SegmentReader:
+        if self._above is None or self._above[0] != above:
+            self.close()
+            self._above, self._group = (above, self._opened(above)), -1
+        return self._above[1]
+
+    def _opened(self, segment: SegmentRef) -> SegmentReader:
+        """Of a large segment only its sequences are fetched."""
+        return self._store.open(segment) if segment.size <= SMALL_BYTES else self._store.open_part(segment)
+
+    def close(self) -> None:
+        if self._above is not None:
+            self._above[1].close()
+            self._above = None
+
+
+def _part(sequences: IntArray, within: SequenceRange) -> slice:
+    """Where those of `within` are in ascending `sequences`."""
+    begin, end = np.searchsorted(sequences, within.first), np.searchsorted(sequences, within.last, "right")
+    return slice(int(begin), int(end))
 
 
 class _Readers:

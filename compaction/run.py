@@ -34,7 +34,7 @@ from common.segments.store import SegmentStore
 from common.segments.table import WINDOW, SegmentTable
 from common.segments.unread import open_stretch
 from common.sequences import SequenceRange, cover
-from compaction.compare import prove_by_reading
+from compaction.compare import Keeper, prove_by_reading
 from compaction.failures import Failure
 from compaction.merge import Merged, merge
 from compaction.plan import Block, Output, Planner, Waiting, blocks, overlapping, unite
@@ -210,6 +210,8 @@ class Compaction:
         self._proofs = prove or (lambda supersessions: runner.map(prove_one, supersessions))
         self._chains = ChainStore(store.objects, store.layout)
         self._tombstones = Tombstones(store.objects, store.layout)
+        #: Whether a segment is deleted only once its sequences were found in what stays.
+        self.prove_deletions = True
         self.reported = Reported(store.objects, store.layout)
         self._report = Report()
 
@@ -437,14 +439,18 @@ class Compaction:
         for stone in index.deletable(now, grace):
             damaged = [s for s in stone.superseding if not self._store.is_intact(s)]
             failures += [_not_intact(s) for s in damaged]
-            for segment in () if damaged else stone.superseded:
-                self._check()
-                failpoint("compaction.delete_some")
-                try:
-                    self._store.delete(segment)
-                    deleted.extend([segment])
-                except FloeError as error:
-                    failures.append(Failure.of(f"delete of {segment.key}", error))
+            # One is deleted as soon as it is proved: what a stopped run has proved, the next one need not.
+            with closing(Keeper(self._store, stone.superseding)) as keeper:
+                for segment in () if damaged else sorted(stone.superseded, key=lambda s: s.coverage):
+                    self._check()
+                    failpoint("compaction.delete_some")
+                    try:
+                        if self.prove_deletions:
+                            keeper.check(segment)
+                        self._store.delete(segment)
+                        deleted.extend([segment])
+                    except FloeError as error:
+                        failures.append(Failure.of(f"delete of {segment.key}", error, chain))
         for key in index.done():
             self._store.objects.delete(key)
         if deleted:

@@ -96,7 +96,7 @@ def contained(segments: Sequence[SegmentRef]) -> list[Supersession]:
 
 def outstanding(segments: Sequence[SegmentRef], level: int) -> list[SegmentRef]:
     """The segments of `level` that nothing supersedes yet: what a merge of the level has to read."""
-    above = _Cover([s for s in segments if s.level > level])
+    above = SegmentCover([s for s in segments if s.level > level])
     largest = _largest_twins(s for s in segments if s.level == level)
     return [s for s in largest.values() if not above.over(s.coverage)]
 
@@ -105,7 +105,7 @@ def _contained(segments: Sequence[SegmentRef]) -> Iterator[tuple[Stretches, Segm
     # From the top down, so that a segment is replaced by what stays and not by what is itself replaced.
     staying: list[SegmentRef] = []
     for level in sorted({s.level for s in segments}, reverse=True):
-        above, same = _Cover(staying), [s for s in segments if s.level == level]
+        above, same = SegmentCover(staying), [s for s in segments if s.level == level]
         largest = _largest_twins(same)
         for segment in same:
             twin = largest[segment.coverage]
@@ -130,7 +130,7 @@ def _by_coverage(segment: SegmentRef) -> tuple[SequenceRange, str]:
     return segment.coverage, segment.name
 
 
-class _Cover:
+class SegmentCover:
     """The cover of some segments, computed once and asked many times."""
 
     def __init__(self, segments: Sequence[SegmentRef]) -> None:

@@ -201,6 +201,9 @@ class CompactionSettings(Section):
     levels: tuple[LevelSettings, ...] = option(_LEVELS, "which level becomes which")
     delete: t.Flag = option(True, "delete inputs that were merged")
     delete_grace: t.Duration = option("24h", "how long merged inputs stay, for readers that hold an older listing")
+    prove_deletions: t.Flag = option(
+        True, "read the sequences of what is deleted, and of what stays, once more in the run that deletes"
+    )
     allow_short_times: t.Flag = option(
         False, "take `delete_grace: 0s` and a `min_age` below 1m: for tests, where nobody else reads the store"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,19 +10,27 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
-from common.errors import Refused, Unavailable
+from common.errors import DataError, Refused, Unavailable
 from common.objects.local import LocalObjects
+from common.segments import writer
 from common.segments.segment import SegmentRef
+from compaction.compare import Keeper
 from compaction.failures import exit_code
 from compaction.plan import Output
 from compaction.run import Compaction, LocalRunner, Report, Selection
+from compaction.supersede import made_by
 from compaction.tombstones import Tombstones
+from tests.support.basics import seeded
 from tests.support.compaction import CHAIN, DUE, OTHER, Archive, TestPolicy, begun, rows
 
 
 @pytest.fixture
 def archive(tmp_path: Path) -> Archive:
     return begun(tmp_path, CHAIN, OTHER)
+
+
+#: Nothing is merged by it.
+NEVER = TestPolicy(min_age=10**9, max_wait=10**9, min_count=1000, min_size=10**9, max_size=10**9)
 
 
 def compaction(archive: Archive, *policies: TestPolicy, grace: float | None = 0) -> Compaction:
@@ -278,6 +287,79 @@ def test_a_spoiled_tombstone_is_reported_and_never_acted_on(archive: Archive):
     assert [f.line for f in report.failures if "E-STATE-JSON" in f.line] != []
     assert exit_code(report.failures) == 3
     assert sorted(f.exit_code for f in report.failures) == [3, 3]
+
+
+def test_a_tombstone_is_a_proposal_and_what_stays_must_hold_every_row(archive: Archive):
+    """Whoever may write to the bucket can write one, beside a segment that covers the rows and has not all of them."""
+    inputs = fill(archive)
+    poor = archive.put(1, 40, rows([n for n in range(1, 41) if n != 15]), level=1)
+    Tombstones(archive.objects, archive.layout).put(made_by(poor, inputs))
+    before = archive.objects.get(inputs[1].key)
+
+    report = run(archive, NEVER)
+
+    assert [s.coverage.first for s in report.deleted] == [1, 21], "what is proved goes"
+    [failure] = report.failures
+    assert "error[E-ROWS-MISSING]" in failure.line
+    assert "sequence 15 of " in failure.line
+    assert archive.objects.get(inputs[1].key) == before
+    assert exit_code(report.failures) == 3
+    assert run(archive, NEVER).told == report.failures, "and it is told once"
+
+
+def test_deletions_are_not_proved_where_that_is_switched_off(archive: Archive):
+    inputs = fill(archive)
+    poor = archive.put(1, 40, rows([1]), level=1)
+    Tombstones(archive.objects, archive.layout).put(made_by(poor, inputs))
+    trusting = compaction(archive, NEVER)
+    trusting.prove_deletions = False
+    assert [s.coverage.first for s in trusting.run(Selection()).deleted] == [1, 11, 21]
+
+
+def test_a_damaged_segment_is_not_deleted_before_somebody_looked_at_it(archive: Archive):
+    """Unless what stays holds every sequence of its coverage: then nothing of it can be missing."""
+    inputs = [archive.put(n, n + 9, rows(range(n, n + 9, 2)), age=700) for n in range(1, 41, 10)]
+    run(archive, grace=3600)
+    archive.path(inputs[0].key).write_bytes(b"?" * inputs[0].size)
+    for stone in tombstones(archive):
+        archive.age(stone, 4000)
+    report = run(archive, grace=3600)
+    assert [s.coverage.first for s in report.deleted] == [11, 21]
+    assert any("E-SEG-CORRUPT" in failure.line for failure in report.failures)
+
+
+def test_what_another_run_has_deleted_is_passed_over(archive: Archive):
+    gone = archive.put(1, 10)
+    above = archive.put(1, 10, rows(range(2, 11)), level=1)
+    archive.store.delete(gone)
+    with closing(Keeper(archive.store, [above])) as keeper:
+        keeper.check(gone)
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_every_absent_row_is_found_across_segments_row_groups_and_overlaps(
+    archive: Archive, monkeypatch: pytest.MonkeyPatch, number: int
+):
+    """Against sets of sequences: what goes, and what stays, begin and end anywhere."""
+    random = seeded(number)
+    monkeypatch.setattr(writer, "row_group_bytes", lambda _level: 600)  # some ten rows
+    held = {n for n in range(1, 101) if random.random() < 0.8}
+    middle = random.randrange(30, 70)
+    spans = [(1, middle + random.choice([0, 5])), (middle + 1, 100)]
+    staying = [archive.put(a, z, rows(n for n in range(a, z + 1) if n in held), level=2) for a, z in spans]
+    with closing(Keeper(archive.store, staying)) as keeper:
+        first = 1
+        while first <= 100:
+            last = min(100, first + random.randrange(30))
+            more = 0.1 if random.random() < 0.5 else 0.0
+            wanted = [n for n in range(first, last + 1) if n in held or random.random() < more]
+            goes, absent = archive.put(first, last, rows(wanted)), set(wanted) - held
+            if absent:
+                with pytest.raises(DataError, match=f"sequence {min(absent)} of "):
+                    keeper.check(goes)
+            else:
+                keeper.check(goes)
+            first = last + 1 - (random.randrange(5) if last < 100 and last - first > 5 else 0)
 
 
 def test_what_replaces_a_segment_must_be_there_when_it_is_deleted(archive: Archive):

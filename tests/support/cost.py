@@ -66,8 +66,8 @@ RUN = Requests(put=3, head=3, list=3)
 RUN_CHAIN = Requests(list=4)
 RUN_TOMBSTONE = Requests(get=2)  # that stands, for readers of older listings
 RUN_BURIED = Requests(list=1)  # of a chain in which one stands
-INPUT = Requests(get=2, delete=1)  # merged and proved, then deleted
-OUTPUT = Requests(put=2, get=4, head=2)  # read back, proved; its tombstone; looked at before its inputs go
+INPUT = Requests(get=3, delete=1)  # merged and proved, proved once more where it is deleted
+OUTPUT = Requests(put=2, get=6, head=2)  # read back, proved; its tombstone; read in the two runs in which inputs go
 
 
 def egress(segments: float, checks: float, *, snapshots: float = 0, alive: float = 0, captures: float = 0) -> Requests:
