@@ -1,23 +1,20 @@
 """Reads configuration files: all problems at once, each with its place, never a secret in a message."""
 
-import ipaddress
 import os
 import re
 import shlex
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
-from urllib.parse import urlsplit
 
 from pydantic import SecretStr, ValidationError
 
 from common.errors import ConfigError
 from common.settings import yaml
 from common.settings.root import UNBUILT, Settings, default_of, default_text, fields_of, is_secret, section_at
-from common.settings.types import FROM_FILE, Expanded, FileSecret, Section, regular
+from common.settings.types import FROM_FILE, Expanded, FileSecret, Section, is_in_clear, regular
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,15 +406,9 @@ def _insecure(settings: Settings) -> list[str]:
     sections = ("egress.nats.tls", "ingress.nats.tls", "store.tls")
     found = [f"{section}.{insecure}" for section in sections if attrgetter(section)(settings).insecure]
     clear = settings.store.endpoint_url
-    if clear.startswith("http://") and not _is_own(urlsplit(clear).hostname or ""):
+    if is_in_clear(clear):
         found.append(f"store.endpoint_url: {clear}: payloads are sent in clear (keys are not); use https://")
     return found
-
-
-def _is_own(host: str) -> bool:
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 def _exposed(values: _Values, name: str, settings: Settings) -> list[str]:

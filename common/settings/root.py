@@ -70,6 +70,9 @@ class StoreSettings(Section):
         "", "empty: the bucket's default"
     )
     encryption: EncryptionSettings = option({}, "encryption at rest")
+    allow_plaintext: t.Flag = option(
+        False, "send payloads without TLS to a store of another host; whoever listens on the way reads them"
+    )
     conditional_puts: Literal["auto", "yes", "no"] = option(
         "auto", "whether the store takes conditions; auto: until it refuses one; no: also where it ignores them"
     )
@@ -85,6 +88,9 @@ class StoreSettings(Section):
             yield "endpoint_url", "expected none beside a file:// store, found one"
         if self.endpoint_url.startswith("http:") and (self.tls.ca or self.tls.insecure):
             yield "tls", "expected none for an http:// endpoint, found some"
+        if t.is_in_clear(self.endpoint_url) and not self.allow_plaintext:
+            what = "expected https:// for a store of another host, found http://, which sends payloads in clear"
+            yield "endpoint_url", f"{what}; or allow_plaintext: true, where nobody listens on the way"
 
 
 LEAST_AGE = 60.0  # seconds; neighbours of younger segments may still be on their way

@@ -8,15 +8,17 @@ what it found, and never a secret.
 from __future__ import annotations
 
 import errno
+import ipaddress
 import re
 import stat
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path as FilePath
 from typing import Annotated, Any, Self
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -353,6 +355,14 @@ def host_url(schemes: Sequence[str], credentials: str, *, or_empty: bool = False
         return text
 
     return AfterValidator(check)
+
+
+def is_in_clear(url: str) -> bool:
+    """Whether what goes to `url` leaves this host without TLS."""
+    host = urlsplit(url).hostname or ""
+    with suppress(ValueError):
+        return url.startswith("http:") and not ipaddress.ip_address(host).is_loopback
+    return url.startswith("http:") and host != "localhost"
 
 
 def check_store_url(text: str) -> str:

@@ -158,7 +158,7 @@ async def test_people_get_a_table_and_what_to_do(nats_url: str, tmp_path: Path) 
 async def test_what_does_not_answer_holds_up_none_of_the_others(
     nats_url: str, s3: SharedS3, away: str, tmp_path: Path
 ) -> None:
-    dead = store_of(s3, "floe") | {"endpoint_url": f"http://{away}"}
+    dead = store_of(s3, "floe") | {"endpoint_url": f"http://{away}", "allow_plaintext": True}
     config = write(tmp_path, dead, {"url": nats_url}, **egress(filter_subject="a.>"))
     began = time.monotonic()
     found = await examined(config, code=1)
@@ -207,7 +207,7 @@ def todos(found: dict[str, dict[str, Any]]) -> tuple[str, str]:
 
 
 async def test_what_to_do_is_told_of_each_way_in_which_nobody_answers(frozen: str, away: str, tmp_path: Path) -> None:
-    keys = {"access_key_id": "a", "secret_access_key": "b" * 40}
+    keys = {"access_key_id": "a", "secret_access_key": "b" * 40, "allow_plaintext": True}
 
     async def at(address: str, wait: str = "5s") -> tuple[str, str]:
         store = {"url": "s3://floe", "endpoint_url": f"http://{address}", **keys}
@@ -247,7 +247,7 @@ async def test_names_that_the_resolver_says_nothing_of_are_told_in_time(
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     monkeypatch.setattr(doctor, "MOST_LOOKUP", 1.0)
     store = store_of(s3, s3.new_bucket())
-    silent = store | {"endpoint_url": "http://s3.invalid"}
+    silent = store | {"endpoint_url": "http://s3.invalid", "allow_plaintext": True}
     why = "not resolved, the resolver gives no answer within 1 s"
     try:
         nats = {"url": ["nats://a.invalid", "nats://b.invalid"], "connect_timeout": "1s"}

@@ -551,9 +551,15 @@ def test_secrets_that_others_may_read_are_warned_of_with_the_command_to_paste(
         ("http://[::1]:8333", False),
     ],
 )
-def test_a_store_of_another_host_in_clear_is_warned_of(tmp_path: Path, url: str, warned: bool):
+def test_a_store_of_another_host_in_clear_is_refused_or_warned_of(tmp_path: Path, url: str, warned: bool):
     file = tmp_path / "site.yaml"
-    file.write_text(HEAD.replace("s3://floe", f"s3://floe, endpoint_url: '{url}'"))
+    store = f"s3://floe, endpoint_url: '{url}'"
+    if warned:
+        [refused] = problems(HEAD.replace("s3://floe", store))
+        assert "expected https:// for a store of another host" in refused
+        assert "allow_plaintext: true" in refused
+
+    file.write_text(HEAD.replace("s3://floe", f"{store}, allow_plaintext: true"))
     os.chmod(file, 0o600)
     found = load_document(str(file)).warnings
     expected = f"store.endpoint_url: {url}: payloads are sent in clear (keys are not); use https://"
