@@ -298,7 +298,7 @@ async def test_a_stream_recreated_while_the_consumer_is_made_is_not_read_into_th
     await bench.publish(stream, [b"first"] * 10)
     async with bench.egress({"stream": stream}):
         await bench.archived_to(stream, 10)
-    real, done = consumers.create_consumer, []
+    real, done = consumers.create_ephemeral, []
 
     async def late(client: FloeClient, name: str, config: dict[str, Any]) -> Any:
         if not done:
@@ -306,7 +306,7 @@ async def test_a_stream_recreated_while_the_consumer_is_made_is_not_read_into_th
             await recreate(bench, stream, 25)
         return await real(client, name, config)
 
-    monkeypatch.setattr(consumers, "create_consumer", late)
+    monkeypatch.setattr(consumers, "create_ephemeral", late)
     async with bench.egress({"stream": stream}):
         await bench.archived_to(stream, 25, incarnation=1)
     assert done
