@@ -76,6 +76,7 @@ class Archive:
     before the high-water mark. `newest`: the segments that reach furthest, the newest first, complete from some
     sequence on; empty only where nothing is archived. `damaged`: segments that reach beyond the mark and do not match
     their names, by key, and why. They do not count: what they claim to cover is read again.
+    `missing`: the key of the newest segment, once it is found to be gone; empty before.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Archive:
         self.holes: tuple[SequenceRange, ...] = ()
         self.newest: Sequence[SegmentRef] = ()
         self.damaged: dict[str, str] = {}
+        self.missing = ""
         self._looked_back = False
         self._near: deque[tuple[int, Sequence[SegmentRef]]] = deque(maxlen=2)  # sequences asked for
         self._sound: set[str] = set()  # keys of segments that were put here, or looked into
@@ -271,8 +273,18 @@ class Archive:
         return await self._threads.run(self._is_covered, sequence)
 
     def _is_covered(self, sequence: int) -> bool:
-        refs = self._store.list(self.chain, position=sequence, level=0, limit=FIRST_PAGE)
+        # The listing begins at the newest segment, which stays in level 0 until there is a newer one.
+        newest = next((ref for ref in self.newest[:1] if not ref.level and ref.coverage.last == sequence - 1), None)
+        position = sequence if newest is None else newest.coverage.last
+        refs = self._store.list(self.chain, position=position, level=0, limit=FIRST_PAGE)
+        if newest is not None and all(ref.key != newest.key for ref in refs):
+            self.missing = newest.key
         return any(extends(ref.coverage, sequence) and self._is_sound(ref) for ref in refs)
+
+    async def look_for_newest(self) -> None:
+        """Set `missing` where the newest segment is gone. Raises what the store raises."""
+        if self.newest and await self._threads.run(self._store.objects.head, self.newest[0].key) is None:
+            self.missing = self.newest[0].key
 
     async def lacks(self, spooled: SpooledSegment) -> int:
         """How many rows of `spooled` are not those that segments have where they cover them: messages of another life
@@ -372,6 +384,7 @@ class ArchiveWalks:
         self._progress: _Walk | None = None
         self._turned = asyncio.Event()
         self._due = 0.0  # by the monotonic clock
+        self._looked = self._missed = ""  # keys of newest segments: at the last look, and the last that was gone
         self.news = asyncio.Event()
         self.holes: tuple[SequenceRange, ...] = ()
 
@@ -394,7 +407,8 @@ class ArchiveWalks:
             self._turned.clear()
             left = self._due - self._clock.monotonic()
             if self._archive is None or left > 0:
-                await first_of(self._turned.wait(), seconds=max(left, self._pace.check))
+                await first_of(self._turned.wait(), seconds=min(max(left, self._pace.check), self._pace.newest))
+                await self._look_for_newest()
                 continue
             chain = self._archive.chain
             try:
@@ -409,6 +423,26 @@ class ArchiveWalks:
             if self._archive.chain == chain:
                 self._progress = None
                 self._due = self._clock.monotonic() + pause
+
+    async def _look_for_newest(self) -> None:
+        """Have the next walk now where the newest segment is gone, as in a bucket that was set back to an older copy.
+
+        A put looks for the segment before it; where nothing was put since the last look, this asks for the newest.
+        """
+        if (archive := self._archive) is None or not archive.newest:
+            return
+        newest = archive.newest[0].key
+        try:
+            if newest == self._looked and not archive.missing:
+                await archive.look_for_newest()
+        except FloeError as error:
+            log.info("look deferred", action="look_deferred", error=str(error))
+            return
+        self._looked = newest
+        if archive.missing not in ("", self._missed):
+            context = {"key": archive.missing, **archive.chain.log_context()}
+            log.warning("newest segment missing", action="segment_missing", **context)
+            self._missed, self._progress, self._due = archive.missing, None, 0.0
 
     async def _walk(self, archive: Archive) -> None:
         progress = self._progress = self._progress or _Walk(archive)

@@ -47,7 +47,7 @@ class EgressTuning:
     there is nothing. `stalled`: without progress while messages wait, until a chain counts as stalled. `alive`:
     between two signs of life. `reexamine`: until a stopped chain is looked at again.
     `flush`: between two looks whether a flush is asked for. `captured`: between two captures of consumers of which only
-    positions differ.
+    positions differ. `newest`: between two looks for the newest segment.
     """
 
     tick: float = 0.5
@@ -58,6 +58,7 @@ class EgressTuning:
     stalled: float = 60.0
     walk: float = 6 * 3600.0
     walk_again: float = 60.0
+    newest: float = 300.0
     page: float = 0.1
     alive: float = EVERY
     reexamine: float = 30.0

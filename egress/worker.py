@@ -170,12 +170,23 @@ class Worker:
     # Reading
 
     async def _read(self, stand: Stand, lease: Lease, stop: Stop) -> None:
-        """One session from the position on, until `stop` is set, it ends, or an operator ends it.
+        """Sessions from the position on, until `stop` is set, one ends, or an operator ends it.
 
-        Raises LeaseLost and what the servers raise.
+        What a walk found missing is filled before the archive is listed again: where its newest segment is gone, that
+        listing is refused (E-LISTING). Raises LeaseLost and what the servers raise.
         """
-        if (position := await unless(stop, self.inquiry.place(stand.archive, stand.source))) is None:
-            return
+        position, before = await unless(stop, self.inquiry.place(stand.archive, stand.source)), None
+        while position is not None and position != before:
+            is_ended = await self._read_from(position, stand, lease, stop)
+            if stop.is_set or self._unflushed is not None or not (is_ended or position.fills_hole):
+                return
+            source = replace(stand.source, first=await self.inquiry.first())
+            before, position = position, await unless(stop, self.inquiry.place(stand.archive, source))
+            if position is not None and not position.fills_hole:
+                return
+
+    async def _read_from(self, position: Position, stand: Stand, lease: Lease, stop: Stop) -> bool:
+        """One session. Returns whether it was ended to fill a hole."""
         await stand.archive.mend()
         self._report.lost(sum(map(len, position.lost)))
         leave = Stop(stop)
@@ -192,6 +203,7 @@ class Worker:
                 await self._captures.drain()
         finally:
             await end(*watches)
+        return leave.reason is StopReason.RESET
 
     async def _watch_decisions(self, stand: Stand, leave: Stop) -> None:
         while len(self._partition.settings.filters()) > 1 and not leave.is_set:
@@ -212,6 +224,8 @@ class Worker:
                 position = await self.inquiry.place(stand.archive, source)
             except FloeError as error:
                 log.info("holes not looked at", action="holes_put_off", error=str(error))
+                await self._deps.clock.sleep(self._deps.tuning.pace.check)
+                self._walk.news.set()
                 continue
             self._report.lost(sum(map(len, position.lost)))
             if position.fills_hole:

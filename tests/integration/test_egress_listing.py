@@ -96,7 +96,7 @@ async def test_a_session_and_a_put_list_once_each_what_stands_at_the_end(world: 
     archive = await world.loaded(15_000)
     assert (archive.end, archive.holes, len(archive.newest)) == (15_000, (), 1)
     assert not await archive.is_covered(15_001)
-    assert (world.objects.requests, world.objects.keys) == (2, 1)
+    assert (world.objects.requests, world.objects.keys) == (2, 2), "the newest segment, by each"
 
 
 async def test_a_crash_before_the_mark_is_seen_whatever_was_merged_meanwhile(world: World) -> None:
@@ -201,3 +201,58 @@ async def test_a_walk_that_was_cut_goes_on_where_it_was_and_comes_again_when_it_
     await asyncio.sleep(0.2)
     assert world.objects.requests - before < 20, "not due for hours"
     again.cancel()
+
+
+async def test_a_put_sees_that_the_newest_segment_is_gone_by_the_one_listing_that_it_makes(world: World) -> None:
+    for first, last in [(1, 10), (11, 20)]:
+        world.segments.put(first, last)
+    archive = await world.loaded(20)
+    asked = world.objects.requests
+    assert not await archive.is_covered(21)
+    assert archive.missing == ""
+    newest = archive.newest[0].key
+    world.segments.path(newest).unlink()
+    assert not await archive.is_covered(21)
+    assert archive.missing == newest
+    assert world.objects.requests == asked + 2
+
+
+async def test_a_newest_segment_that_was_merged_up_is_not_called_missing(world: World) -> None:
+    world.segments.put(1, 10)
+    world.segments.put(11, 20, level=1)
+    archive = await world.loaded(20)
+    assert not await archive.is_covered(21)
+    assert archive.missing == ""
+
+
+@pytest.mark.parametrize("is_put", [True, False], ids=["by a put", "by a look"])
+async def test_an_archive_whose_newest_segment_is_gone_is_walked_at_once_and_once(world: World, is_put: bool) -> None:
+    for first, last in [(1, 10), (11, 20)]:
+        world.segments.put(first, last)
+    archive = await world.loaded(20)
+    walk = world.walk(archive, newest=0.02)
+    running = asyncio.create_task(walk.run())
+    await soon(walk.news.is_set)
+    assert walk.holes == ()
+    walk.news.clear()
+    world.segments.path(archive.newest[0].key).unlink()
+    if is_put:
+        assert not await archive.is_covered(21)
+    await soon(walk.news.is_set)
+    running.cancel()
+    assert walk.holes == (SequenceRange(11, 20),)
+    due = walk._due
+    for _ in range(3):
+        await walk._look_for_newest()
+    assert walk._due == due, "one walk for one missing segment"
+
+
+async def test_nothing_is_asked_of_the_newest_segment_where_another_was_put_since(world: World) -> None:
+    world.segments.put(1, 10)
+    archive = await world.loaded(10)
+    walk = world.walk(archive)
+    world.segments.path(archive.newest[0].key).unlink()
+    await walk._look_for_newest()
+    assert archive.missing == "", "it was read back when it was put"
+    await walk._look_for_newest()
+    assert archive.missing == archive.newest[0].key

@@ -48,6 +48,7 @@ ABSENT = Requests(head=1, get=1)  # a HEAD of what is not there: its answer cann
 # Egress, of one chain
 EGRESS_SEGMENT = Requests(list=1, put=2, head=2) + ABSENT  # covered yet? next incarnation? put, read back, tip; tail
 EGRESS_CHECK = ABSENT  # is there a next incarnation
+NEWEST_LOOK = Requests(head=1)  # is the newest segment still there, where nothing was put meanwhile
 SNAPSHOT = Requests(put=1, head=1)  # of a sampled feed, at most one a segment
 ALIVE = Requests(put=1)  # of each process
 CAPTURE = Requests(put=1)  # of a stream whose consumers moved
@@ -190,6 +191,7 @@ def _row(cells: list[str]) -> str:
 TERMS = (
     ("egress", "segment", EGRESS_SEGMENT),
     ("", f"chain, each {EgressTuning().check:.0f} s", EGRESS_CHECK),
+    ("", f"chain, each {EgressTuning().newest:.0f} s in which nothing was put", NEWEST_LOOK),
     ("", "segment of a sampled feed, at most", SNAPSHOT),
     ("", f"process, each {EgressTuning().alive:.0f} s", ALIVE),
     ("", f"feed, each {EgressTuning().captured:.0f} s in which consumers of its stream moved", CAPTURE),
