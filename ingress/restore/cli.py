@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     type=SequenceType(),
     is_flag=False,
     flag_value=0,
-    help="New messages begin behind it. Without a number: the furthest that was seen.  [default: end of the archive]",
+    help="Begin behind it; bare: behind all seen.",
 )
 @click.option("--replicas", type=click.IntRange(1, 5), help="Default: as many as it had.")
 @click.option("--no-consumers", is_flag=True, help="Bring back no consumers.")

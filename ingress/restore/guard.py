@@ -185,6 +185,10 @@ class GuardedStream:
                 found = {**config, "deliver_subject": unmuted(config["deliver_subject"])}
                 await create_consumer(self._client, self._name, found, "update")
                 done.append(name)
+            except OutcomeUnknown:
+                if name in await muted_consumers(self._client, self._name):
+                    raise
+                done.append(name)
             except ApiError as error:
                 if error.err_code != SUBSCRIBED:
                     raise

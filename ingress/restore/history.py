@@ -319,12 +319,10 @@ class ArchivedHistory:
 
     def _neighbours(self, newest: Chain) -> Iterator[str]:
         """How far mirrors, and streams that source from this one, had read it, where that was captured, in words."""
-        if (captured := self._captures.consumers(newest)) is None:
-            return
-        for each in captured.consumers:
-            if each.name.startswith(("JS_MIRROR_", "JS_SRC_")):
+        if (found := self._captures.consumers(newest)) is not None:
+            for each in (each for each in found.consumers if each.name.startswith(("JS_MIRROR_", "JS_SRC_"))):
                 of = (each.config.get("metadata") or {}).get("_nats.src.stream", "a stream elsewhere")
-                yield f"{of} had read up to {each.delivered_stream} by {each.name} ({captured.at})"
+                yield f"{of} had read up to {each.delivered_stream} by {each.name} ({found.at})"
 
     def _moment(self, chains: Sequence[ReplayChain], archived: int) -> int | None:
         """The point in time (ns): as asked for, or the time of the last message up to the sequence that was asked for;

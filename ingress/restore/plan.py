@@ -133,13 +133,11 @@ def begun_behind(
     """`config`, in which each source of which no message is held begins behind the newest that is archived: else the
     server would take all of its messages again.
     """
-    found = dict(config)
-    if sourced:
-        found["sources"] = [dict(source) for source in config["sources"]]
-    for source in found["sources"] if sourced else ():
+    sources = [dict(source) for source in config.get("sources") or []]
+    for source in sources:
         if (row := sourced.get(source_key(source))) is not None and not is_held(row):
             source["opt_start_seq"] = row.origin + 1
-    return found
+    return {**config, "sources": sources} if sources else dict(config)
 
 
 def left_out(config: Mapping[str, Any], name: str) -> Iterator[str]:

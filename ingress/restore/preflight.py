@@ -93,9 +93,8 @@ async def dry_run(client: FloeClient, plan: RestorePlan, leases: Leases, lease_b
 def check_elsewhere(plan: RestorePlan, agreed: Collection[str]) -> None:
     """Raises Stopped where the plan has effects elsewhere that nobody permitted. `agreed`: those asked about."""
     if (effects := [each for each in plan.elsewhere if each not in agreed]) and not plan.request.allow_elsewhere:
-        more = f"; and {len(effects) - 5} more" if len(effects) > 5 else ""
         raise Stopped(
-            f"stream {plan.name}: expected no effects outside of its subjects, found {'; '.join(effects[:5])}{more}",
+            f"stream {plan.name}: expected no effects outside of its subjects, found {'; '.join(effects)}",
             hint=ways(("where that is meant", same_command(replace(plan.request, allow_elsewhere=True)))),
             code="E-RESTORE-ELSEWHERE",
         )

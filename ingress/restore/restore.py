@@ -331,7 +331,8 @@ class Restore:
             filled = await guarded.filled()
             not_kept = await guarded.promote(filled, self._begun_behind(plan, filled))
             failpoint("restore.promoted")
-            await guarded.deliver()
+            if any("deliver_subject" in each.config for each in plan.consumers):
+                await guarded.deliver()
             report = replace(report, not_kept=(*report.not_kept, *not_kept), is_promoted=True)
         return replace(report, seconds=self._clock.monotonic() - self._started)
 

@@ -1019,6 +1019,30 @@ async def test_push_consumers_deliver_once_nobody_hears_where_they_were_quiet(be
     assert (await floe(*words)).code == 78  # it is there, and nothing is left to do
 
 
+async def test_an_answer_that_is_lost_while_push_consumers_get_their_subjects_is_looked_at(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, before, heard = await reaching(bench)
+    work, lost = back.restore(bench, stream, allow_elsewhere=True), list[str]()
+    async with work.connected() as client:
+        api = client.api
+
+        async def losing(name: str, request: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+            if (request or {}).get("action") != "update":
+                return await api(name, request, **more)
+            lost.append(name)
+            if len(lost) != 2:  # the second one never reaches the server
+                await api(name, request, **more)
+            raise OutcomeUnknown("the answer was lost")
+
+        monkeypatch.setattr(client, "api", losing)
+        report = await work.run(client, Stop())
+    assert (report.exit_code, len(lost)) == (0, 3), [*report.lines()]
+    await soon(lambda: heard == [b"4", b"5", b"6"])
+    assert await deliveries(bench, stream) == [f"push.first.{stream}", f"push.second.{stream}"]
+    assert await back.contents(bench, stream) == before
+
+
 async def test_a_stream_name_of_a_bucket_that_is_not_the_feeds_is_an_effect_elsewhere(bench: Bench) -> None:
     stream = await bench.make_stream(unique("KV_R"))
     await bench.publish(stream, [b"1"])

@@ -15,7 +15,7 @@ import pytest
 
 from common.clock import SystemClock
 from common.errors import FloeError, Refused, Unavailable
-from common.jetstream.api import GUARD, MARKER, create_consumer, create_stream, stream_info
+from common.jetstream.api import GUARD, MARKER, create_consumer, create_stream, list_consumers, stream_info
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.pull import From, scan
 from common.settings.service import NatsSettings
@@ -263,6 +263,40 @@ async def test_older_servers_take_it_too(tmp_path: Path, version: str) -> None:
         assert await back.state(bench, stream) == state
         assert sorted(await back.positions(bench, stream)) == ["one", "two"]
         await client.aclose()
+
+
+async def pushes_and_skips(bench: Bench, **config: object) -> None:
+    """A lost stream with a push consumer, archived up to 20 and seen at 30: it delivers again, and goes on at 31."""
+    stream, heard = await bench.make_stream(unique("R"), storage="file", **config), list[bytes]()
+    pushed = {"durable_name": "push", "ack_policy": "none", "deliver_subject": f"push.{stream}"}
+    await create_consumer(bench.client, stream, pushed)
+    await bench.publish(stream, [b"%d" % n for n in range(20)])
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 20)
+    await bench.publish(stream, [b"lost"] * 10)
+    await back.capture(bench, stream, 20, deletions=True)
+    await bench.delete_stream(stream)
+    await bench.client.subscribe_raw(f"push.{stream}", lambda _s, _r, payload, _h: heard.append(payload))
+    report = await back.restored(bench, stream, skip_to=0, allow_elsewhere=True)
+    assert (report.exit_code, report.plan.last, report.not_kept) == (0, 30, ()), [*report.lines()]
+    await bench.publish(stream, [b"new"])
+    await soon(lambda: heard == [*(b"%d" % n for n in range(20)), b"new"])
+    assert (await back.state(bench, stream))["last_seq"] == 31
+    assert [each["config"]["deliver_subject"] for each in await list_consumers(bench.client, stream)] == [
+        f"push.{stream}"
+    ]
+
+
+@pytest.mark.parametrize("version", ["2.10", at_length("2.11"), at_length("2.12"), "2.14"])
+async def test_older_servers_leave_sequences_out_and_push_again(tmp_path: Path, version: str) -> None:
+    with NatsServer(binary=nats_server_binary(version)) as server:
+        client = await connected(server.url)
+        await pushes_and_skips(Bench(server.url, tmp_path, client))
+        await client.aclose()
+
+
+async def test_three_servers_leave_sequences_out_and_push_again(clustered: Bench) -> None:
+    await pushes_and_skips(clustered, num_replicas=3)
 
 
 async def test_over_tls(tmp_path: Path) -> None:
