@@ -465,14 +465,19 @@ class ChainRegistry:
             left.popleft()  # only `reset` lowers a position
         return left
 
+    def is_held(self, chain: Chain) -> bool:
+        """Whether the chain waits for the end of another one that is known."""
+        if _whole(chain) not in self._previous or not (left := self._unfinished(chain)):
+            return False
+        return left[0][0] in self._states
+
     def unknown_before(self, chain: Chain) -> list[int]:
         """The partitions that `stream.json` says have covered something before `chain`, and of which nothing is known:
         empty unless the incarnation waits for one of them now.
         """
-        left = self._unfinished(chain) if _whole(chain) in self._previous else ()
-        if not left or left[0][0] in self._states:
+        if _whole(chain) not in self._previous or self.is_held(chain):
             return []
-        return [each.partition for each, end in left if end and each not in self._states]
+        return [each.partition for each, end in self._unfinished(chain) if end and each not in self._states]
 
     def check_may_begin(self, chain: Chain, first: int) -> None:
         """Raises Stopped where an operator must decide whether the incarnation begins. `first`: where it would."""

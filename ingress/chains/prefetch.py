@@ -103,7 +103,7 @@ class Prefetcher:
         """Everything below `positions` is stored; incarnations that waited for it may begin."""
         self.chains.positions = positions
         for chain in self.chains:
-            if chain.waits_for:
+            if chain.waits_for and not self.chains.is_held(chain.chain):
                 self._wake(chain)
 
     def reset(self, positions: Mapping[Chain, int]) -> None:
@@ -148,7 +148,8 @@ class Prefetcher:
         now, due = self._clock.monotonic(), self._due
         self._due = set()
         for chain in self.chains:
-            if self._is_long_ago(chain, now) or chain.chain in due or chain.waits:
+            is_stopping = chain.stopped is None and self.chains.stop_of(chain.chain) is not None
+            if self._is_long_ago(chain, now) or chain.chain in due or chain.waits or is_stopping:
                 self._wake(chain)
 
     @staticmethod

@@ -17,7 +17,7 @@ from common.sequences import SequenceRange
 from common.service.process import Threads
 from common.settings.ingress import TargetSettings
 from common.tasks import Stop
-from ingress.chains.chain_state import ChainRegistry
+from ingress.chains.chain_state import ChainRegistry, Turn
 from ingress.chains.prefetch import Prefetcher
 from ingress.chains.search import look
 from ingress.checkpoint import Gap, advanced
@@ -255,3 +255,29 @@ async def test_documents_of_one_site_hold_up_no_other(archive: Archive, monkeypa
         assert not centre.stored.keys() & {BIG, hostile}  # their ends are not known yet
         go_on.set()
         await centre.reaches({BIG: 6, hostile: 6})
+
+
+async def test_a_feed_that_is_idle_when_it_gets_too_many_chains_is_shown_as_stopped(archive: Archive) -> None:
+    archive.put(rows_of(1, 5))
+    async with Centre(archive, max_chains=1).running() as centre:
+        await centre.reaches({CHAIN: 6})
+        archive.put(rows_of(1, 5, PARTS[1]), chain=PARTS[1])
+        await centre.look()
+        await soon(lambda: getattr(centre.prefetcher.chains.get(CHAIN).stopped, "code", "") == "E-CHAINS")
+    assert centre.stored == {CHAIN: 6}
+
+
+async def test_a_chain_that_waits_for_others_gets_no_turn_before_they_have_ended(archive: Archive) -> None:
+    """A thousand that wait would take a thousand turns for each intent that is closed."""
+    prefetcher = Centre(archive).prefetcher
+    prefetcher.reset({})
+    for chain in (CHAIN, LATER):
+        prefetcher.found(chain)
+    prefetcher.chains.set_previous(LATER, {0: 10})
+    state = prefetcher.chains.get(LATER)
+    state.waits_for = prefetcher.chains.obstacle(LATER)
+
+    prefetcher.closed({CHAIN: 5})
+    assert (state.turn, state.waits_for != "") == (Turn.NONE, True)
+    prefetcher.closed({CHAIN: 11})
+    assert state.turn is Turn.QUEUED
