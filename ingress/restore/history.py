@@ -65,6 +65,7 @@ LISTINGS = 3  # of a chain whose segments vanish while they are read
 READERS = 8  # threads that fetch segments before they are read
 AHEAD = 64 * 1024 * 1024  # bytes of segments that are in the spool before they are read
 EXPIRED = "E-RESTORE-EXPIRED"
+SOURCED = 50_000  # sequences at the end of the archive that are read first for messages of sources
 
 
 def same_command(request: RestoreRequest, *more: str) -> str:
@@ -304,14 +305,15 @@ class ArchivedHistory:
         return replace(plan, request=self._request, elsewhere=effects, sourced=sourced)
 
     def _sourced(self, plan: RestorePlan, keys: Collection[str]) -> dict[str, SourcedRow]:
-        """The newest archived message of each source, read from the end backwards."""
-        parts = [(part.stretch.rows, chain.chain) for chain in plan.chains for part in chain.parts]
+        """The newest archived message of each source, read from the end backwards, by stretches that grow."""
+        begin, low, step = min((c.range.rows.first for c in plan.chains), default=0), plan.end + 1, SOURCED
         found, stop = dict[str, SourcedRow](), Stop()
         stop.set()  # a store that is away ends a plan
-        for rows, chain in sorted(parts, key=lambda part: part[0].last, reverse=True):
-            if len(found) == len(keys) and all(row.sequence > rows.last for row in found.values()):
-                break
-            for batch in self._chain_rows(ChainRange(chain, rows), ("sequence", "timestamp_ns", "headers"), stop):
+        while plan.chains and begin < low and len(found) < len(keys):
+            until, low, step = low, max(begin, low - step), 8 * step
+            for batch in self.rows(plan, low, ("sequence", "timestamp_ns", "headers"), stop):
+                if batch.column("sequence")[0].as_py() >= until:
+                    break
                 for key, row in sourced_rows(batch):
                     for each in {key} & {*keys} or [of for of in keys if of.partition(" ")[0] == key]:
                         found[each] = max(row, found.get(each, row))
@@ -446,7 +448,7 @@ class ArchivedHistory:
         return merged([(each.rows.first, partial(self._chain_rows, each, columns, stop, ahead)) for each in cut])
 
     def _chain_rows(
-        self, each: ChainRange, columns: tuple[str, ...], stop: Stop, ahead: ReadAhead | None = None
+        self, each: ChainRange, columns: tuple[str, ...], stop: Stop, ahead: ReadAhead
     ) -> Iterator[pa.RecordBatch]:
         position, listings, backoff = each.rows.first, 0, Backoff(None, PAUSES)
         while position <= each.rows.last:

@@ -19,6 +19,7 @@ from common.segments.captures import CONFIG, CapturedConsumer, CapturedConsumers
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
 from ingress.restore.guard import GuardedStream
+from ingress.restore.history import SOURCED
 from ingress.restore.plan import forecast
 from tests.integration.test_egress_faults import held_up, released
 from tests.integration.test_egress_repartition import uneven, until_cut
@@ -391,7 +392,11 @@ async def test_how_far_neighbours_had_read_is_said_where_it_was_captured(bench: 
     assert "COPY had read up to 240 by JS_SRC_k3 (2026-01-02T03:04:05Z)" in notes
 
 
-async def test_a_source_of_which_no_message_came_back_is_not_read_again(bench: Bench) -> None:
+@pytest.mark.parametrize("stretch", [SOURCED, 7])
+async def test_a_source_of_which_no_message_came_back_is_not_read_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, stretch: int
+) -> None:
+    monkeypatch.setattr("ingress.restore.history.SOURCED", stretch)
     ups = [await bench.make_stream(unique(name)) for name in ("HELD", "LOST", "NONE")]
     transform = {"subject_transforms": [{"src": f"{ups[1]}.>", "dest": f"moved.{ups[1]}.>"}]}
     sources = [{"name": ups[0]}, {"name": ups[1], **transform}, {"name": ups[2], "filter_subject": f"{ups[2]}.never"}]
