@@ -15,10 +15,12 @@ import json
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Protocol
 
 from common.clock import NS_PER_S
-from common.errors import FloeError, Unavailable, Unforeseen
+from common.errors import FloeError, Stopped, Unavailable, Unforeseen
+from common.exits import ways
 from common.jetstream.api import StreamInfo, consumer_info, delete_consumer, stream_info
 from common.jetstream.client import RawSubscription, frame
 from common.jetstream.durables import INTEREST
@@ -33,7 +35,9 @@ from common.jetstream.protocol import (
 )
 from common.logs import get_logger
 from common.segments.columns import Columns
+from common.segments.parquet_guard import MAX_MESSAGE_BYTES
 from common.sequences import SequenceRange
+from common.settings.types import size_words
 from common.tasks import end, told, watched
 from egress.acks import Acknowledging, ReaderResetError
 from egress.consumers import Taken, WantedMessages, drop_strays, take
@@ -65,7 +69,8 @@ class Reader:
     Where the stream keeps messages until they are acknowledged, messages before `first` are not handed over: those
     that are `archived` are acknowledged at once, the others are left alone. `account`: charged for what is kept until
     then. `has_room`: asked before each pull request, with its bytes. `on_end` is called at most once, with a
-    ReaderResetError, or with what handing over raised; nothing is handed to `target` afterwards.
+    ReaderResetError, Stopped before a message too large to archive, or what handing over raised; nothing is handed to
+    `target` afterwards.
     """
 
     def __init__(
@@ -88,7 +93,9 @@ class Reader:
         self._most = self._pulling.batch  # messages that a pull request may ask for
         begin = archived[0].first if archived else first
         self._wanted = WantedMessages(deps.partition, source.retention, first, begin, self._pulling.inactive)
-        self._window = max(deps.budget.window, client.max_payload + MESSAGE_ROOM)
+        self._largest = MAX_MESSAGE_BYTES + MESSAGE_ROOM
+        # The server never sends what does not fit into the largest window: it is not archived anyway.
+        self._window = min(max(deps.budget.window, client.max_payload + MESSAGE_ROOM), self._largest)
         self._taken: Taken | None = None
         self._acks: Acknowledging | None = None
         self._catching_up: asyncio.Task[None] | None = None
@@ -297,12 +304,17 @@ class Reader:
         if acks.sequences[0] <= self._last:
             self._doubt("redelivered", f"sequence {acks.sequences[0]} came again, behind {self._last}")
             return
+        large = first_too_large(subjects, headers, payloads)
+        if is_too_large := large < acks.contiguous:
+            acks = replace(acks, contiguous=large)
         if acks.contiguous:
             self._hand_over(acks, subjects, headers, payloads)
             if self._acks is not None:
                 self._acks.delivered(replies[0], acks.sequences[: acks.contiguous])
             self._received(acks, payloads)
-        if acks.contiguous < len(replies):
+        if is_too_large:
+            self._end(self._too_large(acks.sequences[large]))
+        elif acks.contiguous < len(replies):
             self._doubt("gap", f"consumer sequence {self._next} expected, a later one found")
         else:
             self.pull()
@@ -354,7 +366,9 @@ class Reader:
         self._misses += over.too_small
         if self._misses > MISSES:
             # Not the end of a window: a message stored under a larger max_payload than this server's.
-            self._window, self._misses = self._window * 2, 0
+            if self._window >= self._largest:
+                self._end(self._too_large())
+            self._window, self._misses = min(self._window * 2, self._largest), 0
         self._owed = max(0, self._owed - over.undelivered)
         self.pull()
 
@@ -362,6 +376,14 @@ class Reader:
         if refused.most < self._most:  # else it answers a request that was sent before the limit was known
             self._most, self._owed = refused.most, 0
             self.pull()
+
+    def _too_large(self, sequence: int = 0) -> Stopped:
+        """`sequence`: of the message; 0: not known, because the server does not send it."""
+        place = f"message {sequence}" if sequence else f"the message behind {max(self._last, self._first - 1)}"
+        why = f"stream {self._stream}: {place}: expected at most {size_words(MAX_MESSAGE_BYTES)} in all, found more"
+        remove = "keep a copy of it elsewhere and remove it: what is behind it is archived then"
+        hint = ways((remove, f"nats stream rmm {self._stream} {sequence or 'SEQUENCE'}"))
+        return Stopped(why, hint=hint, code="E-MSG-TOO-LARGE")
 
     def _doubt(self, reason: str, text: str) -> None:
         self._end(ReaderResetError(reason, text))
@@ -377,3 +399,11 @@ class Reader:
         if self._is_open:
             self._is_open = False
             self._on_end(cause)
+
+
+def first_too_large(subjects: list[bytes], headers: list[bytes | None], payloads: list[bytes]) -> int:
+    """The place of the first message above `MAX_MESSAGE_BYTES`, or behind the last."""
+    if max(map(len, payloads)) <= MAX_MESSAGE_BYTES // 2:  # headers are far smaller than that
+        return len(payloads)
+    sizes = (len(s) + len(h or b"") + len(p) for s, h, p in zip(subjects, headers, payloads, strict=True))
+    return next((place for place, size in enumerate(sizes) if size > MAX_MESSAGE_BYTES), len(payloads))

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from common.chain import Chain
 from common.clock import NS_PER_S
-from common.errors import FloeError, LeaseLost, Unforeseen
+from common.errors import FloeError, LeaseLost, Stopped, Unforeseen
 from common.jetstream.api import next_message
 from common.jetstream.lease import Lease
 from common.logs import get_logger
@@ -97,6 +97,7 @@ class Session:
         self._partition, self._report, self._archive = deps.partition, deps.report, stand.archive
         self._position, self._ended = position, Stop()
         self._end: BaseException | None = None
+        self._refused: Stopped | None = None  # a message that is not archived: what came before it is put
         self._is_all_sealed, self.is_over = False, False
         self._surplus_at: int | None = None  # puts, when others began to wait
         # A release of bytes makes all readers ask: an error of one of them ends its own session.
@@ -114,7 +115,7 @@ class Session:
             deps,
             stand.source,
             self._target(),
-            self._end_with,
+            self._reader_ended,
             first=resumed.read_from if resumed else position.first,
             archived=archived(stand.current.document.first, position),
             account=self._account,
@@ -166,8 +167,8 @@ class Session:
             self.is_over = True
             self._report.opens()
             await self._reader.close()
-        if self._end is not None:
-            raise self._end
+        if (cause := self._end or self._refused) is not None:
+            raise cause
 
     async def _encode(self, stop: Stop) -> None:
         encoder = self._encoder
@@ -178,7 +179,7 @@ class Session:
                 if not encoder.is_idle and not encoder.is_ahead:
                     if not await encoder.next():
                         await self._stop_reading()
-                elif encoder.is_idle and (self._builder.is_done or self._drains(stop)):
+                elif encoder.is_idle and (self._builder.is_done or self._refused or self._drains(stop)):
                     await self._stop_reading()
                 else:
                     # Until the moment a segment closes by age: with ticks it would be late by half a tick on average.
@@ -294,6 +295,12 @@ class Session:
     async def _is_waiting(self, sequence: int) -> bool:
         stream, filter_subject = self._partition.stream, self._partition.filter_subject
         return await next_message(self._deps.client, stream, sequence, filter_subject) is not None
+
+    def _reader_ended(self, cause: Exception) -> None:
+        self._refused = cause if isinstance(cause, Stopped) else None
+        if self._refused is None:
+            self._end_with(cause)
+        self._encoder.wake.set()
 
     def _end_with(self, cause: BaseException) -> None:
         if self._end is None:

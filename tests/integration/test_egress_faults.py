@@ -273,6 +273,25 @@ async def test_two_instances_that_both_believe_in_their_lease_waste_work_only(be
 # Memory
 
 
+@pytest.mark.parametrize("size", [101_000, 200_000], ids=["received", "not sent by the server"])
+async def test_a_message_too_large_to_archive_stops_behind_what_came_before_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr("egress.reader.MAX_MESSAGE_BYTES", 100_000)
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x" * 99_000, b"y" * 10, b"z" * size, b"behind it"])
+    # No segment is due for an hour: what came before the message is archived because of the stop.
+    async with bench.egress({"stream": stream, "segment": {"max_age": "1h"}}) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        assert running.status(stream)["code"] == "E-MSG-TOO-LARGE"
+        assert bench.end(stream) == 2
+        await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": 3})
+        await soon(lambda: running.state(stream) == "reading")
+        await running.received(stream, 4)
+    await bench.same(stream, stream)
+    assert bench.end(stream) == 4
+
+
 async def test_large_messages_pass_through_a_small_memory_limit(bench: Bench) -> None:
     """No segment is due for an hour: the limit closes them."""
     stream = await bench.make_stream(unique("T"))
