@@ -7,9 +7,11 @@ import importlib.util
 import logging
 import os
 import pickle
+import pwd
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -231,9 +233,12 @@ def start(master: str, conf: Mapping[str, str]) -> SparkSession:
     wanted: dict[str, Any] = named | spark_conf(master, _with_secret(master, conf))
     shown = {name: value for name, value in wanted.items() if not re.search(_CONFIDENTIAL, name)}
     try:
-        if shown != wanted:
+        if shown != wanted or is_nameless():
             # PySpark would put all of them on Java's command line, which every user of the host may read.
             gateway = launch_gateway(SparkConf().setAll(list(shown.items())))  # type: ignore[no-untyped-call]
+            if is_nameless():
+                users = gateway.jvm.org.apache.hadoop.security.UserGroupInformation
+                users.setLoginUser(users.createRemoteUser(USER))  # before Hadoop asks the host for one
             SparkContext(conf=SparkConf().setAll(list(wanted.items())), gateway=gateway)
         return SparkSession.builder.config(map=wanted).getOrCreate()
     except Exception as error:
@@ -263,6 +268,18 @@ def _with_secret(master: str, conf: Mapping[str, str]) -> Mapping[str, str]:
     return {name: value for name, value in conf.items() if name != _SECRET_FILE} | {_SECRET: secret}
 
 
+USER = "floe"  # the name that a user without one gets
+
+
+def is_nameless() -> bool:
+    """Whether this host has no name for the user, as where OpenShift chooses a number: Java and Hadoop need one."""
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        return True
+    return False
+
+
 def _set_environment(master: str, conf: Mapping[str, str]) -> None:
     """Executors run the interpreter that is configured, else, on this host, this one and this code, whatever
     `python3` on the PATH is.
@@ -273,6 +290,9 @@ def _set_environment(master: str, conf: Mapping[str, str]) -> None:
         os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     if _LOCAL.fullmatch(master):
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    if is_nameless():
+        java = f"-Duser.name={USER} -Duser.home={tempfile.gettempdir()} {os.environ.get('SPARK_SUBMIT_OPTS', '')}"
+        os.environ |= {"SPARK_SUBMIT_OPTS": java.strip(), "SPARK_USER": USER}
     root = str(Path(__file__).parents[1])
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if root not in paths:

@@ -3,6 +3,11 @@
 set -euo pipefail
 [ "${1:-}" = executor ] || exec floe "$@"
 
+# Hadoop asks the host for the name of the user, and OpenShift runs a pod as a number; Floe itself needs none.
+if ! whoami >/dev/null 2>&1 && [ -w /etc/passwd ]; then
+  echo "floe-executor:x:$(id -u):$(id -g)::/tmp:/usr/sbin/nologin" >>/etc/passwd
+fi
+
 options=()
 for name in $(compgen -e | grep '^SPARK_JAVA_OPT_' | sort -t_ -k4 -n); do
   options+=("${!name}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pwd
 import re
 import shlex
 import signal
@@ -23,9 +24,11 @@ import yaml
 from common.clock import SystemClock
 from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient
+from common.objects.open import open_objects
+from common.segments.documents import ChainDocument, ChainStore
 from common.service.monitor import BEAT, Health
 from common.settings.loader import load
-from common.settings.root import Settings
+from common.settings.root import Settings, StoreSettings
 from common.settings.types import parse_duration, parse_listen
 from common.tasks import Stop
 from egress.deps import Tuning
@@ -34,12 +37,14 @@ from egress.workers.supervisor import KILL_MARGIN
 from infra.local.process import free_port, spawn
 from tests.support.basics import PATIENCE, SharedS3, eventually, soon, unique
 from tests.support.commands import configuration
+from tests.support.compaction import CHAIN, Archive
 from tests.support.egress import Bench
 from tests.support.notify import ServiceManager
 from tests.support.rooms import ROOT, Room, why_no_rooms
 
 INFRA = ROOT / "infra"
 CHART = INFRA / "helm" / "floe"
+NAMELESS = 1_000_650_000  # as OpenShift numbers users
 SECRETS = ("/run/secrets/", "/etc/floe/credentials/")
 
 
@@ -455,6 +460,29 @@ async def test_the_words_of_image_and_chart_run(nats_url: str, s3: SharedS3, tmp
         started("ingress", "central"),
         started("compaction", "central"),
     )
+
+
+@pytest.mark.spark
+@pytest.mark.servers
+@pytest.mark.usefixtures("rooms")
+def test_spark_starts_for_a_user_without_a_name_and_a_home(s3: SharedS3, tmp_path: Path):
+    """As OpenShift runs a pod: by a number that no /etc/passwd has, with HOME=/."""
+    if os.geteuid() != 0:
+        pytest.skip("becoming a user that the host does not know needs root")
+    with pytest.raises(KeyError):
+        pwd.getpwuid(NAMELESS)
+    keys = {"access_key_id": s3.access_key, "secret_access_key": s3.secret_key}
+    store = {"url": f"s3://{s3.new_bucket()}", "endpoint_url": s3.endpoint_url, **keys}
+    archive = Archive(tmp_path / "archive", open_objects(StoreSettings.model_validate(store)))
+    ChainStore(archive.objects, archive.layout).create_chain(CHAIN, ChainDocument((), 1, 1))
+    archive.put(1, 30)
+    config = "/etc/floe/central.yaml"
+    text = yaml.safe_dump({"store": store, "spool_dir": "/var/cache/floe"})
+    room = Room(tmp_path / "room", "/var/cache/floe", {config: text}, NAMELESS)
+    words = ["floe", "segments", "verify", "-c", config, "--engine", "spark", "--master", "local[1]", "--json"]
+    with running(room, words, {"HOME": "/"}) as process:
+        assert process.wait(PATIENCE) == 0, room.text()
+    assert '"rows": 30' in room.text()
 
 
 # What the service manager is told, beside what the words above told it

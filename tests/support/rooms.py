@@ -73,10 +73,13 @@ def _unshare() -> list[str]:
 
 
 class Room:
-    """`files`: what is in it below /etc/floe and /run, by path; `spool`: the one folder that the user may write."""
+    """`files`: what is in it below /etc/floe and /run, by path; `spool`: the one folder that the user may write.
 
-    def __init__(self, folder: Path, spool: str, files: Mapping[str, str]) -> None:
-        self._folder, self._spool = folder, spool
+    `user`: the number of the user, in a room that root makes.
+    """
+
+    def __init__(self, folder: Path, spool: str, files: Mapping[str, str], user: int = NOBODY) -> None:
+        self._folder, self._spool, self._user = folder, spool, user
         for part in ("etc", "run"):
             (folder / part).mkdir(parents=True)
         for path, text in files.items():
@@ -85,7 +88,7 @@ class Room:
             file.write_text(text)
             file.chmod(0o444 if path.endswith(".yaml") else 0o400)
             if os.geteuid() == 0 and not path.endswith(".yaml"):
-                os.chown(file, NOBODY, NOBODY)
+                os.chown(file, user, user)
         self.log = folder / "log"
 
     def start(
@@ -96,7 +99,7 @@ class Room:
         kept = [path for path in sorted(needed) if any(path.startswith(f"{hidden}/") for hidden in HIDDEN)]
         variables = {"PATH": "/opt/floe/bin:/usr/bin:/bin", "HOME": "/opt/floe/home", **environment}
         denying = [sys.executable, "-I", "-S", "-c", DENY] if deny_write_execute else []
-        user = str(NOBODY) if os.geteuid() == 0 else ""
+        user = str(self._user) if os.geteuid() == 0 else ""
         making = [
             *_unshare(),
             "sh",
