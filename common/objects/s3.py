@@ -447,7 +447,8 @@ class S3Objects:
     ) -> bool:
         check_key(key)
         if condition and self._refuses_conditions:
-            raise ConditionsRefused(f"put {self._place(key)}: this store takes no conditions", hint=CONDITIONS_HINT)
+            why = "store.conditional_puts is no" if self._options.conditional_puts == "no" else "one was refused before"
+            raise ConditionsRefused(f"put {self._place(key)}: no condition is sent: {why}", hint=CONDITIONS_HINT)
         self._renew()
         target = {"Bucket": self._bucket, "Key": key}
         fields = {"Metadata": dict(metadata or {}), **self._options.storing()}

@@ -21,6 +21,7 @@ from egress.init import initialise
 from infra.local.nats import NatsServer
 from tests.support.basics import soon, unique
 from tests.support.egress import Bench, connected
+from tests.support.ingress import Archive, Centre, check_exact, rows_of
 
 BATCH = 16  # messages that a pull request may ask for
 
@@ -130,6 +131,19 @@ async def test_a_chain_stops_at_a_full_bucket_and_goes_on_when_there_is_room(ben
         assert running.status(stream)["code"] == "E-KV-FULL"
         await small_bucket(bench.client, bench.state_bucket, 1 << 20)
         await bench.archived_to(stream, 1)
+
+
+async def test_a_target_stops_at_a_full_bucket_and_goes_on_when_there_is_room(
+    client: FloeClient, centre: Centre, archive: Archive
+) -> None:
+    archive.put(rows_of(1, 20))
+    await small_bucket(client, centre.state_bucket, 2048)
+    await fill(KeyValue(client, centre.state_bucket))
+    async with centre.running() as health:
+        await soon(lambda: centre.status(health).get("code") == "E-KV-FULL")
+        assert "nats stream edit" in centre.status(health)["hint"]
+        await small_bucket(client, centre.state_bucket, 1 << 20)
+        check_exact(await centre.carried(client, 20), archive, centre.prefix)
 
 
 async def test_members_wait_at_a_full_bucket_of_leases(bench: Bench) -> None:
