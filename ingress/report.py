@@ -24,7 +24,7 @@ from ingress.chains.plan import Phase
 from ingress.chains.prefetch import Prefetcher
 from ingress.checkpoint import Intent
 from ingress.delivery import Delivery
-from ingress.discovery.sites import Sites
+from ingress.discovery.sites import Sites, in_turn
 from ingress.rows.rows import Block, Rows
 
 log = get_logger(__name__)
@@ -254,7 +254,7 @@ class TargetReport:
                 "lag_seconds": round(self.lags.of(each, positions, now)),
                 **self._source(each.chain),
             }
-            for each in list(chains)[:CHAINS]
+            for each in in_turn(chains, lambda each: each.chain.site)[:CHAINS]
         }
         status = {
             "state": "carrying",

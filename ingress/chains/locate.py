@@ -201,12 +201,14 @@ class SegmentLocator:
                 self._chains.add(each)
             self._listed[before] = self._clock.monotonic()  # one listing for all chains of the incarnation
         if missing := self._chains.unknown_before(chain):
+            missed = "put the chain.json of each back from a copy of the bucket; or begin without what they archived"
+            document = await self._threads.run(self._documents.read_chain, chain)
             text = ", ".join(map(str, missing[:SHOWN]))
             more = f" and {len(missing) - SHOWN} more" if missing[SHOWN:] else ""
             raise Stopped(
                 f"{self._documents.layout.stream_document(chain)}: previous: expected partitions of incarnation "
                 f"{before[2]:04d} that have a chain.json, found {text}{more} without one",
-                hint="put the chain.json of each back from a copy of the bucket: what they archived is carried first",
+                hint=ways((missed, errors.set_position(self._chains.target, chain, document.first if document else 1))),
                 code="E-STATE-JSON",
             )
 

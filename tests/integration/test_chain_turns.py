@@ -190,6 +190,7 @@ async def test_partitions_that_never_were_stop_the_incarnation_that_names_them_i
     assert error.code == "E-STATE-JSON"
     assert error.message.endswith("that have a chain.json, found 2, 3, 4, 5, 6 and 1017 more without one")
     assert len(error.message) < 300
+    assert error.hint.endswith("--incarnation 1 --partition 0 --sequence 1 --yes")
     assert LATER not in centre.stored
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from common.chain import Chain
@@ -21,7 +24,8 @@ from common.metrics import REGISTRY
 from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
 from common.service.monitor import Health
-from ingress.chains.chain_state import ChainState
+from common.settings.ingress import TargetSettings
+from ingress.chains.chain_state import ChainRegistry, ChainState
 from ingress.chains.plan import ChainPlan, Phase
 from ingress.checkpoint import Intent, IntentPiece
 from ingress.errors import ends_target, leading, passes_by_itself
@@ -197,3 +201,22 @@ def test_the_publisher_is_told_once_and_again_after_another_instance_had_the_tar
         report.standby("other")
         report.publishes("fast", {})
         assert told() == 3
+
+
+def test_a_site_with_many_chains_hides_no_other_from_the_status() -> None:
+    target, clock = unique("T"), SystemClock()
+    health = Health(clock)
+    crowd = [Chain("a-site", "NODES", 0, partition) for partition in range(1100)]
+    sources = [{"site": ["a-site", CHAIN.site], "feed": "NODES"}]
+    settings = TargetSettings.model_validate({"stream": target, "sources": sources})
+    chains = ChainRegistry(settings, TargetLimits(Accepting([">"]), 1024))
+    assert all(chains.add(chain) for chain in (*crowd, CHAIN))
+    state = SimpleNamespace(checkpoint=SimpleNamespace(positions={}, target_sequence=0), intent=None)
+    delivery: Any = SimpleNamespace(state=state, is_settled=True, trouble="", sending_times={})
+    prefetcher: Any = SimpleNamespace(chains=chains, positions={}, ahead=[])
+
+    TargetReport(target, health, clock).carries(delivery, prefetcher)
+
+    shown = health.status()["parts"][f"target {target}"]["chains"]
+    assert len(shown) == 1000
+    assert str(CHAIN) in shown
