@@ -60,14 +60,8 @@ MOST_SKEW = 60.0  # seconds between two clocks
 WRITERS = 8  # that put one key at the same time
 MOST_TAILS = 1000  # chains that are looked at for the layout: one request
 NO_ETAG = "0" * 32  # of no object
-ANSWERED = (
-    "E-S3-CLOCK",
-    "E-STORE-FULL",
-    "E-READ-BACK",
-    "E-S3-TLS",
-    "E-NATS-TLS",
-    "E-STORE-ROOT",
-)  # what a service waits for until somebody acts
+# What a service waits for until somebody acts.
+ANSWERED = ("E-S3-CLOCK", "E-STORE-FULL", "E-READ-BACK", "E-S3-TLS", "E-NATS-TLS", "E-STORE-ROOT")
 
 
 class DoctorState(StrEnum):

@@ -293,11 +293,10 @@ class LocalObjects:
             try:
                 os.link(new, link)
             except OSError as error:
-                if error.errno not in _NO_LINKS:
-                    raise
-                return False
-            finally:
-                link.unlink(missing_ok=True)
+                if error.errno in _NO_LINKS:
+                    return False
+                raise
+            link.unlink()
         return True
 
     # Reading

@@ -40,15 +40,14 @@ class Meaning(NamedTuple):
 LATER = Meaning(Unavailable, "", "E-S3-LATER")
 DENIED = Meaning(Refused, "", "E-S3-DENIED")  # the hint names the right that the verb needs
 ELSEWHERE = Meaning(ConfigError, "", "E-S3-REGION")  # the hint names the region
+_SIGNATURE = "the secret key is not the one of this access key, or a proxy changes requests"
 _REFUSED = Meaning(Refused, "check the credential, its rights, and the state of the account", "E-S3-DENIED")
 _SETTINGS = "check store: endpoint_url, addressing_style, checksum, encryption, storage_class"
 _INVALID = Meaning(ConfigError, _SETTINGS, "E-S3-REQUEST")
 _UNABLE = Meaning(ConfigError, "this store cannot do it; see store.checksum and store.encryption", "E-S3-REQUEST")
 _KMS = Meaning(Refused, "grant kms:GenerateDataKey and kms:Decrypt on the key", "E-S3-KMS")
 _FULL = Meaning(Unavailable, "make room in the store", "E-STORE-FULL")
-_CAPPED = Meaning(
-    Unavailable, "make room in the store, or raise the quota or cap of bucket and account", "E-STORE-FULL"
-)
+_CAPPED = Meaning(Unavailable, "make room, or raise the quota or cap of the bucket and the account", "E-STORE-FULL")
 _SUSPENDED = Meaning(Refused, "the store has suspended the account; ask its provider", "E-S3-AUTH")
 _EXPIRED = Meaning(Refused, "the credential has expired; renew it", "E-S3-AUTH")
 
@@ -77,9 +76,7 @@ CODES: Mapping[str, Meaning] = {
     ),
     # The credential and its rights.
     "InvalidAccessKeyId": Meaning(Refused, "the server does not know this access key", "E-S3-AUTH"),
-    "SignatureDoesNotMatch": Meaning(
-        Refused, "the secret key is not the one of this access key, or a proxy changes requests", "E-S3-AUTH"
-    ),
+    "SignatureDoesNotMatch": Meaning(Refused, _SIGNATURE, "E-S3-AUTH"),
     **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"), _EXPIRED),
     "InvalidToken": Meaning(Refused, "the session token is not valid; renew it", "E-S3-AUTH"),
     "NotSignedUp": Meaning(Refused, "the account has no S3", "E-S3-AUTH"),
@@ -96,13 +93,10 @@ CODES: Mapping[str, Meaning] = {
 
 # The meaning of a code that is unknown, by the status of its answer; of others from 500 on LATER, else _INVALID.
 STATUSES: Mapping[int, Meaning] = {
+    **dict.fromkeys((307, 404, 408, 409, 423, 425, 429), LATER),
+    **dict.fromkeys((401, 403), _REFUSED),
     301: ELSEWHERE,
-    307: LATER,
-    401: _REFUSED,
     402: _SUSPENDED,
-    403: _REFUSED,
-    404: LATER,
-    **dict.fromkeys((408, 409, 423, 425, 429), LATER),
     501: _UNABLE,
     507: _FULL,
 }

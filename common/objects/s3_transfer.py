@@ -341,10 +341,7 @@ class AnswerBody:
         self._stream.close()
 
     def read_all(self) -> bytes:
-        parts = []
-        while chunk := self._next(self._expected + 1):
-            parts.append(chunk)
-        return b"".join(parts)
+        return b"".join(iter(lambda: self._next(self._expected + 1), b""))
 
     def copy_to(self, path: Path) -> int:
         with path.open("wb") as file:

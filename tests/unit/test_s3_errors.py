@@ -13,7 +13,7 @@ from common.objects.s3_errors import CODES, MOST_ASKED, PAUSES, STATUSES, explai
 KINDS = {Unavailable: 75, ChecksumMismatch: 75, Refused: 77, ConfigError: 78}
 LATER = (Unavailable, "E-S3-LATER", "")
 FULL = (Unavailable, "E-STORE-FULL", "make room in the store")
-CAPPED = (Unavailable, "E-STORE-FULL", "make room in the store, or raise the quota or cap of bucket and account")
+CAPPED = (Unavailable, "E-STORE-FULL", "make room, or raise the quota or cap of the bucket and the account")
 DIGEST = (ChecksumMismatch, "E-STORE-DIGEST", "")
 SUSPENDED = (Refused, "E-S3-AUTH", "the store has suspended the account; ask its provider")
 EXPIRED = (Refused, "E-S3-AUTH", "the credential has expired; renew it")
