@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from common.chain import Chain
 from common.errors import Refused, SegmentCorrupt, UsageError
 from common.exits import command
-from common.segments.documents import ChainStore, StreamDocument, accept_command, of_chain
+from common.segments.documents import ChainStore, accept_command, of_chain
 from common.segments.keys import MAX_LEVEL, Pair, chosen, one, parse, parse_of_feed
 from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import SegmentRef
@@ -99,19 +99,14 @@ def history(chains: ChainStore, newest: Chain) -> dict[Chain, int]:
             n: min(of.get(replace(newest, incarnation=number, partition=n), MAX_SEQUENCE), at - 1)
             for n, at in document.joins.items()
         }
-        before = [chain for chain in known if chain.incarnation == former]
-        if len({*reach.values()}) > 1 and not _is_cut_alike(chains, before, document):
+        before = chains.read_stream(replace(newest, incarnation=former, partition=0))
+        cuts = [[each.filters for each in found.chains] for found in (document, before) if found is not None]
+        if len({*reach.values()}) > 1 and cuts[0] != cuts[-1]:
             break  # one partition's end says nothing of others that took other subjects
         least, number = min(reach.values()), former
-        of = {chain: end for chain in before if (end := reach.get(chain.partition, least)) > 0}
+        ends = {chain: reach.get(chain.partition, least) for chain in known if chain.incarnation == former}
+        of = {chain: end for chain, end in ends.items() if end > 0}
     return found
-
-
-def _is_cut_alike(chains: ChainStore, before: Sequence[Chain], document: StreamDocument) -> bool:
-    found = {chain.partition: chains.read_chain(chain) for chain in before}
-    return {n: each and each.filters for n, each in found.items()} == {
-        n: each.filters for n, each in enumerate(document.chains)
-    }
 
 
 def span(refs: Sequence[SegmentRef]) -> SequenceRange | None:

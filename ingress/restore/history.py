@@ -47,7 +47,6 @@ from ingress.restore.plan import (
     RestorePlan,
     RestoreRequest,
     before_begin,
-    before_floor,
     begin_of,
     capture_age,
     forecast,
@@ -56,6 +55,7 @@ from ingress.restore.plan import (
     losses,
     lost_ends,
     never_archived,
+    other_histories,
     promoted_config,
 )
 
@@ -288,7 +288,10 @@ class ArchivedHistory:
         late = [each for each in self._late_begins({*known}, history, plan) if each.lost.last >= gone]
         missing = dict.fromkeys(each.line for each in late if each.is_known)
         notes += [each.line for each in late if not each.is_known]
-        plan = replace(plan, begin=max(begin, plan.begin), lossy=(*missing, *plan.lossy))
+        others = tuple(other_histories(history, {chain: self._ended(chain) for chain in known}))
+        if request.to_time_ns is None or newest.incarnation == max(history).incarnation:
+            notes, others = [*notes, *others], ()
+        plan = replace(plan, begin=max(begin, plan.begin), lossy=(*missing, *others, *plan.lossy))
         if request.promote:
             plan = self._reaching(plan)
         found = forecast(plan, now_ns, captured=captured, skipped=skipped if is_later else (), stood=stood)
@@ -345,6 +348,12 @@ class ArchivedHistory:
                     break
         return max(found, default=None)
 
+    def _ended(self, chain: Chain) -> int:
+        """Where a chain of an incarnation before ended, or stood at the time that is asked for; 0: not known."""
+        end, moment_ns = self._documents.read_end(chain) or 0, self._request.to_time_ns
+        first = search(self._store, chain, moment_ns)[0] if moment_ns is not None else None
+        return end if first is None else min(end, first - 1)
+
     def _late_begins(
         self, reached: Collection[Chain], history: Mapping[Chain, int], plan: RestorePlan
     ) -> Iterator[LateBegin]:
@@ -360,10 +369,9 @@ class ArchivedHistory:
             stream, first, join = every[chain.incarnation], self._first_of([chain], chain.incarnation), None
             if stream is not None and chain.incarnation > min(history).incarnation:
                 join = stream.joins.get(chain.partition, first)
-            lost = plan.fold().deleted
-            yield from before_begin(chain, first, least, join, lost)
-            if (floor := self._documents.read_floor(chain) or 1) > first:
-                yield from before_floor(chain, SequenceRange(first, floor - 1), least if is_seen else None, lost)
+            floor = self._documents.read_floor(chain) or 1
+            known = least if is_seen or floor <= first else None
+            yield from before_begin(chain, first, floor, known, join, plan.fold().deleted)
 
     def _stood(self, newest: Chain) -> tuple[int, str]:
         """The last sequence that captures and signs of life saw of the stream since its last restore, and when; 0 where

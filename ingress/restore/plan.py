@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
@@ -404,7 +405,8 @@ def losses(
                 yield f"{chain.chain}: {counted(counts[reason], 'message')} left out ({reason})"
         if chain.holes:
             shown = ", ".join(map(str, chain.holes[:10])) + (" …" if len(chain.holes) > 10 else "")
-            yield f"{chain.chain}: no segment covers {shown}"
+            less = f"up to {counted(sum(map(len, chain.holes)), 'message')}"
+            yield f"{chain.chain}: no segment covers {shown}: {less}"
 
 
 def _least_rows(chain: ReplayChain) -> int:
@@ -419,7 +421,8 @@ def lost_ends(known: Mapping[Chain, int], ends: Mapping[Chain, int]) -> Iterator
         if ends[chain] < known[chain]:
             yield (
                 f"{chain}: the archive covered up to {known[chain]}, and its segments end at {ends[chain]}: "
-                f"{SequenceRange(ends[chain] + 1, known[chain])} is missing"
+                f"{SequenceRange(ends[chain] + 1, known[chain])} is missing, up to "
+                f"{counted(known[chain] - ends[chain], 'message')}"
             )
 
 
@@ -435,38 +438,47 @@ class LateBegin:
 
 
 def before_begin(
-    chain: Chain, first: int, least: int | None, join: int | None, deleted: Callable[[SequenceRange], int]
+    chain: Chain,
+    first: int,
+    floor: int,
+    least: int | None,
+    join: int | None,
+    deleted: Callable[[SequenceRange], int],
 ) -> Iterator[LateBegin]:
-    """What a chain that begins at `first` lacks before. `least`: the first sequence of the stream, None: not known.
+    """What a chain that begins at `first` lacks before, or before the `floor` that retention left of it.
 
-    `join`: up to and without this sequence another incarnation has it, None where it continues none; `deleted`: how
-    many of a range are known to be deleted.
+    `least`: the first sequence of the stream, None: not known; `join`: up to and without this sequence another
+    incarnation has it, None where it continues none; `deleted`: how many of a range are known to be deleted.
     """
-    if (start := max(least or 1, join or 1)) >= first or not (
-        count := first - start - deleted(lost := SequenceRange(start, first - 1))
-    ):
+    begin, start = max(first, floor), max(least or 1, join or 1)
+    if start >= begin or not (count := begin - start - deleted(lost := SequenceRange(start, begin - 1))):
         return
-    where = f"{chain.site}/{chain.feed}/{chain.incarnation:04d} begins at {first}"
-    if join is not None:
+    known = "and " + (f"the stream at {least}" if least is not None else "nothing tells where the stream began")
+    if floor > first:
+        known = f"where retention of the archive left it, {known}"
+    elif join is not None:
         known = f"and what it continues is the same stream up to {join - 1} only"
     elif chain.incarnation:
         known = f"and nothing tells that {chain.incarnation - 1:04d} is the same stream before that"
-    else:
-        known = f"and the stream at {least}" if least is not None else "and nothing tells where the stream began"
-    line = f"{where}, {known}: {counted(count, 'sequence')} of {lost} not archived"
-    yield LateBegin(lost, line, bool(join or chain.incarnation or least))
+    where = f"{chain.site}/{chain.feed}/{chain.incarnation:04d} begins at {begin}, {known}"
+    is_known = bool(least or (floor <= first and (join or chain.incarnation)))
+    yield LateBegin(lost, f"{where}: {counted(count, 'sequence')} of {lost} not archived", is_known)
 
 
-def before_floor(
-    chain: Chain, gone: SequenceRange, least: int | None, deleted: Callable[[SequenceRange], int]
-) -> Iterator[LateBegin]:
-    """What retention deleted of a chain (`gone`). `least`, `deleted`: as of `before_begin`."""
-    if (start := max(gone.first, least or 1)) > gone.last:
-        return
-    if count := len(lost := SequenceRange(start, gone.last)) - deleted(lost):
-        known = f"the stream began at {least}" if least is not None else "nothing tells where the stream began"
-        what = f"{counted(count, 'sequence')} of {lost} deleted from the archive by retention"
-        yield LateBegin(lost, f"{chain.site}/{chain.feed}/{chain.incarnation:04d}: {what}, and {known}", bool(least))
+def other_histories(history: Mapping[Chain, int], ends: Mapping[Chain, int]) -> Iterator[str]:
+    """Yield, in words, the ranges of chains behind the sequence up to which they count in `history`. `ends`: where they
+    ended.
+    """
+    numbers = sorted({chain.incarnation for chain in history})
+    following = {number: f"{later:04d}" for number, later in pairwise(numbers)}
+    for number, later in following.items():
+        own = [chain for chain in history if chain.incarnation == number and ends.get(chain, 0) > history[chain]]
+        if own:
+            most, end = max(history[chain] for chain in own), max(ends[chain] for chain in own)
+            lost = SequenceRange(min(history[chain] for chain in own) + 1, end)
+            only = f"{later} continues it up to {most} only"
+            less = f"{counted(len(lost), 'sequence')} of {lost} of another history (--incarnation {number})"
+            yield f"{number:04d} goes on to {end}, and {only}: {less}"
 
 
 def never_archived(rows: int, end: int, stood: tuple[int, str]) -> Iterator[str]:

@@ -17,11 +17,13 @@ from common.chain import Chain
 from common.jetstream.kv import KeyValue
 from common.segments.documents import StreamDocument
 from common.segments.segment import Message
+from common.tasks import Stop
 from egress import context
 from egress.identity import acceptance_key
 from egress.incarnations import Closings
 from infra.local.nats import NatsServer
 from infra.oracle import Trace, compare, read_stream
+from tests.integration.test_drill_exact import drill
 from tests.support import restoring as back
 from tests.support.basics import soon, unique
 from tests.support.commands import configuration, floe, paste
@@ -57,6 +59,7 @@ async def comes_back_whole(bench: Bench, stream: str) -> None:
         "segments", "cat", "-c", str(configuration(bench, {"stream": stream})), f"{SITE}/{stream}", "--json"
     )
     assert [json.loads(line)["sequence"] for line in printed.out.splitlines()] == [each.sequence for each in before]
+    assert (await drill(bench, stream).run(Stop())).exit_code == 0
     await bench.delete_stream(stream)
     plan = await back.planned(bench, stream)
     assert (plan.lossy, plan.rows) == ((), len(before))

@@ -35,7 +35,6 @@ from ingress.restore.history import merged, same_command
 from ingress.restore.plan import (
     RestoreRequest,
     before_begin,
-    before_floor,
     begin_of,
     begun_behind,
     gone_below,
@@ -396,28 +395,27 @@ def test_a_digest_of_large_rows_ends_by_their_bytes() -> None:
 def test_what_is_missing_before_a_chain_is_lossy_where_the_stream_is_known_to_have_had_it(
     incarnation: int, first: int, least: int | None, join: int | None, is_known: bool, text: str | None
 ) -> None:
-    found = list(before_begin(replace(CHAIN, incarnation=incarnation), first, least, join, lambda _: 0))
+    found = list(before_begin(replace(CHAIN, incarnation=incarnation), first, 1, least, join, lambda _: 0))
     assert [(each.is_known, text in each.line) for each in found] == ([] if text is None else [(is_known, True)])
 
 
 def test_what_was_deleted_before_a_chain_began_is_not_missing() -> None:
     captured = Fold(CapturedDeletions(AT, 200, 51, 200, ((60, 69),)), rolls=False, per_subject=0)
-    (late,) = before_begin(CHAIN, 101, 51, None, captured.deleted)
+    (late,) = before_begin(CHAIN, 101, 1, 51, None, captured.deleted)
     assert ": 40 sequences of 51..100 not archived" in late.line
     all_gone = Fold(CapturedDeletions(AT, 200, 51, 200, ((51, 100),)), rolls=False, per_subject=0)
-    assert not list(before_begin(CHAIN, 101, 51, None, all_gone.deleted))
-    assert not list(before_floor(CHAIN, SequenceRange(1, 100), 51, all_gone.deleted))
+    assert not list(before_begin(CHAIN, 101, 1, 51, None, all_gone.deleted))
+    assert not list(before_begin(CHAIN, 1, 101, 51, None, all_gone.deleted))
 
 
-@pytest.mark.parametrize(
-    ("least", "is_known", "count"), [(1, True, "100 sequences of 1..100"), (None, False, "100 sequences of 1..100")]
-)
-def test_what_retention_deleted_is_missing_where_the_stream_had_it(
-    least: int | None, is_known: bool, count: str
-) -> None:
-    (late,) = before_floor(CHAIN, SequenceRange(1, 100), least, lambda _: 0)
-    assert (late.is_known, f"{count} deleted from the archive by retention" in late.line) == (is_known, True)
-    assert not list(before_floor(CHAIN, SequenceRange(1, 100), 101, lambda _: 0))
+@pytest.mark.parametrize(("least", "is_known"), [(1, True), (None, False)])
+def test_what_retention_deleted_is_missing_where_the_stream_had_it(least: int | None, is_known: bool) -> None:
+    for number in (0, 1):
+        (late,) = before_begin(replace(CHAIN, incarnation=number), 1, 101, least, None, lambda _: 0)
+        assert late.is_known == is_known
+        assert "begins at 101, where retention of the archive left it" in late.line
+        assert late.line.endswith(": 100 sequences of 1..100 not archived")
+    assert not list(before_begin(CHAIN, 1, 101, 101, None, lambda _: 0))
 
 
 @pytest.mark.parametrize(
