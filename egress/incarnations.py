@@ -259,13 +259,8 @@ class History:
 
         Raises Stopped where its archive was lost.
         """
-        document = StreamDocument(
-            info.config,
-            info.created,
-            None,
-            configured(self._partition, first),
-            stream_first=max(1, info.first_sequence),
-        )
+        cut, stream_first = configured(self._partition, first), max(1, info.first_sequence)
+        document = StreamDocument(info.config, info.created, None, cut, stream_first=stream_first)
         found = await self._create_stream(self._feed, document)
         if found.chains:
             return await self._threads.run(self._loaded, self._feed)
@@ -328,16 +323,11 @@ class History:
             raise ValueError(f"{current.chain}: not closed")
         previous = {number: end.end for number, end in closing.ends.items()}
         cut = [msgspec.structs.replace(each, first=closing.ends[n].first) for n, each in enumerate(current.chains)]
-        document = StreamDocument(stream.config, stream.created, previous, tuple(cut))
-        if (decision := closing.decision_for(stream.created)) is not None:
-            # What goes on by itself is the same up to its end.
-            joins = {n: decision.continues_from.get(n, end.first) for n, end in closing.ends.items()}
-            document = replace(
-                document,
-                continues_from=joins if decision.continues_from else None,
-                continued=decision.continued,
-                stream_first=decision.stream_first,
-            )
+        decision = closing.decision_for(stream.created) or EndDecision(stream.created, {})
+        # A partition that goes on by itself is the same up to its end.
+        joins = {n: decision.continues_from.get(n, end.first) for n, end in closing.ends.items()}
+        more = False, joins if decision.continues_from else None, decision.continued, decision.stream_first
+        document = StreamDocument(stream.config, stream.created, previous, tuple(cut), *more)
         await self.open_next(chain, document)
         return await self._threads.run(self._loaded, chain)
 

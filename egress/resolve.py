@@ -198,9 +198,7 @@ def plan_incarnation(cases: Sequence[Case], sequence: int | None) -> EndDecision
     # All of one history: a partition that goes on by itself continues the incarnation that ends, no older one.
     is_one = len(joins) == len(stopped) and (older == {None} or (len(older) == 1 and stopped == list(cases)))
     least = min(case.evidence.source.first for case in cases if case.evidence and case.evidence.source)
-    return EndDecision(
-        created.pop(), first, joins if is_one else {}, older.pop() if is_one else None, stream_first=least
-    )
+    return EndDecision(created.pop(), first, joins if is_one else {}, older.pop() if is_one else None, least)
 
 
 def _first(case: Case, sequence: int | None) -> int:

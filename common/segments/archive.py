@@ -95,10 +95,8 @@ def history(chains: ChainStore, newest: Chain) -> dict[Chain, int]:
         former = number - 1 if document is None or document.continued is None else document.continued
         if document is None or not document.joins or not 0 <= former < number:
             break
-        reach = {
-            n: min(of.get(replace(newest, incarnation=number, partition=n), MAX_SEQUENCE), at - 1)
-            for n, at in document.joins.items()
-        }
+        own = {chain.partition: end for chain, end in of.items()}
+        reach = {part: min(own.get(part, MAX_SEQUENCE), at - 1) for part, at in document.joins.items()}
         before = chains.read_stream(replace(newest, incarnation=former, partition=0))
         cuts = [[each.filters for each in found.chains] for found in (document, before) if found is not None]
         if len({*reach.values()}) > 1 and cuts[0] != cuts[-1]:

@@ -137,18 +137,14 @@ class ArchivedHistory:
 
     def _asked(self, history: Mapping[Chain, int], number: int, to_sequence: int | None) -> list[Request]:
         """What to look for in an incarnation: one request, unless its partitions count up to several sequences."""
-        counted = {chain: end for chain, end in history.items() if chain.incarnation == number}
-        parts: list[Chain | None] = [chain for chain, end in counted.items() if self._begin_of(chain) <= end]
-        if len({*counted.values()}) == 1:
-            parts = [None] if parts else []
-        asked = list[Request]()
-        for part in parts:
-            end = min(to_sequence or MAX_SEQUENCE, max(counted.values()) if part is None else counted[part])
-            if part is None or self._first_of([part], number) <= end:
-                site, feed, last = self._request.site, self._request.feed, None if end == MAX_SEQUENCE else end
-                of = None if part is None else part.partition
-                asked.append(Request(site, feed, "", incarnation=number, partition=of, to_sequence=last))
-        return asked
+        upto = {c: min(end, to_sequence or end) for c, end in history.items() if c.incarnation == number}
+        site, feed, is_one = self._request.site, self._request.feed, len({*upto.values()}) == 1
+        asked = Request(site, feed, "", incarnation=number)
+        parts = [c for c, end in upto.items() if self._begin_of(c) <= history[c] and self._first_of([c], number) <= end]
+        return [
+            replace(asked, partition=None if is_one else c.partition, to_sequence=upto[c] % MAX_SEQUENCE or None)
+            for c in (parts[:1] if is_one else parts)
+        ]
 
     def _begin_of(self, chain: Chain) -> int:
         """Where the archive of a chain begins: retention may have deleted what was before."""
@@ -285,7 +281,9 @@ class ArchivedHistory:
         begin, skipped = begin_of(plan.parts, plan.config, now_ns, counts=plan.fold().is_none)
         is_later = begin > plan.begin
         gone = gone_below(plan.parts, plan.config, now_ns, begin)
-        late = [each for each in self._late_begins({*known}, history, plan) if each.lost.last >= gone]
+        late = [
+            each for each in self._late_begins(sorted(known), min(history).incarnation, plan) if each.lost.last >= gone
+        ]
         missing = dict.fromkeys(each.line for each in late if each.is_known)
         notes += [each.line for each in late if not each.is_known]
         others = tuple(other_histories(history, {chain: self._ended(chain) for chain in known}))
@@ -354,23 +352,16 @@ class ArchivedHistory:
         first = search(self._store, chain, moment_ns)[0] if moment_ns is not None else None
         return end if first is None else min(end, first - 1)
 
-    def _late_begins(
-        self, reached: Collection[Chain], history: Mapping[Chain, int], plan: RestorePlan
-    ) -> Iterator[LateBegin]:
-        """Where the archive of the chains of a plan begins later than the stream, or than what they continue ends."""
-        every = {
-            number: self._documents.read_stream(replace(plan.newest, incarnation=number, partition=0))
-            for number in {chain.incarnation for chain in reached}
-        }
-        recorded = [s.stream_first for _, s in sorted(every.items(), reverse=True) if s is not None and s.stream_first]
+    def _late_begins(self, chains: Sequence[Chain], oldest: int, plan: RestorePlan) -> Iterator[LateBegin]:
+        """Where the archive of `chains`, ascending, begins later than the stream, or than what they continue ends."""
+        streams = [self._documents.read_stream(chain) for chain in chains]
+        firsts = [each.stream_first for each in streams if each is not None and each.stream_first]
+        least = max(1, plan.deletions.first) if plan.deletions is not None else firsts[-1] if firsts else None
         is_seen = plan.deletions is not None or plan.config.get("retention", "limits") == "limits"
-        least = max(1, plan.deletions.first) if plan.deletions is not None else next(iter(recorded), None)
-        for chain in sorted(reached):
-            stream, first, join = every[chain.incarnation], self._first_of([chain], chain.incarnation), None
-            if stream is not None and chain.incarnation > min(history).incarnation:
-                join = stream.joins.get(chain.partition, first)
-            floor = self._documents.read_floor(chain) or 1
-            known = least if is_seen or floor <= first else None
+        for chain, stream in zip(chains, streams, strict=True):
+            first, floor = self._first_of([chain], chain.incarnation), self._documents.read_floor(chain) or 1
+            joins = {} if stream is None or chain.incarnation == oldest else stream.joins
+            known, join = least if is_seen or floor <= first else None, joins.get(chain.partition)
             yield from before_begin(chain, first, floor, known, join, plan.fold().deleted)
 
     def _stood(self, newest: Chain) -> tuple[int, str]:

@@ -426,6 +426,9 @@ def lost_ends(known: Mapping[Chain, int], ends: Mapping[Chain, int]) -> Iterator
             )
 
 
+Deleted = Callable[[SequenceRange], int]
+
+
 @dataclass(frozen=True, slots=True)
 class LateBegin:
     """Sequences (`lost`) before what is archived of a chain, and a `line` about them. `is_known`: the stream had them;
@@ -438,12 +441,7 @@ class LateBegin:
 
 
 def before_begin(
-    chain: Chain,
-    first: int,
-    floor: int,
-    least: int | None,
-    join: int | None,
-    deleted: Callable[[SequenceRange], int],
+    chain: Chain, first: int, floor: int, least: int | None, join: int | None, deleted: Deleted
 ) -> Iterator[LateBegin]:
     """What a chain that begins at `first` lacks before, or before the `floor` that retention left of it.
 
@@ -469,16 +467,12 @@ def other_histories(history: Mapping[Chain, int], ends: Mapping[Chain, int]) -> 
     """Yield, in words, the ranges of chains behind the sequence up to which they count in `history`. `ends`: where they
     ended.
     """
-    numbers = sorted({chain.incarnation for chain in history})
-    following = {number: f"{later:04d}" for number, later in pairwise(numbers)}
-    for number, later in following.items():
-        own = [chain for chain in history if chain.incarnation == number and ends.get(chain, 0) > history[chain]]
-        if own:
-            most, end = max(history[chain] for chain in own), max(ends[chain] for chain in own)
-            lost = SequenceRange(min(history[chain] for chain in own) + 1, end)
-            only = f"{later} continues it up to {most} only"
-            less = f"{counted(len(lost), 'sequence')} of {lost} of another history (--incarnation {number})"
-            yield f"{number:04d} goes on to {end}, and {only}: {less}"
+    for number, later in pairwise(sorted({chain.incarnation for chain in history})):
+        for chain in (c for c, most in history.items() if c.incarnation == number and ends.get(c, 0) > most):
+            lost = SequenceRange(history[chain] + 1, ends[chain])
+            goes_on = f"{chain} goes on to {lost.last}, and {later:04d} continues it up to {lost.first - 1} only"
+            less = f"{counted(len(lost), 'sequence')} of {lost} of another history"
+            yield f"{goes_on}: {less} (--incarnation {number})"
 
 
 def never_archived(rows: int, end: int, stood: tuple[int, str]) -> Iterator[str]:

@@ -452,7 +452,7 @@ KINDS: dict[str, Kind] = {
     "set back": Kind(
         between=acts(set_back(20), puts(15), resolves()),
         incarnation=1,
-        told=["0000 goes on to 30, and 0001 continues it up to 20 only: 10 sequences of 21..30 of another history"],
+        told=["0000/0 goes on to 30, and 0001 continues it up to 20 only: 10 sequences of 21..30 of another history"],
     ),
     "partitions set back": Kind(
         {"subjects": ["ZOO.0.>", "ZOO.1.>"]},
