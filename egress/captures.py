@@ -3,7 +3,8 @@
     look at the consumers → look at the stream → is it still the same? → how far is the archive? → put what differs
 
 The configuration is put when it differs from the newest capture. Consumers are put when what people set of them
-differs, else when a position moved and the newest is old enough, and at the drain; what was deleted, when it differs.
+differs, else when a position moved and the newest is old enough, and at the drain; what was deleted, when it differs,
+and is looked at with each change of the configuration too.
 What is to be put is decided by pure functions. A capture that fails never stops carrying: it is told, and tried again.
 """
 
@@ -100,9 +101,14 @@ def _captured(answer: dict[str, Any]) -> CapturedConsumer:
     )
 
 
+def fits(info: StreamInfo, max_payload: int) -> bool:
+    """Whether the server's answer with what was deleted is no larger than a message of `max_payload` bytes."""
+    return info.deleted * (len(str(info.last_sequence)) + 1) <= max_payload // 2
+
+
 def check_size(info: StreamInfo, max_payload: int) -> None:
-    """Raises DataError where the server's answer could be larger than a message of `max_payload` bytes."""
-    if info.deleted * (len(str(info.last_sequence)) + 1) > max_payload // 2:
+    """Raises DataError unless it `fits`."""
+    if not fits(info, max_payload):
         raise DataError(
             f"stream {info.name}: expected fewer deleted messages than one answer of {max_payload} bytes holds, found "
             f"{counted(info.deleted, 'deleted message')}",
@@ -159,13 +165,15 @@ class Captures:
                 with self._telling(CONSUMERS):
                     consumers = captured_consumers(await list_consumers(client, stream))
             info: StreamInfo | None = None
+            is_changed = False
             with self._telling(CONFIG):
                 info = await stream_info(client, stream)
+                is_changed = info is not None and await self._is_changed(info)
             if info is None or not self._is_same(info):
                 return
             deleted: Sequence[int] | None = None
             retention = str(info.config.get("retention", ""))
-            if self._is_due(DELETIONS, settings.deletes_period(retention), drains):
+            if self._is_due(DELETIONS, settings.deletes_period(retention), drains) or is_changed:
                 with self._telling(DELETIONS):
                     check_size(info, client.max_payload)
                     answer = await deleted_sequences(client, stream)
@@ -180,6 +188,14 @@ class Captures:
             return False
         self._due[kind] = now + period
         return True
+
+    async def _is_changed(self, info: StreamInfo) -> bool:
+        """Whether the configuration was changed and the deletions can be captured with it: what a limit dropped before
+        it was raised leaves no other trace.
+        """
+        newest, is_wanted = await self._known(CapturedConfig), self._partition.settings.capture_deletes != "never"
+        is_wanted = is_wanted and fits(info, self._deps.client.max_payload)
+        return is_wanted and newest is not None and newest.config != info.config
 
     def _is_same(self, info: StreamInfo) -> bool:
         """Not a stream that was made again, or set back, and that the session has not judged yet."""

@@ -232,12 +232,6 @@ class CapturedRestore(_Capture, frozen=True):
 Captured = CapturedConfig | CapturedConsumers | CapturedDeletions | CapturedRestore
 C = TypeVar("C", CapturedConfig, CapturedConsumers, CapturedDeletions, CapturedRestore)
 
-_FORMS: dict[str, JsonForm[Any]] = {
-    CONFIG: JsonForm(CapturedConfig),
-    CONSUMERS: JsonForm(CapturedConsumers),
-    DELETIONS: JsonForm(CapturedDeletions),
-    RESTORED: JsonForm(CapturedRestore),
-}
 #: What each kind is called in keys and metrics.
 KINDS: dict[type[Captured], str] = {
     CapturedConfig: CONFIG,
@@ -245,6 +239,7 @@ KINDS: dict[type[Captured], str] = {
     CapturedDeletions: DELETIONS,
     CapturedRestore: RESTORED,
 }
+_FORMS: dict[str, JsonForm[Any]] = {kind: JsonForm(of) for of, kind in KINDS.items()}
 
 
 def named(chain: Chain, document: Captured) -> Captured:
@@ -377,9 +372,9 @@ class CaptureStore:
         chain: Chain,
         end: int | None = None,
         moment_ns: int | None = None,
-        fits: Callable[[C], bool] | None = None,
+        fits: Callable[[C], bool] = lambda _: True,
     ) -> C | None:
-        """`fits`: which ones count, None for all."""
+        """`fits`: which ones count."""
         left = [ref for ref in self.ls(chain, KINDS[kind]) if end is None or ref.end <= end]
         if moment_ns is not None:
             left = left[: self._count_before(left, moment_ns)]
@@ -387,11 +382,9 @@ class CaptureStore:
             # Of one end several are told apart by the store's clock, which may tell whole seconds.
             last = left[-1]
             close = [ref for ref in left if ref.end == last.end and ref.modified >= last.modified - _TOGETHER]
-            found = [document for ref in close if isinstance(document := self.read(ref), kind)]
-            found = [each for each in found if moment_ns is None or each.moment_ns <= moment_ns]
-            found = [each for each in found if fits is None or fits(each)]
-            if found or (fits is None and moment_ns is None):
-                return max(found, key=lambda each: each.moment_ns, default=None)
+            found = [each for ref in close if isinstance(each := self.read(ref), kind) and fits(each)]
+            if found := [each for each in found if moment_ns is None or each.moment_ns <= moment_ns]:
+                return max(found, key=lambda each: each.moment_ns)
             left = left[: -len(close)]
         return None
 

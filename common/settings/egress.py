@@ -140,7 +140,7 @@ class FeedSettings(StartSettings):
     capture_deletes: t.Period = option(
         "",
         "how often deleted messages are looked at, for a restore; empty: 10m for object stores (`OBJ_…`) and work "
-        "queues, else never",
+        "queues, else when the stream's configuration was changed; `never`: they are not",
     )
 
     @classmethod

@@ -95,7 +95,11 @@ async def test_what_a_stream_is_stands_beside_its_messages(bench: Bench) -> None
             assert document.chain == str(chain)
             assert document.ts, "the time of the server"
             assert abs(document.moment_ns - parse_time(document.at)) < PATIENCE * NS_PER_S
-    assert store.ls(chain, "deletions") == []
+    changed, gone = store.config(chain), store.deletions(chain)
+    assert changed is not None
+    assert gone is not None, "once, with the change"
+    assert (gone.ts, gone.first, gone.last, gone.deleted) == (changed.ts, 1, 10, ())
+    assert len(store.ls(chain, "deletions")) == 1
 
 
 async def test_the_drain_captures_where_consumers_are(bench: Bench) -> None:

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,7 +38,7 @@ from infra.local.process import spawn
 from tests.support import restoring as back
 from tests.support.basics import PATIENCE, at_length, commands_of, seeded, soon, unique
 from tests.support.commands import ROOT, configuration, floe
-from tests.support.egress import Bench, connected
+from tests.support.egress import QUICK, Bench, connected
 from tests.support.stores import FaultyStore
 
 pytestmark = pytest.mark.servers
@@ -228,6 +229,56 @@ async def test_what_was_captured_after_the_point_in_time_does_not_count(bench: B
     notes = "\n".join((await back.planned(bench, stream, **asked)).notes)
     for kind in ("no consumers were captured", "no deletions were captured"):
         assert f"{kind} at or before the point in time: " in notes
+
+
+LIMITS: dict[str, tuple[Any, Any]] = {
+    "max_msgs_per_subject": (1, 10),
+    "max_msgs": (20, -1),
+    "max_bytes": (2000, 100_000),
+    "max_age": (NS_PER_S, 0),
+    "allow_rollup_hdrs": (True, False),
+}
+
+
+@pytest.mark.parametrize("key", LIMITS)
+async def test_what_a_limit_had_dropped_before_it_was_raised_stays_away(bench: Bench, key: str) -> None:
+    """Egress captures the change by itself, and what was deleted with it."""
+    rolls = key == "allow_rollup_hdrs"
+    stream = await bench.make_stream(unique("R"), storage="file", duplicate_window=NS_PER_S, allow_rollup_hdrs=rolls)
+    chain, store = bench.chain(stream), CaptureStore(bench.chains.layout, bench.objects)
+    tuning = replace(QUICK, pace=replace(QUICK.pace, check=0.1))
+
+    async def publish(count: int) -> None:
+        for n in range(count):
+            rollup = b"NATS/1.0\r\nNats-Rollup: sub\r\n\r\n" if rolls and n % 7 == 6 else None
+            bench.client.send(frame(f"{stream}.k{n % 4}".encode(), b"%d" % n * 10, rollup))
+        await bench.client.round_trip(PATIENCE)
+
+    async def changed(value: Any) -> None:
+        given = (await ask(bench.client, f"STREAM.INFO.{stream}"))["config"]
+        await bench.client.api(f"STREAM.UPDATE.{stream}", {**given, key: value})
+        await soon(lambda: (found := store.config(chain)) is not None and found.config.get(key, False) == value)
+
+    old, new = LIMITS[key]
+    async with bench.egress({"stream": stream}, tuning=tuning):
+        await bench.publish(stream, [b"first"], subject="first")
+        await publish(60)
+        await bench.archived_to(stream, 61)
+        await changed(old)
+        await publish(20)
+        await bench.archived_to(stream, 81)
+        if key == "max_age":
+            await soon(lambda: holds(bench, stream, 0))
+        await changed(new)
+        await bench.publish(stream, [b"%d" % n for n in range(10)])
+        await bench.archived_to(stream, 91)
+    before, state = await back.contents(bench, stream), await back.state(bench, stream)
+    assert len(before) < 91
+    await bench.delete_stream(stream)
+    report = await back.restored(bench, stream)
+    assert report.exit_code == 0, [*report.lines()]
+    assert await back.contents(bench, stream) == before
+    assert await back.state(bench, stream) == state
 
 
 async def test_a_bucket_comes_back_with_its_revisions_now_and_as_it_was(bench: Bench) -> None:

@@ -1,0 +1,130 @@
+"""A stream whose limits changed while it lived comes back as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.clock import NS_PER_S, format_time
+from common.segments.captures import CapturedConfig, CapturedDeletions, deleted_ranges
+from common.segments.segment import Message
+from ingress.restore.fold import Fold
+from tests.support.segments import batch_of
+
+Step = tuple[str, Any]
+BEGIN = 1_700_000_000
+
+
+class ChangingStream:
+    """A stream that takes steps one by one, and what egress captures of it whenever it looks."""
+
+    def __init__(self) -> None:
+        self.config: dict[str, Any] = {"max_msgs_per_subject": 0, "max_msgs": 0, "allow_rollup_hdrs": True}
+        self.rows, self.held, self._now = list[Message](), list[Message](), BEGIN
+        self.configs, self.deletions = list[CapturedConfig](), list[CapturedDeletions]()
+        self.at = [list[int]()]  # by sequence: what was held when that came
+        self._look()
+
+    def take(self, steps: Sequence[Step]) -> None:
+        for kind, value in steps:
+            self._now += 1
+            if kind == "look":
+                self._look()
+            elif kind == "put":
+                self._put(*value)
+            else:
+                if self.config != self.configs[-1].config:
+                    self._look()  # of what comes and goes between two looks nothing tells
+                self.config = {**self.config, kind: value}
+                self._trim()
+
+    def _put(self, subject: bytes, rollup: str) -> None:
+        rollup = rollup if self.config["allow_rollup_hdrs"] else ""
+        headers = f"NATS/1.0\r\nNats-Rollup: {rollup}\r\n\r\n".encode() if rollup else None
+        self.rows.append(Message(len(self.rows) + 1, self._now * NS_PER_S, subject, headers, b"x"))
+        if rollup:
+            self.held = [each for each in self.held if rollup == "sub" and each.subject != subject]
+        self.held.append(self.rows[-1])
+        self._trim()
+        self.at.append([each.sequence for each in self.held])
+
+    def _trim(self) -> None:
+        if limit := self.config["max_msgs_per_subject"]:
+            for subject in {each.subject for each in self.held}:
+                for each in [each for each in self.held if each.subject == subject][:-limit]:
+                    self.held.remove(each)
+        if limit := self.config["max_msgs"]:
+            self.held = self.held[-limit:]
+
+    def _look(self) -> None:
+        ts, last = format_time(self._now * NS_PER_S + 1), len(self.rows)
+        if not self.configs or self.configs[-1].config != self.config:
+            first = self.held[0].sequence if self.held else last + 1 if last else 0
+            self.configs.append(CapturedConfig(ts, last, ts, dict(self.config), ts=ts))
+            if len(self.configs) > 1:
+                held = {each.sequence for each in self.held}
+                gone = deleted_ranges(each for each in range(first, last + 1) if each not in held)
+                self.deletions.append(CapturedDeletions(ts, last, first, last, gone, ts=ts))
+
+    def restored(self, size: int, end: int) -> list[int]:
+        """The rows up to `end` that come back, before the server applies its last limits."""
+        moment_ns = self._now * NS_PER_S + 1 if end == len(self.rows) else self.rows[end - 1].timestamp_ns
+        config = [each.config for each in self.configs if each.moment_ns <= moment_ns][-1]
+        known = [each for each in self.deletions if each.last <= end and each.moment_ns <= moment_ns]
+        rolls, limit = config["allow_rollup_hdrs"], config["max_msgs_per_subject"]
+        fold = Fold(known[-1] if known else None, rolls=rolls, per_subject=limit)
+        batches = [self.rows[:end][at : at + size] for at in range(0, end, size)]
+        if fold.needs_pass:
+            for each in batches:
+                fold.see(batch_of(each))
+            fold.end_pass()
+        return [s for each in batches for s in fold.left(batch_of(each)).column("sequence").to_pylist()]
+
+
+PUT = st.tuples(st.just("put"), st.tuples(st.sampled_from([b"a", b"b", b"c"]), st.sampled_from(["", "", "", "sub"])))
+LIMIT = st.tuples(st.just("max_msgs_per_subject"), st.integers(0, 3))
+MOST = st.tuples(st.just("max_msgs"), st.sampled_from([0, 2, 4, 8]))
+ROLLS = st.tuples(st.just("allow_rollup_hdrs"), st.booleans())
+LOOK = st.just(("look", None))
+PLAIN = st.tuples(st.just("put"), st.tuples(st.sampled_from([b"a", b"b", b"c"]), st.just("")))
+
+
+@settings(max_examples=60)
+@given(
+    st.one_of(
+        st.lists(st.one_of(PUT, PUT, PUT, LIMIT, ROLLS, LOOK), min_size=12, max_size=60),
+        # Where rollups leave less than `max_msgs` again, only a capture says what that had dropped.
+        st.lists(st.one_of(PLAIN, PLAIN, PLAIN, LIMIT, MOST, LOOK), min_size=12, max_size=60),
+    ),
+    st.lists(PLAIN, max_size=9),
+    st.integers(1, 12),
+)
+def test_what_was_captured_with_each_change_leaves_what_the_stream_held(
+    steps: list[Step], more: list[Step], size: int
+) -> None:
+    stream = ChangingStream()
+    stream.take([*steps, ("look", None), *more])
+    left = stream.restored(size, len(stream.rows))
+    if most := stream.config["max_msgs"]:
+        left = left[-most:]
+    assert left == [each.sequence for each in stream.held]
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.one_of(PUT, PUT, PUT, LIMIT, ROLLS), min_size=12, max_size=60),
+    st.integers(1, 12),
+    st.floats(0, 1),
+)
+def test_a_change_that_is_seen_at_once_leaves_what_the_stream_held_at_any_sequence(
+    steps: list[Step], size: int, share: float
+) -> None:
+    stream = ChangingStream()
+    for step in steps:
+        stream.take([step, ("look", None)])
+    assert stream.restored(size, len(stream.rows)) == [each.sequence for each in stream.held]
+    if end := int(len(stream.rows) * share):
+        assert stream.restored(size, end) == stream.at[end]
