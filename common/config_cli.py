@@ -94,7 +94,7 @@ def _check(file: str, parts: Parts) -> tuple[list[ConfigDocument], list[ConfigEr
     for document in documents:
         wrong, loops = Problems(document.name), Problems(document.name)
         note_unbuilt(document, wrong)
-        if any(target.create for target in document.settings.ingress.targets):
+        if document.settings.ingress.targets:
             found = parts["contradictions"]()(document.settings.ingress)
             add_combinations((), found, document.root, wrong)
         note_loops(document, loops)

@@ -86,6 +86,10 @@ WRONG = [
         target("create: {subjects: [other.>]}, sources: [{site: a, feed: f, subject_prefix: 'fleet.{site}'}]"),
         "3:52: ingress.targets.0.create.subjects: expected subjects that take what sources.0 makes (fleet.a.>), found",
     ),
+    (
+        target("sources: [{site: [a, b], feed: f, control_headers: [Nats-Rollup]}]"),
+        "3:84: ingress.targets.0.sources.0.control_headers: expected nats-rollup only where no other site has",
+    ),
     (feed("inspect_duration: 1h"), "3:48: egress.feeds.0.inspect_duration: expected inspect_field, inspect_header or"),
     # Names
     *((f"site: {name}\n{STORE}", f"1:7: site: {NAME}") for name in ("../x", "a/b", "a b", "x" * 300, ".", "🚀")),
