@@ -233,8 +233,12 @@ class TargetSupervisor:
 DEFAULT_PAYLOAD = 1024 * 1024  # bytes: what a server takes unless its configuration says otherwise
 
 
-async def examine_target(client: FloeClient, settings: TargetSettings) -> list[DoctorFinding]:
-    """What a target offers, and whether it can be carried into; makes and changes nothing."""
+async def examine_target(
+    client: FloeClient, settings: TargetSettings, is_size_demanded: bool = False
+) -> list[DoctorFinding]:
+    """What a target offers, and whether it can be carried into; makes and changes nothing. `is_size_demanded`: the
+    account takes no stream without `max_bytes`.
+    """
     name = settings.stream
     try:
         info = await stream_info(client, name)
@@ -247,7 +251,10 @@ async def examine_target(client: FloeClient, settings: TargetSettings) -> list[D
         assert settings.create is not None, "the other case is above"
         config: Mapping[str, Any] = stream_config(settings, settings.create)
         found, limit = [well("nats", "target", f"{name}: made at the first start")], client.max_payload
-        if wrong := [*problems(config, settings)]:
+        wrong = [*problems(config, settings)]
+        if is_size_demanded and not settings.create.max_bytes:
+            wrong.append("expected max_bytes, without which the account takes no stream")
+        if wrong:
             meaning = "the target would not be made: ingress ends with E-TARGET"
             remedy = f"change `create` of target {name}, or what its sources make of subjects"
             found = [is_bad("nats", "target", f"{name}: {'; '.join(wrong)}", meaning, remedy)]

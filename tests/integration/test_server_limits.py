@@ -11,7 +11,7 @@ import pytest
 
 from common.clock import NS_PER_S
 from common.doctor import DoctorFinding, DoctorState
-from common.doctor_cli import _buckets
+from common.doctor_cli import _buckets, _sizes
 from common.jetstream.api import ConsumerInfo, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import BucketFull, KeyValue
@@ -19,10 +19,12 @@ from common.jetstream.pull import From, scan
 from common.jetstream.requests import ApiError
 from egress.init import initialise
 from infra.local.nats import NatsServer
+from ingress.target import examine_target
 from tests.support.basics import soon, unique
 from tests.support.egress import Bench, connected
 from tests.support.ingress import Archive, Centre, check_exact, rows_of
 
+TINY = {"max_bytes_required": True, "storage_max_stream_bytes": 9}
 BATCH = 16  # messages that a pull request may ask for
 
 
@@ -160,24 +162,34 @@ async def test_members_wait_at_a_full_bucket_of_leases(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "state", "told"),
+    ("account", "state", "told"),
     [
         ({}, DoctorState.OK, "not made yet"),
-        ({"max_bytes_required": True}, DoctorState.OK, "max_bytes 67108864, as the account demands"),
-        ({"max_bytes_required": True, "storage_max_stream_bytes": 9}, DoctorState.PROBLEM, "allows 9"),
+        ({"limits": {"max_bytes_required": True}}, DoctorState.OK, "max_bytes 67108864, as the account demands"),
+        ({"tiers": {"R1": {"limits": TINY}}}, DoctorState.PROBLEM, "allows 9"),
     ],
 )
 async def test_the_doctor_names_an_account_that_demands_sizes(
-    bench: Bench, limits: dict[str, Any], state: DoctorState, told: str
+    bench: Bench, account: dict[str, Any], state: DoctorState, told: str
 ) -> None:
-    found: DoctorFinding = await _buckets(bench.client, bench.settings().egress, limits)
+    found: DoctorFinding = await _buckets(bench.client, bench.settings().egress, _sizes(account))
     assert (found.state, told in found.found) == (state, True), found
+
+
+@pytest.mark.parametrize(("size", "state"), [(0, DoctorState.PROBLEM), (1 << 20, DoctorState.OK)])
+async def test_the_doctor_names_a_target_that_the_account_would_not_take(
+    client: FloeClient, centre: Centre, size: int, state: DoctorState
+) -> None:
+    centre.target_settings["create"] |= {"max_bytes": size}  # type: ignore[operator]
+    [settings] = centre.settings().ingress.targets
+    assert [each.state for each in await examine_target(client, settings, True) if each.what == "target"] == [state]
+    assert all(each.state is DoctorState.OK for each in await examine_target(client, settings) if each.what == "target")
 
 
 async def test_the_doctor_names_a_bucket_that_is_nearly_full(bench: Bench) -> None:
     await small_bucket(bench.client, bench.state_bucket, 2048)
     await fill(KeyValue(bench.client, bench.state_bucket))
-    found = await _buckets(bench.client, bench.settings().egress, {})
+    found = await _buckets(bench.client, bench.settings().egress, _sizes({}))
     assert found.state is DoctorState.WARNING
     assert found.todo.splitlines()[-1] == f"nats stream edit KV_{bench.state_bucket} --max-bytes 4096"
 
