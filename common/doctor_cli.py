@@ -6,7 +6,7 @@ import asyncio
 import shlex
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -171,7 +171,7 @@ async def _of_server(
         return
     examine_target = probes["target"]()
     for target in settings.ingress.targets:
-        for each in await examine_target(client, target, sizes.are_demanded):
+        for each in await examine_target(client, target, sizes[0]):
             yield each
 
 
@@ -289,25 +289,19 @@ async def _rights(client: FloeClient, settings: Settings, role: Role) -> DoctorF
     return (warns if is_warning else is_bad)("nats", "rights", f"refused: {', '.join(refused)}", meaning, todo)
 
 
-class _Sizes(NamedTuple):
-    """What an account says of `max_bytes`: whether each stream must have some, and how many at most, 0: any."""
-
-    are_demanded: bool
-    most: int
-
-
-def _sizes(account: Mapping[str, Any]) -> _Sizes:
+def _sizes(account: Mapping[str, Any]) -> tuple[bool, int]:
+    """Whether each stream of the account must have `max_bytes`, and how many it may have at most, 0: any."""
     parts = [account, *(account.get("tiers") or {}).values()]  # an account with tiers has its limits there
     limits = [each.get("limits") or {} for each in parts]
     most = [size for each in limits if (size := int(each.get("storage_max_stream_bytes") or 0)) > 0]
-    return _Sizes(any(each.get("max_bytes_required") for each in limits), min(most, default=0))
+    return (any(each.get("max_bytes_required") for each in limits), min(most, default=0))
 
 
-async def _buckets(client: FloeClient, section: ServiceSettings, sizes: _Sizes) -> DoctorFinding:
+async def _buckets(client: FloeClient, section: ServiceSettings, sizes: tuple[bool, int]) -> DoctorFinding:
     """How full the buckets are that have `max_bytes`, and how large a missing one is made."""
     from common.jetstream.api import STREAM_NOT_FOUND, find
 
-    told, full = [], []
+    (are_demanded, most_allowed), told, full = sizes, list[str](), list[str]()
     for bucket, size in ((section.state_bucket, section.kv_max_bytes), (section.lease_bucket, section.lease_bytes)):
         try:
             answer = await find(client, f"STREAM.INFO.KV_{bucket}", STREAM_NOT_FOUND)
@@ -315,15 +309,17 @@ async def _buckets(client: FloeClient, section: ServiceSettings, sizes: _Sizes) 
             if isinstance(error, Refused):
                 return skipped("nats", "buckets", "refused: see the check of the rights")
             return failed("nats", "buckets", error)
-        used, most = 0, size if sizes.are_demanded else 0
+        used, most = 0, size if are_demanded else 0
         if answer is not None:
             used, most = int(answer["state"]["bytes"]), int(answer["config"].get("max_bytes") or 0)
         told.append(f"{bucket}: {used} bytes" + (f" of {most}" if most > 0 else ""))
         if answer is None:
             told[-1] = f"{bucket}: not made yet" + (f", max_bytes {most}, as the account demands" if most else "")
-            if 0 < sizes.most < most:
+            if 0 < most_allowed < most:
                 meaning = "the account takes no stream as large as that: the bucket is not made, and nothing is carried"
-                return is_bad("nats", "buckets", f"{told[-1]}, and allows {sizes.most}", meaning, "lower kv_max_bytes")
+                return is_bad(
+                    "nats", "buckets", f"{told[-1]}, and allows {most_allowed}", meaning, "lower kv_max_bytes"
+                )
         elif 0 < most * NEARLY <= used:
             full.append(f"nats stream edit KV_{bucket} --max-bytes {2 * most}")
     if not full:

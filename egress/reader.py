@@ -24,15 +24,7 @@ from common.exits import ways
 from common.jetstream.api import StreamInfo, consumer_info, delete_consumer, stream_info
 from common.jetstream.client import RawSubscription, frame
 from common.jetstream.durables import INTEREST
-from common.jetstream.protocol import (
-    Acks,
-    BatchRefused,
-    ConsumerTrouble,
-    Heartbeat,
-    RequestOver,
-    parse_acks,
-    parse_status,
-)
+from common.jetstream.protocol import Acks, ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
 from common.logs import get_logger
 from common.segments.columns import Columns
 from common.segments.parquet_guard import MAX_MESSAGE_BYTES
@@ -348,8 +340,6 @@ class Reader:
             self._on_heartbeat(status)
         elif isinstance(status, RequestOver):
             self._on_request_over(status)
-        elif isinstance(status, BatchRefused):
-            self._on_batch_refused(status)
         elif isinstance(status, ConsumerTrouble):
             self._doubt("consumer_gone", f"the server says: {status.text}")
 
@@ -363,6 +353,8 @@ class Reader:
             self._behind = self._next
 
     def _on_request_over(self, over: RequestOver) -> None:
+        if 0 < over.most < self._most:  # later ones answer requests that were sent before the limit was known
+            self._most, self._owed = over.most, 0
         self._misses += over.too_small
         if self._misses > MISSES:
             # Not the end of a window: a message stored under a larger max_payload than this server's.
@@ -371,11 +363,6 @@ class Reader:
             self._window, self._misses = min(self._window * 2, self._largest), 0
         self._owed = max(0, self._owed - over.undelivered)
         self.pull()
-
-    def _on_batch_refused(self, refused: BatchRefused) -> None:
-        if refused.most < self._most:  # else it answers a request that was sent before the limit was known
-            self._most, self._owed = refused.most, 0
-            self.pull()
 
     def _too_large(self, sequence: int = 0) -> Stopped:
         """`sequence`: of the message; 0: not known, because the server does not send it."""

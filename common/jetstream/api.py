@@ -23,6 +23,7 @@ MESSAGE_NOT_FOUND = 10037
 GUARD = "_floe.restore."
 MARKER = "floe.restore"
 
+MAX_BYTES_REQUIRED = 10113  # the account takes no stream without max_bytes
 IDLES_TOO_LONG = 10153  # inactive_threshold is above the one in the stream's consumer_limits
 
 ATTEMPTS = 3  # of a question whose answer was lost
@@ -138,9 +139,17 @@ async def most_replicas(client: FloeClient, streams: Iterable[str]) -> int:
     return max((int(info.config.get("num_replicas", 1)) for info in found if info), default=1)
 
 
-async def create_stream(client: FloeClient, config: dict[str, Any]) -> StreamInfo:
-    """Creates the stream `config["name"]`; the same configuration again changes nothing. Raises ApiError."""
-    return _stream_info(await client.api(f"STREAM.CREATE.{token(config['name'])}", config))
+async def create_stream(client: FloeClient, config: dict[str, Any], max_bytes: int = 0) -> StreamInfo:
+    """Creates the stream `config["name"]`; the same configuration again changes nothing. Raises ApiError.
+
+    `max_bytes`: of the stream where the account takes none without; 0: that is refused then.
+    """
+    try:
+        return _stream_info(await client.api(f"STREAM.CREATE.{token(config['name'])}", config))
+    except ApiError as error:
+        if error.err_code != MAX_BYTES_REQUIRED or not max_bytes:
+            raise
+    return await create_stream(client, {**config, "max_bytes": max_bytes})
 
 
 async def delete_stream(client: FloeClient, stream: str, timeout: float = 5.0) -> bool:

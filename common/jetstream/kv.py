@@ -15,15 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from common.clock import NS_PER_S
 from common.errors import ConfigError, OutcomeUnknown, Stopped, Unavailable
-from common.jetstream.api import (
-    MESSAGE_NOT_FOUND,
-    STREAM_NOT_FOUND,
-    StreamInfo,
-    ask,
-    create_stream,
-    stored_message,
-    stream_info,
-)
+from common.jetstream.api import MESSAGE_NOT_FOUND, STREAM_NOT_FOUND, ask, create_stream, stored_message, stream_info
 from common.jetstream.client import FloeClient, RawSubscription
 from common.jetstream.headers import build_block, header
 from common.jetstream.requests import NOBODY, WRONG_LAST_SEQUENCE, ApiError, api_error
@@ -32,8 +24,7 @@ from common.settings.service import API_PREFIX
 from common.tasks import Tell, orphaned
 
 NAME_IN_USE = 10058
-MAX_BYTES_REQUIRED = 10113  # the account takes no stream without max_bytes
-NO_ROOM = (10023, 10047, 10122)  # for max_bytes: of server, account, or a stream of the account
+TOO_LARGE = 10122  # max_bytes, for a stream of the account
 STATE_BYTES = 64 * 2**20  # max_bytes of a bucket of an account that demands them
 REQUEST_TIMEOUT = 5.0  # seconds
 PARALLEL_READS = 64
@@ -57,7 +48,7 @@ class BucketGone(Unavailable):
 
 
 class BucketFull(Stopped):
-    """A write needs more than the `max_bytes` of the bucket, or the bucket more than its account has: not done."""
+    """A write needs more than the `max_bytes` of the bucket, or the bucket more than its account allows: not done."""
 
     default_code = "E-KV-FULL"
 
@@ -122,9 +113,12 @@ class KeyValue:
         if info is None:
             replicas = self._replicas if isinstance(self._replicas, int) else await self._replicas()
             try:
-                info = await self._create(self._config(max_age, replicas))
-            except ApiError as error:  # another client created it just now
-                if error.err_code != NAME_IN_USE:
+                info = await create_stream(self._client, self._config(max_age, replicas), self._max_bytes)
+            except ApiError as error:
+                if error.err_code == TOO_LARGE:
+                    why = f"bucket {self.bucket}: expected room for {self._max_bytes} bytes, found: {error.description}"
+                    raise BucketFull(why, hint="lower kv_max_bytes, or raise that limit of the account") from error
+                if error.err_code != NAME_IN_USE:  # another client created it just now
                     raise
                 info = await stream_info(self._client, self._stream)
         found = 0 if info is None else info.config.get("max_age", 0)
@@ -135,23 +129,6 @@ class KeyValue:
                 hint="use one value for all that share the bucket, or another bucket",
                 code="E-KV-TTL",
             )
-
-    async def _create(self, config: dict[str, Any]) -> StreamInfo:
-        try:
-            return await create_stream(self._client, config)
-        except ApiError as error:
-            if error.err_code != MAX_BYTES_REQUIRED:
-                raise
-        try:
-            return await create_stream(self._client, {**config, "max_bytes": self._max_bytes})
-        except ApiError as error:
-            if error.err_code not in NO_ROOM:
-                raise
-            raise BucketFull(
-                f"bucket {self.bucket}: expected room for {self._max_bytes} bytes, as its account takes no stream "
-                f"without max_bytes, found: {error.description}",
-                hint="lower kv_max_bytes, or raise the limits of the account, which are shown by\nnats account info",
-            ) from error
 
     async def get(self, key: str) -> KvEntry | None:
         """The value at the leader; None where there is none, it was deleted, or it expired."""

@@ -204,10 +204,14 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class RequestOver:
-    """A pull request ended with `undelivered` messages to go; `too_small`: the next message did not fit."""
+    """A pull request ended with `undelivered` messages to go; `too_small`: the next message did not fit.
+
+    `most`: it was refused, as it asked for more messages than this; 0: it was not.
+    """
 
     undelivered: int
     too_small: bool = False
+    most: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,14 +226,7 @@ class ConsumerTrouble:
         return self.text.startswith("503")
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRefused:
-    """A pull request was refused: it may ask for at most `most` messages, 1 or more."""
-
-    most: int
-
-
-Status = Heartbeat | RequestOver | BatchRefused | ConsumerTrouble
+Status = Heartbeat | RequestOver | ConsumerTrouble
 _BATCH = re.compile(r"409 Exceeded MaxRequestBatch of ([1-9][0-9]{0,17})")
 
 
@@ -245,5 +242,5 @@ def parse_status(block: bytes | None) -> Status:
     if undelivered.isdigit() and text[:3] in ("408", "409"):
         return RequestOver(int(undelivered), "Exceeds MaxBytes" in text)
     if limit := _BATCH.match(text):
-        return BatchRefused(int(limit[1]))
+        return RequestOver(0, most=int(limit[1]))
     return ConsumerTrouble(text or "an empty status")

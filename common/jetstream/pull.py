@@ -12,7 +12,7 @@ from common.clock import NS_PER_S, format_time
 from common.errors import FloeError, Unavailable
 from common.jetstream.api import create_ephemeral, delete_consumer, message_of
 from common.jetstream.client import FloeClient, frame
-from common.jetstream.protocol import BatchRefused, ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
+from common.jetstream.protocol import ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
 from common.segments.segment import Message
 from common.tasks import Trouble, wait_for
 
@@ -211,11 +211,6 @@ class _Reading:
 
     def _on_status(self, headers: bytes | None) -> None:
         status = parse_status(headers)
-        if isinstance(status, BatchRefused):
-            if status.most >= self._batch:
-                raise Unavailable(f"stream {self._stream}: the server refuses to be asked for {self._batch} messages")
-            self._batch, self._owed = status.most, 0
-            return
         if isinstance(status, ConsumerTrouble):
             if self._unheard is None or self._unheard >= MOST_UNHEARD or not status.is_unheard:
                 raise Unavailable(f"stream {self._stream}: the server says: {status.text}")
@@ -226,5 +221,7 @@ class _Reading:
         if isinstance(status, Heartbeat) and status.consumer_sequence == self._next - 1:
             self.passed = max(self.passed, status.sequence)
         elif isinstance(status, RequestOver):
-            self._owed = 0
+            if status.most >= self._batch:
+                raise Unavailable(f"stream {self._stream}: the server refuses to be asked for {self._batch} messages")
+            self._batch, self._owed = min(self._batch, status.most or self._batch), 0
             self._window *= 2 if status.too_small and status.undelivered == self._batch else 1

@@ -499,17 +499,13 @@ class S3Objects:
             self._doubts.found = in_doubt
 
     def _conditions_refused(self, place: str, error: ClientError) -> ConfigError:
-        text = (
-            f"put {place}: this store refuses conditions: {error.response.get('Error', {}).get('Message', '')!s:.200}"
-        )
+        said = s3_errors.explain("put", place, error.response).message
         if self._options.conditional_puts == "yes":
-            return ConfigError(text, hint="set store.conditional_puts: auto", code="E-STORE-CONDITIONS")
+            return ConfigError(said, hint="set store.conditional_puts: auto", code="E-STORE-CONDITIONS")
         if not self._refuses_conditions:
-            log.warning(
-                "conditions refused by the store", action="conditions_refused", error=text, hint=CONDITIONS_HINT
-            )
+            log.warning("conditions refused by the store", action="conditions_refused", error=said)
         self._refuses_conditions = True
-        return ConditionsRefused(text, hint=CONDITIONS_HINT)
+        return ConditionsRefused(f"{said}: the store refuses conditions", hint=CONDITIONS_HINT)
 
     # Errors
 

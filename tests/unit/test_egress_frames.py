@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.jetstream.protocol import BatchRefused, ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
+from common.jetstream.protocol import ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
 
 
 def reply(sequence: int, number: int, *, consumer: str = "c1", domain: bool = False) -> bytes:
@@ -51,7 +51,7 @@ def test_refuses_replies_of_another_form_or_consumer_or_out_of_order(replies: li
             b"NATS/1.0 409 Message Size Exceeds MaxBytes\r\nNats-Pending-Messages: 4\r\n\r\n",
             RequestOver(4, too_small=True),
         ),
-        (b"NATS/1.0 409 Exceeded MaxRequestBatch of 256\r\n\r\n", BatchRefused(256)),
+        (b"NATS/1.0 409 Exceeded MaxRequestBatch of 256\r\n\r\n", RequestOver(0, most=256)),
         (b"NATS/1.0 409 Exceeded MaxRequestBatch of 0\r\n\r\n", ConsumerTrouble("409 Exceeded MaxRequestBatch of 0")),
         (b"NATS/1.0 409 Consumer Deleted\r\n\r\n", ConsumerTrouble("409 Consumer Deleted")),
         (b"NATS/1.0 503\r\nNats-Subject: x\r\n\r\n", ConsumerTrouble("503")),
