@@ -99,12 +99,11 @@ async def within(future: asyncio.Future[T], seconds: float) -> T:
 
 async def done_in(work: asyncio.Future[Any], seconds: float, clock: Clock) -> bool:
     """Wait until `work` is done or `seconds` have passed by `clock`; return whether it is done. It is not cancelled."""
-    if not work.done():
-        pause = asyncio.ensure_future(clock.sleep(seconds))
-        try:
-            await asyncio.wait({work, pause}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            pause.cancel()
+    pause = asyncio.ensure_future(clock.sleep(seconds))
+    try:
+        await asyncio.wait({work, pause}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        pause.cancel()
     return work.done()
 
 

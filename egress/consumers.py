@@ -66,7 +66,6 @@ async def _at(client: FloeClient, stream: str, moment: str) -> int:
         "opt_start_time": moment,
         "ack_policy": "none",
         "mem_storage": True,
-        "num_replicas": 1,
         "inactive_threshold": 10_000_000_000,
     }
     consumer = await create_ephemeral(client, stream, config)

@@ -473,9 +473,9 @@ class Inquiry:
         restored = CaptureStore(self._deps.chains.layout, self._deps.chains.objects).restored(chain)
         if restored is None or evidence.source is None or not restored.is_of(evidence.source.created):
             return verdict
-        found = judge_with(
-            evidence, Acceptance(evidence.source.created, restored.ends.get(chain.partition, restored.end))
-        )
+        # A partition without an end had no segment then, and may have covered nothing.
+        end = restored.ends.get(chain.partition, min(restored.end, evidence.end))
+        found = judge_with(evidence, Acceptance(evidence.source.created, end))
         return replace(found, why=f"restored from the archive: {found.why}") if found.is_same else verdict
 
     async def _gathered(

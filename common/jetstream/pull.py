@@ -132,8 +132,7 @@ class _Reading:
             "ack_policy": "none",
             "replay_policy": "instant",
             "inactive_threshold": INACTIVE * NS_PER_S,
-            "mem_storage": True,
-            "num_replicas": 1,
+            "mem_storage": True,  # and as many replicas as the server wants, which is one but for interest
         }
         if subject:
             config["filter_subject"] = subject

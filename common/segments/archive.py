@@ -147,12 +147,7 @@ def _opened(
     finally:
         for _, future in fetched:
             if not future.cancel():
-                future.add_done_callback(_close_opened)
-
-
-def _close_opened(future: Future[StretchReader]) -> None:
-    if future.exception() is None:
-        future.result().close()
+                future.add_done_callback(lambda done: done.exception() or done.result().close())  # type: ignore[func-returns-value]
 
 
 def read_cover(

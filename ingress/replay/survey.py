@@ -95,16 +95,11 @@ class ReplaySurvey:
     """Looks into one archive for what `request` means now. `notes`: what an operator should know before."""
 
     def __init__(
-        self,
-        store: SegmentStore,
-        documents: ChainStore,
-        threads: Threads,
-        clock: Clock,
-        request: Request,
-        progress: Progress | None = None,
+        self, store: SegmentStore, documents: ChainStore, threads: Threads, clock: Clock, request: Request
     ) -> None:
         self._store, self._documents, self._threads, self._clock = store, documents, threads, clock
-        self._request, self._progress = request, progress or (lambda *_: None)
+        self._request = request
+        self.progress: Progress = lambda *_: None
         self._moments: Moments = (None, None)
         self._gone: list[str] = []  # what retention deleted of what is asked for
         self.notes: list[str] = []
@@ -200,7 +195,7 @@ class ReplaySurvey:
             parts = list[ReplayPart | DataError]()
             for begin in range(0, len(stretches), GROUP):
                 some = stretches[begin : begin + GROUP]
-                self._progress(each.chain, begin, len(stretches))
+                self.progress(each.chain, begin, len(stretches))
                 parts += await asyncio.gather(*(self._threads.run(_part, self._store, s, usable) for s in some))
             wrong = {s.segment.key: p for s, p in zip(stretches, parts, strict=True) if isinstance(p, DataError)}
             floor = await self._threads.run(self._documents.floor, each.chain) if holes and not wrong else None

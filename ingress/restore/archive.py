@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 from common.clock import format_time
 from common.errors import ConfigError
 from common.jetstream.api import GUARD
+from common.jetstream.durables import INTEREST
 from common.segments.captures import CapturedConsumers
 from common.segments.columns import row_sizes
 from common.settings.types import counted
@@ -82,15 +83,12 @@ class ArchiveState:
 class ArchiveWriter(Protocol):
     """Makes the bytes of one archive. Call `head` once, `rows` for each batch in ascending order, `tail` once.
 
-    Each piece is whole frames, at most a little more than `CHUNK` bytes, so `keep_alive` may stand between any two of
+    Each piece is whole frames, at most a little more than `CHUNK` bytes, so `KEEP_ALIVE` may stand between any two of
     them. A server gives up after 5 s without a byte.
     """
 
     @property
     def format(self) -> str: ...
-
-    @property
-    def keep_alive(self) -> bytes: ...
 
     def head(
         self, config: Mapping[str, Any], created: str, state: ArchiveState, consumers: Sequence[ArchiveConsumer]
@@ -181,6 +179,22 @@ def bounded(captured: CapturedConsumers, end: int) -> tuple[list[ArchiveConsumer
                 redelivered={},
             )
         )
+    return found, notes
+
+
+def with_replicas(
+    consumers: Sequence[ArchiveConsumer], config: Mapping[str, Any]
+) -> tuple[list[ArchiveConsumer], list[str]]:
+    """The consumers with as many replicas as a stream of this configuration allows them, and in words each that gets
+    another number: at most those of the stream, and for retention by interest exactly those.
+    """
+    found, notes, most = list[ArchiveConsumer](), list[str](), int(config.get("num_replicas") or 1)
+    for consumer in consumers:
+        had = int(consumer.config.get("num_replicas") or 0)  # 0: as the stream
+        if had > most or (had and had != most and config.get("retention") == INTEREST):
+            notes.append(f"consumer {consumer.name}: had {counted(had, 'replica')}, and gets {most} like its stream")
+            consumer = replace(consumer, config={**consumer.config, "num_replicas": most})
+        found.append(consumer)
     return found, notes
 
 

@@ -30,7 +30,6 @@ import pyarrow.compute as pc
 
 from common.clock import NS_PER_S
 from ingress.restore.archive import (
-    KEEP_ALIVE,
     START,
     ArchiveConsumer,
     ArchiveState,
@@ -61,7 +60,6 @@ class FilesWriter:
     """`ArchiveWriter` for servers before 2.15. It holds one block, which is put out when the next one begins."""
 
     format = "files"
-    keep_alive = KEEP_ALIVE
 
     def __init__(self, stream: str) -> None:
         self._stream = stream

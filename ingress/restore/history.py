@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from common.chain import Chain
 from common.clock import NS_PER_S, Backoff, Clock, doubling, format_time, parse_time
 from common.errors import DataError, Stopped, Unavailable, UsageError
 from common.exits import command, ways
+from common.jetstream.durables import WORK_QUEUE
 from common.segments.archive import ReadAhead, read_cover, search
 from common.segments.archive import history as chains_of
 from common.segments.captures import (
@@ -29,6 +31,7 @@ from common.segments.captures import (
     source_key,
 )
 from common.segments.documents import ChainStore
+from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import MAX_SEQUENCE, SequenceRange, holes
 from common.service.process import Threads
@@ -38,10 +41,11 @@ from common.tasks import Stop
 from ingress.replay.plan import ChainRange, ReplayChain
 from ingress.replay.request import Request
 from ingress.replay.survey import ReplaySurvey, Timing, known_chains
-from ingress.restore.archive import bounded, quiet
+from ingress.restore.archive import bounded, quiet, with_replicas
 from ingress.restore.fold import SourcedRow, sourced_rows
 from ingress.restore.plan import (
     BEFORE,
+    SELECTED,
     FurtherFeed,
     LateBegin,
     RestorePlan,
@@ -90,22 +94,17 @@ class ArchivedHistory:
         self._clock, self._teller = clock, teller
         self._captures = CaptureStore(documents.layout, documents.objects)
         self._readers = ThreadPoolExecutor(READERS, "restore-read")
-        self._progress = "listing the segments"
-        self._began = 0.0  # the survey of the chain that is planned
+        self.progress, self._began = "listing the segments", 0.0  # of the chain that `plan` reads; when that began
 
     def close(self) -> None:
         """Read no more."""
         self._readers.shutdown(wait=False, cancel_futures=True)
 
-    def progress(self) -> str:
-        """Return how far `plan` is with the chain that it reads, in words."""
-        return self._progress
-
     def _survey_progress(self, chain: Chain, done: int, total: int) -> None:
         now = self._clock.monotonic()
         self._began = self._began if done else now
         share = share_text(done, total, now - self._began)
-        self._progress = f"{share}  {done:,} of {counted(total, 'segment')} of {chain} examined"
+        self.progress = f"{share}  {done:,} of {counted(total, 'segment')} of {chain} examined"
 
     async def plan(self) -> RestorePlan:
         """Nothing is written, and no server is asked.
@@ -153,9 +152,8 @@ class ArchivedHistory:
     async def _surveyed(self, asked: Request) -> tuple[Sequence[ReplayChain], list[str]]:
         """The chains, and what an operator should know of them; again where retention deletes meanwhile."""
         for left in reversed(range(LISTINGS)):
-            survey = ReplaySurvey(
-                self._store, self._documents, self._threads, self._clock, asked, self._survey_progress
-            )
+            survey = ReplaySurvey(self._store, self._documents, self._threads, self._clock, asked)
+            survey.progress = self._survey_progress
             try:
                 return (await survey.look())[0].chains, survey.notes
             except Stopped as error:
@@ -250,7 +248,12 @@ class ArchivedHistory:
         consumers, inexact = bounded(captured, max(end, skip_to)) if captured else ([], [])
         if not request.promote:
             consumers = [quiet(consumer) for consumer in consumers]
+        promoted = promoted_config(config, request.name or was, request.replicas)
+        consumers, uneven_replicas = with_replicas(consumers, promoted)
         rows = sum(part.rows for chain in chains for part in chain.parts)
+        if rows and request.verify != "state" and config.get("retention") == WORK_QUEUE:
+            request = replace(request, verify="state")
+            notes.append("a work queue is read by its workers only: its state is compared, and no message is read back")
         filters = {c.chain: d.filters for c in chains if (d := self._documents.read_chain(c.chain)) is not None}
         subjects = [str(subject) for subject in config.get("subjects") or []]
         now_ns = self._now_ns
@@ -262,7 +265,7 @@ class ArchivedHistory:
             end=end,
             archived=archived,
             created=created,
-            config=promoted_config(config, request.name or was, request.replicas),
+            config=promoted,
             consumers=tuple(consumers),
             deletions=deletions,
             moment_ns=moment_ns,
@@ -293,7 +296,7 @@ class ArchivedHistory:
         if request.promote:
             plan = self._reaching(plan)
         found = forecast(plan, now_ns, captured=captured, skipped=skipped if is_later else (), stood=stood)
-        found += [*near, *left_out(config, plan.name), *inexact]
+        found += [*near, *left_out(config, plan.name), *inexact, *uneven_replicas]
         return replace(plan, notes=tuple(dict.fromkeys([*notes, *found])))
 
     def _reaching(self, plan: RestorePlan) -> RestorePlan:
@@ -303,7 +306,7 @@ class ArchivedHistory:
         pushed = {each.name: str(to) for each in plan.consumers if (to := each.config.get("deliver_subject"))}
         effects = tuple(elsewhere(name, plan.config, pushed, keys - {*sourced}))
         self._request = replace(self._request, reaches=bool(effects))
-        return replace(plan, request=self._request, elsewhere=effects, sourced=sourced)
+        return replace(plan, request=replace(plan.request, reaches=bool(effects)), elsewhere=effects, sourced=sourced)
 
     def _sourced(self, plan: RestorePlan, keys: Collection[str]) -> dict[str, SourcedRow]:
         """The newest archived message of each source, read from the end backwards, by stretches that grow."""
@@ -396,7 +399,15 @@ class ArchivedHistory:
             known = [self._documents.read_tail(chain) or 0 for chain in chains]
             if (reached := max([*known, *(ref.coverage.last for ref in refs)])) > end:
                 filters = [each for chain in chains if (d := self._documents.read_chain(chain)) for each in d.filters]
-                yield FurtherFeed(last.feed, reached, is_filtered=bool(filters) and len(chains) == 1)
+                is_partial = (bool(filters) and len(chains) == 1) or not refs or self._is_selected(refs[-1])
+                yield FurtherFeed(last.feed, reached, is_partial)
+
+    def _is_selected(self, ref: SegmentRef) -> bool:
+        """Whether its feed leaves messages out, as a sampled one does; what cannot be read counts too."""
+        with suppress(DataError):
+            footer = self._store.footer(ref)
+            return footer.sampling is not None or any(reason in footer.ledger.counts for reason in SELECTED)
+        return True
 
     def _times(self, chain: Chain) -> Iterator[str]:
         """When the stream was created, as its incarnation has it."""

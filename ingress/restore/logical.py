@@ -21,7 +21,6 @@ import pyarrow as pa
 
 from ingress.restore.archive import (
     CHUNK,
-    KEEP_ALIVE,
     START,
     ArchiveConsumer,
     ArchiveState,
@@ -43,7 +42,6 @@ class LogicalWriter:
     """`ArchiveWriter` for servers since 2.15. It holds nothing between two calls."""
 
     format = "logical"
-    keep_alive = KEEP_ALIVE
 
     def head(
         self,

@@ -214,13 +214,18 @@ def _limit(config: Mapping[str, Any], key: str) -> int:
     return max(0, int(config.get(key) or 0))
 
 
+SELECTED = (Reason.SAMPLED_OUT, Reason.TOO_OLD, Reason.LOOPED)  # why a feed leaves out what the stream has
+
+
 @dataclass(frozen=True, slots=True)
 class FurtherFeed:
-    """Another feed of the same stream, archived up to `end`, which is further than what is restored."""
+    """Another feed of the same stream, archived up to `end`, which is further than what is restored. `is_partial`: its
+    archive does not hold the whole stream.
+    """
 
     feed: str
     end: int
-    is_filtered: bool
+    is_partial: bool
 
     def line(self, upto: int, last: int) -> str:
         """`upto`: the end of what is restored; `last`: new messages begin behind it."""
@@ -400,7 +405,7 @@ def losses(
         for part in chain.parts:
             for reason, count in part.ledger.counts.items():
                 counts[str(reason)] = counts.get(str(reason), 0) + count
-        for reason in (Reason.SAMPLED_OUT, Reason.TOO_OLD, Reason.LOOPED):
+        for reason in SELECTED:
             if counts.get(reason):
                 yield f"{chain.chain}: {counted(counts[reason], 'message')} left out ({reason})"
         if chain.holes:

@@ -113,7 +113,7 @@ def check_whole(plan: RestorePlan) -> None:
                         same_command(replace(request, feed=each.feed, incarnation=None)),
                     )
                     for each in plan.further
-                    if not each.is_filtered
+                    if not each.is_partial
                 ),
                 ("bring back what there is", same_command(replace(request, allow_lossy=True))),
             ),

@@ -201,7 +201,7 @@ class Restore:
     async def plan(self) -> RestorePlan:
         """As `ArchivedHistory.plan`; what takes long says so, and how far it is."""
         begun = f"planning: reading the archive of {self._request.site}/{self._request.feed}"
-        plan = await self._with_progress(self._history.plan(), self._history.progress, begun)
+        plan = await self._with_progress(self._history.plan(), lambda: self._history.progress, begun)
         self._request = plan.request
         if self._request.subjects:
             plan = replace(plan, config={**plan.config, "subjects": [*self._request.subjects]})
@@ -365,9 +365,8 @@ class Restore:
         config = guarded_config(plan.config, f"{marker} format={writer.format}")
         consumers = [muted(consumer, plan.name) for consumer in plan.consumers]
         head = b"".join(writer.head(config, plan.created, state, consumers))
-        upload = await ArchiveUpload.begin(
-            client, plan.name, config, state.to_json(len(plan.consumers)), self._clock, writer.keep_alive
-        )
+        request = {"config": config, "state": state.to_json(len(plan.consumers))}
+        upload = await ArchiveUpload.begin(client, plan.name, request, self._clock)
         async with aclosing(upload):
             await upload.send(head)
             async with aclosing(self._encoded(rows, writer, first, upload)) as pieces:

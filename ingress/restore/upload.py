@@ -18,6 +18,7 @@ from common.jetstream.client import FloeClient, RawSubscription, frame
 from common.jetstream.headers import status
 from common.jetstream.requests import NOBODY, api_answer
 from common.tasks import Trouble, done_in, wait_for
+from ingress.restore.archive import KEEP_ALIVE
 
 WINDOW = 8 * 1024 * 1024  # bytes that are sent and not answered; more would hold up the routes of a cluster
 PIECE = 512 * 1024  # bytes of a message, at most
@@ -31,15 +32,11 @@ ENDING = 1800.0  # seconds for the server to make the stream from what it got
 
 
 class ArchiveUpload:
-    """One archive on its way; made by `begin`, closed by `aclose`. `sent`: its bytes.
+    """One archive on its way; made by `begin`, closed by `aclose`. `sent`: its bytes."""
 
-    `idle_frame`: a frame that readers skip.
-    """
-
-    def __init__(self, client: FloeClient, stream: str, subject: str, clock: Clock, idle_frame: bytes) -> None:
+    def __init__(self, client: FloeClient, stream: str, subject: str, clock: Clock) -> None:
         self._client, self._stream, self._subject, self._clock = client, stream, subject.encode(), clock
-        self._idle_frame, self._last_sent, self._longest_pause = idle_frame, clock.monotonic(), 0.0
-        self._last_answer = self._last_sent
+        self._last_sent, self._longest_pause = clock.monotonic(), 0.0
         self._size = min(PIECE, client.max_payload - ROOM)
         self._buffer, self._open, self._ahead, self.sent = bytearray(), deque[int](), 0, 0
         self._answered = asyncio.Event()
@@ -47,19 +44,12 @@ class ArchiveUpload:
         self._inbox, self._subscription = client.new_inbox(), RawSubscription(client)
 
     @classmethod
-    async def begin(
-        cls,
-        client: FloeClient,
-        stream: str,
-        config: Mapping[str, Any],
-        state: Mapping[str, Any],
-        clock: Clock,
-        idle_frame: bytes,
-    ) -> ArchiveUpload:
-        """Ask the server to restore the stream. Raises ApiError where it refuses, also where there is one."""
-        request = {"config": dict(config), "state": dict(state)}
-        answer = await client.api(f"STREAM.RESTORE.{token(stream)}", request, timeout=ASKING)
-        upload = cls(client, stream, str(answer["deliver_subject"]), clock, idle_frame)
+    async def begin(cls, client: FloeClient, stream: str, request: Mapping[str, Any], clock: Clock) -> ArchiveUpload:
+        """Ask the server to restore the stream: `request` has its `config` and `state`. Raises ApiError where it
+        refuses, also where there is one.
+        """
+        answer = await client.api(f"STREAM.RESTORE.{token(stream)}", {**request}, timeout=ASKING)
+        upload = cls(client, stream, str(answer["deliver_subject"]), clock)
         upload._subscription = await client.subscribe_raw(upload._inbox, upload._sink, upload._trouble.tell)
         return upload
 
@@ -87,7 +77,7 @@ class ArchiveUpload:
         """Send something where nothing was sent for `QUIET` seconds, unless the server owes answers for all that may be
         on its way: then it has bytes enough.
         """
-        held_back = self._buffer or self._idle_frame
+        held_back = self._buffer or KEEP_ALIVE
         is_due = self._clock.monotonic() >= self._last_sent + QUIET
         if is_due and self._ahead + len(held_back) <= WINDOW:
             self._buffer = bytearray(held_back)
@@ -122,7 +112,7 @@ class ArchiveUpload:
     def _count(self, piece: bytes) -> None:
         now = self._clock.monotonic()
         if not self._open:  # else the server had bytes
-            self._longest_pause = max(self._longest_pause, now - max(self._last_sent, self._last_answer))
+            self._longest_pause = max(self._longest_pause, now - self._last_sent)
         self._last_sent = now
         self.sent += len(piece)
 
@@ -175,7 +165,6 @@ class ArchiveUpload:
             api_answer(f"the restore of {self._stream}", payload)
         if self._open:
             self._ahead -= self._open.popleft()
-            self._last_answer = self._clock.monotonic()
 
     def _gone(self) -> Unavailable:
         pause = self._longest_pause if self.sent else self._clock.monotonic() - self._last_sent

@@ -234,3 +234,35 @@ async def test_a_right_to_remove_what_it_makes_is_missed_before_it_begins(bench:
                     await work.run(client, Stop())
                 assert (await client.api("STREAM.NAMES"))["streams"] is None
             assert caught.value.exit_code == 77
+
+
+async def test_a_durable_that_stands_before_the_first_message_is_no_difference(bench: Bench) -> None:
+    """The server puts it where the messages begin, and counts anew from there."""
+    stream = await bench.make_stream(unique("D"), storage="file", max_msgs=10)
+    for name in ("idle", "begun"):
+        await create_consumer(bench.client, stream, {"durable_name": name, "ack_policy": "explicit"})
+    await bench.publish(stream, [b"%d" % n for n in range(5)])
+    took = [await taken(bench, stream, "begun") for _ in range(3)]
+    assert len({*took}) == 3
+    async with bench.egress({"stream": stream}):
+        await bench.publish(stream, [b"%d" % n for n in range(25)])
+        await bench.archived_to(stream, 30)
+    await back.capture(bench, stream, 30, deletions=True)
+    for server in (None, NatsServer):
+        report = await drill(bench, stream, server).run(Stop())
+        assert report.exit_code == 0, [*report.lines()]
+
+
+async def taken(bench: Bench, stream: str, name: str) -> bytes:
+    """The next message of the consumer, acknowledged."""
+    found = list[tuple[bytes, bytes]]()
+    inbox = bench.client.new_inbox()
+    subscription = await bench.client.subscribe_raw(
+        inbox, lambda _s, reply, payload, _h: found.append((reply, payload))
+    )
+    subject = bench.client.api_subject(f"CONSUMER.MSG.NEXT.{stream}.{name}").encode()
+    bench.client.send(frame(subject, b"1", None, inbox.encode()))
+    await soon(lambda: bool(found))
+    await subscription.unsubscribe()
+    await bench.client.request_raw(found[0][0], b"+ACK", timeout=PATIENCE)
+    return found[0][1]

@@ -562,6 +562,21 @@ async def test_a_work_queue_comes_back_without_what_was_done(bench: Bench) -> No
     assert [m.payload for m in bench.messages(queue)] == [*(b"%d" % n for n in range(50)), b"next"]
 
 
+async def test_a_work_queue_whose_deletions_were_not_captured_comes_back_with_what_was_done(bench: Bench) -> None:
+    """A server lets nobody read a work queue without taking its messages."""
+    queue = await bench.make_stream(unique("Q"), retention="workqueue", storage="file")
+    async with bench.egress({"stream": queue, "capture_deletes": "never"}):
+        await bench.publish(queue, [b"%d" % n for n in range(50)])
+        await bench.archived_to(queue, 50)
+        await soon(lambda: holds(bench, queue, 0))
+    await bench.delete_stream(queue)
+    report = await back.restored(bench, queue)
+    assert (report.exit_code, report.rows) == (0, 50), [*report.lines()]
+    assert "state as planned; nothing was read back" in [*report.lines()]
+    assert any(note.startswith("a work queue is read by its workers only") for note in report.plan.notes)
+    assert await holds(bench, queue, 50)
+
+
 async def holds(bench: Bench, stream: str, count: int) -> bool:
     info = await stream_info(bench.client, stream)
     return info is not None and info.messages == count

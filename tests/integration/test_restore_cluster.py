@@ -71,6 +71,31 @@ async def test_each_of_three_replicas_holds_it(clustered: Bench, cluster: NatsCl
     assert await bench.last(stream) == count + 1
 
 
+async def test_an_interest_stream_of_three_replicas_comes_back_as_it_was_and_with_one(
+    clustered: Bench, cluster: NatsCluster
+) -> None:
+    """The server demands as many replicas of each of its consumers."""
+    bench, config = clustered, {"num_replicas": 3, "retention": "interest"}
+    stream = await bench.make_stream(unique("R"), storage="file", **config)
+    for name in ("one", "two"):
+        await create_consumer(bench.client, stream, {"durable_name": name, "ack_policy": "explicit", "num_replicas": 3})
+    await bench.publish(stream, [b"%d" % n for n in range(100)])
+    before = await back.contents(bench, stream)
+    async with bench.egress({"stream": stream, "start_time": "2020-01-01T00:00:00Z"}):
+        await bench.archived_to(stream, 100)
+    await back.capture(bench, stream, 100)
+    await bench.delete_stream(stream)
+    report = await back.restored(bench, stream)
+    assert report.exit_code == 0
+    assert sorted(report.comparison.copies) == sorted(server.name for server in cluster.servers)
+    assert await back.contents(bench, stream) == before
+    await bench.delete_stream(stream)
+    report = await back.restored(bench, stream, replicas=1)
+    assert report.exit_code == 0
+    assert {each.config["num_replicas"] for each in report.plan.consumers} <= {0, 1}
+    assert any("consumer one: had 3 replicas, and gets 1 like its stream" in note for note in report.plan.notes)
+
+
 async def test_egress_knows_it_by_each_of_its_servers_where_limits_left_nothing(clustered: Bench) -> None:
     """Each may say another time of its creation."""
     bench = clustered
@@ -106,7 +131,7 @@ async def test_a_restore_that_the_servers_still_give_up_is_waited_for(clustered:
 
 async def test_the_first_bytes_wait_until_a_server_passes_them_on(clustered: Bench) -> None:
     bench, subject = clustered, unique("late")
-    async with aclosing(ArchiveUpload(bench.client, "S", subject, SystemClock(), b"idle")) as upload:
+    async with aclosing(ArchiveUpload(bench.client, "S", subject, SystemClock())) as upload:
         await upload.send(b"head")
         begun = asyncio.create_task(upload.finish())
         await asyncio.sleep(0.3)
@@ -119,7 +144,7 @@ async def test_the_first_bytes_wait_until_a_server_passes_them_on(clustered: Ben
         await bench.client.subscribe_raw(subject, answer)
         await begun
     assert got == [b"head", b""]
-    async with aclosing(ArchiveUpload(bench.client, "S", unique("never"), SystemClock(), b"idle")) as upload:
+    async with aclosing(ArchiveUpload(bench.client, "S", unique("never"), SystemClock())) as upload:
         await upload.send(b"head")
         with pytest.raises(Unavailable, match="is gone"):
             await upload.finish()

@@ -16,6 +16,7 @@ from common.errors import FloeError, Stopped, UsageError
 from common.jetstream.api import GUARD, MARKER, create_consumer, stream_info
 from common.jetstream.kv import KeyValue, state_key
 from common.segments.captures import CONFIG, CapturedConsumer, CapturedConsumers, CaptureStore
+from common.segments.segment import Reason
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
 from ingress.restore.guard import GuardedStream
@@ -608,25 +609,30 @@ async def test_a_filtered_feed_is_brought_back_only_when_that_is_allowed(bench: 
 
 
 async def test_another_feed_of_the_stream_that_is_archived_further_is_named(bench: Bench) -> None:
-    stream, other, part = await bench.make_stream(unique("T")), unique("F"), unique("P")
+    stream, (other, part, some) = await bench.make_stream(unique("T")), map(unique, "FPS")
     await publish_over(bench, stream, ["a", "b"], 30, "x")
-    feeds = [{"stream": stream, "name": other}, {"stream": stream, "name": part, "filter_subject": f"{stream}.a"}]
+    feeds = [
+        {"stream": stream, "name": other},
+        {"stream": stream, "name": part, "filter_subject": f"{stream}.a"},
+        {"stream": stream, "name": some, "inspect_field": "id", "inspect_duration": "60s"},
+    ]
     async with bench.egress({"stream": stream}, *feeds):
-        for feed in (stream, other, part):
+        for feed in (stream, other, part, some):
             await bench.archived_to(feed, 30)
     await publish_over(bench, stream, ["a", "b"], 20, "later")
     async with bench.egress(*feeds):
-        for feed in (other, part):
+        for feed in (other, part, some):
             await bench.archived_to(feed, 50)
     before = await back.contents(bench, stream)
     await bench.delete_stream(stream)
     with pytest.raises(Stopped) as caught:
         await back.restored(bench, stream)
     assert caught.value.code == "E-RESTORE-LOSSY"
-    for feed in (other, part):
+    for feed in (other, part, some):
         assert f"feed {feed} of the same stream is archived up to 50: 31..50 would be given" in caught.value.message
     assert f" site/{other}\n" in caught.value.hint
-    assert f" site/{part}" not in caught.value.hint, "it does not have the whole stream"
+    for feed in (part, some):
+        assert f" site/{feed}" not in caught.value.hint, "it does not have the whole stream"
     assert any(f"feed {other} " in note for note in (await back.planned(bench, stream, to_sequence=20)).notes)
     beside = await back.planned(bench, stream, name=unique("B"))
     assert (beside.lossy, beside.further) == ((), ()), "a stream of another name takes no sequence from anybody"
@@ -660,3 +666,19 @@ async def test_an_interest_stream_keeps_for_egress_what_is_published_before_it_r
     ]
     assert lapses(stream) == before
     assert len(await durables(bench, stream)) == count
+
+
+async def test_a_stream_that_was_never_used_and_begins_later_is_the_same_after_its_restore(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("R"), storage="file", first_seq=77_001)
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "reading")
+    await bench.delete_stream(stream)
+    assert (await back.restored(bench, stream)).exit_code == 0
+    async with bench.egress({"stream": stream}):
+        await bench.publish(stream, [b"new %d" % n for n in range(10)])
+        await bench.archived_to(stream, 77_010)
+    assert bench.chains.read_stream(bench.chain(stream, 1)) is None
+    await bench.same(stream, stream)
+    assert [message.sequence for message in bench.messages(stream)] == [*range(77_001, 77_011)]
+    ledgers = [bench.store.footer(ref).ledger.counts for ref in bench.refs(stream)]
+    assert not any(Reason.GONE_BEFORE_READ in each for each in ledgers), ledgers

@@ -21,7 +21,7 @@ from common.segments.columns import batch_of
 from common.segments.segment import Message
 from infra.awkward import MAX_HEADERS, delete, publish_awkward
 from infra.local.nats import NatsServer, nats_server_binary
-from ingress.restore.archive import ArchiveConsumer, ArchiveWriter, archive_writer
+from ingress.restore.archive import KEEP_ALIVE, ArchiveConsumer, ArchiveWriter, archive_writer
 from tests.support.basics import PATIENCE, parse_ack, seeded, soon
 from tests.support.egress import connected
 from tests.support.restore import Captured, captured, send_archive
@@ -191,10 +191,10 @@ def archive(
     writer: ArchiveWriter, source: Captured, config: dict[str, Any], consumers: Sequence[ArchiveConsumer]
 ) -> Iterator[bytes]:
     yield from writer.head(config, source.created, source.state, consumers)
-    yield writer.keep_alive
+    yield KEEP_ALIVE
     for start in range(0, len(source.rows), BATCH):
         yield from writer.rows(batch_of(*source.rows[start : start + BATCH]))
-        yield writer.keep_alive
+        yield KEEP_ALIVE
     yield from writer.tail()
 
 

@@ -20,6 +20,7 @@ from common.jetstream.requests import ApiError
 from egress.init import initialise
 from infra.local.nats import NatsServer
 from ingress.target import examine_target
+from tests.support import restoring as back
 from tests.support.basics import soon, unique
 from tests.support.egress import Bench, connected
 from tests.support.ingress import Archive, Centre, check_exact, rows_of
@@ -212,3 +213,15 @@ async def test_another_refusal_of_a_consumer_is_told_as_it_is(bench: Bench) -> N
         with pytest.raises(ApiError, match="maximum consumers limit"):
             async with aclosing(scan(bench.client, stream, From(1), until=1)) as second:
                 await anext(aiter(second))
+
+
+async def test_a_restore_reads_back_with_as_many_messages_as_the_server_takes(narrow: Bench) -> None:
+    stream = await narrow.make_stream(unique("T"), max_bytes=10_000_000)
+    await narrow.publish(stream, [b"%d" % n for n in range(3 * BATCH + 1)])
+    before = await back.contents(narrow, stream)
+    async with narrow.egress({"stream": stream}):
+        await narrow.archived_to(stream, len(before))
+    await narrow.delete_stream(stream)
+    report = await back.restored(narrow, stream)
+    assert (report.exit_code, report.comparison.read) == (0, len(before))
+    assert await back.contents(narrow, stream) == before

@@ -68,7 +68,7 @@ def archive_of(writer: ArchiveWriter, cut: list[list[Message]], last: int) -> by
             yield from writer.rows(batch_of(*batch))
         yield from writer.tail()
 
-    return writer.keep_alive.join(pieces())
+    return KEEP_ALIVE.join(pieces())
 
 
 @given(batches(long_payloads), st.integers(0, 5))

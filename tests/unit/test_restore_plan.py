@@ -28,7 +28,7 @@ from common.segments.keys import Layout
 from common.segments.segment import Message
 from common.sequences import SequenceRange, Stretch
 from ingress.replay.plan import ReplayPart
-from ingress.restore.archive import ArchiveConsumer, bounded, muted, unmuted
+from ingress.restore.archive import ArchiveConsumer, bounded, muted, unmuted, with_replicas
 from ingress.restore.compare import SIZE, Digests, SentRows, block_of, state_differences, unlike
 from ingress.restore.fold import Fold, SourcedRow, sourced_rows
 from ingress.restore.history import merged, same_command
@@ -428,3 +428,24 @@ def test_nothing_is_missing_before_a_message_that_is_too_old_itself(
     rows = SequenceRange(11, 20)
     parts = [ReplayPart(Stretch(compaction.ref(11, 20), rows), footer_of([row(s) for s in range(10, 20)]))]
     assert gone_below(parts, config, now_ns, 0) == gone
+
+
+@pytest.mark.parametrize(
+    ("retention", "replicas", "had", "gets"),
+    [
+        ("limits", 1, 3, 1),
+        ("limits", 3, 3, 3),
+        ("limits", 5, 3, 3),
+        ("limits", 1, 0, 0),
+        ("interest", 5, 3, 5),
+        ("interest", 1, 0, 0),
+    ],
+)
+def test_a_consumer_has_no_more_replicas_than_its_stream_allows(
+    retention: str, replicas: int, had: int, gets: int
+) -> None:
+    consumer = ArchiveConsumer("c", {"num_replicas": had}, AT, (0, 0), (0, 0), {}, {})
+    found, notes = with_replicas([consumer], {"num_replicas": replicas, "retention": retention})
+    assert [each.config["num_replicas"] for each in found] == [gets]
+    text = f"consumer c: had {had} replicas, and gets {gets} like its stream"
+    assert notes == ([text] if gets != had else [])

@@ -106,7 +106,7 @@ class RestoringServer:
 
 
 async def begun(server: RestoringServer, clock: ManualClock) -> ArchiveUpload:
-    return await ArchiveUpload.begin(cast(FloeClient, server), "S", {}, {}, clock, KEEP_ALIVE)
+    return await ArchiveUpload.begin(cast(FloeClient, server), "S", {}, clock)
 
 
 async def test_many_small_pieces_are_sent_before_the_server_gives_up() -> None:
@@ -130,10 +130,10 @@ async def test_what_waits_for_more_of_the_archive_sends_a_frame_that_is_skipped(
         for n in range(1, 31):  # a minute
             assert not await upload.wait_for(work)
             assert len(server.pauses) == n
+        assert (max(server.pauses), clock.monotonic()) == (2.0, 60.0)
         work.set_result(None)
         assert await upload.wait_for(work)
-    assert (max(server.pauses), clock.monotonic()) == (2.0, 60.0)
-    assert bytes(server.received) == b"head" + KEEP_ALIVE * 29
+    assert bytes(server.received).startswith(b"head" + KEEP_ALIVE * 29)
 
 
 async def test_nothing_is_sent_to_keep_alive_while_the_server_owes_answers_for_all_that_may_be_on_its_way() -> None:
