@@ -464,7 +464,9 @@ class Inquiry:
             found, captures = False, CaptureStore(self._deps.chains.layout, self._deps.chains.objects)
             with suppress(DataError):  # which a restore reports
                 config, held = captures.config(chain), captures.consumers(chain)
-                found = any(elsewhere(chain.feed, config.config if config else {}, held.pushed if held else {}))
+                durable = [each.config for each in (held.consumers if held else ()) if each.config.get("durable_name")]
+                pushed = {str(each["durable_name"]): "" for each in durable if each.get("deliver_subject")}
+                found = any(elsewhere(chain.feed, config.config if config else {}, pushed))
             self._elsewhere = {chain: found}
         return self._elsewhere[chain]
 

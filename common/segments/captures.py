@@ -56,7 +56,6 @@ _KEYS: tuple[tuple[Any, str], ...] = (
 class _SourceKeys(msgspec.Struct, frozen=True):
     name: str
     filter_subject: str = ""
-    opt_start_seq: int = 0
     external: dict[str, str] | None = None
     consumer: dict[str, Any] | None = None
     subject_transforms: list[dict[str, str]] | None = None
@@ -163,12 +162,6 @@ class CapturedConsumers(_Capture, frozen=True):
     """The consumers of the stream but Floe's own, by name. All else as of CapturedConfig."""
 
     consumers: tuple[CapturedConsumer, ...]
-
-    @property
-    def pushed(self) -> dict[str, str]:
-        """To where the durable push consumers deliver, by their names."""
-        found = {each.name: each.config for each in self.consumers if each.config.get("durable_name")}
-        return {name: str(config["deliver_subject"]) for name, config in found.items() if config.get("deliver_subject")}
 
 
 class CapturedDeletions(_Capture, frozen=True):
