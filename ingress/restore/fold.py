@@ -7,6 +7,7 @@ each schedule of which a later row says that the server removed it when it fired
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,10 +16,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from common.clock import NS_PER_S
 from common.jetstream.headers import parse_block
 from common.segments.captures import CapturedDeletions
 from common.segments.segment import decode_subject
 from common.sequences import SequenceRange
+from common.settings.types import MAX_DURATION, parse_duration
 
 Mask = npt.NDArray[np.bool_]
 Whole = npt.NDArray[np.int64]
@@ -67,13 +70,20 @@ class Fold:
     """Takes off the rows that the stream did not hold any more at its end, in two passes over the same batches.
 
     `deletions`: what egress captured; `rolls`: the stream allows `Nats-Rollup`; `per_subject`: `max_msgs_per_subject`,
-    0 for no limit; `schedules`: the stream allows them. Call `see` with every batch and `end_pass`, where `needs_pass`;
-    then `left` with every batch again.
-    Memory: 24 bytes for each subject.
+    0 for no limit; `schedules`, `expires`: the stream allows them, and `Nats-TTL`: a message that had expired when a
+    later one of its subject came has pushed none out. Call `see` with every batch and `end_pass`, as often as `passes`
+    says; then `left` with every batch again.
+    Memory: 24 bytes for each subject, twice that with `expires`.
     """
 
     def __init__(
-        self, deletions: CapturedDeletions | None, *, rolls: bool, per_subject: int, schedules: bool = False
+        self,
+        deletions: CapturedDeletions | None,
+        *,
+        rolls: bool,
+        per_subject: int,
+        schedules: bool = False,
+        expires: bool = False,
     ) -> None:
         self._rolls, self._per_subject, self._schedules = rolls, max(0, per_subject), schedules
         self._first, self._last = (deletions.first, deletions.last) if deletions else (0, 0)
@@ -82,6 +92,9 @@ class Fold:
         self._subjects, self._pending, self._size = _Subjects(), list[_Subjects](), 0
         self._rolled = 0  # the last rollup of the whole stream
         self._seen: Whole = np.zeros(0, np.int64)
+        # By subject, in place of the last rollup: when its last message came; known after the first of two passes.
+        self._latest = _Subjects()
+        self.passes = (2 if expires and self._per_subject > 1 else 1) if self.needs_pass else 0
 
     @property
     def needs_pass(self) -> bool:
@@ -111,6 +124,9 @@ class Fold:
         batch = batch.filter(pa.array(self._held(batch)))
         if not batch.num_rows:
             return
+        if self.passes > 1:
+            self._add(hashes(batch), np.zeros(batch.num_rows, np.int64), np.asarray(batch.column("timestamp_ns")))
+            return
         sequences, rollups = np.asarray(batch.column("sequence")), self._rollups(batch)
         whole = [row for row, is_all in rollups.items() if is_all]
         begin = 0
@@ -126,6 +142,9 @@ class Fold:
             at = [*fired]
             hash_ = np.insert(hash_, at, np.array([*fired.values()], np.uint64))
             counts, marks = np.insert(counts, at, 0), np.insert(marks, at, sequences[begin:][at])
+        self._add(hash_, counts, marks)
+
+    def _add(self, hash_: npt.NDArray[np.uint64], counts: Whole, marks: Whole) -> None:
         self._pending.append(_Subjects().then(_Subjects(hash_, counts, marks)))
         self._size += len(self._pending[-1].hash)
         if self._size > max(1_000_000, len(self._subjects.hash)):
@@ -133,6 +152,9 @@ class Fold:
 
     def end_pass(self) -> None:
         self._settle()
+        if self.passes > 1:
+            self._latest, self._subjects = self._subjects, _Subjects()
+        self.passes -= 1
         self._seen = np.zeros(len(self._subjects.hash), np.int64)
 
     def _settle(self) -> None:
@@ -177,6 +199,11 @@ class Fold:
         if len(self._deleted_first):
             place = np.searchsorted(self._deleted_first, sequences, side="right") - 1
             keep &= (place < 0) | (sequences > self._deleted_last[np.maximum(place, 0)])
+        if len(self._latest.hash):
+            lives = {row: _ttl_ns(found[b"Nats-TTL"]) for row, found in _with(batch, b"Nats-TTL") if keep[row]}
+            rows, places = np.array([*lives], np.int64), np.searchsorted(self._latest.hash, hashes(batch))
+            ends = np.asarray(batch.column("timestamp_ns"))[rows] + np.array([*lives.values()], np.int64)
+            keep[rows] = self._latest.rollup[places[rows]] < ends
         return keep
 
     def _rollups(self, batch: pa.RecordBatch) -> dict[int, bool]:
@@ -194,6 +221,14 @@ class Fold:
             if headers[b"Nats-Schedule-Next"] == b"purge" and (subject := headers.get(b"Nats-Scheduler")):
                 found[row] = _hash(decode_subject(subject))
         return found
+
+
+def _ttl_ns(value: bytes) -> int:
+    """Nanoseconds that a message with this `Nats-TTL` lives; a hundred years where it never expires."""
+    text = value.decode(errors="replace")
+    with suppress(ValueError):
+        return int(parse_duration(f"{text}s" if text.isdecimal() else text) * NS_PER_S)
+    return int(MAX_DURATION) * NS_PER_S
 
 
 class SourcedRow(NamedTuple):

@@ -338,6 +338,7 @@ class RestorePlan:
             rolls=bool(config.get("allow_rollup_hdrs")),
             per_subject=int(config.get("max_msgs_per_subject") or 0),
             schedules=bool(config.get("allow_msg_schedules")),
+            expires=bool(config.get("allow_msg_ttl")),
         )
 
     def as_json(self) -> dict[str, Any]:

@@ -72,7 +72,7 @@ AHEAD = 2 * 1024 * 1024  # bytes that are encoded while others are sent
 EXPIRES_SOON = 60.0  # seconds; what `max_age` drops within them is not counted on
 PROGRESS = 1.0  # seconds until long work says how far it is, and from one time to the next
 COLUMNS = ("sequence", "timestamp_ns", "subject", "subject_raw", "headers", "payload")
-FOLDED = ("sequence", "subject", "headers")  # what the first pass needs
+FOLDED = ("sequence", "timestamp_ns", "subject", "headers")  # what the first pass needs
 T = TypeVar("T")
 
 
@@ -356,7 +356,7 @@ class Restore:
         """Send everything; what was sent, and its bytes."""
         plan, writer = ready.plan, ready.writer
         fold, digests, self._came = plan.fold(), Digests(), set()
-        if fold.needs_pass:
+        while fold.passes:
             await self._seen(plan, fold)
         rows = self._sent(plan, fold, digests, client.max_payload)
         first = await self._waited(partial(next, rows, None), "reading of the archive")

@@ -281,6 +281,22 @@ async def test_what_a_limit_had_dropped_before_it_was_raised_stays_away(bench: B
     assert await back.state(bench, stream) == state
 
 
+async def test_a_message_that_had_expired_before_the_next_has_pushed_none_out(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"), storage="file", allow_msg_ttl=True, max_msgs_per_subject=2)
+    async with bench.egress({"stream": stream}):
+        await bench.publish(stream, [b"stays"])
+        bench.client.send(frame(f"{stream}.a".encode(), b"expires", b"NATS/1.0\r\nNats-TTL: 1s\r\n\r\n"))
+        await bench.archived_to(stream, 2)
+        await soon(lambda: holds(bench, stream, 1))
+        await bench.publish(stream, [b"next"])
+        await bench.archived_to(stream, 3)
+    before = await back.contents(bench, stream)
+    assert [m.payload for m in before] == [b"stays", b"next"]
+    await bench.delete_stream(stream)
+    assert (await back.restored(bench, stream)).exit_code == 0
+    assert await back.contents(bench, stream) == before
+
+
 async def test_a_bucket_comes_back_with_its_revisions_now_and_as_it_was(bench: Bench) -> None:
     name = unique("b")
     client = await nats.connect(str(bench.url))

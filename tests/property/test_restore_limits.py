@@ -77,7 +77,7 @@ class ChangingStream:
         rolls, limit = config["allow_rollup_hdrs"], config["max_msgs_per_subject"]
         fold = Fold(known[-1] if known else None, rolls=rolls, per_subject=limit)
         batches = [self.rows[:end][at : at + size] for at in range(0, end, size)]
-        if fold.needs_pass:
+        while fold.passes:
             for each in batches:
                 fold.see(batch_of(each))
             fold.end_pass()

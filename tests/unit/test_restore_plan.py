@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.clock import NS_PER_S
 from common.jetstream.api import MARKER
 from common.objects.local import LocalObjects
 from common.segments.captures import (
@@ -56,7 +57,7 @@ def row(sequence: int, subject: bytes = b"a", rollup: str = "") -> Message:
 
 def folded(rows: Sequence[Message], size: int, fold: Fold) -> list[int]:
     batches = [batch_of(rows[at : at + size]) for at in range(0, len(rows), size)]
-    if fold.needs_pass:
+    while fold.passes:
         for batch in batches:
             fold.see(batch)
         fold.end_pass()
@@ -178,6 +179,55 @@ def test_schedules_that_fired_for_the_last_time_are_gone(size: int) -> None:
     assert folded(rows, size, fold) == [2, 4, 5, 6, 7, 8]
     assert fold.rows == 6
     assert folded(rows, size, Fold(None, rolls=False, per_subject=0)) == [*range(1, 9)]
+
+
+def expiring(rows: Sequence[tuple[bytes, int, str]]) -> list[Message]:
+    """Rows of a subject, a time in seconds and a `Nats-TTL`, which may be empty."""
+    blocks = [f"NATS/1.0\r\nNats-TTL: {ttl}\r\n\r\n".encode() if ttl else None for _, _, ttl in rows]
+    return [Message(n, rows[n - 1][1] * NS_PER_S, rows[n - 1][0], blocks[n - 1], b"x") for n in range(1, len(rows) + 1)]
+
+
+LIVES = {"": 10**6, "never": 10**6, "3": 3, "5s": 5, "1m1s": 61}
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([b"a", b"b"]), st.integers(0, 9), st.sampled_from([*LIVES])), min_size=8, max_size=40
+    ),
+    st.integers(1, 4),
+    st.integers(1, 9),
+)
+def test_what_had_expired_when_the_next_message_came_has_pushed_none_out(
+    written: list[tuple[bytes, int, str]], per_subject: int, size: int
+) -> None:
+    held, now, rows = list[tuple[bytes, int, int]](), 0, list[tuple[bytes, int, str]]()
+    for sequence, (subject, seconds, ttl) in enumerate(written, 1):
+        now += seconds
+        rows.append((subject, now, ttl))
+        held = [each for each in held if each[2] > now]
+        held.append((subject, sequence, now + LIVES[ttl]))
+        same = [each for each in held if each[0] == subject]
+        held = [each for each in held if each not in same[:-per_subject]]
+    fold = Fold(None, rolls=False, per_subject=per_subject, expires=True)
+    assert {sequence for _, sequence, _ in held} <= {*folded(expiring(rows), size, fold)}
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_of_a_history_nothing_goes_for_a_message_that_had_expired(size: int) -> None:
+    rows = [
+        (b"a", 0, ""),
+        (b"a", 1, "3s"),
+        (b"b", 2, "3s"),
+        (b"a", 4, ""),
+        (b"b", 4, ""),
+        (b"b", 4, ""),
+        (b"c", 5, "1s"),
+    ]
+    fold = Fold(None, rolls=False, per_subject=2, expires=True)
+    assert folded(expiring(rows), size, fold) == [1, 4, 5, 6, 7], "of b the first had not expired when the next came"
+    assert fold.rows == 5
+    assert folded(expiring(rows), size, Fold(None, rolls=False, per_subject=2)) == [2, 4, 5, 6, 7]
 
 
 @given(st.lists(st.lists(st.integers(1, 60), max_size=30, unique=True).map(sorted), max_size=4), st.integers(1, 7))
