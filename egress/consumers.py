@@ -29,7 +29,7 @@ from common.jetstream.api import (
     create_consumer,
     create_ephemeral,
     delete_consumer,
-    stream_info,
+    unguarded_info,
 )
 from common.jetstream.client import FloeClient
 from common.jetstream.durables import INTEREST, LIMITS, READING, WORK_QUEUE, durable_config
@@ -38,7 +38,7 @@ from common.sequences import MAX_SEQUENCE
 from common.settings.service import StartSettings
 from common.subjects import overlaps
 from egress.acks import ReaderResetError
-from egress.partition import Partition, partitions_of, unguarded
+from egress.partition import Partition, partitions_of
 
 
 async def first_sequence(client: FloeClient, info: StreamInfo, start: StartSettings, clock: Clock) -> int:
@@ -192,7 +192,7 @@ async def hold(client: FloeClient, partition: Partition) -> None:
     Called before the stream is judged, which takes time, and where the chain stops until an operator decides: a
     recreated stream would drop what is published meanwhile.
     """
-    info = unguarded(await stream_info(client, partition.stream))
+    info = await unguarded_info(client, partition.stream)
     if info is None or info.config.get("retention") != INTEREST:
         return
     wanted = WantedMessages(partition, INTEREST)

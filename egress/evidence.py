@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from common.chain import Chain
 from common.clock import parse_time
 from common.errors import DataError, FloeError, Unavailable
-from common.jetstream.api import StreamInfo, next_message, stream_info
+from common.jetstream.api import StreamInfo, next_message, stream_info, unguarded_info
 from common.jetstream.client import FloeClient
 from common.jetstream.durables import LIMITS, WORK_QUEUE
 from common.jetstream.pull import get_message
@@ -37,7 +37,7 @@ from egress.identity import (
     judge_with,
 )
 from egress.incarnations import HighWaterMarks, Incarnation, older
-from egress.partition import Position, position, unguarded
+from egress.partition import Position, position
 
 log = get_logger(__name__)
 
@@ -406,7 +406,7 @@ class Inquiry:
 
     async def info(self) -> StreamInfo | None:
         """Raises Unavailable while the stream is being restored."""
-        return unguarded(await stream_info(self._deps.client, self._stream))
+        return await unguarded_info(self._deps.client, self._stream)
 
     async def first(self, client: FloeClient | None = None) -> int:
         """Raises Unavailable where there is no stream."""
@@ -432,10 +432,14 @@ class Inquiry:
         look = StreamLook(self._deps, self._archived, self._deps.client, source)
         return source.first <= first and (await look.compare(received)).held is HeldMessage.EQUAL
 
-    async def judge(self, current: Incarnation, archive: Archive, received: Tip | None = None) -> Answer:
+    async def judge(
+        self, current: Incarnation, archive: Archive, received: Tip | None, doubted: Callable[[str], None]
+    ) -> Answer:
+        """The verdict; `doubted` is called with the reason where it is confirmed first."""
         answer = await self.look(current, archive, received)
         if answer[1].is_same:
             return answer
+        doubted(answer[1].why)
         log.warning("confirming", action="confirming", error=answer[1].why, **current.chain.log_context())
         return await confirm(
             self._deps,
@@ -486,7 +490,7 @@ class Inquiry:
         created = current.stream.created
         # The coverage of this history, whether or not this incarnation has covered anything yet.
         end = archive.end or (archive.first - 1 if current.continued else 0)
-        if (info := unguarded(await stream_info(client, self._stream))) is None:
+        if (info := await unguarded_info(client, self._stream)) is None:
             return Evidence(None, created, end, reaches=await self._threads.run(self._reaches, current.chain))
         source = source_of(info)
         look = StreamLook(self._deps, self._archived, client, source)

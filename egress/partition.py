@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from common.chain import Chain
-from common.errors import ConfigError, DataError, Unavailable, UsageError
+from common.errors import ConfigError, DataError, UsageError
 from common.exits import command, source
-from common.jetstream.api import StreamInfo
 from common.jetstream.durables import durable_name, name_hash
 from common.jetstream.kv import state_key
 from common.sequences import SequenceRange
@@ -136,17 +135,6 @@ def repartition(feed: str) -> str:
 def bring_back(chain: Chain, *, reaches: bool = False) -> str:
     """The command that brings the stream back from the archive. `reaches`: with effects outside of its own subjects."""
     return command("restore", shlex.quote(f"{chain.site}/{chain.feed}"), "--allow-elsewhere" if reaches else "")
-
-
-def unguarded(info: StreamInfo | None) -> StreamInfo | None:
-    """`info`, unless `floe restore` fills the stream just now: raises Unavailable, because it cannot be judged yet."""
-    if info is not None and info.marker:
-        raise Unavailable(
-            f"stream {info.name} is being restored ({info.marker})",
-            hint="nothing to do, the feed goes on by itself when that is done; if it never is, give the restore again",
-            code="E-RESTORING",
-        )
-    return info
 
 
 def unreadable(what: str, hint: str) -> Callable[[str], DataError]:

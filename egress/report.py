@@ -248,6 +248,11 @@ class FeedReport:
         self._log("info", "reader given up", action="doubt", reason=reason, error=text)
         self.state("checking", ready=False, why=text)
 
+    def confirms(self, why: str) -> None:
+        """What may stop the chain is asked again; a stop that stands stays shown."""
+        if not self._health.why(self._part):
+            self.state("checking", ready=False, why=why)
+
     def judged(self, evidence: Evidence, verdict: SourceVerdict) -> None:
         self._set(metrics.unverified, verdict.kind is VerdictKind.UNVERIFIED)
         if verdict.drifted and not self._status.get("drifted"):

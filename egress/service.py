@@ -172,7 +172,7 @@ class EgressService:
 
     async def _start(self, stack: AsyncExitStack) -> tuple[list[Runs], EgressDeps]:
         settings, site = self._settings, self._settings.site
-        for part in ("objects", "nats"):
+        for part in ("feeds", "objects", "nats"):
             self._health.set_ready(part, False, "starting")
         objects = AnsweringStore(self._objects or open_objects(settings.store), self._reach.store)
         # NATS first: its tries end by themselves, so it is known to be there, or not, while the store is silent.
@@ -189,6 +189,7 @@ class EgressService:
         siblings = self._place.count if self._place else 1
         sharing = share_site(leases, control, site, keys, self._rng, self._health, siblings)
         feeds = [Feed(each, deps, sharing, self._health) for each in partitions]
+        self._health.forget("feeds")  # each reports for itself from here on
         host, worker = socket.gethostname(), self._place.index if self._place else None
         process, reports = process_name(host, settings.instance, worker), [feed.report for feed in feeds]
         self._flushing = FlushWatch(site, feeds, state, self._clock, self._tuning.pace.flush)

@@ -143,7 +143,7 @@ class Worker:
     async def judge(self, current: Incarnation, archive: Archive) -> tuple[Evidence, SourceVerdict]:
         self.inquiry.acceptance, _ = await acceptance_of(self._deps.state, current.chain).get()
         received = None if self._unflushed is None else self._unflushed.received
-        return await self.inquiry.judge(current, archive, received)
+        return await self.inquiry.judge(current, archive, received, self._report.confirms)
 
     async def _go_on(self, found: Findings, lease: Lease, stop: Stop) -> None:
         source, decision = found.evidence.source, found.decision

@@ -133,6 +133,11 @@ class Delivery:
     def state(self) -> TargetState:
         return self._known.there
 
+    @property
+    def unready(self) -> str:
+        """Why nothing may be stored now, in words; empty where target and state agree."""
+        return self.trouble or self._reconciler.confirming or ("" if self.is_settled else "compared with its state")
+
     async def run(self, stop: Stop) -> None:
         """Carry until `stop` is set and no intent is open.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from common.clock import NS_PER_S
 from common.errors import ConfigError
-from common.jetstream.api import StreamInfo, create_stream, stream_info
+from common.jetstream.api import StreamInfo, create_stream, unguarded_info
 from common.jetstream.client import FloeClient
 from common.jetstream.requests import ApiError
 from common.logs import get_logger
@@ -28,8 +28,10 @@ FLAGS = {"allow_msg_ttl": "--allow-msg-ttl", "allow_rollup_hdrs": "--allow-rollu
 
 
 async def ensure_target(client: FloeClient, settings: TargetSettings) -> StreamInfo:
-    """Create the target if it is missing and may be created. Raises ConfigError with every reason against it."""
-    if (info := await stream_info(client, settings.stream)) is None:
+    """Create the target if it is missing and may be created. Raises ConfigError with every reason against it, and
+    Unavailable while it is being restored.
+    """
+    if (info := await unguarded_info(client, settings.stream)) is None:
         info = await _create(client, settings)
     _refuse_problems(info.config, settings)
     return info

@@ -264,7 +264,7 @@ class TargetReport:
             "intent": state.intent and {"base": state.intent.base, "count": state.intent.count},
             "chains": shown,
         }
-        self._health.set_ready(self._part, not delivery.trouble, delivery.trouble)
+        self._health.set_ready(self._part, not delivery.unready, delivery.unready)
         self._health.set_status(self._part, status)
         metrics.target_sequence.labels(self.target).set(state.checkpoint.target_sequence)
         self.lags.measure(

@@ -8,7 +8,7 @@ from common.chain import Chain
 from common.clock import Backoff, doubling
 from common.doctor import DoctorFinding, failed, is_bad, warns, well
 from common.errors import ConfigError, FloeError, LeaseLost, Stopped, Unavailable, Unforeseen
-from common.jetstream.api import StreamInfo, stream_info
+from common.jetstream.api import StreamInfo, stream_info, unguarded_info
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Lease
@@ -123,7 +123,7 @@ class Target:
 
     async def _limits(self) -> TargetLimits:
         """What the target takes now. Raises Unavailable where it is gone, and what asking raises."""
-        if (info := await stream_info(self._deps.client, self._target)) is None:
+        if (info := await unguarded_info(self._deps.client, self._target)) is None:
             raise Unavailable(f"target {self._target}: no such stream any more")
         return shape_of(self._deps.client, info, self._settings)
 
@@ -241,7 +241,7 @@ async def examine_target(
     """
     name = settings.stream
     try:
-        info = await stream_info(client, name)
+        info = await unguarded_info(client, name)
     except FloeError as error:
         return [failed("nats", "target", error)]
     if info is None and settings.create is None:

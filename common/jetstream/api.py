@@ -117,6 +117,20 @@ async def stream_info(client: FloeClient, stream: str) -> StreamInfo | None:
     return None if answer is None else _stream_info(answer)
 
 
+RESTORING = "E-RESTORING"
+
+
+async def unguarded_info(client: FloeClient, stream: str) -> StreamInfo | None:
+    """As `stream_info`. Raises Unavailable too while `floe restore` fills the stream: it cannot be judged yet."""
+    if (info := await stream_info(client, stream)) is not None and info.marker:
+        raise Unavailable(
+            f"stream {info.name} is being restored ({info.marker})",
+            hint="nothing to do, it goes on by itself when that is done; if it never is, give the restore again",
+            code=RESTORING,
+        )
+    return info
+
+
 async def deleted_sequences(client: FloeClient, stream: str) -> tuple[StreamInfo, list[int]] | None:
     """With the sequences between the first and the last that the stream does not hold, ascending. None if there is no
     such stream. Raises DataError for an answer of another form.

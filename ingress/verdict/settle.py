@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 from common.clock import Backoff, Clock, doubling
 from common.errors import DataError, FloeError, LeaseLost, OutcomeUnknown, Unavailable
+from common.jetstream.api import RESTORING
 from common.logs import get_logger
 from ingress.checkpoint import Intent, IntentPiece
 from ingress.checkpoint_store import StateMoved, StateStore, Stored
@@ -73,6 +74,7 @@ class Reconciler:
         self._store, self._stream, self._lease = store, stream, lease
         self._clock, self._look_spacing = clock, look_spacing
         self.sending = sending or Sending()
+        self.confirming = ""  # why the target may have to stop, while that is confirmed
         self._proved = (0, 0)  # a revision, and the target sequence up to which its intent's pieces are ours
 
     async def settle(self, known: Stored, rows: Rows | None) -> Settled:
@@ -85,8 +87,10 @@ class Reconciler:
             reading = await self._patiently(self._stream.read)
             verdict = await self._judged(known, reading, rows)
             if verdict.finding is Finding.STORED and reading is not None:
+                self.confirming = ""
                 return await self._settled(known, rows, reading, verdict)
             await self.check_moved(known)
+            self.confirming = f"looked at again before it stops: {verdict.detail or verdict.finding.name}"
             await self._confirm(known, reading, verdict, rows)
 
     async def check_moved(self, known: Stored) -> None:
@@ -155,8 +159,8 @@ class Reconciler:
             pause = pauses.next()
             try:
                 return await question()
-            except (Unavailable, OutcomeUnknown, DataError):
-                if self._clock.monotonic() + pause >= deadline:
+            except (Unavailable, OutcomeUnknown, DataError) as error:
+                if error.code == RESTORING or self._clock.monotonic() + pause >= deadline:
                     raise
             await self._clock.sleep(pause)
 

@@ -17,7 +17,7 @@ from common.chain import Chain
 from common.clock import NS_PER_S, format_time
 from common.errors import AnotherWriter, FloeError, Stopped
 from common.exits import ways
-from common.jetstream.api import MESSAGE_NOT_FOUND, STREAM_NOT_FOUND, ask, stored_message, stream_info
+from common.jetstream.api import MESSAGE_NOT_FOUND, STREAM_NOT_FOUND, ask, stored_message, unguarded_info
 from common.jetstream.client import FloeClient
 from common.jetstream.headers import restore
 from common.jetstream.requests import ApiError
@@ -399,7 +399,7 @@ class TargetStream:
 async def read(
     client: FloeClient, stream: str, control_headers: frozenset[bytes] = frozenset()
 ) -> TargetReading | None:
-    if (info := await stream_info(client, stream)) is None:
+    if (info := await unguarded_info(client, stream)) is None:
         return None
     tail = await _tail(client, stream, info.last_sequence)
     lets_go = forgets(info.config, control_headers, client.max_payload)

@@ -9,11 +9,14 @@ import signal
 import sys
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from common.errors import ConfigError, Refused
+from common.service.monitor import Health
+from egress import service
 from egress.service import serve
 from infra.local.nats import NatsServer
 from infra.local.process import free_port, spawn
@@ -136,3 +139,20 @@ async def test_segments_go_to_a_real_s3_server_too(nats_url: str, s3: SharedS3, 
         await bench.archived_to(stream, 2_005)
     await bench.same(stream, stream)
     await client.aclose()
+
+
+async def test_a_service_is_not_ready_before_its_feeds_exist(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, seen, make = await bench.make_stream(unique("T")), list[list[str]](), service.make_deps
+    healths = list[Health]()
+
+    def made(*given: Any) -> Any:
+        seen.append(healths[0].problems())
+        return make(*given)
+
+    monkeypatch.setattr(service, "make_deps", made)
+    running = bench.start(bench.settings({"stream": stream}))
+    healths.append(running.health)
+    await soon(lambda: running.state(stream) == "reading")
+    assert seen == [["feeds: starting"]]
+    assert running.health.problems() == []
+    await running.drain()

@@ -11,11 +11,11 @@ import pytest
 
 from common.clock import SystemClock
 from common.errors import AnotherWriter, ConfigError, FloeError, Stopped
-from common.jetstream.api import create_stream, stream_info
+from common.jetstream.api import GUARD, MARKER, create_stream, stream_info
 from common.jetstream.client import FloeClient, frame
 from common.service.monitor import Health
 from common.tasks import Stop
-from ingress.target import Target
+from ingress.target import Target, examine_target
 from tests.scenarios.processes import run_floe
 from tests.support.basics import PATIENCE, soon
 from tests.support.commands import floe, paste_checkpoint
@@ -292,3 +292,35 @@ async def test_checkpoint_and_status_show_how_far_everything_is(
     assert 0 <= row["lag_seconds"] < 60
     assert table.stdout.splitlines()[0].split()[0] == "target"
     assert "70" in table.stdout
+
+
+@pytest.mark.parametrize("count", [0, 30])
+async def test_a_target_that_is_being_restored_is_waited_for(
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, count: int
+) -> None:
+    """Its subjects are those of the restore until it is done. `count`: rows that it had been given before."""
+    centre = Centre(tmp_path, archive, nats_url, create=None)
+    if count:
+        await make(client, centre)
+        await carry_once(centre, client)
+        subjects, metadata = [f"{GUARD}{centre.target}"], {MARKER: "0 first=1 end=30"}
+        config = {"name": centre.target, "subjects": subjects, "allow_atomic": True, "metadata": metadata}
+        await client.api(f"STREAM.UPDATE.{centre.target}", config)
+    else:
+        await make(client, centre, subjects=[f"{GUARD}{centre.target}"], metadata={MARKER: "0 first=1 end=30"})
+    async with centre.running() as health:
+        await soon(lambda: "is being restored" in centre.status(health).get("why", ""))
+        assert centre.status(health)["state"] == "waits"
+        assert any("is being restored" in problem for problem in health.problems())
+        promoted = {"name": centre.target, "subjects": [f"{centre.target}.>"], "allow_atomic": True}
+        await client.api(f"STREAM.UPDATE.{centre.target}", promoted)
+        await centre.carried(client, 30)
+
+
+async def test_doctor_says_that_a_target_is_being_restored(
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    centre = Centre(tmp_path, archive, nats_url, create=None)
+    await make(client, centre, subjects=[f"{GUARD}{centre.target}"], metadata={MARKER: "0 first=1 end=30"})
+    (found,) = await examine_target(client, centre.settings().ingress.targets[0])
+    assert "is being restored" in f"{found}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from common.chain import Chain
 from common.clock import SystemClock
-from common.errors import Unavailable
+from common.errors import Stopped, Unavailable
 from common.segments.segment import Footer, Ledger, Reason
 from common.segments.writer import SpooledSegment
 from common.sequences import SequenceRange
@@ -114,3 +114,16 @@ def test_a_chain_waits_while_the_store_is_silent_unless_another_works_on_it() ->
     report.standby("another")
     health.set_ready("objects", False)
     assert counted(waiting) == 0
+
+
+def test_a_chain_is_not_ready_while_a_stop_is_confirmed_and_keeps_one_that_stands() -> None:
+    health, chain = Health(SystemClock()), Chain("s", unique("F"))
+    report = FeedReport(chain, "S", health)
+    report.reading(chain, 5, 4)
+    report.confirms("sequence 4 is not as archived")
+    assert health.problems() == [f"egress {chain.feed}: sequence 4 is not as archived"]
+    report.works()
+    assert health.problems() == []
+    report.stopped(Stopped("it differs", code="E-FORKED"))
+    report.confirms("sequence 4 is not as archived")
+    assert health.problems() == [f"egress {chain.feed}: it differs"]

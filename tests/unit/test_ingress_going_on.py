@@ -212,7 +212,7 @@ def test_a_site_with_many_chains_hides_no_other_from_the_status() -> None:
     chains = ChainRegistry(settings, TargetLimits(Accepting([">"]), 1024))
     assert all(chains.add(chain) for chain in (*crowd, CHAIN))
     state = SimpleNamespace(checkpoint=SimpleNamespace(positions={}, target_sequence=0), intent=None)
-    delivery: Any = SimpleNamespace(state=state, is_settled=True, trouble="", sending_times={})
+    delivery: Any = SimpleNamespace(state=state, is_settled=True, trouble="", unready="", sending_times={})
     prefetcher: Any = SimpleNamespace(chains=chains, positions={}, ahead=[])
 
     TargetReport(target, health, clock).carries(delivery, prefetcher)
@@ -220,3 +220,16 @@ def test_a_site_with_many_chains_hides_no_other_from_the_status() -> None:
     shown = health.status()["parts"][f"target {target}"]["chains"]
     assert len(shown) == 1000
     assert str(CHAIN) in shown
+
+
+@pytest.mark.parametrize("why", ["", "compared with its state"])
+def test_a_target_is_ready_where_nothing_speaks_against_it(why: str) -> None:
+    target, clock = unique("T"), SystemClock()
+    health = Health(clock)
+    settings = TargetSettings.model_validate({"stream": target, "sources": [{"site": "a", "feed": "NODES"}]})
+    chains = ChainRegistry(settings, TargetLimits(Accepting([">"]), 1024))
+    state = SimpleNamespace(checkpoint=SimpleNamespace(positions={}, target_sequence=0), intent=None)
+    delivery: Any = SimpleNamespace(state=state, is_settled=False, trouble="", unready=why, sending_times={})
+    prefetcher: Any = SimpleNamespace(chains=chains, positions={}, ahead=[])
+    TargetReport(target, health, clock).carries(delivery, prefetcher)
+    assert health.problems() == ([f"target {target}: {why}"] if why else [])

@@ -317,3 +317,18 @@ async def test_only_what_moved_since_the_look_before_still_moves(lasts: tuple[in
 
     assert (error.exit_code, error.code, looked.asked) == (code, "E-TARGET-SHARED", asked)
     assert "message 101 has subject 'x'" in error.message
+
+
+async def test_a_stop_that_is_confirmed_is_known_while_it_is() -> None:
+    looked, said = Looked(103, 103, 103), list[str]()
+    around: Any = looked
+    reconciler = Reconciler(TargetErrors("FLEET"), around, around, around, around)
+
+    async def sleep(_seconds: float) -> None:
+        said.append(reconciler.confirming)
+
+    around.sleep = sleep
+    with pytest.raises(FloeError):
+        await reconciler.settle(await looked.load(), None)
+    assert len(said) == 2
+    assert all(each.startswith("looked at again before it stops: ") for each in said)
