@@ -653,7 +653,18 @@ async def test_what_comes_back_is_what_was_there_or_the_plan_has_the_difference_
     assert not wrong, "\n".join(f"{name}:\n  " + "\n  ".join(texts) for name, texts in wrong.items())
 
 
-HERD = ("plain", "deleted", "max_msgs", "KV of history", "consumers", "begins at 1000", "T, read later")
+HERD = (
+    "plain",
+    "deleted",
+    "max_msgs",
+    "KV of history",
+    "consumers",
+    "interest",
+    "work queue",
+    "cut anew",
+    "begins at 1000",
+    "T, read later",
+)
 
 
 @pytest.fixture
