@@ -435,6 +435,19 @@ KINDS: dict[str, Kind] = {
     "per subject raised": Kind(
         {"max_msgs_per_subject": 2}, then=puts(15), after=acts(edits(max_msgs_per_subject=20), puts(10))
     ),
+    "max_msgs lifted, by default": Kind(
+        {"max_msgs": 20}, then=puts(15), after=acts(edits(max_msgs=-1), puts(10)), feed={}
+    ),
+    "per subject raised, by default": Kind(
+        {"max_msgs_per_subject": 2}, then=puts(15), after=acts(edits(max_msgs_per_subject=20), puts(10)), feed={}
+    ),
+    "max_msgs lifted, not captured": Kind(
+        {"max_msgs": 20},
+        then=puts(15),
+        after=acts(edits(max_msgs=-1), puts(10)),
+        feed=NEVER,
+        extra="no deletions were captured",
+    ),
     "max_bytes lowered": Kind(after=acts(edits(max_bytes=1500), puts(10))),
     # Up to T
     "T": Kind(to_t=True),
