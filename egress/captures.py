@@ -211,7 +211,8 @@ class Captures:
     ) -> None:
         end, at, ts = self._archive.end, format_time(round(self._clock.now() * 1000) * 1_000_000), info.time
         with self._telling(CONFIG):
-            config = CapturedConfig(at, end, info.created, info.config, ts=ts)
+            held = info.first_sequence, info.last_sequence, info.messages
+            config = CapturedConfig(at, end, info.created, info.config, *held, ts=ts)
             await self._put(config, is_due=config_differs(await self._known(CapturedConfig), config))
         if consumers is not None:
             with self._telling(CONSUMERS):

@@ -107,17 +107,24 @@ class CapturedConfig(_Capture, frozen=True):
 
     `at`: when it was asked (RFC 3339, by the clock of egress); `ts`: the `ts` of the answer (RFC 3339, by the clock of
     the server); `end`: as in its key; `chain`: partition 0 of its incarnation. `ts` and `chain` are empty in captures
-    of before they were recorded, `ts` also for a server that does not send it. Raises ValueError for a value outside
-    its range.
+    of before they were recorded, `ts` also for a server that does not send it.
+
+    `first`, `last`, `messages`: of its state in the same answer, None in captures of before they were recorded. Raises
+    ValueError for a value outside its range.
     """
 
     created: str
     config: dict[str, Any]
+    first: int | None = None
+    last: int | None = None
+    messages: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_time(self.created)
         check_config(self.config)
+        for field in ("first", "last", "messages"):
+            _expect(field, getattr(self, field) or 0)
 
 
 class CapturedConsumer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -344,6 +351,12 @@ class CaptureStore:
 
     def config(self, chain: Chain, end: int | None = None, moment_ns: int | None = None) -> CapturedConfig | None:
         return self.newest(CapturedConfig, chain, end, moment_ns)
+
+    def configs(self, chain: Chain, end: int | None = None, moment_ns: int | None = None) -> list[CapturedConfig]:
+        """All of them that `config` chooses from, the oldest first."""
+        found = [self.read(ref) for ref in self.ls(chain, CONFIG) if end is None or ref.end <= end]
+        kept = [each for each in found if isinstance(each, CapturedConfig)]
+        return sorted((c for c in kept if moment_ns is None or c.moment_ns <= moment_ns), key=lambda c: c.moment_ns)
 
     def consumers(self, chain: Chain, end: int | None = None, moment_ns: int | None = None) -> CapturedConsumers | None:
         return self.newest(CapturedConsumers, chain, end, moment_ns)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +23,7 @@ from common.segments.captures import (
     CONFIG,
     CONSUMERS,
     DELETIONS,
+    CapturedConfig,
     CapturedConsumers,
     CapturedDeletions,
     CaptureStore,
@@ -61,6 +62,7 @@ from ingress.restore.plan import (
     never_archived,
     other_histories,
     promoted_config,
+    unfolded,
 )
 
 PAUSES = doubling(1.0, 15.0)  # seconds between tries to read from a store that is away
@@ -225,12 +227,13 @@ class ArchivedHistory:
         config, created = self._config(newest, upto, moment_ns, notes)
         was = str(config.get("name") or request.feed)
         end = end if chains else max(end, int(config.get("first_seq") or 1) - 1)
-        captured: CapturedConsumers | None = None
+        captured, configs = cast(CapturedConsumers | None, None), list[CapturedConfig]()
         deletions: CapturedDeletions | None = None
         for number in sorted({chain.incarnation for chain in known}, reverse=True):
             of = replace(newest, incarnation=number, partition=0)
             captured = captured or (self._captures.consumers(of, end, moment_ns) if request.consumers else None)
             deletions = deletions or self._captures.deletions(of, end, moment_ns)
+            configs = [*self._captures.configs(of, upto, moment_ns), *configs]
             if (document := self._documents.read_stream(of)) is None or not document.continues:
                 break  # a stream that was set back is not what was captured of it before
         stood, skip_to, near = (0, ""), 0, list[str]()
@@ -296,7 +299,7 @@ class ArchivedHistory:
         if request.promote:
             plan = self._reaching(plan)
         found = forecast(plan, now_ns, captured=captured, skipped=skipped if is_later else (), stood=stood)
-        found += [*near, *left_out(config, plan.name), *inexact, *uneven_replicas]
+        found += [*unfolded(plan, configs), *near, *left_out(config, plan.name), *inexact, *uneven_replicas]
         return replace(plan, notes=tuple(dict.fromkeys([*notes, *found])))
 
     def _reaching(self, plan: RestorePlan) -> RestorePlan:

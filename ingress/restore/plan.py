@@ -16,7 +16,7 @@ import pyarrow as pa
 from common.chain import Chain
 from common.clock import NS_PER_S, format_time
 from common.jetstream.api import GUARD, MARKER
-from common.segments.captures import Captured, CapturedConsumers, CapturedDeletions, source_key
+from common.segments.captures import Captured, CapturedConfig, CapturedConsumers, CapturedDeletions, source_key
 from common.segments.segment import Reason
 from common.sequences import SequenceRange
 from common.settings.types import counted, duration_words, size_words
@@ -525,6 +525,21 @@ def capture_age(captured: Captured, now_ns: int, of_ns: int | None) -> str:
     age = duration_words(max(0, (now_ns if of_ns is None else of_ns) - captured.moment_ns) / NS_PER_S)
     clock = "" if captured.ts else ", by the clock of egress"
     return f"{age} before {'now' if of_ns is None else 'the point in time'} ({captured.moment}{clock})"
+
+
+def unfolded(plan: RestorePlan, configs: Sequence[CapturedConfig]) -> Iterator[str]:
+    """In words, the messages that may come back though a limit had dropped them before it was raised or lifted: where
+    no deletions were captured since. `configs`: of the stream, the oldest first.
+    """
+    for old, new in pairwise(configs):
+        keys = ("max_msgs_per_subject", "max_msgs", "max_bytes", "max_age")
+        limits = ((key, _limit(old.config, key), _limit(new.config, key)) for key in keys)
+        raised = [f"{key} was {before:,}" for key, before, since in limits if before and not 0 < since <= before]
+        parts = (part for part in plan.parts if (part.footer.first_timestamp_ns or 0) <= new.moment_ns)
+        most = sum(part.rows for part in parts) - (new.messages or 0 if (new.last or 0) <= plan.end else 0)
+        if raised and most > 0 and (plan.deletions is None or plan.deletions.moment_ns < new.moment_ns):
+            text = f"{', '.join(raised)} until {new.moment}: of what that had dropped, up to "
+            yield text + f"{counted(most, 'message')} come back"
 
 
 def forecast(

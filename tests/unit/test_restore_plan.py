@@ -18,6 +18,7 @@ from common.clock import NS_PER_S
 from common.jetstream.api import MARKER
 from common.objects.local import LocalObjects
 from common.segments.captures import (
+    CapturedConfig,
     CapturedConsumer,
     CapturedConsumers,
     CapturedDeletions,
@@ -28,12 +29,13 @@ from common.segments.captures import (
 from common.segments.keys import Layout
 from common.segments.segment import Message
 from common.sequences import SequenceRange, Stretch
-from ingress.replay.plan import ReplayPart
+from ingress.replay.plan import ChainRange, ReplayChain, ReplayPart
 from ingress.restore.archive import ArchiveConsumer, bounded, muted, unmuted, with_replicas
 from ingress.restore.compare import SIZE, Digests, SentRows, block_of, state_differences, unlike
 from ingress.restore.fold import Fold, SourcedRow, sourced_rows
 from ingress.restore.history import merged, same_command
 from ingress.restore.plan import (
+    RestorePlan,
     RestoreRequest,
     before_begin,
     begin_of,
@@ -43,6 +45,7 @@ from ingress.restore.plan import (
     left_out,
     lost_ends,
     promoted_config,
+    unfolded,
 )
 from tests.support import compaction
 from tests.support.segments import CHAIN, batch_of, footer_of
@@ -499,3 +502,19 @@ def test_a_consumer_has_no_more_replicas_than_its_stream_allows(
     assert [each.config["num_replicas"] for each in found] == [gets]
     text = f"consumer c: had {had} replicas, and gets {gets} like its stream"
     assert notes == ([text] if gets != had else [])
+
+
+def test_the_plan_says_up_to_how_many_come_back_of_what_a_raised_limit_had_dropped() -> None:
+    rows = [row(s) for s in range(1, 21)]
+    whole = SequenceRange(1, 20)
+    part = ReplayPart(Stretch(compaction.ref(1, 20), whole), footer_of(rows))
+    chain = ReplayChain(ChainRange(CHAIN, whole), (part,))
+    plan = RestorePlan(RestoreRequest("s", "f"), (chain,), CHAIN, 1, 20, 20, AT, {"name": "S"})
+    old = CapturedConfig(AT, 5, AT, {"max_msgs_per_subject": 1}, 5, 5, 1)
+    for limit, last, most in ((5, 20, 14), (0, 20, 14), (-1, 21, 20), (1, 20, 0)):
+        new = CapturedConfig(AT, 20, AT, {"max_msgs_per_subject": limit}, 5, last, 6)
+        said = [*unfolded(plan, [old, new])]
+        assert [f"max_msgs_per_subject was 1 until {AT}" in each for each in said] == [True] * bool(most)
+        assert [f"up to {most} messages come back" in each for each in said] == [True] * bool(most)
+        known = replace(plan, deletions=CapturedDeletions(AT, 20, 5, 20, ()))
+        assert [*unfolded(known, [old, new])] == []
