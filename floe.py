@@ -38,7 +38,6 @@ COMMANDS = {
     "replay": Entry("ingress.replay.cli:replay", "Put what the archive holds of a feed into a stream."),
     "drill": Entry("ingress.restore.cli:drill", "Bring back into a scratch stream, compare, and remove it."),
     "status": Entry("ingress.cli:status", "Show sites, chains and targets at a glance."),
-    "watch": Entry("ingress.cli:watch", "The same, again and again."),
     "check": Entry("common.check_cli:check", "Say in one line whether a part works, for Nagios and cron."),
     "version": Entry("common.about:show_version", "Show the version of Floe and of what it runs on."),
     "completion": Entry("common.about:completion", "Print what completes commands in a shell."),

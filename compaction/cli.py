@@ -16,7 +16,7 @@ import click
 
 from common.chain import Chain
 from common.check_cli import CheckFigure, CheckResult, CheckState, check_command, thresholds
-from common.cli import config_option, json_option, print_json, refuse_beside, run_command, table
+from common.cli import config_option, json_option, print_json, run_command, table
 from common.clock import Clock, SystemClock
 from common.errors import DataError, FloeError, Unavailable, UsageError
 from common.logs import escaped, get_logger
@@ -40,12 +40,8 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("what", required=False, metavar="[SITE[/FEED[/INC[/PART]]]]")
-@click.option("--site", help="Only chains of this site; otherwise that of the configuration, or all.")
-@click.option("--feed", help="Only chains of this feed.")
-@click.option("--partition", type=click.IntRange(0, 65535), help="Only this partition.")
 @click.option("--level", type=click.IntRange(0, 8), help="Only merges that read this level.")
 @click.option("--engine", type=click.Choice(["spark", "local"]), help="Where to merge.")
-@click.option("--verify", type=click.Choice(["spark", "merge"]), help="How to prove that no row was lost.")
 @click.option("--master", metavar="URL", help="Spark's master, such as local[2] or spark://host:7077.")
 @click.option("--dry-run", is_flag=True, help="Say what would be read and deleted, and why not more; do nothing.")
 @click.option("--strict", is_flag=True, help="Exit 3 also for what an earlier run has told.")
@@ -61,12 +57,8 @@ if TYPE_CHECKING:
 def compact(
     config: str,
     what: str | None,
-    site: str | None,
-    feed: str | None,
-    partition: int | None,
     level: int | None,
     engine: str | None,
-    verify: str | None,
     master: str | None,
     dry_run: bool,
     strict: bool,
@@ -92,32 +84,27 @@ def compact(
         raise UsageError(f"--metrics-textfile {textfile}: expected the name of a file, found something else")
     if textfile and not os.access(textfile.parent, os.W_OK | os.X_OK):
         raise UsageError(f"--metrics-textfile {textfile}: expected a file in a folder that can be written, found none")
-    if "" in (site, feed):
-        raise UsageError("expected names, found an empty --site or --feed")
     from common.segments.keys import parse
     from common.service.life import Life
     from compaction import report
     from compaction.run import Selection
     from compaction.spark import require_spark
 
-    incarnation = None
-    if what is not None:
-        refuse_beside(what, {"site": site, "feed": feed, "partition": partition})
-        site, feed, incarnation, partition = parse(what)
+    site, feed, incarnation, partition = (None,) * 4 if what is None else parse(what)
     with _Metrics(textfile, SystemClock()) as metrics:
-        settings = _overridden(load_settings(config, quiet=True), engine, verify, master)
+        settings = _overridden(load_settings(config, quiet=True), engine, master)
         selection = Selection((settings.site or None) if site is None else site, feed, partition, level, incarnation)
         store, chains = open_patiently(settings)
         with closing(store):
             life = Life("compact", settings, SystemClock(), {}, engine=settings.compaction.engine, feed=feed)
-            if (site, feed, incarnation, partition) != (None,) * 4:
+            if what is not None:
                 _check_names(settings, selection)
             with _compaction(config, settings, store) as compaction:
                 retention = _retention(settings, store)
                 if dry_run:
                     return _preview(compaction, retention, selection, as_json, strict)
                 with life, _RunNote(chains, selection, SystemClock()) as note:
-                    if "spark" in (settings.compaction.engine, settings.compaction.verify):
+                    if settings.compaction.engine == "spark":
                         require_spark()
                     done = compaction.run(selection, retention)
                     life.results(**report.totals(done))
@@ -165,7 +152,7 @@ def verify(
 
     if master and engine != "spark":
         raise UsageError("--master: expected --engine spark")
-    settings = _overridden(load_settings(config, quiet=True), engine, None, master)
+    settings = _overridden(load_settings(config, quiet=True), engine, master)
     store, chains = open_patiently(settings)
     with closing(store):
         selected = select_chains(chains, what, configured(settings)) if what else known_chains(chains)
@@ -213,7 +200,8 @@ def check_compaction(
     """Look at the bucket: what a run of compaction would merge now, and since when that waits.
 
     Lists all segments, as `floe compact --dry-run` does, and reads what the last runs left there: since when none
-    has succeeded. Without thresholds: WARNING a day, CRITICAL three days beyond the longest `max_wait` of the levels.
+    has succeeded. Without thresholds: WARNING a day, CRITICAL three days after the last success, or beyond the longest
+    `max_wait` of the levels.
 
     \b
     Example: floe check compaction -c central.yaml --warning 2d --critical 4d
@@ -225,10 +213,13 @@ def check_compaction(
     levels, now = settings.compaction.levels, SystemClock().now()
     longest = max((level.max_wait for level in levels), default=0.0)
     limits = thresholds((warning, critical), (longest + DAY, longest + 3 * DAY))
+    succeeded = thresholds((warning, critical), (DAY, 3 * DAY))  # a run that has nothing to do succeeds too
     with closing(open_view(settings)[0]) as store:
         surveys = Compaction(store, levels, None, LocalRunner(store)).preview(Selection(settings.site or None))
         merged = (store.pages(survey.chain, level) for survey in surveys for level in {level.to for level in levels})
         done = max((ref.modified for pages in merged for page in pages for ref in page), default=None)
+        small = (ref.modified for survey in surveys for page in store.pages(survey.chain, 0) for ref in page)
+        oldest = min(small, default=now)
         runs = open_chains(settings).runs()
     waiting = [segment for survey in surveys for output in survey.outputs for segment in output.inputs]
     age = now - min((segment.modified for segment in waiting), default=now)
@@ -250,16 +241,19 @@ def check_compaction(
             result.add(CheckState.UNKNOWN, f"{textfile}: expected the metrics of a run, found none")
             return result
     else:
-        # Of each chain at which a run has looked; where none was noted, by an older version, nothing is judged.
+        # Of each chain at which a run has looked. Where none has, what the archive holds has waited for one.
         found = [run for survey in surveys if (run := run_of(runs, survey.chain)) is not None]
         if not found:
+            result.limit(
+                f"no run is noted, and the oldest segment is {now - oldest:.0f} s old", now - oldest, *succeeded
+            )
             return result
         done = min(run.succeeded or 0 for run in found)
     if done == 0:
         result.add(CheckState.CRITICAL, "no run has succeeded yet")
     else:
-        result.figures.append(CheckFigure("last_success", now - done, "s", *ranges))
-        result.limit(f"no run has succeeded for {now - done:.0f} s", now - done, *limits)
+        result.figures.append(CheckFigure("last_success", now - done, "s", *(f"{each:.0f}" for each in succeeded)))
+        result.limit(f"no run has succeeded for {now - done:.0f} s", now - done, *succeeded)
     return result
 
 
@@ -306,13 +300,11 @@ def _tasks(settings: Settings) -> Iterator[Runner | None]:
         yield spark
 
 
-def _overridden(settings: Settings, engine: str | None, verify: str | None, master: str | None) -> Settings:
+def _overridden(settings: Settings, engine: str | None, master: str | None) -> Settings:
     from compaction.spark import with_master
 
     settings = with_master(settings, master)
-    engine = engine or settings.compaction.engine
-    verify = verify or ("merge" if engine == "local" else settings.compaction.verify)
-    changes = {"engine": engine, "verify": verify}
+    changes = {"engine": engine or settings.compaction.engine}
     return settings.model_copy(update={"compaction": settings.compaction.model_copy(update=changes)})
 
 
@@ -334,19 +326,16 @@ def _compaction(config: str, settings: Settings, store: SegmentStore) -> Iterato
 
     Raises Unavailable where a signal asked it to stop.
     """
-    from compaction.proof import SparkProver
     from compaction.run import Compaction, LocalRunner
     from compaction.spark import stoppable
 
     chosen = settings.compaction
     with reloaded_on_hangup(config, settings), stoppable(settings, _leave_a_silent_store) as spark:
         runner = spark if chosen.engine == "spark" else LocalRunner(store, check=spark.check)
-        prove = SparkProver(spark, store).prove if chosen.verify == "spark" else None
         grace = chosen.delete_grace if chosen.delete else None
         collect_seldom()
-        compaction = Compaction(store, chosen.levels, grace, runner, prove, check=spark.check)
-        compaction.prove_deletions = chosen.prove_deletions
-        yield compaction
+        proves = chosen.prove_deletions
+        yield Compaction(store, chosen.levels, grace, runner, prove_deletions=proves, check=spark.check)
 
 
 def collect_seldom() -> None:
@@ -425,7 +414,7 @@ class _Metrics:
 class _RunNote:
     """Leaves in the store how a run ended, for status and checks on other hosts, also where it breaks off.
 
-    Of a run of single levels, incarnations or partitions, or of one feed of all sites, nothing: it says too little.
+    Of a run of single levels, incarnations or partitions nothing: it says too little.
     """
 
     def __init__(self, documents: ChainStore, selection: Selection, clock: Clock) -> None:
@@ -442,8 +431,6 @@ class _RunNote:
 
         chosen, now, seconds = self._selection, self._clock.now(), self._clock.monotonic() - self._began
         if any(each is not None for each in (chosen.level, chosen.incarnation, chosen.partition)):
-            return
-        if chosen.site is None and chosen.feed is not None:
             return
         code = error.exit_code if isinstance(error, FloeError) else 1 if kind else self.code
         try:

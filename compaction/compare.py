@@ -20,7 +20,7 @@ from common.segments.parquet_guard import SegmentGone, fork
 from common.segments.reader import SegmentReader
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
-from common.sequences import SequenceRange, Stretch
+from common.sequences import SequenceRange, Stretch, holes
 from compaction.supersede import SegmentCover, Supersession
 from compaction.union import Values, pc
 
@@ -37,6 +37,10 @@ def prove_by_reading(store: SegmentStore, supersession: Supersession) -> None:
     E-ROWS-ADDED, E-FORK) naming segment and sequence; SegmentCorrupt, SegmentGone, Unavailable from reading. Memory
     is bounded by one row group of each segment.
     """
+    covered = [stretch.rows for stretch in supersession.stretches]
+    for segment in supersession.superseded:
+        if left := holes(covered, segment.coverage):
+            raise _missing(segment, supersession.stretches[-1].segment, left[0].first)
     with closing(_Readers(store)) as readers:
         for stretch in supersession.stretches:
             with store.open(stretch.segment, rows=stretch.rows) as above:
@@ -162,13 +166,16 @@ def _rows(reader: SegmentReader, window: SequenceRange) -> pa.Table:
 def _compare(
     supersession: Supersession, readers: _Readers, stretch: Stretch[SegmentRef], above: pa.Table, window: SequenceRange
 ) -> None:
+    # Of rows that overlap, the sample keys may have been made by different settings.
+    is_whole = supersession.exact and supersession.is_disjoint
+    names = SCHEMA.names[1:] if is_whole else CONTENT_COLUMNS
     sequences: Values = above.column("sequence").to_pylist()
     found: Values = pa.chunked_array([pa.repeat(False, above.num_rows)])
     for segment in supersession.superseded:
         if segment.coverage.overlaps(window):
             below = readers.rows(segment, window)
             begin, end = _bounds(below, sequences)
-            hits = _find(segment, stretch.segment, below, above.slice(begin, end - begin))
+            hits = _find(segment, stretch.segment, below, above.slice(begin, end - begin), names)
             if supersession.exact:
                 found = _marked(found, begin, hits)
     if supersession.exact and not pc.all(found, min_count=0).as_py():
@@ -182,7 +189,9 @@ def _bounds(below: pa.Table, sequences: list[int]) -> tuple[int, int]:
     return bisect_left(sequences, wanted[0].as_py()), bisect_right(sequences, wanted[-1].as_py())
 
 
-def _find(segment: SegmentRef, above_segment: SegmentRef, below: pa.Table, above: pa.Table) -> Values:
+def _find(
+    segment: SegmentRef, above_segment: SegmentRef, below: pa.Table, above: pa.Table, names: Sequence[str]
+) -> Values:
     """Which rows of `above` are in `below`. Raises DataError for one that is missing or different."""
     wanted = below.column("sequence")
     present = pc.is_in(above.column("sequence"), value_set=wanted)
@@ -190,7 +199,7 @@ def _find(segment: SegmentRef, above_segment: SegmentRef, below: pa.Table, above
     if matching.num_rows < below.num_rows:
         missing = pc.index(pc.is_in(wanted, value_set=matching.column("sequence")), pa.scalar(False)).as_py()
         raise _missing(segment, above_segment, wanted[missing].as_py())
-    for name in CONTENT_COLUMNS:
+    for name in names:
         if (row := first_difference(below.column(name), matching.column(name))) is not None:
             raise fork(segment, above_segment, wanted[row].as_py())
     return present

@@ -91,7 +91,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "tombstones": report.tombstones,
         "deleted": [_segment_json(s) for s in report.deleted],
         "pruned": [_segment_json(s) for s in report.pruned],
-        "waiting": [_waiting_json(each) for each in report.unmerged.waiting.values()],
+        "waiting": [_waiting_json(each) for each in report.waiting.values()],
         "retention": retention_json(report.retained),
         "failures": [
             {
@@ -213,17 +213,16 @@ MOST_REASONS = 10  # lines that say why nothing was done
 
 def nothing_done(report: Report) -> list[str]:
     """Why a run that did nothing had nothing to do, in lines."""
-    waiting = list(report.unmerged.waiting.values())
-    if not report.unmerged.chains:
-        return ["nothing to do: the archive holds no such chain"]
-    if not report.unmerged.levels:
-        return ["nothing to do: no entry of compaction.levels reads that level"]
+    waiting, (chains, levels) = list(report.waiting.values()), report.looked_at
+    why = "no entry of compaction.levels reads that level" if chains else "the archive holds no such chain"
+    if not (chains and levels):
+        return [f"nothing to do: {why}"]
     if not waiting:
-        return [f"nothing to do: of {counted(report.unmerged.chains, 'chain')} no segment is left to merge"]
+        return [f"nothing to do: of {counted(chains, 'chain')} no segment is left to merge"]
     count = counted(sum(each.segments for each in waiting), "segment")
     lines = [f"{each.chain} level {each.policy.from_}: {waiting_words(each)}" for each in waiting[:MOST_REASONS]]
-    more = [f"… and {len(waiting) - MOST_REASONS:,} more: --dry-run lists them"] if len(waiting) > MOST_REASONS else []
-    return [f"nothing to do yet: {count} of {counted(report.unmerged.chains, 'chain')} left as they are", *lines, *more]
+    more = [f"… and {len(waiting) - MOST_REASONS:,} more: --dry-run lists them"] * (len(waiting) > MOST_REASONS)
+    return [f"nothing to do yet: {count} of {counted(chains, 'chain')} left as they are", *lines, *more]
 
 
 def _waiting_json(waiting: Waiting) -> dict[str, Any]:

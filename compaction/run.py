@@ -66,9 +66,6 @@ class Runner(Protocol):
 
 #: Single segments with a row that their containing segments lack, each with the failure of its proof.
 Late = list[tuple[Supersession, Failure]]
-#: Proves I5, by other code than wrote the segments: for each supersession None where every superseded row was
-#: found, else why it was not.
-Prove = Callable[[Sequence[Supersession]], list[Failure | None]]
 
 
 class LocalRunner:
@@ -142,19 +139,13 @@ class Selection:
 
 
 @dataclass(slots=True)
-class Unmerged:
-    """A run looked at `chains` by so many `levels` of the policy, and left `waiting` unmerged, by chain and level."""
-
-    chains: int = 0
-    levels: int = 0
-    waiting: dict[tuple[Chain, int], Waiting] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class Report:
-    """What a run did. `told`: those of `failures` that an earlier run has reported."""
+    """What a run did. `told`: those of `failures` that an earlier run has reported. `looked_at`: how many chains, by
+    how many levels of the policy; `waiting`: what it left unmerged, by chain and level.
+    """
 
-    unmerged: Unmerged = field(default_factory=Unmerged, compare=False)
+    looked_at: tuple[int, int] = field(default=(0, 0), init=False, compare=False)
+    waiting: dict[tuple[Chain, int], Waiting] = field(default_factory=dict, init=False, compare=False)
     retained: RetentionReport = field(default_factory=RetentionReport)
     merged: list[Merged] = field(default_factory=list)
     tombstones: list[str] = field(default_factory=list)
@@ -188,9 +179,10 @@ class ChainSurvey:
 class Compaction:
     """Compacts the chains of one store by `policies`. `grace`: seconds; None: nothing is deleted.
 
-    `runner`: where merges are made. `prove`: None: both sides are read again there.
-    `window`, `batch`: how many segments are looked at together, and read in one batch, at least. `check`: called
-    between steps, raises where the run is to stop: what is done stays, and the next run goes on.
+    `runner`: where merges are made, and then both sides read again. `prove_deletions`: a segment is deleted only once
+    its sequences were found in what stays. `window`, `batch`: how many segments are looked at together, and read in one
+    batch, at least. `check`: called between steps, raises where the run is to stop: what is done stays, and the next
+    run goes on.
     """
 
     def __init__(
@@ -199,19 +191,17 @@ class Compaction:
         policies: Sequence[LevelSettings],
         grace: float | None,
         runner: Runner,
-        prove: Prove | None = None,
         *,
+        prove_deletions: bool = True,
         window: int = WINDOW,
         batch: int = BATCH,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._store, self._policies, self._grace = store, policies, grace
         self._runner, self._window, self._batch, self._check = runner, window, batch, check
-        self._proofs = prove or (lambda supersessions: runner.map(prove_one, supersessions))
+        self._prove_deletions = prove_deletions
         self._chains = ChainStore(store.objects, store.layout)
         self._tombstones = Tombstones(store.objects, store.layout)
-        #: Whether a segment is deleted only once its sequences were found in what stays.
-        self.prove_deletions = True
         self.reported = Reported(store.objects, store.layout)
         self._report = Report()
 
@@ -221,7 +211,8 @@ class Compaction:
         `retention`: None: nothing is deleted but what was merged. Without a grace and for parts of feeds likewise.
         """
         chains = self._selected(selection)
-        self._report = Report(Unmerged(len(chains), len(self._chosen(selection))))
+        self._report = Report()
+        self._report.looked_at = len(chains), len(self._chosen(selection))
         if retention is not None and self._may_expire(selection):
             now, retained = self._tombstones.now(), self._report.retained
             for each in _at_once(lambda feed: retention.apply(feed, now, self._check), _feeds(chains)):
@@ -279,9 +270,7 @@ class Compaction:
                     yield batch
                     batch.clear()  # before the next is gathered: the caller still has the list
                     count = 0
-            self._report.unmerged.waiting.update(
-                {(chain, each.policy.from_): each for each in waiting if each.segments}
-            )
+            self._report.waiting.update({(chain, each.policy.from_): each for each in waiting if each.segments})
         yield batch
 
     def _planners(
@@ -400,7 +389,7 @@ class Compaction:
         while supersessions:
             self._check()
             doubtful: list[Supersession] = []
-            for supersession, failure in zip(supersessions, self._proofs(supersessions), strict=True):
+            for supersession, failure in zip(supersessions, self._runner.map(prove_one, supersessions), strict=True):
                 count, is_contained = len(supersession.superseded), not supersession.exact
                 if failure is None:
                     # Only now: everything that the tombstone names has been found in what replaces it.
@@ -445,7 +434,7 @@ class Compaction:
                     self._check()
                     failpoint("compaction.delete_some")
                     try:
-                        if self.prove_deletions:
+                        if self._prove_deletions:
                             keeper.check(segment)
                         self._store.delete(segment)
                         deleted.extend([segment])

@@ -340,8 +340,7 @@ class ItemsDone:
     def __init__(self, work: str, items: Sequence[object], clock: Clock) -> None:
         self._work, self._items, self._clock = work, items, clock
         self._begun, self._done = clock.monotonic(), set[int]()
-        self._sizes = [item.size if isinstance(item, SizedItem) else 1 for item in items]
-        self._size, self._teller = 0, Teller()
+        self._teller = Teller()
 
     def done(self, number: int) -> None:
         """The item of this number, from 0, is done."""
@@ -353,10 +352,8 @@ class ItemsDone:
         context = {**item.log_context(), "bytes": item.size} if isinstance(item, SizedItem) else {}
         left = duration_words(seconds * (of - count) / count) if count < of else "0 s"
         log.info("item done", action="item_done", work=self._work, item=count, of=of, left=left, **context)
-        self._size += self._sizes[number]
         if not logging.getLogger(__name__).isEnabledFor(logging.INFO):
-            share = share_text(self._size, sum(self._sizes), seconds)
-            text = f"{share}  {self._work.partition('_')[0]} {count:,} of {of:,}"
+            text = f"{share_text(count, of, seconds)}  {self._work.partition('_')[0]} {count:,} of {of:,}"
             self._teller.progress(text, self._clock.monotonic())
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 A segment may be superseded only by segments of a higher level, or by one of the same level and coverage with
 a larger name. Contained means: the cover of the superseding segments, together, accounts for its whole
-coverage. A contained segment is only a candidate: `compaction.compare` and `compaction.proof` read its rows
+coverage. A contained segment is only a candidate: `compaction.compare` reads its rows
 before anything is written down, and `compaction.tombstones` says what may go.
 """
 

@@ -129,7 +129,7 @@ def resolve(feed: str, options: str = "", partition: int | None = None) -> str:
 
 
 def repartition(feed: str) -> str:
-    return command("egress repartition", "--feed", shlex.quote(feed))
+    return command("egress repartition", shlex.quote(feed))
 
 
 def bring_back(chain: Chain, *, reaches: bool = False) -> str:

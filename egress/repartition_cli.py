@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from common.cli import config_option, confirm, json_option, print_json, refuse_beside, run_command
+from common.cli import config_option, confirm, json_option, print_json, run_command
 from common.errors import UsageError
 from common.logs import escaped
 from common.open import load_settings
@@ -20,14 +20,13 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("what", required=False, metavar="FEED|SITE/FEED")
-@click.option("--feed", "name", help="The same as the argument.")
+@click.argument("what", metavar="FEED|SITE/FEED")
 @click.option("--dry-run", is_flag=True, help="Show what would be done.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option
 @config_option
 @run_command
-async def repartition(config: str, what: str | None, name: str | None, dry_run: bool, yes: bool, as_json: bool) -> int:
+async def repartition(config: str, what: str, dry_run: bool, yes: bool, as_json: bool) -> int:
     """Cut a feed into the partitions that are configured now.
 
     Its incarnation is closed where the furthest partition is, and the next one begins behind it. Stop egress
@@ -40,14 +39,10 @@ async def repartition(config: str, what: str | None, name: str | None, dry_run: 
     from egress.context import feed_meant, feed_named, opened
     from egress.repartition import Repartition
 
-    if not (given := what or name):
-        raise click.UsageError("expected a feed, as FEED or SITE/FEED, found none", click.get_current_context())
-    if what is not None:
-        refuse_beside(what, {"feed": name})
     settings = load_settings(config, quiet=True)
-    named, *numbers = feed_meant(settings, given)
+    named, *numbers = feed_meant(settings, what)
     if numbers != [None, None]:
-        raise UsageError(f"{given}: expected a feed, all of which is cut")
+        raise UsageError(f"{what}: expected a feed, all of which is cut")
     feed = feed_named(settings, named)
     async with opened(settings) as components, stop_on_signals() as stop:
         work = Repartition(components, feed)

@@ -128,7 +128,6 @@ ROLES = (
             "egress resolve",
             "egress repartition",
             "status",
-            "watch",
             "state",
         ),
         (
@@ -170,7 +169,7 @@ ROLES = (
     RoleRights(
         "operator",
         (
-            *("status", "watch", "checkpoint ls", "checkpoint set", "checkpoint release"),
+            *("status", "checkpoint ls", "checkpoint set", "checkpoint release"),
             *(
                 "chain ls",
                 "chain pause",

@@ -124,19 +124,6 @@ def status(views: Views, config: str, is_archive: bool, form: str | None, every:
     return _watch(lambda: _look(settings, views, is_archive), form, every)
 
 
-@click.command()
-@click.option("--every", type=Interval(), default=2.0, help="Between two looks.  [default: 2s]")
-@_status_options
-def watch(views: Views, config: str, is_archive: bool, form: str | None, every: float, as_json: bool) -> int:
-    """Show what `floe status` shows again and again, until Ctrl-C; the exit code is that of the last look.
-
-    \b
-    Example: floe watch -c site.yaml
-    """
-    settings = load_settings(config, quiet=True)
-    return _watch(lambda: _look(settings, views, is_archive), "json" if as_json else form, every)
-
-
 def _watch(look: Callable[[], Coroutine[Any, Any, list[StatusView]]], form: str | None, every: float) -> int:
     code, clock = 0, SystemClock()
     with suppress(KeyboardInterrupt):

@@ -162,7 +162,6 @@ class RetentionSettings(Section):
     max_age: Annotated[t.Duration, LEAST_KEPT] = option(
         "0s", "segments whose newest message is older are deleted; 0s: however old they are, they stay"
     )
-    delete_after: Annotated[t.Duration, LEAST_KEPT] = option("0s", "the former name of `max_age`; 0s: kept for ever")
     max_bytes: Annotated[t.Size, t.Range("1M", or_zero=True)] = option(
         0, "stored bytes of a feed of a site; what is above is deleted, the oldest first; 0: however much there is"
     )
@@ -173,7 +172,7 @@ class RetentionSettings(Section):
 
     @property
     def is_set(self) -> bool:
-        return bool(self.max_age or self.delete_after or self.max_bytes or self.feeds)
+        return bool(self.max_age or self.max_bytes or self.feeds)
 
     def of(self, site: str, feed: str) -> tuple[float, int, int | None]:
         """The age (seconds) and the stored bytes above which the feed is deleted, 0 for no limit, and from which time
@@ -182,12 +181,10 @@ class RetentionSettings(Section):
         entries = {each.site: each for each in self.feeds if each.feed == feed}
         own = entries.get(site) or entries.get("")
         held = [parse_time(each) for each in (self.keep_from, own.keep_from if own else "") if each]
-        age, size = (self.max_age or self.delete_after, self.max_bytes) if own is None else (own.max_age, own.max_bytes)
+        age, size = (self.max_age, self.max_bytes) if own is None else (own.max_age, own.max_bytes)
         return age, size, min(held, default=None)
 
     def combinations(self) -> Iterator[tuple[str, str]]:
-        if self.max_age and self.delete_after:
-            yield "delete_after", "expected it or max_age, which is its new name, found both"
         for first, index in repeated((each.site, each.feed) for each in self.feeds):
             which = "/".join(filter(None, (self.feeds[index].site, self.feeds[index].feed)))
             yield (
@@ -200,9 +197,6 @@ class CompactionSettings(Section):
     """How segments are merged."""
 
     engine: Literal["spark", "local"] = option("spark", "Spark, or this process without Java")
-    verify: Literal["spark", "merge"] = option(
-        "spark", "who proves that no row was lost: a job of its own, or the merge's own read-back"
-    )
     spark: SparkSettings = option({}, "the Spark session")
     levels: tuple[LevelSettings, ...] = option(_LEVELS, "which level becomes which")
     delete: t.Flag = option(True, "delete inputs that were merged")

@@ -54,7 +54,6 @@ def range_options(function: Command) -> Command:
 @click.option("--create", is_flag=True, help="Make a missing target as stream.json has it.")
 @click.option("--append", is_flag=True, help="Behind the messages that the target holds.")
 @click.option("--rate", default="", metavar="RATE", help="At most, as 5000/s (messages) or 20M/s (bytes).")
-@click.option("--speed", default="max", metavar="FACTOR", help="1x keeps the distances in time; 10x; max.")
 @click.option("--allow-lossy", is_flag=True, help="Also what the archive holds only in part.")
 @click.option("--skip-holes", is_flag=True, help="Go on behind sequences that no segment covers.")
 @click.option("--again", is_flag=True, help="Begin anew, whatever was replayed into the target before.")
@@ -63,9 +62,7 @@ def range_options(function: Command) -> Command:
 @json_option
 @config_option
 @run_command
-async def replay(
-    config: str, named: Named, as_json: bool, dry_run: bool, yes: bool, rate: str, speed: str, **asked: Any
-) -> int:
+async def replay(config: str, named: Named, as_json: bool, dry_run: bool, yes: bool, rate: str, **asked: Any) -> int:
     """Put what the archive holds of a feed into a stream, in order and once.
 
     Without bounds, all of it. A replay that was stopped or killed goes on when the same command is given
@@ -78,7 +75,7 @@ async def replay(
     from common.service.process import stop_on_signals
     from common.service.progress import Teller
     from ingress.replay.output import plan_json, plan_lines, result_line
-    from ingress.replay.pace import pace_of, paced_words
+    from ingress.replay.pace import pace_of
     from ingress.replay.replay import Replay
     from ingress.replay.request import FLAGS, ReplayOptions, Request
 
@@ -87,7 +84,7 @@ async def replay(
         form = "1 to 255 characters without space . * > / \\"
         raise UsageError(f"--target: expected a stream name, {form}, found {name!r:.80}")
     request = Request(**asdict(named), **with_times(asked))
-    options = ReplayOptions(**flags, pace=pace_of(rate, speed), paced=paced_words(rate, speed))
+    options = ReplayOptions(**flags, pace=pace_of(rate), paced=(f"--rate={rate}",) if rate else ())
     settings, clock = load_settings(config, quiet=True), SystemClock()
     if options.again and not dry_run:
         confirm(f"begin anew in {request.target}, whatever was replayed into it before?", yes, is_needed=False)

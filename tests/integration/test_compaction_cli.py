@@ -121,9 +121,9 @@ def test_verification_shows_how_much_is_left(site: Site, monkeypatch: pytest.Mon
 
 def test_a_name_that_is_not_there_is_an_error_that_says_what_is(site: Site):
     for options, said in [
-        (["--site", "nosuch"], "there are us-east"),
-        (["--feed", "NODE"], "did you mean NODES?"),
-        (["--site", "us-east", "--partition", "3"], "there are us-east/NODES/0000/0"),
+        (["nosuch"], "there are us-east"),
+        (["us-east/NODE"], "did you mean us-east/NODES?"),
+        (["us-east/NODES/0000/3"], "there are us-east/NODES/0000/0"),
     ]:
         assert said in site.compact(*options, code=2).err
     assert "did you mean us-east/NODES?" in site.verify("us-esat/NODES", code=2).err
@@ -131,7 +131,7 @@ def test_a_name_that_is_not_there_is_an_error_that_says_what_is(site: Site):
 
 
 def test_the_same_as_json(site: Site):
-    found = site.compact("--json", "--site", "us-east", "--feed", "NODES", "--partition", "0", "--level", "0")
+    found = site.compact("--json", "us-east/NODES/0000/0", "--level", "0")
     [merged] = found["merged"]
     assert (merged["level"], merged["first"], merged["last"], merged["input_count"], merged["rows"]) == (
         1,
@@ -197,7 +197,7 @@ def test_a_selection_of_others_does_nothing(site: Site):
     done = site.compact("--level", "1")
     assert done.out == "nothing to do: no entry of compaction.levels reads that level\n"
     assert "us-east/NODES/0000/0" in site.compact("us-east/NODES/7", "--dry-run", code=2).err
-    for what in (["us-east"], ["us-east/NODES"], ["us-east/NODES/0000/0"], ["--site", "us-east", "--feed", "NODES"]):
+    for what in (["us-east"], ["us-east/NODES"], ["us-east/NODES/0000/0"]):
         assert len(site.compact(*what, "--dry-run", "--json")["outputs"]) == 1
 
 
@@ -224,7 +224,7 @@ def test_wrong_options_and_configurations_have_codes_of_their_own(site: Site):
 @pytest.mark.soak  # in `make test` the demo and test_signals start it by the command
 def test_spark_is_started_by_the_command_and_leaves_nothing_behind(site: Site):
     before = site.read()
-    options = ("--json", "--engine", "spark", "--verify", "spark", "--master", "local[2]")
+    options = ("--json", "--engine", "spark", "--master", "local[2]")
     done = run_floe("compact", "-c", str(site.config), *options)
     assert (done.returncode, len(json.loads(done.stdout)["merged"])) == (0, 1), done.stderr
     assert site.ranges() == ["0:31..40", "1:1..40"]
@@ -322,8 +322,8 @@ def test_rows_that_came_late_are_told_until_they_are_united_and_what_is_gone_unt
     assert lines[3].endswith("--site eu-west --feed NODES --incarnation 0 --partition 0 --first 125 --last 125")
 
     site.chains.accept_gap(chain, AcceptedGap(SequenceRange(125, 125)))
-    assert "E-LATE-ROWS" in site.compact("--site", "eu-west", code=3).err
-    site.compact("--site", "eu-west")
+    assert "E-LATE-ROWS" in site.compact("eu-west", code=3).err
+    site.compact("eu-west")
     [found] = site.verify("--json", "--deep", "eu-west")
     assert (found["problems"], found["accepted"]) == ([], [{"first": 125, "last": 125}])
     [filled] = [ref for ref in site.listed(chain) if 125 in ref.coverage]
@@ -342,7 +342,7 @@ def put_late(site: Site, *, level: int, age: float) -> Chain:
 
 def test_late_rows_in_a_segment_of_level_9_stay_and_verify_says_so(site: Site):
     put_late(site, level=9, age=700)
-    assert site.compact("--site", "eu-west", "--json")["merged"] == []
+    assert site.compact("eu-west", "--json")["merged"] == []
     [problem] = site.verify("--json", "eu-west", code=3)[0]["problems"]
     assert (problem["kind"], problem["first"], problem["last"]) == ("late", 35, 38)
     assert problem["text"].endswith("level 9 is the last, nothing unites the two")
@@ -353,13 +353,13 @@ def test_rows_that_came_late_are_united_where_segments_of_the_last_level_overlap
     site.put(91, 99, chain=chain)
     [found] = site.verify("--json", "eu-west", code=3)
     assert [(p["kind"], p["first"], p["last"]) for p in found["problems"]] == [("late", 35, 38)]
-    assert site.compact("--site", "eu-west", "--json")["merged"] == []  # younger than min_age
+    assert site.compact("eu-west", "--json")["merged"] == []  # younger than min_age
     site.age_all(700)
 
     before = site.ranges(chain)
-    foretold = site.compact("--site", "eu-west", "--dry-run", "--json")
+    foretold = site.compact("eu-west", "--dry-run", "--json")
     assert site.ranges(chain) == before
-    done = site.compact("--site", "eu-west", "--json", code=3)
+    done = site.compact("eu-west", "--json", code=3)
     [planned], [merged] = foretold["outputs"], done["merged"]
     for output in (planned, merged):
         assert (output["level"], output["first"], output["last"]) == (2, 1, 90)
@@ -367,7 +367,7 @@ def test_rows_that_came_late_are_united_where_segments_of_the_last_level_overlap
     assert "E-LATE-ROWS" in failure["error"]
     assert site.read(chain).column("sequence").to_pylist() == list(range(1, 100))
     assert site.ranges(chain) == ["0:91..99", "2:1..90"]
-    assert site.compact("--site", "eu-west", "--json")["merged"] == []
+    assert site.compact("eu-west", "--json")["merged"] == []
     assert site.verify("--deep", "--json", "eu-west")[0]["problems"] == []
 
 
@@ -492,7 +492,7 @@ def test_a_run_leaves_in_the_bucket_how_it_ended(site: Site, tmp_path: Path):
     def noted() -> dict[tuple[str | None, str | None], tuple[int, bool]]:
         return {name: (run.code, run.succeeded is not None) for name, run in site.chains.runs().items()}
 
-    for options in (["--dry-run"], ["--level", "0"], ["us-east/NODES/0000"], ["--feed", "NODES"]):
+    for options in (["--dry-run"], ["--level", "0"], ["us-east/NODES/0000"]):
         site.compact(*options)
     assert noted() == {}
     site.compact("us-east/NODES")

@@ -311,8 +311,7 @@ def test_deletions_are_not_proved_where_that_is_switched_off(archive: Archive):
     inputs = fill(archive)
     poor = archive.put(1, 40, rows([1]), level=1)
     Tombstones(archive.objects, archive.layout).put(made_by(poor, inputs))
-    trusting = compaction(archive, NEVER)
-    trusting.prove_deletions = False
+    trusting = Compaction(archive.store, (NEVER,), 0, LocalRunner(archive.store), prove_deletions=False)
     assert [s.coverage.first for s in trusting.run(Selection()).deleted] == [1, 11, 21]
 
 

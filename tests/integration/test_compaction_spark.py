@@ -1,4 +1,4 @@
-"""Compaction with Spark: merges in executors, and the proof by sums and joins."""
+"""Compaction with Spark: merges and proofs in executors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from common.segments.segment import Reason, SegmentRef
 from common.sequences import SequenceRange, Stretch
 from common.settings.root import Settings
 from compaction.failures import Failure, exit_code
-from compaction.proof import SparkProver
-from compaction.run import Compaction, Report, Selection, merge_one
+from compaction.run import Compaction, Report, Selection, merge_one, prove_one
 from compaction.spark import (
     FIXED,
     Spark,
@@ -48,14 +47,12 @@ def settings(archive: Archive) -> Settings:
     )
 
 
-def run(archive: Archive, *, with_spark: bool = True) -> Report:
-    spark = SharedSpark(settings(archive))
-    prove = SparkProver(spark, archive.store).prove if with_spark else None
-    return Compaction(archive.store, [DUE], 0, spark, prove).run(Selection())
+def run(archive: Archive) -> Report:
+    return Compaction(archive.store, [DUE], 0, SharedSpark(settings(archive))).run(Selection())
 
 
 def prove(archive: Archive, *supersessions: Supersession) -> list[Failure | None]:
-    return SparkProver(SharedSpark(settings(archive)), archive.store).prove(supersessions)
+    return SharedSpark(settings(archive)).map(prove_one, supersessions)
 
 
 pytestmark = pytest.mark.spark
@@ -86,28 +83,27 @@ def test_an_output_is_told_with_its_chain_and_how_much_is_left(archive: Archive,
     for chain in (CHAIN, OTHER):
         for first in (1, 11, 21):
             archive.put(first, first + 9, age=700, chain=chain)
-    run(archive, with_spark=False)
+    run(archive)
     told = [r.getMessage() for r in caplog.records if "item_done" in r.getMessage() and "merge_one" in r.getMessage()]
     assert len(told) == 2
     assert all(each in "".join(told) for each in ("us-east", "NODES", "left"))
 
 
-@pytest.mark.parametrize("with_spark", [True, False])
-def test_several_chains_are_merged_and_proved_in_one_run(archive: Archive, with_spark: bool):
+def test_several_chains_are_merged_and_proved_in_one_run(archive: Archive):
     for chain in (CHAIN, OTHER):
         for first in range(1, 40, 10):
             archive.put(first, first + 9, age=700, chain=chain)
     archive.put(35, 60, age=700)
     before = {chain: archive.read(chain) for chain in (CHAIN, OTHER)}
-    report = run(archive, with_spark=with_spark)
+    report = run(archive)
     assert report.failures == []
     assert archive.ranges() == ["0:35..60", "1:1..60"]
     assert archive.ranges(OTHER) == ["0:31..40", "1:1..40"]
     assert {chain: archive.read(chain) for chain in (CHAIN, OTHER)} == before
-    assert run(archive, with_spark=with_spark) == Report()
+    assert run(archive) == Report()
 
 
-def test_what_a_job_left_unproved_and_late_segments_are_proved_by_a_join(archive: Archive):
+def test_what_a_job_left_unproved_and_late_segments_are_proved(archive: Archive):
     for first in (1, 11, 21):
         archive.put(first, first + 9, age=700)
     archive.put(1, 30, level=1)
@@ -122,7 +118,7 @@ def test_what_a_job_left_unproved_and_late_segments_are_proved_by_a_join(archive
 # The proof: what it refuses
 
 
-def test_sums_tell_a_missing_row_a_changed_one_and_a_moved_null(archive: Archive):
+def test_a_missing_row_a_changed_one_and_a_moved_null_are_found(archive: Archive):
     lower = [archive.put(1, 50), archive.put(51, 100)]
     good = archive.put(1, 100, level=1)
     lacking = archive.put(1, 100, rows([n for n in range(1, 101) if n != 40]), level=2)
@@ -130,8 +126,8 @@ def test_sums_tell_a_missing_row_a_changed_one_and_a_moved_null(archive: Archive
     other_key = archive.put(1, 100, rows(range(1, 101), sample_key="k"), level=4)
     verdicts = prove(archive, *(made_by(upper, lower) for upper in (good, lacking, changed, other_key)))
     assert [verdict and verdict.exit_code for verdict in verdicts] == [None, 3, 3, 3]
-    assert "Sums(rows=100" in verdicts[1].line
-    assert "found Sums(rows=99" in verdicts[1].line
+    assert "E-ROWS-MISSING" in verdicts[1].line
+    assert "sequence 40 " in verdicts[1].line
 
 
 def test_an_overlap_is_proved_over_distinct_rows(archive: Archive):
@@ -155,8 +151,6 @@ def test_what_is_contained_may_be_less_but_not_other(archive: Archive):
 
 
 def test_a_segment_that_cannot_be_read_fails_its_own_proof_only(archive: Archive):
-    """Whatever a cluster says of files that are missing or corrupt."""
-    spark_session().conf.set("spark.sql.files.ignoreMissingFiles", "true")
     ranges = [(1, 50), (51, 100), (101, 150)]
     lower, upper = ([archive.put(*rows, level=level) for rows in ranges] for level in (0, 1))
     archive.store.delete(lower[0])
@@ -165,7 +159,6 @@ def test_a_segment_that_cannot_be_read_fails_its_own_proof_only(archive: Archive
     assert [verdict is None for verdict in verdicts] == [False, True, False]
     gone, damaged = verdicts[0], verdicts[2]
     assert (gone.is_stale, gone.exit_code, damaged.damaged) == (True, 3, {upper[2].key})
-    spark_session().conf.unset("spark.sql.files.ignoreMissingFiles")
 
 
 # Tasks
@@ -322,7 +315,7 @@ def test_a_run_over_s3(s3, tmp_path: Path):
     before = archive.read()
     spark = SharedSpark(config)
     due = replace(DUE, min_age=0, max_wait=-1)
-    report = Compaction(archive.store, [due], 0, spark, SparkProver(spark, archive.store).prove).run(Selection())
+    report = Compaction(archive.store, [due], 0, spark).run(Selection())
     assert report.failures == []
     assert archive.ranges() == ["0:31..40", "1:1..40"]
     assert archive.read().equals(before)
@@ -351,6 +344,7 @@ async def test_verify_finds_on_spark_what_it_finds_here(
 
     here = await found()
     monkeypatch.setattr("compaction.spark.Spark", lambda settings, check: SharedSpark(settings))
+    monkeypatch.setenv("FLOE_DEBUG", "1")  # as with -v
     caplog.set_level("INFO")
     assert await found("--engine", "spark") == here
     told = [record.getMessage() for record in caplog.records if "'item_done'" in record.getMessage()]

@@ -154,7 +154,7 @@ async def test_resolve_says_once_for_the_feed_that_it_is_cut_otherwise(bench: Be
     stream = await begun(bench)
     two, three = feed_of(stream, 2), feed_of(stream, 3)
     await publish_over(bench, stream, ["0.a", "1.a"], 10, "more")
-    done = await floe("egress", "repartition", "-c", str(configuration(bench, two)), "--feed", stream, "--yes")
+    done = await floe("egress", "repartition", "-c", str(configuration(bench, two)), stream, "--yes")
     assert done.code == 0, done
     async with bench.egress(two):
         await Partitioned(bench, stream, 2).archived_to(20, 1)
@@ -164,7 +164,7 @@ async def test_resolve_says_once_for_the_feed_that_it_is_cut_otherwise(bench: Be
     assert lines[0].startswith(
         f"{SITE}/{stream}/0001  E-FILTERS: begun with 2 partitions ({stream}.0.>, {stream}.1.>), "
     )
-    assert f"--feed {stream}" in lines[1]
+    assert lines[1].endswith(f" {stream}")
     await paste(bench, lines[1], three)
     async with bench.egress(three):
         await publish_over(bench, stream, ["0.a", "1.a", "2.a"], 9, "last")
@@ -257,12 +257,14 @@ async def test_what_has_no_feed_names_its_file(bench: Bench) -> None:
         assert (done.code, done.err) == (78, line)
 
 
-async def test_a_command_that_ends_by_itself_logs_what_the_configuration_asks_for(bench: Bench) -> None:
+async def test_a_command_that_ends_by_itself_logs_what_the_configuration_asks_for_with_v(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     config = configuration(bench, {"stream": stream})
     env = dict(os.environ)  # as a process: lines in the log are written by a thread, and at the latest when it ends
     quiet = await floe("egress", "init", "-c", str(config), env=env)
     assert (quiet.code, quiet.err) == (0, "")
     config.write_text(config.read_text() + "log: {level: info}\n")
-    told = await floe("egress", "init", "-c", str(config), env=env)
+    quiet = await floe("egress", "init", "-c", str(config), env=env)
+    assert (quiet.code, quiet.err) == (0, "")
+    told = await floe("-v", "egress", "init", "-c", str(config), env=env)
     assert "nats connected" in told.err

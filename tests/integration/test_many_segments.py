@@ -25,9 +25,8 @@ from common.sequences import SequenceRange
 from compaction import verify
 from compaction.merge import Merged
 from compaction.plan import Output
-from compaction.run import Compaction, Report, Selection
+from compaction.run import Compaction, Report, Selection, prove_one
 from compaction.sign_off import SignOffs
-from compaction.supersede import Supersession
 from tests.support.compaction import TestPolicy
 
 CHAIN, LAYOUT = Chain("us-east", "NODES"), Layout("data")
@@ -94,7 +93,9 @@ class Place:
         self.most = 0
         self.merges: list[int] = []  # outputs that it was given at once
 
-    def map(self, _work: Callable[..., object], items: Sequence[Output]) -> list[Merged]:
+    def map(self, work: Callable[..., object], items: Sequence[Output]) -> list[Merged] | list[None]:
+        if work is prove_one:
+            return [None] * len(items)
         self.most = max(self.most, sum(len(output.inputs) for output in items))
         self.merges.append(len(items))
         return [self._merged(output) for output in items]
@@ -105,14 +106,11 @@ class Place:
         name = SegmentName(CHAIN, output.level, output.coverage, digest)
         return Merged(SegmentRef(name, LAYOUT.segment(name), 1, 1.0), len(output.inputs), output.size, 1, 1)
 
-    def prove(self, supersessions: Sequence[Supersession]) -> list[None]:
-        return [None] * len(supersessions)
-
 
 def compact(count: int, **sizes: int) -> tuple[Report, Place]:
     place = Place()
     store = SegmentStore(Endless(count, count // 1000), LAYOUT)  # type: ignore[arg-type]
-    parts = Compaction(store, [POLICY], None, place, place.prove, **sizes)  # type: ignore[arg-type]
+    parts = Compaction(store, [POLICY], None, place, **sizes)  # type: ignore[arg-type]
     return parts.run(Selection()), place
 
 

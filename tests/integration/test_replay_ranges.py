@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shlex
 from datetime import UTC, datetime
@@ -198,21 +197,3 @@ async def test_of_one_segment_only_row_groups_of_the_range_are_read(
     assert (result.rows, await world.sequences()) == (20, list(range(901, 921)))
     assert ref.size > 7_000_000
     assert objects.read < 0.2 * ref.size, f"{objects.read:,} of {ref.size:,} bytes"
-
-
-# Speed
-
-
-@pytest.mark.servers
-async def test_ten_times_as_fast_as_it_was(world: World) -> None:
-    rows = [message(s, timestamp_ns=START_NS + s * 400_000_000) for s in range(1, 12)]
-    world.archive.put(rows)
-    await world.make()
-    words = ["replay", "-c", str(world.centre.write()), *shlex.split(world.replay().request.words()), "--json"]
-    plan = json.loads((await floe(*words, "--dry-run")).out)["plan"]
-    seconds = (plan["last_timestamp_ns"] - plan["first_timestamp_ns"]) / 1e9
-    assert seconds == 4
-    done = (await floe(*words, "--speed", "10x")).json()
-    assert done["rows"] == 11
-    assert seconds / 10 <= done["seconds"] < seconds
-    assert await world.sequences() == list(range(1, 12))

@@ -171,7 +171,7 @@ async def test_compaction_ends_in_order_and_the_next_run_goes_on(archive: Archiv
 @pytest.mark.spark
 async def test_compaction_under_spark_ends_in_order_while_it_merges(archive: Archive, services: list[Service]) -> None:
     env = {"FLOE_FAILPOINTS": "compaction.put=sleep:600"}  # in the executors
-    running = compacting(archive, services, "--engine", "spark", "--verify", "merge", "--master", "local[1]", **env)
+    running = compacting(archive, services, "--engine", "spark", "--master", "local[1]", **env)
     await running.logged("merge_started")  # Spark may be starting still
     running.service.send(signal.SIGTERM)
     assert await asyncio.to_thread(running.service.wait, PATIENCE) == 75, running.service.tail()

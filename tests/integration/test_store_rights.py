@@ -87,7 +87,7 @@ class Roles:
     def config(self, role: str) -> Path:
         """The configuration of a role."""
         levels = [{"from": 0, "to": 1, "min_age": "1s", "max_wait": "2s", "min_count": 2, "min_size": "1M"}]
-        how = {"engine": "local", "verify": "merge", "delete_grace": "0s", "allow_short_times": True}
+        how = {"engine": "local", "delete_grace": "0s", "allow_short_times": True}
         compaction = {**how, "levels": levels}
         world = self.world
         path = world.site_config(SITE) if role == "egress" else world.central_config(compaction=compaction)

@@ -23,7 +23,6 @@ from tests.support.basics import soon
 
 POLICY = {
     "engine": "local",
-    "verify": "merge",
     "delete_grace": "1s",
     "allow_short_times": True,
     "levels": [

@@ -62,7 +62,7 @@ SIGN_OF_LIFE = Requests(get=1)  # of each process of egress, each minute
 LOOK_UP = Requests(list=1)  # of each feed
 POSITIONS = Requests(put=1)  # of each target, each minute in which it moved
 
-# Compaction, `verify: merge`
+# Compaction
 RUN = Requests(put=3, head=3, list=3)
 RUN_CHAIN = Requests(list=4)
 RUN_TOMBSTONE = Requests(get=2)  # that stands, for readers of older listings

@@ -175,8 +175,6 @@ def test_a_wrong_call_ends_with_2_and_the_usage_of_that_command(arguments: list[
         ("gap accept --first 1 --last 6", "", "NODES", "site '': expected 1 to 63"),
         ("gap accept --first 1 --last 6", "us", "", "feed '': expected 1 to 255"),
         ("checkpoint set --target T --accept", "us", "", "expected --site and --feed together"),
-        ("compact --engine local --dry-run", "", "NODES", "found an empty --site or --feed"),
-        ("compact --engine local --dry-run", "us", "", "found an empty --site or --feed"),
     ],
 )
 def test_an_empty_name_is_refused(words: str, site: str, feed: str, message: str):
@@ -226,8 +224,6 @@ def test_a_chain_that_is_named_wrongly_or_twice_is_refused(words: str, message: 
 @pytest.mark.parametrize(
     "words",
     [
-        "compact us/NODES --site us",
-        "egress repartition NODES --feed NODES",
         "replay us/NODES --feed NODES --target T",
         "drill us/NODES --partition 1",
         "checkpoint set us/NODES --site us --feed NODES --target T --sequence 1",
@@ -278,7 +274,6 @@ TAKING_CHAINS = (
     "state --feed {}",
     "egress resolve {}",
     "egress repartition {}",
-    "egress repartition --feed {}",
     "egress flush {}",
 )
 
@@ -310,7 +305,7 @@ def test_the_parts_of_a_chain_come_from_its_text(text: str, meant: tuple[object,
     assert named_parts(text) == meant
 
 
-@pytest.mark.parametrize("words", ["status --watch", "watch --every"])
+@pytest.mark.parametrize("words", ["status --watch"])
 @pytest.mark.parametrize("every", ["0s", "999ms", "2d", "soon", ""])
 def test_what_is_no_pause_between_two_looks_is_refused(words: str, every: str):
     result = CliRunner().invoke(floe.cli, [*f"{words}={every}".split(), "-c", "none.yaml"], prog_name="floe")

@@ -55,6 +55,6 @@ def test_commands_name_the_file_that_was_read(monkeypatch: pytest.MonkeyPatch, t
     assert shlex.split(resolve("F", "--same", 2)) == [
         *("floe", "egress", "resolve", "-c", path, "F", "--partition", "2", "--same")
     ]
-    assert shlex.split(repartition("$F")) == ["floe", "egress", "repartition", "-c", path, "--feed", "$F"]
+    assert shlex.split(repartition("$F")) == ["floe", "egress", "repartition", "-c", path, "$F"]
     assert exits.source() == "my site's.yaml"
     exits.remember(before)

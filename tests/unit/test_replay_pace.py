@@ -11,7 +11,7 @@ from common.errors import UsageError
 from common.sequences import SequenceRange
 from common.tasks import Stop
 from ingress.replay.output import progress_line, standing
-from ingress.replay.pace import Both, ByteRate, MessageRate, Pace, Speed, pace_of
+from ingress.replay.pace import ByteRate, MessageRate, Pace, pace_of
 from ingress.replay.plan import ChainRange, asked_range, stretches_of
 from ingress.replay.request import Request
 from tests.support.clock import ManualClock
@@ -19,11 +19,11 @@ from tests.support.clock import ManualClock
 SECOND = 1_000_000_000
 
 
-def sent_at(pace: Pace, times: list[int], sizes: list[int]) -> list[float]:
+def sent_at(pace: Pace, sizes: list[int]) -> list[float]:
     """When each message may go, asked as a publisher asks."""
     now, at = 0.0, list[float]()
-    while len(at) < len(times):
-        count, wait = pace.allowed(now, times[len(at) :], sizes[len(at) :])
+    while len(at) < len(sizes):
+        count, wait = pace.allowed(now, sizes[len(at) :])
         assert count or 0 < wait <= 0.5
         at += [now] * count
         now += wait
@@ -33,37 +33,24 @@ def sent_at(pace: Pace, times: list[int], sizes: list[int]) -> list[float]:
 @pytest.mark.parametrize("rate", [1, 5, 900, 5000])
 def test_messages_a_second_are_kept(rate: int) -> None:
     count = rate * 4
-    at = sent_at(MessageRate(rate), [0] * count, [1] * count)
+    at = sent_at(MessageRate(rate), [1] * count)
     assert 3.0 <= at[-1] <= 4.3
     for begin in range(int(at[-1])):
         assert sum(begin <= moment < begin + 1 for moment in at) <= rate * 1.3 + 2
 
 
 def test_bytes_a_second_are_kept_also_by_one_that_is_larger_than_a_second() -> None:
-    at = sent_at(ByteRate(1000), [0] * 9, [10, 5000, 10, 10, 990, 990, 10, 1000, 1000])
+    at = sent_at(ByteRate(1000), [10, 5000, 10, 10, 990, 990, 10, 1000, 1000])
     assert 7.5 <= at[-1] <= 9.5
 
 
-def test_speed_keeps_the_distances() -> None:
-    times = [100 * SECOND, 101 * SECOND, 101 * SECOND - 5, 104 * SECOND]
-    assert [round(moment, 1) for moment in sent_at(Speed(1), times, [1] * 4)] == [0.0, 1.0, 1.0, 4.0]
-    assert [round(moment, 1) for moment in sent_at(Speed(10), times, [1] * 4)] == [0.0, 0.1, 0.1, 0.4]
-
-
-def test_both_is_the_slower_of_two() -> None:
-    at = sent_at(Both(Speed(1), MessageRate(2)), [0] * 10, [1] * 10)
-    assert 3.5 <= at[-1] <= 5.5
-
-
-def test_what_the_options_say() -> None:
-    assert pace_of("", "max") is None
-    assert isinstance(pace_of("5000/s", "max"), MessageRate)
-    assert isinstance(pace_of("20M/s", "max"), ByteRate)
-    assert isinstance(pace_of("", "10x"), Speed)
-    assert isinstance(pace_of("1/s", "0.5x"), Both)
-    for rate, speed in (("5000", "max"), ("0/s", "max"), ("x/s", "max"), ("", "0x"), ("", "fast"), ("", "1")):
+def test_what_the_option_says() -> None:
+    assert pace_of("") is None
+    assert isinstance(pace_of("5000/s"), MessageRate)
+    assert isinstance(pace_of("20M/s"), ByteRate)
+    for rate in ("5000", "0/s", "x/s"):
         with pytest.raises(UsageError):
-            pace_of(rate, speed)
+            pace_of(rate)
 
 
 def test_a_request_is_told_by_what_it_means() -> None:

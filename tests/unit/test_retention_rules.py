@@ -32,14 +32,9 @@ def documents(tmp_path: Path) -> ChainStore:
 
 def test_nothing_is_deleted_unless_that_is_said():
     assert settings_of("{}").of("us-east", "NODES") == (0.0, 0, None)
-    assert settings_of("{delete_after: 0s}").of("us-east", "NODES") == (0.0, 0, None)
-
-
-def test_the_former_name_of_the_age_keeps_its_meaning():
-    assert settings_of("{delete_after: 30d}").of("us-east", "NODES") == (30 * DAY, 0, None)
     assert settings_of("{max_age: 30d}").of("us-east", "NODES") == (30 * DAY, 0, None)
-    with pytest.raises(ConfigError, match=r"f.yaml:2:\d+: compaction.retention.delete_after: expected it or max_age"):
-        settings_of("{max_age: 30d, delete_after: 40d}")
+    with pytest.raises(ConfigError, match="delete_after"):
+        settings_of("{delete_after: 30d}")
 
 
 def test_an_entry_of_a_feed_stands_in_place_of_what_is_said_of_all_and_that_of_a_site_before_it():
