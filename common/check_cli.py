@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from common.cli import Command, Duration, config_option, json_option, print_json, refuse_beside
+from common.cli import Command, Duration, config_option, json_option, print_json
 from common.errors import ConfigError, DataError, FloeError, Refused, Unavailable, UsageError
 from common.logs import escaped
 from common.settings.types import counted, format_duration, parse_duration
@@ -221,10 +221,7 @@ def check_ingress(settings: Settings, warning: float, critical: float) -> CheckR
 
 @check_command(check, "archive", "1m", "1h", "time since egress gave its last sign of life for a chain")
 @click.argument("what", required=False, metavar="[SITE[/FEED[/INC[/PART]]]]")
-@click.option("--site", help="Only chains of this site; otherwise that of the configuration, or all.")
-def check_archive(
-    settings: Settings, warning: float, critical: float, what: str | None, site: str | None
-) -> CheckResult:
+def check_archive(settings: Settings, warning: float, critical: float, what: str | None) -> CheckResult:
     """Look at the bucket: where each chain of WHAT ends, holes, damage, and who still archives.
 
     Lists all segments, one request for each thousand, and reads the newest of each chain; what damage there is
@@ -244,13 +241,12 @@ def check_archive(
     with closing(store):
         feeds, said = configured(settings), _sightings(documents, SystemClock().now())
         if what is not None:
-            refuse_beside(what, {"site": site})
             chains = select_chains(documents, what, {*feeds, *((chain.site, chain.feed) for chain in said)})
         else:
-            found = documents.chains(site or settings.site or None)
+            found = documents.chains(settings.site or None)
             chains = [each for each in found if not feeds or (each.site, each.feed) in feeds]
         looked = [_look(store, documents, chain, said) for chain in chains]
-        wanted = parse(what) if what is not None else (site or settings.site or None, None, None, None)
+        wanted = parse(what) if what is not None else (settings.site or None, None, None, None)
         for chain in said.keys() - set(chains):  # a feed may stop before anything of it is archived
             parts = chain.site, chain.feed, chain.incarnation, chain.partition
             is_meant = all(part in (None, own) for part, own in zip(wanted, parts, strict=True))
@@ -323,6 +319,8 @@ def judge_ingress(document: Mapping[str, Any], warning: float, critical: float) 
     }
     stopped = [f"{name}: {each.get('code')}" for name, each in chains.items() if "stopped" in each]
     stopped += [f"{name}: {part.get('code')}" for name, part in targets.items() if part.get("state") == "stopped"]
+    sites = [(name, each["source"]) for name, each in chains.items() if "source" in each]
+    stopped += [f"{name}, at its site: {said.get('code')}" for name, said in sites if said.get("state") == "stopped"]
     lags = {name: float(each.get("lag_seconds", 0)) for name, each in chains.items()}
     limits = f"{warning:.0f}", f"{critical:.0f}"
     most = max(lags.values(), default=0.0)
@@ -356,7 +354,8 @@ def _with_process(result: CheckResult, document: Mapping[str, Any]) -> CheckResu
 class CheckedChain:
     """What a check sees of one chain. `end`: of its coverage, 0 where there is none; `missing`: sequences in
     holes that nobody accepted; `damaged`: keys of segments that are none; `egress`: what its process said last,
-    None where nothing was said, or of a former incarnation.
+    None where nothing was said, or of a former incarnation. `recreated`: seconds since the incarnation began because
+    the stream was made again or set back; None where it did not.
     """
 
     chain: Chain
@@ -364,6 +363,10 @@ class CheckedChain:
     missing: tuple[str, ...] = ()
     damaged: tuple[str, ...] = ()
     egress: Sighting | None = None
+    recreated: float | None = None
+
+
+RECREATED = 86_400.0  # seconds for which it is a warning
 
 
 def judge_archive(found: list[CheckedChain], warning: float, critical: float) -> CheckResult:
@@ -383,6 +386,8 @@ def judge_archive(found: list[CheckedChain], warning: float, critical: float) ->
     for each in found:
         for key in each.damaged:
             result.add(CheckState.CRITICAL, f"damaged: {key}")
+        if each.recreated is not None and each.recreated < RECREATED:
+            result.add(CheckState.WARNING, f"{each.chain}: the stream was made again {each.recreated:.0f} s ago")
         if each.missing:
             result.add(CheckState.CRITICAL, f"{each.chain}: {', '.join(each.missing[:SHOWN])} missing")
     for chain, sighting in said:
@@ -424,7 +429,17 @@ def _look(store: SegmentStore, documents: ChainStore, chain: Chain, said: Mappin
         accepted = [gap.range for gap in documents.gaps(chain)]
         missing = holes([*stretches, *accepted], SequenceRange(first, end))
     found = CheckedChain(chain, end, tuple(map(str, missing)), tuple(_damaged(store, table)))
-    return replace(found, egress=said.get(chain))
+    return replace(found, egress=said.get(chain), recreated=_recreated(documents, chain))
+
+
+def _recreated(documents: ChainStore, chain: Chain) -> float | None:
+    from common.clock import SystemClock
+
+    stream = documents.read_stream(chain) if chain.incarnation and not documents.is_followed(chain) else None
+    if stream is None or stream.continues:
+        return None
+    info = documents.objects.head(documents.layout.stream_document(chain))
+    return info and max(0.0, SystemClock().now() - info.modified)
 
 
 def _damaged(store: SegmentStore, table: SegmentTable) -> Iterator[str]:

@@ -191,11 +191,6 @@ def terminal_width() -> int | None:
 WHY = "why"
 
 
-def wrapped(text: str, width: int) -> str:
-    """`text` in lines of at most `width` characters, broken between words only: a longer word has a line of its own."""
-    return textwrap.fill(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
-
-
 def _fitting(columns: Sequence[str], widths: Sequence[int], width: int | None) -> list[int]:
     """The columns that are shown side by side: all, or without `why` as many from the left as fit, one at least."""
     if width is None or sum(widths) + 2 * (len(widths) - 1) <= width:
@@ -251,7 +246,8 @@ def table(rows: Iterable[OutputRow], columns: Sequence[str], width: int | None =
             console.print(Segments(Segment.adjust_line_length(line, length)), end="")
         click.echo(printed.get())
         if number and below and (why := below[number - 1]) != "-":
-            click.echo(textwrap.indent(wrapped(why, (width or 0) - 4), "    "))
+            text = textwrap.fill(why, max(1, (width or 0) - 4), break_long_words=False, break_on_hyphens=False)
+            click.echo(textwrap.indent(text, "    "))
 
 
 @dataclass(frozen=True, slots=True)

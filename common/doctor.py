@@ -536,10 +536,10 @@ class _StoreProbes:
 
     # The bucket
 
-    def _aws(self, call: str) -> str:
+    def _aws(self, call: str, *more: str) -> str:
         store = self._settings.store
         end = ["--endpoint-url", shlex.quote(store.endpoint_url)] if store.endpoint_url else []
-        return " ".join(["aws s3api", call, "--bucket", shlex.quote(store.url.partition("://")[2]), *end])
+        return " ".join(["aws s3api", call, "--bucket", shlex.quote(store.url.partition("://")[2]), *more, *end])
 
     def _lifecycle(self, bucket: Governed) -> DoctorFinding:
         try:
@@ -576,19 +576,15 @@ class _StoreProbes:
         except (Refused, ConfigError) as error:
             return _not_told("versioning", error)
         if status != "Enabled":
-            return well("store", "versioning", f"{status.lower() or 'off'}: what is deleted by mistake is gone")
+            meaning = "what is deleted or written over by mistake, or with a stolen key, is gone"
+            todo = "switch it on, and have a rule NoncurrentVersionExpiration drop old versions after 30 days or so:\n"
+            todo += self._aws("put-bucket-versioning", "--versioning-configuration Status=Enabled")
+            return warns("store", "versioning", status.lower() or "off", meaning, todo)
         if self._rules is None:
             return well("store", "versioning", "on; whether old versions are dropped is not told")
         if any(rule.drops_versions and self._layout.root.startswith(rule.prefix) for rule in self._rules):
             return well("store", "versioning", "on, and old versions are dropped after a time")
-        return warns(
-            "store",
-            "versioning",
-            "on, and old versions are never dropped",
-            "what compaction deletes stays as a version, and each sign of life adds one a minute: the bucket grows",
-            "add a rule NoncurrentVersionExpiration, for as long as a mistake may take to be found, as 30 days; the "
-            "rules that there are:\n" + self._aws("get-bucket-lifecycle-configuration"),
-        )
+        return well("store", "versioning", "on; the bucket grows unless a rule NoncurrentVersionExpiration bounds it")
 
     def _layout_found(self) -> DoctorFinding:
         if self._chains is None:

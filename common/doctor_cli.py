@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -33,6 +33,7 @@ from common.errors import ConfigError, FloeError, Refused, Unavailable
 from common.logs import escaped
 
 if TYPE_CHECKING:
+    from common.chain import Chain
     from common.jetstream.client import FloeClient
     from common.settings.root import Role, Settings
     from common.settings.service import ServiceSettings
@@ -171,8 +172,19 @@ async def _of_server(
         return
     examine_target = probes["target"]()
     for target in settings.ingress.targets:
-        for each in await examine_target(client, target, sizes[0]):
+        stopped = await asyncio.to_thread(_stops, settings, target.stream)
+        for each in await examine_target(client, target, stopped, sizes[0]):
             yield each
+
+
+def _stops(settings: Settings, target: str) -> Mapping[Chain, str]:
+    """Why chains of the target have stopped; nothing where that cannot be read, which is told of the store."""
+    from common.open import open_view
+
+    with suppress(FloeError):
+        said = open_view(settings)[1].read_positions(target)
+        return said.stopped if said else {}
+    return {}
 
 
 def _version(client: FloeClient) -> DoctorFinding:

@@ -31,6 +31,7 @@ class Handover:
         minted = await self._history.mint(current, closing)
         context = {"first": minted.document.first, **minted.chain.log_context()}
         log.warning("incarnation closed", action="recreated", **context)
+        self._deps.report.recreated()
 
     async def reopen(self, current: Incarnation, closing: Closing) -> bool:
         """Let this partition read on: its noted end is withdrawn. False where it is too late.

@@ -308,8 +308,8 @@ class History:
         layout = self._chains.layout
         return Stopped(
             f"{chain}: a high-water mark at {end}, and neither {layout.stream_document(chain)} nor a chain.json",
-            hint="restore the objects of the archive; if they are given up, so that it begins anew, "
-            + believe_listing(chain),
+            hint="restore the objects of the archive; if they are given up, so that it begins again, "
+            + resolve(chain.feed, "--believe-listing --all-incarnations", chain.partition or None),
             code="E-EMPTY-ARCHIVE",
         )
 
@@ -360,7 +360,7 @@ class History:
         if left > 0:
             raise Stopped(
                 f"{current}: the stream was made anew twice within an hour",
-                hint="something makes it again and again; "
+                hint="something makes it again and again, or two sites have one name and each a stream of this name; "
                 f"the next incarnation begins by itself in {left:.0f} s, or at once: "
                 + resolve(current.feed, f"--new-incarnation --from {source_first}"),
                 code="E-MINT-INTERVAL",

@@ -61,6 +61,7 @@ damaged = gauge(
     "Segments at the end of the archive that are not what their names promise: left out, and read again.",
     CHAIN,
 )
+recreated = counter("egress_recreated", "Incarnations begun because the stream was made again or set back.", CHAIN)
 lease_held = gauge("egress_lease_held", "1 while this process works on the chain, 0 while it stands by.", CHAIN)
 memory_used = gauge("egress_memory_bytes", "Bytes between the wire and the object store.")
 memory_limit = gauge("egress_memory_limit_bytes", "The budget for them.")

@@ -186,15 +186,24 @@ class FeedReport:
         self._set(metrics.lease_held, 1)
         self.state("starting", ready=False, why="starting", holder="this instance")
 
+    def follow(self, chain: Chain) -> None:
+        """The incarnation that is looked at from now on: what stops it is told of this one."""
+        self._chain = chain
+        self._status.update(chain=str(chain), incarnation=chain.incarnation)
+        self._set(metrics.incarnation, chain.incarnation)
+
+    def recreated(self) -> None:
+        """The next incarnation begins, because the stream is another or was set back."""
+        metrics.recreated.labels(*self._labels).inc()
+
     def reading(self, chain: Chain, first: int, end: int, begin: int = 1) -> None:
         """Messages are read from `first` on, everything before is accounted for; the archive ends at `end`.
 
         `begin`: the first sequence of the chain; what the stream had before is not owed.
         """
-        self._chain = chain
-        self._status.update(chain=str(chain), incarnation=chain.incarnation, position=first, end=end, first=begin)
+        self.follow(chain)
+        self._status.update(position=first, end=end, first=begin)
         self._end_before = end
-        self._set(metrics.incarnation, chain.incarnation)
         self._set(metrics.end_sequence, max(end, begin - 1))
         self._set(metrics.stopped, 0)
         self.works()

@@ -1,6 +1,7 @@
 """What a stopped partition looks like to an operator: verdict, evidence, bounds, choices."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -44,7 +45,8 @@ OF_FEED = ("E-FILTERS",)  # the same for all partitions, which may differ from t
 class Case:
     """One partition. `current`: None if it has not begun. `end`: where the listing ends now, 0 where it is empty.
     `error`: why it cannot be judged. `proposal`: where its next incarnation should begin, None where nothing is
-    wrong. `incarnation`: the newest, where `current` cannot be read. `is_agreed`: as of Proposal.
+    wrong. `incarnation`: the newest, where `current` cannot be read. `is_agreed`: as of Proposal. `mark`:
+    the high-water mark, where a listing is in doubt; 0 without.
     """
 
     partition: Partition
@@ -57,6 +59,7 @@ class Case:
     error: FloeError | None = None
     incarnation: int = 0
     is_agreed: bool = False
+    mark: int = 0
 
     @property
     def chain(self) -> Chain:
@@ -80,7 +83,8 @@ class Case:
     @property
     def choices(self) -> list[Choice]:
         if self.code in OF_LISTING:
-            what = f"the listing is right: it ends at {self.end}" if self.end else "nothing was ever archived"
+            lost = f"what was archived up to {self.mark} is lost for good" if self.mark else "nothing was ever archived"
+            what = f"the listing is right: it ends at {self.end}" if self.end else lost
             return [Choice("--believe-listing", what)]
         if self.evidence is None or self.verdict is None or self.verdict.is_same:
             return []
@@ -131,8 +135,9 @@ async def look(opened: CommandContext, partition: Partition) -> Case:
         newest = await deps.pools.io.run(newest_incarnation, deps.chains, partition.chain)
         number = newest or 0
         following = 0 if newest is None else min(newest + 1, MAX_INCARNATION)
-        if (lost := await _lost(history, replace(partition.chain, incarnation=following))) is not None:
-            return Case(partition, error=lost, incarnation=following)
+        chain = replace(partition.chain, incarnation=following)
+        if (lost := await _lost(history, chain)) is not None:
+            return Case(partition, error=lost, incarnation=following, mark=await _mark(deps, chain))
         if (current := await history.load()) is None:
             if (info := await stream_info(opened.deps.client, partition.stream)) is None:
                 raise never_begun(partition)
@@ -148,8 +153,16 @@ async def look(opened: CommandContext, partition: Partition) -> Case:
         if error.code not in OF_LISTING:
             raise
         await archive.survey()
-        return Case(partition, current, archive.first, archive.end, error=error)
+        mark = await _mark(deps, current.chain)
+        return Case(partition, current, archive.first, archive.end, error=error, mark=mark)
     return await _judged(deps, current, archive)
+
+
+async def _mark(deps: PartitionDeps, chain: Chain) -> int:
+    """0 where there is none, or none that can be read."""
+    with suppress(DataError):
+        return await HighWaterMarks(deps.state).get(chain) or 0
+    return 0
 
 
 async def _lost(history: History, chain: Chain) -> FloeError | None:
@@ -253,7 +266,8 @@ async def same(opened: CommandContext, case: Case) -> None:
 
 
 async def believe_listing(opened: CommandContext, case: Case) -> int:
-    """Set the mark to the end of the listing; delete an acceptance or a closing that cannot be read.
+    """Set the mark to the end of the listing; delete an acceptance or a closing that cannot be read, or that is about
+    an incarnation of which nothing is there any more.
 
     Returns the new mark.
     """
@@ -264,9 +278,23 @@ async def believe_listing(opened: CommandContext, case: Case) -> int:
     await HighWaterMarks(deps.state).set(chain, end)
     acceptance, closings = acceptance_of(deps.state, chain), Closings(deps.state)
     for read, key in ((acceptance.get(), acceptance.key), (closings.get(chain), closings.key(chain))):
-        try:
+        with suppress(DataError):
             await read
-        except DataError:
-            await deps.state.delete(key)
+            if case.current is not None:
+                continue
+        await deps.state.delete(key)
     log.info("decided", action="decided", what="listing", end=end, **chain.log_context())
     return end
+
+
+async def believe_following(opened: CommandContext, case: Case) -> list[Chain]:
+    """The same for the lost incarnations behind that of `case`, which it returns: those that have a mark."""
+    found: list[Chain] = []
+    chain = case.chain
+    while case.current is None and chain.incarnation < MAX_INCARNATION:
+        chain = chain.next_incarnation()
+        if (lost := await _lost(History(opened.of(case.partition)), chain)) is None:
+            break
+        await believe_listing(opened, replace(case, error=lost, incarnation=chain.incarnation))
+        found.append(chain)
+    return found

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 @click.option("--new-incarnation", "is_new", is_flag=True, help="Freeze what it is now as what follows.")
 @click.option("--from", "sequence", type=SequenceType(), help="Where the new incarnation begins.")
 @click.option("--believe-listing", "is_believed", is_flag=True, help="What the bucket shows is all there is.")
+@click.option("--all-incarnations", "is_whole", is_flag=True, help="With it, of those behind the first lost one too.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option
 @config_option
@@ -36,6 +37,7 @@ async def resolve(
     is_new: bool,
     sequence: int | None,
     is_believed: bool,
+    is_whole: bool,
     yes: bool,
     as_json: bool,
 ) -> int:
@@ -54,6 +56,8 @@ async def resolve(
 
     if is_same + is_new + is_believed > 1 or (sequence is not None and not is_new):
         raise UsageError("expected one of --same, --new-incarnation [--from SEQ] and --believe-listing")
+    if is_whole and not is_believed:
+        raise UsageError("--all-incarnations: expected --believe-listing beside it")
     settings = load_settings(config, quiet=True)
     name, incarnation, number = feed_meant(settings, feed)
     if number is not None:
@@ -72,7 +76,7 @@ async def resolve(
         elif is_same:
             result = await _same(components, chosen, yes)
         elif is_believed:
-            result = await _believe(components, chosen, yes)
+            result = await _believe(components, chosen, yes, is_whole)
         else:
             return _show(chosen, as_json)
     if as_json:
@@ -108,13 +112,17 @@ async def _same(opened: CommandContext, cases: Sequence[Case], yes: bool) -> dic
     return {"decided": "same", "accepted": accepted}
 
 
-async def _believe(opened: CommandContext, cases: Sequence[Case], yes: bool) -> dict[str, object]:
-    from egress.resolve import OF_LISTING, believe_listing
+async def _believe(opened: CommandContext, cases: Sequence[Case], yes: bool, is_whole: bool) -> dict[str, object]:
+    from egress.resolve import OF_LISTING, believe_following, believe_listing
 
     stopped = [case for case in cases if case.code in OF_LISTING] or cases[:1]
     for case in stopped:
-        confirm(f"believe that the archive of {case.chain} ends at {case.end}?", yes)
-    return {"decided": "listing", "marks": {str(c.chain): await believe_listing(opened, c) for c in stopped}}
+        more = ", and that of all incarnations behind it that are lost too" if is_whole else ""
+        confirm(f"believe that the archive of {case.chain} ends at {case.end}{more}?", yes)
+    marks = {str(case.chain): await believe_listing(opened, case) for case in stopped}
+    for case in stopped if is_whole else ():
+        marks |= {str(chain): 0 for chain in await believe_following(opened, case)}
+    return {"decided": "listing", "marks": marks}
 
 
 def _show(cases: Sequence[Case], as_json: bool) -> int:

@@ -104,6 +104,7 @@ class Worker:
     async def _round(self, lease: Lease, stop: Stop) -> None:
         """Judge, then act. Once `stop` is set, only what was left to upload is still put where it belongs."""
         current = await self._current()
+        self._report.follow(current.chain)
         archive = await self._open_archive(current)
         self._walk.follow(archive)
         self._expiry.position = lambda: max(archive.first, archive.end + 1)

@@ -312,6 +312,7 @@ LEFT_OUT: Mapping[str, Sequence[str]] = {
     ),
     "a fact that seldom changes; floe status shows it": (
         "floe_egress_incarnation",
+        "floe_egress_recreated_total",
         "floe_egress_source_timestamp_seconds",
         "floe_egress_end_timestamp_seconds",
         "floe_ingress_publisher",

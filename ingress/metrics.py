@@ -89,7 +89,7 @@ lag_measured = gauge(
     "When the lags of the target were last measured, since 1970: what they show is as old.",
     ("target",),
 )
-store_reachable = gauge("ingress_store_reachable", "1 while the store answers the polls.")
+store_reachable = gauge("ingress_store_reachable", "1 while the store answers the polls; 0 also while it refuses them.")
 store_answered = gauge(
     "ingress_store_last_success_timestamp_seconds", "When the store last answered a poll, since 1970."
 )

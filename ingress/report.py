@@ -38,7 +38,8 @@ class Lag:
     """Where one chain, or one partition over all its incarnations, stands.
 
     `sequences`, `messages`: archived and not carried; what is not decoded counts by its sequences in both. `seconds`:
-    age of the oldest message of it, or of its segment; 0 where everything is carried. `waiting`: seconds that a hole
+    age of the oldest message of it, or of its segment; 0 where everything is carried; at least since when the store
+    cannot be read. `waiting`: seconds that a hole
     or damage has lasted; `late`: sequences of that hole.
     """
 
@@ -62,6 +63,16 @@ class Lags:
         # Position, since when, and whether that is a message's or a segment's time: else the first look's.
         self._oldest: dict[Chain, tuple[int, float, bool]] = {}
         self._shown: set[Labels] = set()
+        self._blind_since: float | None = None
+
+    def notice(self, *, is_read: bool, now: float) -> None:
+        """Whether the store can be read at `now` (seconds since 1970). While it cannot, nobody knows what was archived
+        since: a chain is taken to be behind for as long.
+        """
+        self._blind_since = None if is_read else self._blind_since or now
+
+    def _at_least(self, seconds: float, now: float) -> float:
+        return seconds if self._blind_since is None else max(seconds, now - self._blind_since)
 
     def measure(
         self,
@@ -86,6 +97,7 @@ class Lags:
         for state in chains:
             lag = self._lag(state, positions, counts[state.chain], times.get(state.chain), now)
             labels = self._target, state.chain.site, state.chain.feed, str(state.chain.partition)
+            lag.seconds = self._at_least(lag.seconds, now)
             found.setdefault(labels, Lag()).add(lag)
             newest[labels] = max(state, newest.get(labels, state), key=lambda each: each.chain.incarnation)
             if at := positions.get(state.chain, state.position if state.plan.waits else 0):
@@ -118,7 +130,7 @@ class Lags:
     def of(self, state: ChainState, positions: Mapping[Chain, int], now: float) -> float:
         """Seconds: age of the oldest message of the chain that is not carried; 0: none, or not measured."""
         at, since, _ = self._oldest.get(state.chain, (0, now, False))
-        return max(0.0, now - since) if at == _position(state, positions) else 0.0
+        return self._at_least(max(0.0, now - since) if at == _position(state, positions) else 0.0, now)
 
     def _lag(
         self, state: ChainState, positions: Mapping[Chain, int], decoded: int, oldest: float | None, now: float
@@ -247,6 +259,7 @@ class TargetReport:
         state, now, chains = delivery.state, self._clock.now(), prefetcher.chains
         if delivery.is_settled and not delivery.trouble:
             self._over()
+        self.lags.notice(is_read=not self._health.why("store"), now=now)
         positions = state.checkpoint.positions
         shown = {
             str(each.chain): {
@@ -338,7 +351,7 @@ class PositionsReport:
     """Writes `positions.json` of one target. Nothing waits for it: carrying goes on if the store refuses it.
 
     `positions`: of the last closed checkpoint; None while that is not known to be true. `sources`: the `site/feed`
-    that may flow in.
+    that may flow in. `stopped`: why chains have stopped.
     """
 
     def __init__(
@@ -346,13 +359,15 @@ class PositionsReport:
         target: str,
         sources: tuple[str, ...],
         positions: Callable[[], Mapping[Chain, int] | None],
+        stopped: Callable[[], Mapping[Chain, str]],
         documents: ChainStore,
         threads: Threads,
         clock: Clock,
     ) -> None:
-        self._target, self._sources, self._positions = target, sources, positions
+        self._target, self._sources, self._positions, self._stopped = target, sources, positions, stopped
         self._documents, self._threads, self._clock = documents, threads, clock
         self._put: Mapping[Chain, int] | None = None
+        self._put_stopped: Mapping[Chain, str] = {}
         self._asked_at, self._failure = float("-inf"), ""
 
     async def run(self) -> None:
@@ -371,10 +386,11 @@ class PositionsReport:
         is_long_ago, put = now - self._asked_at >= SPACING, self._put or {}
         if any(positions.get(chain, 0) < at for chain, at in put.items()):
             return is_long_ago or not self._failure
-        return is_long_ago and positions != self._put
+        return is_long_ago and (positions != self._put or self._stopped() != self._put_stopped)
 
     async def _say(self, positions: Mapping[Chain, int]) -> None:
-        said = TargetPositions(self._target, self._clock.now(), positions, self._sources)
+        stopped = dict(self._stopped())
+        said = TargetPositions(self._target, self._clock.now(), positions, self._sources, stopped=stopped)
         try:
             await self._threads.run(self._documents.write_positions, said)
         except FloeError as error:
@@ -386,5 +402,5 @@ class PositionsReport:
             return
         if self._failure:
             log.info("positions stored again", action="over", target=self._target)
-        self._put, self._failure = positions, ""
+        self._put, self._put_stopped, self._failure = positions, stopped, ""
         metrics.positions_put.labels(self._target).set(said.time)

@@ -2,6 +2,7 @@
 
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 from common.chain import Chain
@@ -73,7 +74,7 @@ class Target:
         delivery = Delivery(name, state, reconciler, publisher, source, deps.clock, source.before_close, limits)
         deps.discovery.add(prefetch)
         try:
-            watching, says = self._watch(delivery, prefetch, lease), self._says(delivery).run()
+            watching, says = self._watch(delivery, prefetch, lease), self._says(delivery, chains).run()
             await beside(delivery.run(stop), prefetch.run(), retries.run(), watching, says)
         except BaseExceptionGroup as errors:
             raise leading(errors) from None
@@ -89,14 +90,19 @@ class Target:
             await lease.lost.wait(self._deps.pace.watch)
         raise LeaseLost(f"lease of target {self._target} is not ours any more")
 
-    def _says(self, delivery: Delivery) -> PositionsReport:
+    def _says(self, delivery: Delivery, chains: ChainRegistry) -> PositionsReport:
         deps, sources = self._deps, self._settings.sources
         pairs = {f"{site}/{feed}" for source in sources for site, feed in source.pairs()}
 
         def positions() -> Mapping[Chain, int] | None:
             return delivery.state.checkpoint.positions if delivery.is_settled else None
 
-        return PositionsReport(self._target, tuple(sorted(pairs)), positions, deps.documents, deps.threads, deps.clock)
+        def stopped() -> Mapping[Chain, str]:
+            found = ((each.chain, each.stopped) for each in chains if each.stopped is not None)
+            return {chain: f"{error.code}: {error}" for chain, error in islice(found, STOPS)}
+
+        known = tuple(sorted(pairs)), positions, stopped
+        return PositionsReport(self._target, *known, deps.documents, deps.threads, deps.clock)
 
     def _reconciler(self, state: StateStore, lease: Lease) -> Reconciler:
         deps, errors, headers = self._deps, TargetErrors(self._target), control_headers(self._settings)
@@ -143,6 +149,7 @@ class Target:
 
 
 PAUSES = doubling(1.0, 30.0)  # seconds between attempts
+STOPS = 100  # chains of which `positions.json` says why they stopped
 
 
 class TargetSupervisor:
@@ -234,10 +241,10 @@ DEFAULT_PAYLOAD = 1024 * 1024  # bytes: what a server takes unless its configura
 
 
 async def examine_target(
-    client: FloeClient, settings: TargetSettings, is_size_demanded: bool = False
+    client: FloeClient, settings: TargetSettings, stopped: Mapping[Chain, str], is_size_demanded: bool = False
 ) -> list[DoctorFinding]:
-    """What a target offers, and whether it can be carried into; makes and changes nothing. `is_size_demanded`: the
-    account takes no stream without `max_bytes`.
+    """What a target offers, and whether it can be carried into; makes and changes nothing. `stopped`: why, by chain;
+    `is_size_demanded`: the account takes no stream without `max_bytes`.
     """
     name = settings.stream
     try:
@@ -267,7 +274,7 @@ async def examine_target(
             if wrong
             else well("nats", "target", f"{name}: {info.messages} messages, {config.get('num_replicas', 1)} replicas")
         ]
-    return [*found, _batches(client, settings, config), _max_payload(settings, limit)]
+    return [*found, _batches(client, settings, config), _max_payload(settings, limit, stopped)]
 
 
 def _batches(client: FloeClient, settings: TargetSettings, config: Mapping[str, Any]) -> DoctorFinding:
@@ -288,8 +295,13 @@ def _batches(client: FloeClient, settings: TargetSettings, config: Mapping[str, 
     )
 
 
-def _max_payload(settings: TargetSettings, limit: int) -> DoctorFinding:
+def _max_payload(settings: TargetSettings, limit: int, stopped: Mapping[Chain, str]) -> DoctorFinding:
     told = f"{settings.stream}: {size_words(limit)}"
+    for chain, why in sorted(stopped.items()):
+        if why.startswith("E-MSG-TOO-LARGE"):
+            meaning = f"{chain} has stopped: {why}"
+            todo = "raise `max_payload` of the server and `max_msg_size` of the stream, or set `on_oversize: park`"
+            return is_bad("nats", "max_payload", told, meaning, todo)
     if limit >= DEFAULT_PAYLOAD:
         return well("nats", "max_payload", told)
     stops = "is put aside (`on_oversize: park`)" if settings.on_oversize == "park" else "stops its chain"

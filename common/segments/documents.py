@@ -348,6 +348,7 @@ class _PositionsWire(_Versioned, frozen=True):
     positions: dict[str, int]
     sources: tuple[str, ...] = ()
     released: bool = False
+    stopped: dict[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +357,8 @@ class TargetPositions:
 
     `positions`: by chain, the first sequence that the target does not hold yet. `sources`: the `site/feed` that may
     flow in; a chain of them without a position has not begun, and needs everything. `released`: an operator released
-    the target, which needs nothing any more.
+    the target, which needs nothing any more. `stopped`: why chains have stopped, with what lets them go on; each text
+    is cut at MAX_TEXT characters.
     """
 
     target: str
@@ -364,6 +366,7 @@ class TargetPositions:
     positions: Mapping[Chain, int] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
     released: bool = False
+    stopped: Mapping[Chain, str] = field(default_factory=dict)
 
     def need(self, chain: Chain, first: int, sources: Collection[str] = ()) -> int | None:
         """From which sequence on it needs `chain`, which begins at `first`; None where it needs nothing of it.
@@ -377,7 +380,10 @@ class TargetPositions:
 
     def to_json(self) -> bytes:
         positions = {str(chain): at for chain, at in self.positions.items()}
-        return _POSITIONS.encode(_PositionsWire(self.target, self.time, positions, self.sources, self.released))
+        stopped = {str(chain): why[:MAX_TEXT] for chain, why in self.stopped.items()}
+        return _POSITIONS.encode(
+            _PositionsWire(self.target, self.time, positions, self.sources, self.released, stopped)
+        )
 
     @classmethod
     def from_json(cls, raw: bytes) -> TargetPositions:
@@ -387,7 +393,8 @@ class TargetPositions:
             if not 0 <= at <= MAX_SEQUENCE + 1:
                 raise ValueError(f"{chain}: expected a position from 0 to {MAX_SEQUENCE + 1}, found {at}")
         positions = {Chain.parse(chain): at for chain, at in wire.positions.items()}
-        return cls(wire.target, wire.time, positions, wire.sources, wire.released)
+        stopped = {Chain.parse(chain): why[:MAX_TEXT] for chain, why in wire.stopped.items()}
+        return cls(wire.target, wire.time, positions, wire.sources, wire.released, stopped)
 
 
 _MOST_SECONDS = 253_402_300_799  # since 1970: the year 9999

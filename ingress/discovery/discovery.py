@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from common.chain import Chain
 from common.clock import Clock
-from common.errors import FloeError, OutcomeUnknown, Unavailable
+from common.errors import FloeError
 from common.logs import get_logger
 from common.segments.documents import ChainStore
 from common.segments.keys import Pair, suggestion
@@ -116,9 +116,8 @@ class Discovery:
             raise error
         self._health.set_ready("store", error is None, error.message if error else "")
         if self.listeners:  # else nothing was looked at
-            is_answered = not isinstance(error, Unavailable | OutcomeUnknown)
-            metrics.store_reachable.set(is_answered)
-            if is_answered:
+            metrics.store_reachable.set(error is None)
+            if error is None:
                 metrics.store_answered.set(self._clock.now())
 
     def _late(self) -> None:
@@ -171,6 +170,9 @@ class Discovery:
             self._tell([chain], self.listeners)
 
         wanted = {chain for chain in etags if (chain.site, chain.feed) in self._pairs}
+        gone = sorted(chain for chain in self._known if (chain.site, chain.feed) in self._pairs and chain not in etags)
+        why = f"the archive of {gone[0]} and {len(gone) - 1} more is gone from the bucket" if gone else ""
+        self._health.set_ready("archive", not gone, why.replace(" and 0 more", ""))
         changed = [chain for chain, etag in self._etags.items() if chain in wanted and etags[chain] != etag]
         new = [chain for chain in etags if chain in wanted and chain not in self._etags]
         chains = in_turn([*new, *changed], lambda chain: chain.site)

@@ -23,7 +23,7 @@ from common.open import open_view
 from common.segments.alive import OVERDUE, SILENT, STANDBY, Sighting, newest
 from common.segments.archive import behind, carry
 from common.segments.checks import look_for_foreign
-from common.segments.documents import ChainStore
+from common.segments.documents import ChainStore, TargetPositions
 from common.segments.keys import suggestion
 from common.segments.store import SegmentStore
 from common.service.process import Threads
@@ -38,7 +38,7 @@ from ingress.checkpoint_store import ROLE, StateStore
 from ingress.errors import check_targets
 from ingress.preflight import control_headers
 from ingress.publishers.choose import choose, offered
-from ingress.verdict.verdict import Finding, judge, judge_shared, read
+from ingress.verdict.verdict import Finding, TargetErrors, judge, judge_shared, read
 
 log = get_logger(__name__)
 
@@ -87,9 +87,8 @@ async def _sight(client: FloeClient, bucket: KeyValue, target: TargetSettings) -
         state, finding = await _judged(client, bucket, target)
         pauses = await PauseStore(bucket, target.stream).read()
     except Stopped as error:  # a stored value that cannot be read
-        return Sight(stopped=f"{error.code}: {error.message}")
-    publisher = ""
-    why = "" if finding is Finding.STORED else f"target: {finding.value}"
+        return Sight(stopped=_in_words(error))
+    publisher, why = "", "" if finding is None else _in_words(finding)
     if (info := await stream_info(client, target.stream)) is None:
         why = why or ("" if target.create else "target: no such stream")
     else:
@@ -101,7 +100,15 @@ async def _sight(client: FloeClient, bucket: KeyValue, target: TargetSettings) -
     return Sight(state, publisher, why, frozenset(pauses.paused))
 
 
-async def _judged(client: FloeClient, bucket: KeyValue, target: TargetSettings) -> tuple[TargetState | None, Finding]:
+def _in_words(error: FloeError) -> str:
+    """Why it is stopped, and the command that lets it go on."""
+    return f"{error.code}: {error}".replace("\n", " ")
+
+
+async def _judged(
+    client: FloeClient, bucket: KeyValue, target: TargetSettings
+) -> tuple[TargetState | None, FloeError | None]:
+    """What is stored, and what ingress would stop with; None where it would not."""
     states = StateStore(bucket, state_key(ROLE, target.stream), target.stream)
     stored = await states.load()
     for _ in range(LOOKS):
@@ -110,9 +117,11 @@ async def _judged(client: FloeClient, bucket: KeyValue, target: TargetSettings) 
         reading = await read(client, target.stream)
         verdict = judge(stored.state, reading) if target.exclusive else judge_shared(stored.state, reading, set())
         before, stored = stored, await states.load()
+        if stored.revision == before.revision and verdict.finding is not Finding.STORED:
+            return stored.state, TargetErrors(target.stream).error(verdict, [reading] if reading else [])
         if stored.revision == before.revision:
-            return stored.state, verdict.finding
-    return stored.state, Finding.STORED
+            break
+    return stored.state, None
 
 
 # One chain
@@ -127,7 +136,7 @@ class ChainStatus:
     first segment that is not carried was stored; 0 where everything is carried. `why`: the hole, or what
     stops it. `last_archived`: when the tail was last written, by the store's clock. `egress`: what the
     process that has the chain last said, None where none said anything; it counts as silent after
-    `silent_after` seconds. `end`: where the incarnation ended, None while it has not.
+    `silent_after` seconds. `end`: where the incarnation ended, None while it has not. `begins`: its first sequence.
     """
 
     target: str
@@ -142,6 +151,7 @@ class ChainStatus:
     egress: Sighting | None = None
     silent_after: float = float("inf")
     end: int | None = None
+    begins: int = 1
 
     @property
     def lag_sequences(self) -> int | None:
@@ -151,7 +161,8 @@ class ChainStatus:
         if self.archived is None and self.last_archived is not None:
             return None
         archived = self.archived or 0
-        return max(0, (archived if self.end is None else min(archived, self.end)) - (self.position or 1) + 1)
+        reach = archived if self.end is None else min(archived, self.end)
+        return max(0, reach - (self.position or self.begins) + 1)
 
     @property
     def source_lag_sequences(self) -> int | None:
@@ -309,10 +320,14 @@ class ArchiveSurvey:
                 there = suggestion(f"{site}/{feed}", {f"{chain.site}/{chain.feed}" for chain in tails})
                 why = f"nothing archived of this feed; {there}"
                 wanted.append(asyncio.sleep(0, known(Chain(site, feed), position=None, phase="missing", why=why)))
+            ingress = await self._said(name)
             for chain in sorted(chains):
                 written = tails[chain].modified if chain in tails else None
                 each = known(chain, position=positions.get(chain), last_archived=written, egress=egress.get(chain))
-                wanted.append(self._threads.run(self._standing, each, sight, sources.get((chain.site, chain.feed))))
+                has_moved = ingress.positions.get(chain) != positions.get(chain)
+                stop = "" if has_moved else ingress.stopped.get(chain, "")
+                source = sources.get((chain.site, chain.feed))
+                wanted.append(self._threads.run(self._standing, each, sight, source, stop))
         return await asyncio.gather(*wanted)
 
     async def _sightings(self, sites: Collection[str]) -> dict[Chain, Sighting]:
@@ -332,11 +347,18 @@ class ArchiveSurvey:
             for sign in alive.chains
         )
 
+    async def _said(self, target: str) -> TargetPositions:
+        """What ingress last said of the target; nothing where that cannot be read."""
+        with suppress(FloeError):
+            return await self._threads.run(self._documents.read_positions, target) or TargetPositions(target, 0.0)
+        return TargetPositions(target, 0.0)
+
     # Blocking
 
-    def _standing(self, found: ChainStatus, sight: Sight, source: SourceSettings | None) -> ChainStatus:
+    def _standing(self, found: ChainStatus, sight: Sight, source: SourceSettings | None, stop: str) -> ChainStatus:
         documents, chain = self._documents, found.chain
-        position = found.position or self._begins(chain)
+        found = replace(found, begins=self._begins(chain))
+        position = found.position or found.begins
         if (reached := documents.read_tail(chain)) is None:
             reached = max((ref.coverage.last for ref in self._store.list(chain, position=position)), default=None)
         found = replace(found, archived=reached)
@@ -352,13 +374,17 @@ class ArchiveSurvey:
                     found = replace(found, phase="stopped", why=str(floor))
                 if inside.plan.beyond and not found.why:
                     found = replace(found, why=self._behind(chain, end or 0))
+        if stop:
+            found = replace(found, phase="stopped", why=stop.replace("\n", " "))
         return _as_decided(found, sight, is_listed=source is not None)
 
     def _begins(self, chain: Chain) -> int:
         """Where a chain begins that nothing is carried of."""
+        first = 1
         with suppress(FloeError):
-            return self._documents.read_floor(chain) or 1
-        return 1
+            first = document.first if (document := self._documents.read_chain(chain)) else 1
+            return max(first, self._documents.read_floor(chain) or 1)
+        return first
 
     def _behind(self, chain: Chain, end: int) -> str:
         coverages = [ref.coverage for ref in self._store.list(chain, position=end + 1)]

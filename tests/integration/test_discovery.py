@@ -20,10 +20,11 @@ from common.segments.documents import ChainDocument, ChainStore
 from common.segments.keys import Layout
 from common.service.monitor import Health
 from common.service.process import Threads
+from ingress import metrics
 from ingress.discovery import discovery as module
 from ingress.discovery.discovery import MOST_NEW, Discovery
 from ingress.discovery.notifications import Notified
-from tests.support.basics import soon
+from tests.support.basics import counted, soon
 from tests.support.stores import FaultyStore, Throw, raising
 from tests.unit.test_notices import minio, segment_key
 
@@ -319,6 +320,20 @@ async def test_one_tail_that_cannot_be_read_keeps_back_no_other(place: Place) ->
         assert len(place.target.found_) == 10
 
 
+async def test_an_archive_that_is_gone_is_said_until_it_is_back(place: Place) -> None:
+    place.make(2)
+    async with place.looking():
+        await place.discovery.look()
+        assert not place.health.why("archive")
+        tail = place.documents.layout.tail(place.chain(1))
+        place.objects.delete(tail)
+        await place.discovery.look()
+        assert place.health.why("archive") == f"the archive of {place.chain(1)} is gone from the bucket"
+        place.documents.write_tail(place.chain(1), 10)
+        await place.discovery.look()
+        assert not place.health.why("archive")
+
+
 async def test_a_store_that_refuses_ends_it_with_what_it_says(place: Place) -> None:
     place.make(1)
     place.objects.on("list", raising(Refused("no right")))
@@ -336,6 +351,7 @@ async def test_a_store_that_has_worked_and_refuses_is_asked_again_and_told_once(
     async with place.looking():
         place.objects.on("list", raising(error))
         await soon(lambda: place.health.problems())
+        await soon(lambda: counted(metrics.store_reachable) == 0)
         await soon(lambda: place.objects.calls["list"] >= 5)
         assert caplog.text.count("store not readable") == 1
         place.documents.write_tail(place.chain(1), 30)

@@ -109,7 +109,7 @@ async def test_a_site_is_well_and_nothing_is_left_behind(
     document["egress"] |= {"state_bucket": state, "lease_bucket": unique("L")}
     config = write(tmp_path, store_of(s3, bucket), {"url": nats_url}, **document)
     found = await examined(config, code=0)
-    assert states(found, "ok") == found.keys(), found
+    assert states(found, "ok") == found.keys() - {"store versioning"}, found
     wanted = {f"{part} {what}" for part in ("store", "disk") for what in CHECKS[part]}
     nats = ("connection", "version", "rights", "jetstream", "domain", "buckets", "max_payload", "stream")
     assert found.keys() == wanted | {f"nats {what}" for what in nats}
@@ -128,7 +128,7 @@ async def test_a_centre_is_well(nats_url: str, client: FloeClient, s3: SharedS3,
     target = unique("T")
     config = write(tmp_path, store_of(s3, s3.new_bucket()), {"url": nats_url}, **ingress(target, create={}))
     found = await examined(config, code=0)
-    assert states(found, "ok") == found.keys() - {"store layout"}
+    assert states(found, "ok") == found.keys() - {"store layout", "store versioning"}
     assert found["store layout"]["found"] == f"nothing is archived yet; nothing of {SITE}"
     assert found["nats batches"]["found"] == f"{target}: fast"
     assert found["nats target"]["found"] == f"{target}: made at the first start"
@@ -137,7 +137,7 @@ async def test_a_centre_is_well(nats_url: str, client: FloeClient, s3: SharedS3,
     for site in (SITE, "eu-west"):
         chains.write_tail(Chain(site, FEED), 10)
     found = await examined(config, code=0)
-    assert states(found, "ok") == found.keys()
+    assert states(found, "ok") == found.keys() - {"store versioning"}
     assert found["store layout"]["found"] == f"one bucket for several sites: eu-west, {SITE}"
 
 
@@ -497,7 +497,12 @@ async def test_a_store_that_ignores_conditions_is_warned_of(s3: SharedS3, nats_u
         found = await examined(write(tmp_path, store, {"url": nats_url}, **egress()), code=0)
     assert found["store conditional put"]["found"] == "ignored: If-None-Match, If-Match"
     assert found["store concurrent put"]["found"].startswith("8 of 8 writers")
-    assert states(found, "warning") == {"store conditional put", "store concurrent put", "nats stream"}
+    assert states(found, "warning") == {
+        "store conditional put",
+        "store concurrent put",
+        "store versioning",
+        "nats stream",
+    }
     assert "store.conditional_puts: no" in found["store conditional put"]["todo"]
 
 
@@ -548,7 +553,12 @@ async def test_rules_of_the_bucket_are_read(s3: SharedS3, nats_url: str, tmp_pat
     admin.delete_bucket_lifecycle(Bucket=bucket)
     admin.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
     found = (await examined(config, code=0))["store versioning"]
-    assert (found["state"], found["found"]) == ("warning", "on, and old versions are never dropped")
+    assert found["state"] == "ok", "what is deleted by mistake comes back"
+    assert "the bucket grows" in found["found"]
+    admin.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Suspended"})
+    found = (await examined(config, code=0))["store versioning"]
+    assert (found["state"], found["found"]) == ("warning", "suspended")
+    assert "put-bucket-versioning" in found["todo"]
 
 
 # This host

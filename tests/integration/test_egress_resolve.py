@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -440,3 +441,37 @@ async def test_where_nothing_can_be_asked_nothing_is_said_of_the_feed(bench: Ben
         path.write_text(path.read_text().replace(f"url: {bench.url}", f"url: {server.url}\n  user: a\n  password: p"))
         found = await floe("egress", "resolve", "-c", str(path), stream, *choice)
     assert (found.code, "not enabled for account" in found.err, found.out) == (1, True, ""), found
+
+
+# E-EMPTY-ARCHIVE, of several incarnations
+
+
+async def test_a_lost_bucket_is_given_up_once_for_all_incarnations_and_nothing_decided_before_counts(
+    bench: Bench,
+) -> None:
+    """A decision to begin behind messages was made for an archive that had the others."""
+    stream = await bench.make_stream(unique("T"))
+    await archive(bench, stream, [b"old"] * 10)
+    await bench.delete_stream(stream)
+    await bench.make_stream(stream)
+    feed = {"stream": stream, "on_recreated": "halt"}
+    await bench.publish(stream, [b"new %d" % n for n in range(6)])
+    async with bench.egress(feed) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        hint = running.status(stream)["hint"]
+        await paste(bench, re.sub(r"--from \d+", "--from 5", hint), feed)
+        await bench.archived_to(stream, 6, incarnation=1)
+    for info in bench.objects.list(""):
+        bench.objects.delete(info.key)
+
+    async with bench.egress(feed) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        assert running.status(stream)["code"] == "E-EMPTY-ARCHIVE"
+        config = str(configuration(bench, feed))
+        shown = await floe("egress", "resolve", "-c", config, stream)
+        assert "what was archived up to 10 is lost for good" in shown.out
+        assert (await floe("egress", "resolve", "-c", config, stream, "--all-incarnations")).code == 2
+        await paste(bench, running.status(stream)["hint"], feed)
+        await bench.archived_to(stream, 6)
+    assert [message.sequence for message in bench.messages(stream, 0)] == [1, 2, 3, 4, 5, 6]
+    assert (await floe("egress", "resolve", "-c", config, stream)).code == 0

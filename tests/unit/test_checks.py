@@ -93,6 +93,8 @@ def ingress(target: dict[str, Any] | None = None, problems: tuple[str, ...] = ()
         (ingress(stopped="why", code="E-LOST"), CRITICAL, "stopped: us-east/NODES/0000/0 into target FLEET: E-LOST"),
         (ingress({"state": "stopped", "code": "E-TARGET-GONE", "chains": {}}), CRITICAL, "E-TARGET-GONE"),
         (ingress(problems=("store: away",)), WARNING, "not ready: store: away"),
+        (ingress(source={"state": "stopped", "code": "E-FORKED"}), CRITICAL, "at its site: E-FORKED"),
+        (ingress(source={"state": "reading", "code": ""}), OK, "3 s behind"),
     ],
 )
 def test_ingress(document: dict[str, Any], state: CheckState, said: str) -> None:
@@ -119,6 +121,8 @@ def chain(age: float | None = 10.0, state: str = "reading", **fields: Any) -> Ch
         ([chain(missing=("4..7",))], CRITICAL, "4..7 missing"),
         ([chain(damaged=("a/b.parquet",))], CRITICAL, "damaged: a/b.parquet"),
         ([], UNKNOWN, "nothing is archived"),
+        ([chain(recreated=3600.0)], WARNING, "us-east/NODES/0000/0: the stream was made again 3600 s ago"),
+        ([chain(recreated=90_000.0)], OK, "1 chain"),
     ],
 )
 def test_archive(found: list[CheckedChain], state: CheckState, said: str) -> None:

@@ -99,6 +99,19 @@ def test_the_open_segment_is_asked_for_whenever_the_page_is() -> None:
     assert counted(metrics.open_messages.labels(*labels)) == 0
 
 
+def test_a_stop_names_the_incarnation_that_was_looked_at_and_a_recreated_source_is_counted() -> None:
+    health, chain = Health(SystemClock()), Chain("s", unique("F"))
+    report, next_one = FeedReport(chain, "S", health), chain.next_incarnation()
+    count = metrics.recreated.labels(chain.site, chain.feed, "0")
+    assert counted(count) == 0, "an alert needs a beginning"
+    report.recreated()
+    report.follow(next_one)
+    report.stopped(Stopped("why", code="E-FORKED"))
+    assert report.sign().chain == next_one
+    assert counted(count) == 1
+    assert counted(metrics.incarnation.labels(chain.site, chain.feed, "0")) == 1
+
+
 def test_a_chain_waits_while_the_store_is_silent_unless_another_works_on_it() -> None:
     health, chain = Health(SystemClock()), Chain("s", unique("F"))
     report = FeedReport(chain, "S", health)

@@ -65,7 +65,7 @@ async def test_a_target_that_an_account_has_no_room_for_now_is_tried_again(
     async def refuse(*_: object) -> None:
         raise ApiError(status, err_code, "refused")
 
-    monkeypatch.setattr(preflight, "stream_info", no_stream)
+    monkeypatch.setattr(preflight, "unguarded_info", no_stream)
     monkeypatch.setattr(preflight, "create_stream", refuse)
     source = {"site": "us-east", "feed": "NODES", "subject_prefix": "fleet"}
     settings = TargetSettings.model_validate({"stream": "FLEET", "sources": [source], "create": {}})

@@ -153,6 +153,21 @@ def test_the_lag_is_exact_as_soon_as_a_time_is_known() -> None:
     lags.forget()
 
 
+def test_the_lag_grows_while_the_store_cannot_be_read() -> None:
+    """What was archived meanwhile nobody knows; 0 would say that all of it is carried."""
+    target, state = unique("T"), chain_state(301, 300)
+    lags = Lags(target)
+    lags.notice(is_read=False, now=1000.0)
+    lags.notice(is_read=False, now=1060.0)
+    lags.measure([state], {CHAIN: 301}, [], None, 1060.0)
+    assert gauge(target, "lag_seconds") == 60
+    assert lags.of(state, {CHAIN: 301}, 1090.0) == 90
+    lags.notice(is_read=True, now=1100.0)
+    lags.measure([state], {CHAIN: 301}, [], None, 1100.0)
+    assert gauge(target, "lag_seconds") == 0
+    lags.forget()
+
+
 def test_the_position_is_shown_before_anything_is_carried_and_where_it_was_set_back() -> None:
     target = unique("T")
     lags = Lags(target)

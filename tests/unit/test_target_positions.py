@@ -86,7 +86,8 @@ async def test_positions_are_put_when_they_changed_and_at_most_once_a_minute(
     objects, clock, threads = Refusing(tmp_path / "store"), ManualClock(), Threads("test", 1)
     documents = ChainStore(objects, Layout("data"))
     now: dict[Chain, int] | None = None
-    report = PositionsReport("T", ("us-east/NODES",), lambda: now, documents, threads, clock)
+    stopped: dict[Chain, str] = {}
+    report = PositionsReport("T", ("us-east/NODES",), lambda: now, lambda: stopped, documents, threads, clock)
 
     def said() -> Mapping[Chain, int] | None:
         found = documents.read_positions("T")
@@ -111,6 +112,16 @@ async def test_positions_are_put_when_they_changed_and_at_most_once_a_minute(
     clock.advance(600)
     await report.look()
     assert objects.puts == 3  # nothing changed
+    stopped[A] = "E-MSG-TOO-LARGE: too large; raise max_payload" + "x" * 2000
+    await report.look()
+    found = documents.read_positions("T")
+    assert found is not None
+    assert found.stopped[A].startswith("E-MSG-TOO-LARGE: too large; raise max_payload")
+    assert (len(found.stopped[A]), objects.puts) == (1000, 4)
+    clock.advance(60)
+    await report.look()
+    assert objects.puts == 4, "it stays stopped"
+    objects.puts = 3
 
     before, objects.refuses, now = errors(), True, {A: 8, B: 1}
     for _ in range(3):
