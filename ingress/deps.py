@@ -1,5 +1,6 @@
 """What all targets of a process share, and what no user tunes."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ class IngressTuning:
 
 @dataclass(frozen=True, slots=True)
 class IngressDeps:
-    """The components. `connect` opens a fresh connection to the targets' server."""
+    """The components. `connect` opens a fresh connection to the targets' server. `alone`: as in `ByteBudget`."""
 
     settings: IngressSettings
     client: FloeClient
@@ -47,6 +48,7 @@ class IngressDeps:
     health: Health
     clock: Clock
     pace: IngressTuning
+    alone: asyncio.Lock
 
     @property
     def memory_limit(self) -> int:

@@ -125,9 +125,8 @@ class Controller:
             metrics.members, metrics.share, metrics.leases_held, metrics.hand_overs.labels, metrics.take_overs
         )
         sharing = LeaseGroup(leases, client, SCOPE, keys, random.SystemRandom(), health, counts)
-        return IngressDeps(
-            settings, client, self._connect, store, documents, threads, discovery, sharing, health, clock, self._pace
-        )
+        common, alone = (discovery, sharing, health, clock, self._pace), asyncio.Lock()
+        return IngressDeps(settings, client, self._connect, store, documents, threads, *common, alone)
 
     # The leases
 

@@ -31,6 +31,7 @@ from ingress.publishers.publisher import Replies
 from ingress.redelivery import ParkedSource, Retries
 from ingress.report import PositionsReport, TargetReport
 from ingress.rows.prepare import TargetLimits, oversize_hint
+from ingress.rows.rows import DecodedAhead
 from ingress.verdict.settle import Reconciler, SharedSettler
 from ingress.verdict.verdict import Sending, TargetErrors, TargetStream
 
@@ -59,9 +60,8 @@ class Target:
         bucket = await self._bucket(int(info.config.get("num_replicas", 1)))
         decisions, parked = PauseStore(bucket, name), ParkedStore(objects, layout, name, info.created)
         chains = ChainRegistry(self._settings, shape_of(deps.client, info, self._settings), self._limits)
-        prefetch = Prefetcher(
-            chains, deps.store, deps.documents, deps.threads, deps.clock, deps.memory_limit, parked, decisions
-        )
+        ahead = DecodedAhead(deps.memory_limit, alone=deps.alone)
+        prefetch = Prefetcher(chains, deps.store, deps.documents, deps.threads, deps.clock, ahead, parked, decisions)
         prefetch.look_at_stopped = deps.pace.look_at_stopped
         source = ParkedSource(prefetch, parked, deps.threads)
         retries = Retries(parked, source, deps.threads, deps.clock, chains.renew_limits, decisions)
@@ -80,6 +80,7 @@ class Target:
             raise leading(errors) from None
         finally:
             deps.discovery.remove(prefetch)
+            prefetch.kept.drop()
             await publisher.aclose()
 
     async def _watch(self, delivery: Delivery, prefetch: Prefetcher, lease: Lease) -> None:

@@ -10,7 +10,7 @@ bytes <= page bytes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -133,8 +133,12 @@ ROW_GROUP_BYTES_MERGED = 64 * MIB
 _ROW_GROUP_BYTES_BEFORE = 128 * MIB  # of merged segments that former versions wrote
 # The columns of a row that are not raw bytes: so that a million empty messages are not one row group.
 ROW_OVERHEAD_BYTES = 64
-# nats-server's own limit of max_payload; one message is never split over row groups.
+# The largest message that is archived and carried, subject and headers included; none is split over row groups.
 MAX_MESSAGE_BYTES = 64 * MIB
+# What a row costs a reader in memory beside its bytes.
+ROW_BYTES = 256
+# The writer closes a page at 1 MiB. Many tiny ones cost more time than what they hold.
+FEW_PAGES, LEAST_PAGE_ROWS, LEAST_PAGE_BYTES = 64, 256, 64 * 1024
 
 
 def row_group_bytes(level: int) -> int:
@@ -384,25 +388,67 @@ class _Page:
     header_size: int
 
 
-def decoded_bytes(source: Any, chunk: Chunk, limits: ParquetLimits) -> int:
-    """The most bytes that decoding `chunk` yields, dictionary included but not expanded.
+# Of one column chunk: for each page its values, 0 for a dictionary, and the bytes that decoding it takes.
+Pages = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingCost:
+    """Bytes that decoding one row group takes, at most, in batches of `rows` rows.
+
+    `size`: all of its pages, dictionaries included but not expanded. `held`: the largest page of each column, in memory
+    as long as the row group is read. `batch`: the pages of one batch. `text`: of one batch, dictionaries expanded.
+    """
+
+    rows: int
+    size: int
+    held: int
+    batch: int
+    text: int = 0
+
+    @property
+    def need(self) -> int:
+        """Everything at once. A row costs something beside its bytes, and its text is copied twice."""
+        return self.held + self.batch + max(ROW_BYTES * self.rows, 3 * self.text)
+
+
+def decoding_cost(columns: Sequence[Pages], rows: int, limits: ParquetLimits) -> DecodingCost:
+    """What decoding a row group of `rows` rows takes, by the page headers of its columns."""
+    size = sum(taken for pages in columns for _, taken in pages)
+    step = max(1, min(limits.batch_rows, limits.batch_bytes * rows // max(1, size), rows))
+    held, batches = 0, [0] * -(-rows // step)
+    for pages in columns:
+        held += max(taken for values, taken in pages if values) + sum(taken for values, taken in pages if not values)
+        begin = 0
+        for values, taken in pages:
+            # A page that one row of a batch stands in may hold most of its bytes in that row.
+            for batch in range(begin // step, -(-(begin + values) // step) if values else 0):
+                batches[batch] += taken
+            begin += values
+    return DecodingCost(step, size, held, max(batches))
+
+
+def pages(source: Any, chunk: Chunk, limits: ParquetLimits) -> Pages:
+    """The pages of `chunk`, by their headers.
 
     `source`: what pyarrow calls a NativeFile, or what reads bytes at offsets as it does.
-    Raises SegmentCorrupt where a page is not one the writer makes, or the limits are passed.
+    Raises SegmentCorrupt where a page is not one the writer makes, or there are more than it would make.
     """
-    total = values = 0
+    found: Pages = []
+    size = values = 0
     position, end = chunk.first, chunk.first + chunk.size
     while values < chunk.rows:
         page = _read_page(source, chunk, position, end, limits)
         _check_page(chunk, page, position, is_first_data=values == 0)
-        total += max(page.uncompressed, page.compressed)
-        values += page.values if page.kind == PageType.DATA else 0
+        data = page.values if page.kind == PageType.DATA else 0
+        found.append((data, max(page.uncompressed, page.compressed)))
+        size, values = size + found[-1][1], values + data
         position += page.header_size + page.compressed
-        if total > limits.row_group_bytes:
-            raise _bomb(chunk, f"expected at most {limits.row_group_bytes} decoded bytes, found {total}")
+        if len(found) > FEW_PAGES + values // LEAST_PAGE_ROWS + size // LEAST_PAGE_BYTES:
+            raise _bomb(chunk, f"{len(found)} pages hold {values} values in {size} bytes")
     if values != chunk.rows:
         raise _bomb(chunk, f"expected {chunk.rows} values, found pages of {values}")
-    return total
+    return found
 
 
 def _read_page(source: Any, chunk: Chunk, position: int, end: int, limits: ParquetLimits) -> _Page:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import IOBase
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,10 @@ from common.subjects import matches
 # Makes `length` bytes from offset `first` readable in the source; for files of which only parts are here.
 Fetch = Callable[[int, int], None]
 
+# Called with a `Scan` before it decodes a row group, and before it expands the text of a batch, with what that takes in
+# memory; what it raises ends the reading.
+Admit = Callable[[object, RowGroup, parquet_guard.DecodingCost], None]
+
 # The stubs know an older pyarrow.
 _ParquetFile: Any = pq.ParquetFile
 _READ_AHEAD = 2**20  # bytes of a column chunk that pyarrow holds at a time
@@ -38,6 +42,10 @@ _SCHEMA_DEPTH = 8
 
 def all_present(first: int, length: int) -> None:
     """`fetch` for a source that is complete."""
+
+
+def admit_all(scan: object, group: RowGroup, cost: parquet_guard.DecodingCost) -> None:
+    """`admit` for whoever reads one segment at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,7 @@ class SegmentSource:
     limits: ParquetLimits
     fetch: Fetch
     cleanup: ExitStack
+    admit: Admit = admit_all
 
     def metadata(self) -> Metadata:
         """The metadata at the end of the bytes. Raises SegmentCorrupt."""
@@ -174,9 +183,10 @@ class Scan:
                 self._totals.check_end()
 
     def _group(self, group: RowGroup) -> Iterator[pa.RecordBatch]:
-        counted = 0
-        for batch in self._decoded(group):
-            plain = self._checked(batch, group)
+        counted, cost = 0, self._cost(group)
+        names, index = self._schema.names, group.index
+        for batch in filter(len, self._opened.file.iter_batches(cost.rows, [index], names, use_threads=False)):
+            plain = self._checked(batch, group, cost)
             counted += plain.num_rows
             wanted = self._selected(plain)
             if wanted.num_rows:
@@ -186,31 +196,22 @@ class Scan:
         if counted != group.rows:
             raise SegmentCorrupt(f"row group {group.index}: expected {group.rows} rows, found {counted}")
 
-    def _decoded(self, group: RowGroup) -> Iterator[pa.RecordBatch]:
-        limits = self._source.limits
-        rows = limits.batch_bytes * group.rows // max(1, self._decoded_bytes(group))
-        batches: Iterator[pa.RecordBatch] = self._opened.file.iter_batches(
-            batch_size=max(1, min(limits.batch_rows, rows)),
-            row_groups=[group.index],
-            columns=self._schema.names,
-            use_threads=False,
-        )
-        return (batch for batch in batches if batch.num_rows)
-
-    def _decoded_bytes(self, group: RowGroup) -> int:
-        claimed = self._opened.metadata.groups[group.index]
-        size, most = 0, self._source.limits.row_group_bytes
+    def _cost(self, group: RowGroup) -> parquet_guard.DecodingCost:
+        claimed, limits = self._opened.metadata.groups[group.index], self._source.limits
+        columns = []
         for name in self._schema.names:
             chunk = parquet_guard.chunk(name, claimed, self._opened.leaves[name])
             self._source.fetch(chunk.first, chunk.size)
-            size += parquet_guard.decoded_bytes(self._source.file, chunk, self._source.limits)
-        if size > most:
-            raise bomb(f"row group {group.index}: expected at most {most} decoded bytes, found {size}")
-        return size
+            columns.append(parquet_guard.pages(self._source.file, chunk, limits))
+        cost = parquet_guard.decoding_cost(columns, group.rows, limits)
+        self._source.admit(self, group, cost)
+        if cost.size > (most := limits.row_group_bytes):
+            raise bomb(f"row group {group.index}: expected at most {most} decoded bytes, found {cost.size}")
+        return cost
 
-    def _checked(self, batch: pa.RecordBatch, group: RowGroup) -> pa.RecordBatch:
+    def _checked(self, batch: pa.RecordBatch, group: RowGroup, cost: parquet_guard.DecodingCost) -> pa.RecordBatch:
         checks.check_text(batch)
-        self._totals.count(batch)
+        self._source.admit(self, group, replace(cost, text=self._totals.count(batch)))
         plain = _expanded(batch, self._schema)
         checks.check_order(plain.column("sequence"), self._totals.last_sequence, group.range)
         checks.check_values(plain)
@@ -242,15 +243,18 @@ class _Totals:
         self._raw_bytes = 0
         self._times: tuple[int | None, int | None] = (None, None)
 
-    def count(self, batch: pa.RecordBatch) -> None:
-        """Adds up raw bytes before dictionaries are expanded: every row may use one long text."""
+    def count(self, batch: pa.RecordBatch) -> int:
+        """Adds up raw bytes before dictionaries are expanded: every row may use one long text. Returns the bytes of
+        the expanded text.
+        """
         raw = raw_size(batch)
         self._raw_bytes += raw
         if self._raw_bytes > self._footer.raw_bytes:
             raise bomb(f"expected {self._footer.raw_bytes} raw bytes as in the footer, found more")
-        expanded = raw + sum(total(lengths(batch.column(name))) for name in {*TEXT_COLUMNS} & self._names)
-        if expanded > self._most:
-            raise bomb(f"expected batches of at most {self._most} bytes, found {expanded}")
+        text = sum(total(lengths(batch.column(name))) for name in {*TEXT_COLUMNS} & self._names)
+        if raw + text > self._most:
+            raise bomb(f"expected batches of at most {self._most} bytes, found {raw + text}")
+        return text
 
     def remember(self, batch: pa.RecordBatch) -> None:
         self.last_sequence = batch.column("sequence")[-1].as_py()
@@ -347,12 +351,14 @@ def open_file(
     rows: SequenceRange | None = None,
     fetch: Fetch = all_present,
     on_close: Callable[[], None] | None = None,
+    admit: Admit = admit_all,
 ) -> SegmentReader:
     """Opens the segment at `source` whose key says `expected`; errors name it `key`.
 
     `rows` is what `batches` gives unless it is called with others. `fetch` is called before bytes are read, for a
-    source of which only parts are present; `on_close` when the reader is closed, or when opening fails. Raises
-    SegmentCorrupt that names the cause; what `fetch` raises; OSError where the disk under the file fails.
+    source of which only parts are present; `admit` before rows are decoded; `on_close` when the reader is closed, or
+    when opening fails. Raises SegmentCorrupt that names the cause; what `fetch` and `admit` raise; OSError where the
+    disk under the file fails.
     """
     name = key or Layout().segment(expected)
     with ExitStack() as cleanup, explained(name):
@@ -362,7 +368,7 @@ def open_file(
         file: pa.NativeFile = cleanup.enter_context(
             pa.OSFile(str(source), mode="r") if isinstance(source, Path) else pa.PythonFile(source, mode="r")
         )
-        reader = _open(SegmentSource(file, name, limits, fetch, ExitStack()), expected, rows)
+        reader = _open(SegmentSource(file, name, limits, fetch, ExitStack(), admit), expected, rows)
         reader._opened.source.cleanup.push(cleanup.pop_all())
     return reader
 

@@ -33,7 +33,7 @@ from common.objects.port import ChecksumMismatch, ConditionsRefused, ObjectInfo,
 from common.segments.documents import SnapshotRef
 from common.segments.keys import MAX_LEVEL, Layout
 from common.segments.parquet_guard import MIB, SegmentGone
-from common.segments.reader import SegmentReader, open_file
+from common.segments.reader import Admit, SegmentReader, admit_all, open_file
 from common.segments.segment import Footer, SegmentRef, Tip
 from common.segments.table import SegmentTable
 from common.segments.writer import Spool, SpooledSegment, hash_file, spool_error
@@ -139,6 +139,7 @@ class SegmentStore:
         self._spool = Spool(spool_dir)
         self._clock = clock or SystemClock()
         self._in_parts = self._always_in_parts = False
+        self._admit: Admit = admit_all
 
     def in_parts(self, *, always: bool = False) -> SegmentStore:
         """The same store, where `open` with `rows` fetches only those parts of a segment that are read.
@@ -149,6 +150,12 @@ class SegmentStore:
         """
         view = copy.copy(self)
         view._in_parts, view._always_in_parts = True, always
+        return view
+
+    def admitting(self, admit: Admit) -> SegmentStore:
+        """The same store, whose open segments ask `admit` before they decode rows. Closing either closes both."""
+        view = copy.copy(self)
+        view._admit = admit
         return view
 
     # Listing
@@ -345,7 +352,7 @@ class SegmentStore:
                     f"segment {ref.key}: expected {ref.size} bytes with SHA-256 {ref.segment.digest}…, "
                     f"found {size} with {sha256[:16]}…"
                 )
-            return open_file(path, ref.segment, key=ref.key, rows=rows)
+            return open_file(path, ref.segment, key=ref.key, rows=rows, admit=self._admit)
 
     def open_part(self, ref: SegmentRef, *, rows: SequenceRange | None = None) -> SegmentReader:
         """As `open`, but fetches only the parts of the object that are read, whatever its size.
@@ -355,7 +362,9 @@ class SegmentStore:
         path = self._spool.new_file()
         try:
             parts = SparseCopy(self.objects, ref.key, ref.size, path)
-            return open_file(path, ref.segment, key=ref.key, rows=rows, fetch=parts.fetch, on_close=parts.close)
+            return open_file(
+                path, ref.segment, key=ref.key, rows=rows, fetch=parts.fetch, on_close=parts.close, admit=self._admit
+            )
         finally:
             path.unlink(missing_ok=True)
 

@@ -53,7 +53,7 @@ class ChainState:
     | BEGINNING | `waits_for`; looked at each tick | `begins` |
     | OMITTING | its turn | `passes`; `replan`, which makes it begin again |
     | LOOKING | its turn, or the next tick | `looked` |
-    | READY | its turn | `next_stretch`, with the last one; `replan`, `stands` |
+    | READY | its turn | `end_turn`, with the last stretch; `replan`, `stands` |
     | PASSING | its turn | `passes`, `replan` |
     | IDLE, DONE | a longer tail, a notification, 300 s | `wake` |
     | LATE, LOST, DAMAGED | a segment or a decision; looked at each tick | `wake`, `gives_up`, `leads_on` |
@@ -64,7 +64,8 @@ class ChainState:
 
     `position`: the next sequence to decode; 0 while it is not known where the chain begins. `end`: where its
     incarnation ended, None while it has not. `archived`: the end of coverage as the chain's tail
-    says, a hint; 0 where unknown. `given_up`: what is passed next without a row. `rechecked`: the position
+    says, a hint; 0 where unknown. `rest`: the stretch that a turn ended in. `given_up`: what
+    is passed next without a row. `rechecked`: the position
     at which damaged segments were read once more. `surveyed`: a lost hole for which everything was looked
     through, and what of it nothing covers.
     `gone`: where it stands because a hole was filled and something was missing by then; `stands_since`: its
@@ -82,6 +83,7 @@ class ChainState:
     phase: Phase = field(default=Phase.BEGINNING, init=False)
     turn: Turn = field(default=Turn.NONE, init=False)
     stretches: deque[Stretch[SegmentRef]] = field(default_factory=deque, init=False)
+    rest: Stretch[SegmentRef] | None = field(default=None, init=False)
     given_up: SequenceRange | None = field(default=None, init=False)
     plan: ChainPlan = field(default_factory=lambda: ChainPlan(Phase.IDLE), init=False)
     search: SearchState = field(default_factory=SearchState, init=False)
@@ -204,10 +206,17 @@ class ChainState:
         self.plan = ChainPlan(Phase.READY, tuple(self.stretches))
         self.phase = Phase.READY
 
-    def next_stretch(self) -> Stretch[SegmentRef]:
-        stretch = self.stretches.popleft()
+    def end_turn(self, stretch: Stretch[SegmentRef], *, is_done: bool) -> Stretch[SegmentRef] | None:
+        """`stretch`, the first one, was read up to `position`, or completely. Returns what is left of it, which is read
+        next; None where nothing is, or something else is planned by now.
+        """
+        if not self.stretches or self.stretches[0] is not stretch:
+            return None
+        self.stretches.popleft()
+        self.rest = None if is_done else Stretch(stretch.segment, SequenceRange(self.position, stretch.rows.last))
+        self.stretches.extendleft([self.rest] if self.rest else [])
         self.phase = Phase.READY if self.stretches else Phase.LOOKING
-        return stretch
+        return self.rest
 
     # Stopping
 

@@ -1,13 +1,16 @@
 """What to carry next, chain by chain: pure functions over listings, positions and the ends of
-incarnations.
+incarnations; and whose turn it is.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Generic, TypeVar
 
 from common.segments.documents import AcceptedGap, accepted_part
 from common.segments.segment import SegmentRef
@@ -123,3 +126,36 @@ def decide(plan: ChainPlan, gaps: Sequence[AcceptedGap], now: float, source: Sou
     if plan.phase is Phase.DAMAGED or plan.waiting_since is None or now - plan.waiting_since < timeout:
         return None
     return GapDecision(plan.hole, f"no segment within {format_duration(timeout)}", halts=source.on_lost != "skip")
+
+
+Waiting = TypeVar("Waiting")
+
+
+class TurnQueue(Generic[Waiting]):
+    """Who is next, fair by site and then in order. `most`: turns of one site at a time; fewer than there are, so that a
+    site that begins to wait finds one.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._changed = most, asyncio.Event()
+        self.waiting: dict[str, list[Waiting]] = {}  # the site first that has waited longest for a turn
+        self._active = Counter[str]()
+
+    def put(self, site: str, waiting: Waiting) -> None:
+        self.waiting.setdefault(site, []).append(waiting)
+        self._changed.set()
+
+    async def get(self) -> tuple[str, Waiting]:
+        """The next turn has begun; `done` ends it."""
+        while (site := next((site for site in self.waiting if self._active[site] < self._most), None)) is None:
+            self._changed.clear()
+            await self._changed.wait()
+        self._active[site] += 1
+        first, *rest = self.waiting.pop(site)
+        if rest:
+            self.waiting[site] = rest
+        return site, first
+
+    def done(self, site: str) -> None:
+        self._active[site] -= 1
+        self._changed.set()

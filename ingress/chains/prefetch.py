@@ -2,7 +2,6 @@
 budget.
 """
 
-import asyncio
 from collections.abc import Iterable, Mapping
 
 from common.chain import Chain
@@ -20,17 +19,17 @@ from ingress import errors, metrics
 from ingress.chains.chain_state import ChainRegistry, ChainState, Turn
 from ingress.chains.locate import SegmentLocator
 from ingress.chains.pauses import Pauses, PauseStore
-from ingress.chains.plan import Phase
+from ingress.chains.plan import Phase, TurnQueue
 from ingress.chains.recall import Recall
 from ingress.checkpoint import Gap, IntentPiece
 from ingress.errors import LOOK_AT_STOPPED, STOPS_CHAIN
 from ingress.parked import ParkedStore
-from ingress.rows.decoder import Decoder, FromHoleError, Relays
+from ingress.rows.decoder import Decoder, FromHoleError, HowRead, KeptOpen, Relays
 from ingress.rows.rows import Block, DecodedAhead, Rows
 
 log = get_logger(__name__)
 
-TURNS = 3  # chains that are read at the same time
+TURNS = 4  # chains that are read at the same time, at most all but one of them of one site
 LOOK_AGAIN = 300.0  # seconds until a chain is looked at, whatever its tail says
 LOOK_EVERYWHERE = 3600.0  # seconds until such a look lists all levels: ten listings, not one
 ATTEND = 2.0  # seconds between two looks at what operators have decided
@@ -55,18 +54,18 @@ class Prefetcher:
         documents: ChainStore,
         threads: Threads,
         clock: Clock,
-        memory_limit: int,
+        ahead: DecodedAhead,
         parked: ParkedStore | None = None,
         decisions: PauseStore | None = None,
     ) -> None:
         self.chains, self._clock, self.decisions = chains, clock, decisions
-        self.ahead = DecodedAhead(memory_limit)
+        self.ahead, self.kept = ahead, KeptOpen[ChainState](ahead.kept_bytes)
         relays = Relays(documents, threads)
         self.locator = SegmentLocator(chains, store, documents, relays, threads, clock)
         self.decoder = Decoder(store, threads, self.ahead.budget, parked.park if parked else None)
         self.recall = Recall(store, threads, self.ahead.budget, chains, relays, parked)
         self._relays, self._trouble = relays, Trouble()
-        self._turns: asyncio.Queue[ChainState] = asyncio.Queue()
+        self._turns = TurnQueue[ChainState](TURNS - 1)
         self._due: set[Chain] = set()  # found, and looked at by the next tick
         # Behind what was taken: where a chain goes on, though that is not stored yet.
         self._taken_to: dict[Chain, int] = {}
@@ -110,8 +109,8 @@ class Prefetcher:
         """Drop what was decoded and begin again at `positions`: another instance has carried in the meantime."""
         self._taken_to.clear()
         self.ahead.drop()
-        while not self._turns.empty():
-            self._turns.get_nowait()
+        self._turns.waiting.clear()
+        self.kept.drop()
         self.chains.reset(positions)
         self._mark(self.chains)
         self._wake_all()
@@ -185,16 +184,17 @@ class Prefetcher:
             chain.turn = Turn.AGAIN
         elif chain.turn is Turn.NONE:
             chain.turn = Turn.QUEUED
-            self._turns.put_nowait(chain)
+            self._turns.put(chain.chain.site, chain)
 
     async def take_turns(self) -> None:
         while True:
-            chain = await self._turns.get()
+            site, chain = await self._turns.get()
             chain.turn = Turn.ACTIVE
             try:
                 if self.chains.is_current(chain):
                     await self._turn(chain)
             finally:
+                self._turns.done(site)
                 wants_more, chain.turn = chain.turn is Turn.AGAIN, Turn.NONE
             if wants_more and self.chains.is_current(chain):
                 self._wake(chain)
@@ -240,7 +240,7 @@ class Prefetcher:
         match chain.phase:
             case Phase.READY:
                 chain.turn = Turn.AGAIN
-                await self._decode(chain, chain.next_stretch())
+                await self._decode(chain, chain.stretches[0])
             case Phase.OMITTING | Phase.PASSING:
                 chain.turn = Turn.AGAIN
                 self._pass(chain)
@@ -248,17 +248,14 @@ class Prefetcher:
                 chain.went_on()
 
     async def _decode(self, chain: ChainState, stretch: Stretch[SegmentRef]) -> None:
-        ref = stretch.segment
+        ref, decoder = stretch.segment, self.decoder
         chain.preparer.relay = await self._relays.of(chain.chain)
+        how = HowRead(False, frozenset(chain.damaged), tuple(chain.passed), chain.rest is stretch)
+        source = self.kept.take(chain, stretch) or decoder.begin(ref, stretch.rows, how)
+        rest = None
         try:
-            problem = await self.decoder.read(
-                ref,
-                stretch.rows,
-                chain.preparer,
-                lambda block: self._append(chain, block),
-                avoided=frozenset(chain.damaged),
-                passed=tuple(chain.passed),
-            )
+            problem = await decoder.turn(source, chain.preparer, lambda block: self._append(chain, block))
+            rest = chain.end_turn(stretch, is_done=source.is_done)
         except FromHoleError as error:
             chain.stands(error.found)
         except SegmentCorrupt as error:
@@ -269,6 +266,13 @@ class Prefetcher:
         else:
             if problem is not None:
                 self.stop_chain(chain, problem)
+        finally:
+            # States that were replaced keep nothing.
+            self.kept.drop(lambda other: not self.chains.is_current(other))
+            if rest is not None and self.chains.is_current(chain):
+                self.kept.keep(chain, rest, source)
+            else:
+                await decoder.close(source)
 
     def _pass(self, chain: ChainState) -> None:
         assert chain.given_up is not None, "only what is given up is passed"

@@ -20,7 +20,7 @@ from ingress.chains.search import covering
 from ingress.checkpoint import Gap, Intent, IntentPiece
 from ingress.errors import set_command
 from ingress.parked import ParkedName, ParkedStore, to_bytes
-from ingress.rows.decoder import Decoder, Relays
+from ingress.rows.decoder import Decoder, HowRead, Relays
 from ingress.rows.prepare import Preparer, RowRefused, oversize_hint
 from ingress.rows.rows import Block, ByteBudget, Rows
 
@@ -157,15 +157,9 @@ class Recall:
         try:
             preparer = await self._preparer(piece.chain, frozenset(piece.left_out))
             for stretch in stretches:
-                problem = await self._decoder.read(
-                    stretch.segment,
-                    stretch.rows,
-                    preparer,
-                    blocks.append,
-                    wait=False,
-                    alone=alone,
-                    avoided=frozenset(damaged),
-                )
+                how = HowRead(alone=alone, avoided=frozenset(damaged))
+                source = self._decoder.begin(stretch.segment, stretch.rows, how)
+                problem = await self._decoder.read(source, preparer, blocks.append, wait=False)
                 if problem is not None:
                     raise problem
             if (count := sum(block.piece.count for block in blocks)) != piece.count:

@@ -31,7 +31,7 @@ from ingress.chains.recall import Recall
 from ingress.checkpoint import Gap, Intent, IntentPiece
 from ingress.replay.plan import ChainRange
 from ingress.replay.request import Advice, Request
-from ingress.rows.decoder import Decoder, Relays
+from ingress.rows.decoder import Decoder, HowRead, Relays
 from ingress.rows.prepare import Prepared, Preparer, SubjectRule, TargetLimits
 from ingress.rows.rows import Block, DecodedAhead, Rows
 
@@ -216,8 +216,8 @@ class ReplaySource:
     async def _decode(self, turn: _Turn, stretch: Stretch[SegmentRef]) -> None:
         preparer = self._chains.preparer(turn.chain)
         preparer.relay = await self._relays.of(turn.chain)
-        emit, avoided = partial(self._append, turn), frozenset(self._damaged)
-        problem = await self._decoder.read(stretch.segment, stretch.rows, preparer, emit, avoided=avoided)
+        rows = self._decoder.begin(stretch.segment, stretch.rows, HowRead(avoided=frozenset(self._damaged)))
+        problem = await self._decoder.read(rows, preparer, partial(self._append, turn))
         if problem is not None:
             raise Stopped(problem.message, hint=self._chains.advice.refused(problem.code), code=problem.code)
 

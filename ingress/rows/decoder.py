@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import pyarrow as pa
 
 from common.chain import Chain
-from common.errors import Stopped, Unavailable
+from common.errors import DataError, FloeError, Stopped, Unavailable
+from common.segments.checks import RowGroup
 from common.segments.columns import raw_size
 from common.segments.documents import ChainDocument, ChainStore
 from common.segments.keys import SegmentName
-from common.segments.reader import SegmentReader
+from common.segments.parquet_guard import DEFAULT_LIMITS, MAX_MESSAGE_BYTES, DecodingCost
 from common.segments.segment import Reason, SegmentRef
 from common.segments.store import SegmentStore
 from common.segments.unread import NOTHING, StretchReader, UnreadPart, open_stretch
@@ -29,6 +34,15 @@ from ingress.rows.rows import Block, ByteBudget
 # also wait for that.
 CHUNK_BYTES = 4 * 1024 * 1024
 CHUNK_ROWS = 2048
+
+# Where a turn of a chain ends; the next one goes on in the same open segment.
+TURN_ROWS, TURN_BYTES = 16_384, 8 * 1024 * 1024
+# What segments that are united may take at a time. One alone takes less.
+MOST_DECODED = 3 * DEFAULT_LIMITS.row_group_bytes
+_AROUND = 1024  # bytes of pages for a row beside its message, at most
+
+KEPT = 8  # segments that stay open between turns
+Reading = TypeVar("Reading")
 
 Emit = Callable[[Block], None]
 # Keeps a message that is too large for the target (`ParkedStore.park`). Blocking; the same one may be put again.
@@ -96,76 +110,78 @@ class Decoder:
     def __init__(self, store: SegmentStore, threads: Threads, budget: ByteBudget, park: Park | None = None) -> None:
         self._store, self._threads, self._budget, self._park = store, threads, budget, park
 
-    async def read(
-        self,
-        ref: SegmentRef,
-        rows: SequenceRange,
-        preparer: Preparer,
-        emit: Emit,
-        *,
-        wait: bool = True,
-        alone: bool = False,
-        avoided: AbstractSet[str] = NOTHING,
-        passed: Sequence[SequenceRange] | None = None,
-    ) -> Stopped | None:
-        """Hand the rows `rows` of `ref` to `emit`, in blocks that together account for all of them.
+    def begin(self, ref: SegmentRef, rows: SequenceRange, how: HowRead | None = None) -> SegmentRows:
+        """The rows `rows` of `ref`, not read yet; the caller closes them."""
+        return SegmentRows(self._store, Stretch(ref, rows), self._park, how or HowRead())
 
-        Rows that `ref` did not read are taken from other segments, except those whose keys are `avoided`; `alone`:
-        only its own rows. `passed`: what is given up of filled holes (None: all). FromHoleError is raised where
-        something else of a filled hole is missing.
+    async def turn(self, source: SegmentRows, preparer: Preparer, emit: Emit, *, wait: bool = True) -> Stopped | None:
+        """Hand rows of `source` to `emit` until a turn is over or `source` is done, in blocks that account for them.
 
-        The bytes of a block are taken from the budget before it is decoded (with `wait` false: as much as is left)
-        and then belong to the receiver of the block. Returns the problem of the first row that must not be published,
-        None if there is none. Raises SegmentCorrupt (blocks handed out before are good), SegmentGone, what the store
-        raises, and what `emit` raises.
+        What decoding takes is taken from the budget before (with `wait` false: whether or not it is free), and the
+        bytes of a block belong to its receiver. Returns the problem of the first row that must not be published, None
+        if there is none. Raises SegmentCorrupt (blocks handed out before are good), SegmentGone, what the store
+        raises, what `emit` raises, and FromHoleError where something of a filled hole is missing that is not given up.
         """
-        begin = rows.first
-        source = _Source(self._store, Stretch(ref, rows), preparer, self._park, alone, avoided, passed)
+        source.preparer, source.refuses, problem, began = preparer, wait, None, source.begin
+        while problem is None and not source.is_done and source.begin == began:
+            granted = source.need
+            async with self._budget.decoding(granted, wait=wait):
+                try:
+                    problem = await self._decode(source, granted, emit)
+                except BaseException:
+                    await self.close(source)  # nothing is decoded any more behind this block
+                    raise
+        if problem is not None:
+            source.is_done = True
+        elif source.is_done:
+            self._account(source, source.end, emit)
+            if source.stands is not None:
+                raise FromHoleError(source.stands)
+        return problem
+
+    async def _decode(self, source: SegmentRows, granted: int, emit: Emit) -> Stopped | None:
+        """As `turn`, but ends too where more than `granted` is needed."""
+        rows = size = 0
+        while (found := await self._threads.run(source.next, granted)) is not None:
+            part, prepared, ends_batch = found
+            if prepared.has_rows:
+                self._account(source, part.since - 1, emit)
+                block = _block(part.segment.segment, source.begin, prepared)
+                self._hand_out(source, block, emit)
+                size += block.size
+            rows += part.batch.num_rows
+            is_over = ends_batch and (rows >= TURN_ROWS or size >= TURN_BYTES) and source.begin <= source.end
+            if prepared.problem is not None or is_over:
+                return prepared.problem
+        return source.preparer.too_large(*source.refused) if source.refused else None
+
+    async def read(self, source: SegmentRows, preparer: Preparer, emit: Emit, *, wait: bool = True) -> Stopped | None:
+        """Hand out all rows of `source`, turn after turn, and close it; otherwise as `turn`."""
+        problem = None
         try:
-            while (chunk := await self._next(source, wait)) is not None:
-                part, prepared = chunk
-                if prepared.has_rows:
-                    begin = self._account(ref, begin, part.since - 1, emit)
-                    begin = self._hand_out(_block(part.segment.segment, begin, prepared), emit)
-                if prepared.problem is not None:
-                    return prepared.problem
+            while not source.is_done:
+                problem = await self.turn(source, preparer, emit, wait=wait)
         finally:
-            # In a thread, because it waits for a chunk that is still being decoded and is not needed any more.
-            await self._threads.run(source.close)
-        stands = source.stands
-        self._account(ref, begin, rows.last if stands is None else stands.rows.first - 1, emit)
-        if stands is not None:
-            raise FromHoleError(stands)
-        return None
+            await self.close(source)
+        return problem
 
-    def _account(self, ref: SegmentRef, begin: int, last: int, emit: Emit) -> int:
-        if begin > last:
-            return begin
-        self._budget.force(CHUNK_BYTES)
-        return self._hand_out(Block(IntentPiece(ref.segment, SequenceRange(begin, last), 0)), emit)
+    async def close(self, source: SegmentRows) -> None:
+        """In a thread, because it waits for a chunk that is still being decoded and is not needed any more."""
+        await self._threads.run(source.close)
 
-    def _hand_out(self, block: Block, emit: Emit) -> int:
-        self._budget.give(CHUNK_BYTES - block.size)
+    def _account(self, source: SegmentRows, last: int, emit: Emit) -> None:
+        if source.begin <= last:
+            rows = SequenceRange(source.begin, last)
+            self._hand_out(source, Block(IntentPiece(source.segment.segment, rows, 0)), emit)
+
+    def _hand_out(self, source: SegmentRows, block: Block, emit: Emit) -> None:
+        self._budget.force(block.size)
         try:
             emit(block)
         except BaseException:
             self._budget.give(block.size)
             raise
-        return block.piece.rows.last + 1
-
-    async def _next(self, source: _Source, wait: bool) -> tuple[UnreadPart, Prepared] | None:
-        """The next rows, for which CHUNK_BYTES of the budget are then taken; None behind the last."""
-        if wait:
-            await self._budget.take(CHUNK_BYTES)
-        else:
-            self._budget.force(CHUNK_BYTES)
-        chunk = None
-        try:
-            chunk = await self._threads.run(source.next)
-        finally:
-            if chunk is None or not chunk[1].has_rows:
-                self._budget.give(CHUNK_BYTES)
-        return chunk
+        source.begin = block.piece.rows.last + 1
 
 
 def _block(segment: SegmentName, begin: int, prepared: Prepared) -> Block:
@@ -176,65 +192,151 @@ def _block(segment: SegmentName, begin: int, prepared: Prepared) -> Block:
     return Block(piece, batch, batch.size) if batch else Block(piece)
 
 
-class _Source:
-    """One stretch, used by one thread at a time and closed when no thread uses it; the fields as in `Decoder.read`.
-
-    `stands`: where its rows end before the stretch does, as far as they are read.
+@dataclass(frozen=True, slots=True)
+class HowRead:
+    """Rows that a segment did not read are taken from other segments, except those whose keys are `avoided`; `alone`:
+    only its own rows. `passed`: what is given up of filled holes (None: all). `again`: the segment was open before, and
+    only the parts that are read are fetched.
     """
 
-    def __init__(
-        self,
-        store: SegmentStore,
-        stretch: Stretch[SegmentRef],
-        preparer: Preparer,
-        park: Park | None,
-        alone: bool,
-        avoided: AbstractSet[str],
-        passed: Sequence[SequenceRange] | None,
-    ) -> None:
-        self._store, self._stretch, self._preparer, self._park = store, stretch, preparer, park
-        self._alone, self._avoided, self._passed = alone, avoided, passed
-        self._lock, self._closed = threading.Lock(), False
-        self._reader: SegmentReader | StretchReader | None = None
-        self._parts: Iterator[UnreadPart] = iter(())
-        self.stands: FromHole | None = None
+    alone: bool = False
+    avoided: AbstractSet[str] = NOTHING
+    passed: Sequence[SequenceRange] | None = None
+    again: bool = False
 
-    def next(self) -> tuple[UnreadPart, Prepared] | None:
-        with self._lock:
+
+class _ShortError(FloeError):
+    """More bytes are needed than were granted. One of Floe's, because others that reading raises count as damage."""
+
+
+_Next = tuple[UnreadPart, Prepared, bool]
+
+
+class SegmentRows:
+    """The rows of one stretch, used by one thread at a time.
+
+    `begin`: the first sequence not handed out yet. `stands`: where its rows end before the stretch does, as far as
+    they are read. `refused`: a message that is too large and its bytes, behind which nothing is read. `preparer`; and
+    `refuses`, messages that are too large: to be set before each turn.
+    """
+
+    preparer: Preparer
+
+    def __init__(self, store: SegmentStore, stretch: Stretch[SegmentRef], park: Park | None, how: HowRead) -> None:
+        self.segment, self.begin, self.is_done, self.refuses = stretch.segment, stretch.rows.first, False, True
+        self.stands: FromHole | None = None
+        self.refused: tuple[int, int] | None = None
+        self._store = (store.in_parts() if how.again else store).admitting(self._admit)
+        self._stretch, self._park, self._how = stretch, park, how
+        self._lock, self._closed, self._position = threading.Lock(), False, stretch.rows.first
+        self._reader: StretchReader | None = None
+        self._batches: Iterator[tuple[UnreadPart, bool]] | None = None
+        # Of all segments that are read for it: what they take in memory, what they may, what they would take next.
+        self._costs, self._granted, self._wanted = WeakKeyDictionary[object, DecodingCost](), 0, 0
+
+    @property
+    def end(self) -> int:
+        """The last sequence that it accounts for."""
+        return self._stretch.rows.last if self.stands is None else self.stands.rows.first - 1
+
+    @property
+    def need(self) -> int:
+        """Bytes that the next turn takes, as far as is known; 0 before the segment is open."""
+        return self._wanted or sum(cost.need for cost in self._costs.values())
+
+    @property
+    def held(self) -> int:
+        """Bytes that it holds between two turns, approximately."""
+        return sum(cost.held for cost in self._costs.values())
+
+    def _admit(self, scan: object, group: RowGroup, cost: DecodingCost) -> None:
+        if self.refuses and group.rows == 1 and cost.size - _AROUND > MAX_MESSAGE_BYTES:
+            self.refused = group.range.first, cost.size
+            raise _ShortError(f"message {group.range.first} is too large")
+        self._costs[scan] = cost
+        if (need := self.need) > MOST_DECODED:
+            raise DataError(f"expected to decode at most {MOST_DECODED} bytes at a time, found {need}")
+        if need > self._granted:
+            # Segments that are united are opened one by one: each is not to begin everything anew.
+            self._wanted = need if len(self._costs) == 1 else min(MOST_DECODED, max(need, 2 * self._granted))
+            raise _ShortError(f"{need} bytes are needed")
+
+    def next(self, granted: int) -> _Next | None:
+        """The next rows, prepared, and whether they end what was decoded at once; None behind the last, and where more
+        than `granted` bytes are needed.
+        """
+        with self._lock, suppress(_ShortError):
             if self._closed:
                 return None
-            if self._reader is None:
-                parts = self._open()
-                self._parts = (
-                    UnreadPart(part.segment, part.since, batch) for part in parts for batch in _halved(part.batch)
-                )
-            if (part := next(self._parts, None)) is None:
+            self._granted, self._wanted = granted, 0
+            # Where more is needed it begins again at the position.
+            batches, self._batches = self._batches or self._open(), None
+            if (found := next(batches, None)) is None:
+                self.is_done = True
                 return None
-            prepared = self._preparer.prepare(part.batch)
+            part, prepared = found[0], self.preparer.prepare(found[0].batch)
             for oversize in prepared.oversize:
                 assert self._park is not None, "only who parks has messages to park"
                 self._park(part.segment.chain, oversize)
-            return part, prepared
+            self._position, self._batches = part.batch.column("sequence")[-1].as_py() + 1, batches
+            return part, prepared, found[1]
+        return None
 
-    def _open(self) -> Iterator[UnreadPart]:
-        segment, rows = self._stretch.segment, self._stretch.rows
-        if self._alone:
-            self._reader = own = self._store.open(segment, rows=rows)
-            return (UnreadPart(segment, rows.first, batch) for batch in own.batches(rows))
-        self._reader = reader = open_stretch(self._store, self._stretch, avoided=self._avoided)
-        if self._passed is not None:
-            self.stands = _standing(reader, self._stretch, self._avoided, self._passed)
-        if self.stands is None:
-            return reader.parts()
-        if self.stands.rows.first == rows.first:
+    def _open(self) -> Iterator[tuple[UnreadPart, bool]]:
+        how, refs = self._how, () if self._how.alone else None
+        if self._reader is None:
+            self._reader = open_stretch(self._store, self._stretch, refs=refs, avoided=how.avoided)
+        if how.passed is not None and self._position == self._stretch.rows.first:
+            self.stands = _standing(self._reader, self._stretch, how.avoided, how.passed)
+        if self._position > self.end:
             return iter(())
-        return reader.parts(SequenceRange(rows.first, self.stands.rows.first - 1))
+        return _halves(self._reader.parts(SequenceRange(self._position, self.end)))
 
     def close(self) -> None:
         with self._lock:
-            self._closed = True
-            if self._reader is not None:
-                self._reader.close()
+            # What they hold is free at once, not when a collector comes round.
+            self._closed, self._batches, reader, self._reader = True, None, self._reader, None
+            if reader is not None:
+                reader.close()
+
+
+class KeptOpen(Generic[Reading]):
+    """Segments that stay open from one turn of a chain to the next: at most `KEPT` that hold `most_bytes` together.
+
+    Where there are more, one of the site that has most of them is closed.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most, self.kept = most_bytes, dict[Reading, tuple[object, SegmentRows]]()
+
+    def take(self, reading: Reading, plan: object) -> SegmentRows | None:
+        """What `reading` kept; None where nothing is left of it, or what it plans is no longer the same `plan`."""
+        if reading in self.kept and self.kept[reading][0] is not plan:
+            self._close(reading)
+        return self.kept.pop(reading, (None, None))[1]
+
+    def keep(self, reading: Reading, plan: object, source: SegmentRows) -> None:
+        self.kept[reading] = (plan, source)
+        while len(self.kept) > KEPT or sum(each.held for _, each in self.kept.values()) > self._most:
+            shares = Counter[str]()
+            for _, each in reversed(self.kept.values()):
+                shares[each.segment.chain.site] += 1 if len(self.kept) > KEPT else each.held
+            site, _ = shares.most_common(1)[0]
+            self._close(next(key for key, (_, each) in reversed(self.kept.items()) if each.segment.chain.site == site))
+
+    def drop(self, is_dropped: Callable[[Reading], bool] = lambda _: True) -> None:
+        for reading in filter(is_dropped, list(self.kept)):
+            self._close(reading)
+
+    def _close(self, reading: Reading) -> None:
+        self.kept.pop(reading)[1].close()
+
+
+def _halves(parts: Iterable[UnreadPart]) -> Iterator[tuple[UnreadPart, bool]]:
+    for part in parts:
+        halves = list(_halved(part.batch))
+        for batch in halves:
+            yield UnreadPart(part.segment, part.since, batch), batch is halves[-1]
 
 
 def _halved(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:

@@ -20,6 +20,7 @@ from common.errors import Stopped
 from common.exits import ways
 from common.jetstream.headers import Provenance, escaped_lines, parse_block
 from common.segments.columns import messages
+from common.segments.parquet_guard import MAX_MESSAGE_BYTES, MIB
 from common.segments.segment import Message, decode_subject
 from common.settings.ingress import SourceSettings
 from common.subjects import covers, matches, overlaps
@@ -212,6 +213,8 @@ def oversize_hint(target: str) -> str:
 PUBLISHER_LINES = 192
 # nats-server keeps the length of a header block in 16 bits.
 MAX_HEADER_BLOCK = 65_535
+# The largest message, with what the target adds to it.
+MOST_CARRIED = MAX_MESSAGE_BYTES + MIB
 # Sequence, timestamp, the space between and the line's end, at their longest.
 _NUMBERS = 44
 _MESSAGE = "message with its headers"
@@ -319,7 +322,8 @@ class Preparer:
         subjects, refusal = self._subjects(rows.subjects)
         tails = self._tails(rows)
         sizes, limits = self._limits(rows.lengths, tails)
-        stop = len(sizes) if refusal is None else refusal.row
+        huge = next((row for row, size in enumerate(sizes) if size > MOST_CARRIED), len(sizes))
+        stop = min(huge, len(sizes) if refusal is None else refusal.row)
         if parks and (too_large := oversize(batch, limits, stop)):
             # Prepared again without them: this is rare, and costs nothing else.
             return self._without(batch, tuple(each.message.sequence for each in too_large), too_large)
@@ -328,6 +332,8 @@ class Preparer:
             return Prepared(self._batch(rows, subjects, tails, sizes, len(sizes)))
         ready = self._batch(rows, subjects, tails, sizes, refusal.row) if refusal.row else None
         sequence = rows.sequences[refusal.row]
+        if refusal.row == huge:
+            return Prepared(ready, self.too_large(sequence, sizes[huge]))
         hint = way_out(self._chain, self._target.target, refusal.code, sequence)
         return Prepared(ready, RowRefused(self._chain, sequence, refusal, hint))
 
@@ -345,6 +351,12 @@ class Preparer:
             b"\r\n%b\r\n" % self._extra,
             max(sizes[:stop]),
         )
+
+    def too_large(self, sequence: int, size: int) -> RowRefused:
+        """The problem of a message that is not carried anywhere, whatever the target takes. `size`: its bytes."""
+        skip = set_position(self._target.target, self._chain, sequence + 1)
+        refusal = Refusal(0, "E-MSG-TOO-LARGE", f"it needs {size} bytes, expected at most {MAX_MESSAGE_BYTES}")
+        return RowRefused(self._chain, sequence, refusal, ways(("keep a copy of it elsewhere, and skip it", skip)))
 
     # Subjects
 
@@ -397,15 +409,17 @@ class Preparer:
         """Bytes of each row's payload and header block, never less than what will be sent; and which of them the
         target limits.
         """
+        # An intent is finished as it stands.
+        most = min(self._target.max_message, MOST_CARRIED) if self.leaves_out is None else self._target.max_message
         bare = len(self._origin) + _NUMBERS + PUBLISHER_LINES + len(self._extra)
         if tails is None:
             sizes = [length + bare for length in lengths]
-            return sizes, (Limit(_MESSAGE, sizes, self._target.max_message),)
+            return sizes, (Limit(_MESSAGE, sizes, most),)
         blocks = [bare if tail is None else len(tail) + PUBLISHER_LINES for tail in tails]
         sizes = [length + block for length, block in zip(lengths, blocks, strict=True)]
         return sizes, (
             Limit("header block", blocks, MAX_HEADER_BLOCK),
-            Limit(_MESSAGE, sizes, self._target.max_message),
+            Limit(_MESSAGE, sizes, most),
         )
 
 

@@ -3,7 +3,8 @@
 import asyncio
 import bisect
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise, repeat
 from typing import Any
@@ -169,12 +170,29 @@ class Rows:
 class ByteBudget:
     """At most `limit` bytes at a time, given out in the order of the requests.
 
-    A request larger than the limit is granted alone, so that a single huge message cannot block for ever.
+    A request larger than the limit is granted alone, so that a single huge message cannot block for ever. `alone`:
+    held while what is larger than the limit is decoded; shared by the budgets of a process (None: its own).
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit, self.used = limit, 0
+    def __init__(self, limit: int, alone: asyncio.Lock | None = None) -> None:
+        self.limit, self.used, self._alone = limit, 0, alone or asyncio.Lock()
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def decoding(self, size: int, *, wait: bool) -> AsyncIterator[None]:
+        """Hold `size` bytes within the block, taken before it with `wait`, forced without.
+
+        What is larger than the limit is the only such thing of the process. Nothing in the block may wait for others.
+        """
+        if wait and size:
+            await self.take(size)
+        else:
+            self.force(size)
+        try:
+            async with self._alone if size > self.limit else nullcontext():
+                yield
+        finally:
+            self.give(size)
 
     async def take(self, size: int) -> None:
         if not self._waiting and self._fits(size):
@@ -214,12 +232,13 @@ class ByteBudget:
 class DecodedAhead:
     """Blocks in the order in which they are published; `budget` holds their bytes until they are released.
 
-    `memory_limit`: bytes; the rest is for what decoding needs beside the rows, for what is on the wire, and for what
-    the allocator keeps. `max_rows`: of one intent.
+    `memory_limit`: bytes; half of it is for rows and for what decoding them needs, a quarter for segments that stay
+    open between turns, the rest for what is on the wire and for what the allocator keeps. `max_rows`: of one intent.
+    `alone`: as in `ByteBudget`.
     """
 
-    def __init__(self, memory_limit: int, max_rows: int = MAX_ROWS) -> None:
-        self.budget = ByteBudget(memory_limit // 4)
+    def __init__(self, memory_limit: int, max_rows: int = MAX_ROWS, alone: asyncio.Lock | None = None) -> None:
+        self.budget, self.kept_bytes = ByteBudget(memory_limit // 2, alone), memory_limit // 4
         self._max_rows, self._max_bytes = max_rows, min(MAX_BYTES, memory_limit // 8)
         self._blocks: deque[Block] = deque()
         self._changed = asyncio.Event()

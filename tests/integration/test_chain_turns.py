@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from common.chain import Chain
 from common.clock import SystemClock
+from common.segments.columns import SCHEMA, raw_size
 from common.segments.documents import AcceptedGap, ChainDocument
+from common.segments.parquet_guard import MAX_MESSAGE_BYTES
+from common.segments.segment import Footer, Ledger, SegmentRef
+from common.segments.store import SegmentStore
+from common.segments.writer import SpooledSegment, hash_file
 from common.sequences import SequenceRange
 from common.service.process import Threads
 from common.settings.ingress import TargetSettings
@@ -21,9 +29,12 @@ from ingress.chains.chain_state import ChainRegistry, Turn
 from ingress.chains.prefetch import Prefetcher
 from ingress.chains.search import look
 from ingress.checkpoint import Gap, advanced
+from ingress.rows.decoder import CHUNK_ROWS, KEPT, TURN_ROWS, KeptOpen
 from ingress.rows.prepare import Accepting, TargetLimits
+from ingress.rows.rows import DecodedAhead
 from tests.support.basics import PATIENCE, soon
 from tests.support.ingress import CHAIN, Archive, rows_of
+from tests.support.segments import forge
 
 LATER = CHAIN.next_incarnation()
 PARTS = [CHAIN, Chain("us-east", "NODES", 0, 1)]
@@ -34,15 +45,19 @@ SMALL = [Chain(f"s{n}", "NODES") for n in range(9)]
 class Centre:
     """Takes what a prefetcher has ready and remembers it as stored."""
 
-    def __init__(self, archive: Archive, memory: int = 1 << 28, **source: Any) -> None:
+    def __init__(
+        self, archive: Archive, memory: int = 1 << 28, largest: int = 1 << 20, parks: bool = False, **source: Any
+    ) -> None:
         sites = ["us-east", BIG.site, *(chain.site for chain in SMALL)]
         entry = {"site": sites, "feed": "NODES", **source}
         settings = TargetSettings.model_validate({"stream": "FLEET", "sources": [entry]})
-        registry = ChainRegistry(settings, TargetLimits(Accepting([">"]), 1 << 20))
+        registry = ChainRegistry(settings, TargetLimits(Accepting([">"]), largest, parks=parks))
         self.threads = Threads("test", 4)
         self.archive, self.stored = archive, dict[Chain, int]()
         self.order: list[tuple[Chain, int]] = []  # messages by chain, block by block
-        self.prefetcher = Prefetcher(registry, archive.store, archive.documents, self.threads, SystemClock(), memory)
+        self.prefetcher = Prefetcher(
+            registry, archive.store, archive.documents, self.threads, SystemClock(), DecodedAhead(memory)
+        )
 
     @asynccontextmanager
     async def running(self, *, is_known: bool = True) -> AsyncIterator[Centre]:
@@ -57,6 +72,10 @@ class Centre:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.threads.idle()
             self.threads.close()
+
+    def messages_of(self, chain: Chain, until: int | None = None) -> int:
+        """How many of the chain are among the first `until` blocks."""
+        return sum(count for each, count in self.order[:until] if each == chain)
 
     async def _carry(self) -> None:
         while True:
@@ -86,6 +105,47 @@ class Centre:
         await soon(there, seconds, every=0.05)
 
 
+def empty_messages(count: int, size: int = 0) -> pa.Table:
+    """Messages 1 to `count`, each of `size` bytes: a few thousand bytes when it is written."""
+    sequences = pa.array(range(1, count + 1), pa.int64())
+    times = pc.multiply(sequences, 1000)
+    columns = {
+        "sequence": sequences,
+        "timestamp": pc.divide(times, 1000).cast(SCHEMA.field("timestamp").type),
+        "timestamp_ns": times,
+        "subject": pa.repeat("nodes.one", count),
+        "subject_raw": pa.nulls(count, pa.binary()),
+        "headers": pa.nulls(count, pa.binary()),
+        "payload": pa.repeat(pa.scalar(bytes(size), pa.binary()), count),
+        "sample_key": pa.nulls(count, pa.string()),
+    }
+    return pa.Table.from_arrays(list(columns.values()), schema=SCHEMA)
+
+
+def put_forged(archive: Archive, chain: Chain, table: pa.Table, **options: Any) -> SegmentRef:
+    """A segment as a site could make it that means harm: valid, and as few bytes as possible."""
+    times, count = table["timestamp_ns"], table.num_rows
+    footer = Footer(
+        chain=chain,
+        level=0,
+        coverage=SequenceRange(1, count),
+        rows=count,
+        ledger=Ledger({}),
+        raw_bytes=raw_size(table.combine_chunks().to_batches()[0]),
+        first_timestamp_ns=times[0].as_py(),
+        last_timestamp_ns=times[-1].as_py(),
+        tip=None,
+        writer="tests",
+    )
+    archive.begin(chain)
+    path = archive.store.new_spool()
+    forge(path, table, footer, **options)
+    ref = archive.store.put(SpooledSegment(path, footer, *hash_file(path)))
+    path.unlink()
+    archive.documents.write_tail(chain, count)
+    return ref
+
+
 @pytest.mark.parametrize("memory", [1 << 28, 1 << 20], ids=["roomy", "short"])
 async def test_one_chain_with_a_hundred_times_the_rows_starves_nobody(archive: Archive, memory: int) -> None:
     for first in range(1, 20_001, 1000):
@@ -97,7 +157,7 @@ async def test_one_chain_with_a_hundred_times_the_rows_starves_nobody(archive: A
 
     last = max(index for index, (chain, _) in enumerate(centre.order) if chain != BIG)
     before = sum(count for chain, count in centre.order[:last] if chain == BIG)
-    # Three chains are read at a time: nine small ones are through after about five turns of the big one, or a few more
+    # Four chains are read at a time: nine small ones are through after about five turns of the big one, or a few more
     # where threads are slow; one that starved would be through after about twenty.
     assert before <= 15_000, before
 
@@ -282,3 +342,142 @@ async def test_a_chain_that_waits_for_others_gets_no_turn_before_they_have_ended
     assert (state.turn, state.waits_for != "") == (Turn.NONE, True)
     prefetcher.closed({CHAIN: 11})
     assert state.turn is Turn.QUEUED
+
+
+# One site never holds up the others
+
+
+def hostile_partitions(archive: Archive, count: int, rows: int) -> list[Chain]:
+    """Chains of one site, each with one tiny segment of `rows` empty messages."""
+    chains = [Chain(BIG.site, "NODES", 0, partition) for partition in range(count)]
+    for chain in chains:
+        put_forged(archive, chain, empty_messages(rows))
+    return chains
+
+
+@pytest.mark.parametrize("memory", [1 << 28, 1 << 20], ids=["roomy", "short"])
+async def test_tiny_segments_with_very_many_messages_starve_nobody(archive: Archive, memory: int) -> None:
+    hostile = hostile_partitions(archive, 4, 150_000)
+    for chain in SMALL:
+        archive.put(rows_of(1, 200, chain), chain=chain)
+    async with Centre(archive, memory).running() as centre:
+        await centre.reaches({**dict.fromkeys(SMALL, 201), **dict.fromkeys(hostile, 150_001)})
+
+    last = max(index for index, (chain, _) in enumerate(centre.order) if chain in SMALL)
+    before = sum(centre.messages_of(chain, last) for chain in hostile)
+    # The site has three turns at a time, and each time another one is over nine others are next.
+    assert before <= 13 * TURN_ROWS, before
+
+
+@pytest.mark.parametrize("memory", [1 << 28, 1 << 20], ids=["roomy", "short"])
+async def test_a_live_site_is_carried_beside_an_honest_backlog(archive: Archive, memory: int) -> None:
+    """Merged segments, as they stand in the archive after an outage of the centre."""
+    backlog = [Chain(BIG.site, "NODES", 0, partition) for partition in range(4)]
+    for chain in backlog:
+        archive.put(rows_of(1, 50_000, chain), chain=chain, level=2)
+    live, delays = SMALL[0], list[int]()
+    async with Centre(archive, memory).running() as centre:
+        for first in range(1, 101, 10):
+            before = sum(map(centre.messages_of, backlog))
+            archive.put(rows_of(first, first + 9, live), chain=live)
+            centre.prefetcher.found(live, first + 9)
+            await centre.reaches({live: first + 10})
+            place = [index for index, (chain, _) in enumerate(centre.order) if chain == live][-1]
+            delays.append(sum(centre.messages_of(chain, place) for chain in backlog) - before)
+        await centre.reaches(dict.fromkeys(backlog, 50_001))
+    # What was ready, and the turns that had begun: never all of the backlog.
+    assert max(delays) <= 100_000, delays
+    assert sorted(delays)[len(delays) // 2] <= 4 * TURN_ROWS, delays
+
+
+async def test_a_turn_goes_on_in_the_same_open_segment(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
+    chains = [Chain(BIG.site, "NODES", 0, partition) for partition in range(14)]
+    for chain in chains:
+        put_forged(archive, chain, empty_messages(4 * TURN_ROWS - 5))
+    opened, kept = Counter[tuple[Chain, bool]](), list[int]()
+    real, keep = SegmentStore.open, KeptOpen.keep
+
+    def open_counted(store: SegmentStore, ref: SegmentRef, **options: Any) -> Any:
+        opened[ref.chain, store._in_parts] += 1
+        return real(store, ref, **options)
+
+    def keep_counted(each: KeptOpen[Any], *args: Any) -> None:
+        keep(each, *args)
+        kept.append(len(each.kept))
+
+    monkeypatch.setattr(SegmentStore, "open", open_counted)
+    monkeypatch.setattr(KeptOpen, "keep", keep_counted)
+    async with Centre(archive).running() as centre:
+        await centre.reaches(dict.fromkeys(chains, 4 * TURN_ROWS - 4))
+    # Eight stay open; the others are opened anew, and only the parts that are read are fetched then.
+    assert max(kept) == KEPT
+    assert {chain: opened[chain, False] for chain in chains} == dict.fromkeys(chains, 1)
+    assert sum(opened[chain, True] for chain in chains) < 3 * len(chains) * 3 / 4
+    assert {count for chain, count in centre.order} <= set(range(CHUNK_ROWS + 1))
+
+
+async def test_a_reset_in_the_middle_of_a_segment_closes_it_and_loses_nothing(archive: Archive) -> None:
+    put_forged(archive, BIG, empty_messages(6 * TURN_ROWS))
+    async with Centre(archive).running() as centre:
+        await centre.look()
+        for _ in range(4):
+            done = centre.messages_of(BIG)
+            await soon(lambda done=done: centre.messages_of(BIG) > done or centre.stored.get(BIG) == 6 * TURN_ROWS + 1)
+            centre.prefetcher.reset(centre.stored)
+            assert centre.prefetcher.kept.kept == {}
+        await centre.reaches({BIG: 6 * TURN_ROWS + 1})
+        assert centre.messages_of(BIG) == 6 * TURN_ROWS
+        await soon(lambda: centre.prefetcher.ahead.budget.used == 0)
+
+
+# Memory
+
+
+@pytest.fixture
+def pool() -> Iterator[pa.MemoryPool]:
+    """What pyarrow allocates in the test."""
+    before = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(before)
+    pa.set_memory_pool(pool)
+    yield pool
+    pa.set_memory_pool(before)
+
+
+@pytest.mark.parametrize("parks", [False, True], ids=["halt", "park"])
+async def test_messages_above_64_mib_stop_their_chains_before_they_are_decoded(
+    archive: Archive, parks: bool, request: pytest.FixtureRequest
+) -> None:
+    chains = SMALL[:2]
+    for chain in chains:
+        put_forged(archive, chain, empty_messages(1, MAX_MESSAGE_BYTES + 4096))
+    archive.put(rows_of(1, 200, BIG), chain=BIG)
+    pool = request.getfixturevalue("pool")
+    async with Centre(archive, largest=1 << 30, parks=parks).running() as centre:
+        await centre.reaches({BIG: 201})
+        states = [centre.prefetcher.chains.get(chain) for chain in chains]
+        await soon(lambda: all(state.stopped for state in states))
+    for state in states:
+        assert state.stopped.code == "E-MSG-TOO-LARGE"
+        assert f"--site {state.chain.site} --feed NODES --incarnation 0 --partition 0 --sequence 2 --yes" in str(
+            state.stopped.hint
+        )
+        assert not state.damaged
+    assert centre.stored == {BIG: 201}
+    assert pool.max_memory() < 32 << 20, "nothing of them is decoded"
+
+
+async def test_pages_larger_than_the_memory_are_decoded_one_at_a_time(
+    archive: Archive, request: pytest.FixtureRequest
+) -> None:
+    """Six messages of 8 MiB in one page of 48 MiB, in each of four segments of some thousand bytes."""
+    chains = SMALL[:4]
+    for chain in chains:
+        ref = put_forged(archive, chain, empty_messages(6, 8 << 20))
+        assert ref.size < 32_000
+    archive.put(rows_of(1, 200, BIG), chain=BIG)
+    pool = request.getfixturevalue("pool")
+    async with Centre(archive, memory=32 << 20, largest=64 << 20).running() as centre:
+        await centre.reaches({BIG: 201, **dict.fromkeys(chains, 7)})
+        await soon(lambda: centre.prefetcher.ahead.budget.used == 0)
+    # A page, a batch that is copied out of it, and what is ready: not three pages, nor four.
+    assert pool.max_memory() < 100 << 20, pool.max_memory()

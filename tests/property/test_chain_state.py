@@ -122,10 +122,19 @@ class Model:
         self.phase, self.left = phase, len(stretches)
 
     def read(self) -> None:
-        stretch = self.state.next_stretch()
+        stretch = self.state.stretches[0]
         self.state.position = stretch.rows.last + 1
+        assert self.state.end_turn(stretch, is_done=True) is None
         self.left -= 1
         self.phase = Phase.READY if self.left else Phase.LOOKING
+
+    def read_a_part(self) -> None:
+        stretch = self.state.stretches[0]
+        self.state.position = stretch.rows.last  # the last row is left
+        rest = self.state.end_turn(stretch, is_done=False)
+        assert rest is self.state.stretches[0]
+        assert rest.rows == SequenceRange(stretch.rows.last, stretch.rows.last)
+        assert self.state.end_turn(stretch, is_done=False) is None, "something else is planned by now"
 
     def stand(self) -> None:
         at = self.state.position
@@ -154,7 +163,7 @@ class Model:
         in_a_turn: dict[Phase, list[Callable[[], None]]] = {
             Phase.BEGINNING: [self.begin, self.fail, self.stop],
             Phase.LOOKING: [self.look, self.look, self.fail, self.stop],
-            Phase.READY: [self.read, self.read, self.stand, self.fail, self.stop, self.went_on],
+            Phase.READY: [self.read, self.read, self.read_a_part, self.stand, self.fail, self.stop, self.went_on],
             Phase.OMITTING: [self.pass_on, self.fail],
             Phase.PASSING: [self.pass_on],
             Phase.LATE: [self.decide, self.went_on],

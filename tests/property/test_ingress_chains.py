@@ -30,7 +30,7 @@ from ingress.chains.prefetch import Prefetcher
 from ingress.chains.search import look
 from ingress.checkpoint import Gap, IntentPiece, advanced
 from ingress.rows.prepare import Accepting, TargetLimits
-from ingress.rows.rows import Block
+from ingress.rows.rows import Block, DecodedAhead
 from tests.support.basics import seeded
 from tests.support.clock import ManualClock
 
@@ -82,6 +82,21 @@ class Inline:
 
 
 @dataclass
+class Reading:
+    """An open segment. `begin`: the next row."""
+
+    segment: SegmentRef
+    begin: int
+    last: int
+    held: int = 1 << 20
+    is_done: bool = False
+    is_closed: bool = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass
 class World:
     """The archive, one centre that carries it, and what was carried."""
 
@@ -95,6 +110,7 @@ class World:
     accepted: set[tuple[Chain, int]] = field(default_factory=set)
     pauses: Pauses = field(default_factory=Pauses)
     digests: Any = field(default_factory=count)
+    opened: list[Reading] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.objects = Objects(self.clock)
@@ -107,7 +123,9 @@ class World:
         source |= {"on_lost": "skip"} if self.skip else {}
         settings = TargetSettings.model_validate({"stream": "FLEET", "sources": [source]})
         registry = ChainRegistry(settings, TargetLimits(Accepting([">"]), 1 << 20))
-        prefetcher = Prefetcher(registry, self.store, self.documents, Inline(), self.clock, 1 << 30, decisions=self)  # type: ignore[arg-type]
+        prefetcher = Prefetcher(
+            registry, self.store, self.documents, Inline(), self.clock, DecodedAhead(1 << 30), decisions=self
+        )  # type: ignore[arg-type]
         prefetcher.decoder = self  # type: ignore[assignment]
         gaps = prefetcher.locator.gaps
         self._give_up, gaps.give_up = gaps.give_up, self.give_up  # type: ignore[method-assign]
@@ -116,24 +134,35 @@ class World:
 
     # What stands in for others
 
-    async def read(self, *asked: Any, **_: Any) -> Any:
-        """The pauses, asked for by nothing; else the rows of a segment, in random blocks."""
-        if not asked:
-            return self.pauses
-        ref, rows, _, emit = asked
-        begin = rows.first
-        while begin <= rows.last:
+    async def read(self) -> Pauses:
+        """The pauses."""
+        return self.pauses
+
+    def begin(self, ref: SegmentRef, rows: SequenceRange, _: Any) -> Reading:
+        """A segment is opened: closed at the end, and read by nobody else afterwards."""
+        reading = Reading(ref, rows.first, rows.last)
+        self.opened.append(reading)
+        return reading
+
+    async def turn(self, reading: Reading, _: Any, emit: Any) -> None:
+        """Some of the rows, in random blocks."""
+        assert not reading.is_closed
+        ref, turns = reading.segment, self.rng.randint(1, 4)
+        while not reading.is_done and turns:
+            turns -= 1
             await asyncio.sleep(0)
             if ref.key not in self.objects.held:
                 raise SegmentGone(ref.key)
             if ref.key in self.broken and self.rng.random() < 0.7:
                 raise SegmentCorrupt(ref.key)
-            end = self.rng.randint(begin, rows.last)
-            piece = IntentPiece(ref.segment, SequenceRange(begin, end), end - begin + 1)
+            end = self.rng.randint(reading.begin, reading.last)
+            piece = IntentPiece(ref.segment, SequenceRange(reading.begin, end), end - reading.begin + 1)
             emit(Block(piece, None, 100))
             self.prefetcher.ahead.budget.force(100)  # the real one does before, and gives back where nobody wants it
-            begin = end + 1
-        return None
+            reading.begin, reading.is_done = end + 1, end == reading.last
+
+    async def close(self, reading: Reading) -> None:
+        reading.close()
 
     def give_up(self, chain: Chain, decision: Any, damaged: Any) -> Any:
         """Nothing is given up that a sound segment covers, or that nobody decided."""
@@ -255,6 +284,7 @@ class World:
         assert not passed & set(carried)
         assert passed | set(carried) == set(range(1, last + 1))
         assert self.prefetcher.ahead.budget.used == 0
+        assert len([each for each in self.opened if not each.is_closed]) <= len(self.prefetcher.kept.kept) <= 8
 
 
 def archive_of(rng: random.Random, chain: Chain, last: int) -> list[tuple[Chain, int, int]]:

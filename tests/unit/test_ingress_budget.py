@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from ingress.rows.rows import ByteBudget
 
 
@@ -73,3 +75,44 @@ async def test_forced_bytes_count_and_wait_for_nothing() -> None:
     budget.give(150)
 
     assert budget.used == 0
+
+
+async def test_what_is_larger_than_a_budget_is_decoded_alone_in_the_process() -> None:
+    alone = asyncio.Lock()
+    budgets = [ByteBudget(100, alone), ByteBudget(100, alone)]
+    began, go_on = list[str](), asyncio.Event()
+
+    async def decode(name: str, budget: ByteBudget, size: int, *, wait: bool = True) -> None:
+        async with budget.decoding(size, wait=wait):
+            began.append(name)
+            await go_on.wait()
+
+    works = [
+        decode("first large", budgets[0], 1000),
+        decode("other large", budgets[1], 1000),
+        decode("forced large", budgets[0], 500, wait=False),
+    ]
+    tasks = [asyncio.create_task(work) for work in works]
+    await turn()
+    assert began == ["first large"]
+    go_on.set()
+    await asyncio.gather(*tasks)
+
+    assert began == ["first large", "other large", "forced large"]
+    assert [budget.used for budget in budgets] == [0, 0]
+
+
+async def test_what_fits_waits_for_nobody_of_another_target() -> None:
+    alone = asyncio.Lock()
+    async with ByteBudget(100, alone).decoding(1000, wait=True), ByteBudget(100, alone).decoding(100, wait=True):
+        assert alone.locked()
+
+
+async def test_decoding_that_fails_gives_its_bytes_back() -> None:
+    budget = ByteBudget(100)
+    with pytest.raises(ValueError, match="damaged"):
+        async with budget.decoding(1000, wait=True):
+            raise ValueError("damaged")
+    assert budget.used == 0
+    async with budget.decoding(1000, wait=True):
+        assert budget.used == 1000

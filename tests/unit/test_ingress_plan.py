@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from common.chain import Chain
 from common.segments.keys import Layout, SegmentName
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
-from ingress.chains.plan import ChainPlan, Phase, first_position, plan_chain
+from ingress.chains.plan import ChainPlan, Phase, TurnQueue, first_position, plan_chain
 
 CHAIN = Chain("us-east", "NODES")
 
@@ -69,3 +71,62 @@ def test_a_chain_begins_at_its_first_sequence_or_at_what_retention_left() -> Non
     assert first_position(500, None) == 500
     assert first_position(500, 900) == 900
     assert first_position(500, 100) == 500
+
+
+# Whose turn it is
+
+
+async def turns_of(queue: TurnQueue[str], count: int) -> list[str]:
+    """The next turns, each over before the next begins."""
+    found = []
+    for _ in range(count):
+        site, waiting = await queue.get()
+        queue.done(site)
+        found.append(waiting)
+    return found
+
+
+async def test_turns_are_fair_by_site_and_then_in_order() -> None:
+    queue = TurnQueue[str](3)
+    for name in ("a1", "a2", "a3", "b1", "c1", "c2"):
+        queue.put(name[0], name)
+    assert await turns_of(queue, 6) == ["a1", "b1", "c1", "a2", "c2", "a3"]
+
+
+async def test_a_site_that_wants_every_turn_gets_each_other_one_beside_one_that_does_too() -> None:
+    queue, found = TurnQueue[str](3), list[str]()
+    for name in ("a1", "a2", "a3", "a4", "b1"):
+        queue.put(name[0], name)
+    for _ in range(12):
+        (name,) = await turns_of(queue, 1)
+        queue.put(name[0], name)
+        found.append(name)
+    assert found == ["a1", "b1", "a2", "b1", "a3", "b1", "a4", "b1", "a1", "b1", "a2", "b1"]
+
+
+async def test_one_turn_is_left_for_a_site_that_begins_to_wait() -> None:
+    queue = TurnQueue[str](3)
+    for name in ("a1", "a2", "a3", "a4", "a5"):
+        queue.put("a", name)
+    assert [(await queue.get())[1] for _ in range(3)] == ["a1", "a2", "a3"]
+    waiting = asyncio.create_task(queue.get())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not waiting.done(), "the site has three turns"
+    queue.put("b", "b1")
+    assert await waiting == ("b", "b1")
+    queue.done("a")
+    assert await queue.get() == ("a", "a4")
+
+
+async def test_nobody_waits_any_more_once_the_turns_are_cleared() -> None:
+    queue = TurnQueue[str](1)
+    queue.put("a", "a1")
+    queue.put("a", "a2")
+    assert await queue.get() == ("a", "a1")
+    queue.waiting.clear()
+    queue.put("b", "b1")
+    assert await queue.get() == ("b", "b1")
+    queue.put("a", "a3")
+    queue.done("a")
+    assert await queue.get() == ("a", "a3")

@@ -84,6 +84,32 @@ def test_a_message_that_is_too_large_with_its_headers_is_named_with_both_sizes()
     assert result.problem.message.endswith("bytes, the target takes 2000")
 
 
+@pytest.mark.parametrize("parks", [False, True])
+def test_a_message_above_what_is_archived_stops_the_chain_and_is_not_parked(
+    monkeypatch: pytest.MonkeyPatch, parks: bool
+) -> None:
+    monkeypatch.setattr("ingress.rows.prepare.MOST_CARRIED", 1300)
+    rows = [message(1), message(2, b"x" * 700), message(3, b"x" * 1100), message(4)]
+    limits = TargetLimits(Accepting([">"]), 900, parks=parks, target="FLEET")
+    preparer = Preparer(CHAIN, SubjectRule(), limits)
+
+    result = preparer.prepare(batch_of(rows))
+
+    assert result.problem is not None
+    if parks:
+        assert (result.left_out, "stops at sequence 3: it needs 13" in result.problem.message) == ((2,), True)
+        assert [each.message.sequence for each in result.oversize] == [2]
+        assert "--sequence 4 --yes" in result.problem.hint
+        assert "on_oversize" not in result.problem.hint
+    else:
+        assert "stops at sequence 2: the message with its headers needs" in result.problem.message
+
+    # An intent that holds it is finished as it stands.
+    again = Preparer(CHAIN, SubjectRule(), TargetLimits(Accepting([">"]), 1 << 20))
+    again.leaves_out = frozenset()
+    assert again.prepare(batch_of(rows)).problem is None
+
+
 def test_a_header_block_that_grows_beyond_what_a_server_keeps_is_named() -> None:
     lines = [b"Nats-X%d: 1" % number for number in range(3000)]
     result = prepared(message(1), message(2, headers=block(*lines)))

@@ -66,7 +66,8 @@ def page(values: int, *, kind: int = 0, plain: int = 10, stored: int = 10, codin
 
 def walked(data: bytes, rows: int, column: str = "payload", data_at: int = 0, **limits: int) -> int:
     chunk = Chunk(column, 0, data_at, len(data), rows)
-    return parquet_guard.decoded_bytes(Bytes(data), chunk, ParquetLimits(**limits))
+    found = parquet_guard.pages(Bytes(data), chunk, ParquetLimits(**limits))
+    return parquet_guard.decoding_cost([found], rows, ParquetLimits()).size
 
 
 def test_pages_add_up_to_what_they_decode_to() -> None:
@@ -109,11 +110,6 @@ def test_pages_that_the_writer_does_not_make_are_refused(data: bytes, rows: int,
     assert cause in caught.value.message
 
 
-def test_a_page_beyond_the_limit_is_refused_by_its_header() -> None:
-    with pytest.raises(SegmentCorrupt, match="at most 1000 decoded bytes, found 1001"):
-        walked(page(5, plain=1001), rows=5, row_group_bytes=1000)
-
-
 def test_a_subject_may_have_one_dictionary_and_it_comes_first() -> None:
     dictionary, coded = page(2, kind=2), page(5, coding=DICTIONARY_CODED)
     assert walked(dictionary + coded, 5, "subject", data_at=len(dictionary)) == 20
@@ -131,6 +127,43 @@ def test_the_first_data_page_is_where_the_metadata_says() -> None:
     dictionary, coded = page(2, kind=2), page(5, coding=DICTIONARY_CODED)
     with pytest.raises(SegmentCorrupt, match="expected the first data page at 5000"):
         walked(dictionary + coded, 5, "subject", data_at=5000)
+
+
+# What decoding costs
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows", "batch_rows", "held", "batch"),
+    [
+        ([[(8, 800)]], 8, 8, 800, 800),
+        # A column with a dictionary holds both.
+        ([[(0, 300), (8, 100)], [(8, 50)]], 8, 8, 450, 150),
+        # Batches of 8 MiB: in the one with the large message its page counts whole, with its neighbours.
+        ([[(1, 4 * MIB)] * 8], 8, 2, 4 * MIB, 8 * MIB),
+        ([[(4, 30 * MIB), (4, 2 * MIB)]], 8, 2, 30 * MIB, 30 * MIB),
+        ([[(7, 16 * MIB), (1, 16 * MIB)]], 8, 2, 16 * MIB, 32 * MIB),
+        # A batch never has more rows than that, whatever they cost.
+        ([[(40_000, 40_000)]], 40_000, 16_384, 40_000, 40_000),
+    ],
+)
+def test_a_batch_costs_the_pages_that_its_rows_may_stand_in(
+    columns: list[list[tuple[int, int]]], rows: int, batch_rows: int, held: int, batch: int
+) -> None:
+    cost = parquet_guard.decoding_cost(columns, rows, ParquetLimits())
+    assert (cost.rows, cost.held, cost.batch) == (batch_rows, held, batch)
+    assert cost.size == sum(size for pages in columns for _, size in pages)
+    assert cost.need == held + batch + 256 * batch_rows
+
+
+def test_pages_that_only_cost_time_are_refused() -> None:
+    few = page(1) * 64
+    assert walked(few, rows=64) == 640
+    with pytest.raises(SegmentCorrupt, match="65 pages hold 65 values in 650 bytes"):
+        walked(page(1) * 65, rows=65)
+    assert walked(page(256) * 500, rows=500 * 256) == 5000
+    assert walked(page(1, plain=64 * 1024, stored=1) * 500, rows=500) == 500 * 64 * 1024
 
 
 # The structures themselves
