@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pyarrow as pa
@@ -71,6 +71,7 @@ class Centre:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.threads.idle()
+            self.prefetcher.kept.drop()
             self.threads.close()
 
     def messages_of(self, chain: Chain, until: int | None = None) -> int:
@@ -433,29 +434,32 @@ async def test_a_reset_in_the_middle_of_a_segment_closes_it_and_loses_nothing(ar
 # Memory
 
 
-@pytest.fixture
-def pool() -> Iterator[pa.MemoryPool]:
-    """What pyarrow allocates in the test."""
+POOLS: list[pa.MemoryPool] = []  # what is left of a test is freed into the pool that it is from
+
+
+@contextmanager
+def counted_pool() -> Iterator[pa.MemoryPool]:
+    """What pyarrow allocates within the block."""
     before = pa.default_memory_pool()
-    pool = pa.proxy_memory_pool(before)
+    POOLS.append(pool := pa.proxy_memory_pool(before))
     pa.set_memory_pool(pool)
-    yield pool
-    pa.set_memory_pool(before)
+    try:
+        yield pool
+    finally:
+        pa.set_memory_pool(before)
 
 
 @pytest.mark.parametrize("parks", [False, True], ids=["halt", "park"])
-async def test_messages_above_64_mib_stop_their_chains_before_they_are_decoded(
-    archive: Archive, parks: bool, request: pytest.FixtureRequest
-) -> None:
+async def test_messages_above_64_mib_stop_their_chains_before_they_are_decoded(archive: Archive, parks: bool) -> None:
     chains = SMALL[:2]
     for chain in chains:
         put_forged(archive, chain, empty_messages(1, MAX_MESSAGE_BYTES + 4096))
     archive.put(rows_of(1, 200, BIG), chain=BIG)
-    pool = request.getfixturevalue("pool")
-    async with Centre(archive, largest=1 << 30, parks=parks).running() as centre:
-        await centre.reaches({BIG: 201})
-        states = [centre.prefetcher.chains.get(chain) for chain in chains]
-        await soon(lambda: all(state.stopped for state in states))
+    with counted_pool() as pool:
+        async with Centre(archive, largest=1 << 30, parks=parks).running() as centre:
+            await centre.reaches({BIG: 201})
+            states = [centre.prefetcher.chains.get(chain) for chain in chains]
+            await soon(lambda: all(state.stopped for state in states))
     for state in states:
         assert state.stopped.code == "E-MSG-TOO-LARGE"
         assert f"--site {state.chain.site} --feed NODES --incarnation 0 --partition 0 --sequence 2 --yes" in str(
@@ -467,7 +471,7 @@ async def test_messages_above_64_mib_stop_their_chains_before_they_are_decoded(
 
 
 async def test_pages_larger_than_the_memory_are_decoded_one_at_a_time(
-    archive: Archive, request: pytest.FixtureRequest
+    archive: Archive,
 ) -> None:
     """Six messages of 8 MiB in one page of 48 MiB, in each of four segments of some thousand bytes."""
     chains = SMALL[:4]
@@ -475,9 +479,9 @@ async def test_pages_larger_than_the_memory_are_decoded_one_at_a_time(
         ref = put_forged(archive, chain, empty_messages(6, 8 << 20))
         assert ref.size < 32_000
     archive.put(rows_of(1, 200, BIG), chain=BIG)
-    pool = request.getfixturevalue("pool")
-    async with Centre(archive, memory=32 << 20, largest=64 << 20).running() as centre:
-        await centre.reaches({BIG: 201, **dict.fromkeys(chains, 7)})
-        await soon(lambda: centre.prefetcher.ahead.budget.used == 0)
+    with counted_pool() as pool:
+        async with Centre(archive, memory=32 << 20, largest=64 << 20).running() as centre:
+            await centre.reaches({BIG: 201, **dict.fromkeys(chains, 7)})
+            await soon(lambda: centre.prefetcher.ahead.budget.used == 0)
     # A page, a batch that is copied out of it, and what is ready: not three pages, nor four.
     assert pool.max_memory() < 100 << 20, pool.max_memory()
