@@ -125,14 +125,13 @@ def _print_version(ctx: click.Context, _param: click.Parameter, wanted: bool) ->
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("-c", "--config", metavar="FILE", help="The configuration; as well behind the command.")
 @click.option("-v", "--verbose", is_flag=True, help="Show the log of a command that ends by itself.")
 @click.option("--debug", is_flag=True, help="The same, and tracebacks (FLOE_DEBUG=1).")
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Show the version."
 )
 @click.pass_context
-def cli(ctx: click.Context, config: str | None, verbose: bool, debug: bool) -> None:  # noqa: ARG001  (asked of the context)
+def cli(ctx: click.Context, verbose: bool, debug: bool) -> None:  # noqa: ARG001  (asked of the context)
     """Carry JetStream streams between sites through object storage, and restore them from it.
 
     The configuration is -c FILE, else FLOE_CONFIG, else /etc/floe/floe.yaml.
@@ -175,10 +174,8 @@ def main() -> None:
 
 def _words(arguments: list[str]) -> list[str]:
     """The arguments from the command on."""
-    begin = 0
-    while begin < len(arguments) and arguments[begin].startswith("-"):
-        begin += 2 if arguments[begin] in ("-c", "--config") else 1
-    return arguments[begin:]
+    begins = (index for index, word in enumerate(arguments) if not word.startswith("-"))
+    return arguments[next(begins, len(arguments)) :]
 
 
 def _uses_spark(words: Sequence[str]) -> bool:

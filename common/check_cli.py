@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from common.cli import Command, Duration, config_option, json_option, print_json
+from common.clock import SystemClock
 from common.errors import ConfigError, DataError, FloeError, Refused, Unavailable, UsageError
 from common.logs import escaped
 from common.settings.types import counted, format_duration, parse_duration
@@ -232,7 +233,6 @@ def check_archive(settings: Settings, warning: float, critical: float, what: str
     Example: floe check archive -c central.yaml
              floe check archive -c central.yaml us-east/NODES
     """
-    from common.clock import SystemClock
     from common.open import open_view
     from common.segments.archive import select_chains
     from common.segments.keys import configured, parse
@@ -433,8 +433,6 @@ def _look(store: SegmentStore, documents: ChainStore, chain: Chain, said: Mappin
 
 
 def _recreated(documents: ChainStore, chain: Chain) -> float | None:
-    from common.clock import SystemClock
-
     stream = documents.read_stream(chain) if chain.incarnation and not documents.is_followed(chain) else None
     if stream is None or stream.continues:
         return None

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 from zoneinfo import ZoneInfo
 
 import click
-from click.core import ParameterSource
 
 from common.chain import CHAIN_FORM, Chain
 from common.clock import NS_PER_S, parse_time
@@ -193,12 +192,10 @@ WHY = "why"
 
 def _fitting(columns: Sequence[str], widths: Sequence[int], width: int | None) -> list[int]:
     """The columns that are shown side by side: all, or without `why` as many from the left as fit, one at least."""
-    if width is None or sum(widths) + 2 * (len(widths) - 1) <= width:
-        return list(range(len(columns)))
-    kept = [index for index, name in enumerate(columns) if name != WHY]
-    while len(kept) > 1 and sum(widths[index] + 2 for index in kept) - 2 > width:
+    kept = sorted(range(len(columns)), key=lambda index: columns[index] == WHY)  # which goes first
+    while width is not None and len(kept) > 1 and sum(widths[index] + 2 for index in kept) - 2 > width:
         kept.pop()
-    return kept
+    return sorted(kept)
 
 
 def cut(line: str, width: int) -> str:
@@ -291,24 +288,16 @@ T = TypeVar("T")
 DEFAULT_CONFIG = Path("/etc/floe/floe.yaml")
 
 
-def config_file(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
-    """The file behind the command, before it, in FLOE_CONFIG, or the default. Where it is an argument, `also` may be
-    an eager option that says the same.
+def config_file(ctx: click.Context, _param: click.Parameter, value: str | None) -> str:
+    """The file that is named, that of FLOE_CONFIG, or the default; of `config check` also that of the argument.
 
-    Raises click.UsageError where none of them is there, or several differ.
+    Raises click.UsageError where none of them is there.
     """
-    before = ctx.find_root().params.get("config") if ctx.parent else None
-    is_typed = ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
-    behind = [each for each in (ctx.params.pop("also", None), value if is_typed else None) if each]
-    if len({*behind, *filter(None, [before])}) > 1:
-        found = f"-c {before} before the command and {behind[0]} behind it" if before else " and ".join(behind)
-        raise click.UsageError(f"expected one configuration, found {found}", ctx)
-    if chosen := (behind[0] if behind else before or value):
-        return chosen
-    if not DEFAULT_CONFIG.exists():
+    value = ctx.params.get("file") or value
+    if not value and not DEFAULT_CONFIG.exists():
         message = f"expected a configuration: -c FILE, FLOE_CONFIG or {DEFAULT_CONFIG}; found none of them"
         raise click.UsageError(message, ctx)
-    return str(DEFAULT_CONFIG)
+    return value or str(DEFAULT_CONFIG)
 
 
 def config_option(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ from common.clock import Clock, SystemClock
 from common.errors import DataError, FloeError, Unavailable, UsageError
 from common.logs import escaped, get_logger
 from common.open import load_settings, open_chains, open_patiently, open_view, reloaded_on_hangup
+from common.service.progress import Teller, share_text
 from common.settings.types import counted, size_words
 
 log = get_logger("compaction.cli")
@@ -264,8 +265,6 @@ class _VerifyProgress:
     """
 
     def __init__(self, chains: int, clock: Clock) -> None:
-        from common.service.progress import Teller
-
         self._chains, self._clock, self._teller, self._began = chains, clock, Teller(), clock.monotonic()
         self._of, self._at = dict[Chain, int](), Counter[Chain]()
         self._rows = self._size = 0
@@ -274,8 +273,6 @@ class _VerifyProgress:
         self._of[chain] = segments
 
     def __call__(self, segment: SegmentRef, footer: Footer) -> None:
-        from common.service.progress import share_text
-
         chain, now = segment.chain, self._clock.monotonic()
         self._at[chain] += 1
         self._rows, self._size = self._rows + footer.rows, self._size + segment.size

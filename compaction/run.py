@@ -262,7 +262,8 @@ class Compaction:
         batch: list[ChainSurvey] = []
         count = 0
         for chain, listed in zip(chains, _at_once(self._listed, chains), strict=True):
-            waiting, planners = self._planners(chain, listed, selection, now)
+            waiting = self._waiting(chain, selection, now or listed.segments.newest)
+            planners = [Planner(each.policy, each.now, each) for each in waiting]
             for survey in self._survey(chain, listed, planners, damaged):
                 batch.append(survey)
                 count += survey.segments
@@ -273,12 +274,8 @@ class Compaction:
             self._report.waiting.update({(chain, each.policy.from_): each for each in waiting if each.segments})
         yield batch
 
-    def _planners(
-        self, chain: Chain, listed: TombstoneIndex, selection: Selection, now: float
-    ) -> tuple[tuple[Waiting, ...], list[Planner]]:
-        now = now or listed.segments.newest
-        waiting = tuple(Waiting(chain, policy, now) for policy in self._chosen(selection))
-        return waiting, [Planner(each.policy, each.now, each) for each in waiting]
+    def _waiting(self, chain: Chain, selection: Selection, now: float) -> tuple[Waiting, ...]:
+        return tuple(Waiting(chain, policy, now) for policy in self._chosen(selection))
 
     def _listed(self, chain: Chain) -> TombstoneIndex:
         segments = self._store.table(chain)
@@ -498,7 +495,8 @@ class Compaction:
 
     def _foretold(self, chain: Chain, selection: Selection, now: float, expired: frozenset[str]) -> ChainSurvey:
         listed = self._listed(chain)
-        waiting, planners = self._planners(chain, listed, selection, now)
+        waiting = self._waiting(chain, selection, now or listed.segments.newest)
+        planners = [Planner(each.policy, each.now, each) for each in waiting]
         surveys = list(self._survey(chain, listed, planners, expired))
         outputs = tuple(output for survey in surveys for output in survey.outputs)
         leftovers = tuple(leftover for survey in surveys for leftover in survey.leftovers)

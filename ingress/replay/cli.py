@@ -34,11 +34,9 @@ def range_options(function: Command) -> Command:
     for option in reversed(
         [
             click.option("--from-sequence", type=SequenceType(), help="The first sequence."),
-            click.option("--from-time", type=TimeType(), help="The first time: 2026-01-02T03:04:05Z, -2h."),
-            click.option("--since", type=TimeType(), help="The same: 2h, 2h ago, 2026-01-02 03:04."),
+            click.option("--from-time", type=TimeType(), help="The first time: 2026-01-02T03:04:05Z, 2h (ago)."),
             click.option("--to-sequence", type=SequenceType(), help="The last sequence."),
             click.option("--to-time", type=TimeType(), help="Up to, and without, this time."),
-            click.option("--until", type=TimeType(), help="The same."),
         ]
     ):
         function = option(function)
@@ -107,13 +105,10 @@ async def replay(config: str, named: Named, as_json: bool, dry_run: bool, yes: b
 
 
 def with_times(asked: dict[str, Any]) -> dict[str, Any]:
-    """`asked` with its times as a `Request` has them. Raises UsageError where one is given twice."""
-    for one, other, relative in (("from_time", "since", "since"), ("to_time", "until", "until")):
-        first, second = asked.pop(one), asked.pop(other)
-        if first and second:
-            raise UsageError(f"expected one of --{one.replace('_', '-')} and --{other}, found both")
-        if (at := first or second) is not None:
-            asked |= {one: at.text} if at.text else {relative: at.ago}
+    """`asked` with its times as a `Request` has them."""
+    for name, relative in (("from_time", "since"), ("to_time", "until")):
+        if (at := asked.pop(name)) is not None:
+            asked |= {name: at.text} if at.text else {relative: at.ago}
     return asked
 
 

@@ -152,7 +152,8 @@ class Request:
 
 
 def _option(name: str) -> str:
-    return "--subject-prefix" if name == "prefix" else f"--{name.replace('_', '-')}"
+    named = {"prefix": "subject-prefix", "since": "from-time", "until": "to-time"}
+    return f"--{named.get(name, name).replace('_', '-')}"
 
 
 def _time(option: str, text: str) -> int:

@@ -211,7 +211,7 @@ async def drill(
 
     \b
     Examples:
-      floe drill -c site.yaml us-east/NODES --since 1h
+      floe drill -c site.yaml us-east/NODES --from-time 1h
       floe drill -c site.yaml us-east/NODES --exact
       floe drill -c site.yaml us-east/NODES --exact --server local
     """
@@ -250,7 +250,7 @@ async def drill(
 def _check_drill(is_exact: bool, asked: Mapping[str, Any]) -> None:
     """`asked`: what the other kind of drill has. Raises UsageError."""
     wrong = [f"--{key.replace('_', '-')}" for key, value in asked.items() if value not in (None, False)]
-    if is_exact and (wrong := [each for each in wrong if each not in ("--to-sequence", "--to-time", "--until")]):
+    if is_exact and (wrong := [each for each in wrong if each not in ("--to-sequence", "--to-time")]):
         raise UsageError(f"{', '.join(wrong)}: expected none with --exact, which takes the stream from its beginning")
     if wrong and not is_exact:
         raise UsageError(f"{', '.join(wrong)}: expected only with --exact")
@@ -259,17 +259,8 @@ def _check_drill(is_exact: bool, asked: Mapping[str, Any]) -> None:
 def _exact_request(named: Named, asked: dict[str, Any], exactly: Mapping[str, Any], now: float) -> RestoreRequest:
     from ingress.restore.plan import RestoreRequest
 
-    if asked["to_time"] and asked["until"]:
-        raise UsageError("expected one of --to-time and --until, found both")
-    if asked["to_sequence"] is not None and (asked["to_time"] or asked["until"]):
+    if asked["to_sequence"] is not None and asked["to_time"]:
         raise UsageError("expected one of --to-sequence and --to-time, found both")
-    return RestoreRequest(
-        named.site,
-        named.feed,
-        named.incarnation,
-        to_sequence=asked["to_sequence"],
-        to_time_ns=moment(now, asked["to_time"] or asked["until"]),
-        replicas=exactly["replicas"],
-        allow_lossy=exactly["allow_lossy"],
-        force=exactly["force"],
-    )
+    end: dict[str, Any] = {"to_sequence": asked["to_sequence"], "to_time_ns": moment(now, asked["to_time"])}
+    flags = {name: exactly[name] for name in ("replicas", "allow_lossy", "force")}
+    return RestoreRequest(named.site, named.feed, named.incarnation, **end, **flags)

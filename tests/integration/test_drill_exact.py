@@ -194,10 +194,10 @@ async def test_holes_and_a_missing_program_are_said_with_what_to_do(bench: Bench
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--exact --since 1h", "--since: expected none with --exact"),
+        ("--exact --from-time 1h", "--from-time: expected none with --exact"),
         ("--exact --storage memory --from-sequence 2", "--from-sequence, --storage: expected none with --exact"),
         ("--server local", "--server: expected only with --exact"),
-        ("--exact --to-sequence 5 --until 1h", "found both"),
+        ("--exact --to-sequence 5 --to-time 1h", "found both"),
     ],
 )
 async def test_options_of_the_other_kind_are_refused(bench: Bench, words: str, told: str) -> None:

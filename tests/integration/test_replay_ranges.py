@@ -41,8 +41,7 @@ def at(sequence: int) -> str:
     ("one", "other"),
     [
         ("--from-sequence 5", "--from-time 2026-01-02T03:04:05Z"),
-        ("--from-sequence 5", "--since 1h"),
-        ("--from-time 2026-01-02T03:04:05Z", "--since 1h"),
+        ("--from-sequence 5", "--from-time 1h"),
         ("--to-sequence 5", "--to-time 2026-01-02T03:04:05Z"),
     ],
 )

@@ -544,10 +544,7 @@ def show_config(config: str, as_json: bool) -> None:
     ("words", "environment", "shown"),
     [
         ("show -c a.yaml --json", None, "a.yaml True"),
-        ("-c a.yaml show", None, "a.yaml False"),
-        ("-c a.yaml show -c a.yaml", None, "a.yaml False"),
         ("show", "b.yaml", "b.yaml False"),
-        ("-c a.yaml show", "b.yaml", "a.yaml False"),
         ("show -c a.yaml", "b.yaml", "a.yaml False"),
     ],
 )
@@ -566,29 +563,20 @@ def test_the_configuration_of_this_host_is_the_default(tmp_path: Path, monkeypat
     assert CliRunner().invoke(group, ["show"], env={"FLOE_CONFIG": ""}).stdout == f"{default} False\n"
 
 
-def test_two_configurations_are_refused():
-    result = CliRunner().invoke(group, ["-c", "a.yaml", "show", "-c", "b.yaml"])
-    assert (result.exit_code, "found -c a.yaml before the command and b.yaml behind it" in result.stderr) == (2, True)
-
-
 def test_config_check_takes_its_file_as_every_command_and_as_an_argument(tmp_path: Path):
     (tmp_path / "c.yaml").write_text(f"store: {{url: file://{tmp_path}/store}}\nsite: us\n")
     file, check = f"{tmp_path}/c.yaml", ["config", "check"]
-    for words in ([*check, file], [*check, "-c", file], ["-c", file, *check], [*check, "-c", file, file]):
+    for words in ([*check, file], [*check, "-c", file]):
         result = CliRunner().invoke(floe.cli, words, prog_name="floe")
         assert (result.exit_code, result.stdout.startswith(f"{file}:1: ok")) == (0, True), result.output
-    for words in ([*check, "-c", "a", "b"], ["-c", "a", *check, "-c", "b"], ["-c", "a", *check, "b"]):
-        result = CliRunner().invoke(floe.cli, words, prog_name="floe")
-        assert (result.exit_code, "expected one configuration, found" in result.stderr) == (2, True), words
 
 
-def test_the_configuration_stands_before_a_real_command_too(tmp_path: Path):
+def test_a_real_command_takes_its_configuration(tmp_path: Path):
     (tmp_path / "c.yaml").write_text(f"store: {{url: file://{tmp_path}/store}}\nsite: us\n")
-    for words in (["-c", "c.yaml", "segments", "ls"], ["segments", "ls", "-c", "c.yaml"]):
-        ended = run(*words, "--json", cwd=tmp_path)
-        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[]\n", ""), words
+    ended = run("segments", "ls", "-c", "c.yaml", "--json", cwd=tmp_path)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[]\n", "")
     (tmp_path / "c.yaml").write_text("[")
-    assert run("-c", "c.yaml", "config", "check", cwd=tmp_path).returncode == 78
+    assert run("config", "check", "-c", "c.yaml", cwd=tmp_path).returncode == 78
 
 
 # floe version, floe completion

@@ -58,7 +58,7 @@ def test_a_request_is_told_by_what_it_means() -> None:
     assert Request.from_json(json.loads(json.dumps(one.to_json()))) == one
     assert one.digest == Request("s", "F", "T", 0, 0, subjects=("a", "b"), since=90.0).digest
     assert one.digest != Request("s", "F", "T", 0, subjects=("a", "b"), since=90.0).digest
-    assert "--incarnation 0 --partition 0 --since 1m30s --subject b --subject a" in one.words()
+    assert "--incarnation 0 --partition 0 --from-time 1m30s --subject b --subject a" in one.words()
     assert Request("s", "F", "T", since=60.0).moments(100.0) == (40 * SECOND, None)
     with pytest.raises(UsageError):
         Request("s", "F", "T", since=60.0, to_time="1970-01-01T00:00:30Z").moments(100.0)
