@@ -170,7 +170,7 @@ class Discovery:
             self._tell([chain], self.listeners)
 
         wanted = {chain for chain in etags if (chain.site, chain.feed) in self._pairs}
-        gone = sorted(chain for chain in self._known if (chain.site, chain.feed) in self._pairs and chain not in etags)
+        gone = sorted(chain for chain in self._etags if (chain.site, chain.feed) in self._pairs and chain not in etags)
         why = f"the archive of {gone[0]} and {len(gone) - 1} more is gone from the bucket" if gone else ""
         self._health.set_ready("archive", not gone, why.replace(" and 0 more", ""))
         changed = [chain for chain, etag in self._etags.items() if chain in wanted and etags[chain] != etag]

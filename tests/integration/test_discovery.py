@@ -323,6 +323,9 @@ async def test_one_tail_that_cannot_be_read_keeps_back_no_other(place: Place) ->
 async def test_an_archive_that_is_gone_is_said_until_it_is_back(place: Place) -> None:
     place.make(2)
     async with place.looking():
+        begun = place.chain(7)  # of which nothing is archived yet
+        place.documents.create_chain(begun, ChainDocument((), 1, 1))
+        await place.discovery.look_up_all()
         await place.discovery.look()
         assert not place.health.why("archive")
         tail = place.documents.layout.tail(place.chain(1))
