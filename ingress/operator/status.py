@@ -357,7 +357,7 @@ class ArchiveSurvey:
 
     def _standing(self, found: ChainStatus, sight: Sight, source: SourceSettings | None, stop: str) -> ChainStatus:
         documents, chain = self._documents, found.chain
-        found = replace(found, begins=self._begins(chain))
+        found = found if found.position else replace(found, begins=self._begins(chain))
         position = found.position or found.begins
         if (reached := documents.read_tail(chain)) is None:
             reached = max((ref.coverage.last for ref in self._store.list(chain, position=position)), default=None)
