@@ -293,7 +293,7 @@ def config_file(ctx: click.Context, _param: click.Parameter, value: str | None) 
 
     Raises click.UsageError where none of them is there.
     """
-    value = ctx.params.get("file") or value
+    value = ctx.params.get("document") or value
     if not value and not DEFAULT_CONFIG.exists():
         message = f"expected a configuration: -c FILE, FLOE_CONFIG or {DEFAULT_CONFIG}; found none of them"
         raise click.UsageError(message, ctx)

@@ -26,14 +26,14 @@ def config() -> None:
 
 
 @config.command()
-@click.argument("file", required=False, metavar="FILE", is_eager=True)
+@click.argument("document", required=False, metavar="FILE", is_eager=True)
 @click.option("-c", "--config", envvar="FLOE_CONFIG", callback=config_file, metavar="FILE", help="The same.")
 @click.option("--strict", is_flag=True, help="What is warned of is an error, too.")
 @click.option("--connect", is_flag=True, help="Connect to NATS and the store, too.")
 @json_option
 @click.pass_obj
 @run_command
-def check(parts: Parts, file: str | None, config: str, strict: bool, connect: bool, as_json: bool) -> int:
+def check(parts: Parts, document: str | None, config: str, strict: bool, connect: bool, as_json: bool) -> int:
     """Check all documents of FILE; touches neither NATS nor the store, unless with --connect.
 
     Exit 78 where something is wrong; each problem is a line `file:line:column: key: what`. A document whose
@@ -46,7 +46,7 @@ def check(parts: Parts, file: str | None, config: str, strict: bool, connect: bo
     Example: floe config check /etc/floe/site.yaml
              floe config check --connect /etc/floe/site.yaml
     """
-    file = config
+    file = document or config
     documents, errors, loops = _check(file, parts)
     warnings = list(dict.fromkeys([*(warning for each in documents for warning in each.warnings), *loops]))
     if strict and warnings:

@@ -141,7 +141,7 @@ ROLES = (
         ),
         (KeyRights((*GET, *PUT), SITE), KeyRights(GET, RUNS)),
         (*SITE, *RUNS),
-        note="; `status` and `watch` of its site",
+        note="; `status` of its site",
     ),
     RoleRights(
         "ingress",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from common import logs
+from common import exits, logs
 from common.errors import FloeError
 from infra.local.nats import NatsCluster, NatsServer
 from infra.local.seaweedfs import SeaweedFS
@@ -87,6 +87,14 @@ def _logs_as_before() -> Iterator[None]:
     """A command that a test runs in its own process sets the level of logs for all tests behind it."""
     yield
     logs.reset()
+
+
+@pytest.fixture(autouse=True)
+def _commands_as_before() -> Iterator[None]:
+    """What a command of a test has read is named by the commands of later errors in the same process."""
+    before = exits._source, exits._path, exits._context
+    yield
+    exits._source, exits._path, exits._context = before
 
 
 @pytest.fixture(autouse=True)

@@ -155,4 +155,5 @@ async def test_the_status_shows_phases_publisher_and_what_stops(
     await client.api(f"STREAM.DELETE.{centre.target}")
     found = await shown(3)
     assert {phase for phase, _, _ in found.values()} == {"stopped"}
-    assert found["us-east"][2] == "target: there is no such stream"
+    assert "E-TARGET-GONE: target " in found["us-east"][2]
+    assert "floe checkpoint set -c " in found["us-east"][2], "with the command that lets it go on"

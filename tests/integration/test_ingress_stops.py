@@ -322,5 +322,5 @@ async def test_doctor_says_that_a_target_is_being_restored(
 ) -> None:
     centre = Centre(tmp_path, archive, nats_url, create=None)
     await make(client, centre, subjects=[f"{GUARD}{centre.target}"], metadata={MARKER: "0 first=1 end=30"})
-    (found,) = await examine_target(client, centre.settings().ingress.targets[0])
+    (found,) = await examine_target(client, centre.settings().ingress.targets[0], {})
     assert "is being restored" in f"{found}"

@@ -126,7 +126,8 @@ async def test_a_released_target_that_is_carried_again_stops_with_the_command_th
         assert found["code"] == "E-FLOOR"
         assert "position 11: what was before 31 is gone by retention since 20" in found["stopped"]
         [row] = [r for r in json.loads((await floe("status", "-c", config, "--json")).out) if r["position"]]
-        assert (row["phase"], row["why"][:18]) == ("stopped", "what was before 31")
+        assert row["phase"] == "stopped"
+        assert "what was before 31 is gone" in row["why"]
         assert json.loads((await floe("gap", "ls", "-c", config, "--json")).out) == []
         [command] = commands_of(found["hint"])
         words = shlex.split(command)[1:]

@@ -183,8 +183,9 @@ async def test_the_doctor_names_a_target_that_the_account_would_not_take(
 ) -> None:
     centre.target_settings["create"] |= {"max_bytes": size}  # type: ignore[operator]
     [settings] = centre.settings().ingress.targets
-    assert [each.state for each in await examine_target(client, settings, True) if each.what == "target"] == [state]
-    assert all(each.state is DoctorState.OK for each in await examine_target(client, settings) if each.what == "target")
+    assert [each.state for each in await examine_target(client, settings, {}, True) if each.what == "target"] == [state]
+    found = await examine_target(client, settings, {})
+    assert all(each.state is DoctorState.OK for each in found if each.what == "target")
 
 
 async def test_the_doctor_names_a_bucket_that_is_nearly_full(bench: Bench) -> None:
