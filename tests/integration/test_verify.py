@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from array import array
 from pathlib import Path
@@ -336,6 +337,7 @@ def test_tasks_are_put_together_whatever_their_order_and_an_error_keeps_its_code
     site.archive.path(refs[0].key).write_bytes(b"?")
     site.archive.put(25, 40, rows(range(25, 40)), level=1)
     site.archive.put(51, 60)
+    monkeypatch.setattr("common.exits._path", os.path.abspath("site.yaml"))  # as a command leaves it; hints name it
     here = verify_chains(store, site.chains, [CHAIN, CHAIN], deep=True)
     monkeypatch.setattr("compaction.verify.TASK_BYTES", 1)
     runner = LocalRunner(store)
