@@ -90,12 +90,13 @@ async def serve(settings: Settings, *, tuning: Tuning | None = None, place: Work
                 service = EgressService(settings, tuning or Tuning(), clock, health, stop, place=place)
                 flushes.append(service.flush)
                 drained = await service.run()
+    code = 0 if drained else LATER
     if busy_threads():
-        # A call of a silent store would hold the process for minutes, and nothing waits for it any more.
+        # A call of a silent store would hold the process for minutes. Where all is drained it holds no message.
         log.warning("calls abandoned", action="uploads_abandoned", calls=busy_threads())
         flush()
-        os._exit(LATER)
-    return 0 if drained else LATER
+        os._exit(code)
+    return code
 
 
 @asynccontextmanager
