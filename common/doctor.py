@@ -279,12 +279,17 @@ def _list_once(settings: Settings) -> None:
     objects.list(_listed(settings, roles_of(settings))[0], limit=1)
 
 
+def _only_site(settings: Settings, roles: Collection[str]) -> str | None:
+    """The site whose keys alone may be listed; None where all may be."""
+    return settings.site or None if {*roles} == {"egress"} else None
+
+
 def _listed(settings: Settings, roles: Collection[str]) -> tuple[str, ...]:
     """The prefixes that the roles list; a site lists only what is its own."""
     from common.segments.keys import Layout, encode
 
-    layout, site = Layout(settings.store.prefix), settings.site
-    if set(roles) != {"egress"} or not site:
+    layout, site = Layout(settings.store.prefix), _only_site(settings, roles)
+    if not site:
         return (f"{layout.root}site=", f"{layout.root}_floe/")
     own = f"{layout.root}site={encode(site)}/"
     return (own, layout.documents_prefix(site), layout.tails_prefix(site), layout.alive_prefix(site))
@@ -386,8 +391,8 @@ class _StoreProbes:
 
     def _look_for_chains(self) -> None:
         with suppress(FloeError):  # told by the check `list`
-            own = self._site if {*self._roles} == {"egress"} and self._site else None  # a site may list only its own
-            found = self._objects.list(self._layout.tails_prefix(own), limit=MOST_TAILS)
+            tails = self._layout.tails_prefix(_only_site(self._settings, self._roles))
+            found = self._objects.list(tails, limit=MOST_TAILS)
             self._chains = [chain for info in found if (chain := self._layout.parse_tail(info.key))]
 
     def _place(self) -> str | None:

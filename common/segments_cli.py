@@ -6,15 +6,12 @@ import asyncio
 import heapq
 import json
 import keyword
-import os
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import click
@@ -22,7 +19,6 @@ from msgspec import structs
 
 from common.chain import Chain
 from common.cli import (
-    Interval,
     Moment,
     SequenceType,
     StatusView,
@@ -40,11 +36,10 @@ from common.cli import (
     terminal_width,
 )
 from common.clock import NS_PER_S, SystemClock, format_time, parse_time
-from common.errors import ConfigError, DataError, OutcomeUnknown, SegmentCorrupt, Unavailable, UsageError
-from common.exits import DIFFERENCES, report
+from common.errors import ConfigError, DataError, SegmentCorrupt, UsageError
+from common.exits import DIFFERENCES
 from common.jetstream.headers import parse_block
 from common.logs import escaped
-from common.objects.local import replacing
 from common.objects.port import ObjectInfo, check_key
 from common.open import load_settings, open_patiently, open_view
 from common.segments.archive import Timeline, find_chain, find_incarnation, history, read_cover, select_chains, span
@@ -77,14 +72,6 @@ def _identifier(_context: click.Context, _param: click.Parameter, text: str) -> 
     return text
 
 
-def _regular(_context: click.Context, _param: click.Parameter, file: Path | None) -> Path | None:
-    """Where a link leads, so that it stays one."""
-    found = file and Path(os.path.realpath(file))
-    if found and found.exists() and not found.is_file():
-        raise click.BadParameter(f"expected a regular file, or none yet, found something else: {file}")
-    return found
-
-
 @click.group()
 def segments() -> None:
     """List, show and verify segments."""
@@ -105,20 +92,6 @@ def segments() -> None:
     "duckdb: SQL of a view of the cover; polars: Python of a frame of it.",
 )
 @click.option("--name", default="archive", callback=_identifier, help="Of the view or frame.  [default: archive]")
-@click.option(
-    "--file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    callback=_regular,
-    help="Write paths, json or a view there, whole, if it says something else.",
-)
-@click.option(
-    "--watch",
-    "every",
-    is_flag=False,
-    flag_value="1m",
-    type=Interval(),
-    help="Keep the file current, looking so often (1m), until Ctrl-C or SIGTERM.",
-)
 @click.option("--since", type=TimeType(), help="Only segments with messages of that time or later.")
 @click.option("--until", type=TimeType(), help="Only segments with messages before that time.")
 @json_option
@@ -131,8 +104,6 @@ def list_segments(
     level: int | None,
     form: str,
     name: str,
-    file: Path | None,
-    every: float | None,
     since: Moment | None,
     until: Moment | None,
     as_json: bool,
@@ -154,29 +125,15 @@ def list_segments(
     is_wide, form = form == "wide", "json" if as_json else form
     if form in VIEWS and not is_cover:
         raise click.UsageError(f"--format {form}: expected --cover, without which merged rows count twice")
-    if file is not None and (is_wide or form == "table"):
-        raise click.UsageError("--file: expected --format paths, json, duckdb or polars")
-    if every is not None and file is None:
-        raise click.UsageError("--watch: expected --file FILE, which it keeps current")
     settings = load_settings(config, quiet=True)
     store, chains = open_view(settings)
 
-    def listed() -> list[Stretch[SegmentRef]]:
-        bounds, taken = _bounds(since, until), list[Stretch[SegmentRef]]()
-        for chain in select_chains(chains, what, configured(settings)):
-            refs = store.list(chain, level=level)
-            if (within := _between(store, refs, bounds)) is not None:
-                refs = [ref for ref in refs if ref.coverage.overlaps(within)] if within else []
-            taken += cover(refs, 1) if is_cover else [Stretch(ref, ref.coverage) for ref in refs]
-        return taken
-
-    if file is not None:
-        if every is None:
-            _replace(file, _text(form, listed(), settings, name))
-        else:
-            _keep_current(file, lambda: _text(form, listed(), settings, name), every)
-        return 0
-    taken, problems = listed(), list[str]()
+    bounds, taken, problems = _bounds(since, until), list[Stretch[SegmentRef]](), list[str]()
+    for chain in select_chains(chains, what, configured(settings)):
+        refs = store.list(chain, level=level)
+        if (within := _between(store, refs, bounds)) is not None:
+            refs = [ref for ref in refs if ref.coverage.overlaps(within)] if within else []
+        taken += cover(refs, 1) if is_cover else [Stretch(ref, ref.coverage) for ref in refs]
     rows = [_listed(each, settings) for each in taken]
     if is_wide:
         _widen(store, [each.segment for each in taken], rows, problems)
@@ -185,46 +142,17 @@ def list_segments(
     elif form in ("table", "wide"):
         table(rows, _WIDE if is_wide else _COLUMNS)
         click.echo(_total([each.segment for each in taken], rows), err=True)
+    elif form in VIEWS:
+        click.echo(VIEWS[form](taken, settings.store, name), nl=False)
     else:
-        click.echo(_text(form, taken, settings, name), nl=False)
-        if form == "paths" and (count := sum(each.rows != each.segment.coverage for each in taken)):
+        for each in taken:
+            click.echo(address(settings.store, each.segment.key))
+        if count := sum(each.rows != each.segment.coverage for each in taken):
             others = "also hold rows that others account for; --json says which rows to take"
             click.echo(f"{count} of these {others}", err=True)
     for problem in problems:
         click.echo(problem, err=True)
     return DIFFERENCES if problems else 0
-
-
-def _text(form: str, taken: Sequence[Stretch[SegmentRef]], settings: Settings, name: str) -> str:
-    if form in VIEWS:
-        return VIEWS[form](taken, settings.store, name)
-    if form == "json":
-        return json.dumps([_listed(each, settings) for each in taken], indent=2) + "\n"
-    return "".join(f"{address(settings.store, each.segment.key)}\n" for each in taken)
-
-
-def _keep_current(file: Path, text: Callable[[], str], every: float) -> None:
-    """Until Ctrl-C or SIGTERM. What passes, such as a store that does not answer, leaves the file as it is."""
-    clock = SystemClock()
-    with suppress(KeyboardInterrupt):
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        while True:
-            try:
-                _replace(file, text())
-            except (Unavailable, OutcomeUnknown, SegmentGone) as error:
-                report(error)
-            clock.pause(every)
-
-
-def _replace(file: Path, text: str) -> None:
-    """Let `file` hold `text`, at once whole; not touched where it does. Raises OSError."""
-    data = text.encode()
-    with suppress(FileNotFoundError):
-        if file.stat().st_size == len(data) and file.read_bytes() == data:
-            return
-    with replacing(file) as opened:
-        opened.write(data)
-    click.echo(escaped(f"{file}: written"), err=True)
 
 
 Bounds = tuple[int | None, int | None]

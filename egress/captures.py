@@ -132,6 +132,7 @@ class Captures:
         """`created`: of the stream that was found to be that of the archive."""
         self._archive, self._created, self._lease = archive, created, lease
         self._newest: dict[type[Captured], Captured | None] = {}  # once it was read
+        self._unchanged: int | None = None  # the last sequence when the stream had the newest captured configuration
         self._due = {CONSUMERS: -math.inf, DELETIONS: -math.inf}  # by the monotonic clock
 
     async def run(self) -> None:
@@ -180,6 +181,8 @@ class Captures:
                     if answer is None or not self._is_same(answer[0]):
                         return
                     info, deleted = answer
+                    if is_changed:
+                        self._newest[CapturedDeletions] = None  # put in any case: it shows the state at the change
             await self._write(info, consumers, deleted, drains=drains)
 
     def _is_due(self, kind: str, period: float, drains: bool) -> bool:
@@ -212,8 +215,10 @@ class Captures:
         end, at, ts = self._archive.end, format_time(round(self._clock.now() * 1000) * 1_000_000), info.time
         with self._telling(CONFIG):
             held = info.first_sequence, info.last_sequence, info.messages
-            config = CapturedConfig(at, end, info.created, info.config, *held, ts=ts)
+            config = CapturedConfig(at, end, info.created, info.config, *held, self._unchanged, ts=ts)
             await self._put(config, is_due=config_differs(await self._known(CapturedConfig), config))
+            if not config_differs(await self._known(CapturedConfig), config):
+                self._unchanged = info.last_sequence
         if consumers is not None:
             with self._telling(CONSUMERS):
                 found = CapturedConsumers(at, end, consumers, ts=ts)

@@ -109,8 +109,8 @@ class CapturedConfig(_Capture, frozen=True):
     the server); `end`: as in its key; `chain`: partition 0 of its incarnation. `ts` and `chain` are empty in captures
     of before they were recorded, `ts` also for a server that does not send it.
 
-    `first`, `last`, `messages`: of its state in the same answer, None in captures of before they were recorded. Raises
-    ValueError for a value outside its range.
+    `first`, `last`, `messages`: of its state in the same answer; `before`: its last sequence when the same egress saw
+    the configuration before this one; None where they are not known. Raises ValueError for a value outside its range.
     """
 
     created: str
@@ -118,12 +118,13 @@ class CapturedConfig(_Capture, frozen=True):
     first: int | None = None
     last: int | None = None
     messages: int | None = None
+    before: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_time(self.created)
         check_config(self.config)
-        for field in ("first", "last", "messages"):
+        for field in ("first", "last", "messages", "before"):
             _expect(field, getattr(self, field) or 0)
 
 
@@ -353,10 +354,13 @@ class CaptureStore:
         return self.newest(CapturedConfig, chain, end, moment_ns)
 
     def configs(self, chain: Chain, end: int | None = None, moment_ns: int | None = None) -> list[CapturedConfig]:
-        """All of them that `config` chooses from, the oldest first."""
-        found = [self.read(ref) for ref in self.ls(chain, CONFIG) if end is None or ref.end <= end]
-        kept = [each for each in found if isinstance(each, CapturedConfig)]
-        return sorted((c for c in kept if moment_ns is None or c.moment_ns <= moment_ns), key=lambda c: c.moment_ns)
+        """All that `config` chooses from, oldest first, without the state of a stream that was restored since."""
+        restores, found = [self.read(ref) for ref in self.ls(chain, RESTORED)], list[CapturedConfig]()
+        for each in (self.read(ref) for ref in self.ls(chain, CONFIG) if end is None or ref.end <= end):
+            if isinstance(each, CapturedConfig) and (moment_ns is None or each.moment_ns <= moment_ns):
+                is_undone = _undone(each, restores)
+                found.append(msgspec.structs.replace(each, first=None, last=None) if is_undone else each)
+        return sorted(found, key=lambda each: each.moment_ns)
 
     def consumers(self, chain: Chain, end: int | None = None, moment_ns: int | None = None) -> CapturedConsumers | None:
         return self.newest(CapturedConsumers, chain, end, moment_ns)
@@ -435,10 +439,10 @@ class CaptureStore:
         return document
 
 
-def _undone(deletions: CapturedDeletions, restores: Iterable[Captured | None]) -> bool:
+def _undone(found: CapturedConfig | CapturedDeletions, restores: Iterable[Captured | None]) -> bool:
     """Whether they tell of messages that were lost: their sequences have other ones since a restore."""
-    at = deletions.moment_ns
-    return any(each and at < each.moment_ns and each.end < deletions.last for each in restores)
+    at, last = found.moment_ns, found.last or 0
+    return any(each and at < each.moment_ns and each.end < last for each in restores)
 
 
 def _expect(name: str, value: int) -> None:

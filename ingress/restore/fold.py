@@ -1,14 +1,16 @@
 """What is left of archived rows: the archive holds more than the stream did at its end.
 
 `Fold` takes off, row by row, what a later row rolled up, what was deleted, what `max_msgs_per_subject` dropped, and
-each schedule of which a later row says that the server removed it when it fired for the last time.
+each schedule of which a later row says that the server removed it when it fired for the last time. A limit that was
+raised since counts for as long as it was in force, as far as captured configurations say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,13 +20,40 @@ import pyarrow.compute as pc
 
 from common.clock import NS_PER_S
 from common.jetstream.headers import parse_block
-from common.segments.captures import CapturedDeletions
+from common.segments.captures import CapturedConfig, CapturedDeletions
 from common.segments.segment import decode_subject
-from common.sequences import SequenceRange
+from common.sequences import MAX_SEQUENCE, SequenceRange
 from common.settings.types import MAX_DURATION, parse_duration
 
 Mask = npt.NDArray[np.bool_]
 Whole = npt.NDArray[np.int64]
+
+
+PER_SUBJECT = "max_msgs_per_subject"
+SWITCHES = ("allow_rollup_hdrs", "allow_msg_schedules", "allow_msg_ttl")
+
+
+def limit_of(config: Mapping[str, Any], key: str) -> int:
+    """0: no limit."""
+    return max(0, int(config.get(key) or 0))
+
+
+def is_raised(old: CapturedConfig, new: CapturedConfig, key: str) -> bool:
+    """Whether the limit was raised or lifted, so that the stream had dropped what the later one would have kept."""
+    before, since = limit_of(old.config, key), limit_of(new.config, key)
+    return before > 0 and not 0 < since <= before
+
+
+def changes(
+    configs: Sequence[CapturedConfig], deletions: CapturedDeletions | None
+) -> Iterator[tuple[CapturedConfig, CapturedConfig, int]]:
+    """Each configuration with the one behind it, and a sequence up to which the first was in force. `configs`: the
+    oldest first. Those of before `deletions` were captured are left out: these say what the stream held then.
+    """
+    for old, new in pairwise(configs):
+        if deletions is None or deletions.moment_ns < new.moment_ns:
+            known = deletions.last if deletions and deletions.moment_ns >= old.moment_ns else 0
+            yield old, new, max(known, old.last or old.end, new.before or 0)
 
 
 def hashes(batch: pa.RecordBatch) -> npt.NDArray[np.uint64]:
@@ -42,11 +71,14 @@ def _hash(subject: str) -> int:
 
 @dataclass
 class _Subjects:
-    """By hash of a subject, ascending: how many rows are left of it, and the sequence of its last rollup (0: none)."""
+    """By hash of a subject, ascending: how many rows it has since its last rollup, the sequence of that (0: none), and
+    how many of the rows a limit has dropped, the first ones.
+    """
 
     hash: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
     rows: Whole = field(default_factory=lambda: np.zeros(0, np.int64))
     rollup: Whole = field(default_factory=lambda: np.zeros(0, np.int64))
+    dropped: Whole = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def then(self, *later: _Subjects) -> _Subjects:
         """Both, where a rollup of a later one takes off what was counted before."""
@@ -56,36 +88,46 @@ class _Subjects:
             return self
         order = np.argsort(hash_, kind="stable")
         hash_ = hash_[order]
-        rows, rollup = (np.concatenate([getattr(e, n) for e in every])[order] for n in ("rows", "rollup"))
+        rows, rollup, dropped = (
+            np.concatenate([getattr(e, n) for e in every])[order] for n in ("rows", "rollup", "dropped")
+        )
         starts = np.flatnonzero(np.r_[True, hash_[1:] != hash_[:-1]])
         sums = np.cumsum(rows)
         before = np.where(rollup > 0, sums - rows, 0)
         before[starts] = np.maximum(before[starts], sums[starts] - rows[starts])
         ends = np.r_[starts[1:], len(hash_)] - 1
-        left = sums[ends] - np.maximum.reduceat(before, starts)
-        return _Subjects(hash_[starts], left, np.maximum.reduceat(rollup, starts))
+        left, newest = sums[ends] - np.maximum.reduceat(before, starts), np.maximum.reduceat(rollup, starts)
+        # Only what stood here before has dropped any: it comes first of its subject.
+        return _Subjects(hash_[starts], left, newest, np.where(newest > rollup[starts], 0, dropped[starts]))
 
 
 class Fold:
     """Takes off the rows that the stream did not hold any more at its end, in two passes over the same batches.
 
-    `deletions`: what egress captured; `rolls`: the stream allows `Nats-Rollup`; `per_subject`: `max_msgs_per_subject`,
-    0 for no limit; `schedules`, `expires`: the stream allows them, and `Nats-TTL`: a message that had expired when a
-    later one of its subject came has pushed none out. Call `see` with every batch and `end_pass`, as often as `passes`
-    says; then `left` with every batch again.
-    Memory: 24 bytes for each subject, twice that with `expires`.
+    `config`: of the stream at its end. Where it has `allow_msg_ttl`, a message that had expired when a later one of its
+    subject came has pushed none out. `deletions`: what egress captured; `configs`: those that the stream had, oldest
+    first. What they say of the stream behind `end` does not count, as a message may have gone because of one behind it.
+    Call `see` with every batch and `end_pass`, as often as `passes` says; then `left` with every batch again. No row is
+    left below `floor`, the first sequence that the stream held when its configuration was captured last.
+    Memory: 32 bytes for each subject, twice that with `allow_msg_ttl`.
     """
 
     def __init__(
         self,
-        deletions: CapturedDeletions | None,
-        *,
-        rolls: bool,
-        per_subject: int,
-        schedules: bool = False,
-        expires: bool = False,
+        config: Mapping[str, Any],
+        deletions: CapturedDeletions | None = None,
+        configs: Sequence[CapturedConfig] = (),
+        end: int = MAX_SEQUENCE,
     ) -> None:
-        self._rolls, self._per_subject, self._schedules = rolls, max(0, per_subject), schedules
+        every = [config, *(each.config for each in configs)]
+        self._rolls, self._schedules, expires = (any(each.get(key) for each in every) for key in SWITCHES)
+        self._per_subject = limit_of(config, PER_SUBJECT)
+        known = [each for each in configs if each.last is not None and each.last <= end]
+        self.floor = max((min(each.first or 0, (each.last or 0) + 1) for each in known), default=0)
+        raised = (each for each in changes(configs, deletions) if is_raised(*each[:2], PER_SUBJECT))
+        self._limits = sorted((before, limit_of(old.config, PER_SUBJECT)) for old, _, before in raised)
+        most = max(self._per_subject, *(limit for _, limit in self._limits), 0)
+        self._drops = most > 0
         self._first, self._last = (deletions.first, deletions.last) if deletions else (0, 0)
         ranges = np.array(deletions.deleted if deletions else [], np.int64).reshape(-1, 2)
         self._deleted_first, self._deleted_last = ranges[:, 0], ranges[:, 1]
@@ -94,34 +136,42 @@ class Fold:
         self._seen: Whole = np.zeros(0, np.int64)
         # By subject, in place of the last rollup: when its last message came; known after the first of two passes.
         self._latest = _Subjects()
-        self.passes = (2 if expires and self._per_subject > 1 else 1) if self.needs_pass else 0
+        self.passes = (2 if expires and most > 1 else 1) if self.needs_pass else 0
 
     @property
     def needs_pass(self) -> bool:
-        return self._rolls or self._schedules or self._per_subject > 0
+        return self._rolls or self._schedules or self._drops
 
     @property
     def is_none(self) -> bool:
-        return not self.needs_pass and not self._last
+        return not self.needs_pass and not self._last and not self.floor
 
     def deleted(self, rows: SequenceRange) -> int:
         """How many of these sequences were captured as deleted."""
-        below = min(self._first - 1, self._last, rows.last) - rows.first + 1
+        below = max(min(self._first - 1, self._last, rows.last), min(self.floor - 1, rows.last)) - rows.first + 1
         some = slice(
             np.searchsorted(self._deleted_last, rows.first), np.searchsorted(self._deleted_first, rows.last, "right")
         )
-        first = np.maximum(self._deleted_first[some], max(rows.first, self._first))
+        first = np.maximum(self._deleted_first[some], max(rows.first, self._first, self.floor))
         behind = np.minimum(self._deleted_last[some], rows.last) - first + 1
         return max(0, below) + int(np.maximum(behind, 0).sum())
 
     @property
     def rows(self) -> int:
         """How many rows are left, after the first pass."""
-        counts = self._subjects.rows
-        return int((np.minimum(counts, self._per_subject) if self._per_subject else counts).sum())
+        return int((self._subjects.rows - self._subjects.dropped).sum())
 
     def see(self, batch: pa.RecordBatch) -> None:
         batch = batch.filter(pa.array(self._held(batch)))
+        while self.passes == 1 and self._limits and batch.num_rows:
+            count = int(np.searchsorted(np.asarray(batch.column("sequence")), self._limits[0][0], side="right"))
+            self._see(batch.slice(0, count))
+            if not (batch := batch.slice(count)).num_rows:
+                return
+            self._drop(self._limits.pop(0)[1])
+        self._see(batch)
+
+    def _see(self, batch: pa.RecordBatch) -> None:
         if not batch.num_rows:
             return
         if self.passes > 1:
@@ -145,17 +195,27 @@ class Fold:
         self._add(hash_, counts, marks)
 
     def _add(self, hash_: npt.NDArray[np.uint64], counts: Whole, marks: Whole) -> None:
-        self._pending.append(_Subjects().then(_Subjects(hash_, counts, marks)))
+        self._pending.append(_Subjects().then(_Subjects(hash_, counts, marks, np.zeros(len(hash_), np.int64))))
         self._size += len(self._pending[-1].hash)
         if self._size > max(1_000_000, len(self._subjects.hash)):
             self._settle()
 
     def end_pass(self) -> None:
-        self._settle()
         if self.passes > 1:
+            self._settle()
             self._latest, self._subjects = self._subjects, _Subjects()
+        else:
+            for limit in (*(limit for _, limit in self._limits), self._per_subject):
+                self._drop(limit)
         self.passes -= 1
         self._seen = np.zeros(len(self._subjects.hash), np.int64)
+
+    def _drop(self, limit: int) -> None:
+        """Leave at most `limit` rows of each subject; 0: all."""
+        self._settle()
+        if limit:
+            # Those dropped before are the first ones, too.
+            self._subjects.dropped = np.maximum(self._subjects.dropped, self._subjects.rows - limit)
 
     def _settle(self) -> None:
         self._subjects = self._subjects.then(*self._pending)
@@ -174,13 +234,13 @@ class Fold:
             return batch
         sequences, places = np.asarray(batch.column("sequence")), np.searchsorted(self._subjects.hash, hashes(batch))
         keep = sequences >= self._subjects.rollup[places]
-        if self._per_subject:
+        if self._drops:
             live = np.flatnonzero(keep)
             keep[live] &= self._is_recent(places[live])
         return batch.filter(pa.array(keep))
 
     def _is_recent(self, places: npt.NDArray[np.int64]) -> Mask:
-        """Of rows of the subjects at `places`: whether they are among the last `per_subject` ones."""
+        """Of rows of the subjects at `places`: whether they are among those that no limit has dropped."""
         order = np.argsort(places, kind="stable")
         sorted_ = places[order]
         starts = np.flatnonzero(np.r_[True, sorted_[1:] != sorted_[:-1]]) if len(sorted_) else np.zeros(0, np.int64)
@@ -189,13 +249,13 @@ class Fold:
         nth[order] = np.arange(len(sorted_)) - np.repeat(starts, lengths)
         nth += self._seen[places]
         np.add.at(self._seen, places, 1)
-        recent: Mask = nth >= self._subjects.rows[places] - self._per_subject
+        recent: Mask = nth >= self._subjects.dropped[places]
         return recent
 
     def _held(self, batch: pa.RecordBatch) -> Mask:
-        """Which rows the stream held when its deletions were captured, and all from behind that."""
+        """Which rows the stream held when that was captured, and all from behind that."""
         sequences = np.asarray(batch.column("sequence"))
-        keep: Mask = (sequences >= self._first) | (sequences > self._last)
+        keep: Mask = ((sequences >= self._first) | (sequences > self._last)) & (sequences >= self.floor)
         if len(self._deleted_first):
             place = np.searchsorted(self._deleted_first, sequences, side="right") - 1
             keep &= (place < 0) | (sequences > self._deleted_last[np.maximum(place, 0)])

@@ -236,6 +236,10 @@ class ArchivedHistory:
             configs = [*self._captures.configs(of, upto, moment_ns), *configs]
             if (document := self._documents.read_stream(of)) is None or not document.continues:
                 break  # a stream that was set back is not what was captured of it before
+        with suppress(ValueError):  # what is no configuration is refused where it is used
+            if document is not None:
+                at, first = document.created, self._first_of(known, number)
+                configs.insert(0, CapturedConfig(at, first - 1, at, dict(document.config)))
         stood, skip_to, near = (0, ""), 0, list[str]()
         if not request.is_in_the_past:
             stood, near = self._stood(newest), [*self._neighbours(newest)]
@@ -271,6 +275,7 @@ class ArchivedHistory:
             config=promoted,
             consumers=tuple(consumers),
             deletions=deletions,
+            configs=tuple(configs),
             moment_ns=moment_ns,
             skip_to=skip_to,
             is_renamed=request.name not in ("", was),
@@ -284,7 +289,10 @@ class ArchivedHistory:
             further = tuple(self._further(newest, was, created, end))
             uneven = () if request.is_in_the_past else tuple(each.line(end, plan.last) for each in further)
             plan = replace(plan, further=further, lossy=(*plan.lossy, *uneven))
-        begin, skipped = begin_of(plan.parts, plan.config, now_ns, counts=plan.fold().is_none)
+        fold = plan.fold()
+        begin, skipped = begin_of(plan.parts, plan.config, now_ns, counts=fold.is_none)
+        if fold.floor > max(begin, plan.begin):
+            begin, skipped = min(fold.floor, end + 1), ["the stream did not hold them when it was captured last"]
         is_later = begin > plan.begin
         gone = gone_below(plan.parts, plan.config, now_ns, begin)
         late = [
@@ -299,7 +307,7 @@ class ArchivedHistory:
         if request.promote:
             plan = self._reaching(plan)
         found = forecast(plan, now_ns, captured=captured, skipped=skipped if is_later else (), stood=stood)
-        found += [*unfolded(plan, configs), *near, *left_out(config, plan.name), *inexact, *uneven_replicas]
+        found += [*unfolded(plan), *near, *left_out(config, plan.name), *inexact, *uneven_replicas]
         return replace(plan, notes=tuple(dict.fromkeys([*notes, *found])))
 
     def _reaching(self, plan: RestorePlan) -> RestorePlan:

@@ -23,7 +23,7 @@ from common.settings.types import counted, duration_words, size_words
 from common.subjects import covers
 from ingress.replay.plan import ReplayChain, ReplayPart, time_text
 from ingress.restore.archive import ArchiveConsumer, ArchiveState
-from ingress.restore.fold import Fold, SourcedRow
+from ingress.restore.fold import PER_SUBJECT, Fold, SourcedRow, changes, is_raised, limit_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,17 +171,17 @@ def begin_of(
         part.stretch.rows.last + 1
         for part in parts
         if part.footer.last_timestamp_ns is not None
-        and part.footer.last_timestamp_ns < now_ns - _limit(config, "max_age")
+        and part.footer.last_timestamp_ns < now_ns - limit_of(config, "max_age")
     ]
-    if _limit(config, "max_age") and expired and not _may_outlive(config):
+    if limit_of(config, "max_age") and expired and not _may_outlive(config):
         least = min(
             (p.stretch.rows.first for p in parts if p.stretch.rows.last + 1 not in expired), default=max(expired)
         )
         begin = max(begin, least)
-        why.append(f"max_age {duration_words(_limit(config, 'max_age') / NS_PER_S)}")
+        why.append(limit_words("max_age", limit_of(config, "max_age")))
     is_old = config.get("discard", "old") == "old"
     for key in ("max_msgs", "max_bytes"):
-        if not (limit := _limit(config, key)) or not counts or not is_old:
+        if not (limit := limit_of(config, key)) or not counts or not is_old:
             continue
         total = 0
         for part in sorted(parts, key=lambda part: part.stretch.rows.first, reverse=True):
@@ -198,7 +198,7 @@ def begin_of(
 
 def gone_below(parts: Iterable[ReplayPart], config: Mapping[str, Any], now_ns: int, begin: int) -> int:
     """The sequence below which limits leave nothing, whatever was archived. `begin`: as of `begin_of`."""
-    if not (age := _limit(config, "max_age")) or _may_outlive(config):
+    if not (age := limit_of(config, "max_age")) or _may_outlive(config):
         return begin
     times = ((part.stretch.segment.coverage.first, part.footer.first_timestamp_ns) for part in parts)
     return max(begin, *(first for first, time in times if time is not None and time < now_ns - age), 0)
@@ -209,9 +209,10 @@ def _may_outlive(config: Mapping[str, Any]) -> bool:
     return bool(config.get("allow_msg_ttl") or config.get("subject_delete_marker_ttl"))
 
 
-def _limit(config: Mapping[str, Any], key: str) -> int:
-    """0: no limit."""
-    return max(0, int(config.get(key) or 0))
+def limit_words(key: str, limit: int) -> str:
+    if key == "max_age":
+        return f"{key} {duration_words(limit / NS_PER_S)}"
+    return f"{key} {size_words(limit)}" if key == "max_bytes" else f"{key} {limit:,}"
 
 
 SELECTED = (Reason.SAMPLED_OUT, Reason.TOO_OLD, Reason.LOOPED)  # why a feed leaves out what the stream has
@@ -260,6 +261,7 @@ class RestorePlan:
     config: Mapping[str, Any]
     consumers: tuple[ArchiveConsumer, ...] = ()
     deletions: CapturedDeletions | None = None
+    configs: tuple[CapturedConfig, ...] = ()
     moment_ns: int | None = None
     is_renamed: bool = False
     further: tuple[FurtherFeed, ...] = ()
@@ -309,9 +311,9 @@ class RestorePlan:
         size += rows * (MEMORY_RECORD if self.config.get("storage") == "memory" else FILE_RECORD)
         if self.config.get("discard", "old") != "old":
             return size
-        if 0 < (most := _limit(self.config, "max_msgs")) < rows:
+        if 0 < (most := limit_of(self.config, "max_msgs")) < rows:
             size = size * most // rows
-        return min(size, _limit(self.config, "max_bytes") or size)
+        return min(size, limit_of(self.config, "max_bytes") or size)
 
     @property
     def times(self) -> tuple[int, int]:
@@ -332,14 +334,7 @@ class RestorePlan:
         return ArchiveState(messages, self.bytes, begin, at, self.last, max(last_ns, at))
 
     def fold(self) -> Fold:
-        config = self.config
-        return Fold(
-            self.deletions,
-            rolls=bool(config.get("allow_rollup_hdrs")),
-            per_subject=int(config.get("max_msgs_per_subject") or 0),
-            schedules=bool(config.get("allow_msg_schedules")),
-            expires=bool(config.get("allow_msg_ttl")),
-        )
+        return Fold(self.config, self.deletions, self.configs, self.end)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -498,16 +493,16 @@ def _limits(plan: RestorePlan) -> Iterator[str]:
         ("max_msgs", sum(part.rows for part in parts), plan.rows, lambda count: counted(count, "message")),
         ("max_bytes", sum(part.raw_bytes for part in parts), plan.bytes, size_words),
     ):
-        if not (limit := _limit(plan.config, key)) or of <= limit:
+        if not (limit := limit_of(plan.config, key)) or of <= limit:
             continue
-        which = f"{key} {limit:,}" if key == "max_msgs" else f"{key} {size_words(limit)}"
+        which = limit_words(key, limit)
         if is_new:
             yield f"{which} with discard new: nothing is dropped, and while there is more, new messages are refused"
             continue
         if sent > limit:
             yield f"{which}: the server drops the oldest, up to {words(sent - limit)}"
         pushed.append(f"up to {words(of - limit)} ({which})")
-    if limit := _limit(plan.config, "max_msgs_per_subject"):
+    if limit := limit_of(plan.config, "max_msgs_per_subject"):
         pushed.append(f"some of their subjects (max_msgs_per_subject {limit:,})")
     is_known = plan.deletions is not None and plan.deletions.last >= plan.end
     deletes = plan.config.get("retention", "limits") != "limits" or not (
@@ -527,19 +522,30 @@ def capture_age(captured: Captured, now_ns: int, of_ns: int | None) -> str:
     return f"{age} before {'now' if of_ns is None else 'the point in time'} ({captured.moment}{clock})"
 
 
-def unfolded(plan: RestorePlan, configs: Sequence[CapturedConfig]) -> Iterator[str]:
-    """In words, the messages that may come back though a limit had dropped them before it was raised or lifted: where
-    no deletions were captured since. `configs`: of the stream, the oldest first.
+def unfolded(plan: RestorePlan) -> Iterator[str]:
+    """In words, the messages that come back though a limit had dropped them before it was raised: where no capture has
+    what was left of them.
     """
-    for old, new in pairwise(configs):
-        keys = ("max_msgs_per_subject", "max_msgs", "max_bytes", "max_age")
-        limits = ((key, _limit(old.config, key), _limit(new.config, key)) for key in keys)
-        raised = [f"{key} was {before:,}" for key, before, since in limits if before and not 0 < since <= before]
-        parts = (part for part in plan.parts if (part.footer.first_timestamp_ns or 0) <= new.moment_ns)
-        most = sum(part.rows for part in parts) - (new.messages or 0 if (new.last or 0) <= plan.end else 0)
-        if raised and most > 0 and (plan.deletions is None or plan.deletions.moment_ns < new.moment_ns):
-            text = f"{', '.join(raised)} until {new.moment}: of what that had dropped, up to "
-            yield text + f"{counted(most, 'message')} come back"
+
+    def rows(first: int, last: int, until_ns: int) -> int:
+        """At most how many messages of these sequences had come at that time (ns)."""
+        some = (part for part in plan.parts if (part.footer.first_timestamp_ns or 0) <= until_ns)
+        shares = (min(p.rows, min(last, p.stretch.rows.last) - max(first, p.stretch.rows.first) + 1) for p in some)
+        return sum(max(0, share) for share in shares)
+
+    for old, new, before in changes(plan.configs, plan.deletions):
+        last, has_state = min(plan.end, new.last or plan.end), new.last is not None and new.last <= plan.end
+        for key in ("max_msgs", "max_bytes", "max_age", PER_SUBJECT):
+            most = rows(before + 1 if key == PER_SUBJECT else 0, last, new.moment_ns)
+            if has_state:  # the first sequence says all of the other limits
+                left = rows(new.first or 0, last, new.moment_ns) - (new.messages or 0)
+                most = min(most, left) if key == PER_SUBJECT else 0
+            if is_raised(old, new, key) and most > 0:
+                text = (
+                    f"{limit_words(key, limit_of(old.config, key))} applied at least until sequence {before}, and was "
+                )
+                dropped = f"up to {counted(most, 'message')} that it had dropped in between come back"
+                yield f"{text}raised or lifted before {new.moment}: {dropped}"
 
 
 def forecast(

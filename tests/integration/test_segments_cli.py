@@ -394,83 +394,28 @@ def test_what_takes_away_asks_on_a_terminal(archive: Archive) -> None:
         assert (archive.objects.head("data/junk") is None) is (code == 0)
 
 
-# ls --cover as a view, and kept current
+# ls --cover as a view
 
 
-def test_a_view_is_of_a_cover_and_a_kept_file_needs_a_form_and_a_name(
-    run: Run, archive: Archive, tmp_path: Path
-) -> None:
-    file = str(tmp_path / "view")
+def test_a_view_is_of_a_cover_and_has_a_name(run: Run, archive: Archive) -> None:
     for words, said in [
         (["--format", "duckdb"], "--format duckdb: expected --cover"),
-        (["--cover", "--file", file], "--file: expected --format paths, json, duckdb or polars"),
-        (
-            ["--cover", "--file", file, "-o", "wide", "--json"],
-            "--file: expected --format paths, json, duckdb or polars",
-        ),
-        (["--cover", "--format", "paths", "--watch"], "--watch: expected --file FILE"),
         (["--cover", "--format", "duckdb", "--name", "a-b"], "expected a name of letters, digits and _, found 'a-b'"),
         (["--cover", "--format", "polars", "--name", "class"], "found 'class'"),
     ]:
         result = run("ls", *words)
         assert (result.exit_code, said in " ".join(result.stderr.split())) == (2, True), result.stderr
-    assert not Path(file).exists()
     assert run("ls", "--cover", "--format", "polars").stdout.endswith("archive = polars.LazyFrame(schema=_columns)\n")
 
 
-def test_forms_say_the_same_on_stdout_and_in_a_file(run: Run, archive: Archive, merged: Merged, tmp_path: Path) -> None:
-    file = tmp_path / "view"
+def test_all_forms_have_the_files_of_the_cover(run: Run, archive: Archive, merged: Merged) -> None:
     for form in ("paths", "json", "duckdb", "polars"):
         shown = run("ls", "--cover", "--format", form).stdout
-        written = run("ls", "--cover", "--format", form, "--file", str(file))
-        assert (written.exit_code, written.stdout, file.read_text()) == (0, "", shown)
         assert f"{archive.root}/{merged[2].key}" in shown
     assert shown != run("ls", "--cover", "--format", "polars", "--name", "nodes").stdout
     assert json.loads(run("ls", "--cover", "--json").stdout) == json.loads(
         run("ls", "--cover", "--format", "json").stdout
     )
-    assert run("ls", "--cover", "--format", "json", "--file", str(tmp_path / "no" / "folder")).exit_code == 1
-
-
-def test_a_watched_file_is_replaced_whole_when_something_changed_until_sigterm(
-    archive: Archive, tmp_path: Path
-) -> None:
-    archive.put(rows(1, 2), SequenceRange(1, 2))
-    file = tmp_path / "view.sql"
-    command = [
-        sys.executable,
-        "-m",
-        "floe",
-        "segments",
-        "ls",
-        "--cover",
-        "--format",
-        "duckdb",
-        "-c",
-        str(archive.config),
-    ]
-    process = spawn(
-        [*command, "--file", str(file), "--watch", "1s"],
-        cwd=Path(__file__).parents[2],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    written = f"{file}: written\n"
-    assert process.stderr.readline() == written
-    with file.open() as before:
-        first = before.read()
-        ref = archive.put(rows(3), SequenceRange(3, 3))
-        assert process.stderr.readline() == written
-        before.seek(0)
-        assert before.read() == first, "whoever has it open reads on"
-    assert ref.key in file.read_text()
-    assert first.count(".parquet") == 1
-    process.terminate()
-    assert process.communicate(timeout=PATIENCE) == ("", "")
-    assert process.returncode == 0
-    assert [path.name for path in tmp_path.iterdir() if "view" in path.name] == ["view.sql"]
 
 
 # ls, more of it
@@ -545,16 +490,6 @@ def test_what_is_damaged_right_before_a_time_is_told(run: Run, archive: Archive)
     (archive.root / refs[2].key).write_bytes(bytes(refs[2].size))
     assert run("cat", str(CHAIN), "--since", at[1]).exit_code == 3
     assert len(run("ls", str(CHAIN), "--since", at[1], "-o", "paths").stdout.splitlines()) == 2
-
-
-def test_only_a_regular_file_is_written(run: Run, merged: Merged, tmp_path: Path) -> None:
-    os.mkfifo(pipe := tmp_path / "pipe")
-    refused = run("ls", "-o", "paths", "--file", str(pipe))
-    assert (refused.exit_code, "expected a regular file" in refused.stderr) == (2, True)
-    assert pipe.is_fifo()
-    (link := tmp_path / "link").symlink_to(file := tmp_path / "file")
-    assert run("ls", "-o", "paths", "--file", str(link)).exit_code == 0
-    assert (link.is_symlink(), len(file.read_text().splitlines()) > 0) == (True, True)
 
 
 def test_a_damaged_segment_is_read_around_where_others_cover_it(run: Run, archive: Archive, merged: Merged) -> None:

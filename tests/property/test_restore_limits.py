@@ -1,18 +1,22 @@
-"""A stream whose limits changed while it lived comes back as it was."""
+"""A stream whose limits changed while it lived comes back as it was, or its plan says in numbers what is not known."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from common.clock import NS_PER_S, format_time
 from common.segments.captures import CapturedConfig, CapturedDeletions, deleted_ranges
 from common.segments.segment import Message
+from common.sequences import SequenceRange, Stretch
+from ingress.replay.plan import ChainRange, ReplayChain, ReplayPart
 from ingress.restore.fold import Fold
-from tests.support.segments import batch_of
+from ingress.restore.plan import RestorePlan, RestoreRequest, unfolded
+from tests.support import compaction
+from tests.support.segments import CHAIN, batch_of, footer_of
 
 Step = tuple[str, Any]
 BEGIN = 1_700_000_000
@@ -21,17 +25,21 @@ BEGIN = 1_700_000_000
 class ChangingStream:
     """A stream that takes steps one by one, and what egress captures of it whenever it looks."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_deletions: bool) -> None:
+        self._with_deletions = with_deletions
         self.config: dict[str, Any] = {"max_msgs_per_subject": 0, "max_msgs": 0, "allow_rollup_hdrs": True}
         self.rows, self.held, self._now = list[Message](), list[Message](), BEGIN
         self.configs, self.deletions = list[CapturedConfig](), list[CapturedDeletions]()
+        self._before: int | None = None
         self.at = [list[int]()]  # by sequence: what was held when that came
         self._look()
 
     def take(self, steps: Sequence[Step]) -> None:
         for kind, value in steps:
             self._now += 1
-            if kind == "look":
+            if kind == "restart":
+                self._before = None
+            elif kind == "look":
                 self._look()
             elif kind == "put":
                 self._put(*value)
@@ -63,41 +71,64 @@ class ChangingStream:
         ts, last = format_time(self._now * NS_PER_S + 1), len(self.rows)
         if not self.configs or self.configs[-1].config != self.config:
             first = self.held[0].sequence if self.held else last + 1 if last else 0
-            self.configs.append(CapturedConfig(ts, last, ts, dict(self.config), ts=ts))
-            if len(self.configs) > 1:
+            counts = first, last, len(self.held)
+            self.configs.append(CapturedConfig(ts, last, ts, dict(self.config), *counts, self._before, ts=ts))
+            if self._with_deletions and len(self.configs) > 1:
                 held = {each.sequence for each in self.held}
                 gone = deleted_ranges(each for each in range(first, last + 1) if each not in held)
                 self.deletions.append(CapturedDeletions(ts, last, first, last, gone, ts=ts))
+        self._before = last
 
-    def restored(self, size: int, end: int) -> list[int]:
-        """The rows up to `end` that come back, before the server applies its last limits."""
+    def restored(self, size: int, end: int) -> tuple[list[int], list[str]]:
+        """What of the rows up to `end` comes back before the server applies its last limits, and the notes."""
+        if not end:
+            return [], []
         moment_ns = self._now * NS_PER_S + 1 if end == len(self.rows) else self.rows[end - 1].timestamp_ns
-        config = [each.config for each in self.configs if each.moment_ns <= moment_ns][-1]
+        configs = [each for each in self.configs if each.moment_ns <= moment_ns]
         known = [each for each in self.deletions if each.last <= end and each.moment_ns <= moment_ns]
-        rolls, limit = config["allow_rollup_hdrs"], config["max_msgs_per_subject"]
-        fold = Fold(known[-1] if known else None, rolls=rolls, per_subject=limit)
-        batches = [self.rows[:end][at : at + size] for at in range(0, end, size)]
+        deletions = known[-1] if known else None
+        config, rows = configs[-1].config, self.rows[:end]
+        fold = Fold(config, deletions, configs, end)
+        batches = [rows[at : at + size] for at in range(0, end, size)]
         while fold.passes:
             for each in batches:
                 fold.see(batch_of(each))
             fold.end_pass()
-        return [s for each in batches for s in fold.left(batch_of(each)).column("sequence").to_pylist()]
+        left = [s for each in batches for s in fold.left(batch_of(each)).column("sequence").to_pylist()]
+        parts = [
+            ReplayPart(Stretch(compaction.ref(within.first, within.last), within), footer_of(each, within))
+            for each in batches
+            for within in [SequenceRange(each[0].sequence, each[-1].sequence)]
+        ]
+        plan = RestorePlan(
+            RestoreRequest(CHAIN.site, CHAIN.feed),
+            (ReplayChain(ChainRange(CHAIN, SequenceRange(1, end)), tuple(parts)),),
+            newest=CHAIN,
+            begin=1,
+            end=end,
+            archived=end,
+            created="",
+            config=config,
+            deletions=deletions,
+            configs=tuple(configs),
+        )
+        return left, [*unfolded(plan)]
 
 
 PUT = st.tuples(st.just("put"), st.tuples(st.sampled_from([b"a", b"b", b"c"]), st.sampled_from(["", "", "", "sub"])))
 LIMIT = st.tuples(st.just("max_msgs_per_subject"), st.integers(0, 3))
 MOST = st.tuples(st.just("max_msgs"), st.sampled_from([0, 2, 4, 8]))
 ROLLS = st.tuples(st.just("allow_rollup_hdrs"), st.booleans())
-LOOK = st.just(("look", None))
+LOOK, RESTART = st.just(("look", None)), st.just(("restart", None))
 PLAIN = st.tuples(st.just("put"), st.tuples(st.sampled_from([b"a", b"b", b"c"]), st.just("")))
 
 
 @settings(max_examples=60)
 @given(
     st.one_of(
-        st.lists(st.one_of(PUT, PUT, PUT, LIMIT, ROLLS, LOOK), min_size=12, max_size=60),
+        st.lists(st.one_of(PUT, PUT, PUT, LIMIT, ROLLS, LOOK, RESTART), min_size=12, max_size=60),
         # Where rollups leave less than `max_msgs` again, only a capture says what that had dropped.
-        st.lists(st.one_of(PLAIN, PLAIN, PLAIN, LIMIT, MOST, LOOK), min_size=12, max_size=60),
+        st.lists(st.one_of(PLAIN, PLAIN, PLAIN, LIMIT, MOST, LOOK, RESTART), min_size=12, max_size=60),
     ),
     st.lists(PLAIN, max_size=9),
     st.integers(1, 12),
@@ -105,26 +136,67 @@ PLAIN = st.tuples(st.just("put"), st.tuples(st.sampled_from([b"a", b"b", b"c"]),
 def test_what_was_captured_with_each_change_leaves_what_the_stream_held(
     steps: list[Step], more: list[Step], size: int
 ) -> None:
-    stream = ChangingStream()
+    stream = ChangingStream(with_deletions=True)
     stream.take([*steps, ("look", None), *more])
-    left = stream.restored(size, len(stream.rows))
+    left, notes = stream.restored(size, len(stream.rows))
     if most := stream.config["max_msgs"]:
         left = left[-most:]
     assert left == [each.sequence for each in stream.held]
+    assert notes == []
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.one_of(PUT, PUT, PUT, LIMIT, MOST, ROLLS, LOOK, RESTART), min_size=12, max_size=60),
+    st.lists(PUT, max_size=9),
+    st.integers(1, 12),
+)
+def test_where_only_counts_were_captured_nothing_that_lived_is_missing(
+    steps: list[Step], more: list[Step], size: int
+) -> None:
+    stream = ChangingStream(with_deletions=False)
+    stream.take([*steps, ("look", None), *more])
+    left, notes = stream.restored(size, len(stream.rows))
+    assert {*left} >= {each.sequence for each in stream.held}
+    event(f"says {len(notes)}")
+
+
+@settings(max_examples=60)
+@given(st.lists(st.one_of(PUT, PUT, PUT, LIMIT, ROLLS, LOOK, RESTART), min_size=12, max_size=60), st.integers(1, 12))
+def test_the_plan_says_how_many_come_back_too_many(steps: list[Step], size: int) -> None:
+    stream = ChangingStream(with_deletions=False)
+    stream.take([*steps, ("look", None)])
+    left, notes = stream.restored(size, len(stream.rows))
+    most = sum(int(note.split("up to ")[1].split()[0]) for note in notes)
+    assert len(left) - len(stream.held) <= most
 
 
 @settings(max_examples=60)
 @given(
     st.lists(st.one_of(PUT, PUT, PUT, LIMIT, ROLLS), min_size=12, max_size=60),
+    st.booleans(),
     st.integers(1, 12),
     st.floats(0, 1),
 )
+@example(
+    # A rollup behind a limit that had dropped messages, of a subject that is not the oldest.
+    steps=[
+        ("max_msgs_per_subject", 1),
+        *(("put", (subject, "")) for subject in (b"b", b"a", b"a")),
+        ("max_msgs_per_subject", 3),
+        *(("put", (b"a", rollup)) for rollup in ("sub", "")),
+    ],
+    with_deletions=False,
+    size=3,
+    share=1.0,
+)
 def test_a_change_that_is_seen_at_once_leaves_what_the_stream_held_at_any_sequence(
-    steps: list[Step], size: int, share: float
+    steps: list[Step], with_deletions: bool, size: int, share: float
 ) -> None:
-    stream = ChangingStream()
+    stream = ChangingStream(with_deletions=with_deletions)
     for step in steps:
         stream.take([step, ("look", None)])
-    assert stream.restored(size, len(stream.rows)) == [each.sequence for each in stream.held]
+    left, notes = stream.restored(size, len(stream.rows))
+    assert (left, notes) == ([each.sequence for each in stream.held], [])
     if end := int(len(stream.rows) * share):
-        assert stream.restored(size, end) == stream.at[end]
+        assert stream.restored(size, end) == (stream.at[end], [])

@@ -92,7 +92,7 @@ ROWS = st.lists(
 @given(ROWS, st.integers(0, 3), st.integers(1, 20))
 def test_a_fold_leaves_what_a_server_would_hold(written: list[tuple[bytes, str]], per_subject: int, size: int) -> None:
     rows = [row(at * 2 + 1, subject, rollup.lower()) for at, (subject, rollup) in enumerate(written)]
-    fold = Fold(None, rolls=True, per_subject=per_subject)
+    fold = Fold({"allow_rollup_hdrs": True, "max_msgs_per_subject": per_subject})
     assert folded(rows, size, fold) == kept_by_a_server(rows, per_subject)
     assert fold.rows == len(kept_by_a_server(rows, per_subject))
 
@@ -146,7 +146,11 @@ def test_nothing_that_lived_at_the_end_is_left_out_for_what_was_captured_later(
         found = store.deletions(CHAIN, end)
     usable = [n for n, each in enumerate(lived.captures) if each.last <= end]
     assert found == (lived.captures[usable[-1]] if usable else None)
-    left = folded(lived.rows[:end], 7, Fold(found, rolls=True, per_subject=per_subject)) if end else []
+    left = (
+        folded(lived.rows[:end], 7, Fold({"allow_rollup_hdrs": True, "max_msgs_per_subject": per_subject}, found))
+        if end
+        else []
+    )
     unknown = [known for last, known in lived.deleted if last <= end and known > (usable[-1] if usable else -1)]
     if not unknown:
         assert left == lived.at[end]
@@ -157,15 +161,15 @@ def test_nothing_that_lived_at_the_end_is_left_out_for_what_was_captured_later(
 @pytest.mark.parametrize("rolls", [True, False])
 def test_deletions_are_subtracted_up_to_where_they_were_captured(rolls: bool) -> None:
     deletions = CapturedDeletions(AT, 20, 5, 20, ((7, 9), (15, 15), (19, 20)))
-    fold = Fold(deletions, rolls=rolls, per_subject=0)
+    fold = Fold({"allow_rollup_hdrs": rolls}, deletions)
     left = folded([row(s) for s in range(1, 26)], 4, fold)
     assert left == [5, 6, 10, 11, 12, 13, 14, 16, 17, 18, 21, 22, 23, 24, 25]
     empty = CapturedDeletions(AT, 20, 21, 20, ())  # nothing was held
-    assert folded([row(s) for s in range(1, 26)], 4, Fold(empty, rolls=False, per_subject=0)) == [21, 22, 23, 24, 25]
+    assert folded([row(s) for s in range(1, 26)], 4, Fold({}, empty)) == [21, 22, 23, 24, 25]
 
 
 def test_without_rollups_in_the_configuration_the_header_means_nothing() -> None:
-    fold = Fold(None, rolls=False, per_subject=0)
+    fold = Fold({})
     assert fold.is_none
     assert folded([row(1), row(2, rollup="all")], 1, fold) == [1, 2]
 
@@ -178,10 +182,10 @@ def test_schedules_that_fired_for_the_last_time_are_gone(size: int) -> None:
 
     rows = [row(1, b"once"), row(2, b"often"), row(3, b"\xff"), fired(4, b"often", b"2026-01-02T03:04:05Z")]
     rows += [fired(5, b"once"), fired(6, b"\xff"), row(7, b"once"), fired(8, b"unknown")]
-    fold = Fold(None, rolls=False, per_subject=0, schedules=True)
+    fold = Fold({"allow_msg_schedules": True})
     assert folded(rows, size, fold) == [2, 4, 5, 6, 7, 8]
     assert fold.rows == 6
-    assert folded(rows, size, Fold(None, rolls=False, per_subject=0)) == [*range(1, 9)]
+    assert folded(rows, size, Fold({})) == [*range(1, 9)]
 
 
 def expiring(rows: Sequence[tuple[bytes, int, str]]) -> list[Message]:
@@ -212,7 +216,7 @@ def test_what_had_expired_when_the_next_message_came_has_pushed_none_out(
         held.append((subject, sequence, now + LIVES[ttl]))
         same = [each for each in held if each[0] == subject]
         held = [each for each in held if each not in same[:-per_subject]]
-    fold = Fold(None, rolls=False, per_subject=per_subject, expires=True)
+    fold = Fold({"max_msgs_per_subject": per_subject, "allow_msg_ttl": True})
     assert {sequence for _, sequence, _ in held} <= {*folded(expiring(rows), size, fold)}
 
 
@@ -227,10 +231,10 @@ def test_of_a_history_nothing_goes_for_a_message_that_had_expired(size: int) -> 
         (b"b", 4, ""),
         (b"c", 5, "1s"),
     ]
-    fold = Fold(None, rolls=False, per_subject=2, expires=True)
+    fold = Fold({"max_msgs_per_subject": 2, "allow_msg_ttl": True})
     assert folded(expiring(rows), size, fold) == [1, 4, 5, 6, 7], "of b the first had not expired when the next came"
     assert fold.rows == 5
-    assert folded(expiring(rows), size, Fold(None, rolls=False, per_subject=2)) == [2, 4, 5, 6, 7]
+    assert folded(expiring(rows), size, Fold({"max_msgs_per_subject": 2})) == [2, 4, 5, 6, 7]
 
 
 @given(st.lists(st.lists(st.integers(1, 60), max_size=30, unique=True).map(sorted), max_size=4), st.integers(1, 7))
@@ -453,10 +457,10 @@ def test_what_is_missing_before_a_chain_is_lossy_where_the_stream_is_known_to_ha
 
 
 def test_what_was_deleted_before_a_chain_began_is_not_missing() -> None:
-    captured = Fold(CapturedDeletions(AT, 200, 51, 200, ((60, 69),)), rolls=False, per_subject=0)
+    captured = Fold({}, CapturedDeletions(AT, 200, 51, 200, ((60, 69),)))
     (late,) = before_begin(CHAIN, 101, 1, 51, None, captured.deleted)
     assert ": 40 sequences of 51..100 not archived" in late.line
-    all_gone = Fold(CapturedDeletions(AT, 200, 51, 200, ((51, 100),)), rolls=False, per_subject=0)
+    all_gone = Fold({}, CapturedDeletions(AT, 200, 51, 200, ((51, 100),)))
     assert not list(before_begin(CHAIN, 101, 1, 51, None, all_gone.deleted))
     assert not list(before_begin(CHAIN, 1, 101, 51, None, all_gone.deleted))
 
@@ -511,10 +515,10 @@ def test_the_plan_says_up_to_how_many_come_back_of_what_a_raised_limit_had_dropp
     chain = ReplayChain(ChainRange(CHAIN, whole), (part,))
     plan = RestorePlan(RestoreRequest("s", "f"), (chain,), CHAIN, 1, 20, 20, AT, {"name": "S"})
     old = CapturedConfig(AT, 5, AT, {"max_msgs_per_subject": 1}, 5, 5, 1)
-    for limit, last, most in ((5, 20, 14), (0, 20, 14), (-1, 21, 20), (1, 20, 0)):
+    for limit, last, most in ((5, 20, 10), (0, 20, 10), (-1, 21, 15), (1, 20, 0)):
         new = CapturedConfig(AT, 20, AT, {"max_msgs_per_subject": limit}, 5, last, 6)
-        said = [*unfolded(plan, [old, new])]
-        assert [f"max_msgs_per_subject was 1 until {AT}" in each for each in said] == [True] * bool(most)
-        assert [f"up to {most} messages come back" in each for each in said] == [True] * bool(most)
-        known = replace(plan, deletions=CapturedDeletions(AT, 20, 5, 20, ()))
-        assert [*unfolded(known, [old, new])] == []
+        changed = replace(plan, configs=(old, new))
+        found = [*unfolded(changed)]
+        text = "max_msgs_per_subject 1 applied at least until sequence 5"
+        assert [text in each and f"up to {most} messages" in each for each in found] == [True] * bool(most)
+        assert [*unfolded(replace(changed, deletions=CapturedDeletions(AT, 20, 5, 20, ())))] == []

@@ -62,7 +62,7 @@ def test_room_is_counted_as_the_server_does(plan: RestorePlan, stored: int) -> N
 
 def test_deleted_sequences_of_a_range_are_those_that_a_fold_takes_off() -> None:
     gone = {1, 2, 5, 8, 9}
-    fold = Fold(GONE, rolls=False, per_subject=0)
+    fold = Fold({}, GONE)
     for first in range(1, 13):
         for last in range(first, 13):
             assert fold.deleted(SequenceRange(first, last)) == len(gone & {*range(first, last + 1)}), (first, last)
