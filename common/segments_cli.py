@@ -83,7 +83,6 @@ def segments() -> None:
 @click.option("--level", type=click.IntRange(0, 9), help="Only this level.")
 @click.option(
     "-o",
-    "--output",
     "--format",
     "form",
     type=click.Choice(["table", "wide", "paths", "json", *VIEWS]),
@@ -119,7 +118,7 @@ def list_segments(
     \b
     Examples:
         floe segments ls -c central.yaml us-east/NODE_DATA --since 2h -o wide
-        floe segments ls -c central.yaml us-east/NODE_DATA --cover --output paths
+        floe segments ls -c central.yaml us-east/NODE_DATA --cover --format paths
         floe segments ls -c central.yaml us-east --cover --format duckdb > us-east.sql
     """
     is_wide, form = form == "wide", "json" if as_json else form

@@ -256,7 +256,10 @@ async def to_its_end(main: Coroutine[Any, Any, T]) -> T:
             orphan.set_result(error)
 
     def handle(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if (error := context.get("exception")) is None or _is_of_transport(error, context):
+        error = context.get("exception")
+        if "transport" in context or isinstance(
+            error, None | ConnectionError | TimeoutError | Unavailable | OutcomeUnknown
+        ):
             log.warning("event loop", action="loop", error=str(error or context.get("message")))
         else:
             # A task that was never awaited is found by the garbage collection, which may run in any thread.
@@ -274,10 +277,6 @@ async def to_its_end(main: Coroutine[Any, Any, T]) -> T:
     if orphan.done():
         raise Unforeseen.of(orphan.result())
     return task.result()
-
-
-def _is_of_transport(error: BaseException, context: dict[str, Any]) -> bool:
-    return "transport" in context or isinstance(error, ConnectionError | TimeoutError | Unavailable | OutcomeUnknown)
 
 
 async def end(*tasks: asyncio.Task[Any]) -> None:

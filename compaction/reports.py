@@ -374,10 +374,6 @@ def _told(place: tuple[str, str, str]) -> str:
     return f"{report} of {chains} in {store}"
 
 
-def with_state(schema: pa.Schema, state: ReportState) -> pa.Schema:
-    return schema.with_metadata({METADATA: state.to_json()})
-
-
 # The newest message of each key
 
 FEED_FIELDS: list[Any] = [pa.field("site", pa.string()), pa.field("feed", pa.string())]
@@ -416,7 +412,7 @@ class LatestReport(ArchiveReport):
 
     def _write(self, path: Path, former: Path | None, part: Sequence[Stretch[SegmentRef]], state: ReportState) -> None:
         both = merged_in_order(_stored(former), self._newest(part), key=key_of)
-        with pq.ParquetWriter(path, with_state(LATEST, state), compression="zstd") as writer:
+        with pq.ParquetWriter(path, LATEST.with_metadata({METADATA: state.to_json()}), compression="zstd") as writer:
             for batch in _batches(newest(rows) for _, rows in groupby(both, key_of)):
                 writer.write_batch(batch)
 

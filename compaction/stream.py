@@ -91,7 +91,8 @@ class ArchiveStream:
             begun = {name: position for name, position in begun.items() if name in targets}
             self._ahead = {name: _bounded(each, targets.get(name, 0)) for name, each in self._ahead.items()}
         self._turn += 1
-        reached = shared(self._ahead_of(start), rows, segments, self._turn)
+        ahead = {name: each for name, each in self._ahead.items() if each.position > start[name]}
+        reached = shared(ahead, rows, segments, self._turn)
         return dict(sorted({**start, **reached, **begun, **FORMAT}.items()))
 
     def ends(self) -> Positions:
@@ -122,9 +123,6 @@ class ArchiveStream:
             f"chain {chain}: expected segments that cover {missing[0]}, of which a batch was planned, found none",
             hint=way_out(chain, missing[0]),
         )
-
-    def _ahead_of(self, start: Mapping[str, int]) -> dict[str, _Ahead]:
-        return {name: each for name, each in self._ahead.items() if each.position > start[name]}
 
     def _mapped(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
         with ThreadPoolExecutor(LISTINGS_AT_ONCE) as pool:

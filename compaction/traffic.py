@@ -237,10 +237,11 @@ def rendered(table: pa.Table, since: int | None, until: int | None, made: float)
         feeds.setdefault((row["site"], row["feed"]), []).append(row)
     hours = [row["hour"] for row in rows]
     begin, end = min(hours, default=0), max(hours, default=0) + HOUR
+    period = f"{_time(begin)} to {_time(end)}" if rows else "no messages"
     drawn = sorted(feeds, key=lambda feed: -sum(row["messages"] for row in feeds[feed]))[:MOST_PLOTS]
     body = [
         "<h1>Floe: traffic</h1>",
-        f"<p class=pale>{_period(begin, end) if rows else 'no messages'}, made {_time(int(made))}</p>",
+        f"<p class=pale>{period}, made {_time(int(made))}</p>",
         *_table(feeds),
         *(line for feed in sorted(drawn) for line in _plots(feed, feeds[feed], begin, end)),
     ]
@@ -366,10 +367,6 @@ def _line(values: Mapping[int, float], most: float, bars: int) -> str:
         x, y = LEFT + at * width, ABOVE + HEIGHT * (1 - min(max(value, 0.0) / most, 1.0))
         path += f"{'L' if at - 1 in values else 'M'}{x:.1f} {y:.1f}h{width:.1f}"
     return f'<path class="lag" d="{path}"/>'
-
-
-def _period(begin: int, end: int) -> str:
-    return f"{_time(begin)} to {_time(end)}"
 
 
 def _time(seconds: int) -> str:

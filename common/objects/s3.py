@@ -243,6 +243,9 @@ class S3Objects:
         asked: Any = self._pause_before  # the stubs know no handler that answers
         client.meta.events.register_first("needs-retry.s3", asked)
         client.meta.events.register("needs-retry.s3", self._doubts.note)
+        if self._account.endpoint_url:  # what is not AWS redirects elsewhere, and boto3 would follow without end
+            once: Any = lambda context, **_: context["s3_redirect"].update(redirected=True)  # noqa: E731
+            client.meta.events.register("before-parameter-build.s3", once)
         self._credential = session.get_credentials()  # as the client has it: looked for once
         return client
 

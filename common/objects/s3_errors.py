@@ -49,6 +49,7 @@ _KMS = Meaning(Refused, "grant kms:GenerateDataKey and kms:Decrypt on the key", 
 _FULL = Meaning(Unavailable, "make room in the store", "E-STORE-FULL")
 _CAPPED = Meaning(Unavailable, "make room, or raise the quota or cap of the bucket and the account", "E-STORE-FULL")
 _SUSPENDED = Meaning(Refused, "the store has suspended the account; ask its provider", "E-S3-AUTH")
+_REDIRECTED = Meaning(Unavailable, "something redirects, as to https://; check store.endpoint_url", LATER.code)
 _EXPIRED = Meaning(Refused, "the credential has expired; renew it", "E-S3-AUTH")
 
 MISSING_KEY = {"NoSuchKey", "NoSuchVersion"}
@@ -95,7 +96,7 @@ CODES: Mapping[str, Meaning] = {
 STATUSES: Mapping[int, Meaning] = {
     **dict.fromkeys((307, 404, 408, 409, 423, 425, 429), LATER),
     **dict.fromkeys((401, 403), _REFUSED),
-    301: ELSEWHERE,
+    **dict.fromkeys((301, 302, 308), _REDIRECTED),
     402: _SUSPENDED,
     501: _UNABLE,
     507: _FULL,
@@ -148,16 +149,16 @@ def explain(verb: str, place: str, response: Mapping[str, Any]) -> FloeError:
     """
     told, status, code = response.get("Error", {}), status_of(response), code_of(response)
     message = str(told.get("Message", ""))
-    text = f"{verb} {place}: {code}" + (f": {message[:300]}" if message else "")
-    meaning = meaning_of(code, status, message)
+    text = f"{verb} {place}: {code or f'HTTP {status}'}" + (f": {message[:300]}" if message else "")
+    region = told.get("Region") or _headers_of(response).get("x-amz-bucket-region")
+    meaning = ELSEWHERE if status == 301 and region else meaning_of(code, status, message)
     hint = meaning.hint
     if meaning is DENIED:
         hint = f"grant {PERMISSIONS[verb]}"
         if verb in ("get", "head"):
             hint += ", and s3:ListBucket: without it a missing object is refused too, and is not taken as missing"
     elif meaning is ELSEWHERE:
-        region = told.get("Region") or _headers_of(response).get("x-amz-bucket-region") or "the bucket's region"
-        hint = f"set store.region: {region}"
+        hint = f"set store.region: {region or 'the region of the bucket'}"
     return meaning.kind(text, hint=hint, code=meaning.code)
 
 

@@ -55,6 +55,8 @@ def check_trailer(trailer: bytes, size: int, limits: ParquetLimits) -> int:
 
 def check_schema(found: pa.Schema) -> None:
     """All columns of `SCHEMA` with type and nullability; further columns are allowed if they are nullable."""
+    if found.equals(SCHEMA):  # the common case, and ten times faster
+        return
     wrong = [problem for field in SCHEMA if (problem := _field_problem(field, found))]
     extra = [field for field in found if field.name not in SCHEMA.names and not field.nullable]
     wrong += [f"column {field.name}: expected no such column or a nullable one" for field in extra]

@@ -9,7 +9,6 @@ bytes <= page bytes.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,8 +66,8 @@ class _Reader:
         self._values_left -= 1
         if self._values_left < 0:
             raise ValueError(f"more than {self._bounds.values} values")
-        if kind in _BITS:
-            return self._integer(_BITS[kind])
+        if (bits := _BITS.get(kind)) is not None:
+            return self._integer(bits)
         if kind == _BINARY:
             return self._take(self._varint())
         if kind == _STRUCT:
@@ -77,8 +76,6 @@ class _Reader:
             return self._list(depth + 1)
         if kind in (_BYTE, _TRUE, _FALSE):  # an element of a list of truths is one byte, like any other
             return self._byte()
-        if kind == _DOUBLE:
-            return struct.unpack("<d", self._take(8))[0]
         raise ValueError(f"type {kind}, which Parquet does not use")
 
     def _list(self, depth: int) -> list[Any]:
@@ -101,8 +98,10 @@ class _Reader:
         return value
 
     def _varint(self) -> int:
-        value = 0
-        for shift in range(0, 7 * _MAX_VARINT_BYTES, 7):
+        if (value := self._byte()) < 0x80:
+            return value
+        value &= 0x7F
+        for shift in range(7, 7 * _MAX_VARINT_BYTES, 7):
             byte = self._byte()
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
@@ -110,9 +109,10 @@ class _Reader:
         raise ValueError(f"number longer than {_MAX_VARINT_BYTES} bytes")
 
     def _byte(self) -> int:
-        if self.position >= len(self._data):
-            raise TruncatedError(f"structure goes on after {len(self._data)} bytes")
-        byte = self._data[self.position]
+        try:
+            byte = self._data[self.position]
+        except IndexError:
+            raise TruncatedError(f"structure goes on after {len(self._data)} bytes") from None
         self.position += 1
         return byte
 

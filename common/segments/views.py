@@ -52,7 +52,8 @@ def address(store: StoreSettings, key: str) -> str:
 def duckdb_view(cover: Cover, store: StoreSettings, name: str) -> str:
     """SQL that makes the view `name`, with what reaches an S3 store as comments, without secrets."""
     settings = ["--", *(f"-- {line}" for line in _secret(store))] if store.url.startswith("s3:") else []
-    selects = [_select(files, rows) for files, rows in _parts(cover, store)] or [_nothing()]
+    nulls = ", ".join(f"NULL::{_DUCKDB[kind]} AS {name}" for name, kind in _COLUMNS.items())
+    selects = [_select(*part) for part in _parts(cover, store)] or [f"SELECT {nulls} WHERE false"]
     while len(selects) > _UNIONS:
         groups = (selects[at : at + _UNIONS] for at in range(0, len(selects), _UNIONS))
         selects = [f"SELECT * FROM (\n{_union(group)}\n)" for group in groups]  # noqa: S608 # of quoted parts
@@ -83,10 +84,6 @@ def _select(files: Sequence[str], rows: SequenceRange | None) -> str:
     source = f"read_parquet([\n{listed}\n], hive_partitioning = true, hive_types = {{{kinds}}})"
     text = f"SELECT {', '.join(_COLUMNS)} FROM {source}"  # noqa: S608 # every part is quoted
     return text if rows is None else f"{text} WHERE sequence BETWEEN {rows.first} AND {rows.last}"
-
-
-def _nothing() -> str:
-    return f"SELECT {', '.join(f'NULL::{_DUCKDB[kind]} AS {name}' for name, kind in _COLUMNS.items())} WHERE false"
 
 
 def _quoted(text: str) -> str:

@@ -350,13 +350,10 @@ class ArchivedHistory:
             return request.to_time_ns
         for chain in chains:
             for part in reversed(chain.parts):
-                last, rows = part.footer.last_timestamp_ns if part.is_exact else None, part.stretch.rows
-                if last is None:
-                    refs = self._store.list(chain.chain, position=rows.first)
-                    for batch in read_cover(self._store, refs, rows, lambda _: None, TIMES):
-                        last = batch.column("timestamp_ns")[-1].as_py()
-                if last is not None:
-                    found.append(last)
+                refs = self._store.list(chain.chain, position=part.stretch.rows.first)
+                batches = read_cover(self._store, refs, part.stretch.rows, lambda _: None, TIMES)
+                if times := [batch.column("timestamp_ns")[-1].as_py() for batch in batches]:
+                    found.append(times[-1])
                     break
         return max(found, default=None)
 

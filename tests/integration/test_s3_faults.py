@@ -145,6 +145,22 @@ def test_an_answer_that_boto_gives_up_at_is_asked_for_again(
     assert waits == [PAUSES[0], PAUSES[0]]
 
 
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_an_address_that_redirects_is_asked_once_and_named(
+    objects: S3Objects, direct: S3Objects, proxy: FaultProxy, status: int
+) -> None:
+    """As `http://` to `https://`, or a captive portal. boto3 asked for the bucket's region of it, without end."""
+    page = [("Location", "https://elsewhere.invalid/"), ("Content-Type", "text/html")]
+    for operation in ("put", "get", "head", "list"):
+        proxy.on(operation, lambda _: Answer(status, page, b"<html>moved</html>", 18))
+    for call in (lambda: objects.put("k", b"1"), lambda: objects.head("k"), lambda: objects.list("")):
+        with pytest.raises(Unavailable, match=rf"s3://.*: (HTTP )?{status}") as caught:
+            call()
+        assert caught.value.code == "E-S3-LATER"
+    assert proxy.count("put") <= OPTIONS.attempts
+    assert direct.list("") == []
+
+
 def test_a_store_that_stays_busy_did_nothing(objects: S3Objects, direct: S3Objects, proxy: FaultProxy) -> None:
     for operation in ("put", "get", "list", "delete"):
         proxy.on(operation, refuse(503, "SlowDown"))

@@ -20,7 +20,8 @@ EXPIRED = (Refused, "E-S3-AUTH", "the credential has expired; renew it")
 DENIED = (Refused, "E-S3-DENIED", "grant s3:PutObject")
 REFUSED = (Refused, "E-S3-DENIED", "check the credential, its rights, and the state of the account")
 KMS = (Refused, "E-S3-KMS", "grant kms:GenerateDataKey and kms:Decrypt on the key")
-REGION = (ConfigError, "E-S3-REGION", "set store.region: the bucket's region")
+REGION = (ConfigError, "E-S3-REGION", "set store.region: the region of the bucket")
+REDIRECTED = (Unavailable, "E-S3-LATER", "something redirects, as to https://; check store.endpoint_url")
 UNABLE = (ConfigError, "E-S3-REQUEST", "this store cannot do it; see store.checksum and store.encryption")
 SETTINGS = "check store: endpoint_url, addressing_style, checksum, encryption, storage_class"
 INVALID = (ConfigError, "E-S3-REQUEST", SETTINGS)
@@ -107,7 +108,9 @@ ROWS: dict[tuple[int, str], tuple[type[FloeError], str, str]] = {
     (400, "AuthorizationHeaderMalformed"): REGION,
     (400, "IllegalLocationConstraintException"): REGION,
     # Codes that nobody listed, by their status; digits are the code of an answer without a body.
-    (301, "301"): REGION,
+    (301, "301"): REDIRECTED,
+    (302, ""): REDIRECTED,
+    (308, "308"): REDIRECTED,
     (307, "307"): LATER,
     (401, "Novel"): REFUSED,
     (402, "Novel"): SUSPENDED,
