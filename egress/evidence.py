@@ -497,15 +497,16 @@ class Inquiry:
         await look.narrow()
         tips = await look.tips(archive, current, end)
         last, number = None if received is None else await look.compare(received), None
-        if source.created != created and not is_any_equal(tips):
+        is_before = archive.end > 0 and source.last < archive.first
+        if (source.created != created or is_before) and not is_any_equal(tips):
             # A history that continues another one under one `created` holds messages of both.
             if last is None or last.held is not HeldMessage.EQUAL:
-                number = await look.matching(current.chain, archive.first)
-            if number is None:
+                number = await look.matching(current.chain, 1 if is_before else archive.first)
+            if number is None and source.created != created:
                 # A work queue, and a stream that drops messages, may hold none that could prove it.
                 number = await self._threads.run(self._made_for, current, source.created)
         source = replace(source, first_timestamp_ns=look.source.first_timestamp_ns)
-        return Evidence(source, created, end, tuple(tips), last, number)
+        return Evidence(source, created, end, tuple(tips), last, number, is_before)
 
     def _made_for(self, current: Incarnation, created: str) -> int | None:
         for chain in older(current.chain):

@@ -4,6 +4,7 @@
 |---|---|
 | a held tip is equal, the source reaches the archive's end | SAME |
 | a held tip is equal, but the source ends earlier, or a newer held tip differs | ROLLED_BACK |
+| the source ends before this incarnation began, and an older one matches | ROLLED_BACK |
 | nothing of the current history matches, but an older incarnation does, or its `created` | FORKED |
 | tips held, none equal, `created` differs | RECREATED |
 | the source ends earlier, `created` differs, no tip equal | RECREATED |
@@ -86,7 +87,8 @@ class Evidence:
     `source`: None if there is no such stream. `created`: as `stream.json` has it. `end`: the last sequence
     that the archive covers, 0 if it covers none. `tips`: of the archive, newest first. `received`: the last
     message received and not yet archived, if any. `older`: the incarnation before this one of which a held
-    tip is equal, or which was made for a stream with this very `created`. `reaches`: the stream that is gone had
+    tip is equal, or which was made for a stream with this very `created`; `is_before`: it is compared where the
+    source ends before this incarnation began. `reaches`: the stream that is gone had
     effects outside of its own subjects, which a restore asks about.
     """
 
@@ -96,6 +98,7 @@ class Evidence:
     tips: tuple[Witness, ...] = ()
     received: Witness | None = None
     older: int | None = None
+    is_before: bool = False
     reaches: bool = False
 
 
@@ -129,6 +132,9 @@ def judge(evidence: Evidence) -> SourceVerdict:
         return _judge_matching(evidence, source, equal[0])
     if evidence.received is not None and evidence.received.held is HeldMessage.EQUAL:
         return _judge_received(evidence, source, evidence.received.tip)
+    if evidence.older is not None and evidence.is_before:
+        why = f"the stream ends at {source.last} in incarnation {evidence.older:04d}, the archive at {evidence.end}"
+        return SourceVerdict(VerdictKind.ROLLED_BACK, why)
     if evidence.older is not None:
         why = f"incarnation {evidence.older:04d} is there again"
         return SourceVerdict(VerdictKind.FORKED, f"{why}: two sources under one name, or an old disk")

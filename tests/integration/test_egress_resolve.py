@@ -135,6 +135,39 @@ async def test_a_stream_that_was_set_back_goes_on_where_it_parted_from_the_archi
     assert plan.begin == 13
 
 
+async def test_a_stream_set_back_into_an_incarnation_before_goes_on_from_there(bench: Bench) -> None:
+    """As by `floe restore --to-sequence` with a sequence of the incarnation that this one continues."""
+    stream = await bench.make_stream(unique("B"), storage="file")
+    config = str(configuration(bench, {"stream": stream}))
+
+    async def back_to(sequence: int) -> str:
+        """Restore up to there, and return the command that egress then proposes."""
+        await bench.delete_stream(stream)
+        assert (await back.restored(bench, stream, to_sequence=sequence)).exit_code == 0
+        async with bench.egress({"stream": stream}) as running:
+            await soon(lambda: running.state(stream) == "stopped")
+            status = running.status(stream)
+        shown = await floe("egress", "resolve", "-c", config, stream)
+        assert "E-ROLLED-BACK" in shown.out
+        assert f"up to {sequence} it is as archived, so nothing is repeated or lost" in shown.out
+        assert f"--new-incarnation --from {sequence + 1}" in status["hint"]
+        return str(status["hint"])
+
+    async with bench.egress({"stream": stream}):
+        await bench.publish(stream, [b"first %d" % n for n in range(20)])
+        await bench.archived_to(stream, 20)
+    for incarnation, sequence in ((1, 15), (2, 8)):
+        await paste(bench, await back_to(sequence), {"stream": stream})
+        await bench.publish(stream, [b"of %d" % incarnation] * 3)
+        async with bench.egress({"stream": stream}):
+            await bench.archived_to(stream, sequence + 3, incarnation=incarnation)
+    document = bench.chains.read_stream(bench.chain(stream, 2))
+    assert document is not None
+    assert (document.continues_from, document.continued) == ({0: 9}, 0)
+    await exact(bench, stream, 2, 9)
+    await comes_back_whole(bench, stream)
+
+
 async def test_a_stream_set_back_and_written_again_is_compared_row_by_row(
     alone: tuple[Bench, NatsServer], tmp_path: Path
 ) -> None:
