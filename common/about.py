@@ -39,16 +39,8 @@ def show_version(as_json: bool) -> None:
     print_json(found) if as_json else table(list(found.items()), ("part", "version"))
 
 
-#: The line that has a shell complete from now on, for its users.
-INSTALLED = {
-    "bash": """echo 'eval "$(floe completion bash)"' >> ~/.bashrc""",
-    "zsh": """echo 'eval "$(floe completion zsh)"' >> ~/.zshrc""",
-    "fish": "floe completion fish > ~/.config/fish/completions/floe.fish",
-}
-
-
 @click.command()
-@click.argument("shell", type=click.Choice(list(INSTALLED)))
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @run_command
 def completion(shell: str) -> None:
     """Print the code by which a shell completes commands and options of floe.

@@ -382,9 +382,9 @@ class PositionsReport:
             await self._say(dict(positions))
 
     def _is_due(self, positions: Mapping[Chain, int], now: float) -> bool:
-        """A stored value must not stay ahead of a chain that was moved back."""
+        """A stored value must not stay ahead of a chain that was moved back, nor hide that one has stopped."""
         is_long_ago, put = now - self._asked_at >= SPACING, self._put or {}
-        if any(positions.get(chain, 0) < at for chain, at in put.items()):
+        if self._stopped().keys() - self._put_stopped or any(positions.get(chain, 0) < at for chain, at in put.items()):
             return is_long_ago or not self._failure
         return is_long_ago and (positions != self._put or self._stopped() != self._put_stopped)
 

@@ -290,7 +290,7 @@ class ArchivedHistory:
             uneven = () if request.is_in_the_past else tuple(each.line(end, plan.last) for each in further)
             plan = replace(plan, further=further, lossy=(*plan.lossy, *uneven))
         fold = plan.fold()
-        begin, skipped = begin_of(plan.parts, plan.config, now_ns, counts=fold.is_none)
+        begin, skipped = begin_of(plan.parts, plan.config, now_ns, counts=not fold.needs_pass and deletions is None)
         if fold.floor > max(begin, plan.begin):
             begin, skipped = min(fold.floor, end + 1), ["the stream did not hold them when it was captured last"]
         is_later = begin > plan.begin

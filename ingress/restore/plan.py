@@ -461,7 +461,7 @@ def before_begin(
         known = f"and nothing tells that {chain.incarnation - 1:04d} is the same stream before that"
     where = f"{chain.site}/{chain.feed}/{chain.incarnation:04d} begins at {begin}, {known}"
     is_known = bool(least or (floor <= first and (join or chain.incarnation)))
-    yield LateBegin(lost, f"{where}: {counted(count, 'sequence')} of {lost} not archived", is_known)
+    yield LateBegin(lost, f"{where}: up to {counted(count, 'sequence')} of {lost} not archived", is_known)
 
 
 def other_histories(history: Mapping[Chain, int], ends: Mapping[Chain, int]) -> Iterator[str]:
@@ -578,7 +578,8 @@ def forecast(
         found.append(f"no consumers were captured{until}: none comes back")
     elif captured is not None:
         found.append(f"positions of consumers are those of {capture_age(captured, now_ns, plan.moment_ns)}")
-    retention, bound = plan.config.get("retention", "limits"), f"up to {counted(plan.rows, 'message')}"
+    retention, most = plan.config.get("retention", "limits"), min(plan.rows, plan.end - plan.begin + 1)
+    bound = f"up to {counted(most, 'message')}"
     if plan.deletions is None and plan.rows:
         word = "acknowledged" if retention != "limits" else "deleted"
         found.append(f"no deletions were captured{until}: what was {word} at the site comes back, {bound}")

@@ -437,12 +437,19 @@ def test_a_digest_of_large_rows_ends_by_their_bytes() -> None:
 @pytest.mark.parametrize(
     ("incarnation", "first", "least", "join", "is_known", "text"),
     [
-        (0, 101, 1, None, True, "begins at 101, and the stream at 1: 100 sequences of 1..100 not archived"),
-        (0, 101, 41, None, True, "begins at 101, and the stream at 41: 60 sequences of 41..100 not archived"),
-        (0, 2, None, None, False, "and nothing tells where the stream began: 1 sequence of 1..1 not archived"),
-        (1, 13, None, None, True, "and nothing tells that 0000 is the same stream before that: 12 sequences of 1..12"),
-        (1, 13, 5, None, True, "and nothing tells that 0000 is the same stream before that: 8 sequences of 5..12"),
-        (2, 20, 1, 13, True, "what it continues is the same stream up to 12 only: 7 sequences of 13..19 not archived"),
+        (0, 101, 1, None, True, "begins at 101, and the stream at 1: up to 100 sequences of 1..100 not archived"),
+        (0, 101, 41, None, True, "begins at 101, and the stream at 41: up to 60 sequences of 41..100 not archived"),
+        (0, 2, None, None, False, "and nothing tells where the stream began: up to 1 sequence of 1..1 not archived"),
+        (1, 13, None, None, True, "and nothing tells that 0000 is the same stream before that: up to 12 sequences of 1..12"),
+        (1, 13, 5, None, True, "and nothing tells that 0000 is the same stream before that: up to 8 sequences of 5..12"),
+        (
+            2,
+            20,
+            1,
+            13,
+            True,
+            "what it continues is the same stream up to 12 only: up to 7 sequences of 13..19 not archived",
+        ),
         (0, 101, 101, None, True, None),
         (0, 1, None, None, True, None),
         (1, 13, 1, 13, True, None),
@@ -459,7 +466,7 @@ def test_what_is_missing_before_a_chain_is_lossy_where_the_stream_is_known_to_ha
 def test_what_was_deleted_before_a_chain_began_is_not_missing() -> None:
     captured = Fold({}, CapturedDeletions(AT, 200, 51, 200, ((60, 69),)))
     (late,) = before_begin(CHAIN, 101, 1, 51, None, captured.deleted)
-    assert ": 40 sequences of 51..100 not archived" in late.line
+    assert ": up to 40 sequences of 51..100 not archived" in late.line
     all_gone = Fold({}, CapturedDeletions(AT, 200, 51, 200, ((51, 100),)))
     assert not list(before_begin(CHAIN, 101, 1, 51, None, all_gone.deleted))
     assert not list(before_begin(CHAIN, 1, 101, 51, None, all_gone.deleted))
@@ -471,7 +478,7 @@ def test_what_retention_deleted_is_missing_where_the_stream_had_it(least: int | 
         (late,) = before_begin(replace(CHAIN, incarnation=number), 1, 101, least, None, lambda _: 0)
         assert late.is_known == is_known
         assert "begins at 101, where retention of the archive left it" in late.line
-        assert late.line.endswith(": 100 sequences of 1..100 not archived")
+        assert late.line.endswith(": up to 100 sequences of 1..100 not archived")
     assert not list(before_begin(CHAIN, 1, 101, 101, None, lambda _: 0))
 
 

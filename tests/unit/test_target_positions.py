@@ -121,6 +121,16 @@ async def test_positions_are_put_when_they_changed_and_at_most_once_a_minute(
     clock.advance(60)
     await report.look()
     assert objects.puts == 4, "it stays stopped"
+    stopped[B] = "E-GAP: a hole"
+    await report.look()
+    clock.advance(1)
+    del stopped[B]
+    await report.look()
+    assert objects.puts == 5, "a stop is shown at once, and that it is over within a minute"
+    clock.advance(60)
+    await report.look()
+    assert objects.puts == 6
+    clock.advance(60)
     objects.puts = 3
 
     before, objects.refuses, now = errors(), True, {A: 8, B: 1}
