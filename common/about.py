@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import sys
+from typing import Any
 
 import click
 
@@ -56,8 +57,6 @@ def completion(shell: str) -> None:
     """
     from click.shell_completion import get_completion_class
 
-    kind = get_completion_class(shell)
-    if kind is None:
-        raise click.UsageError(f"expected bash, zsh or fish, found {shell}")
+    kind: Any = get_completion_class(shell)
     made = kind(click.get_current_context().find_root().command, {}, "floe", "_FLOE_COMPLETE")
     click.echo(made.source_template % made.source_vars())

@@ -245,7 +245,12 @@ def check_archive(settings: Settings, warning: float, critical: float, what: str
         else:
             found = documents.chains(settings.site or None)
             chains = [each for each in found if not feeds or (each.site, each.feed) in feeds]
-        looked = [_look(store, documents, chain, said) for chain in chains]
+        looked = list[CheckedChain]()
+        for chain in chains:
+            try:
+                looked.append(_look(store, documents, chain, said))
+            except DataError as error:  # of one chain: the others are judged all the same
+                looked.append(CheckedChain(chain, damaged=(error.message,), egress=said.get(chain)))
         wanted = parse(what) if what is not None else (settings.site or None, None, None, None)
         for chain in said.keys() - set(chains):  # a feed may stop before anything of it is archived
             parts = chain.site, chain.feed, chain.incarnation, chain.partition

@@ -5,7 +5,6 @@ status` shows of it.
 import asyncio
 import heapq
 import json
-import keyword
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -66,12 +65,6 @@ SHOWN_BYTES = 64  # of a payload that is no text, on a terminal
 VIEWS = {"duckdb": duckdb_view, "polars": polars_frame}
 
 
-def _identifier(_context: click.Context, _param: click.Parameter, text: str) -> str:
-    if not (text.isascii() and text.isidentifier() and not keyword.iskeyword(text)):
-        raise click.BadParameter(f"expected a name of letters, digits and _, found {text!r:.60}")
-    return text
-
-
 @click.group()
 def segments() -> None:
     """List, show and verify segments."""
@@ -88,9 +81,8 @@ def segments() -> None:
     type=click.Choice(["table", "wide", "paths", "json", *VIEWS]),
     default="table",
     help="wide: rows and times too, by a request for each segment; paths: one path a line; "
-    "duckdb: SQL of a view of the cover; polars: Python of a frame of it.",
+    "duckdb, polars: SQL or Python that makes `messages` of the cover.",
 )
-@click.option("--name", default="archive", callback=_identifier, help="Of the view or frame.  [default: archive]")
 @click.option("--since", type=TimeType(), help="Only segments with messages of that time or later.")
 @click.option("--until", type=TimeType(), help="Only segments with messages before that time.")
 @json_option
@@ -102,7 +94,6 @@ def list_segments(
     is_cover: bool,
     level: int | None,
     form: str,
-    name: str,
     since: Moment | None,
     until: Moment | None,
     as_json: bool,
@@ -142,7 +133,7 @@ def list_segments(
         table(rows, _WIDE if is_wide else _COLUMNS)
         click.echo(_total([each.segment for each in taken], rows), err=True)
     elif form in VIEWS:
-        click.echo(VIEWS[form](taken, settings.store, name), nl=False)
+        click.echo(VIEWS[form](taken, settings.store, "messages"), nl=False)
     else:
         for each in taken:
             click.echo(address(settings.store, each.segment.key))

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import click
 
 from common import cli
-from common.errors import Stopped, UsageError
+from common.errors import DataError, Stopped, UsageError
+from common.exits import report
 from common.open import load_settings, open_chains, open_patiently, open_view
 from common.segments.keys import suggestion
 from common.settings.types import counted
@@ -53,12 +54,12 @@ def gap() -> None:
 @cli.config_option
 @cli.json_option
 @cli.run_command
-async def gap_ls(config: str, as_json: bool) -> None:
+async def gap_ls(config: str, as_json: bool) -> int:
     """List the holes of every chain that flows into a target, from where the target stands.
 
     kind: hole, no segment covers it; at the position of the target also gone (a hole was filled in part) and
     damaged. since: when the first segment behind the hole was stored. accepted: whether ingress goes on
-    behind it.
+    behind it. Exit 3 where a document of a chain is damaged: the holes of the others are listed.
 
     \b
     Example: floe gap ls -c central.yaml --json
@@ -69,17 +70,19 @@ async def gap_ls(config: str, as_json: bool) -> None:
 
     settings = load_settings(config, quiet=True)
     states = await read_states(settings)
-    found = []
+    found, code = [], 0
     store, documents = open_view(settings)
     with closing(store):
         for chain, position in sorted(_positions(settings, documents.chains(), states).items()):
-            archived = look_up(store, documents, chain, position)
-            at_position = standing_at(store, archived)
-            found += [*([at_position] if at_position else []), *archived.holes()]
+            try:
+                archived = look_up(store, documents, chain, position)
+                found += [*filter(None, [standing_at(store, archived)]), *archived.holes()]
+            except DataError as error:
+                code = report(error)
     rows = [hole.row() for hole in found]
     if as_json:
         cli.print_json(rows)
-        return
+        return code
     cli.table(rows, GAP_COLUMNS)
     # Giving up comes last.
     for hole in found:
@@ -91,6 +94,7 @@ async def gap_ls(config: str, as_json: bool) -> None:
         click.echo("only when nobody has them any more, give them up for all targets:", err=True)
     for chain, part in missing:
         click.echo(accept_command(chain, part), err=True)
+    return code
 
 
 def _positions(settings: Settings, chains: list[Chain], states: States) -> dict[Chain, int | None]:

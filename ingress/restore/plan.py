@@ -578,7 +578,7 @@ def forecast(
         found.append(f"no consumers were captured{until}: none comes back")
     elif captured is not None:
         found.append(f"positions of consumers are those of {capture_age(captured, now_ns, plan.moment_ns)}")
-    retention, most = plan.config.get("retention", "limits"), min(plan.rows, plan.end - plan.begin + 1)
+    most, retention = min(plan.rows, plan.end - plan.begin + 1), plan.config.get("retention", "limits")
     bound = f"up to {counted(most, 'message')}"
     if plan.deletions is None and plan.rows:
         word = "acknowledged" if retention != "limits" else "deleted"

@@ -124,13 +124,24 @@ async def test_a_row_that_nobody_wants_is_stepped_over(
 async def check_shown(centre: Centre) -> None:
     """What the commands say of chains that stand at 13..17, where a hole was filled in part."""
     listed = await floe("gap", "ls", "-c", str(centre.write()), "--json")
-    standings = await floe("status", "-c", str(centre.write()), "--json")
 
+    def stops() -> int:
+        found = centre.archive.documents.read_positions(centre.target)
+        return 0 if found is None else len(found.stopped)
+
+    await soon(lambda: stops() == 2)
+    standings = await floe("status", "-c", str(centre.write()), "--json")
     holes = [(row["site"], row["first"], row["last"], row["kind"]) for row in json.loads(listed.out)]
     assert holes == [(chain.site, 13, 17, "gone") for chain in (OTHER, CHAIN)], listed
     assert standings.code == 3, standings
-    why = "2 of 13..17 were gone when the hole there was filled"
-    assert [(row["phase"], row["why"]) for row in json.loads(standings.out)] == [("lost", why)] * 2
+    rows = json.loads(standings.out)
+    assert [row["phase"] for row in rows] == ["stopped"] * 2
+    assert all("2 of them were gone from the source by then" in row["why"] for row in rows), rows
+    key = centre.archive.store.layout.stream_document(OTHER.next_incarnation())
+    centre.archive.objects.put(key, b"{")
+    rest = await floe("gap", "ls", "-c", str(centre.write()), "--json")
+    assert ([row["site"] for row in json.loads(rest.out)], rest.code, key in rest.err) == ([CHAIN.site], 3, True)
+    centre.archive.objects.delete(key)
 
 
 async def test_what_is_gone_from_a_filled_hole_stops_its_chain_until_it_comes_or_is_given_up(

@@ -187,6 +187,13 @@ async def test_the_archive_is_looked_at_in_the_bucket(tmp_path: Path) -> None:
         (archive.folder / newest.key).write_bytes(damage)
         assert f"damaged: {newest.key}" in await checked("archive", "-c", config, code=2)
 
+    other = replace(CHAIN, site="spoiled")
+    archive.put(rows_of(1, 5), chain=other)
+    archive.objects.put(archive.store.layout.stream_document(other.next_incarnation()), b'{"previous": {"x": 1}}')
+    told = await checked("archive", "-c", config, code=2)
+    assert "41..50 missing" in told
+    assert "damaged: data/_floe/site=spoiled/" in told, "one site's document hides nothing of the others"
+
 
 async def test_compaction_is_judged_by_what_waits_and_by_its_last_success(tmp_path: Path) -> None:
     archive = Compacted(tmp_path)

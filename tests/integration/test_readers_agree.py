@@ -138,11 +138,11 @@ def made(archive: Archive, form: str, *options: str) -> Path:
 def with_duckdb(archive: Archive) -> Table:
     with duckdb.connect() as connection:
         connection.execute("SET TimeZone = 'UTC'").execute(made(archive, "duckdb").read_text())
-        return plain(connection.sql("SELECT * FROM archive").to_arrow_table())
+        return plain(connection.sql("SELECT * FROM messages").to_arrow_table())
 
 
 def with_polars(archive: Archive) -> Table:
-    frame = runpy.run_path(str(made(archive, "polars")))["archive"]
+    frame = runpy.run_path(str(made(archive, "polars")))["messages"]
     assert isinstance(frame, polars.LazyFrame)
     return plain(frame.collect().to_arrow())
 
@@ -177,7 +177,7 @@ def test_the_columns_of_a_key_have_the_types_that_the_docs_name(tmp_path: Path):
         return {name: str(kind) for name, kind in frame.select(HIVE).collect_schema().items()}
 
     duckdb.sql(made(archive, "duckdb").read_text())
-    view, frame = of_duckdb("archive"), of_polars(runpy.run_path(str(made(archive, "polars")))["archive"])
+    view, frame = of_duckdb("archive"), of_polars(runpy.run_path(str(made(archive, "polars")))["messages"])
     for index, path in enumerate(files):
         alone = of_duckdb(f"read_parquet('{path}')"), of_polars(polars.scan_parquet(path, hive_partitioning=True))
         for name in HIVE:
@@ -252,7 +252,7 @@ def test_the_recipes_of_the_docs_on_s3(s3: SharedS3, tmp_path: Path, monkeypatch
         ChainStore(archive.objects, archive.layout).create_chain(chain, ChainDocument((), 1, 1))
     fill(archive)
     wanted = naive(archive)
-    files = {form: made(archive, form, "--name", "messages") for form in ("duckdb", "polars")}
+    files = {form: made(archive, form) for form in ("duckdb", "polars")}
     assert s3.secret_key not in "".join(path.read_text() for path in files.values())
 
     with monkeypatch.context() as patch:

@@ -397,22 +397,20 @@ def test_what_takes_away_asks_on_a_terminal(archive: Archive) -> None:
 # ls --cover as a view
 
 
-def test_a_view_is_of_a_cover_and_has_a_name(run: Run, archive: Archive) -> None:
+def test_a_view_is_of_a_cover(run: Run, archive: Archive) -> None:
     for words, said in [
         (["--format", "duckdb"], "--format duckdb: expected --cover"),
-        (["--cover", "--format", "duckdb", "--name", "a-b"], "expected a name of letters, digits and _, found 'a-b'"),
-        (["--cover", "--format", "polars", "--name", "class"], "found 'class'"),
+        (["--format", "polars"], "--format polars: expected --cover"),
     ]:
         result = run("ls", *words)
         assert (result.exit_code, said in " ".join(result.stderr.split())) == (2, True), result.stderr
-    assert run("ls", "--cover", "--format", "polars").stdout.endswith("archive = polars.LazyFrame(schema=_columns)\n")
+    assert run("ls", "--cover", "--format", "polars").stdout.endswith("messages = polars.LazyFrame(schema=_columns)\n")
 
 
 def test_all_forms_have_the_files_of_the_cover(run: Run, archive: Archive, merged: Merged) -> None:
     for form in ("paths", "json", "duckdb", "polars"):
         shown = run("ls", "--cover", "--format", form).stdout
         assert f"{archive.root}/{merged[2].key}" in shown
-    assert shown != run("ls", "--cover", "--format", "polars", "--name", "nodes").stdout
     assert json.loads(run("ls", "--cover", "--json").stdout) == json.loads(
         run("ls", "--cover", "--format", "json").stdout
     )
