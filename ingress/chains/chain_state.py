@@ -356,10 +356,10 @@ class ChainRegistry:
         if (state := self._states.get(chain)) is not None:
             return state
         feed = self._feeds.setdefault(pair, _Feed())
-        if len(feed.unfinished) >= source.max_chains:
+        if len(feed.unfinished) >= source.max_chains and not feed.stopped:
             feed.unfinished = {each for each in feed.unfinished if not self._is_carried(each)}
         position = (self._positions or {}).get(chain, 0)
-        if len(feed.unfinished) >= source.max_chains and not self._is_carried(chain):
+        if feed.stopped or (len(feed.unfinished) >= source.max_chains and not self._is_carried(chain)):
             self._refuse(feed, chain, source.max_chains)
             return None
         partition = str(chain.partition)
