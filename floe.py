@@ -60,10 +60,7 @@ CHECKED = {"contradictions": "ingress.preflight:contradictions"}
 PROGRAMS = {"server": "infra.local.nats:NatsServer"}
 
 #: Commands that a group of one part gets from another part.
-ADDED = {
-    "segments": {"verify": "compaction.cli:verify"},
-    "check": {"compaction": "compaction.cli:check_compaction"},
-}
+ADDED = {"segments": {"verify": "compaction.cli:verify"}, "check": {"compaction": "compaction.cli:check_compaction"}}
 
 
 class LazyGroup(click.Group):

@@ -233,10 +233,7 @@ class Retention:
     """
 
     def __init__(
-        self,
-        store: SegmentStore,
-        rules: Callable[[str, str], RetentionRule],
-        sources: Mapping[str, Collection[str]],
+        self, store: SegmentStore, rules: Callable[[str, str], RetentionRule], sources: Mapping[str, Collection[str]]
     ) -> None:
         self._store, self._rules, self._sources = store, rules, sources
         self._documents = ChainStore(store.objects, store.layout)

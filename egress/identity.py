@@ -338,11 +338,7 @@ def gone_advice(partition: Partition, chain: Chain, *, reaches: bool) -> str:
 
 
 def stopped_error(
-    partition: Partition,
-    chain: Chain,
-    evidence: Evidence,
-    verdict: SourceVerdict,
-    proposal: int | None,
+    partition: Partition, chain: Chain, evidence: Evidence, verdict: SourceVerdict, proposal: int | None
 ) -> Stopped:
     """Why the chain stops on a verdict, with the possible choices."""
     where = f"{chain}: stream {partition.stream}"

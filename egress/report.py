@@ -127,13 +127,7 @@ class FeedReport:
         for gauge, field in figures:
             gauge.labels(*self._labels).set_function(partial(self._figure, field))
         metrics.waiting.labels(*self._labels).set_function(lambda: float(self._is_waiting or self._is_cut_off()))
-        of_chain = (
-            metrics.stopped,
-            metrics.lost,
-            metrics.lease_held,
-            metrics.unverified,
-            metrics.put_done,
-        )
+        of_chain = (metrics.stopped, metrics.lost, metrics.lease_held, metrics.unverified, metrics.put_done)
         for each in (*of_chain, metrics.damaged, metrics.stalled):
             self._set(each, 0)
         for reason in UNREAD:

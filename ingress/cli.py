@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from common.cli import (
-    Interval,
-    StatusView,
-    config_option,
-    json_option,
-    print_json,
-    run_async,
-    run_command,
-)
+from common.cli import Interval, StatusView, config_option, json_option, print_json, run_async, run_command
 from common.clock import SystemClock
 from common.errors import OutcomeUnknown, StoreAway, Unavailable
 from common.exits import DIFFERENCES, LATER, report

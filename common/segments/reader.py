@@ -122,10 +122,7 @@ class RowFilter:
     @property
     def columns(self) -> set[str]:
         """Those that `selected` looks at."""
-        return {
-            *(("timestamp_ns",) if self.has_time else ()),
-            *(("subject", "subject_raw") if self.subjects else ()),
-        }
+        return {*(("timestamp_ns",) if self.has_time else ()), *(("subject", "subject_raw") if self.subjects else ())}
 
     def selected(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The rows of `batch` that are wanted, maybe none."""

@@ -134,8 +134,7 @@ class FeedSettings(StartSettings):
     advisory: AdvisorySettings = option({}, "documents about who was seen when; with sampling")
     segment: SegmentSettings = option({}, "when a segment is closed")
     capture_consumers: Annotated[t.Period, t.Required] = option(
-        "1m",
-        "how often the stream's consumers are looked at, for a restore of it; `never`: they are not",
+        "1m", "how often the stream's consumers are looked at, for a restore of it; `never`: they are not"
     )
     capture_deletes: t.Period = option(
         "",

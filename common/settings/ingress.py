@@ -85,9 +85,7 @@ class SourceSettings(StartSettings):
         "the feed, or a list"
     )
     subject_prefix: Annotated[
-        t.Text,
-        t.matching(_AFFIX, "the first tokens of a subject, without wildcards"),
-        AfterValidator(_check_fields),
+        t.Text, t.matching(_AFFIX, "the first tokens of a subject, without wildcards"), AfterValidator(_check_fields)
     ] = option(
         "",
         "put before each subject, with a dot; `{site}`, `{feed}`, `{incarnation}`, `{partition}`: those of the chain",

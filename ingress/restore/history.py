@@ -279,11 +279,7 @@ class ArchivedHistory:
             moment_ns=moment_ns,
             skip_to=skip_to,
             is_renamed=request.name not in ("", was),
-            lossy=(
-                *losses(chains, subjects, filters),
-                *lost_ends(known, ends),
-                *never_archived(rows, end, stood),
-            ),
+            lossy=(*losses(chains, subjects, filters), *lost_ends(known, ends), *never_archived(rows, end, stood)),
         )
         if request.promote and not plan.is_renamed:
             further = tuple(self._further(newest, was, created, end))

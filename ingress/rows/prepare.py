@@ -289,12 +289,7 @@ class Preparer:
     """
 
     def __init__(
-        self,
-        chain: Chain,
-        rule: Rule,
-        limits: TargetLimits,
-        extra: bytes = b"",
-        acting: frozenset[bytes] = frozenset(),
+        self, chain: Chain, rule: Rule, limits: TargetLimits, extra: bytes = b"", acting: frozenset[bytes] = frozenset()
     ) -> None:
         self._acting, self._values = acting, _SHARED_VALUES if limits.is_shared else _ACTING_VALUES
         self._chain, self._rule, self._target, self._origin = chain, rule, limits, _origin(chain)
@@ -417,10 +412,7 @@ class Preparer:
             return sizes, (Limit(_MESSAGE, sizes, most),)
         blocks = [bare if tail is None else len(tail) + PUBLISHER_LINES for tail in tails]
         sizes = [length + block for length, block in zip(lengths, blocks, strict=True)]
-        return sizes, (
-            Limit("header block", blocks, MAX_HEADER_BLOCK),
-            Limit(_MESSAGE, sizes, most),
-        )
+        return sizes, (Limit("header block", blocks, MAX_HEADER_BLOCK), Limit(_MESSAGE, sizes, most))
 
 
 def _columns(batch: pa.RecordBatch) -> _Columns:
