@@ -130,7 +130,7 @@ def list_segments(
     if form == "json":
         print_json(rows)
     elif form in ("table", "wide"):
-        table(rows, _WIDE if is_wide else _COLUMNS)
+        table(rows, _WIDE if is_wide else _COLUMNS, None if is_wide else terminal_width())
         click.echo(_total([each.segment for each in taken], rows), err=True)
     elif form in VIEWS:
         click.echo(VIEWS[form](taken, settings.store, "messages"), nl=False)

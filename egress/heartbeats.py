@@ -284,7 +284,8 @@ class Reachability:
     def store(self, has_answered: bool) -> None:
         """From any thread."""
         metrics.store_reachable.set(has_answered)
-        self._health.set_ready("objects", has_answered, "the store does not answer")
+        why = "the store does not answer, or not with this credential"
+        self._health.set_ready("objects", has_answered, why)
         if has_answered:
             metrics.store_answered.set(self._clock.now())
 

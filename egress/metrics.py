@@ -71,7 +71,7 @@ SITE = ("site",)
 
 # Reachability, and the sign of life (`egress.heartbeats`)
 
-store_reachable = gauge("egress_store_reachable", "1 while the object store answers what it is asked.")
+store_reachable = gauge("egress_store_reachable", "1 while the object store answers and accepts the credential.")
 store_answered = gauge(
     "egress_store_last_success_timestamp_seconds", "When the object store last answered, since 1970."
 )

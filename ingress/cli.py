@@ -44,9 +44,11 @@ async def run(config: str) -> None:
     from common.open import load_settings, open_chains, open_store, reloaded_on_hangup
     from common.service.monitor import Health, Monitor
     from common.service.process import SystemdNotifier, stop_on_signals
+    from ingress.errors import check_targets
     from ingress.service import Controller
 
     settings, clock = load_settings(config), SystemClock()
+    check_targets(settings.ingress)
     health = Health(clock)
     monitor = Monitor(settings.ingress.monitor.listen, health, tls=settings.ingress.monitor.tls)
     store = open_store(settings)

@@ -292,8 +292,8 @@ class AnsweringStore:
             except (Unavailable, OutcomeUnknown):
                 self._told(False)
                 raise
-            except FloeError:
-                self._told(True)
+            except FloeError as error:
+                self._told(error.code != "E-S3-AUTH")  # who is not known to the store is not served
                 raise
             self._told(True)
             return answer

@@ -362,6 +362,8 @@ class ArchiveSurvey:
         if (reached := documents.read_tail(chain)) is None:
             reached = max((ref.coverage.last for ref in self._store.list(chain, position=position)), default=None)
         found = replace(found, archived=reached)
+        if reached is None and found.position and documents.read_chain(chain) is None:
+            found = replace(found, phase=str(Phase.LOST), why="its archive is gone from the bucket")
         if found.archived is not None and found.archived >= position:
             patience = source.lost_segment_timeout if source else float("inf")
             with suppress(FloeError):  # the tail still tells how far it is

@@ -28,7 +28,7 @@ from ingress.restore.archive import unmuted
 from ingress.restore.compare import raw_info, unlike
 from ingress.restore.history import same_command
 from ingress.restore.plan import AT_PROMOTION, RestorePlan
-from ingress.restore.preflight import foreign, muted_consumers, runs
+from ingress.restore.preflight import foreign, muted_consumers, runs, stopped
 
 log = get_logger(__name__)
 
@@ -69,7 +69,7 @@ class GuardedStream:
                 seen[entry.value] = entry.revision
                 self._teller.say(f"stream {self._name}: waiting whether the restore of {holder} still lives")
             if await wait_for(self._stop, min(0.5, leases.ttl / 10)):
-                raise runs(self._name, holder)
+                raise stopped(self._plan.request)
         return lease
 
     def check_lease(self) -> None:

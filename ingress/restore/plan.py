@@ -473,7 +473,7 @@ def other_histories(history: Mapping[Chain, int], ends: Mapping[Chain, int]) -> 
             lost = SequenceRange(history[chain] + 1, ends[chain])
             goes_on = f"{chain} goes on to {lost.last}, and {later:04d} continues it up to {lost.first - 1} only"
             less = f"{counted(len(lost), 'sequence')} of {lost} of another history"
-            yield f"{goes_on}: {less} (--incarnation {number})"
+            yield f"{goes_on}: {less} (restore {chain.site}/{chain.feed}/{number:04d})"
 
 
 def never_archived(rows: int, end: int, stood: tuple[int, str]) -> Iterator[str]:
@@ -482,7 +482,8 @@ def never_archived(rows: int, end: int, stood: tuple[int, str]) -> Iterator[str]
     """
     if not rows and stood[0] > end:
         lost = SequenceRange(end + 1, stood[0])
-        yield f"no message of it is archived, and it stood at {stood[0]} ({stood[1]}): {lost} is missing"
+        found = f"no message of it is archived, and it stood at {stood[0]} ({stood[1]}): {lost} is missing"
+        yield f"{found}, and is given to new messages without --skip-to-sequence {stood[0]}"
 
 
 def _limits(plan: RestorePlan) -> Iterator[str]:

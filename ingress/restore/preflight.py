@@ -371,6 +371,14 @@ def foreign(request: RestoreRequest, info: StreamInfo) -> ConfigError:
     )
 
 
+def stopped(request: RestoreRequest) -> Unavailable:
+    return Unavailable(
+        "the restore was stopped before its end",
+        hint=ways(("it cannot go on, but begin again", same_command(request))),
+        code="E-RESTORE-STOPPED",
+    )
+
+
 def runs(name: str, holder: str = "") -> Unavailable:
     """Another restore has the name. `holder`: who that is, empty where it is not known."""
     by = f", by {holder}" if holder else ""

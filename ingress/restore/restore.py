@@ -59,6 +59,7 @@ from ingress.restore.preflight import (
     dry_run,
     preflight,
     room_error,
+    stopped,
 )
 from ingress.restore.upload import ArchiveUpload
 
@@ -421,11 +422,7 @@ class Restore:
 
     def _check_stop(self) -> None:
         if self._stop.is_set:
-            raise Unavailable(
-                "the restore was stopped before its end",
-                hint=ways(("it cannot go on, but begin again", same_command(self._request))),
-                code="E-RESTORE-STOPPED",
-            )
+            raise stopped(self._request)
         if self._guarded is not None:
             self._guarded.check_lease()
 

@@ -738,7 +738,9 @@ async def test_messages_larger_than_a_limit_of_later_come_back(bench: Bench) -> 
     assert (await back.config(bench, stream))["max_msg_size"] == 100
 
 
-async def test_a_second_one_ends_at_once_and_leaves_the_first_alone(bench: Bench) -> None:
+async def test_a_second_one_ends_at_once_and_leaves_the_first_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stream = await bench.make_stream(unique("R"))
     await bench.publish(stream, [b"1", b"2"])
     await archive(bench, stream)
@@ -758,6 +760,15 @@ async def test_a_second_one_ends_at_once_and_leaves_the_first_alone(bench: Bench
     assert info is not None
     assert (info.created, info.marker) == (created, "0123 first=1 end=2")
     keeping.cancel()
+
+    async def stopped(stop: Stop, _seconds: float) -> bool:
+        stop.set()
+        return True
+
+    monkeypatch.setattr("ingress.restore.guard.wait_for", stopped)
+    with pytest.raises(Unavailable) as caught:  # stopped while it waits for a lease that nobody renews any more
+        await back.restored(bench, stream)
+    assert caught.value.code == "E-RESTORE-STOPPED"
     await lease.release()
     assert (await back.restored(bench, stream)).exit_code == 0
     assert [m.payload for m in await back.contents(bench, stream)] == [b"1", b"2"]

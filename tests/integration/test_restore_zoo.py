@@ -506,7 +506,7 @@ KINDS: dict[str, Kind] = {
         between=acts(set_back(20), puts(15), resolves()),
         incarnation=1,
         to_t=True,
-        missing="of another history (--incarnation 0)",
+        missing="of another history (restore ",
         same_state=False,
     ),
     "T, interest": Kind(

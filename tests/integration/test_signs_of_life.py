@@ -78,6 +78,8 @@ async def test_each_process_says_what_it_does_and_how_far_its_streams_are(bench:
         await bench.publish(stream, [b"y"] * 10)
         await bench.archived_to(stream, 60)
         assert sample("egress_store_reachable") == 1, "a refusal is an answer"
+        trouble["/alive/"] = Refused("who?", code="E-S3-AUTH")
+        await soon(lambda: sample("egress_store_reachable") == 0)
 
         # Away: it shows at once, and the stream is asked all the same.
         trouble.clear()

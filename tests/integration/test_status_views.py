@@ -176,6 +176,22 @@ async def test_a_chain_whose_tail_is_lost_is_shown_by_its_segments(centre: Centr
     assert "1..4 is missing" in row["why"]
 
 
+async def test_a_chain_whose_archive_is_gone_is_lost_and_not_idle(
+    centre: Centre, archive: Archive, client: FloeClient
+) -> None:
+    archive.put(rows_of(1, 20))
+    async with centre.running():
+        await centre.carried(client, 20)
+        await soon(lambda: archive.documents.read_positions(centre.target) is not None)
+    done = await floe("status", "-c", str(centre.write()), "--json")
+    assert done.code == 0, done
+    for info in [*archive.objects.list("")]:
+        archive.objects.delete(info.key)
+    done = await floe("status", "-c", str(centre.write()), "--json")
+    [row] = [row for row in done.json() if row["phase"] != "missing"]
+    assert (done.code, row["phase"], row["why"]) == (3, "lost", "its archive is gone from the bucket"), done
+
+
 async def test_a_chain_that_begins_above_1_and_is_not_carried_yet_is_new_and_not_late(
     centre: Centre, archive: Archive
 ) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from botocore.exceptions import SSLError
+from click.testing import CliRunner
 
+import floe
 from common.errors import FloeError, Unavailable
 from common.jetstream import credentials
 from common.jetstream.requests import ApiError
@@ -73,3 +77,14 @@ async def test_a_target_that_an_account_has_no_room_for_now_is_tried_again(
     with pytest.raises(FloeError) as caught:
         await preflight.ensure_target(client, settings)
     assert caught.value.exit_code == exit_code
+
+
+def test_ingress_without_a_target_is_a_fault_of_the_configuration_whoever_listens_at_its_address(
+    tmp_path: Path,
+) -> None:
+    config = tmp_path / "site.yaml"
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        listen = f"127.0.0.1:{other.getsockname()[1]}"
+        config.write_text(f"store: {{url: 'file://{tmp_path}/store'}}\ningress: {{monitor: {{listen: '{listen}'}}}}\n")
+        done = CliRunner().invoke(floe.cli, ["ingress", "run", "-c", str(config)])
+    assert (done.exit_code, "ingress.targets: expected at least one target" in done.stderr) == (78, True), done.output

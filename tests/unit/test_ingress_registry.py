@@ -166,6 +166,20 @@ def test_a_reset_makes_lanes_anew_and_keeps_what_is_known_of_the_store() -> None
     assert (state.position, state.archived) == (50, 99)
 
 
+def test_a_feed_that_has_stopped_refuses_each_further_chain_without_a_search() -> None:
+    registry, positions = new_registry(max_chains=100), Positions()
+    registry.reset(positions)
+    for partition in range(300):
+        registry.add(Chain("us-east", "NODES", 0, partition))
+    assert len([*registry]) == 100
+    asked = positions.asked
+    for partition in range(100, 300):  # as each poll of the store does
+        assert registry.add(Chain("us-east", "NODES", 0, partition)) is None
+    assert positions.asked - asked <= 400
+    assert registry.stop_of(CHAIN) is not None
+    assert registry.add(Chain("eu-west", "NODES")) is not None
+
+
 class Positions(dict[Chain, int]):
     """Positions that count how often they are looked through, and how often they are asked for one of them."""
 
