@@ -23,7 +23,7 @@ from common.objects.s3 import S3Account, S3Objects
 from common.segments import store as fetching
 from common.segments.keys import Layout
 from common.segments.segment import Message, SegmentRef, Tip
-from common.segments.store import SegmentGone, SegmentStore
+from common.segments.store import IN_MEMORY_BYTES, SegmentGone, SegmentStore
 from common.segments.writer import SegmentWriter, SpooledSegment
 from common.sequences import SequenceRange
 from tests.support.basics import SharedS3
@@ -340,10 +340,29 @@ def test_checksums_are_probed_once(local: LocalObjects, make: Make) -> None:
 # Faults of a read: F35, F36, F37, F50
 
 
-def damaged_download(times: int) -> Callable[..., bool]:
+def damaged_get(times: int) -> Callable[..., bytes]:
     left = [times]
 
-    def fault(real: Any, key: str, path: Path) -> bool:
+    def fault(real: Any, key: str, **more: Any) -> bytes:
+        raw: bytes = real(key, **more)
+        if not left[0]:
+            return raw
+        left[0] -= 1
+        return raw[:200] + bytes([raw[200] ^ 1]) + raw[201:]
+
+    return fault
+
+
+def test_a_segment_damaged_on_the_way_is_fetched_again(local: LocalObjects, make: Make) -> None:
+    ref = put(make(local), 1, 5)
+    store = make(FaultyStore(local).on("get", damaged_get(2)))
+    assert [m.sequence for m in rows_of(store, ref)] == [5]
+
+
+def test_a_large_segment_damaged_on_the_way_is_fetched_again(local: LocalObjects, make: Make) -> None:
+    left = [2]
+
+    def damaged(real: Any, key: str, path: Path) -> bool:
         found: bool = real(key, path)
         if left[0]:
             left[0] -= 1
@@ -351,13 +370,11 @@ def damaged_download(times: int) -> Callable[..., bool]:
             path.write_bytes(raw[:200] + bytes([raw[200] ^ 1]) + raw[201:])
         return found
 
-    return fault
-
-
-def test_a_segment_damaged_on_the_way_is_fetched_again(local: LocalObjects, make: Make) -> None:
-    ref = put(make(local), 1, 5)
-    store = make(FaultyStore(local).on("download", damaged_download(2)))
-    assert [m.sequence for m in rows_of(store, ref)] == [5]
+    row = replace(message(5), payload=os.urandom(2 * IN_MEMORY_BYTES))
+    ref = make(local).put(spool(make(local), [row], coverage=SequenceRange(1, 5)))
+    store = make(FaultyStore(local).on("download", damaged))
+    assert [m.payload for m in rows_of(store, ref)] == [row.payload]
+    assert left == [0]
 
 
 @pytest.mark.parametrize("content", [b"", b"<html>", b"x" * 5000])

@@ -348,7 +348,7 @@ def test_tasks_are_put_together_whatever_their_order_and_an_error_keeps_its_code
     def refused(*_: object, **_more: object) -> bool:
         raise Refused("no right to get")
 
-    monkeypatch.setattr(site.archive.objects, "download", refused)
+    monkeypatch.setattr(site.archive.objects, "get", refused)
     with pytest.raises(Refused):
         verify_chains(store, site.chains, [CHAIN], deep=True, runner=runner)
 

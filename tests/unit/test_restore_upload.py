@@ -196,11 +196,11 @@ async def test_many_small_segments_of_a_slow_store_come_back(quiet: Archive, ver
     server, work = RestoringServer(clock), restore(quiet, cast(ObjectStore, slow), clock)
     plan = await work.plan()
 
-    def late(real: Any, *args: Any) -> Any:
+    def late(real: Any, *args: Any, **more: Any) -> Any:
         clock.advance(0.1)
-        return real(*args)
+        return real(*args, **more)
 
-    slow.on("download", late)
+    slow.on("get", late)
     ready = Ready(plan, archive_writer(plan.name, version), ())
     sent, _ = await work._fill(cast(FloeClient, server), ready, "marker")
     assert (sent.rows, clock.monotonic()) == (360, pytest.approx(120 * 0.1))
@@ -213,13 +213,13 @@ async def test_many_small_segments_of_a_slow_store_come_back(quiet: Archive, ver
 async def test_segments_behind_the_one_that_is_read_are_fetched_meanwhile(quiet: Archive) -> None:
     slow, fetched = FaultyStore(quiet.objects), list[str]()
 
-    def fetch(real: Any, key: str, *more: Any) -> Any:
+    def fetch(real: Any, key: str, **more: Any) -> Any:
         fetched.append(key)
-        return real(key, *more)
+        return real(key, **more)
 
-    slow.on("download", fetch)
     work = restore(quiet, cast(ObjectStore, slow), ManualClock())
     plan = await work.plan()
+    slow.on("get", fetch)
     rows: Iterator[pa.RecordBatch] = work._history.rows(plan, 1, ("sequence",), Stop())
     assert next(rows).column("sequence").to_pylist() == [1, 2, 3]
     await soon(lambda: len(fetched) >= 9)  # the first, the second, whose rows are at hand, and those behind it
