@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import combinations
 from typing import Any
 
@@ -70,13 +69,14 @@ class StretchReader(AbstractContextManager["StretchReader"]):
         """The part of the stretch of which other segments may hold rows; None: all of it was read."""
         return self.footer.unread and self.footer.unread.intersection(self._stretch.rows)
 
-    @cached_property
+    @property
     def others(self) -> Sequence[SegmentRef]:
         """Raises what the store raises."""
         if (unread := self.unread) is None:
             return []
-        listed = self._store.covering(self._stretch.segment.chain, unread) if self._refs is None else self._refs
-        return [ref for ref in listed if ref.coverage.overlaps(unread) and ref.key not in self._avoided]
+        if self._refs is None:  # no `cached_property`: in Python 3.11 all instances wait for one that is computed
+            self._refs = self._store.covering(self._stretch.segment.chain, unread)
+        return [ref for ref in self._refs if ref.coverage.overlaps(unread) and ref.key not in self._avoided]
 
     def batches(
         self, rows: SequenceRange | None = None, columns: Sequence[str] | None = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,6 +16,7 @@ from common.segments.segment import Reason, SegmentRef
 from common.segments.unread import open_stretch
 from common.sequences import SequenceRange, Stretch
 from compaction.source import read_stretch
+from tests.support.basics import PATIENCE
 from tests.support.compaction import CHAIN, Archive, rows
 
 
@@ -75,6 +78,32 @@ def test_segments_that_read_everything_are_read_alone(archive: Archive):
     with open_stretch(archive.store, Stretch(whole, whole.coverage)) as reader:
         assert (reader.others, reader.unread) == ([], None)
         assert sum(batch.num_rows for batch in reader.batches()) == 70
+
+
+def test_a_listing_without_an_answer_holds_up_no_other_reader(archive: Archive, monkeypatch: pytest.MonkeyPatch):
+    early = unread(archive, 1, 120, range(51, 121), SequenceRange(1, 50))
+    asked, answered, real = threading.Event(), threading.Event(), archive.store.covering
+
+    def silent(*of: Any) -> Any:
+        asked.set()
+        answered.wait(PATIENCE)
+        return real(*of)
+
+    stretch = Stretch(early, early.coverage)
+    with open_stretch(archive.store, stretch) as held, open_stretch(archive.store, stretch) as free:
+        monkeypatch.setattr(archive.store, "covering", silent)
+        waiting = threading.Thread(target=lambda: held.others)
+        waiting.start()
+        assert asked.wait(PATIENCE)
+        monkeypatch.setattr(archive.store, "covering", real)
+        other = threading.Thread(target=lambda: free.others)
+        other.start()
+        other.join(PATIENCE)
+        is_held_up = other.is_alive()
+        answered.set()
+        waiting.join()
+        other.join()
+    assert not is_held_up
 
 
 SOME = st.sets(st.integers(1, 20))
