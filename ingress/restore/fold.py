@@ -123,7 +123,7 @@ class Fold:
         self._rolls, self._schedules, expires = (any(each.get(key) for each in every) for key in SWITCHES)
         self._per_subject = limit_of(config, PER_SUBJECT)
         known = [each for each in configs if each.last is not None and each.last <= end]
-        self.floor = max((min(each.first or 0, (each.last or 0) + 1) for each in known), default=0)
+        self.floor = min(known[-1].first or 0, (known[-1].last or 0) + 1) if known else 0
         raised = (each for each in changes(configs, deletions) if is_raised(*each[:2], PER_SUBJECT))
         self._limits = sorted((before, limit_of(old.config, PER_SUBJECT)) for old, _, before in raised)
         most = max(self._per_subject, *(limit for _, limit in self._limits), 0)
