@@ -177,7 +177,7 @@ def test_the_columns_of_a_key_have_the_types_that_the_docs_name(tmp_path: Path):
         return {name: str(kind) for name, kind in frame.select(HIVE).collect_schema().items()}
 
     duckdb.sql(made(archive, "duckdb").read_text())
-    view, frame = of_duckdb("archive"), of_polars(runpy.run_path(str(made(archive, "polars")))["messages"])
+    view, frame = of_duckdb("messages"), of_polars(runpy.run_path(str(made(archive, "polars")))["messages"])
     for index, path in enumerate(files):
         alone = of_duckdb(f"read_parquet('{path}')"), of_polars(polars.scan_parquet(path, hive_partitioning=True))
         for name in HIVE:

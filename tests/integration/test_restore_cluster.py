@@ -270,6 +270,7 @@ async def test_leaders_that_step_down_meanwhile_leave_a_whole_stream_or_a_guarde
                 assert await copy_of(bench, stream, server, count) == before
             assert await back.state(bench, stream) == state
             assert [*await back.positions(bench, stream)] == ["one", "two"]
+            await soon(lambda: leaders.in_use)
             await bench.delete_stream(stream)
         assert leaders.in_use == {(state["messages"], state["first_seq"], state["last_seq"])}
         assert leaders.agreed > 0  # while it is filled a stream has no leader that could

@@ -71,7 +71,7 @@ async def passes_through(running: Running, role: str, processes: int = 1) -> Non
     await running.logged("dump", processes)
     stacks = [frame for line in await running.logged("dump_task", processes) for frame in line["stack"]]
     assert any(f"{role}/" in frame for frame in stacks), stacks
-    assert any(line["thread"] == "MainThread" and line["stack"] for line in running.lines("dump_thread"))
+    await soon(lambda: any(line["thread"] == "MainThread" and line["stack"] for line in running.lines("dump_thread")))
 
     running.configure(log={"level": "debug"}, **{role: {"shutdown_timeout": "17s", "lease_ttl": "3s"}})
     service.send(signal.SIGHUP)
@@ -158,7 +158,7 @@ async def test_compaction_ends_in_order_and_the_next_run_goes_on(archive: Archiv
     for number in (signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
         service.send(number)
     assert await asyncio.to_thread(service.wait, PATIENCE) == 75, service.tail()
-    assert any(line["thread"] == "MainThread" and line["stack"] for line in running.lines("dump_thread"))
+    await soon(lambda: any(line["thread"] == "MainThread" and line["stack"] for line in running.lines("dump_thread")))
     assert running.lines("signal_not_taken")
     assert running.lines("reload")
     assert "error[E-UNAVAILABLE]: stopped by a signal before the end; what is done stays" in service.tail()
