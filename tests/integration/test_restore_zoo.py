@@ -198,7 +198,7 @@ class Truth:
 
 
 async def truth(bench: Bench, stream: str) -> Truth:
-    """What the stream is, once its servers agree: of an interest stream each removes by itself what was acknowledged."""
+    """What the stream is, once its servers agree: each removes what was acknowledged by itself."""
 
     async def agreed() -> tuple[Any, ...] | None:
         now = parse_time((await ask(bench.client, f"STREAM.INFO.{stream}"))["ts"])
