@@ -1,0 +1,196 @@
+"""Who acts in a world: services of the product, publishers with their own log, a foreign writer, compaction."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.clock import SystemClock
+from common.errors import FloeError, OutcomeUnknown, Unavailable
+from common.segments.documents import ChainStore
+from common.segments.keys import Layout
+from common.segments.store import SegmentStore
+from common.service.monitor import Health
+from common.service.process import Threads
+from common.settings.root import Settings
+from common.tasks import Stop
+from compaction.retention import Retention, RetentionRule
+from compaction.run import Compaction, LocalRunner, Selection
+from egress.deps import Tuning
+from egress.service import EgressService
+from ingress.service import Controller
+from tests.sim.auditor import Broken, PublisherLog
+from tests.sim.nats import SimNats
+from tests.sim.store import SimObjects
+from tests.sim.world import Process, World
+
+RESTART = 2.0  # seconds until a supervisor starts a process again that ended by itself
+CLEANS_EVERY = 8.0  # seconds between two runs of compaction
+PASSING = (Unavailable, OutcomeUnknown)  # errors by which a process may end
+
+
+class Member:
+    """One service, started by its supervisor whenever it has ended or was killed."""
+
+    def __init__(self, world: World, name: str, main: Callable[[Health], Coroutine[Any, Any, Any]]) -> None:
+        self.world, self.name, self._main, self.ended = world, name, main, 0
+        self.health = Health(SystemClock())
+        self.process: Process | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process is not None and self.process.alive
+
+    def start(self) -> None:
+        if not self.is_alive:
+            self.health = Health(SystemClock())
+            self.process = self.world.spawn(self.name, lambda: self._main(self.health))
+
+    def look(self) -> None:
+        """Start it again where it has ended. Raises Broken where it ended by an error that does not pass."""
+        if (process := self.process) is None or not process.alive or not process.task.done():
+            return
+        error = process.task.exception()
+        if not isinstance(error, PASSING):
+            raise Broken(f"{self.name} ended: {type(error).__name__} {error}") from error
+        self.ended += 1
+        process.kill()
+        self.world.at(RESTART, self.start)
+
+    def state(self) -> str:
+        """Its readiness, in a line."""
+        return f"{self.name}: {'; '.join(self.health.problems()) or 'ready'}" if self.is_alive else f"{self.name}: dead"
+
+
+def egress(world: World, name: str, settings: Settings, objects: SimObjects) -> Member:
+    """One process of egress."""
+
+    async def main(health: Health) -> None:
+        await EgressService(settings, Tuning(), SystemClock(), health, Stop(), objects).run()
+
+    return Member(world, name, main)
+
+
+def ingress(world: World, name: str, settings: Settings, objects: SimObjects, folder: Path) -> Member:
+    """One process of ingress."""
+
+    async def main(health: Health) -> None:
+        layout, clock = Layout(settings.store.prefix), SystemClock()
+        store = SegmentStore(objects, layout, spool_dir=folder)
+        await Controller(settings, store, ChainStore(objects, layout), health, clock).run(Stop())
+
+    return Member(world, name, main)
+
+
+@dataclass
+class Cleaning:
+    """What runs of compaction did: for the numbers of a run only."""
+
+    runs: int = 0
+    merged: int = 0
+    deleted: int = 0
+    expired: int = 0
+
+
+def compaction(
+    world: World,
+    name: str,
+    settings: Settings,
+    objects: SimObjects,
+    folder: Path,
+    rule: RetentionRule,
+    done: Cleaning,
+) -> Member:
+    """A process that runs compaction, with retention by `rule`, again and again."""
+
+    def once() -> None:
+        store = SegmentStore(objects, Layout(settings.store.prefix), spool_dir=folder)
+        chosen = settings.compaction
+        sources = {e.stream: frozenset(f"{s}/{f}" for s, f in e.source_of) for e in settings.ingress.targets}
+        retention = Retention(store, lambda _site, _feed: rule, sources)
+        try:
+            run = Compaction(store, chosen.levels, chosen.delete_grace, LocalRunner(store), prove_deletions=True)
+            report = run.run(Selection(), retention if rule.is_set else None)
+        except FloeError as error:
+            world.note(f"{name} gives up: {error.code}")
+            return
+        finally:
+            store.close()
+        done.runs, done.merged = done.runs + 1, done.merged + len(report.merged)
+        done.deleted, done.expired = done.deleted + len(report.deleted), done.expired + len(report.retained.expired)
+
+    async def main(_health: Health) -> None:
+        clock, threads = SystemClock(), Threads("compaction", 1)
+        while True:
+            await clock.sleep(CLEANS_EVERY)
+            await threads.run(once)
+
+    return Member(world, name, main)
+
+
+# Headers of publishers: none, plain, with repeats and odd values, and such as would act at a server.
+HEADERS: tuple[bytes | None, ...] = (
+    None,
+    None,
+    b"NATS/1.0\r\nContent-Type: text/plain\r\n\r\n",
+    b"NATS/1.0\r\nX-N: 1\r\nx-n:  2\r\nX-N: 1\r\n\r\n",
+    b"NATS/1.0\r\nNats-Expected-Last-Sequence: 0\r\n\r\n",
+    b"NATS/1.0\r\nFloe-Source: eu ORDERS 0000 0 1 1\r\nEmpty:\r\n\r\n",
+)
+
+
+class Publishers:
+    """Publish bursts of messages to the source, and write down each of them and whether it was acknowledged.
+
+    What is not acknowledged is given up by its publisher: it may arrive or not.
+    """
+
+    def __init__(self, nats: SimNats, log: PublisherLog, stream: str, parts: int, total: int, seconds: float) -> None:
+        self._nats, self._log, self._stream, self._parts, self.total = nats, log, stream, parts, total
+        self._world, self._rng = nats.world, nats.world.chance("publishers")
+        self._rate = total / 10 / seconds
+        self.may_begin: Callable[[], bool] = lambda: True
+
+    @property
+    def is_done(self) -> bool:
+        return len(self._log.all) >= self.total
+
+    def begin(self) -> None:
+        if not self.may_begin():
+            self._world.at(0.5, self.begin)
+        elif not self.is_done:
+            for _ in range(self._rng.choice([1, 1, 5, 30])):
+                self._publish()
+            self._world.at(self._rng.expovariate(self._rate), self.begin)
+
+    def _publish(self) -> None:
+        rng, part = self._rng, self._rng.randrange(self._parts)
+        subject = f"{self._stream}.{part}.{rng.randrange(5)}".encode()
+        headers = rng.choice(HEADERS)
+        if headers is not None and b"Nats-Expected" in headers:
+            headers = b"NATS/1.0\r\nNats-Msg-Id: %d\r\n\r\n" % len(self._log.all)
+        publication = self._log.add(f"partition {part}", subject, headers, rng.randbytes(rng.choice([0, 10, 100])))
+        nats = self._nats
+        if nats.is_up:
+            nats.publish(subject, b"", headers, publication.payload)
+            # The answer may be lost where the server's answers are.
+            publication.is_acknowledged = publication.sequence > 0 and rng.random() >= nats.lost_answers
+
+
+class ForeignWriter:
+    """Publishes into the target, now and then, what is none of Floe's."""
+
+    def __init__(self, nats: SimNats, subject: bytes, every: float) -> None:
+        self._nats, self._subject, self._every, self.is_over = nats, subject, every, False
+        self._rng: random.Random = nats.world.chance("foreign")
+
+    def begin(self) -> None:
+        if self.is_over:
+            return
+        if self._nats.is_up:
+            for _ in range(self._rng.choice([1, 1, 3])):
+                self._nats.publish(self._subject, b"", None, b"foreign %d" % self._rng.randrange(1 << 30))
+        self._nats.world.at(self._rng.expovariate(1 / self._every), self.begin)

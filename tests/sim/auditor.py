@@ -1,0 +1,137 @@
+"""The auditor: judges the target by the publishers' own log, never by Floe's words about itself.
+
+I1, I2 and I6 at every message that arrives: each once, in order per chain, with the bytes, headers, sequence and time
+that it had. At the end: everything that was acknowledged to a publisher has arrived.
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass, field
+
+from tests.sim.streams import StoredMessage, StreamTap
+
+
+class Broken(AssertionError):
+    """A promise is broken; the text says which, and at which message."""
+
+
+@dataclass(slots=True)
+class Publication:
+    """One message that a publisher sent. `sequence`, `time_ns`: as the source stored it, 0 where it did not.
+    `is_acknowledged`: its publisher knows; `gone`: why the source has let it go without anybody who read it.
+    """
+
+    number: int
+    chain: str
+    subject: bytes
+    headers: bytes | None
+    payload: bytes
+    sequence: int = 0
+    time_ns: int = 0
+    is_acknowledged: bool = False
+    gone: str = ""
+
+
+@dataclass(slots=True)
+class PublisherLog:
+    """All that the publishers of one source sent, by number: every payload begins with it."""
+
+    all: list[Publication] = field(default_factory=list)
+
+    def add(self, chain: str, subject: bytes, headers: bytes | None, rest: bytes) -> Publication:
+        number = len(self.all)
+        self.all.append(Publication(number, chain, subject, headers, b"%d|" % number + rest))
+        return self.all[-1]
+
+    def of(self, payload: bytes) -> Publication | None:
+        number = payload.partition(b"|")[0]
+        found = int(number) if number.isdigit() else -1
+        return self.all[found] if 0 <= found < len(self.all) else None
+
+
+class SourceTap(StreamTap):
+    """Writes down what the source makes of each message."""
+
+    def __init__(self, log: PublisherLog) -> None:
+        self._log = log
+
+    def stored(self, message: StoredMessage) -> None:
+        if (publication := self._log.of(message.payload)) is not None:
+            publication.sequence, publication.time_ns = message.sequence, message.time_ns
+
+    def removed(self, message: StoredMessage, why: str) -> None:
+        if (publication := self._log.of(message.payload)) is not None and why != "acknowledged":
+            publication.gone = why
+
+
+class TargetAuditor(StreamTap):
+    """Judges every message that the target stores, but for those of foreign writers. `prefix`: what comes before a
+    subject there; `may_repeat`: in a shared target a message may come again.
+    """
+
+    def __init__(self, log: PublisherLog, prefix: bytes, *, may_repeat: bool = False) -> None:
+        self._log, self._prefix, self._may_repeat, self.repeated = log, prefix, may_repeat, 0
+        self._arrived: list[Publication | None] = []  # by target sequence, from 1
+        self.seen: set[int] = set()
+        self.foreign = 0
+
+    def stored(self, message: StoredMessage) -> None:
+        if message.payload.startswith(b"foreign"):
+            self.foreign += 1
+            self._arrived.append(None)
+            return
+        publication = self._log.of(message.payload)
+        if publication is None:
+            raise Broken(f"I6: nobody published what the target stores at {message.sequence}: {message.payload[:40]!r}")
+        name = f"message {publication.sequence} of {publication.chain} at {message.sequence} of the target"
+        if publication.number in self.seen and self._may_repeat:
+            self.repeated += 1
+            self._arrived.append(None)
+            return
+        if publication.number in self.seen:
+            raise Broken(f"I2: {name} is stored twice")
+        before = next((p for p in reversed(self._arrived) if p and p.chain == publication.chain), None)
+        if before is not None and before.sequence >= publication.sequence:
+            raise Broken(f"I1: {name} comes behind message {before.sequence}")
+        self._compare(message, publication, name)
+        self._arrived.append(publication)
+        self.seen.add(publication.number)
+
+    def _compare(self, message: StoredMessage, publication: Publication, name: str) -> None:
+        if message.payload != publication.payload or message.subject != self._prefix + publication.subject:
+            raise Broken(f"I6: {name} has another subject or payload: {message.subject!r}")
+        origin, headers = read_copy(message.headers)
+        if headers != publication.headers:
+            raise Broken(f"I6: {name} has headers {headers!r}, published with {publication.headers!r}")
+        if origin != (publication.sequence, publication.time_ns):
+            raise Broken(f"I6: {name} names {origin}, stored as {publication.sequence, publication.time_ns}")
+
+    def removed(self, message: StoredMessage, why: str) -> None:
+        """The target forgets its newest message."""
+        if why == "lost" and (publication := self._arrived.pop()) is not None:
+            self.seen.discard(publication.number)
+
+    def missing(self) -> list[Publication]:
+        """What was acknowledged and has not arrived, unless the source let it go by its own limits."""
+        return [p for p in self._log.all if p.is_acknowledged and not p.gone and p.number not in self.seen]
+
+
+def read_copy(block: bytes | None) -> tuple[tuple[int, int] | None, bytes | None]:
+    """The sequence and time in the provenance header of a copy, and the block that its publisher wrote.
+
+    Read here by the documented form of the headers (docs/architecture.md, I6), not by the product's own reader.
+    """
+    lines = (block or b"").split(b"\r\n")
+    at = next((i for i, line in enumerate(lines) if line.startswith(b"Floe-Source: ")), None)
+    if at is None:
+        return None, block
+    words = lines[at].split(b" ")
+    own = [line for line in lines[at + 1 :] if line]
+    origin = int(words[5]), int(words[6])
+    if not own:
+        return origin, None
+    if own[0].startswith(b"Floe-Block: "):
+        return origin, base64.b64decode(own[0].removeprefix(b"Floe-Block: "))
+    written = [line.removeprefix(b"Floe-Original: ") for line in own if line != b"Floe-Original:"]
+    return origin, b"".join([b"NATS/1.0\r\n", *(line + b"\r\n" for line in written), b"\r\n"])

@@ -1,0 +1,131 @@
+"""The side doors through which time, chance and threads reach the product, led into the simulated world.
+
+The product takes a clock, but not everywhere: `SystemClock` reads `time`, pools are made by name, some names are drawn
+from `secrets`. What is replaced stays so for the rest of this operating-system process, which runs nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import socket
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+
+import common.clock
+import common.failpoints
+import common.objects.open
+import common.segments.writer
+import common.service.process
+import compaction.merge
+import compaction.run
+import egress.archive
+import ingress.chains.search
+import ingress.rows.decoder
+from tests.sim.strands import SimExecutor, SimLock
+from tests.sim.world import EPOCH, Process, World
+
+POOLS = (common.service.process, compaction.run, compaction.merge)
+LOCKS = (egress.archive, common.segments.writer, ingress.rows.decoder, ingress.chains.search)
+
+
+class _Current:
+    world: World | None = None
+    strike: Callable[[str], None] | None = None
+    chance: random.Random = random.Random(0)
+
+
+def current() -> World:
+    """The world of the run that is on."""
+    assert _Current.world is not None, "no world"
+    return _Current.world
+
+
+class _Time(types.ModuleType):
+    """`time`, as the product's clock sees it."""
+
+    def time(self) -> float:
+        process = _any_process()
+        return EPOCH + current().now + (process.skew if process else 0.0)
+
+    def monotonic(self) -> float:
+        return current().now
+
+    def sleep(self, seconds: float) -> None:
+        strand = current().strand
+        assert strand is not None, "the event loop would be blocked by a pause"
+        strand.sleep(seconds)
+
+
+class _Points(dict[str, tuple[str, str]]):
+    """Every failpoint, passed on to whoever strikes there."""
+
+    def __contains__(self, name: object) -> bool:
+        if _Current.strike is not None and _Current.world is not None and _Current.world.current is not None:
+            _Current.strike(str(name))
+        return False
+
+
+def install() -> None:
+    """Replace the side doors; once."""
+    vars(common.clock)["time"] = _Time("time")
+    vars(common.failpoints)["_points"] = _Points()
+    # Two processes may meet here, which in the world share nothing: what is found out twice does no harm.
+    vars(common.objects.open)["_guard"] = nullcontext()
+    for module in POOLS:
+        vars(module)["ThreadPoolExecutor"] = SimExecutor
+    for module in LOCKS:
+        locks = types.SimpleNamespace(Lock=SimLock, Event=threading.Event, local=threading.local)
+        vars(module)["threading"] = locks
+    _unlock_cached_properties()
+    vars(secrets)["token_hex"] = lambda size=32: _chance().randbytes(size).hex()
+    vars(secrets)["randbelow"] = lambda most: _chance().randrange(most)
+    vars(random)["SystemRandom"] = lambda: random.Random(_chance().random())
+    real_pid, real_host = os.getpid, socket.gethostname
+    vars(os)["getpid"] = lambda: found.number if (found := _any_process()) else real_pid()
+    vars(socket)["gethostname"] = lambda: found.host if (found := _any_process()) else real_host()
+
+
+def _unlock_cached_properties() -> None:
+    """Take the locks out of cached properties, which Python 3.11 holds for all instances while one is made."""
+    products = [
+        m for name, m in sys.modules.items() if name.partition(".")[0] in ("common", "egress", "ingress", "compaction")
+    ]
+    for kind in {each for module in products for each in vars(module).values() if isinstance(each, type)}:
+        for each in vars(kind).values():
+            if isinstance(each, cached_property):
+                vars(each)["lock"] = nullcontext()
+
+
+def _any_process() -> Process | None:
+    return None if _Current.world is None else _Current.world.current
+
+
+def _chance() -> random.Random:
+    return _Current.chance
+
+
+@contextmanager
+def entered(world: World) -> Iterator[None]:
+    """Let the side doors lead into `world`."""
+    _Current.world, _Current.chance = world, world.chance("secrets")
+    SimExecutor.world = SimLock.world = world
+    try:
+        yield
+    finally:
+        _Current.world = None
+
+
+@contextmanager
+def striking(strike: Callable[[str], None]) -> Iterator[None]:
+    """Call `strike` with the name of each failpoint that is passed."""
+    _Current.strike = strike
+    try:
+        yield
+    finally:
+        _Current.strike = None

@@ -1,0 +1,217 @@
+"""A model of nats-server behind the client's own socket: the text protocol, and the API of JetStream.
+
+Faults: restarts, seconds without a leader, answers that are lost after they were applied, requests that are late, a
+deposed leader that answers STREAM.INFO as it was, a tail that was never synced.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.sim import api
+from tests.sim.consumers import Consumer
+from tests.sim.network import Link
+from tests.sim.streams import ApiRefusal, Stream, StreamTap, Words, matches, publish
+from tests.sim.world import World
+
+MAX_PAYLOAD = 1 << 20
+NOBODY = b"NATS/1.0 503\r\n\r\n"
+NO_LEADER = {"code": 503, "err_code": 10008, "description": "JetStream system temporarily unavailable"}
+
+
+@dataclass
+class Connection:
+    """The server's end of a link. `stale`: until when, and as what, a deposed leader describes streams on it."""
+
+    rest: bytes = b""
+    subscriptions: dict[bytes, Words] = field(default_factory=dict)
+    stale: tuple[float, dict[str, dict[str, Any]]] = (0.0, {})
+
+
+class SimNats:
+    """One simulated nats-server.
+
+    `lost_answers`: the chance that an answer is lost; `late_requests`: that a request of the API is late, by
+    `LATEST` seconds at most; `leaderless_until`: no stream takes or answers anything before.
+    """
+
+    LATEST = 8.0
+
+    def __init__(self, world: World, port: int = 4222, version: str = "2.15.0") -> None:
+        self.world, self.port, self.version, self.is_up = world, port, version, True
+        self.rng = world.chance(f"nats/{port}")
+        self.streams: dict[str, Stream] = {}
+        self.connections: dict[Link, Connection] = {}
+        self.taps: dict[str, StreamTap] = {}
+        self.lost_answers = self.late_requests = 0.0
+        self.leaderless_until = -1.0
+        self.requests = 0
+        world.listeners[port] = self
+
+    # Connections
+
+    def accept(self, link: Link) -> None:
+        self.connections[link] = Connection()
+        about = {"server_id": "SIM", "server_name": "sim", "version": self.version, "proto": 1, "headers": True}
+        more = {"max_payload": MAX_PAYLOAD, "jetstream": True, "client_id": 1, "host": "127.0.0.1", "port": self.port}
+        link.down(b"INFO " + json.dumps({**about, **more}).encode() + b"\r\n")
+
+    def lost(self, link: Link) -> None:
+        self.connections.pop(link, None)
+
+    def stop(self) -> None:
+        self.is_up = False
+        self.world.note("nats stops")
+        for link in [*self.connections]:
+            link.cut()
+
+    def start(self) -> None:
+        self.is_up = True
+        self.world.note("nats starts")
+        for stream in self.streams.values():
+            stream.drop_batches()
+            for name, consumer in [*stream.consumers.items()]:
+                consumer.pulls.clear()
+                if consumer.config.get("mem_storage"):
+                    stream.forget_consumer(name)
+
+    def depose(self, until: float, stale_until: float) -> None:
+        """No leader until `until`; connections of now hear of streams as they were until `stale_until`."""
+        self.leaderless_until = until
+        for stream in self.streams.values():
+            stream.drop_batches()
+        described = {name: api.stream_info(stream, {}) for name, stream in self.streams.items()}
+        for connection in self.connections.values():
+            connection.stale = stale_until, described
+
+    def received(self, link: Link, data: bytes) -> None:
+        if (connection := self.connections.get(link)) is None:
+            return
+        data, at = connection.rest + data, 0
+        while (end := data.find(b"\r\n", at)) >= 0:
+            line = data[at:end]
+            if (kind := line[:4]) in (b"HPUB", b"PUB "):
+                words = line.split(b" ")
+                has_headers, size = kind == b"HPUB", int(words[-1])
+                if len(data) < end + 4 + size:
+                    break
+                split = end + 2 + (int(words[-2]) if has_headers else 0)
+                reply = words[2] if len(words) == (5 if has_headers else 4) else b""
+                at = end + 4 + size
+                self._published(
+                    link, words[1], reply, data[end + 2 : split] if has_headers else None, data[split : at - 2]
+                )
+            else:
+                at = end + 2
+                if kind == b"PING":
+                    link.down(b"PONG\r\n")
+                elif kind == b"SUB ":
+                    words = line.split()
+                    connection.subscriptions[words[-1]] = words[1].split(b".")
+                elif kind == b"UNSU":
+                    connection.subscriptions.pop(line.split()[1], None)
+            if link not in self.connections:
+                return
+        connection.rest = data[at:]
+
+    def is_listening(self, subject: bytes) -> bool:
+        words = subject.split(b".")
+        each = (pattern for connection in self.connections.values() for pattern in connection.subscriptions.values())
+        return any(matches(pattern, words) for pattern in each)
+
+    def deliver(self, to: bytes, subject: bytes, reply: bytes, headers: bytes | None, payload: bytes) -> int:
+        """Give a message to every subscription on `to`, shown as on `subject`; returns how many there are."""
+        words, found, answer_to = to.split(b"."), 0, b" " + reply if reply else b""
+        for link, connection in self.connections.items():
+            for sid, pattern in connection.subscriptions.items():
+                if not matches(pattern, words):
+                    continue
+                found += 1
+                size = len(payload)
+                if headers is None:
+                    link.down(b"MSG %b %b%b %d\r\n%b\r\n" % (subject, sid, answer_to, size, payload))
+                else:
+                    sizes = len(headers), len(headers) + size
+                    link.down(b"HMSG %b %b%b %d %d\r\n%b%b\r\n" % (subject, sid, answer_to, *sizes, headers, payload))
+        return found
+
+    def answer(self, reply: bytes, document: dict[str, Any]) -> None:
+        """Answer a request, unless the answer is lost. An empty document is an empty payload."""
+        if reply and not (self.lost_answers and self.rng.random() < self.lost_answers):
+            self.deliver(reply, reply, b"", None, json.dumps(document).encode() if document else b"")
+
+    # Messages
+
+    def _published(self, link: Link, subject: bytes, reply: bytes, headers: bytes | None, payload: bytes) -> None:
+        if subject.startswith(b"$JS.API."):
+            delay = self.rng.uniform(0, 0.0005)
+            if self.late_requests and self.rng.random() < self.late_requests:
+                delay = self.rng.uniform(0, self.LATEST)
+            name = subject[8:].decode()
+            self.world.at(delay, lambda: self._asked(link, name, reply, payload))
+        elif subject.startswith(b"$JS.ACK."):
+            words = subject.split(b".")
+            stream = self.streams.get(words[2].decode())
+            if stream is not None and (consumer := stream.consumers.get(words[3].decode())) is not None:
+                consumer.acknowledge(int(words[5]))
+        else:
+            self.publish(subject, reply, headers, payload)
+
+    def publish(self, subject: bytes, reply: bytes, headers: bytes | None, payload: bytes) -> None:
+        """A message from any client."""
+        listening, words, is_taken = self.deliver(subject, subject, reply, headers, payload), subject.split(b"."), False
+        for stream in self.streams.values():
+            if stream.takes(words):
+                is_taken = True
+                if self.world.now >= self.leaderless_until:
+                    publish(stream, subject, reply, headers, payload, lambda document: self.answer(reply, document))
+                    for consumer in [*stream.consumers.values()]:
+                        consumer.feed()
+        if reply and not is_taken and not listening:
+            self.deliver(reply, reply, b"", NOBODY, b"")
+
+    # The API
+
+    def _asked(self, link: Link, name: str, reply: bytes, payload: bytes) -> None:
+        if not self.is_up:
+            return
+        self.requests += 1
+        if self.world.now < self.leaderless_until and name != "INFO":
+            if self.rng.random() < 0.5:
+                self.answer(reply, {"error": NO_LEADER})
+            return
+        words = name.split(".")
+        if words[:3] == ["CONSUMER", "MSG", "NEXT"]:
+            self._pulled(words[3], words[4], reply, payload)
+            return
+        self.world.note(f"nats asked {name}")
+        try:
+            asked = json.loads(payload) if payload else {}
+            document = self._stale(link, words) or api.answer(self, words, asked)
+        except ApiRefusal as error:
+            document = {"error": error.body}
+        self.answer(reply, document)
+
+    def _stale(self, link: Link, words: list[str]) -> dict[str, Any] | None:
+        connection = self.connections.get(link)
+        if connection is None or self.world.now >= connection.stale[0] or words[:2] != ["STREAM", "INFO"]:
+            return None
+        return connection.stale[1].get(words[2]) if self.rng.random() < 0.5 else None
+
+    def _pulled(self, stream_name: str, consumer_name: str, reply: bytes, payload: bytes) -> None:
+        stream = self.streams.get(stream_name)
+        consumer = None if stream is None else self.consumer(stream, consumer_name)
+        if consumer is None:
+            self.deliver(reply, reply, b"", NOBODY, b"")
+        else:
+            consumer.pull(reply, json.loads(payload))
+
+    def consumer(self, stream: Stream, name: str) -> Consumer | None:
+        """None where it does not exist, or was idle for too long."""
+        found = stream.consumers.get(name)
+        if found is not None and found.is_idle:
+            stream.forget_consumer(name)
+            return None
+        return found

@@ -1,0 +1,130 @@
+"""Connections between processes and servers: ordered and reliable until they are cut, swallowed or abandoned."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+from tests.sim.world import Process, World
+
+NEAREST, FARTHEST = 0.00005, 0.0015  # seconds on the way
+HICCUP, LONGEST_HICCUP = 0.002, 0.2  # how often a packet is late, and by how many seconds at most
+
+
+class Listener(Protocol):
+    """A server that takes connections."""
+
+    is_up: bool
+
+    def accept(self, link: Link) -> None:
+        """A new connection."""
+
+    def received(self, link: Link, data: bytes) -> None:
+        """Bytes from the client."""
+
+    def lost(self, link: Link) -> None:
+        """The end of a connection."""
+
+
+class Link:
+    """One TCP connection of a process; what is under way when it is cut is lost.
+
+    `swallows`: nothing that the server sends arrives any more, and nobody notices.
+    """
+
+    def __init__(self, world: World, process: Process, protocol: Any, server: Listener, port: int) -> None:
+        self.world, self.process, self.protocol, self.server, self.port = world, process, protocol, server, port
+        self.transport, self.is_open, self.swallows = SimTransport(self), True, False
+        self._up_at = self._down_at = 0.0
+        self._down: list[bytes] = []
+        self._rng = world.chance(f"link/{process.number}/{len(process.links)}")
+        process.links.append(self)
+
+    def _arrival(self, last: float) -> float:
+        delay = self._rng.uniform(NEAREST, FARTHEST)
+        if self._rng.random() < HICCUP:
+            delay += self._rng.uniform(0, LONGEST_HICCUP)
+        return max(last, self.world.now + delay)
+
+    def up(self, data: bytes) -> None:
+        """Send to the server."""
+        if self.is_open:
+            self._up_at = self._arrival(self._up_at)
+            self.world.at(self._up_at - self.world.now, lambda: self._arrive_up(data))
+
+    def _arrive_up(self, data: bytes) -> None:
+        if self.is_open:
+            self.server.received(self, data)
+
+    def down(self, data: bytes) -> None:
+        """Send to the client; what is sent in one step arrives together."""
+        if not self.is_open or self.swallows:
+            return
+        if not self._down:
+            self._down_at = self._arrival(self._down_at)
+            self.world.at(self._down_at - self.world.now, self._arrive)
+        self._down.append(data)
+
+    def _arrive(self) -> None:
+        data, self._down = b"".join(self._down), []
+        if self.is_open and self.process.alive and not self.swallows:
+            self.process.loop.call_soon(self._give, data)
+
+    def _give(self, data: bytes) -> None:
+        if not self.transport.is_closing():
+            self.protocol.data_received(data)
+
+    def cut(self) -> None:
+        """Reset it, by the network or the server."""
+        if self.is_open:
+            self.is_open = False
+            self.server.lost(self)
+            if self.process.alive:
+                self.process.loop.call_soon(self.transport.end, ConnectionResetError(104, "reset"))
+
+    def abandon(self) -> None:
+        """Reset it, by the client; the server notices a little later."""
+        if self.is_open:
+            self.is_open = False
+            self.world.at(self._rng.uniform(0, 0.002), lambda: self.server.lost(self))
+
+
+class SimTransport(asyncio.Transport):
+    """The client's end of a link."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__()
+        self._link, self._is_closed = link, False
+
+    def write(self, data: Any) -> None:
+        self._link.up(bytes(data))
+
+    def writelines(self, pieces: Any) -> None:
+        self.write(b"".join(pieces))
+
+    def is_closing(self) -> bool:
+        return self._is_closed
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return {"peername": ("127.0.0.1", self._link.port)}.get(name, default)
+
+    def close(self) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        if not self._is_closed:
+            self._link.abandon()
+            self._link.process.loop.call_soon(self.end, None)
+
+    def end(self, error: Exception | None) -> None:
+        """Report the end to the protocol, once."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._link.protocol.connection_lost(error)

@@ -1,0 +1,196 @@
+"""The saboteur: breaks what can break, by chance, for a while; each world has a few kinds of faults, never all."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from tests.sim.actors import Member
+from tests.sim.nats import SimNats
+from tests.sim.network import Link
+from tests.sim.store import SimObjects, StoreMood
+from tests.sim.world import Killed, Process, World
+
+KINDS = (
+    "kill", "pause", "cut", "blackhole", "restart", "answers", "late_api", "leader", "stale",
+    "store_refuses", "store_loses", "store_late", "store_slow", "store_silent", "clock", "tail",
+)  # fmt: skip
+LEAST_KINDS, MOST_KINDS = 3, 9
+STRIKES = (0.0, 0.0, 0.02, 0.08)  # chances that a failpoint strikes, of which a world has one
+
+
+class Saboteur:
+    """Plans faults on `members`, the server and the store until `end`; `calm` takes all of them back.
+
+    `target`, `state`: the names of the target stream and of the bucket that holds what ingress remembers of it.
+    """
+
+    def __init__(
+        self, nats: SimNats, objects: SimObjects, members: Mapping[str, Member], target: str, state: str
+    ) -> None:
+        self.world: World = nats.world
+        self._nats, self._objects, self._members = nats, objects, members
+        self._target, self._state = target, state
+        self._rng = self.world.chance("saboteur")
+        self.kinds = sorted(self._rng.sample(KINDS, self._rng.randint(LEAST_KINDS, MOST_KINDS)))
+        self._strike_chance, self.end, self.every = self._rng.choice(STRIKES), 0.0, 5.0
+        self.count: Counter[str] = Counter()
+
+    def begin(self, seconds: float, every: float) -> None:
+        """Break something every so many seconds, on average."""
+        self.end, self.every = self.world.now + seconds, every
+        self._plan()
+
+    def _plan(self) -> None:
+        self.world.at(self._rng.expovariate(1 / self.every), self._fault)
+
+    def _fault(self) -> None:
+        if self.world.now >= self.end:
+            return
+        kind = self._rng.choice(self.kinds)
+        self.count[kind] += 1
+        self.world.note(f"fault {kind}")
+        getattr(self, f"_{kind}")()
+        self._plan()
+
+    def _later(self, most: float, call: Callable[[], object], least: float = 0.0) -> None:
+        self.world.at(self._rng.uniform(least, most), call)
+
+    def _member(self) -> Member:
+        return self._members[self._rng.choice(sorted(self._members))]
+
+    # Processes
+
+    def _kill(self) -> None:
+        self._kill_process(self._member())
+
+    def _kill_process(self, member: Member) -> None:
+        if member.process is not None and member.is_alive:
+            member.process.kill()
+            self._later(15, member.start)
+
+    def _pause(self) -> None:
+        if (process := self._member().process) is not None:
+            process.pause()
+            self._later(35, process.resume)
+
+    def _clock(self) -> None:
+        """A jump of one host's wall clock."""
+        if (process := self._member().process) is not None:
+            process.skew = self._rng.choice([-3600.0, -5.0, 0.0, 5.0, 3600.0])
+
+    def strike(self, point: str) -> None:
+        """Kill or pause the process that passes a failpoint, by chance. Raises Killed where it does."""
+        process = self.world.current
+        if process is None or not process.alive or self.world.now >= self.end:
+            return
+        if self._rng.random() >= self._strike_chance:
+            return
+        member = self._members.get(process.name)
+        if member is None or member.process is not process:
+            return
+        kind = self._rng.choice(["kill", "kill", "pause"])
+        self.count[f"{kind} at {point}"] += 1
+        self.world.note(f"{process.name} passes {point}")
+        if kind == "pause":
+            self._pause_here(process)
+            return
+        self._kill_process(member)
+        raise Killed
+
+    def _pause_here(self, process: Process) -> None:
+        process.pause()
+        self._later(30, process.resume, 3)
+        if (strand := self.world.strand) is not None:
+            strand.sleep(0.0)  # it goes on once the process is resumed
+
+    # The network
+
+    def _links(self) -> list[Link]:
+        return [*self._nats.connections]
+
+    def _cut(self) -> None:
+        for link in self._links():
+            if self._rng.random() < 0.5:
+                link.cut()
+
+    def _blackhole(self) -> None:
+        process = self._member().process
+        for link in self._links():
+            if link.process is process:
+                link.swallows = True
+
+    # The server
+
+    def _restart(self) -> None:
+        if self._nats.is_up:
+            self._nats.stop()
+            self._later(12, self._nats.start)
+
+    def _answers(self) -> None:
+        self._nats.lost_answers = self._rng.choice([0.1, 0.4])
+        self._later(10, lambda: setattr(self._nats, "lost_answers", 0.0))
+
+    def _late_api(self) -> None:
+        self._nats.late_requests = self._rng.choice([0.05, 0.3])
+        self._later(10, lambda: setattr(self._nats, "late_requests", 0.0))
+
+    def _leader(self) -> None:
+        until = self.world.now + self._rng.uniform(0, 8)
+        self._nats.depose(until, 0.0)
+
+    def _stale(self) -> None:
+        """Another leader, while the old one still answers on open connections."""
+        until = self.world.now + self._rng.uniform(0, 3)
+        self._nats.depose(until, until + self._rng.uniform(0, 10))
+
+    def _tail(self) -> None:
+        """A crash of the server that loses what the target stored last, of the open intent at most.
+
+        What the state bucket has of the target was synced; messages since then were not.
+        """
+        target, bucket = self._nats.streams.get(self._target), self._nats.streams.get(self._state)
+        if target is None or bucket is None or not bucket.sequences or not self._nats.is_up:
+            return
+        text = bucket.messages[bucket.sequences[-1]].payload
+        if (base := re.search(rb'"intent": ?\{"base": ?(\d+)', text)) is None:
+            return
+        self._nats.stop()
+        lost = target.lose_tail(self._rng.randint(int(base[1]), max(int(base[1]), target.last)))
+        self.count["messages of a lost tail"] += lost
+        self._later(5, self._nats.start)
+
+    # The store
+
+    def _mood(self, most: float, **changes: float | bool) -> None:
+        self._objects.mood = StoreMood(**changes)  # type: ignore[arg-type]
+        self._later(most, lambda: setattr(self._objects, "mood", StoreMood()))
+
+    def _store_refuses(self) -> None:
+        self._mood(15, refused=self._rng.choice([0.2, 1.0]))
+
+    def _store_loses(self) -> None:
+        self._mood(15, lost=self._rng.choice([0.1, 0.5]))
+
+    def _store_late(self) -> None:
+        self._mood(15, late=self._rng.choice([0.1, 0.4]), lost=0.05)
+
+    def _store_slow(self) -> None:
+        self._mood(20, slow=True)
+
+    def _store_silent(self) -> None:
+        self._mood(15, silent_until=self.world.now + self._rng.uniform(1, 15))
+
+    def calm(self) -> None:
+        """Take every fault back; from now on nothing breaks."""
+        self.end = 0.0
+        self._objects.mood = StoreMood()
+        self._nats.lost_answers = self._nats.late_requests = 0.0
+        self._nats.leaderless_until = -1.0
+        if not self._nats.is_up:
+            self._nats.start()
+        for member in self._members.values():
+            if member.process is not None:
+                member.process.resume()
+            member.start()

@@ -1,0 +1,232 @@
+"""One seed: what its world is made of, how it runs, and what the auditor finds."""
+
+from __future__ import annotations
+
+import gc
+import random
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.settings.root import Settings
+from compaction.retention import RetentionRule
+from tests.sim import actors, doors
+from tests.sim.auditor import Broken, PublisherLog, SourceTap, TargetAuditor
+from tests.sim.nats import SimNats
+from tests.sim.saboteur import Saboteur
+from tests.sim.store import SimObjects
+from tests.sim.strands import Carriers
+from tests.sim.streams import INTEREST, LIMITS, WORK_QUEUE, Stream
+from tests.sim.world import Overdue, World
+
+SOURCE, TARGET, SITE, PREFIX = "ORDERS", "CENTRAL", "eu", "c"
+STATE = "KV_floe-state"
+MESSAGES, PUBLISHING, BREAKING = 300, 50.0, 60.0  # how many; seconds that messages and faults come
+TO_THE_END = 900.0  # simulated seconds of peace until everything has arrived
+AFTERWARDS = 5.0  # seconds that are watched afterwards: nothing more may come
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The choices of one seed, beside its faults."""
+
+    parts: int
+    retention: str
+    segment: int
+    publisher: str
+    is_shared: bool
+    centre_begins: float
+    compacts: bool
+    expires: bool
+    source_limit: int
+
+    @classmethod
+    def of(cls, rng: random.Random) -> Plan:
+        retention = rng.choice([LIMITS, LIMITS, INTEREST, WORK_QUEUE])
+        return cls(
+            parts=rng.choice([1, 1, 2, 3]),
+            retention=retention,
+            segment=rng.choice([7, 25, 1000]),
+            publisher=rng.choice(["auto", "auto", "atomic", "single"]),
+            is_shared=rng.random() < 0.2,
+            centre_begins=rng.choice([0.0, 0.0, 30.0]),
+            compacts=rng.random() < 0.5,
+            expires=rng.random() < 0.5,
+            source_limit=rng.choice([0, 0, 0, 60]) if retention == LIMITS else 0,
+        )
+
+
+@dataclass
+class Result:
+    """What became of one seed."""
+
+    seed: int
+    trace: str
+    problem: str = ""
+    last: list[str] = field(default_factory=list)
+    plan: str = ""
+    simulated: float = 0.0
+    seconds: float = 0.0
+    counts: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+
+    def line(self) -> str:
+        shown = ", ".join(f"{count} {name}" for name, count in self.counts.items())
+        faults = f"{sum(self.faults.values())} faults"
+        verdict = self.problem.splitlines()[0] if self.problem else "ok"
+        times = f"{self.simulated:.0f} s in {self.seconds:.2f} s"
+        return f"seed {self.seed}: {verdict}; {times}, {shown}, {faults}, trace {self.trace}"
+
+
+class Scenario:
+    """A site with two processes of egress, a centre with two of ingress, and what surrounds them."""
+
+    def __init__(self, world: World, folder: Path) -> None:
+        self.world, self.plan = world, Plan.of(world.chance("plan"))
+        self.nats, self.objects = SimNats(world), SimObjects(world)
+        self.log, self.cleaning = PublisherLog(), actors.Cleaning()
+        self.target = TargetAuditor(self.log, f"{PREFIX}.".encode(), may_repeat=self.plan.is_shared)
+        self.nats.taps |= {SOURCE: SourceTap(self.log), TARGET: self.target}
+        self.members: dict[str, actors.Member] = {}
+        self._add_members(folder)
+        self.publishers = actors.Publishers(self.nats, self.log, SOURCE, self.plan.parts, MESSAGES, PUBLISHING)
+        self.foreign = actors.ForeignWriter(self.nats, f"{PREFIX}.foreign".encode(), 3.0)
+        self.saboteur = Saboteur(self.nats, self.objects, self.members, TARGET, STATE)
+
+    def _settings(self, folder: Path) -> Settings:
+        plan, nats = self.plan, {"url": "nats://127.0.0.1:4222"}
+        feed: dict[str, Any] = {"stream": SOURCE, "segment": {"max_messages": plan.segment, "max_age": "5s"}}
+        if plan.parts > 1:
+            feed["partitions"] = [f"{SOURCE}.{n}.>" for n in range(plan.parts)]
+        target: dict[str, Any] = {
+            "stream": TARGET,
+            "publisher": "auto" if plan.is_shared else plan.publisher,
+            "create": {"subjects": [f"{PREFIX}.>"]},
+            "sources": [{"site": SITE, "feed": SOURCE, "subject_prefix": PREFIX}],
+        }
+        if plan.is_shared:
+            target |= {"exclusive": False, "delivery": "at_least_once"}
+        level = {"from": 0, "to": 1, "min_age": "3s", "max_wait": "6s", "min_count": 2}
+        cleaning = {"levels": [level], "engine": "local", "delete_grace": "5s", "allow_short_times": True}
+        document = {
+            "site": SITE,
+            "store": {"url": "file:///nowhere"},
+            "spool_dir": str(folder),
+            "nats": nats,
+            "egress": {"feeds": [feed], "lease_ttl": "10s"},
+            "ingress": {"lease_ttl": "10s", "targets": [target]},
+            "compaction": cleaning,
+        }
+        return Settings.model_validate(document)
+
+    def _add_members(self, folder: Path) -> None:
+        world, objects, settings = self.world, self.objects, self._settings(folder)
+        for name in ("egress-0", "egress-1"):
+            self.members[name] = actors.egress(world, name, settings, objects)
+        for name in ("ingress-0", "ingress-1"):
+            self.members[name] = actors.ingress(world, name, settings, objects, folder)
+        if self.plan.compacts:
+            name = "compaction"
+            # Shorter than a configuration may ask for: here a day would never pass.
+            rule = RetentionRule(max_age=20.0) if self.plan.expires else RetentionRule()
+            self.members[name] = actors.compaction(world, name, settings, objects, folder, rule, self.cleaning)
+
+    @property
+    def source(self) -> Stream:
+        return self.nats.streams[SOURCE]
+
+    def _create_source(self) -> None:
+        from tests.sim import api
+
+        config: dict[str, Any] = {"name": SOURCE, "subjects": [f"{SOURCE}.>"], "retention": self.plan.retention}
+        if self.plan.source_limit:
+            config["max_msgs"] = self.plan.source_limit
+        api.answer(self.nats, ["STREAM", "CREATE", SOURCE], config)
+
+    # Running
+
+    def run(self) -> None:
+        """Run to the end. Raises Broken, Overdue, Deadlock."""
+        world, plan = self.world, self.plan
+        self._create_source()
+        for name, member in self.members.items():
+            world.at(plan.centre_begins if name.startswith("ingress") else 0.0, member.start)
+        # An interest stream keeps nothing before each partition has its durable.
+        kept = plan.parts if plan.retention == INTEREST else 0
+        self.publishers.may_begin = lambda: len(self.source.consumers) >= kept
+        world.at(1.0, self.publishers.begin)
+        if plan.is_shared:
+            world.at(5.0, self.foreign.begin)
+        self.saboteur.begin(BREAKING, world.chance("pace").choice([3.0, 6.0, 12.0]))
+        self._run(lambda: world.now > BREAKING and self.publishers.is_done, 2000.0)
+        self.saboteur.calm()
+        try:
+            self._run(lambda: not self.target.missing(), TO_THE_END)
+        except Overdue as overdue:
+            raise Broken(self._unfinished()) from overdue
+        self.foreign.is_over = True
+        end = world.now + AFTERWARDS
+        self._run(lambda: world.now >= end, AFTERWARDS + 1)
+
+    def _run(self, until: Callable[[], bool], limit: float) -> None:
+        """Run until `until` holds, looked at four times a second; supervisors look then too."""
+        end = self.world.now + limit
+        while not until():
+            if self.world.now > end:
+                raise Overdue(f"not reached within {limit:g} simulated seconds")
+            for member in self.members.values():
+                member.look()
+            at = self.world.now + 0.25
+            self.world.at(0.25, lambda: None)
+            self.world.run(lambda at=at: self.world.now >= at, 10.0)  # type: ignore[misc]
+
+    def _unfinished(self) -> str:
+        missing = self.target.missing()
+        places = ", ".join(f"{each.chain} {each.sequence}" for each in missing[:5])
+        states = "\n".join(member.state() for member in self.members.values())
+        return f"after {TO_THE_END:g} s of peace {len(missing)} acknowledged messages are missing: {places}\n{states}"
+
+    def counts(self) -> Counter[str]:
+        segments = sum(key.endswith(".parquet") for key in self.objects.keys)
+        log, done = self.log.all, self.cleaning
+        numbers = {"turns": self.world.turns, "events": self.world.trace.count, "messages": len(log)}
+        numbers |= {"acknowledged": sum(each.is_acknowledged for each in log), "arrived": len(self.target.seen)}
+        numbers |= {"segments": segments, "store calls": self.objects.calls, "requests": self.nats.requests}
+        numbers |= {"merges": done.merged, "deleted": done.deleted, "expired": done.expired}
+        numbers |= {"foreign": self.target.foreign, "repeated": self.target.repeated}
+        return Counter(numbers)
+
+
+CARRIERS = Carriers()
+
+
+def run_seed(seed: int) -> Result:
+    """Run the world of one seed."""
+    folder = Path(tempfile.mkdtemp(prefix="floe-sim-"))
+    began, world = time.process_time(), World(seed, CARRIERS)
+    problem = ""
+    gc.disable()  # what a dead process left is not to be finalized in the middle of another's turn
+    try:
+        with doors.entered(world):
+            scenario = Scenario(world, folder)
+            with doors.striking(scenario.saboteur.strike):
+                try:
+                    scenario.run()
+                except AssertionError as error:
+                    problem = f"{type(error).__name__}: {error}"
+            trace, last = world.trace.digest(), [*world.trace.last]
+            world.close()
+            counts, faults = scenario.counts(), scenario.saboteur.count
+            plan = f"{scenario.plan}, faults {', '.join(scenario.saboteur.kinds)}"
+            simulated = world.now
+            del scenario, world
+            gc.collect()
+    finally:
+        gc.enable()
+        shutil.rmtree(folder, ignore_errors=True)
+    return Result(seed, trace, problem, last, plan, simulated, time.process_time() - began, counts, faults)

@@ -1,0 +1,171 @@
+"""The port of the object store in simulated time: requests and answers under way, refused, lost, late or not answered.
+
+A write travels by itself: it may be done after whoever sent it has given up, or is dead.
+"""
+
+from __future__ import annotations
+
+import bisect
+import builtins
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from common.errors import OutcomeUnknown, Unavailable
+from common.objects.port import Body, ChecksumMismatch, ObjectInfo, check_key, check_prefix
+from tests.sim.world import EPOCH, World
+
+T = TypeVar("T")
+
+WAY = (0.001, 0.02)  # seconds of a request and of its answer
+SLOW_WAY = (0.5, 4.0)
+PATIENCE = 20.0  # seconds until a client gives up a call without an answer
+LATEST = 45.0  # seconds that a write may be under way at most
+
+
+@dataclass(slots=True)
+class StoreMood:
+    """Chances by which calls go wrong: `refused` at once, `lost` on the way or on the way back, `late` a write that is
+    done after its client has given up. `slow`: every call. `silent_until`: no call is answered before.
+    """
+
+    refused: float = 0.0
+    lost: float = 0.0
+    late: float = 0.0
+    slow: bool = False
+    silent_until: float = 0.0
+
+
+class SimObjects:
+    """One bucket with conditional writes, which keeps the digests of its objects."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.mood, self.calls = world, StoreMood(), 0
+        self.kept: dict[str, tuple[bytes, ObjectInfo]] = {}
+        self.keys: list[str] = []
+        self._rng, self._versions = world.chance("store"), 0
+
+    # The verbs
+
+    def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> list[ObjectInfo]:
+        check_prefix(prefix)
+        return self._read(lambda: self._listed(prefix, start_after, limit))
+
+    def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
+        end = None if length is None else first + length
+        found = self._read(lambda: self.kept.get(key))
+        return None if found is None else found[0][first:end]
+
+    def download(self, key: str, path: Path) -> bool:
+        if (found := self._read(lambda: self.kept.get(key))) is None:
+            return False
+        path.write_bytes(found[0])
+        return True
+
+    def head(self, key: str) -> ObjectInfo | None:
+        found = self._read(lambda: self.kept.get(key))
+        return None if found is None else found[1]
+
+    def put(
+        self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
+    ) -> None:
+        data = _checked(key, body, sha256)
+        self._write(lambda: self._keep(key, data, metadata))
+
+    def put_if_absent(
+        self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
+    ) -> bool:
+        data = _checked(key, body, sha256)
+        return self._write(lambda: key not in self.kept and self._keep(key, data, metadata))
+
+    def put_if_match(self, key: str, body: Body, etag: str) -> bool:
+        data = _checked(key, body, None)
+        return self._write(lambda: key in self.kept and self.kept[key][1].etag == etag and self._keep(key, data, None))
+
+    def delete(self, key: str) -> None:
+        self._write(lambda: self._remove(key))
+
+    # What the bucket holds
+
+    def _listed(self, prefix: str, start_after: str, limit: int | None) -> builtins.list[ObjectInfo]:
+        found: builtins.list[ObjectInfo] = []
+        at = bisect.bisect_left(self.keys, prefix)
+        if start_after:
+            at = max(at, bisect.bisect_right(self.keys, start_after))
+        while at < len(self.keys) and self.keys[at].startswith(prefix) and (limit is None or len(found) < limit):
+            found.append(self.kept[self.keys[at]][1]._replace(sha256=None, metadata={}))
+            at += 1
+        return found
+
+    def _keep(self, key: str, data: bytes, metadata: Mapping[str, str] | None) -> bool:
+        if key not in self.kept:
+            bisect.insort(self.keys, key)
+        digest = hashlib.sha256(data).hexdigest()
+        self._versions += 1
+        modified = EPOCH + self.world.now
+        info = ObjectInfo(key, len(data), modified, f"{self._versions:x}", digest, dict(metadata or {}))
+        self.kept[key] = data, info
+        self.world.note(f"store keeps {key} {digest[:8]}")
+        return True
+
+    def _remove(self, key: str) -> bool:
+        if key in self.kept:
+            del self.kept[key]
+            self.keys.remove(key)
+            self.world.note(f"store deletes {key}")
+        return True
+
+    # Requests on their way
+
+    def _read(self, work: Callable[[], T]) -> T:
+        return self._call(work, is_write=False)
+
+    def _write(self, work: Callable[[], T]) -> T:
+        return self._call(work, is_write=True)
+
+    def _call(self, work: Callable[[], T], *, is_write: bool) -> T:
+        """Do `work` when the request arrives, and return when its answer does."""
+        self.calls += 1
+        world, rng, mood = self.world, self._rng, self.mood
+        if (strand := world.strand) is None:
+            return work()
+        there, back = (rng.uniform(*(SLOW_WAY if mood.slow else WAY)) for _ in range(2))
+        if rng.random() < mood.refused:
+            strand.sleep(there)
+            raise Unavailable("simulated: the store asks to come back later")
+        result: builtins.list[T] = []
+
+        def arrive() -> None:
+            result.append(work())
+
+        if world.now < mood.silent_until:
+            self._unanswered(arrive, is_write=is_write, is_done=rng.random() < 0.5)
+        if rng.random() < mood.lost:
+            self._unanswered(arrive, is_write=is_write, is_done=rng.random() < 0.6)
+        if is_write and rng.random() < mood.late:
+            world.at(PATIENCE + rng.uniform(0, LATEST - PATIENCE), arrive)
+            self._unanswered(arrive, is_write=is_write, is_done=False)
+        world.at(there, arrive)
+        strand.sleep(there + back)
+        return result[0]
+
+    def _unanswered(self, arrive: Callable[[], None], *, is_write: bool, is_done: bool) -> NoReturn:
+        """No answer comes. Raises as the port says, once the client gives up."""
+        strand, rng = self.world.strand, self._rng
+        assert strand is not None, "only a strand waits"
+        if is_write and is_done:
+            self.world.at(rng.uniform(*WAY), arrive)
+        strand.sleep(rng.uniform(0.05, 1.0) if rng.random() < 0.7 else PATIENCE)
+        if is_write:
+            raise OutcomeUnknown("simulated: the answer of the store was lost")
+        raise Unavailable("simulated: the store does not answer")
+
+
+def _checked(key: str, body: Body, sha256: str | None) -> bytes:
+    check_key(key)
+    data = body.read_bytes() if isinstance(body, Path) else bytes(body)
+    if sha256 and sha256 != hashlib.sha256(data).hexdigest():
+        raise ChecksumMismatch("simulated: the bytes have another digest")
+    return data

@@ -1,0 +1,215 @@
+"""Blocking calls in simulated time: a thread of its own for each, of which at most one runs, while the world waits.
+
+A call of the store, or a pause, hands the world back until its answer is due. So two calls of one process, or of
+several, interleave at each of their requests, as the seed has it, and a process can be killed or paused within one.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, ParamSpec, TypeVar
+
+from tests.sim.world import Killed, Process, World
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+STUCK = 60.0  # real seconds that one step of a strand may take
+
+
+class Carriers:
+    """Threads that carry strands, one after the other; they outlive the worlds of a run."""
+
+    def __init__(self) -> None:
+        self._idle: list[_Carrier] = []
+        self.back = _gate()
+
+    def carry(self, work: Callable[[], None]) -> _Carrier:
+        """A thread that does `work` once it is let go."""
+        carrier = self._idle.pop() if self._idle else _Carrier(self)
+        carrier.work = work
+        return carrier
+
+    def let_go(self, carrier: _Carrier) -> None:
+        """Run the thread until it waits again, or is done."""
+        carrier.go.release()
+        if not self.back.acquire(timeout=STUCK):
+            faulthandler.dump_traceback()
+            raise AssertionError("a strand waits for something outside of the world")
+        if carrier.work is None:
+            self._idle.append(carrier)
+
+
+def _gate() -> threading.Lock:
+    """A lock that is closed: one thread opens it for another."""
+    gate = threading.Lock()
+    gate.acquire()
+    return gate
+
+
+class _Carrier:
+    def __init__(self, carriers: Carriers) -> None:
+        self.go, self.work = _gate(), _nothing_yet
+        self._carriers = carriers
+        threading.Thread(target=self._run, name="strand", daemon=True).start()
+
+    work: Callable[[], None] | None
+
+    def _run(self) -> None:
+        while True:
+            self.go.acquire()
+            if self.work is not None:
+                self.work()
+            self.work = None
+            self._carriers.back.release()
+
+    def wait(self) -> None:
+        """In the thread: let the world go on until it lets this one go again."""
+        self._carriers.back.release()
+        self.go.acquire()
+
+
+def _nothing_yet() -> None:
+    raise AssertionError("a carrier without work")
+
+
+class Strand:
+    """One blocking call of a process."""
+
+    def __init__(self, process: Process, work: Callable[[], None]) -> None:
+        self.process, self._world = process, process.world
+        self._carrier = process.world.carriers.carry(lambda: self._run(work))
+        process.strands.append(self)
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            if self.process.alive:
+                work()
+        except Killed:
+            pass
+        finally:
+            self.process.strands.remove(self)
+
+    def step(self) -> None:
+        """By the world: run until it waits again."""
+        self.process.when_running(self._step)
+
+    def _step(self) -> None:
+        world, before = self._world, (self._world.current, self._world.strand)
+        world.current, world.strand = self.process, self
+        try:
+            world.carriers.let_go(self._carrier)
+        finally:
+            world.current, world.strand = before
+
+    def wait(self) -> None:
+        """In the strand: wait until the world steps it. Raises Killed where the process is dead by then."""
+        self._carrier.wait()
+        if not self.process.alive:
+            raise Killed
+
+    def sleep(self, seconds: float) -> None:
+        """In the strand: wait that long."""
+        self._world.at(seconds, self.step)
+        self.wait()
+
+    def unwind(self) -> None:
+        """End a call whose process is dead."""
+        self._step()
+
+
+def begin(process: Process, work: Callable[[], None], delay: float) -> Strand:
+    """Begin a blocking call in `delay` seconds."""
+    strand = Strand(process, work)
+    process.world.at(delay, strand.step)
+    return strand
+
+
+class SimExecutor:
+    """A ThreadPoolExecutor whose threads are strands; `workers` of them at once.
+
+    Used from within a strand, it does the work at once: a pool of a pool adds nothing to the order of requests.
+    """
+
+    world: World  # of the run that is on
+
+    def __init__(self, max_workers: int | None = None, thread_name_prefix: str = "") -> None:
+        self._workers, self._running = max_workers or 8, 0
+        self._queue: list[tuple[Future[Any], Callable[[], Any]]] = []
+        self._rng = self.world.chance(f"threads/{thread_name_prefix}/{self.world.turns}")
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+        process = self.world.current
+        assert process is not None, "a blocking call of nobody"
+        if self.world.strand is not None:
+            future.set_running_or_notify_cancel()
+            _settle(future, lambda: fn(*args, **kwargs))
+            return future
+        self._queue.append((future, lambda: fn(*args, **kwargs)))
+        self._start(process)
+        return future
+
+    def _start(self, process: Process) -> None:
+        while self._queue and self._running < self._workers:
+            future, call = self._queue.pop(0)
+            if not future.set_running_or_notify_cancel():
+                continue
+            self._running += 1
+
+            def work(future: Future[Any] = future, call: Callable[[], Any] = call) -> None:
+                _settle(future, call)
+                self._running -= 1
+                self._start(process)
+
+            begin(process, work, self._rng.uniform(0.0002, 0.004))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take back what has not begun, where that is wanted."""
+        if cancel_futures:
+            for future, _ in self._queue:
+                future.cancel()
+
+    def __enter__(self) -> SimExecutor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
+def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
+    try:
+        result = call()
+    except Exception as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+class SimLock:
+    """A lock between strands of one process: who finds it taken lets the world go on."""
+
+    world: World
+
+    def __init__(self) -> None:
+        self._is_taken = False
+
+    def acquire(self) -> bool:
+        while self._is_taken:
+            strand = self.world.strand
+            assert strand is not None, "the event loop would be blocked by a lock"
+            strand.sleep(0.0005)
+        self._is_taken = True
+        return True
+
+    def release(self) -> None:
+        self._is_taken = False
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

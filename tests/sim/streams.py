@@ -1,0 +1,330 @@
+"""A model of streams: limits, retention, expected sequences, message ids, time to live, batches."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from tests.sim.world import NS, World
+
+if TYPE_CHECKING:
+    from tests.sim.consumers import Consumer
+
+LIMITS, INTEREST, WORK_QUEUE = "limits", "interest", "workqueue"
+BATCH_TIMEOUT = 10.0  # seconds without a message until an atomic batch is dropped
+MOST_FLOW = 100  # messages between two acknowledgements of a fast batch
+
+
+class ApiRefusal(Exception):
+    """An error of the API, as it stands in an answer."""
+
+    def __init__(self, code: int, err_code: int, description: str) -> None:
+        super().__init__(description)
+        self.body = {"code": code, "err_code": err_code, "description": description}
+
+
+Words = list[bytes]
+
+
+def matches(pattern: Words, words: Words) -> bool:
+    for i, each in enumerate(pattern):
+        if each == b">":
+            return len(words) > i
+        if i >= len(words) or (each != b"*" and each != words[i]):
+            return False
+    return len(pattern) == len(words)
+
+
+def timestamp(ns: int) -> str:
+    seconds, rest = divmod(ns, NS)
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S") + f".{rest:09d}Z"
+
+
+def parse_headers(block: bytes | None) -> dict[bytes, bytes]:
+    """The first value of each header by its lower-case name."""
+    found: dict[bytes, bytes] = {}
+    for line in (block or b"").split(b"\r\n")[1:]:
+        name, colon, value = line.partition(b":")
+        if colon:
+            found.setdefault(name.strip().lower(), value.strip())
+    return found
+
+
+@dataclass(slots=True)
+class StoredMessage:
+    """`expires`: nanoseconds since 1970 at which its own time to live ends; 0: never."""
+
+    sequence: int
+    subject: bytes
+    headers: bytes | None
+    payload: bytes
+    time_ns: int
+    expires: int = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.subject) + len(self.headers or b"") + len(self.payload) + 22
+
+
+@dataclass(slots=True)
+class FastState:
+    """One fast batch as the server counts it."""
+
+    every: int
+    count: int = 0
+    is_over: bool = False
+
+
+@dataclass(slots=True)
+class StagedBatch:
+    """One atomic batch that is not committed yet."""
+
+    messages: list[tuple[bytes, Mapping[bytes, bytes], bytes | None, bytes]] = field(default_factory=list)
+    touched: float = 0.0
+
+
+class StreamTap:
+    """Sees what becomes of the messages of one stream."""
+
+    def stored(self, message: StoredMessage) -> None:
+        """A message was stored, or dropped at once because nobody wants it."""
+
+    def removed(self, message: StoredMessage, why: str) -> None:
+        """A message is gone: `limit`, `acknowledged`, `unwanted`, `deleted` or `lost`."""
+
+
+class Stream:
+    """One stream."""
+
+    def __init__(self, world: World, config: dict[str, Any], tap: StreamTap | None = None) -> None:
+        self.world, self.config, self.created, self.tap = world, config, world.time_ns(), tap or StreamTap()
+        self.sequences: list[int] = []
+        self.messages: dict[int, StoredMessage] = {}
+        self.first = self.last = self.last_ns = self.size = 0
+        self.by_subject: dict[bytes, list[int]] = {}
+        self.consumers: dict[str, Consumer] = {}
+        self.batches: dict[bytes, StagedBatch] = {}
+        self.fast: dict[bytes, FastState] = {}
+        self.ids: dict[bytes, int] = {}
+        self.configure({})
+
+    def configure(self, changes: Mapping[str, Any]) -> None:
+        self.config.update(changes)
+        self.patterns = [each.encode().split(b".") for each in self.config.get("subjects", [])]
+        self.enforce()
+
+    @property
+    def name(self) -> str:
+        return str(self.config["name"])
+
+    @property
+    def retention(self) -> str:
+        return str(self.config.get("retention") or LIMITS)
+
+    def takes(self, words: Words) -> bool:
+        return any(matches(each, words) for each in self.patterns)
+
+    # Storing
+
+    def check(self, subject: bytes, headers: Mapping[bytes, bytes], last: int) -> None:
+        """Raises ApiRefusal where an expectation of the publisher does not hold."""
+        if (name := headers.get(b"nats-expected-stream")) is not None and name.decode() != self.name:
+            raise ApiRefusal(400, 10060, "expected stream does not match")
+        if (wanted := headers.get(b"nats-expected-last-sequence")) is not None and int(wanted) != last:
+            raise ApiRefusal(400, 10071, f"wrong last sequence: {last}")
+        if (wanted := headers.get(b"nats-expected-last-subject-sequence")) is not None:
+            newest = self.by_subject.get(subject, [0])[-1]
+            if int(wanted) != newest:
+                raise ApiRefusal(400, 10071, f"wrong last sequence: {newest}")
+
+    def append(self, subject: bytes, headers: bytes | None, payload: bytes) -> StoredMessage:
+        self.last += 1
+        self.last_ns = max(self.world.time_ns(), self.last_ns + 1)
+        message = StoredMessage(self.last, subject, headers, payload, self.last_ns, self._expiry(headers))
+        self.world.note(f"{self.name} stores {self.last} {subject.decode('utf-8', 'backslashreplace')}")
+        self.tap.stored(message)
+        if self.retention == INTEREST and not any(each.wants(message) for each in self.consumers.values()):
+            if not self.sequences:
+                self.first = self.last + 1
+            self.tap.removed(message, "unwanted")
+            return message
+        self.messages[self.last] = message
+        self.sequences.append(self.last)
+        self.size += message.size
+        self.by_subject.setdefault(subject, []).append(self.last)
+        if len(self.sequences) == 1:
+            self.first = self.last
+        self._limit_subject(subject)
+        self.enforce()
+        return message
+
+    def _expiry(self, headers: bytes | None) -> int:
+        if not self.config.get("allow_msg_ttl") or (value := parse_headers(headers).get(b"nats-ttl")) is None:
+            return 0
+        return self.last_ns + int(value.removesuffix(b"s")) * NS
+
+    def _limit_subject(self, subject: bytes) -> None:
+        most = self.config.get("max_msgs_per_subject") or -1
+        while 0 < most < len(self.by_subject.get(subject, ())):
+            self.remove(self.by_subject[subject][0], "limit")
+
+    def enforce(self) -> None:
+        """Remove what the limits no longer allow."""
+        most, size = self.config.get("max_msgs") or -1, self.config.get("max_bytes") or -1
+        while self.sequences and (0 < most < len(self.sequences) or 0 < size < self.size):
+            self.remove(self.sequences[0], "limit")
+
+    def expire(self) -> None:
+        """Remove what is too old."""
+        now = self.world.time_ns()
+        if age := self.config.get("max_age") or 0:
+            while self.sequences and self.messages[self.sequences[0]].time_ns <= now - age:
+                self.remove(self.sequences[0], "limit")
+        if self.config.get("allow_msg_ttl"):
+            for each in [m for m in self.messages.values() if 0 < m.expires <= now]:
+                self.remove(each.sequence, "limit")
+
+    def remove(self, sequence: int, why: str) -> None:
+        message = self.messages.pop(sequence)
+        self.sequences.pop(bisect.bisect_left(self.sequences, sequence))
+        self.size -= message.size
+        same = self.by_subject[message.subject]
+        same.remove(sequence)
+        if not same:
+            del self.by_subject[message.subject]
+        self.first = self.sequences[0] if self.sequences else self.last + 1
+        self.tap.removed(message, why)
+
+    def lose_tail(self, after: int) -> int:
+        """Forget all messages after sequence `after`, as a server does that did not sync; returns how many."""
+        gone = [each for each in self.sequences if each > after]
+        for sequence in reversed(gone):
+            self.remove(sequence, "lost")
+        self.last = min(self.last, after)
+        self.first = self.sequences[0] if self.sequences else self.last + 1
+        self.ids = {key: at for key, at in self.ids.items() if at <= after}
+        for consumer in self.consumers.values():
+            consumer.rewind(after)
+        return len(gone)
+
+    def drop_batches(self) -> None:
+        """Forget batches under way, as a restart or another leader does."""
+        self.batches.clear()
+        for each in self.fast.values():
+            each.is_over = True
+
+    # Interest
+
+    def acknowledged(self, consumer: Consumer, sequences: list[int]) -> None:
+        """Remove what was kept for the consumer only."""
+        if self.retention == LIMITS:
+            return
+        for sequence in sequences:
+            if (message := self.messages.get(sequence)) is None:
+                continue
+            if self.retention == WORK_QUEUE or not any(each.needs(message) for each in self.consumers.values()):
+                self.remove(sequence, "acknowledged")
+
+    def forget_consumer(self, name: str) -> Consumer:
+        consumer = self.consumers.pop(name)
+        if self.retention == INTEREST:
+            for message in [*self.messages.values()]:
+                if not any(each.needs(message) for each in self.consumers.values()):
+                    self.remove(message.sequence, "unwanted")
+        return consumer
+
+    def from_sequence(self, sequence: int) -> Iterator[StoredMessage]:
+        """The messages from `sequence` on."""
+        for at in self.sequences[bisect.bisect_left(self.sequences, sequence) :]:
+            yield self.messages[at]
+
+
+Answer = Callable[[dict[str, Any]], None]
+
+
+def publish(
+    stream: Stream, subject: bytes, reply: bytes, headers: bytes | None, payload: bytes, answer: Answer
+) -> None:
+    """Store a message as its headers ask, or refuse it, and answer."""
+    stream.expire()
+    named, name = parse_headers(headers), stream.name
+    try:
+        if reply.endswith(b".$FI"):
+            _fast(stream, subject, reply, named, headers, payload, answer)
+        elif (batch := named.get(b"nats-batch-id")) is not None:
+            _atomic(stream, subject, named, headers, payload, batch, answer)
+        elif (key := named.get(b"nats-msg-id")) is not None and key in stream.ids:
+            answer({"stream": name, "seq": stream.ids[key], "duplicate": True})
+        else:
+            stream.check(subject, named, stream.last)
+            message = stream.append(subject, headers, payload)
+            if key is not None:
+                stream.ids[key] = message.sequence
+            answer({"stream": name, "seq": message.sequence})
+    except ApiRefusal as error:
+        answer({"error": error.body, "stream": name, "seq": 0})
+
+
+def _atomic(
+    stream: Stream,
+    subject: bytes,
+    named: Mapping[bytes, bytes],
+    headers: bytes | None,
+    payload: bytes,
+    batch: bytes,
+    answer: Answer,
+) -> None:
+    number, now = int(named[b"nats-batch-sequence"]), stream.world.now
+    if number == 1:
+        stream.batches[batch] = StagedBatch()
+    staged = stream.batches.get(batch)
+    if staged is None or len(staged.messages) != number - 1 or (number > 1 and now - staged.touched > BATCH_TIMEOUT):
+        stream.batches.pop(batch, None)
+        raise ApiRefusal(400, 10176, "batch publish is incomplete and was abandoned")
+    staged.messages.append((subject, named, headers, payload))
+    staged.touched = now
+    if named.get(b"nats-batch-commit") != b"1":
+        answer({})
+        return
+    del stream.batches[batch]
+    stream.check(staged.messages[0][0], staged.messages[0][1], stream.last)
+    for each, _, block, body in staged.messages:
+        stream.append(each, block, body)
+    answer({"stream": stream.name, "seq": stream.last, "batch": batch.decode(), "count": number})
+
+
+def _fast(
+    stream: Stream,
+    subject: bytes,
+    reply: bytes,
+    named: Mapping[bytes, bytes],
+    headers: bytes | None,
+    payload: bytes,
+    answer: Answer,
+) -> None:
+    words = reply.split(b".")  # … batch, flow, gap, number, operation, $FI
+    batch, flow, number, operation = words[-6], int(words[-5]), int(words[-3]), int(words[-2])
+    if number == 1:
+        stream.fast[batch] = FastState(max(1, min(flow, MOST_FLOW)))
+    state = stream.fast.get(batch)
+    if state is None or state.is_over:
+        return
+    try:
+        if state.count != number - 1:
+            raise ApiRefusal(400, 10208, "gap in a fast batch")
+        stream.check(subject, named, stream.last)
+    except ApiRefusal as error:
+        state.is_over = True
+        answer({"type": "err", "seq": number, "error": error.body})
+        answer({"stream": stream.name, "seq": stream.last, "batch": batch.decode(), "count": state.count})
+        return
+    stream.append(subject, headers, payload)
+    state.count = number
+    if operation == 2:
+        state.is_over = True
+        answer({"stream": stream.name, "seq": stream.last, "batch": batch.decode(), "count": number})
+    elif number == 1 or number % state.every == 0:
+        answer({"type": "ack", "seq": number, "msgs": state.every})

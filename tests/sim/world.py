@@ -1,0 +1,215 @@
+"""The simulated world: one clock, one heap of events, one root seed, and the processes that live in it.
+
+Each process is an event loop of its own (`tests.sim.loop`) with blocking calls in strands (`tests.sim.strands`). The
+world takes one step at a time: an event that is due, or a turn of one process that is ready, chosen by the seed. The
+clock moves only where nobody is ready.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable, Coroutine
+from itertools import count
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from tests.sim.network import Link, Listener
+    from tests.sim.strands import Carriers, Strand
+
+EPOCH = 1_800_000_000  # seconds since 1970 at which every world begins
+NS = 1_000_000_000
+MIN_STEP = 1e-6  # seconds that the clock moves at least
+TURN = 5e-6  # seconds that a turn takes: else what waits for the time that rounding left would spin for ever
+LAST_EVENTS = 50
+
+
+class Deadlock(AssertionError):
+    """Nothing will ever happen again."""
+
+
+class Overdue(AssertionError):
+    """The condition that a world was run for did not come true in time."""
+
+
+class Killed(BaseException):
+    """Ends the running call of a process that was killed in the middle."""
+
+
+class Turning(Protocol):
+    """The event loop of a process, as the world turns it."""
+
+    def turn(self) -> None: ...
+    def is_ready(self) -> bool: ...
+    def next_time(self) -> float | None: ...
+    def create_task(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]: ...
+    def call_soon(self, callback: Callable[..., object], *args: Any) -> Any: ...
+
+
+class Trace:
+    """A digest of the events of a world, and the last of them in words."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.blake2b(digest_size=8)
+        self.last: deque[str] = deque(maxlen=LAST_EVENTS)
+        self.count, self.is_closed = 0, False
+
+    def add(self, now: float, event: str) -> None:
+        if self.is_closed:
+            return
+        line = f"{now:11.6f} {event}"
+        self._digest.update(line.encode())
+        self.last.append(line)
+        self.count += 1
+
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+
+class World:
+    """One seed's world."""
+
+    def __init__(self, seed: int, carriers: Carriers) -> None:
+        self.seed, self.now, self.turns, self.trace = seed, 0.0, 0, Trace()
+        self._rng, self._numbers = self.chance("world"), count()
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
+        self.processes: list[Process] = []
+        self.graveyard: list[Process] = []
+        self.listeners: dict[int, Listener] = {}
+        self.current: Process | None = None  # whose turn it is, or whose strand runs
+        self.strand: Strand | None = None  # the blocking call that runs now
+        self.carriers = carriers
+
+    def chance(self, name: str) -> random.Random:
+        """Make a source of chance of its own for `name`: choices of one part do not move those of another."""
+        return random.Random(f"{self.seed}/{name}")
+
+    def time_ns(self) -> int:
+        return EPOCH * NS + round(self.now * 1e9)
+
+    def note(self, event: str) -> None:
+        self.trace.add(self.now, event)
+
+    def at(self, delay: float, call: Callable[[], object]) -> None:
+        """Call `call` in `delay` seconds."""
+        heapq.heappush(self._events, (self.now + max(0.0, delay), next(self._numbers), call))
+
+    def spawn(self, name: str, main: Callable[[], Coroutine[Any, Any, Any]], *, host: str = "") -> Process:
+        """Begin a process on `host` (empty: one of its own) that runs `main` to its end."""
+        from tests.sim.loop import SimLoop
+
+        process = Process(self, name, host or name)
+        process.loop = SimLoop(process)
+        self.processes.append(process)
+        process.task = process.loop.create_task(process.run(main))
+        self.note(f"{name} starts")
+        return process
+
+    def run(self, until: Callable[[], bool], limit: float) -> None:
+        """Run until `until` holds. Raises Overdue after `limit` seconds, Deadlock where nothing can happen."""
+        end, events = self.now + limit, self._events
+        while not until():
+            if events and events[0][0] <= self.now:
+                heapq.heappop(events)[2]()
+                continue
+            ready = [each for each in self.processes if each.is_ready()]
+            if ready:
+                self.turns += 1
+                process = ready[0] if len(ready) == 1 else self._rng.choice(ready)
+                process.turn()
+                self.now += TURN
+                continue
+            times = [at for each in self.processes if each.runs and (at := each.loop.next_time()) is not None]
+            if events:
+                times.append(events[0][0])
+            if not times:
+                raise Deadlock(f"nothing will ever happen again, at {self.now:.3f} s")
+            self.now = max(self.now + MIN_STEP, min(times))
+            if self.now > end:
+                raise Overdue(f"not reached within {limit:g} simulated seconds")
+
+    def close(self) -> None:
+        """End every process without a word in the trace; strands that wait are unwound."""
+        self.trace.is_closed = True
+        for each in [*self.processes]:
+            each.kill()
+        for each in self.graveyard:
+            each.unwind()
+
+
+class Process:
+    """One process of a host: its loop, its connections, its blocking calls, whether it lives and runs.
+
+    `skew`: how many seconds its host's wall clock is ahead.
+    """
+
+    loop: Turning
+    task: asyncio.Task[Any]
+
+    def __init__(self, world: World, name: str, host: str) -> None:
+        self.world, self.name, self.host, self.skew = world, name, host, 0.0
+        self.number = 1000 + len(world.processes) + len(world.graveyard)
+        self.alive, self.paused = True, False
+        self.links: list[Link] = []
+        self.strands: list[Strand] = []
+        self.errors: list[dict[str, Any]] = []
+        self._held: list[Callable[[], object]] = []
+
+    async def run(self, main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        return await main()
+
+    @property
+    def runs(self) -> bool:
+        return self.alive and not self.paused
+
+    def is_ready(self) -> bool:
+        return self.alive and not self.paused and self.loop.is_ready()
+
+    def turn(self) -> None:
+        self.world.current = self
+        try:
+            self.loop.turn()
+        finally:
+            self.world.current = None
+
+    def when_running(self, call: Callable[[], object]) -> None:
+        """Call `call` now, once it is resumed where it is paused, never where it is dead."""
+        if self.paused:
+            self._held.append(call)
+        elif self.alive:
+            call()
+
+    def kill(self) -> None:
+        """SIGKILL: nothing of it runs any more, no `finally` either; the kernel resets its connections."""
+        if not self.alive:
+            return
+        self.alive = False
+        self.world.note(f"{self.name} is killed")
+        for link in self.links:
+            link.abandon()
+        self.world.processes.remove(self)
+        self.world.graveyard.append(self)
+
+    def pause(self) -> None:
+        """SIGSTOP."""
+        if self.runs:
+            self.paused = True
+            self.world.note(f"{self.name} is paused")
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        if self.alive and self.paused:
+            self.paused = False
+            self.world.note(f"{self.name} is resumed")
+            held, self._held = self._held, []
+            for call in held:
+                self.world.at(0.0, lambda call=call: self.when_running(call))  # type: ignore[misc]
+
+    def unwind(self) -> None:
+        """End the blocking calls of a dead process: their threads are needed again."""
+        for each in [*self.strands]:
+            each.unwind()
