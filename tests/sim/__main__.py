@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -33,6 +34,7 @@ def main() -> int:
     from tests.sim.scenario import run_seed
 
     doors.install()
+    gc.freeze()  # what is loaded stays, and is not looked at again behind each seed
     if not args.log:
         logging.disable(logging.CRITICAL)
     sys.unraisablehook = lambda _: None  # what a killed process never finished

@@ -131,13 +131,15 @@ def compaction(
     return Member(world, name, main)
 
 
+MESSAGE_ID = b"Nats-Msg-Id"  # in place of which stands one that is new
 # Headers of publishers: none, plain, with repeats and odd values, and such as would act at a server.
 HEADERS: tuple[bytes | None, ...] = (
     None,
     None,
     b"NATS/1.0\r\nContent-Type: text/plain\r\n\r\n",
     b"NATS/1.0\r\nX-N: 1\r\nx-n:  2\r\nX-N: 1\r\n\r\n",
-    b"NATS/1.0\r\nNats-Expected-Last-Sequence: 0\r\n\r\n",
+    b"NATS/1.0\r\nNats-Expected-Stream: ORDERS\r\n\r\n",
+    MESSAGE_ID,
     b"NATS/1.0\r\nFloe-Source: eu ORDERS 0000 0 1 1\r\nEmpty:\r\n\r\n",
 )
 
@@ -170,7 +172,7 @@ class Publishers:
         rng, part = self._rng, self._rng.randrange(self._parts)
         subject = f"{self._stream}.{part}.{rng.randrange(5)}".encode()
         headers = rng.choice(HEADERS)
-        if headers is not None and b"Nats-Expected" in headers:
+        if headers is MESSAGE_ID:
             headers = b"NATS/1.0\r\nNats-Msg-Id: %d\r\n\r\n" % len(self._log.all)
         publication = self._log.add(f"partition {part}", subject, headers, rng.randbytes(rng.choice([0, 10, 100])))
         nats = self._nats

@@ -61,7 +61,7 @@ class SourceTap(StreamTap):
             publication.sequence, publication.time_ns = message.sequence, message.time_ns
 
     def removed(self, message: StoredMessage, why: str) -> None:
-        if (publication := self._log.of(message.payload)) is not None and why != "acknowledged":
+        if (publication := self._log.of(message.payload)) is not None and why == "limit":
             publication.gone = why
 
 

@@ -10,6 +10,7 @@ import os
 import random
 import secrets
 import socket
+import ssl
 import sys
 import threading
 import types
@@ -19,6 +20,7 @@ from functools import cached_property
 
 import common.clock
 import common.failpoints
+import common.jetstream.credentials
 import common.objects.open
 import common.segments.writer
 import common.service.process
@@ -83,6 +85,9 @@ def install() -> None:
         locks = types.SimpleNamespace(Lock=SimLock, Event=threading.Event, local=threading.local)
         vars(module)["threading"] = locks
     _unlock_cached_properties()
+    without_tls = ssl.create_default_context()
+    # No connection of a world has TLS, and to read the authorities of the machine takes half the time of a seed.
+    vars(common.jetstream.credentials)["tls_context"] = lambda _settings: without_tls
     vars(secrets)["token_hex"] = lambda size=32: _chance().randbytes(size).hex()
     vars(secrets)["randbelow"] = lambda most: _chance().randrange(most)
     vars(random)["SystemRandom"] = lambda: random.Random(_chance().random())

@@ -33,8 +33,9 @@ class Connection:
 class SimNats:
     """One simulated nats-server.
 
-    `lost_answers`: the chance that an answer is lost; `late_requests`: that a request of the API is late, by
-    `LATEST` seconds at most; `leaderless_until`: no stream takes or answers anything before.
+    Chances: `lost_answers` of an answer to be lost, `lost_deliveries` of a message of a consumer, `late_requests` of a
+    request of the API to be late, by `LATEST` seconds at most. No stream takes or answers anything before
+    `leaderless_until`.
     """
 
     LATEST = 8.0
@@ -45,7 +46,7 @@ class SimNats:
         self.streams: dict[str, Stream] = {}
         self.connections: dict[Link, Connection] = {}
         self.taps: dict[str, StreamTap] = {}
-        self.lost_answers = self.late_requests = 0.0
+        self.lost_answers = self.late_requests = self.lost_deliveries = 0.0
         self.leaderless_until = -1.0
         self.requests = 0
         world.listeners[port] = self
@@ -123,6 +124,8 @@ class SimNats:
 
     def deliver(self, to: bytes, subject: bytes, reply: bytes, headers: bytes | None, payload: bytes) -> int:
         """Give a message to every subscription on `to`, shown as on `subject`; returns how many there are."""
+        if self.lost_deliveries and reply.startswith(b"$JS.ACK.") and self.rng.random() < self.lost_deliveries:
+            return 1
         words, found, answer_to = to.split(b"."), 0, b" " + reply if reply else b""
         for link, connection in self.connections.items():
             for sid, pattern in connection.subscriptions.items():

@@ -13,7 +13,7 @@ from tests.sim.store import SimObjects, StoreMood
 from tests.sim.world import Killed, Process, World
 
 KINDS = (
-    "kill", "pause", "cut", "blackhole", "restart", "answers", "late_api", "leader", "stale",
+    "kill", "pause", "cut", "blackhole", "restart", "answers", "drops", "late_api", "leader", "stale",
     "store_refuses", "store_loses", "store_late", "store_slow", "store_silent", "clock", "tail",
 )  # fmt: skip
 LEAST_KINDS, MOST_KINDS = 3, 9
@@ -132,6 +132,11 @@ class Saboteur:
         self._nats.lost_answers = self._rng.choice([0.1, 0.4])
         self._later(10, lambda: setattr(self._nats, "lost_answers", 0.0))
 
+    def _drops(self) -> None:
+        """Deliveries of consumers that a cluster loses on the way."""
+        self._nats.lost_deliveries = 0.05
+        self._later(10, lambda: setattr(self._nats, "lost_deliveries", 0.0))
+
     def _late_api(self) -> None:
         self._nats.late_requests = self._rng.choice([0.05, 0.3])
         self._later(10, lambda: setattr(self._nats, "late_requests", 0.0))
@@ -186,7 +191,7 @@ class Saboteur:
         """Take every fault back; from now on nothing breaks."""
         self.end = 0.0
         self._objects.mood = StoreMood()
-        self._nats.lost_answers = self._nats.late_requests = 0.0
+        self._nats.lost_answers = self._nats.late_requests = self._nats.lost_deliveries = 0.0
         self._nats.leaderless_until = -1.0
         if not self._nats.is_up:
             self._nats.start()

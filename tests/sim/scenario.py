@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common import tasks
 from common.settings.root import Settings
 from compaction.retention import RetentionRule
 from tests.sim import actors, doors
@@ -96,6 +97,7 @@ class Scenario:
         self._add_members(folder)
         self.publishers = actors.Publishers(self.nats, self.log, SOURCE, self.plan.parts, MESSAGES, PUBLISHING)
         self.foreign = actors.ForeignWriter(self.nats, f"{PREFIX}.foreign".encode(), 3.0)
+        self._errors_before = unexpected_errors()
         self.saboteur = Saboteur(self.nats, self.objects, self.members, TARGET, STATE)
 
     def _settings(self, folder: Path) -> Settings:
@@ -172,6 +174,8 @@ class Scenario:
         self.foreign.is_over = True
         end = world.now + AFTERWARDS
         self._run(lambda: world.now >= end, AFTERWARDS + 1)
+        if (defects := unexpected_errors() - self._errors_before) > 0:
+            raise Broken(f"{defects} unexpected errors (E-UNEXPECTED) in the log of the product")
 
     def _run(self, until: Callable[[], bool], limit: float) -> None:
         """Run until `until` holds, looked at four times a second; supervisors look then too."""
@@ -202,12 +206,19 @@ class Scenario:
         return Counter(numbers)
 
 
+def unexpected_errors() -> int:
+    """The errors that the product met in this process and did not foresee."""
+    samples = (sample for metric in tasks.unexpected.collect() for sample in metric.samples)
+    return int(sum(each.value for each in samples if each.name.endswith("_total")))
+
+
 CARRIERS = Carriers()
+SPOOL = Path("/dev/shm")  # files in memory, where there is such a folder
 
 
 def run_seed(seed: int) -> Result:
     """Run the world of one seed."""
-    folder = Path(tempfile.mkdtemp(prefix="floe-sim-"))
+    folder = Path(tempfile.mkdtemp(prefix="floe-sim-", dir=SPOOL if SPOOL.is_dir() else None))
     began, world = time.process_time(), World(seed, CARRIERS)
     problem = ""
     gc.disable()  # what a dead process left is not to be finalized in the middle of another's turn
