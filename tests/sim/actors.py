@@ -161,7 +161,7 @@ class Publishers:
         return len(self._log.all) >= self.total
 
     def begin(self) -> None:
-        if not self.may_begin():
+        if not (self._nats.is_up and self.may_begin()):
             self._world.at(0.5, self.begin)
         elif not self.is_done:
             for _ in range(self._rng.choice([1, 1, 5, 30])):
@@ -175,11 +175,9 @@ class Publishers:
         if headers is MESSAGE_ID:
             headers = b"NATS/1.0\r\nNats-Msg-Id: %d\r\n\r\n" % len(self._log.all)
         publication = self._log.add(f"partition {part}", subject, headers, rng.randbytes(rng.choice([0, 10, 100])))
-        nats = self._nats
-        if nats.is_up:
-            nats.publish(subject, b"", headers, publication.payload)
-            # The answer may be lost where the server's answers are.
-            publication.is_acknowledged = publication.sequence > 0 and rng.random() >= nats.lost_answers
+        self._nats.publish(subject, b"", headers, publication.payload)
+        # The answer may be lost where the server's answers are.
+        publication.is_acknowledged = publication.sequence > 0 and rng.random() >= self._nats.lost_answers
 
 
 class ForeignWriter:

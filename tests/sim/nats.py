@@ -67,6 +67,8 @@ class SimNats:
         self.world.note("nats stops")
         for link in [*self.connections]:
             link.cut()
+            link.is_cut = True
+        self.connections.clear()
 
     def start(self) -> None:
         self.is_up = True

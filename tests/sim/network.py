@@ -27,14 +27,16 @@ class Listener(Protocol):
 
 
 class Link:
-    """One TCP connection of a process; what is under way when it is cut is lost.
+    """One TCP connection of a process. What is under way when the network cuts it is lost; what the client sent before
+    it abandoned it, or died, arrives.
 
-    `swallows`: nothing that the server sends arrives any more, and nobody notices.
+    `swallows`: nothing that the server sends arrives any more, and nobody notices. `lag`: seconds more on each way.
     """
 
     def __init__(self, world: World, process: Process, protocol: Any, server: Listener, port: int) -> None:
         self.world, self.process, self.protocol, self.server, self.port = world, process, protocol, server, port
         self.transport, self.is_open, self.swallows = SimTransport(self), True, False
+        self.is_cut, self.lag = False, 0.0
         self._up_at = self._down_at = 0.0
         self._down: list[bytes] = []
         self._rng = world.chance(f"link/{process.number}/{len(process.links)}")
@@ -44,7 +46,7 @@ class Link:
         delay = self._rng.uniform(NEAREST, FARTHEST)
         if self._rng.random() < HICCUP:
             delay += self._rng.uniform(0, LONGEST_HICCUP)
-        return max(last, self.world.now + delay)
+        return max(last, self.world.now + delay + self.lag)
 
     def up(self, data: bytes) -> None:
         """Send to the server."""
@@ -53,7 +55,7 @@ class Link:
             self.world.at(self._up_at - self.world.now, lambda: self._arrive_up(data))
 
     def _arrive_up(self, data: bytes) -> None:
-        if self.is_open:
+        if not self.is_cut:
             self.server.received(self, data)
 
     def down(self, data: bytes) -> None:
@@ -77,16 +79,21 @@ class Link:
     def cut(self) -> None:
         """Reset it, by the network or the server."""
         if self.is_open:
-            self.is_open = False
+            self.is_open, self.is_cut = False, True
             self.server.lost(self)
             if self.process.alive:
                 self.process.loop.call_soon(self.transport.end, ConnectionResetError(104, "reset"))
 
     def abandon(self) -> None:
-        """Reset it, by the client; the server notices a little later."""
+        """End it, by the client; the server notices behind what was sent before."""
         if self.is_open:
             self.is_open = False
-            self.world.at(self._rng.uniform(0, 0.002), lambda: self.server.lost(self))
+            self.world.at(self._arrival(self._up_at) - self.world.now, self._leave)
+
+    def _leave(self) -> None:
+        if not self.is_cut:
+            self.is_cut = True
+            self.server.lost(self)
 
 
 class SimTransport(asyncio.Transport):

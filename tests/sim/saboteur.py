@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from tests.sim.actors import Member
 from tests.sim.nats import SimNats
@@ -13,11 +13,20 @@ from tests.sim.store import SimObjects, StoreMood
 from tests.sim.world import Killed, Process, World
 
 KINDS = (
-    "kill", "pause", "cut", "blackhole", "restart", "answers", "drops", "late_api", "leader", "stale",
+    "kill", "pause", "cut", "delay", "blackhole", "restart", "answers", "drops", "late_api", "leader", "stale",
     "store_refuses", "store_loses", "store_late", "store_slow", "store_silent", "clock", "tail",
 )  # fmt: skip
 LEAST_KINDS, MOST_KINDS = 3, 9
-STRIKES = (0.0, 0.0, 0.02, 0.08)  # chances that a failpoint strikes, of which a world has one
+# The failpoints that strike in a world, and by which chance; more often where they are few.
+STRIKES = (
+    ("", 0.0), ("", 0.0), ("", 0.02), ("", 0.06), ("egress.", 0.12), ("segments.", 0.2), ("ingress.", 0.08),
+    ("ingress.before_close", 0.2), ("ingress.after_intent", 0.2), ("compaction.", 0.1),
+)  # fmt: skip
+
+
+def _near(links: Sequence[Link]) -> None:
+    for link in links:
+        link.lag = 0.0
 
 
 class Saboteur:
@@ -34,7 +43,8 @@ class Saboteur:
         self._target, self._state = target, state
         self._rng = self.world.chance("saboteur")
         self.kinds = sorted(self._rng.sample(KINDS, self._rng.randint(LEAST_KINDS, MOST_KINDS)))
-        self._strike_chance, self.end, self.every = self._rng.choice(STRIKES), 0.0, 5.0
+        self._struck, self._strike_chance = self._rng.choice(STRIKES)
+        self.end, self.every = 0.0, 5.0
         self.count: Counter[str] = Counter()
 
     def begin(self, seconds: float, every: float) -> None:
@@ -85,12 +95,12 @@ class Saboteur:
         process = self.world.current
         if process is None or not process.alive or self.world.now >= self.end:
             return
-        if self._rng.random() >= self._strike_chance:
+        if not point.startswith(self._struck) or self._rng.random() >= self._strike_chance:
             return
         member = self._members.get(process.name)
         if member is None or member.process is not process:
             return
-        kind = self._rng.choice(["kill", "kill", "pause"])
+        kind = self._rng.choice(["kill", "pause"])
         self.count[f"{kind} at {point}"] += 1
         self.world.note(f"{process.name} passes {point}")
         if kind == "pause":
@@ -114,6 +124,15 @@ class Saboteur:
         for link in self._links():
             if self._rng.random() < 0.5:
                 link.cut()
+
+    def _delay(self) -> None:
+        """One process is far away for a while."""
+        process, lag = self._member().process, self._rng.choice([0.3, 2.0, 8.0])
+        if process is not None:
+            found = [*process.links]
+            for link in found:
+                link.lag = lag
+            self._later(20, lambda: _near(found))
 
     def _blackhole(self) -> None:
         process = self._member().process
@@ -198,4 +217,5 @@ class Saboteur:
         for member in self._members.values():
             if member.process is not None:
                 member.process.resume()
+                _near(member.process.links)
             member.start()

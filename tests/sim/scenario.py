@@ -27,8 +27,8 @@ from tests.sim.world import Overdue, World
 
 SOURCE, TARGET, SITE, PREFIX = "ORDERS", "CENTRAL", "eu", "c"
 STATE = "KV_floe-state"
-MESSAGES, PUBLISHING, BREAKING = 300, 50.0, 60.0  # how many; seconds that messages and faults come
-TO_THE_END = 900.0  # simulated seconds of peace until everything has arrived
+MESSAGES, PUBLISHING, BREAKING = 250, 36.0, 44.0  # how many; seconds that messages and faults come
+TO_THE_END = 240.0  # simulated seconds of peace until everything has arrived
 AFTERWARDS = 5.0  # seconds that are watched afterwards: nothing more may come
 
 
