@@ -164,7 +164,7 @@ class Scenario:
         world.at(1.0, self.publishers.begin)
         if plan.is_shared:
             world.at(5.0, self.foreign.begin)
-        self.saboteur.begin(BREAKING, world.chance("pace").choice([3.0, 6.0, 12.0]))
+        self.saboteur.begin(BREAKING, world.chance("pace").choice([1.5, 3.0, 6.0]))
         self._run(lambda: world.now > BREAKING and self.publishers.is_done, 2000.0)
         self.saboteur.calm()
         try:
