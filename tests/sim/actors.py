@@ -19,7 +19,7 @@ from common.settings.root import Settings
 from common.tasks import Stop
 from compaction.retention import Retention, RetentionRule
 from compaction.run import Compaction, LocalRunner, Selection
-from egress.deps import Tuning
+from egress.deps import EgressTuning, Pulling, Tuning
 from egress.service import EgressService
 from ingress.service import Controller
 from tests.sim.auditor import Broken, PublisherLog
@@ -29,6 +29,8 @@ from tests.sim.world import Process, World
 
 RESTART = 2.0  # seconds until a supervisor starts a process again that ended by itself
 CLEANS_EVERY = 8.0  # seconds between two runs of compaction
+# Looks that are minutes apart come within a world too.
+TUNING = Tuning(Pulling(heartbeat=1.5), EgressTuning(check=10.0, newest=20.0, walk=60.0, walk_again=20.0))
 PASSING = (Unavailable, OutcomeUnknown)  # errors by which a process may end
 
 
@@ -69,7 +71,7 @@ def egress(world: World, name: str, settings: Settings, objects: SimObjects) -> 
     """One process of egress."""
 
     async def main(health: Health) -> None:
-        await EgressService(settings, Tuning(), SystemClock(), health, Stop(), objects).run()
+        await EgressService(settings, TUNING, SystemClock(), health, Stop(), objects).run()
 
     return Member(world, name, main)
 

@@ -7,6 +7,7 @@ deposed leader that answers STREAM.INFO as it was, a tail that was never synced.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,8 +35,7 @@ class SimNats:
     """One simulated nats-server.
 
     Chances: `lost_answers` of an answer to be lost, `lost_deliveries` of a message of a consumer, `late_requests` of a
-    request of the API to be late, by `LATEST` seconds at most. No stream takes or answers anything before
-    `leaderless_until`.
+    request of the API to be late, by `LATEST` seconds at most.
     """
 
     LATEST = 8.0
@@ -47,7 +47,7 @@ class SimNats:
         self.connections: dict[Link, Connection] = {}
         self.taps: dict[str, StreamTap] = {}
         self.lost_answers = self.late_requests = self.lost_deliveries = 0.0
-        self.leaderless_until = -1.0
+        self.leaderless: dict[str, float] = {}  # by stream, until when
         self.requests = 0
         world.listeners[port] = self
 
@@ -80,11 +80,13 @@ class SimNats:
                 if consumer.config.get("mem_storage"):
                     stream.forget_consumer(name)
 
-    def depose(self, until: float, stale_until: float) -> None:
-        """No leader until `until`; connections of now hear of streams as they were until `stale_until`."""
-        self.leaderless_until = until
-        for stream in self.streams.values():
-            stream.drop_batches()
+    def depose(self, names: Iterable[str], until: float, stale_until: float) -> None:
+        """These streams have no leader until `until`: they take nothing, and most questions have no answer. The
+        deposed leader describes streams as they are now to connections of now, until `stale_until`.
+        """
+        for name in names:
+            self.leaderless[name] = until
+            self.streams[name].drop_batches()
         described = {name: api.stream_info(stream, {}) for name, stream in self.streams.items()}
         for connection in self.connections.values():
             connection.stale = stale_until, described
@@ -170,7 +172,7 @@ class SimNats:
         for stream in self.streams.values():
             if stream.takes(words):
                 is_taken = True
-                if self.world.now >= self.leaderless_until:
+                if not self._is_leaderless(stream.name):
                     publish(stream, subject, reply, headers, payload, lambda document: self.answer(reply, document))
                     for consumer in [*stream.consumers.values()]:
                         consumer.feed()
@@ -179,22 +181,26 @@ class SimNats:
 
     # The API
 
+    def _is_leaderless(self, stream: str) -> bool:
+        return self.world.now < self.leaderless.get(stream, 0.0)
+
     def _asked(self, link: Link, name: str, reply: bytes, payload: bytes) -> None:
         if not self.is_up:
             return
         self.requests += 1
-        if self.world.now < self.leaderless_until and name != "INFO":
+        words = name.split(".")
+        stale = self._stale(link, words)
+        if stale is None and any(map(self._is_leaderless, words)):
             if self.rng.random() < 0.5:
                 self.answer(reply, {"error": NO_LEADER})
             return
-        words = name.split(".")
         if words[:3] == ["CONSUMER", "MSG", "NEXT"]:
             self._pulled(words[3], words[4], reply, payload)
             return
         self.world.note(f"nats asked {name}")
         try:
             asked = json.loads(payload) if payload else {}
-            document = self._stale(link, words) or api.answer(self, words, asked)
+            document = stale or api.answer(self, words, asked)
         except ApiRefusal as error:
             document = {"error": error.body}
         self.answer(reply, document)

@@ -14,7 +14,7 @@ from tests.sim.world import Killed, Process, World
 
 KINDS = (
     "kill", "pause", "cut", "delay", "blackhole", "restart", "answers", "drops", "late_api", "leader", "stale",
-    "store_refuses", "store_loses", "store_late", "store_slow", "store_silent", "clock", "tail",
+    "store_refuses", "store_loses", "store_late", "store_slow", "store_silent", "store_hides", "clock", "tail",
 )  # fmt: skip
 LEAST_KINDS, MOST_KINDS = 3, 9
 # The failpoints that strike in a world, and by which chance; more often where they are few.
@@ -153,21 +153,25 @@ class Saboteur:
 
     def _drops(self) -> None:
         """Deliveries of consumers that a cluster loses on the way."""
-        self._nats.lost_deliveries = 0.05
+        self._nats.lost_deliveries = 0.15
         self._later(10, lambda: setattr(self._nats, "lost_deliveries", 0.0))
 
     def _late_api(self) -> None:
         self._nats.late_requests = self._rng.choice([0.05, 0.3])
         self._later(10, lambda: setattr(self._nats, "late_requests", 0.0))
 
+    def _streams(self) -> list[str]:
+        """One stream, or all."""
+        names = sorted(self._nats.streams)
+        return names if self._rng.random() < 0.3 else [self._rng.choice(names)]
+
     def _leader(self) -> None:
-        until = self.world.now + self._rng.uniform(0, 8)
-        self._nats.depose(until, 0.0)
+        self._nats.depose(self._streams(), self.world.now + self._rng.uniform(0, 8), 0.0)
 
     def _stale(self) -> None:
         """Another leader, while the old one still answers on open connections."""
-        until = self.world.now + self._rng.uniform(0, 3)
-        self._nats.depose(until, until + self._rng.uniform(0, 10))
+        until = self.world.now + self._rng.uniform(0, 8)
+        self._nats.depose(self._streams(), until, until + self._rng.uniform(0, 5))
 
     def _tail(self) -> None:
         """A crash of the server that loses what the target stored last, of the open intent at most.
@@ -206,12 +210,15 @@ class Saboteur:
     def _store_silent(self) -> None:
         self._mood(15, silent_until=self.world.now + self._rng.uniform(1, 15))
 
+    def _store_hides(self) -> None:
+        self._mood(15, hidden=self._rng.choice([0.2, 0.6]))
+
     def calm(self) -> None:
         """Take every fault back; from now on nothing breaks."""
         self.end = 0.0
         self._objects.mood = StoreMood()
         self._nats.lost_answers = self._nats.late_requests = self._nats.lost_deliveries = 0.0
-        self._nats.leaderless_until = -1.0
+        self._nats.leaderless.clear()
         if not self._nats.is_up:
             self._nats.start()
         for member in self._members.values():

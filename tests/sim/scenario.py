@@ -55,8 +55,8 @@ class Plan:
             segment=rng.choice([7, 25, 1000]),
             publisher=rng.choice(["auto", "auto", "atomic", "single"]),
             is_shared=rng.random() < 0.2,
-            centre_begins=rng.choice([0.0, 0.0, 30.0]),
-            compacts=rng.random() < 0.5,
+            centre_begins=rng.choice([0.0, 12.0, 30.0]),
+            compacts=rng.random() < 0.6,
             expires=rng.random() < 0.5,
             source_limit=rng.choice([0, 0, 0, 60]) if retention == LIMITS else 0,
         )

@@ -22,18 +22,21 @@ T = TypeVar("T")
 WAY = (0.001, 0.02)  # seconds of a request and of its answer
 SLOW_WAY = (0.5, 4.0)
 PATIENCE = 20.0  # seconds until a client gives up a call without an answer
+LATEST_LISTED = 10.0  # seconds until a listing shows an object, at most
 LATEST = 45.0  # seconds that a write may be under way at most
 
 
 @dataclass(slots=True)
 class StoreMood:
     """Chances by which calls go wrong: `refused` at once, `lost` on the way or on the way back, `late` a write that is
-    done after its client has given up. `slow`: every call. `silent_until`: no call is answered before.
+    done after its client has given up. `slow`: every call. `hidden`: a new segment is listed
+    only some seconds later. `silent_until`: no call is answered before.
     """
 
     refused: float = 0.0
     lost: float = 0.0
     late: float = 0.0
+    hidden: float = 0.0
     slow: bool = False
     silent_until: float = 0.0
 
@@ -46,6 +49,7 @@ class SimObjects:
         self.kept: dict[str, tuple[bytes, ObjectInfo]] = {}
         self.keys: list[str] = []
         self._rng, self._versions = world.chance("store"), 0
+        self._hidden: dict[str, float] = {}  # by key, until when no listing shows it
 
     # The verbs
 
@@ -95,6 +99,9 @@ class SimObjects:
         if start_after:
             at = max(at, bisect.bisect_right(self.keys, start_after))
         while at < len(self.keys) and self.keys[at].startswith(prefix) and (limit is None or len(found) < limit):
+            if self._hidden.get(self.keys[at], 0.0) > self.world.now:
+                at += 1
+                continue
             found.append(self.kept[self.keys[at]][1]._replace(sha256=None, metadata={}))
             at += 1
         return found
@@ -102,6 +109,8 @@ class SimObjects:
     def _keep(self, key: str, data: bytes, metadata: Mapping[str, str] | None) -> bool:
         if key not in self.kept:
             bisect.insort(self.keys, key)
+            if key.endswith(".parquet") and self._rng.random() < self.mood.hidden:
+                self._hidden[key] = self.world.now + self._rng.uniform(0, LATEST_LISTED)
         digest = hashlib.sha256(data).hexdigest()
         self._versions += 1
         modified = EPOCH + self.world.now
