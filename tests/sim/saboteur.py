@@ -16,6 +16,7 @@ KINDS = (
     "kill", "pause", "cut", "delay", "blackhole", "restart", "answers", "drops", "late_api", "leader", "stale",
     "store_refuses", "store_loses", "store_late", "store_slow", "store_silent", "store_hides", "clock", "tail",
 )  # fmt: skip
+AIMED = ("cut", "delay", "restart", "answers", "leader", "stale")  # what else may happen where a failpoint strikes
 LEAST_KINDS, MOST_KINDS = 3, 9
 # The failpoints that strike in a world, and by which chance; more often where they are few.
 STRIKES = (
@@ -43,6 +44,7 @@ class Saboteur:
         self._target, self._state = target, state
         self._rng = self.world.chance("saboteur")
         self.kinds = sorted(self._rng.sample(KINDS, self._rng.randint(LEAST_KINDS, MOST_KINDS)))
+        self._aimed = [each for each in AIMED if each in self.kinds]
         self._struck, self._strike_chance = self._rng.choice(STRIKES)
         self.end, self.every = 0.0, 5.0
         self.count: Counter[str] = Counter()
@@ -91,7 +93,7 @@ class Saboteur:
             process.skew = self._rng.choice([-3600.0, -5.0, 0.0, 5.0, 3600.0])
 
     def strike(self, point: str) -> None:
-        """Kill or pause the process that passes a failpoint, by chance. Raises Killed where it does."""
+        """Break something while a process passes a failpoint, by chance. Raises Killed where that is the process."""
         process = self.world.current
         if process is None or not process.alive or self.world.now >= self.end:
             return
@@ -100,14 +102,16 @@ class Saboteur:
         member = self._members.get(process.name)
         if member is None or member.process is not process:
             return
-        kind = self._rng.choice(["kill", "pause"])
+        kind = self._rng.choice(["kill", "pause", *self._aimed])
         self.count[f"{kind} at {point}"] += 1
-        self.world.note(f"{process.name} passes {point}")
+        self.world.note(f"{process.name} passes {point}: {kind}")
+        if kind == "kill":
+            self._kill_process(member)
+            raise Killed
         if kind == "pause":
             self._pause_here(process)
-            return
-        self._kill_process(member)
-        raise Killed
+        else:
+            getattr(self, f"_{kind}")()
 
     def _pause_here(self, process: Process) -> None:
         process.pause()

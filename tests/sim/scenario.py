@@ -168,7 +168,7 @@ class Scenario:
         self._run(lambda: world.now > BREAKING and self.publishers.is_done, 2000.0)
         self.saboteur.calm()
         try:
-            self._run(lambda: not self.target.missing(), TO_THE_END)
+            self._run(self._is_complete, TO_THE_END)
         except Overdue as overdue:
             raise Broken(self._unfinished()) from overdue
         self.foreign.is_over = True
@@ -189,11 +189,16 @@ class Scenario:
             self.world.at(0.25, lambda: None)
             self.world.run(lambda at=at: self.world.now >= at, 10.0)  # type: ignore[misc]
 
+    def _is_complete(self) -> bool:
+        """Everything has arrived, and nothing is left in a queue."""
+        return not (self.target.missing() or (self.plan.retention != LIMITS and self.source.sequences))
+
     def _unfinished(self) -> str:
         missing = self.target.missing()
         places = ", ".join(f"{each.chain} {each.sequence}" for each in missing[:5])
         states = "\n".join(member.state() for member in self.members.values())
-        return f"after {TO_THE_END:g} s of peace {len(missing)} acknowledged messages are missing: {places}\n{states}"
+        found = f"{len(missing)} acknowledged messages are missing ({places}), {len(self.source.sequences)} are left"
+        return f"after {TO_THE_END:g} s of peace {found}\n{states}"
 
     def counts(self) -> Counter[str]:
         segments = sum(key.endswith(".parquet") for key in self.objects.keys)

@@ -36,15 +36,3 @@ def worlds(*arguments: str) -> str:
 @pytest.mark.parametrize("first", range(1, BLOCK * BLOCKS, BLOCK))
 def test_the_promises_hold_in_every_world(first: int) -> None:
     worlds(f"{first}-{first + BLOCK - 1}")
-
-
-def test_a_seed_run_twice_has_one_trace() -> None:
-    worlds("1-10", "--twice")
-
-
-def test_a_seed_has_the_same_trace_in_another_process() -> None:
-    assert traces(worlds("11-12")) == traces(worlds("11-12"))
-
-
-def traces(output: str) -> list[str]:
-    return [line.rpartition("trace ")[2] for line in output.splitlines() if line.startswith("seed ")]

@@ -1,0 +1,78 @@
+"""Mistakes of compaction and retention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import compaction.merge
+import compaction.retention
+import compaction.run
+from common.segments.documents import ChainStore
+from common.segments.store import SegmentStore
+from common.sequences import SequenceRange
+from compaction.retention import Needs
+from tests.sim.mutants.registry import change, mutant
+
+
+@mutant
+def merge_loses_a_row() -> None:
+    """A merge leaves out the last row of a batch where there are several."""
+
+    def uniting(union: Any) -> Any:
+        def losing(segments: Any, open_segment: Any) -> Any:
+            for batch in union(segments, open_segment):
+                yield batch.slice(0, batch.num_rows - 1) if batch.num_rows > 1 else batch
+
+        return losing
+
+    change(compaction.merge, "union", uniting)
+
+
+@mutant
+def inputs_deleted_before_the_output() -> None:
+    """The inputs of a merge go before what replaces them is durable."""
+
+    def merging(merge: Any) -> Any:
+        def hasty(store: SegmentStore, output: Any) -> Any:
+            for ref in output.inputs[:-1]:
+                store.delete(ref)
+            return merge(store, output)
+
+        return hasty
+
+    change(compaction.run, "merge", merging)
+
+
+@mutant
+def retention_without_needs() -> None:
+    """What targets still need is deleted by age."""
+    change(compaction.retention, "read_needs", lambda _: lambda _chains, _sources: Needs())
+
+
+@mutant
+def coverage_of_a_merge_too_wide() -> None:
+    """A merged segment accounts for sequences that its inputs do not."""
+
+    def covering(merged_footer: Any) -> Any:
+        def wide(output: Any, *more: Any) -> Any:
+            footer = merged_footer(output, *more)
+            wider = SequenceRange(footer.coverage.first, footer.coverage.last + 1)
+            return replace(footer, coverage=wider)
+
+        return wide
+
+    change(compaction.merge, "merged_footer", covering)
+
+
+@mutant
+def floor_read_as_the_end() -> None:
+    """The floor of a chain is raised one message too far."""
+
+    def raising(raise_floor: Any) -> Any:
+        def high(self: ChainStore, chain: Any, floor: int) -> Any:
+            return raise_floor(self, chain, floor + 1)
+
+        return high
+
+    change(ChainStore, "raise_floor", raising)

@@ -1,0 +1,187 @@
+"""Mistakes of egress, of leases and of keys."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import egress.consumers
+import egress.reader
+from common.errors import OutcomeUnknown
+from common.jetstream.api import delete_consumer
+from common.jetstream.kv import KeyValue
+from common.jetstream.lease import Lease
+from common.objects.port import ObjectInfo
+from common.segments.documents import ChainStore
+from common.segments.store import SegmentStore
+from common.sequences import MAX_SEQUENCE
+from egress.acks import Acknowledging
+from egress.archive import Archive
+from egress.consumers import WantedMessages
+from egress.reader import Reader
+from egress.uploader import Uploader
+from tests.sim.mutants.registry import change, mutant
+
+
+@mutant
+def acknowledged_before_the_put() -> None:
+    """The source may drop messages before their segment is durable."""
+
+    def putting(put: Any) -> Any:
+        async def early(self: Uploader, spooled: Any) -> None:
+            await self._persist(lambda: self._reader.acknowledge(spooled.footer.coverage.last))
+            await put(self, spooled)
+
+        return early
+
+    change(Uploader, "put", putting)
+
+
+@mutant
+def acknowledged_too_far() -> None:
+    """With a segment everything is acknowledged that was received."""
+
+    def upto(acknowledge: Any) -> Any:
+        async def everything(self: Acknowledging, _last: int) -> None:
+            await acknowledge(self, MAX_SEQUENCE)
+
+        return everything
+
+    change(Acknowledging, "upto", upto)
+
+
+@mutant
+def mark_before_the_put() -> None:
+    """The mark says that a segment is listed before it is durable."""
+
+    def putting(put: Any) -> Any:
+        async def early(self: Archive, spooled: Any) -> Any:
+            await self._marks.raise_to(self.chain, spooled.footer.coverage.last)
+            return await put(self, spooled)
+
+        return early
+
+    change(Archive, "put", putting)
+
+
+@mutant
+def lost_put_taken_for_done() -> None:
+    """A put whose answer was lost counts as done, without reading back."""
+
+    def trusting(self: SegmentStore, ref: Any, body: Any, metadata: Any, *, point: str) -> ObjectInfo:
+        with suppress(OutcomeUnknown):
+            self.objects.put_if_absent(ref.key, body, sha256=metadata["sha256"], metadata=metadata)
+        return ObjectInfo(ref.key, ref.size, 0.0, "")
+
+    change(SegmentStore, "put_verified", lambda _: trusting)
+
+
+@mutant
+def gap_in_deliveries_ignored() -> None:
+    """Messages that the consumer sent and that never arrived count as received."""
+
+    def parsing(parse: Any) -> Any:
+        def lax(replies: Any, consumer: bytes, expected: int) -> Any:
+            acks = parse(replies, consumer, expected)
+            return replace(acks, contiguous=len(acks.sequences))
+
+        return lax
+
+    change(egress.reader, "parse_acks", parsing)
+
+
+@mutant
+def heartbeat_believed() -> None:
+    """What an idle heartbeat has passed counts as received, whatever is still under way."""
+
+    def beating(_on_heartbeat: Any) -> Any:
+        def trusting(self: Reader, heartbeat: Any) -> None:
+            self._target.passed(heartbeat.sequence)
+
+        return trusting
+
+    change(Reader, "_on_heartbeat", beating)
+
+
+@mutant
+def durable_deleted_first() -> None:
+    """An interest stream has no durable of Floe while a session replaces its own."""
+
+    def taking(take: Any) -> Any:
+        async def hasty(client: Any, wanted: Any) -> Any:
+            if wanted.is_durable:
+                for name in await egress.consumers.ours(client, wanted):
+                    await delete_consumer(client, wanted.stream, name)
+            return await take(client, wanted)
+
+        return hasty
+
+    change(egress.reader, "take", taking)
+
+
+@mutant
+def redelivered_written_again() -> None:
+    """What comes again below the position is handed on as if it were new."""
+
+    def making(init: Any) -> Any:
+        def careless(self: Reader, *more: Any, **named: Any) -> None:
+            init(self, *more, **{**named, "first": 1})
+            self._wanted = replace(self._wanted, first=named["first"])
+
+        return careless
+
+    change(Reader, "__init__", making)
+
+
+@mutant
+def read_on_behind_the_source() -> None:
+    """A session begins at the end of the source, not behind the archive."""
+
+    def filtering(ephemeral: Any) -> Any:
+        def newest(wanted: Any) -> Any:
+            return {k: v for k, v in ephemeral(wanted).items() if k != "opt_start_seq"} | {"deliver_policy": "new"}
+
+        return newest
+
+    change(egress.consumers, "ephemeral", filtering)
+
+
+@mutant
+def condition_of_a_key_left_out() -> None:
+    """A key is written whatever its revision is."""
+
+    def writing(write: Any) -> Any:
+        async def unconditional(self: KeyValue, key: str, value: bytes, expected: int | None, *more: Any) -> Any:
+            return await write(self, key, value, None, *more)
+
+        return unconditional
+
+    change(KeyValue, "_write", writing)
+
+
+@mutant
+def lease_never_ends() -> None:
+    """Whoever once held a lease believes for ever that it is theirs (I9: it guards nothing)."""
+    change(Lease, "is_usable", lambda _: lambda _self: True)
+
+
+@mutant
+def filter_left_out() -> None:
+    """Each partition reads the messages of all."""
+    change(WantedMessages, "filtering", lambda _: property(lambda _self: {}))
+
+
+@mutant
+def tail_never_written() -> None:
+    """Nothing shows readers that a chain has grown."""
+    change(ChainStore, "write_tail", lambda _: lambda _self, _chain, _end: None)
+
+
+@mutant
+def acknowledgements_never_sent() -> None:
+    """What is archived stays in a work queue."""
+
+    async def silent(_self: Acknowledging, _last: int) -> None: ...
+
+    change(Acknowledging, "upto", lambda _: silent)

@@ -1,0 +1,96 @@
+"""The auditor sees what it is there for: each promise broken once, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.sim.auditor import Broken, Publication, PublisherLog, SourceTap, TargetAuditor, read_copy
+from tests.sim.streams import StoredMessage
+
+HEADERS = b"NATS/1.0\r\nX-N: 1\r\nNats-Msg-Id: a\r\n\r\n"
+
+
+def archive_of(count: int) -> tuple[PublisherLog, TargetAuditor, list[StoredMessage]]:
+    """A log of `count` acknowledged messages of one chain, its auditor, and the copies that ought to arrive."""
+    log, copies = PublisherLog(), []
+    tap = SourceTap(log)
+    for number in range(count):
+        publication = log.add("partition 0", b"a.%d" % number, HEADERS, b"rest")
+        publication.is_acknowledged = True
+        tap.stored(StoredMessage(number + 1, publication.subject, HEADERS, publication.payload, 10**18 + number))
+        copies.append(copy_of(publication, number + 1))
+    return log, TargetAuditor(log, b"c."), copies
+
+
+def copy_of(publication: Publication, sequence: int) -> StoredMessage:
+    origin = b"Floe-Source: eu A 0000 0 %d %d" % (publication.sequence, publication.time_ns)
+    block = b"NATS/1.0\r\n%b\r\nX-N: 1\r\nFloe-Original: Nats-Msg-Id: a\r\n\r\n" % origin
+    return StoredMessage(sequence, b"c." + publication.subject, block, publication.payload, 2 * 10**18)
+
+
+def test_copies_in_order_are_well() -> None:
+    _, auditor, copies = archive_of(3)
+    for copy in copies:
+        auditor.stored(copy)
+    assert auditor.missing() == []
+
+
+def test_a_message_that_comes_twice_breaks_a_promise() -> None:
+    _, auditor, copies = archive_of(1)
+    auditor.stored(copies[0])
+    with pytest.raises(Broken, match="I2"):
+        auditor.stored(copies[0])
+
+
+def test_a_message_behind_a_later_one_breaks_a_promise() -> None:
+    _, auditor, copies = archive_of(2)
+    auditor.stored(copies[1])
+    with pytest.raises(Broken, match="I1"):
+        auditor.stored(copies[0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"payload": b"0|other"},
+        {"subject": b"c.b"},
+        {"headers": None},
+        {"headers": b"NATS/1.0\r\nFloe-Source: eu A 0000 0 1 1\r\nX-N: 1\r\nNats-Msg-Id: a\r\n\r\n"},
+    ],
+)
+def test_a_changed_message_breaks_a_promise(change: dict[str, bytes | None]) -> None:
+    _, auditor, copies = archive_of(1)
+    with pytest.raises(Broken, match="I6"):
+        auditor.stored(replace(copies[0], **change))  # type: ignore[arg-type]
+
+
+def test_what_was_acknowledged_is_missed_unless_the_source_let_it_go() -> None:
+    log, auditor, copies = archive_of(2)
+    auditor.stored(copies[0])
+    assert [each.sequence for each in auditor.missing()] == [2]
+    SourceTap(log).removed(StoredMessage(2, b"a.1", None, log.all[1].payload, 0), "limit")
+    assert auditor.missing() == []
+
+
+def test_a_target_that_forgets_its_tail_gets_it_again() -> None:
+    _, auditor, copies = archive_of(1)
+    auditor.stored(copies[0])
+    auditor.removed(copies[0], "lost")
+    assert len(auditor.missing()) == 1
+    auditor.stored(copies[0])
+
+
+@pytest.mark.parametrize(
+    ("lines", "original"),
+    [
+        (b"", None),
+        (b"Floe-Original:\r\n", b"NATS/1.0\r\n\r\n"),
+        (b"Floe-Block: eA==\r\n", b"x"),
+        (b"A: 1\r\nFloe-Original: Nats-TTL: 1s\r\n", b"NATS/1.0\r\nA: 1\r\nNats-TTL: 1s\r\n\r\n"),
+    ],
+)
+def test_a_copy_is_read_by_its_documented_form(lines: bytes, original: bytes | None) -> None:
+    block = b"NATS/1.0\r\nNats-Expected-Last-Sequence: 4\r\nFloe-Source: eu A 0000 0 7 9\r\n" + lines + b"\r\n"
+    assert read_copy(block) == ((7, 9), original)
