@@ -21,7 +21,7 @@ LEAST_KINDS, MOST_KINDS = 3, 9
 # The failpoints that strike in a world, and by which chance; more often where they are few.
 STRIKES = (
     ("", 0.0), ("", 0.0), ("", 0.02), ("", 0.06), ("egress.", 0.12), ("segments.", 0.2), ("ingress.", 0.08),
-    ("ingress.before_close", 0.2), ("ingress.after_intent", 0.2), ("compaction.", 0.1),
+    ("ingress.before_close", 0.2), ("ingress.mid_batch", 0.12), ("compaction.", 0.1),
 )  # fmt: skip
 
 
