@@ -16,7 +16,15 @@ KINDS = (
     "kill", "pause", "cut", "delay", "blackhole", "restart", "answers", "drops", "late_api", "leader", "stale",
     "store_refuses", "store_loses", "store_late", "store_slow", "store_silent", "store_hides", "clock", "tail",
 )  # fmt: skip
-AIMED = ("cut", "delay", "restart", "answers", "leader", "stale")  # what else may happen where a failpoint strikes
+AIMED = (
+    "cut",
+    "delay",
+    "restart",
+    "answers",
+    "leader",
+    "stale",
+    "tail",
+)  # what may strike beside kill and pause
 LEAST_KINDS, MOST_KINDS = 3, 9
 # The failpoints that strike in a world, and by which chance; more often where they are few.
 STRIKES = (
@@ -33,7 +41,7 @@ def _near(links: Sequence[Link]) -> None:
 class Saboteur:
     """Plans faults on `members`, the server and the store until `end`; `calm` takes all of them back.
 
-    `target`, `state`: the names of the target stream and of the bucket that holds what ingress remembers of it.
+    `target`, `state`: the target stream, and the key that holds what ingress remembers of it.
     """
 
     def __init__(
@@ -182,10 +190,11 @@ class Saboteur:
 
         What the state bucket has of the target was synced; messages since then were not.
         """
-        target, bucket = self._nats.streams.get(self._target), self._nats.streams.get(self._state)
-        if target is None or bucket is None or not bucket.sequences or not self._nats.is_up:
+        target, bucket = self._nats.streams.get(self._target), self._nats.streams.get("KV_FLOE_STATE")
+        if target is None or bucket is None or not self._nats.is_up:
             return
-        text = bucket.messages[bucket.sequences[-1]].payload
+        states = bucket.by_subject.get(self._state.encode(), [])
+        text = bucket.messages[states[-1]].payload if states else b""
         if (base := re.search(rb'"intent": ?\{"base": ?(\d+)', text)) is None:
             return
         self._nats.stop()
