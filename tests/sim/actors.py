@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.clock import SystemClock
-from common.errors import FloeError, OutcomeUnknown, Unavailable
+from common.errors import OutcomeUnknown, Unavailable
 from common.segments.documents import ChainStore
 from common.segments.keys import Layout
 from common.segments.store import SegmentStore
@@ -116,11 +116,14 @@ def compaction(
         try:
             run = Compaction(store, chosen.levels, chosen.delete_grace, LocalRunner(store), prove_deletions=True)
             report = run.run(Selection(), retention if rule.is_set else None)
-        except FloeError as error:
+        except PASSING as error:
             world.note(f"{name} gives up: {error.code}")
             return
         finally:
             store.close()
+        for each in report.failures:
+            if not each.is_stale and each.exit_code != Unavailable.exit_code:
+                raise Broken(f"{name} finds the archive damaged: {each.line.splitlines()[0]}")
         done.runs, done.merged = done.runs + 1, done.merged + len(report.merged)
         done.deleted, done.expired = done.deleted + len(report.deleted), done.expired + len(report.retained.expired)
 
@@ -192,7 +195,11 @@ class ForeignWriter:
     def begin(self) -> None:
         if self.is_over:
             return
-        if self._nats.is_up:
-            for _ in range(self._rng.choice([1, 1, 3])):
-                self._nats.publish(self._subject, b"", None, b"foreign %d" % self._rng.randrange(1 << 30))
+        for _ in range(self._rng.choice([1, 1, 3])):
+            self.write()
         self._nats.world.at(self._rng.expovariate(1 / self._every), self.begin)
+
+    def write(self) -> None:
+        """Publish one message, where the server is up."""
+        if self._nats.is_up:
+            self._nats.publish(self._subject, b"", None, b"foreign %d" % self._rng.randrange(1 << 30))

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from tests.sim.actors import Member
+from tests.sim.actors import ForeignWriter, Member
 from tests.sim.nats import SimNats
 from tests.sim.network import Link
 from tests.sim.store import SimObjects, StoreMood
@@ -18,11 +18,17 @@ KINDS = (
 )  # fmt: skip
 AIMED = ("cut", "delay", "restart", "answers", "leader", "stale")  # what may strike beside kill and pause
 LEAST_KINDS, MOST_KINDS = 3, 9
-# The failpoints that strike in a world, and by which chance; more often where they are few.
-STRIKES = (
-    ("", 0.0), ("", 0.0), ("", 0.02), ("", 0.06), ("egress.", 0.12), ("segments.", 0.2), ("ingress.", 0.08),
-    ("ingress.before_close", 0.2), ("ingress.mid_batch", 0.12), ("compaction.", 0.1),
+# The failpoints that strike in a world, by which chance (more often where they are few), and how: empty by kill, pause
+# and what of AIMED the world has.
+STRIKES: tuple[tuple[str | tuple[str, ...], float, str], ...] = (
+    ("", 0.0, ""), ("segments.put", 0.3, "swallow"), ("", 0.02, ""), ("", 0.06, ""), ("egress.", 0.12, ""),
+    ("segments.", 0.2, ""),
+    ("ingress.", 0.08, ""), ("ingress.before_close", 0.2, ""), ("ingress.mid_batch", 0.12, ""),
+    ("compaction.", 0.1, ""), (("ingress.after_intent", "ingress.before_close"), 0.15, "far"),
+    ("ingress.after_close", 0.15, "kept"),
 )  # fmt: skip
+SENDING = ("ingress.after_intent", "ingress.mid_batch")  # where a foreign message comes in between, and by which chance
+BETWEEN = 0.1
 
 
 def _near(links: Sequence[Link]) -> None:
@@ -33,19 +39,26 @@ def _near(links: Sequence[Link]) -> None:
 class Saboteur:
     """Plans faults on `members`, the server and the store until `end`; `calm` takes all of them back.
 
-    `target`, `state`: the target stream, and the key that holds what ingress remembers of it.
+    `target`, `state`: the target stream, and the key that holds what ingress remembers of it; `foreign`: whoever else
+    writes into the target, None where nobody does.
     """
 
     def __init__(
-        self, nats: SimNats, objects: SimObjects, members: Mapping[str, Member], target: str, state: str
+        self,
+        nats: SimNats,
+        objects: SimObjects,
+        members: Mapping[str, Member],
+        target: str,
+        state: str,
+        foreign: ForeignWriter | None,
     ) -> None:
         self.world: World = nats.world
         self._nats, self._objects, self._members = nats, objects, members
-        self._target, self._state = target, state
+        self._target, self._state, self._foreign = target, state, foreign
         self._rng = self.world.chance("saboteur")
         self.kinds = sorted(self._rng.sample(KINDS, self._rng.randint(LEAST_KINDS, MOST_KINDS)))
         self._aimed = [each for each in AIMED if each in self.kinds]
-        self._struck, self._strike_chance = self._rng.choice(STRIKES)
+        self._struck, self._strike_chance, self._strike_kind = self._rng.choice(STRIKES)
         self.end, self.every = 0.0, 5.0
         self.count: Counter[str] = Counter()
 
@@ -77,6 +90,11 @@ class Saboteur:
     def _kill(self) -> None:
         self._kill_process(self._member())
 
+    def _kill_ingress(self) -> None:
+        for name, member in self._members.items():
+            if name.startswith("ingress"):
+                self._kill_process(member)
+
     def _kill_process(self, member: Member) -> None:
         if member.process is not None and member.is_alive:
             member.process.kill()
@@ -97,12 +115,15 @@ class Saboteur:
         process = self.world.current
         if process is None or not process.alive or self.world.now >= self.end:
             return
+        if self._foreign is not None and point in SENDING and self._rng.random() < BETWEEN:
+            self.count[f"foreign at {point}"] += 1
+            self._foreign.write()
         if not point.startswith(self._struck) or self._rng.random() >= self._strike_chance:
             return
         member = self._members.get(process.name)
         if member is None or member.process is not process:
             return
-        kind = self._rng.choice(["kill", "pause", *self._aimed])
+        kind = self._strike_kind or self._rng.choice(["kill", "pause", *self._aimed])
         self.count[f"{kind} at {point}"] += 1
         self.world.note(f"{process.name} passes {point}: {kind}")
         if kind == "kill":
@@ -110,6 +131,8 @@ class Saboteur:
             raise Killed
         if kind == "pause":
             self._pause_here(process)
+        elif kind == "far":
+            self._far(process)
         else:
             getattr(self, f"_{kind}")()
 
@@ -137,6 +160,15 @@ class Saboteur:
             for link in found:
                 link.lag = lag
             self._later(20, lambda: _near(found))
+
+    def _far(self, process: Process) -> None:
+        """What the process sends from here on arrives behind the end of its lease; whoever took over may die then."""
+        found, lag = [*process.links], self._rng.uniform(8, 16)
+        for link in found:
+            link.lag = lag
+        if self._rng.random() < 0.5:
+            self.world.at(lag + self._rng.uniform(0, 0.5), self._kill_ingress)
+        self._later(25, lambda: _near(found), 15)
 
     def _blackhole(self) -> None:
         process = self._member().process
@@ -172,6 +204,11 @@ class Saboteur:
     def _leader(self) -> None:
         self._nats.depose(self._streams(), self.world.now + self._rng.uniform(0, 8), 0.0)
 
+    def _kept(self) -> None:
+        """What ingress publishes into, or keeps its state in, has no leader."""
+        name = self._rng.choice(["KV_FLOE_STATE", self._target])
+        self._nats.depose([name], self.world.now + self._rng.uniform(2, 10), 0.0)
+
     def _stale(self) -> None:
         """Another leader, while the old one still answers on open connections."""
         until = self.world.now + self._rng.uniform(0, 8)
@@ -190,9 +227,7 @@ class Saboteur:
         text = bucket.messages[states[-1]].payload if states else b""
         if (base := re.search(rb'"intent": ?\{"base": ?(\d+)', text)) is None:
             return
-        for name, member in self._members.items():
-            if name.startswith("ingress"):
-                self._kill_process(member)
+        self._kill_ingress()
         self._nats.stop()
         lost = target.lose_tail(self._rng.randint(int(base[1]), max(int(base[1]), target.last)))
         self.count["messages of a lost tail"] += lost
@@ -213,6 +248,10 @@ class Saboteur:
     def _store_late(self) -> None:
         self._mood(15, late=self._rng.choice([0.1, 0.4]), lost=0.05)
 
+    def _swallow(self) -> None:
+        """The next write never reaches the store, and nobody says so."""
+        self._objects.swallows_next = True
+
     def _store_slow(self) -> None:
         self._mood(20, slow=True)
 
@@ -225,7 +264,7 @@ class Saboteur:
     def calm(self) -> None:
         """Take every fault back; from now on nothing breaks."""
         self.end = 0.0
-        self._objects.mood = StoreMood()
+        self._objects.mood, self._objects.swallows_next = StoreMood(), False
         self._nats.lost_answers = self._nats.late_requests = self._nats.lost_deliveries = 0.0
         self._nats.leaderless.clear()
         if not self._nats.is_up:

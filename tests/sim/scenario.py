@@ -98,7 +98,8 @@ class Scenario:
         self.publishers = actors.Publishers(self.nats, self.log, SOURCE, self.plan.parts, MESSAGES, PUBLISHING)
         self.foreign = actors.ForeignWriter(self.nats, f"{PREFIX}.foreign".encode(), 3.0)
         self._errors_before = unexpected_errors()
-        self.saboteur = Saboteur(self.nats, self.objects, self.members, TARGET, STATE)
+        foreign = self.foreign if self.plan.is_shared else None
+        self.saboteur = Saboteur(self.nats, self.objects, self.members, TARGET, STATE, foreign)
 
     def _settings(self, folder: Path) -> Settings:
         plan, nats = self.plan, {"url": "nats://127.0.0.1:4222"}
@@ -107,7 +108,7 @@ class Scenario:
             feed["partitions"] = [f"{SOURCE}.{n}.>" for n in range(plan.parts)]
         target: dict[str, Any] = {
             "stream": TARGET,
-            "publisher": "auto" if plan.is_shared else plan.publisher,
+            "publisher": plan.publisher,
             "create": {"subjects": [f"{PREFIX}.>"]},
             "sources": [{"site": SITE, "feed": SOURCE, "subject_prefix": PREFIX}],
         }

@@ -46,6 +46,7 @@ class SimObjects:
 
     def __init__(self, world: World) -> None:
         self.world, self.mood, self.calls = world, StoreMood(), 0
+        self.swallows_next = False  # the next write is lost on its way
         self.kept: dict[str, tuple[bytes, ObjectInfo]] = {}
         self.keys: list[str] = []
         self._rng, self._versions = world.chance("store"), 0
@@ -149,6 +150,9 @@ class SimObjects:
         def arrive() -> None:
             result.append(work())
 
+        if is_write and self.swallows_next:
+            self.swallows_next = False
+            self._unanswered(arrive, is_write=True, is_done=False)
         if world.now < mood.silent_until:
             self._unanswered(arrive, is_write=is_write, is_done=rng.random() < 0.5)
         if rng.random() < mood.lost:
