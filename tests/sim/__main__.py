@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import logging
 import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable
 
 
 def _same_hashes() -> None:
@@ -20,16 +22,17 @@ def _same_hashes() -> None:
 
 
 def main() -> int:
-    """Returns 0 where every seed is well (with a mutant: where it was found)."""
+    """Returns 0 where every seed is well (with a mutant: where it was found; with `all`: where each of them was)."""
     _same_hashes()
     parser = argparse.ArgumentParser(prog="python -m tests.sim")
     parser.add_argument("seeds", help="A or A-B")
     parser.add_argument("--twice", action="store_true", help="each seed twice: one trace")
-    parser.add_argument("--mutant", default="", help="a mistake in the product that is to be found")
+    parser.add_argument("--mutant", default="", help="a mistake in the product that is to be found; all: each of them")
     parser.add_argument("--log", action="store_true", help="with the log of the product")
     parser.add_argument("--verbose", action="store_true", help="with plan and faults of each seed")
     args = parser.parse_args()
     first, _, last = args.seeds.partition("-")
+    seeds = range(int(first), int(last or first) + 1)
     from tests.sim import doors
     from tests.sim.scenario import run_seed
 
@@ -38,13 +41,13 @@ def main() -> int:
     if not args.log:
         logging.disable(logging.CRITICAL)
     sys.unraisablehook = lambda _: None  # what a killed process never finished
+    if args.mutant == "all":
+        return _find_all(seeds)
     if args.mutant:
-        from tests.sim import mutants
-
-        mutants.apply(args.mutant)
+        return _find(args.mutant, seeds)
     total: Counter[str] = Counter()
     began, code = time.process_time(), 0
-    for seed in range(int(first), int(last or first) + 1):
+    for seed in seeds:
         results = [run_seed(seed) for _ in range(1 + args.twice)]
         result = results[0]
         print(result.line(), flush=True)
@@ -59,14 +62,35 @@ def main() -> int:
         if result.problem:
             total["failed"] += 1
             code = 1
-            if args.mutant:
-                print(f"mutant {args.mutant}: found at seed {seed}: {result.problem.splitlines()[0]}")
-                return 0
             _explain(result)
-    if args.mutant:
-        print(f"mutant {args.mutant}: not found")
-        return 1
-    print(f"{dict(total)}, {(time.process_time() - began) / max(1, total['seeds'] * (1 + args.twice)):.2f} s a seed")
+    print(json.dumps({**total, "processor seconds": round(time.process_time() - began, 1)}))
+    return code
+
+
+def _find(name: str, seeds: Iterable[int]) -> int:
+    """Make the mistake in this process; 0 where one of these worlds shows it."""
+    from tests.sim import mutants
+    from tests.sim.scenario import run_seed
+
+    mutants.apply(name)
+    for seed in seeds:
+        if problem := run_seed(seed).problem:
+            print(f"mutant {name}: found at seed {seed}: {problem.splitlines()[0]}", flush=True)
+            return 0
+    print(f"mutant {name}: not found", flush=True)
+    return 1
+
+
+def _find_all(seeds: range) -> int:
+    """Look for each mutant in a process of its own: where it was found before, then in all of `seeds`."""
+    from tests.sim.mutants import FOUND, MUTANTS, NOT_FOUND
+
+    code = 0
+    for name in sorted(MUTANTS.keys() - NOT_FOUND.keys()):
+        if (child := os.fork()) == 0:
+            before = [FOUND[name]] if FOUND.get(name) in seeds else []
+            os._exit(_find(name, [*before, *seeds]))
+        code = max(code, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     return code
 
 

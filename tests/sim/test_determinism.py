@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.sim.test_worlds import worlds
+from tests.sim.command import worlds
 
 
 def test_a_seed_run_twice_has_one_trace() -> None:

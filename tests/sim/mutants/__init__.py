@@ -1,13 +1,14 @@
 """Mistakes in the product that the worlds must find: each is one line that breaks one rule of the protocols.
 
 They are made in the process of a simulation only. A mutant that no world finds means that an actor or an auditor is
-missing, or that another check covers the line: `registry.NOT_FOUND` names those, each with its reason.
+missing, or that another check covers the line: `registry.NOT_FOUND` names those, each with its reason;
+`registry.FOUND` a seed that shows the mistake for all others.
 """
 
 from tests.sim.mutants import of_compaction, of_egress, of_ingress
-from tests.sim.mutants.registry import MUTANTS, NOT_FOUND
+from tests.sim.mutants.registry import FOUND, MUTANTS, NOT_FOUND
 
-__all__ = ["MUTANTS", "NOT_FOUND", "of_compaction", "of_egress", "of_ingress"]
+__all__ = ["FOUND", "MUTANTS", "NOT_FOUND", "of_compaction", "of_egress", "of_ingress"]
 
 
 def apply(name: str) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import compaction.merge
 import compaction.retention
 import compaction.run
-from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from compaction.retention import Needs
@@ -63,16 +62,3 @@ def coverage_of_a_merge_too_wide() -> None:
         return wide
 
     change(compaction.merge, "merged_footer", covering)
-
-
-@mutant
-def floor_read_as_the_end() -> None:
-    """The floor of a chain is raised one message too far."""
-
-    def raising(raise_floor: Any) -> Any:
-        def high(self: ChainStore, chain: Any, floor: int) -> Any:
-            return raise_floor(self, chain, floor + 1)
-
-        return high
-
-    change(ChainStore, "raise_floor", raising)

@@ -17,6 +17,7 @@ from common.sequences import cover
 from ingress.checkpoint import Intent
 from ingress.checkpoint_store import StateStore, Stored
 from ingress.delivery import Delivery
+from ingress.publishers.fast import FastPublisher
 from ingress.publishers.publisher import Replies
 from tests.sim.mutants.registry import change, mutant
 from tests.sim.streams import Stream
@@ -149,7 +150,15 @@ def silence_taken_for_an_acknowledgement() -> None:
 
         return trusting
 
+    def ending(end: Any) -> Any:
+        async def trusting(self: FastPublisher, batch: Any) -> Any:
+            unclear = await end(self, batch)
+            return None if unclear is not None and not unclear.err_code else unclear
+
+        return trusting
+
     change(Replies, "judged", judging)
+    change(FastPublisher, "_end", ending)
 
 
 @mutant
@@ -165,20 +174,6 @@ def refusal_taken_for_done() -> None:
 
     for module in (ingress.publishers.publisher, ingress.publishers.fast):
         change(module, "refusal", judging)
-
-
-@mutant
-def acknowledgement_of_any_batch() -> None:
-    """Whatever acknowledges something acknowledges the batch."""
-
-    def judging(judge: Any) -> Any:
-        def lax(payload: bytes, headers: bytes | None, expected: Any) -> Any:
-            return None if b'"seq"' in payload and b'"error"' not in payload else judge(payload, headers, expected)
-
-        return lax
-
-    for module in (ingress.publishers.publisher, ingress.publishers.fast):
-        change(module, "judge_ack", judging)
 
 
 @mutant

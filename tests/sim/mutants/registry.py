@@ -8,11 +8,48 @@ from typing import Any
 Change = Callable[[], None]
 MUTANTS: dict[str, Change] = {}
 
+#: By mutant, a seed whose world shows it.
+FOUND: dict[str, int] = {
+    "acknowledged_before_the_put": 2,
+    "acknowledged_too_far": 2,
+    "acknowledgements_never_sent": 2,
+    "answers_mixed_up": 1,
+    "condition_of_a_key_left_out": 2,
+    "cover_skips_a_hole": 2,
+    "coverage_of_a_merge_too_wide": 2,
+    "durable_deleted_first": 9,
+    "expected_sequence_left_out": 6,
+    "filter_left_out": 1,
+    "gap_in_deliveries_ignored": 2,
+    "headers_left_to_act": 2,
+    "heartbeat_believed": 6,
+    "inputs_deleted_before_the_output": 2,
+    "intent_not_stored": 6,
+    "intent_taken_for_done": 11,
+    "intent_thrown_away": 6,
+    "lost_put_taken_for_done": 14,
+    "lost_save_taken_for_done": 45,
+    "mark_before_the_put": 20,
+    "merge_loses_a_row": 2,
+    "one_more_counted_as_stored": 22,
+    "position_one_too_far": 1,
+    "read_on_behind_the_source": 1,
+    "redelivered_written_again": 2,
+    "refusal_taken_for_done": 22,
+    "repeated_headers_dropped": 1,
+    "retention_without_needs": 13,
+    "rows_of_former_positions_kept": 1,
+    "rows_sent_again_after_a_doubt": 26,
+    "segment_read_from_its_beginning": 6,
+    "silence_taken_for_an_acknowledgement": 54,
+    "tail_never_written": 1,
+    "time_in_seconds": 1,
+}
+
 #: Mutants that no world finds yet, and why.
 NOT_FOUND: dict[str, str] = {
-    "acknowledgement_of_any_batch": "each batch has an inbox of its own, so no other answer reaches it",
+    "state_written_unconditionally": "not in 60 seeds: a late save must arrive while whoever took over saves no more",
     "lease_never_ends": "rightly: leases save work and guard nothing (I9)",
-    "floor_read_as_the_end": "a target that begins later, or a restore, is missing: none reads so far below",
 }
 
 

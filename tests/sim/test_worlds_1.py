@@ -1,0 +1,9 @@
+"""The first quarter of the worlds."""
+
+from __future__ import annotations
+
+from tests.sim.command import quarter
+
+
+def test_the_promises_hold_in_every_world() -> None:
+    quarter(1)
