@@ -32,6 +32,7 @@ from tests.scenarios.retention import retention
 from tests.scenarios.rounds import crash_rounds
 from tests.scenarios.sharing import shared
 from tests.scenarios.sharing_sampled import sampled_shared
+from tests.scenarios.simulated import added, mutants, worlds
 from tests.scenarios.takeover import take_overs
 from tests.support.basics import SharedS3
 
@@ -54,6 +55,7 @@ class Soak:
     parts: tuple[str, ...]
 
 
+WORLDS = 2000  # seeds of the simulated world
 PATH = (EGRESS, INGRESS)
 WHOLE = (EGRESS, INGRESS, COMPACTION)
 
@@ -82,6 +84,8 @@ RUNS: dict[str, Soak] = {
     "take_overs": Soak(lambda s3, rng: take_overs(s3, rng, rounds=10), (INGRESS,)),
     "foreign_site": Soak(lambda s3, rng: foreign_site(s3, rng, seconds=60), PATH),
     "months": Soak(lambda s3, rng: months(s3, rng, Months()), (INGRESS, COMPACTION)),
+    "worlds": Soak(lambda *_: worlds(click.get_current_context().params["seeds"]), (*WHOLE, "tests/sim")),
+    "mutants": Soak(lambda *_: mutants(), (*WHOLE, "tests/sim")),
     "many_sites": Soak(lambda s3, rng: many_sites(s3, rng, segments=94_000, seconds=300), (INGRESS,)),
 }
 
@@ -93,11 +97,20 @@ def _names(_context: click.Context, _option: click.Parameter, text: str | None) 
     return names
 
 
+def _range(_context: click.Context, _option: click.Parameter, text: str | None) -> range:
+    first, _, last = (text or str(WORLDS)).rpartition("-")
+    try:
+        return range(int(first or 1), int(last) + 1)
+    except ValueError as error:
+        raise click.BadParameter(f"expected N or A-B, found {text}") from error
+
+
 @click.command()
 @click.option("--only", callback=_names, help="Names of runs, with commas or spaces between them.")
 @click.option("--stale", is_flag=True, help="Only runs made before a change of what they exercise.")
 @click.option("--seed", type=int, help="Repeat a run with the seed that it printed.")
-def main(only: list[str], stale: bool, seed: int | None) -> None:
+@click.option("--seeds", callback=_range, help="Of the simulated worlds: N for 1-N, or A-B; what fits is added up.")
+def main(only: list[str], stale: bool, seed: int | None, seeds: range) -> None:
     """Run the fault runs at full length. Example: python -m tests.soak --only kill_rounds,twins"""
     results = json.loads(EVIDENCE.read_text())["runs"] if EVIDENCE.exists() else {}
     names = [name for name in only or RUNS if not stale or _is_stale(name, results.get(name, {}))]
@@ -110,7 +123,8 @@ def main(only: list[str], stale: bool, seed: int | None) -> None:
                 failed.append(name)
             # Read again: another part of the soak may have written meanwhile.
             results = json.loads(EVIDENCE.read_text())["runs"] if EVIDENCE.exists() else {}
-            _write(results | {name: {"commit": commit, "code": code, **found}})
+            found |= {"commit": commit, "code": code}
+            _write(results | {name: added(results.get(name, {}), found)})
     raise SystemExit(f"failed: {', '.join(failed)}" if failed else 0)
 
 

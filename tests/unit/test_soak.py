@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.scenarios.simulated import added
 
 ROOT = Path(__file__).parents[2]
 SOAK = ROOT / "tests" / "soak" / "__main__.py"
@@ -44,3 +49,19 @@ def test_what_the_runs_import_of_tests_counts_for_their_evidence():
     missing = {name for name in missing if name not in paths and not any(name.startswith(f"{p}/") for p in paths)}
     assert missing == set()
     assert all((ROOT / path).exists() for path in paths)
+
+
+def ran(*seeds: str, code: str = "a", ok: bool = True, messages: int = 1) -> dict[str, Any]:
+    return {"ok": ok, "code": code, "seeds": [*seeds], "messages": messages}
+
+
+def test_results_of_other_seeds_add_up():
+    assert added(ran("1-20"), ran("21-40")) == ran("1-40", messages=2)
+    assert added(ran("41-60"), ran("1-20")) == ran("1-20", "41-60", messages=2)
+
+
+@pytest.mark.parametrize(
+    "before", [{}, ran("1-20", code="b"), ran("1-20", ok=False), ran("21-50"), {"ok": True, "code": "a"}]
+)
+def test_results_of_other_files_or_the_same_seeds_do_not(before: dict[str, Any]):
+    assert added(before, ran("50-60")) == ran("50-60")
