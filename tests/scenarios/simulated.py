@@ -36,6 +36,7 @@ async def worlds(seeds: range) -> dict[str, Any]:
         elif not code:
             total.update(json.loads(lines[-1]))
     assert not failed, "\n".join(failed)
+    total["worlds"] = total.pop("seeds")
     total["processor seconds"] = round(total["processor seconds"])
     return {"seeds": [f"{seeds[0]}-{seeds[-1]}"], "wall seconds": round(time.monotonic() - began), **total}
 
