@@ -672,14 +672,23 @@ async def visited(bench: Bench, kinds: Mapping[str, Kind], **config: Any) -> dic
 
 async def test_what_comes_back_is_what_was_there_or_the_plan_has_the_difference_in_numbers(bench: Bench) -> None:
     assert len(KINDS) >= 40
-    wrong = await visited(bench, KINDS)
+    wrong = await visited(bench, {name: kind for name, kind in KINDS.items() if name not in HASTY})
     assert not wrong, "\n".join(f"{name}:\n  " + "\n  ".join(texts) for name, texts in wrong.items())
+
+
+@pytest.mark.timing  # egress is drained while it begins, and a busy machine leaves it no time for a capture
+async def test_what_was_there_when_egress_had_hardly_begun_comes_back(bench: Bench) -> None:
+    wrong = await visited(bench, {name: KINDS[name] for name in HASTY})
+    assert not wrong, wrong
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Egress drains with time for its captures, as what was captured at T is compared."""
     monkeypatch.setattr("egress.captures.DRAIN", PATIENCE)
+
+
+HASTY = ("T, interest",)  # drained right behind what happens to them, of which T is compared
 
 
 HERD = (
