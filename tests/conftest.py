@@ -91,7 +91,7 @@ def _logs_as_before() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _commands_as_before() -> Iterator[None]:
-    """What a command of a test has read is named by the commands of later errors in the same process."""
+    """Forget the configuration that a test has read: commands in later errors would name it."""
     before = exits._source, exits._path, exits._context
     yield
     exits._source, exits._path, exits._context = before

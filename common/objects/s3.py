@@ -188,6 +188,10 @@ def make_client(
     return made
 
 
+def _as_redirected(context: dict[str, Any], **_: object) -> None:
+    context["s3_redirect"]["redirected"] = True
+
+
 PAGE_KEYS = 1000
 CONDITIONS_HINT = (
     "what two may write at once is claimed in the state bucket; retention and sign-offs need a store with conditions"
@@ -243,9 +247,8 @@ class S3Objects:
         asked: Any = self._pause_before  # the stubs know no handler that answers
         client.meta.events.register_first("needs-retry.s3", asked)
         client.meta.events.register("needs-retry.s3", self._doubts.note)
-        if self._account.endpoint_url:  # what is not AWS redirects elsewhere, and boto3 would follow without end
-            once: Any = lambda context, **_: context["s3_redirect"].update(redirected=True)  # noqa: E731
-            client.meta.events.register("before-parameter-build.s3", once)
+        if self._account.endpoint_url:  # another server's redirect names no region: boto3 would ask for it forever
+            client.meta.events.register("before-parameter-build.s3", _as_redirected)
         self._credential = session.get_credentials()  # as the client has it: looked for once
         return client
 

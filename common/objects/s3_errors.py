@@ -293,7 +293,7 @@ class AnsweringStore:
                 self._told(False)
                 raise
             except FloeError as error:
-                self._told(error.code != "E-S3-AUTH")  # who is not known to the store is not served
+                self._told(error.code != "E-S3-AUTH")  # a store that refuses the credential serves nothing
                 raise
             self._told(True)
             return answer

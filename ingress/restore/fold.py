@@ -39,7 +39,7 @@ def limit_of(config: Mapping[str, Any], key: str) -> int:
 
 
 def is_raised(old: CapturedConfig, new: CapturedConfig, key: str) -> bool:
-    """Whether the limit was raised or lifted, so that the stream had dropped what the later one would have kept."""
+    """Return true for a limit that was raised or lifted: the stream had dropped messages that the new one keeps."""
     before, since = limit_of(old.config, key), limit_of(new.config, key)
     return before > 0 and not 0 < since <= before
 

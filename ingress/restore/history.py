@@ -236,7 +236,7 @@ class ArchivedHistory:
             configs = [*self._captures.configs(of, upto, moment_ns), *configs]
             if (document := self._documents.read_stream(of)) is None or not document.continues:
                 break  # a stream that was set back is not what was captured of it before
-        with suppress(ValueError):  # what is no configuration is refused where it is used
+        with suppress(ValueError):  # a document without a valid configuration is refused where it is used
             if document is not None:
                 at, first = document.created, self._first_of(known, number)
                 configs.insert(0, CapturedConfig(at, first - 1, at, dict(document.config)))
@@ -346,10 +346,13 @@ class ArchivedHistory:
             return request.to_time_ns
         for chain in chains:
             for part in reversed(chain.parts):
-                refs = self._store.list(chain.chain, position=part.stretch.rows.first)
-                batches = read_cover(self._store, refs, part.stretch.rows, lambda _: None, TIMES)
-                if times := [batch.column("timestamp_ns")[-1].as_py() for batch in batches]:
-                    found.append(times[-1])
+                last, rows = part.footer.last_timestamp_ns if part.is_exact else None, part.stretch.rows
+                if last is None:
+                    refs = self._store.list(chain.chain, position=rows.first)
+                    for batch in read_cover(self._store, refs, rows, lambda _: None, TIMES):
+                        last = batch.column("timestamp_ns")[-1].as_py()
+                if last is not None:
+                    found.append(last)
                     break
         return max(found, default=None)
 

@@ -536,17 +536,15 @@ def unfolded(plan: RestorePlan) -> Iterator[str]:
 
     for old, new, before in changes(plan.configs, plan.deletions):
         last, has_state = min(plan.end, new.last or plan.end), new.last is not None and new.last <= plan.end
-        for key in ("max_msgs", "max_bytes", "max_age", PER_SUBJECT):
+        for key in (key for key in ("max_msgs", "max_bytes", "max_age", PER_SUBJECT) if is_raised(old, new, key)):
             most = rows(before + 1 if key == PER_SUBJECT else 0, last, new.moment_ns)
             if has_state:  # the first sequence says all of the other limits
                 left = rows(new.first or 0, last, new.moment_ns) - (new.messages or 0)
                 most = min(most, left) if key == PER_SUBJECT else 0
-            if is_raised(old, new, key) and most > 0:
-                text = (
-                    f"{limit_words(key, limit_of(old.config, key))} applied at least until sequence {before}, and was "
-                )
+            if most > 0:
+                applied = f"{limit_words(key, limit_of(old.config, key))} applied at least until sequence {before}"
                 dropped = f"up to {counted(most, 'message')} that it had dropped in between come back"
-                yield f"{text}raised or lifted before {new.moment}: {dropped}"
+                yield f"{applied}, and was raised or lifted before {new.moment}: {dropped}"
 
 
 def forecast(
