@@ -43,31 +43,44 @@ class Bounds:
 def read_struct(data: bytes, bounds: Bounds) -> tuple[Struct, int]:
     """The structure at the start of `data`, and its size in bytes. Raises TruncatedError, ValueError."""
     reader = _Reader(data, bounds)
-    return reader.struct(0), reader.position
+    try:
+        return reader.struct(0), reader.position
+    except IndexError:
+        raise TruncatedError(f"structure goes on after {len(data)} bytes") from None
 
 
 class _Reader:
+    """Raises IndexError at the end of `data`. Most numbers take one byte: they are read where they are met, because
+    calls take most of the time.
+    """
+
     def __init__(self, data: bytes, bounds: Bounds) -> None:
         self._data, self._bounds, self._values_left, self.position = data, bounds, bounds.values, 0
 
     def struct(self, depth: int) -> Struct:
         self._check_depth(depth)
+        data, number, truths = self._data, 0, 0
         fields: Struct = {}
-        number = 0
-        while head := self._byte():
-            number = number + (head >> 4) if head >> 4 else self._integer(_BITS[_I16])
+        while head := data[self.position]:
+            self.position += 1
+            number = number + (head >> 4) if head >> 4 else self._integer(_I16)
             if number in fields:
                 raise ValueError(f"field {number} comes twice")
             kind = head & 0x0F
-            fields[number] = kind == _TRUE if kind in (_TRUE, _FALSE) else self._value(kind, depth)
+            if kind in _BITS and (coded := data[self.position]) < 0x80:
+                self.position += 1
+                fields[number] = (coded >> 1) ^ -(coded & 1)
+            elif kind in (_TRUE, _FALSE):
+                fields[number], truths = kind == _TRUE, truths + 1
+            else:
+                fields[number] = self._value(kind, depth)
+        self.position += 1
+        self._count(len(fields) - truths)
         return fields
 
     def _value(self, kind: int, depth: int) -> Any:
-        self._values_left -= 1
-        if self._values_left < 0:
-            raise ValueError(f"more than {self._bounds.values} values")
-        if (bits := _BITS.get(kind)) is not None:
-            return self._integer(bits)
+        if kind in _BITS:
+            return self._integer(kind)
         if kind == _BINARY:
             return self._take(self._varint())
         if kind == _STRUCT:
@@ -75,54 +88,53 @@ class _Reader:
         if kind == _LIST:
             return self._list(depth + 1)
         if kind in (_BYTE, _TRUE, _FALSE):  # an element of a list of truths is one byte, like any other
-            return self._byte()
+            return self._take(1)[0]
         raise ValueError(f"type {kind}, which Parquet does not use")
 
     def _list(self, depth: int) -> list[Any]:
         self._check_depth(depth)
-        head = self._byte()
+        head = self._take(1)[0]
         size = head >> 4 if head >> 4 != _LONG_LIST else self._varint()
         if size > self._bounds.elements:
             raise ValueError(f"list of {size} elements: expected at most {self._bounds.elements}")
+        self._count(size)
         return [self._value(head & 0x0F, depth) for _ in range(size)]
+
+    def _count(self, values: int) -> None:
+        self._values_left -= values
+        if self._values_left < 0:
+            raise ValueError(f"more than {self._bounds.values} values")
 
     def _check_depth(self, depth: int) -> None:
         if depth > self._bounds.depth:
             raise ValueError(f"structures nested deeper than {self._bounds.depth}")
 
-    def _integer(self, bits: int) -> int:
-        coded = self._varint()
+    def _integer(self, kind: int) -> int:
+        if (coded := self._data[self.position]) < 0x80:
+            self.position += 1
+            return (coded >> 1) ^ -(coded & 1)
+        coded, bits = self._varint(), _BITS[kind]
         value = (coded >> 1) ^ -(coded & 1)
         if not -(1 << bits) <= value < 1 << bits:
             raise ValueError(f"number {value}: expected {bits + 1} bits")
         return value
 
     def _varint(self) -> int:
-        if (value := self._byte()) < 0x80:
-            return value
-        value &= 0x7F
-        for shift in range(7, 7 * _MAX_VARINT_BYTES, 7):
-            byte = self._byte()
+        data, position, value = self._data, self.position, 0
+        for shift in range(0, 7 * _MAX_VARINT_BYTES, 7):
+            byte = data[position]
+            position += 1
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
+                self.position = position
                 return value
         raise ValueError(f"number longer than {_MAX_VARINT_BYTES} bytes")
 
-    def _byte(self) -> int:
-        try:
-            byte = self._data[self.position]
-        except IndexError:
-            raise TruncatedError(f"structure goes on after {len(self._data)} bytes") from None
-        self.position += 1
-        return byte
-
     def _take(self, count: int) -> bytes:
-        end = self.position + count
-        if end > len(self._data):
-            raise TruncatedError(f"structure goes on after {len(self._data)} bytes")
-        taken = self._data[self.position : end]
-        self.position = end
-        return taken
+        begin, self.position = self.position, self.position + count
+        if self.position > len(self._data):
+            raise IndexError
+        return self._data[begin : self.position]
 
 
 MIB = 2**20

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from io import IOBase
 from pathlib import Path
 from typing import Any
 
@@ -340,7 +339,7 @@ class SegmentReader(AbstractContextManager["SegmentReader"]):
 
 
 def open_file(
-    source: Path | IOBase,
+    source: Path | bytes,
     expected: SegmentName,
     limits: ParquetLimits = DEFAULT_LIMITS,
     *,
@@ -350,7 +349,7 @@ def open_file(
     on_close: Callable[[], None] | None = None,
     admit: Admit = admit_all,
 ) -> SegmentReader:
-    """Opens the segment at `source` whose key says `expected`; errors name it `key`.
+    """Opens the segment at `source`, its path or all of its bytes, whose key says `expected`; errors name it `key`.
 
     `rows` is what `batches` gives unless it is called with others. `fetch` is called before bytes are read, for a
     source of which only parts are present; `admit` before rows are decoded; `on_close` when the reader is closed, or
@@ -361,9 +360,9 @@ def open_file(
     with ExitStack() as cleanup, explained(name):
         if on_close is not None:
             cleanup.callback(on_close)
-        # A file on disk is read without the interpreter.
+        # Either is read without the interpreter.
         file: pa.NativeFile = cleanup.enter_context(
-            pa.OSFile(str(source), mode="r") if isinstance(source, Path) else pa.PythonFile(source, mode="r")
+            pa.OSFile(str(source), mode="r") if isinstance(source, Path) else pa.BufferReader(source)
         )
         reader = _open(SegmentSource(file, name, limits, fetch, ExitStack(), admit), expected, rows)
         reader._opened.source.cleanup.push(cleanup.pop_all())

@@ -16,7 +16,6 @@ from __future__ import annotations
 import builtins
 import copy
 import hashlib
-import io
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -348,18 +347,18 @@ class SegmentStore:
     def _open_whole(self, ref: SegmentRef, rows: SequenceRange | None) -> SegmentReader:
         if ref.size <= IN_MEMORY_BYTES:
             data = self.objects.get(ref.key, length=ref.size + 1)
-            found = None if data is None else (len(data), hashlib.sha256(data).hexdigest())
-            return self._proven(ref, found, io.BytesIO(data or b""), rows)
+            return self._proven(ref, data, rows)
         with self._downloaded(ref) as path:
-            return self._proven(ref, hash_file(path) if path else None, path or Path(), rows)
+            return self._proven(ref, path, rows)
 
-    def _proven(
-        self, ref: SegmentRef, found: tuple[int, str] | None, source: Path | io.BytesIO, rows: SequenceRange | None
-    ) -> SegmentReader:
-        """`found`: size and SHA-256 of the bytes of `source`; None where there is no such object."""
-        if found is None:
+    def _proven(self, ref: SegmentRef, source: Path | bytes | None, rows: SequenceRange | None) -> SegmentReader:
+        """Opens `source`, the fetched bytes, None where there is no such object, once the name has proved them."""
+        if source is None:
             raise SegmentGone(f"segment {ref.key}: not in the store any more")
-        size, sha256 = found
+        if isinstance(source, Path):
+            size, sha256 = hash_file(source)
+        else:
+            size, sha256 = len(source), hashlib.sha256(source).hexdigest()
         if size != ref.size or not sha256.startswith(ref.segment.digest):
             raise WrongBytes(
                 f"segment {ref.key}: expected {ref.size} bytes with SHA-256 {ref.segment.digest}…, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -99,7 +98,7 @@ def test_a_slice_of_a_batch_is_read_from_where_it_begins() -> None:
 def test_a_file_in_memory_can_be_read_too(path: Path) -> None:
     rows = [message(n) for n in range(1, 6)]
     name = write_segment(path, rows).segment_name
-    with open_file(io.BytesIO(path.read_bytes()), name) as reader:
+    with open_file(path.read_bytes(), name) as reader:
         assert read_all(reader) == rows
 
 
