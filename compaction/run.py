@@ -41,7 +41,7 @@ from compaction.plan import Block, Output, Planner, Waiting, blocks, overlapping
 from compaction.retention import Retention, RetentionReport
 from compaction.spark import ItemsDone
 from compaction.supersede import Reported, Supersession, contained, made_by
-from compaction.tombstones import TombstoneIndex, Tombstones, outdated
+from compaction.tombstones import Tombstone, TombstoneIndex, Tombstones, outdated
 
 if TYPE_CHECKING:
     from common.settings.root import LevelSettings
@@ -426,22 +426,37 @@ class Compaction:
             damaged = [s for s in stone.superseding if not self._store.is_intact(s)]
             failures += [_not_intact(s) for s in damaged]
             # One is deleted as soon as it is proved: what a stopped run has proved, the next one need not.
-            with closing(Keeper(self._store, stone.superseding)) as keeper:
-                for segment in () if damaged else sorted(stone.superseded, key=lambda s: s.coverage):
-                    self._check()
-                    failpoint("compaction.delete_some")
-                    try:
-                        if self._prove_deletions:
-                            keeper.check(segment)
-                        self._store.delete(segment)
-                        deleted.extend([segment])
-                    except FloeError as error:
-                        failures.append(Failure.of(f"delete of {segment.key}", error, chain))
+            proved = self._proved(stone, failures) if not damaged else ()
+            for segment, failure in _at_once(self._delete_one, proved):
+                if failure:
+                    failures.append(failure)
+                else:
+                    deleted.extend([segment])
         for key in index.done():
             self._store.objects.delete(key)
         if deleted:
             log.info("inputs deleted", action="inputs_deleted", **chain.log_context(), segments=len(deleted))
         return deleted, failures
+
+    def _proved(self, stone: Tombstone, failures: list[Failure]) -> Iterator[SegmentRef]:
+        """Those that may go, ascending; adds to `failures` what is in doubt."""
+        with closing(Keeper(self._store, stone.superseding)) as keeper:
+            for segment in sorted(stone.superseded, key=lambda s: s.coverage):
+                self._check()
+                failpoint("compaction.delete_some")
+                try:
+                    if self._prove_deletions:
+                        keeper.check(segment)
+                    yield segment
+                except FloeError as error:
+                    failures.append(_not_deleted(segment, error))
+
+    def _delete_one(self, segment: SegmentRef) -> tuple[SegmentRef, Failure | None]:
+        try:
+            self._store.delete(segment)
+        except FloeError as error:
+            return segment, _not_deleted(segment, error)
+        return segment, None
 
     # The snapshots of samplers
 
@@ -554,6 +569,10 @@ def _came_late(ref: SegmentRef, count: int, rows: SequenceRange) -> Failure:
         code="E-LATE-ROWS",
     )
     return Failure.of(f"merge of {ref.coverage} of {ref.chain}", error, ref.chain)
+
+
+def _not_deleted(segment: SegmentRef, error: FloeError) -> Failure:
+    return Failure.of(f"delete of {segment.key}", error, segment.chain)
 
 
 def _not_intact(segment: SegmentRef) -> Failure:
