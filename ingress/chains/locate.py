@@ -172,9 +172,13 @@ class SegmentLocator:
             chain.waits_for = "chain.json is not there yet"
             return
         if chain.chain.partition >= document.partitions:
-            key = self._documents.layout.chain_document(chain.chain)
-            text = f"{key}: partitions: expected more than {chain.chain.partition}, found {document.partitions}"
-            raise Stopped(text, hint="egress wrote no such partition: see who did, and remove it", code="E-STATE-JSON")
+            feed, most = f"{chain.chain.site}/{chain.chain.feed}", document.partitions
+            # Without the partition, so that however many there are, they are one line of the log.
+            raise Stopped(
+                f"incarnation {chain.chain.incarnation:04d} of {feed}: expected partitions below {most}, found others",
+                hint="egress wrote no such partition: see who did, and remove it",
+                code="E-STATE-JSON",
+            )
         self._relays.note(chain.chain, document)
         floor = await self._threads.run(self._documents.read_floor, chain.chain)
         first = first_position(document.first, floor)

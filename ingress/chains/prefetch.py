@@ -71,6 +71,7 @@ class Prefetcher:
         self._taken_to: dict[Chain, int] = {}
         self._decided: Pauses | None = None  # not known yet: no chain may run before
         self._unreadable: set[Chain] = set()
+        self._reported: dict[tuple[str, str], tuple[str, float]] = {}  # the last stop of each feed, and when
         self._unread = ""  # why the decisions could not be read the last time
 
     @property
@@ -341,13 +342,19 @@ class Prefetcher:
         return self.chains.renew(chain, self._taken_to.get(chain, self.positions.get(chain, 0)))
 
     def stop_chain(self, chain: ChainState, error: FloeError) -> None:
-        """Carry nothing more of the chain until it is looked at again. Reported once for each reason."""
+        """Carry nothing more of the chain until it is looked at again. Reported once for each reason, and once for all
+        chains of a feed that stop for the same one.
+        """
         if not self.chains.is_current(chain):
             return
         told = with_way_out(error, errors.resume(self.chains.target, chain.chain))
-        if chain.stop(told, self._clock.monotonic() + self.look_at_stopped):
-            context = chain.chain.log_context()
-            log.error("chain stopped", action="chain_stopped", error=str(told), code=told.code, **context)
+        now, feed = self._clock.monotonic(), (chain.chain.site, chain.chain.feed)
+        if chain.stop(told, now + self.look_at_stopped):
+            reason, since = self._reported.get(feed, ("", now))
+            if reason != error.message or now >= since + self.look_at_stopped:
+                self._reported[feed] = error.message, now
+                context = chain.chain.log_context()
+                log.error("chain stopped", action="chain_stopped", error=str(told), code=told.code, **context)
 
     async def _retry(self, wanted: list[ChainState]) -> None:
         if any(chain.stopped for chain in wanted):

@@ -269,18 +269,23 @@ async def test_partitions_that_are_found_late_are_waited_for(archive: Archive) -
         await centre.reaches({CHAIN: 11, PARTS[1]: 4, LATER: 6})
 
 
-async def test_a_partition_above_the_count_of_its_chain_json_stops_alone(archive: Archive) -> None:
+async def test_partitions_above_the_count_of_their_chain_json_stop_alone_in_one_line(
+    archive: Archive, caplog: pytest.LogCaptureFixture
+) -> None:
     archive.put(rows_of(1, 10))
-    forged = Chain("us-east", "NODES", 0, 7)
-    archive.documents.create_chain(forged, ChainDocument((), 7, 1))
-    archive.put(rows_of(1, 5, forged), chain=forged)
+    forged = [Chain("us-east", "NODES", 0, partition) for partition in range(7, 27)]
+    for chain in forged:
+        archive.documents.create_chain(chain, ChainDocument((), 7, 1))
+        archive.put(rows_of(1, 5, chain), chain=chain)
     async with Centre(archive).running() as centre:
         await centre.reaches({CHAIN: 11})
-        await soon(lambda: centre.prefetcher.chains.get(forged).stopped is not None)
+        states = [centre.prefetcher.chains.get(chain) for chain in forged]
+        await soon(lambda: all(state.stopped for state in states))
 
-    error = centre.prefetcher.chains.get(forged).stopped
-    assert (error.code, error.message.endswith("expected more than 7, found 7")) == ("E-STATE-JSON", True)
-    assert forged not in centre.stored
+    message = "incarnation 0000 of us-east/NODES: expected partitions below 7, found others"
+    assert {(state.stopped.code, state.stopped.message) for state in states} == {("E-STATE-JSON", message)}
+    assert caplog.text.count("chain_stopped") == 1
+    assert not centre.stored.keys() & set(forged)
 
 
 async def test_a_feed_with_too_many_chains_stops_and_the_others_are_carried(archive: Archive) -> None:
