@@ -419,6 +419,15 @@ class Compaction:
     def _delete_in(self, chain: Chain, now: float, grace: float) -> tuple[SegmentTable, list[Failure]]:
         names, deleted = self._tombstones.names(chain), SegmentTable()
         failures: list[Failure] = []
+
+        def delete(segment: SegmentRef) -> list[SegmentRef]:
+            try:
+                self._store.delete(segment)
+            except FloeError as error:
+                failures.append(Failure.of(f"delete of {segment.key}", error, chain))
+                return []
+            return [segment]
+
         if not names:
             return deleted, failures
         index = self._index(chain, self._store.table(chain), names)
@@ -427,11 +436,8 @@ class Compaction:
             failures += [_not_intact(s) for s in damaged]
             # One is deleted as soon as it is proved: what a stopped run has proved, the next one need not.
             proved = self._proved(stone, failures) if not damaged else ()
-            for segment, failure in _at_once(self._delete_one, proved):
-                if failure:
-                    failures.append(failure)
-                else:
-                    deleted.extend([segment])
+            for gone in _at_once(delete, proved):
+                deleted.extend(gone)
         for key in index.done():
             self._store.objects.delete(key)
         if deleted:
@@ -449,14 +455,7 @@ class Compaction:
                         keeper.check(segment)
                     yield segment
                 except FloeError as error:
-                    failures.append(_not_deleted(segment, error))
-
-    def _delete_one(self, segment: SegmentRef) -> tuple[SegmentRef, Failure | None]:
-        try:
-            self._store.delete(segment)
-        except FloeError as error:
-            return segment, _not_deleted(segment, error)
-        return segment, None
+                    failures.append(Failure.of(f"delete of {segment.key}", error, segment.chain))
 
     # The snapshots of samplers
 
@@ -569,10 +568,6 @@ def _came_late(ref: SegmentRef, count: int, rows: SequenceRange) -> Failure:
         code="E-LATE-ROWS",
     )
     return Failure.of(f"merge of {ref.coverage} of {ref.chain}", error, ref.chain)
-
-
-def _not_deleted(segment: SegmentRef, error: FloeError) -> Failure:
-    return Failure.of(f"delete of {segment.key}", error, segment.chain)
 
 
 def _not_intact(segment: SegmentRef) -> Failure:

@@ -58,7 +58,6 @@ class _Reader:
         self._data, self._bounds, self._values_left, self.position = data, bounds, bounds.values, 0
 
     def struct(self, depth: int) -> Struct:
-        self._check_depth(depth)
         data, number, truths = self._data, 0, 0
         fields: Struct = {}
         while head := data[self.position]:
@@ -79,6 +78,8 @@ class _Reader:
         return fields
 
     def _value(self, kind: int, depth: int) -> Any:
+        if depth >= self._bounds.depth:
+            raise ValueError(f"structures nested deeper than {self._bounds.depth}")
         if kind in _BITS:
             return self._integer(kind)
         if kind == _BINARY:
@@ -92,7 +93,6 @@ class _Reader:
         raise ValueError(f"type {kind}, which Parquet does not use")
 
     def _list(self, depth: int) -> list[Any]:
-        self._check_depth(depth)
         head = self._take(1)[0]
         size = head >> 4 if head >> 4 != _LONG_LIST else self._varint()
         if size > self._bounds.elements:
@@ -104,10 +104,6 @@ class _Reader:
         self._values_left -= values
         if self._values_left < 0:
             raise ValueError(f"more than {self._bounds.values} values")
-
-    def _check_depth(self, depth: int) -> None:
-        if depth > self._bounds.depth:
-            raise ValueError(f"structures nested deeper than {self._bounds.depth}")
 
     def _integer(self, kind: int) -> int:
         if (coded := self._data[self.position]) < 0x80:

@@ -355,10 +355,8 @@ class SegmentStore:
         """Opens `source`, the fetched bytes, None where there is no such object, once the name has proved them."""
         if source is None:
             raise SegmentGone(f"segment {ref.key}: not in the store any more")
-        if isinstance(source, Path):
-            size, sha256 = hash_file(source)
-        else:
-            size, sha256 = len(source), hashlib.sha256(source).hexdigest()
+        whole = hash_file(source) if isinstance(source, Path) else (len(source), hashlib.sha256(source).hexdigest())
+        size, sha256 = whole
         if size != ref.size or not sha256.startswith(ref.segment.digest):
             raise WrongBytes(
                 f"segment {ref.key}: expected {ref.size} bytes with SHA-256 {ref.segment.digest}…, "
