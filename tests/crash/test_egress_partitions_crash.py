@@ -52,9 +52,9 @@ async def recreate(bench: Bench, stream: str, count: int) -> None:
     [
         at_length("egress.after_end_noted=kill@1"),
         "egress.after_end_noted=kill@3",
-        "egress.after_stream_document=kill",
+        at_length("egress.after_stream_document=kill"),
         at_length("egress.after_chain_document=kill@1"),
-        "egress.after_chain_document=kill@2",
+        at_length("egress.after_chain_document=kill@2"),
     ],
 )
 async def test_killed_while_the_incarnation_is_closed(bench: Bench, failpoint: str) -> None:
@@ -76,6 +76,7 @@ async def test_killed_while_the_incarnation_is_closed(bench: Bench, failpoint: s
     await parts.same(stream, 1)
 
 
+@pytest.mark.soak
 async def test_three_hosts_killed_at_random_through_recreations(bench: Bench) -> None:
     """Every incarnation that there is begins where all partitions of the one before ended."""
     rng, stream = seeded(), await bench.make_stream(unique("T"))

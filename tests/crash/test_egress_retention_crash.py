@@ -27,7 +27,7 @@ def whole(stream: str) -> dict[str, Any]:
     ("retention", "point"),
     [
         at_length("workqueue", "before_put"),
-        ("interest", "after_put"),
+        at_length("interest", "after_put"),
         ("workqueue", "before_ack"),
         at_length("interest", "before_ack"),
         at_length("workqueue", "after_ack"),
@@ -59,6 +59,7 @@ async def test_killed_around_a_put_and_its_acknowledgements(far: Bench, retentio
     far.check(stream)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("retention", ["workqueue", "interest"])
 async def test_paused_before_its_acknowledgements_it_takes_nothing_from_its_successor(
     far: Bench, retention: str

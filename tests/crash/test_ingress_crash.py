@@ -85,7 +85,8 @@ async def test_a_process_killed_between_any_two_steps_is_taken_over_exactly(
     assert await asyncio.to_thread(last.drain) == 0
 
 
-@pytest.mark.parametrize("publisher", ["fast", at_length("atomic"), at_length("single")])
+@pytest.mark.soak
+@pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
 async def test_a_process_paused_in_the_middle_of_a_batch_wakes_up_too_late_for_harm(
     client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, processes: Processes, publisher: str
 ) -> None:
@@ -105,6 +106,7 @@ def stopped(service: Service) -> bool:
     return Path(f"/proc/{service.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
+@pytest.mark.soak
 async def test_kills_at_random_moments_lose_and_repeat_nothing(
     client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, processes: Processes
 ) -> None:
@@ -132,7 +134,8 @@ async def more_than(client: FloeClient, centre: Centre, before: int) -> int:
     return await soon(moved)
 
 
-@pytest.mark.parametrize("publisher", ["fast", at_length("atomic"), at_length("single")])
+@pytest.mark.soak
+@pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
 async def test_two_instances_that_know_nothing_of_each_other_waste_work_only(
     client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, processes: Processes, publisher: str
 ) -> None:
