@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,8 @@ from common import exits, logs
 from common.errors import FloeError
 from infra.local.nats import NatsCluster, NatsServer
 from infra.local.seaweedfs import SeaweedFS
-from tests.support import canaries
+from tests.sim import virtual
+from tests.support import canaries, kinds
 from tests.support.basics import SharedS3, problems_of, s3_server, servers_line
 
 if TYPE_CHECKING:
@@ -25,7 +28,8 @@ if TYPE_CHECKING:
     from tests.support.replay import World
 
 # A developer's credentials or proxies must neither help nor hurt a test.
-_KEPT = ("FLOE_SEED", "FLOE_NATS_SERVER_", "FLOE_TEST_S3", "FLOE_MINIO")  # the seed of a run, other servers
+# Kept: the seed of a run, simulated time for all tests, other servers.
+_KEPT = ("FLOE_SEED", "FLOE_SIMULATE", "FLOE_NATS_SERVER_", "FLOE_TEST_S3", "FLOE_MINIO")
 for _name in [n for n in os.environ if n.startswith(("AWS_", "NATS_", "FLOE_")) and not n.startswith(_KEPT)]:
     del os.environ[_name]
 for _name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY", "all_proxy"):
@@ -46,6 +50,18 @@ _WORLDS = ("acceptance", "crash")
 
 
 canaries.watch()
+asyncio.set_event_loop_policy(virtual.Policy())
+
+
+def in_simulated_time(item: pytest.Item) -> bool:
+    return item.get_closest_marker("simulated") is not None and item.get_closest_marker("real") is None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    """Run what is marked `simulated` in simulated time."""
+    with virtual.virtual() if in_simulated_time(item) else nullcontext():
+        return (yield)
 
 
 def pytest_report_header() -> str:
@@ -66,8 +82,9 @@ def pytest_runtest_makereport() -> Iterator[Any]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("timing"):
-            item.add_marker("soak")
+        if os.environ.get("FLOE_SIMULATE"):
+            item.add_marker("simulated")
+        item.add_marker(kinds.kind_of(item))
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(str(item.path), []).append(item)
@@ -80,6 +97,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         order += [path, *others[index * each : (index + 1) * each]]
     order += others[len(worlds) * each :]
     items[:] = [item for path in order for item in files[path]]
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if is_controller(session.config):
+        kinds.FAILED.unlink(missing_ok=True)
+
+
+def is_controller(config: pytest.Config) -> bool:
+    """False in the processes that xdist starts."""
+    return not hasattr(config, "workerinput")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed:
+        # What crashed a worker has no kind, and is not tried again.
+        _failed[report.nodeid] = next((kind for kind in kinds.KINDS if kind in report.keywords), "pure")
+
+
+_failed: dict[str, str] = {}
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if exitstatus == pytest.ExitCode.TESTS_FAILED and is_controller(session.config):
+        kinds.write_failed(_failed)
 
 
 @pytest.fixture(autouse=True)
@@ -114,9 +155,13 @@ def nats_server() -> Iterator[NatsServer]:
         yield server
 
 
-@pytest.fixture(scope="session")
-def nats_url(nats_server: NatsServer) -> str:
-    return nats_server.url
+@pytest.fixture
+def nats_url(request: pytest.FixtureRequest) -> str:
+    """The simulated server in a test that is `simulated`; elsewhere a real one, which the tests of a worker share."""
+    if in_simulated_time(request.node):
+        return f"nats://127.0.0.1:{virtual.PORT}"
+    server: NatsServer = request.getfixturevalue("nats_server")
+    return server.url
 
 
 @pytest.fixture(scope="session")

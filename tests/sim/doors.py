@@ -1,7 +1,7 @@
 """The side doors through which time, chance and threads reach the product, led into the simulated world.
 
 The product takes a clock, but not everywhere: `SystemClock` reads `time`, pools are made by name, some names are drawn
-from `secrets`. What is replaced stays so for the rest of this operating-system process, which runs nothing else.
+from `secrets`. What is replaced stays so for the whole operating-system process until `uninstall`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import socket
 import ssl
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
+from typing import Any
 
 import common.clock
 import common.failpoints
@@ -30,7 +32,7 @@ import egress.archive
 import ingress.chains.search
 import ingress.rows.decoder
 from tests.sim.strands import SimExecutor, SimLock
-from tests.sim.world import EPOCH, Process, World
+from tests.sim.world import NS, Process, World
 
 POOLS = (common.service.process, compaction.run, compaction.merge)
 LOCKS = (egress.archive, common.segments.writer, ingress.rows.decoder, ingress.chains.search)
@@ -53,7 +55,10 @@ class _Time(types.ModuleType):
 
     def time(self) -> float:
         process = _any_process()
-        return EPOCH + current().now + (process.skew if process else 0.0)
+        return current().epoch + current().now + (process.skew if process else 0.0)
+
+    def time_ns(self) -> int:
+        return round(self.time() * NS)
 
     def monotonic(self) -> float:
         return current().now
@@ -62,6 +67,12 @@ class _Time(types.ModuleType):
         strand = current().strand
         assert strand is not None, "the event loop would be blocked by a pause"
         strand.sleep(seconds)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
+TIME = _Time("time")
 
 
 class _Points(dict[str, tuple[str, str]]):
@@ -73,27 +84,49 @@ class _Points(dict[str, tuple[str, str]]):
         return False
 
 
+#: What was replaced: a namespace, a name in it, what stood there.
+_replaced: list[tuple[dict[str, Any], str, Any]] = []
+
+
+def replace(namespace: dict[str, Any], name: str, value: Any) -> None:
+    """Replace `name` until `uninstall`."""
+    _replaced.append((namespace, name, namespace[name]))
+    namespace[name] = value
+
+
+def uninstall() -> None:
+    """Put back what was replaced."""
+    while _replaced:
+        namespace, name, value = _replaced.pop()
+        namespace[name] = value
+
+
 def install() -> None:
-    """Replace the side doors; once."""
-    vars(common.clock)["time"] = _Time("time")
-    vars(common.failpoints)["_points"] = _Points()
+    """Replace all side doors."""
+    install_threads()
+    replace(vars(common.clock), "time", TIME)
+    replace(vars(common.failpoints), "_points", _Points())
+    replace(vars(secrets), "token_hex", lambda size=32: _chance().randbytes(size).hex())
+    replace(vars(secrets), "randbelow", lambda most: _chance().randrange(most))
+    replace(vars(random), "SystemRandom", lambda: random.Random(_chance().random()))
+    real_pid, real_host = os.getpid, socket.gethostname
+    replace(vars(os), "getpid", lambda: found.number if (found := _any_process()) else real_pid())
+    replace(vars(socket), "gethostname", lambda: found.host if (found := _any_process()) else real_host())
+
+
+def install_threads() -> None:
+    """Replace the side doors of threads alone."""
     # Two processes may meet here, which in the world share nothing: what is found out twice does no harm.
-    vars(common.objects.open)["_guard"] = nullcontext()
+    replace(vars(common.objects.open), "_guard", nullcontext())
     for module in POOLS:
-        vars(module)["ThreadPoolExecutor"] = SimExecutor
+        replace(vars(module), "ThreadPoolExecutor", SimExecutor)
     for module in LOCKS:
         locks = types.SimpleNamespace(Lock=SimLock, Event=threading.Event, local=threading.local)
-        vars(module)["threading"] = locks
+        replace(vars(module), "threading", locks)
     _unlock_cached_properties()
     without_tls = ssl.create_default_context()
     # No connection of a world has TLS, and to read the authorities of the machine takes half the time of a seed.
-    vars(common.jetstream.credentials)["tls_context"] = lambda _settings: without_tls
-    vars(secrets)["token_hex"] = lambda size=32: _chance().randbytes(size).hex()
-    vars(secrets)["randbelow"] = lambda most: _chance().randrange(most)
-    vars(random)["SystemRandom"] = lambda: random.Random(_chance().random())
-    real_pid, real_host = os.getpid, socket.gethostname
-    vars(os)["getpid"] = lambda: found.number if (found := _any_process()) else real_pid()
-    vars(socket)["gethostname"] = lambda: found.host if (found := _any_process()) else real_host()
+    replace(vars(common.jetstream.credentials), "tls_context", lambda _settings: without_tls)
 
 
 def _unlock_cached_properties() -> None:

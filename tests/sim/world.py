@@ -75,6 +75,7 @@ class World:
 
     def __init__(self, seed: int, carriers: Carriers) -> None:
         self.seed, self.now, self.turns, self.trace = seed, 0.0, 0, Trace()
+        self.epoch: float = EPOCH
         self._rng, self._numbers = self.chance("world"), count()
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self.processes: list[Process] = []
@@ -89,7 +90,7 @@ class World:
         return random.Random(f"{self.seed}/{name}")
 
     def time_ns(self) -> int:
-        return EPOCH * NS + round(self.now * 1e9)
+        return round(self.epoch * NS) + round(self.now * NS)
 
     def note(self, event: str) -> None:
         self.trace.add(self.now, event)

@@ -1,0 +1,144 @@
+"""Existing tests in simulated time: one test is one process of a world, with the simulated nats-server behind
+`nats_url`. What a test and the product wait for passes at once; files are real.
+
+A test that is marked `simulated` runs so; the commands that it runs are processes of the same world.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from common.tasks import to_its_end
+from tests.sim import doors
+from tests.sim.loop import SimLoop
+from tests.sim.nats import SimNats
+from tests.sim.strands import Carriers, SimExecutor, SimLock
+from tests.sim.world import Process, World
+
+T = TypeVar("T")
+
+PACKAGES = ("common", "egress", "ingress", "compaction", "infra", "tests")
+APART = ("infra.local", "tests.sim")  # what starts real servers, and what simulates
+PORT = 4222
+LONGEST = 600.0  # simulated seconds that one step of a test may take
+
+
+class _Time(doors._Time):
+    """`time` in a test: a pause of its own thread moves the clock."""
+
+    def sleep(self, seconds: float) -> None:
+        if doors.current().strand is not None:
+            super().sleep(seconds)
+        else:
+            doors.current().now += seconds
+
+
+TIME = _Time("time")
+_carriers = Carriers()
+
+
+class TestProcess(Process):
+    """The process of the test: what is done between its turns, such as by fixtures, is its work too."""
+
+    def turn(self) -> None:
+        super().turn()
+        self.world.current = self
+
+
+class TestLoop(SimLoop):
+    """The loop of the test, which turns the world."""
+
+    _turns_world = False
+
+    def __init__(self, process: TestProcess) -> None:
+        super().__init__(process)
+        self._pool = SimExecutor()
+
+    def __del__(self) -> None:
+        """No warning: it holds nothing that could be left open."""
+
+    def is_running(self) -> bool:
+        return self._turns_world
+
+    def run_until_complete(self, work: Any) -> Any:
+        task = asyncio.ensure_future(work, loop=self)
+        self._turns_world = True
+        try:
+            self._world.run(task.done, LONGEST)
+        finally:
+            self._turns_world = False
+        return task.result()
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Executor | None, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
+        pool: Any = executor or self._pool
+        return asyncio.wrap_future(pool.submit(func, *args), loop=self)
+
+
+class _Test:
+    """The process of the test that runs now."""
+
+    process: TestProcess | None = None
+
+
+class Policy(asyncio.DefaultEventLoopPolicy):
+    """Gives simulated tests a loop of their world."""
+
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        if (process := _Test.process) is None:
+            return super().new_event_loop()
+        process.loop = loop = TestLoop(process)
+        return loop
+
+
+def run_async(main: Coroutine[Any, Any, T]) -> T:
+    """In place of `common.cli.run_async`: `main` is a process of the world."""
+    world = doors.current()
+    strand = world.strand
+    assert strand is not None, "a command on the loop of the test"
+    process = world.spawn("command", lambda: to_its_end(main))
+    process.task.add_done_callback(lambda _: world.at(0.0, strand.step))
+    strand.wait()
+    process.kill()
+    result: T = process.task.result()
+    return result
+
+
+@contextmanager
+def virtual() -> Iterator[None]:
+    """Run what is within as one process of a world with a server on PORT."""
+    world = World(1, _carriers)
+    world.epoch = time.time()
+    SimNats(world, PORT)
+    process = TestProcess(world, "test", "test")
+    world.processes.append(process)
+    world.current = process
+    with doors.entered(world):
+        process.loop = TestLoop(process)
+        doors.install_threads()
+        for name, module in [*sys.modules.items()]:
+            if name.partition(".")[0] in PACKAGES and not name.startswith(APART) and module is not None:
+                _replace_in(vars(module))
+        _Test.process = process
+        try:
+            yield
+        finally:
+            _Test.process = None
+            world.close()
+            doors.uninstall()
+
+
+def _replace_in(names: dict[str, Any]) -> None:
+    if names.get("time") is time:
+        doors.replace(names, "time", TIME)
+    if getattr(names.get("run_async"), "__module__", "") == "common.cli":
+        doors.replace(names, "run_async", run_async)
+    if "_one_at_a_time" in names:
+        doors.replace(names, "_one_at_a_time", SimLock())

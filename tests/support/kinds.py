@@ -1,0 +1,73 @@
+"""The kinds of tests, and what CI does where one fails: `python -m tests.support.kinds` behind `make test`.
+
+pure        no server, no process, no clock
+simulated   in simulated time, or a simulated world
+real        on real servers, Spark, processes
+soak        long, or right only on a quiet machine; `make soak` runs it, `make test` does not
+
+A real test may fail by chance: where at most MOST failed and all of them are real, each is run once more, alone.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FAILED = Path(__file__).parents[2] / "build" / "failed_tests.json"
+MOST = 2
+KINDS = ("pure", "simulated", "real", "soak")
+
+_REAL_MARKS = ("servers", "spark", "real")
+_REAL_FIXTURES = {"nats_server", "nats_url", "s3", "cluster", "alone"}
+_REAL_FOLDERS = {"acceptance", "crash"}
+
+
+def kind_of(item: pytest.Item) -> str:
+    """One of KINDS."""
+    has = item.get_closest_marker
+    if has("soak") or has("timing"):
+        return "soak"
+    if not has("real") and (has("simulated") or "sim" in item.path.parts):
+        return "simulated"
+    fixtures = {*getattr(item, "fixturenames", ())}
+    if fixtures & _REAL_FIXTURES or any(map(has, _REAL_MARKS)) or {*item.path.parts} & _REAL_FOLDERS:
+        return "real"
+    return "pure"
+
+
+def write_failed(failed: dict[str, str]) -> None:
+    """Keep the tests that failed, by name, with the kind of each."""
+    FAILED.parent.mkdir(exist_ok=True)
+    FAILED.write_text(json.dumps(failed))
+
+
+def verdict(failed: dict[str, str]) -> str:
+    """Why the failures count at once; empty where they are tried again."""
+    if not failed:
+        return "no test failed, and yet the run did"
+    if len(failed) > MOST:
+        return f"{len(failed)} tests failed: expected at most {MOST} for a second try"
+    others = [f"{name} is {kind}" for name, kind in failed.items() if kind != "real"]
+    return f"only real tests get a second try: {', '.join(others)}" if others else ""
+
+
+def main() -> int:
+    """Returns 0 where every test that failed is real and passes alone."""
+    failed: dict[str, str] = json.loads(FAILED.read_text()) if FAILED.exists() else {}
+    if why := verdict(failed):
+        print(f"no second try: {why}")
+        return 1
+    code = 0
+    for name in failed:
+        done = subprocess.run([sys.executable, "-m", "pytest", "-q", name], check=False)
+        print(f"second try: {name}: first failed, then {'failed' if done.returncode else 'passed'}", flush=True)
+        code = code or done.returncode
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
