@@ -66,6 +66,12 @@ class SimLoop(asyncio.BaseEventLoop):
     def is_ready(self) -> bool:
         return bool(self._ready) or (bool(self._scheduled) and self._scheduled[0]._when <= self._world.now)
 
+    def close(self) -> None:
+        """End it: nothing runs on it any more."""
+        self._ready.clear()
+        self._scheduled.clear()
+        vars(self)["_closed"] = True
+
     def next_time(self) -> float | None:
         """The time of the next timer."""
         while self._scheduled and self._scheduled[0]._cancelled:

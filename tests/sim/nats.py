@@ -14,11 +14,10 @@ from typing import Any
 from tests.sim import api
 from tests.sim.consumers import Consumer
 from tests.sim.network import Link
-from tests.sim.streams import ApiRefusal, Stream, StreamTap, Words, matches, publish
+from tests.sim.streams import ApiRefusal, Stream, StreamTap, Words, matches, publish, timestamp
 from tests.sim.world import World
 
 MAX_PAYLOAD = 1 << 20
-NOBODY = b"NATS/1.0 503\r\n\r\n"
 NO_LEADER = {"code": 503, "err_code": 10008, "description": "JetStream system temporarily unavailable"}
 
 
@@ -162,7 +161,11 @@ class SimNats:
             words = subject.split(b".")
             stream = self.streams.get(words[2].decode())
             if stream is not None and (consumer := stream.consumers.get(words[3].decode())) is not None:
-                consumer.acknowledge(int(words[5]))
+                consumer.take_word(int(words[5]), payload)
+                if reply:
+                    self.answer(reply, {})
+            elif reply:
+                self.answer_nobody(reply, subject)
         else:
             self.publish(subject, reply, headers, payload)
 
@@ -177,7 +180,11 @@ class SimNats:
                     for consumer in [*stream.consumers.values()]:
                         consumer.feed()
         if reply and not is_taken and not listening:
-            self.deliver(reply, reply, b"", NOBODY, b"")
+            self.answer_nobody(reply, subject)
+
+    def answer_nobody(self, reply: bytes, subject: bytes) -> None:
+        """Answer a request on a subject on which nobody listens."""
+        self.deliver(reply, reply, b"", b"NATS/1.0 503\r\nNats-Subject: %b\r\n\r\n" % subject, b"")
 
     # The API
 
@@ -197,12 +204,20 @@ class SimNats:
         if words[:3] == ["CONSUMER", "MSG", "NEXT"]:
             self._pulled(words[3], words[4], reply, payload)
             return
+        if words[:2] == ["DIRECT", "GET"]:
+            self._read_directly(words[2], ".".join(words[3:]), reply, payload)
+            return
         self.world.note(f"nats asked {name}")
         try:
             asked = json.loads(payload) if payload else {}
             document = stale or api.answer(self, words, asked)
+        except api.UnknownCall as error:
+            self.world.note(f"nats answers nothing to {error}")
+            return
         except ApiRefusal as error:
-            document = {"error": error.body}
+            document = {"error": error.body, **api.EMPTY.get(".".join(words[:2]), {})}
+        except json.JSONDecodeError:
+            document = {"error": {"code": 400, "err_code": 10025, "description": "invalid JSON"}}
         self.answer(reply, document)
 
     def _stale(self, link: Link, words: list[str]) -> dict[str, Any] | None:
@@ -215,9 +230,29 @@ class SimNats:
         stream = self.streams.get(stream_name)
         consumer = None if stream is None else self.consumer(stream, consumer_name)
         if consumer is None:
-            self.deliver(reply, reply, b"", NOBODY, b"")
+            self.answer_nobody(reply, f"$JS.API.CONSUMER.MSG.NEXT.{stream_name}.{consumer_name}".encode())
         else:
             consumer.pull(reply, json.loads(payload))
+
+    def _read_directly(self, stream_name: str, subject: str, reply: bytes, payload: bytes) -> None:
+        stream = self.streams.get(stream_name)
+        if stream is None or not stream.config.get("allow_direct"):
+            self.answer_nobody(reply, f"$JS.API.DIRECT.GET.{stream_name}".encode())
+            return
+        stream.expire()
+        asked = {"last_by_subj": subject} if subject else json.loads(payload or b"{}")
+        try:
+            found = api.found_message(stream, asked)
+        except ApiRefusal:
+            self.deliver(reply, reply, b"", b"NATS/1.0 408 Empty Request\r\n\r\n", b"")
+            return
+        if found is None:
+            self.deliver(reply, reply, b"", b"NATS/1.0 404 Message Not Found\r\n\r\n", b"")
+            return
+        own = (found.headers or b"NATS/1.0\r\n\r\n")[:-2]
+        about = stream.name.encode(), found.subject, found.sequence, timestamp(found.time_ns).encode()
+        lines = b"Nats-Stream: %b\r\nNats-Subject: %b\r\nNats-Sequence: %d\r\nNats-Time-Stamp: %b\r\n\r\n" % about
+        self.deliver(reply, reply, b"", own + lines, found.payload)
 
     def consumer(self, stream: Stream, name: str) -> Consumer | None:
         """None where it does not exist, or was idle for too long."""

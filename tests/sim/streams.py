@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tests.sim.consumers import Consumer
 
 LIMITS, INTEREST, WORK_QUEUE = "limits", "interest", "workqueue"
+FILE_ROOM, MEMORY_ROOM, HEADER_ROOM = 30, 16, 4  # bytes of a stored message that are counted on top of its own
 BATCH_TIMEOUT = 10.0  # seconds without a message until an atomic batch is dropped
 MOST_FLOW = 100  # messages between two acknowledgements of a fast batch
 
@@ -27,6 +28,7 @@ class ApiRefusal(Exception):
 
 
 Words = list[bytes]
+Draft = tuple[bytes, Mapping[bytes, bytes], bytes | None, bytes]  # subject, headers by name, the block, payload
 
 
 def matches(pattern: Words, words: Words) -> bool:
@@ -36,6 +38,16 @@ def matches(pattern: Words, words: Words) -> bool:
         if i >= len(words) or (each != b"*" and each != words[i]):
             return False
     return len(pattern) == len(words)
+
+
+def patterns_meet(one: Words, other: Words) -> bool:
+    """Return true where a subject exists that both patterns take."""
+    for mine, its in zip(one, other, strict=False):
+        if b">" in (mine, its):
+            return True
+        if b"*" not in (mine, its) and mine != its:
+            return False
+    return len(one) == len(other)
 
 
 def timestamp(ns: int) -> str:
@@ -53,20 +65,26 @@ def parse_headers(block: bytes | None) -> dict[bytes, bytes]:
     return found
 
 
+def time_to_live(value: bytes) -> int:
+    """Seconds that a message lives by its own header; 0: for ever. Raises ApiRefusal."""
+    if value == b"never":
+        return 0
+    if (seconds := value.removesuffix(b"s")).isdigit():
+        return int(seconds)
+    raise ApiRefusal(400, 10165, "invalid per-message TTL")
+
+
 @dataclass(slots=True)
 class StoredMessage:
-    """`expires`: nanoseconds since 1970 at which its own time to live ends; 0: never."""
+    """`size`: as the stream counts it; `expires`: nanoseconds since 1970 at which its own time ends, 0: never."""
 
     sequence: int
     subject: bytes
     headers: bytes | None
     payload: bytes
     time_ns: int
+    size: int = 0
     expires: int = 0
-
-    @property
-    def size(self) -> int:
-        return len(self.subject) + len(self.headers or b"") + len(self.payload) + 22
 
 
 @dataclass(slots=True)
@@ -82,7 +100,7 @@ class FastState:
 class StagedBatch:
     """One atomic batch that is not committed yet."""
 
-    messages: list[tuple[bytes, Mapping[bytes, bytes], bytes | None, bytes]] = field(default_factory=list)
+    messages: list[Draft] = field(default_factory=list)
     touched: float = 0.0
 
 
@@ -109,10 +127,14 @@ class Stream:
         self.batches: dict[bytes, StagedBatch] = {}
         self.fast: dict[bytes, FastState] = {}
         self.ids: dict[bytes, int] = {}
-        self.configure({})
+        self.last_id = b""
+        if (first := config.get("first_seq") or 0) > 1:
+            self.first, self.last = first, first - 1
+        self.configure(config)
 
-    def configure(self, changes: Mapping[str, Any]) -> None:
-        self.config.update(changes)
+    def configure(self, config: Mapping[str, Any]) -> None:
+        """Take the whole configuration."""
+        self.config = dict(config)
         self.patterns = [each.encode().split(b".") for each in self.config.get("subjects", [])]
         self.enforce()
 
@@ -135,15 +157,54 @@ class Stream:
             raise ApiRefusal(400, 10060, "expected stream does not match")
         if (wanted := headers.get(b"nats-expected-last-sequence")) is not None and int(wanted) != last:
             raise ApiRefusal(400, 10071, f"wrong last sequence: {last}")
+        if (identity := headers.get(b"nats-expected-last-msg-id")) is not None and identity != self.last_id:
+            raise ApiRefusal(400, 10070, f"wrong last msg ID: {self.last_id.decode()}")
         if (wanted := headers.get(b"nats-expected-last-subject-sequence")) is not None:
             newest = self.by_subject.get(subject, [0])[-1]
             if int(wanted) != newest:
                 raise ApiRefusal(400, 10071, f"wrong last sequence: {newest}")
 
+    def permit(self, messages: Sequence[Draft]) -> None:
+        """Raises ApiRefusal where the configuration does not take these messages together."""
+        config, size, fresh = self.config, 0, 0
+        for subject, named, headers, payload in messages:
+            if 0 < (config.get("max_msg_size") or -1) < len(headers or b"") + len(payload):
+                raise ApiRefusal(400, 10054, "message size exceeds maximum allowed")
+            if (value := named.get(b"nats-ttl")) is not None:
+                if not config.get("allow_msg_ttl"):
+                    raise ApiRefusal(400, 10166, "per-message TTL is disabled")
+                time_to_live(value)
+            if (rollup := named.get(b"nats-rollup")) is not None:
+                if not config.get("allow_rollup_hdrs"):
+                    raise ApiRefusal(500, 10111, "rollup not permitted")
+                if rollup not in (b"sub", b"all"):
+                    raise ApiRefusal(500, 10111, f'rollup value invalid: "{rollup.decode()}"')
+            size, fresh = size + self.size_of(subject, headers, payload), fresh + 1
+            if (most := config.get("max_msgs_per_subject") or -1) > 0 and self.is_full_for(subject, most):
+                if config.get("discard_new_per_subject"):
+                    raise ApiRefusal(503, 10077, "maximum messages per subject exceeded")
+                size, fresh = size - self.messages[self.by_subject[subject][0]].size, fresh - 1
+        if config.get("discard") == "new" and fresh + (size > 0):
+            if 0 < (config.get("max_msgs") or -1) < len(self.sequences) + fresh:
+                raise ApiRefusal(503, 10077, "maximum messages exceeded")
+            if 0 < (config.get("max_bytes") or -1) < self.size + size:
+                raise ApiRefusal(503, 10077, "maximum bytes exceeded")
+
+    def is_full_for(self, subject: bytes, most: int) -> bool:
+        return len(self.by_subject.get(subject, ())) >= most
+
+    def size_of(self, subject: bytes, headers: bytes | None, payload: bytes) -> int:
+        own = len(subject) + len(headers or b"") + len(payload)
+        if self.config.get("storage") == "memory":
+            return own + MEMORY_ROOM
+        return own + FILE_ROOM + (HEADER_ROOM if headers else 0)
+
     def append(self, subject: bytes, headers: bytes | None, payload: bytes) -> StoredMessage:
         self.last += 1
         self.last_ns = max(self.world.time_ns(), self.last_ns + 1)
-        message = StoredMessage(self.last, subject, headers, payload, self.last_ns, self._expiry(headers))
+        named, size = parse_headers(headers), self.size_of(subject, headers, payload)
+        message = StoredMessage(self.last, subject, headers, payload, self.last_ns, size, self._expiry(named))
+        self.last_id = named.get(b"nats-msg-id", b"")
         self.world.note(f"{self.name} stores {self.last} {subject.decode('utf-8', 'backslashreplace')}")
         self.tap.stored(message)
         if self.retention == INTEREST and not any(each.wants(message) for each in self.consumers.values()):
@@ -157,14 +218,20 @@ class Stream:
         self.by_subject.setdefault(subject, []).append(self.last)
         if len(self.sequences) == 1:
             self.first = self.last
+        self._roll_up(subject, named.get(b"nats-rollup"))
         self._limit_subject(subject)
         self.enforce()
         return message
 
-    def _expiry(self, headers: bytes | None) -> int:
-        if not self.config.get("allow_msg_ttl") or (value := parse_headers(headers).get(b"nats-ttl")) is None:
+    def _roll_up(self, subject: bytes, rollup: bytes | None) -> None:
+        for each in [*(self.sequences if rollup == b"all" else self.by_subject[subject] if rollup else ())][:-1]:
+            self.remove(each, "deleted")
+
+    def _expiry(self, named: Mapping[bytes, bytes]) -> int:
+        if not self.config.get("allow_msg_ttl") or (value := named.get(b"nats-ttl")) is None:
             return 0
-        return self.last_ns + int(value.removesuffix(b"s")) * NS
+        seconds = time_to_live(value)
+        return self.last_ns + seconds * NS if seconds else 0
 
     def _limit_subject(self, subject: bytes) -> None:
         most = self.config.get("max_msgs_per_subject") or -1
@@ -256,10 +323,14 @@ def publish(
             _fast(stream, subject, reply, named, headers, payload, answer)
         elif (batch := named.get(b"nats-batch-id")) is not None:
             _atomic(stream, subject, named, headers, payload, batch, answer)
-        elif (key := named.get(b"nats-msg-id")) is not None and key in stream.ids:
-            answer({"stream": name, "seq": stream.ids[key], "duplicate": True})
         else:
+            if (wanted := named.get(b"nats-expected-last-sequence")) is not None:
+                stream.check(subject, {b"nats-expected-last-sequence": wanted}, stream.last)
+            if (key := named.get(b"nats-msg-id")) is not None and key in stream.ids:
+                answer({"stream": name, "seq": stream.ids[key], "duplicate": True})
+                return
             stream.check(subject, named, stream.last)
+            stream.permit([(subject, named, headers, payload)])
             message = stream.append(subject, headers, payload)
             if key is not None:
                 stream.ids[key] = message.sequence
@@ -277,13 +348,17 @@ def _atomic(
     batch: bytes,
     answer: Answer,
 ) -> None:
-    number, now = int(named[b"nats-batch-sequence"]), stream.world.now
+    if not stream.config.get("allow_atomic"):
+        raise ApiRefusal(400, 10174, "atomic publish is disabled")
+    if (numbered := named.get(b"nats-batch-sequence")) is None:
+        raise ApiRefusal(400, 10175, "atomic publish sequence is missing")
+    number, now = int(numbered), stream.world.now
     if number == 1:
         stream.batches[batch] = StagedBatch()
     staged = stream.batches.get(batch)
     if staged is None or len(staged.messages) != number - 1 or (number > 1 and now - staged.touched > BATCH_TIMEOUT):
         stream.batches.pop(batch, None)
-        raise ApiRefusal(400, 10176, "batch publish is incomplete and was abandoned")
+        raise ApiRefusal(400, 10176, "atomic publish batch is incomplete")
     staged.messages.append((subject, named, headers, payload))
     staged.touched = now
     if named.get(b"nats-batch-commit") != b"1":
@@ -291,6 +366,7 @@ def _atomic(
         return
     del stream.batches[batch]
     stream.check(staged.messages[0][0], staged.messages[0][1], stream.last)
+    stream.permit(staged.messages)
     for each, _, block, body in staged.messages:
         stream.append(each, block, body)
     answer({"stream": stream.name, "seq": stream.last, "batch": batch.decode(), "count": number})
@@ -305,19 +381,28 @@ def _fast(
     payload: bytes,
     answer: Answer,
 ) -> None:
+    if not stream.config.get("allow_batched"):
+        raise ApiRefusal(400, 10205, "batch publish is disabled")
     words = reply.split(b".")  # … batch, flow, gap, number, operation, $FI
     batch, flow, number, operation = words[-6], int(words[-5]), int(words[-3]), int(words[-2])
     if number == 1:
         stream.fast[batch] = FastState(max(1, min(flow, MOST_FLOW)))
+        answer({"type": "ack", "seq": 0, "msgs": stream.fast[batch].every})
     state = stream.fast.get(batch)
     if state is None or state.is_over:
+        raise ApiRefusal(400, 10208, "batch publish ID unknown")
+    if state.count != number - 1:
+        state.is_over = True
+        answer({"type": "gap", "last_seq": state.count + 1, "seq": number})
+        answer({"stream": stream.name, "seq": stream.last, "batch": batch.decode(), "count": state.count})
         return
     try:
-        if state.count != number - 1:
-            raise ApiRefusal(400, 10208, "gap in a fast batch")
         stream.check(subject, named, stream.last)
+        stream.permit([(subject, named, headers, payload)])
     except ApiRefusal as error:
         state.is_over = True
+        if not state.count:
+            raise
         answer({"type": "err", "seq": number, "error": error.body})
         answer({"stream": stream.name, "seq": stream.last, "batch": batch.decode(), "count": state.count})
         return
@@ -326,5 +411,5 @@ def _fast(
     if operation == 2:
         state.is_over = True
         answer({"stream": stream.name, "seq": stream.last, "batch": batch.decode(), "count": number})
-    elif number == 1 or number % state.every == 0:
+    elif number % state.every == 0:
         answer({"type": "ack", "seq": number, "msgs": state.every})
