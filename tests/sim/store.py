@@ -59,17 +59,20 @@ class SimObjects:
         return self._read(lambda: self._listed(prefix, start_after, limit))
 
     def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
+        check_key(key)
         end = None if length is None else first + length
         found = self._read(lambda: self.kept.get(key))
         return None if found is None else found[0][first:end]
 
     def download(self, key: str, path: Path) -> bool:
+        check_key(key)
         if (found := self._read(lambda: self.kept.get(key))) is None:
             return False
         path.write_bytes(found[0])
         return True
 
     def head(self, key: str) -> ObjectInfo | None:
+        check_key(key)
         found = self._read(lambda: self.kept.get(key))
         return None if found is None else found[1]
 
@@ -90,6 +93,7 @@ class SimObjects:
         return self._write(lambda: key in self.kept and self.kept[key][1].etag == etag and self._keep(key, data, None))
 
     def delete(self, key: str) -> None:
+        check_key(key)
         self._write(lambda: self._remove(key))
 
     # What the bucket holds
