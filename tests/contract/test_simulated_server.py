@@ -1,0 +1,51 @@
+"""The simulated nats-server answers as real ones do: one script of calls on both, every answer compared."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from infra.local.nats import nats_server_binary
+from tests.support.server_calls import Steps, real_answers, simulated_answers, texts
+from tests.support.server_versions import CASES, DIFFERENCES, OLDER, expected_of
+
+pytestmark = pytest.mark.servers
+
+NEWEST = ""
+VERSIONS = (NEWEST, *OLDER)
+
+
+def answers_of(version: str) -> dict[str, Steps]:
+    return real_answers(nats_server_binary(version), {name: expected_of(version, name) for name in CASES})
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, dict[str, Steps]]:
+    """The answers of every version, which mostly wait: at once."""
+    for name in CASES:  # not in threads
+        simulated_answers(name)
+    with ThreadPoolExecutor(1 + len(OLDER)) as pool:
+        return dict(zip(VERSIONS, pool.map(answers_of, VERSIONS), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_model_answers_as_the_newest_server(name: str, answers: dict[str, dict[str, Steps]]) -> None:
+    assert simulated_answers(name) == answers[NEWEST][name]
+
+
+@pytest.mark.parametrize("version", OLDER)
+def test_older_servers_answer_as_the_model_but_for_what_is_listed(
+    version: str, answers: dict[str, dict[str, Steps]]
+) -> None:
+    for name in CASES:
+        assert texts(answers[version][name]) == expected_of(version, name), name
+
+
+def test_what_is_listed_of_older_servers_exists() -> None:
+    listed = json.loads(DIFFERENCES.read_text())
+    assert tuple(listed) == OLDER
+    for cases in listed.values():
+        for name, steps in cases.items():
+            assert steps.keys() <= texts(simulated_answers(name)).keys(), name

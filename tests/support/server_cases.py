@@ -1,0 +1,462 @@
+"""Streams and their messages: cases of the contract between the simulated nats-server and real ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.server_calls import STREAM, Caller, bucket, case, ns
+
+# Streams
+
+
+@case
+async def unknown_calls(c: Caller) -> None:
+    await c.make()
+    await c.api("an unknown call", "STREAM.BLESS.CALLS", {})
+    await c.api("an unknown family", "MIRACLES", {})
+    await c.publish("a subject of nobody", "nobody.listens")
+
+
+@case
+async def absent_stream(c: Caller) -> None:
+    for action in ("INFO", "DELETE", "PURGE", "MSG.GET", "MSG.DELETE"):
+        await c.api(action, f"STREAM.{action}.NONE", {"seq": 1} if action.startswith("MSG") else None)
+    await c.api("UPDATE", "STREAM.UPDATE.NONE", {"name": "NONE", "subjects": ["none"]})
+    await c.api("consumer INFO", "CONSUMER.INFO.NONE.C")
+    await c.api("consumer DELETE", "CONSUMER.DELETE.NONE.C")
+    await c.api("consumer NAMES", "CONSUMER.NAMES.NONE", {})
+    await c.api("consumer LIST", "CONSUMER.LIST.NONE", {})
+    config = {"stream_name": "NONE", "config": {"durable_name": "C", "ack_policy": "explicit"}}
+    await c.api("consumer CREATE", "CONSUMER.CREATE.NONE.C", config)
+    await c.direct("direct", "NONE", {"seq": 1})
+
+
+@case
+async def create_and_describe(c: Caller) -> None:
+    await c.make({"max_msgs": 5, "description": "of the contract", "metadata": {"a": "b"}}, step="made")
+    await c.make({"max_msgs": 5, "description": "of the contract", "metadata": {"a": "b"}}, step="made again")
+    await c.make({"max_msgs": 6}, step="with another configuration")
+    await c.api("described", f"STREAM.INFO.{STREAM}")
+    await c.fill(7)
+    await c.api("filled", f"STREAM.INFO.{STREAM}")
+    await c.api("changed", f"STREAM.UPDATE.{STREAM}", {"name": STREAM, "subjects": [SUBJECTS_TWO], "max_msgs": 3})
+    await c.api("described then", f"STREAM.INFO.{STREAM}")
+    await c.api("deleted", f"STREAM.DELETE.{STREAM}")
+    await c.api("deleted again", f"STREAM.DELETE.{STREAM}")
+
+
+SUBJECTS_TWO = "calls.*"
+
+
+@case
+async def refused_configurations(c: Caller) -> None:
+    await c.api("another name", f"STREAM.CREATE.{STREAM}", {"name": "OTHER", "subjects": ["other"]})
+    await c.make()
+    await c.make({"subjects": ["calls.a"]}, name="SECOND", step="subjects overlap")
+    await c.api(
+        "storage changed", f"STREAM.UPDATE.{STREAM}", {"name": STREAM, "subjects": ["calls.>"], "storage": "memory"}
+    )
+    await c.api("no JSON", f"STREAM.CREATE.{STREAM}", b"{nothing")
+
+
+@case
+async def names_of_streams(c: Caller) -> None:
+    await c.make()
+    await c.api("by subject", "STREAM.NAMES", {"subject": "calls.a"})
+    await c.api("of nobody", "STREAM.NAMES", {"subject": "nobody.a"})
+
+
+@case
+async def state_of_a_stream(c: Caller) -> None:
+    await c.make()
+    await c.state("never filled")
+    await c.fill(2, "calls.a", b"12345")
+    await c.publish("with a header", "calls.b.c", b"", "A: b")
+    await c.fill(2)
+    await c.api("deleted inside", f"STREAM.MSG.DELETE.{STREAM}", {"seq": 2})
+    await c.api("deleted again", f"STREAM.MSG.DELETE.{STREAM}", {"seq": 2})
+    await c.api("beyond the end", f"STREAM.MSG.DELETE.{STREAM}", {"seq": 99})
+    await c.state("details", {"deleted_details": True, "subjects_filter": ">"})
+    await c.state("of one subject", {"subjects_filter": "calls.a"})
+    await c.state("of no subject", {"subjects_filter": "calls.none"})
+    await c.api("deleted first", f"STREAM.MSG.DELETE.{STREAM}", {"seq": 1})
+    await c.state("first gone", {"deleted_details": True})
+    await c.api("deleted last", f"STREAM.MSG.DELETE.{STREAM}", {"seq": 5})
+    await c.state("last gone", {"deleted_details": True})
+
+
+@case
+async def purge(c: Caller) -> None:
+    await c.make()
+    await c.fill(6)
+    await c.fill(2, "calls.b")
+    await c.api("up to 3", f"STREAM.PURGE.{STREAM}", {"seq": 3})
+    await c.state("up to 3")
+    await c.api("of a subject", f"STREAM.PURGE.{STREAM}", {"filter": "calls.b"})
+    await c.state("of a subject")
+    await c.api("all but one", f"STREAM.PURGE.{STREAM}", {"keep": 1})
+    await c.state("all but one")
+    await c.api("seq and keep", f"STREAM.PURGE.{STREAM}", {"keep": 1, "seq": 2})
+    await c.api("all", f"STREAM.PURGE.{STREAM}")
+    await c.state("all")
+    await c.api("beyond the end", f"STREAM.PURGE.{STREAM}", {"seq": 20})
+    await c.state("beyond the end")
+    await c.publish("then")
+    await c.state("then")
+
+
+@case
+async def first_sequence(c: Caller) -> None:
+    await c.make({"first_seq": 100}, step="made")
+    await c.state("empty")
+    await c.publish("first")
+    await c.state("one")
+
+
+@case
+async def sealed_against_deletes(c: Caller) -> None:
+    await c.make({"deny_delete": True, "deny_purge": True})
+    await c.fill(2)
+    await c.api("delete", f"STREAM.MSG.DELETE.{STREAM}", {"seq": 1})
+    await c.api("purge", f"STREAM.PURGE.{STREAM}")
+    await c.state("both are there")
+
+
+# Publishing
+
+
+@case
+async def message_ids(c: Caller) -> None:
+    await c.make()
+    await c.publish("first", "calls.a", b"1", "Nats-Msg-Id: one")
+    await c.publish("again", "calls.a", b"2", "Nats-Msg-Id: one")
+    await c.publish("on another subject", "calls.b", b"2", "Nats-Msg-Id: one")
+    await c.publish("another", "calls.a", b"2", "Nats-Msg-Id: two")
+    await c.publish(
+        "duplicate of a wrong expectation", "calls.a", b"", "Nats-Msg-Id: two", "Nats-Expected-Last-Sequence: 9"
+    )
+    await c.publish("wrong expectation", "calls.a", b"", "Nats-Msg-Id: three", "Nats-Expected-Last-Sequence: 9")
+    await c.publish("the same id, right", "calls.a", b"", "Nats-Msg-Id: three", "Nats-Expected-Last-Sequence: 2")
+    await c.api("", f"STREAM.PURGE.{STREAM}")
+    await c.publish("after a purge", "calls.a", b"1", "Nats-Msg-Id: one")
+
+
+@case
+async def expectations(c: Caller) -> None:
+    await c.make()
+    await c.publish("of an empty stream", "calls.a", b"", "Nats-Expected-Last-Sequence: 0")
+    await c.publish("right", "calls.a", b"", "Nats-Expected-Last-Sequence: 1", "Nats-Expected-Stream: CALLS")
+    await c.publish("wrong stream", "calls.a", b"", "Nats-Expected-Stream: OTHER")
+    await c.publish("too low", "calls.a", b"", "Nats-Expected-Last-Sequence: 1")
+    await c.publish("too high", "calls.a", b"", "Nats-Expected-Last-Sequence: 7")
+    await c.publish("subject, right", "calls.a", b"", "Nats-Expected-Last-Subject-Sequence: 2")
+    await c.publish("subject, wrong", "calls.a", b"", "Nats-Expected-Last-Subject-Sequence: 2")
+    await c.publish("subject, new", "calls.b", b"", "Nats-Expected-Last-Subject-Sequence: 0")
+    await c.publish("subject, new no more", "calls.b", b"", "Nats-Expected-Last-Subject-Sequence: 0")
+    await c.publish("subject, unknown", "calls.c", b"", "Nats-Expected-Last-Subject-Sequence: 4")
+    await c.publish("id, none yet", "calls.a", b"", "Nats-Expected-Last-Msg-Id: a")
+    await c.publish("with an id", "calls.a", b"", "Nats-Msg-Id: a")
+    await c.publish("id, right", "calls.a", b"", "Nats-Expected-Last-Msg-Id: a", "Nats-Msg-Id: b")
+    await c.publish("id, wrong", "calls.a", b"", "Nats-Expected-Last-Msg-Id: a")
+    await c.publish(
+        "two at once, second wrong",
+        "calls.a",
+        b"",
+        "Nats-Expected-Last-Sequence: 6",
+        "Nats-Expected-Last-Subject-Sequence: 9",
+    )
+    await c.state("what is stored")
+
+
+@case
+async def expectation_behind_deletes(c: Caller) -> None:
+    await c.make()
+    await c.fill(3)
+    await c.api("", f"STREAM.MSG.DELETE.{STREAM}", {"seq": 3})
+    await c.publish("stream", "calls.a", b"", "Nats-Expected-Last-Sequence: 2")
+    await c.publish("subject, deleted", "calls.a", b"", "Nats-Expected-Last-Subject-Sequence: 3")
+    await c.publish("subject, held", "calls.a", b"", "Nats-Expected-Last-Subject-Sequence: 2")
+    await c.api("", f"STREAM.PURGE.{STREAM}")
+    await c.publish("purged, subject", "calls.a", b"", "Nats-Expected-Last-Subject-Sequence: 0")
+    await c.publish("purged, stream", "calls.a", b"", "Nats-Expected-Last-Sequence: 5")
+
+
+# Limits
+
+
+async def limits(c: Caller, config: dict[str, Any]) -> None:
+    await c.make(config)
+    for number, subject in enumerate(["calls.a", "calls.b", "calls.a", "calls.a", "calls.c"], 1):
+        await c.publish(f"message {number}", subject, b"x" * 50)
+    await c.state("after five", {"subjects_filter": ">", "deleted_details": True})
+
+
+@case
+async def max_messages(c: Caller) -> None:
+    await limits(c, {"max_msgs": 3})
+
+
+@case
+async def max_messages_refused(c: Caller) -> None:
+    await limits(c, {"max_msgs": 3, "discard": "new"})
+
+
+@case
+async def max_bytes(c: Caller) -> None:
+    await limits(c, {"max_bytes": 300})
+
+
+@case
+async def max_bytes_refused(c: Caller) -> None:
+    await limits(c, {"max_bytes": 300, "discard": "new"})
+
+
+@case
+async def max_bytes_in_memory(c: Caller) -> None:
+    await limits(c, {"max_bytes": 250, "storage": "memory"})
+
+
+@case
+async def max_per_subject(c: Caller) -> None:
+    await limits(c, {"max_msgs_per_subject": 1})
+
+
+@case
+async def max_per_subject_refused(c: Caller) -> None:
+    await limits(c, {"max_msgs_per_subject": 1, "discard": "new", "discard_new_per_subject": True, "max_msgs": 50})
+
+
+@case
+async def max_per_subject_with_discard_new(c: Caller) -> None:
+    await limits(c, {"max_msgs_per_subject": 1, "discard": "new"})
+
+
+@case
+async def max_message_size(c: Caller) -> None:
+    await limits(c, {"max_msg_size": 40})
+
+
+@case
+async def max_age(c: Caller) -> None:
+    await c.make({"max_age": ns(0.2), "duplicate_window": ns(0.1)}, step="made")
+    await c.fill(2)
+    await c.state("all too old", settled=3.0)  # older servers look once a second
+    await c.publish("then")
+
+
+@case
+async def rollups(c: Caller) -> None:
+    await c.make({"allow_rollup_hdrs": True})
+    await c.fill(3)
+    await c.fill(2, "calls.b")
+    await c.publish("of the subject", "calls.a", b"", "Nats-Rollup: sub")
+    await c.state("of the subject", {"subjects_filter": ">"})
+    await c.publish("of all", "calls.a", b"", "Nats-Rollup: all")
+    await c.state("of all", {"subjects_filter": ">"})
+    await c.publish("of nonsense", "calls.a", b"", "Nats-Rollup: moon")
+
+
+@case
+async def rollups_refused(c: Caller) -> None:
+    await c.make()
+    await c.fill(2)
+    await c.publish("of the subject", "calls.a", b"", "Nats-Rollup: sub")
+    await c.state("as before")
+
+
+# Reading
+
+
+@case
+async def stored_messages(c: Caller) -> None:
+    await c.make()
+    await c.publish("", "calls.a", b"1", "A: b")
+    await c.fill(1, "calls.b", b"2")
+    await c.fill(1, "calls.a", b"")
+    get = f"STREAM.MSG.GET.{STREAM}"
+    for name, request in READS.items():
+        await c.api(name, get, request)
+    await c.api("nothing asked", get, {})
+    await c.api("", f"STREAM.MSG.DELETE.{STREAM}", {"seq": 3})
+    await c.api("deleted", get, {"seq": 3})
+    await c.api("last behind a delete", get, {"last_by_subj": "calls.a"})
+
+
+READS: dict[str, dict[str, Any]] = {
+    "by sequence": {"seq": 1},
+    "with an empty payload": {"seq": 3},
+    "beyond the end": {"seq": 4},
+    "last of a subject": {"last_by_subj": "calls.a"},
+    "last of a pattern": {"last_by_subj": "calls.*"},
+    "last of all": {"last_by_subj": ">"},
+    "last of no subject": {"last_by_subj": "calls.none"},
+    "next of a subject": {"seq": 2, "next_by_subj": "calls.a"},
+    "next of a pattern": {"seq": 2, "next_by_subj": ">"},
+    "next of a subject from the first": {"next_by_subj": "calls.b"},
+    "next of no subject": {"seq": 1, "next_by_subj": "calls.none"},
+    "next beyond the end": {"seq": 9, "next_by_subj": ">"},
+}
+
+
+@case
+async def direct_reads(c: Caller) -> None:
+    await c.make({"allow_direct": True})
+    await c.publish("", "calls.a", b"1", "A: b")
+    await c.fill(1, "calls.b", b"2")
+    await c.fill(1, "calls.a", b"")
+    for name, request in READS.items():
+        await c.direct(name, STREAM, request)
+    await c.direct("by subject in the subject", f"{STREAM}.calls.a")
+    await c.direct("nothing asked", STREAM, {})
+
+
+@case
+async def direct_reads_not_allowed(c: Caller) -> None:
+    await c.make()
+    await c.fill(1)
+    await c.direct("by sequence", STREAM, {"seq": 1})
+
+
+# Buckets, as the product uses them
+
+
+@case
+async def keys_and_values(c: Caller) -> None:
+    kv = await bucket(c)
+    c.note("create", await kv.create("a.b", b"1"))
+    c.note("create again", await kv.create("a.b", b"2"))
+    c.note("get", await kv.get("a.b"))
+    c.note("get none", await kv.get("none"))
+    c.note("update", await kv.update("a.b", b"3", 1))
+    c.note("update late", await kv.update("a.b", b"4", 1))
+    c.note("put", await kv.put("a.c", b"5"))
+    c.note("keys", await kv.keys())
+    c.note("keys of a prefix", await kv.keys("a.c"))
+    c.note("delete late", await kv.delete("a.b", 1))
+    c.note("delete", await kv.delete("a.b", 2))
+    c.note("get deleted", await kv.get("a.b"))
+    c.note("keys then", await kv.keys())
+    c.note("update deleted", await kv.update("a.b", b"6", 2))
+    c.note("create deleted", await kv.create("a.b", b"7"))
+    c.note("get then", await kv.get("a.b"))
+    await c.state("one message a key", {"subjects_filter": ">"}, name="KV_calls")
+    await c.api("delete is denied", "STREAM.MSG.DELETE.KV_calls", {"seq": 5})
+    await c.publish("purged", "$KV.calls.a.c", b"", "KV-Operation: PURGE", "Nats-Rollup: sub")
+    c.note("get purged", await kv.get("a.c"))
+
+
+@case
+async def listening_to_a_bucket(c: Caller) -> None:
+    kv, seen = await bucket(c), []
+    subscription = await kv.listen("a.*", lambda key, value: seen.append((key, value)))
+    await kv.put("a.b", b"1")
+    await kv.put("b.b", b"2")
+    await kv.delete("a.b")
+    await c.gathered("listened", seen)
+    await subscription.unsubscribe()
+
+
+@case
+async def a_full_bucket(c: Caller) -> None:
+    await c.make({"max_bytes": 200, "max_msgs_per_subject": 1, "discard": "new"})
+    await c.publish("fits", "calls.a", b"x" * 100)
+    await c.publish("replaces", "calls.a", b"x" * 90)
+    await c.publish("does not fit", "calls.b", b"x" * 90)
+    await c.publish("is too large for what it replaces", "calls.a", b"x" * 180)
+    await c.state("one")
+
+
+# Batches
+
+
+@case
+async def atomic_batch(c: Caller) -> None:
+    await c.make({"allow_atomic": True}, step="made")
+    await batch(c, "A", 3)
+    await c.state("stored")
+    await c.publish("the next", "calls.a")
+
+
+@case
+async def atomic_batch_with_expectation(c: Caller) -> None:
+    await c.make({"allow_atomic": True})
+    await c.fill(2)
+    await batch(c, "right", 2, "Nats-Expected-Last-Sequence: 2")
+    await batch(c, "wrong", 2, "Nats-Expected-Last-Sequence: 2")
+    await c.state("one batch")
+
+
+@case
+async def atomic_batch_with_a_gap(c: Caller) -> None:
+    await c.make({"allow_atomic": True})
+    await part(c, "first", "G", 1)
+    await part(c, "gap", "G", 3)
+    await part(c, "behind the gap", "G", 4, "Nats-Batch-Commit: 1")
+    await part(c, "begins in the middle", "H", 2)
+    await part(c, "commits alone", "I", 1, "Nats-Batch-Commit: 1")
+    await c.publish("no number", "calls.a", b"x", "Nats-Batch-Id: J")
+    await c.state("only one")
+
+
+@case
+async def atomic_batch_not_allowed(c: Caller) -> None:
+    await c.make()
+    await part(c, "first", "N", 1)
+    await part(c, "commit", "N", 2, "Nats-Batch-Commit: 1")
+
+
+@case
+async def atomic_batch_beyond_limits(c: Caller) -> None:
+    await c.make({"allow_atomic": True, "max_msgs": 2, "discard": "new"})
+    await batch(c, "three for two", 3)
+    await c.state("nothing stored")
+
+
+async def batch(c: Caller, name: str, size: int, *lines: str) -> None:
+    for number in range(1, size + 1):
+        more = [*(lines if number == 1 else []), *(["Nats-Batch-Commit: 1"] if number == size else [])]
+        await part(c, f"{name} {number}", name, number, *more)
+
+
+async def part(c: Caller, step: str, name: str, number: int, *lines: str) -> None:
+    await c.publish(step, "calls.a", b"x", f"Nats-Batch-Id: {name}", f"Nats-Batch-Sequence: {number}", *lines)
+
+
+@case
+async def fast_batches(c: Caller) -> None:
+    await c.make({"allow_batched": True}, step="made")
+    await c.fast("whole", [1, 2, 3], last=3)
+    await c.fast("gap", [1, 3, 4], last=4)
+    await c.fast("middle", [2, 3], last=3)
+    await c.fast("wrong", [1, 2], "Nats-Expected-Last-Sequence: 0", last=2)
+    await c.state("stored")
+
+
+@case
+async def fast_batches_not_allowed(c: Caller) -> None:
+    await c.make()
+    await c.fast("refused", [1, 2], last=2)
+    await c.state("stored")
+
+
+# Time to live of a message
+
+
+@case
+async def time_to_live(c: Caller) -> None:
+    await c.make({"allow_msg_ttl": True}, step="made")
+    await c.publish("seconds", "calls.a", b"x", "Nats-TTL: 600")
+    await c.publish("a duration", "calls.a", b"x", "Nats-TTL: 500s")
+    await c.publish("never", "calls.a", b"x", "Nats-TTL: never")
+    await c.publish("too short", "calls.a", b"x", "Nats-TTL: 10ms")
+    await c.publish("nonsense", "calls.a", b"x", "Nats-TTL: soon")
+    await c.state("stored")
+    await c.publish("a second", "calls.a", b"x", "Nats-TTL: 1")
+    await c.state("as before, but for the last sequence", settled=3.0)
+
+
+@case
+async def time_to_live_not_allowed(c: Caller) -> None:
+    await c.make()
+    await c.publish("seconds", "calls.a", b"x", "Nats-TTL: 1")
+    await c.state("as it is")

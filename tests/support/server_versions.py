@@ -1,0 +1,38 @@
+"""How older nats-servers answer otherwise. `python -m tests.support.server_versions` records it anew."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from infra.local.nats import nats_server_binary
+from tests.support import server_cases, server_cases_consumers
+from tests.support.server_calls import CASES, Texts, real_answers, simulated_answers, texts
+
+__all__ = ["CASES", "DIFFERENCES", "OLDER", "expected_of", "server_cases", "server_cases_consumers"]
+
+DIFFERENCES = Path(__file__).parents[1] / "contract" / "older_servers.json"
+
+OLDER = ("2.14", "2.12", "2.11", "2.10")
+
+
+def expected_of(version: str, name: str) -> Texts:
+    """The answers of a server to a script: those of the model, but for what is listed of older ones."""
+    return texts(simulated_answers(name)) | json.loads(DIFFERENCES.read_text()).get(version, {}).get(name, {})
+
+
+def main() -> None:
+    found = {}
+    for version in OLDER:
+        answers = {name: texts(steps) for name, steps in real_answers(nats_server_binary(version)).items()}
+        others = {name: dict(answers[name].items() - texts(simulated_answers(name)).items()) for name in CASES}
+        found[version] = {
+            name: {step: text for step, text in answers[name].items() if step in each}
+            for name, each in others.items()
+            if each
+        }
+    DIFFERENCES.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
