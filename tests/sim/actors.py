@@ -30,7 +30,9 @@ from tests.sim.world import Process, World
 RESTART = 2.0  # seconds until a supervisor starts a process again that ended by itself
 CLEANS_EVERY = 8.0  # seconds between two runs of compaction
 # Looks that are minutes apart come within a world too.
-TUNING = Tuning(Pulling(heartbeat=1.5), EgressTuning(check=10.0, newest=20.0, walk=60.0, walk_again=20.0))
+TUNING = Tuning(
+    Pulling(heartbeat=1.5), EgressTuning(check=10.0, newest=20.0, walk=60.0, walk_again=20.0, reexamine=10.0)
+)
 PASSING = (Unavailable, OutcomeUnknown)  # errors by which a process may end
 
 

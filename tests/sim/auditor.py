@@ -1,12 +1,14 @@
 """The auditor: judges the target by the publishers' own log, never by Floe's words about itself.
 
 I1, I2 and I6 at every message that arrives: each once, in order per chain, with the bytes, headers, sequence and time
-that it had. At the end: everything that was acknowledged to a publisher has arrived.
+that it had. At the end: everything that was acknowledged to a publisher has arrived, and of what a source lost by a
+change nothing is missing before something that arrived.
 """
 
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
 from tests.sim.streams import StoredMessage, StreamTap
@@ -20,6 +22,7 @@ class Broken(AssertionError):
 class Publication:
     """One message that a publisher sent. `sequence`, `time_ns`: as the source stored it, 0 where it did not.
     `is_acknowledged`: its publisher knows; `gone`: why the source has let it go without anybody who read it.
+    `history`: how often the source was made again or set back before.
     """
 
     number: int
@@ -31,6 +34,7 @@ class Publication:
     time_ns: int = 0
     is_acknowledged: bool = False
     gone: str = ""
+    history: int = 0
 
 
 @dataclass(slots=True)
@@ -51,14 +55,43 @@ class PublisherLog:
 
 
 class SourceTap(StreamTap):
-    """Writes down what the source makes of each message."""
+    """Writes down what the source makes of each message. `lost`: by change of the source, what it took away."""
 
     def __init__(self, log: PublisherLog) -> None:
-        self._log = log
+        self._log, self.lost = log, list[list[Publication]]()
 
     def stored(self, message: StoredMessage) -> None:
         if (publication := self._log.of(message.payload)) is not None:
             publication.sequence, publication.time_ns = message.sequence, message.time_ns
+            publication.history = len(self.lost)
+
+    def changed(self, before: Iterable[StoredMessage], after: Iterable[StoredMessage], owed_until_ns: int) -> None:
+        """The source holds other messages now. What it has no more may be missing, but for what it stored before
+        `owed_until_ns`: egress had received that.
+        """
+        held, old = self._all(after), self._all(before)
+        for publication in held.values():
+            publication.gone = publication.gone.replace("lost", "")
+        self.lost.append([each for number, each in old.items() if number not in held and not each.gone])
+        for publication in self.lost[-1]:
+            if publication.time_ns >= owed_until_ns:
+                publication.gone = "lost"
+
+    def _all(self, messages: Iterable[StoredMessage]) -> dict[int, Publication]:
+        found = (self._log.of(each.payload) for each in messages)
+        return {each.number: each for each in found if each is not None}
+
+    def skipped(self, seen: Set[int]) -> list[Publication]:
+        """What a change took away and did not arrive, though something behind it in its chain did."""
+        found = []
+        for lost in self.lost:
+            behind: set[tuple[str, int]] = set()
+            for each in reversed(lost):
+                if each.number in seen:
+                    behind.add((each.chain, each.history))
+                elif each.gone == "lost" and (each.chain, each.history) in behind:
+                    found.append(each)
+        return found
 
     def removed(self, message: StoredMessage, why: str) -> None:
         if (publication := self._log.of(message.payload)) is not None and why == "limit":
@@ -71,7 +104,7 @@ class TargetAuditor(StreamTap):
     """
 
     def __init__(self, log: PublisherLog, prefix: bytes, *, may_repeat: bool = False) -> None:
-        self._log, self._prefix, self._may_repeat, self.repeated = log, prefix, may_repeat, 0
+        self._log, self._prefix, self.may_repeat, self.repeated = log, prefix, may_repeat, 0
         self._arrived: list[Publication | None] = []  # by target sequence, from 1
         self.seen: set[int] = set()
         self.foreign = 0
@@ -85,13 +118,14 @@ class TargetAuditor(StreamTap):
         if publication is None:
             raise Broken(f"I6: nobody published what the target stores at {message.sequence}: {message.payload[:40]!r}")
         name = f"message {publication.sequence} of {publication.chain} at {message.sequence} of the target"
-        if publication.number in self.seen and self._may_repeat:
+        if publication.number in self.seen and self.may_repeat:
             self.repeated += 1
             self._arrived.append(None)
             return
         if publication.number in self.seen:
             raise Broken(f"I2: {name} is stored twice")
-        before = next((p for p in reversed(self._arrived) if p and p.chain == publication.chain), None)
+        of = publication.chain, publication.history
+        before = next((p for p in reversed(self._arrived) if p and (p.chain, p.history) == of), None)
         if before is not None and before.sequence >= publication.sequence:
             raise Broken(f"I1: {name} comes behind message {before.sequence}")
         self._compare(message, publication, name)

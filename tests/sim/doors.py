@@ -20,6 +20,8 @@ from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
+import click
+
 import common.clock
 import common.failpoints
 import common.jetstream.credentials
@@ -29,8 +31,12 @@ import common.service.process
 import compaction.merge
 import compaction.run
 import egress.archive
+import egress.context
+import egress.resolve_cli
 import ingress.chains.search
 import ingress.rows.decoder
+from common.settings.root import Settings
+from tests.sim.store import SimObjects
 from tests.sim.strands import SimExecutor, SimLock
 from tests.sim.world import NS, Process, World
 
@@ -42,6 +48,7 @@ class _Current:
     world: World | None = None
     strike: Callable[[str], None] | None = None
     chance: random.Random = random.Random(0)
+    opens: tuple[Settings, SimObjects] | None = None  # by commands
 
 
 def current() -> World:
@@ -124,6 +131,7 @@ def install_threads() -> None:
         locks = types.SimpleNamespace(Lock=SimLock, Event=threading.Event, local=threading.local)
         replace(vars(module), "threading", locks)
     _unlock_cached_properties()
+    _lead_commands_here()
     without_tls = ssl.create_default_context()
     # No connection of a world has TLS, and to read the authorities of the machine takes half the time of a seed.
     replace(vars(common.jetstream.credentials), "tls_context", lambda _settings: without_tls)
@@ -138,6 +146,23 @@ def _unlock_cached_properties() -> None:
         for each in vars(kind).values():
             if isinstance(each, cached_property):
                 vars(each)["lock"] = nullcontext()
+
+
+def _lead_commands_here() -> None:
+    """Let commands read the configuration of the world, open its store, and print into its trace."""
+    vars(egress.resolve_cli)["load_settings"] = lambda *_, **__: _opened()[0]
+    vars(egress.context)["open_objects"] = lambda *_, **__: _opened()[1]
+    vars(click)["echo"] = lambda text="", **_: current().note(f"printed: {text}")
+
+
+def lead_commands(settings: Settings, objects: SimObjects) -> None:
+    """The configuration and the store of commands from now on."""
+    _Current.opens = settings, objects
+
+
+def _opened() -> tuple[Settings, SimObjects]:
+    assert _Current.opens is not None, "no configuration"
+    return _Current.opens
 
 
 def _any_process() -> Process | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tests.sim.actors import ForeignWriter, Member
 from tests.sim.nats import SimNats
 from tests.sim.network import Link
+from tests.sim.plan import Cut
 from tests.sim.store import SimObjects, StoreMood
 from tests.sim.world import Killed, Process, World
 
@@ -40,7 +41,7 @@ class Saboteur:
     """Plans faults on `members`, the server and the store until `end`; `calm` takes all of them back.
 
     `target`, `state`: the target stream, and the key that holds what ingress remembers of it; `foreign`: whoever else
-    writes into the target, None where nobody does.
+    writes into the target, None where nobody does. `cut`: faults that are left out.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Saboteur:
         target: str,
         state: str,
         foreign: ForeignWriter | None,
+        cut: Cut,
     ) -> None:
         self.world: World = nats.world
         self._nats, self._objects, self._members = nats, objects, members
@@ -61,6 +63,19 @@ class Saboteur:
         self._struck, self._strike_chance, self._strike_kind = self._rng.choice(STRIKES)
         self.end, self.every = 0.0, 5.0
         self.count: Counter[str] = Counter()
+        self._left_out, self._number = cut, 0
+        self.happened: list[tuple[int, str]] = []  # number and kind of each fault
+
+    def allows(self, fault: str) -> bool:
+        """Count a fault that is about to happen. Return false where it is left out."""
+        kind, number = fault.partition(" at ")[0], self._number
+        self._number += 1
+        if kind in self._left_out.without or (self._left_out.only is not None and number not in self._left_out.only):
+            return False
+        self.count[fault] += 1
+        self.happened.append((number, kind))
+        self.world.note(f"fault {number}: {fault}")
+        return True
 
     def begin(self, seconds: float, every: float) -> None:
         """Break something every so many seconds, on average."""
@@ -74,9 +89,8 @@ class Saboteur:
         if self.world.now >= self.end:
             return
         kind = self._rng.choice(self.kinds)
-        self.count[kind] += 1
-        self.world.note(f"fault {kind}")
-        getattr(self, f"_{kind}")()
+        if self.allows(kind):
+            getattr(self, f"_{kind}")()
         self._plan()
 
     def _later(self, most: float, call: Callable[[], object], least: float = 0.0) -> None:
@@ -115,8 +129,8 @@ class Saboteur:
         process = self.world.current
         if process is None or not process.alive or self.world.now >= self.end:
             return
-        if self._foreign is not None and point in SENDING and self._rng.random() < BETWEEN:
-            self.count[f"foreign at {point}"] += 1
+        is_between = self._foreign is not None and point in SENDING and self._rng.random() < BETWEEN
+        if is_between and self._foreign is not None and self.allows(f"foreign at {point}"):
             self._foreign.write()
         if not point.startswith(self._struck) or self._rng.random() >= self._strike_chance:
             return
@@ -124,8 +138,8 @@ class Saboteur:
         if member is None or member.process is not process:
             return
         kind = self._strike_kind or self._rng.choice(["kill", "pause", *self._aimed])
-        self.count[f"{kind} at {point}"] += 1
-        self.world.note(f"{process.name} passes {point}: {kind}")
+        if not self.allows(f"{kind} at {point}"):
+            return
         if kind == "kill":
             self._kill_process(member)
             raise Killed

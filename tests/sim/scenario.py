@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import shutil
 import tempfile
 import time
@@ -19,47 +18,20 @@ from compaction.retention import RetentionRule
 from tests.sim import actors, doors
 from tests.sim.auditor import Broken, PublisherLog, SourceTap, TargetAuditor
 from tests.sim.nats import SimNats
+from tests.sim.operator import Operator
+from tests.sim.plan import CHANGING, MESSAGES, Cut, Plan
 from tests.sim.saboteur import Saboteur
+from tests.sim.sources import SourceChanges
 from tests.sim.store import SimObjects
 from tests.sim.strands import Carriers
-from tests.sim.streams import INTEREST, LIMITS, WORK_QUEUE, Stream
+from tests.sim.streams import INTEREST, LIMITS, Stream
 from tests.sim.world import Overdue, World
 
 SOURCE, TARGET, SITE, PREFIX = "ORDERS", "CENTRAL", "eu", "c"
 STATE = f"$KV.FLOE_STATE.ingress.{TARGET}"  # the key of what ingress remembers of its target
-MESSAGES, PUBLISHING, BREAKING = 250, 36.0, 44.0  # how many; seconds that messages and faults come
+PUBLISHING, BREAKING = 36.0, 44.0  # seconds that messages and faults come
 TO_THE_END = 240.0  # simulated seconds of peace until everything has arrived
 AFTERWARDS = 5.0  # seconds that are watched afterwards: nothing more may come
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The choices of one seed, beside its faults."""
-
-    parts: int
-    retention: str
-    segment: int
-    publisher: str
-    is_shared: bool
-    centre_begins: float
-    compacts: bool
-    expires: bool
-    source_limit: int
-
-    @classmethod
-    def of(cls, rng: random.Random) -> Plan:
-        retention = rng.choice([LIMITS, LIMITS, INTEREST, WORK_QUEUE])
-        return cls(
-            parts=rng.choice([1, 1, 2, 3]),
-            retention=retention,
-            segment=rng.choice([7, 25, 1000]),
-            publisher=rng.choice(["auto", "auto", "atomic", "single"]),
-            is_shared=rng.random() < 0.2,
-            centre_begins=rng.choice([0.0, 12.0, 30.0]),
-            compacts=rng.random() < 0.6,
-            expires=rng.random() < 0.5,
-            source_limit=rng.choice([0, 0, 0, 60]) if retention == LIMITS else 0,
-        )
 
 
 @dataclass
@@ -87,23 +59,32 @@ class Result:
 class Scenario:
     """A site with two processes of egress, a centre with two of ingress, and what surrounds them."""
 
-    def __init__(self, world: World, folder: Path) -> None:
-        self.world, self.plan = world, Plan.of(world.chance("plan"))
+    def __init__(self, world: World, folder: Path, cut: Cut) -> None:
+        self.world, self.plan = world, Plan.of(world.seed, world.chance("plan"), world.chance("kind"), cut)
         self.nats, self.objects = SimNats(world), SimObjects(world)
         self.log, self.cleaning = PublisherLog(), actors.Cleaning()
         self.target = TargetAuditor(self.log, f"{PREFIX}.".encode(), may_repeat=self.plan.is_shared)
-        self.nats.taps |= {SOURCE: SourceTap(self.log), TARGET: self.target}
+        self.tap = SourceTap(self.log)
+        self.nats.taps |= {SOURCE: self.tap, TARGET: self.target}
         self.members: dict[str, actors.Member] = {}
-        self._add_members(folder)
-        self.publishers = actors.Publishers(self.nats, self.log, SOURCE, self.plan.parts, MESSAGES, PUBLISHING)
+        settings = self._settings(folder)
+        doors.lead_commands(settings, self.objects)
+        self._add_members(folder, settings)
+        longer = 2.5 if self.plan.kind == CHANGING else 1  # something comes behind each change
+        count, seconds = cut.messages, longer * PUBLISHING * cut.messages / MESSAGES
+        self.publishers = actors.Publishers(self.nats, self.log, SOURCE, self.plan.parts, count, seconds)
         self.foreign = actors.ForeignWriter(self.nats, f"{PREFIX}.foreign".encode(), 3.0)
         self._errors_before = unexpected_errors()
         foreign = self.foreign if self.plan.is_shared else None
-        self.saboteur = Saboteur(self.nats, self.objects, self.members, TARGET, STATE, foreign)
+        self.saboteur = Saboteur(self.nats, self.objects, self.members, TARGET, STATE, foreign, cut)
+        self.changes = SourceChanges(self.nats, self.tap, SOURCE, self.saboteur.allows, is_quiet=self.plan.is_quiet)
+        self.operator = Operator(world, self.members)
 
     def _settings(self, folder: Path) -> Settings:
         plan, nats = self.plan, {"url": "nats://127.0.0.1:4222"}
         feed: dict[str, Any] = {"stream": SOURCE, "segment": {"max_messages": plan.segment, "max_age": "5s"}}
+        if plan.kind:
+            feed["on_recreated"] = plan.on_recreated
         if plan.parts > 1:
             feed["partitions"] = [f"{SOURCE}.{n}.>" for n in range(plan.parts)]
         target: dict[str, Any] = {
@@ -127,8 +108,8 @@ class Scenario:
         }
         return Settings.model_validate(document)
 
-    def _add_members(self, folder: Path) -> None:
-        world, objects, settings = self.world, self.objects, self._settings(folder)
+    def _add_members(self, folder: Path, settings: Settings) -> None:
+        world, objects = self.world, self.objects
         for name in ("egress-0", "egress-1"):
             self.members[name] = actors.egress(world, name, settings, objects)
         for name in ("ingress-0", "ingress-1"):
@@ -140,8 +121,8 @@ class Scenario:
             self.members[name] = actors.compaction(world, name, settings, objects, folder, rule, self.cleaning)
 
     @property
-    def source(self) -> Stream:
-        return self.nats.streams[SOURCE]
+    def source(self) -> Stream | None:
+        return self.nats.streams.get(SOURCE)
 
     def _create_source(self) -> None:
         from tests.sim import api
@@ -153,6 +134,10 @@ class Scenario:
 
     # Running
 
+    def strike(self, point: str) -> None:
+        self.changes.strike(point)
+        self.saboteur.strike(point)
+
     def run(self) -> None:
         """Run to the end. Raises Broken, Overdue, Deadlock."""
         world, plan = self.world, self.plan
@@ -161,12 +146,15 @@ class Scenario:
             world.at(plan.centre_begins if name.startswith("ingress") else 0.0, member.start)
         # An interest stream keeps nothing before each partition has its durable.
         kept = plan.parts if plan.retention == INTEREST else 0
-        self.publishers.may_begin = lambda: len(self.source.consumers) >= kept
+        self.publishers.may_begin = lambda: self.source is not None and len(self.source.consumers) >= kept
         world.at(1.0, self.publishers.begin)
         if plan.is_shared:
             world.at(5.0, self.foreign.begin)
-        self.saboteur.begin(BREAKING, world.chance("pace").choice([1.5, 3.0, 6.0]))
-        self._run(lambda: world.now > BREAKING and self.publishers.is_done, 2000.0)
+        if not plan.is_quiet:
+            self.saboteur.begin(BREAKING, world.chance("pace").choice([1.5, 3.0, 6.0]))
+        if plan.kind == CHANGING:
+            self.changes.begin()
+        self._run(lambda: world.now > BREAKING and self.publishers.is_done and self._has_changed(), 2000.0)
         self.saboteur.calm()
         try:
             self._run(self._is_complete, TO_THE_END)
@@ -177,6 +165,9 @@ class Scenario:
         self._run(lambda: world.now >= end, AFTERWARDS + 1)
         if (defects := unexpected_errors() - self._errors_before) > 0:
             raise Broken(f"{defects} unexpected errors (E-UNEXPECTED) in the log of the product")
+        if skipped := self.tap.skipped(self.target.seen):
+            places = ", ".join(f"{each.chain} {each.sequence}" for each in skipped[:5])
+            raise Broken(f"I3: {len(skipped)} messages that a change took away ({places}) are missing before others")
 
     def _run(self, until: Callable[[], bool], limit: float) -> None:
         """Run until `until` holds, looked at four times a second; supervisors look then too."""
@@ -186,24 +177,37 @@ class Scenario:
                 raise Overdue(f"not reached within {limit:g} simulated seconds")
             for member in self.members.values():
                 member.look()
+            if self.plan.kind:
+                self.operator.look()
+                self.target.may_repeat = self.target.may_repeat or self.operator.has_repeated
             at = self.world.now + 0.25
             self.world.at(0.25, lambda: None)
             self.world.run(lambda at=at: self.world.now >= at, 10.0)  # type: ignore[misc]
+
+    def _has_changed(self) -> bool:
+        return self.plan.kind != CHANGING or self.changes.is_over
 
     def _is_complete(self) -> bool:
         """Return true once everything has arrived, and nothing is left in a queue.
 
         What a listing did not show may stay there: egress holds it for lost until its next session.
         """
-        is_left = self.plan.retention != LIMITS and not self.saboteur.count["store_hides"] and self.source.sequences
-        return not (self.target.missing() or is_left)
+        if self.plan.kind and (self.source is None or self.operator.stops() or self.operator.is_busy):
+            return False
+        return not (self.target.missing() or self._is_queued())
+
+    def _is_queued(self) -> bool:
+        if self.source is None or self.plan.retention == LIMITS or self.tap.lost:
+            return False
+        return bool(self.source.sequences and not self.saboteur.count["store_hides"])
 
     def _unfinished(self) -> str:
         missing = self.target.missing()
         places = ", ".join(f"{each.chain} {each.sequence}" for each in missing[:5])
         states = "\n".join(member.state() for member in self.members.values())
-        found = f"{len(missing)} acknowledged messages are missing ({places}), {len(self.source.sequences)} are left"
-        return f"after {TO_THE_END:g} s of peace {found}\n{states}"
+        left = 0 if self.source is None else len(self.source.sequences)
+        found = f"{len(missing)} acknowledged messages are missing ({places}), {left} are left"
+        return f"after {TO_THE_END:g} s of peace {found}\n{states}\n{self.operator.last}"
 
     def counts(self) -> Counter[str]:
         segments = sum(key.endswith(".parquet") for key in self.objects.keys)
@@ -213,6 +217,7 @@ class Scenario:
         numbers |= {"segments": segments, "store calls": self.objects.calls, "requests": self.nats.requests}
         numbers |= {"merges": done.merged, "deleted": done.deleted, "expired": done.expired}
         numbers |= {"foreign": self.target.foreign, "repeated": self.target.repeated}
+        numbers |= {"lost": sum(map(len, self.tap.lost)), "decisions": self.operator.ran.total()}
         return Counter(numbers)
 
 
@@ -226,16 +231,16 @@ CARRIERS = Carriers()
 SPOOL = Path("/dev/shm")  # files in memory, where there is such a folder
 
 
-def run_seed(seed: int) -> Result:
-    """Run the world of one seed."""
+def run_seed(seed: int, cut: Cut = Cut()) -> Result:  # noqa: B008  (it does not change)
+    """Run the world of one seed, but for what is cut."""
     folder = Path(tempfile.mkdtemp(prefix="floe-sim-", dir=SPOOL if SPOOL.is_dir() else None))
     began, world = time.process_time(), World(seed, CARRIERS)
     problem = ""
     gc.disable()  # what a dead process left is not to be finalized in the middle of another's turn
     try:
         with doors.entered(world):
-            scenario = Scenario(world, folder)
-            with doors.striking(scenario.saboteur.strike):
+            scenario = Scenario(world, folder, cut)
+            with doors.striking(scenario.strike):
                 try:
                     scenario.run()
                 except AssertionError as error:

@@ -1,0 +1,103 @@
+"""An operator: reads why a feed stopped, as the status page of a process has it, and runs what its hint prints."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+import egress.resolve_cli
+from common.errors import FloeError
+from tests.sim.actors import Member
+from tests.sim.world import Process, World
+
+COMMANDS: dict[str, click.Command] = {"egress resolve": egress.resolve_cli.resolve}
+LOOKS_WITHIN = (3.0, 30.0)  # seconds from a stop until somebody acts
+AGAIN = 80.0  # seconds until somebody acts on the same stop again, at least
+DIES = 0.3  # how often the first command is killed
+REPEATS = "come twice"  # in front of a command that archives some messages again
+
+
+class Operator:
+    """Looks at the processes of egress in `members`, and acts on what they say.
+
+    `has_repeated`: a command was run of which the hint said that messages come twice.
+    """
+
+    def __init__(self, world: World, members: Mapping[str, Member]) -> None:
+        self.world, self._members, self._rng = world, members, world.chance("operator")
+        self._process: Process | None = None
+        self._due = 0.0  # when the stop that was seen last is acted on
+        self.has_repeated, self.ran = False, Counter[str]()
+        self.last = ""
+
+    @property
+    def is_busy(self) -> bool:
+        return self._process is not None
+
+    def stops(self) -> list[dict[str, Any]]:
+        """The parts of egress that have stopped, as their status says."""
+        found = []
+        for name, member in self._members.items():
+            if name.startswith("egress") and member.is_alive:
+                parts = member.health.status()["parts"].values()
+                found += [part for part in parts if part.get("state") == "stopped"]
+        return found
+
+    def look(self) -> None:
+        """Act where a feed has been stopped for long enough."""
+        if self._process is not None:
+            self._finish(self._process)
+            return
+        stops = [stop for stop in self.stops() if self._command(stop["hint"])]
+        if not stops:
+            self._due = 0.0
+        elif not self._due:
+            self._due = self.world.now + self._rng.uniform(*LOOKS_WITHIN)
+        elif self.world.now >= self._due:
+            self._due = self.world.now + AGAIN
+            self._run(self._rng.choice(stops))
+
+    def _command(self, hint: str) -> list[str]:
+        """The words of the first command of a hint that decides something; empty where there is none."""
+        for line in hint.split("\n"):
+            words = shlex.split(line) if line.startswith("floe ") else []
+            if " ".join(words[1:3]) in COMMANDS and any(each.startswith("--") for each in words):
+                return words[1:]
+        return []
+
+    def _run(self, stop: dict[str, Any]) -> None:
+        words = self._command(stop["hint"])
+        self.world.note(f"operator reads {stop['code']}, runs {shlex.join(words)}")
+        self.ran[stop["code"]] += 1
+        before = stop["hint"].partition(shlex.join(words))[0]
+        self.has_repeated |= bool(re.search(REPEATS, before))
+        self._process = self.world.spawn("operator", lambda: self._paste(words))
+        if self.ran.total() == 1 and self._rng.random() < DIES:
+            self.world.at(self._rng.uniform(0, 2), self._process.kill)
+
+    async def _paste(self, words: list[str]) -> str:
+        """Run the command as it was pasted, and answer its question; what it said."""
+        command = COMMANDS[" ".join(words[:2])]
+        context = command.make_context(command.name, [*words[2:], "--yes"])
+        body = command.callback.__wrapped__  # type: ignore[union-attr]
+        with context:
+            values = dict(context.params)
+        try:
+            code = await body(**values)
+        except FloeError as error:
+            return error.line()
+        return f"exit {code}"
+
+    def _finish(self, process: Process) -> None:
+        if process.alive and not process.task.done():
+            return
+        if process.alive:
+            self.last = process.task.result()
+            self.world.note(f"operator is done: {self.last}")
+            process.kill()
+        self._process = None

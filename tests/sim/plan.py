@@ -1,0 +1,73 @@
+"""The choices of one seed: what its world is made of, and what is left out of it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from tests.sim.streams import INTEREST, LIMITS, WORK_QUEUE
+
+MESSAGES = 250
+CHANGING = "changing"  # the source is made again, set back, deleted; an operator acts on what egress says
+#: By the last digit of a seed, what its world has beside faults. The others are ordinary.
+KINDS = {3: CHANGING, 7: CHANGING}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is left out of the world of a seed: kinds of faults, all faults but those of some numbers, messages."""
+
+    without: frozenset[str] = frozenset()
+    only: frozenset[int] | None = None
+    messages: int = MESSAGES
+
+    def __str__(self) -> str:
+        """As options of the command."""
+        words = [f"--without {','.join(sorted(self.without))}"] if self.without else []
+        if self.only is not None:
+            words.append(f"--only {','.join(map(str, sorted(self.only))) or 'none'}")
+        return " ".join([*words, f"--messages {self.messages}"] if self.messages != MESSAGES else words)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The choices of one seed, beside its faults.
+
+    `kind`: of KINDS; `is_quiet`: nothing but that breaks; `on_recreated`: as of the feed.
+    """
+
+    parts: int
+    retention: str
+    segment: int
+    publisher: str
+    is_shared: bool
+    centre_begins: float
+    compacts: bool
+    expires: bool
+    source_limit: int
+    kind: str = ""
+    is_quiet: bool = False
+    on_recreated: str = "continue"
+    cut: Cut = field(default_factory=Cut)
+
+    @classmethod
+    def of(cls, seed: int, rng: random.Random, more: random.Random, cut: Cut) -> Plan:
+        """`more`: the chance of whatever only some kinds have."""
+        retention = rng.choice([LIMITS, LIMITS, INTEREST, WORK_QUEUE])
+        kind = KINDS.get(seed % 10, "")
+        return cls(
+            parts=rng.choice([1, 1, 2, 3]),
+            retention=retention,
+            segment=rng.choice([7, 25, 1000]),
+            publisher=rng.choice(["auto", "auto", "atomic", "single"]),
+            is_shared=rng.random() < 0.2,
+            centre_begins=rng.choice([0.0, 12.0, 30.0]),
+            compacts=rng.random() < 0.6,
+            # What has expired cannot be compared with a source that has changed.
+            expires=rng.random() < 0.5 and kind != CHANGING,
+            source_limit=rng.choice([0, 0, 0, 60]) if retention == LIMITS else 0,
+            kind=kind,
+            is_quiet=more.random() < 0.25 and bool(kind),
+            on_recreated=more.choice(["continue", "halt"]),
+            cut=cut,
+        )
