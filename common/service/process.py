@@ -45,18 +45,31 @@ def exit_at_once(number: int) -> None:
     os._exit(128 + number)
 
 
+@contextmanager
+def _handling(handlers: Mapping[signal.Signals, Any], afterwards: Any = None) -> Iterator[None]:
+    """Handle signals by these within the block, then as before, or by `afterwards`. Anywhere but in the main thread,
+    which alone hears signals, nothing is handled.
+    """
+    here = threading.current_thread() is threading.main_thread()
+    former = {number: signal.signal(number, handler) for number, handler in handlers.items() if here}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler if afterwards is None else afterwards)
+
+
 @asynccontextmanager
 async def stop_on_signals(
     second: Callable[[int], None] = exit_at_once, *, deaf_afterwards: bool = False
 ) -> AsyncIterator[Stop]:
     """A signal that the first SIGTERM or SIGINT sets. Each further one calls `second` with its number.
 
-    SIGHUP calls `hangups`, SIGQUIT logs tasks and threads. To be entered in the main thread. On leaving, the
-    former handlers are back; with `deaf_afterwards` signals are ignored from then on: a process that has done its
-    work ends with its own exit code.
+    SIGHUP calls `hangups`, SIGQUIT logs tasks and threads. On leaving, the former handlers are back; with
+    `deaf_afterwards` signals are ignored from then on: a process that has done its work ends with its own exit code.
+    Anywhere but in the main thread, which alone hears signals, nothing is ever asked.
     """
-    stop = Stop()
-    loop = asyncio.get_running_loop()
+    stop, loop = Stop(), asyncio.get_running_loop()
     received: list[int] = []
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
@@ -68,40 +81,35 @@ async def stop_on_signals(
         else:
             loop.call_soon_threadsafe(_ask, stop, number)
 
-    former = {number: signal.signal(number, on_signal) for number in SIGNALS}
-    former[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(_hang_up))
-    former[signal.SIGQUIT] = signal.signal(signal.SIGQUIT, lambda *_: _dump_beside(loop))
+    handlers: dict[signal.Signals, Any] = dict.fromkeys(SIGNALS, on_signal)
+    handlers[signal.SIGHUP] = lambda *_: loop.call_soon_threadsafe(_hang_up)
+    handlers[signal.SIGQUIT] = lambda *_: _dump_beside(loop)
     if signal.SIGUSR1 not in _taken:
-        former[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda *_: loop.call_soon_threadsafe(_tell_not_taken))
-    try:
+        handlers[signal.SIGUSR1] = lambda *_: loop.call_soon_threadsafe(_tell_not_taken)
+    with _handling(handlers, signal.SIG_IGN if deaf_afterwards else None):
         yield stop
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, signal.SIG_IGN if deaf_afterwards else handler)
 
 
 @contextmanager
-def on_signal(number: int, call: Callable[[], object]) -> Iterator[None]:
+def on_signal(number: signal.Signals, call: Callable[[], object]) -> Iterator[None]:
     """Within the block, call `call` on the event loop for each signal `number`; afterwards it is ignored: a process
-    that ends is not killed by it. To be entered in the main thread.
+    that ends is not killed by it. Anywhere but in the main thread nothing is handled.
     """
     loop = asyncio.get_running_loop()
-    signal.signal(number, lambda *_: loop.call_soon_threadsafe(call))
-    _taken.add(number)
-    try:
-        yield
-    finally:
-        _taken.discard(number)
-        signal.signal(number, signal.SIG_IGN)
+    with _handling({number: lambda *_: loop.call_soon_threadsafe(call)}, signal.SIG_IGN):
+        _taken.add(number)
+        try:
+            yield
+        finally:
+            _taken.discard(number)
 
 
 @contextmanager
 def stop_asked(cancel: Callable[[], None] = lambda: None) -> Iterator[Stop]:
     """As `stop_on_signals`, for a command without an event loop, which calls `Stop.check` where it can stop; `cancel`
-    is called once, in a thread, when the first signal comes. Anywhere but in the main thread, which alone hears
-    signals, nothing is ever asked.
+    is called once, in a thread, when the first signal comes.
     """
-    asked, former = Stop(), dict[signal.Signals, Any]()
+    asked = Stop()
 
     def beside(work: Callable[[], None], name: str) -> None:
         # Not in the handler: what it interrupts may hold the very lock that the work needs.
@@ -113,16 +121,12 @@ def stop_asked(cancel: Callable[[], None] = lambda: None) -> Iterator[Stop]:
         asked.set()
         beside(lambda: (_tell_stop(number), cancel()), "stopping")  # type: ignore[arg-type,func-returns-value]
 
-    if threading.current_thread() is threading.main_thread():
-        former = {number: signal.signal(number, on_signal) for number in SIGNALS}
-        former[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda *_: beside(_hang_up, "hangup"))
-        former[signal.SIGQUIT] = signal.signal(signal.SIGQUIT, lambda *_: _dump_beside(None))
-        former[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda *_: beside(_tell_not_taken, "not-taken"))
-    try:
+    handlers: dict[signal.Signals, Any] = dict.fromkeys(SIGNALS, on_signal)
+    handlers[signal.SIGHUP] = lambda *_: beside(_hang_up, "hangup")
+    handlers[signal.SIGQUIT] = lambda *_: _dump_beside(None)
+    handlers[signal.SIGUSR1] = lambda *_: beside(_tell_not_taken, "not-taken")
+    with _handling(handlers):
         yield asked
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
 
 
 def _tell_stop(number: int) -> None:
