@@ -29,9 +29,9 @@ from infra.local.nats import NatsCluster, NatsServer, nats_server_binary
 from infra.oracle import Trace, archived, compare, prefixed, source_trace, target_traces
 from tests.scenarios.judge import PREFIX, carried
 from tests.scenarios.load import client_of
-from tests.scenarios.processes import run_floe
 from tests.scenarios.world import TARGET, World
 from tests.support.basics import PATIENCE, seeded, soon
+from tests.support.commands import floe
 from tests.support.oracle import compare_target
 from tests.support.servers import placing
 
@@ -180,8 +180,8 @@ async def test_streams_of_every_ordinary_kind_are_archived_and_carried_as_they_a
         egress.start()
         ingress.start()
         await judged(world, site, feeds, gone=True)
-        drill = run_floe("drill", "-c", str(centre), "--site", SITE, "--feed", "KV_h5")
-        assert drill.returncode == 0, drill.stderr
+        drill = await floe("drill", "-c", str(centre), "--site", SITE, "--feed", "KV_h5")
+        assert drill.code == 0, drill
 
 
 async def same_length(client: FloeClient, one: str, other: str) -> bool:

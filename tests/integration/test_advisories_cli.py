@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from egress.advisories.cli import line_of
 from infra.local.process import spawn
 from tests.support.advisories import SECOND, World, new, now_ns, running
 from tests.support.basics import PATIENCE, soon
+from tests.support.commands import ROOT, Done, invoke
 
-ROOT = Path(__file__).parents[2]
 MINUTE = 60 * SECOND
 
 
@@ -41,12 +40,8 @@ def written(path: Path, settings: dict[str, Any]) -> Path:
     return path
 
 
-def command(config: Path, *arguments: str) -> list[str]:
-    return [sys.executable, str(ROOT / "floe.py"), "advisories", *arguments, "-c", str(config)]
-
-
-def floe(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(config, *arguments), capture_output=True, text=True, check=False, timeout=PATIENCE)
+async def floe(config: Path, *arguments: str) -> Done:
+    return await invoke("advisories", *arguments, "-c", str(config))
 
 
 async def store(world: World, sent: list[Advisory], foreign: int = 0) -> None:
@@ -70,18 +65,18 @@ def silence(value: str, moment_ns: int, silent_ns: int = 662 * SECOND) -> Adviso
 async def test_each_is_one_line_in_order_and_foreign_messages_are_counted(world: World, config: Path) -> None:
     sent = [silence("node1", now_ns() - MINUTE), new("node2")]
     await store(world, sent, foreign=3)
-    done = floe(config, world.stream)
-    first, second = done.stdout.splitlines()
+    done = await floe(config, world.stream)
+    first, second = done.out.splitlines()
 
     assert first.endswith("] timeout node1 seen 11m2s earlier on US_EAST")
     assert second.endswith("]     new node2 seen 0s earlier on US_EAST")
-    assert done.stderr == f"3 messages of {world.stream} are no advisories\n"
-    assert done.returncode == 0
+    assert done.err == f"3 messages of {world.stream} are no advisories\n"
+    assert done.code == 0
 
 
 async def test_one_value_alone_and_as_json(world: World, config: Path) -> None:
     await store(world, [new("node1"), new("node11"), silence("node1", now_ns())])
-    documents = [json.loads(line) for line in floe(config, world.stream, "node1", "--json").stdout.splitlines()]
+    documents = [json.loads(line) for line in (await floe(config, world.stream, "node1", "--json")).out.splitlines()]
 
     assert [(each["event"], each["value"]) for each in documents] == [("new", "node1"), ("timeout", "node1")]
     assert list(documents[0]) == list(AdvisoryDocument.__struct_fields__)
@@ -90,13 +85,13 @@ async def test_one_value_alone_and_as_json(world: World, config: Path) -> None:
 async def test_since_counts_from_now_by_time_of_storing(world: World, config: Path) -> None:
     await store(world, [new("old", now_ns() - 30 * 86_400 * SECOND)])
 
-    assert "old seen 0s earlier" in floe(config, world.stream, "--since", "1m").stdout
-    assert floe(config, world.stream, "--since", "1ms").stdout == ""
+    assert "old seen 0s earlier" in (await floe(config, world.stream, "--since", "1m")).out
+    assert (await floe(config, world.stream, "--since", "1ms")).out == ""
 
 
 async def test_a_value_cannot_forge_lines_or_move_the_cursor(world: World, config: Path) -> None:
     await store(world, [new("a\n[2026-01-01 00:00:00] expire node1\x1b[2J\u202e")])
-    people, programs = floe(config, world.stream).stdout, floe(config, world.stream, "--json").stdout
+    people, programs = (await floe(config, world.stream)).out, (await floe(config, world.stream, "--json")).out
 
     assert people.count("\n") == programs.count("\n") == 1
     for output in (people, programs):
@@ -125,34 +120,37 @@ async def test_at_the_centre_subjects_and_headers_are_others_and_do_not_matter(
         },
     )
 
-    assert floe(centre, world.stream).stdout == ("[2022-03-15 14:37:10]  expire node1 seen 1h earlier on US-EAST\n")
-    assert floe(centre, world.stream, "--nats", "egress").returncode == 75
+    assert (await floe(centre, world.stream)).out == (
+        "[2022-03-15 14:37:10]  expire node1 seen 1h earlier on US-EAST\n"
+    )
+    assert (await floe(centre, world.stream, "--nats", "egress")).code == 75
 
 
 async def test_a_stream_that_is_not_there_is_one_line_and_exit_1(config: Path) -> None:
-    done = floe(config, "NO_SUCH_STREAM")
+    done = await floe(config, "NO_SUCH_STREAM")
 
-    assert done.returncode == 1
-    assert done.stderr.startswith("error[E-STREAM]: stream NO_SUCH_STREAM: expected one on this server")
-    assert done.stderr.count("\n") == 1
+    assert done.code == 1
+    assert done.err.startswith("error[E-STREAM]: stream NO_SUCH_STREAM: expected one on this server")
+    assert done.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["a.b", "a b", "*", ""])
-def test_what_is_no_name_of_a_stream_is_a_usage_error(config: Path, name: str) -> None:
-    assert floe(config, name).returncode == 2
+async def test_what_is_no_name_of_a_stream_is_a_usage_error(config: Path, name: str) -> None:
+    assert (await floe(config, name)).code == 2
 
 
 async def test_an_empty_stream_is_an_answer(world: World, config: Path) -> None:
-    done = floe(config, world.stream)
+    done = await floe(config, world.stream)
 
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (done.code, done.out, done.err) == (0, "", "")
 
 
 async def test_follow_shows_those_that_come_until_it_is_interrupted(world: World, config: Path, tmp_path: Path) -> None:
     await store(world, [new("before")])
     out, errors = tmp_path / "out", tmp_path / "errors"
     with out.open("w") as stdout, errors.open("w") as stderr:
-        process = spawn(command(config, world.stream, "--follow"), stdout=stdout, stderr=stderr)
+        command = [sys.executable, str(ROOT / "floe.py"), "advisories", world.stream, "--follow", "-c", str(config)]
+        process = spawn(command, stdout=stdout, stderr=stderr)
     try:
         await soon(lambda: "before" in out.read_text())
         await store(world, [new("after")], foreign=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 from pathlib import Path
 
@@ -14,8 +13,9 @@ from common.jetstream.client import FloeClient
 from common.segments.segment import Ledger, Message, Reason
 from common.sequences import SequenceRange
 from ingress.replay.drill import Trail, compare
-from tests.scenarios.processes import Service, run_floe
-from tests.support.basics import PATIENCE, eventually, unique
+from tests.scenarios.processes import Service
+from tests.support.basics import PATIENCE, soon, unique
+from tests.support.commands import invoke
 from tests.support.ingress import CHAIN, Archive, Centre, rows_of
 from tests.support.segments import message
 
@@ -52,10 +52,10 @@ async def test_replay_as_a_command(world: World) -> None:
     world.archive.put(rows_of(1, 3000))
     await world.make()
     command = ("replay", "-c", world.config, *FEED, "--target", world.target, "--subject-prefix", world.target)
-    planned = run_floe(*command, "--dry-run")
-    assert (planned.returncode, planned.stderr) == (0, "")
-    assert "3,000 messages" in planned.stdout
-    assert "is empty" in planned.stdout
+    planned = await invoke(*command, "--dry-run")
+    assert (planned.code, planned.err) == (0, "")
+    assert "3,000 messages" in planned.out
+    assert "is empty" in planned.out
 
     slow = Service(world.folder, "replay", *command, "--rate", "500/s").start()
     async with asyncio.timeout(PATIENCE):
@@ -65,19 +65,19 @@ async def test_replay_as_a_command(world: World) -> None:
     assert slow.wait(PATIENCE) == 75
     assert "the same command goes on" in slow.tail()
 
-    other = run_floe(*command, "--to-sequence", "7")
-    assert other.returncode == 1
-    assert "error[E-REPLAY-OTHER]" in other.stderr
-    done = run_floe(*command, "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["rows"] == 3000
+    other = await invoke(*command, "--to-sequence", "7")
+    assert other.code == 1
+    assert "error[E-REPLAY-OTHER]" in other.err
+    done = await invoke(*command, "--json")
+    assert done.code == 0, done.err
+    assert done.json()["rows"] == 3000
     assert await holds(world, 3000)
-    again = run_floe(*command)
-    assert again.returncode == 0
-    assert "done before" in again.stdout
-    wrong = run_floe(*command, "--from-time", "yesterday")
-    assert wrong.returncode == 2
-    assert "expected a time such as 2026-01-02T03:04:05Z" in wrong.stderr
+    again = await invoke(*command)
+    assert again.code == 0
+    assert "done before" in again.out
+    wrong = await invoke(*command, "--from-time", "yesterday")
+    assert wrong.code == 2
+    assert "expected a time such as 2026-01-02T03:04:05Z" in wrong.err
 
 
 async def holds(world: World, count: int) -> bool:
@@ -92,17 +92,17 @@ async def test_a_drill_finds_the_archive_well_and_leaves_nothing(world: World) -
         *(message(s, b"", headers=b"NATS/1.0\r\nNats-Msg-Id: 1\r\n\r\n") for s in range(2991, 3001)),
     ]
     world.archive.put(rows, SequenceRange(1, 3010), ledger=Ledger({Reason.SAMPLED_OUT: 10}))
-    well = run_floe("drill", "-c", world.config, *FEED, "--json")
-    assert well.returncode == 0, well.stderr
-    report = json.loads(well.stdout)
+    well = await invoke("drill", "-c", world.config, *FEED, "--json")
+    assert well.code == 0, well.err
+    report = well.json()
     assert (report["rows"], report["expected"], report["ok"]) == (3000, 3000, True)
     assert report["full_restore_seconds"] > 0
-    part = run_floe("drill", "-c", world.config, *FEED, "--from-sequence", "11", "--to-sequence", "20")
-    assert part.returncode == 0
-    assert "10 messages" in part.stdout
+    part = await invoke("drill", "-c", world.config, *FEED, "--from-sequence", "11", "--to-sequence", "20")
+    assert part.code == 0
+    assert "10 messages" in part.out
     assert await world.scratch() == []
-    listed = run_floe("checkpoint", "ls", "-c", world.config)
-    assert "FLOE_DRILL" not in listed.stdout
+    listed = await invoke("checkpoint", "ls", "-c", world.config)
+    assert "FLOE_DRILL" not in listed.out
 
 
 @pytest.mark.servers
@@ -114,11 +114,11 @@ async def test_a_drill_tells_holes_and_damage(world: World) -> None:
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 3] ^= 1
     path.write_bytes(bytes(raw))
-    found = run_floe("drill", "-c", world.config, *FEED)
-    assert found.returncode == 3, found.stderr
-    assert "201..220" in found.stdout
-    assert "NOT WELL" in found.stdout
-    assert bad.name in found.stdout
+    found = await invoke("drill", "-c", world.config, *FEED)
+    assert found.code == 3, found.err
+    assert "201..220" in found.out
+    assert "NOT WELL" in found.out
+    assert bad.name in found.out
     assert await world.scratch() == []
 
 
@@ -126,11 +126,11 @@ async def test_a_drill_tells_holes_and_damage(world: World) -> None:
 async def test_a_row_that_the_server_does_not_take_is_told_with_a_command_for_drills(world: World) -> None:
     large = world.client.max_payload + 1
     world.archive.put([*rows_of(1, 100), message(101, b"x" * large)])
-    found = run_floe("drill", "-c", world.config, *FEED)
-    assert found.returncode == 1, found
-    assert "error[E-MSG-TOO-LARGE]" in found.stderr
+    found = await invoke("drill", "-c", world.config, *FEED)
+    assert found.code == 1, found
+    assert "error[E-MSG-TOO-LARGE]" in found.err
     again = f"drill again:\nfloe drill -c {world.config} --site us-east --feed NODES --incarnation 0"
-    assert again in found.stderr
+    assert again in found.err
     assert await world.scratch() == []
 
 
@@ -143,10 +143,10 @@ async def test_the_next_drill_removes_what_a_killed_one_left(world: World) -> No
     left = await world.scratch()
     assert len(left) == 1
 
-    def swept() -> bool:
-        return f"removed {left[0]}" in run_floe("drill", "-c", world.config, *FEED).stderr
+    async def swept() -> bool:
+        return f"removed {left[0]}" in (await invoke("drill", "-c", world.config, *FEED)).err
 
-    eventually(swept)
+    await soon(swept)
     assert await world.scratch() == []
 
 

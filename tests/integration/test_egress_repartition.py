@@ -24,7 +24,7 @@ from tests.support.servers import restore_disk, save_disk
 
 
 async def repartition(bench: Bench, feed: dict[str, Any], *arguments: str, failpoints: str = "") -> Done:
-    env = {**os.environ, "FLOE_FAILPOINTS": failpoints}
+    env = {**os.environ, "FLOE_FAILPOINTS": failpoints} if failpoints else None
     command = ("egress", "repartition", "-c", str(configuration(bench, feed)))
     return await floe(*command, f"{SITE}/{feed['stream']}", *arguments, env=env)
 

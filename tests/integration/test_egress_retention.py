@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
@@ -17,9 +16,8 @@ from egress.consumers import WantedMessages, take
 from egress.init import initialise
 from egress.partition import Partition, partitions_of
 from infra.local.nats import NatsServer
-from tests.scenarios.processes import run_floe
 from tests.support.basics import soon, unique
-from tests.support.commands import configuration
+from tests.support.commands import configuration, floe
 from tests.support.egress import SITE, Bench
 from tests.support.proxies import TcpProxy
 from tests.support.stores import FaultyStore, raising
@@ -556,22 +554,22 @@ async def test_init_is_a_command(bench: Bench) -> None:
     stream = await make(bench, "workqueue")
     await create_consumer(bench.client, stream, {"durable_name": "worker", "ack_policy": "explicit"})
     config = configuration(bench, {"stream": stream})
-    refused = await asyncio.to_thread(run_floe, "egress", "init", "-c", str(config))
-    assert refused.returncode == 1
-    assert refused.stderr.count("error[E-RETENTION]") == 1
-    assert "consumer worker" in refused.stderr
-    assert "refused" in refused.stdout
+    refused = await floe("egress", "init", "-c", str(config))
+    assert refused.code == 1
+    assert refused.err.count("error[E-RETENTION]") == 1
+    assert "consumer worker" in refused.err
+    assert "refused" in refused.out
     await bench.client.api(f"CONSUMER.DELETE.{stream}.worker")
-    made = await asyncio.to_thread(run_floe, "egress", "init", "-c", str(config), "--json")
-    assert made.returncode == 0
-    assert [each["result"] for each in json.loads(made.stdout)] == ["there", "there", "made"]
+    made = await floe("egress", "init", "-c", str(config), "--json")
+    assert made.code == 0
+    assert [each["result"] for each in made.json()] == ["there", "there", "made"]
 
 
 async def test_init_shows_people_no_durables_that_are_not_needed(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     config = configuration(bench, {"stream": stream})
     command = ("egress", "init", "-c", str(config))
-    shown = (await asyncio.to_thread(run_floe, *command)).stdout
+    shown = (await floe(*command)).out
     assert [line.split()[0] for line in shown.splitlines()] == ["what", "bucket", "bucket"]
-    found = json.loads((await asyncio.to_thread(run_floe, *command, "--json")).stdout)
+    found = (await floe(*command, "--json")).json()
     assert [each["result"] for each in found] == ["there", "there", "not needed"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shlex
 from dataclasses import replace
 from typing import Any
@@ -260,11 +259,10 @@ async def test_what_has_no_feed_names_its_file(bench: Bench) -> None:
 async def test_a_command_that_ends_by_itself_logs_what_the_configuration_asks_for_with_v(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     config = configuration(bench, {"stream": stream})
-    env = dict(os.environ)  # as a process: lines in the log are written by a thread, and at the latest when it ends
-    quiet = await floe("egress", "init", "-c", str(config), env=env)
+    quiet = await floe("egress", "init", "-c", str(config))
     assert (quiet.code, quiet.err) == (0, "")
     config.write_text(config.read_text() + "log: {level: info}\n")
-    quiet = await floe("egress", "init", "-c", str(config), env=env)
+    quiet = await floe("egress", "init", "-c", str(config))
     assert (quiet.code, quiet.err) == (0, "")
-    told = await floe("-v", "egress", "init", "-c", str(config), env=env)
+    told = await floe("-v", "egress", "init", "-c", str(config))
     assert "nats connected" in told.err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import time
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from common.service.monitor import Health
 from common.tasks import Stop
 from infra.local.nats import NatsServer
 from ingress.deps import lease_key
-from tests.scenarios.processes import run_floe
 from tests.support.basics import PATIENCE, soon
+from tests.support.commands import floe
 from tests.support.ingress import Archive, Centre, check_exact, rows_of
 from tests.support.proxies import TcpProxy
 
@@ -60,8 +61,8 @@ async def test_a_stopped_target_goes_on_without_a_restart_once_the_state_is_mend
         assert health.problems()
 
         command = ["checkpoint", "set", "-c", str(centre.write()), "--target", centre.target, "--forget"]
-        result = await asyncio.to_thread(run_floe, *command, "--yes")
-        assert result.returncode == 0, result.stderr
+        result = await floe(*command, "--yes", env={**os.environ})  # the log of this process is that of the service
+        assert result.code == 0, result
         check_exact(await centre.carried(client, 40), archive, centre.prefix)
         await soon(lambda: not health.problems())
         assert REGISTRY.get_sample_value("floe_ingress_stopped", {"target": centre.target}) == 0
@@ -143,9 +144,9 @@ async def test_the_status_shows_phases_publisher_and_what_stops(
     config = centre.write()
 
     async def shown(code: int = 0) -> dict[str, tuple[str, str, str]]:
-        result = await asyncio.to_thread(run_floe, "status", "-c", str(config), "--json")
-        assert result.returncode == code, result.stderr
-        return {row["site"]: (row["phase"], row["publisher"], row["why"]) for row in json.loads(result.stdout)}
+        result = await floe("status", "-c", str(config), "--json")
+        assert result.code == code, result
+        return {row["site"]: (row["phase"], row["publisher"], row["why"]) for row in result.json()}
 
     async with centre.running():
         await centre.carried(client, 40)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from common.jetstream.client import FloeClient, frame
 from common.service.monitor import Health
 from common.tasks import Stop
 from ingress.target import Target, examine_target
-from tests.scenarios.processes import run_floe
 from tests.support.basics import PATIENCE, soon
 from tests.support.commands import floe, paste_checkpoint
 from tests.support.ingress import Archive, Centre, check_exact, count_in, rows_of
@@ -277,21 +275,21 @@ async def test_checkpoint_and_status_show_how_far_everything_is(
     archive.put(rows_of(31, 70))
     config = str(centre.write())
 
-    listed = await asyncio.to_thread(run_floe, "checkpoint", "ls", "-c", config, "--json")
-    shown = await asyncio.to_thread(run_floe, "status", "-c", config, "--json")
-    table = await asyncio.to_thread(run_floe, "status", "-c", config)
+    listed = await floe("checkpoint", "ls", "-c", config, "--json")
+    shown = await floe("status", "-c", config, "--json")
+    table = await floe("status", "-c", config)
 
-    (checkpoint,) = json.loads(listed.stdout)
+    (checkpoint,) = listed.json()
     assert (checkpoint["target"], checkpoint["target_sequence"], checkpoint["intent"]) == (centre.target, 30, None)
     assert checkpoint["positions"] == [
         {"site": "us-east", "feed": "NODES", "incarnation": 0, "partition": 0, "position": 31}
     ]
-    missing, row = json.loads(shown.stdout)
+    missing, row = shown.json()
     assert (missing["site"], missing["phase"]) == ("eu-west", "missing")  # of `sources`, not begun
     assert (row["archived"], row["position"], row["lag_sequences"]) == (70, 31, 40)
     assert 0 <= row["lag_seconds"] < 60
-    assert table.stdout.splitlines()[0].split()[0] == "target"
-    assert "70" in table.stdout
+    assert table.out.splitlines()[0].split()[0] == "target"
+    assert "70" in table.out
 
 
 @pytest.mark.parametrize("count", [0, 30])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import signal
 import time
@@ -22,8 +21,9 @@ from infra.oracle import Comparison, Trace, archive_holes, archived, compare, to
 from tests.scenarios.faults import Outcome
 from tests.scenarios.judge import Verdict
 from tests.scenarios.load import client_of, make_stream
-from tests.scenarios.processes import Service, run_floe
+from tests.scenarios.processes import Service
 from tests.scenarios.world import World
+from tests.support.commands import floe
 from tests.support.proxies import TcpProxy
 
 SITE = "alpha"
@@ -106,9 +106,9 @@ def _config(world: World, url: str, number: int) -> Path:
 async def _initialised(config: Path) -> None:
     """`floe egress init`, twice: before anything is published, and where everything is there."""
     for result in ("made", "there"):
-        done = await asyncio.to_thread(run_floe, "egress", "init", "-c", str(config), "--json")
-        assert done.returncode == 0, done.stderr
-        assert {each["result"] for each in json.loads(done.stdout)} == {result}, done.stdout
+        done = await floe("egress", "init", "-c", str(config), "--json")
+        assert done.code == 0, done
+        assert {each["result"] for each in done.json()} == {result}, done
 
 
 async def _disturb(service: Service, proxy: TcpProxy, rng: random.Random, faults: Counter[str]) -> None:

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import yaml
 from click.testing import CliRunner
 
+from common import logs
 from floe import cli
 from infra.local.process import tether
 from tests.support import canaries
@@ -57,17 +59,15 @@ def configuration(bench: Bench, *feeds: dict[str, Any]) -> Path:
     return path
 
 
-# They listen for signals, which only a main thread can.
-_LONG = {("restore",), ("replay",), ("drill",), ("egress", "repartition")}
 _one_at_a_time = threading.Lock()  # the runner takes this process's stdout
 
 
 async def floe(*arguments: str, env: dict[str, str] | None = None, seconds: float = PATIENCE) -> Done:
-    """Run `floe` with these arguments: in this process where that can be, since another one costs a second.
+    """Run `floe` with these arguments: in this process, since another one costs a second; with `env` as a process.
 
     That the command is a process is held by `tests/unit/test_cli.py` and the acceptance tests.
     """
-    if env is None and not {arguments[:1], arguments[:2]} & _LONG:
+    if env is None:
         return await asyncio.wait_for(invoke(*arguments), seconds)
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -91,10 +91,20 @@ async def invoke(*arguments: str) -> Done:
     return await asyncio.to_thread(run_here, *arguments)
 
 
+class _Ending(click.Command):
+    """`floe`, whose log is written when it ends, as that of a process is."""
+
+    def main(self, *arguments: Any, **named: Any) -> Any:
+        try:
+            return cli.main(*arguments, **named)
+        finally:
+            logs.flush()
+
+
 def run_here(*arguments: str) -> Done:
-    """The same for a test without a loop; here a command that listens for signals can run too."""
+    """The same for a test without a loop."""
     with _one_at_a_time:
-        result = CliRunner().invoke(cli, [*arguments], prog_name="floe")
+        result = CliRunner().invoke(_Ending("floe"), [*arguments], prog_name="floe")
     canaries.check(result.stdout + result.stderr, " ".join(arguments[:2]))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
