@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from infra.local.nats import nats_server_binary
-from tests.support.server_calls import Steps, real_answers, simulated_answers, texts
-from tests.support.server_versions import CASES, DIFFERENCES, OLDER, expected_of
+from tests.support.server_calls import CASES, Steps, real_answers, simulated_answers, texts
+from tests.support.server_versions import DIFFERENCES, OLDER, expected_of
 
 pytestmark = pytest.mark.servers
 

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 from infra.local.nats import nats_server_binary
-from tests.support import server_cases, server_cases_consumers
-from tests.support.server_calls import CASES, Texts, real_answers, simulated_answers, texts
+from tests.support import server_cases, server_cases_consumers, server_cases_publishing
+from tests.support.server_calls import Texts, real_answers, simulated_answers, texts
 
-__all__ = ["CASES", "DIFFERENCES", "OLDER", "expected_of", "server_cases", "server_cases_consumers"]
+MODULES = (server_cases, server_cases_publishing, server_cases_consumers)  # which list their cases
 
 DIFFERENCES = Path(__file__).parents[1] / "contract" / "older_servers.json"
 
@@ -22,15 +22,12 @@ def expected_of(version: str, name: str) -> Texts:
 
 
 def main() -> None:
-    found = {}
+    found: dict[str, dict[str, Texts]] = {version: {} for version in OLDER}
     for version in OLDER:
-        answers = {name: texts(steps) for name, steps in real_answers(nats_server_binary(version)).items()}
-        others = {name: dict(answers[name].items() - texts(simulated_answers(name)).items()) for name in CASES}
-        found[version] = {
-            name: {step: text for step, text in answers[name].items() if step in each}
-            for name, each in others.items()
-            if each
-        }
+        for name, steps in real_answers(nats_server_binary(version)).items():
+            model = texts(simulated_answers(name))
+            if others := {step: text for step, text in texts(steps).items() if text != model.get(step)}:
+                found[version][name] = others
     DIFFERENCES.write_text(json.dumps(found, indent=1) + "\n")
 
 
