@@ -226,7 +226,7 @@ def test_spark_is_started_by_the_command_and_leaves_nothing_behind(site: Site):
     before = site.read()
     options = ("--json", "--engine", "spark", "--master", "local[2]")
     done = run_floe("compact", "-c", str(site.config), *options)
-    assert (done.returncode, len(json.loads(done.stdout)["merged"])) == (0, 1), done.stderr
+    assert (done.code, len(done.json()["merged"])) == (0, 1), done.err
     assert site.ranges() == ["0:31..40", "1:1..40"]
     assert site.read().equals(before)
 

@@ -300,7 +300,7 @@ async def test_what_a_restart_would_only_repeat_ends_all(bench: Bench) -> None:
     stream, port = await bench.make_stream(unique("T")), free_port()
     kv = await KeyValue.open(bench.client, bench.lease_bucket, ttl=77.0)
     assert kv.ttl == 77.0
-    with parent(config_of(bench, ["A"], stream, port, workers=3), port) as running:
+    with parent(config_of(bench, ["A"], stream, port, workers=2), port) as running:
         assert await running.ended() == 78
         assert "E-KV-TTL" in running.tail()
 

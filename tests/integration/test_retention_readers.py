@@ -15,6 +15,7 @@ from common.jetstream.client import FloeClient
 from common.segments.documents import TargetPositions
 from compaction.retention import Retention, RetentionReport, RetentionRule
 from compaction.verify import verify_chains
+from ingress import report
 from ingress.parked import State
 from ingress.replay.request import ReplayOptions
 from tests.integration.test_ingress_parked import check_all_once, kept, make, raise_limit, states, with_large
@@ -96,8 +97,9 @@ async def test_a_parked_message_is_delivered_though_its_segment_is_gone(
 
 
 async def test_a_released_target_that_is_carried_again_stops_with_the_command_that_goes_on(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(report, "SPACING", 1.0)
     archive.put(rows_of(1, 10))
     centre = Centre(tmp_path, archive, nats_url)
     async with centre.running():

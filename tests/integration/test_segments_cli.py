@@ -377,20 +377,20 @@ def test_ctrl_c_is_how_following_ends(archive: Archive, is_damaged: bool) -> Non
     assert (process.returncode, "Traceback" in told) == (3 if is_damaged else 0, False), told
 
 
-def test_what_takes_away_asks_on_a_terminal(archive: Archive) -> None:
+def test_what_takes_away_asks_on_a_terminal(
+    archive: Archive, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     archive.objects.put("data/junk", b"x")
-    command = [sys.executable, "-m", "floe", "segments", "quarantine", "data/junk", "-c", str(archive.config)]
+    command = ["quarantine", "data/junk", "-c", str(archive.config)]
     for answer, code in ((b"n\n", 1), (b"y\n", 0)):
         ours, its = pty.openpty()
-        try:
-            os.write(ours, answer)
-            ended = subprocess.run(
-                command, cwd=Path(__file__).parents[2], stdin=its, capture_output=True, text=True, timeout=PATIENCE
-            )
-        finally:
-            os.close(ours)
-            os.close(its)
-        assert (ended.returncode, "put data/junk away? [y/N]" in ended.stderr) == (code, True), ended
+        os.write(ours, answer)
+        with os.fdopen(ours), os.fdopen(its) as terminal, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", terminal)
+            with pytest.raises(SystemExit) as ended:
+                segments(command)
+        shown = capsys.readouterr().err
+        assert (ended.value.code, "put data/junk away? [y/N]" in shown) == (code, True), shown
         assert (archive.objects.head("data/junk") is None) is (code == 0)
 
 

@@ -15,9 +15,9 @@ import yaml
 from common.errors import ConfigError
 from compaction.spark import require_spark
 from tests.support.basics import PATIENCE
+from tests.support.commands import ROOT, run_here
 from tests.support.compaction import CHAIN, begun
 
-ROOT = Path(__file__).parents[2]
 INSTALL = "sudo apt-get install -y openjdk-17-jre-headless"
 
 Done = tuple[list[str], list[dict[str, object]], str]  # errors, log lines, everything else that was said
@@ -35,12 +35,6 @@ def java(folder: Path, version: str, otherwise: str = "exit 0") -> Path:
     return folder / "java"
 
 
-def without(folder: Path, module: str) -> str:
-    """A folder for PYTHONPATH in front of which that module is not there."""
-    (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules[{module!r}] = None\n")
-    return str(folder)
-
-
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     archive = begun(tmp_path, CHAIN)
@@ -54,13 +48,17 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def failed(config: Path, environment: dict[str, str], *command: str) -> Done:
-    words = [sys.executable, "-m", "floe", "-v", *(command or ("compact",)), "-c", str(config)]
+def failed(config: Path, environment: dict[str, str]) -> Done:
+    words = [sys.executable, "-m", "floe", "-v", "compact", "-c", str(config)]
     env = {name: value for name, value in os.environ.items() if name != "JAVA_HOME"} | environment
     done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=ROOT, timeout=PATIENCE, check=False)
-    assert (done.returncode, done.stdout) == (78, ""), done.stderr
-    lines = done.stderr.splitlines()
-    assert "Traceback" not in done.stderr
+    return said(done.returncode, done.stdout, done.stderr)
+
+
+def said(code: int, out: str, err: str) -> Done:
+    assert (code, out) == (78, ""), err
+    lines = err.splitlines()
+    assert "Traceback" not in err
     errors, log = [each for each in lines if each.startswith("error[")], [each for each in lines if each[:1] == "{"]
     rest = "\n".join(each for each in lines if each not in errors and each not in log)
     return errors, [json.loads(each) for each in log], rest
@@ -102,8 +100,10 @@ def test_what_is_missing_or_wrong_is_told_with_the_command(tmp_path: Path, monke
         assert "\n" not in caught.value.line(), name
 
 
-def test_a_run_says_it_in_one_line_and_does_nothing(config: Path, tmp_path: Path):
-    [error], log, rest = failed(config, {"PYTHONPATH": without(tmp_path, "pyspark")})
+def test_a_run_says_it_in_one_line_and_does_nothing(config: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "pyspark", None)
+    done = run_here("-v", "compact", "-c", str(config))
+    [error], log, rest = said(done.code, done.out, done.err)
     assert error.endswith(
         "expected pyspark, found none; in a checkout of Floe: pip install --require-hashes -r requirements.lock, "
         "or use --engine local"
@@ -118,9 +118,10 @@ def test_it_is_told_in_the_first_second(config: Path, tmp_path: Path):
         assert min(float(str(failed(config, environment)[1][-1]["seconds"])) for _ in range(3)) < 1.0, name
 
 
-def test_a_report_has_no_other_engine_to_offer(config: Path, tmp_path: Path):
-    environment = {"JAVA_HOME": str(java(tmp_path, "11.0.23"))}
-    [error], _, _ = failed(config, environment, "report", "latest", "--output", str(tmp_path / "report"))
+def test_a_report_has_no_other_engine_to_offer(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAVA_HOME", str(java(tmp_path, "11.0.23")))
+    done = run_here("report", "latest", "--output", str(tmp_path / "report"), "-c", str(config))
+    [error], _, _ = said(done.code, done.out, done.err)
     assert error.endswith(f"; {INSTALL} && unset JAVA_HOME")
     assert not (tmp_path / "report").exists()
 
@@ -132,12 +133,12 @@ def test_a_java_that_dies_at_its_start_has_said_why(config: Path, tmp_path: Path
     assert "could not reserve enough space" in rest
 
 
-def test_who_needs_no_spark_is_asked_for_none(config: Path, tmp_path: Path):
-    env = {**os.environ, "JAVA_HOME": str(tmp_path / "nowhere"), "PYTHONPATH": without(tmp_path, "pyspark")}
+def test_who_needs_no_spark_is_asked_for_none(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "nowhere"))
+    monkeypatch.setitem(sys.modules, "pyspark", None)
     for options in (["--dry-run"], ["--engine", "local"]):
-        words = [sys.executable, "-m", "floe", "compact", "-c", str(config), *options]
-        done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=ROOT, timeout=PATIENCE, check=False)
-        assert done.returncode == 0, done.stderr
+        done = run_here("compact", "-c", str(config), *options)
+        assert done.code == 0, done
 
 
 @pytest.mark.parametrize("version", ["4.1.4", "5.0.0"])

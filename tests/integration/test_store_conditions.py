@@ -56,13 +56,13 @@ async def claims(bench: Bench) -> list[str]:
 async def test_a_site_archives_and_begins_its_next_incarnation(bare: Bench) -> None:
     stream = await bare.make_stream(unique("T"))
     await bare.publish(stream, [b"1", b"2"])
-    async with bare.egress({"stream": stream}):
+    async with bare.egress({"stream": stream}, lease_ttl="10s"):
         await bare.archived_to(stream, 2)
     await bare.same(stream, stream)
     await bare.delete_stream(stream)
     await bare.make_stream(stream)
     await bare.publish(stream, [b"new"])
-    async with bare.egress({"stream": stream}):
+    async with bare.egress({"stream": stream}, lease_ttl="10s"):
         await bare.archived_to(stream, 1, 1)
     assert [message.payload for message in bare.messages(stream)] == [b"1", b"2"]
     assert [message.payload for message in bare.messages(stream, 1)] == [b"new"]
@@ -77,7 +77,7 @@ async def test_hosts_that_begin_at_once_agree(bare: Bench) -> None:
     stream = await bare.make_stream(unique("T"))
     await bare.publish(stream, [b"%d" % n for n in range(20)])
     parts = {"stream": stream, "partitions": [f"{stream}.a", f"{stream}.b"]}
-    hosts = [bare.start(bare.settings({**parts, "start_sequence": first})) for first in (3, 7, 11)]
+    hosts = [bare.start(bare.settings({**parts, "start_sequence": first}, lease_ttl="10s")) for first in (3, 7, 11)]
     try:
         await bare.archived_to(stream, 20)
         for host in hosts:

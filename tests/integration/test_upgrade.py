@@ -132,7 +132,7 @@ async def test_either_end_may_be_of_the_version_before(site: Site, before: Path,
     await site.carried()
 
     verified = run_floe("segments", "verify", "-c", str(site.config))
-    assert verified.returncode == 0, verified.stdout + verified.stderr
+    assert verified.code == 0, verified
 
 
 async def test_an_upgrade_in_the_middle_of_the_work_goes_on_where_the_version_before_was(

@@ -288,7 +288,7 @@ def test_what_may_become_a_difference_without_anything_new_is_looked_at_again(si
 def test_a_run_that_is_killed_before_it_signs_off_has_signed_nothing_off(site: Site, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FLOE_FAILPOINTS", "verify.sign_off=kill")
     killed = run_floe("segments", "verify", "-c", str(site.config), "--deep", "--since-last")
-    assert killed.returncode == -signal.SIGKILL
+    assert killed.code == -signal.SIGKILL
     assert (site.verify().skipped, len(site.read)) == (0, 4)
 
 

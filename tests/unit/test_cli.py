@@ -51,6 +51,7 @@ from common.settings.types import duration_words, size_words
 from egress.workers.supervisor import command
 from infra.local.process import spawn
 from tests.support.basics import PATIENCE
+from tests.support.commands import Done, run_here
 
 ROOT = Path(__file__).parents[2]
 HEAD = "site: us-east\nstore: {url: s3://floe}\n"
@@ -161,10 +162,9 @@ def test_the_version_is_that_of_the_distribution():
     ],
 )
 def test_a_wrong_call_ends_with_2_and_the_usage_of_that_command(arguments: list[str], message: str):
-    ended = run(*arguments)
-    assert ended.returncode == 2
-    assert message in ended.stderr
-    assert ended.stdout == ""
+    ended = run_here(*arguments)
+    assert (ended.code, ended.out) == (2, "")
+    assert message in ended.err
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_closed_streams_do_no_harm(closed: str, tmp_path: Path):
     """As some supervisors and shells start a command: what it opens first must not take their place."""
     (tmp_path / "c.yaml").write_text(f"store: {{url: file://{tmp_path}/store}}\nsite: us\n")
     done = subprocess.run(
-        ["sh", "-c", f"{sys.executable} {ROOT / 'floe.py'} segments ls -c {tmp_path}/c.yaml {closed}"],
+        ["sh", "-c", f"{sys.executable} {ROOT / 'floe.py'} config check -c {tmp_path}/c.yaml {closed}"],
         capture_output=True, text=True, check=False, timeout=PATIENCE,
     )  # fmt: skip
     assert (done.returncode, "error" in done.stderr) == (0, False), done.stderr
@@ -571,12 +571,12 @@ def test_config_check_takes_its_file_as_every_command_and_as_an_argument(tmp_pat
         assert (result.exit_code, result.stdout.startswith(f"{file}:1: ok")) == (0, True), result.output
 
 
-def test_a_real_command_takes_its_configuration(tmp_path: Path):
+def test_a_real_command_takes_its_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "c.yaml").write_text(f"store: {{url: file://{tmp_path}/store}}\nsite: us\n")
-    ended = run("segments", "ls", "-c", "c.yaml", "--json", cwd=tmp_path)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[]\n", "")
+    assert run_here("segments", "ls", "-c", "c.yaml", "--json") == Done(0, "[]\n", "")
     (tmp_path / "c.yaml").write_text("[")
-    assert run("config", "check", "-c", "c.yaml", cwd=tmp_path).returncode == 78
+    assert run_here("config", "check", "-c", "c.yaml").code == 78
 
 
 # floe version, floe completion

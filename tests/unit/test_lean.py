@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import floe
+
 SCRIPT = """
 import sys
 from common.lean import without
@@ -45,10 +47,15 @@ def test_a_service_loads_nothing_that_only_shows(role: str, tmp_path: Path) -> N
     [("compact", True), ("compact --engine local", False), ("segments verify", False)]
     + [(f"segments verify {option}", True) for option in ("--engine spark", "--engine=spark")],
 )
-def test_pandas_is_hidden_from_what_starts_no_spark(command: str, may_start_spark: bool, tmp_path: Path) -> None:
-    script = f"import sys, floe; sys.argv = ['floe', *'{command}'.split(), '-c', '{tmp_path}/none.yaml']\n"
+def test_it_is_known_beforehand_which_commands_may_start_spark(command: str, may_start_spark: bool) -> None:
+    assert floe._uses_spark(floe._words(["-v", *command.split(), "-c", "none.yaml"])) == may_start_spark
+
+
+@pytest.mark.parametrize("engine", ["spark", "local"])
+def test_pandas_is_hidden_from_what_starts_no_spark(engine: str, tmp_path: Path) -> None:
+    script = f"import sys, floe; sys.argv = 'floe compact --engine {engine} -c {tmp_path}/none.yaml'.split()\n"
     script += "try:\n    floe.main()\nfinally:\n    import pandas"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
-    assert (done.returncode == 78) == may_start_spark, done.stderr
-    assert ("Floe does without pandas here" in done.stderr) != may_start_spark
+    assert (done.returncode == 78) == (engine == "spark"), done.stderr
+    assert ("Floe does without pandas here" in done.stderr) == (engine == "local")
