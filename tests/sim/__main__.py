@@ -1,4 +1,4 @@
-"""`python -m tests.sim 1-20 [--twice] [--mutant NAME]`: run the worlds of some seeds."""
+"""`python -m tests.sim 1-20 [--twice] [--mutant NAME] [--shrink]`: run the worlds of some seeds."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from tests.sim.plan import MESSAGES, Cut
+
+if TYPE_CHECKING:
+    from tests.sim.scenario import Result
 
 
 def _same_hashes() -> None:
@@ -30,12 +36,17 @@ def main() -> int:
     parser.add_argument("--mutant", default="", help="a mistake in the product that is to be found; all: each of them")
     parser.add_argument("--log", action="store_true", help="with the log of the product")
     parser.add_argument("--verbose", action="store_true", help="with plan and faults of each seed")
+    parser.add_argument("--shrink", action="store_true", help="look for the smallest world of a seed that still fails")
+    parser.add_argument("--without", default="", metavar="KIND,…", help="without these kinds of faults")
+    parser.add_argument("--only", default="", metavar="N,…", help="of all faults these only, by number; or none")
+    parser.add_argument("--messages", type=int, default=MESSAGES, help="how many are published, about")
     args = parser.parse_args()
     first, _, last = args.seeds.partition("-")
     seeds = range(int(first), int(last or first) + 1)
-    from tests.sim import doors
+    from tests.sim import doors, mutants
     from tests.sim.scenario import run_seed
 
+    cut = Cut.of(args.without, args.only, args.messages)
     doors.install()
     gc.freeze()  # what is loaded stays, and is not looked at again behind each seed
     if not args.log:
@@ -43,12 +54,14 @@ def main() -> int:
     sys.unraisablehook = lambda _: None  # what a killed process never finished
     if args.mutant == "all":
         return _find_all(seeds)
-    if args.mutant:
+    if args.mutant and (args.shrink or str(cut)):
+        mutants.apply(args.mutant)
+    elif args.mutant:
         return _find(args.mutant, seeds)
     total: Counter[str] = Counter()
     began, code = time.process_time(), 0
     for seed in seeds:
-        results = [run_seed(seed) for _ in range(1 + args.twice)]
+        results = [run_seed(seed, cut) for _ in range(1 + args.twice)]
         result = results[0]
         print(result.line(), flush=True)
         if args.verbose:
@@ -62,7 +75,7 @@ def main() -> int:
         if result.problem:
             total["failed"] += 1
             code = 1
-            _explain(result)
+            _explain(result, cut, args.mutant, is_shrunk=args.shrink)
     print(json.dumps({**total, "processor seconds": round(time.process_time() - began, 1)}))
     return code
 
@@ -94,14 +107,19 @@ def _find_all(seeds: range) -> int:
     return code
 
 
-def _explain(result: object) -> None:
-    from tests.sim.scenario import Result
+def _explain(result: Result, cut: Cut, mutant: str, *, is_shrunk: bool) -> None:
+    from tests.sim.shrinking import Shrinking
 
-    assert isinstance(result, Result)
+    if is_shrunk:
+        shrinking = Shrinking(result, cut)
+        shrinking.run()
+        result, cut = shrinking.result, shrinking.cut
+        print(f"shrunk in {shrinking.runs} runs to {len(result.happened)} faults: {result.line()}")
     print("\n".join([f"  {line}" for line in result.last]))
     print(f"  plan: {result.plan}")
     print(f"seed {result.seed}: {result.problem}")
-    print(f"again: python -m tests.sim {result.seed} --log")
+    words = [str(result.seed), str(cut), f"--mutant {mutant}" if mutant else "", "--log"]
+    print(f"again: python -m tests.sim {' '.join(filter(None, words))}")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 SEEDS = 100  # of a run of all tests
 
 
-def worlds(*arguments: str) -> str:
-    """Run the command with `arguments`; its output. Fails with its last lines where it does."""
+def worlds(*arguments: str, code: int = 0) -> str:
+    """Run the command with `arguments`; its output. Fails with its last lines where it ends by another `code`."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.sim", *arguments],
         cwd=ROOT,
@@ -25,7 +25,7 @@ def worlds(*arguments: str) -> str:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, (
+    assert done.returncode == code, (
         f"python -m tests.sim {' '.join(arguments)}\n{done.stdout[-12000:]}\n{done.stderr[-4000:]}"
     )
     return done.stdout

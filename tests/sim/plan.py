@@ -21,12 +21,20 @@ class Cut:
     only: frozenset[int] | None = None
     messages: int = MESSAGES
 
+    @classmethod
+    def of(cls, without: str, only: str, messages: int) -> Cut:
+        """As options of the command say it."""
+        numbers = frozenset(int(each) for each in only.split(",") if each != "none") if only else None
+        return cls(frozenset(filter(None, without.split(","))), numbers, messages)
+
     def __str__(self) -> str:
         """As options of the command."""
         words = [f"--without {','.join(sorted(self.without))}"] if self.without else []
         if self.only is not None:
             words.append(f"--only {','.join(map(str, sorted(self.only))) or 'none'}")
-        return " ".join([*words, f"--messages {self.messages}"] if self.messages != MESSAGES else words)
+        if self.messages != MESSAGES:
+            words.append(f"--messages {self.messages}")
+        return " ".join(words)
 
 
 @dataclass(frozen=True)

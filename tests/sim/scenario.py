@@ -47,6 +47,7 @@ class Result:
     seconds: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
+    happened: list[tuple[int, str]] = field(default_factory=list)  # number and kind of each fault
 
     def line(self) -> str:
         shown = ", ".join(f"{count} {name}" for name, count in self.counts.items())
@@ -247,7 +248,7 @@ def run_seed(seed: int, cut: Cut = Cut()) -> Result:  # noqa: B008  (it does not
                     problem = f"{type(error).__name__}: {error}"
             trace, last = world.trace.digest(), [*world.trace.last]
             world.close()
-            counts, faults = scenario.counts(), scenario.saboteur.count
+            counts, faults, happened = scenario.counts(), scenario.saboteur.count, scenario.saboteur.happened
             plan = f"{scenario.plan}, faults {', '.join(scenario.saboteur.kinds)}"
             simulated = world.now
             del scenario, world
@@ -255,4 +256,5 @@ def run_seed(seed: int, cut: Cut = Cut()) -> Result:  # noqa: B008  (it does not
     finally:
         gc.enable()
         shutil.rmtree(folder, ignore_errors=True)
-    return Result(seed, trace, problem, last, plan, simulated, time.process_time() - began, counts, faults)
+    seconds = time.process_time() - began
+    return Result(seed, trace, problem, last, plan, simulated, seconds, counts, faults, happened)

@@ -1,0 +1,49 @@
+"""A failing world is made as small as it can be, and the command that is printed repeats it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.sim.command import worlds
+from tests.sim.plan import Cut
+from tests.sim.scenario import Result
+from tests.sim.shrinking import Shrinking, broken_promise
+
+MISTAKE = ("26", "--mutant", "rows_sent_again_after_a_doubt", "--without", "cut,stale,store_loses,store_refuses")
+KINDS = ("kill", "pause", "cut")
+
+
+def world(seed: int, cut: Cut) -> Result:
+    """A world of 30 faults that fails where faults 6 and 13 meet in at least 17 messages."""
+    happened = [(number, KINDS[number % 3]) for number in range(30) if cut.only is None or number in cut.only]
+    happened = [each for each in happened if each[1] not in cut.without]
+    fails = {6, 13} <= {number for number, _ in happened} and cut.messages >= 17
+    return Result(seed, "trace", "Broken: I2: twice" if fails else "Broken: I1: order", happened=happened)
+
+
+def test_nothing_is_left_that_can_be_left_out() -> None:
+    shrinking = Shrinking(world(1, Cut()), Cut(), world)
+    shrinking.run()
+    assert shrinking.cut == Cut(only=frozenset({6, 13}), messages=17)
+    assert broken_promise(shrinking.result) == "I2"
+    assert shrinking.runs < 60
+
+
+@pytest.mark.parametrize("cut", [Cut(), Cut(frozenset({"kill", "cut"}), frozenset(), 3), Cut(only=frozenset({2, 11}))])
+def test_what_is_left_out_is_said_in_options(cut: Cut) -> None:
+    found = dict(re.findall(r"--(\w+) (\S+)", str(cut)))
+    assert Cut.of(found.get("without", ""), found.get("only", ""), int(found.get("messages", 250))) == cut
+
+
+def test_a_mistake_of_the_product_is_shown_by_its_smallest_world() -> None:
+    found = re.search(r"shrunk in \d+ runs to (\d+) faults: (seed .*)\n", shown := worlds(*MISTAKE, "--shrink", code=1))
+    assert found is not None, shown
+    messages = re.search(r" (\d+) messages", found[2])
+    assert found[1] == "1"
+    assert messages is not None
+    assert int(messages[1]) < 100
+    again = re.search(r"again: python -m tests.sim (.*) --log", shown)
+    assert again is not None
+    assert "I2" in worlds(*again[1].split(), code=1)
