@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tests.sim.streams import StoredMessage, StreamTap
 
@@ -98,6 +99,12 @@ class SourceTap(StreamTap):
             publication.gone = why
 
 
+class Choices(Protocol):
+    """The messages that a sampled feed carries, by number."""
+
+    def wanted(self) -> Set[int]: ...
+
+
 class TargetAuditor(StreamTap):
     """Judges every message that the target stores, but for those of foreign writers. `prefix`: what comes before a
     subject there; `may_repeat`: in a shared target a message may come again.
@@ -108,6 +115,7 @@ class TargetAuditor(StreamTap):
         self._arrived: list[Publication | None] = []  # by target sequence, from 1
         self.seen: set[int] = set()
         self.foreign = 0
+        self.choices: Choices | None = None  # of a sampled feed
 
     def stored(self, message: StoredMessage) -> None:
         if message.payload.startswith(b"foreign"):
@@ -147,8 +155,15 @@ class TargetAuditor(StreamTap):
             self.seen.discard(publication.number)
 
     def missing(self) -> list[Publication]:
-        """What was acknowledged and has not arrived, unless the source let it go by its own limits."""
-        return [p for p in self._log.all if p.is_acknowledged and not p.gone and p.number not in self.seen]
+        """What was acknowledged and has not arrived, unless the source let it go, or a sampler leaves it out."""
+        found = [p for p in self._log.all if p.is_acknowledged and not p.gone and p.number not in self.seen]
+        return found if self.choices is None else [p for p in found if p.number in self.choices.wanted()]
+
+    def not_wanted(self) -> list[Publication]:
+        """What has arrived though a sampler leaves it out."""
+        if self.choices is None:
+            return []
+        return [self._log.all[number] for number in sorted(self.seen - self.choices.wanted())]
 
 
 def read_copy(block: bytes | None) -> tuple[tuple[int, int] | None, bytes | None]:

@@ -9,8 +9,9 @@ from tests.sim.streams import INTEREST, LIMITS, WORK_QUEUE
 
 MESSAGES = 250
 CHANGING = "changing"  # the source is made again, set back, deleted; an operator acts on what egress says
+SAMPLED = "sampled"  # the feed is sampled, with snapshots
 #: By the last digit of a seed, what its world has beside faults. The others are ordinary.
-KINDS = {3: CHANGING, 7: CHANGING}
+KINDS = {3: CHANGING, 5: SAMPLED, 7: CHANGING}
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class Plan:
         """`more`: the chance of whatever only some kinds have."""
         retention = rng.choice([LIMITS, LIMITS, INTEREST, WORK_QUEUE])
         kind = KINDS.get(seed % 10, "")
+        if kind == SAMPLED:  # other streams forget what a sampler would have to read again
+            retention = LIMITS
         return cls(
             parts=rng.choice([1, 1, 2, 3]),
             retention=retention,
@@ -73,9 +76,9 @@ class Plan:
             compacts=rng.random() < 0.6,
             # What has expired cannot be compared with a source that has changed.
             expires=rng.random() < 0.5 and kind != CHANGING,
-            source_limit=rng.choice([0, 0, 0, 60]) if retention == LIMITS else 0,
+            source_limit=rng.choice([0, 0, 0, 60]) if retention == LIMITS and kind != SAMPLED else 0,
             kind=kind,
-            is_quiet=more.random() < 0.25 and bool(kind),
+            is_quiet=more.random() < 0.25 and kind == CHANGING,
             on_recreated=more.choice(["continue", "halt"]),
             cut=cut,
         )

@@ -19,8 +19,9 @@ from tests.sim import actors, doors
 from tests.sim.auditor import Broken, PublisherLog, SourceTap, TargetAuditor
 from tests.sim.nats import SimNats
 from tests.sim.operator import Operator
-from tests.sim.plan import CHANGING, MESSAGES, Cut, Plan
+from tests.sim.plan import CHANGING, MESSAGES, SAMPLED, Cut, Plan
 from tests.sim.saboteur import Saboteur
+from tests.sim.sampled import SAMPLING, SNAPSHOTS, Choices
 from tests.sim.sources import SourceChanges
 from tests.sim.store import SimObjects
 from tests.sim.strands import Carriers
@@ -70,6 +71,8 @@ class Scenario:
         self.members: dict[str, actors.Member] = {}
         settings = self._settings(folder)
         doors.lead_commands(settings, self.objects)
+        if self.plan.kind == SAMPLED:
+            self.target.choices = Choices(self.log, settings.egress.feeds[0])
         self._add_members(folder, settings)
         longer = 2.5 if self.plan.kind == CHANGING else 1  # something comes behind each change
         count, seconds = cut.messages, longer * PUBLISHING * cut.messages / MESSAGES
@@ -84,8 +87,10 @@ class Scenario:
     def _settings(self, folder: Path) -> Settings:
         plan, nats = self.plan, {"url": "nats://127.0.0.1:4222"}
         feed: dict[str, Any] = {"stream": SOURCE, "segment": {"max_messages": plan.segment, "max_age": "5s"}}
-        if plan.kind:
+        if plan.kind == CHANGING:
             feed["on_recreated"] = plan.on_recreated
+        elif plan.kind == SAMPLED:
+            feed |= SAMPLING | SNAPSHOTS
         if plan.parts > 1:
             feed["partitions"] = [f"{SOURCE}.{n}.>" for n in range(plan.parts)]
         target: dict[str, Any] = {
@@ -166,6 +171,8 @@ class Scenario:
         self._run(lambda: world.now >= end, AFTERWARDS + 1)
         if (defects := unexpected_errors() - self._errors_before) > 0:
             raise Broken(f"{defects} unexpected errors (E-UNEXPECTED) in the log of the product")
+        if wrong := self.target.not_wanted():
+            raise Broken(f"I8: {len(wrong)} messages arrived that a sampler leaves out, first {wrong[0].sequence}")
         if skipped := self.tap.skipped(self.target.seen):
             places = ", ".join(f"{each.chain} {each.sequence}" for each in skipped[:5])
             raise Broken(f"I3: {len(skipped)} messages that a change took away ({places}) are missing before others")
