@@ -46,21 +46,20 @@ settings.load_profile("floe")
 
 # Files of whole worlds: minutes of processes and servers. They begin early and spread between the other
 # files, so that neither three of them meet nor one is begun last and the other processes wait for it.
-_WORLDS = ("acceptance", "crash")
+_WORLDS = ("acceptance", "crash", "sim")
+# One process runs these, with one Spark session; they and the demo take longest, so they begin first.
+_SPARK = ("test_spark_stream.py", "test_compaction_spark.py", "test_spark_source.py")
+_LONGEST = (*_SPARK, "test_demo.py")
 
 
 canaries.watch()
 asyncio.set_event_loop_policy(virtual.Policy())
 
 
-def in_simulated_time(item: pytest.Item) -> bool:
-    return item.get_closest_marker("simulated") is not None and item.get_closest_marker("real") is None
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
     """Run what is marked `simulated` in simulated time."""
-    with virtual.virtual() if in_simulated_time(item) else nullcontext():
+    with virtual.virtual() if kinds.in_simulated_time(item) else nullcontext():
         return (yield)
 
 
@@ -82,21 +81,33 @@ def pytest_runtest_makereport() -> Iterator[Any]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if os.environ.get("FLOE_SIMULATE"):
+        if os.environ.get("FLOE_SIMULATE") and "nats_url" in kinds.fixtures_of(item):
             item.add_marker("simulated")
         item.add_marker(kinds.kind_of(item))
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(str(item.path), []).append(item)
-    worlds = [path for path in files if path.split("/")[-2] in _WORLDS]
-    others = [path for path in files if path.split("/")[-2] not in _WORLDS]
+    longest = [path for path in files if path.endswith(_LONGEST)]
+    worlds = [path for path in files if path.split("/")[-2] in _WORLDS and path not in longest]
+    others = [path for path in files if path not in {*worlds, *longest}]
     # The last third of the others stands behind the last world.
     each = max(1, len(others) * 2 // 3 // max(1, len(worlds)))
-    order: list[str] = []
+    order: list[str] = longest
     for index, path in enumerate(worlds):
         order += [path, *others[index * each : (index + 1) * each]]
     order += others[len(worlds) * each :]
     items[:] = [item for path in order for item in files[path]]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "spark" if (file := super()._split_scope(nodeid)).endswith(_SPARK) else file
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -158,7 +169,7 @@ def nats_server() -> Iterator[NatsServer]:
 @pytest.fixture
 def nats_url(request: pytest.FixtureRequest) -> str:
     """The simulated server in a test that is `simulated`; elsewhere a real one, which the tests of a worker share."""
-    if in_simulated_time(request.node):
+    if kinds.in_simulated_time(request.node):
         return f"nats://127.0.0.1:{virtual.PORT}"
     server: NatsServer = request.getfixturevalue("nats_server")
     return server.url

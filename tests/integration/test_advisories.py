@@ -23,6 +23,8 @@ from tests.support.basics import PATIENCE, soon
 from tests.support.clock import ManualClock
 from tests.support.proxies import TcpProxy
 
+pytestmark = pytest.mark.simulated
+
 HOUR = 3600 * SECOND
 
 
@@ -82,6 +84,7 @@ async def test_the_subjects_are_the_templates(world: World) -> None:
     assert {each.value for each in await world.stored()} >= {hostile, "*.>", ".", "x" * 1024}
 
 
+@pytest.mark.real
 async def test_lost_answers_are_settled_by_reading(world: World, nats_server: NatsServer) -> None:
     await world.make_stream()
     async with TcpProxy(nats_server.port) as proxy:
@@ -139,6 +142,7 @@ async def test_events_that_no_stream_takes_do_not_hold_up_those_that_one_takes(w
     once_and_in_order(await world.stored(), kept)
 
 
+@pytest.mark.real
 async def test_restarts_in_the_middle_store_none_twice_and_lose_none(world: World, nats_server: NatsServer) -> None:
     """Each start knows only what an old snapshot says, and finds all the rest by reading again."""
     await world.make_stream()
@@ -211,6 +215,7 @@ async def test_a_stream_that_cannot_be_read_for_a_while_is_read_later(
     once_and_in_order(await world.stored(), sent)
 
 
+@pytest.mark.real
 async def test_ten_thousand_in_the_outbox_go_out_within_seconds(world: World) -> None:
     await world.make_stream()
     sent = news(10_000, values=5000)
@@ -289,6 +294,7 @@ async def test_a_host_whose_clock_is_ahead_loses_none(client: FloeClient) -> Non
 # Looking into the stream
 
 
+@pytest.mark.real
 async def test_ids_are_found_between_other_messages_deleted_ones_and_many_pieces(world: World) -> None:
     await world.make_stream(subjects=[f"{world.prefix}.>", f"other{world.prefix}"])
     sent = news(50)
@@ -317,6 +323,7 @@ async def test_ids_are_found_between_other_messages_deleted_ones_and_many_pieces
     assert not consumers["consumers"]  # none is left behind
 
 
+@pytest.mark.real
 async def test_looking_into_a_long_stream_takes_little_memory(world: World) -> None:
     await world.make_stream()
     payload, count = b"x" * 300, 40_000

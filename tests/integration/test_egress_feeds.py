@@ -8,6 +8,8 @@ from common.clock import parse_time
 from tests.support.basics import soon, unique
 from tests.support.egress import Bench
 
+pytestmark = pytest.mark.simulated
+
 
 async def test_every_message_is_archived_once_and_the_tail_and_mark_say_so(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))

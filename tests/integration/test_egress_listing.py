@@ -24,6 +24,8 @@ from tests.support.basics import soon
 from tests.support.compaction import CHAIN
 from tests.support.compaction import Archive as Segments
 
+pytestmark = pytest.mark.simulated
+
 
 class Counting(LocalObjects):
     """Counts what is listed: `requests`, as a server with pages of 1000 keys would be asked, and `keys`."""

@@ -26,6 +26,8 @@ from tests.support.egress import SITE, Bench
 from tests.support.headers import escape
 from tests.support.stores import FaultyStore
 
+pytestmark = pytest.mark.simulated
+
 
 async def make(bench: Bench, **more: Any) -> dict[str, Any]:
     """A stream, a stream for reliable advisories whose duplicate window is no help, and a feed of both."""

@@ -24,6 +24,8 @@ from tests.support.basics import PATIENCE, SharedS3, eventually, soon, unique
 from tests.support.egress import Bench, connected
 from tests.support.proxies import FaultProxy, refuse
 
+pytestmark = pytest.mark.simulated
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -89,6 +91,7 @@ async def test_a_store_that_asks_for_patience_at_the_start_is_waited_for(
     await client.aclose()
 
 
+@pytest.mark.real
 async def test_the_command_runs_shows_its_state_and_drains(bench: Bench) -> None:
     stream, port = await bench.make_stream(unique("T")), free_port()
     await bench.publish(stream, [b"x"] * 10)

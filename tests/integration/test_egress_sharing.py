@@ -30,6 +30,8 @@ from tests.support.egress import QUICK, SITE, Bench, Running, connected
 from tests.support.proxies import TcpProxy
 from tests.support.stores import FaultyStore
 
+pytestmark = pytest.mark.simulated
+
 TTL = 4.0  # seconds
 SHARED = Tuning(QUICK.pulling, EgressTuning(tick=0.05, check=0.3, hand_over=0.5), QUICK.confirming)
 
@@ -298,6 +300,7 @@ async def test_a_deleted_bucket_is_made_again_and_shared_again(group: Group) -> 
         assert group.counts() == [2, 2]
 
 
+@pytest.mark.real
 async def test_a_member_that_is_cut_off_loses_its_leases_and_comes_back_as_one_of_all(
     nats_server: NatsServer, group: Group
 ) -> None:
@@ -323,6 +326,7 @@ async def test_leases_taken_while_the_process_stops_are_given_back(group: Group)
     assert await group.kv.keys() == []
 
 
+@pytest.mark.real
 async def test_random_comings_and_goings_end_in_fair_shares(nats_server: NatsServer, group: Group) -> None:
     rng, until = seeded(), time.monotonic() + 9
     group.keys = lease_keys(group.site, 7)
@@ -460,6 +464,7 @@ def slowly(seconds: float, begun: list[str]) -> Any:
     return fault
 
 
+@pytest.mark.real
 async def test_a_lease_that_ends_during_a_put_announces_nothing(bench: Bench) -> None:
     """F05: the object may land; the tail and the mark are whoever's holds the lease."""
     stream, begun = await bench.make_stream(unique("T")), []

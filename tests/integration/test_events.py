@@ -27,7 +27,7 @@ from tests.support.ingress import client_of
 from tests.support.servers import SqsServer
 from tests.unit.test_notices import TEST_EVENT, amazon, sns
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
 
 class Heard:

@@ -14,7 +14,7 @@ from tests.support.basics import soon
 from tests.support.ingress import CHAIN, Archive, Centre, arrived, check_exact, count_in, rows_of
 from tests.support.segments import message
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
 # Everything that nats-server 2.15 acts on, with values that would drop, refuse, purge, expire or repeat.
 ACTING = [
@@ -102,6 +102,7 @@ def centre_of(folder: Path, archive: Archive, url: str, header: str, **target: A
     return centre
 
 
+@pytest.mark.real
 async def test_a_listed_ttl_expires_and_every_other_value_is_text(
     client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:

@@ -27,7 +27,7 @@ from tests.support.ingress import (
 )
 from tests.support.segments import message
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
 SMALLER = 8 * 1024
 LARGE = message(15, f"{CHAIN}|15|".encode().ljust(20_000, b"L"), subject=b"nodes.large")

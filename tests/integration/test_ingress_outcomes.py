@@ -30,7 +30,7 @@ from tests.support.ingress import (
     store,
 )
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
 
 @pytest.fixture

@@ -4,9 +4,13 @@ more than that.
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.basics import soon, unique
 from tests.support.egress import SITE, Bench, Partitioned, feed_of, publish_over
 from tests.support.ingress import Archive, Arrived, Centre
+
+pytestmark = pytest.mark.simulated
 
 
 async def carried(bench: Bench, stream: str, count: int) -> list[Arrived]:
@@ -18,6 +22,7 @@ async def carried(bench: Bench, stream: str, count: int) -> list[Arrived]:
         return await centre.carried(bench.client, count)
 
 
+@pytest.mark.real
 async def test_partitions_without_messages_hold_up_nobody(bench: Bench) -> None:
     """One covers without a row, one covered nothing before the stream was made anew."""
     stream = await bench.make_stream(unique("T"))

@@ -20,7 +20,7 @@ from tests.support.basics import soon, unique
 from tests.support.ingress import CHAIN, Archive, Centre, check_exact, client_of, count_in, rows_of
 from tests.support.segments import message
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 OTHER = Chain("eu-west", "NODES")
 
 

@@ -27,7 +27,7 @@ from tests.support.basics import PATIENCE, soon, unique
 from tests.support.ingress import Archive, Centre, check_exact, rows_of
 from tests.support.proxies import TcpProxy
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 TTL = 4.0  # seconds
 
 
@@ -116,6 +116,7 @@ def counts(*instances: Instance) -> list[int]:
     return sorted(len(each.held()) for each in instances)
 
 
+@pytest.mark.real
 async def test_three_instances_split_six_targets_take_over_and_stay_exact(
     client: FloeClient, tmp_path: Path, archive: Archive, nats_server: NatsServer, nats_url: str
 ) -> None:

@@ -27,6 +27,8 @@ from tests.support.basics import PATIENCE, cancelled, seeded, soon, unique
 from tests.support.clock import ManualClock
 from tests.support.proxies import TcpProxy
 
+pytestmark = pytest.mark.simulated
+
 TTL = 2.4  # seconds
 
 
@@ -256,6 +258,7 @@ async def proxied(nats_server: NatsServer, kv: KeyValue) -> AsyncIterator[tuple[
         await client.aclose()
 
 
+@pytest.mark.real
 async def test_a_renewal_whose_answer_is_lost_is_not_a_lost_lease(proxied: tuple[TcpProxy, KeyValue], kv: KeyValue):
     proxy, broken = proxied
     lease = await leases(broken, "me").acquire("k")
@@ -279,6 +282,7 @@ async def renewed(kv: KeyValue, revision: int) -> bool:
     return entry is not None and entry.revision > revision
 
 
+@pytest.mark.real
 async def test_a_lease_that_cannot_be_renewed_is_unusable_before_anybody_can_have_it(
     proxied: tuple[TcpProxy, KeyValue], kv: KeyValue
 ):
@@ -297,6 +301,7 @@ async def test_a_lease_that_cannot_be_renewed_is_unusable_before_anybody_can_hav
     assert await leases(kv).holder("k") == "you"
 
 
+@pytest.mark.real
 async def test_an_acquire_whose_answer_is_lost_is_settled_by_reading(nats_server: NatsServer, client: FloeClient):
     bucket, ttl = unique("LEASES"), 10 * TTL  # so that a question waits for the new connection
     kv = await KeyValue.open(client, bucket, ttl=ttl)
@@ -313,6 +318,7 @@ async def test_an_acquire_whose_answer_is_lost_is_settled_by_reading(nats_server
         await proxied.aclose()
 
 
+@pytest.mark.real
 async def test_two_owners_never_use_one_lease_at_once_whatever_the_network_does(
     proxied: tuple[TcpProxy, KeyValue], kv: KeyValue
 ):
@@ -397,6 +403,7 @@ async def test_a_killed_holder_is_replaced_within_two_times_its_time(kv: KeyValu
         assert time.monotonic() - began < 2 * TTL
 
 
+@pytest.mark.real
 async def test_a_stopped_holder_that_wakes_knows_at_once(kv: KeyValue, nats_url: str):
     with holder(nats_url, kv.bucket) as process:
         process.send_signal(signal.SIGSTOP)

@@ -29,7 +29,7 @@ from tests.support.headers import escape
 from tests.support.ingress import Archive, Centre
 from tests.support.segments import message
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
 
 class World:

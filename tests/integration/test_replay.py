@@ -19,7 +19,7 @@ from tests.support.ingress import CHAIN, arrived, rows_of
 from tests.support.replay import STEP_NS, World, refused
 from tests.support.segments import START_NS
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
 
 async def test_a_whole_feed_comes_back_byte_for_byte(world: World) -> None:

@@ -18,7 +18,7 @@ from ingress.replay.request import ReplayOptions, Request
 from tests.support.basics import soon, unique
 from tests.support.egress import SITE, Bench
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
 
 def rows(bench: Bench, chain: Chain) -> list[Message]:

@@ -22,7 +22,7 @@ from tests.support.basics import PATIENCE, soon, unique
 from tests.support.ingress import CHAIN, arrived, count_in, rows_of
 from tests.support.replay import World, refused
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
 
 # Going on
@@ -215,6 +215,7 @@ async def test_into_its_own_source_the_messages_are_marked(world: World) -> None
     await refused(world, "E-REPLAY-SOURCE", target=unique("ELSE"), into_source=True)
 
 
+@pytest.mark.real
 async def test_cut_connections_and_lost_answers_repeat_nothing(
     world: World, nats_server: NatsServer, tmp_path: Path
 ) -> None:

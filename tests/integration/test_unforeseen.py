@@ -67,6 +67,8 @@ from tests.support.replay import World
 from tests.support.stores import Throw, count, is_no_room
 from tests.unit.test_notices import minio, segment_key
 
+pytestmark = pytest.mark.simulated
+
 
 def payloads(bench: Bench, feed: str) -> list[bytes]:
     return [message.payload for message in bench.messages(feed)]
@@ -391,6 +393,7 @@ def _down(_self: object, *told: object) -> bool:
     return told[-1] is False
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     ("owner", "name", "where"),
     [

@@ -26,15 +26,25 @@ _REAL_FIXTURES = {"nats_server", "nats_url", "s3", "cluster", "alone"}
 _REAL_FOLDERS = {"acceptance", "crash"}
 
 
+def in_simulated_time(item: pytest.Item) -> bool:
+    """True where it is marked so itself, or its file is and it uses the server."""
+    if item.get_closest_marker("simulated") is None or item.get_closest_marker("real") is not None:
+        return False
+    return "nats_url" in fixtures_of(item) or any(mark.name == "simulated" for mark in item.own_markers)
+
+
+def fixtures_of(item: pytest.Item) -> set[str]:
+    return {*getattr(item, "fixturenames", ())}
+
+
 def kind_of(item: pytest.Item) -> str:
     """One of KINDS."""
     has = item.get_closest_marker
     if has("soak") or has("timing"):
         return "soak"
-    if not has("real") and (has("simulated") or "sim" in item.path.parts):
+    if in_simulated_time(item) or "sim" in item.path.parts:
         return "simulated"
-    fixtures = {*getattr(item, "fixturenames", ())}
-    if fixtures & _REAL_FIXTURES or any(map(has, _REAL_MARKS)) or {*item.path.parts} & _REAL_FOLDERS:
+    if fixtures_of(item) & _REAL_FIXTURES or any(map(has, _REAL_MARKS)) or {*item.path.parts} & _REAL_FOLDERS:
         return "real"
     return "pure"
 
