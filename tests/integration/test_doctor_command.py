@@ -206,12 +206,15 @@ def todos(found: dict[str, dict[str, Any]]) -> tuple[str, str]:
     return nats["todo"], store["todo"]
 
 
-async def test_what_to_do_is_told_of_each_way_in_which_nobody_answers(frozen: str, away: str, tmp_path: Path) -> None:
+async def test_what_to_do_is_told_of_each_way_in_which_nobody_answers(
+    frozen: str, away: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.objects.open.VIEW_TIMEOUT", 1.0)
     keys = {"access_key_id": "a", "secret_access_key": "b" * 40, "allow_plaintext": True}
 
-    async def at(address: str, wait: str = "5s") -> tuple[str, str]:
+    async def at(address: str) -> tuple[str, str]:
         store = {"url": "s3://floe", "endpoint_url": f"http://{address}", **keys}
-        config = write(tmp_path, store, {"url": f"nats://{address}", "connect_timeout": wait}, **egress())
+        config = write(tmp_path, store, {"url": f"nats://{address}", "connect_timeout": "500ms"}, **egress())
         began = time.monotonic()
         found = todos(await examined(config, code=1))
         assert time.monotonic() - began < 60
@@ -227,7 +230,7 @@ async def test_what_to_do_is_told_of_each_way_in_which_nobody_answers(frozen: st
     nats, store = await at("no-such-host.invalid:4222")
     assert "this host's resolver" in nats
     assert "this host's resolver" in store
-    nats, store = await at(frozen, "500ms")
+    nats, store = await at(frozen)
     assert "does it answer others? look at it" in nats
     assert "does it answer others? look at the store" in store
 

@@ -17,7 +17,7 @@ from common.settings.root import Settings
 from infra.oracle import archived, read_stream
 from tests.support.basics import soon, unique
 from tests.support.egress import SITE, Bench, Running
-from tests.support.egress_process import Process, processes
+from tests.support.egress_process import FEED, Process, processes
 from tests.support.ingress import Archive, Centre, count_in
 
 pytestmark = pytest.mark.servers
@@ -169,12 +169,11 @@ async def test_a_failover_between_stored_and_acknowledged_stores_twice(bench: Be
     with processes() as started:
         started.append(Process(bench, stream, failpoints="egress.before_ack=kill@2", lease_ttl="5s"))
         await soon(lambda: bench.chains.read_chain(bench.chain(stream)))
-        started.append(Process(bench, stream, lease_ttl="5s"))
-        await bench.publish(stream, (b"%d" % number for number in range(350)))
-        assert await started[0].ended() == -signal.SIGKILL, started[0].log.read_text()
-        await bench.archived_to(stream, 350)
-        await soon(is_empty)
-        await started[1].drain()
+        async with bench.egress({"stream": stream, **FEED}, lease_ttl="5s"):
+            await bench.publish(stream, (b"%d" % number for number in range(350)))
+            assert await started[0].ended() == -signal.SIGKILL, started[0].log.read_text()
+            await bench.archived_to(stream, 350)
+            await soon(is_empty)
     assert [message.payload for message in bench.messages(stream)] == [b"%d" % n for n in range(350)]
     assert sum(len(ref.coverage) for ref in bench.refs(stream)) == 350, "no sequence was put twice"
     bench.check(stream)
@@ -216,13 +215,11 @@ async def test_sampling_without_advisories_forgets_at_a_failover(bench: Bench, n
         started.append(Process(bench, stream, feeds=[disturbed]))
         await bench.publish(stream, nodes[:20])
         await bench.archived_to(stream, 20)
-        started.append(Process(bench, stream, feeds=[disturbed]))
-        await soon(lambda: started[1].log.stat().st_size)  # it runs
-        started[0].send(number)
-        await started[0].ended()
-        await bench.publish(stream, nodes)
-        await bench.archived_to(stream, 60)
-        await started[1].drain()
+        async with bench.egress(disturbed, lease_ttl="1s"):
+            started[0].send(number)
+            await started[0].ended()
+            await bench.publish(stream, nodes)
+            await bench.archived_to(stream, 60)
     undisturbed = {"stream": stream, "name": unique("WHOLE"), **sampled}
     async with bench.egress(undisturbed, lease_ttl="1s"):
         await bench.archived_to(undisturbed["name"], 60)
