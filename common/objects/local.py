@@ -385,10 +385,10 @@ class LocalObjects:
         if not self._root.is_dir():
             hint = "mount or create it, or correct store.url"
             raise Unavailable(f"store {self._root}: no such folder", hint=hint, code="E-STORE-ROOT")
-        folder = self._root
+        folder = str(self._root)  # much faster than a Path for each
         for part in key.split("/")[:-1]:
-            if (folder := folder / part).is_symlink():
-                raise _not_plain(folder, "a folder")
+            if os.path.islink(folder := f"{folder}/{part}"):
+                raise _not_plain(Path(folder), "a folder")
 
     # Writing
 
