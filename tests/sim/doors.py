@@ -103,6 +103,7 @@ def replace(namespace: dict[str, Any], name: str, value: Any) -> None:
 
 def uninstall() -> None:
     """Put back what was replaced."""
+    _Current.opens = None
     while _replaced:
         namespace, name, value = _replaced.pop()
         namespace[name] = value
@@ -131,7 +132,6 @@ def install_threads() -> None:
         locks = types.SimpleNamespace(Lock=SimLock, Event=threading.Event, local=threading.local)
         replace(vars(module), "threading", locks)
     _unlock_cached_properties()
-    _lead_commands_here()
     without_tls = ssl.create_default_context()
     # No connection of a world has TLS, and to read the authorities of the machine takes half the time of a seed.
     replace(vars(common.jetstream.credentials), "tls_context", lambda _settings: without_tls)
@@ -150,13 +150,15 @@ def _unlock_cached_properties() -> None:
 
 def _lead_commands_here() -> None:
     """Let commands read the configuration of the world, open its store, and print into its trace."""
-    vars(egress.resolve_cli)["load_settings"] = lambda *_, **__: _opened()[0]
-    vars(egress.context)["open_objects"] = lambda *_, **__: _opened()[1]
-    vars(click)["echo"] = lambda text="", **_: current().note(f"printed: {text}")
+    replace(vars(egress.resolve_cli), "load_settings", lambda *_, **__: _opened()[0])
+    replace(vars(egress.context), "open_objects", lambda *_, **__: _opened()[1])
+    replace(vars(click), "echo", lambda text="", **_: current().note(f"printed: {text}"))
 
 
 def lead_commands(settings: Settings, objects: SimObjects) -> None:
-    """The configuration and the store of commands from now on."""
+    """The configuration and the store of commands from now on, until `uninstall`."""
+    if _Current.opens is None:
+        _lead_commands_here()
     _Current.opens = settings, objects
 
 
