@@ -14,6 +14,7 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import common.cli
 from common.tasks import to_its_end
 from tests.sim import doors
 from tests.sim.loop import SimLoop
@@ -40,6 +41,7 @@ class _Time(doors._Time):
 
 
 TIME = _Time("time")
+_run_async = common.cli.run_async
 _carriers = Carriers()
 
 
@@ -59,9 +61,6 @@ class TestLoop(SimLoop):
     def __init__(self, process: TestProcess) -> None:
         super().__init__(process)
         self._pool = SimExecutor()
-
-    def __del__(self) -> None:
-        """No warning: it holds nothing that could be left open."""
 
     def is_running(self) -> bool:
         return self._turns_world
@@ -99,7 +98,11 @@ class Policy(asyncio.DefaultEventLoopPolicy):
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
-    """In place of `common.cli.run_async`: `main` is a process of the world."""
+    """In place of `common.cli.run_async`: `main` is a process of the world. A module that was first imported in a
+    simulated test keeps this one, so without a world it is the real one.
+    """
+    if _Test.process is None:
+        return _run_async(main)
     world = doors.current()
     strand = world.strand
     assert strand is not None, "a command on the loop of the test"
