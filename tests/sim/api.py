@@ -208,6 +208,8 @@ def _of_consumer(nats: SimNats, action: str, stream: Stream, rest: list[str], as
 
 def _create_consumer(nats: SimNats, stream: Stream, name: str, asked: Document, action: str) -> Document:
     config = {"deliver_policy": "all", "ack_policy": "none", **asked}
+    if nats.max_request_batch:
+        config.setdefault("max_batch", nats.max_request_batch)
     check_config(config)
     found = nats.consumer(stream, name)
     if found is None:

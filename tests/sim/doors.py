@@ -6,6 +6,7 @@ from `secrets`. What is replaced stays so for the whole operating-system process
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import secrets
@@ -37,7 +38,7 @@ import ingress.chains.search
 import ingress.rows.decoder
 from common.settings.root import Settings
 from tests.sim.store import SimObjects
-from tests.sim.strands import SimExecutor, SimLock
+from tests.sim.strands import LoopCall, SimExecutor, SimLock
 from tests.sim.world import NS, Process, World
 
 POOLS = (common.service.process, compaction.run, compaction.merge)
@@ -112,6 +113,8 @@ def uninstall() -> None:
 def install() -> None:
     """Replace all side doors."""
     install_threads()
+    _lead_commands_here()
+    replace(vars(asyncio), "run_coroutine_threadsafe", LoopCall)
     replace(vars(common.clock), "time", TIME)
     replace(vars(common.failpoints), "_points", _Points())
     replace(vars(secrets), "token_hex", lambda size=32: _chance().randbytes(size).hex())
@@ -179,7 +182,7 @@ def _chance() -> random.Random:
 def entered(world: World) -> Iterator[None]:
     """Let the side doors lead into `world`."""
     _Current.world, _Current.chance = world, world.chance("secrets")
-    SimExecutor.world = SimLock.world = world
+    SimExecutor.world = SimLock.world = LoopCall.world = world
     try:
         yield
     finally:

@@ -48,6 +48,7 @@ class SimNats:
         self.lost_answers = self.late_requests = self.lost_deliveries = 0.0
         self.leaderless: dict[str, float] = {}  # by stream, until when
         self.requests = 0
+        self.max_request_batch = 0  # messages of one request of a consumer, at most
         world.listeners[port] = self
 
     # Connections

@@ -16,7 +16,9 @@ from tests.sim.actors import Member
 from tests.sim.world import Process, World
 
 COMMANDS: dict[str, click.Command] = {"egress resolve": egress.resolve_cli.resolve}
+STOPPED = ("stopped", "waiting")
 LOOKS_WITHIN = (3.0, 30.0)  # seconds from a stop until somebody acts
+WAITS = 25.0  # seconds more where egress waits by itself: a listing may show later what it lacks
 AGAIN = 80.0  # seconds until somebody acts on the same stop again, at least
 DIES = 0.3  # how often the first command is killed
 REPEATS = "come twice"  # in front of a command that archives some messages again
@@ -40,12 +42,12 @@ class Operator:
         return self._process is not None
 
     def stops(self) -> list[dict[str, Any]]:
-        """The parts of egress that have stopped, as their status says."""
+        """The parts of egress that have stopped or wait, and name a command, as their status says."""
         found = []
         for name, member in self._members.items():
             if name.startswith("egress") and member.is_alive:
                 parts = member.health.status()["parts"].values()
-                found += [part for part in parts if part.get("state") == "stopped"]
+                found += [each for each in parts if each.get("state") in STOPPED and self._command(each["hint"])]
         return found
 
     def look(self) -> None:
@@ -53,21 +55,22 @@ class Operator:
         if self._process is not None:
             self._finish(self._process)
             return
-        stops = [stop for stop in self.stops() if self._command(stop["hint"])]
+        stops = self.stops()
         if not stops:
             self._due = 0.0
         elif not self._due:
-            self._due = self.world.now + self._rng.uniform(*LOOKS_WITHIN)
+            is_patient = all(stop["state"] == "waiting" for stop in stops)
+            self._due = self.world.now + self._rng.uniform(*LOOKS_WITHIN) + (WAITS if is_patient else 0.0)
         elif self.world.now >= self._due:
             self._due = self.world.now + AGAIN
             self._run(self._rng.choice(stops))
 
     def _command(self, hint: str) -> list[str]:
         """The words of the first command of a hint that decides something; empty where there is none."""
-        for line in hint.split("\n"):
-            words = shlex.split(line) if line.startswith("floe ") else []
-            if " ".join(words[1:3]) in COMMANDS and any(each.startswith("--") for each in words):
-                return words[1:]
+        for line in re.findall(r"floe ([^|;,()\n]*)", hint):
+            words = shlex.split(line)
+            if " ".join(words[:2]) in COMMANDS and any(each.startswith("--") for each in words):
+                return words
         return []
 
     def _run(self, stop: dict[str, Any]) -> None:

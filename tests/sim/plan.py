@@ -10,8 +10,10 @@ from tests.sim.streams import INTEREST, LIMITS, WORK_QUEUE
 MESSAGES = 250
 CHANGING = "changing"  # the source is made again, set back, deleted; an operator acts on what egress says
 SAMPLED = "sampled"  # the feed is sampled, with snapshots
+HARD = "hard"  # an ordinary store or server with which Floe once did not get on
+HARDSHIPS = ("busy_store", "no_conditions", "small_batches", "bucket_set_back")
 #: By the last digit of a seed, what its world has beside faults. The others are ordinary.
-KINDS = {3: CHANGING, 5: SAMPLED, 7: CHANGING}
+KINDS = {3: CHANGING, 5: SAMPLED, 7: CHANGING, 9: HARD}
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Cut:
 class Plan:
     """The choices of one seed, beside its faults.
 
-    `kind`: of KINDS; `is_quiet`: nothing but that breaks; `on_recreated`: as of the feed.
+    `kind`: of KINDS; `is_quiet`: nothing but that breaks; `on_recreated`: as of the feed; `hardship`: of HARDSHIPS.
     """
 
     parts: int
@@ -57,6 +59,7 @@ class Plan:
     kind: str = ""
     is_quiet: bool = False
     on_recreated: str = "continue"
+    hardship: str = ""
     cut: Cut = field(default_factory=Cut)
 
     @classmethod
@@ -64,7 +67,9 @@ class Plan:
         """`more`: the chance of whatever only some kinds have."""
         retention = rng.choice([LIMITS, LIMITS, INTEREST, WORK_QUEUE])
         kind = KINDS.get(seed % 10, "")
-        if kind == SAMPLED:  # other streams forget what a sampler would have to read again
+        hardship = HARDSHIPS[seed // 10 % len(HARDSHIPS)] if kind == HARD else ""
+        reads_again = kind == SAMPLED or hardship == "bucket_set_back"
+        if reads_again:  # other streams forget what has to be read again
             retention = LIMITS
         return cls(
             parts=rng.choice([1, 1, 2, 3]),
@@ -74,11 +79,12 @@ class Plan:
             is_shared=rng.random() < 0.2,
             centre_begins=rng.choice([0.0, 12.0, 30.0]),
             compacts=rng.random() < 0.6,
-            # What has expired cannot be compared with a source that has changed.
-            expires=rng.random() < 0.5 and kind != CHANGING,
-            source_limit=rng.choice([0, 0, 0, 60]) if retention == LIMITS and kind != SAMPLED else 0,
+            # What has expired cannot be compared with a source that has changed; retention needs conditions.
+            expires=rng.random() < 0.5 and kind not in (CHANGING, HARD),
+            source_limit=rng.choice([0, 0, 0, 60]) if retention == LIMITS and not reads_again else 0,
             kind=kind,
             is_quiet=more.random() < 0.25 and kind == CHANGING,
             on_recreated=more.choice(["continue", "halt"]),
+            hardship=hardship,
             cut=cut,
         )

@@ -17,6 +17,7 @@ from common.settings.root import Settings
 from compaction.retention import RetentionRule
 from tests.sim import actors, doors
 from tests.sim.auditor import Broken, PublisherLog, SourceTap, TargetAuditor
+from tests.sim.hardships import Hardship
 from tests.sim.nats import SimNats
 from tests.sim.operator import Operator
 from tests.sim.plan import CHANGING, MESSAGES, SAMPLED, Cut, Plan
@@ -160,6 +161,8 @@ class Scenario:
             self.saboteur.begin(BREAKING, world.chance("pace").choice([1.5, 3.0, 6.0]))
         if plan.kind == CHANGING:
             self.changes.begin()
+        if plan.hardship and self.saboteur.allows(plan.hardship):
+            Hardship(plan.hardship, self.nats, self.objects).begin()
         self._run(lambda: world.now > BREAKING and self.publishers.is_done and self._has_changed(), 2000.0)
         self.saboteur.calm()
         try:

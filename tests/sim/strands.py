@@ -6,11 +6,12 @@ several, interleave at each of their requests, as the seed has it, and a process
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from tests.sim.world import Killed, Process, World
 
@@ -187,6 +188,26 @@ def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+class LoopCall(Generic[T]):
+    """What a blocking call asks of the event loop of its process, and waits for."""
+
+    world: World
+
+    def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
+        self._task = loop.create_task(work)
+        self.cancel = self._task.cancel
+
+    def result(self, timeout: float) -> T:
+        """Raises TimeoutError after `timeout` seconds."""
+        strand, end = self.world.strand, self.world.now + timeout
+        assert strand is not None, "the event loop would wait for itself"
+        while not self._task.done():
+            if self.world.now >= end:
+                raise TimeoutError
+            strand.sleep(0.002)
+        return self._task.result()
 
 
 class SimLock:

@@ -5,10 +5,20 @@ missing, or that another check covers the line: `registry.NOT_FOUND` names those
 `registry.FOUND` a seed that shows the mistake for all others.
 """
 
-from tests.sim.mutants import of_changes, of_compaction, of_egress, of_ingress, of_sampling
+from tests.sim.mutants import of_changes, of_compaction, of_egress, of_hardships, of_ingress, of_sampling
 from tests.sim.mutants.registry import FOUND, MUTANTS, NOT_FOUND
 
-__all__ = ["FOUND", "MUTANTS", "NOT_FOUND", "of_changes", "of_compaction", "of_egress", "of_ingress", "of_sampling"]
+__all__ = [
+    "FOUND",
+    "MUTANTS",
+    "NOT_FOUND",
+    "of_changes",
+    "of_compaction",
+    "of_egress",
+    "of_hardships",
+    "of_ingress",
+    "of_sampling",
+]
 
 
 def apply(name: str) -> None:

@@ -14,7 +14,10 @@ FOUND: dict[str, int] = {
     "acknowledged_too_far": 2,
     "acknowledgements_never_sent": 2,
     "answers_mixed_up": 1,
+    "archive_never_looked_at_again": 39,
+    "busy_taken_for_a_mistake": 9,
     "condition_of_a_key_left_out": 2,
+    "conditions_taken_for_granted": 19,
     "cover_skips_a_hole": 11,
     "coverage_of_a_merge_too_wide": 2,
     "decision_ignored": 27,
@@ -52,6 +55,7 @@ FOUND: dict[str, int] = {
     "sampler_rebuilt_always": 5,
     "segment_read_from_its_beginning": 6,
     "silence_taken_for_an_acknowledgement": 47,
+    "size_of_requests_never_learnt": 29,
     "tail_never_written": 1,
     "time_in_seconds": 1,
 }

@@ -1,0 +1,60 @@
+"""Ordinary servers and stores with which Floe once never started, or lost its place: one of them in a world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from common.errors import FloeError
+from common.objects.port import ObjectInfo
+from common.objects.s3_errors import explain
+from tests.sim.nats import SimNats
+from tests.sim.store import SimObjects, StoreMood
+
+#: Answers that mean "later", under whatever name a store has for it.
+LATER = (
+    (429, "TooManyRequests"), (429, "SomethingOfItsOwn"), (409, "ConcurrentModification"), (408, ""), (425, "TooEarly"),
+    (503, "SlowDown"), (500, ""), (400, "RequestExpired"), (400, "KMS.ThrottlingException"),
+)  # fmt: skip
+SMALL_BATCH = 20  # messages that a server gives to one request
+BUSY = 18.0  # seconds that a store asks to come back later, from the start
+LOST = 6.0, 30.0  # seconds within which a bucket is set back
+
+
+class Hardship:
+    """One of HARDSHIPS: a store that is busy at the start, one without conditions, a server that takes small requests
+    only, a bucket that is set back to an older copy of itself.
+    """
+
+    def __init__(self, kind: str, nats: SimNats, objects: SimObjects) -> None:
+        self.world, self._nats, self._objects = nats.world, nats, objects
+        self._rng, self._kind = nats.world.chance("hardship"), kind
+
+    def begin(self) -> None:
+        getattr(self, f"_{self._kind}")()
+
+    def _busy_store(self) -> None:
+        self._objects.refusals = [_answer(*each) for each in LATER]
+        self._objects.mood = StoreMood(refused=1.0)
+        self.world.at(BUSY, lambda: setattr(self._objects, "mood", StoreMood()))
+
+    def _no_conditions(self) -> None:
+        self._objects.takes_conditions = False
+
+    def _small_batches(self) -> None:
+        self._nats.max_request_batch = SMALL_BATCH
+
+    def _bucket_set_back(self) -> None:
+        self.world.at(self._rng.uniform(*LOST), self._copy_bucket)
+
+    def _copy_bucket(self) -> None:
+        kept = dict(self._objects.kept)
+        self.world.at(self._rng.uniform(2, 12), lambda: self._put_back(kept))
+
+    def _put_back(self, kept: dict[str, tuple[bytes, ObjectInfo]]) -> None:
+        self.world.note(f"the bucket is set back: {len(self._objects.kept)} objects, now {len(kept)}")
+        self._objects.kept, self._objects.keys = kept, sorted(kept)
+
+
+def _answer(status: int, code: str) -> Callable[[], FloeError]:
+    response = {"Error": {"Code": code or str(status)}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return lambda: explain("put", "simulated", response)
