@@ -10,6 +10,7 @@ import common.objects.s3_errors
 import common.segments.documents
 import common.segments.store
 from common.errors import ConfigError
+from common.jetstream.api import ConsumerInfo
 from common.objects.s3_errors import LATER, Meaning
 from egress.archive import ArchiveWalks
 from tests.sim.mutants.registry import change, mutant
@@ -44,6 +45,7 @@ def conditions_taken_for_granted() -> None:
 def size_of_requests_never_learnt() -> None:
     """A server that takes small requests only is asked for as much as ever."""
     change(common.jetstream.protocol, "_BATCH", lambda _: re.compile("never"))
+    change(ConsumerInfo, "max_batch", lambda _: 0)
 
 
 @mutant
