@@ -108,12 +108,12 @@ def uninstall() -> None:
     while _replaced:
         namespace, name, value = _replaced.pop()
         namespace[name] = value
+    _Current.opens = None
 
 
 def install() -> None:
     """Replace all side doors."""
     install_threads()
-    _lead_commands_here()
     replace(vars(asyncio), "run_coroutine_threadsafe", LoopCall)
     replace(vars(common.clock), "time", TIME)
     replace(vars(common.failpoints), "_points", _Points())
