@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.kinds import verdict
+from tests.support.suite import counted
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,15 @@ async def test_what_is_marked_runs_in_simulated_time(request: pytest.FixtureRequ
     began = real.perf_counter()
     await asyncio.sleep(500)
     assert real.perf_counter() - began < 60
+
+
+@pytest.mark.parametrize(
+    ("line", "passed", "failed"),
+    [
+        ("== 6524 passed, 19 skipped in 700.12s (0:11:40) ==", 6524, 0),
+        ("== 1 failed, 6524 passed, 2 errors in 700.12s ==", 6524, 3),
+        ("nothing", 0, 0),
+    ],
+)
+def test_a_run_is_counted_by_the_last_line_of_pytest(line: str, passed: int, failed: int) -> None:
+    assert counted(line, 700.4) == {"seconds": 700, "passed": passed, "failed": failed}
