@@ -13,6 +13,8 @@ OTHER       := $(if $(filter command environment,$(origin PYTHON)),$(shell \
 ONLY        ?=
 STALE       ?=
 export PYTHONUNBUFFERED := 1
+# Without bytecode every process compiles the product anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test minio soak check check-deploy docs audit bench clean java python other
@@ -49,6 +51,8 @@ demo: java $(INSTALLED)  ## two sites, a bucket and a centre on this machine; ki
 	@$(BIN)/python -m floe demo
 
 test: java $(INSTALLED)  ## every test, with real servers on loopback (at most 20 minutes on 2 cores); PYTHON=python3.13, FLOE_TEST_S3=minio
+	@# Once before, or each process rewrites the assertions of all tests.
+	@$(BIN)/python -m pytest --collect-only -qq > /dev/null
 	@$(BIN)/python -m pytest -m "not soak" -n 4 --dist loadfile --no-loadscope-reorder
 
 minio: $(INSTALLED)  ## MinIO on loopback with a bucket, until Ctrl-C; prints the settings; built by go, or a container, where none is found
