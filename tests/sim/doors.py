@@ -108,7 +108,6 @@ def uninstall() -> None:
     while _replaced:
         namespace, name, value = _replaced.pop()
         namespace[name] = value
-    _Current.opens = None
 
 
 def install() -> None:

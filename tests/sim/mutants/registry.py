@@ -21,7 +21,7 @@ FOUND: dict[str, int] = {
     "cover_skips_a_hole": 11,
     "coverage_of_a_merge_too_wide": 2,
     "decision_ignored": 27,
-    "durable_deleted_first": 9,
+    "durable_deleted_first": 21,
     "every_stream_taken_for_the_same": 3,
     "expected_sequence_left_out": 6,
     "filter_left_out": 1,
