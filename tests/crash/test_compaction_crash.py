@@ -63,9 +63,10 @@ def test_a_job_killed_between_any_two_deletions_is_finished_by_the_next(archive:
     fill(archive, 41, 1, age=0)
     before = archive.read()
     assert Job(archive.folder, f"compaction.delete_some=kill@{number}").wait() == -9
-    assert len(archive.listed()) == 6 - (number - 1)
+    left = len(archive.listed())
+    assert 6 - (number - 1) <= left <= 6  # several are deleted at once, each behind its own proof
     assert archive.read().equals(before)
-    assert len(run(archive.folder).deleted) == 4 - (number - 1)
+    assert len(run(archive.folder).deleted) == left - 2
     assert archive.ranges() == ["0:41..50", "1:1..40"]
 
 

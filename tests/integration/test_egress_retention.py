@@ -22,8 +22,6 @@ from tests.support.egress import SITE, Bench
 from tests.support.proxies import TcpProxy
 from tests.support.stores import FaultyStore, raising
 
-pytestmark = pytest.mark.simulated
-
 KINDS = ["workqueue", "interest"]
 
 
@@ -166,7 +164,6 @@ async def test_some_acks_lost_in_the_middle_are_settled_by_asking(
     assert payloads(bench, stream) == numbered(200)
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("retention", KINDS)
 async def test_cut_connections_lose_nothing_and_archive_nothing_twice(
     nats_server: NatsServer, bench: Bench, retention: str
@@ -479,7 +476,6 @@ async def test_a_work_queue_is_not_begun_in_its_middle(bench: Bench) -> None:
     assert bench.chains.read_chain(bench.chain(stream)) is None
 
 
-@pytest.mark.real
 async def test_a_stream_that_drops_idle_durables_is_refused(bench: Bench) -> None:
     stream = await make(bench, "interest", consumer_limits={"inactive_threshold": 60 * 10**9})
     async with bench.egress({"stream": stream}) as running:
@@ -554,7 +550,6 @@ async def test_init_says_what_was_dropped_what_is_missing_and_what_is_stale(benc
     ]
 
 
-@pytest.mark.real
 async def test_init_is_a_command(bench: Bench) -> None:
     stream = await make(bench, "workqueue")
     await create_consumer(bench.client, stream, {"durable_name": "worker", "ack_policy": "explicit"})
@@ -570,7 +565,6 @@ async def test_init_is_a_command(bench: Bench) -> None:
     assert [each["result"] for each in made.json()] == ["there", "there", "made"]
 
 
-@pytest.mark.real
 async def test_init_shows_people_no_durables_that_are_not_needed(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     config = configuration(bench, {"stream": stream})

@@ -45,7 +45,7 @@ from tests.support.ingress import (
 )
 from tests.support.segments import message
 
-pytestmark = [pytest.mark.servers, pytest.mark.simulated]
+pytestmark = [pytest.mark.servers]
 OTHER = Chain("eu-west", "NODES")
 
 
@@ -389,7 +389,6 @@ async def test_a_large_target_is_counted_whole(client: FloeClient, centre: Centr
     assert slow.chains == {CHAIN: ScannedChain(11_991, 12_000, 10, 12_000, 10)}
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("purged", [False, True])
 async def test_a_target_that_let_its_last_messages_go_is_counted_to_its_end(
     client: FloeClient, centre: Centre, purged: bool

@@ -26,7 +26,7 @@ from tests.support.basics import soon
 from tests.support.ingress import CHAIN, Archive, Centre, arrived, rows_of
 from tests.support.segments import message
 
-pytestmark = [pytest.mark.servers, pytest.mark.simulated]
+pytestmark = [pytest.mark.servers]
 
 LIMIT = 1000
 LARGE = {5: 2000, 17: 1500, 30: 5000}
@@ -133,7 +133,6 @@ async def are(config: Path, states: list[str]) -> bool:
     return [row["state"] for row in (await listed(config)).values()] == states
 
 
-@pytest.mark.real
 async def test_the_command_lists_shows_and_asks_and_is_told_what_came_of_it(
     client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:

@@ -26,8 +26,6 @@ from tests.support.replay import STEP_NS, World, refused
 from tests.support.segments import START_NS, message
 from tests.support.stores import CountingObjects
 
-pytestmark = pytest.mark.simulated
-
 
 def at(sequence: int) -> str:
     """The time of a message of `rows_of`, as it is typed."""
@@ -84,7 +82,6 @@ async def test_a_range_outside_the_archive_is_no_success(world: World, asked: di
         await world.look(**asked)
 
 
-@pytest.mark.real
 @pytest.mark.servers
 async def test_the_command_says_so_too(world: World) -> None:
     world.fill((1, 300))

@@ -26,7 +26,7 @@ from tests.support.ingress import CHAIN, Archive, Centre, check_exact, closed_at
 from tests.support.ingress import make as make_target
 from tests.support.replay import World, refused
 
-pytestmark = [pytest.mark.servers, pytest.mark.simulated]
+pytestmark = [pytest.mark.servers]
 
 NOW = 4_000_000_000.0  # everything is old by then
 
@@ -96,7 +96,6 @@ async def test_a_parked_message_is_delivered_though_its_segment_is_gone(
     check_all_once(messages, archive, centre, {5, 17, 30})
 
 
-@pytest.mark.real
 async def test_a_released_target_that_is_carried_again_stops_with_the_command_that_goes_on(
     client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +165,6 @@ async def test_a_target_that_begins_on_a_chain_that_retention_has_cut_begins_at_
 # Egress
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("retention", ["limits", "workqueue"])
 async def test_egress_goes_on_above_a_raised_floor_and_archives_nothing_below_it_again(
     bench: Bench, retention: str
@@ -219,7 +217,6 @@ async def test_a_replay_says_what_is_gone_and_since_when(cut: World) -> None:
     assert await cut.sequences() == list(range(201, 301))
 
 
-@pytest.mark.real
 async def test_a_drill_says_what_is_gone_and_since_when(cut: World) -> None:
     done = await floe("drill", "-c", str(cut.centre.write()), "us-east/NODES", "--from-sequence", "1")
     assert done.code == 0, done.err

@@ -55,7 +55,8 @@ class _Carrier:
     def __init__(self, carriers: Carriers) -> None:
         self.go, self.work = _gate(), _nothing_yet
         self._carriers = carriers
-        threading.Thread(target=self._run, name="strand", daemon=True).start()
+        self.thread = threading.Thread(target=self._run, name="strand", daemon=True)
+        self.thread.start()
 
     work: Callable[[], None] | None
 
@@ -111,6 +112,11 @@ class Strand:
         self._carrier.wait()
         if not self.process.alive:
             raise Killed
+
+    @property
+    def is_here(self) -> bool:
+        """False in every other thread: some of former tests may still run."""
+        return self._carrier.thread is threading.current_thread()
 
     def sleep(self, seconds: float) -> None:
         """In the strand: wait that long."""

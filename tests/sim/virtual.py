@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor
@@ -34,15 +35,17 @@ class _Time(doors._Time):
     """`time` in a test: a pause of its own thread moves the clock."""
 
     def sleep(self, seconds: float) -> None:
-        if doors.current().strand is not None:
-            super().sleep(seconds)
-        else:
+        strand = doors.current().strand
+        if strand is not None and strand.is_here:
+            strand.sleep(seconds)
+        elif threading.current_thread() is threading.main_thread():
             doors.current().now += seconds
+        else:  # a thread that a former test has left
+            time.sleep(seconds)
 
 
 TIME = _Time("time")
 _run_async = common.cli.run_async
-_carriers = Carriers()
 
 
 class TestProcess(Process):
@@ -70,6 +73,9 @@ class TestLoop(SimLoop):
         self._turns_world = True
         try:
             self._world.run(task.done, LONGEST)
+        except BaseException:
+            _Test.carriers = Carriers()  # what is left of this test must not meet the next one
+            raise
         finally:
             self._turns_world = False
         return task.result()
@@ -82,9 +88,10 @@ class TestLoop(SimLoop):
 
 
 class _Test:
-    """The process of the test that runs now."""
+    """The process of the test that runs now, and the threads of all tests."""
 
     process: TestProcess | None = None
+    carriers = Carriers()
 
 
 class Policy(asyncio.DefaultEventLoopPolicy):
@@ -117,7 +124,7 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
 @contextmanager
 def virtual() -> Iterator[None]:
     """Run what is within as one process of a world with a server on PORT."""
-    world = World(1, _carriers)
+    world = World(1, _Test.carriers)
     world.epoch = time.time()
     SimNats(world, PORT)
     process = TestProcess(world, "test", "test")
@@ -127,7 +134,8 @@ def virtual() -> Iterator[None]:
         process.loop = TestLoop(process)
         doors.install_threads()
         for name, module in [*sys.modules.items()]:
-            if name.partition(".")[0] in PACKAGES and not name.startswith(APART) and module is not None:
+            is_ours = name.partition(".")[0] in PACKAGES or name.startswith("test_")  # the latter have no package
+            if is_ours and not name.startswith(APART):
                 _replace_in(vars(module))
         _Test.process = process
         try:
