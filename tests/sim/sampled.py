@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from common.segments.columns import Columns
+from common.segments.segment import Message
 from common.settings.egress import FeedSettings
 from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
 from tests.sim.auditor import Publication, PublisherLog
+from tests.support.sampling import columns_of
 
 #: Of the few subjects most messages are left out, and each subject passes several times.
 SAMPLING: dict[str, Any] = {"inspect_subject_token": -1, "inspect_duration": "9s", "size_trigger": 95}
@@ -40,17 +41,8 @@ class Choices:
         found = set[int]()
         for messages in chains.values():
             shown = [each for each in messages if not (each.sequence > 1 and COPY in (each.headers or b""))]
-            kept = Sampler(self._sampling, tracks=False).fold(columns(shown)).kept
+            rows = [Message(each.sequence, each.time_ns, each.subject, each.headers, each.payload) for each in shown]
+            kept = Sampler(self._sampling, tracks=False).fold(columns_of(rows)).kept
             left_out = {each.number for each, passes in zip(shown, kept, strict=True) if not passes}
             found |= {each.number for each in messages} - left_out
         return found
-
-
-def columns(messages: list[Publication]) -> Columns:
-    return Columns(
-        [each.sequence for each in messages],
-        [each.time_ns for each in messages],
-        [each.subject for each in messages],
-        [each.headers for each in messages],
-        [each.payload for each in messages],
-    )
