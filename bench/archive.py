@@ -6,7 +6,8 @@ with at most 20 LISTs at the start of a session and one before each put.
 `compaction.plan_1m`: from the listings of 1,000 chains to what is merged of their 1,000,000 segments, as a run of
 compaction does it, below 1 GB.
 `compaction.merge`: inputs to a verified output, beside pyarrow reading and writing the same rows.
-`compaction.delete_small`: milliseconds for each segment of 15 messages that is proved to be in what stays, and deleted.
+`compaction.delete_small`: milliseconds for each segment of 15 messages that is proved to be in what stays, and deleted,
+by `local[2]` of Spark as `compaction.spark`.
 `compaction.spark`: four such outputs by `local[2]` of Spark, beside the same merges one after the other on one core;
 without the start of the session and of its Python processes.
 `memory.merge.small`, `memory.merge.large`: the peak of a process that merges 0.2 and 4 GB of rows.
@@ -317,21 +318,26 @@ SMALL, SMALL_ROWS = 1_000, 15
 
 def delete_rate() -> Figure:
     """Milliseconds for each small segment that a run proves and deletes; half of its sequences have a row."""
+    from tests.support.spark import SharedSpark  # starts Java
 
     def took() -> float:
         with tempfile.TemporaryDirectory(prefix="floe-bench-") as folder:
-            store = SegmentStore(LocalObjects(Path(folder)), Layout("data"))
+            text = f"store: {{url: 'file://{folder}/store'}}\nspool_dir: '{folder}/spool'\n"
+            settings = parse(text, "bench")[0]
+            store = open_store(settings)
             ChainStore(store.objects, store.layout).create_chain(CHAIN, ChainDocument((), 1, 1))
             refs = inputs(store, SMALL, rows=SMALL_ROWS, step=2)
             above = merge(store, Output(1, tuple(refs[:-1]))).ref
             Tombstones(store.objects, store.layout).put(made_by(above, refs[:-1]))
-            run = Compaction(store, (), 0.0, LocalRunner(store))
+            run = Compaction(store, (), 0.0, SharedSpark(settings))
             started = time.perf_counter()
             report = run.run(Selection())
             elapsed = time.perf_counter() - started
             assert (len(report.deleted), report.failures) == (SMALL - 1, [])
             return elapsed
 
+    for _ in range(2):
+        took()  # starts the Python processes, then has Java compile what it runs often
     seconds = statistics.median(took() for _ in range(REPEATS))
     return Figure("compaction.delete_small", round(1000 * seconds / SMALL, 3), "ms")
 

@@ -13,13 +13,13 @@ window, and a round works in batches, so that no more of them are held at once t
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from common.chain import Chain
@@ -41,7 +41,7 @@ from compaction.plan import Block, Output, Planner, Waiting, blocks, overlapping
 from compaction.retention import Retention, RetentionReport
 from compaction.spark import ItemsDone
 from compaction.supersede import Reported, Supersession, contained, made_by
-from compaction.tombstones import Tombstone, TombstoneIndex, Tombstones, outdated
+from compaction.tombstones import TombstoneIndex, Tombstones, outdated
 
 if TYPE_CHECKING:
     from common.settings.root import LevelSettings
@@ -52,6 +52,9 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 LISTINGS_AT_ONCE = 8
+DELETED_TOGETHER = 64  # segments that one task proves and deletes
+FEW_DELETIONS = 4  # tasks
+DELETED_IN_A_ROW = 8  # by one thread: handing over one costs more than deleting it from a folder
 SEGMENTS_OF_A_TOMBSTONE = 10_000  # about 1 MB
 BATCH = 30_000  # segments that are read in one batch of merges and proofs at least, where there are as many
 ROUNDS = 3  # rounds of planning again because of segments that were damaged or gone
@@ -120,6 +123,42 @@ def unproved(store: SegmentStore, supersession: Supersession, error: FloeError) 
 
 
 @dataclass(frozen=True, slots=True)
+class Deletion:
+    """Segments that may go, ascending, because of what stays. `prove`: only once that was found to hold their rows."""
+
+    going: Sequence[SegmentRef]
+    staying: Sequence[SegmentRef]
+    prove: bool
+
+
+def delete_some(store: SegmentStore, deletion: Deletion) -> tuple[list[SegmentRef], list[Failure]]:
+    """What was deleted, and why the others stay."""
+    deleted: list[SegmentRef] = []
+    failures: list[Failure] = []
+
+    def succeeds(step: Callable[[SegmentRef], None], segment: SegmentRef) -> bool:
+        try:
+            step(segment)
+            return True
+        except FloeError as error:
+            failures.append(Failure.of(f"delete of {segment.key}", error, segment.chain))
+            return False
+
+    def is_proved(segment: SegmentRef) -> bool:
+        failpoint("compaction.delete_some")
+        return not deletion.prove or succeeds(keeper.check, segment)
+
+    def delete(group: Sequence[SegmentRef]) -> None:
+        deleted.extend(segment for segment in group if succeeds(store.delete, segment))
+
+    with closing(Keeper(store, deletion.staying)) as keeper:
+        # A few are deleted as soon as they are proved: what a stopped run has proved, the next one need not.
+        for _ in _at_once(delete, _grouped(filter(is_proved, deletion.going), DELETED_IN_A_ROW)):
+            pass
+    return deleted, failures
+
+
+@dataclass(frozen=True, slots=True)
 class Selection:
     """Which chains and levels to compact; None selects all. `level`: the one that is read."""
 
@@ -132,10 +171,6 @@ class Selection:
     def takes(self, chain: Chain) -> bool:
         """Whether a chain of the site and the feed is one of them."""
         return self.incarnation in (None, chain.incarnation) and self.partition in (None, chain.partition)
-
-    @property
-    def has_whole_feeds(self) -> bool:
-        return self.partition is self.level is self.incarnation is None
 
 
 @dataclass(slots=True)
@@ -263,8 +298,7 @@ class Compaction:
         count = 0
         for chain, listed in zip(chains, _at_once(self._listed, chains), strict=True):
             waiting = self._waiting(chain, selection, now or listed.segments.newest)
-            planners = [Planner(each.policy, each.now, each) for each in waiting]
-            for survey in self._survey(chain, listed, planners, damaged):
+            for survey in self._survey(chain, listed, waiting, damaged):
                 batch.append(survey)
                 count += survey.segments
                 if count >= self._batch:
@@ -278,8 +312,7 @@ class Compaction:
         return tuple(Waiting(chain, policy, now) for policy in self._chosen(selection))
 
     def _listed(self, chain: Chain) -> TombstoneIndex:
-        segments = self._store.table(chain)
-        listed = self._index(chain, segments, self._tombstones.names(chain))
+        listed = self._index(chain, self._store.table(chain), self._tombstones.names(chain))
         failpoint("compaction.list")
         return listed
 
@@ -298,9 +331,10 @@ class Compaction:
         return [policy for policy in self._policies if selection.level in (None, policy.from_)]
 
     def _survey(
-        self, chain: Chain, listed: TombstoneIndex, planners: Sequence[Planner], damaged: frozenset[str]
+        self, chain: Chain, listed: TombstoneIndex, waiting: Sequence[Waiting], damaged: frozenset[str]
     ) -> Iterator[ChainSurvey]:
         segments, buried = listed.segments, listed.buried()
+        planners = [Planner(each.policy, each.now, each) for each in waiting]
         held: list[list[Supersession]] = []
         until = max((planner.old for planner in planners), default=0.0)
         merged: set[str] = set()  # inputs of the merges so far, of those by which something held is contained
@@ -410,52 +444,42 @@ class Compaction:
         now = self._tombstones.now()
         failpoint("compaction.grace")
         damaged: set[str] = set()
-        for deleted, failures in _at_once(lambda chain: self._delete_in(chain, now, grace), chains):
-            self._report.deleted.absorb(deleted)
+        waiting: list[Deletion] = []
+        for due, failures in _at_once(lambda chain: self._due(chain, now, grace), chains):
             self._report.failures += failures
             damaged.update(key for failure in failures for key in failure.damaged)
+            waiting += due
+            if len(waiting) * DELETED_TOGETHER >= self._batch:
+                self._delete_proved(waiting)
+                waiting.clear()
+        self._delete_proved(waiting)
         return frozenset(damaged)
 
-    def _delete_in(self, chain: Chain, now: float, grace: float) -> tuple[SegmentTable, list[Failure]]:
-        names, deleted = self._tombstones.names(chain), SegmentTable()
+    def _due(self, chain: Chain, now: float, grace: float) -> tuple[list[Deletion], list[Failure]]:
+        due: list[Deletion] = []
         failures: list[Failure] = []
+        if names := self._tombstones.names(chain):
+            index = self._index(chain, self._store.table(chain), names)
+            for stone in index.deletable(now, grace):
+                if damaged := [s for s in stone.superseding if not self._store.is_intact(s)]:
+                    failures += [_not_intact(s) for s in damaged]
+                else:
+                    going = _grouped(sorted(stone.superseded, key=lambda s: s.coverage), DELETED_TOGETHER)
+                    due += [Deletion(group, stone.superseding, self._prove_deletions) for group in going]
+            for key in index.done():
+                self._store.objects.delete(key)
+        return due, failures
 
-        def delete(segment: SegmentRef) -> list[SegmentRef]:
-            try:
-                self._store.delete(segment)
-            except FloeError as error:
-                failures.append(Failure.of(f"delete of {segment.key}", error, chain))
-                return []
-            return [segment]
-
-        if not names:
-            return deleted, failures
-        index = self._index(chain, self._store.table(chain), names)
-        for stone in index.deletable(now, grace):
-            damaged = [s for s in stone.superseding if not self._store.is_intact(s)]
-            failures += [_not_intact(s) for s in damaged]
-            # One is deleted as soon as it is proved: what a stopped run has proved, the next one need not.
-            proved = self._proved(stone, failures) if not damaged else ()
-            for gone in _at_once(delete, proved):
-                deleted.extend(gone)
-        for key in index.done():
-            self._store.objects.delete(key)
-        if deleted:
-            log.info("inputs deleted", action="inputs_deleted", **chain.log_context(), segments=len(deleted))
-        return deleted, failures
-
-    def _proved(self, stone: Tombstone, failures: list[Failure]) -> Iterator[SegmentRef]:
-        """Those that may go, ascending; adds to `failures` what is in doubt."""
-        with closing(Keeper(self._store, stone.superseding)) as keeper:
-            for segment in sorted(stone.superseded, key=lambda s: s.coverage):
-                self._check()
-                failpoint("compaction.delete_some")
-                try:
-                    if self._prove_deletions:
-                        keeper.check(segment)
-                    yield segment
-                except FloeError as error:
-                    failures.append(Failure.of(f"delete of {segment.key}", error, segment.chain))
+    def _delete_proved(self, deletions: Sequence[Deletion]) -> None:
+        # Beginning Spark takes longer than a few.
+        runner = self._runner if len(deletions) > FEW_DELETIONS else LocalRunner(self._store, check=self._check)
+        counts: Counter[Chain] = Counter()
+        for deleted, failures in runner.map(delete_some, deletions) if deletions else ():
+            self._report.deleted.extend(deleted)
+            self._report.failures += failures
+            counts.update(segment.chain for segment in deleted)
+        for chain, count in counts.items():
+            log.info("inputs deleted", action="inputs_deleted", **chain.log_context(), segments=count)
 
     # The snapshots of samplers
 
@@ -487,7 +511,7 @@ class Compaction:
         return outdated(refs, now or max((ref.modified for ref in refs), default=0.0), grace), []
 
     def _may_expire(self, selection: Selection) -> bool:
-        return self._grace is not None and selection.has_whole_feeds
+        return self._grace is not None and {selection.partition, selection.level, selection.incarnation} == {None}
 
     # Report
 
@@ -510,8 +534,7 @@ class Compaction:
     def _foretold(self, chain: Chain, selection: Selection, now: float, expired: frozenset[str]) -> ChainSurvey:
         listed = self._listed(chain)
         waiting = self._waiting(chain, selection, now or listed.segments.newest)
-        planners = [Planner(each.policy, each.now, each) for each in waiting]
-        surveys = list(self._survey(chain, listed, planners, expired))
+        surveys = list(self._survey(chain, listed, waiting, expired))
         outputs = tuple(output for survey in surveys for output in survey.outputs)
         leftovers = tuple(leftover for survey in surveys for leftover in survey.leftovers)
         found = ChainSurvey(chain, outputs, leftovers, tuple(listed.problems), waiting=waiting)
@@ -545,6 +568,11 @@ def _at_once(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
                 yield running.popleft().result()
         while running:
             yield running.popleft().result()
+
+
+def _grouped(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    rest = iter(items)
+    return iter(lambda: list(islice(rest, size)), [])
 
 
 def _feeds(chains: Sequence[Chain]) -> list[list[Chain]]:

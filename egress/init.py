@@ -64,7 +64,7 @@ async def _buckets(client: FloeClient, settings: Settings) -> list[Done]:
     )
     for bucket, ttl, size in (leases, state):
         was_there = await stream_info(client, f"KV_{bucket}") is not None
-        await KeyValue.open(client, bucket, ttl=ttl, replicas=await kv_replicas(client, egress), max_bytes=size)
+        await KeyValue(client, bucket, ttl=ttl, replicas=await kv_replicas(client, egress), max_bytes=size).ensure()
         done.append(Done("bucket", bucket, THERE if was_there else MADE))
     return done
 

@@ -146,7 +146,7 @@ class Target:
         settings = self._deps.settings
         replicas = settings.kv_replicas or replicas
         size = settings.kv_max_bytes
-        return await KeyValue.open(self._deps.client, settings.state_bucket, replicas=replicas, max_bytes=size)
+        return await KeyValue(self._deps.client, settings.state_bucket, replicas=replicas, max_bytes=size).ensure()
 
 
 PAUSES = doubling(1.0, 30.0)  # seconds between attempts

@@ -43,7 +43,7 @@ async def open_state(client: FloeClient, settings: ServiceSettings, *, target: s
     """The bucket of the state, created if it is missing. `target`: as in `kv_replicas`."""
     replicas = partial(kv_replicas, client, settings, target)
     most = settings.kv_max_bytes
-    return await KeyValue.open(client, settings.state_bucket, replicas=replicas, max_bytes=most)
+    return await KeyValue(client, settings.state_bucket, replicas=replicas, max_bytes=most).ensure()
 
 
 def optional_state(client: FloeClient, settings: ServiceSettings) -> KeyValue:
@@ -64,7 +64,7 @@ async def open_leases(
         replicas or partial(kv_replicas, client, settings, target),
         settings.lease_bytes,
     )
-    bucket = await KeyValue.open(client, settings.lease_bucket, ttl=ttl, replicas=most, max_bytes=size)
+    bucket = await KeyValue(client, settings.lease_bucket, ttl=ttl, replicas=most, max_bytes=size).ensure()
     return Leases(bucket, owner, ttl, clock)
 
 

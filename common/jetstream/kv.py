@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from common.clock import NS_PER_S
 from common.errors import ConfigError, OutcomeUnknown, Stopped, Unavailable
@@ -88,26 +88,12 @@ class KeyValue:
         # An answer about something that lives `ttl` must not be waited for as long as that.
         self._timeout = min(REQUEST_TIMEOUT, (ttl or REQUEST_TIMEOUT * 5) / 5)
 
-    @classmethod
-    async def open(
-        cls,
-        client: FloeClient,
-        bucket: str,
-        *,
-        ttl: float | None = None,
-        replicas: Replicas = 1,
-        max_bytes: int = STATE_BYTES,
-    ) -> KeyValue:
+    async def ensure(self) -> Self:
         """Creates the bucket if it is missing.
 
         Raises ConfigError where the bucket exists with another time to live: leases would be held too long, or state
         would vanish.
         """
-        store = cls(client, bucket, ttl=ttl, replicas=replicas, max_bytes=max_bytes)
-        await store.ensure()
-        return store
-
-    async def ensure(self) -> None:
         info = await stream_info(self._client, self._stream)
         max_age = round((self.ttl or 0) * NS_PER_S)
         if info is None:
@@ -129,6 +115,7 @@ class KeyValue:
                 hint="use one value for all that share the bucket, or another bucket",
                 code="E-KV-TTL",
             )
+        return self
 
     async def get(self, key: str) -> KvEntry | None:
         """The value at the leader; None where there is none, it was deleted, or it expired."""

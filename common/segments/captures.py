@@ -311,10 +311,6 @@ class CaptureRef:
     def end(self) -> int:
         return self.name.end
 
-    @property
-    def digest(self) -> str:
-        return self.name.digest
-
 
 class CaptureStore:
     """The captures under one layout. Blocking; safe to use from several threads.
@@ -426,7 +422,7 @@ class CaptureStore:
             return None
         if len(raw) > MAX_CAPTURE_BYTES:
             raise _spoiled(ref.key, f"expected at most {MAX_CAPTURE_BYTES} bytes, found more")
-        if (digest := hashlib.sha256(raw).hexdigest()[:DIGEST_LENGTH]) != ref.digest:
+        if (digest := hashlib.sha256(raw).hexdigest()[:DIGEST_LENGTH]) != ref.name.digest:
             raise _spoiled(ref.key, f"expected the digest of its name, found {digest}")
         try:
             document: Captured = _FORMS[ref.name.kind].decode(raw)

@@ -106,9 +106,6 @@ class _Reader:
             raise ValueError(f"more than {self._bounds.values} values")
 
     def _integer(self, kind: int) -> int:
-        if (coded := self._data[self.position]) < 0x80:
-            self.position += 1
-            return (coded >> 1) ^ -(coded & 1)
         coded, bits = self._varint(), _BITS[kind]
         value = (coded >> 1) ^ -(coded & 1)
         if not -(1 << bits) <= value < 1 << bits:

@@ -166,7 +166,7 @@ async def test_sigterm_stores_the_open_segment_releases_the_lease_and_ends_with_
     with processes() as started:
         listen = f"127.0.0.1:{free_port()}"
         started.append(Process(bench, stream, feeds=[feed], lease_ttl="10s", monitor={"listen": listen}))
-        leases = await soon(lambda: KeyValue.open(bench.client, bench.lease_bucket, ttl=10.0))
+        leases = await soon(lambda: KeyValue(bench.client, bench.lease_bucket, ttl=10.0).ensure())
 
         async def is_reading() -> bool:
             answer = await bench.client.api(f"CONSUMER.NAMES.{stream}")

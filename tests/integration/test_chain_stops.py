@@ -352,7 +352,7 @@ async def test_pauses_that_cannot_be_read_stop_the_target_until_they_are_written
 ) -> None:
     centre = centre_of(tmp_path, archive, nats_url)
     named = ["-c", str(centre.write()), "--target", centre.target]
-    bucket = await KeyValue.open(client, centre.state_bucket)
+    bucket = await KeyValue(client, centre.state_bucket).ensure()
     await bucket.put(state_key("pauses", centre.target), b'{"version":2}')
     async with centre.running() as health:
         await soon(lambda: centre.status(health).get("code") == "E-PAUSES")

@@ -17,7 +17,7 @@ from common.segments.segment import SegmentRef
 from compaction.compare import Keeper
 from compaction.failures import exit_code
 from compaction.plan import Output
-from compaction.run import Compaction, LocalRunner, Report, Selection
+from compaction.run import Compaction, Deletion, LocalRunner, Report, Selection
 from compaction.supersede import made_by
 from compaction.tombstones import Tombstones
 from tests.support.basics import seeded
@@ -305,6 +305,24 @@ def test_a_tombstone_is_a_proposal_and_what_stays_must_hold_every_row(archive: A
     assert archive.objects.get(inputs[1].key) == before
     assert exit_code(report.failures) == 3
     assert run(archive, NEVER).told == report.failures, "and it is told once"
+
+
+@pytest.mark.parametrize(("inputs", "tasks"), [(4, [3]), (20, [4, 4, 4, 4, 3])], ids=["few", "many"])
+def test_many_deletions_are_proved_where_merges_are_made(
+    archive: Archive, monkeypatch: pytest.MonkeyPatch, inputs: int, tasks: list[int]
+):
+    monkeypatch.setattr("compaction.run.DELETED_TOGETHER", 4)
+    fill(archive, inputs)
+    begun: list[int] = []
+
+    class Elsewhere(LocalRunner):
+        def map(self, work: Any, items: Any) -> Any:
+            begun.extend(len(item.going) for item in items if isinstance(item, Deletion))
+            return super().map(work, items)
+
+    report = Compaction(archive.store, (DUE,), 0, Elsewhere(archive.store)).run(Selection())
+    assert [s.coverage.first for s in report.deleted] == [n * 10 + 1 for n in range(inputs - 1)]
+    assert begun == (tasks if inputs > 4 else []), "a few do not begin Spark"
 
 
 def test_deletions_are_not_proved_where_that_is_switched_off(archive: Archive):

@@ -116,7 +116,7 @@ async def test_a_site_is_well_and_nothing_is_left_behind(
     assert open_objects(load_settings(config).store).list("") == []
     assert await stream_info(client, f"KV_{state}") is None
     assert await consumer_names(client, stream) == []
-    store = await KeyValue.open(client, state)
+    store = await KeyValue(client, state).ensure()
     revision = await store.put("a", b"kept")
     assert (await examined(config, code=0))["nats rights"]["state"] == "ok"
     entry = await store.get("a")

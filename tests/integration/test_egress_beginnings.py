@@ -124,7 +124,7 @@ async def test_every_partition_has_its_mark_before_any_of_them_is_read(bench: Be
     """A host that begins beside others finds what they have put, and goes on."""
     stream = await bench.make_stream(unique("T"))
     feed, chain = feed_of(stream, 2), bench.chain(stream)
-    marks = HighWaterMarks(await KeyValue.open(bench.client, bench.state_bucket))
+    marks = HighWaterMarks(await KeyValue(bench.client, bench.state_bucket).ensure())
     with processes() as started:
         started.append(Process(bench, stream, failpoints="egress.after_stream_document=kill", feeds=[feed]))
         assert await started[0].ended() == -signal.SIGKILL, started[0].log.read_text()

@@ -191,7 +191,7 @@ async def test_a_drain_that_the_store_holds_up_ends_in_time_and_keeps_the_lease(
     await soon(lambda: running.state(stream) == "waiting")
     running.stop.set()
     assert await running.task is False
-    leases = await KeyValue.open(bench.client, bench.lease_bucket, ttl=5.0)
+    leases = await KeyValue(bench.client, bench.lease_bucket, ttl=5.0).ensure()
     assert await leases.get(lease_key(bench.chain(stream))) is not None
     async with bench.egress({"stream": stream}, lease_ttl="5s"):
         await bench.archived_to(stream, 10)
@@ -236,7 +236,7 @@ async def test_a_lease_taken_away_stops_the_work_until_it_is_free_again(bench: B
     stream = await bench.make_stream(unique("T"))
     async with bench.egress({"stream": stream}, lease_ttl="5s") as running:
         await soon(lambda: running.state(stream) == "reading")
-        leases = await KeyValue.open(bench.client, bench.lease_bucket, ttl=5.0)
+        leases = await KeyValue(bench.client, bench.lease_bucket, ttl=5.0).ensure()
         await leases.put(lease_key(bench.chain(stream)), b"somebody else")
         await soon(lambda: running.state(stream) == "standby")
         assert running.status(stream)["holder"] == "somebody else"

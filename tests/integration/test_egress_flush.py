@@ -155,7 +155,7 @@ async def test_what_its_holder_could_not_store_is_flushed_by_who_takes_over(benc
         store.on(verb, away)
     first = bench.start(bench.settings(feed), PROMPT, objects=store)  # type: ignore[arg-type]
     await first.received(stream, 20)
-    requests = flush_requests(await KeyValue.open(bench.client, bench.state_bucket), SITE)
+    requests = flush_requests(await KeyValue(bench.client, bench.state_bucket).ensure(), SITE)
     waiting = asyncio.create_task(floe("egress", "flush", "-c", config, stream, "--json"))
 
     async def is_closing() -> bool:

@@ -360,7 +360,7 @@ async def test_an_empty_bucket_without_a_mark_stops_unless_the_source_holds_ever
         await bench.archived_to(stream, 10)
     for ref in bench.refs(stream):
         bench.store.delete(ref)
-    state = await KeyValue.open(bench.client, bench.state_bucket)
+    state = await KeyValue(bench.client, bench.state_bucket).ensure()
     await state.delete(HighWaterMarks.key(bench.chain(stream)))
     await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 4})
     async with bench.egress({"stream": stream}) as running:
@@ -388,7 +388,7 @@ async def test_a_spoiled_mark_stops_the_chain_and_is_not_overwritten(bench: Benc
     """B73."""
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, [b"x"] * 10)
-    state = await KeyValue.open(bench.client, bench.state_bucket)
+    state = await KeyValue(bench.client, bench.state_bucket).ensure()
     await state.put(HighWaterMarks.key(bench.chain(stream)), b"not a mark")
     async with bench.egress({"stream": stream}) as running:
         await soon(lambda: running.state(stream) == "stopped")
@@ -558,7 +558,7 @@ async def test_damage_beyond_the_mark_is_read_again(bench: Bench) -> None:
     stream = await archive_in_three(bench)
     newest = bench.refs(stream)[-1]
     (bench.root / "bucket" / newest.key).write_bytes(b"not a segment")
-    state = await KeyValue.open(bench.client, bench.state_bucket)
+    state = await KeyValue(bench.client, bench.state_bucket).ensure()
     await HighWaterMarks(state).set(bench.chain(stream), 20)
     async with bench.egress({"stream": stream}) as running:
         await soon(lambda: bench.refs(stream)[-1].size > 100 or len(bench.refs(stream)) == 4)

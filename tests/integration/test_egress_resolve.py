@@ -432,7 +432,7 @@ async def test_partitions_that_halt_are_all_decided_at_once(bench: Bench) -> Non
 async def test_decisions_that_cannot_be_read_are_forgotten(bench: Bench, what: Callable[[Chain], str]) -> None:
     stream = await bench.make_stream(unique("T"))
     await archive(bench, stream, [b"x"] * 10)
-    state = await KeyValue.open(bench.client, bench.state_bucket)
+    state = await KeyValue(bench.client, bench.state_bucket).ensure()
     await state.put(what(bench.chain(stream)), b"spoiled")
     async with bench.egress({"stream": stream}) as running:
         await soon(lambda: running.state(stream) == "stopped")

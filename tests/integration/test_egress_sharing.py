@@ -114,7 +114,7 @@ class Group:
         settings = NatsSettings(url=url or self.url, user=self.user, password=self.user)
         client = await connect(settings, name="member", ping_interval=1.0)
         self.clients.append(client)
-        leases = Leases(await KeyValue.open(client, self.kv.bucket, ttl=TTL), new_owner("m"), TTL, SystemClock())
+        leases = Leases(await KeyValue(client, self.kv.bucket, ttl=TTL).ensure(), new_owner("m"), TTL, SystemClock())
         keys = list(keys or self.keys)
         clock, rng = SystemClock(), random.Random(1)
         sharing = share_site(leases, client, self.site, keys, rng, Health(clock), siblings=siblings)
@@ -147,7 +147,7 @@ def lease_keys(site: str, count: int) -> list[str]:
 @pytest.fixture
 async def group(nats_url: str) -> AsyncIterator[Group]:
     client, site = await connected(nats_url), unique("s")
-    kv = await KeyValue.open(client, unique("L"), ttl=TTL)
+    kv = await KeyValue(client, unique("L"), ttl=TTL).ensure()
     group = Group(nats_url, kv, lease_keys(site, 4), site)
     yield group
     for member in group.members:
@@ -257,7 +257,7 @@ async def test_without_the_right_to_hear_it_is_polled(tmp_path: Path) -> None:
       {user: deaf, password: deaf, permissions: {publish: [">"], subscribe: {deny: ["$KV.>"]}}} ] }"""
     with NatsServer(tmp_path / "nats", extra=users) as server:
         client = await connect(NatsSettings(url=server.url, user="all", password="all"), name="test")
-        site, kv = unique("s"), await KeyValue.open(client, unique("L"), ttl=TTL)
+        site, kv = unique("s"), await KeyValue(client, unique("L"), ttl=TTL).ensure()
         group = Group(server.url, kv, lease_keys(site, 4), site, user="deaf")
         first, second = await group.join(), await group.join()
         await soon(group.is_fair)
@@ -359,7 +359,7 @@ def states(running: Running, names: Sequence[str]) -> list[str]:
 
 
 async def held_by(bench: Bench, names: Sequence[str]) -> list[str]:
-    kv = await KeyValue.open(bench.client, bench.lease_bucket, ttl=2.0)
+    kv = await KeyValue(bench.client, bench.lease_bucket, ttl=2.0).ensure()
     found = [await kv.get(state_key("egress", SITE, name, "0")) for name in names]
     return [entry.value.decode() if entry else "" for entry in found]
 
@@ -470,7 +470,7 @@ async def test_a_lease_that_ends_during_a_put_announces_nothing(bench: Bench) ->
     stream, begun = await bench.make_stream(unique("T")), []
     objects = FaultyStore(bench.objects)
     objects.on("put_if_absent", slowly(1.5, begun)).on("put", slowly(1.5, begun))
-    kv = await KeyValue.open(bench.client, bench.lease_bucket, ttl=1.0)
+    kv = await KeyValue(bench.client, bench.lease_bucket, ttl=1.0).ensure()
     key = state_key("egress", SITE, stream, "0")
     running = bench.start(bench.settings({"stream": stream}, lease_ttl="1s"), SHARED, objects=objects)
     await soon(lambda: running.state(stream) == "reading")

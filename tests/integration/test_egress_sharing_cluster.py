@@ -35,7 +35,7 @@ def working(members: list[Running], names: list[str]) -> list[int]:
 
 
 async def owners(bench: Bench, names: list[str]) -> list[str]:
-    kv = await KeyValue.open(bench.client, bench.lease_bucket, ttl=TTL)
+    kv = await KeyValue(bench.client, bench.lease_bucket, ttl=TTL).ensure()
     entries = [await kv.get(state_key("egress", SITE, name, "0")) for name in names]
     return [entry.value.decode() if entry else "" for entry in entries]
 

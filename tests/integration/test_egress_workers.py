@@ -156,7 +156,7 @@ async def feeds_of(bench: Bench, count: int = 4) -> tuple[str, list[str]]:
 
 
 async def leases_left(bench: Bench, names: list[str]) -> list[str]:
-    kv = await KeyValue.open(bench.client, bench.lease_bucket, ttl=2.0)
+    kv = await KeyValue(bench.client, bench.lease_bucket, ttl=2.0).ensure()
     keys = [state_key("egress", SITE, name, "0") for name in names]
     return [key for key in keys if await kv.get(key) is not None]
 
@@ -298,7 +298,7 @@ async def test_a_worker_that_hangs_is_shown_as_such(bench: Bench) -> None:
 
 async def test_what_a_restart_would_only_repeat_ends_all(bench: Bench) -> None:
     stream, port = await bench.make_stream(unique("T")), free_port()
-    kv = await KeyValue.open(bench.client, bench.lease_bucket, ttl=77.0)
+    kv = await KeyValue(bench.client, bench.lease_bucket, ttl=77.0).ensure()
     assert kv.ttl == 77.0
     with parent(config_of(bench, ["A"], stream, port, workers=2), port) as running:
         assert await running.ended() == 78

@@ -75,7 +75,7 @@ async def test_one_of_three_members_leads_and_another_follows_at_once(bench: Ben
     await draining
     assert [*map(leads, members)].count(True) == 1
     await asyncio.gather(*(member.drain() for member in members))
-    kv = await KeyValue.open(bench.client, bench.lease_bucket, ttl=60.0)
+    kv = await KeyValue(bench.client, bench.lease_bucket, ttl=60.0).ensure()
     assert await kv.get(heartbeat_key(SITE)) is None
 
 

@@ -38,7 +38,7 @@ def archive(tmp_path: Path) -> Archive:
 
 
 async def holder(client: FloeClient, centre: Centre) -> bytes | None:
-    bucket = await KeyValue.open(client, centre.lease_bucket, ttl=2.0)
+    bucket = await KeyValue(client, centre.lease_bucket, ttl=2.0).ensure()
     entry = await bucket.get(lease_key(centre.target))
     return None if entry is None else entry.value
 

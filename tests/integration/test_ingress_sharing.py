@@ -94,7 +94,7 @@ class Fleet:
         self.carried += rows
 
     async def owners(self, client: FloeClient) -> list[str | None]:
-        bucket = await KeyValue.open(client, self.first.lease_bucket, ttl=TTL)
+        bucket = await KeyValue(client, self.first.lease_bucket, ttl=TTL).ensure()
         found = [await bucket.get(lease_key(name)) for name in self.names]
         return [each.value.decode() if each else None for each in found]
 

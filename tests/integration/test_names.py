@@ -53,7 +53,7 @@ async def test_decisions_are_about_the_newest_incarnation_unless_the_target_is_n
     assert f"{ELSEWHERE}: expected a chain that flows into {centre.target}, found another; " in done.err
     assert (await moved("us-esat", "--sequence", "3")).code == 2
 
-    bucket = await KeyValue.open(client, centre.state_bucket)
+    bucket = await KeyValue(client, centre.state_bucket).ensure()
     store = StateStore(bucket, state_key("ingress", centre.target), centre.target)
     await store.save(TargetState(Checkpoint(3, "t0", {CHAIN: 4}), None), 0)
     for done in (await paused("us-east"), await moved("us-east", "--sequence", "3")):

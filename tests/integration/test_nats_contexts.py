@@ -252,10 +252,10 @@ async def test_a_release_is_heard_on_either_side_of_the_border(servers: tuple[Na
     for server in (hub, leaf):
         settings = NatsSettings(url=server.url, jetstream_domain="leaf")
         one, other = [await connect(settings, name="test") for _ in range(2)]
-        kv = await KeyValue.open(one, bucket)
+        kv = await KeyValue(one, bucket).ensure()
         listening = await kv.listen("a.*", lambda key, value: heard.append((key, value)))
         heard.clear()
-        await (await KeyValue.open(other, bucket)).put("a.b", b"x")
+        await (await KeyValue(other, bucket).ensure()).put("a.b", b"x")
         await soon(lambda: heard == [("a.b", b"x")])
         await listening.unsubscribe()
         await kv.put("a.c", b"y")
@@ -290,10 +290,10 @@ async def test_an_api_prefix_reaches_the_streams_and_buckets_of_another_account(
         as_guest = NatsSettings(url=server.url, user="guest", password="p", jetstream_api_prefix="JS.owner.API")
         guest = await connect(as_guest, name="test")
         assert await stream_info(guest, "NODES") is not None
-        bucket = await KeyValue.open(guest, "B")
+        bucket = await KeyValue(guest, "B").ensure()
         revision = await bucket.put("a", b"x")
         assert await bucket.update("a", b"y", revision) is not None
-        found = await (await KeyValue.open(owner, "B")).get("a")
+        found = await (await KeyValue(owner, "B").ensure()).get("a")
         assert found is not None
         assert found.value == b"y"
         for client in (owner, guest):

@@ -20,7 +20,7 @@ from tests.support.servers import placing
 
 @pytest.fixture
 async def kv(client: FloeClient) -> KeyValue:
-    return await KeyValue.open(client, unique("B"))
+    return await KeyValue(client, unique("B")).ensure()
 
 
 async def test_a_key_is_created_once_and_changed_by_revision(kv: KeyValue):
@@ -107,7 +107,7 @@ async def test_whatever_a_value_holds_is_given_as_it_is(kv: KeyValue):
 
 
 async def test_entries_expire(client: FloeClient):
-    kv = await KeyValue.open(client, unique("B"), ttl=3.0)
+    kv = await KeyValue(client, unique("B"), ttl=3.0).ensure()
     await kv.put("k", b"1")
     assert (await kv.get("k")).value == b"1"
     await soon(lambda: absent(kv))
@@ -120,25 +120,25 @@ async def absent(kv: KeyValue) -> bool:
 
 async def test_a_bucket_with_another_time_to_live_is_refused(client: FloeClient):
     bucket = unique("B")
-    await KeyValue.open(client, bucket, ttl=15.0)
-    await KeyValue.open(client, bucket, ttl=15.0)
+    await KeyValue(client, bucket, ttl=15.0).ensure()
+    await KeyValue(client, bucket, ttl=15.0).ensure()
     with pytest.raises(ConfigError, match=f"bucket {bucket}: expected a time to live of 30 s, found 15 s"):
-        await KeyValue.open(client, bucket, ttl=30.0)
+        await KeyValue(client, bucket, ttl=30.0).ensure()
     with pytest.raises(ConfigError, match="expected a time to live of 0 s, found 15 s"):
-        await KeyValue.open(client, bucket)
+        await KeyValue(client, bucket).ensure()
 
 
 async def test_a_bucket_of_the_nats_command_is_taken_as_it_is(client: FloeClient):
     bucket = unique("B")
     config = {"name": f"KV_{bucket}", "subjects": [f"$KV.{bucket}.>"], "max_msgs_per_subject": 64, "discard": "new"}
     await client.api(f"STREAM.CREATE.KV_{bucket}", config)
-    kv = await KeyValue.open(client, bucket)
+    kv = await KeyValue(client, bucket).ensure()
     assert await kv.create("k", b"1") == 1
 
 
 async def test_many_may_open_a_bucket_at_once(client: FloeClient):
     bucket = unique("B")
-    stores = await asyncio.gather(*(KeyValue.open(client, bucket) for _ in range(10)))
+    stores = await asyncio.gather(*(KeyValue(client, bucket).ensure() for _ in range(10)))
     created = await asyncio.gather(*(store.create("k", b"%d" % i) for i, store in enumerate(stores)))
     assert len([revision for revision in created if revision is not None]) == 1
 
@@ -165,8 +165,8 @@ async def test_a_write_whose_answer_is_lost_is_unknown_and_settled_by_reading(
 ):
     async with TcpProxy(nats_server.port) as proxy:
         proxied = await connect(NatsSettings(url=proxy.url), name="proxied", ping_interval=0.5)
-        kv = await KeyValue.open(proxied, unique("B"))
-        direct = await KeyValue.open(client, kv.bucket)
+        kv = await KeyValue(proxied, unique("B")).ensure()
+        direct = await KeyValue(client, kv.bucket).ensure()
         first = await kv.put("k", b"1")
         proxy.blackhole("down")
         asked = asyncio.create_task(kv.update("k", b"2", first))

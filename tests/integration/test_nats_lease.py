@@ -34,7 +34,7 @@ TTL = 2.4  # seconds
 
 @pytest.fixture
 async def kv(client: FloeClient) -> KeyValue:
-    return await KeyValue.open(client, unique("LEASES"), ttl=TTL)
+    return await KeyValue(client, unique("LEASES"), ttl=TTL).ensure()
 
 
 def leases(kv: KeyValue, owner: str = "") -> Leases:
@@ -253,7 +253,7 @@ async def proxied(nats_server: NatsServer, kv: KeyValue) -> AsyncIterator[tuple[
     """The bucket over a connection that can be broken."""
     async with TcpProxy(nats_server.port) as proxy:
         client = await connect(NatsSettings(url=proxy.url), name="proxied", ping_interval=TTL)
-        yield proxy, await KeyValue.open(client, kv.bucket, ttl=TTL)
+        yield proxy, await KeyValue(client, kv.bucket, ttl=TTL).ensure()
         proxy.heal()
         await client.aclose()
 
@@ -304,10 +304,10 @@ async def test_a_lease_that_cannot_be_renewed_is_unusable_before_anybody_can_hav
 @pytest.mark.real
 async def test_an_acquire_whose_answer_is_lost_is_settled_by_reading(nats_server: NatsServer, client: FloeClient):
     bucket, ttl = unique("LEASES"), 10 * TTL  # so that a question waits for the new connection
-    kv = await KeyValue.open(client, bucket, ttl=ttl)
+    kv = await KeyValue(client, bucket, ttl=ttl).ensure()
     async with TcpProxy(nats_server.port) as proxy:
         proxied = await connect(NatsSettings(url=proxy.url), name="proxied")
-        broken = await KeyValue.open(proxied, bucket, ttl=ttl)
+        broken = await KeyValue(proxied, bucket, ttl=ttl).ensure()
         proxy.blackhole("down")
         asked = asyncio.create_task(Leases(broken, "me", ttl, SystemClock()).acquire("k"))
         await soon(lambda: renewed(kv, 0))
@@ -373,7 +373,7 @@ from common.settings.service import NatsSettings
 
 async def main(url, bucket, ttl):
     client = await connect(NatsSettings(url=url), name="holder")
-    kv = await KeyValue.open(client, bucket, ttl=ttl)
+    kv = await KeyValue(client, bucket, ttl=ttl).ensure()
     lease = await Leases(kv, "holder", ttl, SystemClock()).acquire("k")
     keeping = asyncio.create_task(lease.keep())
     print("held", flush=True)

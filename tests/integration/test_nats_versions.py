@@ -121,7 +121,7 @@ async def test_a_restarted_server_loses_nothing(bench: Bench, server: NatsServer
 
 
 async def test_a_lease_is_held_by_one_and_expires(bench: Bench) -> None:
-    bucket = await KeyValue.open(bench.client, unique("L"), ttl=5.0)
+    bucket = await KeyValue(bench.client, unique("L"), ttl=5.0).ensure()
     await bucket.ensure()
     one, two = (Leases(bucket, owner, 5.0, SystemClock()) for owner in ("one", "two"))
 

@@ -254,7 +254,7 @@ async def test_hops_stay_where_an_intent_is_finished_by_whoever_comes(world: Wor
     await create_stream(world.client, {"name": target, "subjects": [f"{target}.>"], "allow_atomic": True})
     info = await stream_info(world.client, target)
     assert info is not None
-    bucket = await KeyValue.open(world.client, centre.state_bucket)
+    bucket = await KeyValue(world.client, centre.state_bucket).ensure()
     piece = IntentPiece(ref.segment, SequenceRange(1, 5), 5)
     state = TargetState(Checkpoint(0, info.created), Intent(0, (piece,)))
     assert await StateStore(bucket, state_key("ingress", target), target).save(state, 0)

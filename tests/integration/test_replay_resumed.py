@@ -165,7 +165,7 @@ async def test_ingress_that_is_about_to_carry_is_not_overtaken(world: World) -> 
     """It holds the lease, and nothing is remembered of the target yet."""
     world.fill((1, 20))
     await world.make()
-    bucket = await KeyValue.open(world.client, world.centre.lease_bucket, ttl=2)
+    bucket = await KeyValue(world.client, world.centre.lease_bucket, ttl=2).ensure()
     lease = await Leases(bucket, "central/a/1/x", 2, SystemClock()).acquire(state_key("ingress", world.target))
     assert lease is not None
     keeping = asyncio.create_task(lease.keep())

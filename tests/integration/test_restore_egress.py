@@ -222,7 +222,7 @@ async def test_a_restore_begins_again_where_egress_put_what_it_held_meanwhile(
 
         async def is_planned() -> bool:
             try:
-                leases = await KeyValue.open(bench.client, f"{bench.lease_bucket}_RESTORE", ttl=10.0)
+                leases = await KeyValue(bench.client, f"{bench.lease_bucket}_RESTORE", ttl=10.0).ensure()
                 return await leases.get(state_key("restore", stream)) is not None
             except FloeError:
                 return False

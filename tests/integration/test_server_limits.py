@@ -96,19 +96,19 @@ async def test_buckets_have_a_size_where_the_account_demands_one(narrow: Bench) 
 
 
 async def test_buckets_have_none_elsewhere(bench: Bench) -> None:
-    await KeyValue.open(bench.client, bench.state_bucket)
+    await KeyValue(bench.client, bench.state_bucket).ensure()
     assert await max_bytes(bench.client, bench.state_bucket) == -1
 
 
 async def test_a_bucket_that_is_larger_than_the_account_takes_names_the_key(narrow: Bench) -> None:
     with pytest.raises(BucketFull, match="max bytes exceeds account limit") as refused:
-        await KeyValue.open(narrow.client, unique("B"), max_bytes=200 * 2**20)
+        await KeyValue(narrow.client, unique("B"), max_bytes=200 * 2**20).ensure()
     assert (refused.value.code, refused.value.exit_code) == ("E-KV-FULL", 1)
     assert "kv_max_bytes" in refused.value.hint
 
 
 async def small_bucket(client: FloeClient, bucket: str, size: int) -> None:
-    await KeyValue.open(client, bucket)
+    await KeyValue(client, bucket).ensure()
     info = await stream_info(client, f"KV_{bucket}")
     assert info is not None
     await client.api(f"STREAM.UPDATE.KV_{bucket}", {**info.config, "max_bytes": size})
@@ -152,7 +152,7 @@ async def test_a_target_stops_at_a_full_bucket_and_goes_on_when_there_is_room(
 async def test_members_wait_at_a_full_bucket_of_leases(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, [b"1"])
-    leases = await KeyValue.open(bench.client, bench.lease_bucket, ttl=2.0)
+    leases = await KeyValue(bench.client, bench.lease_bucket, ttl=2.0).ensure()
     await bench.client.api(
         f"STREAM.UPDATE.KV_{bench.lease_bucket}", {**leases._config(2 * NS_PER_S, 1), "max_bytes": 8}
     )

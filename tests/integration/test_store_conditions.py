@@ -95,7 +95,7 @@ async def test_hosts_that_begin_at_once_agree(bare: Bench) -> None:
 
 async def test_a_paused_writer_puts_what_another_claimed(bare: Bench) -> None:
     """Paused behind its look at the store: before its claim, and between claim and put."""
-    state = await KeyValue.open(bare.client, bare.state_bucket)
+    state = await KeyValue(bare.client, bare.state_bucket).ensure()
     for number, verb in enumerate(("claim", "put")):
         reached, resumed = Event(), Event()
 
@@ -120,7 +120,7 @@ async def test_a_paused_writer_puts_what_another_claimed(bare: Bench) -> None:
 
 
 async def test_a_claim_is_taken_anew_where_the_answer_is_lost(bare: Bench) -> None:
-    state = await KeyValue.open(bare.client, bare.state_bucket)
+    state = await KeyValue(bare.client, bare.state_bucket).ensure()
     arbiter = BucketClaims(state)
     claim, again = await asyncio.to_thread(lambda: [arbiter.claim("a key", body) for body in (b"mine", b"yours")])
     assert claim == again

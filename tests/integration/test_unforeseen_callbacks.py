@@ -117,7 +117,7 @@ async def test_what_takes_the_messages_of_a_drill_may_fail(client: FloeClient, o
 
 async def rung(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     Throw(monkeypatch, LeaseWatcher, "_on_connection")
-    bucket = await KeyValue.open(client, unique("L"), ttl=5.0)
+    bucket = await KeyValue(client, unique("L"), ttl=5.0).ensure()
     watcher = LeaseWatcher(Leases(bucket, "one", 5.0, SystemClock()), client, "a.*", "members.", [])
     await watcher.run(Stop())
 

@@ -365,7 +365,7 @@ async def _followed(at: SingleCentre, world: World) -> None:
 
 
 async def _say(client: FloeClient, world: World) -> None:
-    bucket = await KeyValue.open(client, STATE_BUCKET)
+    bucket = await KeyValue(client, STATE_BUCKET).ensure()
     stored = await StateStore(bucket, state_key("ingress", TARGET), TARGET).load()
     if stored.state is not None:
         await asyncio.to_thread(world.say, dict(stored.state.checkpoint.positions))

@@ -249,7 +249,7 @@ class Bench:
         await soon(lambda: self.end(feed, incarnation) >= last, seconds)
 
     async def mark(self, feed: str, incarnation: int = 0) -> int | None:
-        state = await KeyValue.open(self.client, self.state_bucket)
+        state = await KeyValue(self.client, self.state_bucket).ensure()
         return await HighWaterMarks(state).get(self.chain(feed, incarnation))
 
     def check(self, feed: str, incarnation: int = 0, first: int = 1) -> None:
@@ -365,21 +365,21 @@ class Partitioned:
     # Playing another instance
 
     async def closings(self) -> Closings:
-        return Closings(await KeyValue.open(self.bench.client, self.bench.state_bucket))
+        return Closings(await KeyValue(self.bench.client, self.bench.state_bucket).ensure())
 
     @asynccontextmanager
     async def away(self, partition: int, ttl: float = 2.0) -> AsyncIterator[None]:
         """Another instance, which does nothing, holds the lease of the partition; in a thread of its own, so that it
         does so on a busy machine too.
         """
-        bucket = await KeyValue.open(self.bench.client, self.bench.lease_bucket, ttl=ttl)
+        bucket = await KeyValue(self.bench.client, self.bench.lease_bucket, ttl=ttl).ensure()
         key = lease_key(self.chain(partition))
         revision, is_over = await bucket.create(key, b"another"), threading.Event()
         assert revision is not None
 
         async def keep(current: int | None) -> None:
             client = await connected(self.bench.url)
-            own = await KeyValue.open(client, self.bench.lease_bucket, ttl=ttl)
+            own = await KeyValue(client, self.bench.lease_bucket, ttl=ttl).ensure()
             while current is not None and not is_over.is_set():
                 current = await own.update(key, b"another", current)
                 await asyncio.sleep(ttl / 8)

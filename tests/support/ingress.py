@@ -246,7 +246,7 @@ class Centre:
 
     async def state(self, client: FloeClient) -> StateStore:
         """The stored state of the target."""
-        bucket = await KeyValue.open(client, self.state_bucket)
+        bucket = await KeyValue(client, self.state_bucket).ensure()
         return StateStore(bucket, state_key("ingress", self.target), self.target)
 
     async def carried(self, client: FloeClient, count: int, seconds: float = PATIENCE) -> list[Arrived]:

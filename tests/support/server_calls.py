@@ -359,4 +359,4 @@ async def _played(
 
 async def bucket(caller: Caller, name: str = "calls") -> KeyValue:
     """A bucket of the product."""
-    return await KeyValue.open(caller.client, name, ttl=None)
+    return await KeyValue(caller.client, name, ttl=None).ensure()

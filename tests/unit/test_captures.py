@@ -105,7 +105,7 @@ def test_a_capture_of_another_feed_is_refused_and_one_that_names_none_is_read(
     stored(objects, 5, raw)
     with pytest.raises(DataError, match=f"expected chain {NAME} of its name, found us-east/OTHER/0001/0"):
         captures.config(CHAIN)
-    objects.delete(LAYOUT.capture(CaptureName(CHAIN, "config", 5, ref.digest)))
+    objects.delete(LAYOUT.capture(CaptureName(CHAIN, "config", 5, ref.name.digest)))
     stored(objects, 5, raw.replace(b'"chain":"us-east/OTHER/0001/0",', b""))
     assert captures.config(CHAIN) == msgspec.structs.replace(config(5), chain="")
 
