@@ -27,7 +27,7 @@ from tests.support.commands import floe
 from tests.support.ingress import CHAIN, Archive, Centre, check_exact, rows_of
 from tests.support.segments import message
 
-pytestmark = [pytest.mark.servers]
+pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
 OTHER = Chain("eu-west", "NODES")
 LATER = CHAIN.next_incarnation()
@@ -205,6 +205,7 @@ async def test_a_late_segment_is_not_masked_by_one_that_did_not_read_its_rows(
     assert (drilled.code, drilled.json()["expected"], drilled.json()["lost"]) == (0, 120, 0), drilled
 
 
+@pytest.mark.real
 async def test_a_lost_stretch_is_given_up_and_what_comes_behind_it_later_is_told_and_not_carried(
     client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

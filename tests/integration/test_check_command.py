@@ -28,6 +28,8 @@ from tests.support.compaction import Archive as Compacted
 from tests.support.egress import SITE, Bench, connected
 from tests.support.ingress import CHAIN, Archive, Centre, rows_of
 
+pytestmark = pytest.mark.simulated
+
 LINE = re.compile(r"(OK|WARNING|CRITICAL|UNKNOWN) - [^|\n]+( \| ('?[\w.]+'?=[\d.]+(s|B)?(;[\d:]*){0,2} ?)+)?\n")
 STATES = ("OK", "WARNING", "CRITICAL", "UNKNOWN")
 

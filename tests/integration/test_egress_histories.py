@@ -26,6 +26,8 @@ from tests.support.commands import paste
 from tests.support.egress import QUICK, SITE, Bench
 from tests.support.servers import restore_disk, save_disk
 
+pytestmark = pytest.mark.simulated
+
 
 async def recreate(bench: Bench, stream: str, count: int) -> None:
     """Delete the stream, make it again and publish `count` messages."""

@@ -31,6 +31,8 @@ from tests.support.commands import configuration, floe, paste
 from tests.support.egress import SITE, Bench, Partitioned, feed_of, publish_over
 from tests.support.servers import restore_disk, save_disk
 
+pytestmark = pytest.mark.simulated
+
 
 async def archive(bench: Bench, stream: str, payloads: list[bytes]) -> None:
     """Publish and archive, in a segment of its own."""
@@ -135,6 +137,7 @@ async def test_a_stream_that_was_set_back_goes_on_where_it_parted_from_the_archi
     assert plan.begin == 13
 
 
+@pytest.mark.real
 async def test_a_stream_set_back_into_an_incarnation_before_goes_on_from_there(bench: Bench) -> None:
     """As by `floe restore --to-sequence` with a sequence of the incarnation that this one continues."""
     stream = await bench.make_stream(unique("B"), storage="file")
@@ -465,6 +468,7 @@ async def test_a_feed_that_nothing_stops_is_left_alone(bench: Bench) -> None:
     assert f"expected one of {stream}" in none.err
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("choice", [(), ("--same", "--yes"), ("--new-incarnation", "--yes")])
 async def test_where_nothing_can_be_asked_nothing_is_said_of_the_feed(bench: Bench, choice: tuple[str, ...]) -> None:
     stream = await bench.make_stream(unique("T"))

@@ -22,6 +22,8 @@ from tests.support.egress import SITE, Bench
 from tests.support.proxies import TcpProxy
 from tests.support.stores import FaultyStore, raising
 
+pytestmark = pytest.mark.simulated
+
 KINDS = ["workqueue", "interest"]
 
 
@@ -164,6 +166,7 @@ async def test_some_acks_lost_in_the_middle_are_settled_by_asking(
     assert payloads(bench, stream) == numbered(200)
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("retention", KINDS)
 async def test_cut_connections_lose_nothing_and_archive_nothing_twice(
     nats_server: NatsServer, bench: Bench, retention: str
@@ -476,6 +479,7 @@ async def test_a_work_queue_is_not_begun_in_its_middle(bench: Bench) -> None:
     assert bench.chains.read_chain(bench.chain(stream)) is None
 
 
+@pytest.mark.real
 async def test_a_stream_that_drops_idle_durables_is_refused(bench: Bench) -> None:
     stream = await make(bench, "interest", consumer_limits={"inactive_threshold": 60 * 10**9})
     async with bench.egress({"stream": stream}) as running:

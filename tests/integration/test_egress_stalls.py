@@ -17,7 +17,7 @@ from tests.support.egress import QUICK, Bench, Running
 from tests.support.proxies import TcpProxy
 from tests.support.stores import FaultyStore, raising
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
 IMPATIENT = replace(QUICK, pace=replace(QUICK.pace, check=0.2, stalled=0.8))
 
@@ -50,6 +50,7 @@ async def pause(bench: Bench, stream: str) -> str:
     return name
 
 
+@pytest.mark.real
 async def test_a_consumer_that_delivers_nothing_is_read_anew(bench: Bench) -> None:
     stream = await bench.make_stream(unique("PAUSED"))
     await bench.publish(stream, [b"a"] * 10)
@@ -66,6 +67,7 @@ async def test_a_consumer_that_delivers_nothing_is_read_anew(bench: Bench) -> No
     await bench.same(stream, stream)
 
 
+@pytest.mark.real
 async def test_a_stream_in_which_nothing_happens_does_not_stall(bench: Bench) -> None:
     """Neither an idle one, nor one that gets only what the feed does not take."""
     stream = await bench.make_stream(unique("IDLE"))
@@ -80,6 +82,7 @@ async def test_a_stream_in_which_nothing_happens_does_not_stall(bench: Bench) ->
     assert metric("stalled", stream) == 0
 
 
+@pytest.mark.real
 async def test_a_line_that_is_dead_in_one_direction_heals(bench: Bench, nats_server: NatsServer) -> None:
     stream = await bench.make_stream(unique("DEAF"))
     async with TcpProxy(nats_server.port) as proxy:

@@ -25,6 +25,8 @@ from tests.support.basics import soon, unique
 from tests.support.egress import SITE, Bench, Running
 from tests.support.proxies import TcpProxy
 
+pytestmark = pytest.mark.simulated
+
 
 def beating(stream: str, *names: str, interval: str = "1s", **more: Any) -> dict[str, Any]:
     return {"interval": interval, "subjects": [{"subject": f"{stream}.{name}"} for name in names], **more}
@@ -38,6 +40,7 @@ def failures(running: Running) -> dict[str, str]:
     return dict(running.health.status()["parts"].get("egress heartbeats", {}).get("failures", {}))
 
 
+@pytest.mark.real
 async def test_each_subject_gets_its_headers_and_the_time_at_its_interval(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     settings = beating(stream, "quick", headers={"Region": "eu", "note": "naïve"})
@@ -79,6 +82,7 @@ async def test_one_of_three_members_leads_and_another_follows_at_once(bench: Ben
     assert await kv.get(heartbeat_key(SITE)) is None
 
 
+@pytest.mark.real
 async def test_a_leader_that_is_cut_off_is_replaced_and_there_is_one_again(
     nats_server: NatsServer, bench: Bench
 ) -> None:
@@ -116,6 +120,7 @@ async def test_a_failure_is_told_once_and_its_end_too(bench: Bench, caplog: pyte
         assert told("heartbeat_stored") == 1
 
 
+@pytest.mark.real
 async def test_a_stream_that_refuses_and_a_server_that_is_silent_count_as_failures(
     nats_server: NatsServer, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

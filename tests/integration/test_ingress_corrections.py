@@ -45,7 +45,7 @@ from tests.support.ingress import (
 )
 from tests.support.segments import message
 
-pytestmark = [pytest.mark.servers]
+pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 OTHER = Chain("eu-west", "NODES")
 
 
@@ -389,6 +389,7 @@ async def test_a_large_target_is_counted_whole(client: FloeClient, centre: Centr
     assert slow.chains == {CHAIN: ScannedChain(11_991, 12_000, 10, 12_000, 10)}
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("purged", [False, True])
 async def test_a_target_that_let_its_last_messages_go_is_counted_to_its_end(
     client: FloeClient, centre: Centre, purged: bool
@@ -482,6 +483,7 @@ def parked_words(centre: Centre, *more: str) -> list[str]:
     return ["parked", "retry", "-c", str(centre.write()), *of_chain, *more]
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("wanted", ["--accept", "--from-target"])
 async def test_a_parked_message_that_a_dropped_intent_left_out_can_still_be_delivered(
     client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, wanted: str

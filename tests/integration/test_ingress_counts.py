@@ -17,7 +17,7 @@ from tests.support.commands import floe
 from tests.support.ingress import CHAIN, Archive, Centre, count_in, rows_of
 from tests.support.segments import message
 
-pytestmark = [pytest.mark.servers]
+pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
 OTHER = Chain("eu-west", "NODES")
 

@@ -27,7 +27,7 @@ from tests.support.commands import floe
 from tests.support.ingress import Archive, Centre, check_exact, rows_of
 from tests.support.proxies import TcpProxy
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
 
 @pytest.fixture
@@ -43,6 +43,7 @@ async def holder(client: FloeClient, centre: Centre) -> bytes | None:
     return None if entry is None else entry.value
 
 
+@pytest.mark.real
 async def test_a_stopped_target_goes_on_without_a_restart_once_the_state_is_mended(
     centre: Centre, client: FloeClient, archive: Archive
 ) -> None:
@@ -109,6 +110,7 @@ async def test_a_drain_closes_the_open_intent_and_gives_the_lease_back(
     assert await holder(client, centre) is None
 
 
+@pytest.mark.real
 async def test_a_target_that_does_not_answer_ends_the_drain_in_time(
     client: FloeClient, tmp_path: Path, archive: Archive, nats_server: NatsServer, nats_url: str
 ) -> None:

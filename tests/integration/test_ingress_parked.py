@@ -26,7 +26,7 @@ from tests.support.basics import soon
 from tests.support.ingress import CHAIN, Archive, Centre, arrived, rows_of
 from tests.support.segments import message
 
-pytestmark = [pytest.mark.servers]
+pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
 LIMIT = 1000
 LARGE = {5: 2000, 17: 1500, 30: 5000}

@@ -19,7 +19,7 @@ from tests.support.basics import PATIENCE, cancelled, seeded, soon, unique
 from tests.support.ingress import Archive, Arrived, Centre, arrived, rows_of
 from tests.support.proxies import TcpProxy
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 OTHER = Chain("eu-west", "NODES")
 SHARED = {"exclusive": False, "delivery": "at_least_once"}
 RATE = 200  # messages a second of the foreign publisher
@@ -125,6 +125,7 @@ async def test_a_shared_target_that_is_gone_or_another_one_stops(
     assert "floe checkpoint set" in error.hint
 
 
+@pytest.mark.real
 async def test_kills_and_cut_connections_of_two_instances_lose_nothing(
     client: FloeClient, tmp_path: Path, archive: Archive, nats_server: NatsServer, nats_url: str
 ) -> None:

@@ -19,7 +19,7 @@ from tests.support.basics import PATIENCE, soon
 from tests.support.commands import floe, paste_checkpoint
 from tests.support.ingress import Archive, Centre, check_exact, count_in, rows_of
 
-pytestmark = [pytest.mark.servers]
+pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
 
 @pytest.fixture
@@ -63,6 +63,7 @@ async def test_a_missing_target_ends_with_the_line_that_makes_it(
     assert error.hint.startswith(f"nats stream add {centre.target} --subjects '{centre.target}.>'")
 
 
+@pytest.mark.real
 async def test_a_target_that_takes_nothing_of_a_source_is_not_made(
     tmp_path: Path, archive: Archive, nats_url: str, client: FloeClient
 ) -> None:
@@ -268,6 +269,7 @@ async def config_of(client: FloeClient, centre: Centre) -> dict[str, Any]:
 # Commands
 
 
+@pytest.mark.real
 async def test_checkpoint_and_status_show_how_far_everything_is(
     centre: Centre, client: FloeClient, archive: Archive
 ) -> None:

@@ -13,7 +13,7 @@ from egress.deps import Tuning
 from tests.support.basics import soon, unique
 from tests.support.egress import Bench
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
 FEEDS = 60
 ASKS = ("list", "get", "head", "download", "put", "put_if_absent", "put_if_match")

@@ -17,6 +17,8 @@ from tests.support.basics import PATIENCE, soon, unique
 from tests.support.proxies import TcpProxy
 from tests.support.servers import placing
 
+pytestmark = pytest.mark.simulated
+
 
 @pytest.fixture
 async def kv(client: FloeClient) -> KeyValue:
@@ -160,6 +162,7 @@ async def test_a_deleted_bucket_is_not_an_empty_one(client: FloeClient, kv: KeyV
     assert await kv.get("k") is None
 
 
+@pytest.mark.real
 async def test_a_write_whose_answer_is_lost_is_unknown_and_settled_by_reading(
     nats_server: NatsServer, client: FloeClient
 ):

@@ -29,7 +29,7 @@ from tests.support.commands import Done, invoke
 from tests.support.ingress import CHAIN, count_in, rows_of
 from tests.support.replay import World
 
-pytestmark = [pytest.mark.servers]
+pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 ROWS = 900
 # What is refused before anything is written.
 PLANNED = (

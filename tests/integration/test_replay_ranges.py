@@ -26,6 +26,8 @@ from tests.support.replay import STEP_NS, World, refused
 from tests.support.segments import START_NS, message
 from tests.support.stores import CountingObjects
 
+pytestmark = pytest.mark.simulated
+
 
 def at(sequence: int) -> str:
     """The time of a message of `rows_of`, as it is typed."""

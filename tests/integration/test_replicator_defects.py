@@ -20,7 +20,7 @@ from tests.support.egress import SITE, Bench, Running
 from tests.support.egress_process import FEED, Process, processes
 from tests.support.ingress import Archive, Centre, count_in
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
 
 def block(*lines: bytes) -> bytes:
@@ -46,6 +46,7 @@ async def test_header_and_subject_sampling_copy_everything(bench: Bench, key: di
     assert bench.ledger(stream) == {"sampled_out": 20}
 
 
+@pytest.mark.real
 async def test_headers_are_replaced_and_ids_are_invented(bench: Bench) -> None:
     """Defect 2: ids, TTLs, `KV-Operation` and tracing were lost, and a second run stored everything again."""
     stream = await bench.make_stream(unique("T"), allow_msg_ttl=True)
@@ -158,6 +159,7 @@ def _filtered(stream: str, name: str, subject: str) -> dict[str, Any]:
     return {"stream": stream, "name": name, "filter_subject": subject}
 
 
+@pytest.mark.real
 async def test_a_failover_between_stored_and_acknowledged_stores_twice(bench: Bench) -> None:
     """Defect 5: nothing but the acknowledgement said what was stored."""
     stream = await bench.make_stream(unique("T"), retention="workqueue")
@@ -204,6 +206,7 @@ async def test_a_filter_is_required_and_wildcards_do_not_work(bench: Bench, subj
     assert bench.ledger(stream) == ({"not_matched": left_out} if left_out else {})
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
 async def test_sampling_without_advisories_forgets_at_a_failover(bench: Bench, number: signal.Signals) -> None:
     """Defect 7: instances told each other who was seen where advisories were on, else not."""

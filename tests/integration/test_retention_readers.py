@@ -26,7 +26,7 @@ from tests.support.ingress import CHAIN, Archive, Centre, check_exact, closed_at
 from tests.support.ingress import make as make_target
 from tests.support.replay import World, refused
 
-pytestmark = [pytest.mark.servers]
+pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
 NOW = 4_000_000_000.0  # everything is old by then
 
@@ -96,6 +96,7 @@ async def test_a_parked_message_is_delivered_though_its_segment_is_gone(
     check_all_once(messages, archive, centre, {5, 17, 30})
 
 
+@pytest.mark.real
 async def test_a_released_target_that_is_carried_again_stops_with_the_command_that_goes_on(
     client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

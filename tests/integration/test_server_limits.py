@@ -25,6 +25,8 @@ from tests.support.basics import soon, unique
 from tests.support.egress import Bench, connected
 from tests.support.ingress import Archive, Centre, check_exact, rows_of
 
+pytestmark = pytest.mark.simulated
+
 TINY = {"max_bytes_required": True, "storage_max_stream_bytes": 9}
 BATCH = 16  # messages that a pull request may ask for
 
@@ -95,6 +97,7 @@ async def test_buckets_have_a_size_where_the_account_demands_one(narrow: Bench) 
     assert await max_bytes(narrow.client, narrow.lease_bucket) == 4 * 2**20
 
 
+@pytest.mark.real
 async def test_buckets_have_none_elsewhere(bench: Bench) -> None:
     await KeyValue(bench.client, bench.state_bucket).ensure()
     assert await max_bytes(bench.client, bench.state_bucket) == -1
@@ -207,6 +210,7 @@ async def test_consumers_idle_no_longer_than_the_stream_allows(bench: Bench, sta
         assert [message.sequence async for piece in pieces for message in piece] == [1, 2, 3]
 
 
+@pytest.mark.real
 async def test_another_refusal_of_a_consumer_is_told_as_it_is(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"), max_consumers=1)
     async with aclosing(scan(bench.client, stream, From(1), until=1)) as first:

@@ -30,7 +30,7 @@ from tests.support.ingress import CHAIN, Archive, Centre, rows_of
 from tests.support.proxies import TcpProxy
 from tests.support.stores import FaultyStore
 
-pytestmark = [pytest.mark.servers]
+pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
 OTHER = Chain("eu-west", "NODES")
 LIVELY = replace(QUICK, pace=replace(QUICK.pace, alive=0.2))
@@ -141,6 +141,7 @@ async def silenced(far: Bench) -> AsyncIterator[TcpProxy]:
         yield line
 
 
+@pytest.mark.real
 async def test_egress_that_starts_on_a_silent_store_says_so_and_knows_nats(
     far: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,6 +156,7 @@ async def test_egress_that_starts_on_a_silent_store_says_so_and_knows_nats(
         await soon(lambda: running.state(stream) == "reading")
 
 
+@pytest.mark.real
 async def test_a_store_that_falls_silent_hides_neither_the_lag_nor_that_chains_wait(far: Bench) -> None:
     stream = await far.make_stream(unique("T"))
     labels = {"site": SITE, "feed": stream, "partition": "0"}
@@ -176,6 +178,7 @@ async def test_a_store_that_falls_silent_hides_neither_the_lag_nor_that_chains_w
             await far.archived_to(stream, 20)
 
 
+@pytest.mark.real
 async def test_sigterm_ends_egress_that_starts_on_a_silent_store(far: Bench) -> None:
     stream = await far.make_stream(unique("T"))
     async with silenced(far) as line:

@@ -26,7 +26,7 @@ from tests.support.commands import configuration, floe
 from tests.support.egress import SITE, Bench, Running
 from tests.support.ingress import CHAIN, Archive, Centre, rows_of
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
 ROOT = Path(__file__).parents[2]
 

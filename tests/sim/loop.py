@@ -11,7 +11,7 @@ from contextvars import Context
 from itertools import count
 from typing import Any
 
-from tests.sim.network import Link
+from tests.sim.network import Link, SimServer
 from tests.sim.world import Process
 
 
@@ -121,3 +121,8 @@ class SimLoop(asyncio.BaseEventLoop):
         protocol.connection_made(link.transport)
         server.accept(link)
         return link.transport, protocol
+
+    async def create_server(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
+        """Listen at `port` of the world."""
+        self._world.listeners[port] = server = SimServer(self._process, protocol_factory)
+        return server

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from tests.sim.world import Process, World
@@ -120,7 +121,8 @@ class SimTransport(asyncio.Transport):
     def resume_reading(self) -> None: ...
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return {"peername": ("127.0.0.1", self._link.port)}.get(name, default)
+        found = {"peername": ("127.0.0.1", self._link.port), "socket": SimpleNamespace(setsockopt=lambda *_: None)}
+        return found.get(name, default)
 
     def close(self) -> None:
         self.abort()
@@ -135,3 +137,37 @@ class SimTransport(asyncio.Transport):
         if not self._is_closed:
             self._is_closed = True
             self._link.protocol.connection_lost(error)
+
+
+class SimServer:
+    """A listener in a process of the world, such as the proxy of a test. It takes connections until `close`; those that
+    are open stay.
+    """
+
+    def __init__(self, process: Process, protocol_factory: Any) -> None:
+        self.is_up, self._process, self._new_protocol = True, process, protocol_factory
+        self._protocols: dict[Link, Any] = {}
+
+    def close(self) -> None:
+        self.is_up = False
+
+    def accept(self, link: Link) -> None:
+        self._protocols[link] = protocol = self._new_protocol()
+        self._process.loop.call_soon(protocol.connection_made, ServerTransport(link))
+
+    def received(self, link: Link, data: bytes) -> None:
+        self._process.loop.call_soon(self._protocols[link].data_received, data)
+
+    def lost(self, link: Link) -> None:
+        self._process.loop.call_soon(self._protocols.pop(link).connection_lost, None)
+
+
+class ServerTransport(SimTransport):
+    """The server's end of a link."""
+
+    def write(self, data: Any) -> None:
+        self._link.down(bytes(data))
+
+    def abort(self) -> None:
+        self._is_closed = True
+        self._link.cut()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -115,7 +116,7 @@ class Strand:
 
     @property
     def is_here(self) -> bool:
-        """False in every other thread: some of former tests may still run."""
+        """False in every other thread."""
         return self._carrier.thread is threading.current_thread()
 
     def sleep(self, seconds: float) -> None:
@@ -126,6 +127,15 @@ class Strand:
     def unwind(self) -> None:
         """End a call whose process is dead."""
         self._step()
+
+
+def is_outside(world: World) -> bool:
+    """Whether this thread is none of the world's: one that a test or a command has begun by itself, or left behind.
+
+    What it does takes real time, and hands nothing back to the world.
+    """
+    is_strand = world.strand is not None and world.strand.is_here
+    return not is_strand and threading.current_thread() is not threading.main_thread()
 
 
 def begin(process: Process, work: Callable[[], None], delay: float) -> Strand:
@@ -151,11 +161,11 @@ class SimExecutor:
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future: Future[T] = Future()
         process = self.world.current
-        assert process is not None, "a blocking call of nobody"
-        if self.world.strand is not None:
+        if self.world.strand is not None or is_outside(self.world):
             future.set_running_or_notify_cancel()
             _settle(future, lambda: fn(*args, **kwargs))
             return future
+        assert process is not None, "a blocking call of nobody"
         self._queue.append((future, lambda: fn(*args, **kwargs)))
         self._start(process)
         return future
@@ -226,6 +236,9 @@ class SimLock:
 
     def acquire(self) -> bool:
         while self._is_taken:
+            if is_outside(self.world):
+                time.sleep(0.0005)
+                continue
             strand = self.world.strand
             assert strand is not None, "the event loop would be blocked by a lock"
             strand.sleep(0.0005)

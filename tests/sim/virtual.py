@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor
@@ -20,7 +19,7 @@ from common.tasks import to_its_end
 from tests.sim import doors
 from tests.sim.loop import SimLoop
 from tests.sim.nats import SimNats
-from tests.sim.strands import Carriers, SimExecutor, SimLock
+from tests.sim.strands import Carriers, SimExecutor, SimLock, is_outside
 from tests.sim.world import Process, World
 
 T = TypeVar("T")
@@ -35,13 +34,13 @@ class _Time(doors._Time):
     """`time` in a test: a pause of its own thread moves the clock."""
 
     def sleep(self, seconds: float) -> None:
-        strand = doors.current().strand
-        if strand is not None and strand.is_here:
-            strand.sleep(seconds)
-        elif threading.current_thread() is threading.main_thread():
-            doors.current().now += seconds
-        else:  # a thread that a former test has left
+        world = doors.current()
+        if is_outside(world):
             time.sleep(seconds)
+        elif world.strand is not None:
+            world.strand.sleep(seconds)
+        else:
+            world.now += seconds
 
 
 TIME = _Time("time")
