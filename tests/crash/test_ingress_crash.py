@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from common.chain import Chain
 from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient
 from tests.scenarios.processes import Service
-from tests.support.basics import PATIENCE, at_length, seeded, soon, unique
+from tests.support.basics import PATIENCE, soon, unique
 from tests.support.ingress import Archive, Centre, check_exact, rows_of
 
 pytestmark = pytest.mark.servers
@@ -71,11 +70,10 @@ def alone(centre: Centre, **ingress: Any) -> Path:
     return centre.write(lease_bucket=unique("L"), memory_limit="16M", **ingress)
 
 
-@pytest.mark.parametrize("publisher", ["fast", at_length("atomic"), at_length("single")])
 async def test_a_process_killed_between_any_two_steps_is_taken_over_exactly(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, processes: Processes, publisher: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, processes: Processes
 ) -> None:
-    centre = Centre(tmp_path, archive, nats_url, publisher=publisher)
+    centre = Centre(tmp_path, archive, nats_url, publisher="fast")
     for step in ("after_intent", "mid_batch", "after_commit", "before_close", "after_close"):
         killed = processes.start(alone(centre), f"ingress.{step}=kill")
         await soon(lambda process=killed: dead(process))
@@ -83,44 +81,6 @@ async def test_a_process_killed_between_any_two_steps_is_taken_over_exactly(
     last = processes.start(alone(centre))
     await finished(centre, archive, client)
     assert await asyncio.to_thread(last.drain) == 0
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
-async def test_a_process_paused_in_the_middle_of_a_batch_wakes_up_too_late_for_harm(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, processes: Processes, publisher: str
-) -> None:
-    centre = Centre(tmp_path, archive, nats_url, publisher=publisher)
-    paused = processes.start(centre.write(lease_ttl="1s"), "ingress.mid_batch=stop@2")
-    await soon(lambda: stopped(paused))
-    processes.start(centre.write(lease_ttl="1s"))
-    await more_than(client, centre, 2 * ROWS // 3)
-    paused.send(signal.SIGCONT)
-    await finished(centre, archive, client)
-    for service in processes.services:
-        assert await asyncio.to_thread(service.drain) == 0, service.tail()
-
-
-def stopped(service: Service) -> bool:
-    """Whether the process is stopped by a signal."""
-    return Path(f"/proc/{service.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
-@pytest.mark.soak
-async def test_kills_at_random_moments_lose_and_repeat_nothing(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, processes: Processes
-) -> None:
-    rng = seeded()
-    centre = Centre(tmp_path, archive, nats_url, publisher="single")
-    before = 0
-    for _ in range(3):
-        service = processes.start(alone(centre))
-        before = await more_than(client, centre, before)
-        await asyncio.sleep(rng.uniform(0, 0.3))
-        service.kill()
-    service = processes.start(alone(centre))
-    await finished(centre, archive, client)
-    assert await asyncio.to_thread(service.drain) == 0
 
 
 async def more_than(client: FloeClient, centre: Centre, before: int) -> int:
@@ -132,25 +92,6 @@ async def more_than(client: FloeClient, centre: Centre, before: int) -> int:
         return last if last > before or last == 2 * ROWS else 0
 
     return await soon(moved)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
-async def test_two_instances_that_know_nothing_of_each_other_waste_work_only(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, processes: Processes, publisher: str
-) -> None:
-    """Each has a lease bucket of its own, so both believe that the target is theirs."""
-    rng = seeded()
-    centre = Centre(tmp_path, archive, nats_url, publisher=publisher)
-    configs = [alone(centre) for _ in range(2)]
-    twins = [processes.start(config) for config in configs]
-    for _ in range(3):
-        await asyncio.sleep(rng.uniform(0.2, 1.0))
-        for twin in twins:
-            twin.start()  # again, where it gave way with exit code 4
-    await finished(centre, archive, client)
-    for twin in twins:
-        assert await asyncio.to_thread(twin.drain) in (0, 4), twin.tail()
 
 
 async def test_a_target_that_forgets_gets_each_message_once_through_kills(

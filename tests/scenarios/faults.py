@@ -90,26 +90,6 @@ async def twins(s3: Any, rng: random.Random, seconds: float, rate: int = 400) ->
         return await _settle(world, central, services, started, faults, codes={0, ANOTHER_WRITER})
 
 
-async def standby(s3: Any, rng: random.Random, seconds: float, rate: int = 400) -> Outcome:
-    """Two egress and two ingress processes that share leases: one works, the other takes over."""
-    with World(s3, "alpha", "beta") as world:
-        await prepare(world, rng)
-        central = world.central_config()
-        services = [
-            *(world.egress(world.site_config(site), f"egress-{site}-{n}") for site in world.sites for n in (1, 2)),
-            *(world.ingress(central, f"ingress-{n}") for n in (1, 2)),
-        ]
-        started, faults = time.monotonic(), Counter[str]()
-        async with (
-            Load(world.sites["alpha"].url, "alpha", rng, rate),
-            Load(world.sites["beta"].url, "beta", random.Random(rng.random()), rate),
-        ):
-            while time.monotonic() < started + seconds:
-                await asyncio.sleep(rng.uniform(0.5, 3.0))
-                await _disturb(rng.choice(services), rng, faults)
-        return await _settle(world, central, services, started, faults)
-
-
 async def _disturb(service: Service, rng: random.Random, faults: Counter[str]) -> None:
     """Kill it and start it again, or pause it for longer than its lease lives."""
     if rng.random() < 0.5:

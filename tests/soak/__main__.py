@@ -22,18 +22,13 @@ from tests.scenarios.archives import archives
 from tests.scenarios.bucket import compacted, shuffled
 from tests.scenarios.delivery import delivered
 from tests.scenarios.delivery_forgetful import per_subject, work_queue
-from tests.scenarios.faults import Outcome, kill_rounds, standby, twins
+from tests.scenarios.faults import Outcome, kill_rounds, twins
 from tests.scenarios.foreign_site import foreign_site
-from tests.scenarios.histories import recreated_unput, recreated_while_down, recreated_while_running
 from tests.scenarios.many_sites import many_sites
 from tests.scenarios.months import Months, months
 from tests.scenarios.replay import replay_kills
-from tests.scenarios.retention import retention
 from tests.scenarios.rounds import crash_rounds
-from tests.scenarios.sharing import shared
-from tests.scenarios.sharing_sampled import sampled_shared
 from tests.scenarios.simulated import added, mutants, worlds
-from tests.scenarios.takeover import take_overs
 from tests.support.basics import SharedS3
 
 ROOT = Path(__file__).parents[2]
@@ -63,25 +58,17 @@ RUNS: dict[str, Soak] = {
     "crash_rounds": Soak(lambda _, rng: crash_rounds(rng), (*WHOLE, "tests")),
     "kill_rounds": Soak(lambda s3, rng: kill_rounds(s3, rng, rounds=50, rate=1000), PATH),
     "twins": Soak(lambda s3, rng: twins(s3, rng, seconds=60, rate=1000), PATH),
-    "standby": Soak(lambda s3, rng: standby(s3, rng, seconds=60, rate=500), PATH),
-    "recreated_while_down": Soak(recreated_while_down, PATH),
-    "recreated_while_running": Soak(recreated_while_running, PATH),
-    "recreated_unput": Soak(recreated_unput, PATH),
     "compacted": Soak(lambda s3, rng: compacted(s3, rng, seconds=60, rate=1000), WHOLE),
     "compacted_spark": Soak(lambda s3, rng: compacted(s3, rng, seconds=60, rate=1000, engine="spark"), WHOLE),
     "archives": Soak(lambda _, rng: archives(rng, rounds=600), (COMPACTION,)),
     "shuffled": Soak(lambda s3, rng: shuffled(s3, rng, seconds=45, rate=1000), PATH),
     "sampled_crashes": Soak(lambda _, rng: sampling.run(100, rng.getrandbits(32)), (EGRESS,)),
-    "sharing": Soak(lambda s3, rng: shared(s3, rng, seconds=60), PATH),
-    "sharing_sampled": Soak(lambda s3, rng: sampled_shared(s3, rng, seconds=60), PATH),
-    "retention": Soak(lambda s3, rng: retention(s3, rng, seconds=60), PATH),
     "delivery_fast": Soak(lambda s3, rng: delivered(s3, rng, 1800, "fast"), WHOLE),
     "delivery_atomic": Soak(lambda s3, rng: delivered(s3, rng, 300, "atomic"), WHOLE),
     "delivery_single": Soak(lambda s3, rng: delivered(s3, rng, 300, "single"), WHOLE),
     "delivery_work_queue": Soak(lambda s3, rng: work_queue(s3, rng, 300, "auto"), WHOLE),
     "delivery_per_subject": Soak(lambda s3, rng: per_subject(s3, rng, 300, "auto"), WHOLE),
     "replay_kills": Soak(lambda s3, rng: replay_kills(s3, rng, rounds=30), (INGRESS,)),
-    "take_overs": Soak(lambda s3, rng: take_overs(s3, rng, rounds=10), (INGRESS,)),
     "foreign_site": Soak(lambda s3, rng: foreign_site(s3, rng, seconds=60), PATH),
     "months": Soak(lambda s3, rng: months(s3, rng, Months()), (INGRESS, COMPACTION)),
     "worlds": Soak(lambda *_: worlds(click.get_current_context().params["seeds"]), (*WHOLE, "tests/sim")),
