@@ -28,7 +28,7 @@ from tests.support.basics import PATIENCE, seeded, soon
 from tests.support.egress import QUICK
 from tests.support.ingress import client_of, count_in
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.soak]
 
 DOCS = Path(__file__).parents[2] / "docs" / "ingress.md"
 REGIONS = {"eu": ["lyon", "turin"], "us": ["austin", "boston"]}

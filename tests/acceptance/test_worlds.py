@@ -246,6 +246,7 @@ async def oldest_cluster() -> AsyncIterator[NatsCluster]:
         cluster.close()
 
 
+@pytest.mark.soak
 async def test_a_cluster_that_is_upgraded_node_by_node_is_archived_all_along(s3: Any) -> None:
     with World(s3, SITE, segment=SEGMENT) as world:
         async with oldest_cluster() as cluster, client_of(cluster.urls[0]) as first:

@@ -1,4 +1,4 @@
-"""`python -m tests.sim 1-20 [--twice] [--mutant NAME] [--shrink]`: run the worlds of some seeds."""
+"""`python -m tests.sim 1-20 [--twice N] [--mutant NAME] [--shrink]`: run the worlds of some seeds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main() -> int:
     _same_hashes()
     parser = argparse.ArgumentParser(prog="python -m tests.sim")
     parser.add_argument("seeds", help="A or A-B")
-    parser.add_argument("--twice", action="store_true", help="each seed twice: one trace")
+    parser.add_argument("--twice", type=int, default=0, metavar="N", help="the first N seeds twice: one trace")
     parser.add_argument("--mutant", default="", help="a mistake in the product that is to be found; all: each of them")
     parser.add_argument("--log", action="store_true", help="with the log of the product")
     parser.add_argument("--verbose", action="store_true", help="with plan and faults of each seed")
@@ -61,7 +61,7 @@ def main() -> int:
     total: Counter[str] = Counter()
     began, code = time.process_time(), 0
     for seed in seeds:
-        results = [run_seed(seed, cut) for _ in range(1 + args.twice)]
+        results = [run_seed(seed, cut) for _ in range(2 if seed < seeds.start + args.twice else 1)]
         result = results[0]
         print(result.line(), flush=True)
         if args.verbose:
