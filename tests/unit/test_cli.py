@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -27,7 +28,6 @@ from click.testing import CliRunner
 import common.cli as cli_module
 import floe
 from common import exits
-from common.chain import named_parts
 from common.cli import (
     Duration,
     Moment,
@@ -58,9 +58,13 @@ HEAD = "site: us-east\nstore: {url: s3://floe}\n"
 FEED_OF_SITE = "egress: {feeds: [{stream: NODES}]}\n"
 
 
+def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    settings = {"cwd": ROOT, "capture_output": True, "text": True, "check": False, "timeout": PATIENCE, **options}
+    return subprocess.run([sys.executable, *arguments], **settings)
+
+
 def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "floe.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30, **options)
+    return python("floe.py", *arguments, **options)
 
 
 def end(fn: Any, *arguments: str) -> tuple[int, str, str]:
@@ -80,71 +84,18 @@ def raising(error: BaseException) -> Any:
 
 
 def test_help_names_all_commands_and_loads_none_of_them():
-    script = (
-        "import sys; sys.argv = ['floe', '--help']\nimport floe\n"
-        "try: floe.main()\nexcept SystemExit: pass\n"
-        "heavy = ('boto3', 'pyarrow', 'pyspark', 'pydantic', 'nats', 'structlog', 'numpy', 'google_crc32c')\n"
-        "print([m for m in heavy if m in sys.modules])"
-    )
-    shown = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert [name for name in floe.COMMANDS if f"\n  {name} " not in shown.stdout] == []
-    assert shown.stdout.endswith("[]\n")
-
-
-def test_help_is_there_at_once():
     """Nothing that takes long to import is imported for it."""
     code = "import sys, floe; floe.cli(['--help'], standalone_mode=False); print(*sys.modules, file=sys.stderr)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
-    )
-    slow = {
-        "numpy",
-        "google_crc32c",
-        "pyarrow",
-        "boto3",
-        "botocore",
-        "nats",
-        "pydantic",
-        "msgspec",
-        "yaml",
-        "structlog",
-        "pyspark",
-        "rich",
-    }
-    assert slow & {name.partition(".")[0] for name in done.stderr.split()} == set()
+    shown = python("-c", code)
+    slow = "boto3 botocore pyarrow pyspark pydantic nats structlog numpy google_crc32c msgspec yaml rich"
+    assert [name for name in floe.COMMANDS if f"\n  {name} " not in shown.stdout] == []
+    assert {*slow.split()} & {name.partition(".")[0] for name in shown.stderr.split()} == set()
 
 
 @pytest.mark.parametrize("name", floe.COMMANDS)
 def test_each_command_exists_and_has_help(name: str):
-    result = CliRunner().invoke(floe.cli, [name, "--help"], prog_name="floe")
-    assert (result.exit_code, result.exception) == (0, None)
-    assert result.output.startswith(f"Usage: floe {name}")
-
-
-@pytest.mark.parametrize(
-    ("group", "names"),
-    [
-        ("egress", {"run"}),
-        ("ingress", {"run"}),
-        ("segments", {"ls", "info", "cat", "verify"}),
-        ("checkpoint", {"ls", "set"}),
-        ("gap", {"ls", "accept"}),
-        ("chain", {"ls", "pause", "resume"}),
-        ("parked", {"ls", "cat", "retry"}),
-        ("config", {"check"}),
-    ],
-)
-def test_each_group_has_its_commands(group: str, names: set[str]):
-    command = floe.cli.get_command(click.Context(floe.cli), group)
-    assert isinstance(command, click.Group)
-    assert names <= set(command.commands)
-
-
-@pytest.mark.parametrize("name", ["replay", "drill"])
-def test_a_command_without_a_group_is_one(name: str):
-    command = floe.cli.get_command(click.Context(floe.cli), name)
-    assert command is not None
-    assert not isinstance(command, click.Group)
+    ended = run_here(name, "--help")
+    assert (ended.code, ended.out.startswith(f"Usage: floe {name}")) == (0, True)
 
 
 def test_the_version_is_that_of_the_distribution():
@@ -152,36 +103,30 @@ def test_the_version_is_that_of_the_distribution():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("words", "message"),
     [
-        (["comfig"], "No such command 'comfig'. Did you mean config?"),
-        (["xyzzy"], "No such command 'xyzzy'."),
-        (["--nothing"], "No such option"),
-        (["config", "check"], "Usage: floe config check [OPTIONS] FILE"),
-        (["config", "check", "a", "b"], "Usage: floe config check [OPTIONS] FILE"),
+        ("comfig", "No such command 'comfig'. Did you mean config?"),
+        ("xyzzy", "No such command 'xyzzy'."),
+        ("--nothing", "No such option"),
+        ("config check", "Usage: floe config check [OPTIONS] FILE"),
+        ("config check a b", "Usage: floe config check [OPTIONS] FILE"),
+        ("chain pause --target T --site '' --feed '' -c no", "site '': expected 1 to 63"),
+        ("gap accept --first 1 --last 6 --site '' --feed NODES -c no", "site '': expected 1 to 63"),
+        ("gap accept --first 1 --last 6 --site us --feed '' -c no", "feed '': expected 1 to 255"),
+        ("checkpoint set --target T --accept --site us --feed '' -c no", "expected --site and --feed together"),
+        ("status --watch=999ms -c no", "expected from 1s to 1d, found"),
+        ("status --watch=2d -c no", "expected from 1s to 1d, found"),
+        ("status --watch= -c no", "expected a duration such as"),
+        ("replay us/NODES --target '' --dry-run -c no", "--target: expected a stream name"),
+        ("replay us/NODES --target a.b --dry-run -c no", "--target: expected a stream name"),
+        ("replay us/NODES --feed NODES --target T -c no", "found both"),
+        ("drill us/NODES --partition 1 -c no", "found both"),
     ],
 )
-def test_a_wrong_call_ends_with_2_and_the_usage_of_that_command(arguments: list[str], message: str):
-    ended = run_here(*arguments)
-    assert (ended.code, ended.out) == (2, "")
-    assert message in ended.err
-
-
-@pytest.mark.parametrize(
-    ("words", "site", "feed", "message"),
-    [
-        ("chain pause --target T", "", "", "site '': expected 1 to 63"),
-        ("parked cat --target T --sequence 1", "", "", "site '': expected 1 to 63"),
-        ("gap accept --first 1 --last 6", "", "NODES", "site '': expected 1 to 63"),
-        ("gap accept --first 1 --last 6", "us", "", "feed '': expected 1 to 255"),
-        ("checkpoint set --target T --accept", "us", "", "expected --site and --feed together"),
-    ],
-)
-def test_an_empty_name_is_refused(words: str, site: str, feed: str, message: str):
-    """As `--site "$SITE"` gives where the variable is not set."""
-    call = [*words.split(), "--site", site, "--feed", feed, "-c", "none.yaml"]
-    result = CliRunner().invoke(floe.cli, call, prog_name="floe")
-    assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
+def test_a_wrong_call_ends_with_2_and_says_what_was_expected(words: str, message: str):
+    """An empty name is what `--site "$SITE"` gives where the variable is not set."""
+    ended = run_here(*shlex.split(words))
+    assert (ended.code, ended.out, message in ended.err) == (2, "", True), ended.err
 
 
 @click.command()
@@ -195,8 +140,8 @@ def of_chain(named: Named) -> None:
     ("words", "meant"),
     [
         ("us/NODES", ("us", "NODES", None, None)),
-        ("us/NODES/0003", ("us", "NODES", 3, None)),
-        ("us/NODES/0003/1", ("us", "NODES", 3, 1)),
+        ("us/NODES/00", ("us", "NODES", 0, None)),
+        ("us/NÖDES/9999/65535", ("us", "NÖDES", 9999, 65535)),
         ("--site us --feed NODES", ("us", "NODES", None, None)),
         ("--site us --feed NODES --incarnation 3 --partition 1", ("us", "NODES", 3, 1)),
     ],
@@ -221,39 +166,11 @@ def test_a_chain_that_is_named_wrongly_or_twice_is_refused(words: str, message: 
     assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "replay us/NODES --feed NODES --target T",
-        "drill us/NODES --partition 1",
-        "checkpoint set us/NODES --site us --feed NODES --target T --sequence 1",
-    ],
-)
-def test_no_command_takes_a_chain_twice(words: str, tmp_path: Path):
-    (tmp_path / "c.yaml").write_text(f"store: {{url: file://{tmp_path}/store}}\nsite: us\n")
-    result = CliRunner().invoke(floe.cli, [*words.split(), "-c", f"{tmp_path}/c.yaml"], prog_name="floe")
-    assert (result.exit_code, "found both" in result.stderr) == (2, True), result.stderr
-
-
 ODD_CHAINS = (
-    "us-east/NODES/",
-    "us-east//1",
-    "/NODES",
-    "us-east/NODES/x",
-    "us-east/NODES/1/",
-    "us-east/NODES/٣",
-    "us-east/NODES/ 1",
-    "us east/NODES",
-    "us-east/NO DES",
-    "us-east/NODES/0000/0/0",
-    f"us-east/NODES/{10**30}",
-    f"us-east/NODES/{'9' * 5000}",
-    "us-east/NODES/10000",
-    "us-east/NODES/0000/65536",
-    "us-east/NODES/-1",
-    "us-east/NODES/1_0",
-    "/",
-    "us-east/NODES/+1",
+    *["us-east/NODES/", "us-east//1", "/NODES", "us-east/NODES/x", "us-east/NODES/1/", "us-east/NODES/٣", "/"],
+    *["us east/NODES", "us-east/NO DES", "us-east/NODES/0000/0/0", "us-east/NODES/10000", "us-east/NODES/0000/65536"],
+    *[f"us-east/NODES/{10**30}", f"us-east/NODES/{'9' * 5000}", "us-east/NODES/-1", "us-east/NODES/1_0"],
+    *["us-east/NODES/ 1", "us-east/NODES/+1"],
 )
 TAKING_CHAINS = (
     "compact {}",
@@ -285,62 +202,24 @@ def test_every_command_names_a_chain_in_one_way(words: str, tmp_path: Path):
     (tmp_path / "store").mkdir()
     is_check = words.startswith("check ")
     for text in ODD_CHAINS:
-        call = [word.format(text) for word in words.split()]
-        result = CliRunner().invoke(floe.cli, [*call, "-c", f"{tmp_path}/c.yaml"], prog_name="floe")
-        assert result.exit_code == (3 if is_check else 2), (text, result.output)
-        told = result.stdout if is_check else result.stderr
+        ended = run_here(*(word.format(text) for word in words.split()), "-c", f"{tmp_path}/c.yaml")
+        told = ended.out if is_check else ended.err
+        assert ended.code == (3 if is_check else 2), (text, ended)
         assert "expected SITE/FEED[/INCARNATION[/PARTITION]]" in told, (text, told)
-
-
-@pytest.mark.parametrize(
-    ("text", "meant"),
-    [
-        ("us", ("us", None, None, None)),
-        ("us/NODES/00", ("us", "NODES", 0, None)),
-        ("us/NODES/0003/12", ("us", "NODES", 3, 12)),
-        ("us/NÖDES/9999/65535", ("us", "NÖDES", 9999, 65535)),
-    ],
-)
-def test_the_parts_of_a_chain_come_from_its_text(text: str, meant: tuple[object, ...]):
-    assert named_parts(text) == meant
-
-
-@pytest.mark.parametrize("words", ["status --watch"])
-@pytest.mark.parametrize("every", ["0s", "999ms", "2d", "soon", ""])
-def test_what_is_no_pause_between_two_looks_is_refused(words: str, every: str):
-    result = CliRunner().invoke(floe.cli, [*f"{words}={every}".split(), "-c", "none.yaml"], prog_name="floe")
-    expected = "expected from 1s to 1d, found" if every[:1].isdigit() else "expected a duration such as"
-    assert (result.exit_code, expected in result.stderr) == (2, True), result.stderr
-
-
-@pytest.mark.parametrize("target", ["", "a.b", "a b"])
-def test_a_target_that_no_stream_can_be_called_is_refused(target: str):
-    call = ["replay", "--site", "us", "--feed", "NODES", "--target", target, "--dry-run", "-c", "none.yaml"]
-    result = CliRunner().invoke(floe.cli, call, prog_name="floe")
-    assert (result.exit_code, "--target: expected a stream name" in result.stderr) == (2, True), result.stderr
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams_do_no_harm(closed: str, tmp_path: Path):
     """As some supervisors and shells start a command: what it opens first must not take their place."""
     (tmp_path / "c.yaml").write_text(f"store: {{url: file://{tmp_path}/store}}\nsite: us\n")
-    done = subprocess.run(
-        ["sh", "-c", f"{sys.executable} {ROOT / 'floe.py'} config check -c {tmp_path}/c.yaml {closed}"],
-        capture_output=True, text=True, check=False, timeout=PATIENCE,
-    )  # fmt: skip
+    command = f"{sys.executable} {ROOT / 'floe.py'} config check -c {tmp_path}/c.yaml {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert (done.returncode, "error" in done.stderr) == (0, False), done.stderr
 
 
 def test_floe_refuses_to_start_with_the_common_of_another_distribution(tmp_path: Path):
     shutil.copy(ROOT / "floe.py", tmp_path / "floe.py")
-    ended = subprocess.run(
-        [sys.executable, "floe.py", "--help"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = run("--help", cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert (ended.returncode, ended.stdout) == (78, "")
     assert ended.stderr == (
         f"error[E-COMMON]: the package common: expected {tmp_path / 'common'}, found {ROOT / 'common'}; "
@@ -354,9 +233,8 @@ def test_poor_surroundings_do_no_harm(tmp_path: Path):
     poor = {"PATH": "/usr/bin", "COLUMNS": "0", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     assert run("--help", env=poor, stdin=subprocess.DEVNULL).returncode == 0
     ended = run("config", "check", str(file), env=poor, stdin=subprocess.DEVNULL)
-    assert ended.returncode == 78
+    assert (ended.returncode, "Traceback" in ended.stderr) == (78, False)
     assert ended.stderr.startswith("error[E-CONFIG]: ")
-    assert "Traceback" not in ended.stderr
 
 
 # How a command ends
@@ -376,47 +254,30 @@ def test_poor_surroundings_do_no_harm(tmp_path: Path):
         (OSError(errno.ENOSPC, "No space left", "/spool/x"), 1, "error[E-DISK]: /spool/x: No space left"),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), 1, "error[E-OS]: /x: Permission denied"),
         (KeyError("x"), 1, "error[E-UNEXPECTED]: KeyError: 'x'; this is a bug; --debug or FLOE_DEBUG=1 shows where"),
+        (BaseExceptionGroup("tasks", [asyncio.CancelledError(), Stopped("c")]), 1, "error[E-STOPPED]: c"),
+        (KeyboardInterrupt(), 130, ""),
+        (BaseExceptionGroup("tasks", [KeyboardInterrupt()]), 130, ""),
     ],
 )
-def test_an_error_is_a_line_on_stderr_and_an_exit_code(error: Exception, code: int, line: str):
-    assert end(raising(error)) == (code, "", line + "\n")
+def test_an_error_is_a_line_on_stderr_and_an_exit_code(error: BaseException, code: int, line: str):
+    assert end(raising(error)) == (code, "", line and line + "\n")
 
 
 def test_errors_of_several_tasks_are_told_each_once_and_the_first_decides():
-    group = ExceptionGroup(
-        "tasks", [LeaseLost("a"), ExceptionGroup("inner", [LeaseLost("a"), ValueError("b")]), Stopped("c")]
-    )
-    code, _, told = end(raising(group))
-    assert code == 75
-    assert [line.split(";")[0] for line in told.splitlines()] == [
-        "error[E-LEASE]: a",
-        "error[E-UNEXPECTED]: ValueError: b",
-        "error[E-STOPPED]: c",
-    ]
-
-
-def test_a_task_that_was_cancelled_beside_an_error_is_not_told():
-    group = BaseExceptionGroup("tasks", [asyncio.CancelledError(), Stopped("c")])
-    assert end(raising(group)) == (1, "", "error[E-STOPPED]: c\n")
-
-
-def test_an_interrupt_ends_quietly_with_130():
-    assert end(raising(KeyboardInterrupt())) == (130, "", "")
-    assert end(raising(BaseExceptionGroup("tasks", [KeyboardInterrupt()]))) == (130, "", "")
+    inner = ExceptionGroup("inner", [LeaseLost("a"), ValueError("b")])
+    code, _, told = end(raising(ExceptionGroup("tasks", [LeaseLost("a"), inner, Stopped("c")])))
+    expected = ["error[E-LEASE]: a", "error[E-UNEXPECTED]: ValueError: b", "error[E-STOPPED]: c"]
+    assert (code, [line.split(";")[0] for line in told.splitlines()]) == (75, expected)
 
 
 def test_what_the_body_returns_is_the_exit_code():
-    assert end(lambda: 3)[0] == 3
-    assert end(lambda: None)[0] == 0
-
-
-def test_the_body_may_be_a_coroutine_function():
-    async def body() -> int:
-        await asyncio.sleep(0)
+    async def asynchronous() -> int:
         click.echo("ran")
         return 4
 
-    assert end(body) == (4, "ran\n", "")
+    assert end(lambda: 3)[0] == 3
+    assert end(lambda: None)[0] == 0
+    assert end(asynchronous) == (4, "ran\n", "")
 
 
 def test_uvloop_runs_what_is_asynchronous_where_it_is_installed():
@@ -428,15 +289,14 @@ def test_uvloop_runs_what_is_asynchronous_where_it_is_installed():
     assert isinstance(run_async(loop()), uvloop.Loop)
 
 
-def test_a_traceback_is_shown_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("words", "variable", "is_shown"), [("broken", "0", False), ("--debug broken", "0", True), ("broken", "1", True)]
+)
+def test_a_traceback_is_shown_only_where_it_is_asked_for(words: str, variable: str, is_shown: bool):
     command = click.command("broken")(run_command(raising(KeyError("x"))))
     root = click.Group("floe", commands=[command], params=[click.Option(["--debug"], is_flag=True)])
-    assert "Traceback" not in CliRunner().invoke(root, ["broken"]).stderr
-    assert "Traceback" in CliRunner().invoke(root, ["--debug", "broken"]).stderr
-    monkeypatch.setenv("FLOE_DEBUG", "1")
-    assert "Traceback" in CliRunner().invoke(root, ["broken"]).stderr
-    monkeypatch.setenv("FLOE_DEBUG", "0")
-    assert "Traceback" not in CliRunner().invoke(root, ["broken"]).stderr
+    ended = CliRunner().invoke(root, words.split(), env={"FLOE_DEBUG": variable})
+    assert ("Traceback" in ended.stderr) == is_shown
 
 
 SCRIPT = """
@@ -459,13 +319,12 @@ def script(body: str) -> list[str]:
     return [sys.executable, "-c", SCRIPT.format(body=body)]
 
 
+def spawned(body: str) -> subprocess.Popen[bytes]:
+    return spawn(script(body), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
 def test_a_reader_that_goes_away_is_no_error():
-    process = spawn(
-        script("[click.echo('x' * 1000) for _ in range(10_000)]"),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    process = spawned("[click.echo('x' * 1000) for _ in range(10_000)]")
     assert process.stdout is not None
     process.stdout.read(10)
     process.stdout.close()
@@ -475,52 +334,32 @@ def test_a_reader_that_goes_away_is_no_error():
 
 
 def test_a_connection_that_breaks_is_an_error_and_no_closed_output():
-    ended = subprocess.run(
-        script("raise BrokenPipeError(32, 'Broken pipe')"), cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    ended = python(*script("raise BrokenPipeError(32, 'Broken pipe')")[1:])
     assert (ended.returncode, ended.stderr) == (1, "error[E-OS]: Broken pipe\n")
 
 
 def test_closed_outputs_do_not_change_the_exit_code():
-    ended = subprocess.run(
-        ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *script("from common.errors import Refused; raise Refused('x')")],
-        cwd=ROOT,
-        check=False,
-        timeout=PATIENCE,
-    )
-    assert ended.returncode == 77
+    refused = script("from common.errors import Refused; raise Refused('x')")
+    closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *refused]
+    assert subprocess.run(closed, cwd=ROOT, check=False, timeout=PATIENCE).returncode == 77
 
 
 @pytest.mark.parametrize(
-    ("command", "code", "out"),
-    [("check", 3, "UNKNOWN - interrupted before it was known\n"), ("status", 130, "")],
+    ("command", "code", "out"), [("check", 3, "UNKNOWN - interrupted before it was known\n"), ("status", 130, "")]
 )
 def test_ctrl_c_while_a_command_is_loaded(command: str, code: int, out: str):
-    lines = [
-        "import importlib, signal, sys, floe",
-        "importlib.import_module = lambda _name: signal.raise_signal(signal.SIGINT)",
-        f"sys.argv = ['floe', '{command}']",
-        "floe.main()",
-    ]
-    ended = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    loading = "importlib.import_module = lambda _name: signal.raise_signal(signal.SIGINT)"
+    ended = python("-c", f"import importlib, signal, sys, floe\n{loading}\nsys.argv[1:] = ['{command}']\nfloe.main()")
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, out, "")
 
 
 def test_ctrl_c_ends_with_130_and_without_a_word():
-    process = spawn(
-        script("print('ready', flush=True); time.sleep(60)"),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = spawned("print('ready', flush=True); time.sleep(60)")
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, stderr) == (130, "")
+    assert (process.returncode, stderr) == (130, b"")
 
 
 # Options, types, output
@@ -563,38 +402,30 @@ def test_the_configuration_of_this_host_is_the_default(tmp_path: Path, monkeypat
     assert CliRunner().invoke(group, ["show"], env={"FLOE_CONFIG": ""}).stdout == f"{default} False\n"
 
 
-def test_config_check_takes_its_file_as_every_command_and_as_an_argument(tmp_path: Path):
-    (tmp_path / "c.yaml").write_text(f"store: {{url: file://{tmp_path}/store}}\nsite: us\n")
-    file, check = f"{tmp_path}/c.yaml", ["config", "check"]
-    for words in ([*check, file], [*check, "-c", file]):
-        result = CliRunner().invoke(floe.cli, words, prog_name="floe")
-        assert (result.exit_code, result.stdout.startswith(f"{file}:1: ok")) == (0, True), result.output
-
-
-def test_a_real_command_takes_its_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.yaml").write_text(f"store: {{url: file://{tmp_path}/store}}\nsite: us\n")
+def test_a_command_takes_its_file_by_option_and_config_check_as_an_argument_too(folder: Path):
+    (folder / "c.yaml").write_text(f"store: {{url: file://{folder}/store}}\nsite: us\n")
+    for words in (["c.yaml"], ["-c", "c.yaml"]):
+        ended = run_here("config", "check", *words)
+        assert (ended.code, ended.out.startswith("c.yaml:1: ok")) == (0, True), ended
     assert run_here("segments", "ls", "-c", "c.yaml", "--json") == Done(0, "[]\n", "")
-    (tmp_path / "c.yaml").write_text("[")
-    assert run_here("config", "check", "-c", "c.yaml").code == 78
+    missing = "error[E-CONFIG]: none.yaml: expected a file that can be read, found: no such file or directory\n"
+    assert run_here("config", "check", "none.yaml") == Done(78, "", missing)
 
 
 # floe version, floe completion
 
 
 def test_the_version_names_what_floe_runs_on():
-    result = CliRunner().invoke(floe.cli, ["version", "--json"])
-    found = json.loads(result.stdout)
-    assert (result.exit_code, found["floe"], found["python"]) == (0, "0.1.0", sys.version.split()[0])
+    found = run_here("version", "--json").json()
+    assert (found["floe"], found["python"]) == ("0.1.0", sys.version.split()[0])
     assert all(found[name] for name in ("nats-py", "pyarrow"))
-    assert f"pyarrow  {found['pyarrow']}\n" in CliRunner().invoke(floe.cli, ["version"]).stdout
+    assert f"pyarrow  {found['pyarrow']}\n" in run_here("version").out
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_completion_of_each_shell_is_printed(shell: str):
-    result = CliRunner().invoke(floe.cli, ["completion", shell])
-    assert (result.exit_code, f"_FLOE_COMPLETE={shell}_complete" in result.stdout) == (0, True), result.stderr
-    assert f"floe completion {shell}" in CliRunner().invoke(floe.cli, ["completion", "--help"]).stdout
+    assert f"_FLOE_COMPLETE={shell}_complete" in run_here("completion", shell).out
+    assert f"floe completion {shell}" in run_here("completion", "--help").out
 
 
 def test_commands_are_completed_and_none_is_loaded_for_it():
@@ -608,11 +439,9 @@ def test_commands_are_completed_and_none_is_loaded_for_it():
 @pytest.mark.parametrize(
     ("text", "moment"),
     [
-        ("2026-01-02T03:04:05.5Z", Moment("2026-01-02T03:04:05.5Z")),
         ("2026-01-02T03:04:05+01:00", Moment("2026-01-02T03:04:05+01:00")),
         ("2h", Moment(ago=7200)),
         ("-2h", Moment(ago=7200)),
-        ("2h ago", Moment(ago=7200)),
         ("1h 30m ago", Moment(ago=5400)),
         ("2026-01-02 03:04", Moment("2026-01-02T03:04:00+02:00", zone="EET")),
         ("2026-01-02T03:04:05", Moment("2026-01-02T03:04:05+02:00", zone="EET")),
@@ -630,74 +459,38 @@ def test_what_is_no_time_is_refused(text: str):
         Moment.parse(text)
 
 
-def test_the_zone_that_a_time_was_read_by_is_said(monkeypatch: pytest.MonkeyPatch):
-    @click.command()
-    @click.option("--since", type=TimeType())
-    def timed(since: Moment) -> None:
-        click.echo(since.text)
-
-    monkeypatch.setenv("TZ", "UTC-1")
-    time.tzset()
-    try:
-        result = CliRunner().invoke(timed, ["--since", "2026-01-02 03:04"])
-    finally:
-        monkeypatch.undo()
-        time.tzset()
-    assert result.stdout == "2026-01-02T03:04:00+01:00\n"
-    assert result.stderr == "2026-01-02 03:04 is taken as 2026-01-02T03:04:00+01:00 (UTC, the zone of this host)\n"
-
-
 @pytest.mark.parametrize(
     ("zone", "told"),
     [
         ("nonsense", "2026-01-02T03:04:00+00:00 (UTC: there is no zone TZ=nonsense)"),
         ("Europe/Berln", "2026-01-02T03:04:00+00:00 (UTC: there is no zone TZ=Europe/Berln)"),
-        ("/nowhere", "2026-01-02T03:04:00+00:00 (UTC: there is no zone TZ=/nowhere)"),
         ("XYZ-3", "2026-01-02T03:04:00+03:00 (XYZ, the zone of this host)"),
+        ("UTC-1", "2026-01-02T03:04:00+01:00 (UTC, the zone of this host)"),
         ("GMT0", "2026-01-02T03:04:00+00:00 (GMT, the zone of this host)"),
     ],
 )
-def test_a_zone_that_does_not_exist_is_told_as_what_it_is(zone: str, told: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_zone_that_a_time_was_read_by_is_said(zone: str, told: str, monkeypatch: pytest.MonkeyPatch):
+    @click.command()
+    @click.option("--since", type=TimeType())
+    def timed(since: Moment) -> None:
+        click.echo(since.text)
+
     monkeypatch.setenv("TZ", zone)
     time.tzset()
     try:
-        timed = click.Command("timed", params=[click.Option(["--since"], type=TimeType())])
         result = CliRunner().invoke(timed, ["--since", "2026-01-02 03:04"])
     finally:
         monkeypatch.undo()
         time.tzset()
+    assert result.stdout == told.split()[0] + "\n"
     assert result.stderr == f"2026-01-02 03:04 is taken as {told}\n"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (0, "0.0 s"),
-        (1.1, "1.1 s"),
-        (9.97, "10 s"),
-        (271, "4m31s"),
-        (3600, "1h"),
-        (93_784, "1d2h"),
-        (86_400, "1d"),
-    ],
-)
-def test_durations_are_written_for_people(seconds: float, words: str):
-    assert duration_words(seconds) == words
-
-
-@pytest.mark.parametrize(
-    ("size", "words"),
-    [
-        (0, "0 B"),
-        (1023, "1,023 B"),
-        (1536, "1.5 KiB"),
-        (3 * 2**20, "3 MiB"),
-        (2**30, "1 GiB"),
-        (2**51, "2,048 TiB"),
-    ],
-)
-def test_sizes_are_written_in_the_units_that_they_are_in(size: int, words: str):
-    assert size_words(size) == words
+def test_durations_and_sizes_are_written_for_people():
+    durations = {0: "0.0 s", 1.1: "1.1 s", 9.97: "10 s", 271: "4m31s", 3600: "1h", 93_784: "1d2h", 86_400: "1d"}
+    assert {each: duration_words(each) for each in durations} == durations
+    sizes = {0: "0 B", 1023: "1,023 B", 1536: "1.5 KiB", 3 * 2**20: "3 MiB", 2**30: "1 GiB", 2**51: "2,048 TiB"}
+    assert {each: size_words(each) for each in sizes} == sizes
 
 
 @click.command()
@@ -717,19 +510,18 @@ def test_parameters_have_the_units_of_the_configuration():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--sequence", "0"], "expected a sequence from 1 to 9223372036854775807, found '0'"),
-        (["--sequence", "-5"], "expected a sequence from 1"),
-        (["--sequence", "9223372036854775808"], "expected a sequence from 1"),
-        (["--sequence", "٣"], "expected a sequence from 1"),
-        (["--sequence", "9" * 5000], "expected a sequence from 1"),
-        (["--age", "5"], "expected a duration such as"),
-        (["--size", "5X"], "expected a size such as"),
+        ("--sequence 0", "expected a sequence from 1 to 9223372036854775807, found '0'"),
+        ("--sequence -5", "expected a sequence from 1"),
+        ("--sequence 9223372036854775808", "expected a sequence from 1"),
+        ("--sequence ٣", "expected a sequence from 1"),
+        (f"--sequence {'9' * 5000}", "expected a sequence from 1"),
+        ("--age 5", "expected a duration such as"),
+        ("--size 5X", "expected a size such as"),
     ],
 )
-def test_other_parameters_are_refused_with_2(arguments: list[str], message: str):
-    result = CliRunner().invoke(typed, arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr
+def test_other_parameters_are_refused_with_2(arguments: str, message: str):
+    result = CliRunner().invoke(typed, arguments.split())
+    assert (result.exit_code, message in result.stderr) == (2, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -740,17 +532,14 @@ class Row:
 
 def test_json_takes_the_values_of_the_program(capsys: pytest.CaptureFixture[str]):
     print_json({"rows": [Row("é", b"\xff")], "set": {2, 1}, "path": Path("/x"), "pair": (1, None)})
-    assert json.loads(capsys.readouterr().out) == {
-        "rows": [{"name": "é", "raw": "\\xff"}],
-        "set": [1, 2],
-        "path": "/x",
-        "pair": [1, None],
-    }
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == {"rows": [{"name": "é", "raw": "\\xff"}], "set": [1, 2], "path": "/x", "pair": [1, None]}
 
 
-def test_a_table_is_aligned_and_harmless(capsys: pytest.CaptureFixture[str]):
+def test_a_table_is_aligned_and_harmless_and_without_rows_its_header(capsys: pytest.CaptureFixture[str]):
     table([["a\x1b[31m", 5, None], {"CHAIN": "long name", "LAG": 1200, "WHY": "x"}], ["CHAIN", "LAG", "WHY"])
-    assert capsys.readouterr().out == ("CHAIN       LAG  WHY\na\\x1b[31m     5  -\nlong name  1200  x\n")
+    table([], ["A", "B"])
+    assert capsys.readouterr().out == "CHAIN       LAG  WHY\na\\x1b[31m     5  -\nlong name  1200  x\nA  B\n"
 
 
 @pytest.mark.parametrize("name", ["FORCE_COLOR", "TTY_COMPATIBLE"])
@@ -760,11 +549,6 @@ def test_a_table_that_a_program_reads_is_plain_and_unfolded(
     monkeypatch.setenv(name, "1")
     table([["x" * 200, 1]], ["name", "count"])
     assert capsys.readouterr().out.splitlines()[1] == "x" * 200 + "      1"
-
-
-def test_a_table_without_rows_is_its_header(capsys: pytest.CaptureFixture[str]):
-    table([], ["A", "B"])
-    assert capsys.readouterr().out == "A  B\n"
 
 
 # Progress
@@ -786,25 +570,17 @@ def test_progress_is_one_line_that_is_rewritten_on_a_terminal(capsys: pytest.Cap
         teller.progress(f"at {at}", 100.0 + at)
     teller.say("a note")
     shown = capsys.readouterr()
-    assert shown.out == ""
-    assert "at 2" in shown.err
-    assert shown.err.endswith("a note\n")
-
-
-def test_progress_says_what_is_left():
-    assert share_text(25, 100, 60) == " 25%, 3m left"
-    assert share_text(0, 100, 60) == "  0%"
-    assert share_text(0, 0, 0) == "100%"
+    assert (shown.out, "at 2" in shown.err, shown.err.endswith("a note\n")) == ("", True, True)
+    assert (share_text(25, 100, 60), share_text(0, 100, 60), share_text(0, 0, 0)) == (" 25%, 3m left", "  0%", "100%")
 
 
 # floe config check
 
 
-def check(tmp_path: Path, text: str, *options: str) -> tuple[int, str, str]:
-    file = tmp_path / "f.yaml"
-    file.write_text(text)
-    result = CliRunner().invoke(floe.cli, ["config", "check", "f.yaml", *options])
-    return result.exit_code, result.stdout, result.stderr
+def check(folder: Path, text: str, *options: str) -> tuple[int, str, str]:
+    (folder / "f.yaml").write_text(text)
+    done = run_here("config", "check", "f.yaml", *options)
+    return done.code, done.out, done.err
 
 
 @pytest.fixture
@@ -831,59 +607,32 @@ def test_config_check_tells_all_problems_of_all_documents(folder: Path):
     )
 
 
-UNBUILT = "compaction: {delete_grace: 1d1h}\n"
-
-
 def test_config_check_tells_what_is_not_built_in_each_document(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("common.settings.loader.UNBUILT", ("compaction.delete_grace",))
-    code, shown, told = check(folder, f"{HEAD}{UNBUILT}---\n{HEAD}{UNBUILT}")
+    text = f"{HEAD}compaction: {{delete_grace: 1d1h}}\n"
+    code, _, told = check(folder, f"{text}---\n{text}")
+    assert (code, [line.split(": ")[1] for line in told.splitlines()]) == (78, ["f.yaml:3:28", "f.yaml:7:28"])
+
+
+def test_config_check_warns_and_takes_warnings_for_errors_where_it_is_strict(folder: Path):
+    insecure = HEAD + "nats: {tls: {insecure: true}}\n"
+    code, _, told = check(folder, insecure)
+    first = "warning: egress.nats.tls.insecure: the server's certificate is not checked"
+    assert (code, told.splitlines()[0]) == (0, first)
+    code, shown, told = check(folder, insecure, "--strict")
     assert (code, shown) == (78, "")
-    assert [line.split(": ")[1] for line in told.splitlines()] == ["f.yaml:3:28", "f.yaml:7:28"]
-
-
-def test_config_check_warns_and_goes_on(folder: Path):
-    code, _, told = check(folder, HEAD + "nats: {tls: {insecure: true}}\n")
-    assert code == 0
-    assert told.splitlines()[0] == "warning: egress.nats.tls.insecure: the server's certificate is not checked"
-
-
-def test_config_check_takes_warnings_for_errors_where_it_is_strict(folder: Path):
-    code, shown, told = check(folder, HEAD + "nats: {tls: {insecure: true}}\n", "--strict")
-    assert (code, shown) == (78, "")
-    assert told.splitlines()[0].startswith("error[E-CONFIG-STRICT]: egress.nats.tls.insecure: ")
+    assert told.startswith("error[E-CONFIG-STRICT]: egress.nats.tls.insecure: ")
     assert check(folder, HEAD, "--strict")[0] == 0
 
 
 def test_config_check_speaks_json(folder: Path):
     code, shown, _ = check(folder, HEAD + "sites: x\n", "--json")
-    assert (code, json.loads(shown)) == (
-        78,
-        {
-            "file": "f.yaml",
-            "ok": False,
-            "documents": [],
-            "problems": [
-                {
-                    "name": "f.yaml",
-                    "line": 3,
-                    "column": 1,
-                    "path": "sites",
-                    "message": "unknown key; did you mean site?",
-                }
-            ],
-            "warnings": [],
-        },
-    )
+    place = {"name": "f.yaml", "line": 3, "column": 1, "path": "sites"}
+    problems = [{**place, "message": "unknown key; did you mean site?"}]
+    expected = {"file": "f.yaml", "ok": False, "documents": [], "problems": problems, "warnings": []}
+    assert (code, json.loads(shown)) == (78, expected)
     code, shown, _ = check(folder, HEAD, "--json")
     assert (code, json.loads(shown)["documents"]) == (0, [{"site": "us-east", "feeds": 0, "targets": 0}])
-
-
-def test_config_check_of_a_missing_file_is_a_line(folder: Path):
-    result = CliRunner().invoke(floe.cli, ["config", "check", "none.yaml"])
-    assert (result.exit_code, result.stderr) == (
-        78,
-        "error[E-CONFIG]: none.yaml: expected a file that can be read, found: no such file or directory\n",
-    )
 
 
 @pytest.mark.parametrize("term", ["dumb", "xterm"])

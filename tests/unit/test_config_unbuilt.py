@@ -87,9 +87,7 @@ def test_keys_are_refused_where_they_stand_and_others_beside_them_are_not():
         + "      exclusive: false\n      delivery: at_least_once\n"
         + "      sources: [{site: s, feed: f, on_lost: skip}]\n"
         + "compaction: {delete_grace: 30d}\n"
-    ) == [
-        f"f.yaml:17:28: compaction.delete_grace: {NOT_BUILT} (24h)",
-    ]
+    ) == [f"f.yaml:17:28: compaction.delete_grace: {NOT_BUILT} (24h)"]
 
 
 def test_load_refuses_what_is_not_built(tmp_path: Path):

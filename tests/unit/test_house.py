@@ -24,7 +24,7 @@ COMPONENTS = {"egress/deps.py EgressDeps", "ingress/deps.py IngressDeps"}
 
 # Small files with a single importer, each with its reason.
 GROUND: dict[str, str] = {
-    "bench/egress.py": "the benches of one role, beside those of the others; all are run by bench/__main__.py",
+    "bench/egress.py": "the benches of one role, beside those of the others; all are run by bench/__main__.py"
 }
 
 
