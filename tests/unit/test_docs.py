@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -41,36 +42,37 @@ def sources() -> str:
     return "".join(path.read_text() for role in (*ROLES, "infra") for path in (ROOT / role).rglob("*.py"))
 
 
+METRICS_ELSEWHERE = {
+    *("common.jetstream.client", "common.objects.port", "common.segments.store", "common.tasks"),
+    *("compaction.report", "egress.workers.supervisor"),
+}
+
+
 def metric_names() -> set[str]:
     for role in ROLES:
         package = importlib.import_module(role)
         for module in pkgutil.walk_packages(package.__path__, f"{role}."):
-            if module.name.endswith("metrics") or module.name in (
-                "common.jetstream.client",
-                "common.objects.port",
-                "common.segments.store",
-                "common.tasks",
-                "compaction.report",
-                "egress.workers.supervisor",
-            ):
+            if module.name.endswith("metrics") or module.name in METRICS_ELSEWHERE:
                 importlib.import_module(module.name)
-    return {
-        family.name + ("_total" if family.type == "counter" else "")
-        for family in REGISTRY.collect()
-        if family.name.startswith("floe_")
-    }
+    families = [family for family in REGISTRY.collect() if family.name.startswith("floe_")]
+    return {family.name + ("_total" if family.type == "counter" else "") for family in families}
 
 
-def commands(group: click.Command, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+def command_at(*words: str) -> click.Command:
+    command: click.Command = floe.cli
+    for word in words:
+        assert isinstance(command, click.Group)
+        found = command.get_command(click.Context(command), word)
+        assert found is not None
+        command = found
+    return command
+
+
+def commands(*path: str) -> list[tuple[str, ...]]:
+    group = command_at(*path)
     if not isinstance(group, click.Group):
         return [path]
-    context = click.Context(group)
-    found = []
-    for name in group.list_commands(context):
-        command = group.get_command(context, name)
-        assert command is not None
-        found += commands(command, (*path, name))
-    return found
+    return [found for name in group.list_commands(click.Context(group)) for found in commands(*path, name)]
 
 
 def test_every_metric_is_documented_and_every_documented_metric_exists() -> None:
@@ -80,14 +82,6 @@ def test_every_metric_is_documented_and_every_documented_metric_exists() -> None
 
     assert set(documented) == metric_names()
     assert documented == sorted(documented)
-
-
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_metrics_named_in_the_docs_exist(path: Path) -> None:
-    known = {re.sub("_total$", "", name) for name in metric_names()}
-    named = set(re.findall(r"\bfloe_[a-z][a-z_]*[a-z]\b", path.read_text()))
-
-    assert {name for name in named if re.sub("_(total|bucket|sum|count)$", "", name) not in known} == set()
 
 
 def test_every_error_code_is_documented() -> None:
@@ -100,13 +94,6 @@ def test_nothing_asks_for_a_package_of_a_name_that_a_stranger_may_register() -> 
     texts = {path: path.read_text() for path in DOCS} | {ROOT: sources()}
 
     assert [path for path, text in texts.items() if re.search(r"pip install[^`\n]*floe", text)] == []
-
-
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_links_lead_to_files(path: Path) -> None:
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text())
-
-    assert [link for link in links if not (path.parent / link).exists()] == []
 
 
 def test_the_start_page_names_every_page() -> None:
@@ -137,15 +124,7 @@ def test_every_command_stands_in_the_table_of_operations() -> None:
         first, *others = re.findall("`([^`]+)`", row)
         documented |= {first, *(f"{first.rpartition(' ')[0]} {other}" for other in others)}
 
-    assert documented == {f"floe {' '.join(command)}" for command in commands(floe.cli)}
-
-
-@pytest.mark.parametrize("command", commands(floe.cli), ids=" ".join)
-def test_every_command_has_help_with_an_example(command: tuple[str, ...]) -> None:
-    result = CliRunner().invoke(floe.cli, [*command, "--help"], prog_name="floe")
-
-    assert result.exit_code == 0
-    assert f"floe {' '.join(command)}" in result.output.split("\n", 1)[1]
+    assert documented == {f"floe {' '.join(command)}" for command in commands()}
 
 
 # Commands
@@ -203,16 +182,6 @@ def has_placeholder(error: click.UsageError, words: list[str]) -> bool:
     return isinstance(error, click.BadParameter) and any(f"'{name}'" in error.message for name in names)
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_commands_in_the_docs_are_taken_as_they_stand(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLOE_CONFIG", "floe.yaml")
-    text = path.read_text()
-    found = [problem(line, is_whole=True) for line in whole_commands(text)]
-    found += [problem(line, is_whole=False) for line in INLINE.findall(FENCED.sub("", text).replace("\n", " "))]
-
-    assert [each for each in found if each] == []
-
-
 def test_a_command_that_floe_would_not_take_is_found() -> None:
     fence = "```sh\nfloe status --nothing\nfloe drill -c f.yaml\n```\n\n"
     text = fence + "    floe parked lss\n\nSee `floe gap ls -x`, `floe checkpoint set … --sequence N`.\n"
@@ -221,34 +190,24 @@ def test_a_command_that_floe_would_not_take_is_found() -> None:
     assert [bool(problem(line, is_whole=False)) for line in INLINE.findall(text)] == [True, False]
 
 
-def help_of(words: tuple[str, ...]) -> str:
-    command: click.Command = floe.cli
-    for word in words:
-        assert isinstance(command, click.Group)
-        found = command.get_command(click.Context(command), word)
-        assert found is not None
-        command = found
-    return inspect.cleandoc(command.help or "")
+def examples_of(words: tuple[str, ...]) -> Iterator[str]:
+    """The lines that a help shows as examples; each is whole, so that it can be pasted."""
+    text = inspect.cleandoc(command_at(*words).help or "")
+    return itertools.takewhile(lambda line: line.startswith("floe "), joined(re.split(r"Examples?:\s+", text)[-1]))
 
 
-@pytest.mark.parametrize("command", commands(floe.cli), ids=" ".join)
-def test_the_example_of_every_help_is_taken_as_it_stands(command: tuple[str, ...]) -> None:
-    lines = joined(re.split(r"Examples?:\s+", help_of(command))[-1])
-    examples = list(itertools.takewhile(lambda line: line.startswith("floe "), lines))
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_every_help_has_examples_that_are_taken_as_they_stand_and_that_no_terminal_folds(
+    command: tuple[str, ...],
+) -> None:
+    shown = CliRunner().invoke(floe.cli, [*command, "--help"], prog_name="floe", terminal_width=60)
+    lines = {re.sub(r"^\s*(Examples?: +)?", "", line) for line in shown.output.splitlines()[1:]}
+    examples = re.findall(r"^\s*(?:Examples?: +)?(floe .*)$", command_at(*command).help or "", re.MULTILINE)
 
-    assert examples
-    assert [found for line in examples if (found := problem(line, is_whole=True))] == []
-
-
-@pytest.mark.parametrize("command", commands(floe.cli), ids=" ".join)
-def test_no_terminal_folds_an_example(command: tuple[str, ...]) -> None:
-    """So that a line can be pasted."""
-    shown = CliRunner().invoke(floe.cli, [*command, "--help"], prog_name="floe", terminal_width=60).output
-    lines = {re.sub(r"^\s*(Examples?: +)?", "", line) for line in shown.splitlines()}
-    examples = re.findall(r"^\s*(?:Examples?: +)?(floe .*)$", help_of(command), re.MULTILINE)
-
-    assert examples
-    assert set(examples) - lines == set()
+    assert shown.exit_code == 0
+    assert any(line.startswith(f"floe {' '.join(command)}") for line in examples)
+    assert [line for line in examples if line not in lines] == []
+    assert [found for line in examples_of(command) if (found := problem(line, is_whole=True))] == []
 
 
 #: Commands whose examples need neither NATS nor Spark: they are run.
@@ -270,11 +229,7 @@ def test_the_examples_of_what_reads_only_the_store_do_what_they_say(
         store.put(writer.finish(footer_of(rows, SequenceRange(1, 1010), level=0, chain=chain)))
     for name in ("central.yaml", "site.yaml"):
         (tmp_path / name).write_text(f"site: us-east\nstore: {{url: 'file://{tmp_path}/store', prefix: data}}\n")
-    lines = [
-        line.replace("/etc/floe/", "")
-        for line in joined(re.split(r"Examples?:\s+", help_of(tuple(command.split())))[-1])
-        if line.startswith("floe ") and ELLIPSIS not in line
-    ]
+    lines = [line.replace("/etc/floe/", "") for line in examples_of((*command.split(),)) if ELLIPSIS not in line]
     assert lines
     for line in lines:
         result = CliRunner().invoke(floe.cli, words_of(line), prog_name="floe")
@@ -294,29 +249,39 @@ def test_the_page_of_the_commands_is_what_they_say() -> None:
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 
-def test_the_tree_of_the_architecture_is_the_tree() -> None:
+def test_the_tree_of_the_architecture_is_the_tree_and_each_file_says_in_one_sentence_what_it_is() -> None:
     page = ARCHITECTURE.read_text()
-
-    assert tree.with_tree(page) == page, "python -m tests.support.tree docs/architecture.md"
-
-
-def test_every_file_says_in_one_sentence_what_it_is() -> None:
     lines = [line.strip() for line in tree.tree().splitlines()]
 
-    assert [line for line in lines if not line.endswith((".", "?"))] == []
-    assert [line for line in lines if len(line) > 160] == []
+    assert tree.with_tree(page) == page, "python -m tests.support.tree docs/architecture.md"
+    assert [line for line in lines if not line.endswith((".", "?")) or len(line) > 160] == []
 
 
 # Decisions name what was there when they were taken.
-@pytest.mark.parametrize("path", [each for each in DOCS if each.name != "decisions.md"], ids=lambda path: path.name)
-def test_the_files_and_names_of_the_code_that_the_docs_name_exist(path: Path) -> None:
-    tops, text = "|".join((*ROLES, "infra", "bench", "tests")), " ".join(path.read_text().split())
-    missing = []
-    for name, symbol in re.findall(rf"`((?:{tops})/[\w/.]*)`(?: `([\w.]+)`)?", text):
+def missing_code(text: str) -> Iterator[str]:
+    """The files and names of the code that a page names and that are not there."""
+    tops = "|".join((*ROLES, "infra", "bench", "tests"))
+    for name, symbol in re.findall(rf"`((?:{tops})/[\w/.]*)`(?: `([\w.]+)`)?", " ".join(text.split())):
         if not (ROOT / name).exists() and name != "bench/results.json":  # which `make bench` makes
-            missing.append(name)
+            yield name
         elif symbol and name.endswith(".py"):
             code = (ROOT / name).read_text()
-            missing += [f"{name} {part}" for part in symbol.split(".") if not re.search(rf"(class|def) {part}\b", code)]
+            yield from (each for each in symbol.split(".") if not re.search(rf"(class|def) {each}\b", code))
 
-    assert missing == []
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_what_a_page_names_exists(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that it links to, commands, metrics, and of the code files with their classes and functions."""
+    monkeypatch.setenv("FLOE_CONFIG", "floe.yaml")
+    text = path.read_text()
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    wrong = [problem(line, is_whole=True) for line in whole_commands(text)]
+    wrong += [problem(line, is_whole=False) for line in INLINE.findall(FENCED.sub("", text).replace("\n", " "))]
+    known = {re.sub("_total$", "", name) for name in metric_names()}
+    named = set(re.findall(r"\bfloe_[a-z][a-z_]*[a-z]\b", text))
+
+    assert [link for link in links if not (path.parent / link).exists()] == []
+    assert [each for each in wrong if each] == []
+    assert {name for name in named if re.sub("_(total|bucket|sum|count)$", "", name) not in known} == set()
+    if path.name != "decisions.md":  # which names what was there when a decision was taken
+        assert list(missing_code(text)) == []

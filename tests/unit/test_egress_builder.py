@@ -82,70 +82,55 @@ class Bench:
         return found
 
 
-def test_closes_at_exactly_max_messages() -> None:
-    bench = Bench(max_messages=4)
-    bench.builder.messages(columns(range(1, 11)))
-    assert bench.segments() == [
-        (SequenceRange(1, 4), [1, 2, 3, 4], Close.MESSAGES),
-        (SequenceRange(5, 8), [5, 6, 7, 8], Close.MESSAGES),
-    ]
-    assert bench.builder.end == 10
-
-
-def test_closes_with_the_message_that_fills_max_size() -> None:
+def test_closes_with_the_message_that_fills_max_size_or_is_the_last_of_max_messages() -> None:
     bench = Bench(max_size=30)  # 11 bytes each, the subject included
     bench.builder.messages(columns([1, 2]))
     bench.builder.messages(columns([3, 4, 5]))
     assert bench.segments() == [(SequenceRange(1, 3), [1, 2, 3], Close.SIZE)]
-
-
-def test_one_message_over_max_size_is_a_segment_of_its_own() -> None:
-    bench = Bench(max_size=30)
-    bench.builder.messages(columns([1, 2], payload=b"x" * 100))
-    assert [rows for _, rows, _ in bench.segments()] == [[1], [2]]
+    large = Bench(max_size=30)
+    large.builder.messages(columns([1, 2], payload=b"x" * 100))
+    assert [rows for _, rows, _ in large.segments()] == [[1], [2]]
+    many = Bench(max_messages=4)
+    many.builder.messages(columns(range(1, 11)))
+    closed = [(coverage.first, coverage.last, len(rows), reason) for coverage, rows, reason in many.segments()]
+    assert closed == [(1, 4, 4, Close.MESSAGES), (5, 8, 4, Close.MESSAGES)]
+    assert many.builder.end == 10
 
 
 def test_closes_at_max_age_counted_from_the_first_sequence_covered() -> None:
     bench = Bench(max_age=60)
     bench.clock.advance(1_000)
     bench.builder.tick()
+    assert bench.builder.due_in == math.inf
     bench.builder.messages(columns([1]))
-    bench.clock.advance(59)
-    bench.builder.tick()
-    assert bench.segments() == []
-    bench.clock.advance(1)
+    for passed, left in ((0, 60), (59, 1), (1, 0)):
+        bench.clock.advance(passed)
+        assert bench.builder.due_in == left
+        assert bench.segments() == []
+        if left:
+            bench.builder.tick()
     bench.builder.tick()
     assert bench.segments() == [(SequenceRange(1, 1), [1], Close.AGE)]
-
-
-def test_it_knows_when_the_open_segment_is_old_enough() -> None:
-    bench = Bench(max_age=60)
-    assert bench.builder.due_in == math.inf
-    bench.builder.messages(columns([1]))
-    assert bench.builder.due_in == 60
-    bench.clock.advance(45)
-    assert bench.builder.due_in == 15
-    bench.clock.advance(45)
-    assert bench.builder.due_in == 0
-    bench.builder.tick()
     assert bench.builder.due_in == math.inf
 
 
-def test_a_range_that_was_passed_without_rows_still_becomes_a_segment() -> None:
-    bench = Bench(first=11)
-    bench.builder.passed(40)
-    bench.clock.advance(60)
-    bench.builder.tick()
-    assert bench.segments() == [(SequenceRange(11, 40), [], Close.AGE)]
-
-
-def test_nothing_covered_makes_no_segment() -> None:
+def test_a_range_that_was_passed_without_rows_still_becomes_a_segment_and_an_empty_one_none() -> None:
     bench = Bench(first=11)
     bench.builder.passed(10)
     bench.builder.close(Close.DRAIN)
     bench.clock.advance(600)
     bench.builder.tick()
     assert bench.emitted == []
+    bench.builder.passed(40)
+    bench.clock.advance(60)
+    bench.builder.tick()
+    assert bench.segments() == [(SequenceRange(11, 40), [], Close.AGE)]
+    sampled = Bench()
+    sampled.builder.sifted(sifted([1, 2, 3], kept=set()))
+    sampled.builder.close(Close.AGE)
+    assert sampled.segments() == [(SequenceRange(1, 3), [], Close.AGE)]
+    assert sampled.pieces[0].last is not None
+    assert sampled.pieces[0].last.sequence == 3
 
 
 def test_coverage_continues_over_gaps_and_heartbeats() -> None:
@@ -160,20 +145,15 @@ def test_coverage_continues_over_gaps_and_heartbeats() -> None:
     ]
 
 
-def test_a_hole_is_filled_to_its_end_and_not_beyond() -> None:
-    bench = Bench(first=5, until=9)
-    bench.builder.messages(columns([5, 6, 8, 12, 13]))
-    bench.builder.messages(columns([14]))
-    assert bench.segments() == [(SequenceRange(5, 9), [5, 6, 8], Close.HOLE)]
-    assert bench.builder.is_done
-
-
-def test_a_hole_that_holds_no_messages_is_filled_by_what_comes_behind_or_a_heartbeat() -> None:
-    by_message, by_heartbeat = Bench(first=5, until=9), Bench(first=5, until=9)
+def test_a_hole_is_filled_to_its_end_by_what_comes_behind_or_a_heartbeat_and_not_beyond() -> None:
+    mixed, by_message, by_heartbeat = (Bench(first=5, until=9) for _ in range(3))
+    mixed.builder.messages(columns([5, 6, 8, 12, 13]))
+    mixed.builder.messages(columns([14]))
     by_message.builder.messages(columns([12]))
     by_heartbeat.builder.passed(30)
-    for bench in (by_message, by_heartbeat):
-        assert bench.segments() == [(SequenceRange(5, 9), [], Close.HOLE)]
+    for bench, rows in ((mixed, [5, 6, 8]), (by_message, []), (by_heartbeat, [])):
+        assert bench.segments() == [(SequenceRange(5, 9), rows, Close.HOLE)]
+        assert bench.builder.is_done
 
 
 def test_only_what_is_kept_counts_for_the_limits() -> None:
@@ -194,22 +174,8 @@ def test_what_is_left_out_is_examined_and_accounted_for_by_its_reason() -> None:
     bench.builder.close(Close.DRAIN)
     (piece,) = bench.pieces
     assert (piece.examined, piece.rows.sequences) == ([1, 2, 4, 7, 8, 9], [2, 9])
-    assert attribute(piece, 4, filtered=False).counts == {
-        Reason.TOO_OLD: 3,
-        Reason.SAMPLED_OUT: 1,
-        Reason.GONE_BEFORE_READ: 1,
-        Reason.DELETED: 2,
-    }
-
-
-def test_a_stretch_without_a_kept_message_still_becomes_a_segment_with_its_tip() -> None:
-    bench = Bench(max_age=60)
-    bench.builder.sifted(sifted([1, 2, 3], kept=set()))
-    bench.clock.advance(60)
-    bench.builder.tick()
-    assert bench.segments() == [(SequenceRange(1, 3), [], Close.AGE)]
-    assert bench.pieces[0].last is not None
-    assert bench.pieces[0].last.sequence == 3
+    counts = {Reason.TOO_OLD: 3, Reason.SAMPLED_OUT: 1, Reason.GONE_BEFORE_READ: 1, Reason.DELETED: 2}
+    assert attribute(piece, 4, filtered=False).counts == counts
 
 
 def test_rows_of_a_sampled_feed_have_their_sample_keys() -> None:
@@ -238,13 +204,6 @@ def test_a_piece_with_gaps_is_handed_over_early() -> None:
     bench.clock.advance(GAP_AGE)
     bench.builder.tick()
     assert [piece.coverage for piece in bench.pieces] == [SequenceRange(1, 3)]
-
-
-def test_what_is_charged_is_what_the_pieces_say() -> None:
-    bench = Bench()
-    bench.builder.messages(columns(range(1, 101)))
-    bench.builder.close(Close.DRAIN)
-    assert bench.account.used == sum(piece.memory for piece in bench.pieces) > 100 * 11
 
 
 STEP = st.one_of(
@@ -349,8 +308,7 @@ def test_a_batch_that_fails_halfway_is_never_closed_as_if_it_were_whole(monkeypa
 
 
 def test_what_closed_before_a_batch_failed_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(max_messages=3)
-    real = Columns.extend
+    bench, real = Bench(max_messages=3), Columns.extend
 
     def fails_at_four(rows: Columns, more: Columns) -> None:
         if 4 in more.sequences:
@@ -361,32 +319,23 @@ def test_what_closed_before_a_batch_failed_stays_whole(monkeypatch: pytest.Monke
     with pytest.raises(MemoryError):
         bench.builder.messages(columns([1, 2, 3, 4, 5]))
     bench.builder.close(Close.DOUBT)
-    assert [piece.coverage for piece in bench.pieces] == [SequenceRange(1, 3)]
-    assert bench.pieces[0].rows.sequences == [1, 2, 3]
+    [whole] = bench.pieces
+    assert (whole.coverage, whole.rows.sequences) == (SequenceRange(1, 3), [1, 2, 3])
 
 
 def test_the_open_segment_says_what_it_holds_and_when_it_closes() -> None:
     bench = Bench(first=5, max_age=60.0, max_messages=1_000, max_size=1 << 20)
     assert bench.builder.open_segment is None
-    bench.builder.messages(columns([5, 6, 9]))
+    bench.builder.sifted(sifted([5, 6, 7, 9], kept={5, 6, 9}))
     bench.clock.advance(20)
     bench.builder.passed(12)
     found = bench.builder.open_segment
     assert found is not None
     assert (found.first, found.last, found.messages, found.size) == (5, 12, 3, 33)
-    assert (found.age, found.due_in) == (20.0, 40.0)
-    assert found.told()["max_size"] == 1 << 20
+    assert (found.age, found.due_in, found.told()["max_size"]) == (20.0, 40.0, 1 << 20)
     bench.builder.close(Close.FLUSH)
     assert bench.builder.open_segment is None
     assert bench.segments() == [(SequenceRange(5, 12), [5, 6, 9], Close.FLUSH)]
-
-
-def test_messages_that_are_left_out_do_not_count_for_the_open_segment() -> None:
-    bench = Bench(sampled=True)
-    bench.builder.sifted(sifted([1, 2, 3], kept={2}))
-    found = bench.builder.open_segment
-    assert found is not None
-    assert (found.first, found.last, found.messages) == (1, 3, 1)
 
 
 @pytest.mark.parametrize(
