@@ -28,9 +28,8 @@ def problem(make: Any) -> str:
     """What is wrong, `path: problem` joined by `; `."""
     with pytest.raises(ValidationError) as caught:
         make()
-    return "; ".join(
-        ".".join(map(str, error["loc"])) + ": " + error["msg"] for error in caught.value.errors(include_url=False)
-    )
+    errors = caught.value.errors(include_url=False)
+    return "; ".join(".".join(map(str, error["loc"])) + ": " + error["msg"] for error in errors)
 
 
 def test_a_feed_is_called_as_its_stream_unless_it_has_a_name():
@@ -67,13 +66,6 @@ def test_a_role_overrides_the_connection_key_by_key():
     assert (egress.url, egress.connect_timeout, egress.credentials_file) == (("nats://a:1",), 1.0, "/c")
     assert (egress.tls.ca, egress.tls.insecure, ingress.tls.insecure) == ("/ca", False, True)
     assert ingress.credentials_file == ""
-
-
-def test_models_given_in_code_are_merged_as_files_are():
-    settings = Settings(
-        store=STORE, nats=NatsSettings(url="nats://a:1"), egress={"nats": {"user": "u", "password": "p"}}
-    )
-    assert settings.nats_for("egress").url == ("nats://a:1",)
 
 
 def test_a_dumped_configuration_reads_back_equal():
@@ -133,24 +125,19 @@ compaction: {spark: {conf: {spark.hadoop.fs.s3a.secret.key: former-value-of-spar
         ("former-secret", "later-secret", {"store.secret_access_key": ("a secret", "a secret")}),
         ("former-password", "later-password", {"nats.password": ("a secret", "a secret")}),
         (", password: former-password-of-nats", ", password_file: FILE", {"nats.password_file": ("a secret", "FILE")}),
-        ("user: floe, password: former-password-of-nats", "", {
-            "nats.password": ("a secret", None), "nats.user": ("floe", ""),
-        }),
+        ("user: floe, password: former-password-of-nats", "",
+         {"nats.password": ("a secret", None), "nats.user": ("floe", "")}),
         ("former-value-of-a", "later-value-of-a", {"egress.heartbeats.headers.Token": ("a value", "a value")}),
-        ("former-value-of-spark", "later-value-of-spark", {
-            "compaction.spark.conf.spark.hadoop.fs.s3a.secret.key": ("a value", "a value"),
-        }),
+        ("former-value-of-spark", "later-value-of-spark",
+         {"compaction.spark.conf.spark.hadoop.fs.s3a.secret.key": ("a value", "a value")}),
         ("max_age: 5m", "max_age: 2m", {"egress.defaults.segment.max_age": ("5m", "2m")}),
-        ("defaults: {segment: {max_age: 5m}}", "defaults: {segment: {max_age: 5m}, relay: true}", {
-            "egress.defaults.relay": (None, "True"),
-        }),
+        ("defaults: {seg", "defaults: {relay: true, seg", {"egress.defaults.relay": (None, "True")}),
         ("max_age: 1m", "max_age: 3m", {"egress.feeds[B].segment.max_age": ("60.0", "180.0")}),
         ("{stream: A}, ", "", {"egress.feeds[A]": ("an entry", None)}),
         ("{stream: C}", "{stream: C}, {stream: D}", {"egress.feeds[D]": (None, "an entry")}),
         ("[{subject: a.b}]", "[{subject: a.c}]", {"egress.heartbeats.subjects[0].subject": ("a.b", "a.c")}),
-        ("  feeds", "  nats: {user: floe, password: of-egress-alone}\n  feeds", {
-            "egress.nats.password": ("a secret", "a secret"),
-        }),
+        ("  feeds", "  nats: {user: floe, password: of-egress-alone}\n  feeds",
+         {"egress.nats.password": ("a secret", "a secret")}),
     ],
     ids=str,
 )  # fmt: skip
@@ -193,160 +180,107 @@ def test_the_subjects_of_a_new_stream_are_given_or_follow_from_the_prefixes():
     assert subjects({"subjects": ["p.*.>"]}, "p.{site}") == ("p.*.>",)
 
 
-FEED = {"stream": "A"}
 SOURCE = {"site": "s", "feed": "f"}
+
+
+def feed(**keys: Any) -> dict[str, Any]:
+    return {"egress": {"feeds": [{"stream": "A", **keys}]}}
 
 
 def target(**keys: Any) -> dict[str, Any]:
     return {"stream": "T", "sources": [SOURCE], **keys}
 
 
+def targets(*several: dict[str, Any]) -> dict[str, Any]:
+    return {"ingress": {"targets": [*several]}}
+
+
+def source(**keys: Any) -> dict[str, Any]:
+    return targets(target(sources=[SOURCE | keys]))
+
+
+def nats(**keys: Any) -> dict[str, Any]:
+    return {"nats": keys}
+
+
+def levels(*several: dict[str, Any]) -> dict[str, Any]:
+    return {"compaction": {"levels": [*several]}}
+
+
+SAMPLED = {"inspect_field": "x", "inspect_duration": "1h"}
+ONE_START = "start_at_end: expected at most one of the start keys, found start_sequence and start_at_end"
+BRACES = "subject_prefix: expected only {site}, {feed}, {incarnation} and {partition} in braces"
+SAMPLING_KEY = "inspect_field, inspect_header or inspect_subject_token beside it, found none"
+TRANSFORM = {"source": ">", "destination": "x.>"}
+
+
 @pytest.mark.parametrize(
-    ("make", "expected"),
+    ("keys", "expected"),
     [
-        (
-            lambda: site(feeds=[FEED | {"start_sequence": 5, "start_at_end": True}]),
-            "start_at_end: expected at most one of the start keys, found start_sequence and start_at_end",
-        ),
-        (
-            lambda: site(feeds=[FEED | {"filter_subject": "a.>", "partitions": ["a.1.>", "a.2.>"]}]),
-            "filter_subject: expected either filter_subject or partitions, found both",
-        ),
-        (
-            lambda: site(feeds=[FEED | {"partitions": {"count": 4, "subject": "a.>"}}]),
-            "subject: expected {partition} in it where count is 4, found 'a.>'",
-        ),
-        (
-            lambda: site(feeds=[FEED, {"stream": "B"}, {"stream": "C", "name": "A"}]),
-            "feeds.2.name: expected a name of its own, found 'A' in feeds.0 and feeds.2",
-        ),
-        (
-            lambda: site(feeds=[FEED | {"inspect_field": "x", "inspect_header": "y", "inspect_duration": "1h"}]),
-            "inspect_header: expected at most one key to sample by, found inspect_field and inspect_header",
-        ),
-        (
-            lambda: site(feeds=[FEED | {"inspect_subject_token": -1}]),
-            "inspect_subject_token: expected inspect_duration beside it, found none",
-        ),
-        (
-            lambda: site(feeds=[FEED | {"inspect_field": "x", "inspect_duration": "1h", "warn_duration": "1h"}]),
-            "warn_duration: expected less than inspect_duration, found as much or more",
-        ),
-        (
-            lambda: site(feeds=[FEED | {"advisory": {"subject": "A.%s"}}]),
-            "advisory: expected inspect_field, inspect_header or inspect_subject_token beside it, found none",
-        ),
-        (lambda: site(state_bucket="FLOE_LEASES"), "state_bucket: expected another than lease_bucket"),
-        (
-            lambda: Settings(store=STORE, egress={"feeds": [FEED]}),
-            "site: expected a name where egress has feeds, found none",
-        ),
-        (
-            lambda: centre(target(), target()),
-            "targets.1.stream: expected a stream of its own, found 'T' in targets.0 and targets.1",
-        ),
-        (
-            lambda: centre(target(sources=[SOURCE, {"site": ["r", "s"], "feed": ["f"]}])),
-            "sources.1: expected each feed of a site once, found s/f in sources.0 and sources.1",
-        ),
-        (
-            lambda: centre(target(sources=[{"site": ["s", "s"], "feed": "f"}])),
-            "site.1: expected each site once, found 's' twice",
-        ),
-        (
-            lambda: centre(target(exclusive=False)),
-            "delivery: expected at_least_once where exclusive is false, found exactly_once",
-        ),
-        (
-            lambda: centre(target(create={})),
-            "create: expected subjects where a source has no subject_prefix, found none",
-        ),
-        (
-            lambda: centre(
-                target(
-                    sources=[
-                        SOURCE | {"subject_prefix": "p", "subject_transform": {"source": ">", "destination": "x.>"}}
-                    ]
-                )
-            ),
-            "subject_transform: expected it without subject_prefix and subject_remove, found both",
-        ),
-        *(
-            (
-                lambda prefix=prefix: centre(target(sources=[SOURCE | {"subject_prefix": prefix}])),
-                "subject_prefix: expected only {site}, {feed}, {incarnation} and {partition} in braces",
-            )
-            for prefix in ("f.{sites}", "f.{site", "f}.{site}", "f.{}", "f.{{site}}")
-        ),
-        (lambda: centre(target(sources=[])), "sources: expected at least one entry"),
-        (
-            lambda: centre(target(sources=[SOURCE | {"control_headers": ["Nats-Msg-Id"]}])),
-            "expected a header that ingress does not set itself",
-        ),
-        (
-            lambda: centre(target(sources=[SOURCE | {"control_headers": ["X-A"]}])),
-            "expected a header of NATS such as Nats-TTL",
-        ),
-        (
-            lambda: Settings(store=STORE, compaction={"levels": [{"from": 1, "to": 1}]}),
-            "to: expected more than from, which is 1, found 1",
-        ),
-        (
-            lambda: Settings(store=STORE, compaction={"levels": [{"from": 0, "to": 1, "min_size": "8G"}]}),
-            "max_size: expected at least min_size, found less",
-        ),
-        (
-            lambda: Settings(store=STORE, compaction={"levels": [{"from": 0, "to": 1}, {"from": 0, "to": 2}]}),
-            "levels.1.from: expected each level read once, found 0 in levels.0 and levels.1",
-        ),
-        (
-            lambda: NatsSettings(credentials_file="/c", token="t"),
-            "token: expected one way to authenticate, found credentials_file and token",
-        ),
-        (lambda: NatsSettings(user="u"), "user: expected password or password_file beside it, found none"),
-        (lambda: NatsSettings(password="p"), "password: expected user beside it, found none"),
-        (lambda: NatsSettings(jwt_file="/j"), "jwt_file: expected nkey_seed_file beside it, found none"),
-        (lambda: NatsSettings(tls={"cert": "/c"}), "cert: expected key beside it, found none"),
-        (
-            lambda: NatsSettings(url=["nats://a:1", "tls://b:1"]),
-            "url: expected all of them nats:// or all of them tls://, found both",
-        ),
-        (
-            lambda: NatsSettings(url=["nats://a:1", "nats://a:1"]),
-            "url.1: expected each server once, found nats://a:1 twice",
-        ),
-        (
-            lambda: Settings(store=STORE | {"access_key_id": "a"}),
-            "access_key_id: expected secret_access_key or secret_access_key_file beside it, found none",
-        ),
-        (
-            lambda: Settings(store=STORE | {"encryption": {"kms_key_id": "k"}}),
-            "encryption.kms_key_id: expected mode sse-kms beside it, found none",
-        ),
-        (
-            lambda: Settings(store={"url": "file:///data", "endpoint_url": "http://a:1"}),
-            "endpoint_url: expected none beside a file:// store, found one",
-        ),
+        (feed(start_sequence=5, start_at_end=True), ONE_START),
+        (feed(filter_subject="a.>", partitions=["a.1.>"]), "expected either filter_subject or partitions, found both"),
+        (feed(partitions={"count": 4, "subject": "a.>"}), "expected {partition} in it where count is 4, found 'a.>'"),
+        ({"egress": {"feeds": [{"stream": "A"}, {"stream": "B"}, {"stream": "C", "name": "A"}]}},
+         "feeds.2.name: expected a name of its own, found 'A' in feeds.0 and feeds.2"),
+        (feed(**SAMPLED, inspect_header="y"), "one key to sample by, found inspect_field and inspect_header"),
+        (feed(inspect_subject_token=-1), "inspect_subject_token: expected inspect_duration beside it, found none"),
+        (feed(**SAMPLED, warn_duration="1h"), "warn_duration: expected less than inspect_duration, found as much"),
+        (feed(advisory={"subject": "A.%s"}), f"advisory: expected {SAMPLING_KEY}"),
+        ({"egress": {"state_bucket": "FLOE_LEASES"}}, "state_bucket: expected another than lease_bucket"),
+        ({**feed(), "site": ""}, "site: expected a name where egress has feeds, found none"),
+        (targets(target(), target()), "targets.1.stream: expected a stream of its own, found 'T' in targets.0 and"),
+        (targets(target(sources=[SOURCE, {"site": ["r", "s"], "feed": ["f"]}])),
+         "sources.1: expected each feed of a site once, found s/f in sources.0 and sources.1"),
+        (source(site=["s", "s"]), "site.1: expected each site once, found 's' twice"),
+        (targets(target(exclusive=False)), "expected at_least_once where exclusive is false, found exactly_once"),
+        (targets(target(create={})), "create: expected subjects where a source has no subject_prefix, found none"),
+        (source(subject_prefix="p", subject_transform=TRANSFORM), "it without subject_prefix and subject_remove"),
+        *((source(subject_prefix=each), BRACES) for each in ("f.{sites}", "f.{site", "f}.{site}", "f.{}", "{{site}}")),
+        (targets(target(sources=[])), "sources: expected at least one entry"),
+        (source(control_headers=["Nats-Msg-Id"]), "expected a header that ingress does not set itself"),
+        (source(control_headers=["X-A"]), "expected a header of NATS such as Nats-TTL"),
+        (levels({"from": 1, "to": 1}), "to: expected more than from, which is 1, found 1"),
+        (levels({"from": 0, "to": 1, "min_size": "8G"}), "max_size: expected at least min_size, found less"),
+        (levels({"from": 0, "to": 1}, {"from": 0, "to": 2}), "levels.1.from: expected each level read once, found 0"),
+        (nats(credentials_file="/c", token="t"), "one way to authenticate, found credentials_file and token"),
+        (nats(user="u"), "user: expected password or password_file beside it, found none"),
+        (nats(password="p"), "password: expected user beside it, found none"),
+        (nats(jwt_file="/j"), "jwt_file: expected nkey_seed_file beside it, found none"),
+        (nats(tls={"cert": "/c"}), "cert: expected key beside it, found none"),
+        (nats(url=["nats://a:1", "tls://b:1"]), "all of them nats:// or all of them tls://, found both"),
+        (nats(url=["nats://a:1", "nats://a:1"]), "url.1: expected each server once, found nats://a:1 twice"),
+        ({"store": STORE | {"access_key_id": "a"}}, "secret_access_key or secret_access_key_file beside it"),
+        ({"store": STORE | {"encryption": {"kms_key_id": "k"}}}, "kms_key_id: expected mode sse-kms beside it"),
+        ({"store": {"url": "file:///data", "endpoint_url": "http://a:1"}}, "endpoint_url: expected none beside a file"),
+        # out of a range
+        (feed(segment={"max_age": "100ms"}), "expected 1s to 1d (each segment is an object"),
+        (feed(segment={"max_size": 1}), "expected 64K to 4G (smaller ones cost more requests"),
+        (feed(segment={"max_messages": 0}), "expected 1 to 100000000"),
+        (feed(segment={"compression_level": 23}), "expected 1 to 22"),
+        (feed(max_age="10ms"), "expected 0 or at least 1s"),
+        (feed(start_sequence=2**63), "expected 0 to 9223372036854775807"),
+        ({"egress": {"lease_ttl": "500ms"}}, "expected 1s to 10m (it is renewed every third of it)"),
+        ({"egress": {"memory_limit": "1M"}}, "expected 16M to 1T"),
+        ({"egress": {"kv_replicas": 6}}, "expected 0 to 5"),
+        ({"egress": {"shutdown_timeout": "0s"}}, "expected 1s to 1h"),
     ],
-)
-def test_what_does_not_go_together_is_refused_and_both_sides_named(make: Any, expected: str):
-    assert expected in problem(make)
+)  # fmt: skip
+def test_what_does_not_go_together_or_is_out_of_range_is_refused_with_both_sides(keys: dict[str, Any], expected: str):
+    assert expected in problem(lambda: Settings(**{"store": STORE, "site": "us-east", **keys}))
 
 
 def test_all_that_does_not_go_together_in_a_section_is_told_at_once():
     told = problem(lambda: NatsSettings(credentials_file="/c", token="t", jwt_file="/j", password="p"))
-    assert [part for part in ("token: ", "jwt_file: ", "password: ") if part in told] == [
-        "token: ",
-        "jwt_file: ",
-        "password: ",
-    ]
+    assert all(part in told for part in ("token: ", "jwt_file: ", "password: "))
 
 
-@pytest.mark.parametrize(
-    "url", ["nats://h", "tls://h:4222", "nats://[::1]:4222", "nats://nats.us-east.example.net:4222"]
-)
-def test_nats_urls_have_a_scheme_a_host_and_perhaps_a_port(url: str):
-    assert NatsSettings(url=url).url == (url,)
+def test_urls_of_servers_and_stores_and_names_of_sites_are_taken():
+    for url in ("nats://h", "tls://h:4222", "nats://[::1]:4222", "nats://nats.us-east.example.net:4222"):
+        assert NatsSettings(url=url).url == (url,)
+    for url in ("s3://floe", "s3://my.bucket-1", "file:///var/lib/floe", "file:///with%20space"):
+        assert Settings(store={"url": url}).store.url == url
+    for name in ("us-east", "US_EAST_1", "no", "012", "a" * 63):
+        assert Settings(store=STORE, site=name).site == name
 
 
 @pytest.mark.parametrize(
@@ -354,11 +288,9 @@ def test_nats_urls_have_a_scheme_a_host_and_perhaps_a_port(url: str):
     [
         ("", "nats://HOST:PORT or tls://HOST:PORT"),
         ("host:4222", "nats://HOST:PORT or tls://HOST:PORT"),
-        ("http://h:1", "nats://HOST:PORT or tls://HOST:PORT"),
         ("nats://h:1/", "without a slash at its end"),
         ("nats://h:1/path", "no path"),
         ("nats://h:0", "a port from 1 to 65535"),
-        ("nats://h:70000", "a port from 1 to 65535"),
         ("nats://::1:4222", "an IPv6 address in brackets"),
         ("nats://user:hunter2@h:1", "without user and password (they belong into user and password_file)"),
         ("nats://h:1?a=b", "no path"),
@@ -372,23 +304,16 @@ def test_other_nats_urls_are_refused_with_the_reason(url: Any, why: str):
     assert "hunter2" not in told
 
 
-@pytest.mark.parametrize("url", ["s3://floe", "s3://my.bucket-1", "file:///var/lib/floe", "file:///with%20space"])
-def test_a_store_is_a_bucket_or_a_folder(url: str):
-    assert Settings(store={"url": url}).store.url == url
-
-
 @pytest.mark.parametrize(
     ("store", "why"),
     [
         ({"url": "s3://"}, "3 to 63 of a-z 0-9 . -"),
-        ({"url": "s3://Floe"}, "3 to 63 of a-z 0-9 . -"),
         ({"url": "s3://ab"}, "3 to 63"),
         ({"url": "s3://a..b"}, "3 to 63"),
         ({"url": "s3://192.168.0.1"}, "3 to 63"),
         ({"url": "s3://floe/"}, "nothing behind the bucket (a path belongs into prefix)"),
         ({"url": "s3://key:secret@floe"}, "without credentials"),
         ({"url": "floe"}, "s3://BUCKET or file:///FOLDER"),
-        ({"url": "gs://floe"}, "s3://BUCKET or file:///FOLDER"),
         ({"url": "file://relative"}, "an absolute folder"),
         ({"url": "file:///"}, "an absolute folder below /"),
         ({"url": "file:///a/../b"}, "an absolute folder"),
@@ -398,7 +323,6 @@ def test_a_store_is_a_bucket_or_a_folder(url: str):
         ({"endpoint_url": "http://u:p@minio:9000"}, "without user and password"),
         ({"prefix": "/data"}, "none beginning with . or _"),
         ({"prefix": "data/"}, "joined by /"),
-        ({"prefix": "a//b"}, "joined by /"),
         ({"prefix": "a/../b"}, "none beginning with . or _"),
         ({"prefix": "_floe"}, "none beginning with . or _"),
         ({"region": ""}, "a value"),
@@ -408,54 +332,26 @@ def test_other_stores_are_refused_with_the_reason(store: dict[str, Any], why: st
     assert why in problem(lambda: Settings(store=STORE | store))
 
 
-@pytest.mark.parametrize("name", ["us-east", "US_EAST_1", "no", "012", "a" * 63])
-def test_sites_are_short_plain_names(name: str):
-    assert Settings(store=STORE, site=name).site == name
-
-
-@pytest.mark.parametrize("name", ["../x", "a/b", "a b", "a" * 64, "a" * 300, ".", "-a", "_a", "é", "🙂", "a\n", "a.b"])
-def test_other_names_are_no_sites(name: str):
-    assert "expected 1 to 63 of A-Z a-z 0-9 _ -" in problem(lambda: Settings(store=STORE, site=name))
-
-
-@pytest.mark.parametrize("name", ["a.b", "a b", "a*", "a>", "a/b", "a\\b", "a\tb", "x" * 256])
-def test_names_that_nats_does_not_take_are_no_streams(name: str):
-    assert "expected a stream name" in problem(lambda: site(feeds=[{"stream": name}]))
-
-
-@pytest.mark.parametrize("subject", ["a..b", ".a", "a.", "a b", "a.>.b", "a\r\nPUB"])
-def test_filters_are_subjects(subject: str):
-    assert "expected a subject" in problem(lambda: site(feeds=[FEED | {"filter_subject": subject}]))
-
-
 @pytest.mark.parametrize(
-    ("keys", "why"),
+    ("keys", "values", "why"),
     [
-        ({"feeds": [FEED | {"segment": {"max_age": "100ms"}}]}, "1s to 1d (each segment is an object"),
-        ({"feeds": [FEED | {"segment": {"max_size": 1}}]}, "64K to 4G (smaller ones cost more requests"),
-        ({"feeds": [FEED | {"segment": {"max_messages": 0}}]}, "1 to 100000000"),
-        ({"feeds": [FEED | {"segment": {"compression_level": 23}}]}, "1 to 22"),
-        ({"feeds": [FEED | {"max_age": "10ms"}]}, "0 or at least 1s"),
-        ({"feeds": [FEED | {"start_sequence": 2**63}]}, "0 to 9223372036854775807"),
-        ({"lease_ttl": "500ms"}, "1s to 10m (it is renewed every third of it)"),
-        ({"memory_limit": "1M"}, "16M to 1T"),
-        ({"kv_replicas": 6}, "0 to 5"),
-        ({"shutdown_timeout": "0s"}, "1s to 1h"),
+        (lambda name: {"site": name}, ["../x", "a b", "a" * 64, ".", "-a", "_a", "é", "🙂", "a\n", "a.b"],
+         "expected 1 to 63 of A-Z a-z 0-9 _ -"),
+        (lambda name: feed(stream=name), ["a.b", "a b", "a*", "a>", "a/b", "a\\b", "a\tb", "x" * 256],
+         "expected a stream name"),
+        (lambda subject: feed(filter_subject=subject), ["a..b", ".a", "a.", "a b", "a.>.b", "a\r\nPUB"],
+         "expected a subject"),
+        (lambda subject: feed(**SAMPLED, advisory={"subject": subject}),
+         ["adv.%x", "adv.%%x", "adv.%s.%V", "adv.%", "adv.%S.%v", "adv.%s%"], "%s for the event, %v for the value"),
     ],
-)
-def test_values_out_of_range_are_refused_with_the_range_and_the_reason(keys: dict[str, Any], why: str):
-    assert f"expected {why}" in problem(lambda: site(**keys))
-
-
-@pytest.mark.parametrize("subject", ["adv.%x", "adv.%%x", "adv.%s.%V", "adv.%", "adv.%S.%v", "adv.%s%"])
-def test_other_letters_in_the_subject_of_advisories_are_refused(subject: str):
-    sampled = FEED | {"inspect_field": "sender", "inspect_duration": "1h"}
-    told = problem(lambda: site(feeds=[sampled | {"advisory": {"subject": subject}}]))
-    assert "%s for the event, %v for the value" in told
+)  # fmt: skip
+def test_other_names_are_no_sites_streams_or_subjects(keys: Any, values: list[str], why: str):
+    for value in values:
+        assert why in problem(lambda value=value: Settings(**{"store": STORE, "site": "us-east", **keys(value)}))
 
 
 def test_zero_switches_off_what_may_be_off():
-    assert site(feeds=[FEED | {"max_age": "0s"}]).egress.feeds[0].max_age == 0.0
+    assert site(feeds=[{"stream": "A", "max_age": "0s"}]).egress.feeds[0].max_age == 0.0
 
 
 def test_a_stream_that_flows_into_itself_is_a_loop():
