@@ -146,11 +146,8 @@ def test_nothing_that_lived_at_the_end_is_left_out_for_what_was_captured_later(
         found = store.deletions(CHAIN, end)
     usable = [n for n, each in enumerate(lived.captures) if each.last <= end]
     assert found == (lived.captures[usable[-1]] if usable else None)
-    left = (
-        folded(lived.rows[:end], 7, Fold({"allow_rollup_hdrs": True, "max_msgs_per_subject": per_subject}, found))
-        if end
-        else []
-    )
+    fold = Fold({"allow_rollup_hdrs": True, "max_msgs_per_subject": per_subject}, found)
+    left = folded(lived.rows[:end], 7, fold) if end else []
     unknown = [known for last, known in lived.deleted if last <= end and known > (usable[-1] if usable else -1)]
     if not unknown:
         assert left == lived.at[end]
@@ -169,9 +166,8 @@ def test_deletions_are_subtracted_up_to_where_they_were_captured(rolls: bool) ->
 
 
 def test_without_rollups_in_the_configuration_the_header_means_nothing() -> None:
-    fold = Fold({})
-    assert fold.is_none
-    assert folded([row(1), row(2, rollup="all")], 1, fold) == [1, 2]
+    assert Fold({}).is_none
+    assert folded([row(1), row(2, rollup="all")], 1, Fold({})) == [1, 2]
 
 
 @pytest.mark.parametrize("size", [1, 3, 20])
@@ -222,15 +218,8 @@ def test_what_had_expired_when_the_next_message_came_has_pushed_none_out(
 
 @pytest.mark.parametrize("size", [1, 5])
 def test_of_a_history_nothing_goes_for_a_message_that_had_expired(size: int) -> None:
-    rows = [
-        (b"a", 0, ""),
-        (b"a", 1, "3s"),
-        (b"b", 2, "3s"),
-        (b"a", 4, ""),
-        (b"b", 4, ""),
-        (b"b", 4, ""),
-        (b"c", 5, "1s"),
-    ]
+    rows = [(b"a", 0, ""), (b"a", 1, "3s"), (b"b", 2, "3s"), (b"a", 4, ""), (b"b", 4, ""), (b"b", 4, "")]
+    rows += [(b"c", 5, "1s")]
     fold = Fold({"max_msgs_per_subject": 2, "allow_msg_ttl": True})
     assert folded(expiring(rows), size, fold) == [1, 4, 5, 6, 7], "of b the first had not expired when the next came"
     assert fold.rows == 5
@@ -264,63 +253,34 @@ def test_a_source_is_opened_when_its_rows_come() -> None:
     assert [batch.num_rows for batch in rows] == [2]
 
 
-CONFIG = {
-    "name": "S",
-    "subjects": ["s.>"],
-    "num_replicas": 3,
-    "max_age": 10,
-    "sealed": True,
-    "sources": [{"name": "other"}],
-    "republish": {"src": ">", "dest": "r.>"},
-    "placement": {"cluster": "c"},
-    "mirror": {"name": "up"},
-    "metadata": {"_nats.level": "5", "own": "x", MARKER: "old"},
-}
-
-
 def test_the_guarded_configuration_reaches_no_producer_and_the_promoted_one_is_as_it_was() -> None:
-    promoted = promoted_config(CONFIG, "T", 1)
-    assert promoted == {
-        "name": "T",
-        "subjects": ["s.>"],
-        "num_replicas": 1,
-        "max_age": 10,
-        "sealed": True,
-        "sources": [{"name": "other"}],
-        "republish": {"src": ">", "dest": "r.>"},
-        "metadata": {"own": "x"},
-    }
-    assert guarded_config(promoted, "m") == {
-        "name": "T",
-        "subjects": ["_floe.restore.T"],
-        "num_replicas": 1,
-        "metadata": {"own": "x", MARKER: "m"},
-    }
-    assert [line.split()[0] for line in left_out(CONFIG, "T")] == ["mirror", "placement"]
+    elsewhere = {"sources": [{"name": "other"}], "republish": {"src": ">", "dest": "r.>"}}
+    kept = {"subjects": ["s.>"], "max_age": 10, "sealed": True, **elsewhere}
+    left = {"placement": {"cluster": "c"}, "mirror": {"name": "up"}}
+    config = {"name": "S", "num_replicas": 3, **kept, **left}
+    promoted = promoted_config({**config, "metadata": {"_nats.level": "5", "own": "x", MARKER: "old"}}, "T", 1)
+    assert promoted == {"name": "T", "num_replicas": 1, **kept, "metadata": {"own": "x"}}
+    guard = {"name": "T", "subjects": ["_floe.restore.T"], "num_replicas": 1}
+    assert guarded_config(promoted, "m") == {**guard, "metadata": {"own": "x", MARKER: "m"}}
+    assert [line.split()[0] for line in left_out(config, "T")] == ["mirror", "placement"]
     assert "gives the stream T as its only one" in [*left_out({"mirror": {"name": "up"}}, "T")][-1]
 
 
 def test_consumers_are_bounded_by_the_end_and_what_is_not_known_is_delivered_again() -> None:
-    captured = CapturedConsumers(
-        AT,
-        50,
-        (
-            CapturedConsumer({"durable_name": "clean", "metadata": {"_nats.ver": "1"}}, AT, 40, 45, 40, 45),
-            CapturedConsumer({"durable_name": "ahead"}, AT, 60, 60, 55, 58),
-            CapturedConsumer({"durable_name": "open"}, AT, 30, 31, 20, 21, 9, 1),
-            CapturedConsumer({"name": "passing"}, AT),
-        ),
-    )
-    found, notes = bounded(captured, 50)
-    none: dict[int, Any] = {}
+    clean = CapturedConsumer({"durable_name": "clean", "metadata": {"_nats.ver": "1"}}, AT, 40, 45, 40, 45)
+    ahead = CapturedConsumer({"durable_name": "ahead"}, AT, 60, 60, 55, 58)
+    pending = CapturedConsumer({"durable_name": "open"}, AT, 30, 31, 20, 21, 9, 1)
+    passing = CapturedConsumer({"name": "passing"}, AT)
+    found, notes = bounded(CapturedConsumers(AT, 50, (clean, ahead, pending, passing)), 50)
     assert found == [
-        ArchiveConsumer("clean", {"durable_name": "clean", "metadata": {}}, AT, (40, 45), (40, 45), none, none),
-        ArchiveConsumer("ahead", {"durable_name": "ahead", "metadata": {}}, AT, (60, 50), (55, 50), none, none),
-        ArchiveConsumer("open", {"durable_name": "open", "metadata": {}}, AT, (20, 21), (20, 21), none, none),
+        ArchiveConsumer(name, {"durable_name": name, "metadata": {}}, AT, delivered, acknowledged, {}, {})
+        for name, delivered, acknowledged in (
+            ("clean", (40, 45), (40, 45)),
+            ("ahead", (60, 50), (55, 50)),
+            ("open", (20, 21), (20, 21)),
+        )
     ]
-    assert len(notes) == 3
-    assert "1 ephemeral consumer " in notes[0]
-    assert "9 messages" in notes[2]
+    assert ["1 ephemeral consumer " in notes[0], len(notes), "9 messages" in notes[2]] == [True, 3, True]
 
 
 def test_a_push_consumer_is_quiet_until_the_stream_is_in_use_and_is_read_back_as_it_was() -> None:
@@ -370,42 +330,36 @@ def test_each_command_for_a_plan_with_effects_elsewhere_permits_them_and_a_drill
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
 def test_a_digest_is_the_same_however_the_rows_are_batched(sizes: list[int]) -> None:
-    rows = [
-        Message(s, s * 7, b"s.%d" % (s % 3), None if s % 2 else b"NATS/1.0\r\n\r\n", b"x" * s) for s in range(1, 55)
-    ]
-    rows = rows[: sum(sizes)]
+    headers = (b"NATS/1.0\r\n\r\n", None)
+    rows = [Message(s, s * 7, b"s.%d" % (s % 3), headers[s % 2], b"x" * s) for s in range(1, sum(sizes) + 1)]
     digests, at = Digests(), 0
     for size in sizes:
         digests.add(batch_of(rows[at : at + size]))
         at += size
     digests.close()
     assert digests.blocks == [block_of([batch_of(rows)])]
-    changed = [*rows[:-1], Message(rows[-1].sequence, rows[-1].timestamp_ns + 1, *rest(rows[-1]))]
-    assert digests.blocks != [block_of([batch_of(changed)])]
-
-
-def rest(message: Message) -> tuple[bytes, bytes | None, bytes]:
-    return message.subject, message.headers, message.payload
+    rows[-1] = Message(at, at * 7 + 1, rows[-1].subject, rows[-1].headers, rows[-1].payload)
+    assert digests.blocks != [block_of([batch_of(rows)])]
 
 
 def test_the_state_is_judged_by_what_the_configuration_lets_the_server_drop() -> None:
-    blocks = [block_of([batch_of([row(3), row(5)])])]
-    expected = SentRows(blocks, 2, 9, {})
+    expected = SentRows([block_of([batch_of([row(3), row(5)])])], 2, 9, {})
     right = {"messages": 2, "first_seq": 3, "last_seq": 9, "num_deleted": 5}
     assert list(state_differences(expected, right)) == []
     for wrong in ({"last_seq": 8}, {"messages": 3}, {"first_seq": 2}, {"num_deleted": 4}):
         assert list(state_differences(expected, right | wrong)), wrong
 
 
+def part_of(first: int, last: int, *held: int) -> ReplayPart:
+    whole = SequenceRange(first, last)
+    return ReplayPart(Stretch(compaction.ref(first, last), whole), footer_of([row(s) for s in held]))
+
+
 @pytest.mark.parametrize(
     ("own", "begin"), [({}, 11), ({"allow_msg_ttl": True}, 0), ({"subject_delete_marker_ttl": 9}, 0)]
 )
 def test_max_age_cuts_only_where_no_message_may_outlive_it(own: dict[str, Any], begin: int) -> None:
-    parts = [
-        ReplayPart(Stretch(compaction.ref(rows.first, rows.last), rows), footer_of([row(s) for s in each]))
-        for each in (range(1, 11), range(11, 21))
-        for rows in [SequenceRange(each[0], each[-1])]
-    ]
+    parts = [part_of(1, 10, *range(1, 11)), part_of(11, 20, *range(11, 21))]
     assert begin_of(parts, {"max_age": 5, **own}, 16, counts=True)[0] == begin
 
 
@@ -434,36 +388,19 @@ def test_a_digest_of_large_rows_ends_by_their_bytes() -> None:
     assert [(block.first, block.last) for block in digests.blocks] == [(n, n + 3) for n in range(1, 21, 4)]
 
 
+NO_JOIN = "and nothing tells that 0000 is the same stream before that: up to "
+JOINED = "what it continues is the same stream up to 12 only: up to 7 sequences of 13..19 not archived"
+
+
 @pytest.mark.parametrize(
     ("incarnation", "first", "least", "join", "is_known", "text"),
     [
         (0, 101, 1, None, True, "begins at 101, and the stream at 1: up to 100 sequences of 1..100 not archived"),
         (0, 101, 41, None, True, "begins at 101, and the stream at 41: up to 60 sequences of 41..100 not archived"),
         (0, 2, None, None, False, "and nothing tells where the stream began: up to 1 sequence of 1..1 not archived"),
-        (
-            1,
-            13,
-            None,
-            None,
-            True,
-            "and nothing tells that 0000 is the same stream before that: up to 12",
-        ),
-        (
-            1,
-            13,
-            5,
-            None,
-            True,
-            "and nothing tells that 0000 is the same stream before that: up to 8",
-        ),
-        (
-            2,
-            20,
-            1,
-            13,
-            True,
-            "what it continues is the same stream up to 12 only: up to 7 sequences of 13..19 not archived",
-        ),
+        (1, 13, None, None, True, NO_JOIN + "12"),
+        (1, 13, 5, None, True, NO_JOIN + "8"),
+        (2, 20, 1, 13, True, JOINED),
         (0, 101, 101, None, True, None),
         (0, 1, None, None, True, None),
         (1, 13, 1, 13, True, None),
@@ -503,21 +440,12 @@ def test_what_retention_deleted_is_missing_where_the_stream_had_it(least: int | 
 def test_nothing_is_missing_before_a_message_that_is_too_old_itself(
     config: dict[str, Any], now_ns: int, gone: int
 ) -> None:
-    rows = SequenceRange(11, 20)
-    parts = [ReplayPart(Stretch(compaction.ref(11, 20), rows), footer_of([row(s) for s in range(10, 20)]))]
-    assert gone_below(parts, config, now_ns, 0) == gone
+    assert gone_below([part_of(11, 20, *range(10, 20))], config, now_ns, 0) == gone
 
 
 @pytest.mark.parametrize(
     ("retention", "replicas", "had", "gets"),
-    [
-        ("limits", 1, 3, 1),
-        ("limits", 3, 3, 3),
-        ("limits", 5, 3, 3),
-        ("limits", 1, 0, 0),
-        ("interest", 5, 3, 5),
-        ("interest", 1, 0, 0),
-    ],
+    [("limits", 1, 3, 1), ("limits", 5, 3, 3), ("limits", 1, 0, 0), ("interest", 5, 3, 5), ("interest", 1, 0, 0)],
 )
 def test_a_consumer_has_no_more_replicas_than_its_stream_allows(
     retention: str, replicas: int, had: int, gets: int
@@ -525,21 +453,18 @@ def test_a_consumer_has_no_more_replicas_than_its_stream_allows(
     consumer = ArchiveConsumer("c", {"num_replicas": had}, AT, (0, 0), (0, 0), {}, {})
     found, notes = with_replicas([consumer], {"num_replicas": replicas, "retention": retention})
     assert [each.config["num_replicas"] for each in found] == [gets]
-    text = f"consumer c: had {had} replicas, and gets {gets} like its stream"
-    assert notes == ([text] if gets != had else [])
+    assert notes == [f"consumer c: had {had} replicas, and gets {gets} like its stream"] * (gets != had)
 
 
 def test_the_plan_says_up_to_how_many_come_back_of_what_a_raised_limit_had_dropped() -> None:
-    rows = [row(s) for s in range(1, 21)]
-    whole = SequenceRange(1, 20)
-    part = ReplayPart(Stretch(compaction.ref(1, 20), whole), footer_of(rows))
-    chain = ReplayChain(ChainRange(CHAIN, whole), (part,))
+    part = part_of(1, 20, *range(1, 21))
+    chain = ReplayChain(ChainRange(CHAIN, SequenceRange(1, 20)), (part,))
     plan = RestorePlan(RestoreRequest("s", "f"), (chain,), CHAIN, 1, 20, 20, AT, {"name": "S"})
     old = CapturedConfig(AT, 5, AT, {"max_msgs_per_subject": 1}, 5, 5, 1)
     for limit, last, most in ((5, 20, 10), (0, 20, 10), (-1, 21, 15), (1, 20, 0)):
         new = CapturedConfig(AT, 20, AT, {"max_msgs_per_subject": limit}, 5, last, 6)
         changed = replace(plan, configs=(old, new))
-        found = [*unfolded(changed)]
         text = "max_msgs_per_subject 1 applied at least until sequence 5"
-        assert [text in each and f"up to {most} messages" in each for each in found] == [True] * bool(most)
+        found = [text in each and f"up to {most} messages" in each for each in unfolded(changed)]
+        assert found == [True] * bool(most)
         assert [*unfolded(replace(changed, deletions=CapturedDeletions(AT, 20, 5, 20, ())))] == []
