@@ -210,21 +210,9 @@ def test_no_secret_is_printed(login: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "rest",
-    [
-        "hush/x@s:4222",
-        "hush#@s:4222",
-        "hush@",
-        "hush@s?hush",
-        "hush@s,nats://v:hush@s",
-        "hush@s:99999",
-        "hush@[::1",
-        "12?hush@s",
-        "hush℅@s",
-        "hush@s?credentials=x&jwt=hush",
-        "hush@s?connect_timeout=9",
-        "hush@s,ws://s",
-    ],
-)
+    ["hush/x@s:4222", "hush#@s:4222", "hush@", "hush@s?hush", "hush@s,nats://v:hush@s", "hush@s:99999", "hush@[::1",
+     "12?hush@s", "hush\u2105@s", "hush@s?credentials=x&jwt=hush", "hush@s?connect_timeout=9", "hush@s,ws://s"],
+)  # fmt: skip
 def test_a_url_that_cannot_be_read_is_refused_without_being_shown(rest: str) -> None:
     [problem] = problems(config(stream()).replace("nats://s:4222", f"nats://u:{rest}"))
 
