@@ -114,7 +114,7 @@ class Archive:
         if mark >= self.first and mark not in view.covered:
             raise Unavailable(
                 f"listing of {self.chain}: expected a segment that contains the high-water mark {mark}, found none",
-                hint="asked again until it shows one; if the objects are lost, " + believe_listing(self.chain),
+                hint="asked again until it shows one; if the objects are lost:\n" + believe_listing(self.chain),
                 code="E-LISTING",
             )
 

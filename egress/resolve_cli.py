@@ -43,7 +43,7 @@ async def resolve(
 ) -> int:
     """Show why FEED has stopped and what can be done about it, or decide it.
 
-    The running service looks again every 30 seconds and goes on by itself. Exit 3 where something is to be
+    The running service looks again and goes on by itself, within a minute or so. Exit 3 where something is to be
     decided.
 
     \b
@@ -82,7 +82,7 @@ async def resolve(
     if as_json:
         print_json(result)
     else:
-        click.echo("decided; a running egress looks again every 30 seconds and goes on by itself")
+        click.echo("decided; a running egress looks again and goes on by itself, within a minute or so")
     return 0
 
 
