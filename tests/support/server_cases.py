@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from tests.support.server_calls import STREAM, Caller, bucket, case, ns
+from tests.support.server_calls import CASES, STREAM, Caller, bucket, case, ns
 
 # Streams
 
@@ -125,56 +126,32 @@ async def sealed_against_deletes(c: Caller) -> None:
 # Limits
 
 
-async def limits(c: Caller, config: dict[str, Any]) -> None:
+LIMITS: dict[str, dict[str, Any]] = {
+    "max_messages": {"max_msgs": 3},
+    "max_messages_refused": {"max_msgs": 3, "discard": "new"},
+    "max_bytes": {"max_bytes": 300},
+    "max_bytes_refused": {"max_bytes": 300, "discard": "new"},
+    "max_bytes_in_memory": {"max_bytes": 250, "storage": "memory"},
+    "max_per_subject": {"max_msgs_per_subject": 1},
+    "max_per_subject_refused": {
+        "max_msgs_per_subject": 1,
+        "discard": "new",
+        "discard_new_per_subject": True,
+        "max_msgs": 50,
+    },
+    "max_per_subject_with_discard_new": {"max_msgs_per_subject": 1, "discard": "new"},
+    "max_message_size": {"max_msg_size": 40},
+}
+
+
+async def limits(config: dict[str, Any], c: Caller) -> None:
     await c.make(config)
     for number, subject in enumerate(["calls.a", "calls.b", "calls.a", "calls.a", "calls.c"], 1):
         await c.publish(f"message {number}", subject, b"x" * 50)
     await c.state("after five", {"subjects_filter": ">", "deleted_details": True})
 
 
-@case
-async def max_messages(c: Caller) -> None:
-    await limits(c, {"max_msgs": 3})
-
-
-@case
-async def max_messages_refused(c: Caller) -> None:
-    await limits(c, {"max_msgs": 3, "discard": "new"})
-
-
-@case
-async def max_bytes(c: Caller) -> None:
-    await limits(c, {"max_bytes": 300})
-
-
-@case
-async def max_bytes_refused(c: Caller) -> None:
-    await limits(c, {"max_bytes": 300, "discard": "new"})
-
-
-@case
-async def max_bytes_in_memory(c: Caller) -> None:
-    await limits(c, {"max_bytes": 250, "storage": "memory"})
-
-
-@case
-async def max_per_subject(c: Caller) -> None:
-    await limits(c, {"max_msgs_per_subject": 1})
-
-
-@case
-async def max_per_subject_refused(c: Caller) -> None:
-    await limits(c, {"max_msgs_per_subject": 1, "discard": "new", "discard_new_per_subject": True, "max_msgs": 50})
-
-
-@case
-async def max_per_subject_with_discard_new(c: Caller) -> None:
-    await limits(c, {"max_msgs_per_subject": 1, "discard": "new"})
-
-
-@case
-async def max_message_size(c: Caller) -> None:
-    await limits(c, {"max_msg_size": 40})
+CASES.update({name: partial(limits, config) for name, config in LIMITS.items()})
 
 
 @case
