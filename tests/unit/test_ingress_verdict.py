@@ -59,22 +59,20 @@ def test_the_arithmetic_holds_where_the_last_message_cannot_be_read(stored: int)
 @pytest.mark.parametrize("stored", [1, 4, 9])
 def test_a_row_that_nobody_can_read_counts_only_where_something_explains_it(stored: int) -> None:
     """A purge up to a sequence beyond the end moves the last sequence, and nothing was stored."""
-    gone = reading(100 + stored, forgets=False)
+    gone, known = reading(100 + stored, forgets=False), IntentVerdict(Finding.STORED, stored)
     verdict = judge(OPEN, gone)
 
     assert (verdict.finding, verdict.doubt) == (Finding.UNREAD, Doubt(0, stored, 9))
     # What is empty alone says nothing, nor what was acknowledged, read, or accepted by an operator.
-    assert judge(OPEN, reading(100, forgets=False)) == IntentVerdict(Finding.STORED, 0)
-    assert judge(CLOSED, reading(100, forgets=False)) == IntentVerdict(Finding.STORED, 0)
-    assert judge(OPEN, gone, sent=Sent(stored)) == IntentVerdict(Finding.STORED, stored)
+    for state in (OPEN, CLOSED):
+        assert judge(state, reading(100, forgets=False)) == IntentVerdict(Finding.STORED, 0)
+    assert judge(OPEN, gone, sent=Sent(stored)) == known
     assert judge(OPEN, gone, sent=Sent(stored - 1)).finding is Finding.UNREAD
     assert OPEN.intent is not None
     at = OPEN.intent.piece_at(stored - 1)[1]
-    assert judge(OPEN, reading(100 + stored, Origin(at.chain, at.rows.last), forgets=False)) == IntentVerdict(
-        Finding.STORED, stored
-    )
+    assert judge(OPEN, reading(100 + stored, Origin(at.chain, at.rows.last), forgets=False)) == known
     accepted = replace(OPEN, checkpoint=replace(CLOSED.checkpoint, begins=100 + stored))
-    assert judge(accepted, gone) == IntentVerdict(Finding.STORED, stored)
+    assert judge(accepted, gone) == known
 
 
 @pytest.mark.parametrize("forgets", [False, True])
@@ -117,7 +115,6 @@ def test_the_newest_row_that_can_be_read_is_stored() -> None:
 @pytest.mark.parametrize(
     ("config", "control", "expected"),
     [
-        ({}, set(), False),
         ({"max_msgs": 5, "max_msgs_per_subject": 1, "max_bytes": 10**7, "allow_msg_ttl": True}, set(), False),
         ({"retention": "workqueue"}, set(), True),
         ({"retention": "interest"}, set(), True),
@@ -153,30 +150,14 @@ def test_rows_that_cannot_be_stored_are_not_counted(state: TargetState, found: T
         count_stored(state, found, rows)
 
 
-@pytest.mark.parametrize(
-    ("last", "tail"),
-    [(101, Origin(A, 11)), (104, Origin(A, 20)), (105, Origin(B, 5)), (109, Origin(B, 9)), (100, Origin(B, 4))],
-)
-def test_a_last_message_that_stands_there_by_the_intent_agrees(last: int, tail: Origin) -> None:
-    assert judge(OPEN, reading(last, tail)).finding is Finding.STORED
-
-
-@pytest.mark.parametrize(
-    ("last", "tail"),
-    [
-        (104, Unread.FOREIGN),
-        (104, Origin(B, 5)),
-        (105, Origin(A, 20)),
-        (104, Origin(A, 21)),
-        (100, Origin(A, 11)),
-        (100, Unread.FOREIGN),
-    ],
-)
-def test_a_last_message_that_is_another_one_speaks_against_going_on(last: int, tail: Origin | Unread) -> None:
-    assert judge(OPEN, reading(last, tail)).finding is Finding.FOREIGN
-
-
-def test_where_the_exact_sequence_is_known_it_must_be_that_one() -> None:
+def test_a_last_message_that_stands_there_by_the_intent_agrees_and_another_one_speaks_against_going_on() -> None:
+    ours = [(101, Origin(A, 11)), (104, Origin(A, 20)), (105, Origin(B, 5)), (109, Origin(B, 9)), (100, Origin(B, 4))]
+    for last, origin in ours:
+        assert judge(OPEN, reading(last, origin)).finding is Finding.STORED, (last, origin)
+    others = [(104, Unread.FOREIGN), (104, Origin(B, 5)), (105, Origin(A, 20)), (104, Origin(A, 21))]
+    for last, tail in [*others, (100, Origin(A, 11)), (100, Unread.FOREIGN)]:
+        assert judge(OPEN, reading(last, tail)).finding is Finding.FOREIGN, (last, tail)
+    # Where the exact sequence is known, it must be that one.
     assert judge(OPEN, reading(102, Origin(A, 13)), 13).finding is Finding.STORED
     verdict = judge(OPEN, reading(102, Origin(A, 13)), 14)
     assert verdict.finding is Finding.FOREIGN
@@ -198,17 +179,11 @@ def test_an_intent_that_others_may_stand_in_is_never_counted(base: int, stored: 
     assert judge(open_intent(CLOSED, pieces, 130), reading(130)).finding is Finding.MIXED
 
 
-def test_a_target_beyond_the_intent_was_written_by_somebody_else() -> None:
+def test_a_target_beyond_the_intent_before_the_checkpoint_or_created_at_another_time_is_told_apart() -> None:
     assert judge(OPEN, reading(110)).finding is Finding.AHEAD
     assert judge(CLOSED, reading(101, Origin(A, 11))).finding is Finding.AHEAD
-
-
-def test_a_target_before_the_checkpoint_has_lost_messages() -> None:
-    verdict = judge(OPEN, reading(99))
-    assert verdict == IntentVerdict(Finding.BEHIND, detail="last sequence: expected at least 100, found 99")
-
-
-def test_a_target_created_at_another_time_is_another_one() -> None:
+    behind = IntentVerdict(Finding.BEHIND, detail="last sequence: expected at least 100, found 99")
+    assert judge(OPEN, reading(99)) == behind
     assert judge(OPEN, reading(0, created="t1")).finding is Finding.RECREATED
     assert judge(OPEN, reading(105, created="t1")).finding is Finding.RECREATED
     assert judge(OPEN, None).finding is Finding.GONE
@@ -218,11 +193,8 @@ def test_a_message_of_ours_in_its_place_vouches_for_a_creation_time_that_drifted
     assert judge(OPEN, reading(105, Origin(B, 5), "t1")) == IntentVerdict(Finding.STORED, 5)
     assert judge(CLOSED, reading(100, Origin(A, 10), "t1")).finding is Finding.STORED
     assert judge(CLOSED, reading(100, Origin(A, 11), "t1")).finding is Finding.RECREATED
-
-
-def test_what_stands_at_or_below_begins_vouches_for_nothing() -> None:
+    # At or below `begins` it vouches for nothing.
     begun = TargetState(Checkpoint(100, "t0", {A: 11}, begins=100))
-
     assert judge(begun, reading(100, Unread.FOREIGN)).finding is Finding.STORED
     assert judge(begun, reading(100, Origin(A, 10), "t1")).finding is Finding.RECREATED
 
@@ -255,30 +227,22 @@ def test_the_ends_of_the_pieces_before_the_last_message_must_be_ours_too() -> No
 @pytest.mark.parametrize("finding", [f for f in Finding if f is not Finding.STORED])
 def test_every_stop_names_the_choices(finding: Finding) -> None:
     error = TargetErrors("FLEET").error(IntentVerdict(finding, detail="expected 1, found 2"), [reading(1), reading(1)])
-
     assert isinstance(error, Stopped)
     assert error.message.startswith("target FLEET: ")
     assert "expected 1, found 2" in error.message
-    for command in (named := re.findall(r"^floe checkpoint set (.+)$", error.hint, re.MULTILINE)):
-        # The command line takes it as it stands.
-        context = checkpoint_set.make_context("set", shlex.split(command))
-        assert context.params["target"] == "FLEET"
-    assert named
     assert error.code.startswith("E-TARGET-")
-
-
-def test_a_target_that_still_moves_has_another_writer() -> None:
-    error = TargetErrors("FLEET").error(IntentVerdict(Finding.AHEAD, detail="both sides"), [reading(5), reading(7)])
-
-    assert isinstance(error, AnotherWriter)
-    assert error.exit_code == 4
+    named = re.findall(r"^floe checkpoint set (.+)$", error.hint, re.MULTILINE)
+    contexts = [checkpoint_set.make_context("set", shlex.split(command)) for command in named]
+    assert {context.params["target"] for context in contexts} == {"FLEET"}
 
 
 class Looked:
     """A target that says one thing after the other, and everything else that a reconciler needs."""
 
     def __init__(self, *lasts: int) -> None:
-        self.lasts, self.asked = lasts, 0
+        self.lasts, self.asked, self.said = lasts, 0, list[str]()
+        around: Any = self
+        self.reconciler = Reconciler(TargetErrors("FLEET"), around, around, around, around)
 
     async def read(self) -> TargetReading:
         self.asked += 1
@@ -292,43 +256,28 @@ class Looked:
     async def load(self) -> Stored:
         return Stored(CLOSED, 1)
 
-    async def sleep(self, seconds: float) -> None: ...
+    async def sleep(self, seconds: float) -> None:
+        self.said.append(self.reconciler.confirming)
+
     def is_usable(self) -> bool:
         return True
 
     def monotonic(self) -> float:
         return 0.0
 
-    async def error(self) -> FloeError:
-        around: Any = self
-        reconciler = Reconciler(TargetErrors("FLEET"), around, around, around, around)
-        with pytest.raises(FloeError) as raised:
-            await reconciler.settle(await self.load(), None)
-        return raised.value
-
 
 @pytest.mark.parametrize(
     ("lasts", "code", "asked"),
     [((101, 103, 103, 103), 1, 4), ((103, 103, 103), 1, 3), ((101, 103, 105), 4, 3), ((103, 103, 104), 4, 3)],
 )
-async def test_only_what_moved_since_the_look_before_still_moves(lasts: tuple[int, ...], code: int, asked: int) -> None:
+async def test_only_what_moved_since_the_look_before_still_moves_and_that_it_is_confirmed_is_known_meanwhile(
+    lasts: tuple[int, ...], code: int, asked: int
+) -> None:
     looked = Looked(*lasts)
-    error = await looked.error()
-
-    assert (error.exit_code, error.code, looked.asked) == (code, "E-TARGET-SHARED", asked)
-    assert "message 101 has subject 'x'" in error.message
-
-
-async def test_a_stop_that_is_confirmed_is_known_while_it_is() -> None:
-    looked, said = Looked(103, 103, 103), list[str]()
-    around: Any = looked
-    reconciler = Reconciler(TargetErrors("FLEET"), around, around, around, around)
-
-    async def sleep(_seconds: float) -> None:
-        said.append(reconciler.confirming)
-
-    around.sleep = sleep
-    with pytest.raises(FloeError):
-        await reconciler.settle(await looked.load(), None)
-    assert len(said) == 2
-    assert all(each.startswith("looked at again before it stops: ") for each in said)
+    with pytest.raises(FloeError) as raised:
+        await looked.reconciler.settle(await looked.load(), None)
+    assert (raised.value.exit_code, raised.value.code, looked.asked) == (code, "E-TARGET-SHARED", asked)
+    assert isinstance(raised.value, AnotherWriter) is (code == 4)
+    assert "message 101 has subject 'x'" in raised.value.message
+    assert len(looked.said) == asked - 1
+    assert all(each.startswith("looked at again before it stops: ") for each in looked.said)
