@@ -24,123 +24,56 @@ REGION = (ConfigError, "E-S3-REGION", "set store.region: the region of the bucke
 REDIRECTED = (Unavailable, "E-S3-LATER", "something redirects, as to https://; check store.endpoint_url")
 UNABLE = (ConfigError, "E-S3-REQUEST", "this store cannot do it; see store.checksum and store.encryption")
 SETTINGS = "check store: endpoint_url, addressing_style, checksum, encryption, storage_class"
+OTHER_SECRET = "the secret key is not the one of this access key, or a proxy changes requests"
+SIGNATURE = (Refused, "E-S3-AUTH", OTHER_SECRET)
 INVALID = (ConfigError, "E-S3-REQUEST", SETTINGS)
 
-# Status and code as stores send them; the answer that they get.
-ROWS: dict[tuple[int, str], tuple[type[FloeError], str, str]] = {
-    (503, "SlowDown"): LATER,
-    (429, "SlowDown"): LATER,
-    (400, "SlowDown"): LATER,
-    (503, "SlowDownRead"): LATER,
-    (503, "SlowDownWrite"): LATER,
-    (503, "ServiceUnavailable"): LATER,
-    (400, "ServiceUnavailableException"): LATER,
-    (503, "ServerBusy"): LATER,
-    (500, "InternalError"): LATER,
-    (400, "Throttling"): LATER,
-    (400, "ThrottlingException"): LATER,
-    (400, "ThrottledException"): LATER,
-    (400, "RequestThrottled"): LATER,
-    (400, "RequestThrottledException"): LATER,
-    (429, "TooManyRequests"): LATER,
-    (400, "TooManyRequestsException"): LATER,
-    (400, "RequestLimitExceeded"): LATER,
-    (400, "LimitExceededException"): LATER,
-    (509, "BandwidthLimitExceeded"): LATER,
-    (400, "PriorRequestNotComplete"): LATER,
-    (409, "ConditionalRequestConflict"): LATER,
-    (409, "OperationAborted"): LATER,
-    (409, "ConcurrentModification"): LATER,
-    (400, "RequestTimeout"): LATER,
-    (403, "RequestExpired"): LATER,
-    (400, "IncompleteBody"): LATER,
-    (400, "InvalidPart"): LATER,
-    (307, "TemporaryRedirect"): LATER,
-    (307, "Redirect"): LATER,
-    (503, "XMinioServerNotInitialized"): LATER,
-    (400, "KMS.ThrottlingException"): LATER,
-    (400, "KMS.LimitExceededException"): LATER,
-    (400, "KMS.RequestLimitExceeded"): LATER,
-    (500, "KMS.InternalException"): LATER,
-    (400, "KMS.KMSInternalException"): LATER,
-    (400, "KMS.DependencyTimeoutException"): LATER,
-    (400, "KMS.KeyUnavailableException"): LATER,
-    (400, "InternalException"): LATER,
-    (400, "KMSInternalException"): LATER,
-    (400, "DependencyTimeoutException"): LATER,
-    (400, "KeyUnavailableException"): LATER,
-    (403, "RequestTimeTooSkewed"): (Unavailable, "E-S3-CLOCK", "set this host's clock: it and the store's differ"),
-    (403, "InvalidObjectState"): (Unavailable, "E-S3-ARCHIVED", "the object is archived: restore it first"),
-    (507, "InsufficientStorage"): FULL,
-    (507, "Insufficient Storage"): FULL,
-    (507, "XMinioStorageFull"): FULL,
-    (403, "QuotaExceeded"): CAPPED,
-    (409, "QuotaExceeded"): CAPPED,
-    (429, "QuotaExceeded"): CAPPED,
-    (402, "ServiceQuotaExceededException"): CAPPED,
-    (400, "XMinioAdminBucketQuotaExceeded"): CAPPED,
-    (400, "BadDigest"): DIGEST,
-    (400, "InvalidDigest"): DIGEST,
-    (400, "XAmzContentChecksumMismatch"): DIGEST,
-    (400, "XAmzContentSHA256Mismatch"): DIGEST,
-    (403, "InvalidAccessKeyId"): (Refused, "E-S3-AUTH", "the server does not know this access key"),
-    (403, "SignatureDoesNotMatch"): (
-        Refused,
-        "E-S3-AUTH",
-        "the secret key is not the one of this access key, or a proxy changes requests",
+# Status and code as stores send them, by the answer that they get. Codes that nobody listed go by their status;
+# digits are the code of an answer without a body.
+ANSWERS: list[tuple[tuple[type[FloeError], str, str], str]] = [
+    (
+        LATER,
+        "503 SlowDown, 429 SlowDown, 400 SlowDown, 503 SlowDownRead, 503 SlowDownWrite, "
+        "503 ServiceUnavailable, 400 ServiceUnavailableException, 503 ServerBusy, 500 InternalError, "
+        "400 Throttling, 400 ThrottlingException, 400 ThrottledException, 400 RequestThrottled, "
+        "400 RequestThrottledException, 429 TooManyRequests, 400 TooManyRequestsException, "
+        "400 RequestLimitExceeded, 400 LimitExceededException, 509 BandwidthLimitExceeded, "
+        "400 PriorRequestNotComplete, 409 ConditionalRequestConflict, 409 OperationAborted, "
+        "409 ConcurrentModification, 400 RequestTimeout, 403 RequestExpired, 400 IncompleteBody, "
+        "400 InvalidPart, 307 TemporaryRedirect, 307 Redirect, 503 XMinioServerNotInitialized, "
+        "400 KMS.ThrottlingException, 400 KMS.LimitExceededException, 400 KMS.RequestLimitExceeded, "
+        "500 KMS.InternalException, 400 KMS.KMSInternalException, 400 KMS.DependencyTimeoutException, "
+        "400 KMS.KeyUnavailableException, 400 InternalException, 400 KMSInternalException, "
+        "400 DependencyTimeoutException, 400 KeyUnavailableException, 307 307, 404 Novel, 408 Novel, "
+        "409 Novel, 423 Novel, 425 425, 429 429, 429 Novel, 429 AccessDenied, 429 InvalidAccessKeyId, "
+        "500 Novel, 502 502, 503 AccessDenied, 504 504, 520 Novel",
     ),
-    (400, "ExpiredToken"): EXPIRED,
-    (403, "ExpiredTokenException"): EXPIRED,
-    (400, "TokenRefreshRequired"): EXPIRED,
-    (400, "InvalidToken"): (Refused, "E-S3-AUTH", "the session token is not valid; renew it"),
-    (403, "NotSignedUp"): (Refused, "E-S3-AUTH", "the account has no S3"),
-    (403, "InvalidSecurity"): (Refused, "E-S3-AUTH", "check the credential"),
-    (403, "UserSuspended"): SUSPENDED,
-    (403, "UserDisable"): SUSPENDED,
-    (403, "AccountProblem"): SUSPENDED,
-    (403, "AllAccessDisabled"): SUSPENDED,
-    (403, "AccessDenied"): DENIED,
-    (403, "Forbidden"): DENIED,
-    (401, "Unauthorized"): DENIED,
-    (404, "NoSuchBucket"): (ConfigError, "E-S3-BUCKET", "create the bucket, or correct store.url"),
-    (501, "NotImplemented"): UNABLE,
-    (301, "PermanentRedirect"): REGION,
-    (400, "AuthorizationHeaderMalformed"): REGION,
-    (400, "IllegalLocationConstraintException"): REGION,
-    # Codes that nobody listed, by their status; digits are the code of an answer without a body.
-    (301, "301"): REDIRECTED,
-    (302, ""): REDIRECTED,
-    (308, "308"): REDIRECTED,
-    (307, "307"): LATER,
-    (401, "Novel"): REFUSED,
-    (402, "Novel"): SUSPENDED,
-    (403, "Novel"): REFUSED,
-    (403, "403"): DENIED,
-    (401, "401"): DENIED,
-    (404, "Novel"): LATER,
-    (408, "Novel"): LATER,
-    (409, "Novel"): LATER,
-    (423, "Novel"): LATER,
-    (425, "425"): LATER,
-    (429, "429"): LATER,
-    (429, "Novel"): LATER,
-    (429, "AccessDenied"): LATER,
-    (429, "InvalidAccessKeyId"): LATER,
-    (500, "Novel"): LATER,
-    (502, "502"): LATER,
-    (503, "AccessDenied"): LATER,
-    (504, "504"): LATER,
-    (520, "Novel"): LATER,
-    (501, "501"): UNABLE,
-    (501, "Novel"): UNABLE,
-    (507, "Novel"): FULL,
-    (400, "Novel"): INVALID,
-    (405, "MethodNotAllowed"): INVALID,
-    (413, "413"): INVALID,
-    (412, "PreconditionFailed"): INVALID,
-    (400, "KMS.DisabledException"): KMS,
-    (400, "KMS.NotFoundException"): KMS,
-}
+    ((Unavailable, "E-S3-CLOCK", "set this host's clock: it and the store's differ"), "403 RequestTimeTooSkewed"),
+    ((Unavailable, "E-S3-ARCHIVED", "the object is archived: restore it first"), "403 InvalidObjectState"),
+    (FULL, "507 InsufficientStorage, 507 Insufficient Storage, 507 XMinioStorageFull, 507 Novel"),
+    (
+        CAPPED,
+        "403 QuotaExceeded, 409 QuotaExceeded, 429 QuotaExceeded, 402 ServiceQuotaExceededException, "
+        "400 XMinioAdminBucketQuotaExceeded",
+    ),
+    (DIGEST, "400 BadDigest, 400 InvalidDigest, 400 XAmzContentChecksumMismatch, 400 XAmzContentSHA256Mismatch"),
+    ((Refused, "E-S3-AUTH", "the server does not know this access key"), "403 InvalidAccessKeyId"),
+    (SIGNATURE, "403 SignatureDoesNotMatch"),
+    (EXPIRED, "400 ExpiredToken, 403 ExpiredTokenException, 400 TokenRefreshRequired"),
+    ((Refused, "E-S3-AUTH", "the session token is not valid; renew it"), "400 InvalidToken"),
+    ((Refused, "E-S3-AUTH", "the account has no S3"), "403 NotSignedUp"),
+    ((Refused, "E-S3-AUTH", "check the credential"), "403 InvalidSecurity"),
+    (SUSPENDED, "403 UserSuspended, 403 UserDisable, 403 AccountProblem, 403 AllAccessDisabled, 402 Novel"),
+    (DENIED, "403 AccessDenied, 403 Forbidden, 401 Unauthorized, 403 403, 401 401"),
+    ((ConfigError, "E-S3-BUCKET", "create the bucket, or correct store.url"), "404 NoSuchBucket"),
+    (UNABLE, "501 NotImplemented, 501 501, 501 Novel"),
+    (REGION, "301 PermanentRedirect, 400 AuthorizationHeaderMalformed, 400 IllegalLocationConstraintException"),
+    (REDIRECTED, "301 301, 302 , 308 308"),
+    (REFUSED, "401 Novel, 403 Novel"),
+    (INVALID, "400 Novel, 405 MethodNotAllowed, 413 413, 412 PreconditionFailed"),
+    (KMS, "400 KMS.DisabledException, 400 KMS.NotFoundException"),
+]
+ROWS = {(int(given[:3]), given[4:]): answer for answer, several in ANSWERS for given in several.split(", ")}
 
 
 def answer(status: int, code: str, message: str = "", **headers: str) -> dict[str, Any]:
@@ -195,6 +128,8 @@ def test_a_conflict_is_told_by_its_status(code: str, is_one: bool) -> None:
 
 # The wait before another try
 
+DAY = "Thu, 26 Nov 2026"
+
 
 @pytest.mark.parametrize(
     ("status", "code", "headers", "expected"),
@@ -202,18 +137,8 @@ def test_a_conflict_is_told_by_its_status(code: str, is_one: bool) -> None:
         (429, "TooManyRequests", {"retry_after": "7"}, 7.0),
         (503, "SlowDown", {"retry_after": "0"}, 0.0),
         (503, "SlowDown", {"retry_after": "3600"}, MOST_ASKED),
-        (
-            503,
-            "SlowDown",
-            {"retry_after": "Thu, 26 Nov 2026 10:00:09 GMT", "date": "Thu, 26 Nov 2026 10:00:00 GMT"},
-            9.0,
-        ),
-        (
-            503,
-            "SlowDown",
-            {"retry_after": "Thu, 26 Nov 2026 09:00:00 GMT", "date": "Thu, 26 Nov 2026 10:00:00 GMT"},
-            0.0,
-        ),
+        (503, "SlowDown", {"retry_after": f"{DAY} 10:00:09 GMT", "date": f"{DAY} 10:00:00 GMT"}, 9.0),
+        (503, "SlowDown", {"retry_after": f"{DAY} 09:00:00 GMT", "date": f"{DAY} 10:00:00 GMT"}, 0.0),
         (408, "408", {"retry_after": "soon"}, PAUSES[0]),
         (408, "408", {}, PAUSES[0]),
         (425, "425", {}, PAUSES[0]),
@@ -222,7 +147,7 @@ def test_a_conflict_is_told_by_its_status(code: str, is_one: bool) -> None:
         # boto3 sends these again by itself, and who writes what is in conflict.
         (429, "TooManyRequests", {}, None),
         (503, "SlowDown", {}, None),
-        (503, "SlowDown", {"retry_after": "Thu, 26 Nov 2026 10:00:09 GMT"}, None),
+        (503, "SlowDown", {"retry_after": f"{DAY} 10:00:09 GMT"}, None),
         (409, "ConcurrentModification", {"retry_after": "7"}, None),
         # Nothing to wait for.
         (200, "", {"retry_after": "7"}, None),
