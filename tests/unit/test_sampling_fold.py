@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from common.segments.columns import Columns
 from egress.advisories.advisory import Advisory, Event
 from egress.sampling.key_table import CHUNK, Notice, SamplerState, period_ns
 from egress.sampling.sampler import SampledBatch, Sampler
@@ -56,22 +55,19 @@ def test_the_period_ends_to_the_nanosecond() -> None:
         assert list(choices.kept) == [1, *[0] * (len(regular) - 1), kept]
 
 
-def test_sizes() -> None:
-    sizes = [1000, 2023, 999, 2023, 0, 0, 1, 1, 1024, 0, 2048]
-    choices = choose(Sampler(HOW), *[("a", START + n, size) for n, size in enumerate(sizes)])
-    assert list(choices.kept) == [1, 0, 1, 1, 1, 0, 1, 0, 0, 1, 1]
-
-
-def test_without_a_trigger_only_the_first_size_counts() -> None:
-    sizes = [0, 0, 5, 50_000_000, 0, 7]
-    choices = choose(Sampler(sampling()), *[("a", START + n, size) for n, size in enumerate(sizes)])
-    assert list(choices.kept) == [1, 0, 1, 0, 0, 1]
-
-
-def test_the_largest_payload_has_its_place() -> None:
-    sampler = Sampler(HOW)
-    assert list(choose(sampler, ("a", START, 2**32 - 1), ("a", START + 1, 2**32 - 1)).kept) == [1, 0]
-    assert known(sampler)["a"][2] == 2**32 - 1
+@pytest.mark.parametrize(
+    ("trigger", "sizes", "kept"),
+    [
+        ("1K", [1000, 2023, 999, 2023, 0, 0, 1, 1, 1024, 0, 2048], [1, 0, 1, 1, 1, 0, 1, 0, 0, 1, 1]),
+        (None, [0, 0, 5, 50_000_000, 0, 7], [1, 0, 1, 0, 0, 1]),  # only the first size counts
+        ("1K", [2**32 - 1, 2**32 - 1], [1, 0]),
+    ],
+)
+def test_sizes(trigger: str | None, sizes: list[int], kept: list[int]) -> None:
+    sampler = Sampler(sampling(size_trigger=trigger) if trigger else sampling())
+    choices = choose(sampler, *[("a", START + n, size) for n, size in enumerate(sizes)])
+    assert list(choices.kept) == kept
+    assert known(sampler)["a"][2] == sizes[-1] or not kept[-1]
 
 
 def test_a_message_without_a_key_touches_nothing_else() -> None:
@@ -111,43 +107,33 @@ def test_what_is_told_of_a_silence(gap: int, events: list[Event], idle: bool) ->
 def test_time_is_told_once_and_in_order() -> None:
     sampler = Sampler(HOW)
     choose(sampler, *[(key, START + place // 2) for place, key in enumerate("dcba")])
-    assert sampler.advance(START + WARN) == []
-    first = sampler.advance(START + WARN + 1)
-    assert [(a.event, a.value) for a in first] == [(Event.TIMEOUT, "c"), (Event.TIMEOUT, "d")]
-    rest = sampler.advance(START + HOUR)
-    assert [(a.event, a.value) for a in rest] == [
-        (Event.TIMEOUT, "a"),
-        (Event.TIMEOUT, "b"),
-        (Event.EXPIRE, "c"),
-        (Event.EXPIRE, "d"),
-    ]
-    assert sampler.values == 2
-    assert sampler.advance(START + HOUR) == sampler.advance(0) == []
-    assert [(a.event, a.value) for a in sampler.advance(START + HOUR + 1)] == [(Event.EXPIRE, "a"), (Event.EXPIRE, "b")]
-    assert sampler.advance(START + 1000 * HOUR) == []
-    assert sampler.values == 0
+
+    def told(at: int) -> list[tuple[Event, str]]:
+        return [(a.event, a.value) for a in sampler.advance(at)]
+
+    assert told(START + WARN) == []
+    assert told(START + WARN + 1) == [(Event.TIMEOUT, "c"), (Event.TIMEOUT, "d")]
+    ends = [(Event.TIMEOUT, "a"), (Event.TIMEOUT, "b"), (Event.EXPIRE, "c"), (Event.EXPIRE, "d")]
+    assert (told(START + HOUR), sampler.values) == (ends, 2)
+    assert told(START + HOUR) == told(0) == []
+    assert told(START + HOUR + 1) == [(Event.EXPIRE, "a"), (Event.EXPIRE, "b")]
+    assert (told(START + 1000 * HOUR), sampler.values) == ([], 0)
 
 
 def test_the_servers_time_tells_and_changes_no_choice() -> None:
-    # Given: a server whose clock is ahead of the one that stamps messages
-    sampler = Sampler(HOW)
-    choose(sampler, ("a", START))
-    assert [a.event for a in sampler.advance(START + 2 * HOUR)] == [Event.TIMEOUT, Event.EXPIRE]
-    assert sampler.values == 0
-    # When: the key comes back earlier than that
-    choices = choose(sampler, ("a", START + MINUTE), ("a", START + 2 * MINUTE))
-    # Then: the messages decide what is kept, and who was told of its end is told of its return
-    assert list(choices.kept) == [0, 0]
-    assert choices.advisories == [Advisory(Event.NEW, "a", START + MINUTE, START + MINUTE)]
-    assert sampler.values == 1
-
-
-def test_a_timeout_by_the_servers_time_is_taken_back() -> None:
+    """A server whose clock is ahead of the one that stamps messages."""
     sampler = Sampler(HOW)
     choose(sampler, ("a", START))
     assert [a.event for a in sampler.advance(START + WARN + 1)] == [Event.TIMEOUT]
-    assert choose(sampler, ("a", START + MINUTE)).advisories == [Advisory(Event.RECOVER, "a", START, START + MINUTE)]
-    assert choose(sampler, ("a", START + 2 * MINUTE)).advisories == []
+    assert choose(sampler, ("a", START + 1)).advisories == [Advisory(Event.RECOVER, "a", START, START + 1)]
+    assert choose(sampler, ("a", START + 2)).advisories == []
+    assert [a.event for a in sampler.advance(START + 2 * HOUR)] == [Event.TIMEOUT, Event.EXPIRE]
+    assert sampler.values == 0
+    # The messages decide what is kept, and who was told of its end is told of its return.
+    choices = choose(sampler, ("a", START + MINUTE), ("a", START + 2 * MINUTE))
+    assert list(choices.kept) == [0, 0]
+    assert choices.advisories == [Advisory(Event.NEW, "a", START + MINUTE, START + MINUTE)]
+    assert sampler.values == 1
 
 
 def test_a_clock_that_runs_backwards_a_little_stands_still() -> None:
@@ -249,18 +235,14 @@ def test_settled_keys_count_as_seen() -> None:
     ]
 
 
-def test_settling_takes_nothing_back() -> None:
+def test_settling_takes_nothing_back_and_learning_goes_on_with_sampling() -> None:
     sampler = Sampler(HOW)
     choose(sampler, ("a", START), ("b", START + MINUTE))
     sampler.settle(START + 1)
     assert {key: entry[0] for key, entry in known(sampler).items()} == {"a": START + 1, "b": START + MINUTE}
-
-
-def test_learning_goes_on_with_sampling() -> None:
     sampler = Sampler(HOW)
     sampler.learn(["a"], [START], [100])
-    choices = choose(sampler, ("a", START + MINUTE), ("a", START + HOUR - SECOND))
-    assert list(choices.kept) == [0, 1]
+    assert list(choose(sampler, ("a", START + MINUTE), ("a", START + HOUR - SECOND)).kept) == [0, 1]
     sampler.learn([], [], [])
     assert sampler.watermark_ns == START + HOUR - SECOND
 
@@ -284,13 +266,6 @@ def test_keys_are_told_apart_exactly() -> None:
     sampler = Sampler(HOW)
     assert list(choose(sampler, *[(key, START) for key in keys]).kept) == [1] * len(keys)
     assert sampler.values == len(keys)
-
-
-def test_headers_and_payload_stay_out_of_the_sampler() -> None:
-    rows = Columns([1, 2], [START, START], [b"\xff", b"s"], [None, b""], [b"", b'{"sender": "a"}'])
-    choices = Sampler(HOW).fold(rows)
-    assert list(choices.kept) == [1, 1]
-    assert choices.keys == [None, "a"]
 
 
 @pytest.mark.parametrize("time", [2**63 - 1, 2**63 - HOUR // 2])

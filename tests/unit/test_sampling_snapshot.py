@@ -57,10 +57,13 @@ def test_what_is_written_comes_back(keys: int, outbox: int) -> None:
     assert raw(read) == raw(written)
 
 
-def test_an_empty_state_comes_back() -> None:
+def test_an_empty_state_comes_back_and_steps_are_small() -> None:
     genesis = Snapshot(CHAIN, 1, HOW.digest, 0, SamplerState(HOUR))
     assert decode(raw(genesis)) == genesis
     assert len(raw(genesis)) < 400
+    steps = list(encode(snapshot(20 * CHUNK, 5000)))
+    assert len(steps) == 1 + 1 + 20 + 5 + 1
+    assert max(map(len, steps)) < 400_000
 
 
 def test_free_places_are_left_out() -> None:
@@ -77,32 +80,16 @@ def test_free_places_are_left_out() -> None:
     assert Sampler(HOW, read).values == Sampler(HOW, state).values == CHUNK - 9
 
 
-def test_the_same_bytes_for_the_same_state() -> None:
-    assert raw(snapshot()) == raw(snapshot())
-
-
-def test_steps_are_small() -> None:
-    steps = list(encode(snapshot(20 * CHUNK, 5000)))
-    assert len(steps) == 1 + 1 + 20 + 5 + 1
-    assert max(map(len, steps)) < 400_000
-
-
-def test_keys_of_every_kind_come_back() -> None:
+def test_keys_of_every_kind_come_back_and_the_longest_fit_a_block() -> None:
     keys = ["\0", "\ufffd", "😀" * 256, "a" * 1024, "\\xff", " ", "\r\n", "é", "\u0301"]
-    sampler = Sampler(HOW)
-    sampler.choose([*keys], None, [START] * len(keys), [2**32 - 1] * len(keys))
-    state = sampler.freeze()
-    assert content(decode(raw(Snapshot(CHAIN, 5, HOW.digest, START, state))))[6] == sorted(
-        state.known(), key=lambda k: k.value
-    )
-
-
-def test_the_longest_keys_fit_a_block() -> None:
     dice = random.Random(0)
-    keys = ["".join(chr(dice.randrange(0x10000, 0x20000)) for _ in range(256)) for _ in range(CHUNK)]
-    sampler = Sampler(HOW)
-    sampler.choose([*keys], None, [START] * CHUNK, [1] * CHUNK)
-    assert decode(raw(Snapshot(CHAIN, 5, HOW.digest, START, sampler.freeze()))).state.count() == CHUNK
+    longest = ["".join(chr(dice.randrange(0x10000, 0x20000)) for _ in range(256)) for _ in range(CHUNK)]
+    for some in (keys, longest):
+        sampler = Sampler(HOW)
+        sampler.choose([*some], None, [START] * len(some), [2**32 - 1] * len(some))
+        written = Snapshot(CHAIN, 5, HOW.digest, START, sampler.freeze())
+        assert content(decode(raw(written))) == content(written)
+        assert written.state.count() == len(some)
 
 
 @pytest.mark.parametrize("keys", [0, 50])
@@ -175,17 +162,21 @@ def head(**changes: Any) -> bytes:
 
 def keys_block(values: list[Any], **changes: bytes) -> bytes:
     count = len(values)
-    columns = {
-        "seen": struct.pack(f"<{count}q", *[START] * count),
-        "due": struct.pack(f"<{count}q", *[START] * count),
-        "sizes": bytes(4 * count),
-        "notices": bytes(count),
-    }
+    times = struct.pack(f"<{count}q", *[START] * count)
+    columns = {"seen": times, "due": times, "sizes": bytes(4 * count), "notices": bytes(count)}
     return msgspec.msgpack.encode([values, *(columns | changes).values()])
 
 
 def advisories_block(*advisories: tuple[Any, ...]) -> bytes:
     return msgspec.msgpack.encode(list(advisories))
+
+
+def two_keys(**changes: bytes) -> list[bytes]:
+    return [head(keys=2), keys_block(["a", "b"], **changes)]
+
+
+def one_key(value: Any) -> list[bytes]:
+    return [head(keys=1), keys_block([value])]
 
 
 NEW = ("new", "a", 1, 1)
@@ -206,18 +197,18 @@ BAD: dict[str, list[bytes]] = {
     "no keys in a block": [head(keys=2), keys_block([]), GOOD],
     "one key twice": [head(keys=2), keys_block(["a", "a"])],
     "one key in two blocks": [head(keys=4), GOOD, keys_block(["c", "a"])],
-    "a key that is empty": [head(keys=1), keys_block([""])],
-    "a key that is too long": [head(keys=1), keys_block(["a" * 1025])],
-    "a key that is none": [head(keys=1), keys_block([None])],
-    "a key that is a number": [head(keys=1), keys_block([5])],
+    "a key that is empty": one_key(""),
+    "a key that is too long": one_key("a" * 1025),
+    "a key that is none": one_key(None),
+    "a key that is a number": one_key(5),
     "too many keys in a block": [head(keys=CHUNK + 1), keys_block([f"{n}" for n in range(CHUNK + 1)])],
-    "a column too short": [head(keys=2), keys_block(["a", "b"], seen=bytes(15))],
-    "a column too long": [head(keys=2), keys_block(["a", "b"], due=bytes(24))],
-    "no sizes": [head(keys=2), keys_block(["a", "b"], sizes=b"")],
-    "a notice too many": [head(keys=2), keys_block(["a", "b"], notices=bytes(3))],
-    "a notice that is none": [head(keys=2), keys_block(["a", "b"], notices=b"\0\3")],
-    "a time below 0": [head(keys=2), keys_block(["a", "b"], seen=struct.pack("<2q", 1, -1))],
-    "the time of a free place": [head(keys=2), keys_block(["a", "b"], seen=struct.pack("<2q", 1, 2**63 - 1))],
+    "a column too short": two_keys(seen=bytes(15)),
+    "a column too long": two_keys(due=bytes(24)),
+    "no sizes": two_keys(sizes=b""),
+    "a notice too many": two_keys(notices=bytes(3)),
+    "a notice that is none": two_keys(notices=b"\0\3"),
+    "a time below 0": two_keys(seen=struct.pack("<2q", 1, -1)),
+    "the time of a free place": two_keys(seen=struct.pack("<2q", 1, 2**63 - 1)),
     "no advisories": [head(advisories=1), advisories_block()],
     "more advisories than blocks": [head(advisories=1)],
     "an unknown event": [head(advisories=1), advisories_block(("old", "a", 1, 1))],
@@ -228,14 +219,10 @@ BAD: dict[str, list[bytes]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_what_is_no_snapshot_is_refused(what: str) -> None:
+def test_what_is_no_snapshot_is_refused_and_those_blocks_are_good_otherwise(what: str) -> None:
     with pytest.raises(ValueError):
         decode(b"".join(framed(BAD[what])))
-
-
-def test_those_blocks_are_good_otherwise() -> None:
-    good = [head(keys=2, advisories=1), GOOD, advisories_block(NEW)]
-    read = decode(b"".join(framed(good)))
+    read = decode(b"".join(framed([head(keys=2, advisories=1), GOOD, advisories_block(NEW)])))
     assert {k.value for k in read.state.known()} == {"a", "b"}
     assert read.outbox == (Advisory(Event.NEW, "a", 1, 1),)
 
