@@ -133,7 +133,8 @@ class SimNats:
         words, found, answer_to = to.split(b"."), 0, b" " + reply if reply else b""
         for link, connection in self.connections.items():
             for sid, pattern in connection.subscriptions.items():
-                if not matches(pattern, words):
+                # Most differ in the first word.
+                if pattern[0] not in (words[0], b"*", b">") or not matches(pattern, words):
                     continue
                 found += 1
                 size = len(payload)

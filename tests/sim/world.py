@@ -118,7 +118,7 @@ class World:
             if events and events[0][0] <= self.now:
                 heapq.heappop(events)[2]()
                 continue
-            ready = [each for each in self.processes if each.is_ready()]
+            ready = [each for each in self.processes if not each.paused and each.loop.is_ready()]
             if ready:
                 self.turns += 1
                 process = ready[0] if len(ready) == 1 else self._rng.choice(ready)
@@ -167,9 +167,6 @@ class Process:
     @property
     def runs(self) -> bool:
         return self.alive and not self.paused
-
-    def is_ready(self) -> bool:
-        return self.alive and not self.paused and self.loop.is_ready()
 
     def turn(self) -> None:
         self.world.current = self
