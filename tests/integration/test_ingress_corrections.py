@@ -83,12 +83,10 @@ async def mended(centre: Centre, health: Health, code: str, wanted: str, *more: 
 # Foreign messages
 
 
-async def test_a_foreign_message_behind_the_checkpoint_is_accepted(
-    client: FloeClient, centre: Centre, archive: Archive
-) -> None:
-    await carried(client, centre, archive)
+async def test_a_foreign_message_behind_the_checkpoint_is_accepted(client: FloeClient, centre: Centre) -> None:
+    await carried(client, centre, centre.archive)
     await foreign(client, centre)
-    archive.put(rows_of(31, 40))
+    centre.archive.put(rows_of(31, 40))
     async with service(centre) as health:
         stop, done = await mended(centre, health, "E-TARGET-SHARED", "--accept")
         await stands(client, centre, numbers((1, 40)))
@@ -98,12 +96,10 @@ async def test_a_foreign_message_behind_the_checkpoint_is_accepted(
     assert stop["why"].endswith("without a Floe-Source")
 
 
-async def test_a_foreign_message_with_a_forged_origin_moves_no_chain(
-    client: FloeClient, centre: Centre, archive: Archive
-) -> None:
-    await carried(client, centre, archive)
+async def test_a_foreign_message_with_a_forged_origin_moves_no_chain(client: FloeClient, centre: Centre) -> None:
+    await carried(client, centre, centre.archive)
     await foreign(client, centre, build_block([Provenance("us-east", "NODES", 0, 0, 35, 1).line()]))
-    archive.put(rows_of(31, 40))
+    centre.archive.put(rows_of(31, 40))
     async with service(centre) as health:
         stop, done = await mended(centre, health, "E-TARGET-SHARED", "--accept")
         await stands(client, centre, [*numbers((1, 30)), 35, *numbers((31, 40))])
@@ -111,10 +107,8 @@ async def test_a_foreign_message_with_a_forged_origin_moves_no_chain(
     assert "1 messages carry provenance and are not awaited; they stay" in done.out
 
 
-async def test_a_foreign_message_in_the_middle_of_an_intent_is_accepted(
-    client: FloeClient, centre: Centre, archive: Archive
-) -> None:
-    ref = archive.put(rows_of(1, 30))
+async def test_a_foreign_message_in_the_middle_of_an_intent_is_accepted(client: FloeClient, centre: Centre) -> None:
+    ref = centre.archive.put(rows_of(1, 30))
     await left_open(client, centre, ref, await make(client, centre))
     await store(client, centre, rows_of(1, 11))
     await foreign(client, centre)
@@ -126,11 +120,9 @@ async def test_a_foreign_message_in_the_middle_of_an_intent_is_accepted(
     assert "the open intent is dropped" in done.out
 
 
-async def test_a_foreign_message_in_a_work_queue_has_to_be_told_about(
-    client: FloeClient, centre: Centre, archive: Archive
-) -> None:
+async def test_a_foreign_message_in_a_work_queue_has_to_be_told_about(client: FloeClient, centre: Centre) -> None:
     """What was consumed cannot be read: the operator knows it from the consumer, or takes repeats."""
-    ref = archive.put(rows_of(1, 30))
+    ref = centre.archive.put(rows_of(1, 30))
     await left_open(client, centre, ref, await make(client, centre, retention="workqueue"))
     await store(client, centre, rows_of(1, 11))
     consumer = Consumer(client, centre.target)
@@ -153,10 +145,10 @@ async def test_a_foreign_message_in_a_work_queue_has_to_be_told_about(
 
 @pytest.mark.parametrize(("rows", "found"), [(0, (1, 50)), (30, (31, 50))])
 async def test_rows_that_a_purge_beyond_the_end_passes_off_as_stored_are_decided_by_an_operator(
-    client: FloeClient, centre: Centre, archive: Archive, rows: int, found: tuple[int, int]
+    client: FloeClient, centre: Centre, rows: int, found: tuple[int, int]
 ) -> None:
     """`nats stream purge --seq 31` with 10 of 50 rows stored, and a process that knows nothing of before."""
-    ref = archive.put(rows_of(1, 50))
+    ref = centre.archive.put(rows_of(1, 50))
     await left_open(client, centre, ref, await make(client, centre, max_msgs=1000))
     await store(client, centre, rows_of(1, 10))
     await client.api(f"STREAM.PURGE.{centre.target}", {"seq": 31})
@@ -169,11 +161,11 @@ async def test_rows_that_a_purge_beyond_the_end_passes_off_as_stored_are_decided
 
 
 async def test_rows_that_were_never_sent_are_not_counted_by_the_process_that_sends(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, centre: Centre
 ) -> None:
     """Nor where the stream lets go of messages by itself, nor when it looks again."""
-    centre = Centre(tmp_path, archive, nats_url, create=None, publisher="single")
-    archive.put(rows_of(1, 2000))
+    centre.having(create=None, publisher="single")
+    centre.archive.put(rows_of(1, 2000))
     await make(client, centre, max_age=3600 * 10**9)
     async with service(centre) as health:
         await soon(lambda: count_in(client, centre.target))
@@ -192,8 +184,8 @@ async def test_rows_that_were_never_sent_are_not_counted_by_the_process_that_sen
 
 
 @pytest.mark.parametrize("how", ["empty", "purged", "with messages"])
-async def test_a_target_that_was_made_again(client: FloeClient, centre: Centre, archive: Archive, how: str) -> None:
-    await carried(client, centre, archive)
+async def test_a_target_that_was_made_again(client: FloeClient, centre: Centre, how: str) -> None:
+    await carried(client, centre, centre.archive)
     await client.api(f"STREAM.DELETE.{centre.target}")
     await make(client, centre)
     if how != "empty":
@@ -214,14 +206,12 @@ def forget(centre: Centre, *more: str) -> list[str]:
     return ["checkpoint", "set", "-c", config, "--target", centre.target, "--forget", "--yes", *more]
 
 
-async def test_a_target_that_is_gone_is_filled_again_once_it_is_made(
-    client: FloeClient, centre: Centre, archive: Archive
-) -> None:
-    await carried(client, centre, archive)
+async def test_a_target_that_is_gone_is_filled_again_once_it_is_made(client: FloeClient, centre: Centre) -> None:
+    await carried(client, centre, centre.archive)
     async with service(centre) as health:
         await soon(lambda: centre.status(health).get("state") == "carrying")
         await client.api(f"STREAM.DELETE.{centre.target}")
-        archive.put(rows_of(31, 40))
+        centre.archive.put(rows_of(31, 40))
         assert (await stop_of(centre, health))["code"] in ("E-TARGET-GONE", "E-TARGET-MISSING")
         assert (await invoke(*forget(centre))).code == 0
         await make(client, centre)
@@ -230,25 +220,25 @@ async def test_a_target_that_is_gone_is_filled_again_once_it_is_made(
 
 @pytest.mark.parametrize(("wanted", "found"), [("--from-target", [(1, 40)]), ("--accept", [(1, 25), (31, 40)])])
 async def test_a_target_restored_from_an_old_copy(
-    client: FloeClient, centre: Centre, archive: Archive, wanted: str, found: list[tuple[int, int]]
+    client: FloeClient, centre: Centre, wanted: str, found: list[tuple[int, int]]
 ) -> None:
     """The copy ends at 25; a stream that is restored keeps its creation time."""
-    archive.put(rows_of(1, 30))
+    centre.archive.put(rows_of(1, 30))
     created = await make(client, centre)
     await store(client, centre, rows_of(1, 25))
     states = await centre.state(client)
     await states.save(TargetState(Checkpoint(30, created, {CHAIN: 31})), 0)
-    archive.put(rows_of(31, 40))
+    centre.archive.put(rows_of(31, 40))
     async with service(centre) as health:
         await mended(centre, health, "E-TARGET-BEHIND", wanted)
         await stands(client, centre, numbers(*found))
 
 
-async def test_a_creation_time_that_nothing_vouches_for(client: FloeClient, centre: Centre, archive: Archive) -> None:
-    await carried(client, centre, archive)
+async def test_a_creation_time_that_nothing_vouches_for(client: FloeClient, centre: Centre) -> None:
+    await carried(client, centre, centre.archive)
     await client.api(f"STREAM.PURGE.{centre.target}")
     await change(client, centre, target_created="2020-01-01T00:00:00Z")
-    archive.put(rows_of(31, 40))
+    centre.archive.put(rows_of(31, 40))
     async with service(centre) as health:
         await mended(centre, health, "E-TARGET-RECREATED", "--accept")
         await stands(client, centre, numbers((31, 40)))
@@ -258,10 +248,8 @@ async def test_a_creation_time_that_nothing_vouches_for(client: FloeClient, cent
 
 
 @pytest.mark.parametrize("fault", ["lost", "unreadable", "removed under way"])
-async def test_a_state_that_is_lost_is_found_in_the_target(
-    client: FloeClient, centre: Centre, archive: Archive, fault: str
-) -> None:
-    await carried(client, centre, archive)
+async def test_a_state_that_is_lost_is_found_in_the_target(client: FloeClient, centre: Centre, fault: str) -> None:
+    await carried(client, centre, centre.archive)
     subject = f"$KV.{centre.state_bucket}.ingress.{centre.target}".encode()
     if fault == "lost":
         await client.api(f"STREAM.DELETE.KV_{centre.state_bucket}")
@@ -271,16 +259,14 @@ async def test_a_state_that_is_lost_is_found_in_the_target(
         if fault == "removed under way":
             await soon(lambda: centre.status(health).get("state") == "carrying")
             await client.request_raw(subject, b"", b"NATS/1.0\r\nKV-Operation: DEL\r\n\r\n", timeout=PATIENCE)
-        archive.put(rows_of(31, 40))
+        centre.archive.put(rows_of(31, 40))
         code = "E-STATE-KV" if fault == "unreadable" else "E-TARGET-NOT-EMPTY"
         await mended(centre, health, code, "--from-target")
         await stands(client, centre, numbers((1, 40)))
 
 
-async def test_a_target_whose_consumers_may_not_idle_is_read_for_its_state(
-    client: FloeClient, centre: Centre, archive: Archive
-) -> None:
-    archive.put(rows_of(1, 30))
+async def test_a_target_whose_consumers_may_not_idle_is_read_for_its_state(client: FloeClient, centre: Centre) -> None:
+    centre.archive.put(rows_of(1, 30))
     await make(client, centre, consumer_limits={"inactive_threshold": 2 * 10**9})
     await store(client, centre, rows_of(1, 25))
     async with service(centre) as health:
@@ -289,16 +275,16 @@ async def test_a_target_whose_consumers_may_not_idle_is_read_for_its_state(
 
 
 @pytest.mark.parametrize("opened", [False, True])
-async def test_a_state_that_was_rolled_back(client: FloeClient, centre: Centre, archive: Archive, opened: bool) -> None:
-    ref = archive.put(rows_of(1, 10))
+async def test_a_state_that_was_rolled_back(client: FloeClient, centre: Centre, opened: bool) -> None:
+    ref = centre.archive.put(rows_of(1, 10))
     created = await make(client, centre)
     old = await left_open(client, centre, ref, created)
     async with centre.running():
         old = old if opened else await closed_at(client, centre, 10)
-        archive.put(rows_of(11, 30))
+        centre.archive.put(rows_of(11, 30))
         await closed_at(client, centre, 30)
     await put_back(client, centre, old)
-    archive.put(rows_of(31, 40))
+    centre.archive.put(rows_of(31, 40))
     async with service(centre) as health:
         stop, done = await mended(centre, health, "E-TARGET-SHARED", "--from-target")
         await stands(client, centre, numbers((1, 40)))
@@ -307,13 +293,13 @@ async def test_a_state_that_was_rolled_back(client: FloeClient, centre: Centre, 
 
 
 async def test_a_state_that_outgrew_the_bucket_lets_go_of_chains_that_are_not_listed(
-    client: FloeClient, centre: Centre, archive: Archive, monkeypatch: pytest.MonkeyPatch
+    client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = await carried(client, centre, archive)
+    state = await carried(client, centre, centre.archive)
     positions = {Chain(f"gone{number}", "NODES"): 7 for number in range(100)}
     await change(client, centre, positions={**state.checkpoint.positions, **positions})
     monkeypatch.setattr(state_module, "MAX_STATE", 2000)
-    archive.put(rows_of(31, 40))
+    centre.archive.put(rows_of(31, 40))
     async with service(centre) as health:
         await mended(centre, health, "E-STATE-SIZE", "--forget-unlisted")
         await stands(client, centre, numbers((1, 40)))
@@ -322,16 +308,14 @@ async def test_a_state_that_outgrew_the_bucket_lets_go_of_chains_that_are_not_li
 # The intent
 
 
-async def test_rows_of_an_open_intent_that_are_gone_for_good(
-    client: FloeClient, centre: Centre, archive: Archive
-) -> None:
+async def test_rows_of_an_open_intent_that_are_gone_for_good(client: FloeClient, centre: Centre) -> None:
     """The rest of the intent is dropped; then the chain waits at the hole, and the others go on."""
-    ref = archive.put(rows_of(1, 30))
+    ref = centre.archive.put(rows_of(1, 30))
     await left_open(client, centre, ref, await make(client, centre))
     await store(client, centre, rows_of(1, 11))
-    archive.objects.delete(ref.key)
-    archive.put(rows_of(31, 40))
-    archive.put(rows_of(1, 5, OTHER), chain=OTHER)
+    centre.archive.objects.delete(ref.key)
+    centre.archive.put(rows_of(31, 40))
+    centre.archive.put(rows_of(1, 5, OTHER), chain=OTHER)
     async with service(centre) as health:
         await mended(centre, health, "E-INTENT", "--accept")
         await soon(lambda: count(client, centre, 16))
@@ -411,8 +395,8 @@ async def count_of(client: FloeClient, centre: Centre, wanted: int) -> bool:
     return await count_in(client, centre.target) == wanted
 
 
-async def test_a_chain_is_moved_while_ingress_carries(client: FloeClient, centre: Centre, archive: Archive) -> None:
-    archive.put(rows_of(1, 30))
+async def test_a_chain_is_moved_while_ingress_carries(client: FloeClient, centre: Centre) -> None:
+    centre.archive.put(rows_of(1, 30))
     await make(client, centre)
     words = ["checkpoint", "set", "-c", str(centre.write()), "--target", centre.target, "--site", "us-east"]
     async with service(centre):
@@ -433,10 +417,10 @@ async def test_a_chain_is_moved_while_ingress_carries(client: FloeClient, centre
 
 
 async def test_nothing_is_corrected_while_something_else_publishes(
-    client: FloeClient, centre: Centre, archive: Archive, monkeypatch: pytest.MonkeyPatch
+    client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(correct, "STILL", 1.0)
-    before = await carried(client, centre, archive)
+    before = await carried(client, centre, centre.archive)
 
     async def write_on() -> None:
         while True:
@@ -453,8 +437,8 @@ async def test_nothing_is_corrected_while_something_else_publishes(
     assert done.code == 0
 
 
-async def test_what_the_command_refuses(client: FloeClient, centre: Centre, archive: Archive) -> None:
-    await carried(client, centre, archive)
+async def test_what_the_command_refuses(client: FloeClient, centre: Centre) -> None:
+    await carried(client, centre, centre.archive)
     config, refused = str(centre.write()), []
     for words in (
         [],
@@ -486,13 +470,13 @@ def parked_words(centre: Centre, *more: str) -> list[str]:
 @pytest.mark.real
 @pytest.mark.parametrize("wanted", ["--accept", "--from-target"])
 async def test_a_parked_message_that_a_dropped_intent_left_out_can_still_be_delivered(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, wanted: str
+    client: FloeClient, centre: Centre, wanted: str
 ) -> None:
     """Message 5 is parked, the intent passes it and is dropped; 3 was tried again and stands there."""
-    centre = Centre(tmp_path, archive, nats_url, create=None, on_oversize="park")
-    ref, rows = archive.put(rows_of(1, 10)), rows_of(1, 10)
+    centre.having(create=None, on_oversize="park")
+    ref, rows = centre.archive.put(rows_of(1, 10)), rows_of(1, 10)
     created = await make(client, centre)
-    parked = ParkedStore(archive.objects, archive.documents.layout, centre.target, created)
+    parked = ParkedStore(centre.archive.objects, centre.archive.documents.layout, centre.target, created)
     for row in (rows[2], rows[4]):
         parked.park(CHAIN, Oversize(row, "the message needs 30 bytes, the target takes 10"))
     parked.mark_left_out(parked.name(CHAIN, 3))
@@ -502,7 +486,7 @@ async def test_a_parked_message_that_a_dropped_intent_left_out_can_still_be_deli
     rest = IntentPiece(ref.segment, SequenceRange(4, 10), 6, left_out=(5,))
     opened = open_intent(TargetState(Checkpoint(2, created, {CHAIN: 4})), [again, rest])
     await (await centre.state(client)).save(opened, 0)
-    archive.objects.delete(ref.key)
+    centre.archive.objects.delete(ref.key)
     done = await invoke("checkpoint", "set", "-c", str(centre.write()), "--target", centre.target, wanted, "--yes")
     assert done.code == 0, done
     states = {name.sequence: entry.state for name, entry in parked.entries().items()}
@@ -515,11 +499,11 @@ async def test_a_parked_message_that_a_dropped_intent_left_out_can_still_be_deli
 
 
 async def test_what_was_parked_before_a_purge_is_not_delivered_beside_what_is_carried_again(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, centre: Centre
 ) -> None:
     """Also where the server reports another creation time than the stored one."""
-    centre = Centre(tmp_path, archive, nats_url, create=None, on_oversize="park")
-    archive.put([*rows_of(1, 4), message(5, b"L" * 2000, subject=b"nodes.1"), *rows_of(6, 10)])
+    centre.having(create=None, on_oversize="park")
+    centre.archive.put([*rows_of(1, 4), message(5, b"L" * 2000, subject=b"nodes.1"), *rows_of(6, 10)])
     await make(client, centre, max_msg_size=1000)
     async with centre.running():
         await closed_at(client, centre, 9)
@@ -538,13 +522,13 @@ async def test_what_was_parked_before_a_purge_is_not_delivered_beside_what_is_ca
 
 
 async def test_what_is_parked_follows_the_stored_state_where_the_creation_time_drifts(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, centre: Centre
 ) -> None:
-    centre = Centre(tmp_path, archive, nats_url, create=None, on_oversize="park")
-    archive.put([*rows_of(1, 4), message(5, b"L" * 2000, subject=b"nodes.1"), *rows_of(6, 10)])
+    centre.having(create=None, on_oversize="park")
+    centre.archive.put([*rows_of(1, 4), message(5, b"L" * 2000, subject=b"nodes.1"), *rows_of(6, 10)])
     await make(client, centre, max_msg_size=1000)
     created = "2020-01-01T00:00:00Z"
-    parked = ParkedStore(archive.objects, archive.documents.layout, centre.target, created)
+    parked = ParkedStore(centre.archive.objects, centre.archive.documents.layout, centre.target, created)
     await store(client, centre, rows_of(1, 4))
     state = TargetState(Checkpoint(4, created, {CHAIN: 5}))
     await (await centre.state(client)).save(state, 0)

@@ -93,21 +93,20 @@ async def test_foreign_messages_of_a_shared_target_are_counted(
 
 
 async def test_an_archive_that_cannot_be_read_is_counted(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
+    client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    archive.put(rows_of(1, 5))
-    centre = Centre(tmp_path, archive, nats_url)
+    centre.archive.put(rows_of(1, 5))
     async with centre.running():
         await centre.carried(client, 5)
-        whole = archive.objects.list
+        whole = centre.archive.objects.list
 
         def away(prefix: str, **where: Any) -> Any:
             if "level=" in prefix:
                 raise Unavailable("the store is away")
             return whole(prefix, **where)
 
-        monkeypatch.setattr(archive.objects, "list", away)
-        archive.put(rows_of(6, 9))
+        monkeypatch.setattr(centre.archive.objects, "list", away)
+        centre.archive.put(rows_of(6, 9))
         await soon(lambda: reading("store_errors_total", centre.target) >= 1)
         monkeypatch.undo()
         await centre.carried(client, 9)

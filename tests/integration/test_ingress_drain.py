@@ -45,14 +45,14 @@ async def holder(client: FloeClient, centre: Centre) -> bytes | None:
 
 @pytest.mark.real
 async def test_a_stopped_target_goes_on_without_a_restart_once_the_state_is_mended(
-    centre: Centre, client: FloeClient, archive: Archive
+    centre: Centre, client: FloeClient
 ) -> None:
     log = io.StringIO()
     configure("info", "json", stream=log)
     async with centre.running() as health:
         await centre.carried(client, 30)
         await client.api(f"STREAM.DELETE.{centre.target}")
-        archive.put(rows_of(31, 40))
+        centre.archive.put(rows_of(31, 40))
         await soon(lambda: centre.status(health).get("state") == "stopped")
         status = centre.status(health)
         assert status["code"] in ("E-TARGET-GONE", "E-TARGET-RECREATED")
@@ -64,7 +64,7 @@ async def test_a_stopped_target_goes_on_without_a_restart_once_the_state_is_mend
         command = ["checkpoint", "set", "-c", str(centre.write()), "--target", centre.target, "--forget"]
         result = await floe(*command, "--yes", env={**os.environ})  # the log of this process is that of the service
         assert result.code == 0, result
-        check_exact(await centre.carried(client, 40), archive, centre.prefix)
+        check_exact(await centre.carried(client, 40), centre.archive, centre.prefix)
         await soon(lambda: not health.problems())
         assert REGISTRY.get_sample_value("floe_ingress_stopped", {"target": centre.target}) == 0
     flush()
@@ -80,7 +80,7 @@ async def test_a_stopped_target_goes_on_without_a_restart_once_the_state_is_mend
 
 
 async def test_a_process_whose_targets_are_all_stopped_stays_and_looks_again(
-    centre: Centre, client: FloeClient, archive: Archive
+    centre: Centre, client: FloeClient
 ) -> None:
     await create_stream(client, {"name": centre.target, "subjects": [f"{centre.target}.>"]})
     await client.request_raw(f"{centre.target}.a".encode(), b"x", timeout=PATIENCE)
@@ -91,16 +91,14 @@ async def test_a_process_whose_targets_are_all_stopped_stays_and_looks_again(
     assert not task.done()
     assert centre.status(health)["code"] == "E-TARGET-NOT-EMPTY"
     await client.api(f"STREAM.DELETE.{centre.target}")
-    check_exact(await centre.carried(client, 30), archive, centre.prefix)
+    check_exact(await centre.carried(client, 30), centre.archive, centre.prefix)
     stop.set()
     await asyncio.wait_for(task, PATIENCE)
 
 
-async def test_a_drain_closes_the_open_intent_and_gives_the_lease_back(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
-    archive.put(rows_of(31, 5000))
-    centre = Centre(tmp_path, archive, nats_url, publisher="single")
+async def test_a_drain_closes_the_open_intent_and_gives_the_lease_back(client: FloeClient, centre: Centre) -> None:
+    centre.archive.put(rows_of(31, 5000))
+    centre.having(publisher="single")
     async with centre.running():
         await centre.carried(client, 10)
     state = (await (await centre.state(client)).load()).state
@@ -136,13 +134,10 @@ async def test_a_target_that_does_not_answer_ends_the_drain_in_time(
     assert sequences == list(range(1, len(sequences) + 1))
 
 
-async def test_the_status_shows_phases_publisher_and_what_stops(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
+async def test_the_status_shows_phases_publisher_and_what_stops(client: FloeClient, centre: Centre) -> None:
     other = Chain("eu-west", "NODES")
-    archive.put(rows_of(1, 10, other), chain=other)
-    archive.put(rows_of(21, 30, other), chain=other)
-    centre = Centre(tmp_path, archive, nats_url)
+    centre.archive.put(rows_of(1, 10, other), chain=other)
+    centre.archive.put(rows_of(21, 30, other), chain=other)
     config = centre.write()
 
     async def shown(code: int = 0) -> dict[str, tuple[str, str, str]]:

@@ -71,19 +71,19 @@ async def make(client: FloeClient, centre: Centre, **config: Any) -> None:
 
 @pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
 async def test_no_header_of_the_source_acts_unless_it_is_listed(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, publisher: str
+    client: FloeClient, centre: Centre, publisher: str
 ) -> None:
-    centre = Centre(tmp_path, archive, nats_url, publisher=publisher)
+    centre.having(publisher=publisher)
     lines = [line.replace(b"{target}", centre.target.encode()) for line in ACTING]
     rows = [message(n, headers=block(b"A: 1", line, MARK)) for n, line in enumerate(lines, 1)]
     rows += [message(n, headers=block(line.lower())) for n, line in enumerate(lines, 101)]
     rows += [message(201, headers=block(*lines)), message(202, headers=block(*lines))]
-    archive.put(rows)
+    centre.archive.put(rows)
 
     await make(client, centre)
     async with centre.running():
         messages = await centre.carried(client, len(rows))
-    check_exact(messages, archive, centre.prefix)
+    check_exact(messages, centre.archive, centre.prefix)
     info = await stream_info(client, centre.target)
     assert info is not None
     assert (info.last_sequence, info.messages) == (len(rows), len(rows))
@@ -202,12 +202,10 @@ AWKWARD = [
 
 
 @pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
-async def test_awkward_subjects_arrive_byte_for_byte(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, publisher: str
-) -> None:
-    centre = Centre(tmp_path, archive, nats_url, publisher=publisher)
+async def test_awkward_subjects_arrive_byte_for_byte(client: FloeClient, centre: Centre, publisher: str) -> None:
+    centre.having(publisher=publisher)
     rows = [message(n, subject=subject) for n, subject in enumerate(AWKWARD, 1)]
-    archive.put(rows)
+    centre.archive.put(rows)
 
     async with centre.running():
         await centre.carried(client, len(rows))
@@ -219,10 +217,10 @@ async def test_awkward_subjects_arrive_byte_for_byte(
 
 @pytest.mark.parametrize("subject", [b"a b", b"a\r\nPUB x 0\r\n", b"a\tb", b"a\nb", b"a\x00b", b"a.", b"", b"x" * 5000])
 async def test_a_subject_of_a_file_never_reaches_the_socket_unchecked(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, subject: bytes
+    client: FloeClient, centre: Centre, subject: bytes
 ) -> None:
-    archive.put([message(1), message(2), message(3, subject=subject), message(4)])
-    centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
+    centre.archive.put([message(1), message(2), message(3, subject=subject), message(4)])
+    centre.having(on_oversize="park")
 
     async with centre.running() as health:
 

@@ -38,38 +38,38 @@ def centre(tmp_path: Path, archive: Archive, nats_url: str) -> Centre:
     return Centre(tmp_path, archive, nats_url, create=None)
 
 
-async def test_first_run_and_normal_restart(client: FloeClient, centre: Centre, archive: Archive) -> None:
-    archive.put(rows_of(1, 30))
+async def test_first_run_and_normal_restart(client: FloeClient, centre: Centre) -> None:
+    centre.archive.put(rows_of(1, 30))
     await make(client, centre)
     async with centre.running():
         await closed_at(client, centre, 30)
-    archive.put(rows_of(31, 40))
+    centre.archive.put(rows_of(31, 40))
     async with centre.running():
-        check_exact(await centre.carried(client, 40), archive, centre.prefix)
+        check_exact(await centre.carried(client, 40), centre.archive, centre.prefix)
 
 
 @pytest.mark.parametrize("base", [0, 1])
 @pytest.mark.parametrize("stored", [0, 11, 30])
 async def test_an_open_intent_of_which_nothing_a_part_or_all_is_stored(
-    client: FloeClient, centre: Centre, archive: Archive, stored: int, base: int
+    client: FloeClient, centre: Centre, stored: int, base: int
 ) -> None:
     created = await make(client, centre)
     if base:
-        archive.put(rows_of(1, 1))
+        centre.archive.put(rows_of(1, 1))
         await store(client, centre, rows_of(1, 1))
-    ref = archive.put(rows_of(base + 1, base + 30))
+    ref = centre.archive.put(rows_of(base + 1, base + 30))
     await left_open(client, centre, ref, created, base)
     await store(client, centre, rows_of(base + 1, base + stored))
     async with centre.running():
-        check_exact(await centre.carried(client, base + 30), archive, centre.prefix)
+        check_exact(await centre.carried(client, base + 30), centre.archive, centre.prefix)
         await closed_at(client, centre, base + 30)
 
 
 @pytest.mark.parametrize("stored", [0, 11, 30])
 async def test_a_work_queue_that_was_consumed_gets_each_row_once(
-    client: FloeClient, centre: Centre, archive: Archive, stored: int
+    client: FloeClient, centre: Centre, stored: int
 ) -> None:
-    ref = archive.put(rows_of(1, 30))
+    ref = centre.archive.put(rows_of(1, 30))
     created = await make(client, centre, retention="workqueue")
     await left_open(client, centre, ref, created)
     await store(client, centre, rows_of(1, stored))
@@ -93,9 +93,9 @@ async def empty(client: FloeClient, centre: Centre) -> bool:
     ids=["expired", "superseded per subject"],
 )
 async def test_a_part_that_is_gone_from_the_target_is_not_stored_again(
-    client: FloeClient, centre: Centre, archive: Archive, config: dict[str, Any], held: range
+    client: FloeClient, centre: Centre, config: dict[str, Any], held: range
 ) -> None:
-    ref = archive.put(rows_of(1, 30))
+    ref = centre.archive.put(rows_of(1, 30))
     created = await make(client, centre, **config)
     await left_open(client, centre, ref, created)
     await store(client, centre, rows_of(1, 11))
@@ -119,12 +119,12 @@ async def update(client: FloeClient, centre: Centre, **config: Any) -> None:
     ("stored", "config"), [(0, {}), (11, {"max_age": 3600 * 10**9})], ids=["before", "within, where messages expire"]
 )
 async def test_a_purge_before_or_within_an_intent_takes_nothing_back(
-    client: FloeClient, centre: Centre, archive: Archive, stored: int, config: dict[str, Any]
+    client: FloeClient, centre: Centre, stored: int, config: dict[str, Any]
 ) -> None:
-    archive.put(rows_of(1, 5))
+    centre.archive.put(rows_of(1, 5))
     created = await make(client, centre, **config)
     await store(client, centre, rows_of(1, 5))
-    await left_open(client, centre, archive.put(rows_of(6, 35)), created, 5)
+    await left_open(client, centre, centre.archive.put(rows_of(6, 35)), created, 5)
     await store(client, centre, rows_of(6, 5 + stored))
     await client.api(f"STREAM.PURGE.{centre.target}")
     async with centre.running():
@@ -132,40 +132,36 @@ async def test_a_purge_before_or_within_an_intent_takes_nothing_back(
         assert sequences(await arrived(client, centre.target)) == list(range(6 + stored, 36))
 
 
-async def test_state_and_target_rolled_back_to_one_moment_go_on_from_there(
-    client: FloeClient, centre: Centre, archive: Archive
-) -> None:
+async def test_state_and_target_rolled_back_to_one_moment_go_on_from_there(client: FloeClient, centre: Centre) -> None:
     """The arithmetic that holds for an old copy of both holds for good: what came later is sent again."""
-    ref = archive.put(rows_of(1, 30))
-    archive.put(rows_of(31, 60))
+    ref = centre.archive.put(rows_of(1, 30))
+    centre.archive.put(rows_of(31, 60))
     created = await make(client, centre)
     await left_open(client, centre, ref, created)
     await store(client, centre, rows_of(1, 20))
     async with centre.running():
-        check_exact(await centre.carried(client, 60), archive, centre.prefix)
+        check_exact(await centre.carried(client, 60), centre.archive, centre.prefix)
 
 
 async def test_another_creation_time_is_believed_where_our_last_message_vouches(
-    client: FloeClient, centre: Centre, archive: Archive
+    client: FloeClient, centre: Centre
 ) -> None:
     """nats-server up to 2.14 may report another one after an update and a restart."""
-    archive.put(rows_of(1, 30))
+    centre.archive.put(rows_of(1, 30))
     await make(client, centre)
     async with centre.running():
         await closed_at(client, centre, 30)
     await change(client, centre, target_created="2020-01-01T00:00:00Z")
-    archive.put(rows_of(31, 40))
+    centre.archive.put(rows_of(31, 40))
     async with centre.running():
-        check_exact(await centre.carried(client, 40), archive, centre.prefix)
+        check_exact(await centre.carried(client, 40), centre.archive, centre.prefix)
 
 
-async def test_a_row_of_another_interleaving_before_the_last_message_stops(
-    client: FloeClient, centre: Centre, archive: Archive
-) -> None:
+async def test_a_row_of_another_interleaving_before_the_last_message_stops(client: FloeClient, centre: Centre) -> None:
     """Two ingresses, each with a state bucket of its own, began on one empty target: the last message agrees
     with our intent by chance, those before it do not.
     """
-    first, second = archive.put(rows_of(1, 10)), archive.put(rows_of(11, 30))
+    first, second = centre.archive.put(rows_of(1, 10)), centre.archive.put(rows_of(11, 30))
     created = await make(client, centre)
     states = await centre.state(client)
     state = await left_open(client, centre, first, created)
@@ -181,10 +177,8 @@ async def test_a_row_of_another_interleaving_before_the_last_message_stops(
     assert "message 10 is us-east/NODES/0000/0 1001, expected us-east/NODES/0000/0 1..10" in stop["why"]
 
 
-async def test_a_foreign_message_in_front_of_a_first_run_stops(
-    client: FloeClient, centre: Centre, archive: Archive
-) -> None:
-    archive.put(rows_of(1, 30))
+async def test_a_foreign_message_in_front_of_a_first_run_stops(client: FloeClient, centre: Centre) -> None:
+    centre.archive.put(rows_of(1, 30))
     await make(client, centre)
     await foreign(client, centre)
     async with service(centre) as health:

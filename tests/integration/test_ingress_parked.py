@@ -92,11 +92,11 @@ def check_all_once(messages: list[Any], archive: Archive, centre: Centre, late: 
 
 
 async def test_a_message_that_is_too_large_is_put_aside_and_delivered_once_it_fits(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, centre: Centre
 ) -> None:
-    archive.put(with_large(1, 20))
-    archive.put(with_large(21, 40))
-    centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
+    centre.archive.put(with_large(1, 20))
+    centre.archive.put(with_large(21, 40))
+    centre.having(on_oversize="park")
 
     await make(client, centre)
     parked = await kept(client, centre)
@@ -105,7 +105,7 @@ async def test_a_message_that_is_too_large_is_put_aside_and_delivered_once_it_fi
         assert {each.message.sequence for each in messages} == set(range(1, 41)) - set(LARGE)
         await soon(lambda: states(parked) == dict.fromkeys(LARGE, State.PARKED))
         stored = parked.read(parked.name(CHAIN, 17))
-        assert stored == archive.rows[CHAIN][16]
+        assert stored == centre.archive.rows[CHAIN][16]
 
         await raise_limit(client, centre, 100_000)
     for entry in parked.entries().values():
@@ -113,7 +113,7 @@ async def test_a_message_that_is_too_large_is_put_aside_and_delivered_once_it_fi
     async with centre.running():
         messages = await centre.carried(client, 40)
         await soon(lambda: set(states(parked).values()) == {State.DELIVERED})
-    check_all_once(messages, archive, centre, set(LARGE))
+    check_all_once(messages, centre.archive, centre, set(LARGE))
     state = (await (await centre.state(client)).load()).state
     assert state is not None
     assert (state.checkpoint.positions[CHAIN], state.checkpoint.target_sequence) == (41, 40)
@@ -133,11 +133,9 @@ async def are(config: Path, states: list[str]) -> bool:
     return [row["state"] for row in (await listed(config)).values()] == states
 
 
-async def test_the_command_lists_shows_and_asks_and_is_told_what_came_of_it(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
-    archive.put(with_large(1, 20))
-    centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
+async def test_the_command_lists_shows_and_asks_and_is_told_what_came_of_it(client: FloeClient, centre: Centre) -> None:
+    centre.archive.put(with_large(1, 20))
+    centre.having(on_oversize="park")
     config = centre.write()
     of_chain = ["-c", str(config), "--target", centre.target, "--site", CHAIN.site, "--feed", CHAIN.feed]
 
@@ -149,11 +147,11 @@ async def test_the_command_lists_shows_and_asks_and_is_told_what_came_of_it(
         assert (await listed(config))[5]["why"].endswith("bytes, the target takes 1000")
 
         shown = await floe_parked("cat", *of_chain, "--sequence", "17")
-        assert shown.stdout_bytes == archive.rows[CHAIN][16].payload
+        assert shown.stdout_bytes == centre.archive.rows[CHAIN][16].payload
         shown = await floe_parked("cat", *of_chain, "--sequence", "17", "--headers")
-        assert shown.stdout_bytes == archive.rows[CHAIN][16].headers
+        assert shown.stdout_bytes == centre.archive.rows[CHAIN][16].headers
         found = json.loads((await floe_parked("cat", *of_chain, "--sequence", "17", "--json")).output)
-        assert base64.b64decode(found["payload"]) == archive.rows[CHAIN][16].payload
+        assert base64.b64decode(found["payload"]) == centre.archive.rows[CHAIN][16].payload
         assert base64.b64decode(found["subject"]) == b"nodes.large"
 
         await raise_limit(client, centre, 1800)
@@ -170,10 +168,10 @@ async def test_the_command_lists_shows_and_asks_and_is_told_what_came_of_it(
 
 
 async def test_what_is_asked_for_while_the_service_runs_is_delivered_without_a_restart(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, centre: Centre
 ) -> None:
-    archive.put(with_large(1, 20))
-    centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
+    centre.archive.put(with_large(1, 20))
+    centre.having(on_oversize="park")
 
     await make(client, centre)
     async with centre.running():
@@ -181,29 +179,27 @@ async def test_what_is_asked_for_while_the_service_runs_is_delivered_without_a_r
         parked = await kept(client, centre)
         await soon(lambda: set(states(parked).values()) == {State.PARKED})
         # The archive's copy goes: what is parked needs it no more.
-        for ref in archive.store.list(CHAIN):
-            archive.store.delete(ref)
+        for ref in centre.archive.store.list(CHAIN):
+            centre.archive.store.delete(ref)
         await raise_limit(client, centre, 100_000)
         for entry in parked.entries().values():
             parked.ask(entry)
         messages = await centre.carried(client, 20)
-        archive.put(rows_of(21, 30))
+        centre.archive.put(rows_of(21, 30))
         messages = await centre.carried(client, 30)
-    check_all_once(messages, archive, centre, {5, 17})
+    check_all_once(messages, centre.archive, centre, {5, 17})
 
 
-async def test_all_messages_of_a_feed_may_be_too_large(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
+async def test_all_messages_of_a_feed_may_be_too_large(client: FloeClient, centre: Centre) -> None:
     large = dict.fromkeys(range(1, 61), 1200)
-    archive.put(with_large(1, 60, large))
-    centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
+    centre.archive.put(with_large(1, 60, large))
+    centre.having(on_oversize="park")
 
     await make(client, centre)
     async with centre.running():
         parked = await kept(client, centre)
         await soon(lambda: states(parked) == dict.fromkeys(large, State.PARKED))
-        archive.put(rows_of(61, 70))
+        centre.archive.put(rows_of(61, 70))
         check = await centre.carried(client, 10)
     assert [each.message.sequence for each in check] == list(range(61, 71))
 
@@ -216,10 +212,9 @@ def commands_of(hint: str, config: Path) -> list[list[str]]:
 
 @pytest.mark.parametrize("way", ["skip", "raise"])
 async def test_without_parking_the_chain_stops_and_its_way_out_can_be_pasted(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, way: str
+    client: FloeClient, centre: Centre, way: str
 ) -> None:
-    archive.put(with_large(1, 20, {5: 2000}))
-    centre = Centre(tmp_path, archive, nats_url)
+    centre.archive.put(with_large(1, 20, {5: 2000}))
 
     await make(client, centre)
     async with centre.running() as health:
@@ -254,10 +249,10 @@ async def carried_twice(centre: Centre) -> AsyncIterator[None]:
         yield
 
 
-async def test_twins_park_and_deliver_once(client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str) -> None:
+async def test_twins_park_and_deliver_once(client: FloeClient, centre: Centre) -> None:
     large = dict.fromkeys(range(3, 300, 9), 1500)
-    archive.put(with_large(1, 300, large))
-    centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
+    centre.archive.put(with_large(1, 300, large))
+    centre.having(on_oversize="park")
 
     await make(client, centre)
     parked = await kept(client, centre)
@@ -274,12 +269,12 @@ async def test_twins_park_and_deliver_once(client: FloeClient, tmp_path: Path, a
             await centre.carried(client, 300)
             await soon(lambda: set(states(parked).values()) == {State.DELIVERED})
     messages = await arrived(client, centre.target)
-    check_all_once(messages, archive, centre, set(large))
+    check_all_once(messages, centre.archive, centre, set(large))
 
 
 @pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
 async def test_messages_at_the_very_limits_of_the_server_are_stored_or_parked(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, publisher: str
+    client: FloeClient, centre: Centre, publisher: str
 ) -> None:
     """The connection is never lost to one that is too large."""
     most, wide = 1024 * 1024, b"A: " + b"v" * 60_000
@@ -290,8 +285,8 @@ async def test_messages_at_the_very_limits_of_the_server_are_stored_or_parked(
         count += 1
         rows.append(message(count, headers=block(wide, b"B: " + b"v" * more), subject=b"nodes.a"))
     rows.append(message(count + 1, subject=b"nodes.a"))
-    archive.put(rows)
-    centre = Centre(tmp_path, archive, nats_url, on_oversize="park", publisher=publisher)
+    centre.archive.put(rows)
+    centre.having(on_oversize="park", publisher=publisher)
 
     async with centre.running() as health:
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,7 @@ from common.sequences import SequenceRange
 from common.service.monitor import Health
 from ingress.checkpoint import Checkpoint, Intent, IntentPiece, TargetState
 from tests.support.basics import soon, unique
-from tests.support.ingress import CHAIN, Archive, Centre, check_exact, client_of, count_in, rows_of
+from tests.support.ingress import CHAIN, Centre, check_exact, client_of, count_in, rows_of
 from tests.support.segments import message
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
@@ -36,27 +35,25 @@ def chain_status(health: Health, centre: Centre, chain: Chain = CHAIN) -> dict[s
 
 @pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
 async def test_segments_of_several_chains_arrive_once_and_in_order(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, publisher: str
+    client: FloeClient, centre: Centre, publisher: str
 ) -> None:
     for first in (1, 201, 401):
-        archive.put(rows_of(first, first + 199))
-        archive.put(rows_of(first, first + 199, OTHER), chain=OTHER)
-    centre = Centre(tmp_path, archive, nats_url, publisher=publisher)
+        centre.archive.put(rows_of(first, first + 199))
+        centre.archive.put(rows_of(first, first + 199, OTHER), chain=OTHER)
+    centre.having(publisher=publisher)
 
     async with centre.running():
         messages = await centre.carried(client, 1200)
 
-    check_exact(messages, archive, centre.prefix)
+    check_exact(messages, centre.archive, centre.prefix)
 
 
-async def test_a_prefix_with_the_names_of_the_chain_tells_two_sites_apart(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
-    archive.put(rows_of(1, 40))
-    archive.put(rows_of(1, 30, OTHER), chain=OTHER)
-    target = unique("FLEET")
-    source = {"site": ["us-east", "eu-west"], "feed": "NODES", "subject_prefix": target + ".{site}.{feed}-{partition}"}
-    centre = Centre(tmp_path, archive, nats_url, stream=target, create={}, sources=[source])
+async def test_a_prefix_with_the_names_of_the_chain_tells_two_sites_apart(client: FloeClient, centre: Centre) -> None:
+    centre.archive.put(rows_of(1, 40))
+    centre.archive.put(rows_of(1, 30, OTHER), chain=OTHER)
+    target, sites = centre.target, ["us-east", "eu-west"]
+    source = {"site": sites, "feed": "NODES", "subject_prefix": target + ".{site}.{feed}-{partition}"}
+    centre.having(create={}, sources=[source])
 
     async with centre.running():
         messages = await centre.carried(client, 70)
@@ -69,28 +66,27 @@ async def test_a_prefix_with_the_names_of_the_chain_tells_two_sites_apart(
     }
     for chain in (CHAIN, OTHER):
         prefix = f"{target}.{chain.site}.NODES-0.".encode()
-        sent = [prefix + row.subject for row in archive.rows[chain]]
+        sent = [prefix + row.subject for row in centre.archive.rows[chain]]
         assert [m.subject for m in messages if m.chain == chain] == sent
 
 
 async def test_what_is_archived_later_follows_and_a_restart_goes_on_where_it_stopped(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, centre: Centre
 ) -> None:
-    archive.put(rows_of(1, 50))
-    centre = Centre(tmp_path, archive, nats_url)
+    centre.archive.put(rows_of(1, 50))
     async with centre.running():
         await centre.carried(client, 50)
-        archive.put(rows_of(51, 80), SequenceRange(51, 100))
+        centre.archive.put(rows_of(51, 80), SequenceRange(51, 100))
         await centre.carried(client, 80)
-    archive.put(rows_of(101, 130))
+    centre.archive.put(rows_of(101, 130))
     async with centre.running():
         messages = await centre.carried(client, 110)
         await asyncio.sleep(0.3)
         # For those who delete: what a closed checkpoint says.
-        said = await soon(lambda: archive.documents.read_positions(centre.target))
+        said = await soon(lambda: centre.archive.documents.read_positions(centre.target))
     stored = (await (await centre.state(client)).load()).state
 
-    check_exact(messages, archive, centre.prefix)
+    check_exact(messages, centre.archive, centre.prefix)
     assert stored is not None
     assert stored.intent is None
     assert stored.checkpoint.positions == {CHAIN: 131}
@@ -99,9 +95,7 @@ async def test_what_is_archived_later_follows_and_a_restart_goes_on_where_it_sto
     assert said.positions in ({CHAIN: 51}, {CHAIN: 101}, {CHAIN: 131})
 
 
-async def test_headers_come_back_byte_for_byte_and_nothing_acts_again(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
+async def test_headers_come_back_byte_for_byte_and_nothing_acts_again(client: FloeClient, centre: Centre) -> None:
     blocks = [
         None,
         block(),
@@ -119,8 +113,7 @@ async def test_headers_come_back_byte_for_byte_and_nothing_acts_again(
     ]
     rows = [message(n, b"" if n % 2 else b"x", headers=b) for n, b in enumerate(blocks, 1)]
     rows.append(message(len(rows) + 1, subject=b"nodes.\xff\xfe"))
-    archive.put(rows)
-    centre = Centre(tmp_path, archive, nats_url)
+    centre.archive.put(rows)
 
     async with centre.running():
         messages = await centre.carried(client, len(rows))
@@ -128,14 +121,11 @@ async def test_headers_come_back_byte_for_byte_and_nothing_acts_again(
     messages[-1] = replace(
         messages[-1], message=replace(messages[-1].message, subject=centre.prefix + b"nodes.\xff\xfe")
     )
-    check_exact(messages, archive, centre.prefix)
+    check_exact(messages, centre.archive, centre.prefix)
 
 
-async def test_a_control_header_that_may_act_acts(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
-    archive.put([message(1, headers=block(b"Nats-TTL: 5s")), message(2, headers=block(b"Nats-TTL: soon"))])
-    centre = Centre(tmp_path, archive, nats_url)
+async def test_a_control_header_that_may_act_acts(client: FloeClient, centre: Centre) -> None:
+    centre.archive.put([message(1, headers=block(b"Nats-TTL: 5s")), message(2, headers=block(b"Nats-TTL: soon"))])
     centre.target_settings["sources"][0]["control_headers"] = ["Nats-TTL"]
 
     async with centre.running():
@@ -147,64 +137,53 @@ async def test_a_control_header_that_may_act_acts(
         await soon(expired)
 
 
-async def test_a_hole_waits_until_it_is_filled_and_other_chains_go_on(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
-    archive.put(rows_of(1, 10))
-    archive.put(rows_of(21, 30))
-    archive.put(rows_of(1, 40, OTHER), chain=OTHER)
-    centre = Centre(tmp_path, archive, nats_url)
+async def test_a_hole_waits_until_it_is_filled_and_other_chains_go_on(client: FloeClient, centre: Centre) -> None:
+    centre.archive.put(rows_of(1, 10))
+    centre.archive.put(rows_of(21, 30))
+    centre.archive.put(rows_of(1, 40, OTHER), chain=OTHER)
 
     async with centre.running() as health:
         await centre.carried(client, 50)
         await soon(lambda: chain_status(health, centre).get("hole") == "11..20")
         assert chain_status(health, centre)["phase"] == "late"
         assert await count_in(client, centre.target) == 50
-        archive.put(rows_of(11, 20))
+        centre.archive.put(rows_of(11, 20))
         messages = await centre.carried(client, 70)
 
-    check_exact(messages, archive, centre.prefix)
+    check_exact(messages, centre.archive, centre.prefix)
 
 
-async def test_a_long_backlog_of_one_chain_does_not_keep_another_waiting(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
+async def test_a_long_backlog_of_one_chain_does_not_keep_another_waiting(client: FloeClient, centre: Centre) -> None:
     for first in range(1, 3001, 100):
-        archive.put(rows_of(first, first + 99))
-    archive.put(rows_of(1, 10, OTHER), chain=OTHER)
-    centre = Centre(tmp_path, archive, nats_url, publisher="single")
+        centre.archive.put(rows_of(first, first + 99))
+    centre.archive.put(rows_of(1, 10, OTHER), chain=OTHER)
+    centre.having(publisher="single")
 
     async with centre.running():
         messages = await centre.carried(client, 3010)
 
-    check_exact(messages, archive, centre.prefix)
+    check_exact(messages, centre.archive, centre.prefix)
     assert next(m.sequence for m in messages if m.chain == OTHER) < 1000
 
 
-async def test_a_damaged_segment_is_left_out_where_a_merged_one_covers(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
-    damaged = archive.put(rows_of(1, 30))
-    archive.put(rows_of(1, 30), level=1)
-    archive.put(rows_of(31, 40))
-    (archive.folder / damaged.key).write_bytes(b"PAR1" + b"x" * (damaged.size - 8) + b"PAR1")
-    centre = Centre(tmp_path, archive, nats_url)
+async def test_a_damaged_segment_is_left_out_where_a_merged_one_covers(client: FloeClient, centre: Centre) -> None:
+    damaged = centre.archive.put(rows_of(1, 30))
+    centre.archive.put(rows_of(1, 30), level=1)
+    centre.archive.put(rows_of(31, 40))
+    (centre.archive.folder / damaged.key).write_bytes(b"PAR1" + b"x" * (damaged.size - 8) + b"PAR1")
 
     async with centre.running():
         messages = await centre.carried(client, 40)
 
-    check_exact(messages, archive, centre.prefix)
+    check_exact(messages, centre.archive, centre.prefix)
 
 
-async def test_damage_that_nothing_else_covers_stops_its_chain_and_no_other(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
-    archive.put(rows_of(1, 10))
-    good = archive.put(rows_of(11, 20))
-    archive.put(rows_of(1, 40, OTHER), chain=OTHER)
-    bytes_of = (archive.folder / good.key).read_bytes()
-    (archive.folder / good.key).write_bytes(bytes_of[:-100] + b"\0" * 100)
-    centre = Centre(tmp_path, archive, nats_url)
+async def test_damage_that_nothing_else_covers_stops_its_chain_and_no_other(client: FloeClient, centre: Centre) -> None:
+    centre.archive.put(rows_of(1, 10))
+    good = centre.archive.put(rows_of(11, 20))
+    centre.archive.put(rows_of(1, 40, OTHER), chain=OTHER)
+    bytes_of = (centre.archive.folder / good.key).read_bytes()
+    (centre.archive.folder / good.key).write_bytes(bytes_of[:-100] + b"\0" * 100)
 
     async with centre.running() as health:
         await centre.carried(client, 50)
@@ -212,17 +191,14 @@ async def test_damage_that_nothing_else_covers_stops_its_chain_and_no_other(
         assert chain_status(health, centre)["hole"] == "11..20"
 
 
-async def test_a_segment_of_another_site_under_a_listed_key_is_damage(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
+async def test_a_segment_of_another_site_under_a_listed_key_is_damage(client: FloeClient, centre: Centre) -> None:
     secret = Chain("mars", "NODES")
-    ref = archive.put(rows_of(1, 10, secret), chain=secret)
-    archive.begin()
-    raw = (archive.folder / ref.key).read_bytes()
-    forged = archive.store.layout.segment(ref.segment._replace(chain=CHAIN))
-    archive.objects.put(forged, raw)
-    archive.documents.write_tail(CHAIN, 10)
-    centre = Centre(tmp_path, archive, nats_url)
+    ref = centre.archive.put(rows_of(1, 10, secret), chain=secret)
+    centre.archive.begin()
+    raw = (centre.archive.folder / ref.key).read_bytes()
+    forged = centre.archive.store.layout.segment(ref.segment._replace(chain=CHAIN))
+    centre.archive.objects.put(forged, raw)
+    centre.archive.documents.write_tail(CHAIN, 10)
 
     async with centre.running() as health:
         await soon(lambda: chain_status(health, centre).get("phase") == "damaged")
@@ -230,13 +206,12 @@ async def test_a_segment_of_another_site_under_a_listed_key_is_damage(
 
 
 async def test_a_row_that_the_target_would_refuse_stops_its_chain_before_it_and_no_other(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, centre: Centre
 ) -> None:
-    archive.put([message(1), message(2), message(3, subject=b"a b"), message(4)])
-    archive.put([message(1), message(2, b"x" * (1 << 20))], chain=OTHER)
-    archive.rows[CHAIN] = archive.rows[CHAIN][:2]
-    archive.rows[OTHER] = archive.rows[OTHER][:1]
-    centre = Centre(tmp_path, archive, nats_url)
+    centre.archive.put([message(1), message(2), message(3, subject=b"a b"), message(4)])
+    centre.archive.put([message(1), message(2, b"x" * (1 << 20))], chain=OTHER)
+    centre.archive.rows[CHAIN] = centre.archive.rows[CHAIN][:2]
+    centre.archive.rows[OTHER] = centre.archive.rows[OTHER][:1]
 
     async with centre.running() as health:
         await centre.carried(client, 3)
@@ -246,82 +221,74 @@ async def test_a_row_that_the_target_would_refuse_stops_its_chain_before_it_and_
         assert "stops at sequence 3: subject 'a b'" in str(chain_status(health, centre)["stopped"])
         assert "the message with its headers needs" in str(chain_status(health, centre, OTHER)["stopped"])
         await asyncio.sleep(0.3)
-        check_exact(await centre.carried(client, 3), archive, centre.prefix)
+        check_exact(await centre.carried(client, 3), centre.archive, centre.prefix)
 
 
 async def test_an_incarnation_begins_when_all_partitions_of_the_one_before_have_ended(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, centre: Centre
 ) -> None:
     parts = [Chain("us-east", "NODES", 0, n) for n in (0, 1)]
     later = Chain("us-east", "NODES", 1)
-    archive.begin(later, previous={0: 10, 1: 20})
-    archive.put(rows_of(1, 5, later), chain=later)
-    archive.put(rows_of(1, 15, parts[0]), chain=parts[0])
-    archive.rows[parts[0]] = archive.rows[parts[0]][:10]
-    centre = Centre(tmp_path, archive, nats_url)
+    centre.archive.begin(later, previous={0: 10, 1: 20})
+    centre.archive.put(rows_of(1, 5, later), chain=later)
+    centre.archive.put(rows_of(1, 15, parts[0]), chain=parts[0])
+    centre.archive.rows[parts[0]] = centre.archive.rows[parts[0]][:10]
 
     async with centre.running() as health:
         await soon(lambda: "stands at 1 and ends at 20" in str(chain_status(health, centre, later).get("waits_for")))
-        archive.put(rows_of(1, 20, parts[1]), chain=parts[1])
+        centre.archive.put(rows_of(1, 20, parts[1]), chain=parts[1])
         messages = await centre.carried(client, 35)
 
-    check_exact(messages, archive, centre.prefix)
+    check_exact(messages, centre.archive, centre.prefix)
     assert [m.chain for m in messages[-5:]] == [later] * 5
 
 
 async def test_a_segment_that_compaction_replaced_meanwhile_is_found_merged(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
+    client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = [archive.put(rows_of(first, first + 9)) for first in (1, 11, 21)]
-    archive.put(rows_of(1, 30), level=1, tail=False)
+    small = [centre.archive.put(rows_of(first, first + 9)) for first in (1, 11, 21)]
+    centre.archive.put(rows_of(1, 30), level=1, tail=False)
     opened = []
 
     def gone_then_open(store: object, ref: SegmentRef, *, rows: SequenceRange | None = None) -> object:
         if not opened:
             for each in small:
-                archive.store.delete(each)
+                centre.archive.store.delete(each)
         opened.append(ref.level)
         return original(store, ref, rows=rows)  # type: ignore[arg-type]
 
-    original = type(archive.store).open
-    monkeypatch.setattr(type(archive.store), "open", gone_then_open)
-    centre = Centre(tmp_path, archive, nats_url)
+    original = type(centre.archive.store).open
+    monkeypatch.setattr(type(centre.archive.store), "open", gone_then_open)
 
     async with centre.running():
         messages = await centre.carried(client, 30)
 
-    check_exact(messages, archive, centre.prefix)
+    check_exact(messages, centre.archive, centre.prefix)
     assert set(opened) == {0, 1}
 
 
-async def test_chains_that_are_not_listed_stay_where_they_are(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
+async def test_chains_that_are_not_listed_stay_where_they_are(client: FloeClient, centre: Centre) -> None:
     secret = Chain("mars", "NODES")
-    archive.put(rows_of(1, 10, secret), chain=secret)
-    archive.rows.clear()
-    archive.put(rows_of(1, 10))
-    centre = Centre(tmp_path, archive, nats_url)
+    centre.archive.put(rows_of(1, 10, secret), chain=secret)
+    centre.archive.rows.clear()
+    centre.archive.put(rows_of(1, 10))
 
     async with centre.running():
         await centre.carried(client, 10)
         await asyncio.sleep(1.2)
-        check_exact(await centre.carried(client, 10), archive, centre.prefix)
+        check_exact(await centre.carried(client, 10), centre.archive, centre.prefix)
 
 
-async def test_a_chain_begins_where_chain_json_and_retention_say(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
-    archive.begin(CHAIN, first=5)
-    archive.put(rows_of(1, 20))
-    archive.begin(OTHER, first=5)
-    archive.documents.raise_floor(OTHER, 11)
-    archive.put(rows_of(1, 20, OTHER), chain=OTHER)
-    archive.rows = {CHAIN: rows_of(5, 20), OTHER: rows_of(11, 20, OTHER)}
-    centre = Centre(tmp_path, archive, nats_url)
+async def test_a_chain_begins_where_chain_json_and_retention_say(client: FloeClient, centre: Centre) -> None:
+    centre.archive.begin(CHAIN, first=5)
+    centre.archive.put(rows_of(1, 20))
+    centre.archive.begin(OTHER, first=5)
+    centre.archive.documents.raise_floor(OTHER, 11)
+    centre.archive.put(rows_of(1, 20, OTHER), chain=OTHER)
+    centre.archive.rows = {CHAIN: rows_of(5, 20), OTHER: rows_of(11, 20, OTHER)}
 
     async with centre.running():
-        check_exact(await centre.carried(client, 26), archive, centre.prefix)
+        check_exact(await centre.carried(client, 26), centre.archive, centre.prefix)
 
 
 # Open intents that another instance left behind
@@ -342,10 +309,9 @@ async def open_intent_of(centre: Centre, stored: int, *pieces: IntentPiece) -> N
 
 @pytest.mark.parametrize("stored", [0, 7, 20, 25])
 async def test_an_open_intent_is_finished_as_it_stands_by_whoever_comes(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, stored: int
+    client: FloeClient, centre: Centre, stored: int
 ) -> None:
-    ref = archive.put(rows_of(1, 40))
-    centre = Centre(tmp_path, archive, nats_url)
+    ref = centre.archive.put(rows_of(1, 40))
     await open_intent_of(
         centre,
         stored,
@@ -354,31 +320,25 @@ async def test_an_open_intent_is_finished_as_it_stands_by_whoever_comes(
     )
 
     async with centre.running():
-        check_exact(await centre.carried(client, 40), archive, centre.prefix)
+        check_exact(await centre.carried(client, 40), centre.archive, centre.prefix)
 
 
-async def test_the_rows_of_an_open_intent_are_found_through_the_cover(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
-    gone = archive.put(rows_of(1, 40), SequenceRange(1, 50))
-    archive.store.delete(gone)
-    archive.rows.clear()
+async def test_the_rows_of_an_open_intent_are_found_through_the_cover(client: FloeClient, centre: Centre) -> None:
+    gone = centre.archive.put(rows_of(1, 40), SequenceRange(1, 50))
+    centre.archive.store.delete(gone)
+    centre.archive.rows.clear()
     for first, last in ((1, 15), (16, 40), (41, 60)):
-        archive.put(rows_of(first, last), level=1)
-    archive.rows[CHAIN] = [row for row in rows_of(1, 60) if row.sequence <= 60]
-    centre = Centre(tmp_path, archive, nats_url)
+        centre.archive.put(rows_of(first, last), level=1)
+    centre.archive.rows[CHAIN] = [row for row in rows_of(1, 60) if row.sequence <= 60]
     await open_intent_of(centre, 7, IntentPiece(gone.segment, SequenceRange(1, 40), 40))
 
     async with centre.running():
-        check_exact(await centre.carried(client, 60), archive, centre.prefix)
+        check_exact(await centre.carried(client, 60), centre.archive, centre.prefix)
 
 
-async def test_other_rows_in_the_range_of_an_open_intent_stop_the_target(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
+async def test_other_rows_in_the_range_of_an_open_intent_stop_the_target(client: FloeClient, centre: Centre) -> None:
     name = SegmentName(CHAIN, 0, SequenceRange(1, 40), "0" * 16)
-    archive.put(rows_of(1, 39), SequenceRange(1, 40))
-    centre = Centre(tmp_path, archive, nats_url)
+    centre.archive.put(rows_of(1, 39), SequenceRange(1, 40))
     await open_intent_of(centre, 7, IntentPiece(name, SequenceRange(1, 40), 40))
 
     assert "expected 40 messages in 1..40, found 39" in (await centre.ending()).message

@@ -77,46 +77,42 @@ def repeats(messages: Sequence[Arrived], archive: Archive) -> int:
 
 @pytest.mark.parametrize("publisher", ["atomic", "single"])
 async def test_beside_a_foreign_publisher_everything_arrives_once_if_nothing_fails(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, publisher: str
+    client: FloeClient, centre: Centre, publisher: str
 ) -> None:
-    centre = Centre(tmp_path, archive, nats_url, publisher=publisher, **SHARED)
+    centre.having(publisher=publisher, **SHARED)
     await make(client, centre)
     async with foreigners(client, centre, rate=RATE), centre.running() as health:
         for part in range(6):
             first, size = part * 100 + 1, 100
-            archive.put(rows_of(first, first + size - 1))
-            archive.put(rows_of(first, first + size - 1, OTHER), chain=OTHER)
+            centre.archive.put(rows_of(first, first + size - 1))
+            centre.archive.put(rows_of(first, first + size - 1, OTHER), chain=OTHER)
             await asyncio.sleep(0.1)
-        await all_there(client, centre, archive)
+        await all_there(client, centre, centre.archive)
         assert not [problem for problem in health.problems() if centre.target in problem]
-    assert repeats(await our(client, centre), archive) == 0
+    assert repeats(await our(client, centre), centre.archive) == 0
 
 
-async def test_a_target_that_held_messages_before_is_begun_behind_them(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
-    archive.put(rows_of(1, 30))
-    centre = Centre(tmp_path, archive, nats_url, **SHARED)
+async def test_a_target_that_held_messages_before_is_begun_behind_them(client: FloeClient, centre: Centre) -> None:
+    centre.archive.put(rows_of(1, 30))
+    centre.having(**SHARED)
     await make(client, centre)
     for number in range(17):
         await client.request_raw(f"{centre.target}.before".encode(), b"%d" % number, timeout=PATIENCE)
     async with centre.running():
-        await all_there(client, centre, archive)
-    assert repeats(await our(client, centre), archive) == 0
+        await all_there(client, centre, centre.archive)
+    assert repeats(await our(client, centre), centre.archive) == 0
     state = (await (await centre.state(client)).load()).state
     assert state is not None
     assert (state.checkpoint.begins, state.checkpoint.target_sequence) == (17, 47)
 
 
 @pytest.mark.parametrize("how", ["deleted", "made again"])
-async def test_a_shared_target_that_is_gone_or_another_one_stops(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, how: str
-) -> None:
-    archive.put(rows_of(1, 30))
-    centre = Centre(tmp_path, archive, nats_url, **SHARED)
+async def test_a_shared_target_that_is_gone_or_another_one_stops(client: FloeClient, centre: Centre, how: str) -> None:
+    centre.archive.put(rows_of(1, 30))
+    centre.having(**SHARED)
     await make(client, centre)
     async with centre.running():
-        await all_there(client, centre, archive)
+        await all_there(client, centre, centre.archive)
     await client.api(f"STREAM.DELETE.{centre.target}")
     if how == "made again":
         await make(client, centre)
@@ -127,10 +123,10 @@ async def test_a_shared_target_that_is_gone_or_another_one_stops(
 
 @pytest.mark.real
 async def test_kills_and_cut_connections_of_two_instances_lose_nothing(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_server: NatsServer, nats_url: str
+    client: FloeClient, centre: Centre, nats_server: NatsServer
 ) -> None:
     rng = seeded()
-    centre = Centre(tmp_path, archive, nats_url, **SHARED)
+    centre.having(**SHARED)
     async with TcpProxy(nats_server.port) as proxy:
         await make(client, centre)
         centre.urls = [proxy.url]
@@ -138,8 +134,8 @@ async def test_kills_and_cut_connections_of_two_instances_lose_nothing(
             instances = [asyncio.create_task(centre.run()) for _ in range(2)]
             for part in range(10):
                 first = part * 100 + 1
-                archive.put(rows_of(first, first + 99))
-                archive.put(rows_of(first, first + 99, OTHER), chain=OTHER)
+                centre.archive.put(rows_of(first, first + 99))
+                centre.archive.put(rows_of(first, first + 99, OTHER), chain=OTHER)
                 await asyncio.sleep(rng.uniform(0.1, 0.6))
                 action, index = rng.choice(["kill", "cut", "nothing"]), rng.randrange(2)
                 if action == "cut":
@@ -149,30 +145,28 @@ async def test_kills_and_cut_connections_of_two_instances_lose_nothing(
                     await cancelled(instances[index])
                 if instances[index].done():
                     instances[index] = asyncio.create_task(centre.run())
-            await all_there(client, centre, archive)
+            await all_there(client, centre, centre.archive)
             for each in instances:
                 await cancelled(each)
-        again = repeats(await our(client, centre), archive)
+        again = repeats(await our(client, centre), centre.archive)
     print(f"{again} of 2000 came again beside {foreign[0]} foreign messages")
     assert again <= 200
 
 
-async def test_a_work_queue_that_is_consumed_gets_every_message(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
+async def test_a_work_queue_that_is_consumed_gets_every_message(client: FloeClient, centre: Centre) -> None:
     """What was consumed can not be read: it may come again, but is not lost."""
-    centre = Centre(tmp_path, archive, nats_url, create=None, **SHARED)
+    centre.having(create=None, **SHARED)
     rng, taken = random.Random(3), []
     await make(client, centre, retention="workqueue")
     task = asyncio.create_task(consume(client, centre, taken))
     async with foreigners(client, centre, rate=50):
         for part in range(5):
-            archive.put(rows_of(part * 100 + 1, part * 100 + 100))
+            centre.archive.put(rows_of(part * 100 + 1, part * 100 + 100))
             instance = asyncio.create_task(centre.run())
             await asyncio.sleep(rng.uniform(0.3, 1.0))
             await cancelled(instance)
         async with centre.running():
-            await all_there(client, centre, archive)
+            await all_there(client, centre, centre.archive)
 
             async def consumed() -> bool:
                 info = await stream_info(client, centre.target)

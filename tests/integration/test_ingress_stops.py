@@ -50,10 +50,8 @@ async def carry_once(centre: Centre, client: FloeClient, count: int = 30) -> Non
         await soon(closed)
 
 
-async def test_a_missing_target_ends_with_the_line_that_makes_it(
-    tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
-    centre = Centre(tmp_path, archive, nats_url, create=None)
+async def test_a_missing_target_ends_with_the_line_that_makes_it(centre: Centre) -> None:
+    centre.having(create=None)
 
     error = await ending(centre)
 
@@ -64,10 +62,8 @@ async def test_a_missing_target_ends_with_the_line_that_makes_it(
 
 
 @pytest.mark.real
-async def test_a_target_that_takes_nothing_of_a_source_is_not_made(
-    tmp_path: Path, archive: Archive, nats_url: str, client: FloeClient
-) -> None:
-    centre = Centre(tmp_path, archive, nats_url, create={"subjects": ["fx.>"]})
+async def test_a_target_that_takes_nothing_of_a_source_is_not_made(centre: Centre, client: FloeClient) -> None:
+    centre.having(create={"subjects": ["fx.>"]})
     found = f"sources.0: expected subjects that the target takes (fx.>), found {centre.target}.>"
 
     error = await ending(centre)
@@ -117,7 +113,7 @@ async def test_a_lost_state_bucket_stops_instead_of_carrying_everything_again(
 
 @pytest.mark.parametrize("again", [True, False])
 async def test_a_target_that_was_made_again_stops_until_it_is_forgotten(
-    centre: Centre, client: FloeClient, archive: Archive, again: bool
+    centre: Centre, client: FloeClient, again: bool
 ) -> None:
     await carry_once(centre, client)
     await client.api(f"STREAM.DELETE.{centre.target}")
@@ -130,14 +126,13 @@ async def test_a_target_that_was_made_again_stops_until_it_is_forgotten(
     assert error.code == ("E-TARGET-RECREATED" if again else "E-TARGET-GONE")
     await paste_checkpoint(centre.write(), error.hint, "--forget")
     async with centre.running():
-        check_exact(await centre.carried(client, 30), archive, centre.prefix)
+        check_exact(await centre.carried(client, 30), centre.archive, centre.prefix)
 
 
 async def test_a_target_that_is_deleted_while_nothing_comes_is_told_at_once(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
+    client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ingress.delivery.IDLE_LOOK", 0.5)
-    centre = Centre(tmp_path, archive, nats_url)
     async with centre.running() as health:
         await centre.carried(client, 30)
         await client.api(f"STREAM.DELETE.{centre.target}")
@@ -146,14 +141,14 @@ async def test_a_target_that_is_deleted_while_nothing_comes_is_told_at_once(
         assert health.problems()
 
 
-async def test_a_purged_target_goes_on(centre: Centre, client: FloeClient, archive: Archive) -> None:
+async def test_a_purged_target_goes_on(centre: Centre, client: FloeClient) -> None:
     """A purge keeps the last sequence, and what was carried was carried."""
     await carry_once(centre, client)
     await client.api(f"STREAM.PURGE.{centre.target}")
-    archive.rows.clear()
-    archive.put(rows_of(31, 40))
+    centre.archive.rows.clear()
+    centre.archive.put(rows_of(31, 40))
     async with centre.running():
-        check_exact(await centre.carried(client, 10), archive, centre.prefix)
+        check_exact(await centre.carried(client, 10), centre.archive, centre.prefix)
 
 
 async def test_a_target_behind_its_checkpoint_stops(centre: Centre, client: FloeClient) -> None:
@@ -170,12 +165,10 @@ async def test_a_target_behind_its_checkpoint_stops(centre: Centre, client: Floe
     assert "expected at least 35, found 30" in error.message
 
 
-async def test_a_foreign_message_stops_an_exclusive_target_without_a_hole(
-    centre: Centre, client: FloeClient, archive: Archive
-) -> None:
+async def test_a_foreign_message_stops_an_exclusive_target_without_a_hole(centre: Centre, client: FloeClient) -> None:
     await carry_once(centre, client)
     client.send(frame(f"{centre.target}.foreign".encode(), b"x"))
-    archive.put(rows_of(31, 40))
+    centre.archive.put(rows_of(31, 40))
     error = await ending(centre)
     assert await count_in(client, centre.target) == 31
 
@@ -252,14 +245,14 @@ async def test_a_defect_in_one_target_is_shown_leaves_the_others_and_begins_agai
     await asyncio.wait_for(running, PATIENCE)
 
 
-async def test_a_full_target_is_waited_for(client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str) -> None:
-    centre = Centre(tmp_path, archive, nats_url, create=None)
+async def test_a_full_target_is_waited_for(client: FloeClient, centre: Centre) -> None:
+    centre.having(create=None)
     await make(client, centre, discard="new", max_msgs=20)
     async with centre.running() as health:
         await soon(lambda: any("maximum messages exceeded" in p for p in health.problems()))
         assert await count_in(client, centre.target) in (0, 20)
         await client.api(f"STREAM.UPDATE.{centre.target}", {**await config_of(client, centre), "max_msgs": 99})
-        check_exact(await centre.carried(client, 30), archive, centre.prefix)
+        check_exact(await centre.carried(client, 30), centre.archive, centre.prefix)
 
 
 async def config_of(client: FloeClient, centre: Centre) -> dict[str, Any]:
@@ -270,11 +263,9 @@ async def config_of(client: FloeClient, centre: Centre) -> dict[str, Any]:
 
 
 @pytest.mark.real
-async def test_checkpoint_and_status_show_how_far_everything_is(
-    centre: Centre, client: FloeClient, archive: Archive
-) -> None:
+async def test_checkpoint_and_status_show_how_far_everything_is(centre: Centre, client: FloeClient) -> None:
     await carry_once(centre, client)
-    archive.put(rows_of(31, 70))
+    centre.archive.put(rows_of(31, 70))
     config = str(centre.write())
 
     listed = await floe("checkpoint", "ls", "-c", config, "--json")
@@ -295,11 +286,9 @@ async def test_checkpoint_and_status_show_how_far_everything_is(
 
 
 @pytest.mark.parametrize("count", [0, 30])
-async def test_a_target_that_is_being_restored_is_waited_for(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, count: int
-) -> None:
+async def test_a_target_that_is_being_restored_is_waited_for(client: FloeClient, centre: Centre, count: int) -> None:
     """Its subjects are those of the restore until it is done. `count`: rows that it had been given before."""
-    centre = Centre(tmp_path, archive, nats_url, create=None)
+    centre.having(create=None)
     if count:
         await make(client, centre)
         await carry_once(centre, client)
@@ -317,10 +306,8 @@ async def test_a_target_that_is_being_restored_is_waited_for(
         await centre.carried(client, 30)
 
 
-async def test_doctor_says_that_a_target_is_being_restored(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
-    centre = Centre(tmp_path, archive, nats_url, create=None)
+async def test_doctor_says_that_a_target_is_being_restored(client: FloeClient, centre: Centre) -> None:
+    centre.having(create=None)
     await make(client, centre, subjects=[f"{GUARD}{centre.target}"], metadata={MARKER: "0 first=1 end=30"})
     (found,) = await examine_target(client, centre.settings().ingress.targets[0], {})
     assert "is being restored" in f"{found}"

@@ -169,6 +169,11 @@ class Centre:
             **target,
         }
 
+    def having(self, **target: Any) -> Centre:
+        """The same, with these keys of its target."""
+        self.target_settings |= target
+        return self
+
     def document(self, **ingress: Any) -> dict[str, Any]:
         """The configuration; `ingress` overrides keys of that section."""
         return {
