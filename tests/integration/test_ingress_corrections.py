@@ -23,7 +23,7 @@ from ingress.operator.target_scan import ScannedChain, TargetScan, run_scan
 from ingress.parked import ParkedStore, State
 from ingress.rows.prepare import Oversize
 from tests.support.basics import PATIENCE, soon
-from tests.support.commands import Done, floe, invoke, paste_checkpoint
+from tests.support.commands import Done, invoke, paste_checkpoint
 from tests.support.ingress import (
     CHAIN,
     Archive,
@@ -65,31 +65,41 @@ def centre(tmp_path: Path, archive: Archive, nats_url: str) -> Centre:
     return Centre(tmp_path, archive, nats_url, create=None)
 
 
-async def carried(client: FloeClient, centre: Centre, archive: Archive) -> TargetState:
+async def carried(client: FloeClient, centre: Centre) -> TargetState:
     """1..30 are stored and closed."""
-    archive.put(rows_of(1, 30))
+    centre.archive.put(rows_of(1, 30))
     await make(client, centre)
     async with centre.running():
         return await closed_at(client, centre, 30)
 
 
-async def mended(centre: Centre, health: Health, code: str, wanted: str, *more: str) -> tuple[dict[str, Any], Done]:
+async def mended(centre: Centre, health: Health, code: str, wanted: str) -> tuple[dict[str, Any], Done]:
     """Wait for the stop, and paste the command of its hint."""
     stop = await stop_of(centre, health)
     assert stop["code"] == code, stop
-    return stop, await paste_checkpoint(centre.write(), stop["hint"], wanted, *more)
+    return stop, await paste_checkpoint(centre.write(), stop["hint"], wanted)
+
+
+async def goes_on(client: FloeClient, centre: Centre, code: str, wanted: str, rows: list[int]) -> tuple[Any, Done]:
+    """Run until it stops, and on with the command of the hint, until the target holds these rows."""
+    async with service(centre) as health:
+        found = await mended(centre, health, code, wanted)
+        await stands(client, centre, rows)
+    return found
+
+
+async def set_by_hand(centre: Centre, *words: str) -> Done:
+    return await invoke("checkpoint", "set", "-c", str(centre.write()), "--target", centre.target, *words)
 
 
 # Foreign messages
 
 
 async def test_a_foreign_message_behind_the_checkpoint_is_accepted(client: FloeClient, centre: Centre) -> None:
-    await carried(client, centre, centre.archive)
+    await carried(client, centre)
     await foreign(client, centre)
     centre.archive.put(rows_of(31, 40))
-    async with service(centre) as health:
-        stop, done = await mended(centre, health, "E-TARGET-SHARED", "--accept")
-        await stands(client, centre, numbers((1, 40)))
+    stop, done = await goes_on(client, centre, "E-TARGET-SHARED", "--accept", numbers((1, 40)))
     assert "1 messages are not ours; they stay" in done.out
     at = f"{time.gmtime().tm_year}-"
     assert f"message 31 has subject '{centre.target}.foreign', was stored at {at}" in stop["why"]
@@ -97,12 +107,12 @@ async def test_a_foreign_message_behind_the_checkpoint_is_accepted(client: FloeC
 
 
 async def test_a_foreign_message_with_a_forged_origin_moves_no_chain(client: FloeClient, centre: Centre) -> None:
-    await carried(client, centre, centre.archive)
+    await carried(client, centre)
     await foreign(client, centre, build_block([Provenance("us-east", "NODES", 0, 0, 35, 1).line()]))
     centre.archive.put(rows_of(31, 40))
-    async with service(centre) as health:
-        stop, done = await mended(centre, health, "E-TARGET-SHARED", "--accept")
-        await stands(client, centre, [*numbers((1, 30)), 35, *numbers((31, 40))])
+    stop, done = await goes_on(
+        client, centre, "E-TARGET-SHARED", "--accept", [*numbers((1, 30)), 35, *numbers((31, 40))]
+    )
     assert stop["why"].endswith("with a Floe-Source")
     assert "1 messages carry provenance and are not awaited; they stay" in done.out
 
@@ -112,9 +122,7 @@ async def test_a_foreign_message_in_the_middle_of_an_intent_is_accepted(client: 
     await left_open(client, centre, ref, await make(client, centre))
     await store(client, centre, rows_of(1, 11))
     await foreign(client, centre)
-    async with service(centre) as health:
-        _, done = await mended(centre, health, "E-TARGET-SHARED", "--accept")
-        await stands(client, centre, numbers((1, 30)))
+    _, done = await goes_on(client, centre, "E-TARGET-SHARED", "--accept", numbers((1, 30)))
     assert len(await arrived(client, centre.target)) == 31
     assert f"{CHAIN}: 11 messages stand there, 1 to 11" in done.out
     assert "the open intent is dropped" in done.out
@@ -185,7 +193,7 @@ async def test_rows_that_were_never_sent_are_not_counted_by_the_process_that_sen
 
 @pytest.mark.parametrize("how", ["empty", "purged", "with messages"])
 async def test_a_target_that_was_made_again(client: FloeClient, centre: Centre, how: str) -> None:
-    await carried(client, centre, centre.archive)
+    await carried(client, centre)
     await client.api(f"STREAM.DELETE.{centre.target}")
     await make(client, centre)
     if how != "empty":
@@ -194,26 +202,21 @@ async def test_a_target_that_was_made_again(client: FloeClient, centre: Centre, 
         stop = await stop_of(centre, health)
         if how == "purged":
             await client.api(f"STREAM.PURGE.{centre.target}")
-            assert (await invoke(*forget(centre))).code == 0
+            assert (await set_by_hand(centre, "--forget", "--yes")).code == 0
         else:
             await mended(centre, health, "E-TARGET-RECREATED", "--forget" if how == "empty" else "--from-target")
         await stands(client, centre, numbers((1, 30)))
     assert stop["code"] == "E-TARGET-RECREATED"
 
 
-def forget(centre: Centre, *more: str) -> list[str]:
-    config = str(centre.write())
-    return ["checkpoint", "set", "-c", config, "--target", centre.target, "--forget", "--yes", *more]
-
-
 async def test_a_target_that_is_gone_is_filled_again_once_it_is_made(client: FloeClient, centre: Centre) -> None:
-    await carried(client, centre, centre.archive)
+    await carried(client, centre)
     async with service(centre) as health:
         await soon(lambda: centre.status(health).get("state") == "carrying")
         await client.api(f"STREAM.DELETE.{centre.target}")
         centre.archive.put(rows_of(31, 40))
         assert (await stop_of(centre, health))["code"] in ("E-TARGET-GONE", "E-TARGET-MISSING")
-        assert (await invoke(*forget(centre))).code == 0
+        assert (await set_by_hand(centre, "--forget", "--yes")).code == 0
         await make(client, centre)
         await stands(client, centre, numbers((1, 40)))
 
@@ -229,19 +232,15 @@ async def test_a_target_restored_from_an_old_copy(
     states = await centre.state(client)
     await states.save(TargetState(Checkpoint(30, created, {CHAIN: 31})), 0)
     centre.archive.put(rows_of(31, 40))
-    async with service(centre) as health:
-        await mended(centre, health, "E-TARGET-BEHIND", wanted)
-        await stands(client, centre, numbers(*found))
+    await goes_on(client, centre, "E-TARGET-BEHIND", wanted, numbers(*found))
 
 
 async def test_a_creation_time_that_nothing_vouches_for(client: FloeClient, centre: Centre) -> None:
-    await carried(client, centre, centre.archive)
+    await carried(client, centre)
     await client.api(f"STREAM.PURGE.{centre.target}")
     await change(client, centre, target_created="2020-01-01T00:00:00Z")
     centre.archive.put(rows_of(31, 40))
-    async with service(centre) as health:
-        await mended(centre, health, "E-TARGET-RECREATED", "--accept")
-        await stands(client, centre, numbers((31, 40)))
+    await goes_on(client, centre, "E-TARGET-RECREATED", "--accept", numbers((31, 40)))
 
 
 # The state
@@ -249,7 +248,7 @@ async def test_a_creation_time_that_nothing_vouches_for(client: FloeClient, cent
 
 @pytest.mark.parametrize("fault", ["lost", "unreadable", "removed under way"])
 async def test_a_state_that_is_lost_is_found_in_the_target(client: FloeClient, centre: Centre, fault: str) -> None:
-    await carried(client, centre, centre.archive)
+    await carried(client, centre)
     subject = f"$KV.{centre.state_bucket}.ingress.{centre.target}".encode()
     if fault == "lost":
         await client.api(f"STREAM.DELETE.KV_{centre.state_bucket}")
@@ -269,9 +268,7 @@ async def test_a_target_whose_consumers_may_not_idle_is_read_for_its_state(clien
     centre.archive.put(rows_of(1, 30))
     await make(client, centre, consumer_limits={"inactive_threshold": 2 * 10**9})
     await store(client, centre, rows_of(1, 25))
-    async with service(centre) as health:
-        await mended(centre, health, "E-TARGET-NOT-EMPTY", "--from-target")
-        await stands(client, centre, numbers((1, 30)))
+    await goes_on(client, centre, "E-TARGET-NOT-EMPTY", "--from-target", numbers((1, 30)))
 
 
 @pytest.mark.parametrize("opened", [False, True])
@@ -285,9 +282,7 @@ async def test_a_state_that_was_rolled_back(client: FloeClient, centre: Centre, 
         await closed_at(client, centre, 30)
     await put_back(client, centre, old)
     centre.archive.put(rows_of(31, 40))
-    async with service(centre) as health:
-        stop, done = await mended(centre, health, "E-TARGET-SHARED", "--from-target")
-        await stands(client, centre, numbers((1, 40)))
+    stop, done = await goes_on(client, centre, "E-TARGET-SHARED", "--from-target", numbers((1, 40)))
     assert "where the state bucket is an old copy" in stop["hint"]
     assert f"{CHAIN}: 30 messages stand there, 1 to 30" in done.out
 
@@ -295,14 +290,12 @@ async def test_a_state_that_was_rolled_back(client: FloeClient, centre: Centre, 
 async def test_a_state_that_outgrew_the_bucket_lets_go_of_chains_that_are_not_listed(
     client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = await carried(client, centre, centre.archive)
+    state = await carried(client, centre)
     positions = {Chain(f"gone{number}", "NODES"): 7 for number in range(100)}
     await change(client, centre, positions={**state.checkpoint.positions, **positions})
     monkeypatch.setattr(state_module, "MAX_STATE", 2000)
     centre.archive.put(rows_of(31, 40))
-    async with service(centre) as health:
-        await mended(centre, health, "E-STATE-SIZE", "--forget-unlisted")
-        await stands(client, centre, numbers((1, 40)))
+    await goes_on(client, centre, "E-STATE-SIZE", "--forget-unlisted", numbers((1, 40)))
 
 
 # The intent
@@ -319,9 +312,8 @@ async def test_rows_of_an_open_intent_that_are_gone_for_good(client: FloeClient,
     async with service(centre) as health:
         await mended(centre, health, "E-INTENT", "--accept")
         await soon(lambda: count(client, centre, 16))
-        config = str(centre.write())
-        words = ["-c", config, "--target", centre.target, "--site", CHAIN.site, "--feed", CHAIN.feed]
-        done = await invoke("checkpoint", "set", *words, "--sequence", "31", "--yes")
+        named = ["--site", CHAIN.site, "--feed", CHAIN.feed]
+        done = await set_by_hand(centre, *named, "--sequence", "31", "--yes")
         assert done.code == 0, done
         await stands(client, centre, numbers((1, 11), (31, 40)))
     assert f"{CHAIN}: 12 to 30 are not carried any more" in done.out
@@ -331,18 +323,15 @@ async def count(client: FloeClient, centre: Centre, wanted: int) -> bool:
     return len(await arrived(client, centre.target)) == wanted
 
 
-async def test_an_intent_of_a_chain_that_is_listed_no_more(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
+async def test_an_intent_of_a_chain_that_is_listed_no_more(client: FloeClient, centre: Centre) -> None:
     """Another configuration, another allow-list, the same target: what stands there the state knows."""
-    centre = Centre(tmp_path, archive, nats_url, create=None)
-    ref = archive.put(rows_of(1, 30))
+    ref = centre.archive.put(rows_of(1, 30))
     other = [{"site": "eu-west", "feed": "NODES", "subject_prefix": centre.target}]
-    narrow = Centre(tmp_path, archive, nats_url, create=None, stream=centre.target, sources=other)
+    narrow = Centre(centre.folder, centre.archive, centre.url, create=None, stream=centre.target, sources=other)
     narrow.lease_bucket, narrow.state_bucket = centre.lease_bucket, centre.state_bucket
     await left_open(client, centre, ref, await make(client, centre))
     await store(client, centre, rows_of(1, 11))
-    archive.put(rows_of(1, 5, OTHER), chain=OTHER)
+    centre.archive.put(rows_of(1, 5, OTHER), chain=OTHER)
     error = await narrow.ending()
     assert error.code == "E-SOURCES"
     await paste_checkpoint(narrow.write(), error.hint, "--accept")
@@ -374,21 +363,14 @@ async def test_a_large_target_is_counted_whole(client: FloeClient, centre: Centr
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("purged", [False, True])
-async def test_a_target_that_let_its_last_messages_go_is_counted_to_its_end(
-    client: FloeClient, centre: Centre, purged: bool
-) -> None:
+async def test_a_target_that_let_its_last_messages_go_is_counted_to_its_end(client: FloeClient, centre: Centre) -> None:
     await make(client, centre)
     for _ in range(5):
-        client.send(frame(f"{centre.target}.a".encode(), b"x", None))
-    await soon(lambda: count_of(client, centre, 5))
-    if purged:
-        await client.api(f"STREAM.PURGE.{centre.target}", {})
-    else:
-        await client.api(f"STREAM.MSG.DELETE.{centre.target}", {"seq": 5})
-    scan = await run_scan(client, centre.target, "limits", TargetScan(0, 5))
-
-    assert (scan.held, scan.gone) == ((0, 5) if purged else (4, 1))
+        await foreign(client, centre)
+    for verb, request, expected in (("MSG.DELETE", {"seq": 5}, (4, 1)), ("PURGE", {}, (0, 5))):
+        await client.api(f"STREAM.{verb}.{centre.target}", request)
+        scan = await run_scan(client, centre.target, "limits", TargetScan(0, 5))
+        assert (scan.held, scan.gone) == expected, verb
 
 
 async def count_of(client: FloeClient, centre: Centre, wanted: int) -> bool:
@@ -398,17 +380,16 @@ async def count_of(client: FloeClient, centre: Centre, wanted: int) -> bool:
 async def test_a_chain_is_moved_while_ingress_carries(client: FloeClient, centre: Centre) -> None:
     centre.archive.put(rows_of(1, 30))
     await make(client, centre)
-    words = ["checkpoint", "set", "-c", str(centre.write()), "--target", centre.target, "--site", "us-east"]
+    words = ["--site", "us-east", "--feed", "NODES", "--sequence"]
     async with service(centre):
         await closed_at(client, centre, 30)
-        dry = await floe(*words, "--feed", "NODES", "--sequence", "21", "--dry-run", "--json")
-        asked = await invoke(*words, "--feed", "NODES", "--sequence", "21")
-        done = await invoke(*words, "--feed", "NODES", "--sequence", "21", "--yes", "--json")
+        dry = await set_by_hand(centre, *words, "21", "--dry-run", "--json")
+        asked = await set_by_hand(centre, *words, "21")
+        done = await set_by_hand(centre, *words, "21", "--yes", "--json")
         await stands(client, centre, numbers((1, 30), (21, 30)))
-        again = await invoke(*words, "--feed", "NODES", "--sequence", "31", "--yes")
+        again = await set_by_hand(centre, *words, "31", "--yes")
 
-    assert dry.code == 0
-    assert dry.json()["changed"] is False
+    assert (dry.code, dry.json()["changed"]) == (0, False)
     assert (asked.code, "expected --yes where nobody can be asked" in asked.err) == (2, True)
     assert f"{CHAIN}: 21 to 30 are carried again" in asked.out
     assert done.json()["changed"] is True
@@ -420,39 +401,30 @@ async def test_nothing_is_corrected_while_something_else_publishes(
     client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(correct, "STILL", 1.0)
-    before = await carried(client, centre, centre.archive)
+    before = await carried(client, centre)
 
     async def write_on() -> None:
         while True:
             await foreign(client, centre)
 
     writing = asyncio.create_task(write_on())
-    words = ["checkpoint", "set", "-c", str(centre.write()), "--target", centre.target, "--accept", "--yes"]
-    refused = await invoke(*words)
+    refused = await set_by_hand(centre, "--accept", "--yes")
     writing.cancel()
     assert (await (await centre.state(client)).load()).state == before
-    done = await invoke(*words)
+    done = await set_by_hand(centre, "--accept", "--yes")
 
     assert (refused.code, "E-TARGET-SHARED" in refused.err) == (4, True)
     assert done.code == 0
 
 
 async def test_what_the_command_refuses(client: FloeClient, centre: Centre) -> None:
-    await carried(client, centre, centre.archive)
-    config, refused = str(centre.write()), []
-    for words in (
-        [],
-        ["--accept", "--forget"],
-        ["--site", "us-east", "--sequence", "3"],
-        ["--position", f"{CHAIN}=3", "--forget"],
-        ["--accept-repeats", "--forget"],
-    ):
-        done = await invoke("checkpoint", "set", "-c", config, "--target", centre.target, *words)
-        refused.append(done.code)
-    other = await invoke("checkpoint", "set", "-c", config, "--target", "OTHER", "--accept")
-    full = await invoke(*forget(centre))
+    await carried(client, centre)
+    position = f"--position {CHAIN}=3 --forget"
+    for words in ("", "--accept --forget", "--site us-east --sequence 3", position, "--accept-repeats --forget"):
+        assert (await set_by_hand(centre, *words.split())).code == 2, words
+    other = await set_by_hand(centre, "--target", "OTHER", "--accept")
+    full = await set_by_hand(centre, "--forget", "--yes")
 
-    assert refused == [2] * 5
     assert (other.code, f"expected one of {centre.target}, found OTHER" in other.err) == (2, True)
     assert full.code == 1
     assert "E-CORRECTION" in full.err
@@ -487,7 +459,7 @@ async def test_a_parked_message_that_a_dropped_intent_left_out_can_still_be_deli
     opened = open_intent(TargetState(Checkpoint(2, created, {CHAIN: 4})), [again, rest])
     await (await centre.state(client)).save(opened, 0)
     centre.archive.objects.delete(ref.key)
-    done = await invoke("checkpoint", "set", "-c", str(centre.write()), "--target", centre.target, wanted, "--yes")
+    done = await set_by_hand(centre, wanted, "--yes")
     assert done.code == 0, done
     states = {name.sequence: entry.state for name, entry in parked.entries().items()}
     assert states == {3: State.DELIVERED, 5: State.PARKED}
@@ -511,7 +483,7 @@ async def test_what_was_parked_before_a_purge_is_not_delivered_beside_what_is_ca
     info = await stream_info(client, centre.target)
     assert info is not None
     await client.api(f"STREAM.UPDATE.{centre.target}", {**info.config, "max_msg_size": 100_000})
-    assert (await invoke(*forget(centre))).code == 0
+    assert (await set_by_hand(centre, "--forget", "--yes")).code == 0
     async with service(centre):
         await stands(client, centre, numbers((1, 10)))
         await closed_at(client, centre, 19)

@@ -12,13 +12,10 @@ from pathlib import Path
 import pytest
 
 from common.chain import Chain
-from common.clock import SystemClock
-from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
 from common.logs import configure, flush
 from common.metrics import REGISTRY
-from common.service.monitor import Health
 from common.tasks import Stop
 from infra.local.nats import NatsServer
 from ingress.deps import lease_key
@@ -77,23 +74,6 @@ async def test_a_stopped_target_goes_on_without_a_restart_once_the_state_is_mend
     assert last["messages"] == 70
     begins = [line for line in lines if line["action"] == "goes_on"]
     assert (begins[0]["chains"], begins[0]["target_sequence"]) == ({}, 0)
-
-
-async def test_a_process_whose_targets_are_all_stopped_stays_and_looks_again(
-    centre: Centre, client: FloeClient
-) -> None:
-    await create_stream(client, {"name": centre.target, "subjects": [f"{centre.target}.>"]})
-    await client.request_raw(f"{centre.target}.a".encode(), b"x", timeout=PATIENCE)
-    health, stop = Health(SystemClock()), Stop()
-    task = asyncio.create_task(centre.run(stop, health))
-    await soon(lambda: centre.status(health).get("state") == "stopped")
-    await asyncio.sleep(1)
-    assert not task.done()
-    assert centre.status(health)["code"] == "E-TARGET-NOT-EMPTY"
-    await client.api(f"STREAM.DELETE.{centre.target}")
-    check_exact(await centre.carried(client, 30), centre.archive, centre.prefix)
-    stop.set()
-    await asyncio.wait_for(task, PATIENCE)
 
 
 async def test_a_drain_closes_the_open_intent_and_gives_the_lease_back(client: FloeClient, centre: Centre) -> None:

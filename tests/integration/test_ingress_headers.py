@@ -47,6 +47,8 @@ ACTING = [
     b"Nats-Trace-Only: true",
     b"Nats-Request-Info: {}",
 ]
+ODD = [None, b"NATS/1.0\r\n\r\n", b"NATS/1.0 503 no\r\n\r\n", b"NATS/1.0\r\nno end"]
+FORGED = b"Floe-Source: mars NODES 0000 0 1 1"
 MARK = b"KV-Operation: PURGE"  # read by clients only
 
 
@@ -77,7 +79,8 @@ async def test_no_header_of_the_source_acts_unless_it_is_listed(
     lines = [line.replace(b"{target}", centre.target.encode()) for line in ACTING]
     rows = [message(n, headers=block(b"A: 1", line, MARK)) for n, line in enumerate(lines, 1)]
     rows += [message(n, headers=block(line.lower())) for n, line in enumerate(lines, 101)]
-    rows += [message(201, headers=block(*lines)), message(202, headers=block(*lines))]
+    more = [block(*lines), block(*lines), *ODD, block(FORGED, b"A: 1", b"a:  2  ", b"A:", b"A: 1")]
+    rows += [message(n, b"x" * (n % 2), headers=each) for n, each in enumerate(more, 201)]
     centre.archive.put(rows)
 
     await make(client, centre)

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
 from common.chain import Chain
-from common.jetstream.api import create_stream, stream_info
-from common.jetstream.client import FloeClient, frame
-from common.segments.keys import SegmentName
+from common.jetstream.api import stream_info
+from common.jetstream.client import FloeClient
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
 from common.service.monitor import Health
-from ingress.checkpoint import Checkpoint, Intent, IntentPiece, TargetState
-from tests.support.basics import soon, unique
-from tests.support.ingress import CHAIN, Centre, check_exact, client_of, count_in, rows_of
-from tests.support.segments import message
+from tests.support.basics import soon
+from tests.support.ingress import CHAIN, Centre, check_exact, count_in, left_open, make, rows_of, store
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 OTHER = Chain("eu-west", "NODES")
-
-
-def block(*lines: bytes) -> bytes:
-    return b"NATS/1.0\r\n" + b"".join(line + b"\r\n" for line in lines) + b"\r\n"
 
 
 def chain_status(health: Health, centre: Centre, chain: Chain = CHAIN) -> dict[str, object]:
@@ -34,9 +26,7 @@ def chain_status(health: Health, centre: Centre, chain: Chain = CHAIN) -> dict[s
 
 
 @pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
-async def test_segments_of_several_chains_arrive_once_and_in_order(
-    client: FloeClient, centre: Centre, publisher: str
-) -> None:
+async def test_several_chains_arrive_once_and_in_order(client: FloeClient, centre: Centre, publisher: str) -> None:
     for first in (1, 201, 401):
         centre.archive.put(rows_of(first, first + 199))
         centre.archive.put(rows_of(first, first + 199, OTHER), chain=OTHER)
@@ -70,9 +60,7 @@ async def test_a_prefix_with_the_names_of_the_chain_tells_two_sites_apart(client
         assert [m.subject for m in messages if m.chain == chain] == sent
 
 
-async def test_what_is_archived_later_follows_and_a_restart_goes_on_where_it_stopped(
-    client: FloeClient, centre: Centre
-) -> None:
+async def test_what_comes_later_follows_and_a_restart_goes_on(client: FloeClient, centre: Centre) -> None:
     centre.archive.put(rows_of(1, 50))
     async with centre.running():
         await centre.carried(client, 50)
@@ -93,48 +81,6 @@ async def test_what_is_archived_later_follows_and_a_restart_goes_on_where_it_sto
     assert stored.checkpoint.target_sequence == 110
     assert said.sources == ("eu-west/NODES", "us-east/NODES")
     assert said.positions in ({CHAIN: 51}, {CHAIN: 101}, {CHAIN: 131})
-
-
-async def test_headers_come_back_byte_for_byte_and_nothing_acts_again(client: FloeClient, centre: Centre) -> None:
-    blocks = [
-        None,
-        block(),
-        block(b"A: 1", b"a:  2  ", b"A:", b"A: 1"),
-        block(b"Nats-Msg-Id: same"),
-        block(b"nats-rollup: all", b"Nats-Rollup: all"),
-        block(b"Nats-TTL: 1s"),
-        block(b"Nats-Expected-Last-Sequence: 999", b"Nats-Batch-Id: x", b"Nats-Batch-Commit: 1"),
-        block(b"Nats-Expected-Stream: other", b"Nats-Expected-Last-Msg-Id: z", b"Nats-Incr: +1"),
-        block(b"Nats-Schedule: @at 2030-01-01T00:00:00Z", b"Nats-Schedule-Target: a.b", b"Nats-Stream-Source: x"),
-        block(b"Floe-Source: mars NODES 0000 0 1 1", b"Floe-Original: A: 1"),
-        block(b"Nats-Msg-Id: same"),
-        b"NATS/1.0 503 no\r\n\r\n",
-        b"NATS/1.0\r\nno end",
-    ]
-    rows = [message(n, b"" if n % 2 else b"x", headers=b) for n, b in enumerate(blocks, 1)]
-    rows.append(message(len(rows) + 1, subject=b"nodes.\xff\xfe"))
-    centre.archive.put(rows)
-
-    async with centre.running():
-        messages = await centre.carried(client, len(rows))
-
-    messages[-1] = replace(
-        messages[-1], message=replace(messages[-1].message, subject=centre.prefix + b"nodes.\xff\xfe")
-    )
-    check_exact(messages, centre.archive, centre.prefix)
-
-
-async def test_a_control_header_that_may_act_acts(client: FloeClient, centre: Centre) -> None:
-    centre.archive.put([message(1, headers=block(b"Nats-TTL: 5s")), message(2, headers=block(b"Nats-TTL: soon"))])
-    centre.target_settings["sources"][0]["control_headers"] = ["Nats-TTL"]
-
-    async with centre.running():
-        assert len(await centre.carried(client, 2)) == 2
-
-        async def expired() -> bool:
-            return await count_in(client, centre.target) == 1
-
-        await soon(expired)
 
 
 async def test_a_hole_waits_until_it_is_filled_and_other_chains_go_on(client: FloeClient, centre: Centre) -> None:
@@ -205,28 +151,7 @@ async def test_a_segment_of_another_site_under_a_listed_key_is_damage(client: Fl
         assert await count_in(client, centre.target) == 0
 
 
-async def test_a_row_that_the_target_would_refuse_stops_its_chain_before_it_and_no_other(
-    client: FloeClient, centre: Centre
-) -> None:
-    centre.archive.put([message(1), message(2), message(3, subject=b"a b"), message(4)])
-    centre.archive.put([message(1), message(2, b"x" * (1 << 20))], chain=OTHER)
-    centre.archive.rows[CHAIN] = centre.archive.rows[CHAIN][:2]
-    centre.archive.rows[OTHER] = centre.archive.rows[OTHER][:1]
-
-    async with centre.running() as health:
-        await centre.carried(client, 3)
-        await soon(
-            lambda: "stopped" in chain_status(health, centre) and "stopped" in chain_status(health, centre, OTHER)
-        )
-        assert "stops at sequence 3: subject 'a b'" in str(chain_status(health, centre)["stopped"])
-        assert "the message with its headers needs" in str(chain_status(health, centre, OTHER)["stopped"])
-        await asyncio.sleep(0.3)
-        check_exact(await centre.carried(client, 3), centre.archive, centre.prefix)
-
-
-async def test_an_incarnation_begins_when_all_partitions_of_the_one_before_have_ended(
-    client: FloeClient, centre: Centre
-) -> None:
+async def test_an_incarnation_begins_when_all_partitions_before_have_ended(client: FloeClient, centre: Centre) -> None:
     parts = [Chain("us-east", "NODES", 0, n) for n in (0, 1)]
     later = Chain("us-east", "NODES", 1)
     centre.archive.begin(later, previous={0: 10, 1: 20})
@@ -294,52 +219,26 @@ async def test_a_chain_begins_where_chain_json_and_retention_say(client: FloeCli
 # Open intents that another instance left behind
 
 
-async def open_intent_of(centre: Centre, stored: int, *pieces: IntentPiece) -> None:
-    """A target with an open intent of which the first `stored` messages were sent by hand."""
-    async with client_of(centre.url) as client:
-        info = await create_stream(
-            client, {"name": centre.target, "subjects": [f"{centre.target}.>"], "allow_atomic": True}
-        )
-        for row in rows_of(1, stored):
-            lines = b"Floe-Source: us-east NODES 0000 0 %d %d" % (row.sequence, row.timestamp_ns)
-            client.send(frame(centre.prefix + row.subject, row.payload, block(lines)))
-        state = TargetState(Checkpoint(0, info.created), Intent(0, pieces))
-        assert await (await centre.state(client)).save(state, 0)
-
-
-@pytest.mark.parametrize("stored", [0, 7, 20, 25])
-async def test_an_open_intent_is_finished_as_it_stands_by_whoever_comes(
-    client: FloeClient, centre: Centre, stored: int
-) -> None:
-    ref = centre.archive.put(rows_of(1, 40))
-    await open_intent_of(
-        centre,
-        stored,
-        IntentPiece(ref.segment, SequenceRange(1, 20), 20),
-        IntentPiece(ref.segment, SequenceRange(21, 25), 5),
-    )
-
-    async with centre.running():
-        check_exact(await centre.carried(client, 40), centre.archive, centre.prefix)
+async def opened(client: FloeClient, centre: Centre, ref: SegmentRef) -> None:
+    """A target with an open intent over the segment, of which 7 rows are stored."""
+    await left_open(client, centre, ref, await make(client, centre))
+    await store(client, centre, rows_of(1, 7))
 
 
 async def test_the_rows_of_an_open_intent_are_found_through_the_cover(client: FloeClient, centre: Centre) -> None:
-    gone = centre.archive.put(rows_of(1, 40), SequenceRange(1, 50))
+    gone = centre.archive.put(rows_of(1, 40))
     centre.archive.store.delete(gone)
-    centre.archive.rows.clear()
     for first, last in ((1, 15), (16, 40), (41, 60)):
         centre.archive.put(rows_of(first, last), level=1)
-    centre.archive.rows[CHAIN] = [row for row in rows_of(1, 60) if row.sequence <= 60]
-    await open_intent_of(centre, 7, IntentPiece(gone.segment, SequenceRange(1, 40), 40))
+    centre.archive.rows[CHAIN] = rows_of(1, 60)
+    await opened(client, centre, gone)
 
     async with centre.running():
         check_exact(await centre.carried(client, 60), centre.archive, centre.prefix)
 
 
 async def test_other_rows_in_the_range_of_an_open_intent_stop_the_target(client: FloeClient, centre: Centre) -> None:
-    name = SegmentName(CHAIN, 0, SequenceRange(1, 40), "0" * 16)
-    centre.archive.put(rows_of(1, 39), SequenceRange(1, 40))
-    await open_intent_of(centre, 7, IntentPiece(name, SequenceRange(1, 40), 40))
+    await opened(client, centre, centre.archive.put(rows_of(1, 39), SequenceRange(1, 40)))
 
     assert "expected 40 messages in 1..40, found 39" in (await centre.ending()).message
     assert await count_in(client, centre.target) == 7
