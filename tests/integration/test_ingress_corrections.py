@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
-from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.headers import Provenance, build_block
 from common.sequences import SequenceRange
@@ -42,6 +41,7 @@ from tests.support.ingress import (
     stands,
     stop_of,
     store,
+    update,
 )
 from tests.support.segments import message
 
@@ -480,9 +480,7 @@ async def test_what_was_parked_before_a_purge_is_not_delivered_beside_what_is_ca
     async with centre.running():
         await closed_at(client, centre, 9)
     await client.api(f"STREAM.PURGE.{centre.target}")
-    info = await stream_info(client, centre.target)
-    assert info is not None
-    await client.api(f"STREAM.UPDATE.{centre.target}", {**info.config, "max_msg_size": 100_000})
+    await update(client, centre, max_msg_size=100_000)
     assert (await set_by_hand(centre, "--forget", "--yes")).code == 0
     async with service(centre):
         await stands(client, centre, numbers((1, 10)))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.chain import Chain
 from common.errors import Unavailable
-from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient
 from common.metrics import REGISTRY
 from tests.support.basics import soon
 from tests.support.commands import floe
-from tests.support.ingress import CHAIN, Archive, Centre, count_in, rows_of
+from tests.support.ingress import CHAIN, Centre, count_in, make, rows_of
 from tests.support.segments import message
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
@@ -31,18 +29,11 @@ def of_chain(name: str, target: str, chain: Chain = CHAIN) -> float:
     return reading(name, target, site=chain.site, feed=chain.feed, partition=str(chain.partition))
 
 
-def centre_of(folder: Path, archive: Archive, url: str, **target: Any) -> Centre:
-    return Centre(folder, archive, url, create=None, **target)
-
-
-async def test_stopped_and_paused_chains_and_what_was_stored_are_counted(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
-    archive.put([message(1), message(2, subject=b"elsewhere")])
-    archive.put(rows_of(1, 5, OTHER), chain=OTHER)
-    centre = centre_of(tmp_path, archive, nats_url)
-    subjects = [f"{centre.target}.nodes.*"]
-    await create_stream(client, {"name": centre.target, "subjects": subjects, "allow_atomic": True})
+async def test_stopped_and_paused_chains_and_what_was_stored_are_counted(client: FloeClient, centre: Centre) -> None:
+    centre.archive.put([message(1), message(2, subject=b"elsewhere")])
+    centre.archive.put(rows_of(1, 5, OTHER), chain=OTHER)
+    centre.having(create=None)
+    await make(client, centre, subjects=[f"{centre.target}.nodes.*"])
     async with centre.running():
         await soon(lambda: reading("stopped_chains", centre.target) == 1)
         await soon(lambda: of_chain("messages_total", centre.target, OTHER) == 5)
@@ -54,7 +45,7 @@ async def test_stopped_and_paused_chains_and_what_was_stored_are_counted(
 
         assert reading("publish_seconds_count", centre.target) >= 1
         assert reading("publish_last_success_timestamp_seconds", centre.target) > 1_700_000_000
-        payloads = sum(len(row.payload) for row in archive.rows[OTHER])
+        payloads = sum(len(row.payload) for row in centre.archive.rows[OTHER])
         assert of_chain("bytes_total", centre.target, OTHER) >= payloads
         assert of_chain("bytes_total", centre.target) > 0
         assert reading("intents_total", centre.target, result="closed") >= 1
@@ -62,31 +53,25 @@ async def test_stopped_and_paused_chains_and_what_was_stored_are_counted(
     assert await count_in(client, centre.target) == 6
 
 
-async def test_parked_messages_are_counted_until_they_are_delivered(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
-    archive.put([message(1), message(2, b"x" * 5000), message(3)])
-    centre = centre_of(tmp_path, archive, nats_url, on_oversize="park")
-    config = {"subjects": [f"{centre.target}.>"], "allow_atomic": True, "max_msg_size": 4000}
-    await create_stream(client, {"name": centre.target, **config})
+async def test_parked_messages_are_counted_until_they_are_delivered(client: FloeClient, centre: Centre) -> None:
+    centre.archive.put([message(1), message(2, b"x" * 5000), message(3)])
+    centre.having(create=None, on_oversize="park")
+    await make(client, centre, max_msg_size=4000)
     async with centre.running():
         await soon(lambda: reading("parked_waiting", centre.target) == 1)
         assert of_chain("parked_messages_total", centre.target) == 1
     assert await count_in(client, centre.target) == 2
 
 
-async def test_foreign_messages_of_a_shared_target_are_counted(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
-    archive.put(rows_of(1, 5))
-    centre = centre_of(tmp_path, archive, nats_url, exclusive=False, delivery="at_least_once")
-    config = {"subjects": [f"{centre.target}.>"], "allow_atomic": True}
-    await create_stream(client, {"name": centre.target, **config})
+async def test_foreign_messages_of_a_shared_target_are_counted(client: FloeClient, centre: Centre) -> None:
+    centre.archive.put(rows_of(1, 5))
+    centre.having(create=None, exclusive=False, delivery="at_least_once")
+    await make(client, centre)
     async with centre.running():
         await centre.carried(client, 5)
         for number in range(3):
             await client.request(f"{centre.target}.nodes.{number}", b"not ours")
-        archive.put(rows_of(6, 9))
+        centre.archive.put(rows_of(6, 9))
         await centre.carried(client, 12)
 
         await soon(lambda: reading("foreign_messages_total", centre.target) == 3)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from common.jetstream.api import create_stream, stream_info
+from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.pull import get_message
 from tests.support.basics import soon
-from tests.support.ingress import CHAIN, Archive, Centre, arrived, check_exact, count_in, rows_of
+from tests.support.ingress import CHAIN, Archive, Centre, arrived, check_exact, count_in, make, rows_of
 from tests.support.segments import message
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
@@ -56,19 +56,8 @@ def block(*lines: bytes) -> bytes:
     return b"NATS/1.0\r\n" + b"".join(line + b"\r\n" for line in lines) + b"\r\n"
 
 
-async def make(client: FloeClient, centre: Centre, **config: Any) -> None:
-    """A target that allows everything."""
-    allowed = ("allow_atomic", "allow_batched", "allow_direct", "allow_msg_ttl", "allow_rollup_hdrs")
-    await create_stream(
-        client,
-        {
-            "name": centre.target,
-            "subjects": [f"{centre.target}.>"],
-            **dict.fromkeys(allowed, True),
-            "allow_msg_schedules": True,
-            **config,
-        },
-    )
+ALLOWED = ("atomic", "batched", "direct", "msg_ttl", "rollup_hdrs", "msg_schedules")
+EVERYTHING = dict.fromkeys([f"allow_{each}" for each in ALLOWED], True)
 
 
 @pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
@@ -83,7 +72,7 @@ async def test_no_header_of_the_source_acts_unless_it_is_listed(
     rows += [message(n, b"x" * (n % 2), headers=each) for n, each in enumerate(more, 201)]
     centre.archive.put(rows)
 
-    await make(client, centre)
+    await make(client, centre, **EVERYTHING)
     async with centre.running():
         messages = await centre.carried(client, len(rows))
     check_exact(messages, centre.archive, centre.prefix)
@@ -117,7 +106,7 @@ async def test_a_listed_ttl_expires_and_every_other_value_is_text(
     archive.put(rows)
     centre = centre_of(tmp_path, archive, nats_url, "Nats-TTL")
 
-    await make(client, centre)
+    await make(client, centre, **EVERYTHING)
     async with centre.running():
         await soon(lambda: _last(client, centre, len(rows)))
         await soon(lambda: _count(client, centre, len(rows) - 4))
@@ -158,7 +147,7 @@ async def test_a_listed_rollup_purges_messages_and_no_sequences(
     archive.put(rows)
     centre = centre_of(tmp_path, archive, nats_url, "Nats-Rollup", publisher=publisher)
 
-    await make(client, centre)
+    await make(client, centre, **EVERYTHING)
     async with centre.running():
         await soon(lambda: _last(client, centre, 9))
         left = [each.message.sequence for each in await arrived(client, centre.target)]
@@ -178,7 +167,7 @@ async def test_a_listed_marker_reason_is_kept_as_a_header(
     archive.put([message(1, headers=block(b"Nats-Marker-Reason: Purge")), *rows_of(2, 3)])
     centre = centre_of(tmp_path, archive, nats_url, "Nats-Marker-Reason")
 
-    await make(client, centre)
+    await make(client, centre, **EVERYTHING)
     async with centre.running():
         await centre.carried(client, 3)
     stored = await get_message(client, centre.target, 1)

@@ -28,6 +28,7 @@ from tests.support.ingress import (
     service,
     stop_of,
     store,
+    update,
 )
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
@@ -98,12 +99,6 @@ async def test_a_part_that_is_gone_from_the_target_is_not_stored_again(
         found = await arrived(client, centre.target)
     assert sequences(found) == list(held)
     assert [each.sequence for each in found] == list(held)
-
-
-async def update(client: FloeClient, centre: Centre, **config: Any) -> None:
-    info = await stream_info(client, centre.target)
-    assert info is not None
-    await client.api(f"STREAM.UPDATE.{centre.target}", {**info.config, **config})
 
 
 @pytest.mark.parametrize(

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import json
 import re
 import shlex
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
-import floe
 from common.errors import AnotherWriter
-from common.jetstream.api import ask, create_stream, stream_info
+from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient
 from common.segments.segment import Message
 from ingress.parked import ParkedStore, State
+from tests.support import ingress
 from tests.support.basics import soon
+from tests.support.commands import floe
 from tests.support.ingress import CHAIN, Archive, Centre, arrived, rows_of
 from tests.support.segments import message
 
@@ -46,25 +43,13 @@ def block(*lines: bytes) -> bytes:
     return b"NATS/1.0\r\n" + b"".join(line + b"\r\n" for line in lines) + b"\r\n"
 
 
-async def make(client: FloeClient, centre: Centre, size: int = LIMIT, **config: Any) -> None:
+async def make(client: FloeClient, centre: Centre) -> None:
     """The target with a greatest message."""
-    await create_stream(client, settings_of(centre, size, **config))
-
-
-def settings_of(centre: Centre, size: int, **config: Any) -> dict[str, Any]:
-    return {
-        "name": centre.target,
-        "subjects": [f"{centre.target}.>"],
-        "max_msg_size": size,
-        "allow_atomic": True,
-        "allow_batched": True,
-        "allow_direct": True,
-        **config,
-    }
+    await ingress.make(client, centre, max_msg_size=LIMIT, allow_batched=True, allow_direct=True)
 
 
 async def raise_limit(client: FloeClient, centre: Centre, size: int) -> None:
-    await ask(client, f"STREAM.UPDATE.{centre.target}", settings_of(centre, size))
+    await ingress.update(client, centre, max_msg_size=size)
 
 
 async def kept(client: FloeClient, centre: Centre) -> ParkedStore:
@@ -91,42 +76,8 @@ def check_all_once(messages: list[Any], archive: Archive, centre: Centre, late: 
         assert each.subject == centre.prefix + row.subject
 
 
-async def test_a_message_that_is_too_large_is_put_aside_and_delivered_once_it_fits(
-    client: FloeClient, centre: Centre
-) -> None:
-    centre.archive.put(with_large(1, 20))
-    centre.archive.put(with_large(21, 40))
-    centre.having(on_oversize="park")
-
-    await make(client, centre)
-    parked = await kept(client, centre)
-    async with centre.running():
-        messages = await centre.carried(client, 37)
-        assert {each.message.sequence for each in messages} == set(range(1, 41)) - set(LARGE)
-        await soon(lambda: states(parked) == dict.fromkeys(LARGE, State.PARKED))
-        stored = parked.read(parked.name(CHAIN, 17))
-        assert stored == centre.archive.rows[CHAIN][16]
-
-        await raise_limit(client, centre, 100_000)
-    for entry in parked.entries().values():
-        parked.ask(entry)
-    async with centre.running():
-        messages = await centre.carried(client, 40)
-        await soon(lambda: set(states(parked).values()) == {State.DELIVERED})
-    check_all_once(messages, centre.archive, centre, set(LARGE))
-    state = (await (await centre.state(client)).load()).state
-    assert state is not None
-    assert (state.checkpoint.positions[CHAIN], state.checkpoint.target_sequence) == (41, 40)
-
-
-async def floe_parked(*words: str) -> Result:
-    return await run_floe("parked", *words)
-
-
 async def listed(config: Path) -> dict[int, dict[str, Any]]:
-    result = await floe_parked("ls", "-c", str(config), "--json")
-    assert result.exit_code == 0, result.output
-    return {row["sequence"]: row for row in json.loads(result.output)}
+    return {row["sequence"]: row for row in (await floe("parked", "ls", "-c", str(config), "--json")).json()}
 
 
 async def are(config: Path, states: list[str]) -> bool:
@@ -146,25 +97,24 @@ async def test_the_command_lists_shows_and_asks_and_is_told_what_came_of_it(clie
         assert set(await listed(config)) == {5, 17}
         assert (await listed(config))[5]["why"].endswith("bytes, the target takes 1000")
 
-        shown = await floe_parked("cat", *of_chain, "--sequence", "17")
-        assert shown.stdout_bytes == centre.archive.rows[CHAIN][16].payload
-        shown = await floe_parked("cat", *of_chain, "--sequence", "17", "--headers")
-        assert shown.stdout_bytes == centre.archive.rows[CHAIN][16].headers
-        found = json.loads((await floe_parked("cat", *of_chain, "--sequence", "17", "--json")).output)
-        assert base64.b64decode(found["payload"]) == centre.archive.rows[CHAIN][16].payload
-        assert base64.b64decode(found["subject"]) == b"nodes.large"
+        row, cat = centre.archive.rows[CHAIN][16], ["parked", "cat", *of_chain, "--sequence", "17"]
+        assert (await floe(*cat)).out.encode() == row.payload
+        assert (await floe(*cat, "--headers")).out.splitlines() == (row.headers or b"").decode().splitlines()
+        found = (await floe(*cat, "--json")).json()
+        parts = [base64.b64decode(found[part]) for part in ("subject", "headers", "payload")]
+        assert parts == [row.subject, row.headers, row.payload]
 
         await raise_limit(client, centre, 1800)
-        assert (await floe_parked("retry", *of_chain, "--all")).exit_code == 2
-        assert (await floe_parked("retry", *of_chain, "--sequence", "9", "--yes")).exit_code == 3
-        assert (await floe_parked("retry", *of_chain, "--all", "--yes")).exit_code == 0
+        assert (await floe("parked", "retry", *of_chain, "--all")).code == 2
+        assert (await floe("parked", "retry", *of_chain, "--sequence", "9", "--yes")).code == 3
+        assert (await floe("parked", "retry", *of_chain, "--all", "--yes")).code == 0
         assert {row["state"] for row in (await listed(config)).values()} == {"asked for"}
     async with centre.running():
         messages = await centre.carried(client, 19)
         await soon(lambda: are(config, ["parked", "delivered"]))
         assert (await listed(config))[5]["why"].endswith("bytes, the target takes 1800")
         assert [each.message.sequence for each in messages][-1] == 17
-        assert (await floe_parked("retry", *of_chain, "--sequence", "17", "--yes")).exit_code == 3
+        assert (await floe("parked", "retry", *of_chain, "--sequence", "17", "--yes")).code == 3
 
 
 async def test_what_is_asked_for_while_the_service_runs_is_delivered_without_a_restart(
@@ -204,12 +154,6 @@ async def test_all_messages_of_a_feed_may_be_too_large(client: FloeClient, centr
     assert [each.message.sequence for each in check] == list(range(61, 71))
 
 
-def commands_of(hint: str, config: Path) -> list[list[str]]:
-    """The `floe …` commands that a hint names, with the configuration of this test."""
-    found = [shlex.split(words) for words in re.findall(r"floe ((?:chain|checkpoint) [^,)\n]+)", hint)]
-    return [[str(config) if before == "-c" else word for before, word in pairwise(["", *words])] for words in found]
-
-
 @pytest.mark.parametrize("way", ["skip", "raise"])
 async def test_without_parking_the_chain_stops_and_its_way_out_can_be_pasted(
     client: FloeClient, centre: Centre, way: str
@@ -226,19 +170,15 @@ async def test_without_parking_the_chain_stops_and_its_way_out_can_be_pasted(
         found = await soon(stopped)
         assert "sequence 5: the message with its headers needs" in found["stopped"]
         assert len(await centre.carried(client, 4)) == 4
-        resume, skip = commands_of(found["hint"], centre.write())
+        resume, skip = re.findall(r"floe ((?:chain|checkpoint) [^,)\n]+)", found["hint"])
         if way == "raise":
             await raise_limit(client, centre, 100_000)
-        pasted = await run_floe(*(resume if way == "raise" else skip))
-        assert pasted.exit_code == 0, pasted.output
+        words = shlex.split((resume if way == "raise" else skip).replace("site.yaml", str(centre.write())))
+        pasted = await floe(*words)
+        assert pasted.code == 0, pasted
         messages = await centre.carried(client, 20 if way == "raise" else 19)
     expected = [*range(1, 21)] if way == "raise" else [1, 2, 3, 4, *range(6, 21)]
     assert [each.message.sequence for each in messages] == expected
-
-
-async def run_floe(*words: str) -> Result:
-    """A command in a thread, because it runs a loop of its own."""
-    return await asyncio.to_thread(CliRunner().invoke, floe.cli, words, prog_name="floe")
 
 
 @asynccontextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from tests.support.ingress import Archive, Centre, check_exact, rows_of
 RIGHTS = Path(__file__).parents[2] / "infra" / "rights"
 ROLES = ("egress", "ingress", "operator", "restore", "replay", "drill")
 LEASES = "FLOE_LEASES.ingress.>"
+LOOKING = ("chain ls", "status", "checkpoint ls", "gap ls", "check archive", "doctor --role compaction")
 
 
 def guarded(server: NatsServer) -> NatsServer:
@@ -77,16 +78,28 @@ async def everything(server: NatsServer) -> FloeClient:
     return await connect(NatsSettings(url=server.url, user="all", password="secret"), name="test")
 
 
+@pytest.fixture
+async def client(server: NatsServer) -> AsyncIterator[FloeClient]:
+    """A connection of somebody who may do everything."""
+    found = await everything(server)
+    yield found
+    await found.aclose()
+
+
+@pytest.fixture
+def bench(server: NatsServer, tmp_path: Path, client: FloeClient) -> Bench:
+    return Bench(server.url, tmp_path, client, "FLOE_LEASES", "FLOE_STATE")
+
+
 def violations(server: NatsServer) -> list[str]:
     return [line for line in server.log.read_text().splitlines() if "Violation" in line]
 
 
 @pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
 async def test_ingress_carries_with_the_rights_of_the_table(
-    centre: Guarded, server: NatsServer, publisher: str
+    centre: Guarded, server: NatsServer, client: FloeClient, publisher: str
 ) -> None:
     centre.target_settings["publisher"] = publisher
-    client = await everything(server)
     async with centre.running():
         await centre.carried(client, 500)
     centre.archive.put(rows_of(501, 600))
@@ -94,22 +107,20 @@ async def test_ingress_carries_with_the_rights_of_the_table(
         check_exact(await centre.carried(client, 600), centre.archive, centre.prefix)
 
     assert violations(server) == []
-    await client.aclose()
 
 
-async def test_without_the_subscription_releases_are_not_heard_and_all_else_works(
-    centre: Guarded, server: NatsServer
+async def test_releases_that_may_not_be_heard_hinder_nothing(
+    centre: Guarded, server: NatsServer, client: FloeClient
 ) -> None:
     centre.user = "deaf"
-    client = await everything(server)
     async with centre.running():
         check_exact(await centre.carried(client, 500), centre.archive, centre.prefix)
         await soon(lambda: any("Subscription" in line for line in violations(server)))
-    await client.aclose()
 
 
-async def test_an_operator_corrects_with_the_rights_of_the_table(centre: Guarded, server: NatsServer) -> None:
-    client = await everything(server)
+async def test_an_operator_corrects_with_the_rights_of_the_table(
+    centre: Guarded, server: NatsServer, client: FloeClient
+) -> None:
     async with centre.running():
         await centre.carried(client, 500)
     centre.user = "operator"
@@ -119,25 +130,18 @@ async def test_an_operator_corrects_with_the_rights_of_the_table(centre: Guarded
         ["checkpoint", "set", *named, "--from-target", "--yes"],
         ["checkpoint", "set", *named, *chain, "--sequence", "400", "--yes"],
         ["chain", "pause", *named, *chain],
-        ["chain", "ls", *named[:2]],
         ["chain", "resume", *named, *chain],
-        ["status", *named[:2]],
-        ["checkpoint", "ls", *named[:2]],
-        ["gap", "ls", *named[:2]],
-        ["check", "archive", *named[:2]],
-        ["doctor", *named[:2], "--role", "compaction"],
+        *([*each.split(), *named[:2]] for each in LOOKING),
     ):
         done = await floe(*words)
         assert done.code == 0, (words, done.err)
 
     assert violations(server) == []
-    await client.aclose()
 
 
 async def test_an_operator_asks_for_what_was_parked_with_the_rights_of_the_table(
-    centre: Guarded, server: NatsServer
+    centre: Guarded, server: NatsServer, client: FloeClient
 ) -> None:
-    client = await everything(server)
     centre.target_settings["on_oversize"] = "park"
     centre.archive.put(with_large(501, 520, {510: 2000}))
     await make(client, centre)
@@ -158,7 +162,6 @@ async def test_an_operator_asks_for_what_was_parked_with_the_rights_of_the_table
         assert asked.code == 0, asked.err
         await soon(lambda: are("delivered"))
     assert violations(server) == []
-    await client.aclose()
 
 
 async def test_a_replay_and_a_drill_have_the_rights_of_the_table(centre: Guarded, server: NatsServer) -> None:
@@ -176,72 +179,64 @@ async def test_a_replay_and_a_drill_have_the_rights_of_the_table(centre: Guarded
     assert violations(server) == []
 
 
-@pytest.mark.parametrize("retention", ["limits", "workqueue", "interest"])
-async def test_egress_freezes_with_the_rights_of_its_file(server: NatsServer, tmp_path: Path, retention: str) -> None:
-    client = await everything(server)
-    bench = Bench(server.url, tmp_path, client, "FLOE_LEASES", "FLOE_STATE")
-    await create_stream(client, {"name": "NODES", "subjects": ["NODES.>"], "retention": retention})
-    path = configuration(bench, {"stream": "NODES"})
+AS_EGRESS = {"user": "egress", "password": "secret"}
+
+
+async def run(bench: Bench, *words: str, feed: dict[str, Any], code: int = 0) -> None:
+    """A command of a site, with the rights of egress."""
+    path = configuration(bench, feed)
     document = yaml.safe_load(path.read_text())
-    as_egress = {"user": "egress", "password": "secret"}
-    path.write_text(yaml.safe_dump(document | {"nats": document["nats"] | as_egress}))
-    done = await floe("egress", "init", "-c", str(path))
-    assert done.code == 0, done.err
+    path.write_text(yaml.safe_dump(document | {"nats": document["nats"] | AS_EGRESS}))
+    done = await floe(*words, "-c", str(path))
+    assert done.code == code, (words, done.out, done.err)
+
+
+@pytest.mark.parametrize("retention", ["limits", "workqueue", "interest"])
+async def test_egress_freezes_with_the_rights_of_its_file(server: NatsServer, bench: Bench, retention: str) -> None:
+    await create_stream(bench.client, {"name": "NODES", "subjects": ["NODES.>"], "retention": retention})
+    await run(bench, "egress", "init", feed={"stream": "NODES"})
     for _ in range(2):
         before = await bench.last("NODES")
-        async with bench.egress({"stream": "NODES"}, nats=as_egress):
+        async with bench.egress({"stream": "NODES"}, nats=AS_EGRESS):
             await bench.publish("NODES", (b"%d" % n for n in range(300)))
             await bench.archived_to("NODES", before + 300)
     assert [message.sequence for message in bench.messages("NODES")] == list(range(1, 601))
 
     assert violations(server) == []
-    await client.aclose()
 
 
 @pytest.mark.parametrize("retention", ["limits", "workqueue"])
 async def test_the_commands_of_a_site_have_the_rights_of_egress(
-    server: NatsServer, tmp_path: Path, retention: str
+    server: NatsServer, bench: Bench, retention: str
 ) -> None:
-    client = await everything(server)
-    bench = Bench(server.url, tmp_path, client, "FLOE_LEASES", "FLOE_STATE")
     stream = {"name": "NODES", "subjects": ["NODES.>"], "retention": retention}
-    await create_stream(client, stream)
-    as_egress = {"user": "egress", "password": "secret"}
-
-    async def run(*words: str, feed: dict[str, Any], code: int = 0) -> None:
-        path = configuration(bench, feed)
-        document = yaml.safe_load(path.read_text())
-        path.write_text(yaml.safe_dump(document | {"nats": document["nats"] | as_egress}))
-        done = await floe(*words, "-c", str(path))
-        assert done.code == code, (words, done.out, done.err)
-
+    await create_stream(bench.client, stream)
     whole, cut = {"stream": "NODES", "segment": {"max_age": "1h"}}, feed_of("NODES", 2, on_recreated="halt")
-    await run("egress", "init", feed=whole)
-    async with bench.egress(whole, nats=as_egress) as running:
+    await run(bench, "egress", "init", feed=whole)
+    async with bench.egress(whole, nats=AS_EGRESS) as running:
         await publish_over(bench, "NODES", ["0.a", "1.a"], 100, "x")
         await soon(lambda: (running.status("NODES").get("open_segment") or {}).get("messages") == 100)
-        await run("egress", "flush", feed=whole)
+        await run(bench, "egress", "flush", feed=whole)
         assert bench.end("NODES") == 100
-        await run("status", feed=whole)
-    await run("egress", "resolve", "NODES", feed=whole)
-    await run("egress", "repartition", "NODES", "--yes", feed=cut)
+        await run(bench, "status", feed=whole)
+    await run(bench, "egress", "resolve", "NODES", feed=whole)
+    await run(bench, "egress", "repartition", "NODES", "--yes", feed=cut)
     await bench.publish("NODES", [b"y"] * 10, subject="0.a")
-    async with bench.egress(cut, nats=as_egress):
+    async with bench.egress(cut, nats=AS_EGRESS):
         await soon(lambda: bench.end("NODES", 1) == 110)
     await bench.delete_stream("NODES")
-    await create_stream(client, stream)
+    await create_stream(bench.client, stream)
     await bench.publish("NODES", [b"z"] * 20, subject="0.a")
-    await run("egress", "resolve", "NODES", feed=cut, code=3)
-    await run("egress", "resolve", "NODES", "--new-incarnation", "--yes", feed=cut)
-    await run("egress", "init", feed=cut)
-    async with bench.egress(cut, nats=as_egress):
+    await run(bench, "egress", "resolve", "NODES", feed=cut, code=3)
+    await run(bench, "egress", "resolve", "NODES", "--new-incarnation", "--yes", feed=cut)
+    await run(bench, "egress", "init", feed=cut)
+    async with bench.egress(cut, nats=AS_EGRESS):
         await soon(lambda: bench.end("NODES", 2) == 20)
     assert violations(server) == []
-    await run("doctor", feed=cut)
+    await run(bench, "doctor", feed=cut)
     assert [re.findall('"(.*?)"', each)[-1] for each in violations(server)] == ["$JS.API.INFO"], (
         "a role needs no limits"
     )
-    await client.aclose()
 
 
 def as_egress(server: NatsServer, *names: str) -> str:
@@ -260,7 +255,7 @@ async def test_egress_freezes_with_the_rights_that_are_made_for_a_domain(tmp_pat
         client = await everything(hub if inside else leaf)
         bench = Bench(hub.url, tmp_path, client, "FLOE_LEASES", "FLOE_STATE")
         await create_stream(client, {"name": "NODES", "subjects": ["NODES.>"], "retention": "workqueue"})
-        nats = {"user": "egress", "password": "secret", "jetstream_domain": domain}
+        nats = {**AS_EGRESS, "jetstream_domain": domain}
         async with bench.egress({"stream": "NODES"}, nats=nats):
             await bench.publish("NODES", (b"%d" % n for n in range(300)))
             await bench.archived_to("NODES", 300)
@@ -301,17 +296,7 @@ def test_the_files_and_the_page_are_those_of_the_table() -> None:
 
 
 def test_the_files_can_be_made_for_other_names(tmp_path: Path) -> None:
-    main(
-        [
-            str(tmp_path),
-            "site=eu-west",
-            "stream=S",
-            "bucket=archive",
-            "prefix=",
-            "domain=hub",
-            "outside=yes",
-        ]
-    )
+    main([str(tmp_path), *["site=eu-west", "stream=S", "bucket=archive", "prefix=", "domain=hub", "outside=yes"]])
     conf = (tmp_path / "nats-egress.conf").read_text()
     assert '"$JS.hub.API.STREAM.INFO.S"' in conf
     assert '"$JS.hub.API.$KV.FLOE_STATE.>"' in conf

@@ -7,27 +7,21 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from common.chain import Chain
-from common.jetstream.api import create_stream, stream_info
+from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient, frame
 from infra.local.nats import NatsServer
 from tests.support.basics import PATIENCE, cancelled, seeded, soon, unique
-from tests.support.ingress import Archive, Arrived, Centre, arrived, rows_of
+from tests.support.ingress import Archive, Arrived, Centre, arrived, make, rows_of
 from tests.support.proxies import TcpProxy
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 OTHER = Chain("eu-west", "NODES")
 SHARED = {"exclusive": False, "delivery": "at_least_once"}
 RATE = 200  # messages a second of the foreign publisher
-
-
-async def make(client: FloeClient, centre: Centre, **config: Any) -> None:
-    subjects = [f"{centre.target}.>"]
-    await create_stream(client, {"name": centre.target, "subjects": subjects, "allow_atomic": True, **config})
 
 
 @asynccontextmanager

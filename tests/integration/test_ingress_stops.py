@@ -17,7 +17,7 @@ from common.tasks import Stop
 from ingress.target import Target, examine_target
 from tests.support.basics import PATIENCE, soon
 from tests.support.commands import floe
-from tests.support.ingress import Archive, Centre, check_exact, closed_at, count_in, make, rows_of
+from tests.support.ingress import Archive, Centre, check_exact, closed_at, count_in, make, rows_of, update
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
@@ -159,12 +159,8 @@ async def test_a_full_target_is_waited_for(client: FloeClient, centre: Centre) -
     async with centre.running() as health:
         await soon(lambda: any("maximum messages exceeded" in p for p in health.problems()))
         assert await count_in(client, centre.target) in (0, 20)
-        await client.api(f"STREAM.UPDATE.{centre.target}", {**await config_of(client, centre), "max_msgs": 99})
+        await update(client, centre, max_msgs=99)
         check_exact(await centre.carried(client, 30), centre.archive, centre.prefix)
-
-
-async def config_of(client: FloeClient, centre: Centre) -> dict[str, Any]:
-    return dict((await client.api(f"STREAM.INFO.{centre.target}"))["config"])
 
 
 # Commands
@@ -197,20 +193,18 @@ async def test_checkpoint_and_status_show_how_far_everything_is(centre: Centre, 
 async def test_a_target_that_is_being_restored_is_waited_for(client: FloeClient, centre: Centre, count: int) -> None:
     """Its subjects are those of the restore until it is done. `count`: rows that it had been given before."""
     centre.having(create=None)
+    guarded: dict[str, Any] = {"subjects": [f"{GUARD}{centre.target}"], "metadata": {MARKER: "0 first=1 end=30"}}
     if count:
         await make(client, centre)
         await carry_once(centre, client)
-        subjects, metadata = [f"{GUARD}{centre.target}"], {MARKER: "0 first=1 end=30"}
-        config = {"name": centre.target, "subjects": subjects, "allow_atomic": True, "metadata": metadata}
-        await client.api(f"STREAM.UPDATE.{centre.target}", config)
+        await update(client, centre, **guarded)
     else:
-        await make(client, centre, subjects=[f"{GUARD}{centre.target}"], metadata={MARKER: "0 first=1 end=30"})
+        await make(client, centre, **guarded)
     async with centre.running() as health:
         await soon(lambda: "is being restored" in centre.status(health).get("why", ""))
         assert centre.status(health)["state"] == "waits"
         assert any("is being restored" in problem for problem in health.problems())
         (told,) = await examine_target(client, centre.settings().ingress.targets[0], {})
         assert "is being restored" in f"{told}"
-        promoted = {"name": centre.target, "subjects": [f"{centre.target}.>"], "allow_atomic": True}
-        await client.api(f"STREAM.UPDATE.{centre.target}", promoted)
+        await update(client, centre, subjects=[f"{centre.target}.>"], metadata={})
         await centre.carried(client, 30)

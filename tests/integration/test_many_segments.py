@@ -1,16 +1,14 @@
 """The memory of compaction and of verify, where a chain has very many segments.
 
 The store is made up: it makes keys when they are asked for and keeps no object, so that what is measured is
-what Floe keeps. `python -m tests.integration.test_many_segments 1000000` tells it for that many.
+what Floe keeps.
 """
 
 from __future__ import annotations
 
 import hashlib
-import sys
 import tracemalloc
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,12 +129,6 @@ def verified_again(objects: Any) -> verify.ChainReport:
     return verify.verify_chains(SegmentStore(objects, LAYOUT), chains, [CHAIN], sign_offs=sign_offs)[0]
 
 
-def verified_twice(count: int) -> None:
-    objects = Endless(count, count // 1000)
-    verified_again(objects)
-    verified_again(objects)
-
-
 def growth(work: Callable[[], object]) -> float:
     """By how many bytes memory grew at most."""
     tracemalloc.start()
@@ -174,23 +166,3 @@ def test_what_is_signed_off_takes_little_memory_too(monkeypatch: pytest.MonkeyPa
     (first, few), (second, many) = ((r := [], growth(lambda e=e, r=r: r.append(verified_again(e)))) for e in stores)
     assert [report.skipped for report in (*first, *second)] == [10_010, 15_015]
     assert (many - few) / 5000 < 80, "bytes for each segment more"
-
-
-def _resident(what: str) -> float:
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(what)) * 1024 / 1e6
-
-
-def _main(count: int) -> None:
-    """Print by how many MB the process grows at most."""
-    verify.check_segment = sound  # type: ignore[assignment]
-    for work in (verified, verified_twice, compact):
-        work(20_000)
-        before = _resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
-        work(count)
-        print(f"{work.__name__} {count}: {_resident('VmHWM') - before:.1f} MB")
-
-
-if __name__ == "__main__":
-    _main(int(sys.argv[1]))

@@ -16,7 +16,7 @@ from common.jetstream.pull import get_message
 from common.segments.segment import Message
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer
-from tests.integration.test_ingress_headers import ACTING, MARK
+from tests.integration.test_ingress_headers import ACTING, EVERYTHING, MARK
 from tests.support.basics import PATIENCE, AckReply, parse_ack, soon, unique
 from tests.support.headers import escape
 from tests.support.servers import place, placing
@@ -184,16 +184,6 @@ async def test_a_cluster_names_its_leader_and_answers_after_it_moved():
 
 
 # What the target does with headers
-
-EVERYTHING = {
-    "allow_rollup_hdrs": True,
-    "allow_msg_ttl": True,
-    "allow_msg_schedules": True,
-    "allow_atomic": True,
-    "allow_batched": True,
-    "allow_direct": True,
-}
-# Lines that change what the server does with a message, and how that shows where they are not escaped.
 
 
 async def filled(client: FloeClient) -> str:

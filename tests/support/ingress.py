@@ -281,6 +281,13 @@ async def make(client: FloeClient, centre: Centre, **config: Any) -> str:
     return info.created
 
 
+async def update(client: FloeClient, centre: Centre, **config: Any) -> None:
+    """Change the configuration of the target."""
+    info = await stream_info(client, centre.target)
+    assert info is not None
+    await client.api(f"STREAM.UPDATE.{centre.target}", {**info.config, **config})
+
+
 async def store(client: FloeClient, centre: Centre, rows: Sequence[Message], **headers: Any) -> None:
     """Store rows in the target as ingress would."""
     for row in rows:
