@@ -166,8 +166,7 @@ async def test_what_waits_for_the_store_while_the_stream_is_recreated_goes_to_it
     async with bench.egress(feed, objects=objects) as running:
         await bench.publish(stream, (b"first %d" % i for i in range(120)))
         await soon(lambda: running.state(stream) == "waiting")
-        await bench.delete_stream(stream)
-        await bench.make_stream(stream)
+        await bench.recreate(stream)
         await bench.publish(stream, (b"second %d" % i for i in range(60)))
         await asyncio.sleep(0.5)
         released(objects)

@@ -14,7 +14,6 @@ from common.exits import command
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
 from common.metrics import REGISTRY
-from common.segments.documents import StreamDocument
 from common.sequences import SequenceRange
 from egress import consumers, metrics
 from egress.archive import Archive, ArchiveWalks
@@ -30,19 +29,13 @@ pytestmark = pytest.mark.simulated
 
 
 async def recreate(bench: Bench, stream: str, count: int) -> None:
-    """Delete the stream, make it again and publish `count` messages."""
-    await bench.delete_stream(stream)
-    await bench.make_stream(stream)
-    await bench.publish(stream, (b"second %d" % i for i in range(count)))
+    await bench.recreate(stream, (b"second %d" % i for i in range(count)))
 
 
 @pytest.mark.parametrize("count", [3, 250], ids=["fewer", "more"])
 async def test_a_stream_recreated_while_egress_was_down_is_the_next_incarnation(bench: Bench, count: int) -> None:
     """F24, F25."""
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, (b"first %d" % i for i in range(100)))
-    async with bench.egress({"stream": stream}):
-        await bench.archived_to(stream, 100)
+    stream = await bench.begun(b"first %d" % i for i in range(100))
     await recreate(bench, stream, count)
     async with bench.egress({"stream": stream}):
         await bench.archived_to(stream, count, incarnation=1)
@@ -102,59 +95,13 @@ async def test_a_deleted_stream_stops_the_chain_after_what_was_received_is_store
         await bench.publish(stream, [b"x"] * 30)
         await running.received(stream, 30)
         await bench.delete_stream(stream)
-        await soon(lambda: running.state(stream) == "stopped")
-        assert "the stream does not exist" in running.status(stream)["why"]
+        assert "the stream does not exist" in (await running.stopped(stream))["why"]
         assert len(bench.messages(stream)) == 30
         assert bench.chains.read_stream(bench.chain(stream, 1)) is None
         await bench.make_stream(stream)
         await bench.publish(stream, [b"y"] * 40)
         await bench.archived_to(stream, 40, incarnation=1)
     await bench.same(stream, stream, incarnation=1)
-
-
-async def test_a_feed_that_shall_halt_waits_for_the_operator(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"x"] * 10)
-    feed = {"stream": stream, "on_recreated": "halt"}
-    async with bench.egress(feed):
-        await bench.archived_to(stream, 10)
-    await recreate(bench, stream, 20)
-    async with bench.egress(feed) as running:
-        await soon(lambda: running.state(stream) == "stopped")
-        assert "is recreated" in running.status(stream)["why"]
-        assert "on_recreated: continue" in running.status(stream)["hint"]
-    assert bench.chains.read_stream(bench.chain(stream, 1)) is None
-    async with bench.egress({"stream": stream}):
-        await bench.archived_to(stream, 20, incarnation=1)
-
-
-async def test_a_stream_recreated_twice_within_an_hour_stops(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"x"] * 10)
-    async with bench.egress({"stream": stream}) as running:
-        await bench.archived_to(stream, 10)
-        await recreate(bench, stream, 5)
-        await bench.archived_to(stream, 5, incarnation=1)
-        await recreate(bench, stream, 6)
-        await soon(lambda: running.state(stream) == "stopped")
-        assert "made anew twice within an hour" in running.status(stream)["why"]
-    assert bench.chains.read_stream(bench.chain(stream, 2)) is None
-
-
-async def test_created_that_drifts_on_the_same_data_changes_nothing(bench: Bench) -> None:
-    """F27, as after a server that forgot `created`: `stream.json` names another one."""
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"x"] * 10)
-    async with bench.egress({"stream": stream}):
-        await bench.archived_to(stream, 10)
-    drifted = StreamDocument({}, "2001-01-01T00:00:00Z").to_json()
-    bench.objects.put(bench.chains.layout.stream_document(bench.chain(stream)), drifted)
-    async with bench.egress({"stream": stream}) as running:
-        await bench.publish(stream, [b"x"] * 5)
-        await bench.archived_to(stream, 15)
-        assert running.status(stream)["drifted"]
-    await bench.same(stream, stream)
-    assert bench.chains.read_stream(bench.chain(stream, 1)) is None
 
 
 async def test_a_stream_recreated_before_anything_was_archived_is_the_next_incarnation(bench: Bench) -> None:
@@ -165,64 +112,6 @@ async def test_a_stream_recreated_before_anything_was_archived_is_the_next_incar
     async with bench.egress({"stream": stream}):
         await bench.archived_to(stream, 3, incarnation=1)
     await bench.same(stream, stream, incarnation=1)
-
-
-async def test_a_source_that_lost_its_newest_messages_stops_the_chain(
-    alone: tuple[Bench, NatsServer], tmp_path: Path
-) -> None:
-    """F28: an old disk under the same stream; the archive keeps what it has, and names the bounds."""
-    bench, server = alone
-    stream = await bench.make_stream(unique("T"), storage="file")
-    await bench.publish(stream, [b"x"] * 10)
-    async with bench.egress({"stream": stream}):
-        await bench.archived_to(stream, 10)
-    saved = await save_disk(server, tmp_path)
-    await bench.publish(stream, [b"lost"] * 5)
-    async with bench.egress({"stream": stream}):
-        await bench.archived_to(stream, 15)
-    await restore_disk(server, saved)
-    async with bench.egress({"stream": stream}) as running:
-        await soon(lambda: running.state(stream) == "stopped")
-        why = running.status(stream)["why"]
-        assert "is rolled back: sequence 10 is as archived, but the stream ends at 10, the archive at 15" in why
-        await bench.publish(stream, [b"other"] * 9)
-        await soon(lambda: "sequence 15 is not" in running.status(stream)["why"])
-    assert len(bench.messages(stream)) == 15
-    assert bench.chains.read_stream(bench.chain(stream, 1)) is None
-
-
-async def test_an_old_incarnation_that_comes_back_stops_the_chain(
-    alone: tuple[Bench, NatsServer], tmp_path: Path
-) -> None:
-    """Two sources under one name, or an old disk: never minted, never mixed."""
-    bench, server = alone
-    stream = await bench.make_stream(unique("T"), storage="file")
-    await bench.publish(stream, [b"first"] * 10)
-    async with bench.egress({"stream": stream}):
-        await bench.archived_to(stream, 10)
-    saved = await save_disk(server, tmp_path)
-    await bench.delete_stream(stream)
-    await bench.make_stream(stream, storage="file")
-    await bench.publish(stream, [b"second"] * 4)
-    async with bench.egress({"stream": stream}):
-        await bench.archived_to(stream, 4, incarnation=1)
-    await restore_disk(server, saved)
-    async with bench.egress({"stream": stream}) as running:
-        await soon(lambda: running.state(stream) == "stopped")
-        assert "is forked: incarnation 0000 is there again" in running.status(stream)["why"]
-    assert bench.chains.read_stream(bench.chain(stream, 2)) is None
-
-
-async def test_an_unverifiable_stream_goes_on_and_says_so(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"x"] * 10)
-    async with bench.egress({"stream": stream}) as running:
-        await bench.archived_to(stream, 10)
-        await bench.client.api(f"STREAM.PURGE.{stream}")
-        await bench.publish(stream, [b"later"] * 3)
-        await bench.archived_to(stream, 13)
-        await soon(lambda: running.status(stream).get("verdict") == "same")
-    assert len(bench.messages(stream)) == 13
 
 
 async def test_a_stream_whose_tips_were_all_deleted_is_known_by_an_archived_row(bench: Bench) -> None:
@@ -245,10 +134,7 @@ async def test_a_message_where_the_archive_found_none_shows_a_stream_set_back(
 ) -> None:
     """The archive's end was passed without a message; the old disk is written again up to there."""
     bench, server = alone
-    stream = await bench.make_stream(unique("T"), storage="file")
-    await bench.publish(stream, [b"x"] * 3)
-    async with bench.egress({"stream": stream}):
-        await bench.archived_to(stream, 3)
+    stream = await bench.begun([b"x"] * 3, storage="file")
     saved = await save_disk(server, tmp_path)
     await bench.publish(stream, [b"lost"])
     await bench.client.api(f"STREAM.PURGE.{stream}")
@@ -257,8 +143,7 @@ async def test_a_message_where_the_archive_found_none_shows_a_stream_set_back(
     await restore_disk(server, saved)
     await bench.publish(stream, [b"other"] * 2)
     async with bench.egress({"stream": stream}) as running:
-        await soon(lambda: running.state(stream) == "stopped")
-        assert "sequence 3 is as archived, sequence 4 is not" in running.status(stream)["why"]
+        assert "sequence 3 is as archived, sequence 4 is not" in (await running.stopped(stream))["why"]
 
 
 # The reader is bound to one history
@@ -297,10 +182,7 @@ async def test_right_before_a_put_the_consumer_must_still_be_the_same(
 async def test_a_stream_recreated_while_the_consumer_is_made_is_not_read_into_the_old_history(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"first"] * 10)
-    async with bench.egress({"stream": stream}):
-        await bench.archived_to(stream, 10)
+    stream = await bench.begun([b"first"] * 10)
     real, done = consumers.create_ephemeral, []
 
     async def late(client: FloeClient, name: str, config: dict[str, Any]) -> Any:
@@ -342,10 +224,7 @@ async def test_a_listing_that_ends_before_the_mark_is_asked_again_never_a_first_
 
 
 async def test_objects_that_are_really_lost_are_given_up_by_the_command_of_the_hint(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"x"] * 10)
-    async with bench.egress({"stream": stream}):
-        await bench.archived_to(stream, 10)
+    stream = await bench.begun([b"x"] * 10)
     for ref in bench.refs(stream):
         bench.store.delete(ref)
     async with bench.egress({"stream": stream}) as running:
@@ -356,29 +235,23 @@ async def test_objects_that_are_really_lost_are_given_up_by_the_command_of_the_h
 
 
 async def test_an_empty_bucket_without_a_mark_stops_unless_the_source_holds_everything(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"x"] * 10)
-    async with bench.egress({"stream": stream}):
-        await bench.archived_to(stream, 10)
+    stream = await bench.begun([b"x"] * 10)
     for ref in bench.refs(stream):
         bench.store.delete(ref)
     state = await KeyValue(bench.client, bench.state_bucket).ensure()
     await state.delete(HighWaterMarks.key(bench.chain(stream)))
     await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 4})
     async with bench.egress({"stream": stream}) as running:
-        await soon(lambda: running.state(stream) == "stopped")
-        assert "no segment and no high-water mark" in running.status(stream)["why"]
+        status = await running.stopped(stream)
+        assert "no segment and no high-water mark" in status["why"]
         assert bench.refs(stream) == []
-        await paste(bench, running.status(stream)["hint"], {"stream": stream})
+        await paste(bench, status["hint"], {"stream": stream})
         await bench.archived_to(stream, 10)
     assert bench.ledger(stream) == {"gone_before_read": 3}
 
 
 async def test_state_that_was_lost_is_made_again_from_the_listing(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"x"] * 10)
-    async with bench.egress({"stream": stream}):
-        await bench.archived_to(stream, 10)
+    stream = await bench.begun([b"x"] * 10)
     await bench.delete_stream(f"KV_{bench.state_bucket}")
     async with bench.egress({"stream": stream}) as running:
         await soon(lambda: running.state(stream) == "reading")
@@ -386,41 +259,31 @@ async def test_state_that_was_lost_is_made_again_from_the_listing(bench: Bench) 
     bench.check(stream)
 
 
-async def test_a_spoiled_mark_stops_the_chain_and_is_not_overwritten(bench: Bench) -> None:
-    """B73."""
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"x"] * 10)
-    state = await KeyValue(bench.client, bench.state_bucket).ensure()
-    await state.put(HighWaterMarks.key(bench.chain(stream)), b"not a mark")
-    async with bench.egress({"stream": stream}) as running:
-        await soon(lambda: running.state(stream) == "stopped")
-        assert "high-water mark" in running.status(stream)["why"]
-        entry = await state.get(HighWaterMarks.key(bench.chain(stream)))
-        assert entry is not None
-        assert entry.value == b"not a mark"
-        await paste(bench, running.status(stream)["hint"], {"stream": stream})
-        await bench.archived_to(stream, 10)
-
-
 # Holes
 
 
 async def archive_in_three(bench: Bench) -> str:
     """A stream of 30 messages in three segments."""
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, (b"%d" % i for i in range(30)))
-    async with bench.egress({"stream": stream, "segment": {"max_messages": 10, "max_age": "1h"}}):
-        await bench.archived_to(stream, 30)
-    return stream
+    return await bench.begun((b"%d" % i for i in range(30)), {"max_messages": 10, "max_age": "1h"})
 
 
-async def test_a_hole_that_the_source_still_holds_is_read_again(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    ("first", "found"),
+    [(1, "1..10 11..20 21..30 31..35"), (16, "1..10 16..20 21..30 31..35"), (21, "1..10 21..30 31..35")],
+)
+async def test_a_hole_is_filled_as_far_as_the_source_goes_and_reading_goes_on_behind_it(
+    bench: Bench, first: int, found: str
+) -> None:
     stream = await archive_in_three(bench)
     bench.store.delete(bench.refs(stream)[1])
-    async with bench.egress({"stream": stream, "segment": {"max_age": "1h"}}):
-        await soon(lambda: len(bench.messages(stream)) == 30)
-    await bench.same(stream, stream)
-    assert sorted(ref.coverage.first for ref in bench.refs(stream)) == [1, 11, 21]
+    await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": first})
+    async with bench.egress({"stream": stream, "segment": {"max_age": "1h"}}) as running:
+        await soon(lambda: sum(len(ref.coverage) for ref in bench.refs(stream)) == 30 - max(0, first - 11))
+        await soon(lambda: running.status(stream).get("lost") == max(0, first - 11))
+        await bench.publish(stream, [b"more"] * 5)
+        await running.received(stream, 35)
+    assert " ".join(sorted(str(ref.coverage) for ref in bench.refs(stream))) == found
+    assert bench.ledger(stream) == {}
 
 
 async def test_what_the_source_lacks_of_a_hole_is_not_called_deleted(bench: Bench) -> None:
@@ -501,29 +364,6 @@ async def test_a_bucket_that_was_set_back_to_an_older_copy_is_filled_without_a_r
         assert running.status(stream)["lost"] == 0
         assert len(walks) == 2, "the next one is due in six hours"
     await bench.same(stream, stream)
-
-
-async def test_a_hole_that_the_source_lost_stays_a_hole_and_reading_goes_on_behind_it(bench: Bench) -> None:
-    stream = await archive_in_three(bench)
-    bench.store.delete(bench.refs(stream)[1])
-    await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 21})
-    async with bench.egress({"stream": stream, "segment": {"max_messages": 5, "max_age": "1h"}}) as running:
-        await soon(lambda: running.status(stream).get("lost") == 10)
-        await bench.publish(stream, [b"more"] * 5)
-        await bench.archived_to(stream, 35)
-    assert sorted(ref.coverage.first for ref in bench.refs(stream)) == [1, 21, 31]
-    assert "gone_before_read" not in bench.ledger(stream)
-
-
-async def test_a_hole_that_the_source_half_holds_is_filled_as_far_as_it_goes(bench: Bench) -> None:
-    stream = await archive_in_three(bench)
-    bench.store.delete(bench.refs(stream)[1])
-    await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 16})
-    async with bench.egress({"stream": stream, "segment": {"max_age": "1h"}}) as running:
-        await soon(lambda: len(bench.refs(stream)) == 3)
-        await soon(lambda: running.status(stream).get("lost") == 5)
-    assert sorted(str(ref.coverage) for ref in bench.refs(stream)) == ["1..10", "16..20", "21..30"]
-    assert bench.ledger(stream) == {}
 
 
 # Names that their footers contradict

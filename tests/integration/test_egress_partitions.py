@@ -17,8 +17,7 @@ pytestmark = pytest.mark.simulated
 
 async def recreate(bench: Bench, stream: str, subjects: list[str], count: int, text: str) -> None:
     """Delete the stream, make it again and publish."""
-    await bench.delete_stream(stream)
-    await bench.make_stream(stream)
+    await bench.recreate(stream)
     await publish_over(bench, stream, subjects, count, text)
 
 
@@ -237,8 +236,7 @@ async def test_a_relay_that_was_begun_as_none_stops_the_feed(bench: Bench) -> No
     async with bench.egress({"stream": stream}):
         await bench.archived_to(stream, 10)
     async with bench.egress({"stream": stream, "relay": True}) as running:
-        await soon(lambda: running.state(stream) == "stopped")
-        assert "configured with the whole stream as a relay" in running.status(stream)["why"]
+        assert "configured with the whole stream as a relay" in (await running.stopped(stream))["why"]
 
 
 async def test_created_that_drifts_does_not_stop_a_partition_without_messages(bench: Bench) -> None:

@@ -4,7 +4,6 @@ exactly.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import socket
@@ -21,13 +20,13 @@ from common.segments.segment import Message
 from common.tasks import Stop
 from egress import context
 from egress.identity import acceptance_key
-from egress.incarnations import Closings
+from egress.incarnations import Closings, HighWaterMarks
 from infra.local.nats import NatsServer
-from infra.oracle import Trace, compare, read_stream
+from infra.oracle import read_stream
 from tests.integration.test_drill_exact import drill
 from tests.support import restoring as back
 from tests.support.basics import soon, unique
-from tests.support.commands import configuration, floe, paste
+from tests.support.commands import Done, configuration, floe, paste
 from tests.support.egress import SITE, Bench, Partitioned, feed_of, publish_over
 from tests.support.servers import restore_disk, save_disk
 
@@ -43,15 +42,8 @@ async def archive(bench: Bench, stream: str, payloads: list[bytes]) -> None:
 
 async def exact(bench: Bench, stream: str, incarnation: int, first: int) -> None:
     """Fails unless the incarnation holds exactly what the stream holds from `first` on."""
-    source = Trace()
-
-    def take(message: Message) -> None:
-        if message.sequence >= first:
-            source.add(message)
-
-    source.through = await read_stream(bench.client, stream, take)
     bench.check(stream, incarnation, first)
-    found = compare(source, Trace.of(bench.messages(stream, incarnation)), may_be_gone=False)
+    found = await bench.compare(stream, stream, incarnation, first=first)
     assert found.ok, found.report()
 
 
@@ -68,6 +60,17 @@ async def comes_back_whole(bench: Bench, stream: str) -> None:
     assert (plan.lossy, plan.rows) == ((), len(before))
     assert (await back.restored(bench, stream)).exit_code == 0
     assert await back.contents(bench, stream) == before
+
+
+async def resolve(bench: Bench, stream: str, *words: str) -> Done:
+    return await floe("egress", "resolve", "-c", str(configuration(bench, {"stream": stream})), stream, *words)
+
+
+async def refused(bench: Bench, stream: str, *words: str) -> str:
+    """What the command says that does not decide this."""
+    done = await resolve(bench, stream, *words)
+    assert done.code == 2, done
+    return done.err
 
 
 # E-ROLLED-BACK
@@ -102,21 +105,22 @@ async def test_a_stream_that_was_set_back_goes_on_where_it_parted_from_the_archi
     await restore_disk(server, saved)
     await bench.publish(stream, [b"other 13"])
     async with bench.egress({"stream": stream}) as running:
-        await soon(lambda: running.state(stream) == "stopped")
-        hint = running.status(stream)["hint"]
+        hint = (await running.stopped(stream))["hint"]
         assert "--new-incarnation --from 13" in hint
-        assert "may begin within 1..14" in hint
         config = str(configuration(bench, {"stream": stream}))
         shown = await floe("egress", "resolve", "-c", config, stream)
         assert (await floe("egress", "resolve", "-c", config, f"{SITE}/{stream}/0000/0")).out == shown.out
         for wrong in (f"elsewhere/{stream}", f"{SITE}/{stream}/0007", f"{SITE}/{stream}/0000/7"):
             assert (await floe("egress", "resolve", "-c", config, wrong)).code == 2, wrong
         assert shown.code == 3
-        assert "E-ROLLED-BACK: sequence 10 is as archived, sequence 13 is not" in shown.out
-        assert "; the first sequence that is not as archived is 13" in shown.out
-        assert "up to 12 it is as archived, so nothing is repeated or lost" in shown.out
-        assert "sequence 10: equal" in shown.out
-        assert "a new incarnation may begin within 1..14" in shown.out
+        for said in (
+            "E-ROLLED-BACK: sequence 10 is as archived, sequence 13 is not",
+            "; the first sequence that is not as archived is 13",
+            "up to 12 it is as archived, so nothing is repeated or lost",
+            "sequence 10: equal",
+            "a new incarnation may begin within 1..14",
+        ):
+            assert said in shown.out
         await paste(bench, hint, {"stream": stream})
         await bench.archived_to(stream, 13, incarnation=1)
         await bench.publish(stream, [b"more"] * 4)
@@ -141,16 +145,14 @@ async def test_a_stream_that_was_set_back_goes_on_where_it_parted_from_the_archi
 async def test_a_stream_set_back_into_an_incarnation_before_goes_on_from_there(bench: Bench) -> None:
     """As by `floe restore --to-sequence` with a sequence of the incarnation that this one continues."""
     stream = await bench.make_stream(unique("B"), storage="file")
-    config = str(configuration(bench, {"stream": stream}))
 
     async def back_to(sequence: int) -> str:
         """Restore up to there, and return the command that egress then proposes."""
         await bench.delete_stream(stream)
         assert (await back.restored(bench, stream, to_sequence=sequence)).exit_code == 0
         async with bench.egress({"stream": stream}) as running:
-            await soon(lambda: running.state(stream) == "stopped")
-            status = running.status(stream)
-        shown = await floe("egress", "resolve", "-c", config, stream)
+            status = await running.stopped(stream)
+        shown = await resolve(bench, stream)
         assert "E-ROLLED-BACK" in shown.out
         assert f"up to {sequence} it is as archived, so nothing is repeated or lost" in shown.out
         assert f"--new-incarnation --from {sequence + 1}" in status["hint"]
@@ -185,17 +187,15 @@ async def test_a_stream_set_back_and_written_again_is_compared_row_by_row(
     await restore_disk(server, saved)
     await bench.publish(stream, [b"other"] * 200)
     await bench.client.api(f"STREAM.PURGE.{stream}", {"filter": f"{stream}.b"})
-    resolve = ("egress", "resolve", "-c", str(configuration(bench, {"stream": stream})), stream)
     async with bench.egress({"stream": stream}) as running:
-        await soon(lambda: running.state(stream) == "stopped")
-        assert "the first sequence that is not as archived is 201" in running.status(stream)["why"]
-        hint = running.status(stream)["hint"]
+        status = await running.stopped(stream)
+        assert "the first sequence that is not as archived is 201" in status["why"]
+        hint = status["hint"]
         assert "--new-incarnation --from 201" in hint
         assert "--same" not in hint
-        refused = await floe(*resolve, "--same", "--yes")
-        assert (refused.code, "not a choice where it is rolled_back" in refused.err) == (2, True)
+        assert "not a choice where it is rolled_back" in await refused(bench, stream, "--same", "--yes")
         await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": 300})
-        (shown,) = (await floe(*resolve, "--json")).json()
+        (shown,) = (await resolve(bench, stream, "--json")).json()
         assert (shown["code"], shown["evidence"][0]) == ("E-ROLLED-BACK", {"sequence": 300, "held": "absent"})
         assert [each["options"] for each in shown["choices"]] == ["--new-incarnation --from 201"]
         await paste(bench, hint, {"stream": stream})
@@ -212,17 +212,17 @@ async def test_bounds_and_what_would_be_repeated_or_left_out_are_told(
     saved = await save_disk(server, tmp_path)
     await archive(bench, stream, [b"lost"] * 5)
     await restore_disk(server, saved)
-    config = str(configuration(bench, {"stream": stream}))
-    new = ("egress", "resolve", "-c", config, stream, "--new-incarnation")
-    outside = await floe(*new, "--from", "12", "--yes")
-    assert (outside.code, "expected a sequence within 1..11, found 12" in outside.err) == (2, True)
-    unasked = await floe(*new, "--from", "5")
-    assert (unasked.code, "expected --yes" in unasked.err) == (2, True)
-    assert "5..10 is archived already, and will be once more" in unasked.err
-    same = await floe("egress", "resolve", "-c", config, stream, "--same", "--yes")
-    assert (same.code, "what is stored next up to 15 would be lost" in same.err) == (2, True)
+    async with bench.egress({"stream": stream}) as running:
+        why = (await running.stopped(stream))["why"]
+        assert "is rolled back: sequence 10 is as archived, but the stream ends at 10, the archive at 15" in why
+    new = "--new-incarnation"
+    assert "expected a sequence within 1..11, found 12" in await refused(bench, stream, new, "--from", "12", "--yes")
+    unasked = await refused(bench, stream, new, "--from", "5")
+    assert "expected --yes" in unasked
+    assert "5..10 is archived already, and will be once more" in unasked
+    assert "what is stored next up to 15 would be lost" in await refused(bench, stream, "--same", "--yes")
     assert bench.chains.read_stream(bench.chain(stream, 1)) is None
-    done = await floe(*new, "--yes", "--json")
+    done = await resolve(bench, stream, new, "--yes", "--json")
     assert done.json() == {"decided": "new incarnation", "first": {"0": 11}}
 
 
@@ -236,17 +236,16 @@ async def test_an_old_incarnation_that_is_back_goes_on_behind_what_was_archived_
     stream = await bench.make_stream(unique("T"), storage="file")
     await archive(bench, stream, [b"first"] * 10)
     saved = await save_disk(server, tmp_path)
-    await bench.delete_stream(stream)
-    await bench.make_stream(stream, storage="file")
-    await bench.publish(stream, [b"second"] * 4)
+    await bench.recreate(stream, [b"second"] * 4, storage="file")
     async with bench.egress({"stream": stream}):
         await bench.archived_to(stream, 4, incarnation=1)
     await restore_disk(server, saved)
     await bench.publish(stream, [b"third"] * 5)
     async with bench.egress({"stream": stream}) as running:
-        await soon(lambda: running.state(stream) == "stopped")
-        assert "is forked" in running.status(stream)["why"]
-        await paste(bench, running.status(stream)["hint"], {"stream": stream})
+        status = await running.stopped(stream)
+        assert "is forked: incarnation 0000 is there again" in status["why"]
+        assert bench.chains.read_stream(bench.chain(stream, 2)) is None
+        await paste(bench, status["hint"], {"stream": stream})
         await bench.archived_to(stream, 15, incarnation=2)
     document = bench.chains.read_stream(bench.chain(stream, 2))
     assert document is not None
@@ -259,17 +258,16 @@ async def test_an_old_incarnation_that_is_back_goes_on_behind_what_was_archived_
 
 
 async def test_a_stream_that_cannot_be_compared_is_the_same_by_an_operator_s_word(bench: Bench) -> None:
-    """All archived messages are gone from it, and `created` differs."""
-    stream = await bench.make_stream(unique("T"))
-    await archive(bench, stream, [b"x"] * 10)
+    """All archived messages are gone from it, and `created` differs; that it is made anew later is not hidden."""
+    stream = await bench.begun([b"x"] * 10)
     drifted = StreamDocument({}, "2001-01-01T00:00:00Z").to_json()
     bench.objects.put(bench.chains.layout.stream_document(bench.chain(stream)), drifted)
     await bench.client.api(f"STREAM.PURGE.{stream}")
     await bench.publish(stream, [b"later"] * 5)
     async with bench.egress({"stream": stream}) as running:
-        await soon(lambda: running.state(stream) == "stopped")
-        assert "is unknown" in running.status(stream)["why"]
-        hint = running.status(stream)["hint"]
+        status = await running.stopped(stream)
+        assert "is unknown" in status["why"]
+        hint = status["hint"]
         assert "--new-incarnation --from 11\n" in hint
         assert "goes on behind 10: it holds nothing up to there, so nothing is repeated or lost:\n" in hint
         assert hint.endswith("--same")
@@ -277,27 +275,12 @@ async def test_a_stream_that_cannot_be_compared_is_the_same_by_an_operator_s_wor
         await bench.archived_to(stream, 15)
         await bench.publish(stream, [b"more"] * 5)
         await bench.archived_to(stream, 20)
-    assert bench.chains.read_stream(bench.chain(stream, 1)) is None
-    bench.check(stream)
-    assert [m.sequence for m in bench.messages(stream)] == list(range(1, 21))
-
-
-async def test_what_was_accepted_does_not_hide_that_the_stream_is_made_anew_later(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await archive(bench, stream, [b"x"] * 10)
-    drifted = StreamDocument({}, "2001-01-01T00:00:00Z").to_json()
-    bench.objects.put(bench.chains.layout.stream_document(bench.chain(stream)), drifted)
-    await bench.client.api(f"STREAM.PURGE.{stream}")
-    async with bench.egress({"stream": stream}) as running:
-        await soon(lambda: running.state(stream) == "stopped")
-        await paste(bench, running.status(stream)["hint"], {"stream": stream}, wanted="--same")
-        await soon(lambda: running.state(stream) == "reading")
-        await bench.delete_stream(stream)
-        await bench.make_stream(stream)
-        await bench.publish(stream, [b"second"] * 30)
+        assert bench.chains.read_stream(bench.chain(stream, 1)) is None
+        await bench.recreate(stream, [b"second"] * 30)
         await bench.archived_to(stream, 30, incarnation=1)
     await exact(bench, stream, 1, 1)
-    assert len(bench.messages(stream)) == 10
+    bench.check(stream)
+    assert [m.sequence for m in bench.messages(stream)] == list(range(1, 21))
 
 
 async def test_the_same_is_refused_where_messages_would_be_lost(
@@ -310,18 +293,15 @@ async def test_the_same_is_refused_where_messages_would_be_lost(
     await archive(bench, stream, [b"first"] * 5)
     await restore_disk(server, saved)
     async with bench.egress({"stream": stream}) as running:
-        await soon(lambda: running.state(stream) == "stopped")
-        hint = running.status(stream)["hint"]
+        hint = (await running.stopped(stream))["hint"]
         assert "it cannot be the same: the archive ends at 5, the stream at 0" in hint
-        config = str(configuration(bench, {"stream": stream}))
-        refused = await floe("egress", "resolve", "-c", config, stream, "--same", "--yes")
-        assert (refused.code, "would be lost" in refused.err) == (2, True)
+        assert "would be lost" in await refused(bench, stream, "--same", "--yes")
         await bench.publish(stream, [b"second"] * 7)
         await soon(lambda: "sequence 5 is not as archived" in running.status(stream)["why"])
         assert "--same" not in running.status(stream)["hint"]
         assert "nothing that it holds is archived" in running.status(stream)["hint"]
-        refused = await floe("egress", "resolve", "-c", config, stream, "--same", "--yes")
-        assert (refused.code, "the first sequence that is not as archived is 1" in refused.err) == (2, True)
+        said = await refused(bench, stream, "--same", "--yes")
+        assert "the first sequence that is not as archived is 1" in said
         await paste(bench, running.status(stream)["hint"], {"stream": stream})
         await bench.archived_to(stream, 7, incarnation=1)
     await exact(bench, stream, 1, 1)
@@ -332,17 +312,17 @@ async def test_the_same_is_refused_where_messages_would_be_lost(
 
 
 async def test_a_feed_that_halts_goes_on_from_the_stream_s_first(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
+    stream = await bench.begun([b"first"] * 10)
     feed = {"stream": stream, "on_recreated": "halt"}
-    await archive(bench, stream, [b"first"] * 10)
-    await bench.delete_stream(stream)
-    await bench.make_stream(stream)
-    await bench.publish(stream, [b"second"] * 20)
+    await bench.recreate(stream, [b"second"] * 20)
     await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 6})
     async with bench.egress(feed) as running:
-        await soon(lambda: running.state(stream) == "stopped")
-        hint = running.status(stream)["hint"]
+        status = await running.stopped(stream)
+        hint = status["hint"]
+        assert "is recreated" in status["why"]
+        assert "on_recreated: continue" in hint
         assert "--new-incarnation --from 6" in hint
+        assert bench.chains.read_stream(bench.chain(stream, 1)) is None
         await paste(bench, hint, feed)
         await bench.archived_to(stream, 20, incarnation=1)
     await exact(bench, stream, 1, 6)
@@ -350,18 +330,15 @@ async def test_a_feed_that_halts_goes_on_from_the_stream_s_first(bench: Bench) -
 
 
 async def test_a_stream_made_anew_twice_within_an_hour_need_not_wait(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await archive(bench, stream, [b"first"] * 10)
+    stream = await bench.begun([b"first"] * 10)
     async with bench.egress({"stream": stream}) as running:
-        for number, count in ((1, 5), (2, 6)):
-            await bench.delete_stream(stream)
-            await bench.make_stream(stream)
-            await bench.publish(stream, [b"again"] * count)
-            if number == 1:
-                await bench.archived_to(stream, count, incarnation=1)
-        await soon(lambda: running.state(stream) == "stopped")
-        assert "made anew twice within an hour" in running.status(stream)["why"]
-        await paste(bench, running.status(stream)["hint"], {"stream": stream})
+        await bench.recreate(stream, [b"again"] * 5)
+        await bench.archived_to(stream, 5, incarnation=1)
+        await bench.recreate(stream, [b"again"] * 6)
+        status = await running.stopped(stream)
+        assert "made anew twice within an hour" in status["why"]
+        assert bench.chains.read_stream(bench.chain(stream, 2)) is None
+        await paste(bench, status["hint"], {"stream": stream})
         await bench.archived_to(stream, 6, incarnation=2)
     await exact(bench, stream, 2, 1)
 
@@ -417,8 +394,7 @@ async def test_partitions_that_halt_are_all_decided_at_once(bench: Bench) -> Non
     await publish_over(bench, stream, ["0.a", "1.a"], 20, "first")
     async with bench.egress(feed):
         await parts.archived_to(20)
-    await bench.delete_stream(stream)
-    await bench.make_stream(stream)
+    await bench.recreate(stream)
     await publish_over(bench, stream, ["0.a", "1.a", "2.a"], 30, "second")
     async with bench.egress(feed) as running:
         await soon(lambda: all(running.state(stream + s) == "stopped" for s in ("", "/1", "/2")))
@@ -428,18 +404,23 @@ async def test_partitions_that_halt_are_all_decided_at_once(bench: Bench) -> Non
     await parts.same(stream, 1)
 
 
-# E-STATE-KV (E-LISTING, E-EMPTY-ARCHIVE and a spoiled mark: test_egress_histories.py)
+# E-STATE-KV (E-LISTING and E-EMPTY-ARCHIVE: test_egress_histories.py)
 
 
-@pytest.mark.parametrize("what", [Closings.key, acceptance_key])
-async def test_decisions_that_cannot_be_read_are_forgotten(bench: Bench, what: Callable[[Chain], str]) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await archive(bench, stream, [b"x"] * 10)
+@pytest.mark.parametrize("what", [Closings.key, acceptance_key, HighWaterMarks.key])
+async def test_a_mark_or_decisions_that_cannot_be_read_stop_the_chain_and_are_forgotten_by_the_command_only(
+    bench: Bench, what: Callable[[Chain], str]
+) -> None:
+    """B73."""
+    stream = await bench.begun([b"x"] * 10)
     state = await KeyValue(bench.client, bench.state_bucket).ensure()
     await state.put(what(bench.chain(stream)), b"spoiled")
     async with bench.egress({"stream": stream}) as running:
-        await soon(lambda: running.state(stream) == "stopped")
-        await paste(bench, running.status(stream)["hint"], {"stream": stream})
+        hint = (await running.stopped(stream))["hint"]
+        entry = await state.get(what(bench.chain(stream)))
+        assert entry is not None
+        assert entry.value == b"spoiled"
+        await paste(bench, hint, {"stream": stream})
         await bench.publish(stream, [b"more"] * 5)
         await bench.archived_to(stream, 15)
     assert await bench.mark(stream) == 15
@@ -450,29 +431,22 @@ async def test_decisions_that_cannot_be_read_are_forgotten(bench: Bench, what: C
 
 
 async def test_a_feed_that_nothing_stops_is_left_alone(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await archive(bench, stream, [b"x"] * 10)
+    stream = await bench.begun([b"x"] * 10)
     config = str(configuration(bench, {"stream": stream}))
-    resolve = ("egress", "resolve", "-c", config, stream)
-    shown, new, same, believed, none = await asyncio.gather(
-        floe(*resolve, "--json"),
-        floe(*resolve, "--new-incarnation", "--yes"),
-        floe(*resolve, "--same", "--yes"),
-        floe(*resolve, "--believe-listing", "--yes"),
-        floe("egress", "resolve", "-c", config, "OTHER"),
-    )
+    shown = await resolve(bench, stream, "--json")
     assert shown.code == 0
     assert [(each["code"], each["verdict"], each["choices"]) for each in shown.json()] == [("", "same", [])]
-    assert [each.code for each in (new, same, believed, none)] == [2, 2, 2, 2]
-    assert "nothing stops this feed" in new.err
-    assert f"expected one of {stream}" in none.err
+    assert "nothing stops this feed" in await refused(bench, stream, "--new-incarnation", "--yes")
+    assert "is not a choice here" in await refused(bench, stream, "--same", "--yes")
+    assert "nothing is wrong with its listing" in await refused(bench, stream, "--believe-listing", "--yes")
+    none = await floe("egress", "resolve", "-c", config, "OTHER")
+    assert (none.code, f"expected one of {stream}" in none.err) == (2, True)
 
 
 @pytest.mark.real
 @pytest.mark.parametrize("choice", [(), ("--same", "--yes"), ("--new-incarnation", "--yes")])
 async def test_where_nothing_can_be_asked_nothing_is_said_of_the_feed(bench: Bench, choice: tuple[str, ...]) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await archive(bench, stream, [b"x"] * 10)
+    stream = await bench.begun([b"x"] * 10)
     with NatsServer(extra="accounts { A { users: [{user: a, password: p}] } }") as server:  # JetStream is off there
         path = configuration(bench, {"stream": stream})
         path.write_text(path.read_text().replace(f"url: {bench.url}", f"url: {server.url}\n  user: a\n  password: p"))
@@ -487,15 +461,11 @@ async def test_a_lost_bucket_is_given_up_once_for_all_incarnations_and_nothing_d
     bench: Bench,
 ) -> None:
     """A decision to begin behind messages was made for an archive that had the others."""
-    stream = await bench.make_stream(unique("T"))
-    await archive(bench, stream, [b"old"] * 10)
-    await bench.delete_stream(stream)
-    await bench.make_stream(stream)
+    stream = await bench.begun([b"old"] * 10)
+    await bench.recreate(stream, [b"new %d" % n for n in range(6)])
     feed = {"stream": stream, "on_recreated": "halt"}
-    await bench.publish(stream, [b"new %d" % n for n in range(6)])
     async with bench.egress(feed) as running:
-        await soon(lambda: running.state(stream) == "stopped")
-        hint = running.status(stream)["hint"]
+        hint = (await running.stopped(stream))["hint"]
         await paste(bench, re.sub(r"--from \d+", "--from 5", hint), feed)
         await bench.archived_to(stream, 6, incarnation=1)
     for info in bench.objects.list(""):

@@ -169,9 +169,7 @@ async def test_a_chain_that_stopped_tells_it_too(bench: Bench) -> None:
     await bench.publish(stream, [b"a"] * 10)
     async with bench.egress({"stream": stream}, tuning=IMPATIENT):
         await bench.archived_to(stream, 10)
-    await bench.delete_stream(stream)
-    await bench.make_stream(stream, max_age=3600 * 10**9)
-    await bench.publish(stream, [b"b"] * 20)
+    await bench.recreate(stream, [b"b"] * 20, max_age=3600 * 10**9)
 
     running = bench.start(bench.settings({"stream": stream, "on_recreated": "halt"}), IMPATIENT)
     await soon(lambda: running.state(stream) == "stopped")

@@ -49,8 +49,7 @@ async def test_a_stream_that_answers_differently_each_time_is_asked_until_it_doe
 
     async def churn() -> None:
         while not is_calm.is_set():
-            await bench.delete_stream(stream)
-            await bench.make_stream(stream)
+            await bench.recreate(stream)
             await asyncio.sleep(0.05)
 
     churning = asyncio.create_task(churn())
@@ -71,9 +70,7 @@ async def test_a_stream_that_answers_differently_each_time_is_asked_until_it_doe
 
 async def test_an_incarnation_that_another_site_made_is_left_behind_by_the_command(bench: Bench) -> None:
     stream = await begun(bench)
-    await bench.delete_stream(stream)
-    await bench.make_stream(stream)
-    await bench.publish(stream, [b"second"] * 20)
+    await bench.recreate(stream, [b"second"] * 20)
     key = bench.chains.layout.stream_document(bench.chain(stream, 1))
     cut = bench.chains.read_stream(bench.chain(stream))
     assert cut is not None

@@ -30,7 +30,7 @@ from egress.deps import Confirming, EgressTuning, Pulling, Tuning
 from egress.feed import lease_key
 from egress.incarnations import Closings, HighWaterMarks
 from egress.service import EgressService
-from infra.oracle import Comparison, Trace, archived, compare, read_stream, source_trace
+from infra.oracle import Comparison, Trace, archived, compare, read_stream
 from tests.support.basics import PATIENCE, SharedS3, cancelled, is_gapless, soon, unique
 from tests.support.invariants import rows_balance, unread_is_named
 from tests.support.servers import place
@@ -63,6 +63,11 @@ class Running:
 
     def state(self, feed: str) -> str:
         return self.status(feed).get("state", "")
+
+    async def stopped(self, feed: str) -> dict[str, Any]:
+        """What /status shows of the feed as soon as it has stopped."""
+        await soon(lambda: self.state(feed) == "stopped")
+        return self.status(feed)
 
     async def received(self, feed: str, last: int) -> None:
         """Wait until all up to `last` is in the open segment."""
@@ -189,6 +194,24 @@ class Bench:
     async def delete_stream(self, name: str) -> None:
         await self.client.api(f"STREAM.DELETE.{name}")
 
+    async def recreate(self, name: str, payloads: Iterable[bytes] = (), **config: Any) -> None:
+        """Delete the stream, make it again and publish."""
+        await self.delete_stream(name)
+        await self.make_stream(name, **config)
+        await self.publish(name, payloads)
+
+    async def begun(self, payloads: Iterable[bytes], segment: dict[str, Any] | None = None, **config: Any) -> str:
+        """A stream of these payloads, all archived by a feed of its name; its name."""
+        stream = await self.make_stream(unique("T"), **config)
+        await self.publish(stream, payloads)
+        await self.freeze({"stream": stream, "segment": segment or {}})
+        return stream
+
+    async def freeze(self, feed: dict[str, Any], **egress: Any) -> None:
+        """Run egress until the feed has archived all that its stream holds, and drain it."""
+        async with self.egress(feed, **egress):
+            await self.archived_to(feed.get("name", feed["stream"]), await self.last(feed["stream"]))
+
     async def publish(
         self, stream: str, payloads: Iterable[bytes], *, subject: str = "a", headers: bytes | None = None
     ) -> None:
@@ -262,9 +285,11 @@ class Bench:
             assert rows_balance(footer), footer
             assert unread_is_named(footer), footer
 
-    async def compare(self, feed: str, stream: str, incarnation: int = 0, *, may_be_gone: bool = False) -> Comparison:
-        """The archive against what the stream holds now, message by message."""
-        source = await source_trace(self.client, stream)
+    async def compare(
+        self, feed: str, stream: str, incarnation: int = 0, *, may_be_gone: bool = False, first: int = 1
+    ) -> Comparison:
+        """The archive against what the stream holds now from `first` on, message by message."""
+        source = await source_from(self.client, stream, first)
         return compare(source, Trace.of(self.messages(feed, incarnation)), may_be_gone=may_be_gone)
 
     async def same(self, feed: str, stream: str, incarnation: int = 0) -> None:
@@ -283,6 +308,18 @@ class Bench:
             return False
 
         await soon(is_the_same)
+
+
+async def source_from(client: FloeClient, stream: str, first: int) -> Trace:
+    """What the stream holds from `first` on."""
+    source = Trace()
+
+    def take(message: Message) -> None:
+        if message.sequence >= first:
+            source.add(message)
+
+    source.through = await read_stream(client, stream, take)
+    return source
 
 
 def covered(refs: Iterable[SegmentRef]) -> list[SequenceRange]:
@@ -352,13 +389,7 @@ class Partitioned:
     async def same(self, stream: str, incarnation: int = 0, first: int = 1) -> None:
         """Fails unless the partitions together hold exactly what the stream holds from `first` on."""
         self.check(incarnation)
-        source = Trace()
-
-        def take(message: Message) -> None:
-            if message.sequence >= first:
-                source.add(message)
-
-        source.through = await read_stream(self.bench.client, stream, take)
+        source = await source_from(self.bench.client, stream, first)
         found = compare(source, Trace.of(self.messages(incarnation)), may_be_gone=False)
         assert found.ok, found.report()
 
