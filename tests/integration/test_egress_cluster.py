@@ -28,20 +28,6 @@ async def publish_until(bench: Bench, stream: str, done: asyncio.Event) -> None:
         await publisher.settle()
 
 
-async def test_leaders_that_move_lose_and_repeat_nothing(bench: Bench) -> None:
-    stream, done = await bench.make_replicated(), asyncio.Event()
-    load = asyncio.create_task(publish_until(bench, stream, done))
-    async with bench.egress({"stream": stream}, lease_ttl="10s"):
-        for _ in range(4):
-            await asyncio.sleep(0.6)
-            with suppress(FloeError):
-                await bench.client.api(f"STREAM.LEADER.STEPDOWN.{stream}")
-        done.set()
-        await load
-        await bench.archived_to(stream, await bench.last(stream))
-    await bench.same_at_last(stream, stream)
-
-
 async def test_a_node_that_is_killed_takes_nothing_with_it(bench: Bench, cluster: NatsCluster) -> None:
     """The node in whose memory the consumer lives."""
     stream, done = await bench.make_replicated(), asyncio.Event()
@@ -63,30 +49,6 @@ async def test_a_node_that_is_killed_takes_nothing_with_it(bench: Bench, cluster
         await asyncio.to_thread(cluster.wait_ready)
         done.set()
         await load
-        await bench.archived_to(stream, await bench.last(stream))
-    await bench.same_at_last(stream, stream)
-
-
-async def test_without_a_quorum_it_waits_and_goes_on_alone(bench: Bench, cluster: NatsCluster) -> None:
-    stream = await bench.make_replicated()
-    async with bench.egress({"stream": stream}, lease_ttl="3s") as running:
-        async with AckedPublisher(bench.client, window=64) as publisher:
-            for _ in range(100):
-                await publisher.publish(f"{stream}.a".encode(), b"x", None)
-            await publisher.settle()
-        await bench.archived_to(stream, 100)
-        paused = cluster.servers[1:]
-        for server in paused:
-            server.pause()
-        await soon(lambda: running.state(stream) != "reading")
-        for server in paused:
-            server.resume()
-        await asyncio.to_thread(cluster.wait_ready)
-        await soon(lambda: running.state(stream) == "reading")
-        async with AckedPublisher(bench.client, window=64) as publisher:
-            for _ in range(100):
-                await publisher.publish(f"{stream}.a".encode(), b"y", None)
-            await publisher.settle()
         await bench.archived_to(stream, await bench.last(stream))
     await bench.same_at_last(stream, stream)
 

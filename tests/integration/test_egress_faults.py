@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from common.errors import Unavailable
-from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
 from egress.feed import lease_key
-from infra.local.nats import NatsServer
 from tests.support.basics import soon, unique
 from tests.support.egress import Bench
-from tests.support.proxies import TcpProxy
 from tests.support.stores import FaultyStore, raising
 
 
@@ -55,81 +48,6 @@ async def test_a_deleted_consumer_is_made_again_and_nothing_is_missing(bench: Be
     assert await consumers(bench, stream) == []
 
 
-async def test_a_message_lost_on_the_way_is_noticed_by_the_consumer_sequence(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """F16: whatever the connection drops is read again."""
-    real, lost = FloeClient.subscribe_raw, [7, 60, 61, 99]
-    seen = itertools.count(1)  # over all subscriptions: each loss may make a new one
-
-    async def losing(self: FloeClient, subject: str, sink: Any, *tell: Any) -> Any:
-        def drop_some(subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
-            if reply.startswith(b"$JS.ACK") and lost and next(seen) == lost[0]:
-                lost.pop(0)
-                return
-            sink(subject, reply, payload, headers)
-
-        return await real(self, subject, drop_some, *tell)
-
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, (b"%d" % i for i in range(100)))
-    monkeypatch.setattr(FloeClient, "subscribe_raw", losing)
-    async with bench.egress({"stream": stream}):
-        await bench.archived_to(stream, 100)
-    monkeypatch.undo()
-    assert lost == []
-    await bench.same(stream, stream)
-
-
-async def test_connections_that_are_cut_again_and_again_lose_and_repeat_nothing(
-    nats_server: NatsServer, bench: Bench
-) -> None:
-    """F13, with segments that are due more seldom than the line is cut."""
-    stream = await bench.make_stream(unique("T"))
-    async with TcpProxy(nats_server.port) as proxy:
-        far = Bench(proxy.url, bench.root, bench.client, bench.lease_bucket, bench.state_bucket)
-        async with far.egress({"stream": stream, "segment": {"max_age": "20s"}}):
-            for _ in range(10):
-                await bench.publish(stream, [b"x" * 100] * 200)
-                await asyncio.sleep(0.15)
-                proxy.cut()
-            await bench.archived_to(stream, 2_000)
-    await bench.same(stream, stream)
-
-
-async def test_a_silent_connection_is_noticed_by_missing_heartbeats(nats_server: NatsServer, bench: Bench) -> None:
-    """F14."""
-    stream = await bench.make_stream(unique("T"))
-    async with TcpProxy(nats_server.port) as proxy:
-        far = Bench(proxy.url, bench.root, bench.client, bench.lease_bucket, bench.state_bucket)
-        async with far.egress({"stream": stream}, lease_ttl="10s") as running:
-            await soon(lambda: running.state(stream) == "reading")
-            proxy.blackhole()
-            await bench.publish(stream, [b"x"] * 20)
-            await soon(lambda: running.state(stream) == "checking")
-            proxy.heal()
-            await bench.archived_to(stream, 20)
-    await bench.same(stream, stream)
-
-
-async def test_a_server_that_is_killed_and_started_again_is_read_on(
-    alone: tuple[Bench, NatsServer], tmp_path: Path
-) -> None:
-    """F19, on one node: the consumer and its memory are gone, the stream is not."""
-    bench, server = alone
-    stream = await bench.make_stream(unique("T"), storage="file")
-    async with bench.egress({"stream": stream}) as running:
-        await bench.publish(stream, [b"x"] * 50)
-        await bench.archived_to(stream, 50)
-        await asyncio.to_thread(server.kill)
-        await soon(lambda: running.state(stream) in ("waiting", "standby"))
-        await asyncio.to_thread(server.start)
-        await soon(lambda: bench.client.is_up)
-        await bench.publish(stream, [b"y"] * 50)
-        await bench.archived_to(stream, 100)
-    await bench.same(stream, stream)
-
-
 # The object store
 
 
@@ -155,28 +73,6 @@ async def test_an_unreachable_store_stops_the_pulling_within_the_memory_limit(be
     await bench.same(stream, stream)
 
 
-async def test_what_waits_for_the_store_while_the_stream_is_recreated_goes_to_its_own_history(bench: Bench) -> None:
-    """Sealed and open segments are held back until the stream is judged."""
-    stream = await bench.make_stream(unique("T"))
-    objects = FaultyStore(bench.objects)
-    feed = {"stream": stream, "segment": {"max_messages": 50, "max_age": "1h"}}
-    async with bench.egress(feed) as running:
-        await soon(lambda: running.state(stream) == "reading")
-    held_up(objects)
-    async with bench.egress(feed, objects=objects) as running:
-        await bench.publish(stream, (b"first %d" % i for i in range(120)))
-        await soon(lambda: running.state(stream) == "waiting")
-        await bench.recreate(stream)
-        await bench.publish(stream, (b"second %d" % i for i in range(60)))
-        await asyncio.sleep(0.5)
-        released(objects)
-        await bench.archived_to(stream, 120)
-        await bench.archived_to(stream, 50, incarnation=1)
-    assert [m.payload for m in bench.messages(stream)] == [b"first %d" % i for i in range(120)]
-    bench.check(stream)
-    await bench.same(stream, stream, incarnation=1)
-
-
 async def test_a_drain_that_the_store_holds_up_ends_in_time_and_keeps_the_lease(bench: Bench) -> None:
     """F06: what was not stored is read again; the lease is left to expire."""
     stream = await bench.make_stream(unique("T"))
@@ -198,25 +94,6 @@ async def test_a_drain_that_the_store_holds_up_ends_in_time_and_keeps_the_lease(
 
 
 # Leases
-
-
-async def test_one_instance_works_and_the_other_takes_over_within_two_lease_times(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    settings = bench.settings({"stream": stream}, lease_ttl="5s")
-    first = bench.start(settings)
-    await soon(lambda: first.state(stream) == "reading")
-    second = bench.start(settings)
-    await soon(lambda: second.state(stream) == "standby")
-    assert not second.health.problems()
-    await bench.publish(stream, [b"x"] * 10)
-    await bench.archived_to(stream, 10)
-    assert len(await consumers(bench, stream)) == 1
-    await first.crash()
-    await soon(lambda: second.state(stream) == "reading")
-    await bench.publish(stream, [b"y"] * 10)
-    await bench.archived_to(stream, 20)
-    await second.drain()
-    await bench.same(stream, stream)
 
 
 async def test_a_drained_instance_hands_over_at_once(bench: Bench) -> None:
@@ -241,31 +118,6 @@ async def test_a_lease_taken_away_stops_the_work_until_it_is_free_again(bench: B
         assert running.status(stream)["holder"] == "somebody else"
         await bench.publish(stream, [b"x"] * 10)
         await bench.archived_to(stream, 10)
-    await bench.same(stream, stream)
-
-
-async def test_a_deleted_lease_bucket_is_made_again(bench: Bench) -> None:
-    """F09."""
-    stream = await bench.make_stream(unique("T"))
-    async with bench.egress({"stream": stream}, lease_ttl="1s") as running:
-        await soon(lambda: running.state(stream) == "reading")
-        await bench.delete_stream(f"KV_{bench.lease_bucket}")
-        await bench.publish(stream, [b"x"] * 10)
-        await bench.archived_to(stream, 10)
-        await soon(lambda: running.state(stream) == "reading")
-    await bench.same(stream, stream)
-
-
-async def test_two_instances_that_both_believe_in_their_lease_waste_work_only(bench: Bench) -> None:
-    """I9, F08: leases of their own, so that nothing keeps them apart."""
-    stream = await bench.make_stream(unique("T"))
-    feed = {"stream": stream, "segment": {"max_messages": 70}}
-    twins = [bench.start(bench.settings(feed, lease_bucket=unique("L"))) for _ in range(2)]
-    for _ in range(15):
-        await bench.publish(stream, [os.urandom(50) for _ in range(100)])
-    await bench.archived_to(stream, 1_500)
-    for twin in twins:
-        await twin.drain()
     await bench.same(stream, stream)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import yaml
+
+from common.chain import Chain
 from common.clock import parse_time
 from tests.support.basics import soon, unique
-from tests.support.egress import Bench
+from tests.support.egress import SITE, Bench
 
 pytestmark = pytest.mark.simulated
 
@@ -27,28 +31,22 @@ async def test_every_message_is_archived_once_and_the_tail_and_mark_say_so(bench
 async def test_two_feeds_of_one_stream_stand_side_by_side(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     other = unique("OTHER")
-    feeds = {"stream": stream}, {"name": other, "stream": stream, "filter_subject": f"{stream}.b"}
+    none = {"name": unique("NONE"), "stream": stream, "filter_subject": f"{stream}.none"}
+    feeds = {"stream": stream}, {"name": other, "stream": stream, "filter_subject": f"{stream}.b"}, none
     await bench.publish(stream, [b"a"] * 10, subject="a")
     await bench.publish(stream, [b"b"] * 5, subject="b")
     await bench.publish(stream, [b"a"] * 10, subject="a")
     async with bench.egress(*feeds):
         await bench.archived_to(stream, 25)
         await bench.archived_to(other, 25)
+        await bench.archived_to(none["name"], 25)
+    assert (bench.messages(none["name"]), bench.ledger(none["name"])) == ([], {"not_matched": 25})
+    assert all(footer.tip is None for footer in bench.footers(none["name"])), "an empty segment"
     await bench.same(stream, stream)
     bench.check(other)
     assert [m.sequence for m in bench.messages(other)] == [11, 12, 13, 14, 15]
     assert bench.ledger(other) == {"not_matched": 20}
     assert bench.chains.read_chain(bench.chain(other)).filters == (f"{stream}.b",)
-
-
-async def test_a_range_without_any_matching_message_becomes_an_empty_segment(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"a"] * 30)
-    async with bench.egress({"stream": stream, "filter_subject": f"{stream}.none"}):
-        await bench.archived_to(stream, 30)
-    assert bench.messages(stream) == []
-    assert bench.ledger(stream) == {"not_matched": 30}
-    assert all(footer.tip is None for footer in bench.footers(stream))
 
 
 async def test_interior_gaps_are_deleted_and_what_lies_below_the_source_was_gone_before_read(bench: Bench) -> None:
@@ -120,43 +118,31 @@ async def test_subjects_headers_and_payloads_come_back_byte_for_byte(bench: Benc
 
 @pytest.mark.parametrize(
     ("start", "first"),
-    [({}, 1), ({"start_sequence": 4}, 4), ({"start_at_end": True}, 11), ({"start_sequence": 50}, 50)],
+    [
+        ({}, 1),
+        ({"start_sequence": 4}, 4),
+        ({"start_at_end": True}, 11),
+        ({"start_sequence": 50}, 50),
+        ({"start_time": "2000-01-01T00:00:00Z"}, 1),
+        ({"start_delta": "1h"}, 1),
+        ({"start_time": "2100-01-01T00:00:00Z"}, 11),
+    ],
 )
-async def test_a_feed_begins_where_its_start_key_says(bench: Bench, start: dict[str, object], first: int) -> None:
+async def test_a_feed_begins_where_its_start_key_says_and_the_key_counts_once(
+    bench: Bench, start: dict[str, object], first: int
+) -> None:
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, [b"x"] * 10)
     async with bench.egress({"stream": stream, **start}) as running:
         await soon(lambda: running.state(stream) == "reading")
         await bench.publish(stream, [b"x"] * 45)
         await bench.archived_to(stream, 55)
+    async with bench.egress({"stream": stream, "start_sequence": 8}) as running:
+        await soon(lambda: running.state(stream) == "reading")
     assert bench.chains.read_chain(bench.chain(stream)).first == first
     bench.check(stream, first=first)
     assert [m.sequence for m in bench.messages(stream)] == list(range(first, 56))
     assert bench.ledger(stream) == {}
-
-
-@pytest.mark.parametrize("key", ["start_time", "start_delta"])
-async def test_a_feed_begins_at_a_time(bench: Bench, key: str) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"x"] * 10)
-    value = "2000-01-01T00:00:00Z" if key == "start_time" else "1h"
-    async with bench.egress({"stream": stream, key: value}):
-        await bench.archived_to(stream, 10)
-    future = unique("LATER")
-    async with bench.egress({"name": future, "stream": stream, "start_time": "2100-01-01T00:00:00Z"}) as running:
-        await soon(lambda: running.state(future) == "reading")
-    assert bench.chains.read_chain(bench.chain(stream)).first == 1
-    assert bench.chains.read_chain(bench.chain(future)).first == 11
-
-
-async def test_start_keys_count_once(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"x"] * 10)
-    async with bench.egress({"stream": stream, "start_sequence": 4}):
-        await bench.archived_to(stream, 10)
-    async with bench.egress({"stream": stream, "start_sequence": 8}) as running:
-        await soon(lambda: running.state(stream) == "reading")
-    assert bench.chains.read_chain(bench.chain(stream)).first == 4
 
 
 async def test_messages_older_than_max_age_are_left_out(bench: Bench) -> None:
@@ -182,14 +168,26 @@ async def test_messages_older_than_max_age_are_left_out(bench: Bench) -> None:
     assert bench.ledger(other) == {"too_old": bench.messages(other)[0].sequence - 1}
 
 
-async def test_other_filters_on_a_chain_that_has_begun_stop_it(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    ("now", "shown"),
+    [
+        ({"filter_subject": "STREAM.b"}, "the filter STREAM.b"),
+        ({"relay": True}, "the whole stream as a relay"),
+        ({"partitions": ["STREAM.0.>", "STREAM.1.>"]}, "2 partitions (STREAM.0.>, STREAM.1.>)"),
+    ],
+)
+async def test_what_a_chain_that_has_begun_cannot_be_changed_to_stops_it(
+    bench: Bench, now: dict[str, Any], shown: str
+) -> None:
     stream = await bench.begun([b"x"])
-    async with bench.egress({"stream": stream, "filter_subject": f"{stream}.b"}) as running:
-        await soon(lambda: running.state(stream) == "stopped")
-        now = f"configured with the filter {stream}.b"
-        assert f"begun with the whole stream, {now}" in running.status(stream)["why"]
-        assert "floe egress repartition" in running.status(stream)["hint"]
+    changed = yaml.safe_load(yaml.safe_dump(now).replace("STREAM", stream))
+    async with bench.egress({"stream": stream, **changed}) as running:
+        status = await running.stopped(stream)
+        expected = f"begun with the whole stream, configured with {shown.replace('STREAM', stream)}"
+        assert expected in status["why"]
+        assert "floe egress repartition" in status["hint"]
         assert running.health.problems()
+    assert bench.chains.read_chain(Chain(SITE, stream, 0, 1)) is None
 
 
 async def test_a_stopped_feed_leaves_the_others_alone_and_goes_on_when_it_can(bench: Bench) -> None:
@@ -203,14 +201,3 @@ async def test_a_stopped_feed_leaves_the_others_alone_and_goes_on_when_it_can(be
         await bench.publish(missing, [b"x"] * 3)
         await bench.archived_to(missing, 3)
         assert not running.health.problems()
-
-
-async def test_a_drain_stores_the_open_segment_long_before_its_age(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    async with bench.egress({"stream": stream, "segment": {"max_age": "1h"}}) as running:
-        await soon(lambda: running.state(stream) == "reading")
-        await bench.publish(stream, [b"x"] * 100)
-        await running.received(stream, 100)
-    await bench.same(stream, stream)
-    assert bench.end(stream) == 100
-    assert bench.chains.read_tail(bench.chain(stream)) == 100

@@ -16,7 +16,6 @@ from common.jetstream.kv import KeyValue
 from common.metrics import REGISTRY
 from common.sequences import SequenceRange
 from egress import consumers, metrics
-from egress.archive import Archive, ArchiveWalks
 from egress.incarnations import HighWaterMarks
 from egress.reader import Reader
 from infra.local.nats import NatsServer
@@ -325,44 +324,6 @@ async def test_a_hole_that_opens_under_a_running_egress_is_filled_by_its_next_wa
         await bench.publish(stream, [b"more"] * 5)
         await bench.archived_to(stream, 35)
         assert running.status(stream)["lost"] == 0
-    await bench.same(stream, stream)
-
-
-@pytest.mark.parametrize("more", [0, 5], ids=["quiet", "busy"])
-async def test_a_bucket_that_was_set_back_to_an_older_copy_is_filled_without_a_restart(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, more: int
-) -> None:
-    walks: list[str] = []
-    walk = ArchiveWalks._walk
-
-    async def counted_walk(walking: ArchiveWalks, archive: Archive) -> None:
-        await walk(walking, archive)
-        walks.append("done")
-
-    monkeypatch.setattr(ArchiveWalks, "_walk", counted_walk)
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"old"] * 10)
-    tuning = replace(QUICK, pace=replace(QUICK.pace, newest=0.2, page=0.0))
-    bucket, copy, gone = (bench.root / name for name in ("bucket", "copy", "gone"))
-    async with bench.egress({"stream": stream}, tuning=tuning) as running:
-        await bench.archived_to(stream, 10)
-        shutil.copytree(bucket, copy)
-        for last in (20, 30):
-            await bench.publish(stream, [b"new"] * 10)
-            await bench.archived_to(stream, last)
-
-        async def is_marked() -> bool:
-            return await bench.mark(stream) == 30
-
-        await soon(is_marked)
-        await soon(lambda: len(walks) >= 1)
-        bucket.rename(gone)
-        copy.rename(bucket)
-        await bench.publish(stream, [b"more"] * more)
-        await soon(lambda: len(bench.messages(stream)) == 30 + more)
-        await soon(lambda: running.state(stream) == "reading")
-        assert running.status(stream)["lost"] == 0
-        assert len(walks) == 2, "the next one is due in six hours"
     await bench.same(stream, stream)
 
 

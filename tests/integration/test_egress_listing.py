@@ -205,26 +205,19 @@ async def test_a_walk_that_was_cut_goes_on_where_it_was_and_comes_again_when_it_
     again.cancel()
 
 
-async def test_a_put_sees_that_the_newest_segment_is_gone_by_the_one_listing_that_it_makes(world: World) -> None:
-    for first, last in [(1, 10), (11, 20)]:
-        world.segments.put(first, last)
-    archive = await world.loaded(20)
-    asked = world.objects.requests
-    assert not await archive.is_covered(21)
-    assert archive.missing == ""
-    newest = archive.newest[0].key
-    world.segments.path(newest).unlink()
-    assert not await archive.is_covered(21)
-    assert archive.missing == newest
-    assert world.objects.requests == asked + 2
-
-
-async def test_a_newest_segment_that_was_merged_up_is_not_called_missing(world: World) -> None:
+async def test_a_put_sees_that_the_newest_segment_is_gone_unless_it_was_merged_up(world: World) -> None:
+    """By the one listing that it makes."""
     world.segments.put(1, 10)
     world.segments.put(11, 20, level=1)
     archive = await world.loaded(20)
     assert not await archive.is_covered(21)
     assert archive.missing == ""
+    newest = world.segments.put(21, 30).key
+    archive = await world.loaded(30)
+    world.segments.path(newest).unlink()
+    asked = world.objects.requests
+    assert not await archive.is_covered(31)
+    assert (archive.missing, world.objects.requests) == (newest, asked + 1)
 
 
 @pytest.mark.parametrize("is_put", [True, False], ids=["by a put", "by a look"])

@@ -6,17 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from common.chain import Chain
 from common.jetstream.api import stream_info
 from egress.incarnations import Closing, End
 from tests.support.basics import soon, unique
-from tests.support.egress import SITE, Bench, Partitioned, feed_of, publish_over
+from tests.support.egress import Bench, Partitioned, feed_of, publish_over
 
 pytestmark = pytest.mark.simulated
 
 
 async def recreate(bench: Bench, stream: str, subjects: list[str], count: int, text: str) -> None:
-    """Delete the stream, make it again and publish."""
     await bench.recreate(stream)
     await publish_over(bench, stream, subjects, count, text)
 
@@ -41,22 +39,17 @@ async def test_a_list_of_filters_and_what_none_of_them_takes_is_reported(bench: 
     parts = Partitioned(bench, stream, 2)
     await publish_over(bench, stream, ["a.x", "b.y", "c.z", "c.w"], 40, "x")
     feed = {"stream": stream, "partitions": [f"{stream}.a.*", f"{stream}.b.>"]}
-    async with bench.egress(feed) as running:
+    one = {"stream": stream, "name": unique("ONE"), "filter_subject": f"{stream}.a.>"}
+    async with bench.egress(feed, one) as running:
         await parts.archived_to(40)
+        await bench.archived_to(one["name"], 40)
         await soon(lambda: "unmatched" in running.status(stream))
         expected = {"messages": 20, "subjects": 2, "example": f"{stream}.c.w"}
         assert running.status(stream)["unmatched"] == expected
         assert "unmatched" not in running.status(f"{stream}/1")
+        assert "unmatched" not in running.status(one["name"]), "one filter is meant to leave subjects out"
     parts.check()
     assert sorted({m.subject for m in parts.messages()}) == [f"{stream}.a.x".encode(), f"{stream}.b.y".encode()]
-
-
-async def test_one_filter_is_meant_to_leave_subjects_out(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await publish_over(bench, stream, ["a", "b"], 10, "x")
-    async with bench.egress({"stream": stream, "filter_subject": f"{stream}.a"}) as running:
-        await bench.archived_to(stream, 10)
-        assert "unmatched" not in running.status(stream)
 
 
 async def test_two_hosts_that_start_at_the_end_of_a_moving_stream_begin_at_one_sequence(bench: Bench) -> None:
@@ -117,28 +110,6 @@ async def test_recreated_while_egress_was_down_all_partitions_end_where_their_co
         await parts.archived_to(150, 1)
     assert parts.previous(1) == ends
     assert parts.messages() == before
-    await parts.same(stream, 1)
-
-
-async def test_recreated_under_load_no_message_is_in_both_incarnations_or_in_none(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    parts = Partitioned(bench, stream, 3)
-    subjects = [f"{p}.a" for p in range(3)]
-    feed = feed_of(stream, segment={"max_messages": 70, "max_age": "1h"})
-    async with bench.egress(feed) as running:
-        await soon(lambda: all(running.state(stream + s) == "reading" for s in ("", "/1", "/2")))
-        await publish_over(bench, stream, subjects, 400, "first")
-        for suffix in ("", "/1", "/2"):
-            await running.received(stream + suffix, 400)
-        await recreate(bench, stream, subjects, 500, "second")
-        await soon(lambda: bench.chains.read_stream(parts.chain(0, 1)) is not None)
-        await soon(lambda: all(running.status(stream + s).get("incarnation") == 1 for s in ("", "/1", "/2")))
-    async with bench.egress(feed_of(stream)):  # what had not been received yet
-        await parts.archived_to(500, 1)
-    assert parts.previous(1) == parts.ends()
-    assert sorted(m.payload for m in parts.messages()) == sorted(b"first %d" % i for i in range(400))
-    assert sorted(m.payload for m in parts.messages(1)) == sorted(b"second %d" % i for i in range(500))
-    parts.check()
     await parts.same(stream, 1)
 
 
@@ -214,29 +185,6 @@ async def test_an_end_that_was_noted_is_withdrawn_when_the_old_stream_is_back(be
         assert (await closings.get(parts.chain(0))).ends == {}
     assert parts.previous(1) is None
     await parts.same(stream)
-
-
-async def test_other_partitions_than_those_it_was_begun_with_stop_the_feed(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await publish_over(bench, stream, ["0.a", "1.a"], 10, "x")
-    async with bench.egress({"stream": stream}):
-        await bench.archived_to(stream, 10)
-    async with bench.egress(feed_of(stream, 2)) as running:
-        await soon(lambda: running.state(stream) == running.state(f"{stream}/1") == "stopped")
-        cut = f"configured with 2 partitions ({stream}.0.>, {stream}.1.>)"
-        assert f"begun with the whole stream, {cut}" in running.status(stream)["why"]
-        assert running.status(stream)["hint"].endswith(f" {stream}")
-    assert bench.chains.read_chain(Chain(SITE, stream, 0, 1)) is None
-
-
-async def test_a_relay_that_was_begun_as_none_stops_the_feed(bench: Bench) -> None:
-    """What its headers said was not believed: the same chain cannot hold both."""
-    stream = await bench.make_stream(unique("T"))
-    await publish_over(bench, stream, ["a"], 10, "x")
-    async with bench.egress({"stream": stream}):
-        await bench.archived_to(stream, 10)
-    async with bench.egress({"stream": stream, "relay": True}) as running:
-        assert "configured with the whole stream as a relay" in (await running.stopped(stream))["why"]
 
 
 async def test_created_that_drifts_does_not_stop_a_partition_without_messages(bench: Bench) -> None:

@@ -151,19 +151,6 @@ async def test_people_read_words_and_what_the_new_filters_leave_out(bench: Bench
     assert not re.search(r"[\[\]{}]", done.out)
 
 
-async def test_a_running_egress_is_left_alone(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    parts = Partitioned(bench, stream, 2)
-    await publish_over(bench, stream, ["0.a", "1.a"], 20, "x")
-    async with bench.egress(feed_of(stream, 2)):
-        await parts.archived_to(20)
-        done = await repartition(bench, {"stream": stream}, "--yes")
-    assert done.code == 75
-    assert f"partition 0 of feed {stream} is frozen by {gethostname()} (process {os.getpid()})" in done.err
-    assert bench.chains.read_stream(parts.chain(0, 1)) is None
-    assert parts.ends() == {0: 20, 1: 20}
-
-
 @pytest.mark.parametrize(
     "failpoint",
     [
@@ -174,6 +161,7 @@ async def test_a_running_egress_is_left_alone(bench: Bench) -> None:
     ],
 )
 async def test_a_crash_at_any_step_is_completed_by_the_next_run(bench: Bench, failpoint: str) -> None:
+    """Behind the commit the old cut stops."""
     stream = await bench.make_stream(unique("T"))
     parts = await uneven(bench, stream, 60)
     feed = feed_of(stream, 3)
@@ -181,6 +169,10 @@ async def test_a_crash_at_any_step_is_completed_by_the_next_run(bench: Bench, fa
     assert killed.code == -9
     is_cut = failpoint in ("repartition.after_stream", "repartition.after_chain")
     assert (bench.chains.read_stream(parts.chain(0, 1)) is not None) is is_cut
+    if is_cut:
+        async with bench.egress(feed_of(stream, 2)) as running:
+            await soon(lambda: running.state(stream) == running.state(f"{stream}/1") == "stopped")
+            assert "repartition" in running.status(stream)["hint"]
     await publish_over(bench, stream, ["0.a", "1.a", "2.a"], 30, "meanwhile")
     await until_cut(bench, feed)
     assert parts.previous(1) == parts.ends() == {0: 120, 1: 120}
@@ -191,32 +183,21 @@ async def test_a_crash_at_any_step_is_completed_by_the_next_run(bench: Bench, fa
     await check_all(bench, stream, stream)
 
 
-async def test_behind_the_commit_the_old_cut_stops_and_the_new_one_completes_what_is_missing(bench: Bench) -> None:
+async def test_nothing_is_done_where_there_is_nothing_to_do_and_a_running_egress_is_left_alone(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
-    await uneven(bench, stream, 40)
-    feed = feed_of(stream, 3)
-    await repartition(bench, feed, "--yes", failpoints="repartition.after_stream=kill")
-    async with bench.egress(feed_of(stream, 2)) as running:
-        await soon(lambda: running.state(stream) == running.state(f"{stream}/1") == "stopped")
-        assert "repartition" in running.status(stream)["hint"]
-    assert len(bench.chains.chains(SITE, stream)) == 2
-    after = Partitioned(bench, stream, 3)
-    async with bench.egress(feed):
-        await publish_over(bench, stream, ["0.a", "1.a", "2.a"], 30, "later")
-        await after.archived_to(110, 1)
-    after.check(1)
-    await check_all(bench, stream, stream)
-
-
-async def test_nothing_is_done_where_there_is_nothing_to_do(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
+    parts = Partitioned(bench, stream, 2)
     unbegun = await repartition(bench, feed_of(stream, 2), "--yes")
     assert (unbegun.code, "has not begun" in unbegun.err) == (2, True)
     await publish_over(bench, stream, ["0.a", "1.a"], 20, "x")
     async with bench.egress(feed_of(stream, 2)):
-        await Partitioned(bench, stream, 2).archived_to(20)
+        await parts.archived_to(20)
         done = await repartition(bench, feed_of(stream, 2), "--yes")
         assert (done.code, "is cut as configured" in done.out) == (0, True)
+        done = await repartition(bench, {"stream": stream}, "--yes")
+    assert done.code == 75
+    assert f"partition 0 of feed {stream} is frozen by {gethostname()} (process {os.getpid()})" in done.err
+    assert bench.chains.read_stream(parts.chain(0, 1)) is None
+    assert parts.ends() == {0: 20, 1: 20}
     unasked = await repartition(bench, {"stream": stream})
     assert (unasked.code, "expected --yes" in unasked.err) == (2, True)
 
@@ -248,37 +229,21 @@ async def test_a_stream_set_back_behind_the_cut_is_noticed_though_nothing_was_ar
     assert [m.sequence for m in after.messages(2)] == list(range(21, 51))
 
 
-async def test_an_interest_stream_keeps_for_the_new_partitions_what_comes_meanwhile(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"), retention="interest")
-    before, after = Partitioned(bench, stream, 2), Partitioned(bench, stream, 3)
+@pytest.mark.parametrize(("retention", "count"), [("interest", 3), ("workqueue", 2)])
+async def test_the_new_partitions_get_what_comes_meanwhile(bench: Bench, retention: str, count: int) -> None:
+    stream = await bench.make_stream(unique("T"), retention=retention)
+    before, after = Partitioned(bench, stream, 2), Partitioned(bench, stream, count)
     async with bench.egress(feed_of(stream, 2)) as running:
         await soon(lambda: running.state(stream) == running.state(f"{stream}/1") == "reading")
         await publish_over(bench, stream, ["0.a", "1.a"], 60, "first")
         await before.archived_to(60)
-    cut = {"stream": stream, "partitions": [f"{stream}.1.>", f"{stream}.0.>", f"{stream}.2.>"]}
+    cut = {"stream": stream, "partitions": [f"{stream}.{part}.>" for part in (1, 0, 2)[:count]]}
     await until_cut(bench, cut)
-    await publish_over(bench, stream, ["0.a", "1.a", "2.a"], 90, "second")
+    await publish_over(bench, stream, ["0.a", "1.a", "2.a"][:count], 90, "second")
     async with bench.egress(cut):
         await after.archived_to(150, 1)
-    assert sorted(m.payload for m in everything(bench, stream)) == sorted(
-        [b"first %d" % i for i in range(60)] + [b"second %d" % i for i in range(90)]
-    )
-
-
-async def test_a_work_queue_is_read_by_the_new_partitions(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"), retention="workqueue")
-    before, after = Partitioned(bench, stream, 2), Partitioned(bench, stream, 2)
-    await publish_over(bench, stream, ["0.a", "1.a"], 60, "first")
-    async with bench.egress(feed_of(stream, 2)):
-        await before.archived_to(60)
-    cut = {"stream": stream, "partitions": [f"{stream}.1.>", f"{stream}.0.>"]}
-    await publish_over(bench, stream, ["0.a", "1.a"], 40, "second")
-    await until_cut(bench, cut)
-    async with bench.egress(cut):
-        await after.archived_to(100, 1)
-    assert sorted(m.payload for m in everything(bench, stream)) == sorted(
-        [b"first %d" % i for i in range(60)] + [b"second %d" % i for i in range(40)]
-    )
+    expected = [b"first %d" % i for i in range(60)] + [b"second %d" % i for i in range(90)]
+    assert sorted(m.payload for m in everything(bench, stream)) == sorted(expected)
 
 
 async def test_ingress_carries_the_next_incarnation_behind_all_partitions_of_the_one_before(bench: Bench) -> None:
@@ -295,9 +260,8 @@ async def test_ingress_carries_the_next_incarnation_behind_all_partitions_of_the
     hidden = [(bench.root / "bucket" / ref.key, bench.root / f"hidden{n}") for n, ref in enumerate(late)]
     for file, place in hidden:
         file.rename(place)
-    sources = [{"site": [SITE], "feed": [stream], "subject_prefix": "FLEET"}]
     target = unique("FLEET")
-    sources[0]["subject_prefix"] = target
+    sources = [{"site": [SITE], "feed": [stream], "subject_prefix": target}]
     centre = Centre(bench.root, Archive(bench.root / "bucket"), bench.url, stream=target, sources=sources)
     async with centre.running():
         count = sum(m.subject.startswith(f"{stream}.0.".encode()) for m in parts.messages())

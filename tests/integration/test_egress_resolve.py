@@ -16,18 +16,16 @@ import yaml
 from common.chain import Chain
 from common.jetstream.kv import KeyValue
 from common.segments.documents import StreamDocument
-from common.segments.segment import Message
 from common.tasks import Stop
 from egress import context
 from egress.identity import acceptance_key
 from egress.incarnations import Closings, HighWaterMarks
 from infra.local.nats import NatsServer
-from infra.oracle import read_stream
 from tests.integration.test_drill_exact import drill
 from tests.support import restoring as back
 from tests.support.basics import soon, unique
 from tests.support.commands import Done, configuration, floe, paste
-from tests.support.egress import SITE, Bench, Partitioned, feed_of, publish_over
+from tests.support.egress import SITE, Bench
 from tests.support.servers import restore_disk, save_disk
 
 pytestmark = pytest.mark.simulated
@@ -341,67 +339,6 @@ async def test_a_stream_made_anew_twice_within_an_hour_need_not_wait(bench: Benc
         await paste(bench, status["hint"], {"stream": stream})
         await bench.archived_to(stream, 6, incarnation=2)
     await exact(bench, stream, 2, 1)
-
-
-# Partitions
-
-
-async def test_one_partition_that_cannot_go_on_ends_the_incarnation_of_all_exactly(
-    alone: tuple[Bench, NatsServer], tmp_path: Path
-) -> None:
-    """Partition 1 had not read what was set back, so it read on; each begins where its own end is."""
-    bench, server = alone
-    stream = await bench.make_stream(unique("T"), storage="file")
-    parts, feed = Partitioned(bench, stream, 2), feed_of(stream, 2)
-    await publish_over(bench, stream, ["0.a", "1.a"], 20, "x")
-    async with bench.egress(feed):
-        await parts.archived_to(20)
-    saved = await save_disk(server, tmp_path)
-    await publish_over(bench, stream, ["0.a", "1.a"], 20, "lost")
-    async with parts.away(1):
-        running = bench.start(bench.settings(feed))
-        await soon(lambda: parts.end(0) == 40)
-        await running.drain()
-    await restore_disk(server, saved)
-    await publish_over(bench, stream, ["0.a", "1.a"], 30, "other")
-    async with bench.egress(feed) as running:
-        await soon(lambda: running.state(stream) == "stopped" and parts.end(1) == 50)
-        hint = running.status(stream)["hint"]
-        assert "--from" not in hint.split(" with ")[0]
-        await paste(bench, hint, feed)
-        await soon(lambda: all(bench.chains.read_chain(parts.chain(p, 1)) is not None for p in (0, 1)))
-        await publish_over(bench, stream, ["0.a", "1.a"], 10, "after")
-        await parts.archived_to(60, 1)
-    first = bench.chains.read_chain(parts.chain(0, 1)).first  # type: ignore[union-attr]
-    assert parts.previous(1) == {0: 40, 1: parts.end(1)}
-    parts.check(0)
-    parts.check(1)
-    source: list[Message] = []
-    await read_stream(bench.client, stream, source.append)
-    zero, one = f"{stream}.0.a".encode(), f"{stream}.1.a".encode()
-    both = parts.messages(0) + parts.messages(1)
-    assert [m for m in parts.messages(1) if m.subject == zero] == [
-        m for m in source if m.subject == zero and m.sequence >= first
-    ]
-    assert [m for m in both if m.subject == one] == [m for m in source if m.subject == one]
-    payloads = [m.payload for m in both if m.subject == zero and not m.payload.startswith(b"lost")]
-    assert payloads == [m.payload for m in source if m.subject == zero]
-
-
-async def test_partitions_that_halt_are_all_decided_at_once(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    parts, feed = Partitioned(bench, stream, 3), feed_of(stream, 3, on_recreated="halt")
-    await publish_over(bench, stream, ["0.a", "1.a"], 20, "first")
-    async with bench.egress(feed):
-        await parts.archived_to(20)
-    await bench.recreate(stream)
-    await publish_over(bench, stream, ["0.a", "1.a", "2.a"], 30, "second")
-    async with bench.egress(feed) as running:
-        await soon(lambda: all(running.state(stream + s) == "stopped" for s in ("", "/1", "/2")))
-        await paste(bench, running.status(stream)["hint"], feed)
-        await parts.archived_to(30, 1)
-    assert parts.previous(1) == {0: 20, 1: 20, 2: 20}
-    await parts.same(stream, 1)
 
 
 # E-STATE-KV (E-LISTING and E-EMPTY-ARCHIVE: test_egress_histories.py)

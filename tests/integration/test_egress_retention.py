@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from common.errors import Unavailable
 from common.jetstream.api import consumer_info, consumer_names, create_consumer, stream_info
 from common.metrics import REGISTRY
 from common.settings.egress import FeedSettings
@@ -20,7 +19,6 @@ from tests.support.basics import soon, unique
 from tests.support.commands import configuration, floe
 from tests.support.egress import SITE, Bench
 from tests.support.proxies import TcpProxy
-from tests.support.stores import FaultyStore, raising
 
 pytestmark = pytest.mark.simulated
 
@@ -64,16 +62,6 @@ def lapses(feed: str) -> float:
     return REGISTRY.get_sample_value("floe_egress_interest_lapsed_total", labels) or 0.0
 
 
-def failing(objects: FaultyStore, *verbs: str) -> None:
-    for verb in verbs:
-        objects.on(verb, raising(Unavailable("the store is down")))
-
-
-def healed(objects: FaultyStore, *verbs: str) -> None:
-    for verb in verbs:
-        objects.on(verb, lambda real, *args, **kwargs: real(*args, **kwargs))
-
-
 def payloads(bench: Bench, feed: str, incarnation: int = 0) -> list[bytes]:
     return [message.payload for message in bench.messages(feed, incarnation)]
 
@@ -99,53 +87,6 @@ async def test_what_is_archived_is_acknowledged_and_leaves_the_stream(bench: Ben
     bench.check(stream)
     assert bench.ledger(stream) == {}
     assert await durables(bench, stream) == [name], "it outlives a clean stop"
-
-
-@pytest.mark.parametrize("retention", KINDS)
-async def test_nothing_is_acknowledged_before_segment_tail_and_mark_are_written(bench: Bench, retention: str) -> None:
-    """I4."""
-    stream, objects = await make(bench, retention), FaultyStore(bench.objects)
-    feed = {"stream": stream, "segment": {"max_messages": 50}}
-    async with bench.egress(feed) as running:
-        await reads(bench, running, stream)
-    for verbs in (("put_if_absent",), ("put",)):  # segments; tails
-        failing(objects, *verbs)
-        async with bench.egress(feed, objects=objects) as running:
-            await bench.publish(stream, numbered(100))
-            await soon(lambda: running.state(stream) == "waiting")
-            assert await held(bench, stream) == 100
-            healed(objects, *verbs)
-            await emptied(bench, stream)
-    assert payloads(bench, stream) == numbered(100) * 2
-    bench.check(stream)
-
-
-@pytest.mark.parametrize("retention", KINDS)
-async def test_acks_that_were_lost_are_sent_again_and_nothing_is_archived_twice(
-    bench: Bench, retention: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """F03: what comes again is recognised as archived, acknowledged, and makes no segment."""
-    stream = await make(bench, retention)
-
-    async def lost(self: Acknowledging, last: int) -> None:
-        return None
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Acknowledging, "upto", lost)
-        async with bench.egress({"stream": stream}) as running:
-            await reads(bench, running, stream)
-            await bench.publish(stream, numbered(300))
-            await bench.archived_to(stream, 300)
-    before = bench.refs(stream)
-    assert await held(bench, stream) == 300
-    async with bench.egress({"stream": stream}) as running:
-        await emptied(bench, stream)
-        assert bench.refs(stream) == before
-        await bench.publish(stream, numbered(10, 300))
-        await leaves(bench, stream, 310)
-    assert payloads(bench, stream) == numbered(310)
-    assert bench.ledger(stream) == {}
-    bench.check(stream)
 
 
 async def test_some_acks_lost_in_the_middle_are_settled_by_asking(
@@ -372,28 +313,6 @@ async def test_limits_a_purge_and_deleted_messages_are_recorded_and_the_rest_is_
     assert [m.sequence for m in bench.messages(stream)] == sorted({*range(141, 211)} - {150, 160, 161})
     assert lapses(stream) == 0
     bench.check(stream)
-
-
-@pytest.mark.parametrize(("retention", "running"), [("workqueue", True), ("interest", False)])
-async def test_a_recreated_stream_is_the_next_incarnation(bench: Bench, retention: str, running: bool) -> None:
-    stream = await make(bench, retention)
-    egress = bench.start(bench.settings({"stream": stream}))
-    await reads(bench, egress, stream)
-    await bench.publish(stream, numbered(100))
-    await leaves(bench, stream, 100)
-    if not running:
-        await egress.drain()
-    await bench.recreate(stream, retention=retention)
-    await create_consumer(bench.client, stream, {"durable_name": "keeps", "ack_policy": "explicit"})
-    if retention == "workqueue":
-        await bench.client.api(f"CONSUMER.DELETE.{stream}.keeps")
-    await bench.publish(stream, numbered(50))
-    if not running:
-        egress = bench.start(bench.settings({"stream": stream}))
-    await bench.archived_to(stream, 50, incarnation=1)
-    await egress.drain()
-    assert payloads(bench, stream) == numbered(100)
-    assert payloads(bench, stream, 1) == numbered(50)
 
 
 async def test_a_recreated_interest_stream_drops_nothing_while_it_is_judged(bench: Bench) -> None:

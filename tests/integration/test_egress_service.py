@@ -12,26 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from common.errors import ConfigError, Refused
 from common.service.monitor import Health
 from egress import service
-from egress.service import serve
 from infra.local.nats import NatsServer
 from infra.local.process import free_port, spawn
-from tests.support.basics import PATIENCE, SharedS3, eventually, soon, unique
+from tests.integration.test_egress_workers import config_of
+from tests.support.basics import PATIENCE, eventually, soon, unique
 from tests.support.egress import Bench, connected
 from tests.support.proxies import FaultProxy, refuse
 
 pytestmark = pytest.mark.simulated
 
 ROOT = Path(__file__).parents[2]
-
-
-async def test_without_feeds_there_is_nothing_to_run(bench: Bench) -> None:
-    with pytest.raises(ConfigError, match="expected at least one feed"):
-        await serve(bench.settings())
 
 
 async def test_a_server_that_is_down_at_the_start_is_waited_for(tmp_path: Path) -> None:
@@ -63,51 +57,35 @@ async def test_a_refused_credential_ends_the_start(tmp_path: Path) -> None:
             await bench.start(settings).task
 
 
-async def test_a_bucket_that_does_not_exist_ends_the_start(nats_url: str, s3: SharedS3, tmp_path: Path) -> None:
-    bench = Bench(nats_url, tmp_path, None, s3=s3)  # type: ignore[arg-type]
-    bench.store_config["url"] = "s3://no-such-bucket-here"
+async def test_a_bucket_that_does_not_exist_ends_the_start(far: Bench) -> None:
+    far.store_config["url"] = "s3://no-such-bucket-here"
     with pytest.raises(ConfigError, match="no-such-bucket-here"):
-        await bench.start(bench.settings({"stream": "S"})).task
+        await far.start(far.settings({"stream": "S"})).task
 
 
 @pytest.mark.parametrize(("status", "code"), [(429, "TooManyRequests"), (429, "429"), (409, "ConcurrentModification")])
 async def test_a_store_that_asks_for_patience_at_the_start_is_waited_for(
-    nats_url: str, s3: SharedS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, code: str
+    far: Bench, monkeypatch: pytest.MonkeyPatch, status: int, code: str
 ) -> None:
     monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.0)
-    client = await connected(nats_url)
-    bench = Bench(nats_url, tmp_path, client, s3=s3)
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"x"] * 3)
-    with FaultProxy(s3.endpoint_url) as proxy:
+    stream = await far.make_stream(unique("T"))
+    await far.publish(stream, [b"x"] * 3)
+    with FaultProxy(far.store_config["endpoint_url"]) as proxy:
         for operation in ("list", "get", "head", "put"):
             proxy.on(operation, refuse(status, code))
-        bench.store_config["endpoint_url"] = proxy.url
-        running = bench.start(bench.settings({"stream": stream}))
+        far.store_config["endpoint_url"] = proxy.url
+        running = far.start(far.settings({"stream": stream}))
         await soon(lambda: any(code in problem for problem in running.health.problems()))
         proxy.clear()
-        await bench.archived_to(stream, 3)
+        await far.archived_to(stream, 3)
         await running.drain()
-    await client.aclose()
 
 
 @pytest.mark.real
 async def test_the_command_runs_shows_its_state_and_drains(bench: Bench) -> None:
     stream, port = await bench.make_stream(unique("T")), free_port()
     await bench.publish(stream, [b"x"] * 10)
-    config = bench.root / "egress.yaml"
-    settings = {
-        "site": "site",
-        "nats": {"url": bench.url},
-        "store": bench.store_config,
-        "egress": {
-            "monitor": {"listen": f"127.0.0.1:{port}"},
-            "lease_bucket": bench.lease_bucket,
-            "state_bucket": bench.state_bucket,
-            "feeds": [{"stream": stream, "segment": {"max_age": "1s"}}],
-        },
-    }
-    config.write_text(yaml.safe_dump(settings))
+    config = config_of(bench, [stream], stream, port)
     process = spawn([sys.executable, "-m", "floe", "egress", "run", "-c", str(config)], cwd=ROOT, env=dict(os.environ))
     try:
         await bench.archived_to(stream, 10)
@@ -116,6 +94,7 @@ async def test_the_command_runs_shows_its_state_and_drains(bench: Bench) -> None
         part = json.loads(await asyncio.to_thread(_page, port, "status"))["parts"][f"egress {stream}"]
         assert (part["state"], part["incarnation"], part["holder"]) == ("reading", 0, "this instance")
         assert await asyncio.to_thread(_page, port, "readyz")
+        assert Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text() == "", "no worker is needed"
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, PATIENCE) == 0
     finally:
@@ -126,22 +105,6 @@ async def test_the_command_runs_shows_its_state_and_drains(bench: Bench) -> None
 def _page(port: int, path: str) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=PATIENCE) as answer:
         return str(answer.read().decode())
-
-
-async def test_segments_go_to_a_real_s3_server_too(nats_url: str, s3: SharedS3, tmp_path: Path) -> None:
-    client = await connected(nats_url)
-    bench = Bench(nats_url, tmp_path, client, s3=s3)
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, (b"%d" % i for i in range(2_000)))
-    async with bench.egress({"stream": stream, "segment": {"max_messages": 500}}):
-        await bench.archived_to(stream, 2_000)
-    await bench.same(stream, stream)
-    assert bench.chains.read_tail(bench.chain(stream)) == 2_000
-    async with bench.egress({"stream": stream}):
-        await bench.publish(stream, [b"more"] * 5)
-        await bench.archived_to(stream, 2_005)
-    await bench.same(stream, stream)
-    await client.aclose()
 
 
 async def test_a_service_is_not_ready_before_its_feeds_exist(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

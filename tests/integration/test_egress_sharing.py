@@ -6,7 +6,6 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from common.tasks import Stop, end, first_of
 from egress.deps import EgressTuning, Tuning
 from egress.service import share_site
 from infra.local.nats import NatsServer
-from tests.support.basics import cancelled, seeded, soon, unique
+from tests.support.basics import cancelled, soon, unique
 from tests.support.egress import QUICK, SITE, Bench, Running, connected
 from tests.support.proxies import TcpProxy
 from tests.support.stores import FaultyStore
@@ -223,9 +222,7 @@ async def test_a_clean_stop_hands_over_at_once(group: Group) -> None:
     began = time.monotonic()
     await first.leave()
     await soon(lambda: len(second.held) == 4, TTL, every=0.002)
-    took = time.monotonic() - began
-    print(f"hand-over of 2 leases after a clean stop: {took * 1000:.0f} ms")
-    assert took < 0.2 * TTL, "polling alone would need a third of the lease's time"
+    assert time.monotonic() - began < 0.2 * TTL, "polling alone would need a third of the lease's time"
 
 
 async def test_a_member_that_lets_a_segment_end_first_hands_over_when_it_has(group: Group) -> None:
@@ -245,9 +242,7 @@ async def test_a_killed_member_is_replaced_within_two_lease_times(group: Group) 
     second = await group.join()
     await soon(lambda: group.counts() == [2, 2], TTL)
     await first.die()
-    began = time.monotonic()
     await soon(lambda: len(second.held) == 4, 2 * TTL)
-    print(f"take-over of 2 leases after a kill: {(time.monotonic() - began) / TTL:.2f} lease times")
 
 
 async def test_without_the_right_to_hear_it_is_polled(tmp_path: Path) -> None:
@@ -326,36 +321,17 @@ async def test_leases_taken_while_the_process_stops_are_given_back(group: Group)
     assert await group.kv.keys() == []
 
 
-@pytest.mark.real
-async def test_random_comings_and_goings_end_in_fair_shares(nats_server: NatsServer, group: Group) -> None:
-    rng, until = seeded(), time.monotonic() + 9
-    group.keys = lease_keys(group.site, 7)
-    async with TcpProxy(nats_server.port) as proxy:
-        while time.monotonic() < until:
-            alive = [member for member in group.members if not member.task.done()]
-            action = rng.choice(["join", "leave", "die", "cut", "wait"])
-            if action == "join" and len(alive) < 5:
-                await group.join(rng.choice([group.url, proxy.url]), linger=rng.choice([0, 0.2]))
-            elif action == "leave" and len(alive) > 1:
-                await rng.choice(alive).leave()
-            elif action == "die" and len(alive) > 1:
-                await rng.choice(alive).die()
-            elif action == "cut":
-                rng.choice([proxy.cut, proxy.blackhole])()
-                await asyncio.sleep(rng.uniform(0, TTL))
-                proxy.heal()
-            await asyncio.sleep(rng.uniform(0, 0.4))
-        if not group.counts():
-            await group.join()
-        await soon(group.is_fair)
-        await asyncio.gather(*(member.die() for member in group.members))
-
-
 # Whole egress
 
 
 def states(running: Running, names: Sequence[str]) -> list[str]:
     return [running.state(name) for name in names]
+
+
+async def sharing(bench: Bench, count: int, **feed: Any) -> tuple[str, list[str], list[dict[str, Any]]]:
+    """A stream, and the names and the settings of so many feeds of it."""
+    stream, names = await bench.make_stream(unique("T")), [unique("F") for _ in range(count)]
+    return stream, names, [{"name": name, "stream": stream, **feed} for name in names]
 
 
 async def held_by(bench: Bench, names: Sequence[str]) -> list[str]:
@@ -365,9 +341,7 @@ async def held_by(bench: Bench, names: Sequence[str]) -> list[str]:
 
 
 async def test_feeds_move_to_a_second_instance_at_a_segments_end_and_back_when_it_stops(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    names = [unique("F") for _ in range(4)]
-    feeds = [{"name": name, "stream": stream} for name in names]
+    stream, names, feeds = await sharing(bench, 4)
     first = bench.start(bench.settings(*feeds), SHARED)
     await soon(lambda: states(first, names) == ["reading"] * 4)
     await bench.publish(stream, [b"x"] * 50)
@@ -378,11 +352,8 @@ async def test_feeds_move_to_a_second_instance_at_a_segments_end_and_back_when_i
     await bench.publish(stream, [b"y"] * 50)
     for name in names:
         await bench.archived_to(name, 100)
-    began = time.monotonic()
-    stopping = asyncio.create_task(second.drain())
-    await soon(lambda: states(first, names) == ["reading"] * 4, every=0.005)
-    print(f"reading again {time.monotonic() - began:.2f} s after the other instance was told to stop")
-    await stopping
+    await second.drain()
+    await soon(lambda: states(first, names) == ["reading"] * 4)
     await bench.publish(stream, [b"z"] * 50)
     for name in names:
         await bench.archived_to(name, 150)
@@ -393,9 +364,7 @@ async def test_feeds_move_to_a_second_instance_at_a_segments_end_and_back_when_i
 
 async def test_an_open_segment_does_not_keep_a_lease_for_ever(bench: Bench) -> None:
     """Its segment is due in an hour, and another member waits."""
-    stream = await bench.make_stream(unique("T"))
-    names = [unique("F") for _ in range(2)]
-    feeds = [{"name": name, "stream": stream, "segment": {"max_age": "1h"}} for name in names]
+    stream, names, feeds = await sharing(bench, 2, segment={"max_age": "1h"})
     first = bench.start(bench.settings(*feeds), SHARED)
     await soon(lambda: states(first, names) == ["reading"] * 2)
     await bench.publish(stream, [b"x"] * 50)
@@ -418,35 +387,6 @@ async def test_a_stopped_chain_is_handed_over_without_waiting_to_be_examined(ben
     second = bench.start(bench.settings(*feeds), SHARED, reexamine=60.0)
     await soon(lambda: states(second, names).count("stopped") == 1)
     await asyncio.gather(first.drain(), second.drain())
-
-
-async def test_shares_under_load_and_kills_lose_and_repeat_nothing(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    names = [unique("F") for _ in range(4)]
-    feeds = [{"name": name, "stream": stream} for name in names]
-    settings, rng = bench.settings(*feeds), seeded()
-    running = [bench.start(settings, SHARED) for _ in range(3)]
-    for _ in range(12):
-        await bench.publish(stream, [rng.randbytes(100) for _ in range(100)])
-        await asyncio.sleep(rng.uniform(0.1, 0.5))
-        index = rng.randrange(3)
-        action = rng.choice(["crash", "drain", "none"])
-        if action != "none":
-            with suppress(AssertionError):
-                await (running[index].crash() if action == "crash" else running[index].drain())
-            running[index] = bench.start(settings, SHARED)
-    for name in names:
-        await bench.archived_to(name, 1_200)
-
-    async def fair() -> bool:
-        owners = await held_by(bench, names)
-        return "" not in owners and max(map(owners.count, owners)) <= 2
-
-    await soon(fair)
-    for each in running:
-        await each.drain()
-    for name in names:
-        await bench.same(name, stream)
 
 
 # A lease that ends in the wrong moment
@@ -490,9 +430,8 @@ async def test_a_lease_that_ends_during_a_put_announces_nothing(bench: Bench) ->
 
 
 async def test_a_lease_is_not_handed_over_while_an_upload_is_under_way(bench: Bench) -> None:
-    stream, begun = await bench.make_stream(unique("T")), []
-    names = [unique("F") for _ in range(2)]
-    feeds = [{"name": name, "stream": stream} for name in names]
+    stream, names, feeds = await sharing(bench, 2)
+    begun: list[str] = []
     objects = FaultyStore(bench.objects)
     objects.on("put_if_absent", slowly(2.0, begun)).on("put", slowly(2.0, begun))
     first = bench.start(bench.settings(*feeds), SHARED, objects=objects)

@@ -83,16 +83,17 @@ async def test_a_stream_in_which_nothing_happens_does_not_stall(bench: Bench) ->
 
 
 @pytest.mark.real
-async def test_a_line_that_is_dead_in_one_direction_heals(bench: Bench, nats_server: NatsServer) -> None:
+async def test_a_line_that_is_dead_in_one_direction_is_noticed_and_heals(bench: Bench, nats_server: NatsServer) -> None:
+    """F14."""
     stream = await bench.make_stream(unique("DEAF"))
     async with TcpProxy(nats_server.port) as proxy:
         through = replace(bench, url=proxy.url)
-        async with through.egress({"stream": stream}, tuning=IMPATIENT):
+        async with through.egress({"stream": stream}, tuning=IMPATIENT, lease_ttl="10s") as running:
             await bench.publish(stream, [b"a"] * 10)
             await bench.archived_to(stream, 10)
             proxy.blackhole("down")
             await bench.publish(stream, [b"b"] * 10)
-            await asyncio.sleep(1.5)
+            await soon(lambda: running.state(stream) == "checking")
             proxy.heal()
             await bench.archived_to(stream, 20)
 

