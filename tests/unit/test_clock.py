@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
-from common.clock import Clock, SystemClock
+import pytest
+
+from common.clock import Clock, SystemClock, parse_time
 from common.tasks import first_of, wait_for
 from tests.support.clock import ManualClock
 
@@ -62,3 +64,24 @@ async def test_the_first_of_several_waits_ends_the_others():
 
 async def test_the_first_of_several_waits_may_be_time():
     await asyncio.wait_for(first_of(asyncio.Event().wait(), seconds=0.01), 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "nanoseconds"),
+    [
+        ("1970-01-01T00:00:00Z", 0),
+        ("2023-11-14T22:13:20.123456789Z", 1_700_000_000_123_456_789),
+        ("2023-11-14T22:13:20.1Z", 1_700_000_000_100_000_000),
+        ("2023-11-15T00:13:20+02:00", 1_700_000_000_000_000_000),
+        ("1969-12-31T23:59:59.5Z", -500_000_000),
+        ("0001-01-01T00:00:00Z", -62_135_596_800_000_000_000),
+    ],
+)
+def test_times_are_read_to_the_nanosecond(text: str, nanoseconds: int):
+    assert parse_time(text) == nanoseconds
+
+
+@pytest.mark.parametrize("text", ["", "2023-11-14", "2023-11-14T22:13:20", "2023-02-30T00:00:00Z"])
+def test_other_times_are_refused(text: str):
+    with pytest.raises(ValueError):
+        parse_time(text)

@@ -73,45 +73,22 @@ def test_all_problems_are_told_at_once_with_file_line_column_path_expected_and_f
     ]
 
 
-NO_STORE = "1:1: store: expected a value (required), found nothing"
 NO_DURATION = "expected a duration such as 500ms 5s 5m 1h30m 7d 1w, found"
 
 
 @pytest.mark.parametrize(
-    ("text", "meant"),
+    ("text", "told"),
     [
-        (
-            "site: a\nstoer: {url: 'file:///b', prefixx: c}\nlogg: {levle: info}\ncompactoin: 3\n",
-            "2:1 stoer=store 2:27 store.prefixx=prefix 3:1 logg=log 3:8 log.levle=level 4:1 compactoin=compaction",
-        ),
-        (
-            HEAD + "egres: {feeds: [{stream: A, segmnt: {maxage: 5}}]}\n",
-            "3:1 egres=egress 3:29 egress.feeds.0.segmnt=segment 3:38 egress.feeds.0.segment.maxage=max_age",
-        ),
-        ("site: a\nSTORE: {URL: 'file:///b'}\n", "2:1 STORE=store 2:9 store.URL=url"),
-        ("sites: x\n", "1:1 sites=site"),
-        (
-            HEAD + "egress: {defaults: {segmnt: {max_agee: 1}}, feeds: [{stream: A}, {stream: B}]}\n",
-            "3:21 egress.defaults.segmnt=segment 3:30 egress.defaults.segment.max_agee=max_age",
-        ),
-        (HEAD + "log: {level: info}\nlogg: {levle: info}\n", "4:1 logg=log"),
-        (HEAD + "nats: {pasword_file: /x}\n", "3:8 nats.pasword_file=password_file"),
-        (f"{HEAD}loq: {{}}\n---\n{HEAD}sites: x\n", "3:1 loq=log 7:1 sites=site"),
+        ("site: a\nSTORE: {URL: 'file:///b'}\n", ["2:1: STORE: store", "2:9: store.URL: url"]),
+        ("sites: x\n", ["1:1: sites: site"]),
+        (HEAD + "log: {level: info}\nlogg: {levle: info}\n", ["4:1: logg: log"]),
+        (f"{HEAD}loq: {{}}\n---\n{HEAD}sites: x\n", ["3:1: loq: log", "7:1: sites: site"]),
+        (HEAD + "egress: {defaults: {segmnt: {}}, feeds: [{stream: A}]}\n", ["3:21: egress.defaults.segmnt: segment"]),
     ],
 )
-def test_mistyped_keys_are_told_each_once_with_what_was_meant_and_the_rest_below_them(text: str, meant: str):
-    words = [word.split("=") for word in meant.split()[1::2]]
-    places = zip(meant.split()[::2], words, strict=True)
-    expected = [f"f.yaml:{place}: {key}: unknown key; did you mean {right}?" for place, (key, right) in places]
-    assert [line for line in problems(text) if "unknown key" in line] == expected
-
-
-def test_what_else_is_wrong_below_a_mistyped_section_is_told_with_the_rest():
-    assert problems("stoer: {url: 'file:///b'}\ncompactoin: 3\nSITE: a\n")[::2] == [
-        f"f.yaml:{NO_STORE}",
-        "f.yaml:2:1: compactoin: unknown key; did you mean compaction?",
-        "f.yaml:3:1: SITE: unknown key; did you mean site?",
-    ]
+def test_a_mistyped_key_is_told_once_with_what_was_meant(text: str, told: list[str]):
+    unknown = [line for line in problems(text) if "unknown key" in line]
+    assert [line.replace("unknown key; did you mean ", "") for line in unknown] == [f"f.yaml:{each}?" for each in told]
 
 
 @pytest.mark.parametrize(

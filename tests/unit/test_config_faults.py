@@ -36,26 +36,11 @@ def store(keys: str) -> str:
 
 SOURCE = "{site: a, feed: f}"
 WRONG = [
-    # Keys
-    (feed("segment: {max_sise: 1G}"), "3:40: egress.feeds.0.segment.max_sise: unknown key; did you mean max_size?"),
-    (feed("segment: {max_age: 1m, max_age: 2m}"), "3:53: egress.feeds.0.segment.max_age: expected each key once"),
+    # A section that nobody knows is named: what stands in it cannot be judged
+    (f"{HEAD}colours: {{feeds: [{{stream: A}}]}}\n", "3:1: colours: unknown key; expected one of"),
     (feed("sample_rate: 1.5"), "3:30: egress.feeds.0.sample_rate: unknown key; expected one of"),
-    (f"{HEAD}egress: {{feeds: [{{name: A}}]}}\n", "3:18: egress.feeds.0.stream: expected a value (required)"),
-    ("site: !!python/object/apply:os.system x\n" + STORE, "1:7: site: expected a value, found the tag"),
-    ("", "1:1: expected a mapping, found an empty file"),
-    # What stands in a section that nobody knows cannot be judged: the section is named
-    (
-        f"{HEAD}colours: {{feeds: [{{stream: A, segment: {{maxage: 5}}}}]}}\n",
-        "3:1: colours: unknown key; expected one of",
-    ),
-    # Types of older YAML
-    ("site: 1e3\n" + STORE, "1:7: site: expected text; quote it, found 1e3"),
-    ("site: true\n" + STORE, "1:7: site: expected text; quote it, found true"),
-    # Variables
-    (f"{HEAD}instance: '${{NOT_SET_ANYWHERE}}'\n", "3:11: instance: expected the environment variable"),
     # Durations and sizes
     (feed("max_age: -5s"), f"3:39: egress.feeds.0.max_age: {DURATION} -5s"),
-    (feed("max_age: 5"), f"3:39: egress.feeds.0.max_age: {DURATION} 5"),
     (feed("max_age: 5 minutes"), f"3:39: egress.feeds.0.max_age: {DURATION} 5 minutes"),
     (feed("max_age: 1e99h"), f"3:39: egress.feeds.0.max_age: {DURATION} 1e99h"),
     (feed("max_age: NaN"), f"3:39: egress.feeds.0.max_age: {DURATION} NaN"),
@@ -63,11 +48,6 @@ WRONG = [
     (feed("segment: {max_age: 100ms}"), "3:49: egress.feeds.0.segment.max_age: expected 1s to 1d (each segment is"),
     (feed("segment: {max_size: 1}"), "3:50: egress.feeds.0.segment.max_size: expected 64K to 4G (smaller ones cost"),
     (f"{HEAD}egress: {{lease_ttl: 0s}}\n", "3:21: egress.lease_ttl: expected 1s to 10m"),
-    (f"{HEAD}compaction: {{delete_grace: 0s}}\n", "3:28: compaction.delete_grace: expected a time in which readers"),
-    (
-        f"{HEAD}compaction: {{levels: [{{from: 0, to: 1, min_age: 0s}}]}}\n",
-        "3:49: compaction.levels.0.min_age: expected at least 1s",
-    ),
     # What does not go together
     (
         f"{HEAD}egress: {{feeds: [{{stream: A}}, {{stream: A}}]}}\n",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.jetstream.protocol import ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
+from tests.support.basics import AckReply, parse_ack
 
 
 def reply(sequence: int, number: int, *, consumer: str = "c1", domain: bool = False) -> bytes:
@@ -13,10 +14,12 @@ def reply(sequence: int, number: int, *, consumer: str = "c1", domain: bool = Fa
     return f"$JS.ACK.{front}S.{consumer}.1.{sequence}.{number}.{sequence * 10}.5{end}".encode()
 
 
-@pytest.mark.parametrize("domain", [False, True])
-def test_reads_sequences_and_times_of_both_layouts(domain: bool) -> None:
-    acks = parse_acks([reply(7, 3, domain=domain), reply(9, 4, domain=domain)], b"c1", 3)
-    assert (acks.sequences, acks.timestamps_ns, acks.contiguous) == ([7, 9], [70, 90], 2)
+@pytest.mark.parametrize(("front", "end"), [("", ""), ("_.hash.", ""), ("hub.hash.", ".token"), ("d.h.", ".a.b")])
+def test_reads_sequences_and_times_of_both_layouts(front: str, end: str) -> None:
+    replies = [f"$JS.ACK.{front}S.c1.1.{sequence}.{sequence - 4}.1{sequence}.5{end}".encode() for sequence in (7, 8)]
+    assert parse_ack(replies[0]) == AckReply("S", "c1", 7, 3, 17, 5)
+    acks = parse_acks(replies, b"c1", 3)
+    assert (acks.sequences, acks.timestamps_ns, acks.contiguous) == ([7, 8], [17, 18], 2)
 
 
 @pytest.mark.parametrize(("numbers", "contiguous"), [([3, 4, 6], 2), ([4, 5, 6], 0), ([3, 4, 5], 3), ([3, 3, 4], 1)])
@@ -28,8 +31,8 @@ def test_counts_only_messages_that_continue_the_consumer_sequence(numbers: list[
 @pytest.mark.parametrize(
     "replies",
     [
-        [b"_INBOX.x"],
-        [b"$JS.ACK.S.c1.1.7.3.70"],
+        *([each] for each in (b"", b"_INBOX.x", b"$JS.ACK.S.c1.1.7.3", b"$JS.ACK.x.S.c1.1.7.3.70.5")),
+        *([each] for each in (b"$JS.FC.S.c1.1.7.3.70.5", b"$JS.ACKS.S.c1.1.7.3.70.5", b"$JS.ACK.S.c1.1.x.3.70.5")),
         [reply(7, 3, consumer="other")],
         [reply(7, 3), reply(8, 4, consumer="other")],
         [reply(7, 3), reply(8, 4, domain=True)],
@@ -38,7 +41,7 @@ def test_counts_only_messages_that_continue_the_consumer_sequence(numbers: list[
     ],
 )
 def test_refuses_replies_of_another_form_or_consumer_or_out_of_order(replies: list[bytes]) -> None:
-    with pytest.raises(ValueError, match=r"reply|replies|sequences|invalid literal"):
+    with pytest.raises(ValueError, match=r"expected|reply|replies|sequences|invalid literal"):
         parse_acks(replies, b"c1", 3)
 
 
