@@ -35,6 +35,10 @@ def piece(first: int, last: int, count: int, chain: Chain = A) -> IntentPiece:
     return IntentPiece(SegmentName(chain, 0, SequenceRange(1, 1000), "0" * 16), SequenceRange(first, last), count)
 
 
+def row_of(chain: Chain, sequence: int) -> bytes:
+    return build_block([Provenance(chain.site, chain.feed, chain.incarnation, chain.partition, sequence, 1).line()])
+
+
 OPEN = open_intent(CLOSED, [piece(11, 20, 4), piece(5, 9, 5, B)])
 
 
@@ -42,11 +46,7 @@ def scan(after: int, last: int, *held: tuple[int, Chain | None, int], state: Tar
     """Of these messages: target sequence, chain (None: foreign), sequence; `state`: for its open intent."""
     found = scan_behind(state.intent, after, last) if state else TargetScan(after, last)
     for at, chain, sequence in held:
-        if chain is None:
-            found.add(at, None)
-            continue
-        words = (chain.site, chain.feed, chain.incarnation, chain.partition)
-        found.add(at, build_block([Provenance(*words, sequence, 1).line()]))
+        found.add(at, row_of(chain, sequence) if chain else None)
     return found
 
 
@@ -65,14 +65,10 @@ def positions(state: TargetState | None) -> dict[Chain, int]:
 # One chain
 
 
-def test_a_chain_that_is_moved_forth_says_what_is_never_carried() -> None:
+def test_a_chain_that_is_moved_says_what_is_never_carried_or_stored_twice() -> None:
     correction = move(CLOSED, A, 15)
-
     assert correction.told == [f"{A}: 11 to 14 are not carried any more"]
     assert positions(correction.after) == {A: 15, B: 5}
-
-
-def test_a_chain_that_is_moved_back_says_what_is_stored_twice() -> None:
     twice = "what is stored is stored twice, at most 8 messages"
     assert move(CLOSED, A, 3).told == [f"{A}: 3 to 10 are carried again: {twice}"]
     assert move(CLOSED, A, 11).told == []
@@ -101,14 +97,13 @@ def test_foreign_messages_behind_a_checkpoint_are_left_where_they_are() -> None:
 
 def test_rows_of_an_open_intent_with_a_foreign_message_among_them_are_found_where_they_stand() -> None:
     seen = scan(100, 106, (101, A, 11), (102, A, 13), (103, None, 0), (104, A, 14), (105, A, 19), (106, B, 5))
-    correction = accept(OPEN, reading(106, Unread.FOREIGN), seen, {})
-
-    assert positions(correction.after) == {A: 20, B: 6}
-
-
-def test_a_chain_of_which_nothing_stands_there_stays_where_it_was() -> None:
+    assert positions(accept(OPEN, reading(106, Unread.FOREIGN), seen, {}).after) == {A: 20, B: 6}
+    # A chain of which nothing stands there stays where it was.
     seen = scan(100, 102, (101, A, 11), (102, None, 0))
     assert positions(accept(OPEN, reading(102, Unread.FOREIGN), seen, {}).after) == {A: 12, B: 5}
+    # What is gone before the newest of a chain hides nothing of it.
+    seen = scan(100, 105, (103, A, 14), (104, B, 5), (105, None, 0))
+    assert positions(accept(OPEN, reading(105, Unread.FOREIGN), seen, {}).after) == {A: 15, B: 6}
 
 
 def test_where_messages_are_gone_the_operator_has_to_say_each_chain() -> None:
@@ -135,11 +130,6 @@ def test_what_is_no_row_of_the_open_intent_does_not_count() -> None:
     assert positions(closed.after) == {A: 11, B: 5}
 
 
-def test_what_is_gone_before_the_newest_of_a_chain_hides_nothing_of_it() -> None:
-    seen = scan(100, 105, (103, A, 14), (104, B, 5), (105, None, 0))
-    assert positions(accept(OPEN, reading(105, Unread.FOREIGN), seen, {}).after) == {A: 15, B: 6}
-
-
 def test_an_intent_whose_arithmetic_holds_needs_no_message_to_be_read() -> None:
     """The rows that are not stored are gone from the archive; the target is a work queue."""
     assert positions(accept(OPEN, reading(104), scan(100, 104), {}).after) == {A: 21, B: 5}
@@ -151,14 +141,11 @@ def test_an_intent_whose_arithmetic_holds_needs_no_message_to_be_read() -> None:
     assert positions(accept(OPEN, reading(103, Origin(A, 17)), scan(100, 103), {}).after) == {A: 18, B: 5}
 
 
-def test_the_arithmetic_means_nothing_where_another_row_stands_before_the_last() -> None:
+def test_the_arithmetic_means_nothing_where_another_row_stands_before_the_last_or_others_publish_too() -> None:
     """The last message agrees by chance: two ingresses with a state bucket each began on one target."""
     stand = [(101, A, 11), (102, A, 12), (103, A, 900), (104, A, 19), (105, B, 5)]
     accepted = accept(OPEN, reading(105, Origin(B, 5)), scan(100, 105, *stand, state=OPEN), {})
     assert positions(accepted.after) == {A: 20, B: 6}
-
-
-def test_the_arithmetic_means_nothing_where_others_publish_too() -> None:
     seen = scan(100, 102, (101, None, 0), (102, A, 11))
     accepted = accept(OPEN, reading(102, Origin(A, 11)), seen, {}, exclusive=False)
     assert positions(accepted.after) == {A: 12, B: 5}
@@ -280,8 +267,7 @@ def test_the_marks_of_a_lost_state_are_found_in_the_target() -> None:
     entries += [parked_entry(3, "other")]
     seen = TargetScan(0, 3, parked={(A, each) for each in (3, 4, 5, 6, 9)})
     for at, sequence in enumerate((5, 7, 6), 1):
-        words = (A.site, A.feed, A.incarnation, A.partition)
-        seen.add(at, build_block([Provenance(*words, sequence, 1).line()]))
+        seen.add(at, row_of(A, sequence))
 
     correction = rebuild(None, reading(3, Origin(A, 6)), seen, entries=entries)
 

@@ -67,44 +67,32 @@ def test_the_ends_of_the_pieces_that_are_stored() -> None:
     assert intent.ends(7) == {104: piece(11, 20, 4), 107: piece(6, 9, 3, B)}
 
 
-def test_a_second_intent_is_refused_while_one_is_open() -> None:
-    opened = open_intent(state(), [piece(1, 5)])
-
-    with pytest.raises(CheckpointConflict, match="expected no open intent, found one after sequence 0"):
-        open_intent(opened, [piece(6, 9)])
-
-
-@pytest.mark.parametrize("first", [10, 12])
-def test_rows_that_do_not_continue_the_checkpoint_are_refused(first: int) -> None:
-    with pytest.raises(CheckpointConflict, match=f"us-east/NODES/0000/0: expected rows from 11, got {first}"):
-        open_intent(state({A: 11}), [piece(first, 20)])
-
-
-def test_rows_that_do_not_continue_each_other_are_refused() -> None:
-    with pytest.raises(CheckpointConflict, match="expected rows from 6, got 7"):
-        open_intent(state(), [piece(1, 5), piece(7, 9)])
+@pytest.mark.parametrize(
+    ("before", "pieces", "why"),
+    [
+        (open_intent(state(), [piece(1, 5)]), [piece(6, 9)], "no open intent, found one after sequence 0"),
+        (state({A: 11}), [piece(10, 20)], "us-east/NODES/0000/0: expected rows from 11, got 10"),
+        (state({A: 11}), [piece(12, 20)], "us-east/NODES/0000/0: expected rows from 11, got 12"),
+        (state(), [piece(1, 5), piece(7, 9)], "expected rows from 6, got 7"),
+    ],
+)
+def test_an_intent_is_refused_that_does_not_continue_what_is_there(
+    before: TargetState, pieces: list[IntentPiece], why: str
+) -> None:
+    with pytest.raises(CheckpointConflict, match=why):
+        open_intent(before, pieces)
 
 
-def test_closing_without_an_open_intent_is_refused() -> None:
+def test_an_intent_without_messages_moves_positions_only_and_none_cannot_be_closed() -> None:
+    assert close_intent(open_intent(state({A: 1}, 7), [piece(1, 500, 0)])) == state({A: 501}, 7)
     with pytest.raises(CheckpointConflict, match="expected an open intent, found none"):
         close_intent(state())
 
 
-def test_an_intent_without_messages_moves_positions_only() -> None:
-    closed = close_intent(open_intent(state({A: 1}, 7), [piece(1, 500, 0)]))
-
-    assert closed == state({A: 501}, 7)
-
-
 def test_each_message_is_found_in_its_piece() -> None:
     intent = Intent(0, (piece(1, 3), piece(4, 9, 0), piece(1, 2, 2, B)))
-
-    assert [intent.piece_at(index) for index in (0, 2, 3, 4)] == [
-        (0, piece(1, 3)),
-        (0, piece(1, 3)),
-        (3, piece(1, 2, 2, B)),
-        (3, piece(1, 2, 2, B)),
-    ]
+    first, last = (0, piece(1, 3)), (3, piece(1, 2, 2, B))
+    assert [intent.piece_at(index) for index in range(5)] == [first, first, first, last, last]
     with pytest.raises(IndexError):
         intent.piece_at(5)
 
@@ -210,38 +198,21 @@ class Bucket:
         return revision + 1
 
 
-async def test_nothing_stored_is_told_from_something() -> None:
-    bucket = Bucket()
-    store = StateStore(bucket, "key", "FLEET")
-
+@pytest.mark.parametrize("fate", ["done", "lost", "unanswered"])
+async def test_nothing_stored_is_told_from_something_and_a_lost_answer_is_settled_by_reading(fate: str) -> None:
+    store = StateStore(Bucket(fate), "key", "FLEET")
     assert (await store.load()).state is None
+
     saved = await store.save(state({A: 5}), 0)
+
     assert saved is not None
-    assert await store.load() == saved
+    assert (saved.revision, saved.state, await store.load()) == (1, state({A: 5}), saved)
 
 
-async def test_a_state_that_somebody_else_changed_is_not_overwritten() -> None:
-    bucket = Bucket()
-    store = StateStore(bucket, "key", "FLEET")
+@pytest.mark.parametrize("fate", ["done", "lost"])
+async def test_a_state_that_somebody_else_changed_is_not_overwritten(fate: str) -> None:
+    store = StateStore(Bucket("done", fate), "key", "FLEET")
     await store.save(state({A: 5}), 0)
 
     assert await store.save(state({A: 6}), 0) is None
     assert (await store.load()).state == state({A: 5})
-
-
-@pytest.mark.parametrize("fate", ["lost", "unanswered"])
-async def test_a_lost_answer_is_settled_by_reading(fate: str) -> None:
-    store = StateStore(Bucket(fate), "key", "FLEET")
-
-    saved = await store.save(state({A: 5}), 0)
-
-    assert saved is not None
-    assert (saved.revision, (await store.load()).state) == (1, state({A: 5}))
-
-
-async def test_a_lost_answer_to_a_write_that_came_too_late_is_a_conflict() -> None:
-    bucket = Bucket("done", "lost")
-    store = StateStore(bucket, "key", "FLEET")
-    await store.save(state({A: 5}), 0)
-
-    assert await store.save(state({A: 6}), 0) is None

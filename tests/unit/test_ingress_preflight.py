@@ -19,31 +19,33 @@ def target(control_headers: Sequence[str] = (), **keys: Any) -> TargetSettings:
 
 
 def created(**keys: Any) -> dict[str, Any]:
-    settings = target(**keys)
+    settings = target(**{"create": {}, **keys})
     assert settings.create is not None
     return stream_config(settings, settings.create)
 
 
-def test_a_created_target_allows_batches_and_keeps_everything() -> None:
-    config = created(create={"replicas": 3, "max_age": "1d", "max_bytes": "1G"})
+def test_a_created_target_allows_batches_and_what_its_control_headers_need_and_keeps_everything() -> None:
+    headers = ["Nats-TTL", "Nats-Rollup"]
+    config = created(create={"replicas": 3, "max_age": "1d", "max_bytes": "1G"}, control_headers=headers)
+    expected = {
+        **dict.fromkeys(("allow_atomic", "allow_batched", "allow_direct", "allow_msg_ttl", "allow_rollup_hdrs"), True),
+        "subjects": ["fleet.>"],
+        "retention": "limits",
+        "discard": "old",
+        "num_replicas": 3,
+        "max_age": 86_400_000_000_000,
+        "max_bytes": 1 << 30,
+    }
+    assert config.items() >= expected.items()
 
-    assert config["subjects"] == ["fleet.>"]
-    assert config["allow_atomic"] is config["allow_batched"] is config["allow_direct"] is True
-    assert (config["retention"], config["discard"], config["num_replicas"]) == ("limits", "old", 3)
-    assert (config["max_age"], config["max_bytes"]) == (86_400_000_000_000, 1 << 30)
 
-
-def test_a_created_target_allows_what_its_control_headers_need() -> None:
-    config = created(create={}, control_headers=["Nats-TTL", "Nats-Rollup"])
-
-    assert config["allow_msg_ttl"] is config["allow_rollup_hdrs"] is True
-
-
-def test_the_line_that_makes_a_missing_target_can_be_pasted() -> None:
+def test_the_line_that_makes_a_missing_target_can_be_pasted_and_allows_what_its_control_headers_need() -> None:
     assert add_command(target()) == (
         "nats stream add FLEET --subjects 'fleet.>' --storage file --replicas 1 --retention limits "
         "--discard old --allow-batch --allow-fast --allow-direct --defaults"
     )
+    line = add_command(target(control_headers=["Nats-TTL", "Nats-Rollup", "Nats-Marker-Reason"]))
+    assert line.endswith("--allow-direct --allow-msg-ttl --allow-rollup --defaults")
 
 
 def source(**keys: Any) -> dict[str, Any]:
@@ -83,14 +85,29 @@ def test_the_line_that_makes_a_target_names_the_subjects_that_its_sources_make(
     assert line.startswith(f"nats stream add FLEET {told}")
 
 
-def test_the_line_that_makes_a_target_allows_what_its_control_headers_need() -> None:
-    line = add_command(target(control_headers=["Nats-TTL", "Nats-Rollup", "Nats-Marker-Reason"]))
+def test_what_floe_creates_it_also_takes_and_a_target_of_the_operators_own_may_forget() -> None:
+    assert list(problems(created(), target(create={}))) == []
+    config = {**created(), "retention": "workqueue", "max_age": 5, "storage": "memory"}
+    assert list(problems(config, target())) == []
 
-    assert line.endswith("--allow-direct --allow-msg-ttl --allow-rollup --defaults")
 
-
-def test_what_floe_creates_it_also_takes() -> None:
-    assert list(problems(created(create={}), target(create={}))) == []
+@pytest.mark.parametrize(
+    ("header", "more", "problem"),
+    [
+        ("Nats-TTL", {}, "allow_msg_ttl: expected true for control_headers nats-ttl, found false"),
+        ("Nats-Schedule", {}, "control_headers: expected some of nats-marker-reason, nats-rollup, nats-ttl, found"),
+        (
+            "Nats-Rollup",
+            {"allow_rollup_hdrs": True, "deny_purge": True},
+            "deny_purge: expected false for control_headers nats-rollup, found true",
+        ),
+    ],
+)
+def test_control_headers_that_the_target_would_refuse_are_named(
+    header: str, more: dict[str, Any], problem: str
+) -> None:
+    (found,) = problems({**created(), **more}, target(control_headers=[header]))
+    assert found.startswith(problem)
 
 
 @pytest.mark.parametrize(
@@ -119,34 +136,6 @@ def test_a_dangerous_difference_is_named_with_both_values(changes: dict[str, Any
     (found,) = problems(config, settings)
 
     assert found.startswith(problem)
-
-
-def test_a_target_of_the_operators_own_may_forget() -> None:
-    config = {**created(create={}), "retention": "workqueue", "max_age": 5, "storage": "memory"}
-
-    assert list(problems(config, target())) == []
-
-
-@pytest.mark.parametrize(
-    ("header", "problem"),
-    [
-        ("Nats-TTL", "allow_msg_ttl: expected true for control_headers nats-ttl, found false"),
-        ("Nats-Schedule", "control_headers: expected some of nats-marker-reason, nats-rollup, nats-ttl, found"),
-    ],
-)
-def test_control_headers_that_the_target_would_refuse_are_named(header: str, problem: str) -> None:
-    (found,) = problems(created(create={}), target(control_headers=[header]))
-
-    assert found.startswith(problem)
-
-
-def test_a_rollup_needs_a_target_that_may_be_purged() -> None:
-    settings = target(control_headers=["Nats-Rollup"])
-    config = {**created(create={}), "allow_rollup_hdrs": True, "deny_purge": True}
-
-    (found,) = problems(config, settings)
-
-    assert found == "deny_purge: expected false for control_headers nats-rollup, found true"
 
 
 ROLLUP = {"control_headers": ["Nats-Rollup"]}
@@ -225,6 +214,25 @@ ATOMIC = {"allow_atomic": True}
 BOTH = {"allow_atomic": True, "allow_batched": True}
 
 
+@pytest.mark.parametrize("name", ["fast", "atomic"])
+def test_the_refusal_of_a_publisher_names_the_key_and_the_command(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"expected one that it offers, found {name}: the stream says") as error:
+        choose("FLEET", name, offered((2, 15, 1), {}, frozenset()))
+    assert "nats stream edit FLEET --allow-" in str(error.value.hint)
+    assert error.value.code == "E-PUBLISHER"
+
+
+def test_a_shared_target_gets_no_fast_batches_and_each_publisher_has_its_reason() -> None:
+    against = offered((2, 15, 1), BOTH, frozenset(), exclusive=False)
+    assert choose("FLEET", "auto", against) == "atomic"
+    assert against["fast"] == "exclusive is false, and a foreign message ends a whole batch"
+    assert offered((2, 13, 0), {}, frozenset()) == {
+        "fast": "nats-server 2.13.0 is older than 2.14",
+        "atomic": "the stream says allow_atomic false",
+        "single": "",
+    }
+
+
 @pytest.mark.parametrize(
     ("version", "config", "control", "name"),
     [
@@ -246,32 +254,3 @@ def test_the_publisher_follows_the_server_and_what_the_stream_echoes(
     version: tuple[int, int, int], config: dict[str, Any], control: frozenset[bytes], name: str
 ) -> None:
     assert choose("FLEET", "auto", offered(version, config, control)) == name
-
-
-def test_a_publisher_that_the_target_does_not_offer_is_refused_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match="expected one that it offers, found atomic: the stream says"):
-        choose("FLEET", "atomic", offered((2, 15, 1), {}, frozenset()))
-
-
-@pytest.mark.parametrize("name", ["fast", "atomic"])
-def test_the_refusal_of_a_publisher_names_the_key_and_the_command(name: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        choose("FLEET", name, offered((2, 15, 1), {}, frozenset()))
-
-    assert "nats stream edit FLEET --allow-" in str(error.value.hint)
-    assert error.value.code == "E-PUBLISHER"
-
-
-def test_a_shared_target_gets_no_fast_batches() -> None:
-    against = offered((2, 15, 1), BOTH, frozenset(), exclusive=False)
-
-    assert choose("FLEET", "auto", against) == "atomic"
-    assert against["fast"] == "exclusive is false, and a foreign message ends a whole batch"
-
-
-def test_each_publisher_has_its_reason() -> None:
-    assert offered((2, 13, 0), {}, frozenset()) == {
-        "fast": "nats-server 2.13.0 is older than 2.14",
-        "atomic": "the stream says allow_atomic false",
-        "single": "",
-    }
