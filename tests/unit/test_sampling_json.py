@@ -33,6 +33,20 @@ class Case:
         return f"| {self.what} | `{self.path}` | `{payload}` | {self.says or key} |"
 
 
+def levels(count: int) -> bytes:
+    return b"[" * count + b"]" * count
+
+
+def sender(text: str) -> bytes:
+    return b'{"sender": "' + text.encode() + b'"}'
+
+
+def beside(value: bytes) -> bytes:
+    return b'{"sender": "a", "x": ' + value + b"}"
+
+
+OBJECTS = b'{"a":' * DEEP + b"1" + b"}" * DEEP
+BESIDE = '{"sender": "a", "x": [[[…]]]}'
 TABLE = [
     Case("text", b'{"sender": "a", "x": 1}', "a"),
     Case("text beyond ASCII", '{"sender": "é"}'.encode(), "é"),
@@ -80,45 +94,13 @@ TABLE = [
     Case("UTF-16", '{"sender": "a"}'.encode("utf-16"), None, text='{"sender": "a"}', says="none"),
     Case("not UTF-8", b'{"sender": "\xff"}', None, text='{"sender": "<FF>"}'),
     Case("not UTF-8 elsewhere", b'{"sender": "a", "x": "\xff"}', "a", text='{"sender": "a", "x": "<FF>"}'),
-    Case(
-        "a key of 1,024 bytes",
-        b'{"sender": "' + "é".encode() * 512 + b'"}',
-        "é" * 512,
-        text='{"sender": "éé…"}',
-        says="`éé…`",
-    ),
-    Case("a longer key", b'{"sender": "' + "é".encode() * 512 + b'a"}', None, text='{"sender": "éé…a"}'),
-    Case(
-        "500 levels",
-        b'{"sender": "a", "x": ' + b"[" * (MAX_LEVELS - 1) + b"]" * (MAX_LEVELS - 1) + b"}",
-        "a",
-        text='{"sender": "a", "x": [[[…]]]}',
-    ),
-    Case(
-        "501 levels",
-        b'{"sender": "a", "x": ' + b"[" * MAX_LEVELS + b"]" * MAX_LEVELS + b"}",
-        None,
-        text='{"sender": "a", "x": [[[…]]]}',
-    ),
-    Case(
-        "10,000 levels elsewhere",
-        b'{"sender": "a", "x": ' + b"[" * DEEP + b"]" * DEEP + b"}",
-        None,
-        text='{"sender": "a", "x": [[[…]]]}',
-    ),
-    Case(
-        "10,000 levels as the field",
-        b'{"sender": ' + b'{"a":' * DEEP + b"1" + b"}" * DEEP + b"}",
-        None,
-        text='{"sender": {"a":{"a":…}}}',
-    ),
-    Case(
-        "10,000 levels on the way",
-        b'{"node": ' + b"[" * DEEP + b"]" * DEEP + b"}",
-        None,
-        "node.name",
-        text='{"node": [[[…]]]}',
-    ),
+    Case("a key of 1,024 bytes", sender("é" * 512), "é" * 512, text='{"sender": "éé…"}', says="`éé…`"),
+    Case("a longer key", sender("é" * 512 + "a"), None, text='{"sender": "éé…a"}'),
+    Case("500 levels", beside(levels(MAX_LEVELS - 1)), "a", text=BESIDE),
+    Case("501 levels", beside(levels(MAX_LEVELS)), None, text=BESIDE),
+    Case("10,000 levels elsewhere", beside(levels(DEEP)), None, text=BESIDE),
+    Case("10,000 levels as the field", b'{"sender": ' + OBJECTS + b"}", None, text='{"sender": {"a":{"a":…}}}'),
+    Case("10,000 levels on the way", b'{"node": ' + levels(DEEP) + b"}", None, "node.name", text='{"node": [[[…]]]}'),
 ]
 
 
@@ -174,7 +156,7 @@ def test_depth_ends_no_other_thread() -> None:
 
     thread = threading.Thread(target=recurse)
     thread.start()
-    deep = b'{"sender": "a", "x": ' + b"[" * DEEP + b"]" * DEEP + b"}"
+    deep = beside(levels(DEEP))
     # When: documents are read that are too deep
     try:
         assert read(sampling(), *[deep, b'{"sender": "a"}'] * 200) == [None, "a"] * 200
@@ -186,69 +168,45 @@ def test_depth_ends_no_other_thread() -> None:
     assert set(turns) == {limit // 2}
 
 
-def test_a_usual_depth_is_no_matter() -> None:
+def test_a_usual_depth_is_no_matter_and_a_wrong_force_field_costs_no_key() -> None:
     nested = b'{"a":[' * 200 + b"1" + b"]}" * 200
-    assert read(sampling(), b'{"sender": "a", "x": ' + nested + b"}") == ["a"]
-
-
-FORCED = [
-    (b'{"sender": "a", "force_copy": true}', True),
-    (b'{"sender": "a", "force_copy": false}', False),
-    (b'{"sender": "a", "force_copy": null}', False),
-    (b'{"sender": "a", "force_copy": "true"}', False),
-    (b'{"sender": "a", "force_copy": 1}', False),
-    (b'{"sender": "a", "force_copy": {}}', False),
-    (b'{"sender": "a", "force_copy": [true]}', False),
-    (b'{"sender": "a"}', False),
-    (b'{"force_copy": true}', True),
-    (b'{"sender": 7, "force_copy": true}', True),
-    (b'{"force_copy": true, "force_copy": false}', False),
-    (b'{"force_copy": true', False),
-    (b"", False),
-]
-
-
-@pytest.mark.parametrize(("payload", "forced"), FORCED)
-@pytest.mark.parametrize("by", ["inspect_field", "inspect_subject_token"])
-def test_only_true_forces(payload: bytes, forced: bool, by: str) -> None:
-    # stream-replicator forces where the field merely exists, even where it is false
-    value = {"inspect_field": "sender", "inspect_subject_token": 1}[by]
-    how = sampling(**{"inspect_field": ""} | {by: value, "inspect_force_field": "force_copy"})
-    rows = Columns([1, 2], [0, 0], [b"s", b"s"], [None, None], [b'{"sender": 1}', payload])
-    assert KeyReader(how).read(rows)[1] == [False, forced]
-
-
-def test_the_force_field_may_stand_anywhere() -> None:
-    for key, force, payload in [
-        ("node.name", "node.force", b'{"node": {"name": "a", "force": true}}'),
-        ("node.name", "force", b'{"node": {"name": "a"}, "force": true}'),
-        ("node.name", "nodes.0", b'{"node": {"name": "a"}, "nodes": [true]}'),
-        ("node", "node.force", b'{"node": {"force": true}}'),
-        ("node", "node", b'{"node": true}'),
-    ]:
-        rows = Columns([1], [0], [b"s"], [None], [payload])
-        how = sampling(inspect_field=key, inspect_force_field=force)
-        keys, forced = KeyReader(how).read(rows)
-        assert forced == [True]
-        assert keys == [{"node.name": "a"}.get(key) or ("true" if force == "node" else None)]
-
-
-def test_a_wrong_force_field_costs_no_key() -> None:
+    assert read(sampling(), beside(nested)) == ["a"]
     how = sampling(inspect_force_field="force.copy")
     assert read(how, b'{"sender": "a", "force": 5}', b'{"sender": 6, "force": []}') == ["a", "6"]
 
 
+TRUE = [b'{"sender": "a", "force_copy": true}', b'{"force_copy": true}', b'{"sender": 7, "force_copy": true}']
+NOT_TRUE = ["false", "null", '"true"', "1", "{}", "[true]", 'true, "force_copy": false']
+OTHERS = [*(f'{{"sender": "a", "force_copy": {each}}}'.encode() for each in NOT_TRUE)]
+OTHERS += [b'{"sender": "a"}', b'{"force_copy": true', b""]
+
+
+@pytest.mark.parametrize("by", ["inspect_field", "inspect_subject_token"])
+def test_only_true_forces(by: str) -> None:
+    # stream-replicator forces where the field merely exists, even where it is false
+    value = {"inspect_field": "sender", "inspect_subject_token": 1}[by]
+    how = sampling(**{"inspect_field": ""} | {by: value, "inspect_force_field": "force_copy"})
+    for payload in (*TRUE, *OTHERS):
+        rows = Columns([1, 2], [0, 0], [b"s", b"s"], [None, None], [b'{"sender": 1}', payload])
+        assert KeyReader(how).read(rows)[1] == [False, payload in TRUE], payload
+
+
 @pytest.mark.parametrize(
-    ("text", "names"),
+    ("key", "force", "payload", "found"),
     [
-        ("sender", ("sender",)),
-        ("a.b.c", ("a", "b", "c")),
-        (r"a\.b.c", ("a.b", "c")),
-        (r"a\\.b", ("a\\", "b")),
-        (r"\a", ("a",)),
-        ("a\\", ("a\\",)),
-        ("a..b", ("a", "", "b")),
+        ("node.name", "node.force", b'{"node": {"name": "a", "force": true}}', "a"),
+        ("node.name", "force", b'{"node": {"name": "a"}, "force": true}', "a"),
+        ("node.name", "nodes.0", b'{"node": {"name": "a"}, "nodes": [true]}', "a"),
+        ("node", "node.force", b'{"node": {"force": true}}', None),
+        ("node", "node", b'{"node": true}', "true"),
     ],
 )
-def test_paths(text: str, names: tuple[str, ...]) -> None:
-    assert parse_path(text) == names
+def test_the_force_field_may_stand_anywhere(key: str, force: str, payload: bytes, found: str | None) -> None:
+    rows = Columns([1], [0], [b"s"], [None], [payload])
+    assert KeyReader(sampling(inspect_field=key, inspect_force_field=force)).read(rows) == ([found], [True])
+
+
+def test_paths() -> None:
+    paths = {"sender": ("sender",), "a.b.c": ("a", "b", "c"), r"a\.b.c": ("a.b", "c"), r"a\\.b": ("a\\", "b")}
+    paths |= {r"\a": ("a",), "a\\": ("a\\",), "a..b": ("a", "", "b")}
+    assert {text: parse_path(text) for text in paths} == paths

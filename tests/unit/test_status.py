@@ -33,86 +33,44 @@ table(rows, ["state", "n", "why", "seq" * 9], terminal_width())
 """
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1,023 B"),
-        (2150, "2.1 KiB"),
-        (1 << 20, "1 MiB"),
-        (100 << 20, "100 MiB"),
-        (3 << 39, "1.5 TiB"),
-    ],
-)
-def test_sizes_are_told_in_the_unit_that_they_have(size: int, text: str):
-    assert size_words(size) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.2, "0.2 s"),
-        (12, "12 s"),
-        (271, "4m31s"),
-        (3600, "1h"),
-        (3605, "1h"),
-        (11_520, "3h12m"),
-        (86_400 * 5 + 7200, "5d2h"),
-    ],
-)
-def test_durations_are_told_in_their_two_largest_units(seconds: float, text: str):
-    assert duration_words(seconds) == text
-    assert ago(seconds) == f"{text} ago"
-    assert ago(None) is None
+def test_sizes_and_durations_are_told_in_units_for_people():
+    sizes = [0, 1023, 2150, 1 << 20, 100 << 20, 3 << 39]
+    assert [size_words(size) for size in sizes] == ["0 B", "1,023 B", "2.1 KiB", "1 MiB", "100 MiB", "1.5 TiB"]
+    durations = [0.2, 12, 271, 3600, 3605, 11_520, 86_400 * 5 + 7200]
+    words = ["0.2 s", "12 s", "4m31s", "1h", "1h", "3h12m", "5d2h"]
+    assert [duration_words(seconds) for seconds in durations] == words
+    assert [ago(each) for each in (271, None)] == ["4m31s ago", None]
 
 
 def on_a_terminal(**environment: str) -> str:
     """What the script prints to a terminal of 30 columns."""
     leader, follower = pty.openpty()
     kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "TERM")}
+    env = {**kept, "TERM": "xterm", **environment}
     try:
-        subprocess.run(
-            [sys.executable, "-c", SHOW],
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=follower,
-            env={**kept, "TERM": "xterm", **environment},
-            check=True,
-        )
+        command = [sys.executable, "-c", SHOW]
+        subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=follower, env=env, check=True)
         return os.read(leader, 65536).decode().replace("\r\n", "\n")
     finally:
         os.close(leader)
         os.close(follower)
 
 
-def test_a_terminal_gets_colours():
+def test_a_narrow_terminal_gets_colours_keeps_why_in_whole_words_and_leaves_other_columns_out():
+    """A word that is wider than the terminal stays whole: it may be a key to copy."""
     printed = on_a_terminal()
     assert "\x1b[31mstopped\x1b[0m     5\n" in printed
     assert "\x1b[1mstate" in printed
+    why = ["    no segment covers", "    " + "9" * 30, "    of it"]
+    assert on_a_terminal(NO_COLOR="1").splitlines() == ["state       n", "stopped     5", *why, "fine     1200"]
 
 
-def test_a_narrow_terminal_keeps_why_in_whole_words_and_leaves_other_columns_out():
-    """A word that is wider than the terminal stays whole: it may be a key to copy."""
-    printed = on_a_terminal(NO_COLOR="1")
-    assert printed.splitlines() == [
-        "state       n",
-        "stopped     5",
-        "    no segment covers",
-        "    " + "9" * 30,
-        "    of it",
-        "fine     1200",
-    ]
-
-
-def test_a_terminal_that_is_wide_enough_gets_all_of_it(capsys: pytest.CaptureFixture[str]):
+def test_a_terminal_that_is_wide_enough_and_a_program_get_all_of_it(capsys: pytest.CaptureFixture[str]):
     rows = [["stopped", "no segment"], ["fine", None]]
     table(rows, ["state", "why"], 19)
     assert capsys.readouterr().out == "state    why\nstopped  no segment\nfine     -\n"
     table(rows, ["state", "why"], 18)
     assert capsys.readouterr().out == "state\nstopped\n    no segment\nfine\n"
-
-
-def test_what_a_program_reads_has_neither_colours_nor_an_end(capsys: pytest.CaptureFixture[str]):
     table([[Styled("stopped", "red"), 5, "x" * 200]], ["state", "n", "why"])
     assert capsys.readouterr().out.splitlines()[1] == "stopped  5  " + "x" * 200
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
@@ -54,15 +54,7 @@ async def test_sides_end_with_the_main_work_even_where_they_lose_a_cancellation(
     assert ended.is_set
 
 
-async def test_a_side_that_fails_ends_the_main_work() -> None:
-    ended = Stop()
-    with pytest.raises(BaseExceptionGroup) as caught:
-        await asyncio.wait_for(beside(swallows(1, ended), fails()), PATIENCE)
-    assert ended.is_set
-    assert [str(error) for error in caught.value.exceptions] == ["failed"]
-
-
-async def test_a_side_that_comes_to_its_end_does_not_end_the_main_work() -> None:
+async def test_a_side_that_comes_to_its_end_does_not_end_the_main_work_and_one_that_fails_does() -> None:
     done = []
 
     async def main() -> None:
@@ -71,14 +63,13 @@ async def test_a_side_that_comes_to_its_end_does_not_end_the_main_work() -> None
 
     await beside(main(), asyncio.sleep(0))
     assert done == [1]
-
-
-async def test_together_waits_for_all_and_ends_all_with_the_first_that_fails() -> None:
     await together(asyncio.sleep(0.01), asyncio.sleep(0.02))
-    ended = Stop()
-    with pytest.raises(BaseExceptionGroup):
-        await asyncio.wait_for(together(swallows(1, ended), fails()), PATIENCE)
-    assert ended.is_set
+    for group in (beside, together):
+        ended = Stop()
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await asyncio.wait_for(group(swallows(1, ended), fails()), PATIENCE)
+        assert ended.is_set
+        assert [str(error) for error in caught.value.exceptions] == ["failed"]
 
 
 async def test_a_cancelled_group_leaves_nothing_running() -> None:
@@ -117,40 +108,31 @@ def broken(*_: object) -> None:
     raise MemoryError("no room")
 
 
-def soon() -> None:
-    asyncio.get_running_loop().call_soon(broken)
+async def breaks() -> None:
+    broken()
 
 
-def later() -> None:
-    asyncio.get_running_loop().call_later(0.001, broken)
+def in_a_task_nobody_awaits(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.create_task(breaks())  # noqa: RUF006
+    loop.call_later(0.01, gc.collect)
 
 
-def from_a_thread() -> None:
-    asyncio.get_running_loop().run_in_executor(None, asyncio.get_running_loop().call_soon_threadsafe, broken)
+WAYS: dict[str, Callable[[asyncio.AbstractEventLoop], object]] = {
+    "soon": lambda loop: loop.call_soon(broken),
+    "later": lambda loop: loop.call_later(0.001, broken),
+    "from a thread": lambda loop: loop.run_in_executor(None, loop.call_soon_threadsafe, broken),
+    "when done": lambda loop: asyncio.create_task(asyncio.sleep(0)).add_done_callback(broken),
+    "in a task": in_a_task_nobody_awaits,
+    "to nobody": lambda loop: orphaned(MemoryError("no room")),
+}
 
 
-def when_done() -> None:
-    asyncio.create_task(asyncio.sleep(0)).add_done_callback(broken)
-
-
-def in_a_task_nobody_awaits() -> None:
-    async def fail() -> None:
-        broken()
-
-    asyncio.create_task(fail())  # noqa: RUF006
-    asyncio.get_running_loop().call_later(0.01, gc.collect)
-
-
-def to_nobody() -> None:
-    orphaned(MemoryError("no room"))
-
-
-@pytest.mark.parametrize("throw", [soon, later, from_a_thread, when_done, in_a_task_nobody_awaits, to_nobody])
-def test_an_error_without_an_owner_ends_the_service(throw: Any) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_an_error_without_an_owner_ends_the_service(way: str) -> None:
     count = counted(unexpected.labels("service"))
 
     async def service() -> None:
-        throw()
+        WAYS[way](asyncio.get_running_loop())
         await asyncio.sleep(60)
 
     with pytest.raises(Unforeseen, match="MemoryError: no room") as caught:
@@ -176,13 +158,10 @@ def test_an_error_of_a_transport_ends_nothing(error: Exception) -> None:
 
 
 def test_the_owner_of_a_callback_or_a_task_is_told() -> None:
-    async def fail() -> None:
-        broken()
-
     async def service() -> list[str]:
         found: list[Exception] = []
         guarded(broken, found.append)()
-        task = watched(fail(), found.append, name="x")
+        task = watched(breaks(), found.append, name="x")
         await asyncio.wait({task})
         ended = watched(asyncio.sleep(60), found.append, name="y")
         await asyncio.sleep(0)
@@ -234,21 +213,18 @@ def test_a_group_is_told_by_what_nobody_foresaw() -> None:
     assert isinstance(told.__cause__, KeyError)
 
 
-async def test_a_stop_keeps_its_first_reason() -> None:
+async def test_a_stop_keeps_its_first_reason_and_is_waited_for_no_longer_than_asked() -> None:
     stop = Stop()
     assert (stop.is_set, stop.reason) == (False, None)
-    stop.set(StopReason.RESET)
-    stop.set(StopReason.SHUTDOWN)
-    assert (stop.is_set, stop.reason) == (True, StopReason.RESET)
-    assert await stop.wait()
-
-
-async def test_a_stop_is_waited_for_no_longer_than_asked() -> None:
-    stop = Stop()
     assert not await stop.wait(0.01)
-    asyncio.get_running_loop().call_later(0.01, stop.set)
+    asyncio.get_running_loop().call_later(0.01, stop.set, StopReason.RESET)
     assert await stop.wait(PATIENCE)
-    assert stop.reason is StopReason.SHUTDOWN
+    stop.set()
+    assert (stop.is_set, stop.reason) == (True, StopReason.RESET)
+    other = Stop()
+    other.set()
+    assert other.reason is StopReason.SHUTDOWN
+    assert await other.wait()
 
 
 async def test_a_child_stops_with_its_parents_for_their_reason_and_never_stops_them() -> None:
