@@ -38,27 +38,17 @@ def test_tells_lost_in_front_in_the_middle_and_at_the_end_apart() -> None:
     result = verdict(messages(3, 4, 6, 7))
 
     assert (result.lost_prefix, result.lost_middle, result.lost_postfix) == (2, 1, 3)
-    assert result.lost == 6
     assert result.line() == "lost 6, repeated 0, out of order 0, altered 0"
     assert "lost: sequence 1" in result.examples
+    nothing = verdict([])
+    assert (nothing.lost_prefix, nothing.lost_middle, nothing.lost_postfix) == (0, 0, 10)
 
 
-def test_counts_what_has_not_arrived_at_all_as_lost_at_the_end() -> None:
-    result = verdict([])
-
-    assert (result.lost_prefix, result.lost_middle, result.lost_postfix) == (0, 0, 10)
-
-
-def test_names_a_repeated_message_once_for_each_repetition() -> None:
+def test_names_a_message_for_each_repetition_and_one_that_came_after_its_successor() -> None:
     result = verdict(messages(1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10, 2))
-
     assert (result.repeated, result.out_of_order, result.lost) == (2, 0, 0)
     assert result.examples == ("repeated: sequence 2 came again",) * 2
-
-
-def test_names_a_message_that_came_after_its_successor() -> None:
     result = verdict(messages(1, 3, 2, 4, 5, 6, 7, 8, 9, 10))
-
     assert (result.out_of_order, result.repeated, result.lost) == (1, 0, 0)
     assert result.examples == ("out of order: sequence 2 came after 3",)
 
@@ -81,46 +71,30 @@ def test_names_a_message_whose_content_changed(change: dict[str, object]) -> Non
     assert result.examples == ("altered: sequence 5: subject, headers or payload differ",)
 
 
-def test_names_a_message_whose_provenance_has_another_time() -> None:
+def test_sees_another_time_and_two_messages_that_changed_places_under_each_others_sequence() -> None:
     result = verdict([*messages(*range(1, 10)), message(10, timestamp_ns=10_001)])
-
     assert result.altered == 1
     assert result.examples == ("altered: sequence 10: timestamp 10000 became 10001",)
-
-
-def test_sees_two_messages_that_changed_places_under_each_others_sequence() -> None:
     swapped = [message(1, payload=b"payload 2"), message(2, payload=b"payload 1"), *messages(*range(3, 11))]
-
     assert verdict(swapped).altered == 2
 
 
 def test_names_a_message_that_was_never_there() -> None:
     result = verdict(messages(*range(1, 12)))
-
     assert not result.ok
     assert result.line() == "lost 0, repeated 0, out of order 0, altered 0, unexpected 1"
 
 
 def test_takes_what_the_source_deleted_since_for_gone_and_not_for_damage() -> None:
     held = messages(1, 2, 3, 7, 8, 9, 10)
-
     assert verdict(messages(*range(1, 11)), expected=held).unexpected == 3
-    assert verdict(messages(*range(1, 11)), expected=held, may_be_gone=True).ok
-    assert verdict(messages(*range(1, 11)), expected=held, may_be_gone=True).gone == 3
-
-
-def test_still_sees_that_a_message_which_is_gone_at_the_source_was_repeated() -> None:
-    held = messages(1, 3)
-
-    result = verdict(messages(1, 2, 2, 3), expected=held, may_be_gone=True)
-
-    assert (result.gone, result.repeated) == (1, 1)
-
-
-def test_does_not_excuse_what_lies_behind_all_that_the_source_ever_had() -> None:
-    result = verdict(messages(1, 2, 3), expected=messages(1, 2), may_be_gone=True)
-
-    assert (result.gone, result.unexpected) == (0, 1)
+    gone = verdict(messages(*range(1, 11)), expected=held, may_be_gone=True)
+    assert (gone.ok, gone.gone) == (True, 3)
+    twice = verdict(messages(1, 2, 2, 3), expected=messages(1, 3), may_be_gone=True)
+    assert (twice.gone, twice.repeated) == (1, 1)
+    # What lies behind all that the source ever had is not excused.
+    behind = verdict(messages(1, 2, 3), expected=messages(1, 2), may_be_gone=True)
+    assert (behind.gone, behind.unexpected) == (0, 1)
 
 
 def test_compares_under_the_subject_that_the_target_gives() -> None:
@@ -149,21 +123,10 @@ def test_refuses_an_expectation_that_is_itself_out_of_order() -> None:
         compare(Trace.of(messages(2, 1)), Trace())
 
 
-def test_a_fingerprint_keeps_the_parts_of_a_message_apart() -> None:
-    prints = {
-        fingerprint(b"ab", None, b"c"),
-        fingerprint(b"a", None, b"bc"),
-        fingerprint(b"a", b"", b"bc"),
-        fingerprint(b"a", b"b", b"c"),
-        fingerprint(b"a", b"bc", b""),
-    }
-
-    assert len(prints) == 5
-
-
-def test_a_trace_takes_24_bytes_for_a_message_of_any_size() -> None:
+def test_a_fingerprint_keeps_the_parts_of_a_message_apart_and_a_trace_takes_24_bytes_of_any_size() -> None:
+    parts = [(b"ab", None, b"c"), (b"a", None, b"bc"), (b"a", b"", b"bc"), (b"a", b"b", b"c"), (b"a", b"bc", b"")]
+    assert len({fingerprint(*each) for each in parts}) == 5
     trace = Trace.of([message(1, payload=b"x" * 100_000), message(2)])
-
     assert sum(part.itemsize for part in (trace.sequences, trace.timestamps, trace.prints)) == 24
     assert trace.raw_bytes > 100_000
 
@@ -211,19 +174,10 @@ def test_tells_every_class_of_damage_of_a_whole_target_apart(
     assert example in result.report()
 
 
-def test_a_whole_target_without_damage_is_exact() -> None:
-    assert of_target(whole()).ok
-    assert of_target(whole()).found == 13
-
-
-def test_a_message_without_provenance_is_unexpected_in_a_whole_target() -> None:
-    result = of_target(whole(), foreign=2)
-
-    assert (result.ok, result.unexpected) == (False, 2)
-    assert "2 messages without provenance" in result.report()
-
-
-def test_messages_of_two_chains_under_each_others_name_are_altered_and_lost() -> None:
-    result = of_target({ALPHA: messages(*HELD[BETA]), BETA: messages(*HELD[ALPHA])})
-
-    assert (result.lost, result.unexpected, result.ok) == (7, 7, False)
+def test_a_whole_target_without_damage_is_exact_and_what_has_no_or_another_provenance_is_not() -> None:
+    assert (of_target(whole()).ok, of_target(whole()).found) == (True, 13)
+    foreign = of_target(whole(), foreign=2)
+    assert (foreign.ok, foreign.unexpected) == (False, 2)
+    assert "2 messages without provenance" in foreign.report()
+    swapped = of_target({ALPHA: messages(*HELD[BETA]), BETA: messages(*HELD[ALPHA])})
+    assert (swapped.lost, swapped.unexpected, swapped.ok) == (7, 7, False)
