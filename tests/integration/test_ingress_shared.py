@@ -13,10 +13,8 @@ import pytest
 from common.chain import Chain
 from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient, frame
-from infra.local.nats import NatsServer
-from tests.support.basics import PATIENCE, cancelled, seeded, soon, unique
+from tests.support.basics import PATIENCE, cancelled, soon, unique
 from tests.support.ingress import Archive, Arrived, Centre, arrived, make, rows_of
-from tests.support.proxies import TcpProxy
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 OTHER = Chain("eu-west", "NODES")
@@ -113,38 +111,6 @@ async def test_a_shared_target_that_is_gone_or_another_one_stops(client: FloeCli
     error = await centre.ending()
     assert error.code in ("E-TARGET-RECREATED", "E-TARGET-GONE")
     assert "floe checkpoint set" in error.hint
-
-
-@pytest.mark.real
-async def test_kills_and_cut_connections_of_two_instances_lose_nothing(
-    client: FloeClient, centre: Centre, nats_server: NatsServer
-) -> None:
-    rng = seeded()
-    centre.having(**SHARED)
-    async with TcpProxy(nats_server.port) as proxy:
-        await make(client, centre)
-        centre.urls = [proxy.url]
-        async with foreigners(client, centre) as foreign:
-            instances = [asyncio.create_task(centre.run()) for _ in range(2)]
-            for part in range(10):
-                first = part * 100 + 1
-                centre.archive.put(rows_of(first, first + 99))
-                centre.archive.put(rows_of(first, first + 99, OTHER), chain=OTHER)
-                await asyncio.sleep(rng.uniform(0.1, 0.6))
-                action, index = rng.choice(["kill", "cut", "nothing"]), rng.randrange(2)
-                if action == "cut":
-                    proxy.cut()
-                    proxy.heal()
-                elif action == "kill":
-                    await cancelled(instances[index])
-                if instances[index].done():
-                    instances[index] = asyncio.create_task(centre.run())
-            await all_there(client, centre, centre.archive)
-            for each in instances:
-                await cancelled(each)
-        again = repeats(await our(client, centre), centre.archive)
-    print(f"{again} of 2000 came again beside {foreign[0]} foreign messages")
-    assert again <= 200
 
 
 async def test_a_work_queue_that_is_consumed_gets_every_message(client: FloeClient, centre: Centre) -> None:

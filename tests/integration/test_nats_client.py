@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import socket
-from typing import Any
 
 import pytest
 
 from common.errors import FloeError, OutcomeUnknown, Unavailable
-from common.jetstream.api import create_consumer, create_stream
 from common.jetstream.client import ApiError, FloeClient, connect, frame
-from common.jetstream.headers import header, status
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
 from infra.local.process import free_port
@@ -117,39 +113,6 @@ async def test_payloads_of_the_greatest_size_pass(client: FloeClient):
     await client.flush_writes()
     await soon(lambda: len(received) == 2)
     assert [m[2] for m in received] == [payload, b""]
-
-
-async def test_status_messages_reach_the_sink_as_they_are(client: FloeClient):
-    stream = unique("S")
-    await create_stream(client, {"name": stream, "subjects": [f"{stream}.>"]})
-    await create_consumer(client, stream, {"name": "c", "ack_policy": "none"})
-    inbox = client.new_inbox()
-    received = await collect(client, inbox)
-    ask = client.api_subject(f"CONSUMER.MSG.NEXT.{stream}.c").encode()
-
-    def pull(request: dict[str, Any]) -> None:
-        client.send(frame(ask, json.dumps(request).encode(), None, inbox.encode()))
-
-    def codes() -> list[int]:
-        return [(status(m[3]) or (0, b""))[0] for m in received]
-
-    pull({"batch": 1, "no_wait": True})
-    await soon(lambda: codes() == [404])
-    pull({"batch": 1, "expires": 1_500_000_000, "idle_heartbeat": 500_000_000})
-    await soon(lambda: 408 in codes())
-    pull({"batch": 1, "expires": 10_000_000_000})
-
-    async def waiting() -> bool:
-        return (await client.api(f"CONSUMER.INFO.{stream}.c"))["num_waiting"] == 1
-
-    await soon(waiting)
-    await client.api(f"CONSUMER.DELETE.{stream}.c")
-    await soon(lambda: 409 in codes())
-    assert set(codes()[1:-2]) == {100}
-    assert codes()[-2:] == [408, 409]
-    assert status(received[1][3]) == (100, b"Idle Heartbeat")
-    assert header(received[1][3], b"Nats-Last-Stream") == b"0"
-    assert all(not reply and not payload for _, reply, payload, _ in received)
 
 
 async def test_a_subscription_ends(client: FloeClient):

@@ -93,24 +93,6 @@ async def test_a_cancellation_that_is_swallowed_on_the_way_still_ends_the_keepin
     assert keeping.cancelled()
 
 
-async def test_a_cancellation_in_the_very_turn_of_the_answer_ends_the_keeping(client: FloeClient, kv: KeyValue):
-    lease = await leases(kv).acquire("k")
-    real = client.request_raw
-
-    async def racing(*args: Any, **kwargs: Any) -> Any:
-        answer = await real(*args, **kwargs)
-        came = asyncio.get_running_loop().create_future()
-        waiting = asyncio.wait_for(came, PATIENCE)
-        asyncio.get_running_loop().call_later(0.01, lambda: (came.set_result(answer), keeping.cancel()))
-        return await waiting
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client, "request_raw", racing)
-        keeping = asyncio.create_task(lease.keep())
-        await asyncio.wait({keeping}, timeout=PATIENCE)
-    assert keeping.cancelled()
-
-
 async def test_a_lease_that_is_the_owners_already_is_written_anew(kv: KeyValue):
     """Nobody knows how much of its time is left."""
     mine = leases(kv, "me")

@@ -52,8 +52,8 @@ class Place:
 
 def tls(place: Place) -> Way:
     server = {"tls": server_tls(place.certificates)}
-    other_host = place.tls(ca="other")
-    return Way(server, place.tls(), {"another authority": other_host, "the system's authorities": {}})
+    wrong = {"another authority": place.tls(ca="other"), "the system's authorities": {}}
+    return Way(server, place.tls(), {**wrong, "handshake first": place.tls(handshake_first=True)})
 
 
 def mutual_tls(place: Place) -> Way:
@@ -67,11 +67,6 @@ def handshake_first(place: Place) -> Way:
     server = {"tls": server_tls(place.certificates, handshake_first=True)}
     wrong = {"another authority": place.tls(ca="other", handshake_first=True), "TLS on request": place.tls()}
     return Way(server, place.tls(handshake_first=True), wrong)
-
-
-def tls_on_request(place: Place) -> Way:
-    server = {"tls": server_tls(place.certificates)}
-    return Way(server, place.tls(), {"handshake first": place.tls(handshake_first=True)})
 
 
 def credentials_file(place: Place) -> Way:
@@ -147,7 +142,7 @@ def user_and_password(place: Place) -> Way:
 
 
 WAYS: tuple[Callable[[Place], Way], ...] = (
-    *(tls, mutual_tls, handshake_first, tls_on_request),
+    *(tls, mutual_tls, handshake_first),
     *(credentials_file, nkey_seed, jwt_and_seed, token, user_and_password),
 )
 
@@ -195,5 +190,5 @@ async def test_a_way_opens_a_server_that_requires_it_and_each_wrong_secret_is_on
         assert len(lines) == 1, name
         for secret in found.secrets:
             assert secret not in done.err + done.out, name
-    if way in (handshake_first, tls_on_request):
+    if way in (handshake_first, tls):
         assert "handshake_first" in done.err
