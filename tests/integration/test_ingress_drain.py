@@ -82,7 +82,6 @@ async def test_a_drain_closes_the_open_intent_and_gives_the_lease_back(client: F
     async with centre.running():
         await centre.carried(client, 10)
     state = (await (await centre.state(client)).load()).state
-    assert state is not None
     assert state.intent is None
     assert state.checkpoint.target_sequence >= 10
     assert await holder(client, centre) is None

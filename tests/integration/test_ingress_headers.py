@@ -77,11 +77,9 @@ async def test_no_header_of_the_source_acts_unless_it_is_listed(
         messages = await centre.carried(client, len(rows))
     check_exact(messages, centre.archive, centre.prefix)
     info = await stream_info(client, centre.target)
-    assert info is not None
     assert (info.last_sequence, info.messages) == (len(rows), len(rows))
     for sequence in range(1, len(rows) + 1):
         stored = await get_message(client, centre.target, sequence)
-        assert stored is not None
         own, _, of_source = (stored.headers or b"").partition(b"\r\nFloe-Source: ")
         assert b"\r\nnats-" not in of_source.lower()
         assert b"Nats-TTL" not in own
@@ -117,7 +115,6 @@ async def test_a_listed_ttl_expires_and_every_other_value_is_text(
         archive.put(rows_of(len(rows) + 1, len(rows) + 10))
         await soon(lambda: _last(client, centre, len(rows) + 10))
     state = (await (await centre.state(client)).load()).state
-    assert state is not None
     assert state.checkpoint.target_sequence == len(rows) + 10
 
 
@@ -157,7 +154,6 @@ async def test_a_listed_rollup_purges_messages_and_no_sequences(
     left = [each.message.sequence for each in await arrived(client, centre.target)]
     assert left == [10, 11, 12]
     state = (await (await centre.state(client)).load()).state
-    assert state is not None
     assert (state.checkpoint.positions[CHAIN], state.checkpoint.target_sequence) == (13, 12)
 
 
@@ -171,7 +167,6 @@ async def test_a_listed_marker_reason_is_kept_as_a_header(
     async with centre.running():
         await centre.carried(client, 3)
     stored = await get_message(client, centre.target, 1)
-    assert stored is not None
     assert b"\r\nNats-Marker-Reason: Purge\r\n" in (stored.headers or b"")
 
 
@@ -203,7 +198,6 @@ async def test_awkward_subjects_arrive_byte_for_byte(client: FloeClient, centre:
         await centre.carried(client, len(rows))
         for sequence, row in enumerate(rows, 1):
             stored = await get_message(client, centre.target, sequence)
-            assert stored is not None
             assert stored.subject == centre.prefix + row.subject
 
 

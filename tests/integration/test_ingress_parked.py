@@ -55,7 +55,6 @@ async def raise_limit(client: FloeClient, centre: Centre, size: int) -> None:
 async def kept(client: FloeClient, centre: Centre) -> ParkedStore:
     """What is parked for the target of now."""
     info = await stream_info(client, centre.target)
-    assert info is not None
     documents = centre.archive.documents
     return ParkedStore(documents.objects, documents.layout, centre.target, info.created)
 

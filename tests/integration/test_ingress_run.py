@@ -49,7 +49,6 @@ async def test_a_prefix_with_the_names_of_the_chain_tells_two_sites_apart(client
         messages = await centre.carried(client, 70)
     info = await stream_info(client, target)
 
-    assert info is not None
     assert sorted(info.config["subjects"]) == [f"{target}.eu-west.*.>", f"{target}.us-east.*.>"]
     assert {m.subject.rsplit(b".", 2)[0].decode() for m in messages if m.chain == OTHER} == {
         f"{target}.eu-west.NODES-0"
@@ -75,7 +74,6 @@ async def test_what_comes_later_follows_and_a_restart_goes_on(client: FloeClient
     stored = (await (await centre.state(client)).load()).state
 
     check_exact(messages, centre.archive, centre.prefix)
-    assert stored is not None
     assert stored.intent is None
     assert stored.checkpoint.positions == {CHAIN: 131}
     assert stored.checkpoint.target_sequence == 110

@@ -94,7 +94,6 @@ async def test_a_target_that_held_messages_before_is_begun_behind_them(client: F
         await all_there(client, centre, centre.archive)
     assert repeats(await our(client, centre), centre.archive) == 0
     state = (await (await centre.state(client)).load()).state
-    assert state is not None
     assert (state.checkpoint.begins, state.checkpoint.target_sequence) == (17, 47)
 
 
