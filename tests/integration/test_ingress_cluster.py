@@ -50,9 +50,7 @@ async def led(client: FloeClient, stream: str) -> StreamInfo:
 
 
 @pytest.mark.parametrize("publisher", ["fast", at_length("atomic"), at_length("single")])
-async def test_leaders_that_step_down_die_and_pause_lose_and_repeat_nothing(
-    tmp_path: Path, cluster: NatsCluster, publisher: str
-) -> None:
+async def test_moving_leaders_lose_and_repeat_nothing(tmp_path: Path, cluster: NatsCluster, publisher: str) -> None:
     archive = Archive(tmp_path / "store")
     rows = ROWS // 4 if publisher == "single" else ROWS
     centre = Centre(tmp_path, archive, cluster.urls[0], publisher=publisher, create={"replicas": 3})

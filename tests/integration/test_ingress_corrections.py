@@ -168,9 +168,7 @@ async def test_rows_that_a_purge_beyond_the_end_passes_off_as_stored_are_decided
     assert f"the other {50 - rows} are sent behind target sequence 30" in done.out
 
 
-async def test_rows_that_were_never_sent_are_not_counted_by_the_process_that_sends(
-    client: FloeClient, centre: Centre
-) -> None:
+async def test_rows_that_were_never_sent_are_not_counted_by_their_sender(client: FloeClient, centre: Centre) -> None:
     """Nor where the stream lets go of messages by itself, nor when it looks again."""
     centre.having(create=None, publisher="single")
     centre.archive.put(rows_of(1, 2000))
@@ -222,9 +220,7 @@ async def test_a_target_that_is_gone_is_filled_again_once_it_is_made(client: Flo
 
 
 @pytest.mark.parametrize(("wanted", "found"), [("--from-target", [(1, 40)]), ("--accept", [(1, 25), (31, 40)])])
-async def test_a_target_restored_from_an_old_copy(
-    client: FloeClient, centre: Centre, wanted: str, found: list[tuple[int, int]]
-) -> None:
+async def test_a_target_restored_from_an_old_copy(client: FloeClient, centre: Centre, wanted: str, found: Any) -> None:
     """The copy ends at 25; a stream that is restored keeps its creation time."""
     centre.archive.put(rows_of(1, 30))
     created = await make(client, centre)
@@ -441,7 +437,7 @@ def parked_words(centre: Centre, *more: str) -> list[str]:
 
 @pytest.mark.real
 @pytest.mark.parametrize("wanted", ["--accept", "--from-target"])
-async def test_a_parked_message_that_a_dropped_intent_left_out_can_still_be_delivered(
+async def test_what_a_dropped_intent_left_out_is_still_delivered(
     client: FloeClient, centre: Centre, wanted: str
 ) -> None:
     """Message 5 is parked, the intent passes it and is dropped; 3 was tried again and stands there."""
@@ -470,9 +466,7 @@ async def test_a_parked_message_that_a_dropped_intent_left_out_can_still_be_deli
         await stands(client, centre, [1, 2, 3, 4, 6, 7, 5])
 
 
-async def test_what_was_parked_before_a_purge_is_not_delivered_beside_what_is_carried_again(
-    client: FloeClient, centre: Centre
-) -> None:
+async def test_what_was_parked_before_a_purge_is_not_delivered_twice(client: FloeClient, centre: Centre) -> None:
     """Also where the server reports another creation time than the stored one."""
     centre.having(create=None, on_oversize="park")
     centre.archive.put([*rows_of(1, 4), message(5, b"L" * 2000, subject=b"nodes.1"), *rows_of(6, 10)])
@@ -491,9 +485,7 @@ async def test_what_was_parked_before_a_purge_is_not_delivered_beside_what_is_ca
     assert (one.code, "E-PARKED" in one.err, "floe parked ls -c " in one.err) == (3, True, True)
 
 
-async def test_what_is_parked_follows_the_stored_state_where_the_creation_time_drifts(
-    client: FloeClient, centre: Centre
-) -> None:
+async def test_what_is_parked_follows_the_state_where_creation_drifts(client: FloeClient, centre: Centre) -> None:
     centre.having(create=None, on_oversize="park")
     centre.archive.put([*rows_of(1, 4), message(5, b"L" * 2000, subject=b"nodes.1"), *rows_of(6, 10)])
     await make(client, centre, max_msg_size=1000)

@@ -77,9 +77,7 @@ async def test_foreign_messages_of_a_shared_target_are_counted(client: FloeClien
         await soon(lambda: reading("foreign_messages_total", centre.target) == 3)
 
 
-async def test_an_archive_that_cannot_be_read_is_counted(
-    client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_store_away_is_counted(client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch) -> None:
     centre.archive.put(rows_of(1, 5))
     async with centre.running():
         await centre.carried(client, 5)

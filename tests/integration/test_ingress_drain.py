@@ -41,9 +41,7 @@ async def holder(client: FloeClient, centre: Centre) -> bytes | None:
 
 
 @pytest.mark.real
-async def test_a_stopped_target_goes_on_without_a_restart_once_the_state_is_mended(
-    centre: Centre, client: FloeClient
-) -> None:
+async def test_a_stopped_target_goes_on_without_a_restart_once_it_is_mended(centre: Centre, client: FloeClient) -> None:
     log = io.StringIO()
     configure("info", "json", stream=log)
     async with centre.running() as health:

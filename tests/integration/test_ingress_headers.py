@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.pull import get_message
 from tests.support.basics import soon
-from tests.support.ingress import CHAIN, Archive, Centre, arrived, check_exact, count_in, make, rows_of
+from tests.support.ingress import CHAIN, Centre, arrived, check_exact, count_in, make, rows_of
 from tests.support.segments import message
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
@@ -61,9 +60,7 @@ EVERYTHING = dict.fromkeys([f"allow_{each}" for each in ALLOWED], True)
 
 
 @pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
-async def test_no_header_of_the_source_acts_unless_it_is_listed(
-    client: FloeClient, centre: Centre, publisher: str
-) -> None:
+async def test_no_header_of_a_source_acts_unless_listed(client: FloeClient, centre: Centre, publisher: str) -> None:
     centre.having(publisher=publisher)
     lines = [line.replace(b"{target}", centre.target.encode()) for line in ACTING]
     rows = [message(n, headers=block(b"A: 1", line, MARK)) for n, line in enumerate(lines, 1)]
@@ -85,24 +82,20 @@ async def test_no_header_of_the_source_acts_unless_it_is_listed(
         assert b"Nats-TTL" not in own
 
 
-def centre_of(folder: Path, archive: Archive, url: str, header: str, **target: Any) -> Centre:
-    """A centre of one source, of which one header acts."""
-    centre = Centre(folder, archive, url, **target)
+def listing(centre: Centre, header: str) -> None:
+    """Give the centre one source, of which one header acts."""
     centre.target_settings["sources"][0] |= {"site": "us-east", "control_headers": [header]}
-    return centre
 
 
 @pytest.mark.real
-async def test_a_listed_ttl_expires_and_every_other_value_is_text(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
+async def test_a_listed_ttl_expires_and_every_other_value_is_text(client: FloeClient, centre: Centre) -> None:
     """What the server would refuse, overflow included, is no header: it would be refused for ever."""
     text = [b"1s ", b"1d", b"0", b"-1", b"soon", b"", b"1.5s", b"999999999h", b"9999999999", b"\t1s", b"1s\t"]
     acting = [b"1s", b"1", b"  1s", b"never", b"999999h", b"99999999m", b"999999999s", b"999999999"]
     rows = [message(n, headers=block(b"Nats-TTL: " + value)) for n, value in enumerate(text + acting, 1)]
     rows.append(message(len(rows) + 1, headers=block(b"Nats-TTL: 1s", b"Nats-TTL: never")))
-    archive.put(rows)
-    centre = centre_of(tmp_path, archive, nats_url, "Nats-TTL")
+    centre.archive.put(rows)
+    listing(centre, "Nats-TTL")
 
     await make(client, centre, **EVERYTHING)
     async with centre.running():
@@ -112,7 +105,7 @@ async def test_a_listed_ttl_expires_and_every_other_value_is_text(
         first = len(text) + 1
         assert left == set(range(1, len(rows) + 1)) - {first, first + 1, first + 2, len(rows)}
         # The arithmetic holds though messages are gone: what follows stands behind them.
-        archive.put(rows_of(len(rows) + 1, len(rows) + 10))
+        centre.archive.put(rows_of(len(rows) + 1, len(rows) + 10))
         await soon(lambda: _last(client, centre, len(rows) + 10))
     state = (await (await centre.state(client)).load()).state
     assert state.checkpoint.target_sequence == len(rows) + 10
@@ -130,7 +123,7 @@ async def _count(client: FloeClient, centre: Centre, count: int) -> bool:
 
 @pytest.mark.parametrize("publisher", ["fast", "single"])
 async def test_a_listed_rollup_purges_messages_and_no_sequences(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, publisher: str
+    client: FloeClient, centre: Centre, publisher: str
 ) -> None:
     subjects = [b"a", b"a", b"b", b"a", b"c", b"a", b"b", b"b", b"c"]
     headers: list[bytes | None] = [None] * len(subjects)
@@ -141,15 +134,15 @@ async def test_a_listed_rollup_purges_messages_and_no_sequences(
         message(n, subject=b"nodes." + subject, headers=lines)
         for n, (subject, lines) in enumerate(zip(subjects, headers, strict=True), 1)
     ]
-    archive.put(rows)
-    centre = centre_of(tmp_path, archive, nats_url, "Nats-Rollup", publisher=publisher)
+    centre.archive.put(rows)
+    listing(centre.having(publisher=publisher), "Nats-Rollup")
 
     await make(client, centre, **EVERYTHING)
     async with centre.running():
         await soon(lambda: _last(client, centre, 9))
         left = [each.message.sequence for each in await arrived(client, centre.target)]
         assert left == [3, 4, 5, 6, 7, 8, 9]
-        archive.put([message(10, headers=block(b"Nats-Rollup: all")), *rows_of(11, 12)])
+        centre.archive.put([message(10, headers=block(b"Nats-Rollup: all")), *rows_of(11, 12)])
         await soon(lambda: _last(client, centre, 12))
     left = [each.message.sequence for each in await arrived(client, centre.target)]
     assert left == [10, 11, 12]
@@ -157,11 +150,9 @@ async def test_a_listed_rollup_purges_messages_and_no_sequences(
     assert (state.checkpoint.positions[CHAIN], state.checkpoint.target_sequence) == (13, 12)
 
 
-async def test_a_listed_marker_reason_is_kept_as_a_header(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
-    archive.put([message(1, headers=block(b"Nats-Marker-Reason: Purge")), *rows_of(2, 3)])
-    centre = centre_of(tmp_path, archive, nats_url, "Nats-Marker-Reason")
+async def test_a_listed_marker_reason_is_kept_as_a_header(client: FloeClient, centre: Centre) -> None:
+    centre.archive.put([message(1, headers=block(b"Nats-Marker-Reason: Purge")), *rows_of(2, 3)])
+    listing(centre, "Nats-Marker-Reason")
 
     await make(client, centre, **EVERYTHING)
     async with centre.running():
@@ -202,9 +193,7 @@ async def test_awkward_subjects_arrive_byte_for_byte(client: FloeClient, centre:
 
 
 @pytest.mark.parametrize("subject", [b"a b", b"a\r\nPUB x 0\r\n", b"a\tb", b"a\nb", b"a\x00b", b"a.", b"", b"x" * 5000])
-async def test_a_subject_of_a_file_never_reaches_the_socket_unchecked(
-    client: FloeClient, centre: Centre, subject: bytes
-) -> None:
+async def test_no_subject_reaches_the_socket_unchecked(client: FloeClient, centre: Centre, subject: bytes) -> None:
     centre.archive.put([message(1), message(2), message(3, subject=subject), message(4)])
     centre.having(on_oversize="park")
 

@@ -49,9 +49,7 @@ def violations(server: NatsServer) -> int:
     return server.log.read_text().lower().count("maximum payload")
 
 
-async def test_a_server_that_takes_less_than_the_one_before_cuts_nothing_and_stops_nothing(
-    tmp_path: Path, archive: Archive, server: NatsServer
-) -> None:
+async def test_a_server_that_takes_less_now_stops_nothing(tmp_path: Path, archive: Archive, server: NatsServer) -> None:
     """The row is put aside; it was decoded, by the former limit, before the connection was another one."""
     archive.put(rows_of(1, 10))
     with server:
@@ -72,9 +70,7 @@ async def test_a_server_that_takes_less_than_the_one_before_cuts_nothing_and_sto
         assert violations(server) == 0
 
 
-async def test_a_row_of_an_open_intent_that_the_server_takes_no_more_stops_its_own_target_only(
-    tmp_path: Path, archive: Archive, server: NatsServer
-) -> None:
+async def test_a_row_taken_no_more_stops_its_own_target(tmp_path: Path, archive: Archive, server: NatsServer) -> None:
     ref = archive.put([*rows_of(1, 14), LARGE, *rows_of(16, 30)])
     with server:
         centre = Centre(tmp_path, archive, server.url, create=None, on_oversize="park")

@@ -41,9 +41,7 @@ def centre(tmp_path: Path, archive: Archive, nats_url: str) -> Centre:
 
 @pytest.mark.parametrize("base", [0, 1])
 @pytest.mark.parametrize("stored", [0, 11, 30])
-async def test_an_open_intent_of_which_nothing_a_part_or_all_is_stored(
-    client: FloeClient, centre: Centre, stored: int, base: int
-) -> None:
+async def test_an_open_intent_stored_in_part_or_all(client: FloeClient, centre: Centre, stored: int, base: int) -> None:
     created = await make(client, centre)
     if base:
         centre.archive.put(rows_of(1, 1))
@@ -58,9 +56,7 @@ async def test_an_open_intent_of_which_nothing_a_part_or_all_is_stored(
 
 
 @pytest.mark.parametrize("stored", [0, 11, 30])
-async def test_a_work_queue_that_was_consumed_gets_each_row_once(
-    client: FloeClient, centre: Centre, stored: int
-) -> None:
+async def test_a_consumed_work_queue_gets_each_row_once(client: FloeClient, centre: Centre, stored: int) -> None:
     ref = centre.archive.put(rows_of(1, 30))
     created = await make(client, centre, retention="workqueue")
     await left_open(client, centre, ref, created)
@@ -118,9 +114,7 @@ async def test_a_purge_before_or_within_an_intent_takes_nothing_back(
         assert sequences(await arrived(client, centre.target)) == list(range(6 + stored, 36))
 
 
-async def test_another_creation_time_is_believed_where_our_last_message_vouches(
-    client: FloeClient, centre: Centre
-) -> None:
+async def test_another_creation_time_is_believed_where_our_message_vouches(client: FloeClient, centre: Centre) -> None:
     """nats-server up to 2.14 may report another one after an update and a restart."""
     centre.archive.put(rows_of(1, 30))
     await make(client, centre)

@@ -116,9 +116,7 @@ async def test_the_command_lists_shows_and_asks_and_is_told_what_came_of_it(clie
         assert (await floe("parked", "retry", *of_chain, "--sequence", "17", "--yes")).code == 3
 
 
-async def test_what_is_asked_for_while_the_service_runs_is_delivered_without_a_restart(
-    client: FloeClient, centre: Centre
-) -> None:
+async def test_what_is_asked_for_meanwhile_is_delivered_without_a_restart(client: FloeClient, centre: Centre) -> None:
     centre.archive.put(with_large(1, 20))
     centre.having(on_oversize="park")
 
@@ -154,9 +152,7 @@ async def test_all_messages_of_a_feed_may_be_too_large(client: FloeClient, centr
 
 
 @pytest.mark.parametrize("way", ["skip", "raise"])
-async def test_without_parking_the_chain_stops_and_its_way_out_can_be_pasted(
-    client: FloeClient, centre: Centre, way: str
-) -> None:
+async def test_without_parking_it_stops_and_its_way_out_is_pasted(client: FloeClient, centre: Centre, way: str) -> None:
     centre.archive.put(with_large(1, 20, {5: 2000}))
 
     await make(client, centre)
@@ -212,9 +208,7 @@ async def test_twins_park_and_deliver_once(client: FloeClient, centre: Centre) -
 
 
 @pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
-async def test_messages_at_the_very_limits_of_the_server_are_stored_or_parked(
-    client: FloeClient, centre: Centre, publisher: str
-) -> None:
+async def test_messages_at_the_limits_are_stored_or_parked(client: FloeClient, centre: Centre, publisher: str) -> None:
     """The connection is never lost to one that is too large."""
     most, wide = 1024 * 1024, b"A: " + b"v" * 60_000
     sizes = [most, most - 1, most - 100, *range(most - 290, most - 230, 6), most - 400]

@@ -96,9 +96,7 @@ def violations(server: NatsServer) -> list[str]:
 
 
 @pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
-async def test_ingress_carries_with_the_rights_of_the_table(
-    centre: Guarded, server: NatsServer, client: FloeClient, publisher: str
-) -> None:
+async def test_ingress_has_its_rights(centre: Guarded, server: NatsServer, client: FloeClient, publisher: str) -> None:
     centre.target_settings["publisher"] = publisher
     async with centre.running():
         await centre.carried(client, 500)
@@ -109,18 +107,14 @@ async def test_ingress_carries_with_the_rights_of_the_table(
     assert violations(server) == []
 
 
-async def test_releases_that_may_not_be_heard_hinder_nothing(
-    centre: Guarded, server: NatsServer, client: FloeClient
-) -> None:
+async def test_releases_not_heard_hinder_nothing(centre: Guarded, server: NatsServer, client: FloeClient) -> None:
     centre.user = "deaf"
     async with centre.running():
         check_exact(await centre.carried(client, 500), centre.archive, centre.prefix)
         await soon(lambda: any("Subscription" in line for line in violations(server)))
 
 
-async def test_an_operator_corrects_with_the_rights_of_the_table(
-    centre: Guarded, server: NatsServer, client: FloeClient
-) -> None:
+async def test_an_operator_corrects_with_its_rights(centre: Guarded, server: NatsServer, client: FloeClient) -> None:
     async with centre.running():
         await centre.carried(client, 500)
     centre.user = "operator"
@@ -139,9 +133,7 @@ async def test_an_operator_corrects_with_the_rights_of_the_table(
     assert violations(server) == []
 
 
-async def test_an_operator_asks_for_what_was_parked_with_the_rights_of_the_table(
-    centre: Guarded, server: NatsServer, client: FloeClient
-) -> None:
+async def test_an_operator_retries_with_its_rights(centre: Guarded, server: NatsServer, client: FloeClient) -> None:
     centre.target_settings["on_oversize"] = "park"
     centre.archive.put(with_large(501, 520, {510: 2000}))
     await make(client, centre)
@@ -206,9 +198,7 @@ async def test_egress_freezes_with_the_rights_of_its_file(server: NatsServer, be
 
 
 @pytest.mark.parametrize("retention", ["limits", "workqueue"])
-async def test_the_commands_of_a_site_have_the_rights_of_egress(
-    server: NatsServer, bench: Bench, retention: str
-) -> None:
+async def test_commands_of_a_site_have_the_rights_of_egress(server: NatsServer, bench: Bench, retention: str) -> None:
     stream = {"name": "NODES", "subjects": ["NODES.>"], "retention": retention}
     await create_stream(bench.client, stream)
     whole, cut = {"stream": "NODES", "segment": {"max_age": "1h"}}, feed_of("NODES", 2, on_recreated="halt")

@@ -166,9 +166,7 @@ async def test_an_incarnation_begins_when_all_partitions_before_have_ended(clien
     assert [m.chain for m in messages[-5:]] == [later] * 5
 
 
-async def test_a_segment_that_compaction_replaced_meanwhile_is_found_merged(
-    client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_replaced_segment_is_found(client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch) -> None:
     small = [centre.archive.put(rows_of(first, first + 9)) for first in (1, 11, 21)]
     centre.archive.put(rows_of(1, 30), level=1, tail=False)
     opened = []

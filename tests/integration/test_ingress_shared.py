@@ -68,9 +68,7 @@ def repeats(messages: Sequence[Arrived], archive: Archive) -> int:
 
 
 @pytest.mark.parametrize("publisher", ["atomic", "single"])
-async def test_beside_a_foreign_publisher_everything_arrives_once_if_nothing_fails(
-    client: FloeClient, centre: Centre, publisher: str
-) -> None:
+async def test_beside_foreign_publishers_all_arrives_once(client: FloeClient, centre: Centre, publisher: str) -> None:
     centre.having(publisher=publisher, **SHARED)
     await make(client, centre)
     async with foreigners(client, centre, rate=RATE), centre.running() as health:

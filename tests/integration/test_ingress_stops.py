@@ -73,9 +73,7 @@ async def test_dangerous_differences_are_refused_all_at_once(centre: Centre, cli
     )
 
 
-async def test_a_target_that_is_deleted_while_nothing_comes_is_told_at_once(
-    client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_deletion_is_told_while_idle(client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ingress.delivery.IDLE_LOOK", 0.5)
     async with centre.running() as health:
         await centre.carried(client, 30)

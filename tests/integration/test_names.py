@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from ingress.checkpoint import Checkpoint, TargetState
 from ingress.checkpoint_store import StateStore
 from tests.support.basics import soon
 from tests.support.commands import floe
-from tests.support.ingress import CHAIN, Archive, Centre, rows_of
+from tests.support.ingress import CHAIN, Centre, rows_of
 
 pytestmark = pytest.mark.servers
 
@@ -23,13 +22,9 @@ LATER = CHAIN.next_incarnation()
 ELSEWHERE = Chain("us-east", "OTHERS")
 
 
-async def test_decisions_are_about_the_newest_incarnation_unless_the_target_is_not_there_yet(
-    client: FloeClient, tmp_path: Path, nats_url: str
-) -> None:
-    archive = Archive(tmp_path / "store")
+async def test_decisions_are_about_the_newest_incarnation(client: FloeClient, centre: Centre) -> None:
     for chain in (CHAIN, LATER):
-        archive.put(rows_of(1, 5, chain), chain=chain)
-    centre = Centre(tmp_path, archive, nats_url)
+        centre.archive.put(rows_of(1, 5, chain), chain=chain)
     named = ["-c", str(centre.write()), "--target", centre.target, "--feed", "NODES", "--site"]
 
     async def paused(site: str, *more: str) -> Any:
@@ -47,7 +42,7 @@ async def test_decisions_are_about_the_newest_incarnation_unless_the_target_is_n
     assert [row["chain"] for row in as_argument.json()] == ["us-east/NODES/0001/0"]
     done = await paused("eu-west", "--partition", "7")  # of `sources`, and nothing archived yet
     assert (done.code, done.err) == (0, "eu-west/NODES/0000/7: nothing of it is archived; it is paused if that comes\n")
-    archive.put(rows_of(1, 5, ELSEWHERE), chain=ELSEWHERE)
+    centre.archive.put(rows_of(1, 5, ELSEWHERE), chain=ELSEWHERE)
     done = await floe("chain", "pause", *named[:4], str(ELSEWHERE))
     assert (done.code, done.out) == (2, "")
     assert f"{ELSEWHERE}: expected a chain that flows into {centre.target}, found another; " in done.err
@@ -63,11 +58,9 @@ async def test_decisions_are_about_the_newest_incarnation_unless_the_target_is_n
 
 
 async def test_a_feed_of_sources_of_which_there_is_nothing_is_told_once_and_shown(
-    client: FloeClient, tmp_path: Path, nats_url: str, caplog: pytest.LogCaptureFixture
+    client: FloeClient, centre: Centre, caplog: pytest.LogCaptureFixture
 ) -> None:
-    archive = Archive(tmp_path / "store")
-    archive.put(rows_of(1, 5))
-    centre = Centre(tmp_path, archive, nats_url)
+    centre.archive.put(rows_of(1, 5))
     centre.target_settings["sources"][0]["site"] = ["us-east", "us-esat"]
     async with centre.running() as health:
         await soon(lambda: health.status()["parts"].get("sources") == {"missing": ["us-esat/NODES"]})
@@ -81,12 +74,8 @@ async def test_a_feed_of_sources_of_which_there_is_nothing_is_told_once_and_show
     assert "did you mean us-east/NODES?" in str(told)
 
 
-async def test_looking_makes_no_bucket_and_a_decision_makes_one(
-    client: FloeClient, tmp_path: Path, nats_url: str
-) -> None:
-    archive = Archive(tmp_path / "store")
-    archive.put(rows_of(1, 5))
-    centre = Centre(tmp_path, archive, nats_url)
+async def test_looking_makes_no_bucket_and_a_decision_makes_one(client: FloeClient, centre: Centre) -> None:
+    centre.archive.put(rows_of(1, 5))
     config = ["-c", str(centre.write())]
 
     for words in (["status"], ["checkpoint", "ls"], ["gap", "ls"], ["chain", "ls"], ["parked", "ls"]):
@@ -101,10 +90,8 @@ async def test_looking_makes_no_bucket_and_a_decision_makes_one(
         assert f"{CHAIN}: resumed; " in (await floe("chain", "resume", *config, *named)).err
 
 
-async def test_the_wrong_name_or_file_is_told_and_a_chain_that_is_there_is_shown(tmp_path: Path, nats_url: str) -> None:
-    archive = Archive(tmp_path / "store")
-    archive.put(rows_of(1, 5))
-    centre = Centre(tmp_path, archive, nats_url)
+async def test_the_wrong_name_or_file_is_told_and_a_chain_that_is_there_is_shown(centre: Centre) -> None:
+    centre.archive.put(rows_of(1, 5))
     config = str(centre.write())
 
     for words in (["replay", "--target", "X", "--dry-run"], ["drill"]):

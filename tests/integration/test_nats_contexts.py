@@ -183,7 +183,9 @@ async def test_the_option_takes_the_place_of_the_whole_connection(
     assert (done.code, "expected one of there, wrong" in done.err) == (78, True)
 
 
-# Domains
+# Domains, each of a hub and of a leaf
+
+Servers, Clients = tuple[NatsServer, NatsServer], tuple[FloeClient, FloeClient]
 
 
 @pytest.fixture(scope="module")
@@ -194,15 +196,13 @@ def servers() -> Iterator[tuple[NatsServer, NatsServer]]:
 
 
 @pytest.fixture
-async def clients(servers: tuple[NatsServer, NatsServer]) -> AsyncIterator[tuple[FloeClient, FloeClient]]:
+async def clients(servers: Servers) -> AsyncIterator[tuple[FloeClient, FloeClient]]:
     """A connection to each, which asks in the domain of that server."""
     async with client_of(servers[0].url) as hub, client_of(servers[1].url) as leaf:
         yield hub, leaf
 
 
-async def test_egress_freezes_a_stream_of_another_domain(
-    servers: tuple[NatsServer, NatsServer], clients: tuple[FloeClient, FloeClient], tmp_path: Path
-):
+async def test_egress_freezes_a_stream_of_another_domain(servers: Servers, clients: Clients, tmp_path: Path):
     """Connected to the hub: the stream, its consumer, leases and state are at the leaf."""
     hub, leaf = clients
     bench = Bench(servers[0].url, tmp_path, leaf)
@@ -217,9 +217,7 @@ async def test_egress_freezes_a_stream_of_another_domain(
         assert await stream_info(leaf, f"KV_{bucket}") is not None
 
 
-async def test_ingress_melts_into_a_stream_of_another_domain(
-    servers: tuple[NatsServer, NatsServer], clients: tuple[FloeClient, FloeClient], tmp_path: Path
-):
+async def test_ingress_melts_into_a_stream_of_another_domain(servers: Servers, clients: Clients, tmp_path: Path):
     hub, leaf = clients
     archive = Archive(tmp_path / "store")
     archive.put(rows_of(1, 300))
@@ -234,7 +232,7 @@ async def test_ingress_melts_into_a_stream_of_another_domain(
         assert await stream_info(hub, name) is not None
 
 
-async def test_a_release_is_heard_on_either_side_of_the_border(servers: tuple[NatsServer, NatsServer]):
+async def test_a_release_is_heard_on_either_side_of_the_border(servers: Servers):
     hub, leaf = servers
     heard: list[tuple[str, bytes | None]] = []
     bucket = unique("B")
@@ -295,7 +293,7 @@ def test_a_domain_and_a_prefix_exclude_each_other():
         NatsSettings(jetstream_domain="a.b")
 
 
-async def test_a_domain_that_nobody_has_is_told(servers: tuple[NatsServer, NatsServer]):
+async def test_a_domain_that_nobody_has_is_told(servers: Servers):
     client = await connect(NatsSettings(url=servers[0].url, jetstream_domain="nowhere"), name="test")
     with pytest.raises(FloeError, match=r"nobody answers \$JS.nowhere.API"):
         await stream_info(client, "NODES")

@@ -71,9 +71,7 @@ async def test_a_lease_that_nobody_keeps_is_free_after_its_time(kv: KeyValue):
     assert not lease.is_usable()
 
 
-async def test_a_cancellation_that_is_swallowed_on_the_way_still_ends_the_keeping(
-    kv: KeyValue, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_cancellation_that_is_swallowed_still_ends_the_keeping(kv: KeyValue, monkeypatch: pytest.MonkeyPatch):
     """As `asyncio.wait_for` of Python 3.11 does where it comes together with the answer."""
     lease = await leases(kv).acquire("k")
     real, asked = kv.update, asyncio.Event()
@@ -107,7 +105,7 @@ async def test_a_lease_that_is_the_owners_already_is_written_anew(kv: KeyValue):
 
 
 @pytest.mark.parametrize("err_code", [10071, 10164, 10008, 99999])
-async def test_a_renewal_that_is_refused_while_the_lease_is_ours_is_tried_again(
+async def test_a_refused_renewal_of_a_lease_that_is_ours_is_tried_again(
     client: FloeClient, kv: KeyValue, err_code: int
 ):
     """A cluster that finds itself says so in several ways; 10164: another write of the key is in flight."""
@@ -236,9 +234,7 @@ async def renewed(kv: KeyValue, revision: int) -> bool:
 
 
 @pytest.mark.real
-async def test_a_lease_that_cannot_be_renewed_is_unusable_before_anybody_can_have_it(
-    proxied: tuple[TcpProxy, KeyValue], kv: KeyValue
-):
+async def test_a_lease_not_renewed_is_unusable_before_it_is_free(proxied: tuple[TcpProxy, KeyValue], kv: KeyValue):
     proxy, broken = proxied
     lease = await leases(broken, "me").acquire("k")
     keeping = asyncio.create_task(lease.keep())
@@ -271,9 +267,7 @@ async def test_an_acquire_whose_answer_is_lost_is_settled_by_reading(nats_server
 
 
 @pytest.mark.real
-async def test_two_owners_never_use_one_lease_at_once_whatever_the_network_does(
-    proxied: tuple[TcpProxy, KeyValue], kv: KeyValue
-):
+async def test_two_owners_never_use_one_lease_whatever_happens(proxied: tuple[TcpProxy, KeyValue], kv: KeyValue):
     proxy, broken = proxied
     rng, began, held = seeded(), time.monotonic(), {"me": 0, "you": 0}
     using: dict[str, Lease | None] = {"me": None, "you": None}

@@ -185,7 +185,7 @@ async def test_no_credential_goes_out_in_clear_where_tls_is_wanted(nats_url: str
     assert "nats.url: nats://" in error.hint, "the authority is not what is wrong"
 
 
-async def test_a_secret_goes_to_another_host_over_tls_only(
+async def test_a_secret_goes_out_over_tls_only(
     guarded: NatsServer, certificates: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("common.jetstream.credentials.is_loopback", lambda _peer: False)
@@ -214,9 +214,7 @@ async def test_a_secret_goes_to_another_host_over_tls_only(
         await (await connect(NatsSettings(url=url, user="u", password="p"), name="test")).aclose()
 
 
-async def test_a_connection_that_comes_back_without_tls_sends_no_secret(
-    guarded: NatsServer, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_connection_back_without_tls_sends_no_secret(guarded: NatsServer, monkeypatch: pytest.MonkeyPatch):
     async with TcpProxy(guarded.port) as proxy:
         settings = NatsSettings(url=f"nats://127.0.0.1:{proxy.port}", user="all", password="secret-all")
         client = await connect(settings, name="test")
