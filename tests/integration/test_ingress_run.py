@@ -110,18 +110,6 @@ async def test_a_long_backlog_of_one_chain_does_not_keep_another_waiting(client:
     assert next(m.sequence for m in messages if m.chain == OTHER) < 1000
 
 
-async def test_a_damaged_segment_is_left_out_where_a_merged_one_covers(client: FloeClient, centre: Centre) -> None:
-    damaged = centre.archive.put(rows_of(1, 30))
-    centre.archive.put(rows_of(1, 30), level=1)
-    centre.archive.put(rows_of(31, 40))
-    (centre.archive.folder / damaged.key).write_bytes(b"PAR1" + b"x" * (damaged.size - 8) + b"PAR1")
-
-    async with centre.running():
-        messages = await centre.carried(client, 40)
-
-    check_exact(messages, centre.archive, centre.prefix)
-
-
 async def test_damage_that_nothing_else_covers_stops_its_chain_and_no_other(client: FloeClient, centre: Centre) -> None:
     centre.archive.put(rows_of(1, 10))
     good = centre.archive.put(rows_of(11, 20))
@@ -149,23 +137,6 @@ async def test_a_segment_of_another_site_under_a_listed_key_is_damage(client: Fl
         assert await count_in(client, centre.target) == 0
 
 
-async def test_an_incarnation_begins_when_all_partitions_before_have_ended(client: FloeClient, centre: Centre) -> None:
-    parts = [Chain("us-east", "NODES", 0, n) for n in (0, 1)]
-    later = Chain("us-east", "NODES", 1)
-    centre.archive.begin(later, previous={0: 10, 1: 20})
-    centre.archive.put(rows_of(1, 5, later), chain=later)
-    centre.archive.put(rows_of(1, 15, parts[0]), chain=parts[0])
-    centre.archive.rows[parts[0]] = centre.archive.rows[parts[0]][:10]
-
-    async with centre.running() as health:
-        await soon(lambda: "stands at 1 and ends at 20" in str(chain_status(health, centre, later).get("waits_for")))
-        centre.archive.put(rows_of(1, 20, parts[1]), chain=parts[1])
-        messages = await centre.carried(client, 35)
-
-    check_exact(messages, centre.archive, centre.prefix)
-    assert [m.chain for m in messages[-5:]] == [later] * 5
-
-
 async def test_a_replaced_segment_is_found(client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch) -> None:
     small = [centre.archive.put(rows_of(first, first + 9)) for first in (1, 11, 21)]
     centre.archive.put(rows_of(1, 30), level=1, tail=False)
@@ -186,30 +157,6 @@ async def test_a_replaced_segment_is_found(client: FloeClient, centre: Centre, m
 
     check_exact(messages, centre.archive, centre.prefix)
     assert set(opened) == {0, 1}
-
-
-async def test_chains_that_are_not_listed_stay_where_they_are(client: FloeClient, centre: Centre) -> None:
-    secret = Chain("mars", "NODES")
-    centre.archive.put(rows_of(1, 10, secret), chain=secret)
-    centre.archive.rows.clear()
-    centre.archive.put(rows_of(1, 10))
-
-    async with centre.running():
-        await centre.carried(client, 10)
-        await asyncio.sleep(1.2)
-        check_exact(await centre.carried(client, 10), centre.archive, centre.prefix)
-
-
-async def test_a_chain_begins_where_chain_json_and_retention_say(client: FloeClient, centre: Centre) -> None:
-    centre.archive.begin(CHAIN, first=5)
-    centre.archive.put(rows_of(1, 20))
-    centre.archive.begin(OTHER, first=5)
-    centre.archive.documents.raise_floor(OTHER, 11)
-    centre.archive.put(rows_of(1, 20, OTHER), chain=OTHER)
-    centre.archive.rows = {CHAIN: rows_of(5, 20), OTHER: rows_of(11, 20, OTHER)}
-
-    async with centre.running():
-        check_exact(await centre.carried(client, 26), centre.archive, centre.prefix)
 
 
 # Open intents that another instance left behind

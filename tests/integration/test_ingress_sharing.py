@@ -18,7 +18,6 @@ from common.clock import SystemClock
 from common.errors import AnotherWriter
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
-from common.metrics import REGISTRY
 from common.service.monitor import Health
 from common.tasks import Stop
 from infra.local.nats import NatsServer
@@ -174,21 +173,3 @@ async def test_instances_with_other_targets_do_not_count_each_other(
     await soon(lambda: counts(new) == [4])
     await fleet.check(client)
     await new.drain()
-
-
-async def test_what_a_target_showed_stays_while_nobody_else_holds_its_lease(
-    tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
-    fleet = Fleet(tmp_path, archive, nats_url, 2)
-    fleet.put()
-    one = fleet.start()
-    await soon(lambda: counts(one) == [2])
-
-    def shown(name: str) -> bool:
-        labels = {"target": name, "site": f"site{fleet.names.index(name)}", "feed": "NODES", "partition": "0"}
-        return REGISTRY.get_sample_value("floe_ingress_lag_messages", labels) is not None
-
-    await soon(lambda: all(map(shown, fleet.names)))
-    await one.drain()
-    assert all(map(shown, fleet.names))
-    assert REGISTRY.get_sample_value("floe_ingress_lease_held", {"target": fleet.names[0]}) == 0

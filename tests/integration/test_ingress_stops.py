@@ -14,7 +14,7 @@ from common.jetstream.api import GUARD, MARKER, stream_info
 from common.jetstream.client import FloeClient, frame
 from common.service.monitor import Health
 from common.tasks import Stop
-from ingress.target import Target, examine_target
+from ingress.target import examine_target
 from tests.support.basics import PATIENCE, soon
 from tests.support.commands import floe
 from tests.support.ingress import Archive, Centre, check_exact, closed_at, count_in, make, rows_of, update
@@ -123,32 +123,6 @@ async def test_one_target_that_stops_does_not_stop_another(
     stop.set()
     with pytest.raises(ConfigError):
         await asyncio.wait_for(running, PATIENCE)
-
-
-async def test_a_defect_in_one_target_is_shown_leaves_the_others_and_begins_again(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bad, good = Centre(tmp_path, archive, nats_url), Centre(tmp_path, archive, nats_url)
-    targets = [*bad.document()["ingress"]["targets"], *good.document()["ingress"]["targets"]]
-    health, stop, carry = Health(SystemClock()), Stop(), Target.run
-    is_mended = asyncio.Event()
-
-    async def run(self: Target, *rest: Any) -> None:
-        if self._target == bad.target and not is_mended.is_set():
-            raise ZeroDivisionError("nobody foresaw this")
-        await carry(self, *rest)
-
-    monkeypatch.setattr(Target, "run", run)
-    running = asyncio.create_task(good.run(stop, health, targets=targets))
-    await good.carried(client, 30)
-    await soon(lambda: bad.status(health).get("state") == "stopped")
-    assert bad.status(health)["code"] == "E-UNEXPECTED"
-    assert any("nobody foresaw this" in problem for problem in health.problems())
-    is_mended.set()
-    await bad.carried(client, 30)
-    await soon(lambda: not health.problems())
-    stop.set()
-    await asyncio.wait_for(running, PATIENCE)
 
 
 async def test_a_full_target_is_waited_for(client: FloeClient, centre: Centre) -> None:
