@@ -13,12 +13,10 @@ import pytest
 
 from common.chain import Chain
 from common.jetstream.client import FloeClient
-from common.jetstream.kv import KeyValue
 from common.logs import configure, flush
 from common.metrics import REGISTRY
 from common.tasks import Stop
 from infra.local.nats import NatsServer
-from ingress.deps import lease_key
 from tests.support.basics import PATIENCE, soon
 from tests.support.commands import floe
 from tests.support.ingress import Archive, Centre, check_exact, rows_of
@@ -32,12 +30,6 @@ def archive(tmp_path: Path) -> Archive:
     archive = Archive(tmp_path / "store")
     archive.put(rows_of(1, 30))
     return archive
-
-
-async def holder(client: FloeClient, centre: Centre) -> bytes | None:
-    bucket = await KeyValue(client, centre.lease_bucket, ttl=2.0).ensure()
-    entry = await bucket.get(lease_key(centre.target))
-    return None if entry is None else entry.value
 
 
 @pytest.mark.real
@@ -72,17 +64,6 @@ async def test_a_stopped_target_goes_on_without_a_restart_once_it_is_mended(cent
     assert last["messages"] == 70
     begins = [line for line in lines if line["action"] == "goes_on"]
     assert (begins[0]["chains"], begins[0]["target_sequence"]) == ({}, 0)
-
-
-async def test_a_drain_closes_the_open_intent_and_gives_the_lease_back(client: FloeClient, centre: Centre) -> None:
-    centre.archive.put(rows_of(31, 5000))
-    centre.having(publisher="single")
-    async with centre.running():
-        await centre.carried(client, 10)
-    state = (await (await centre.state(client)).load()).state
-    assert state.intent is None
-    assert state.checkpoint.target_sequence >= 10
-    assert await holder(client, centre) is None
 
 
 @pytest.mark.real

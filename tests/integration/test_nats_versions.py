@@ -10,11 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from common.clock import SystemClock
 from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.jetstream.api import stream_info
-from common.jetstream.kv import KeyValue
-from common.jetstream.lease import Lease, Leases
 from common.metrics import REGISTRY
 from egress.evidence import source_of
 from infra.local.nats import NatsCluster, NatsServer, nats_server_binary
@@ -109,23 +106,6 @@ async def test_a_restarted_server_loses_nothing(bench: Bench, server: NatsServer
         await bench.archived_to(stream, 200)
 
     await bench.same(stream, stream)
-
-
-async def test_a_lease_is_held_by_one_and_expires(bench: Bench) -> None:
-    bucket = await KeyValue(bench.client, unique("L"), ttl=5.0).ensure()
-    await bucket.ensure()
-    one, two = (Leases(bucket, owner, 5.0, SystemClock()) for owner in ("one", "two"))
-
-    assert await one.acquire("key") is not None
-    assert await two.acquire("key") is None
-    assert await two.holder("key") == "one"
-
-    async def taken() -> Lease | None:
-        with suppress(Unavailable, OutcomeUnknown):
-            return await two.acquire("key")
-        return None
-
-    await soon(taken)
 
 
 async def test_the_time_of_the_answer_is_told_where_the_server_tells_it(bench: Bench) -> None:
