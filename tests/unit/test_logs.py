@@ -54,21 +54,11 @@ def stream() -> Stream:
 def test_a_line_is_json_with_time_level_logger_and_event_first(stream: Stream):
     configure("info", "json", stream=stream)
     log.info("segment put", action="segment_put", site="us-east", rows=37, level_=None)
-    [line] = stream.lines()
-    event = json.loads(line)
+    [event] = stream.events()
     assert list(event)[:4] == ["ts", "level", "logger", "event"]
-    assert event["ts"].endswith("Z")
-    assert len(event["ts"]) == len("2026-11-20T09:57:01.123Z")
-    del event["ts"]
-    assert event == {
-        "level": "info",
-        "logger": "egress.test",
-        "event": "segment put",
-        "action": "segment_put",
-        "site": "us-east",
-        "rows": 37,
-        "level_": None,
-    }
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", event.pop("ts"))
+    own = {"level": "info", "logger": "egress.test", "event": "segment put"}
+    assert event == {**own, "action": "segment_put", "site": "us-east", "rows": 37, "level_": None}
 
 
 def test_text_is_one_line_too_with_line_ends_and_escapes_made_harmless(stream: Stream):
@@ -96,28 +86,21 @@ def test_auto_is_text_on_a_terminal_and_json_elsewhere(terminal: bool, starts: s
     assert stream.lines()[0].startswith(starts)
 
 
-def test_levels_below_the_configured_one_are_left_out(stream: Stream):
+def test_levels_below_the_configured_one_and_of_libraries_below_warning_are_left_out(stream: Stream):
     configure("warning", "json", stream=stream)
     log.info("quiet")
     log.error("loud")
-    assert [event["event"] for event in stream.events()] == ["loud"]
-
-
-def test_libraries_take_the_same_road_at_warning_and_above(stream: Stream):
     configure("debug", "json", stream=stream)
     log.debug("ours")
+    get_logger("egress.later").debug("x")
     logging.getLogger("botocore.auth").debug("CanonicalRequest: secret things")
     logging.getLogger("nats.aio.client").warning("lost %s", "connection")
     assert [(e["logger"], e["level"], e["event"]) for e in stream.events()] == [
+        ("egress.test", "error", "loud"),
         ("egress.test", "debug", "ours"),
+        ("egress.later", "debug", "x"),
         ("nats.aio.client", "warning", "lost connection"),
     ]
-
-
-def test_a_logger_made_after_configuring_has_the_level_too(stream: Stream):
-    configure("debug", "json", stream=stream)
-    get_logger("egress.later").debug("x")
-    assert [event["logger"] for event in stream.events()] == ["egress.later"]
 
 
 def test_configuring_again_replaces_and_never_doubles(stream: Stream):
@@ -147,10 +130,8 @@ def test_an_expected_error_has_no_traceback_and_an_unexpected_one_has(stream: St
     logging.getLogger("nats").error("nats: encountered error", exc_info=ValueError("y"))
     first, second, third = stream.events()
     assert (first["error"], first["error_type"], "traceback" in first) == ("no answer; wait", "Unavailable", False)
-    assert (second["error_type"], second["traceback"].splitlines()[0]) == (
-        "KeyError",
-        "Traceback (most recent call last):",
-    )
+    assert second["error_type"] == "KeyError"
+    assert second["traceback"].startswith("Traceback (most recent call last):\n")
     assert (third["event"], third["error"]) == ("nats: encountered error", "y")
 
 
@@ -242,20 +223,15 @@ def test_a_closed_stream_is_no_error(stream: Stream):
     eventually(lambda: handler.dropped >= 1)
 
 
-@pytest.mark.parametrize("format", ["json", "text"])
-def test_a_field_cannot_take_the_place_of_what_the_line_says_of_itself(stream: Stream, format: str):
+def test_a_field_cannot_take_the_place_of_what_the_line_says_of_itself(stream: Stream):
     """A segment has a level too: such a line was dropped, or came without the level of the log."""
-    configure("info", format, stream=stream)
-    get_logger("test.reserved").info("merged", level=1, ts=2, logger="x")
-    flush()
-    (line,) = stream.getvalue().splitlines()
-    if format == "json":
-        found = json.loads(line)
-        assert (found["level"], found["logger"], found["event"]) == ("info", "test.reserved", "merged")
-        assert (found["level_"], found["ts_"], found["logger_"]) == (1, 2, "x")
-    else:
-        assert "INFO" in line
-        assert "level_=1" in line
+    for form in ("json", "text"):
+        configure("info", form, stream=stream)
+        log.info("merged", level=1, ts=2, logger="x")
+    as_json, text = stream.lines()
+    own = {"level": "info", "logger": "egress.test", "event": "merged", "level_": 1, "ts_": 2, "logger_": "x"}
+    assert json.loads(as_json).items() >= own.items()
+    assert ["INFO" in text, "level_=1" in text] == [True, True]
 
 
 def test_long_addresses_are_cut_behind_the_host(stream: Stream):
@@ -274,12 +250,11 @@ MADE_UP = {"gap_ignored", "sign_of_life_ignored", "compaction_run_ignored", "par
 
 def test_the_page_has_each_action_and_no_other():
     found: set[str] = set(MADE_UP)
-    for path in (
-        path for part in ("common", "egress", "ingress", "compaction") for path in ROOT.glob(f"{part}/**/*.py")
-    ):
+    for path in [
+        each for part in ("common", "egress", "ingress", "compaction") for each in ROOT.glob(f"{part}/**/*.py")
+    ]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.keyword) and node.arg == "action" and isinstance(node.value, ast.Constant):
                 found.add(node.value.value)
     rows = [line.split("|")[1] for line in (ROOT / "docs/logs.md").read_text().splitlines() if line.startswith("| `")]
-    told = [action for row in rows for action in re.findall(r"`([a-z_]+)`", row)]
-    assert set(told) == found
+    assert {action for row in rows for action in re.findall(r"`([a-z_]+)`", row)} == found

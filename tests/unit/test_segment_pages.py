@@ -70,15 +70,9 @@ def walked(data: bytes, rows: int, column: str = "payload", data_at: int = 0, **
     return parquet_guard.decoding_cost([found], rows, ParquetLimits()).size
 
 
-def test_pages_add_up_to_what_they_decode_to() -> None:
+def test_pages_add_up_to_what_they_decode_to_or_are_stored_as_and_bytes_behind_them_are_not_looked_at() -> None:
     assert walked(page(3, plain=100) + page(2, plain=50), rows=5) == 150
-
-
-def test_a_page_that_is_larger_stored_than_decoded_counts_as_stored() -> None:
     assert walked(page(1, plain=1, stored=90), rows=1) == 90
-
-
-def test_bytes_behind_the_last_page_are_not_looked_at() -> None:
     assert walked(page(1) + b"rubbish", rows=1) == 10
 
 
@@ -110,23 +104,17 @@ def test_pages_that_the_writer_does_not_make_are_refused(data: bytes, rows: int,
     assert cause in caught.value.message
 
 
-def test_a_subject_may_have_one_dictionary_and_it_comes_first() -> None:
-    dictionary, coded = page(2, kind=2), page(5, coding=DICTIONARY_CODED)
-    assert walked(dictionary + coded, 5, "subject", data_at=len(dictionary)) == 20
-    with pytest.raises(SegmentCorrupt, match="stands behind other pages"):
-        walked(dictionary + dictionary + coded, 5, "subject", data_at=2 * len(dictionary))
-
-
-def test_a_dictionary_has_no_more_values_than_its_bytes_hold() -> None:
-    with pytest.raises(SegmentCorrupt, match="a dictionary of 10 bytes claims 1000000 values"):
-        walked(page(1_000_000, kind=2), 5, "subject")
-
-
-def test_the_first_data_page_is_where_the_metadata_says() -> None:
+def test_a_subject_may_have_one_dictionary_first_and_the_first_data_page_is_where_the_metadata_says() -> None:
     """Else a reader that passes over the dictionary would meet pages that nobody walked."""
     dictionary, coded = page(2, kind=2), page(5, coding=DICTIONARY_CODED)
-    with pytest.raises(SegmentCorrupt, match="expected the first data page at 5000"):
-        walked(dictionary + coded, 5, "subject", data_at=5000)
+    assert walked(dictionary + coded, 5, "subject", data_at=len(dictionary)) == 20
+    for data, data_at, cause in (
+        (dictionary + dictionary + coded, 2 * len(dictionary), "stands behind other pages"),
+        (page(1_000_000, kind=2), 0, "a dictionary of 10 bytes claims 1000000 values"),
+        (dictionary + coded, 5000, "expected the first data page at 5000"),
+    ):
+        with pytest.raises(SegmentCorrupt, match=cause):
+            walked(data, 5, "subject", data_at=data_at)
 
 
 # What decoding costs
@@ -174,11 +162,11 @@ def test_a_structure_is_read_with_its_size() -> None:
     assert read_struct(encoded(fields) + b"more", BOUNDS) == (fields, len(encoded(fields)))
 
 
-@pytest.mark.parametrize("length", range(1, 12))
-def test_a_structure_that_is_cut_wants_more_bytes(length: int) -> None:
+def test_a_structure_that_is_cut_wants_more_bytes() -> None:
     whole = encoded({1: 5, 4: b"text", 5: {1: 1}})
-    with pytest.raises(TruncatedError):
-        read_struct(whole[: min(length, len(whole) - 1)], BOUNDS)
+    for length in range(1, len(whole)):
+        with pytest.raises(TruncatedError):
+            read_struct(whole[:length], BOUNDS)
 
 
 @pytest.mark.parametrize(
@@ -191,27 +179,26 @@ def test_a_structure_that_is_cut_wants_more_bytes(length: int) -> None:
         (b"\x19\xf5\xff\xff\xff\xff\x0f", "expected at most 10"),
         (b"\x1c" * 20, "nested deeper than 8"),
         (b"\x19" + b"\x19" * 20, "nested deeper than 8"),
+        (encoded({n: [1] * 10 for n in range(1, 12)}), "more than 100 values"),
     ],
 )
-def test_a_structure_that_readers_would_not_agree_on_is_refused(data: bytes, cause: str) -> None:
+def test_a_structure_that_readers_would_not_agree_on_or_with_too_many_values_is_refused(
+    data: bytes, cause: str
+) -> None:
     with pytest.raises(ValueError, match=cause):
-        read_struct(data, BOUNDS)
-
-
-def test_a_structure_of_too_many_values_is_refused() -> None:
-    data = encoded({n: [1] * 10 for n in range(1, 12)})
-    with pytest.raises(ValueError, match="more than 100 values"):
         read_struct(data, BOUNDS)
 
 
 # Metadata that end the process when pyarrow looks at them
 
 
+GOOD = {1: 6, 4: 6, 5: 1, 7: 10, 9: 4}
+
+
 @pytest.mark.parametrize("codec", [3, 22, -32, 2**31 - 1])
-def test_a_codec_that_there_is_not_is_refused_before_pyarrow_sees_it(tmp_path: Path, codec: int) -> None:
-    group = metadata.Group(1, 10, ({3: {1: 6, 4: codec, 5: 1, 7: 10, 9: 4}},))
+def test_a_codec_that_there_is_not_is_refused_before_pyarrow_sees_it(codec: int) -> None:
     with pytest.raises(SegmentCorrupt, match="expected compression UNCOMPRESSED or ZSTD") as caught:
-        metadata.chunk("payload", group, 0)
+        metadata.chunk("payload", metadata.Group(1, 10, ({3: {**GOOD, 4: codec}},)), 0)
     assert caught.value.code == "E-SEG-CODEC"
 
 
@@ -220,13 +207,10 @@ def test_a_codec_that_there_is_not_is_refused_before_pyarrow_sees_it(tmp_path: P
     [
         {},
         {3: 5},
-        {3: {1: 0, 4: 6, 5: 1, 7: 10, 9: 4}},
-        {3: {1: 6, 4: 6, 5: 2, 7: 10, 9: 4}},
-        {3: {1: 6, 4: 6, 5: 1, 7: 10}},
-        {3: {1: 6, 4: 6, 5: 1, 7: -10, 9: 4}},
-        {3: {1: 6, 4: 6, 5: 1, 7: 10, 9: -4}},
-        {1: b"elsewhere", 3: {1: 6, 4: 6, 5: 1, 7: 10, 9: 4}},
-        {3: {1: 6, 4: 6, 5: 1, 7: 10, 9: 4}, 9: b"secret"},
+        *({3: {**GOOD, **wrong}} for wrong in ({1: 0}, {5: 2}, {7: -10}, {9: -4})),
+        {3: {field: value for field, value in GOOD.items() if field != 9}},
+        {1: b"elsewhere", 3: GOOD},
+        {3: GOOD, 9: b"secret"},
     ],
 )
 def test_a_column_chunk_that_cannot_be_is_refused(column: Any) -> None:
