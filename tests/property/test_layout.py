@@ -24,13 +24,11 @@ layouts = st.sampled_from([Layout(), Layout("data"), Layout("a/b-c")])
 
 
 @given(layouts, names)
-def test_a_segment_key_is_read_back_as_it_was_written(layout: Layout, name: SegmentName) -> None:
-    assert layout.parse_segment(layout.segment(name)) == name
-
-
-@given(layouts, names)
-def test_a_key_holds_nothing_that_a_store_or_a_path_could_misread(layout: Layout, name: SegmentName) -> None:
+def test_a_segment_key_is_read_back_and_holds_nothing_that_a_store_or_a_path_could_misread(
+    layout: Layout, name: SegmentName
+) -> None:
     key = layout.segment(name)
+    assert layout.parse_segment(key) == name
     assert key.isascii()
     assert key.isprintable()
     assert " " not in key
@@ -66,23 +64,34 @@ def test_a_snapshot_key_is_read_back_and_is_nothing_else(layout: Layout, name: S
     assert layout.parse_tail(key) is None
 
 
-@given(states, st.data())
-def test_a_snapshot_key_that_was_changed_is_foreign_or_means_something_else(
-    name: StateName, data: st.DataObject
+@given(names, states, st.booleans(), st.data())
+def test_a_key_that_was_changed_anywhere_is_foreign_or_means_something_else(
+    segment: SegmentName, state: StateName, is_state: bool, data: st.DataObject
 ) -> None:
-    key = Layout("data").state(name)
+    layout = Layout("data")
+    name: SegmentName | StateName = state if is_state else segment
+    key = layout.state(state) if is_state else layout.segment(segment)
     at = data.draw(st.integers(0, len(key) - 1))
-    new = data.draw(st.sampled_from(["", "/", "%", "x", "0", "٣", ".", "\n", key[at] * 2]))
-    changed = key[:at] + new + key[at + 1 :]
+    changed = key[:at] + data.draw(st.sampled_from(["", *"/%x0٣.\n", key[at] * 2])) + key[at + 1 :]
     assume(changed != key)
-    parsed = Layout("data").parse_state(changed)
-    assert parsed is None or (parsed != name and Layout("data").state(parsed) == changed)
+    parsed = layout.parse_state(changed) if is_state else layout.parse_segment(changed)
+    again = None if parsed is None else layout.state(parsed) if is_state else layout.segment(parsed)
+    assert parsed is None or (parsed != name and again == changed)
 
 
-@given(chains, st.lists(st.tuples(sequences, digests), min_size=2, max_size=10, unique=True))
-def test_keys_of_snapshots_sort_by_position(chain: Chain, found: list[tuple[int, str]]) -> None:
-    keys = [Layout().state(StateName(chain, position, digest)) for position, digest in found]
+@given(
+    chains,
+    st.lists(st.tuples(sequences, digests), min_size=2, max_size=10, unique=True),
+    st.lists(ranges, min_size=2, max_size=10, unique=True),
+)
+def test_keys_of_snapshots_sort_by_position_and_those_of_a_level_by_where_the_segments_end(
+    chain: Chain, found: list[tuple[int, str]], spans: list[SequenceRange]
+) -> None:
+    keys = [Layout().state(StateName(chain, *each)) for each in found]
     assert sorted(keys) == [Layout().state(StateName(chain, *each)) for each in sorted(found)]
+    by_end = sorted(spans, key=lambda r: (r.last, r.first))
+    keys = [Layout().segment(SegmentName(chain, 0, r, "0" * 16)) for r in spans]
+    assert sorted(keys) == [Layout().segment(SegmentName(chain, 0, r, "0" * 16)) for r in by_end]
 
 
 @pytest.mark.parametrize(
@@ -97,15 +106,9 @@ def test_a_snapshot_key_is_not_made_of_parts_outside_their_range(position: int, 
 @given(layouts, chains)
 def test_no_document_lies_among_segments(layout: Layout, chain: Chain) -> None:
     documents = [
-        layout.stream_document(chain),
-        layout.chain_document(chain),
-        layout.floor_document(chain),
-        layout.gaps_prefix(chain),
-        layout.states_prefix(chain),
-        layout.tail(chain),
-        layout.alive(chain.site, "host.1"),
-        layout.tombstones_prefix(chain),
-        layout.ingress_prefix("TARGET"),
+        *(layout.stream_document(chain), layout.chain_document(chain), layout.floor_document(chain)),
+        *(layout.gaps_prefix(chain), layout.states_prefix(chain), layout.tail(chain)),
+        *(layout.alive(chain.site, "host.1"), layout.tombstones_prefix(chain), layout.ingress_prefix("TARGET")),
     ]
     assert len(set(documents)) == len(documents)
     assert not any(key.startswith(layout.segments_prefix(chain, 0)) for key in documents)
@@ -138,20 +141,6 @@ def test_nothing_that_is_formatted_is_foreign_and_only_segments_and_tombstones_m
     assert all(key.startswith(layout.root) for key in (*documents, *movable))
 
 
-@given(names, st.data())
-def test_a_key_that_was_changed_anywhere_is_foreign_or_means_something_else(
-    name: SegmentName, data: st.DataObject
-) -> None:
-    key = Layout("data").segment(name)
-    at = data.draw(st.integers(0, len(key) - 1))
-    changed = (
-        key[:at] + data.draw(st.sampled_from(["", "/", "%", "x", "0", "٣", ".", "\n", key[at] * 2])) + key[at + 1 :]
-    )
-    assume(changed != key)
-    parsed = Layout("data").parse_segment(changed)
-    assert parsed is None or (parsed != name and Layout("data").segment(parsed) == changed)
-
-
 @given(st.text(max_size=200))
 def test_any_text_is_a_foreign_key_and_never_an_error(text: str) -> None:
     layout = Layout("data")
@@ -174,34 +163,24 @@ def test_any_text_is_a_foreign_key_and_never_an_error(text: str) -> None:
         assert run is None or layout.run(*run) == key
 
 
-@given(layouts, st.text(min_size=1, max_size=80))
-def test_the_key_of_positions_says_the_target(layout: Layout, target: str) -> None:
-    assert layout.parse_ingress_positions(layout.ingress_positions(target)) == target
-    assert layout.parse_ingress_positions(layout.ingress_clock(target)) is None
-
-
 @given(layouts, chains, st.text(min_size=1, max_size=80))
-def test_the_key_of_a_sign_of_life_says_site_and_process(layout: Layout, chain: Chain, process: str) -> None:
-    assert layout.parse_alive(layout.alive(chain.site, process)) == (chain.site, process)
-
-
-@given(layouts, chains)
-def test_the_key_of_a_run_of_compaction_says_which_chains_it_was_for(layout: Layout, chain: Chain) -> None:
+def test_keys_of_positions_signs_of_life_and_runs_say_what_they_are_about(
+    layout: Layout, chain: Chain, name: str
+) -> None:
+    assert layout.parse_ingress_positions(layout.ingress_positions(name)) == name
+    assert layout.parse_ingress_positions(layout.ingress_clock(name)) is None
+    assert layout.parse_alive(layout.alive(chain.site, name)) == (chain.site, name)
     for chosen in ((None, None), (chain.site, None), (chain.site, chain.feed)):
         assert layout.parse_run(layout.run(*chosen)) == chosen
         assert layout.run(*chosen).startswith(layout.runs_prefix())
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_encoding_uses_an_allow_list_and_is_undone(text: str) -> None:
+@given(st.text(st.characters(exclude_categories=["Cs"])), st.text("ABCabc019_-%", max_size=12))
+def test_encoding_uses_an_allow_list_and_is_undone_and_nothing_else_is_decoded(text: str, other: str) -> None:
     assert set(encode(text)) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-%")
     assert decode(encode(text)) == text
-
-
-@given(st.text("ABCabc019_-%", max_size=12))
-def test_text_that_encoding_would_not_write_is_not_decoded(text: str) -> None:
-    decoded = decode(text)
-    assert decoded is None or encode(decoded) == text
+    decoded = decode(other)
+    assert decoded is None or encode(decoded) == other
 
 
 @given(chains, st.integers(0, 9), st.lists(st.tuples(ranges, digests), max_size=20), st.data())
@@ -215,10 +194,3 @@ def test_start_after_lists_exactly_the_segments_that_reach_the_position(
     after = layout.start_after(chain, level, position)
     listed = {key for key in keys if key.encode() > after.encode()}
     assert listed == {key for key, r in keys.items() if r.last >= position}
-
-
-@given(chains, st.lists(ranges, min_size=2, max_size=10, unique=True))
-def test_keys_of_a_level_sort_by_where_the_segments_end(chain: Chain, spans: list[SequenceRange]) -> None:
-    keys = [Layout().segment(SegmentName(chain, 0, r, "0" * 16)) for r in spans]
-    by_end = sorted(spans, key=lambda r: (r.last, r.first))
-    assert sorted(keys) == [Layout().segment(SegmentName(chain, 0, r, "0" * 16)) for r in by_end]

@@ -117,36 +117,28 @@ def test_lag_is_known_at_level_0_only_and_messages_are_those_that_egress_had():
     put = int(segment.modified)
     began = put // 3600
     at = HourOfRows(began, 4, 400, 1, 8, 2_000, began * 3600 * 10**9 + 10**9)
-    footer = footer_of(
-        [message(n) for n in (1, 3, 5, 8)],
-        SequenceRange(1, 10),
-        ledger=Ledger({Reason.SAMPLED_OUT: 5, Reason.DELETED: 1}),
-    )
-    [stretch] = unaccounted([segment], covered(), finest=True)
-    found = hours_of(stretch, [at], footer)
-    [row] = [each for each in found if each["kept"]]
-    assert row["lag_known"] == 4
-    assert row["lag_total_ms"] == (put - began * 3600) * 4000 - 2_000
-    assert row["lag_max_ms"] == (put - began * 3600 - 1) * 1000
-    assert sum(each["messages"] for each in found) == 9
-    assert sum(each["deleted"] for each in found) == 1
-    [merged] = unaccounted([ref(1, 10, level=1)], covered(), finest=True)
-    [row] = [each for each in hours_of(merged, [at], footer) if each["kept"]]
-    assert (row["lag_known"], row["lag_max_ms"]) == (0, None)
+    left_out = Ledger({Reason.SAMPLED_OUT: 5, Reason.DELETED: 1})
+    footer = footer_of([message(n) for n in (1, 3, 5, 8)], SequenceRange(1, 10), ledger=left_out)
+
+    def hours(of: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        [stretch] = unaccounted([of], covered(), finest=True)
+        found = hours_of(stretch, [at], footer)
+        [kept] = [each for each in found if each["kept"]]
+        return found, kept
+
+    found, kept = hours(segment)
+    lag = (4, (put - began * 3600) * 4000 - 2_000, (put - began * 3600 - 1) * 1000)
+    assert (kept["lag_known"], kept["lag_total_ms"], kept["lag_max_ms"]) == lag
+    assert [sum(each[name] for each in found) for name in ("messages", "deleted")] == [9, 1]
+    _, kept = hours(ref(1, 10, level=1))
+    assert (kept["lag_known"], kept["lag_max_ms"]) == (0, None)
 
 
-@pytest.mark.parametrize(
-    ("headers", "operation"),
-    [
-        (None, None),
-        (b"NATS/1.0\r\nX: y\r\n\r\n", None),
-        (b"NATS/1.0\r\nKV-Operation: DEL\r\n\r\n", "DEL"),
-        (b"NATS/1.0\r\nKV-Operation: PURGE\r\nNats-Rollup: sub\r\n\r\n", "PURGE"),
-        (b"NATS/1.0\r\nNats-Marker-Reason: MaxAge\r\n\r\n", "MaxAge"),
-    ],
-)
-def test_a_marker_is_told_from_a_value(headers: bytes | None, operation: str | None):
-    assert operation_of(headers) == operation
+def test_a_marker_is_told_from_a_value():
+    blocks = {b"X: y": None, b"KV-Operation: DEL": "DEL", b"KV-Operation: PURGE\r\nNats-Rollup: sub": "PURGE"}
+    blocks[b"Nats-Marker-Reason: MaxAge"] = "MaxAge"
+    found = {lines: operation_of(b"NATS/1.0\r\n" + lines + b"\r\n\r\n") for lines in blocks}
+    assert (found, operation_of(None)) == (blocks, None)
 
 
 @pytest.mark.parametrize(
@@ -212,14 +204,10 @@ def test_the_page_is_one_file_that_a_strict_policy_allows():
     assert "1m30s" in text
 
 
-def test_the_page_of_nothing_says_so():
+def test_the_page_of_nothing_says_so_and_that_of_a_long_time_and_many_feeds_stays_small():
     assert b"no messages" in rendered(traffic(), None, None, BEGIN)
-
-
-def test_the_page_of_a_long_time_and_many_feeds_stays_small():
     rows = [row(number, feed=f"F{feed}") for number in range(0, 24 * 60, 7) for feed in range(300)]
     page = rendered(traffic(*rows), BEGIN * 10**9, None, BEGIN)
     assert page.count(b"<svg") == 200
-    assert b"feeds with most messages" in page
-    assert b"a day" in page
+    assert all(text in page for text in (b"feeds with most messages", b"a day"))
     assert len(page) < 2_000_000

@@ -23,28 +23,32 @@ def threads() -> Iterator[Threads]:
     pool.close()
 
 
-async def test_a_call_returns_and_raises_what_the_function_does(threads: Threads):
+async def test_a_call_runs_in_a_thread_of_the_pool_with_the_context_of_the_task_and_returns_or_raises(threads: Threads):
     def divide(a: int, *, by: int) -> float:
         return a / by
 
+    await asyncio.wait_for(threads.idle(), PATIENCE)
     assert await threads.run(divide, 6, by=3) == 2
     with pytest.raises(ZeroDivisionError):
         await threads.run(divide, 6, by=0)
-
-
-async def test_a_call_runs_in_a_thread_of_the_pool_with_the_context_of_the_task(threads: Threads):
     variable = contextvars.ContextVar("variable", default="")
     variable.set("from the task")
     assert await threads.run(variable.get) == "from the task"
     assert (await threads.run(threading.current_thread)).name.startswith("test")
 
 
-async def test_the_event_loop_turns_while_a_call_runs(threads: Threads):
-    release = threading.Event()
-    call = asyncio.create_task(threads.run(release.wait, 10))
+async def test_the_event_loop_turns_while_a_call_runs_which_cancelling_idle_does_not_cancel(threads: Threads):
+    before, release = busy_threads(), threading.Event()
+    call = asyncio.create_task(threads.run(release.wait, PATIENCE))
     await soon(lambda: threads.busy)
+    await soon(lambda: busy_threads() == before + 1)
+    idle = asyncio.create_task(threads.idle())
+    await asyncio.sleep(0)
+    idle.cancel()
+    await asyncio.wait([idle])
     release.set()
     assert await call
+    await soon(lambda: busy_threads() == before)
 
 
 async def test_idle_waits_for_a_call_whose_await_was_cancelled(threads: Threads):
@@ -72,18 +76,6 @@ async def test_idle_waits_for_a_call_whose_await_was_cancelled(threads: Threads)
     assert threads.busy == 0
 
 
-async def test_cancelling_idle_cancels_no_call(threads: Threads):
-    release = threading.Event()
-    call = asyncio.create_task(threads.run(release.wait, 10))
-    await soon(lambda: threads.busy)
-    idle = asyncio.create_task(threads.idle())
-    await asyncio.sleep(0)
-    idle.cancel()
-    await asyncio.wait([idle])
-    release.set()
-    assert await call
-
-
 async def test_a_call_that_is_cancelled_before_a_thread_is_free_never_runs(threads: Threads):
     release, ran = threading.Event(), threading.Event()
     first = asyncio.create_task(threads.run(release.wait, 10))
@@ -96,19 +88,6 @@ async def test_a_call_that_is_cancelled_before_a_thread_is_free_never_runs(threa
     await first
     await threads.idle()
     assert not ran.is_set()
-
-
-async def test_idle_returns_at_once_where_nothing_runs(threads: Threads):
-    await asyncio.wait_for(threads.idle(), PATIENCE)
-
-
-async def test_calls_left_behind_are_counted_over_all_pools(threads: Threads):
-    before, release = busy_threads(), threading.Event()
-    call = asyncio.create_task(threads.run(release.wait, 10))
-    await soon(lambda: busy_threads() == before + 1)
-    release.set()
-    await call
-    await soon(lambda: busy_threads() == before)
 
 
 def test_a_thread_that_never_returns_does_not_keep_the_command_from_ending():
