@@ -19,7 +19,6 @@ from common.clock import NS_PER_S, format_time, parse_time
 from common.errors import DataError
 from common.objects.local import LocalObjects
 from common.segments.captures import (
-    Captured,
     CapturedConfig,
     CapturedConsumer,
     CapturedConsumers,
@@ -64,35 +63,28 @@ def captures(objects: LocalObjects) -> CaptureStore:
 
 
 def test_captures_come_back_as_they_were_made(captures: CaptureStore) -> None:
-    consumers = CapturedConsumers(
-        at(1), 10, (CONSUMER, msgspec.structs.replace(CONSUMER, paused=True)), chain=NAME, ts=at(2)
-    )
+    found = (CONSUMER, msgspec.structs.replace(CONSUMER, paused=True))
+    consumers = CapturedConsumers(at(1), 10, found, chain=NAME, ts=at(2))
     gone = deletions(1, 10, 2, 12, (3, 3), (5, 9))
     for each in (config(10), consumers, gone):
         assert captures.put(CHAIN, each)
         assert not captures.put(Chain("us-east", "NODES", 1, 3), each), "the partition does not matter"
-    assert captures.config(CHAIN) == config(10)
-    assert captures.consumers(CHAIN) == consumers
-    assert captures.deletions(CHAIN) == gone
+    reads = (captures.config, captures.consumers, captures.deletions)
+    assert [read(CHAIN) for read in reads] == [config(10), consumers, gone]
     assert consumers.consumers[0].name == "app"
-    assert CapturedConsumers(at(1), 0, ()).consumers == ()
+    assert to_json(config(5, b=1, a=2)) == to_json(config(5, a=2, b=1))
+    assert (deleted_ranges([]), deleted_ranges([3, 4, 5, 9, 11, 12])) == ((), ((3, 5), (9, 9), (11, 12)))
 
 
-def test_the_newest_at_or_below_a_sequence_is_meant(captures: CaptureStore) -> None:
-    for end in (5, 100, 20):
-        captures.put(CHAIN, config(end))
-    assert captures.config(CHAIN) == config(100)
+def test_the_newest_at_or_below_a_sequence_is_meant(captures: CaptureStore, objects: LocalObjects) -> None:
+    for end, second in ((5, 0), (100, 3), (100, 9), (100, 1), (20, 0)):
+        captures.put(CHAIN, config(end, second))
+    objects.put(f"{LAYOUT.captures_prefix(CHAIN, 'config')}{900:020d}-junk.json", b"{}")  # is no capture
+    assert captures.config(CHAIN) == config(100, 9)
     assert captures.config(CHAIN, 99) == captures.config(CHAIN, 20) == config(20)
-    assert captures.config(CHAIN, 4) is None
-    assert captures.consumers(CHAIN) is None
+    assert captures.config(CHAIN, 4) is captures.consumers(CHAIN) is None
     assert captures.config(Chain("us-east", "NODES", 2)) is None
-    assert [ref.end for ref in captures.ls(CHAIN, "config")] == [5, 20, 100]
-
-
-def test_of_one_end_that_which_was_taken_last_is_meant(captures: CaptureStore) -> None:
-    for second in (3, 9, 1):
-        captures.put(CHAIN, config(7, second))
-    assert captures.config(CHAIN) == config(7, 9)
+    assert [ref.end for ref in captures.ls(CHAIN, "config")] == [5, 20, 100, 100, 100]
 
 
 def test_a_capture_of_another_feed_is_refused_and_one_that_names_none_is_read(
@@ -170,85 +162,63 @@ def test_deletions_count_from_where_the_archive_has_what_the_stream_had(captures
     assert captures.deletions(CHAIN, 300) == since
 
 
-def test_what_is_not_a_capture_is_passed_over(captures: CaptureStore, objects: LocalObjects) -> None:
-    captures.put(CHAIN, config(5))
-    objects.put(f"{LAYOUT.captures_prefix(CHAIN, 'config')}{9:020d}-junk.json", b"{}")
-    assert captures.config(CHAIN) == config(5)
-
-
 def stored(objects: LocalObjects, end: int, raw: bytes, kind: str = "config", digest: str = "") -> None:
     digest = digest or hashlib.sha256(raw).hexdigest()[:16]
     objects.put(LAYOUT.capture(CaptureName(CHAIN, kind, end, digest)), raw)
 
 
 GOOD = to_json(config(5))
+FOREIGN = f"expected chain {NAME} of its name, found us-east/NODES/0000/0"
 
 
 @pytest.mark.parametrize(
-    ("raw", "digest", "why"),
+    ("right", "wrong", "why"),
     [
-        (GOOD, "0" * 16, "digest of its name"),
-        (to_json(config(6)), "", "expected end 5 of its name, found 6"),
-        (
-            GOOD.replace(b"NODES/0001", b"NODES/0000"),
-            "",
-            f"expected chain {NAME} of its name, found us-east/NODES/0000/0",
-        ),
-        (GOOD.replace(b'"chain":"', b'"ts":"soon","chain":"'), "", "expected a time"),
-        (GOOD.replace(b'"format_version":1', b'"format_version":2'), "", "format_version"),
-        (GOOD.replace(at(0).encode(), b"yesterday"), "", "expected a time"),
-        (GOOD.replace(b'"end":5', b'"end":-5'), "", "end: expected 0"),
-        (b"not json", "", "malformed"),
+        (b'"end":5', b'"end":6', "expected end 5 of its name, found 6"),
+        (b"NODES/0001", b"NODES/0000", FOREIGN),
+        (b'"chain":"', b'"ts":"soon","chain":"', "expected a time"),
+        (b'"format_version":1', b'"format_version":2', "format_version"),
+        (at(0).encode(), b"yesterday", "expected a time"),
+        (b'"end":5', b'"end":-5', "end: expected 0"),
+        (GOOD, b"not json", "malformed"),
+        (GOOD, GOOD, "digest of its name"),
     ],
 )
 def test_a_spoiled_capture_is_never_acted_on(
-    captures: CaptureStore, objects: LocalObjects, raw: bytes, digest: str, why: str
+    captures: CaptureStore, objects: LocalObjects, right: bytes, wrong: bytes, why: str
 ) -> None:
-    stored(objects, 5, raw, digest=digest)
+    stored(objects, 5, GOOD.replace(right, wrong), digest="0" * 16 if right == wrong else "")
     with pytest.raises(DataError, match=why) as refusal:
         captures.config(CHAIN)
     assert refusal.value.code == "E-STATE-JSON"
 
 
-@pytest.mark.parametrize(
-    "deleted",
-    [((0, 1),), ((5, 4),), ((2, 3), (3, 4)), ((8, 13),), ((6, 6), (4, 4))],
-    ids=["below", "reversed", "overlapping", "beyond", "descending"],
-)
-def test_deletions_are_ranges_of_the_stream_in_order(deleted: tuple[tuple[int, int], ...]) -> None:
-    with pytest.raises(ValueError, match="deleted: expected"):
-        CapturedDeletions(at(0), 5, 1, 12, deleted)
+def test_deletions_are_ranges_of_the_stream_in_order() -> None:
+    below, overlapping, descending = ((0, 1),), ((2, 3), (3, 4)), ((6, 6), (4, 4))
+    for deleted in (below, overlapping, descending, ((5, 4),), ((8, 13),)):
+        with pytest.raises(ValueError, match="deleted: expected"):
+            CapturedDeletions(at(0), 5, 1, 12, deleted)
 
 
 def test_a_consumer_has_a_name_and_positions() -> None:
-    wrongs: tuple[dict[str, object], ...] = (
-        {"config": {}},
-        {"delivered_stream": -1},
-        {"ack_pending": 2**63},
-        {"created": "soon"},
-    )
-    for wrong in wrongs:
+    wrongs: tuple[dict[str, Any], ...] = ({"config": {}}, {"delivered_stream": -1}, {"ack_pending": 2**63})
+    for wrong in (*wrongs, {"created": "soon"}):
         with pytest.raises(ValueError, match="expected"):
-            CapturedConsumer(**{"config": {"name": "a"}, "created": CREATED, **wrong})  # type: ignore[arg-type]
+            CapturedConsumer(**{"config": {"name": "a"}, "created": CREATED, **wrong})
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        *(
-            {key: name}
-            for key in ("name", "durable_name")
-            for name in ("..", "a/b", "a.b", ">", "", "a\\b", "a b", "\n", 5)
-        ),
-        *({"subjects": found} for found in ("a.>", [1], {"a": 1})),
-        *({key: "1"} for key in ("num_replicas", "max_age", "max_msgs", "first_seq", "allow_rollup_hdrs")),
-        *(
-            {"sources": found}
-            for found in ({"name": "UP"}, ["UP"], [{}], [{"name": 1}], [{"name": "UP", "external": 1}])
-        ),
-        *({key: ["a"]} for key in ("metadata", "mirror", "republish", "deliver_subject")),
-    ],
-)
+ODD_NAMES = ("..", "a/b", "a.b", ">", "", "a\\b", "a b", "\n", 5)
+ODD_SOURCES = ({"name": "UP"}, ["UP"], [{}], [{"name": 1}], [{"name": "UP", "external": 1}])
+ODD_CONFIGS: list[dict[str, Any]] = [
+    *({key: name} for key in ("name", "durable_name") for name in ODD_NAMES),
+    *({"subjects": found} for found in ("a.>", [1], {"a": 1})),
+    *({key: "1"} for key in ("num_replicas", "max_age", "max_msgs", "first_seq", "allow_rollup_hdrs")),
+    *({"sources": found} for found in ODD_SOURCES),
+    *({key: ["a"]} for key in ("metadata", "mirror", "republish", "deliver_subject")),
+]
+
+
+@pytest.mark.parametrize("config", ODD_CONFIGS)
 def test_names_and_types_of_a_configuration_are_checked_before_it_is_used(
     captures: CaptureStore, objects: LocalObjects, config: dict[str, Any]
 ) -> None:
@@ -261,11 +231,6 @@ def test_names_and_types_of_a_configuration_are_checked_before_it_is_used(
     assert caught.value.code == "E-STATE-JSON"
     with pytest.raises((ValueError, TypeError)):
         CapturedConsumer({"name": "plain", **config}, CREATED)
-
-
-def test_sequences_become_ranges() -> None:
-    assert deleted_ranges([]) == ()
-    assert deleted_ranges([3, 4, 5, 9, 11, 12]) == ((3, 5), (9, 9), (11, 12))
 
 
 @pytest.mark.parametrize("kind", CAPTURES)
@@ -283,11 +248,6 @@ def test_the_key_of_a_capture_is_read_back_and_is_a_document(kind: str) -> None:
     for wrong in (CaptureName(CHAIN, "other", 0, "0" * 16), CaptureName(CHAIN, kind, -1, "0" * 16)):
         with pytest.raises(ValueError, match="expected"):
             LAYOUT.capture(wrong)
-
-
-def test_what_is_captured_has_one_form(captures: CaptureStore) -> None:
-    one: Captured = config(5, b=1, a=2)
-    assert to_json(one) == to_json(config(5, a=2, b=1))
 
 
 def test_a_restored_stream_is_known_by_each_time_that_a_cluster_may_say(captures: CaptureStore) -> None:

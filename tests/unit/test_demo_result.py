@@ -29,14 +29,19 @@ def result(readings: Readings, *problems: str) -> DemoResult:
 
 def whole(**changes: Trace) -> Readings:
     places = {"source": trace(1, 2, 3), "archive": trace(1, 2, 3), "target": trace(1, 2, 3), **changes}
-    return Readings(
-        CHAIN, places["source"], places["archive"], places["target"], delays=(500, 100, 300), stored_bytes=3
-    )
+    return Readings(CHAIN, *places.values(), delays=(500, 100, 300), stored_bytes=3)
 
 
-def test_is_well_where_all_three_places_agree() -> None:
+def sampled(left_out: int, *target: int) -> Readings:
+    return Readings(CHAIN, trace(1, 2, 3), trace(1, 3), trace(*target), left_out=left_out)
+
+
+def test_is_well_where_all_three_places_agree_whatever_the_source_deleted_later() -> None:
     assert result(whole()).ok
     assert result(whole()).comparison().line() == "lost 0, repeated 0, out of order 0, altered 0"
+    deleted = result(whole(source=trace(1, 3)))
+    assert deleted.ok
+    assert "1 of them the sources no longer hold" in " ".join(deleted.figures())
 
 
 @pytest.mark.parametrize(
@@ -55,53 +60,35 @@ def test_names_the_damage_between_any_two_places(changes: dict[str, Trace], line
     assert result(whole(**changes)).comparison().line() == line
 
 
-def test_takes_no_offence_at_what_the_source_deleted_later() -> None:
-    source = trace(1, 3)
-
-    assert result(whole(source=source)).ok
-    assert "1 of them the sources no longer hold" in " ".join(result(whole(source=source)).figures())
-
-
-def test_fails_for_other_problems_and_for_nothing_at_all() -> None:
+def test_fails_for_other_problems_and_for_nothing_at_all_and_counts_the_most_damage() -> None:
     assert not result(whole(), "us-east/NODES/0000/0: a hole in the archive: 5..6").ok
     assert not DemoResult((), 0, 0.0, 0.0).ok
-
-
-def test_says_how_far_behind_half_and_all_of_the_messages_were() -> None:
-    assert (whole().delay(0.5), whole().delay(1.0)) == (0.3, 0.5)
-    assert Readings(CHAIN, trace(), trace(), trace()).delay(0.5) == 0
-
-
-def test_of_several_comparisons_the_one_with_most_damage_counts() -> None:
     assert worst([Comparison(repeated=1), Comparison(lost_middle=2), Comparison()]).lost == 2
 
 
-def test_a_program_reads_the_same_verdict() -> None:
+def test_a_program_reads_the_same_verdict_and_how_far_behind_half_and_all_were() -> None:
     document = result(whole(target=trace(1, 2, 2))).to_json()
 
     assert (document["ok"], document["lost"], document["repeated"]) == (False, 1, 1)
     assert document["chains"][0]["seconds_behind"] == {"median": 0.3, "most": 0.5}
+    assert Readings(CHAIN, trace(), trace(), trace()).delay(0.5) == 0
 
 
 def test_what_the_ledger_left_out_is_not_lost() -> None:
-    sampled = Readings(CHAIN, trace(1, 2, 3), trace(1, 3), trace(1, 3), left_out=1)
+    found = sampled(1, 1, 3)
 
-    assert result(sampled).ok
-    assert "1 of them were sampled out" in " ".join(result(sampled).figures())
-    assert sampled.row()[1:5] == ("3", "1", "2", "2")
-    assert len(sampled.row()) == len(COLUMNS)
+    assert result(found).ok
+    assert "1 of them were sampled out" in " ".join(result(found).figures())
+    assert (found.row()[1:5], len(found.row())) == (("3", "1", "2", "2"), len(COLUMNS))
+    assert not result(sampled(1, 1)).ok, "one is missing at the target"
 
 
 @pytest.mark.parametrize("left_out", [0, 2, 3])
 def test_another_number_in_the_ledger_than_is_missing_is_damage(left_out: int) -> None:
-    sampled = Readings(CHAIN, trace(1, 2, 3), trace(1, 3), trace(1, 3), left_out=left_out)
+    found = result(sampled(left_out, 1, 3))
 
-    assert not result(sampled).ok
-    assert f"missing 1, expected {left_out} by the ledger" in " ".join(result(sampled).comparison().examples)
-
-
-def test_what_is_missing_at_the_target_of_a_sampled_chain_is_damage() -> None:
-    assert not result(Readings(CHAIN, trace(1, 2, 3), trace(1, 3), trace(1), left_out=1)).ok
+    assert not found.ok
+    assert f"missing 1, expected {left_out} by the ledger" in " ".join(found.comparison().examples)
 
 
 async def test_without_pyspark_the_demo_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,14 +90,11 @@ async def test_all_up_to_a_message_are_acknowledged_by_one(monkeypatch: pytest.M
 
 async def test_what_is_kept_is_charged_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     server, budget = Server(monkeypatch), MemoryBudget(10**9)
-    account = budget.account(lambda: None)
-    made = Acknowledging(server, "S", info(), account, first=1)  # type: ignore[arg-type]
+    made = Acknowledging(server, "S", info(), budget.account(lambda: None), first=1)  # type: ignore[arg-type]
     deliver(server, made, *range(1, 1001))
-    assert budget.used == 8_000
-    await made.upto(400)
-    assert budget.used == 4_800
-    await made.upto(1000)
-    assert budget.used == 0
+    for upto, used in ((0, 8_000), (400, 4_800), (1000, 0)):
+        await made.upto(upto)
+        assert budget.used == used
 
 
 async def test_what_is_not_taken_is_unknown_and_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,35 +117,22 @@ async def test_only_what_a_segment_accounts_for_is_acknowledged_below_the_positi
     server = Server(monkeypatch)
     ranges = archived(3, Position(20, lost=(SequenceRange(8, 9),)))
     assert ranges == (SequenceRange(3, 7), SequenceRange(10, 19))
+    assert (archived(5, Position(5)), archived(5, Position(6))) == ((), (SequenceRange(5, 5),))
     made = acks(server, first=20, archived=ranges)
     deliver(server, made, 1, 2, 3, 7, 8, 9, 10, 19, 20, 21)
-    await made.upto(19)
-    assert sorted({sequence for sequence, _ in server.sent}) == [3, 7, 10, 19]
-    assert made.left == 4
-    await made.upto(21)
-    assert sorted({sequence for sequence, _ in server.sent}) == [3, 7, 10, 19, 20, 21]
-    assert made.left == 4
+    for upto, sent in ((19, [3, 7, 10, 19]), (21, [3, 7, 10, 19, 20, 21])):
+        await made.upto(upto)
+        assert (sorted({sequence for sequence, _ in server.sent}), made.left) == (sent, 4)
 
 
-def test_nothing_is_archived_where_the_chain_begins() -> None:
-    assert archived(5, Position(5)) == ()
-    assert archived(5, Position(6)) == (SequenceRange(5, 5),)
-
-
-async def test_another_consumer_of_that_name_is_a_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("changed", [{"found": "later"}, {"generation": 1}], ids=["consumer", "connection"])
+async def test_another_consumer_of_that_name_or_a_new_connection_is_a_doubt_at_once(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
+) -> None:
     server = Server(monkeypatch)
     made = acks(server)
     deliver(server, made, 1)
-    server.found = "later"
-    with pytest.raises(ReaderResetError):
-        await made.upto(1)
-
-
-async def test_a_new_connection_is_a_doubt_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server(monkeypatch)
-    made = acks(server)
-    deliver(server, made, 1)
-    server.generation += 1
+    vars(server).update(changed)
     with pytest.raises(ReaderResetError):
         await made.upto(1)
 

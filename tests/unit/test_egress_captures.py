@@ -29,8 +29,12 @@ def consumers(second: int, *found: CapturedConsumer, end: int = 0) -> CapturedCo
     return CapturedConsumers(at(second), end, found)
 
 
-def moved(by: int, **more: Any) -> CapturedConsumer:
-    return msgspec.structs.replace(APP, delivered_stream=5 + by, **more)
+def moved(by: int) -> CapturedConsumer:
+    return altered(delivered_stream=5 + by)
+
+
+def altered(**fields: Any) -> CapturedConsumer:
+    return msgspec.structs.replace(APP, **fields)
 
 
 def test_a_configuration_is_put_where_it_differs() -> None:
@@ -45,16 +49,12 @@ def test_a_configuration_is_put_where_it_differs() -> None:
     ("found", "is_due"),
     [
         (consumers(400, APP, end=9), False),
-        (consumers(1, moved(1)), False),
         (consumers(299, moved(1)), False),
-        (consumers(300, moved(1)), True),
-        (consumers(300, msgspec.structs.replace(APP, ack_floor_stream=4)), True),
-        (consumers(300, msgspec.structs.replace(APP, ack_pending=1)), True),
+        *((consumers(300, each), True) for each in (moved(1), altered(ack_floor_stream=4), altered(ack_pending=1))),
         (consumers(1), True),
-        (consumers(1, APP, msgspec.structs.replace(APP, config={"name": "b", "durable_name": "b"})), True),
-        (consumers(1, msgspec.structs.replace(APP, config={**APP.config, "max_deliver": 3})), True),
-        (consumers(1, msgspec.structs.replace(APP, paused=True)), True),
-        (consumers(1, msgspec.structs.replace(APP, created=at(1))), True),
+        (consumers(1, APP, altered(config={"name": "b", "durable_name": "b"})), True),
+        (consumers(1, altered(config={**APP.config, "max_deliver": 3})), True),
+        *((consumers(1, each), True) for each in (altered(paused=True), altered(created=at(1)))),
         (consumers(1, PASSING, APP), False),
         (consumers(300, PASSING, APP), True),
     ],
@@ -64,10 +64,7 @@ def test_consumers_are_put_when_they_were_changed_or_moved_for_a_while(found: Ca
     assert consumers_are_due(newest, found, EVERY, False) is is_due
     assert consumers_are_due(newest, found, EVERY, True) is (found.consumers != newest.consumers)
     assert consumers_are_due(None, found, EVERY, False)
-
-
-def test_a_clock_that_was_set_back_does_not_stop_captures() -> None:
-    assert consumers_are_due(consumers(100, APP), consumers(0, moved(1)), EVERY, False)
+    assert consumers_are_due(consumers(100, APP), consumers(0, moved(1)), EVERY, False), "a clock that was set back"
 
 
 def test_deletions_are_put_where_they_differ() -> None:
@@ -115,7 +112,7 @@ def test_deletions_that_one_answer_does_not_hold_are_not_asked_for() -> None:
     assert "capture_deletes: never" in str(refusal.value.hint)
 
 
-def test_deletions_are_looked_at_where_deleting_leaves_no_message() -> None:
+def test_deletions_are_looked_at_where_deleting_leaves_no_message_and_how_often_is_never_or_a_duration() -> None:
     def period(stream: str, retention: str = "limits", **keys: str) -> float:
         return FeedSettings.model_validate({"stream": stream, **keys}).deletes_period(retention)
 
@@ -123,17 +120,9 @@ def test_deletions_are_looked_at_where_deleting_leaves_no_message() -> None:
     assert period("OBJ_S") == period("S", "workqueue") == 600
     assert period("OBJ_S", "workqueue", capture_deletes="never") == 0
     assert period("S", capture_deletes="1h") == 3600
-
-
-def test_how_often_is_never_or_a_duration() -> None:
     assert FeedSettings(stream="S").consumers_period == 60
     assert FeedSettings(stream="S", capture_consumers="never").consumers_period == 0
-    for key, wrong in (
-        ("capture_consumers", ""),
-        ("capture_consumers", "0s"),
-        ("capture_consumers", "500ms"),
-        ("capture_deletes", "2d"),
-        ("capture_deletes", "always"),
-    ):
+    consumers, deletes = ("", "0s", "500ms"), ("2d", "always")
+    for wrong in [{"capture_consumers": each} for each in consumers] + [{"capture_deletes": each} for each in deletes]:
         with pytest.raises(ValueError, match="expected"):
-            FeedSettings.model_validate({"stream": "S", key: wrong})
+            FeedSettings.model_validate({"stream": "S", **wrong})

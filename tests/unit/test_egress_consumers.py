@@ -25,35 +25,19 @@ def name(each: Partition) -> str:
 
 
 ALIKE = [
-    part("A", "1", 0),
-    part("A", "1_0", 0),
-    part("A_1", "0", 0),
-    part("A", "1", 10),
-    part("A", "1_0_0", 0),
-    part("A", "B_C"),
-    part("A_B", "C"),
-    part("A", "x$y"),
-    part("A", "x-y"),
-    part("A", "ü"),
-    part("A", "n" * 255),
-    part("A", "n" * 254),
+    *(part("A", "1", 0), part("A", "1_0", 0), part("A_1", "0", 0), part("A", "1", 10), part("A", "1_0_0", 0)),
+    *(part("A", "B_C"), part("A_B", "C"), part("A", "x$y"), part("A", "x-y"), part("A", "ü")),
+    *(part("A", "n" * 255), part("A", "n" * 254)),
 ]
 
 
-def test_a_durable_belongs_to_one_slice_however_alike_names_look() -> None:
+def test_a_durable_has_a_legal_name_each_time_and_belongs_to_one_slice_however_alike_names_look() -> None:
     for one in ALIKE:
         owners = [other for other in ALIKE if WantedMessages(other, "interest").is_ours(name(one))]
         assert owners == [one]
-        assert [other.site for other in ALIKE if is_of_site(name(one), other.site)].count(one.site)
-        assert not any(is_of_site(name(one), other.site) for other in ALIKE if other.site != one.site)
-
-
-@pytest.mark.parametrize("each", ALIKE)
-def test_a_durable_has_a_legal_name_of_its_own_each_time(each: Partition) -> None:
-    assert name(each) != name(each)
-    assert len(name(each)) <= 255
-    assert set(name(each)).isdisjoint(" .*>/\\\t\r\n")
-    assert name(each).isascii()
+        assert all(is_of_site(name(one), other.site) == (other.site == one.site) for other in ALIKE)
+        assert name(one) != name(one)
+        assert (len(name(one)) <= 255, name(one).isascii(), {*name(one)} & {*" .*>/\\\t\r\n"}) == (True, True, set())
 
 
 def test_a_former_partition_is_recognised_by_its_number() -> None:
@@ -77,7 +61,7 @@ def test_a_durable_waits_for_its_acknowledgements_longer_than_anything_takes() -
     assert longest(SegmentSettings, "max_age") + longest(ServiceSettings, "lease_ttl") < ACK_WAIT / 2
 
 
-def test_durables_are_configured_by_the_retention() -> None:
+def test_consumers_are_configured_by_the_retention_and_the_version_of_the_server() -> None:
     queue = durable(WantedMessages(part(), "workqueue", 7), (2, 15, 1))
     interest = durable(WantedMessages(replace(part(), filter_subject="s.a"), "interest", 7), (2, 15, 1))
     for each in (queue, interest):
@@ -85,41 +69,28 @@ def test_durables_are_configured_by_the_retention() -> None:
         assert each["ack_wait"] == int(ACK_WAIT * NS_PER_S)
         assert not {"inactive_threshold", "mem_storage", "num_replicas"} & set(each)
     assert (queue["deliver_policy"], queue["ack_policy"]) == ("all", "explicit")
-    assert "opt_start_seq" not in queue
-    assert "filter_subject" not in queue
+    assert not {"opt_start_seq", "filter_subject"} & set(queue)
     assert (interest["deliver_policy"], interest["ack_policy"]) == ("by_start_sequence", "all")
     assert (interest["opt_start_seq"], interest["filter_subject"]) == (7, "s.a")
-
-
-def test_an_older_server_is_told_of_each_message() -> None:
-    wanted = WantedMessages(part(), "interest", 7)
-    assert durable(wanted, (2, 12, 8))["ack_policy"] == "explicit"
-    assert durable(wanted, (2, 15, 0))["ack_policy"] == "all"
+    for version, policy in (((2, 12, 8), "explicit"), ((2, 15, 0), "all")):
+        assert durable(WantedMessages(part(), "interest", 7), version)["ack_policy"] == policy
+    passing = ephemeral(WantedMessages(part(), "limits", 7, inactive=60))
+    found = (passing["ack_policy"], passing["opt_start_seq"], passing["inactive_threshold"])
+    assert found == ("none", 7, 60 * NS_PER_S)
+    assert filters({}) == [""]
+    assert filters({"filter_subject": "a"}) == ["a"]
+    assert filters({"filter_subjects": ["a", "b"]}) == ["a", "b"]
 
 
 @pytest.mark.parametrize(
-    ("position", "begin", "acknowledged", "expected"),
-    [
-        (101, 1, [], 101),
-        (101, 1, [100], 101),
-        (101, 1, [50], 51),
-        (101, 1, [0, 50], 51),
-        (101, 60, [50], 60),
-        (101, 1, [300], 101),
-        (5, 5, [0], 5),
-    ],
+    ("begin", "acknowledged", "expected"),
+    [(1, [], 101), (1, [100], 101), (1, [0, 50], 51), (60, [50], 60), (1, [300], 101), (101, [0], 101)],
 )
 def test_a_durable_begins_behind_what_a_former_one_acknowledged(
-    position: int, begin: int, acknowledged: list[int], expected: int
+    begin: int, acknowledged: list[int], expected: int
 ) -> None:
     former = [ConsumerInfo("c", "", {}, 0, 0, 0, acknowledged=each) for each in acknowledged]
-    assert first(WantedMessages(part(), "interest", position, begin), former) == expected
-
-
-def test_an_ephemeral_takes_no_acknowledgements_and_ends_with_its_reader() -> None:
-    config = ephemeral(WantedMessages(part(), "limits", 7, inactive=60))
-    assert (config["ack_policy"], config["opt_start_seq"]) == ("none", 7)
-    assert config["inactive_threshold"] == 60 * NS_PER_S
+    assert first(WantedMessages(part(), "interest", 101, begin), former) == expected
 
 
 @pytest.mark.parametrize(
@@ -137,9 +108,3 @@ def test_what_a_stream_imposes_on_durables_is_refused(retention: str, config: di
     if found is not None and told is not None:
         assert told in found.message
         assert found.code == "E-RETENTION"
-
-
-def test_filters_of_a_consumer() -> None:
-    assert filters({}) == [""]
-    assert filters({"filter_subject": "a"}) == ["a"]
-    assert filters({"filter_subjects": ["a", "b"]}) == ["a", "b"]

@@ -60,16 +60,6 @@ def test_a_stream_that_was_idle_for_long_gets_a_minute_from_its_next_message_on(
     assert judge(HALF, 2060.0) is not None
 
 
-def test_without_room_a_fresh_reader_would_not_help() -> None:
-    judge = progress().judge
-    judge(replace(HALF, asks=False), 0.0)
-
-    stall = judge(replace(HALF, asks=False), 61.0)
-
-    assert stall is not None
-    assert not stall.heals
-
-
 def test_what_is_received_and_not_archived_stalls_after_its_segment_had_to_close() -> None:
     judge = progress().judge
     received = SessionStanding(count=50, received=50, archived=10, source=50)
@@ -77,7 +67,14 @@ def test_what_is_received_and_not_archived_stalls_after_its_segment_had_to_close
     assert [judge(received, now) for now in (0.0, 300.0, 359.0)] == [None] * 3
     stall = judge(replace(received, count=60, received=60, source=60), 360.0)
     assert stall is not None
-    assert stall.pending == "sequences 11..60 are received and not archived"
+    assert (stall.pending, stall.heals) == ("sequences 11..60 are received and not archived", False)
+
+
+def test_without_room_a_fresh_reader_would_not_help() -> None:
+    judge = progress().judge
+    judge(replace(HALF, asks=False), 0.0)
+    stall = judge(replace(HALF, asks=False), 61.0)
+    assert stall is not None
     assert not stall.heals
 
 
@@ -181,31 +178,20 @@ def test_limits_of_a_stream(config: dict[str, object], limits: StreamLimits) -> 
     assert StreamLimits.of(config) == limits
 
 
-def test_by_age_it_is_what_the_oldest_waiting_message_has_left() -> None:
-    day = StreamLimits(86_400 * SECOND)
+def test_it_is_kept_as_long_as_the_oldest_waiting_message_has_left_or_the_pace_takes_to_it() -> None:
+    day, full = StreamLimits(86_400 * SECOND), StreamLimits(by_size=True)
+    ages = ((100 * SECOND, 100 * SECOND), (100 * SECOND, 86_400 * SECOND), (0, 10 * 86_400 * SECOND))
 
-    assert left_by_age(day, 100 * SECOND, 100 * SECOND) == 86_400
-    assert left_by_age(day, 100 * SECOND, 86_400 * SECOND) == 100
-    assert left_by_age(day, 0, 10 * 86_400 * SECOND) == 0
-    assert left_by_age(StreamLimits(), 0, 10 * 86_400 * SECOND) == math.inf
-
-
-def test_by_size_it_is_the_distance_over_the_pace() -> None:
-    limits = StreamLimits(by_size=True)
-
-    assert left_by_size(limits, waiting=1000, first=400, pace=6) == 100
-    assert left_by_size(limits, waiting=1000, first=1000, pace=6) == 0
-    assert left_by_size(limits, waiting=1000, first=400, pace=0) == math.inf
+    assert [left_by_age(day, *each) for each in ages] == [86_400, 100, 0]
+    assert left_by_age(StreamLimits(), *ages[2]) == math.inf
+    paces = ((400, 6), (1000, 6), (400, 0))
+    assert [left_by_size(full, waiting=1000, first=first, pace=pace) for first, pace in paces] == [100, 0, math.inf]
     assert left_by_size(StreamLimits(max_age_ns=1), waiting=1000, first=400, pace=6) == math.inf
 
 
 def test_the_pace_is_that_of_the_last_looks() -> None:
     rise = Rise()
 
-    assert rise.look(0.0, 1) == 0
-    assert rise.look(30.0, 301) == 10
-    assert rise.look(60.0, 301) == 5
-    for now in range(90, 600, 30):
-        pace = rise.look(float(now), 301)
-    assert pace == 0  # what rose was long ago
-    assert rise.look(600.0, 1) == 0  # another stream
+    assert [rise.look(at, last) for at, last in ((0.0, 1), (30.0, 301), (60.0, 301))] == [0, 10, 5]
+    paces = [rise.look(float(now), 301) for now in range(90, 600, 30)]
+    assert (paces[-1], rise.look(600.0, 1)) == (0, 0), "what rose was long ago; another stream"

@@ -33,26 +33,20 @@ async def settle(ask: Callable[[], Awaitable[str]], clock: ManualClock) -> str:
     return await confirm(deps, lambda _: ask(), harmless=lambda a: a == "same", outline=lambda a: a[0])
 
 
-async def test_a_harmless_answer_is_taken_at_once() -> None:
+@pytest.mark.parametrize(
+    ("given", "taken", "seconds"),
+    [
+        ("same", "same", 0),
+        ("recreated1 recreated2 recreated3", "recreated3", 20),
+        ("gone gone recreated recreated recreated", "recreated", 40),  # those that differ begin again
+        ("gone gone same", "same", 20),
+    ],
+)
+async def test_a_harmless_answer_is_taken_at_once_and_one_with_consequences_asked_three_times(
+    given: str, taken: str, seconds: int
+) -> None:
     clock = ManualClock()
-    assert await settle(answers("same"), clock) == "same"
-    assert clock.monotonic() == 0
-
-
-async def test_an_answer_with_consequences_is_asked_three_times_over_twenty_seconds() -> None:
-    clock = ManualClock()
-    assert await settle(answers("recreated 1", "recreated 2", "recreated 3"), clock) == "recreated 3"
-    assert clock.monotonic() == 20
-
-
-async def test_answers_that_differ_begin_again() -> None:
-    clock = ManualClock()
-    assert await settle(answers("gone", "gone", "recreated", "recreated", "recreated"), clock) == "recreated"
-    assert clock.monotonic() == 40
-
-
-async def test_a_stale_answer_among_them_changes_nothing() -> None:
-    assert await settle(answers("gone", "gone", "same"), ManualClock()) == "same"
+    assert (await settle(answers(*given.split()), clock), clock.monotonic()) == (taken, seconds)
 
 
 async def test_answers_that_never_agree_are_given_up() -> None:
@@ -74,23 +68,19 @@ async def test_a_task_that_survives_its_first_cancellation_is_ended() -> None:
     assert task.done()
 
 
-async def test_work_is_dropped_when_the_stop_comes_first() -> None:
+async def test_work_is_dropped_when_the_stop_comes_first_and_what_it_raises_is_raised() -> None:
     stop = Stop()
 
-    async def quick() -> int:
+    async def work(error: Exception | None = None) -> int:
+        if error is not None:
+            raise error
         return 7
 
-    assert await unless(stop, quick()) == 7
+    assert await unless(stop, work()) == 7
+    with pytest.raises(Unavailable, match="down"):
+        await unless(stop, work(Unavailable("down")))
     stop.set()
     assert await unless(stop, asyncio.sleep(30)) is None
-
-
-async def test_what_the_work_raises_is_raised() -> None:
-    async def failing() -> None:
-        raise Unavailable("down")
-
-    with pytest.raises(Unavailable, match="down"):
-        await unless(asyncio.Event(), failing())
 
 
 def test_delays_grow_with_jitter_and_begin_again() -> None:
@@ -105,20 +95,15 @@ def test_delays_grow_with_jitter_and_begin_again() -> None:
 def test_a_budget_is_shared_and_tells_when_there_is_room_again() -> None:
     told: list[str] = []
     budget = MemoryBudget(100, chains=2)
+    assert budget.has_room(1_000), "for one message of any size where it is empty"
     one, other = budget.account(lambda: told.append("one")), budget.account(lambda: told.append("other"))
     one.charge(70)
-    assert budget.has_room(30)
-    assert not budget.has_room(31)
-    assert one.is_largest()
-    assert not other.is_largest()
+    assert (budget.has_room(30), budget.has_room(31)) == (True, False)
+    assert (one.is_largest(), other.is_largest()) == (True, False)
     one.release(50)
     assert (told, budget.used) == (["one", "other"], 20)
     one.close()
     assert budget.used == 0
-
-
-def test_an_empty_budget_has_room_for_one_message_of_any_size() -> None:
-    assert MemoryBudget(10).has_room(1_000)
 
 
 def test_pull_requests_of_many_chains_fit_together() -> None:
