@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from common.clock import SystemClock, format_time
-from common.jetstream.api import ask, list_consumers
+from common.jetstream.api import ask, list_consumers, stream_info
 from common.jetstream.pull import read_through
 from common.segments.captures import (
     CapturedConfig,
@@ -99,6 +99,16 @@ async def restored(bench: Bench, feed: str, **asked: Any) -> RestoreReport:
     work = restore(bench, feed, **asked)
     async with work.connected() as client:
         return await work.run(client, Stop())
+
+
+async def comes_back(bench: Bench, feed: str, before: list[Message], **asked: Any) -> RestoreReport:
+    """Lose the stream of that name, if it is there, and restore it: it holds `before` again."""
+    if await stream_info(bench.client, feed) is not None:
+        await bench.delete_stream(feed)
+    report = await restored(bench, feed, **asked)
+    assert report.exit_code == 0, [*report.lines()]
+    assert await contents(bench, feed) == before
+    return report
 
 
 async def planned(bench: Bench, feed: str, **asked: Any) -> RestorePlan:
