@@ -77,58 +77,35 @@ def rows_of(store: SegmentStore, ref: SegmentRef, rows: SequenceRange | None = N
 
 
 Make = Callable[[Any], SegmentStore]
+Large = tuple[SegmentRef, list[Message]]
 
 
 # On real stores
 
 
-def test_what_was_put_is_listed_and_read_back(objects: ObjectStore, make: Make) -> None:
+def test_what_was_put_is_listed_and_read_back_and_gone_once_deleted(objects: ObjectStore, make: Make) -> None:
     store = make(objects)
     spooled = spool(store)
     ref = store.put(spooled)
     assert store.list(CHAIN) == [ref]
-    assert ref.segment == spooled.segment_name
-    assert ref.size == spooled.size
+    assert (ref.segment, ref.size) == (spooled.segment_name, spooled.size)
     assert rows_of(store, ref) == ROWS
     assert rows_of(store, ref, SequenceRange(10, 12)) == ROWS[9:12]
-    assert store.footer(ref) == spooled.footer
-    assert store.tip(ref) == Tip.of(ROWS[-1])
+    assert (store.footer(ref), store.tip(ref)) == (spooled.footer, Tip.of(ROWS[-1]))
     assert store.is_intact(ref)
-
-
-def test_putting_it_again_changes_nothing(objects: ObjectStore, make: Make) -> None:
-    store = make(objects)
-    spooled = spool(store)
-    ref = store.put(spooled)
-    assert store.put(spooled) == ref
-    assert store.list(CHAIN) == [ref]
-
-
-def test_deleting_is_done_once_and_can_be_asked_twice(objects: ObjectStore, make: Make) -> None:
-    store = make(objects)
-    ref = store.put(spool(store))
-    store.delete(ref)
-    store.delete(ref)
-    assert store.list(CHAIN) == []
-    assert not store.is_intact(ref)
-
-
-def test_a_segment_that_was_deleted_meanwhile_is_gone_not_corrupt(objects: ObjectStore, make: Make) -> None:
-    store = make(objects)
-    ref = store.put(spool(store))
-    store.delete(ref)
-    for read in (store.open, store.footer, store.tip):
-        with pytest.raises(SegmentGone, match="not in the store any more"):
-            read(ref)
-
-
-def test_the_object_s_metadata_hold_the_tip_and_little_else(objects: ObjectStore, make: Make) -> None:
-    store = make(objects)
-    ref = store.put(spool(store))
     info = objects.head(ref.key)
     assert info is not None
     assert set(info.metadata) == {"format", "rows", "bytes", "sha256", "tip"}
     assert info.metadata["rows"] == "100"
+    assert store.put(spooled) == ref, "again changes nothing"
+    assert store.list(CHAIN) == [ref]
+    store.delete(ref)
+    store.delete(ref)
+    assert store.list(CHAIN) == []
+    assert not store.is_intact(ref)
+    for read in (store.open, store.footer, store.tip):
+        with pytest.raises(SegmentGone, match="not in the store any more"):
+            read(ref)
 
 
 def test_a_listing_from_a_position_shows_what_reaches_it_by_level_and_end(objects: ObjectStore, make: Make) -> None:
@@ -137,11 +114,10 @@ def test_a_listing_from_a_position_shows_what_reaches_it_by_level_and_end(object
     merged = put(store, 1, 20, level=1)
     put(store, 1, 99, chain=Chain("us-east", "NODES", 0, 1))
     put(store, 1, 99, chain=Chain("us-east", "NODES", 1))
-    assert store.list(CHAIN) == [a, b, c, merged]
-    assert store.list(CHAIN, position=10) == [a, b, c, merged]
-    assert store.list(CHAIN, position=11) == [b, c, merged]
-    assert store.list(CHAIN, position=21) == [c]
-    assert store.list(CHAIN, position=31) == []
+    everything = [a, b, c, merged]
+    for position, found in ((1, everything), (10, everything), (11, everything[1:]), (21, [c]), (31, [])):
+        assert store.list(CHAIN, position=position) == found
+    assert store.list(CHAIN) == everything
     assert store.list(CHAIN, level=1) == [merged]
     assert store.list(CHAIN, position=5, limit=1) == [a, merged]
 
@@ -222,13 +198,9 @@ def test_a_store_that_refuses_conditions_gets_the_segment_plainly(local: LocalOb
     assert store.list(ref.chain) == [ref._replace(modified=store.list(ref.chain)[0].modified)]
 
 
-def test_a_put_that_was_lost_altogether_is_made_again(local: LocalObjects, make: Make) -> None:
-    store = make(FaultyStore(local).on("put_if_absent", raising(OutcomeUnknown("lost"))))
-    assert rows_of(store, store.put(spool(store))) == ROWS
-
-
-def test_a_put_that_arrived_damaged_and_was_refused_is_made_again(local: LocalObjects, make: Make) -> None:
-    store = make(FaultyStore(local).on("put_if_absent", raising(ChecksumMismatch("other bytes"))))
+@pytest.mark.parametrize("error", [OutcomeUnknown("lost"), ChecksumMismatch("other bytes")])
+def test_a_put_that_was_lost_or_arrived_damaged_is_made_again(local: LocalObjects, make: Make, error: Any) -> None:
+    store = make(FaultyStore(local).on("put_if_absent", raising(error)))
     assert rows_of(store, store.put(spool(store))) == ROWS
 
 
@@ -248,23 +220,19 @@ def test_an_object_that_was_stored_damaged_is_repaired_with_the_same_bytes(
     assert all_puts_carry(faulty, spooled)
 
 
-def test_an_object_that_never_reads_back_is_not_acknowledged(local: LocalObjects, make: Make) -> None:
+def test_what_never_reads_back_is_not_acknowledged_and_told_from_what_never_arrived(
+    local: LocalObjects, make: Make
+) -> None:
     def truncated(_real: Any, key: str, body: Any, **_: Any) -> bool:
         local.put(key, b"short")
         return True
 
-    store = make(FaultyStore(local).on("put_if_absent", truncated).on("put", truncated))
-    with pytest.raises(Unavailable, match="put 4 times and never read back") as caught:
-        store.put(spool(store))
-    assert caught.value.code == "E-READ-BACK"
-
-
-def test_puts_that_never_arrive_are_not_said_to_be_lost_by_the_store(local: LocalObjects, make: Make) -> None:
     cut = raising(OutcomeUnknown("connection reset"))
-    store = make(FaultyStore(local).on("put_if_absent", cut).on("put", cut))
-    with pytest.raises(Unavailable, match="put 4 times, and not there: connection reset") as caught:
-        store.put(spool(store))
-    assert caught.value.code != "E-READ-BACK"
+    for fault, said in ((cut, "put 4 times, and not there: connection reset"), (truncated, "and never read back")):
+        store = make(FaultyStore(local).on("put_if_absent", fault).on("put", fault))
+        with pytest.raises(Unavailable, match=said) as caught:
+            store.put(spool(store))
+        assert (caught.value.code == "E-READ-BACK") is (fault is truncated)
 
 
 @pytest.mark.parametrize("error", [Unavailable("away"), Refused("no right")])
@@ -316,19 +284,7 @@ def test_a_store_that_believes_any_checksum_is_read_back_whole(local: LocalObjec
     assert not store.is_intact(ref)
 
 
-def test_a_store_without_checksums_is_read_back_whole_and_never_probed(local: LocalObjects, make: Make) -> None:
-    def without(real: Any, key: str) -> Any:
-        info = real(key)
-        return info and info._replace(sha256=None)
-
-    faulty = FaultyStore(local).on("head", without)
-    store = make(faulty)
-    store.put(spool(store))
-    assert faulty.calls["download"] == 1
-    assert faulty.calls["put"] == 0
-
-
-def test_checksums_are_probed_once(local: LocalObjects, make: Make) -> None:
+def test_checksums_are_probed_once_and_a_store_without_them_is_read_back_whole(local: LocalObjects, make: Make) -> None:
     faulty = FaultyStore(local)
     store = make(faulty)
     for n in range(1, 4):
@@ -336,66 +292,56 @@ def test_checksums_are_probed_once(local: LocalObjects, make: Make) -> None:
     assert sum("probe" in key for verb, key in faulty.keys if verb == "put") == 1
     assert faulty.calls["download"] == 0
 
+    def without(real: Any, key: str) -> Any:
+        info = real(key)
+        return info and info._replace(sha256=None)
+
+    faulty = FaultyStore(local).on("head", without)
+    put(make(faulty), 4, 4)
+    assert (faulty.calls["download"], faulty.calls["put"]) == (1, 0)
+
 
 # Faults of a read: F35, F36, F37, F50
 
 
-def damaged_get(times: int) -> Callable[..., bytes]:
-    left = [times]
-
-    def fault(real: Any, key: str, **more: Any) -> bytes:
-        raw: bytes = real(key, **more)
-        if not left[0]:
-            return raw
-        left[0] -= 1
-        return raw[:200] + bytes([raw[200] ^ 1]) + raw[201:]
-
-    return fault
+def damaged(raw: bytes, at: int = 200) -> bytes:
+    """With a bit that flipped."""
+    return raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]
 
 
-def test_a_segment_damaged_on_the_way_is_fetched_again(local: LocalObjects, make: Make) -> None:
-    ref = put(make(local), 1, 5)
-    store = make(FaultyStore(local).on("get", damaged_get(2)))
-    assert [m.sequence for m in rows_of(store, ref)] == [5]
-
-
-def test_a_large_segment_damaged_on_the_way_is_fetched_again(local: LocalObjects, make: Make) -> None:
+@pytest.mark.parametrize(("verb", "size"), [("get", 1), ("download", 2 * IN_MEMORY_BYTES)])
+def test_a_segment_damaged_on_the_way_is_fetched_again(local: LocalObjects, make: Make, verb: str, size: int) -> None:
     left = [2]
 
-    def damaged(real: Any, key: str, path: Path) -> bool:
-        found: bool = real(key, path)
-        if left[0]:
-            left[0] -= 1
-            raw = path.read_bytes()
-            path.write_bytes(raw[:200] + bytes([raw[200] ^ 1]) + raw[201:])
+    def fault(real: Any, key: str, *path: Path, **more: Any) -> Any:
+        found = real(key, *path, **more)
+        if not left[0]:
+            return found
+        left[0] -= 1
+        if not path:
+            return damaged(found)
+        path[0].write_bytes(damaged(path[0].read_bytes()))
         return found
 
-    row = replace(message(5), payload=os.urandom(2 * IN_MEMORY_BYTES))
+    row = replace(message(5), payload=os.urandom(size))
     ref = make(local).put(spool(make(local), [row], coverage=SequenceRange(1, 5)))
-    store = make(FaultyStore(local).on("download", damaged))
+    store = make(FaultyStore(local).on(verb, fault))
     assert [m.payload for m in rows_of(store, ref)] == [row.payload]
     assert left == [0]
 
 
-@pytest.mark.parametrize("content", [b"", b"<html>", b"x" * 5000])
-def test_a_segment_overwritten_in_the_store_is_corrupt(local: LocalObjects, make: Make, content: bytes) -> None:
+@pytest.mark.parametrize(
+    "changed", [lambda _: b"", lambda _: b"<html>", lambda _: b"x" * 5000, lambda raw: damaged(raw, len(raw) - 30)]
+)
+def test_a_segment_overwritten_in_the_store_or_with_a_flipped_bit_is_corrupt(
+    local: LocalObjects, make: Make, changed: Callable[[bytes], bytes]
+) -> None:
     store = make(local)
     ref = put(store, 1, 5)
-    local.put(ref.key, content)
+    local.put(ref.key, changed(local.get(ref.key) or b""))
     with pytest.raises(SegmentCorrupt, match=r"expected .* bytes with SHA-256") as caught:
         store.open(ref)
     assert ref.key in caught.value.message
-    assert not store.is_intact(ref)
-
-
-def test_a_bit_that_flipped_in_the_bucket_is_found(local: LocalObjects, make: Make) -> None:
-    store = make(local)
-    ref = put(store, 1, 5)
-    raw = local.get(ref.key)
-    assert raw is not None
-    local.put(ref.key, raw[:-30] + bytes([raw[-30] ^ 4]) + raw[-29:])
-    with pytest.raises(SegmentCorrupt):
-        store.open(ref)
     assert not store.is_intact(ref)
 
 
@@ -408,28 +354,21 @@ def test_a_listing_that_fails_is_an_error_and_not_an_empty_chain(local: LocalObj
 # Tips
 
 
-@pytest.mark.parametrize("metadata", [{}, {"format": "1", "tip": "nonsense"}, {"rows": "1"}])
-def test_a_tip_whose_metadata_were_lost_comes_from_the_footer(
-    local: LocalObjects, make: Make, metadata: dict[str, str]
-) -> None:
+def test_a_tip_whose_metadata_were_lost_comes_from_the_footer(local: LocalObjects, make: Make) -> None:
     store = make(local)
     spooled = spool(store)
     ref = store.put(spooled)
-    local.put(ref.key, spooled.path, metadata=metadata)
-    assert store.tip(ref) == spooled.footer.tip
-
-
-def test_a_segment_for_which_no_message_was_examined_has_no_tip(local: LocalObjects, make: Make) -> None:
-    store = make(local)
-    ref = store.put(spool(store, tip=None))
-    assert store.tip(ref) is None
+    for metadata in ({}, {"format": "1", "tip": "nonsense"}, {"rows": "1"}):
+        local.put(ref.key, spooled.path, metadata=metadata)
+        assert store.tip(ref) == spooled.footer.tip
+    assert store.tip(store.put(spool(store, tip=None))) is None, "of no message that was examined"
 
 
 # Large segments, by ranges
 
 
 @pytest.fixture
-def large(local: LocalObjects, make: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[SegmentRef, list[Message]]:
+def large(local: LocalObjects, make: Make, monkeypatch: pytest.MonkeyPatch) -> Large:
     """A segment of 70 MB in three row groups, larger than what is fetched whole (here)."""
     monkeypatch.setattr(fetching, "WHOLE_BYTES", 1 << 20)
     store = make(local)
@@ -449,71 +388,47 @@ def fetched(faulty: FaultyStore) -> list[int]:
     return asked
 
 
-def test_a_large_segment_is_read_by_ranges(
-    local: LocalObjects, make: Make, large: tuple[SegmentRef, list[Message]]
-) -> None:
+def test_of_a_large_segment_what_is_wanted_is_read_by_ranges(local: LocalObjects, make: Make, large: Large) -> None:
     ref, rows = large
     faulty = FaultyStore(local)
-    asked = fetched(faulty)
-    assert rows_of(make(faulty), ref) == rows
+    asked, store = fetched(faulty), make(faulty)
+    assert rows_of(store, ref) == rows
     assert sum(asked) == ref.size
     assert max(asked) <= 32 << 20
     assert faulty.calls["download"] == 0
+    asked.clear()
+    assert rows_of(store, ref, SequenceRange(70, 70)) == rows[69:]
+    assert sum(asked) < 12 << 20, "its row group alone"
+    asked.clear()
+    store.footer(ref)
+    assert sum(asked) <= 2 << 20, "the end alone"
 
 
-def test_of_a_large_segment_only_the_row_groups_wanted_are_fetched(
-    local: LocalObjects, make: Make, large: tuple[SegmentRef, list[Message]]
-) -> None:
-    ref, rows = large
-    faulty = FaultyStore(local)
-    asked = fetched(faulty)
-    assert rows_of(make(faulty), ref, SequenceRange(70, 70)) == rows[69:]
-    assert sum(asked) < 12 << 20
-
-
-def test_a_footer_is_read_from_the_end_alone(
-    local: LocalObjects, make: Make, large: tuple[SegmentRef, list[Message]]
-) -> None:
-    ref, _ = large
-    faulty = FaultyStore(local)
-    asked = fetched(faulty)
-    make(faulty).footer(ref)
-    assert sum(asked) <= 2 << 20
-
-
-def test_a_bit_that_flipped_in_a_large_segment_is_found_by_the_page_s_checksum(
-    local: LocalObjects, make: Make, large: tuple[SegmentRef, list[Message]]
+def test_a_large_segment_with_a_flipped_bit_or_that_is_too_short_is_corrupt(
+    local: LocalObjects, make: Make, large: Large
 ) -> None:
     ref, rows = large
     raw = local.get(ref.key)
     assert raw is not None
-    middle = raw.index(rows[50].payload[:64]) + 1000
-    local.put(ref.key, raw[:middle] + bytes([raw[middle] ^ 1]) + raw[middle + 1 :])
+    local.put(ref.key, damaged(raw, raw.index(rows[50].payload[:64]) + 1000))
     store = make(local)
     assert rows_of(store, ref, SequenceRange(1, 5)) == rows[:5]
     with pytest.raises(SegmentCorrupt, match="checksum"):
         rows_of(store, ref)
-
-
-def test_a_large_segment_that_is_shorter_than_listed_is_corrupt(
-    local: LocalObjects, make: Make, large: tuple[SegmentRef, list[Message]]
-) -> None:
-    ref, _ = large
     local.put(ref.key, b"x" * (2 << 20))
     with pytest.raises(SegmentCorrupt, match=r"expected .* bytes at"):
         make(local).open(ref)
 
 
-@pytest.mark.parametrize("gone", [True, False])
 def test_what_happens_while_a_large_segment_is_read_is_told_as_it_is(
-    local: LocalObjects, make: Make, large: tuple[SegmentRef, list[Message]], gone: bool
+    local: LocalObjects, make: Make, large: Large
 ) -> None:
-    ref, _ = large
-    faulty = FaultyStore(local)
-    with make(faulty).open(ref) as reader:
-        faulty.on("get", answering(None) if gone else raising(Unavailable("away")))
-        with pytest.raises(SegmentGone if gone else Unavailable):
-            read_all(reader)
+    for fault, error in ((answering(None), SegmentGone), (raising(Unavailable("away")), Unavailable)):
+        faulty = FaultyStore(local)
+        with make(faulty).open(large[0]) as reader:
+            faulty.on("get", fault)
+            with pytest.raises(error):
+                read_all(reader)
 
 
 # The spool
