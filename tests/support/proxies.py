@@ -297,9 +297,10 @@ class FaultProxy:
     def url(self) -> str:
         return f"{'https' if self.tls else 'http'}://127.0.0.1:{self._server.server_address[1]}"
 
-    def on(self, operation: str, fault: Fault, *, key: str = "", nth: int = 1, times: int | None = None) -> None:
+    def on(self, operation: str, fault: Fault, *, key: str = "", nth: int = 1, times: int | None = None) -> FaultProxy:
         """Apply `fault` to matching requests; `key` is a regular expression searched in the key."""
         self._rules.append(Rule(operation, fault, re.compile(key), nth, times))
+        return self
 
     def clear(self) -> None:
         """Forget all rules and calls."""
