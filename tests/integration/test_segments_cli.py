@@ -100,10 +100,16 @@ def test_every_segment_is_listed(run: Run, merged: Merged) -> None:
     ]
 
 
-def test_the_cover_leaves_out_what_a_merged_segment_holds(run: Run, merged: Merged, archive: Archive) -> None:
-    result = run("ls", "us-east/NODES", "--cover", "--format", "paths")
-    assert result.stdout == f"{archive.root}/{merged[2].key}\n"
-    assert Path(result.stdout.strip()).exists()
+def test_the_cover_leaves_out_what_a_merged_segment_holds_in_all_forms(
+    run: Run, merged: Merged, archive: Archive
+) -> None:
+    path = f"{archive.root}/{merged[2].key}"
+    assert run("ls", "us-east/NODES", "--cover", "--format", "paths").stdout == f"{path}\n"
+    assert Path(path).exists()
+    for form in ("json", "duckdb", "polars"):
+        assert path in run("ls", "--cover", "--format", form).stdout
+    assert run("ls", "--cover", "--json").stdout == run("ls", "--cover", "--format", "json").stdout
+    assert [s["key"] for s in json.loads(run("ls", "--level", "1", "--json").stdout)] == [merged[2].key]
 
 
 def test_a_cover_that_cuts_a_segment_says_so(run: Run, archive: Archive) -> None:
@@ -113,11 +119,6 @@ def test_a_cover_that_cuts_a_segment_says_so(run: Run, archive: Archive) -> None
     assert "1 of these also hold rows that others account for" in result.stderr
     found = json.loads(run("ls", "--cover", "--json").stdout)
     assert [(s["take_first"], s["take_last"]) for s in found] == [(1, 10), (11, 20)]
-
-
-def test_a_level_can_be_chosen(run: Run, merged: Merged) -> None:
-    found = json.loads(run("ls", "--level", "1", "--json").stdout)
-    assert [s["key"] for s in found] == [merged[2].key]
 
 
 def test_chains_are_chosen_by_site_feed_incarnation_and_partition(run: Run, archive: Archive) -> None:
@@ -168,43 +169,32 @@ def test_of_a_feed_the_newest_incarnation_is_shown(run: Run, archive: Archive, m
     assert run("cat", "us-east/NODES/1/1").exit_code == 0
 
 
-@pytest.mark.parametrize("what", ["us-east/NODES/x", "us-east//0", "a/b/0/0/0"])
-def test_a_chain_that_is_none_is_a_usage_error(run: Run, what: str) -> None:
-    result = run("ls", what)
-    assert result.exit_code == 2
-    assert "expected" in result.stderr or "invalid" in result.stderr
-
-
 # info
 
 
 def test_a_chain_is_described_with_its_documents_and_holes(run: Run, archive: Archive, merged: Merged) -> None:
     archive.chains.write_tail(CHAIN, 10)
     found = json.loads(run("info", "us-east/NODES", "--json").stdout)
-    assert found["begins"] == 1
-    assert found["filters"] == ["nodes.>"]
-    assert found["created"] == "2026-11-20T10:00:00Z"
-    assert (found["first"], found["last"], found["tail"]) == (1, 10, 10)
+    expected = {"begins": 1, "filters": ["nodes.>"], "created": "2026-11-20T10:00:00Z", "holes": []}
+    assert found.items() >= {**expected, "first": 1, "last": 10, "tail": 10}.items()
     assert found["levels"]["0"]["segments"] == 2
-    assert found["holes"] == []
     archive.put(rows(15), SequenceRange(13, 15))
     result = run("info", "us-east/NODES")
-    assert result.exit_code == 3
-    assert "11..12" in result.stdout
+    assert (result.exit_code, "11..12" in result.stdout) == (3, True)
 
 
-def test_a_segment_is_described_by_its_footer(run: Run, archive: Archive, merged: Merged) -> None:
+def test_a_segment_is_described_by_its_footer_for_programs_and_people(
+    run: Run, archive: Archive, merged: Merged
+) -> None:
     for key in (merged[0].key, f"file://{archive.root}/{merged[0].key}"):
         found = json.loads(run("info", key, "--json").stdout)
-        assert found["rows"] == 3
-        assert found["ledger"] == {"deleted": 2}
-        assert found["row_groups"][0] == {
-            "first": 1,
-            "last": 5,
-            "rows": 3,
-            "raw_bytes": found["row_groups"][0]["raw_bytes"],
-        }
-    assert "ledger.deleted" in run("info", merged[0].key).stdout
+        assert (found["rows"], found["ledger"]) == (3, {"deleted": 2})
+        assert found["row_groups"][0].items() >= {"first": 1, "last": 5, "rows": 3}.items()
+        assert isinstance(found["last_timestamp_ns"], int)
+    shown = run("info", merged[0].key).stdout
+    assert "ledger.deleted" in shown
+    assert re.search(r"^last_timestamp +20\d\d-\d\d-\d\dT[0-9:.]+Z$", shown, re.MULTILINE)
+    assert "_ns" not in shown
 
 
 def test_people_see_times_durations_and_what_was_sampled_out() -> None:
@@ -227,24 +217,15 @@ def test_people_see_times_durations_and_what_was_sampled_out() -> None:
     assert "sampled out" not in cli.readable({"rows": 1, "ledger": {}, "sampling": None})
 
 
-def test_programs_see_nanoseconds(run: Run, merged: Merged) -> None:
-    assert isinstance(json.loads(run("info", merged[0].key, "--json").stdout)["last_timestamp_ns"], int)
-    shown = run("info", merged[0].key).stdout
-    assert re.search(r"^last_timestamp +20\d\d-\d\d-\d\dT[0-9:.]+Z$", shown, re.MULTILINE)
-    assert "_ns" not in shown
-
-
 def test_a_segment_that_is_not_there_or_damaged_is_an_error_with_its_key(
     run: Run, archive: Archive, merged: Merged
 ) -> None:
     archive.objects.put(merged[0].key, b"x" * merged[0].size)
     result = run("info", merged[0].key)
-    assert result.exit_code == 3
-    assert merged[0].key in result.stderr
+    assert (result.exit_code, merged[0].key in result.stderr) == (3, True)
     archive.store.delete(merged[0])
     result = run("info", merged[0].key)
-    assert result.exit_code == 3
-    assert "E-SEG-GONE" in result.stderr
+    assert (result.exit_code, "E-SEG-GONE" in result.stderr) == (3, True)
 
 
 # cat
@@ -254,10 +235,9 @@ def sequences(result: Result) -> list[int]:
     return [json.loads(line)["sequence"] for line in result.stdout.splitlines()]
 
 
-def test_messages_of_a_chain_are_printed_once_and_in_order(run: Run, merged: Merged) -> None:
+def test_messages_of_a_chain_of_a_part_or_of_a_segment_are_printed_once_and_in_order(run: Run, merged: Merged) -> None:
     result = run("cat", "us-east/NODES", "--json")
-    assert result.exit_code == 0
-    assert sequences(result) == [1, 2, 5, 6, 7]
+    assert (result.exit_code, sequences(result)) == (0, [1, 2, 5, 6, 7])
     assert json.loads(result.stdout.splitlines()[0]) == {
         "sequence": 1,
         "timestamp": "2023-11-14T22:13:20.124456790Z",
@@ -265,16 +245,15 @@ def test_messages_of_a_chain_are_printed_once_and_in_order(run: Run, merged: Mer
         "headers": None,
         "payload": '{"n":1}',
     }
-
-
-def test_a_part_of_a_chain_can_be_printed(run: Run, merged: Merged) -> None:
-    result = run("cat", "us-east/NODES", "--from-sequence", "2", "--to-sequence", "6", "--json")
-    assert sequences(result) == [2, 5, 6]
-    assert sequences(run("cat", "us-east/NODES", "--from-sequence", "7", "--json")) == [7]
-
-
-def test_one_segment_can_be_printed(run: Run, merged: Merged) -> None:
-    assert sequences(run("cat", merged[1].key, "--json")) == [6, 7]
+    chain = run("ls").stdout.splitlines()[1].split()[0]  # what is listed can be pasted
+    assert run("info", chain).exit_code == 0
+    for words, found in (
+        ((chain,), [1, 2, 5, 6, 7]),
+        (("us-east/NODES", "--from-sequence", "2", "--to-sequence", "6"), [2, 5, 6]),
+        (("us-east/NODES", "--from-sequence", "7"), [7]),
+        ((merged[1].key,), [6, 7]),
+    ):
+        assert sequences(run("cat", *words, "--json")) == found
 
 
 def test_bytes_that_are_not_text_come_as_base64_and_lines_stay_lines(run: Run, archive: Archive) -> None:
@@ -289,20 +268,16 @@ def test_bytes_that_are_not_text_come_as_base64_and_lines_stay_lines(run: Run, a
     assert found["headers"] == [["A", "1"]]
 
 
-def test_on_a_terminal_everything_can_be_read() -> None:
+def test_on_a_terminal_everything_can_be_read_and_a_payload_ends_with_the_line() -> None:
     odd = message(1, b"\xff\x00" * 50, subject=b"a.\xff", headers=b"NATS/1.0\r\nA: 1\r\nB:2\r\n\r\n")
     shown = cli.text_of(odd, width=1000)
     assert shown.split(maxsplit=2)[2].startswith("a.\\xff")
     assert "A: 1; B: 2" in shown
     assert shown.endswith(f"<100 bytes: {'ff00' * 32}…>")
     assert cli.text_of(message(2, "é\x1b[31m\n".encode()), width=1000).endswith(" é\\x1b[31m\\n")
-
-
-def test_on_a_terminal_a_payload_ends_with_the_line() -> None:
     wide = message(7, "é漢".encode() * 200)
     shown = cli.text_of(wide, width=80)
-    assert cell_len(shown) in (79, 80)  # before a letter of two columns there may be room for one
-    assert shown.endswith("…")
+    assert (cell_len(shown) in (79, 80), shown[-1]) == (True, "…")  # there may be room before a letter of two columns
     assert cli.text_of(wide).endswith("\t" + "é漢" * 200)
 
 
@@ -343,23 +318,23 @@ def test_messages_are_chosen_by_time_subject_and_number(run: Run, archive: Archi
     assert keys("--since", "2h ago") == []
 
 
+def follow(archive: Archive, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "floe", "segments", "cat", "us-east/NODES", "-c", str(archive.config), "--follow"]
+    folder, pipe = Path(__file__).parents[2], subprocess.PIPE
+    return spawn([*command, *words], cwd=folder, stdout=pipe, stderr=pipe, text=True)
+
+
 def test_what_is_archived_later_is_followed(archive: Archive) -> None:
     archive.put(rows(1, 2), SequenceRange(1, 2))
-    command = [sys.executable, "-m", "floe", "segments", "cat", "us-east/NODES", "-c", str(archive.config)]
-    process = spawn(
-        [*command, "--json", "--follow", "--limit", "4"],
-        cwd=Path(__file__).parents[2],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = follow(archive, "--json", "--limit", "4")
     assert process.stdout is not None
-    with process.stdout as shown:
-        assert [json.loads(shown.readline())["sequence"] for _ in range(2)] == [1, 2]
-        archive.put(rows(3), SequenceRange(3, 3))
-        assert json.loads(shown.readline())["sequence"] == 3
-        archive.put(rows(5, 6), SequenceRange(4, 6))
-        assert json.loads(shown.readline())["sequence"] == 5
-        assert (shown.read(), process.wait(PATIENCE)) == ("", 0)
+    assert [json.loads(process.stdout.readline())["sequence"] for _ in range(2)] == [1, 2]
+    archive.put(rows(3), SequenceRange(3, 3))
+    assert json.loads(process.stdout.readline())["sequence"] == 3
+    archive.put(rows(5, 6), SequenceRange(4, 6))
+    assert json.loads(process.stdout.readline())["sequence"] == 5
+    rest, _ = process.communicate(timeout=PATIENCE)
+    assert (rest, process.returncode) == ("", 0)
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
@@ -367,8 +342,7 @@ def test_ctrl_c_is_how_following_ends(archive: Archive, is_damaged: bool) -> Non
     archive.put(rows(1, 2), SequenceRange(1, 2))
     if is_damaged:
         archive.put(rows(9), SequenceRange(9, 9))
-    command = [sys.executable, "-m", "floe", "segments", "cat", "us-east/NODES", "-c", str(archive.config), "--follow"]
-    process = spawn(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = follow(archive)
     shown = process.stderr if is_damaged else process.stdout  # the hole is told once all is printed
     assert shown is not None
     shown.readline()
@@ -397,23 +371,12 @@ def test_what_takes_away_asks_on_a_terminal(
 # ls --cover as a view
 
 
-def test_a_view_is_of_a_cover(run: Run, archive: Archive) -> None:
-    for words, said in [
-        (["--format", "duckdb"], "--format duckdb: expected --cover"),
-        (["--format", "polars"], "--format polars: expected --cover"),
-    ]:
-        result = run("ls", *words)
-        assert (result.exit_code, said in " ".join(result.stderr.split())) == (2, True), result.stderr
+@pytest.mark.parametrize("form", ["duckdb", "polars"])
+def test_a_view_is_of_a_cover(run: Run, form: str) -> None:
+    result = run("ls", "--format", form)
+    said = f"--format {form}: expected --cover"
+    assert (result.exit_code, said in " ".join(result.stderr.split())) == (2, True), result.stderr
     assert run("ls", "--cover", "--format", "polars").stdout.endswith("messages = polars.LazyFrame(schema=_columns)\n")
-
-
-def test_all_forms_have_the_files_of_the_cover(run: Run, archive: Archive, merged: Merged) -> None:
-    for form in ("paths", "json", "duckdb", "polars"):
-        shown = run("ls", "--cover", "--format", form).stdout
-        assert f"{archive.root}/{merged[2].key}" in shown
-    assert json.loads(run("ls", "--cover", "--json").stdout) == json.loads(
-        run("ls", "--cover", "--format", "json").stdout
-    )
 
 
 # ls, more of it
@@ -435,20 +398,22 @@ def test_rows_and_times_are_read_from_the_footers_where_they_are_asked_for(
     assert (damaged.exit_code, merged[0].key in damaged.stderr, len(damaged.stdout.splitlines())) == (3, True, 4)
 
 
-def test_what_is_listed_can_be_pasted(run: Run, merged: Merged) -> None:
-    chain = run("ls").stdout.splitlines()[1].split()[0]
-    assert sequences(run("cat", chain, "--json")) == [1, 2, 5, 6, 7]
-    assert run("info", chain).exit_code == 0
-
-
 def test_holes_are_stepped_over_and_told(run: Run, archive: Archive) -> None:
+    assert (run("cat", "us-east/NODES").exit_code, run("cat", "us-east/NODES").stdout) == (0, ""), "nothing yet"
     archive.put(rows(1), SequenceRange(1, 2))
     archive.put(rows(9), SequenceRange(5, 9))
     result = run("cat", "us-east/NODES", "--json")
-    assert sequences(result) == [1, 9]
+    assert (result.exit_code, sequences(result)) == (3, [1, 9])
     assert "no segment covers 3..4" in result.stderr
-    assert result.exit_code == 3
-    assert run("cat", "us-east/NODES", "--to-sequence", "12", "--json").stderr.count("no segment covers 10..12") == 1
+    for bounds, code, said in (
+        (("1", "12"), 3, "no segment covers 10..12"),
+        (("10", "11"), 3, "no segment covers 10..11"),
+        (("4", "2"), 2, "--from-sequence 4 is greater than --to-sequence 2"),
+        (("11", "10"), 2, "--from-sequence 11 is greater than --to-sequence 10"),
+    ):
+        done = run("cat", str(CHAIN), "--from-sequence", bounds[0], "--to-sequence", bounds[1])
+        assert (done.exit_code, done.stderr.count(said)) == (code, 1), done
+    assert run("cat", str(CHAIN), "--from-sequence", "10").exit_code == 0  # nothing has come yet
 
 
 def test_a_hole_at_the_beginning_is_one(run: Run, archive: Archive) -> None:
@@ -461,19 +426,6 @@ def test_a_hole_at_the_beginning_is_one(run: Run, archive: Archive) -> None:
     assert [run(*words).exit_code for words in (("info", str(CHAIN)), ("cat", str(CHAIN)))] == [0, 0]
     archive.objects.put(Layout("data").chain_document(CHAIN), b"{")
     assert len(run("cat", str(CHAIN)).stdout.splitlines()) == 2
-
-
-def test_a_range_that_nothing_covers_is_told_wherever_it_begins(run: Run, archive: Archive) -> None:
-    archive.put(rows(*range(1, 6)), SequenceRange(1, 5))
-    for bounds, code, said in (
-        (("4", "8"), 3, "no segment covers 6..8"),
-        (("6", "7"), 3, "no segment covers 6..7"),
-        (("4", "2"), 2, "--from-sequence 4 is greater than --to-sequence 2"),
-        (("7", "6"), 2, "--from-sequence 7 is greater than --to-sequence 6"),
-    ):
-        done = run("cat", str(CHAIN), "--from-sequence", bounds[0], "--to-sequence", bounds[1])
-        assert (done.exit_code, said in done.stderr) == (code, True), done
-    assert run("cat", str(CHAIN), "--from-sequence", "6").exit_code == 0  # nothing has come yet
 
 
 def test_what_is_damaged_right_before_a_time_is_told(run: Run, archive: Archive) -> None:
@@ -502,21 +454,20 @@ def test_a_damaged_segment_is_read_around_where_others_cover_it(run: Run, archiv
     assert "no segment covers 1..5" in result.stderr
 
 
-def test_a_chain_without_segments_prints_nothing(run: Run) -> None:
-    result = run("cat", "us-east/NODES")
-    assert (result.exit_code, result.stdout) == (0, "")
-
-
 @pytest.mark.parametrize(
     "args",
     [
+        ("ls", "us-east/NODES/x"),
+        ("ls", "us-east//0"),
+        ("ls", "a/b/0/0/0"),
         ("cat", "us-east"),
         ("cat", "us-east/NODES", "--from-sequence", "0"),
-        ("cat", "us-east/NODES", "--from-sequence", "9", "--to-sequence", "8"),
     ],
 )
-def test_what_cannot_be_printed_is_a_usage_error(run: Run, merged: Merged, args: tuple[str, ...]) -> None:
-    assert run(*args).exit_code == 2
+def test_what_cannot_be_listed_or_printed_is_a_usage_error(run: Run, merged: Merged, args: tuple[str, ...]) -> None:
+    result = run(*args)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert any(word in result.stderr.lower() for word in ("expected", "invalid")), result.stderr
 
 
 @pytest.mark.parametrize("command", ["ls", "info", "cat"])
