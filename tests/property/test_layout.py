@@ -50,7 +50,9 @@ def test_a_sign_off_stands_among_the_objects_of_its_chain(layout: Layout, chain:
     assert layout.place_of(key) == layout.place_of(layout.chain_document(chain)) == chain
     assert any(key.startswith(place) for place in layout.places(chain))
     assert not layout.is_foreign(key)
+    assert not layout.may_be_put_away(key)
     assert layout.is_foreign(f"{key}x")
+    assert layout.is_foreign(key.replace(".json", ".txt"))
     assert layout.place_of(layout.tail(chain)) is None
 
 

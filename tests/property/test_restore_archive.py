@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 
@@ -93,18 +94,12 @@ def test_the_logical_archive_says_where_each_consumer_stood() -> None:
     archive = unframed(archive_of(archive_writer("ORDERS", "2.15.1"), [], 300))
     clean, holes = (json.loads(entry.payload) for entry in list(entries(archive))[1:3])
 
-    assert clean == {
-        "config": {"durable_name": "clean", "name": "clean"},
-        "state": {
-            "delivered": {"consumer_seq": 20, "stream_seq": 40},
-            "ack_floor": {"consumer_seq": 20, "stream_seq": 40},
-        },
-    }
+    at = {"consumer_seq": 20, "stream_seq": 40}
+    config = {"durable_name": "clean", "name": "clean"}
+    assert clean == {"config": config, "state": {"delivered": at, "ack_floor": at}}
     assert holes["config"]["filter_subject"] == "a.>"
-    assert holes["state"]["pending"] == {
-        "41": {"sequence": 5, "ts": 1_700_000_000_987_654_321},
-        "9": {"sequence": 4, "ts": 1_700_000_001_000_000_000},
-    }
+    at_41, at_9 = ({"sequence": 5, "ts": 1_700_000_000_987_654_321}, {"sequence": 4, "ts": 1_700_000_001_000_000_000})
+    assert holes["state"]["pending"] == {"41": at_41, "9": at_9}
     assert holes["state"]["redelivered"] == {"9": 2}
 
 
@@ -177,35 +172,25 @@ def test_frames_carry_the_checksum_that_readers_expect() -> None:
     assert KEEP_ALIVE in archive
 
 
-@pytest.mark.parametrize(
-    ("version", "form"),
-    [(f"2.{minor}.0", "files") for minor in (10, 11, 12, 13, 14)]
-    + [("2.15.0", "logical"), ("2.15.1", "logical"), ("2.15.3-RC.1", "logical")],
-)
-def test_the_form_follows_the_server(version: str, form: str) -> None:
-    assert archive_writer("ORDERS", version).format == form
-    assert archive_writer("ORDERS", version, "files").format == "files"
+def refusal(*of: str, force: bool = False) -> str:
+    with pytest.raises(ConfigError) as refused:
+        archive_writer("ORDERS", *of, force=force)
+    assert refused.value.code == "E-RESTORE-VERSION"
+    return str(refused.value)
 
 
-def test_the_logical_form_is_refused_for_a_server_that_lacks_it() -> None:
+def test_the_form_follows_the_server_and_is_refused_where_it_lacks_it() -> None:
+    forms = {f"2.{minor}.0": "files" for minor in (10, 11, 12, 13, 14)}
+    forms |= dict.fromkeys(("2.15.0", "2.15.1", "2.15.3-RC.1"), "logical")
+    assert {version: archive_writer("ORDERS", version).format for version in forms} == forms
+    assert {archive_writer("ORDERS", version, "files").format for version in forms} == {"files"}
     assert archive_writer("ORDERS", "2.15.0", "logical").format == "logical"
-    with pytest.raises(ConfigError, match="logical form") as refused:
-        archive_writer("ORDERS", "2.14.6", "logical")
-    assert refused.value.code == "E-RESTORE-VERSION"
+    assert "logical form" in refusal("2.14.6", "logical")
 
 
-@pytest.mark.parametrize("version", ["2.16.0", "2.17.1-dev", "3.0.0"])
-def test_an_unknown_newer_minor_is_refused_unless_forced(version: str) -> None:
-    with pytest.raises(ConfigError, match=r"tried with 2\.\d+ to 2\.15") as refused:
-        archive_writer("ORDERS", version)
-
-    assert refused.value.code == "E-RESTORE-VERSION"
-    assert archive_writer("ORDERS", version, force=True).format == "logical"
-
-
-@pytest.mark.parametrize("version", ["2.9.25", "1.4.1", "", "dev"])
-def test_an_old_server_is_refused_even_if_forced(version: str) -> None:
-    with pytest.raises(ConfigError, match=r"or newer") as refused:
-        archive_writer("ORDERS", version, force=True)
-
-    assert refused.value.code == "E-RESTORE-VERSION"
+def test_an_unknown_newer_minor_is_refused_unless_forced_and_an_old_server_even_then() -> None:
+    for version in ("2.16.0", "2.17.1-dev", "3.0.0"):
+        assert re.search(r"tried with 2\.\d+ to 2\.15", refusal(version))
+        assert archive_writer("ORDERS", version, force=True).format == "logical"
+    for version in ("2.9.25", "1.4.1", "", "dev"):
+        assert "or newer" in refusal(version, force=True)

@@ -32,7 +32,7 @@ async def test_whoever_asked_first_is_served_first() -> None:
     assert budget.used == 70
 
 
-async def test_what_is_larger_than_the_budget_is_served_alone() -> None:
+async def test_what_is_larger_than_the_budget_is_served_alone_and_forced_bytes_wait_for_nothing() -> None:
     budget = ByteBudget(100)
     await budget.take(10)
     waiting = asyncio.create_task(budget.take(1000))
@@ -40,8 +40,10 @@ async def test_what_is_larger_than_the_budget_is_served_alone() -> None:
     assert not waiting.done()
     budget.give(10)
     await waiting
-
     assert budget.used == 1000
+    budget.force(50)
+    budget.give(1050)
+    assert budget.used == 0
 
 
 async def test_a_cancelled_wait_takes_nothing_and_holds_nobody_up() -> None:
@@ -64,15 +66,6 @@ async def test_a_wait_cancelled_when_it_was_just_served_gives_its_bytes_back() -
     budget.give(90)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-
-    assert budget.used == 0
-
-
-async def test_forced_bytes_count_and_wait_for_nothing() -> None:
-    budget = ByteBudget(100)
-    await budget.take(100)
-    budget.force(50)
-    budget.give(150)
 
     assert budget.used == 0
 

@@ -13,7 +13,6 @@ from common.errors import (
     AnotherWriter,
     ConfigError,
     DataError,
-    FloeError,
     LeaseLost,
     OutcomeUnknown,
     Stopped,
@@ -37,42 +36,30 @@ from tests.support.basics import unique
 CHAIN = Chain("us-east", "NODES")
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        Unavailable("x"),
-        OutcomeUnknown("x"),
-        LeaseLost("x"),
-        ApiError(503, 0, "x"),
-        ApiError(400, 10005, "no suitable peers for placement"),
-    ],
-)
-def test_what_is_unreachable_passes_by_itself(error: FloeError) -> None:
-    assert passes_by_itself(error)
-    assert not ends_target(error, was_checked=False)
+NO_PEERS = ApiError(400, 10005, "no suitable peers for placement")
+TARGET, SOURCES = ConfigError("x", code="E-TARGET"), ConfigError("x", code="E-SOURCES")
 
 
-@pytest.mark.parametrize("error", [Stopped("x"), DataError("x")])
-@pytest.mark.parametrize("was_checked", [True, False])
-def test_a_stop_never_ends_a_target(error: FloeError, was_checked: bool) -> None:
-    assert not passes_by_itself(error)
-    assert not ends_target(error, was_checked=was_checked)
+def test_what_is_unreachable_passes_by_itself_and_a_stop_never_ends_a_target() -> None:
+    for error in (Unavailable("x"), OutcomeUnknown("x"), LeaseLost("x"), ApiError(503, 0, "x"), NO_PEERS):
+        assert passes_by_itself(error)
+        assert not ends_target(error, was_checked=False)
+    for error in (Stopped("x"), DataError("x")):
+        assert not passes_by_itself(error)
+        assert [ends_target(error, was_checked=each) for each in (True, False)] == [False, False]
 
 
 def test_a_configuration_ends_a_target_only_where_it_never_worked_or_cannot_without_a_restart() -> None:
-    assert ends_target(ConfigError("x", code="E-TARGET"), was_checked=False)
-    assert not ends_target(ConfigError("x", code="E-TARGET"), was_checked=True)
-    assert ends_target(ConfigError("x", code="E-SOURCES"), was_checked=True)
-
-
-def test_another_writer_ends_a_target() -> None:
+    assert [ends_target(TARGET, was_checked=each) for each in (False, True)] == [True, False]
+    assert ends_target(SOURCES, was_checked=True)
     assert ends_target(AnotherWriter("x"), was_checked=True)
 
 
 def test_of_several_errors_the_one_for_an_operator_leads() -> None:
     stop = Stopped("x")
-    group = BaseExceptionGroup("", [Unavailable("a"), BaseExceptionGroup("", [stop, ValueError("bug")])])
-    assert leading(group) is stop
+    assert (
+        leading(BaseExceptionGroup("", [Unavailable("a"), BaseExceptionGroup("", [stop, ValueError("bug")])])) is stop
+    )
 
 
 def chain_state(position: int, archived: int, plan: ChainPlan | None = None) -> ChainState:
@@ -133,16 +120,13 @@ def test_the_lag_stays_until_another_instance_carries() -> None:
     assert gauge(target, "lag_sequences") is None
 
 
-def test_the_lag_of_rows_that_are_being_sent_is_theirs() -> None:
+def test_the_lag_of_rows_that_are_being_sent_is_theirs_and_exact_as_soon_as_a_time_is_known() -> None:
     target = unique("T")
     lags = Lags(target)
     sending = Intent(9, (piece(101, 200, 7),))
     lags.measure([chain_state(301, 300)], {CHAIN: 101}, [], sending, 1050.0, sending={CHAIN: 1000.0})
     assert gauge(target, "lag_seconds") == 50
     lags.forget()
-
-
-def test_the_lag_is_exact_as_soon_as_a_time_is_known() -> None:
     target = unique("T")
     lags = Lags(target)
     lags.measure([chain_state(101, 300)], {CHAIN: 101}, [], None, 1050.0)
@@ -218,20 +202,23 @@ def test_the_publisher_is_told_once_and_again_after_another_instance_had_the_tar
         assert told() == 3
 
 
-def test_a_site_with_many_chains_hides_no_other_from_the_status() -> None:
+def carried(chains: list[Chain], unready: str = "", *, is_settled: bool = True) -> tuple[str, Health]:
+    """The name of a target that carries these, and what it reported."""
     target, clock = unique("T"), SystemClock()
     health = Health(clock)
-    crowd = [Chain("a-site", "NODES", 0, partition) for partition in range(1100)]
-    sources = [{"site": ["a-site", CHAIN.site], "feed": "NODES"}]
+    sources = [{"site": sorted({chain.site for chain in chains}), "feed": "NODES"}]
     settings = TargetSettings.model_validate({"stream": target, "sources": sources})
-    chains = ChainRegistry(settings, TargetLimits(Accepting([">"]), 1024))
-    assert all(chains.add(chain) for chain in (*crowd, CHAIN))
+    registry = ChainRegistry(settings, TargetLimits(Accepting([">"]), 1024))
+    assert all(registry.add(chain) for chain in chains)
     state = SimpleNamespace(checkpoint=SimpleNamespace(positions={}, target_sequence=0), intent=None)
-    delivery: Any = SimpleNamespace(state=state, is_settled=True, trouble="", unready="", sending_times={})
-    prefetcher: Any = SimpleNamespace(chains=chains, positions={}, ahead=[])
-
+    delivery: Any = SimpleNamespace(state=state, is_settled=is_settled, trouble="", unready=unready, sending_times={})
+    prefetcher: Any = SimpleNamespace(chains=registry, positions={}, ahead=[])
     TargetReport(target, health, clock).carries(delivery, prefetcher)
+    return target, health
 
+
+def test_a_site_with_many_chains_hides_no_other_from_the_status() -> None:
+    target, health = carried([*(Chain("a-site", "NODES", 0, partition) for partition in range(1100)), CHAIN])
     shown = health.status()["parts"][f"target {target}"]["chains"]
     assert len(shown) == 1000
     assert str(CHAIN) in shown
@@ -239,12 +226,5 @@ def test_a_site_with_many_chains_hides_no_other_from_the_status() -> None:
 
 @pytest.mark.parametrize("why", ["", "compared with its state"])
 def test_a_target_is_ready_where_nothing_speaks_against_it(why: str) -> None:
-    target, clock = unique("T"), SystemClock()
-    health = Health(clock)
-    settings = TargetSettings.model_validate({"stream": target, "sources": [{"site": "a", "feed": "NODES"}]})
-    chains = ChainRegistry(settings, TargetLimits(Accepting([">"]), 1024))
-    state = SimpleNamespace(checkpoint=SimpleNamespace(positions={}, target_sequence=0), intent=None)
-    delivery: Any = SimpleNamespace(state=state, is_settled=False, trouble="", unready=why, sending_times={})
-    prefetcher: Any = SimpleNamespace(chains=chains, positions={}, ahead=[])
-    TargetReport(target, health, clock).carries(delivery, prefetcher)
+    target, health = carried([CHAIN], why, is_settled=False)
     assert health.problems() == ([f"target {target}: {why}"] if why else [])

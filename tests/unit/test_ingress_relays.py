@@ -34,37 +34,27 @@ def carried(block: bytes | None, *, relay: bool, control: frozenset[bytes] = fro
     return b"NATS/1.0\r\n" + tail
 
 
-def test_the_newest_hop_stands_first_and_what_was_published_comes_back() -> None:
+def test_the_newest_hop_stands_first_a_third_adds_one_line_and_what_was_published_comes_back() -> None:
     found = carried(escape(PUBLISHED, ORIGIN, first_lines=(b"Nats-Expected-Last-Sequence: 5",)), relay=True)
-
     assert [(hop.site, hop.sequence) for hop in hops(found)] == [("region", 7), ("city", 41)]
     assert restore(found)[1] == PUBLISHED
     assert b"Nats-Expected" not in found
     assert b"\r\nNats-Rollup" not in found
 
-
-def test_a_third_hop_adds_one_line() -> None:
-    once = carried(escape(PUBLISHED, ORIGIN), relay=True)
-    twice = carried(once, relay=True)
-
+    twice = carried(carried(escape(PUBLISHED, ORIGIN), relay=True), relay=True)
     assert [hop.site for hop in hops(twice)] == ["region", "region", "city"]
     assert restore(twice)[1] == PUBLISHED
 
 
-def test_a_forged_hop_on_a_stream_that_is_no_relay_is_text() -> None:
-    forged = b"NATS/1.0\r\n" + ORIGIN.line() + b"\r\nA: 1\r\n\r\n"
-
-    found = carried(forged, relay=False)
-
+@pytest.mark.parametrize(
+    ("block", "relay"), [(b"NATS/1.0\r\n" + ORIGIN.line() + b"\r\nA: 1\r\n\r\n", False), (PUBLISHED, True)]
+)
+def test_a_forged_hop_on_a_stream_that_is_no_relay_and_what_others_published_into_one_is_text(
+    block: bytes, relay: bool
+) -> None:
+    found = carried(block, relay=relay)
     assert [hop.site for hop in hops(found)] == ["region"]
-    assert restore(found)[1] == forged
-
-
-def test_what_others_published_into_a_relay_is_escaped_all_the_same() -> None:
-    found = carried(PUBLISHED, relay=True)
-
-    assert [hop.site for hop in hops(found)] == ["region"]
-    assert restore(found)[1] == PUBLISHED
+    assert restore(found)[1] == block
 
 
 def test_control_headers_that_acted_at_the_first_hop_act_at_the_second() -> None:

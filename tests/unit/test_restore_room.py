@@ -106,6 +106,12 @@ def test_only_where_consumers_are_too_many_there_is_a_way_without_them() -> None
     assert no_room(planned(), {"limits": {"max_storage": 2000}}, copies=3, streams=1) is not None
 
 
+def test_a_cluster_may_find_resources_by_itself() -> None:
+    said = ApiError(503, 10023, "insufficient resources")
+    found = [out_of_room(said, REQUEST, "S", is_clustered=each) is None for each in (True, False)]
+    assert found == [True, False]
+
+
 FULL = "restore failed: failed to store message sequence 9: write /s/2.blk: no space left on device"
 TOO_MANY = 'restore failed: failed to add consumer "odd": maximum consumers limit reached (10026)'
 
@@ -138,9 +144,3 @@ def test_what_a_server_without_room_answers_is_told_as_that(
     drill = out_of_room(said, replace(REQUEST, promote=False), "S", is_clustered=False)
     assert drill is not None
     assert [line.split()[1] for line in drill.hint.splitlines() if line.startswith("floe")] == ["drill"]
-
-
-def test_a_cluster_may_find_resources_by_itself() -> None:
-    said = ApiError(503, 10023, "insufficient resources")
-    assert out_of_room(said, REQUEST, "S", is_clustered=True) is None
-    assert out_of_room(said, REQUEST, "S", is_clustered=False) is not None

@@ -64,18 +64,23 @@ async def bench() -> AsyncIterator[Bench]:
     bench.threads.close()
 
 
-def test_due_once_the_interval_has_passed_and_a_segment_was_closed() -> None:
+@pytest.mark.parametrize("asked", [False, True])
+def test_due_once_the_interval_has_passed_or_somebody_asks_and_a_segment_was_closed(asked: bool) -> None:
     bench = Bench()
     assert not bench.saving.is_due(5)
-    bench.clock.advance(60)
+    if asked:
+        bench.saving.ask()
+    else:
+        bench.clock.advance(60)
     assert not bench.saving.is_due(0)
     assert bench.saving.is_due(1)
     bench.hold(10, segments=1)
-    bench.clock.advance(600)
+    bench.clock.advance(0 if asked else 600)
     assert not bench.saving.is_due(9)
 
 
-async def test_written_only_once_the_archive_reaches_it(bench: Bench) -> None:
+async def test_written_once_the_archive_reaches_it_or_at_once_where_it_has(bench: Bench) -> None:
+    """Of a quiet feed nothing else is put that would say so."""
     bench.hold(10)
     bench.saving.covered(8)
     await asyncio.sleep(0.05)
@@ -86,23 +91,9 @@ async def test_written_only_once_the_archive_reaches_it(bench: Bench) -> None:
     bench.saving.covered(50)
     await asyncio.sleep(0.05)
     assert bench.store.written == [10]
-
-
-async def test_what_the_archive_has_reached_already_is_written_at_once(bench: Bench) -> None:
-    """Of a quiet feed nothing else is put that would say so."""
-    bench.saving.covered(9)
-    bench.hold(10)
+    bench.hold(20)
     await bench.saving.free()
-    assert bench.store.written == [10]
-
-
-def test_due_at_once_where_somebody_asks_and_a_segment_was_closed() -> None:
-    bench = Bench()
-    bench.saving.ask()
-    assert not bench.saving.is_due(0)
-    assert bench.saving.is_due(1)
-    bench.hold(10, segments=1)
-    assert not bench.saving.is_due(2)
+    assert bench.store.written == [10, 20]
 
 
 async def test_a_slow_write_holds_nobody_up_and_the_next_one_waits_its_turn(bench: Bench) -> None:

@@ -83,13 +83,3 @@ def test_the_object_tells_what_became_of_a_write(objects: LocalObjects):
     refused = FaultyStore(objects).on("put_if_absent", raising(Refused("no right")))
     with pytest.raises(Refused):
         SignOffs(refused, LAYOUT, deep=False).write(CHAIN, SignOff(), 10, marks())  # type: ignore[arg-type]
-
-
-def test_its_key_is_a_document_of_its_chain(objects: LocalObjects):
-    for deep in (True, False):
-        key = LAYOUT.sign_off(CHAIN, deep=deep)
-        assert not LAYOUT.is_foreign(key)
-        assert not LAYOUT.may_be_put_away(key)
-        assert LAYOUT.place_of(key) == CHAIN
-        assert any(key.startswith(place) for place in LAYOUT.places(CHAIN))
-        assert LAYOUT.is_foreign(key.replace(".json", ".txt"))
