@@ -9,7 +9,7 @@ import pytest
 from common.jetstream.api import stream_info
 from egress.incarnations import Closing, End
 from tests.support.basics import soon, unique
-from tests.support.egress import Bench, Partitioned, feed_of, publish_over
+from tests.support.egress import Bench, Partitioned, begun_parts, feed_of, publish_over
 
 pytestmark = pytest.mark.simulated
 
@@ -99,15 +99,10 @@ async def test_a_partition_that_comes_later_begins_where_the_others_did(bench: B
 
 async def test_recreated_while_egress_was_down_all_partitions_end_where_their_coverage_did(bench: Bench) -> None:
     """One incarnation for all; a partition without messages follows what the others found."""
-    stream = await bench.make_stream(unique("T"))
-    parts = Partitioned(bench, stream, 3)
-    await publish_over(bench, stream, ["0.a", "1.a"], 100, "first")
-    async with bench.egress(feed_of(stream)):
-        await parts.archived_to(100)
+    stream, parts = await begun_parts(bench, 3, 100)
     ends, before = parts.ends(), parts.messages()
     await recreate(bench, stream, ["0.a", "1.a"], 150, "second")
-    async with bench.egress(feed_of(stream)):
-        await parts.archived_to(150, 1)
+    await parts.freeze(150, 1)
     assert parts.previous(1) == ends
     assert parts.messages() == before
     await parts.same(stream, 1)
@@ -116,12 +111,8 @@ async def test_recreated_while_egress_was_down_all_partitions_end_where_their_co
 @pytest.mark.real
 async def test_the_others_wait_for_a_partition_whose_worker_is_away(bench: Bench) -> None:
     """Not an error; whoever takes its lease closes it, and all go on."""
-    stream = await bench.make_stream(unique("T"))
-    parts = Partitioned(bench, stream, 3)
     subjects = [f"{p}.a" for p in range(3)]
-    await publish_over(bench, stream, subjects, 60, "first")
-    async with bench.egress(feed_of(stream)):
-        await parts.archived_to(60)
+    stream, parts = await begun_parts(bench, 3, 60, subjects)
     await publish_over(bench, stream, subjects, 30, "more")
     async with parts.away(1):
         running = bench.start(bench.settings(feed_of(stream)))
@@ -143,11 +134,7 @@ async def test_the_others_wait_for_a_partition_whose_worker_is_away(bench: Bench
 @pytest.mark.real
 async def test_recreated_twice_while_one_partition_is_away(bench: Bench) -> None:
     """The ends that were noted for the stream in between count for the one that is there now."""
-    stream = await bench.make_stream(unique("T"))
-    parts = Partitioned(bench, stream, 2)
-    await publish_over(bench, stream, ["0.a", "1.a"], 60, "first")
-    async with bench.egress(feed_of(stream, 2)):
-        await parts.archived_to(60)
+    stream, parts = await begun_parts(bench, 2, 60)
     closings = await parts.closings()
     async with parts.away(1):
         running = bench.start(bench.settings(feed_of(stream, 2)))
@@ -171,11 +158,7 @@ async def test_recreated_twice_while_one_partition_is_away(bench: Bench) -> None
 
 async def test_an_end_that_was_noted_is_withdrawn_when_the_old_stream_is_back(bench: Bench) -> None:
     """Partition 0 reads on, so the incarnation must not be closed with the end it noted before."""
-    stream = await bench.make_stream(unique("T"))
-    parts = Partitioned(bench, stream, 2)
-    await publish_over(bench, stream, ["0.a", "1.a"], 60, "first")
-    async with bench.egress(feed_of(stream, 2)):
-        await parts.archived_to(60)
+    stream, parts = await begun_parts(bench, 2, 60)
     closings = await parts.closings()
     another = Closing({0: End(60, 1, "2001-01-01T00:00:00Z")})
     await closings.change(parts.chain(0), lambda _: another)
@@ -189,11 +172,7 @@ async def test_an_end_that_was_noted_is_withdrawn_when_the_old_stream_is_back(be
 
 async def test_created_that_drifts_does_not_stop_a_partition_without_messages(bench: Bench) -> None:
     """It has nothing to compare; what the others archived is of the same stream."""
-    stream = await bench.make_stream(unique("T"))
-    parts = Partitioned(bench, stream, 3)
-    await publish_over(bench, stream, ["0.a", "1.a"], 60, "first")
-    async with bench.egress(feed_of(stream)):
-        await parts.archived_to(60)
+    stream, parts = await begun_parts(bench, 3, 60)
     key = bench.chains.layout.stream_document(parts.chain(0))
     found = bench.chains.read_stream(parts.chain(0))
     assert found is not None

@@ -18,7 +18,7 @@ from infra.local.nats import NatsServer
 from infra.oracle import Trace, archived, compare, source_trace
 from tests.support.basics import at_length, soon, unique
 from tests.support.commands import Done, configuration, floe, paste
-from tests.support.egress import SITE, Bench, Partitioned, feed_of, publish_over
+from tests.support.egress import SITE, Bench, Partitioned, begun_parts, feed_of, publish_over
 from tests.support.ingress import Archive, Centre, arrived, count_in
 from tests.support.servers import restore_disk, save_disk
 
@@ -52,58 +52,28 @@ async def check_all(bench: Bench, feed: str, stream: str) -> None:
     assert found.ok, found.report()
 
 
-async def uneven(bench: Bench, stream: str, count: int) -> Partitioned:
-    """A feed of two partitions, of which partition 0 is further than partition 1."""
-    parts = Partitioned(bench, stream, 2)
-    await publish_over(bench, stream, ["0.a", "1.a", "0.b", "1.b"], count, "first")
-    async with bench.egress(feed_of(stream, 2)):
-        await parts.archived_to(count)
+async def uneven(bench: Bench, count: int) -> tuple[str, Partitioned]:
+    """A feed of two partitions, of which partition 0 is further than partition 1; its stream, and those."""
+    stream, parts = await begun_parts(bench, 2, count, ["0.a", "1.a", "0.b", "1.b"])
     await publish_over(bench, stream, ["0.a", "1.a"], count, "more")
     async with parts.away(1):
         running = bench.start(bench.settings(feed_of(stream, 2)))
         await soon(lambda: parts.end(0) == 2 * count)
         await running.drain()
     assert parts.end(1) == count
-    return parts
-
-
-async def test_a_feed_is_cut_anew_under_load(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    before, after = Partitioned(bench, stream, 2), Partitioned(bench, stream, 3)
-    subjects = ["0.a", "1.a", "0.b", "1.b"]
-    loading = asyncio.create_task(load(bench, stream, subjects, 60))
-    feed = feed_of(stream, 2, segment={"max_messages": 150})
-    running = bench.start(bench.settings(feed))
-    await soon(lambda: min(before.ends().values()) > 300)
-    await running.crash()
-    cut = {"stream": stream, "partitions": [f"{stream}.*.a", f"{stream}.0.b", f"{stream}.1.b"]}
-    done = await until_cut(bench, cut, "--json")
-    async with bench.egress(cut):
-        await loading
-        await after.archived_to(await bench.last(stream), 1)
-    end = before.end(0)
-    assert before.previous(1) == {0: end, 1: end} == before.ends()
-    assert (done.json()["first"], done.json()["ends"]) == (end + 1, {"0": end, "1": end})
-    after.check(1)
-    await check_all(bench, stream, stream)
-
-
-async def load(bench: Bench, stream: str, subjects: list[str], rounds: int) -> None:
-    for number in range(rounds):
-        await publish_over(bench, stream, subjects, 40, f"{number}")
-        await asyncio.sleep(0.05)
+    return stream, parts
 
 
 async def test_a_partition_that_is_behind_reads_on_to_the_end_of_the_furthest_and_no_further(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    parts = await uneven(bench, stream, 100)
+    stream, parts = await uneven(bench, 100)
     await publish_over(bench, stream, ["0.a", "1.a"], 50, "beyond")
     feed = {"stream": stream}
     shown = await repartition(bench, feed, "--dry-run", "--json")
     assert shown.json()["still_to_read"] == {"0": 0, "1": 100}
     assert parts.end(1) == 100
-    await until_cut(bench, feed)
-    assert parts.ends() == {0: 200, 1: 200}
+    done = await until_cut(bench, feed, "--json")
+    assert (done.json()["first"], done.json()["ends"]) == (201, {"0": 200, "1": 200})
+    assert parts.ends() == parts.previous(1) == {0: 200, 1: 200}
     assert await bench.mark(stream, incarnation=1) == 0
     parts.check()
     async with bench.egress(feed):
@@ -115,8 +85,7 @@ async def test_a_partition_that_is_behind_reads_on_to_the_end_of_the_furthest_an
 
 
 async def test_people_read_words_and_what_the_new_filters_leave_out(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await uneven(bench, stream, 100)
+    stream, _ = await uneven(bench, 100)
     await publish_over(bench, stream, ["1.b", "1.c"], 11, "left")
     await publish_over(bench, stream, ["0.x"], 1, "left")
     feed = {"stream": stream, "partitions": [f"{stream}.0.a", f"{stream}.0.b", f"{stream}.1.a"]}
@@ -162,8 +131,7 @@ async def test_people_read_words_and_what_the_new_filters_leave_out(bench: Bench
 )
 async def test_a_crash_at_any_step_is_completed_by_the_next_run(bench: Bench, failpoint: str) -> None:
     """Behind the commit the old cut stops."""
-    stream = await bench.make_stream(unique("T"))
-    parts = await uneven(bench, stream, 60)
+    stream, parts = await uneven(bench, 60)
     feed = feed_of(stream, 3)
     killed = await repartition(bench, feed, "--yes", failpoints=f"{failpoint}=kill")
     assert killed.code == -9
@@ -177,8 +145,7 @@ async def test_a_crash_at_any_step_is_completed_by_the_next_run(bench: Bench, fa
     await until_cut(bench, feed)
     assert parts.previous(1) == parts.ends() == {0: 120, 1: 120}
     after = Partitioned(bench, stream, 3)
-    async with bench.egress(feed):
-        await after.archived_to(150, 1)
+    await after.freeze(150, 1)
     after.check(1)
     await check_all(bench, stream, stream)
 
@@ -207,14 +174,10 @@ async def test_a_stream_set_back_behind_the_cut_is_noticed_though_nothing_was_ar
 ) -> None:
     """The tips of the incarnation before are evidence for the one that continues it."""
     bench, server = alone
-    stream = await bench.make_stream(unique("T"), storage="file")
-    await publish_over(bench, stream, ["0.a", "1.a"], 20, "x")
-    async with bench.egress(feed_of(stream, 2)):
-        await Partitioned(bench, stream, 2).archived_to(20)
+    stream, parts = await begun_parts(bench, 2, 20, storage="file")
     saved = await save_disk(server, tmp_path)
     await publish_over(bench, stream, ["0.a", "1.a"], 20, "lost")
-    async with bench.egress(feed_of(stream, 2)):
-        await Partitioned(bench, stream, 2).archived_to(40)
+    await parts.freeze(40)
     await until_cut(bench, feed_of(stream, 3))
     await restore_disk(server, saved)
     feed = feed_of(stream, 3)
@@ -248,8 +211,7 @@ async def test_the_new_partitions_get_what_comes_meanwhile(bench: Bench, retenti
 
 async def test_ingress_carries_the_next_incarnation_behind_all_partitions_of_the_one_before(bench: Bench) -> None:
     """The last message of each old partition stands before the first of every new one."""
-    stream = await bench.make_stream(unique("T"))
-    parts = await uneven(bench, stream, 60)
+    stream, parts = await uneven(bench, 60)
     feed = feed_of(stream, 3)
     await until_cut(bench, feed)
     await publish_over(bench, stream, ["0.a", "1.a", "2.a"], 90, "new")

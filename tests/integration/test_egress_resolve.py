@@ -45,6 +45,12 @@ async def exact(bench: Bench, stream: str, incarnation: int, first: int) -> None
     assert found.ok, found.report()
 
 
+def continuing(bench: Bench, stream: str, incarnation: int) -> StreamDocument:
+    document = bench.chains.read_stream(bench.chain(stream, incarnation))
+    assert document is not None
+    return document
+
+
 async def comes_back_whole(bench: Bench, stream: str) -> None:
     """Fails unless a restore of the stream, which it deletes, brings back all that it held."""
     before = await back.contents(bench, stream)
@@ -95,8 +101,7 @@ async def test_a_stream_that_was_set_back_goes_on_where_it_parted_from_the_archi
     alone: tuple[Bench, NatsServer], tmp_path: Path
 ) -> None:
     bench, server = alone
-    stream = await bench.make_stream(unique("T"), storage="file")
-    await archive(bench, stream, [b"x %d" % i for i in range(10)])
+    stream = await bench.begun([b"x %d" % i for i in range(10)], storage="file")
     await bench.publish(stream, [b"kept 11", b"kept 12"])
     saved = await save_disk(server, tmp_path)
     await archive(bench, stream, [b"lost"] * 3)
@@ -123,8 +128,7 @@ async def test_a_stream_that_was_set_back_goes_on_where_it_parted_from_the_archi
         await bench.archived_to(stream, 13, incarnation=1)
         await bench.publish(stream, [b"more"] * 4)
         await bench.archived_to(stream, 17, incarnation=1)
-    document = bench.chains.read_stream(bench.chain(stream, 1))
-    assert document is not None
+    document = continuing(bench, stream, 1)
     assert (document.previous, document.continues_from, document.stream_first) == ({0: 15}, {0: 13}, 1)
     await exact(bench, stream, 1, 13)
     await comes_back_whole(bench, stream)
@@ -164,8 +168,7 @@ async def test_a_stream_set_back_into_an_incarnation_before_goes_on_from_there(b
         await bench.publish(stream, [b"of %d" % incarnation] * 3)
         async with bench.egress({"stream": stream}):
             await bench.archived_to(stream, sequence + 3, incarnation=incarnation)
-    document = bench.chains.read_stream(bench.chain(stream, 2))
-    assert document is not None
+    document = continuing(bench, stream, 2)
     assert (document.continues_from, document.continued) == ({0: 9}, 0)
     await exact(bench, stream, 2, 9)
     await comes_back_whole(bench, stream)
@@ -205,8 +208,7 @@ async def test_bounds_and_what_would_be_repeated_or_left_out_are_told(
     alone: tuple[Bench, NatsServer], tmp_path: Path
 ) -> None:
     bench, server = alone
-    stream = await bench.make_stream(unique("T"), storage="file")
-    await archive(bench, stream, [b"x"] * 10)
+    stream = await bench.begun([b"x"] * 10, storage="file")
     saved = await save_disk(server, tmp_path)
     await archive(bench, stream, [b"lost"] * 5)
     await restore_disk(server, saved)
@@ -231,8 +233,7 @@ async def test_an_old_incarnation_that_is_back_goes_on_behind_what_was_archived_
     alone: tuple[Bench, NatsServer], tmp_path: Path
 ) -> None:
     bench, server = alone
-    stream = await bench.make_stream(unique("T"), storage="file")
-    await archive(bench, stream, [b"first"] * 10)
+    stream = await bench.begun([b"first"] * 10, storage="file")
     saved = await save_disk(server, tmp_path)
     await bench.recreate(stream, [b"second"] * 4, storage="file")
     async with bench.egress({"stream": stream}):
@@ -245,8 +246,7 @@ async def test_an_old_incarnation_that_is_back_goes_on_behind_what_was_archived_
         assert bench.chains.read_stream(bench.chain(stream, 2)) is None
         await paste(bench, status["hint"], {"stream": stream})
         await bench.archived_to(stream, 15, incarnation=2)
-    document = bench.chains.read_stream(bench.chain(stream, 2))
-    assert document is not None
+    document = continuing(bench, stream, 2)
     assert (document.previous, document.continues_from, document.continued) == ({0: 4}, {0: 11}, 0)
     await exact(bench, stream, 2, 11)
     await comes_back_whole(bench, stream)

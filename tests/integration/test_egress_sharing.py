@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -35,19 +36,6 @@ TTL = 4.0  # seconds
 SHARED = Tuning(QUICK.pulling, EgressTuning(tick=0.05, check=0.3, hand_over=0.5), QUICK.confirming)
 
 
-class Told:
-    """What a slot told of its chain."""
-
-    def __init__(self) -> None:
-        self.state = ""
-
-    def standby(self, holder: str | None) -> None:
-        self.state = f"standby {holder}"
-
-    def waits(self, error: Exception) -> None:
-        self.state = "waits"
-
-
 @dataclass
 class Member:
     """A member whose work is to do nothing, and to leave `linger` seconds after it should."""
@@ -57,13 +45,12 @@ class Member:
     keys: Sequence[str]
     linger: float = 0.0
     held: dict[str, Lease] = field(default_factory=dict)
-    told: dict[str, Told] = field(default_factory=dict)
+    observer: Mock = field(default_factory=Mock)
     most: int = 0
 
     def __post_init__(self) -> None:
         self.stop = Stop()
-        self.told = {key: Told() for key in self.keys}
-        self._slots = [self.sharing.slot(key, self.told[key]) for key in self.keys]
+        self._slots = [self.sharing.slot(key, self.observer) for key in self.keys]
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
@@ -187,15 +174,13 @@ async def test_members_that_come_together_never_take_more_than_their_share_for_l
     assert group.counts() == [4] * 5
 
 
-async def test_processes_of_one_host_wait_for_each_other_before_they_take(group: Group) -> None:
+async def test_processes_of_one_host_wait_for_each_other_before_they_take_but_not_for_ever(group: Group) -> None:
+    alone = await group.join(siblings=2)
+    await soon(lambda: len(alone.held) == 4)
+    await alone.leave()
     members = await asyncio.gather(*(group.join(siblings=2) for _ in range(2)))
     await soon(group.is_fair)
     assert [member.most for member in members] == [2, 2]
-
-
-async def test_a_sibling_that_never_comes_is_not_waited_for(group: Group) -> None:
-    member = await group.join(siblings=2)
-    await soon(lambda: len(member.held) == 4)
 
 
 async def test_members_with_another_configuration_leave_no_chain_alone(group: Group) -> None:
@@ -213,12 +198,18 @@ async def test_members_with_another_configuration_leave_no_chain_alone(group: Gr
 # Hand-over
 
 
-@pytest.mark.timing
-async def test_a_clean_stop_hands_over_at_once(group: Group) -> None:
+async def halves(group: Group) -> tuple[Member, Member]:
+    """Two members of two leases each."""
     first = await group.join()
     await soon(lambda: len(first.held) == 4)
     second = await group.join()
-    await soon(lambda: group.counts() == [2, 2], TTL)
+    await soon(lambda: group.counts() == [2, 2])
+    return first, second
+
+
+@pytest.mark.timing
+async def test_a_clean_stop_hands_over_at_once(group: Group) -> None:
+    first, second = await halves(group)
     began = time.monotonic()
     await first.leave()
     await soon(lambda: len(second.held) == 4, TTL, every=0.002)
@@ -237,10 +228,7 @@ async def test_a_member_that_lets_a_segment_end_first_hands_over_when_it_has(gro
 
 @pytest.mark.timing
 async def test_a_killed_member_is_replaced_within_two_lease_times(group: Group) -> None:
-    first = await group.join()
-    await soon(lambda: len(first.held) == 4)
-    second = await group.join()
-    await soon(lambda: group.counts() == [2, 2], TTL)
+    first, second = await halves(group)
     await first.die()
     await soon(lambda: len(second.held) == 4, 2 * TTL)
 
@@ -275,7 +263,7 @@ async def test_members_that_cannot_be_listed_change_nothing(group: Group, monkey
 
     monkeypatch.setattr(Leases, "keys", nobody_answers)
     second = await group.join()
-    await soon(lambda: all(told.state == "waits" for told in second.told.values()))
+    await soon(lambda: second.observer.waits.call_count >= 4)
     await asyncio.sleep(TTL)
     assert (len(first.held), len(second.held)) == (4, 0)
     monkeypatch.undo()

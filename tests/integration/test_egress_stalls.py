@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from common.errors import Unavailable
+from common.jetstream.api import consumer_names
 from common.metrics import REGISTRY
 from infra.local.nats import NatsServer
 from tests.support.basics import soon, unique
@@ -37,14 +38,9 @@ class Store(FaultyStore):
         self._faults.clear()
 
 
-async def consumers(bench: Bench, stream: str) -> list[str]:
-    answer = await bench.client.api(f"CONSUMER.NAMES.{stream}")
-    return list(answer.get("consumers") or [])
-
-
 async def pause(bench: Bench, stream: str) -> str:
     """Pause the stream's one consumer for an hour; its name."""
-    [name] = await soon(lambda: consumers(bench, stream))
+    [name] = await soon(lambda: consumer_names(bench.client, stream))
     until = (datetime.now(UTC) + timedelta(hours=1)).isoformat().replace("+00:00", "Z")
     await bench.client.api(f"CONSUMER.PAUSE.{stream}.{name}", {"pause_until": until})
     return name
@@ -166,10 +162,7 @@ async def test_a_full_stream_leaves_as_long_as_its_first_sequence_takes_to_arriv
 
 
 async def test_a_chain_that_stopped_tells_it_too(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("STOP"), max_age=3600 * 10**9)
-    await bench.publish(stream, [b"a"] * 10)
-    async with bench.egress({"stream": stream}, tuning=IMPATIENT):
-        await bench.archived_to(stream, 10)
+    stream = await bench.begun([b"a"] * 10, max_age=3600 * 10**9)
     await bench.recreate(stream, [b"b"] * 20, max_age=3600 * 10**9)
 
     running = bench.start(bench.settings({"stream": stream, "on_recreated": "halt"}), IMPATIENT)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import yaml
 from msgspec import structs
 
 from common.segments.documents import StreamDocument
@@ -86,36 +85,30 @@ async def test_an_incarnation_that_another_site_made_is_left_behind_by_the_comma
 # E-HISTORY
 
 
-async def test_a_stream_document_that_is_missing_is_restored(bench: Bench) -> None:
+@pytest.mark.parametrize("of", ["stream", "chain"])
+async def test_a_document_that_is_missing_or_contradicts_is_restored_or_made_again(bench: Bench, of: str) -> None:
     stream = await bench.begun([b"first"] * 10)
-    key = bench.chains.layout.stream_document(bench.chain(stream))
+    layout, chain, document = bench.chains.layout, bench.chain(stream), bench.chains.read_chain(bench.chain(stream))
+    key = layout.stream_document(chain) if of == "stream" else layout.chain_document(chain)
     kept = bench.objects.get(key)
     assert kept is not None
-    bench.objects.delete(key)
-    async with bench.egress({"stream": stream}) as running:
-        await soon(lambda: running.state(stream) == "stopped")
-        assert f"expected {key} beside its chain.json" in running.status(stream)["why"]
-        assert "restore that object: the feed then goes on by itself" in running.status(stream)["hint"]
-        code, lines = await resolved(bench, stream)
-        assert (code, lines[0].split(": ")[0]) == (3, f"{SITE}/{stream}/0000/0  E-HISTORY")
-        assert lines[1].strip() == running.status(stream)["hint"]
-        bench.objects.put(key, kept)
-        await bench.publish(stream, [b"more"] * 5)
-        await bench.archived_to(stream, 15)
-    await bench.same(stream, stream)
-
-
-async def test_a_chain_document_that_contradicts_is_made_again(bench: Bench) -> None:
-    stream = await bench.begun([b"first"] * 10)
-    key = bench.chains.layout.chain_document(bench.chain(stream))
-    document = bench.chains.read_chain(bench.chain(stream))
     assert document is not None
-    bench.objects.put(key, structs.replace(document, relay=True).to_json())
-    async with bench.egress({"stream": stream}) as running:
-        await soon(lambda: running.state(stream) == "stopped")
-        assert "does not say what stream.json says" in running.status(stream)["why"]
-        assert f"put {key} away" in running.status(stream)["hint"]
+    if of == "stream":
         bench.objects.delete(key)
+        why, hint = f"expected {key} beside its chain.json", "restore that object: the feed then goes on by itself"
+    else:
+        bench.objects.put(key, structs.replace(document, relay=True).to_json())
+        why, hint = "does not say what stream.json says", f"put {key} away"
+    async with bench.egress({"stream": stream}) as running:
+        status = await running.stopped(stream)
+        assert (why in status["why"], hint in status["hint"]) == (True, True), status
+        if of == "stream":
+            code, lines = await resolved(bench, stream)
+            assert (code, lines[0].split(": ")[0]) == (3, f"{SITE}/{stream}/0000/0  E-HISTORY")
+            assert lines[1].strip() == status["hint"]
+            bench.objects.put(key, kept)
+        else:
+            bench.objects.delete(key)
         await bench.publish(stream, [b"more"] * 5)
         await bench.archived_to(stream, 15)
     await bench.same(stream, stream)
@@ -130,8 +123,7 @@ async def test_resolve_says_once_for_the_feed_that_it_is_cut_otherwise(bench: Be
     await publish_over(bench, stream, ["0.a", "1.a"], 10, "more")
     done = await floe("egress", "repartition", "-c", str(configuration(bench, two)), stream, "--yes")
     assert done.code == 0, done
-    async with bench.egress(two):
-        await Partitioned(bench, stream, 2).archived_to(20, 1)
+    await Partitioned(bench, stream, 2).freeze(20, 1)
     code, lines = await resolved(bench, **three)
     assert code == 3
     assert len(lines) == 2
@@ -197,10 +189,7 @@ async def test_resolve_gives_the_choices_where_the_stream_was_deleted(bench: Ben
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_the_command_names_the_file_that_was_read(bench: Bench, workers: int) -> None:
     stream, port = await bench.begun([b"first"] * 10), free_port()
-    config = configuration(bench, feed_of(stream, 2))
-    document = yaml.safe_load(config.read_text())
-    document["egress"]["monitor"] = {"listen": f"127.0.0.1:{port}"}
-    config.write_text(yaml.safe_dump(document))
+    config = configuration(bench, feed_of(stream, 2), monitor={"listen": f"127.0.0.1:{port}"})
     folder = bench.root / "it's here"
     folder.mkdir()
     config = config.rename(folder / "a site.yaml")

@@ -12,16 +12,15 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from common.jetstream.kv import KeyValue, state_key
 from infra.local.process import free_port, spawn
 from tests.support.basics import PATIENCE, soon, unique
+from tests.support.commands import configuration
 from tests.support.egress import SITE, Bench
 
 ROOT = Path(__file__).parents[2]
@@ -85,22 +84,8 @@ class Parent:
 
 
 def config_of(bench: Bench, feeds: list[str], stream: str, port: int, **egress: Any) -> Path:
-    path = bench.root / "egress.yaml"
-    settings = {
-        "site": SITE,
-        "nats": {"url": bench.url},
-        "store": bench.store_config,
-        "egress": {
-            "monitor": {"listen": f"127.0.0.1:{port}"},
-            "lease_bucket": bench.lease_bucket,
-            "state_bucket": bench.state_bucket,
-            "lease_ttl": "2s",
-            "feeds": [{"name": name, "stream": stream, "segment": {"max_age": "1s"}} for name in feeds],
-            **egress,
-        },
-    }
-    path.write_text(yaml.safe_dump(settings))
-    return path
+    settings = [{"name": name, "stream": stream, "segment": {"max_age": "1s"}} for name in feeds]
+    return configuration(bench, *settings, monitor={"listen": f"127.0.0.1:{port}"}, **egress)
 
 
 @contextmanager
@@ -153,6 +138,15 @@ async def feeds_of(bench: Bench, count: int = 4) -> tuple[str, list[str]]:
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, [b"x"] * 30)
     return stream, [unique("F") for _ in range(count)]
+
+
+@asynccontextmanager
+async def two_workers(bench: Bench, **egress: Any) -> AsyncIterator[tuple[Parent, list[str], list[int]]]:
+    """A parent of two workers that is ready; its feeds, and the processes of its workers."""
+    (stream, names), port = await feeds_of(bench, 2), free_port()
+    with parent(config_of(bench, names, stream, port, workers=2, **egress), port) as running:
+        await running.ready()
+        yield running, names, await asyncio.to_thread(running.pids)
 
 
 async def leases_left(bench: Bench, names: list[str]) -> list[str]:
@@ -246,10 +240,7 @@ async def test_a_worker_that_is_killed_vanishes_from_the_page_and_is_started_aga
 
 
 async def test_a_second_signal_kills_all_of_them(bench: Bench) -> None:
-    (stream, names), port = await feeds_of(bench, 2), free_port()
-    with parent(config_of(bench, names, stream, port, workers=2, shutdown_timeout="1h"), port) as running:
-        await running.ready()
-        pids = await asyncio.to_thread(running.pids)
+    async with two_workers(bench, shutdown_timeout="1h") as (running, _, pids):
         os.kill(pids[0], signal.SIGSTOP)
         running.process.send_signal(signal.SIGTERM)
         await soon(lambda: is_gone(pids[1]))
@@ -260,28 +251,22 @@ async def test_a_second_signal_kills_all_of_them(bench: Bench) -> None:
 
 
 async def test_workers_end_when_their_parent_was_killed(bench: Bench) -> None:
-    (stream, names), port = await feeds_of(bench, 2), free_port()
-    with parent(config_of(bench, names, stream, port, workers=2), port) as running:
-        await running.ready()
-        pids = await asyncio.to_thread(running.pids)
+    async with two_workers(bench) as (running, names, pids):
         running.process.kill()
         await soon(lambda: all(map(is_gone, pids)))
     assert await leases_left(bench, names) == []
 
 
 async def test_a_worker_that_hangs_is_shown_as_such(bench: Bench) -> None:
-    (stream, names), port = await feeds_of(bench, 2), free_port()
-    with parent(config_of(bench, names, stream, port, workers=2), port) as running:
-        await running.ready()
-        [pid, _] = await asyncio.to_thread(running.pids)
-        os.kill(pid, signal.SIGSTOP)
+    async with two_workers(bench) as (running, _, pids):
+        os.kill(pids[0], signal.SIGSTOP)
 
         async def shows_one_of_two() -> bool:
             health, metrics = await running.says("healthz", 503), await running.says("metrics", 200)
             return health == "worker 0: no answer\n" and 'worker="1",' in metrics
 
         await soon(shows_one_of_two)  # the other one may be slow, too
-        os.kill(pid, signal.SIGCONT)
+        os.kill(pids[0], signal.SIGCONT)
         await running.ready()
 
 

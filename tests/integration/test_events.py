@@ -90,14 +90,6 @@ async def test_messages_are_handed_over_and_deleted_garbage_among_them(sqs: SqsS
     assert (heard.listened, heard.failures) == (1, [])
 
 
-async def test_one_that_comes_while_the_queue_is_waited_for_is_heard_soon(sqs: SqsServer) -> None:
-    name, heard = sqs.new_queue(), Heard()
-    async with beside(follow_queue(queue_of(sqs, name), heard)):
-        await asyncio.sleep(0.5)
-        await asyncio.to_thread(sqs.send, name, "now")
-        await soon(lambda: heard.taken)
-
-
 async def test_a_queue_that_is_missing_is_asked_for_again_and_so_is_one_that_goes_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from common.segments.store import SegmentStore
 from common.settings.root import StoreSettings
 from tests.scenarios.processes import Service
 from tests.support.basics import SharedS3, soon, unique
-from tests.support.ingress import CHAIN, PREFIX, Archive, Centre, check_exact, client_of, count_in, rows_of
+from tests.support.ingress import CHAIN, PREFIX, Archive, Centre, check_exact, count_in, rows_of
 from tests.support.servers import CREDENTIALS, Notifying, SqsServer, notification
 from tests.support.stores import FaultyStore
 from tests.unit.test_notices import amazon, segment_key
@@ -79,12 +79,6 @@ def store_config(s3: SharedS3, bucket: str, endpoint_url: str) -> dict[str, Any]
         "access_key_id": s3.access_key,
         "secret_access_key": s3.secret_key,
     }
-
-
-@pytest.fixture
-async def client(nats_url: str) -> AsyncIterator[FloeClient]:
-    async with client_of(nats_url) as found:
-        yield found
 
 
 def counted(result: str) -> float:

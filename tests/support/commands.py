@@ -21,7 +21,7 @@ from floe import cli
 from infra.local.process import tether
 from tests.support import canaries
 from tests.support.basics import PATIENCE, unique
-from tests.support.egress import SITE, Bench
+from tests.support.egress import Bench
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,23 +38,10 @@ class Done:
         return json.loads(self.out)
 
 
-def configuration(bench: Bench, *feeds: dict[str, Any]) -> Path:
+def configuration(bench: Bench, *feeds: dict[str, Any], **egress: Any) -> Path:
     """A file that configures the bench's site."""
     path = bench.root / f"{unique('site')}.yaml"
-    document = {
-        "site": SITE,
-        "nats": {"url": bench.url},
-        "store": bench.store_config,
-        "spool_dir": str(bench.root / "spool"),
-        "egress": {
-            "monitor": {"listen": ""},
-            "lease_bucket": bench.lease_bucket,
-            "state_bucket": bench.state_bucket,
-            "lease_ttl": "2s",
-            "feeds": list(feeds),
-        },
-    }
-    path.write_text(yaml.safe_dump(document))
+    path.write_text(yaml.safe_dump(bench.document(*feeds, **{"monitor": {"listen": ""}, **egress})))
     path.chmod(0o600)
     return path
 

@@ -111,24 +111,26 @@ class Bench:
             "addressing_style": "path",
         }
 
+    def document(self, *feeds: dict[str, Any], **egress: Any) -> dict[str, Any]:
+        """A configuration with these feeds, as a file has it."""
+        return {
+            "site": SITE,
+            "nats": {"url": self.url},
+            "store": self.store_config,
+            "spool_dir": str(self.root / "spool"),
+            "egress": {
+                "feeds": list(feeds),
+                "lease_bucket": self.lease_bucket,
+                "state_bucket": self.state_bucket,
+                "lease_ttl": "2s",
+                "shutdown_timeout": "10s",
+                **egress,
+            },
+        }
+
     def settings(self, *feeds: dict[str, Any], **egress: Any) -> Settings:
         """Settings with these feeds. Segments close sooner than users may configure."""
-        settings = Settings.model_validate(
-            {
-                "site": SITE,
-                "nats": {"url": self.url},
-                "store": self.store_config,
-                "spool_dir": str(self.root / "spool"),
-                "egress": {
-                    "feeds": list(feeds),
-                    "lease_bucket": self.lease_bucket,
-                    "state_bucket": self.state_bucket,
-                    "lease_ttl": "2s",
-                    "shutdown_timeout": "10s",
-                    **egress,
-                },
-            }
-        )
+        settings = Settings.model_validate(self.document(*feeds, **egress))
         hurried = tuple(
             feed
             if "max_age" in raw.get("segment", {})
@@ -359,6 +361,11 @@ class Partitioned:
         """Wait until every partition's coverage reaches `last`."""
         await soon(lambda: all(self.end(p, incarnation) >= last for p in range(self.count)), seconds)
 
+    async def freeze(self, last: int, incarnation: int = 0) -> None:
+        """Run egress of all partitions until their coverage reaches `last`, and drain it."""
+        async with self.bench.egress(feed_of(self.feed, self.count)):
+            await self.archived_to(last, incarnation)
+
     def messages(self, incarnation: int = 0, count: int | None = None) -> list[Message]:
         """Of all partitions, in sequence order; a repeated one stands twice."""
         chains = [self.chain(p, incarnation) for p in range(count or self.count)]
@@ -435,3 +442,18 @@ async def publish_over(bench: Bench, stream: str, subjects: Sequence[str], count
 def feed_of(stream: str, count: int = 3, **keys: Any) -> dict[str, Any]:
     """A feed cut by a template."""
     return {"stream": stream, "partitions": {"count": count, "subject": f"{stream}.{{partition}}.>"}, **keys}
+
+
+async def begun_parts(
+    bench: Bench,
+    count: int,
+    messages: int,
+    subjects: Sequence[str] = ("0.a", "1.a"),
+    **config: Any,
+) -> tuple[str, Partitioned]:
+    """A stream of so many messages, all archived by the partitions of a feed of its name; its name, and those."""
+    stream = await bench.make_stream(unique("T"), **config)
+    parts = Partitioned(bench, stream, count)
+    await publish_over(bench, stream, subjects, messages, "first")
+    await parts.freeze(messages)
+    return stream, parts

@@ -19,7 +19,7 @@ from common.settings.root import Settings
 from egress.service import serve
 from infra.local.process import spawn
 from tests.support.basics import PATIENCE, unique
-from tests.support.egress import QUICK, SITE, Bench
+from tests.support.egress import QUICK, Bench
 
 ROOT = Path(__file__).parents[2]
 FEED = {"segment": {"max_messages": 100, "max_age": "1s"}}
@@ -43,23 +43,9 @@ class Process:
             )
 
     def _config(self, stream: str, egress: dict[str, Any]) -> dict[str, Any]:
-        bench = self._bench
-        return {
-            "site": SITE,
-            "nats": {"url": bench.url},
-            "store": bench.store_config,
-            "spool_dir": str(bench.root / "spool"),
-            "log": {"level": "debug", "format": "text"},
-            "egress": {
-                "monitor": {"listen": ""},
-                "lease_bucket": bench.lease_bucket,
-                "state_bucket": bench.state_bucket,
-                "lease_ttl": "1s",
-                "shutdown_timeout": "10s",
-                "feeds": [{"stream": stream, **FEED}],
-                **egress,
-            },
-        }
+        feed = {"stream": stream, **FEED}
+        document = self._bench.document(feed, **{"monitor": {"listen": ""}, "lease_ttl": "1s", **egress})
+        return {**document, "log": {"level": "debug", "format": "text"}}
 
     def send(self, number: signal.Signals) -> None:
         if self.process.poll() is None:
