@@ -24,29 +24,18 @@ from common.segments.alive import ChainSign, Sighting
 CHAIN = Chain("us-east", "NODES")
 
 
-@pytest.mark.parametrize(
-    ("given", "at_least", "meant"),
-    [
-        ((None, None), False, (900, 3600)),
-        ((60, 120), False, (60, 120)),
-        ((60, 60), False, (60, 60)),
-        ((None, 60), False, (60, 60)),
-        ((7200, None), False, (7200, 7200)),
-        ((None, None), True, (3600, 900)),
-        ((120, 60), True, (120, 60)),
-        ((None, 7200), True, (7200, 7200)),
-        ((60, None), True, (60, 60)),
-    ],
-)
-def test_a_threshold_that_is_not_given_gives_way(given: Any, at_least: bool, meant: tuple[float, float]) -> None:
-    defaults = (3600, 900) if at_least else (900, 3600)
-    assert thresholds(given, defaults, at_least=at_least) == meant
+def test_a_threshold_that_is_not_given_gives_way() -> None:
+    most = {(None, None): (900, 3600), (60, 120): (60, 120), (60, 60): (60, 60), (None, 60): (60, 60)}
+    least = {(None, None): (3600, 900), (120, 60): (120, 60), (None, 7200): (7200, 7200), (60, None): (60, 60)}
+    most[7200, None] = (7200, 7200)
+    assert {given: thresholds(given, (900, 3600), at_least=False) for given in most} == most
+    assert {given: thresholds(given, (3600, 900), at_least=True) for given in least} == least
 
 
-@pytest.mark.parametrize(("given", "at_least", "side"), [((120, 60), False, "most"), ((60, 120), True, "least")])
-def test_inverted_thresholds_are_refused(given: Any, at_least: bool, side: str) -> None:
-    with pytest.raises(UsageError, match=f"--warning: expected at {side} --critical, [12]m, found [12]m"):
-        thresholds(given, (1, 1), at_least=at_least)
+def test_inverted_thresholds_are_refused() -> None:
+    for given, at_least, side in (((120, 60), False, "most"), ((60, 120), True, "least")):
+        with pytest.raises(UsageError, match=f"--warning: expected at {side} --critical, [12]m, found [12]m"):
+            thresholds(given, (1, 1), at_least=at_least)
 
 
 OK, WARNING, CRITICAL, UNKNOWN = CheckState
@@ -133,9 +122,8 @@ def test_archive(found: list[CheckedChain], state: CheckState, said: str) -> Non
 
 
 def test_the_line_has_one_bar_and_no_line_ends_whatever_is_said() -> None:
-    result = CheckResult(
-        "fine", [CheckFigure("a", 1), CheckFigure("b", 2.5, "s", "3", "4"), CheckFigure("c", math.inf, "s")]
-    )
+    figures = [CheckFigure("a", 1), CheckFigure("b", 2.5, "s", "3", "4"), CheckFigure("c", math.inf, "s")]
+    result = CheckResult("fine", figures)
     assert result.line() == "OK - fine | a=1 b=2.5s;3;4"
     for number in range(5):
         result.add(WARNING, f"{number}: a|b\nc")

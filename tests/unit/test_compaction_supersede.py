@@ -10,21 +10,13 @@ from compaction.supersede import contained, made_by, may_supersede, outstanding
 from tests.support.compaction import ref
 
 
-def test_a_higher_level_stands_above_a_lower_one_and_never_the_reverse():
-    assert may_supersede(ref(1, 100, 1), ref(1, 10))
-    assert not may_supersede(ref(1, 10), ref(1, 100, 1))
-
-
-def test_of_one_level_only_the_larger_name_of_the_same_coverage_stands_above():
+def test_a_higher_level_stands_above_a_lower_one_and_of_one_level_the_larger_name_of_the_same_coverage():
     small, large = sorted([ref(1, 10, 1, twin=1), ref(1, 10, 1, twin=2)], key=lambda s: s.name)
+    upper, lower, foreign = ref(1, 100, 1), ref(1, 10), ref(1, 100, 1, chain=Chain("eu-west", "NODES"))
+    assert may_supersede(upper, lower)
     assert may_supersede(large, small)
-    assert not may_supersede(small, large)
-    assert not may_supersede(ref(1, 20, 1), ref(1, 10, 1))
-
-
-def test_nothing_stands_above_itself_or_above_another_chain():
-    assert not may_supersede(ref(1, 10), ref(1, 10))
-    assert not may_supersede(ref(1, 100, 1, chain=Chain("eu-west", "NODES")), ref(1, 10))
+    for above, below in ((lower, upper), (small, large), (ref(1, 20, 1), small), (lower, lower), (foreign, lower)):
+        assert not may_supersede(above, below)
 
 
 def test_the_order_has_no_cycles():
@@ -41,19 +33,12 @@ def test_the_inputs_of_a_merge_are_found_again_by_its_output():
     assert replace(found, exact=True) == made_by(output, reversed(inputs))
 
 
-def test_a_segment_that_reaches_beyond_what_is_above_is_not_contained():
-    assert contained([ref(91, 110), ref(1, 100, 1)]) == []
-
-
-def test_two_segments_together_may_contain_a_third():
+def test_two_segments_together_may_contain_a_third_unless_there_is_a_hole_or_it_reaches_beyond():
     upper = [ref(1, 60, 1), ref(61, 100, 1)]
     [found] = contained([ref(50, 70), *upper])
     assert found.superseding == tuple(upper)
     assert [str(s.rows) for s in found.stretches] == ["50..60", "61..70"]
-
-
-def test_a_hole_between_two_segments_contains_nothing():
-    assert contained([ref(50, 70), ref(1, 60, 1), ref(62, 100, 1)]) == []
+    assert contained([ref(50, 70), upper[0], ref(62, 100, 1)]) == contained([ref(91, 110), *upper]) == []
 
 
 def test_a_segment_is_replaced_by_what_stays():

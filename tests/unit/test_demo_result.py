@@ -1,8 +1,9 @@
-"""The demo's verdict: it must be able to fail."""
+"""The demo's verdict, and its view of advisories: it must be able to fail, and notice a story that cannot be true."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 
 import pytest
 
@@ -10,7 +11,7 @@ from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import ConfigError
 from common.segments.segment import Message
-from infra.demo.compare import COLUMNS, DemoResult, Readings, worst
+from infra.demo.compare import COLUMNS, DemoResult, Readings, Stories, worst
 from infra.demo.demo import DemoOptions, run_demo
 from infra.demo.publish import Load
 from infra.demo.view import QuietView
@@ -98,3 +99,35 @@ async def test_without_pyspark_the_demo_says_so_at_once(monkeypatch: pytest.Monk
     options = DemoOptions(Load(seconds=1, seed=1, rate=1))
     with pytest.raises(ConfigError, match="expected pyspark, found none; in a checkout of Floe: pip install"):
         await run_demo(options, QuietView(), SystemClock())
+
+
+# The view of advisories
+
+
+def told(*events: tuple[str, str]) -> Stories:
+    """The stories of (event, id) of one node."""
+    stories = Stories()
+    for event, identity in events:
+        document = {"event": event, "value": "n1", "event_id": identity}
+        stories.take(Message(1, 1, b"s", None, json.dumps(document).encode()))
+    return stories
+
+
+def test_a_life_is_told_without_problems() -> None:
+    events = ("new", "timeout", "recover", "timeout", "expire", "new")
+
+    stories = told(*((event, str(number)) for number, event in enumerate(events)))
+
+    assert stories.problems == []
+    assert stories.counts == {"new": 2, "timeout": 2, "recover": 1, "expire": 1}
+
+
+@pytest.mark.parametrize(
+    "events", [("timeout",), ("new", "recover"), ("new", "new"), ("new", "expire"), ("new", "timeout", "new")]
+)
+def test_what_cannot_follow_is_a_problem(events: tuple[str, ...]) -> None:
+    assert told(*((event, str(number)) for number, event in enumerate(events))).problems
+
+
+def test_one_id_twice_is_a_problem() -> None:
+    assert "twice under one id" in told(("new", "a"), ("timeout", "a")).problems[0]

@@ -285,3 +285,26 @@ def test_what_a_page_names_exists(path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert {name for name in named if re.sub("_(total|bucket|sum|count)$", "", name) not in known} == set()
     if path.name != "decisions.md":  # which names what was there when a decision was taken
         assert list(missing_code(text)) == []
+
+
+# The table of what is found, in docs/delivery.md
+
+DELIVERY = (ROOT / "docs" / "delivery.md").read_text()
+FOUND = DELIVERY[DELIVERY.index("## What is found") : DELIVERY.index("### What cannot be known")]
+ROWS = [line for line in FOUND.splitlines() if line.startswith("| ") and not line.startswith("| case")]
+CASES = (
+    *("first run", "normal restart", "before anything was sent", "in the middle", "before closing", "consumed"),
+    *("expired, superseded per subject", "purged", "made again", "behind the checkpoint", "foreign message"),
+    *("bucket, or the key, lost", "state rolled back", "other `sources`"),
+)
+
+
+def test_the_table_of_what_is_found_has_its_cases_each_with_a_test_that_exists() -> None:
+    for row in ROWS:
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        module, test = re.fullmatch(r"`(\w+)::(\w+)`", cells[-1]).groups()  # type: ignore[union-attr]
+        (path,) = (ROOT / "tests").rglob(f"{module}.py")
+
+        assert len(cells) == 6, row
+        assert re.search(rf"^(async )?def {test}\(", path.read_text(), re.MULTILINE), row
+    assert [case for case in CASES if not any(case in row.split("|")[1] for row in ROWS)] == []

@@ -133,18 +133,6 @@ def test_a_range_that_was_passed_without_rows_still_becomes_a_segment_and_an_emp
     assert sampled.pieces[0].last.sequence == 3
 
 
-def test_coverage_continues_over_gaps_and_heartbeats() -> None:
-    bench = Bench(first=5, max_messages=3)
-    bench.builder.messages(columns([8, 9]))
-    bench.builder.passed(12)
-    bench.builder.messages(columns([20, 21]))
-    bench.builder.close(Close.DRAIN)
-    assert bench.segments() == [
-        (SequenceRange(5, 20), [8, 9, 20], Close.MESSAGES),
-        (SequenceRange(21, 21), [21], Close.DRAIN),
-    ]
-
-
 def test_a_hole_is_filled_to_its_end_by_what_comes_behind_or_a_heartbeat_and_not_beyond() -> None:
     mixed, by_message, by_heartbeat = (Bench(first=5, until=9) for _ in range(3))
     mixed.builder.messages(columns([5, 6, 8, 12, 13]))
