@@ -16,7 +16,7 @@ from common.jetstream.headers import build_block
 from common.jetstream.pull import Asked
 from common.settings.service import NatsSettings
 from egress.advisories.advisory import Advisory, AdvisoryDocument, Event
-from egress.advisories.outbox import HIGH_WATER, ids_stored
+from egress.advisories.outbox import ids_stored
 from infra.local.nats import NatsServer
 from tests.support.advisories import SECOND, World, connected, new, news, now_ns, running
 from tests.support.basics import PATIENCE, soon
@@ -30,7 +30,18 @@ HOUR = 3600 * SECOND
 
 @pytest.fixture
 async def world(client: FloeClient) -> World:
-    return World(client)
+    """Names that no other test uses, with a stream."""
+    world = World(client)
+    await world.make_stream()
+    return world
+
+
+async def send(world: World, sent: Sequence[Advisory], client: FloeClient | None = None) -> None:
+    """All that a start finds in its snapshot, until none waits."""
+    async with running(world.advisories(client, outbox=sent, ack_timeout=5)) as advisories:
+        advisories.settle()
+        await advisories.drain(40)
+        assert advisories.pending() == ()
 
 
 def once_and_in_order(found: Sequence[AdvisoryDocument], sent: Sequence[Advisory]) -> None:
@@ -53,7 +64,6 @@ def life_of(value: str, start: int) -> list[Advisory]:
 
 
 async def test_what_is_found_is_stored_once_in_order_and_then_forgotten(world: World) -> None:
-    await world.make_stream()
     start = now_ns() - 2 * HOUR + 60 * SECOND
     sent = [each for value in ("a", "b", "größe x") for each in life_of(value, start)]
     async with running(world.advisories()) as advisories:
@@ -69,7 +79,6 @@ async def test_what_is_found_is_stored_once_in_order_and_then_forgotten(world: W
 
 
 async def test_the_subjects_are_the_templates(world: World) -> None:
-    await world.make_stream()
     hostile = "x\r\nPUB $JS.API.STREAM.DELETE.S 0\r\n\r\n"
     sent = [new("node1.example.net"), new(hostile), new("*.>"), new("."), new("x" * 1024), new("\ud800")]
     async with running(world.advisories()) as advisories:
@@ -86,7 +95,6 @@ async def test_the_subjects_are_the_templates(world: World) -> None:
 
 @pytest.mark.real
 async def test_lost_answers_are_settled_by_reading(world: World, nats_server: NatsServer) -> None:
-    await world.make_stream()
     async with TcpProxy(nats_server.port) as proxy:
         cut = await connected(proxy.url)
         sent = news(300, values=200)
@@ -105,9 +113,9 @@ async def test_lost_answers_are_settled_by_reading(world: World, nats_server: Na
 
 
 async def test_without_a_stream_for_an_hour_nothing_is_lost_and_little_is_said(
-    world: World, caplog: pytest.LogCaptureFixture
+    client: FloeClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world.inspect_duration = "1000h"  # however far the clock runs, nothing comes too late
+    world = World(client, inspect_duration="1000h")  # however far the clock runs, nothing comes too late
     clock, sent = ManualClock(now_ns() / SECOND), life_of("a", now_ns() - HOUR)
     start = clock.monotonic()
     async with running(world.advisories(clock=clock)) as advisories:
@@ -123,15 +131,14 @@ async def test_without_a_stream_for_an_hour_nothing_is_lost_and_little_is_said(
         await soon(lambda: not advisories.pending())
         await soon(lambda: world.gauge("failing") == 0)
     once_and_in_order(await world.stored(), sent)
-    told = [each for each in caplog.messages if "cannot be stored" in each]
-    assert len(told) == 1
-    assert "E-ADVISORIES" in told[0]
-    assert f"{world.prefix}.*.>" in told[0]
+    [told] = [each for each in caplog.messages if "cannot be stored" in each]
+    assert "E-ADVISORIES" in told
+    assert f"{world.prefix}.*.>" in told
 
 
-async def test_events_that_no_stream_takes_do_not_hold_up_those_that_one_takes(world: World) -> None:
+async def test_events_that_no_stream_takes_do_not_hold_up_those_that_one_takes(client: FloeClient) -> None:
+    world, at = World(client), now_ns()
     await world.make_stream(subjects=[f"{world.prefix}.timeout.>"])
-    at = now_ns()
     lost = news(600)
     kept = [Advisory(Event.TIMEOUT, f"v{n}", at, at + n) for n in range(600)]
     async with running(world.advisories()) as advisories:
@@ -145,7 +152,6 @@ async def test_events_that_no_stream_takes_do_not_hold_up_those_that_one_takes(w
 @pytest.mark.real
 async def test_restarts_in_the_middle_store_none_twice_and_lose_none(world: World, nats_server: NatsServer) -> None:
     """Each start knows only what an old snapshot says, and finds all the rest by reading again."""
-    await world.make_stream()
     sent, random_ = news(3000, values=1500), random.Random(7)
     snapshot = sent[:1000]
     async with TcpProxy(nats_server.port) as proxy:
@@ -162,10 +168,7 @@ async def test_restarts_in_the_middle_store_none_twice_and_lose_none(world: Worl
                 await soon(lambda goal=goal: _reached(world, goal))
             await cut.aclose()
             await asyncio.sleep(0.15)  # the duplicate window is over
-        async with running(world.advisories(outbox=sent)) as last:
-            last.settle()
-            await last.drain(30)
-            assert last.pending() == ()
+        await send(world, sent)
         assert proxy.accepted > 6  # the line was cut
     once_and_in_order(await world.stored(), sent)
 
@@ -175,11 +178,8 @@ async def _reached(world: World, count: int) -> bool:
 
 
 async def test_what_may_have_been_sent_waits_for_the_end_of_reading_again(world: World) -> None:
-    await world.make_stream()
     before = [new("a", now_ns() - SECOND)]
-    async with running(world.advisories()) as first:
-        first.take(before, again=False)
-        await first.drain(5)
+    await send(world, before)
     await asyncio.sleep(0.15)
     async with running(world.advisories(outbox=before)) as second:
         later = [new("a"), new("b")]
@@ -195,11 +195,8 @@ async def test_what_may_have_been_sent_waits_for_the_end_of_reading_again(world:
 async def test_a_stream_that_cannot_be_read_for_a_while_is_read_later(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await world.make_stream()
     sent, failures = news(10), [Unavailable("no leader"), Unavailable("no leader")]
-    async with running(world.advisories()) as first:
-        first.take(sent, again=False)
-        await first.drain(5)
+    await send(world, sent)
 
     async def fails_first(*arguments: object) -> set[str] | None:
         if failures:
@@ -217,25 +214,10 @@ async def test_a_stream_that_cannot_be_read_for_a_while_is_read_later(
 
 @pytest.mark.real
 async def test_ten_thousand_in_the_outbox_go_out_within_seconds(world: World) -> None:
-    await world.make_stream()
     sent = news(10_000, values=5000)
-    async with running(world.advisories(outbox=sent, ack_timeout=5)) as advisories:
-        advisories.settle()
-        assert advisories.has_room
-        await advisories.drain(40)
-        assert advisories.pending() == ()
+    await send(world, sent)
     assert world.counted() == {"stored": 10_000}
     once_and_in_order(await world.stored(), sent)
-
-
-async def test_the_reader_is_stopped_before_the_outbox_is_full_and_goes_on_by_itself(world: World) -> None:
-    at = now_ns()
-    advisories = world.advisories(may_send=lambda: False)
-    advisories.take([new(str(n), at) for n in range(HIGH_WATER)], again=False)
-
-    assert not advisories.has_room
-    assert len(advisories.pending()) == HIGH_WATER
-    assert world.gauge("waiting") == HIGH_WATER
 
 
 async def test_too_much_read_again_is_settled_before_the_reading_ends(
@@ -243,7 +225,6 @@ async def test_too_much_read_again_is_settled_before_the_reading_ends(
 ) -> None:
     """Otherwise reading would wait for room, and room for the end of reading."""
     monkeypatch.setattr("egress.advisories.outbox.Outbox.has_room", property(lambda outbox: len(outbox) < 100))
-    await world.make_stream()
     sent = news(150)
     async with running(world.advisories()) as advisories:
         advisories.take(sent[:120], again=True)
@@ -256,7 +237,6 @@ async def test_too_much_read_again_is_settled_before_the_reading_ends(
 
 
 async def test_without_a_usable_lease_nothing_is_sent(world: World) -> None:
-    await world.make_stream()
     held = [False]
     async with running(world.advisories(may_send=lambda: held[0])) as advisories:
         advisories.take([new("a")], again=False)
@@ -268,7 +248,6 @@ async def test_without_a_usable_lease_nothing_is_sent(world: World) -> None:
 
 
 async def test_what_is_no_news_any_more_is_counted_and_not_sent(world: World) -> None:
-    await world.make_stream()
     old, recent = life_of("a", now_ns() - 100 * HOUR), life_of("b", now_ns() - 2 * HOUR + 60 * SECOND)
     async with running(world.advisories(outbox=old[:2])) as advisories:
         advisories.take(old[2:], again=True)
@@ -295,46 +274,36 @@ async def test_a_host_whose_clock_is_ahead_loses_none(client: FloeClient) -> Non
 
 
 @pytest.mark.real
-async def test_ids_are_found_between_other_messages_deleted_ones_and_many_pieces(world: World) -> None:
+async def test_ids_are_found_between_other_messages_deleted_ones_and_many_pieces(client: FloeClient) -> None:
+    world, sent = World(client), news(50)
     await world.make_stream(subjects=[f"{world.prefix}.>", f"other{world.prefix}"])
-    sent = news(50)
+    other = f"other{world.prefix}".encode()
     for index, each in enumerate(sent):
-        async with running(world.advisories()) as advisories:
-            advisories.take([each], again=False)
-            await advisories.drain(5)
-        if index % 10 == 0:
-            for number in range(5):
-                world.client.send(
-                    frame(f"other{world.prefix}".encode(), b"x", build_block([b"Nats-Msg-Id: %d.%d" % (index, number)]))
-                )
-    world.client.send(frame(f"other{world.prefix}".encode(), b"last"))
+        await send(world, [each])
+        for number in range(0 if index % 10 else 5):
+            client.send(frame(other, b"x", build_block([b"Nats-Msg-Id: %d.%d" % (index, number)])))
+    client.send(frame(other, b"last"))
     await soon(lambda: _reached(world, 76))
-    info = await world.client.api(f"STREAM.INFO.{world.stream}")
-    await world.client.api(f"STREAM.MSG.DELETE.{world.stream}", {"seq": info["state"]["last_seq"]})
+    info = await client.api(f"STREAM.INFO.{world.stream}")
+    await client.api(f"STREAM.MSG.DELETE.{world.stream}", {"seq": info["state"]["last_seq"]})
     ids = {each.event_id for each in await world.stored(foreign=26 - 1)}
     small = Asked(batch=7, window=1024, heartbeat=0.2)
 
-    found = await ids_stored(world.client, f"{world.prefix}.*.>", {*ids, "absent"}, sent[0].moment_ns, small)
+    found = await ids_stored(client, f"{world.prefix}.*.>", {*ids, "absent"}, sent[0].moment_ns, small)
     assert found == ids
-    late = await ids_stored(world.client, f"{world.prefix}.*.>", ids, now_ns() + HOUR, small)
-    assert late == set()
-    assert await ids_stored(world.client, f"nobody{world.prefix}.>", ids, 0, small) is None
-    consumers = await world.client.api(f"CONSUMER.NAMES.{world.stream}")
+    assert await ids_stored(client, f"{world.prefix}.*.>", ids, now_ns() + HOUR, small) == set()
+    assert await ids_stored(client, f"nobody{world.prefix}.>", ids, 0, small) is None
+    consumers = await client.api(f"CONSUMER.NAMES.{world.stream}")
     assert not consumers["consumers"]  # none is left behind
 
 
 @pytest.mark.real
 async def test_looking_into_a_long_stream_takes_little_memory(world: World) -> None:
-    await world.make_stream()
-    payload, count = b"x" * 300, 40_000
-    for start in range(0, count, 2000):
-        world.client.send(
-            b"".join(
-                frame(f"{world.prefix}.new.n".encode(), payload, build_block([b"Nats-Msg-Id: %d" % n]))
-                for n in range(start, start + 2000)
-            )
-        )
-        await soon(lambda start=start: _reached(world, start + 2000))
+    subject = f"{world.prefix}.new.n".encode()
+    for end in range(2000, 40_001, 2000):
+        for n in range(end - 2000, end):
+            world.client.send(frame(subject, b"x" * 300, build_block([b"Nats-Msg-Id: %d" % n])))
+        await soon(lambda end=end: _reached(world, end))
     tracemalloc.start()
     try:
         found = await ids_stored(world.client, f"{world.prefix}.*.>", {"0", "39999", "none"}, 0)
@@ -347,23 +316,15 @@ async def test_looking_into_a_long_stream_takes_little_memory(world: World) -> N
 
 
 async def test_a_work_queue_cannot_be_read_so_the_duplicate_window_has_to_do(
-    world: World, caplog: pytest.LogCaptureFixture
+    client: FloeClient, caplog: pytest.LogCaptureFixture
 ) -> None:
+    world, sent = World(client), news(20)
     await world.make_stream(retention="workqueue", duplicate_window=120 * SECOND)
-    await world.client.api(
-        f"CONSUMER.CREATE.{world.stream}.reader",
-        {
-            "stream_name": world.stream,
-            "config": {"name": "reader", "durable_name": "reader", "ack_policy": "explicit"},
-            "action": "create",
-        },
-    )
-    sent = news(20)
+    config = {"name": "reader", "durable_name": "reader", "ack_policy": "explicit"}
+    asked = {"stream_name": world.stream, "config": config, "action": "create"}
+    await client.api(f"CONSUMER.CREATE.{world.stream}.reader", asked)
     for _ in range(2):
-        async with running(world.advisories(outbox=sent)) as advisories:
-            advisories.settle()
-            await advisories.drain(10)
-            assert advisories.pending() == ()
+        await send(world, sent)
     assert await world.count() == len(sent)
     assert world.counted() == {"stored": 20, "duplicate": 20}
     assert "not compared" in caplog.text
@@ -380,20 +341,17 @@ authorization { users: [
 
 async def test_without_the_right_to_read_they_are_sent_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
     with NatsServer(extra=RIGHTS) as server:
-        clients = [
+        every, few = [
             await connect(NatsSettings(url=server.url, user=user, password="secret"), name="test")
             for user in ("all", "few")
         ]
-        world = World(clients[0], prefix="adv")
+        world, sent = World(every, prefix="adv"), news(5)
         await world.make_stream(duplicate_window=120 * SECOND)
-        sent = news(5)
         for _ in range(2):
-            async with running(world.advisories(clients[1], outbox=sent)) as advisories:
-                advisories.settle()
-                await advisories.drain(10)
+            await send(world, sent, few)
         once_and_in_order(await world.stored(), sent)
-        for client in clients:
-            await client.aclose()
+        await every.aclose()
+        await few.aclose()
     assert caplog.text.count("not compared") == 2  # once for each of the two
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,11 +43,6 @@ def archive(tmp_path: Path) -> Archive:
     return archive
 
 
-def carried(centre: Centre, chain: Chain = CHAIN) -> int:
-    """Messages of the chain that were carried."""
-    return sum(count for each, count in centre.order if each == chain)
-
-
 # What is stored comes late
 
 
@@ -65,7 +61,7 @@ async def test_nothing_is_looked_at_before_it_is_known_what_is_stored(archive: A
         # By itself: no poll has to come first.
         await soon(lambda: centre.stored == {CHAIN: 101, PART: 31})
 
-    assert (carried(centre), carried(centre, PART)) == (50, 30)
+    assert (centre.messages_of(CHAIN), centre.messages_of(PART)) == (50, 30)
     assert archive.objects.get(START) is None
 
 
@@ -88,7 +84,7 @@ async def test_a_start_is_resolved_by_what_is_stored_when_it_is_written(
         centre.prefetcher.reset(centre.stored)
         go_on.set()
         await centre.reaches({CHAIN: 101})
-    assert carried(centre) == 50
+    assert centre.messages_of(CHAIN) == 50
     assert archive.objects.get(START) is None
 
 
@@ -117,7 +113,7 @@ async def test_an_error_between_a_begin_and_its_gap_drops_no_start_key(
         await centre.prefetcher.attend()
         await centre.reaches({CHAIN: 101})
     assert len(asked) >= 2
-    assert carried(centre) == 11
+    assert centre.messages_of(CHAIN) == 11
 
 
 @pytest.mark.parametrize("clears", ["fail", "replan", "ends_at", "stop", "retry"])
@@ -259,7 +255,7 @@ async def test_what_arrives_while_a_moment_is_searched_for_is_searched_too(
     async with centre.running():
         await centre.reaches({CHAIN: 111})
     assert asked[0] == 0
-    assert carried(centre) == 6
+    assert centre.messages_of(CHAIN) == 6
 
 
 async def test_a_last_segment_without_a_tail_is_found_after_it_was_compacted(
@@ -274,18 +270,24 @@ async def test_a_last_segment_without_a_tail_is_found_after_it_was_compacted(
         await centre.reaches({CHAIN: 111})
 
 
-async def test_nothing_is_lost_that_is_only_far_down_a_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_accepted", [False, True])
+async def test_nothing_is_lost_or_passed_that_is_only_far_down_a_listing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_accepted: bool
+) -> None:
     archive = Archive(tmp_path / "other")
     monkeypatch.setattr("ingress.chains.locate.look", lambda *args, search, **more: look(*args, **more))
     archive.begin()
     for sequence in range(11, 131):
         archive.put(rows_of(sequence, sequence), tail=False)
     archive.put(rows_of(1, 130))
+    if is_accepted:
+        archive.documents.accept_gap(CHAIN, AcceptedGap(SequenceRange(1, 10)))
     centre, stops = Centre(archive, lost_segment_timeout="1s"), []
     monkeypatch.setattr(centre.prefetcher, "stop_chain", lambda *stop: stops.append(stop))
     async with centre.running():
         await centre.reaches({CHAIN: 131})
-    assert (stops, carried(centre)) == ([], 130)
+    assert (stops, centre.messages_of(CHAIN)) == ([], 130)
+    assert archive.documents.passed_gaps("FLEET", CHAIN) == []
 
 
 async def test_only_what_nothing_covers_is_called_lost_and_everything_is_looked_through_once(
@@ -365,17 +367,11 @@ def test_a_spoiled_gap_is_told_once_until_it_is_put_right(archive: Archive, capl
 async def test_decisions_that_cannot_be_read_are_told_once(
     archive: Archive, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    prefetcher = Centre(archive).prefetcher
-
-    class Away:
-        read = staticmethod(raising(Unavailable("away")))
-
-    async def read() -> Any:
+    async def away() -> Any:
         raise Unavailable("away")
 
-    decisions = Away()
-    decisions.read = read  # type: ignore[method-assign,assignment]
-    monkeypatch.setattr(prefetcher, "decisions", decisions)
+    prefetcher = Centre(archive).prefetcher
+    monkeypatch.setattr(prefetcher, "decisions", SimpleNamespace(read=away))
     for _ in range(3):
         await prefetcher.attend()
     assert caplog.text.count("decisions not readable") == 1

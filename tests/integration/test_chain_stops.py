@@ -172,21 +172,8 @@ async def test_what_is_gone_from_a_filled_hole_stops_its_chain_until_it_comes_or
         await soon(lambda: all("stopped" not in chain_status(health, centre, chain) for chain in (CHAIN, OTHER)))
         labels = (centre.target, CHAIN.site, CHAIN.feed, "0")
         assert counted(metrics.lost_sequences.labels(*labels)) == 2
-    verdict = await floe(
-        "gap",
-        "accept",
-        "-c",
-        str(centre.write()),
-        "--site",
-        OTHER.site,
-        "--feed",
-        OTHER.feed,
-        "--first",
-        "13",
-        "--last",
-        "17",
-        "--yes",
-    )
+    hole = f"--site {OTHER.site} --feed {OTHER.feed} --first 13 --last 17 --yes"
+    verdict = await floe("gap", "accept", "-c", str(centre.write()), *hole.split())
     assert (verdict.code, "expected no segment there" in verdict.err) == (2, True), verdict
 
 

@@ -50,16 +50,9 @@ async def test_egress_is_asked_at_its_monitor(nats_url: str, tmp_path: Path) -> 
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, [b"x"] * 50)
     [port] = free_ports(1)
-    config = tmp_path / "site.yaml"
-    document = {
-        "site": SITE,
-        "nats": {"url": nats_url},
-        "store": bench.store_config,
-        "egress": {"feeds": [{"stream": stream}], "monitor": {"listen": f"0.0.0.0:{port}"}},
-    }
-    config.write_text(yaml.safe_dump(document))
-    config.chmod(0o600)
-    said = await checked("egress", "-c", str(config), code=3)
+    role = {"feeds": [{"stream": stream}], "monitor": {"listen": f"0.0.0.0:{port}"}}
+    config = configured(tmp_path, site=SITE, nats={"url": nats_url}, store=bench.store_config, egress=role)
+    said = await checked("egress", "-c", config, code=3)
     assert f"monitor at 0.0.0.0:{port}" in said
     async with bench.egress({"stream": stream}) as running:
         await soon(lambda: running.status(stream).get("end") == 50)
@@ -67,14 +60,14 @@ async def test_egress_is_asked_at_its_monitor(nats_url: str, tmp_path: Path) -> 
         monitor = Monitor(f"127.0.0.1:{port}", running.health)
         monitor.start()
         try:
-            said = await checked("egress", "-c", str(config), code=0)
+            said = await checked("egress", "-c", config, code=0)
             assert said.startswith("OK - 1 chain, 0 sequences not archived | chains=1 stopped=0")
             running.health.set_ready("somebody", False, "is away")  # of "objects", egress says again that it is ready
-            assert "not ready: somebody: is away" in await checked("egress", "-c", str(config), code=1)
+            assert "not ready: somebody: is away" in await checked("egress", "-c", config, code=1)
             running.health.set_ready("somebody", True)
             await bench.delete_stream(stream)
             await soon(lambda: running.state(stream) == "stopped")
-            assert f"stopped: {stream}: E-SOURCE-GONE" in await checked("egress", "-c", str(config), code=2)
+            assert f"stopped: {stream}: E-SOURCE-GONE" in await checked("egress", "-c", config, code=2)
         finally:
             monitor.close()
     await client.aclose()
@@ -137,10 +130,8 @@ async def test_a_wrong_command_line_is_unknown_and_not_critical(wrong: str, told
 
 async def test_no_configuration_and_an_empty_address_are_unknown(tmp_path: Path) -> None:
     assert "E-CONFIG" in await checked("ingress", "-c", str(tmp_path / "none.yaml"), code=3)
-    config = tmp_path / "floe.yaml"
-    config.write_text(yaml.safe_dump({"store": {"url": f"file://{tmp_path}"}, "ingress": {"monitor": {"listen": ""}}}))
-    config.chmod(0o600)
-    assert "ingress.monitor.listen: expected an address" in await checked("ingress", "-c", str(config), code=3)
+    config = configured(tmp_path, store={"url": f"file://{tmp_path}"}, ingress={"monitor": {"listen": ""}})
+    assert "ingress.monitor.listen: expected an address" in await checked("ingress", "-c", config, code=3)
 
 
 def configured(folder: Path, **document: object) -> str:
@@ -201,29 +192,26 @@ async def test_compaction_is_judged_by_what_waits_and_by_its_last_success(tmp_pa
     archive = Compacted(tmp_path)
     level = {"from": 0, "to": 1, "min_age": "1m", "max_wait": "10m", "min_count": 3, "min_size": "1G", "max_size": "4G"}
     compaction = {"levels": [level], "engine": "local", "allow_short_times": True}
-    config = configured(tmp_path, store={"url": f"file://{tmp_path}/store", "prefix": "data"}, compaction=compaction)
+    store = {"url": f"file://{tmp_path}/store", "prefix": "data"}
+    config = configured(tmp_path, store=store, compaction=compaction)
     said = await checked("compaction", "-c", config, code=0)
     assert said.startswith("OK - 0 segments wait for a merge; none was made yet | chains=0 waiting=0")
     for first in range(1, 40, 10):
         archive.put(first, first + 9, age=7200)
-    ChainStore(archive.objects, archive.layout).create_chain(COMPACTED, ChainDocument((), 1, 1))
+    documents = ChainStore(archive.objects, archive.layout)
+    documents.create_chain(COMPACTED, ChainDocument((), 1, 1))
     limits = ("--warning", "1h", "--critical", "1d")
     before = archive.objects.list("")
     assert "4 segments wait for a merge, the oldest for" in await checked("compaction", "-c", config, *limits, code=1)
     # Whatever `max_wait` is: a run that has nothing to do succeeds too.
-    patient = configured(
-        tmp_path,
-        store={"url": f"file://{tmp_path}/store", "prefix": "data"},
-        compaction={**compaction, "levels": [{**level, "max_wait": "30d", "min_count": 9}]},
-    )
-    assert "no run is noted, and the oldest segment is 72" in await checked(
-        "compaction", "-c", patient, *limits, code=1
-    )
-    documents = ChainStore(archive.objects, archive.layout)
+    levels = [{**level, "max_wait": "30d", "min_count": 9}]
+    patient = configured(tmp_path, store=store, compaction={**compaction, "levels": levels})
+    said = await checked("compaction", "-c", patient, *limits, code=1)
+    assert "no run is noted, and the oldest segment is 72" in said
     documents.write_run(None, None, CompactionRun(time.time(), 1.0, 0, time.time() - 4 * 86_400))
     assert "no run has succeeded for 345" in await checked("compaction", "-c", patient, code=2)
     archive.objects.delete(archive.layout.run(None, None))
-    configured(tmp_path, store={"url": f"file://{tmp_path}/store", "prefix": "data"}, compaction=compaction)
+    configured(tmp_path, store=store, compaction=compaction)
     await checked("compaction", "-c", config, "--warning", "1m", "--critical", "1h", code=2)
     assert archive.objects.list("") == before, "a check needs no right to write"
     textfile = tmp_path / "floe.prom"
@@ -261,16 +249,10 @@ def test_ctrl_c_decides_nothing(tmp_path: Path, command: list[str], code: int, o
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(PATIENCE)
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        config = tmp_path / "floe.yaml"
-        document = {
-            "site": SITE,
-            "nats": {"url": f"nats://{address}", "connect_timeout": "60s"},
-            "store": {"url": f"file://{tmp_path}"},
-            "egress": {"feeds": [{"stream": "NODES"}], "monitor": {"listen": address}},
-        }
-        config.write_text(yaml.safe_dump(document))
-        config.chmod(0o600)
-        words = [sys.executable, "-m", "floe", *command, "-c", str(config)]
+        nats = {"url": f"nats://{address}", "connect_timeout": "60s"}
+        role = {"feeds": [{"stream": "NODES"}], "monitor": {"listen": address}}
+        config = configured(tmp_path, site=SITE, nats=nats, store={"url": f"file://{tmp_path}"}, egress=role)
+        words = [sys.executable, "-m", "floe", *command, "-c", config]
         process = spawn(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
             with silent.accept()[0]:

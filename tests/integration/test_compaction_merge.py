@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pyarrow as pa
@@ -75,13 +75,6 @@ def test_the_footer_says_what_the_inputs_say_together(archive: Archive):
     )
 
 
-def test_segments_without_rows_become_one_without_rows(archive: Archive):
-    nothing = {"ledger": {Reason.SAMPLED_OUT: 10}}
-    result = merged(archive, archive.put(1, 10, rows([]), **nothing), archive.put(11, 20, rows([]), **nothing))
-    assert archive.footer(result.ref).ledger == Ledger({Reason.SAMPLED_OUT: 20})
-    proved(archive, result)
-
-
 def test_the_same_inputs_give_the_same_bytes(archive: Archive):
     inputs = [archive.put(1, 40), archive.put(30, 90)]
     first = merged(archive, *inputs).ref
@@ -112,23 +105,6 @@ def test_overlapping_segments_become_the_union_of_their_rows(archive: Archive):
     proved(archive, result)
 
 
-def test_an_overlap_leaves_the_ledger_balanced(archive: Archive):
-    inputs = [
-        archive.put(1, 60, rows(range(1, 31)), ledger={Reason.DELETED: 20, Reason.TOO_OLD: 10}),
-        archive.put(51, 100, rows(range(91, 101)), ledger={Reason.DELETED: 20, Reason.NOT_MATCHED: 20}),
-    ]
-    footer = archive.footer(merged(archive, *inputs).ref)
-    assert footer.is_balanced()
-    assert footer.ledger == Ledger({Reason.DELETED: 20, Reason.TOO_OLD: 10, Reason.UNATTRIBUTED: 30})
-
-
-def test_a_trimmed_overlap_with_one_reason_keeps_it(archive: Archive):
-    inputs = [archive.put(1, 60), archive.put(51, 100, rows(range(51, 61)), ledger={Reason.SAMPLED_OUT: 40})]
-    assert archive.footer(merged(archive, *inputs).ref).ledger == Ledger({Reason.SAMPLED_OUT: 40})
-    more = [archive.put(201, 260), archive.put(251, 300, rows([299]), ledger={Reason.DELETED: 49})]
-    assert archive.footer(merged(archive, *more).ref).ledger == Ledger({Reason.DELETED: 39})
-
-
 def gone(archive: Archive, first: int, last: int, *missing: int, reason: Reason, **ledger: int) -> SegmentRef:
     """A segment that lacks `missing`, and says that it did not read them."""
     held = rows(s for s in range(first, last + 1) if s not in missing)
@@ -146,32 +122,43 @@ def test_rows_that_another_input_has_are_unread_no_more(archive: Archive):
     proved(archive, result)
 
 
-def test_a_merge_keeps_what_its_inputs_leave_unread(archive: Archive):
+def test_the_ledger_of_a_merge_is_balanced_and_says_what_is_unread(archive: Archive):
+    def said(*inputs: SegmentRef) -> tuple[Ledger, SequenceRange | None]:
+        footer = archive.footer(merged(archive, *inputs).ref)
+        assert footer.is_balanced()
+        return footer.ledger, footer.unread
+
+    one = archive.put(1, 60, rows(range(1, 31)), ledger={Reason.DELETED: 20, Reason.TOO_OLD: 10})
+    other = archive.put(51, 100, rows(range(91, 101)), ledger={Reason.DELETED: 20, Reason.NOT_MATCHED: 20})
+    assert said(one, other) == (Ledger({Reason.DELETED: 20, Reason.TOO_OLD: 10, Reason.UNATTRIBUTED: 30}), None)
+    # An overlap of which one reason is left keeps it.
+    part = archive.put(251, 300, rows(range(251, 261)), ledger={Reason.SAMPLED_OUT: 40})
+    assert said(archive.put(201, 260), part) == (Ledger({Reason.SAMPLED_OUT: 40}), None)
+    part = archive.put(351, 400, rows([399]), ledger={Reason.DELETED: 49})
+    assert said(archive.put(301, 360), part) == (Ledger({Reason.DELETED: 39}), None)
+
+    unread, hole = Reason.GONE_BEFORE_READ, Reason.GONE_FROM_HOLE
     inputs = [
-        gone(archive, 1, 100, *range(11, 31), reason=Reason.GONE_BEFORE_READ),
-        archive.put(1, 20, rows(range(13, 19))),
-        gone(archive, 101, 150, 120, 123, reason=Reason.GONE_FROM_HOLE),
-        archive.put(151, 200),
+        gone(archive, 1001, 1100, *range(1011, 1031), reason=unread),
+        archive.put(1001, 1020, rows(range(1013, 1019))),
+        gone(archive, 1101, 1150, 1120, 1123, reason=hole),
+        archive.put(1151, 1200),
     ]
-    footer = archive.footer(merged(archive, *inputs).ref)
-    assert footer.ledger == Ledger({Reason.GONE_BEFORE_READ: 14, Reason.GONE_FROM_HOLE: 2})
-    assert footer.unread == SequenceRange(11, 123)
-    assert footer.is_balanced()
+    assert said(*inputs) == (Ledger({unread: 14, hole: 2}), SequenceRange(1011, 1123))
+    # What the longer segment has of the shorter one's unread range is not unread any more.
+    part = gone(archive, 2001, 2060, *range(2041, 2061), reason=hole)
+    assert said(part, archive.put(2051, 2100)) == (Ledger({hole: 10}), SequenceRange(2041, 2050))
+    # Which of 5..14 are gone the ledger does not say: none of the five is forgotten.
+    mixed = gone(archive, 3001, 3020, *range(3005, 3015), reason=unread, sampled_out=3, too_old=2)
+    ledger = Ledger({unread: 5, Reason.UNATTRIBUTED: 2})
+    assert said(mixed, archive.put(3005, 3007)) == (ledger, SequenceRange(3008, 3014))
 
 
-def test_a_trimmed_stretch_keeps_what_is_unread_in_it(archive: Archive):
-    """What the longer segment has of the shorter one's unread range is not unread any more."""
-    inputs = [gone(archive, 1, 60, *range(41, 61), reason=Reason.GONE_FROM_HOLE), archive.put(51, 100)]
-    footer = archive.footer(merged(archive, *inputs).ref)
-    assert (footer.ledger, footer.unread) == (Ledger({Reason.GONE_FROM_HOLE: 10}), SequenceRange(41, 50))
-
-
-def test_what_is_gone_among_what_was_left_out_stays_counted(archive: Archive):
-    """Which of 5..14 are gone the ledger does not say: none of the five is forgotten."""
-    mixed = gone(archive, 1, 20, *range(5, 15), reason=Reason.GONE_BEFORE_READ, sampled_out=3, too_old=2)
-    footer = archive.footer(merged(archive, mixed, archive.put(5, 7)).ref)
-    assert footer.ledger == Ledger({Reason.GONE_BEFORE_READ: 5, Reason.UNATTRIBUTED: 2})
-    assert footer.unread == SequenceRange(8, 14)
+def test_segments_without_rows_become_one_without_rows(archive: Archive):
+    nothing = {"ledger": {Reason.SAMPLED_OUT: 10}}
+    result = merged(archive, *(archive.put(n, n + 9, rows([]), **nothing) for n in (1, 11)))
+    assert archive.footer(result.ref).ledger == Ledger({Reason.SAMPLED_OUT: 20})
+    proved(archive, result)
 
 
 def test_the_tip_is_that_of_the_input_that_reaches_furthest(archive: Archive):
@@ -199,9 +186,7 @@ def test_a_fork_stops_the_merge_naming_both_segments_and_the_sequence(archive: A
     one, other = archive.put(1, 60), archive.put(50, 90, rows(range(50, 91), salt="forged"))
     with pytest.raises(DataError, match="sequence 50 of us-east/NODES/0000/0") as caught:
         merged(archive, one, other)
-    assert caught.value.code == "E-FORK"
-    assert one.key in str(caught.value)
-    assert other.key in str(caught.value)
+    assert (caught.value.code, one.key in str(caught.value), other.key in str(caught.value)) == ("E-FORK", True, True)
     assert [s.level for s in archive.listed()] == [0, 0]
 
 
@@ -247,28 +232,20 @@ def test_many_overlapping_segments_are_united_as_sets_are(archive: Archive):
     proved(archive, result)
 
 
-def test_a_damaged_input_is_named_and_nothing_is_left_behind(archive: Archive):
-    sound, damaged = archive.put(1, 40), archive.put(41, 90)
+def test_a_damaged_input_is_named_and_a_deleted_one_said_to_be_gone_and_nothing_is_left_behind(archive: Archive):
+    sound, damaged, deleted = archive.put(1, 40), archive.put(41, 90), archive.put(91, 99)
     archive.path(damaged.key).write_bytes(b"PAR1" + bytes(damaged.size - 8) + b"PAR1")
+    archive.store.delete(deleted)
     with pytest.raises(UnreadableInput) as caught:
         merged(archive, sound, damaged)
     assert caught.value.key == damaged.key
+    with pytest.raises(SegmentGone):
+        merged(archive, sound, deleted)
     assert [s.level for s in archive.listed()] == [0, 0]
     assert [f for f in (archive.folder / "spool").rglob("*") if f.is_file() and f.name != "lock"] == []
-
-
-def test_an_input_that_was_deleted_meanwhile_is_said_to_be_gone(archive: Archive):
-    inputs = [archive.put(1, 40), archive.put(41, 90)]
-    archive.store.delete(inputs[1])
-    with pytest.raises(SegmentGone):
-        merged(archive, *inputs)
-
-
-def test_without_the_space_in_the_spool_nothing_is_begun(archive: Archive):
-    huge = [s._replace(size=2**60) for s in (archive.put(1, 40), archive.put(41, 90))]
-    with pytest.raises(Unavailable, match="free bytes") as caught:
-        merged(archive, *huge)
-    assert caught.value.code == "E-SPOOL"
+    with pytest.raises(Unavailable, match="free bytes") as refused:
+        merged(archive, sound, archive.put(41, 90)._replace(size=2**60))
+    assert refused.value.code == "E-SPOOL"
 
 
 def test_a_full_disk_is_told_as_one_and_leaves_no_object(archive: Archive):
@@ -290,38 +267,35 @@ def test_a_full_disk_is_told_as_one_and_leaves_no_object(archive: Archive):
 # The proof: what `prove_by_reading` refuses
 
 
-def test_a_row_that_the_output_lacks_is_found(archive: Archive):
-    lower = archive.put(1, 50)
-    upper = archive.put(1, 100, rows([n for n in range(1, 101) if n != 33]), level=1)
-    with pytest.raises(DataError, match="sequence 33 of") as caught:
-        prove_by_reading(archive.store, made_by(upper, [lower, archive.put(51, 100)]))
+ALL = range(1, 101)
+
+
+@pytest.mark.parametrize(
+    ("held", "lower", "second", "salt", "code", "number"),
+    [
+        ({*ALL} - {33}, ALL, 51, "", "E-ROWS-MISSING", 33),
+        ({*ALL} - {48}, ALL, 46, "", "E-ROWS-MISSING", 48),
+        (ALL, {*ALL} - {50}, 51, "", "E-ROWS-ADDED", 50),
+        (ALL, ALL, 51, "x", "E-FORK", 1),
+    ],
+    ids=["missing", "missing of an overlap", "added", "changed"],
+)
+def test_a_row_that_is_missing_added_or_changed_is_found(
+    archive: Archive, held: Iterable[int], lower: Iterable[int], second: int, salt: str, code: str, number: int
+):
+    inputs = [archive.put(a, z, rows(n for n in lower if a <= n <= z)) for a, z in ((1, 50), (second, 100))]
+    upper = archive.put(1, 100, rows(sorted(held), salt=salt), level=1)
+    with pytest.raises(DataError, match=f"sequence {number} of") as caught:
+        prove_by_reading(archive.store, made_by(upper, inputs))
+    assert caught.value.code == code
+
+
+def test_two_segments_may_contain_a_third_together_that_has_less_and_not_more(archive: Archive):
+    stretches = tuple(Stretch(s, s.coverage) for s in (archive.put(1, 60, level=1), archive.put(61, 100, level=1)))
+    prove_by_reading(archive.store, Supersession((archive.put(50, 70, rows(range(50, 65))),), stretches))
+    with pytest.raises(DataError, match="sequence 10") as caught:
+        prove_by_reading(archive.store, Supersession((archive.put(101, 110),), stretches))
     assert caught.value.code == "E-ROWS-MISSING"
-
-
-def test_a_row_that_no_input_has_is_found(archive: Archive):
-    lower = [archive.put(1, 50, rows(range(1, 50))), archive.put(51, 100)]
-    upper = archive.put(1, 100, level=1)
-    with pytest.raises(DataError, match="sequence 50 of") as caught:
-        prove_by_reading(archive.store, made_by(upper, lower))
-    assert caught.value.code == "E-ROWS-ADDED"
-
-
-def test_what_was_found_contained_may_be_less_than_what_contains_it(archive: Archive):
-    lower, upper = archive.put(20, 50, rows(range(20, 40))), archive.put(1, 100, level=1)
-    prove_by_reading(archive.store, Supersession((lower,), (Stretch(upper, upper.coverage),)))
-
-
-def test_changed_content_is_found(archive: Archive):
-    lower, upper = archive.put(1, 50), archive.put(1, 50, rows(range(1, 51), salt="x"), level=1)
-    with pytest.raises(DataError, match="sequence 1 of") as caught:
-        prove_by_reading(archive.store, made_by(upper, [lower]))
-    assert caught.value.code == "E-FORK"
-
-
-def test_two_segments_may_contain_a_third_together(archive: Archive):
-    uppers = [archive.put(1, 60, level=1), archive.put(61, 100, level=1)]
-    stretches = (Stretch(uppers[0], uppers[0].coverage), Stretch(uppers[1], uppers[1].coverage))
-    prove_by_reading(archive.store, Supersession((archive.put(50, 70),), stretches))
 
 
 def test_a_damaged_output_proves_nothing(archive: Archive):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,7 @@ from common.chain import Chain
 from common.errors import Refused, Unavailable
 from common.segments.documents import list_snapshots
 from common.segments.keys import StateName
-from compaction.report import preview_json, preview_rows, report_json, report_rows
-from compaction.retention import RetentionReport
+from compaction.report import preview_rows, report_json, report_rows
 from compaction.run import Compaction, LocalRunner, Report, Selection
 from tests.integration.test_compaction_cli import Site
 from tests.support.compaction import CHAIN, OTHER, Archive, Job, TestPolicy, begun
@@ -36,6 +34,12 @@ def snapshot(archive: Archive, position: int, *, age: float = OLD, chain: Chain 
     return key
 
 
+def fill(archive: Archive, *chains: Chain) -> list[str]:
+    """Seven of each chain, at 10 to 70, the lowest the oldest."""
+    at = range(10, 80, 10)
+    return [snapshot(archive, n, age=OLD - n, chain=chain) for chain in chains or (CHAIN,) for n in at]
+
+
 def compaction(archive: Archive, grace: float | None = GRACE, objects: object = None) -> Compaction:
     store = archive.store if objects is None else Archive(archive.folder, objects).store  # type: ignore[arg-type]
     return Compaction(store, [IDLE], grace, LocalRunner(store))
@@ -49,12 +53,22 @@ def positions(archive: Archive, chain: Chain = CHAIN) -> list[int]:
     return sorted(ref.position for ref in list_snapshots(archive.objects, archive.layout, chain))
 
 
-def test_the_newest_three_stay_however_old_and_the_rest_goes(archive: Archive) -> None:
-    keys = [snapshot(archive, position, age=OLD - position) for position in range(10, 80, 10)]
+def test_a_preview_names_what_goes_a_run_counts_it_the_newest_three_stay_and_without_deletion_all(
+    archive: Archive,
+) -> None:
+    keys = fill(archive)
+    assert run(archive, None).pruned == []
+    assert all(survey.outdated == () for survey in compaction(archive, None).preview(Selection()))
+    assert [row[:2] for row in preview_rows(compaction(archive).preview(Selection()))] == [
+        ["delete", key] for key in keys[:4]
+    ]
+    assert len(positions(archive)) == 7
     report = run(archive)
     assert positions(archive) == [50, 60, 70]
-    assert [ref.key for ref in report.pruned] == keys[:4]
-    assert report.failures == []
+    assert ([ref.key for ref in report.pruned], report.failures) == (keys[:4], [])
+    assert report_rows(report) == [["pruned", CHAIN, None, "4 snapshots", None, 32, None]]
+    assert len(report_json(report)["pruned"]) == 4
+    assert run(archive).pruned == []
 
 
 def test_what_is_younger_than_the_grace_stays(archive: Archive) -> None:
@@ -73,102 +87,55 @@ def test_what_was_stored_last_stays_wherever_it_stands(archive: Archive) -> None
     assert positions(archive) == [5, 120, 130, 140]
 
 
-def test_a_second_run_finds_nothing_and_a_run_without_deletion_touches_nothing(archive: Archive) -> None:
-    for position in range(10, 80, 10):
-        snapshot(archive, position, age=OLD - position)
-    assert run(archive, None).pruned == []
-    assert len(positions(archive)) == 7
-    assert len(run(archive).pruned) == 4
-    assert run(archive).pruned == []
-
-
-def test_foreign_objects_and_other_documents_stay(archive: Archive) -> None:
-    foreign = f"{archive.layout.states_prefix(CHAIN)}notes.txt"
+def test_only_selected_chains_are_cleared_and_foreign_objects_and_other_documents_stay(archive: Archive) -> None:
+    foreign = f"{archive.layout.states_prefix(OTHER)}notes.txt"
     archive.objects.put(foreign, b"mine")
     archive.age(foreign, OLD)
-    for position in range(10, 80, 10):
-        snapshot(archive, position, age=OLD - position)
-    before = {info.key for info in archive.objects.list("data/_floe/site=") if "/state/" not in info.key}
-    run(archive)
-    assert archive.objects.get(foreign) == b"mine"
-    assert before <= {info.key for info in archive.objects.list("data/_floe/site=")}
-
-
-def test_only_selected_chains_are_cleared(archive: Archive) -> None:
-    for chain in (CHAIN, OTHER):
-        for position in range(10, 60, 10):
-            snapshot(archive, position, age=OLD - position, chain=chain)
+    before = {info.key for info in archive.objects.list("data/_floe/site=")}
+    fill(archive, CHAIN, OTHER)
     run(archive, site="eu-west")
-    assert len(positions(archive, CHAIN)) == 5
-    assert len(positions(archive, OTHER)) == 3
+    assert (len(positions(archive, CHAIN)), len(positions(archive, OTHER))) == (7, 3)
+    assert before <= {info.key for info in archive.objects.list("data/_floe/site=")}
 
 
 @pytest.mark.parametrize(
     "error", [Unavailable("list: 503", code="E-LIST-INVALID"), Refused("list: 403", code="E-S3-DENIED")]
 )
 def test_a_chain_that_cannot_be_listed_does_not_stop_the_others(archive: Archive, error: Exception) -> None:
-    for chain in (CHAIN, OTHER):
-        for position in range(10, 60, 10):
-            snapshot(archive, position, age=OLD - position, chain=chain)
-    bad = archive.layout.states_prefix(CHAIN)
+    fill(archive, CHAIN, OTHER)
 
     def fault(real, prefix, **kwargs):  # type: ignore[no-untyped-def]
-        if prefix == bad:
+        if prefix == archive.layout.states_prefix(CHAIN):
             raise error
         return real(prefix, **kwargs)
 
-    report = run(archive, objects=FaultyStore(archive.objects).on("list", fault))
-    assert len(positions(archive, CHAIN)) == 5
-    assert len(positions(archive, OTHER)) == 3
-    [failure] = report.failures
+    [failure] = run(archive, objects=FaultyStore(archive.objects).on("list", fault)).failures
+    assert (len(positions(archive, CHAIN)), len(positions(archive, OTHER))) == (7, 3)
     assert "snapshots of us-east/NODES/0000/0" in failure.what
 
 
 def test_a_refused_delete_is_told_once_for_a_chain_and_the_others_go_on(archive: Archive) -> None:
-    for chain in (CHAIN, OTHER):
-        for position in range(10, 80, 10):
-            snapshot(archive, position, age=OLD - position, chain=chain)
+    fill(archive, CHAIN, OTHER)
     faulty = FaultyStore(archive.objects).on("delete", raising(Refused("delete: 403", code="E-S3-DENIED")))
     report = run(archive, objects=faulty)
-    assert report.pruned == []
-    assert len(report.failures) == 2
-    assert {failure.exit_code for failure in report.failures} == {77}
+    assert (report.pruned, [failure.exit_code for failure in report.failures]) == ([], [77, 77])
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])
 def test_a_run_killed_between_two_deletions_leaves_the_newest_and_is_finished_by_the_next(
     archive: Archive, number: int
 ) -> None:
-    for position in range(10, 80, 10):
-        snapshot(archive, position, age=OLD - position)
+    fill(archive)
     assert Job(archive.folder, f"compaction.delete_snapshot=kill@{number}").wait() == -9
     assert positions(archive) == [10, 20, 30, 40, 50, 60, 70][number - 1 :]
     run(archive)
     assert positions(archive) == [50, 60, 70]
 
 
-def test_a_preview_names_what_would_go_and_deletes_nothing(archive: Archive) -> None:
-    keys = [snapshot(archive, position, age=OLD - position) for position in range(10, 80, 10)]
-    surveys = compaction(archive).preview(Selection())
-    assert [row[:2] for row in preview_rows(surveys)] == [["delete", key] for key in keys[:4]]
-    assert [entry["key"] for entry in preview_json(surveys, RetentionReport())["outdated"]] == keys[:4]
-    assert len(positions(archive)) == 7
-    assert all(survey.outdated == () for survey in compaction(archive, None).preview(Selection()))
-
-
-def test_the_report_counts_them_by_chain(archive: Archive) -> None:
-    for position in range(10, 80, 10):
-        snapshot(archive, position, age=OLD - position)
-    report = run(archive)
-    assert report_rows(report) == [["pruned", CHAIN, None, "4 snapshots", None, 32, None]]
-    assert len(report_json(report)["pruned"]) == 4
-
-
 def test_the_command_prints_them(tmp_path: Path) -> None:
     site = Site(tmp_path)
     site.configure(delete_grace="10m")
-    keys = [snapshot(site, position, age=OLD - position) for position in range(10, 80, 10)]
+    keys = fill(site)
     assert [entry["key"] for entry in site.compact("--json", "--dry-run")["outdated"]] == keys[:4]
-    lines = site.compact().out.splitlines()
-    assert lines[1].split()[:5] == ["pruned", str(CHAIN), "-", "4", "snapshots"]
-    assert json.loads(json.dumps(site.compact("--json")))["pruned"] == []
+    assert site.compact().out.splitlines()[1].split()[:5] == ["pruned", str(CHAIN), "-", "4", "snapshots"]
+    assert site.compact("--json")["pruned"] == []

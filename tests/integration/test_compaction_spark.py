@@ -13,22 +13,15 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError, Unavailable
+from common.objects.open import open_objects
 from common.segments.documents import ChainDocument, ChainStore
 from common.segments.segment import Reason, SegmentRef
-from common.sequences import SequenceRange, Stretch
+from common.sequences import SequenceRange
 from common.settings.root import Settings
 from compaction.failures import Failure, exit_code
+from compaction.plan import Output
 from compaction.run import Compaction, Report, Selection, merge_one, prove_one
-from compaction.spark import (
-    FIXED,
-    Spark,
-    check_conf,
-    check_sealed,
-    spark_conf,
-    spark_error,
-    task_of,
-    with_retries,
-)
+from compaction.spark import FIXED, Spark, check_conf, check_sealed, spark_conf, spark_error, task_of, with_retries
 from compaction.supersede import Supersession, made_by
 from tests.integration.test_verify import Site
 from tests.support.basics import eventually
@@ -74,22 +67,13 @@ def test_each_item_is_told_as_it_is_done(archive: Archive, tmp_path: Path, caplo
         watching = pool.submit(let_go)
         assert SharedSpark(settings(archive)).map(wait_for_file, [str(go), ""]) == [str(go), ""]
         watching.result()
-    told = [record.getMessage() for record in caplog.records if "item_done" in record.getMessage()]
-    assert len(told) == 2
+    assert sum("item_done" in told for told in caplog.messages) == 2
 
 
-def test_an_output_is_told_with_its_chain_and_how_much_is_left(archive: Archive, caplog: pytest.LogCaptureFixture):
+def test_several_chains_are_merged_and_proved_in_one_run_that_tells_how_much_is_left(
+    archive: Archive, caplog: pytest.LogCaptureFixture
+):
     caplog.set_level("INFO")
-    for chain in (CHAIN, OTHER):
-        for first in (1, 11, 21):
-            archive.put(first, first + 9, age=700, chain=chain)
-    run(archive)
-    told = [r.getMessage() for r in caplog.records if "item_done" in r.getMessage() and "merge_one" in r.getMessage()]
-    assert len(told) == 2
-    assert all(each in "".join(told) for each in ("us-east", "NODES", "left"))
-
-
-def test_several_chains_are_merged_and_proved_in_one_run(archive: Archive):
     for chain in (CHAIN, OTHER):
         for first in range(1, 40, 10):
             archive.put(first, first + 9, age=700, chain=chain)
@@ -100,6 +84,9 @@ def test_several_chains_are_merged_and_proved_in_one_run(archive: Archive):
     assert archive.ranges() == ["0:35..60", "1:1..60"]
     assert archive.ranges(OTHER) == ["0:31..40", "1:1..40"]
     assert {chain: archive.read(chain) for chain in (CHAIN, OTHER)} == before
+    told = [each for each in caplog.messages if "item_done" in each and "merge_one" in each]
+    assert len(told) == 2
+    assert all(each in "".join(told) for each in ("us-east", "NODES", "left"))
     assert run(archive) == Report()
 
 
@@ -119,35 +106,16 @@ def test_what_a_job_left_unproved_and_late_segments_are_proved(archive: Archive)
 
 
 def test_a_missing_row_a_changed_one_and_a_moved_null_are_found(archive: Archive):
-    lower = [archive.put(1, 50), archive.put(51, 100)]
-    good = archive.put(1, 100, level=1)
-    lacking = archive.put(1, 100, rows([n for n in range(1, 101) if n != 40]), level=2)
-    changed = archive.put(1, 100, rows(range(1, 101), salt="x"), level=3)
-    other_key = archive.put(1, 100, rows(range(1, 101), sample_key="k"), level=4)
-    verdicts = prove(archive, *(made_by(upper, lower) for upper in (good, lacking, changed, other_key)))
-    assert [verdict and verdict.exit_code for verdict in verdicts] == [None, 3, 3, 3]
-    assert "E-ROWS-MISSING" in verdicts[1].line
-    assert "sequence 40 " in verdicts[1].line
-
-
-def test_an_overlap_is_proved_over_distinct_rows(archive: Archive):
-    lower = [archive.put(1, 60), archive.put(41, 100)]
+    lower, overlapping = ([archive.put(1, a), archive.put(z, 100)] for a, z in ((50, 51), (60, 41)))
     good = archive.put(1, 100, level=1)
     lacking = archive.put(1, 100, rows([n for n in range(1, 101) if n != 50]), level=2)
-    forked = [lower[0], archive.put(50, 100, rows(range(50, 101), salt="x"))]
-    verdicts = prove(archive, made_by(good, lower), made_by(lacking, lower), made_by(good, forked))
-    assert [verdict and verdict.exit_code for verdict in verdicts] == [None, 3, 3]
-
-
-def test_what_is_contained_may_be_less_but_not_other(archive: Archive):
-    upper = [archive.put(1, 60, level=1), archive.put(61, 100, level=1)]
-    stretches = tuple(Stretch(s, s.coverage) for s in upper)
-    less = archive.put(50, 70, rows([55, 66]))
-    more = archive.put(101, 110)
-    verdicts = prove(archive, Supersession((less,), stretches), Supersession((more,), stretches))
-    assert verdicts[0] is None
+    changed = archive.put(1, 100, rows(range(1, 101), salt="x"), level=3)
+    other_key = archive.put(1, 100, rows(range(1, 101), sample_key="k"), level=4)
+    proofs = [made_by(upper, lower) for upper in (good, lacking, changed, other_key)]
+    verdicts = prove(archive, *proofs, made_by(good, overlapping), made_by(lacking, overlapping))
+    assert [verdict and verdict.exit_code for verdict in verdicts] == [None, 3, 3, 3, None, 3]
     assert "E-ROWS-MISSING" in verdicts[1].line
-    assert "sequence 10" in verdicts[1].line
+    assert "sequence 50 " in verdicts[1].line
 
 
 def test_a_segment_that_cannot_be_read_fails_its_own_proof_only(archive: Archive):
@@ -181,8 +149,6 @@ def test_a_killed_executor_is_replaced(archive: Archive):
 
 
 def test_a_doubled_task_makes_the_same_object(archive: Archive):
-    from compaction.plan import Output
-
     inputs: tuple[SegmentRef, ...] = (archive.put(1, 50), archive.put(51, 100))
     runner = SharedSpark(settings(archive))
     results = runner.map(merge_one, [Output(1, inputs)] * 4)
@@ -294,28 +260,16 @@ def test_no_secret_is_in_the_plan_that_spark_shows(archive: Archive, capfd: pyte
 
 
 def test_a_run_over_s3(s3, tmp_path: Path):
-    bucket = s3.new_bucket()
-    config = Settings.model_validate(
-        {
-            "store": {
-                "url": f"s3://{bucket}",
-                "endpoint_url": s3.endpoint_url,
-                "access_key_id": s3.access_key,
-                "secret_access_key": s3.secret_key,
-            },
-            "spool_dir": str(tmp_path),
-        }
-    )
-    from common.objects.open import open_objects
-
+    keys = {"access_key_id": s3.access_key, "secret_access_key": s3.secret_key}
+    store = {"url": f"s3://{s3.new_bucket()}", "endpoint_url": s3.endpoint_url, **keys}
+    config = Settings.model_validate({"store": store, "spool_dir": str(tmp_path)})
     archive = Archive(tmp_path, open_objects(config.store))
     ChainStore(archive.objects, archive.layout).create_chain(CHAIN, ChainDocument((), 1, 1))
     for first in range(1, 40, 10):
         archive.put(first, first + 9)
     before = archive.read()
-    spark = SharedSpark(config)
     due = replace(DUE, min_age=0, max_wait=-1)
-    report = Compaction(archive.store, [due], 0, spark).run(Selection())
+    report = Compaction(archive.store, [due], 0, SharedSpark(config)).run(Selection())
     assert report.failures == []
     assert archive.ranges() == ["0:31..40", "1:1..40"]
     assert archive.read().equals(before)
@@ -347,16 +301,11 @@ async def test_verify_finds_on_spark_what_it_finds_here(
     monkeypatch.setenv("FLOE_DEBUG", "1")  # as with -v
     caplog.set_level("INFO")
     assert await found("--engine", "spark") == here
-    told = [record.getMessage() for record in caplog.records if "'item_done'" in record.getMessage()]
+    told = [each for each in caplog.messages if "'item_done'" in each]
     assert len(told) > 4
     assert all("look_apart" in line and "'bytes'" in line for line in told), "a line for each task"
-    assert Counter(p["kind"] for chain in here for p in chain["problems"]) == {
-        "damaged": 2,
-        "hole": 4,
-        "fork": 2,
-        "rows": 4,
-        "late": 1,
-    }
+    kinds = Counter(p["kind"] for chain in here for p in chain["problems"])
+    assert kinds == {"damaged": 2, "hole": 4, "fork": 2, "rows": 4, "late": 1}
     since = ("--engine", "spark", "--since-last")
     await found(*since)
     again = await found(*since)
