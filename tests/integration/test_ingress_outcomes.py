@@ -11,6 +11,7 @@ import pytest
 
 from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient
+from ingress.checkpoint import Checkpoint, IntentPiece, TargetState, open_intent
 from tests.support.basics import soon
 from tests.support.ingress import (
     Archive,
@@ -132,13 +133,8 @@ async def test_a_row_of_another_interleaving_before_the_last_message_stops(clien
     """
     first, second = centre.archive.put(rows_of(1, 10)), centre.archive.put(rows_of(11, 30))
     created = await make(client, centre)
-    states = await centre.state(client)
-    state = await left_open(client, centre, first, created)
-    assert state.intent is not None
-    pieces = [*state.intent.pieces, type(state.intent.pieces[0])(second.segment, second.coverage, 20)]
-    intent = type(state.intent)(0, tuple(pieces))
-    stored = await states.load()
-    assert await states.save(type(state)(state.checkpoint, intent), stored.revision) is not None
+    pieces = [IntentPiece(each.segment, each.coverage, len(each.coverage)) for each in (first, second)]
+    await (await centre.state(client)).save(open_intent(TargetState(Checkpoint(0, created)), pieces), 0)
     await store(client, centre, [*rows_of(1, 9), *rows_of(1001, 1001), *rows_of(11, 15)])
     async with service(centre) as health:
         stop = await stop_of(centre, health)

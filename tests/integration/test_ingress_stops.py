@@ -83,16 +83,6 @@ async def test_deletion_is_told_while_idle(client: FloeClient, centre: Centre, m
         assert health.problems()
 
 
-async def test_a_purged_target_goes_on(centre: Centre, client: FloeClient) -> None:
-    """A purge keeps the last sequence, and what was carried was carried."""
-    await carry_once(centre, client)
-    await client.api(f"STREAM.PURGE.{centre.target}")
-    centre.archive.rows.clear()
-    centre.archive.put(rows_of(31, 40))
-    async with centre.running():
-        check_exact(await centre.carried(client, 10), centre.archive, centre.prefix)
-
-
 async def test_a_foreign_writer_that_goes_on_ends_with_exit_code_4(centre: Centre, client: FloeClient) -> None:
 
     async def write_on(client: FloeClient) -> None:

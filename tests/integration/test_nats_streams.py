@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -15,11 +14,12 @@ from common.jetstream.headers import Provenance, restore
 from common.jetstream.pull import get_message
 from common.segments.segment import Message
 from common.settings.service import NatsSettings
-from infra.local.nats import NatsCluster, NatsServer
+from infra.local.nats import NatsServer
 from tests.integration.test_ingress_headers import ACTING, EVERYTHING, MARK
 from tests.support.basics import PATIENCE, AckReply, parse_ack, soon, unique
 from tests.support.headers import escape
-from tests.support.servers import place, placing
+from tests.support.ingress import client_of
+from tests.support.servers import place
 
 HERE = Provenance("us-east", "NODE_DATA", 0, 0, 7, 1_700_000_000_000_000_001)
 
@@ -83,7 +83,7 @@ async def test_reads_messages_exactly(client: FloeClient):
     delivered = await deliver(client, stream)
     assert [(subject, headers, payload) for subject, _, payload, headers in delivered] == sent
     acks = [AckReply(stream, "", n, n, m.timestamp_ns, len(sent) - n) for n, m in enumerate(found, 1)]
-    assert [reply for _, reply, _, _ in delivered] == acks
+    assert [parse_ack(reply)._replace(consumer="") for _, reply, _, _ in delivered] == acks
     assert (await stream_info(client, stream)).first_timestamp
 
 
@@ -97,8 +97,8 @@ async def test_a_message_that_is_not_held_is_none(client: FloeClient):
         await get_message(client, "NONE", 1)
 
 
-async def deliver(client: FloeClient, stream: str) -> list[tuple[bytes, Any, bytes, bytes | None]]:
-    """All messages through a consumer, with what their replies say (but for the consumer's name)."""
+async def deliver(client: FloeClient, stream: str) -> list[tuple[bytes, bytes, bytes, bytes | None]]:
+    """All messages through a consumer, each with the subject of its reply."""
     consumer = unique("c")
     info = await create_consumer(client, stream, {"name": consumer, "ack_policy": "none"})
     received, inbox = [], client.new_inbox()
@@ -106,11 +106,7 @@ async def deliver(client: FloeClient, stream: str) -> list[tuple[bytes, Any, byt
     ask = client.api_subject(f"CONSUMER.MSG.NEXT.{stream}.{consumer}").encode()
     client.send(frame(ask, b'{"batch":100,"no_wait":true}', None, inbox.encode()))
     await soon(lambda: len(received) > info.pending)
-    return [
-        (subject, parse_ack(reply)._replace(consumer=""), payload, headers)
-        for subject, reply, payload, headers in received
-        if reply
-    ]
+    return [message for message in received if message[1]]
 
 
 async def test_creates_describes_and_deletes_a_consumer(client: FloeClient):
@@ -131,27 +127,15 @@ async def test_creates_describes_and_deletes_a_consumer(client: FloeClient):
 
 
 async def test_both_layouts_of_replies_are_what_a_server_writes():
-    for flag in (False, True):
-        extra = f"feature_flags {{ js_ack_fc_v2: {str(flag).lower()} }}"
-        with NatsServer(extra=extra) as server:
-            client = await connect(NatsSettings(url=server.url), name="test")
-            await create_stream(client, {"name": "S", "subjects": ["s"]})
-            await publish(client, "s", b"1")
-            await publish(client, "s", b"2")
-            received, inbox = [], client.new_inbox()
-            await client.subscribe_raw(inbox, lambda *message, to=received: to.append(message))
-            await create_consumer(
-                client,
-                "S",
-                {"name": "c", "ack_policy": "none", "opt_start_seq": 2, "deliver_policy": "by_start_sequence"},
-            )
-            client.send(frame(b"$JS.API.CONSUMER.MSG.NEXT.S.c", b"", None, inbox.encode()))
-            await soon(lambda got=received: got)
-            stored = await get_message(client, "S", 2)
-            assert received[0][1].count(b".") == (10 if flag else 8)
-            assert parse_ack(received[0][1])[2:5] == (2, 1, stored.timestamp_ns)
-            assert parse_ack(received[0][1])[:4] == ("S", "c", 2, 1)
-            await client.aclose()
+    for flag, dots in (("false", 8), ("true", 10)):
+        with NatsServer(extra=f"feature_flags {{ js_ack_fc_v2: {flag} }}") as server:
+            async with client_of(server.url) as client:
+                await create_stream(client, {"name": "S", "subjects": ["s"], "first_seq": 7})
+                await publish(client, "s", b"1")
+                [(_, reply, _, _)] = await deliver(client, "S")
+                stored, ack = await get_message(client, "S", 7), parse_ack(reply)
+                assert reply.count(b".") == dots
+                assert ack == AckReply("S", ack.consumer, 7, 1, stored.timestamp_ns, 0)
 
 
 async def test_jetstream_that_is_off_is_unavailable_not_empty():
@@ -159,27 +143,6 @@ async def test_jetstream_that_is_off_is_unavailable_not_empty():
         client = await connect(NatsSettings(url=server.url, user="a", password="p"), name="test")
         with pytest.raises((Unavailable, ApiError), match=r"nobody answers|not enabled"):
             await stream_info(client, "S")
-        await client.aclose()
-
-
-async def test_a_cluster_names_its_leader_and_answers_after_it_moved():
-    with NatsCluster() as cluster:
-        await asyncio.to_thread(placing, cluster)
-        client = await connect(NatsSettings(url=cluster.urls), name="test")
-        await place(client, {"name": "S", "subjects": ["s"], "num_replicas": 3})
-        await publish(client, "s", b"x")
-        leader = (await stream_info(client, "S")).leader
-        assert leader in ("n1", "n2", "n3")
-        await client.api("STREAM.LEADER.STEPDOWN.S")
-
-        async def moved() -> bool:
-            try:
-                info, message = await stream_info(client, "S"), await get_message(client, "S", 1)
-            except Unavailable:
-                return False
-            return info.leader not in ("", leader) and message.payload == b"x"
-
-        await soon(moved)
         await client.aclose()
 
 
