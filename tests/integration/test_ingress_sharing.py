@@ -66,7 +66,6 @@ class Fleet:
         self.first = Centre(self.folder, self.archive, self.url)
         self.names = [unique("T") for _ in range(self.count)]
         self.chains = [Chain(f"site{n}", "NODES") for n in range(self.count)]
-        self.instances: list[Instance] = []
         self.carried = 0
 
     def targets(self) -> list[dict[str, Any]]:
@@ -79,12 +78,10 @@ class Fleet:
             for name, chain in zip(self.names, self.chains, strict=True)
         ]
 
-    def start(self, url: str = "", names: Sequence[str] = ()) -> Instance:
+    def start(self, url: str = "") -> Instance:
         centre = Centre(self.folder, self.archive, url or self.url)
         centre.lease_bucket, centre.state_bucket = self.first.lease_bucket, self.first.state_bucket
-        wanted = [each for each in self.targets() if not names or each["stream"] in names]
-        self.instances.append(Instance(centre, self.names, {"targets": wanted, "lease_ttl": f"{TTL:g}s"}))
-        return self.instances[-1]
+        return Instance(centre, self.names, {"targets": self.targets(), "lease_ttl": f"{TTL:g}s"})
 
     def put(self, rows: int = 40) -> None:
         first = self.carried + 1
@@ -155,21 +152,3 @@ async def keep_loading(fleet: Fleet) -> None:
     while True:
         fleet.put(20)
         await asyncio.sleep(0.3)
-
-
-async def test_instances_with_other_targets_do_not_count_each_other(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
-    """A target that only one of them knows would be above its share, if the other one counted."""
-    fleet = Fleet(tmp_path, archive, nats_url, 4)
-    fleet.put()
-    old = fleet.start(names=fleet.names[:2])
-    await soon(lambda: counts(old) == [2])
-    new = fleet.start()
-    await soon(lambda: counts(new) == [2])
-    await asyncio.sleep(TTL)
-    assert counts(old, new) == [2, 2]
-    await old.drain()
-    await soon(lambda: counts(new) == [4])
-    await fleet.check(client)
-    await new.drain()
