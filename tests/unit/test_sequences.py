@@ -23,40 +23,25 @@ def covering(first: int, last: int, level: int = 0, name: str = "a") -> Segment:
     return Segment(SequenceRange(first, last), level, name)
 
 
-def test_a_range_includes_both_ends() -> None:
+def test_a_range_includes_both_ends_and_may_be_the_whole_of_a_stream() -> None:
     span = SequenceRange(10, 12)
-    assert len(span) == 3
+    assert (len(span), str(span)) == (3, "10..12")
     assert [n in span for n in (9, 10, 12, 13)] == [False, True, True, False]
-    assert str(span) == "10..12"
+    assert len(SequenceRange(1, MAX_SEQUENCE)) == MAX_SEQUENCE
+
+
+def test_a_range_follows_exactly_next_overlaps_in_a_sequence_and_encloses_what_is_inside() -> None:
+    ten = SequenceRange(1, 10)
+    assert [SequenceRange(first, 20).follows(ten) for first in (10, 11, 12)] == [False, True, False]
+    assert [ten.overlaps(SequenceRange(first, 20)) for first in (10, 11)] == [True, False]
+    assert [ten.intersection(SequenceRange(first, 20)) for first in (8, 11)] == [SequenceRange(8, 10), None]
+    assert [ten.encloses(SequenceRange(*each)) for each in ((1, 10), (3, 4), (3, 11))] == [True, True, False]
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 1), (-1, 5), (5, 4), (1, MAX_SEQUENCE + 1)])
 def test_a_range_outside_the_sequences_of_a_stream_is_refused(first: int, last: int) -> None:
     with pytest.raises(ValueError, match="expected 1 <= first <= last"):
         SequenceRange(first, last)
-
-
-def test_the_whole_of_a_stream_is_a_range() -> None:
-    assert len(SequenceRange(1, MAX_SEQUENCE)) == MAX_SEQUENCE
-
-
-def test_follows_means_exactly_next() -> None:
-    assert SequenceRange(11, 20).follows(SequenceRange(1, 10))
-    assert not SequenceRange(10, 20).follows(SequenceRange(1, 10))
-    assert not SequenceRange(12, 20).follows(SequenceRange(1, 10))
-
-
-def test_ranges_overlap_where_a_sequence_is_in_both() -> None:
-    assert SequenceRange(1, 10).overlaps(SequenceRange(10, 20))
-    assert not SequenceRange(1, 10).overlaps(SequenceRange(11, 20))
-    assert SequenceRange(1, 10).intersection(SequenceRange(8, 20)) == SequenceRange(8, 10)
-    assert SequenceRange(1, 10).intersection(SequenceRange(11, 20)) is None
-
-
-def test_a_range_encloses_itself_and_what_is_inside() -> None:
-    assert SequenceRange(1, 10).encloses(SequenceRange(1, 10))
-    assert SequenceRange(1, 10).encloses(SequenceRange(3, 4))
-    assert not SequenceRange(1, 10).encloses(SequenceRange(3, 11))
 
 
 def test_extends_allows_overlap_and_gapless_does_not() -> None:
