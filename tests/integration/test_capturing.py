@@ -158,11 +158,21 @@ async def test_only_partition_0_captures_and_never_says_never(bench: Bench, capl
     assert told(caplog, "unforeseen") == [], "the loop of looks goes on without a period"
 
 
-async def test_a_bucket_without_consumers_says_so(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("CAP"))
+async def test_a_bucket_without_consumers_says_so_and_a_damaged_capture_is_told_and_followed_by_another(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream, store = await bench.make_stream(unique("CAP")), captures(bench)
+    chain = bench.chain(stream)
     async with bench.egress({"stream": stream}, tuning=FAST):
-        await soon(lambda: captures(bench).consumers(bench.chain(stream)) is not None)
+        await soon(lambda: store.config(chain) is not None)
+        await soon(lambda: store.consumers(chain) is not None)
     assert by_name(bench, stream) == {}
+    [ref] = store.ls(chain, "config")
+    bench.objects.put(ref.key, b"{}")
+    caplog.set_level(logging.INFO, logger="egress.captures")
+    async with bench.egress({"stream": stream}, tuning=FAST):
+        await soon(lambda: len(store.ls(chain, "config")) == 2)
+    assert len(told(caplog, "capture_ignored")) == 1
 
 
 def told(caplog: pytest.LogCaptureFixture, action: str) -> list[dict[str, Any]]:
@@ -227,20 +237,6 @@ async def test_what_a_stream_was_is_not_mixed_with_what_it_was_made_again_as(ben
         await soon(lambda: store.config(second) is not None)
     assert [store.read(ref).config["max_msgs"] for ref in store.ls(first, "config")] == [-1]  # type: ignore[union-attr]
     assert [store.read(ref).config["max_msgs"] for ref in store.ls(second, "config")] == [99]  # type: ignore[union-attr]
-
-
-async def test_a_damaged_capture_is_told_and_followed_by_another(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
-    stream = await bench.make_stream(unique("CAP"))
-    async with bench.egress({"stream": stream}, tuning=FAST):
-        await soon(lambda: captures(bench).config(bench.chain(stream)) is not None)
-    [ref] = captures(bench).ls(bench.chain(stream), "config")
-    bench.objects.put(ref.key, b"{}")
-    caplog.set_level(logging.INFO, logger="egress.captures")
-    async with bench.egress({"stream": stream}, tuning=FAST):
-        await soon(lambda: len(captures(bench).ls(bench.chain(stream), "config")) == 2)
-    assert len(told(caplog, "capture_ignored")) == 1
 
 
 async def test_consumers_that_were_captured_are_listed(bench: Bench, tmp_path: Path) -> None:

@@ -73,13 +73,11 @@ async def test_a_copy_begins_where_its_entry_says_and_a_restart_changes_nothing(
         check_exact(await centre.carried(client, 31 - first), archive, centre.prefix)
 
 
-def test_without_a_key_everything_is_carried(archive: Archive) -> None:
+def test_a_sequence_is_one_of_the_first_incarnation_only_and_without_a_key_everything_is_carried(
+    archive: Archive,
+) -> None:
     assert start(archive)() == 1
-
-
-def test_a_sequence_is_one_of_the_first_incarnation_only(archive: Archive) -> None:
     resolve = start(archive, start_sequence=15)
-
     assert (resolve(), resolve(LATER), resolve(first=18), resolve(end=9)) == (15, 1, 18, 10)
 
 
@@ -125,11 +123,9 @@ def test_a_moment_leaves_out_whole_incarnations_that_were_before_it(archive: Arc
 
 
 def test_a_moment_that_nothing_has_reached_is_waited_for(archive: Archive) -> None:
-    starts = Starts("FLEET", archive.store, archive.documents, ManualClock())
-    settings = StartSettings.model_validate({"start_time": "2100-01-01T00:00:00Z"})
+    resolve = start(archive, start_time="2100-01-01T00:00:00Z")
 
-    assert starts.resolve(CHAIN, settings, 1, None, {}) == 0
-    assert starts.resolve(CHAIN, settings, 1, 20, {}) == 21
+    assert (resolve(), resolve(end=20)) == (0, 21)
 
 
 def test_the_keys_are_ignored_where_the_copy_has_begun_already(archive: Archive) -> None:

@@ -88,10 +88,6 @@ def test_a_run_that_does_nothing_says_why_and_when_it_will(tmp_path: Path):
     assert first.startswith("us-east/NODES/0000/0 level 0: 4 segments: 4 younger than ")
     assert "next merge in " in first
     assert [each["segments"] for each in site.compact("--json")["waiting"]] == [4]
-
-
-def test_without_chains_a_run_says_so(tmp_path: Path):
-    site = Site(tmp_path)
     (tmp_path / "empty").mkdir()
     site.config.write_text(site.config.read_text().replace(f"{tmp_path}/store", f"{tmp_path}/empty"))
     assert site.compact().out == "nothing to do: the archive holds no such chain\n"
@@ -120,26 +116,23 @@ def test_verification_shows_how_much_is_left(site: Site, monkeypatch: pytest.Mon
 
 
 def test_a_name_that_is_not_there_is_an_error_that_says_what_is(site: Site):
-    for options, said in [
-        (["nosuch"], "there are us-east"),
-        (["us-east/NODE"], "did you mean us-east/NODES?"),
-        (["us-east/NODES/0000/3"], "there are us-east/NODES/0000/0"),
-    ]:
-        assert said in site.compact(*options, code=2).err
+    assert "there are us-east" in site.compact("nosuch", code=2).err
+    assert "did you mean us-east/NODES?" in site.compact("us-east/NODE", code=2).err
+    assert "there are us-east/NODES/0000/0" in site.compact("us-east/NODES/0000/3", code=2).err
     assert "did you mean us-east/NODES?" in site.verify("us-esat/NODES", code=2).err
     assert len(site.ranges()) == 4
 
 
-def test_the_same_as_json(site: Site):
+def test_a_selection_of_others_does_nothing_and_what_was_done_is_told_as_json(site: Site):
+    done = site.compact("--level", "1")
+    assert done.out == "nothing to do: no entry of compaction.levels reads that level\n"
+    assert "us-east/NODES/0000/0" in site.compact("us-east/NODES/7", "--dry-run", code=2).err
+    for what in (["us-east"], ["us-east/NODES"], ["us-east/NODES/0000/0"]):
+        assert len(site.compact(*what, "--dry-run", "--json")["outputs"]) == 1
     found = site.compact("--json", "us-east/NODES/0000/0", "--level", "0")
     [merged] = found["merged"]
-    assert (merged["level"], merged["first"], merged["last"], merged["input_count"], merged["rows"]) == (
-        1,
-        1,
-        40,
-        4,
-        40,
-    )
+    wanted = {"level": 1, "first": 1, "last": 40, "input_count": 4, "rows": 40}
+    assert merged.items() >= wanted.items()
     assert [d["key"] for d in found["deleted"]] == sorted(d["key"] for d in found["deleted"])
     assert (len(found["tombstones"]), found["failures"]) == (1, [])
 
@@ -191,14 +184,6 @@ def test_a_dry_run_says_what_waits_and_why_and_when_it_is_merged(site: Site):
     site.age_all(120)
     [made] = site.compact("--json", "--level", "0")["merged"]
     assert (made["level"], made["first"], made["last"]) == (1, 51, 90)
-
-
-def test_a_selection_of_others_does_nothing(site: Site):
-    done = site.compact("--level", "1")
-    assert done.out == "nothing to do: no entry of compaction.levels reads that level\n"
-    assert "us-east/NODES/0000/0" in site.compact("us-east/NODES/7", "--dry-run", code=2).err
-    for what in (["us-east"], ["us-east/NODES"], ["us-east/NODES/0000/0"]):
-        assert len(site.compact(*what, "--dry-run", "--json")["outputs"]) == 1
 
 
 def test_damage_ends_with_3_after_the_rest_is_done(site: Site):
@@ -274,21 +259,6 @@ def test_deep_finds_what_only_rows_tell(site: Site):
     assert sorted(kinds) == ["fork", "rows", "rows"]
 
 
-def test_a_chain_must_begin_where_its_document_says(site: Site):
-    late = Chain("eu-west", "NODES")
-    site.chains.create_chain(late, ChainDocument((), 1, 5))
-    site.put(11, 20, chain=late)
-    [found] = site.verify("--json", "eu-west", code=3)
-    [problem] = found["problems"]
-    assert (problem["kind"], problem["text"]) == ("hole", "sequences 5..10 are in no segment that can be read")
-    lines = site.verify("eu-west", code=3).err.splitlines()
-    assert "the source may still hold them" in lines[0]
-    assert lines[1].startswith("floe gap accept -c ")
-    assert lines[1].endswith("--site eu-west --feed NODES --incarnation 0 --partition 0 --first 5 --last 10")
-    site.chains.raise_floor(late, 11)
-    assert site.verify("--json", "eu-west")[0]["problems"] == []
-
-
 def test_an_accepted_hole_is_shown_and_no_difference_and_no_output_spans_it(site: Site):
     site.put(51, 60)
     site.chains.accept_gap(CHAIN, AcceptedGap(SequenceRange(41, 45)))
@@ -304,8 +274,7 @@ def test_an_accepted_hole_is_shown_and_no_difference_and_no_output_spans_it(site
 
 
 def test_rows_that_came_late_are_told_until_they_are_united_and_what_is_gone_until_it_is_given_up(site: Site):
-    chain = Chain("eu-west", "NODES")
-    site.chains.create_chain(chain, ChainDocument((), 1, 1))
+    chain = begun(site)
     expired = {"ledger": {Reason.GONE_BEFORE_READ: 50}, "unread": SequenceRange(1, 50)}
     site.put(1, 120, rows(range(51, 121)), age=700, chain=chain, **expired)
     site.put(1, 100, age=700, chain=chain)
@@ -332,8 +301,7 @@ def test_rows_that_came_late_are_told_until_they_are_united_and_what_is_gone_unt
 
 def put_late(site: Site, *, level: int, age: float) -> Chain:
     """A chain whose first segment, of `level`, had not read 35..38; one that was stored `age` seconds ago has them."""
-    chain = Chain("eu-west", "NODES")
-    site.chains.create_chain(chain, ChainDocument((), 1, 1))
+    chain = begun(site)
     gone = {"ledger": {Reason.GONE_BEFORE_READ: 4}, "unread": SequenceRange(35, 38)}
     site.put(1, 40, rows(n for n in range(1, 41) if not 35 <= n <= 38), level=level, age=700, chain=chain, **gone)
     site.put(33, 90, level=1, age=age, chain=chain)
@@ -371,18 +339,38 @@ def test_rows_that_came_late_are_united_where_segments_of_the_last_level_overlap
     assert site.verify("--deep", "--json", "eu-west")[0]["problems"] == []
 
 
-def test_a_spoiled_document_is_a_problem_of_its_chain(site: Site):
+def begun(site: Site, first: int = 1) -> Chain:
+    """Another chain, without segments."""
+    chain = Chain("eu-west", "NODES")
+    site.chains.create_chain(chain, ChainDocument((), 1, first))
+    return chain
+
+
+def test_a_chain_must_begin_where_its_document_says_and_a_spoiled_one_is_a_problem_of_its_chain(site: Site):
+    late = begun(site, 5)
+    site.put(11, 20, chain=late)
     site.objects.put(site.layout.chain_document(CHAIN), b"{")
-    [found] = site.verify("--json", code=3)
-    assert [p["kind"] for p in found["problems"]] == ["document"]
+    found = site.verify("--json", code=3)
+    kinds = {chain["site"]: [p["kind"] for p in chain["problems"]] for chain in found}
+    assert kinds == {CHAIN.site: ["document"], late.site: ["hole"]}
+    [problem] = site.verify("--json", "eu-west", code=3)[0]["problems"]
+    assert problem["text"] == "sequences 5..10 are in no segment that can be read"
+    lines = site.verify("eu-west", code=3).err.splitlines()
+    assert "the source may still hold them" in lines[0]
+    assert lines[1].startswith("floe gap accept -c ")
+    assert lines[1].endswith("--site eu-west --feed NODES --incarnation 0 --partition 0 --first 5 --last 10")
+    site.chains.raise_floor(late, 11)
+    assert site.verify("--json", "eu-west")[0]["problems"] == []
 
 
 # What is told once, and put away
 
 
-def test_what_is_wrong_with_data_ends_with_3_while_it_is_new_and_always_with_strict(site: Site):
-    site.put(5, 14, rows(range(5, 15), salt="forged"), age=700)
-    assert "error[E-FORK]" in site.compact("--strict", code=3).err
+def test_a_fork_ends_with_3_while_it_is_new_and_always_with_strict_until_its_command_puts_one_side_away(site: Site):
+    false = site.put(5, 14, rows(range(5, 15), salt="forged"), age=700)
+    before = site.path(false.key).read_bytes()
+    lines = site.compact("--strict", code=3).err.splitlines()
+    assert any("error[E-FORK]" in line for line in lines)
     again = site.compact()
     assert "E-FORK" not in again.err
     assert "told before: 1; --strict" in again.err
@@ -390,17 +378,12 @@ def test_what_is_wrong_with_data_ends_with_3_while_it_is_new_and_always_with_str
     assert [f["is_new"] for f in site.compact("--json")["failures"]] == [False]
     site.compact("--strict", code=3)
 
-
-def test_the_command_of_a_fork_puts_one_side_away_and_compaction_goes_on(site: Site):
-    false = site.put(5, 14, rows(range(5, 15), salt="forged"), age=700)
-    before = site.path(false.key).read_bytes()
-    lines = site.compact(code=3).err.splitlines()
     commands = [line.split() for line in lines if line.startswith("floe ")]
     assert [words[:3] for words in commands] == [["floe", "segments", "quarantine"]] * 2
     [command] = [words for words in commands if words[-1] == false.key]
     done = run_here(*command[1:], "--json")
     assert done.code == 0, done.err
-    kept_at = json.loads(done.out)["kept_at"]
+    kept_at = done.json()["kept_at"]
     assert kept_at.startswith("data/_floe/quarantine/")
     assert site.path(kept_at).read_bytes() == before
     assert site.objects.head(false.key) is None
@@ -473,19 +456,16 @@ def test_a_run_leaves_its_metrics_for_a_textfile_collector(site: Site, tmp_path:
     assert second["last_run_timestamp_seconds"] > first["last_run_timestamp_seconds"]
 
 
-def test_a_textfile_that_cannot_be_made_is_told_before_anything_is_done(site: Site, tmp_path: Path):
+def test_a_textfile_that_cannot_be_made_is_told_before_anything_is_done_and_a_dry_run_has_none(
+    site: Site, tmp_path: Path
+):
     os.mkfifo(tmp_path / "pipe")
-    before = [ref.key for ref in site.listed()]
+    before = site.listed()
     for name in ("missing/floe.prom", "pipe", ".", "store"):
-        done = site.compact("--metrics-textfile", str(tmp_path / name), code=2)
-        assert "--metrics-textfile" in done.err
-    assert [ref.key for ref in site.listed()] == before
-
-
-def test_a_dry_run_has_no_metrics(site: Site, tmp_path: Path):
-    done = site.compact("--dry-run", "--metrics-textfile", str(tmp_path / "floe.prom"), code=2)
-    assert "--metrics-textfile" in done.err
-    assert not (tmp_path / "floe.prom").exists()
+        assert "--metrics-textfile" in site.compact("--metrics-textfile", str(tmp_path / name), code=2).err
+    path = tmp_path / "floe.prom"
+    assert "--metrics-textfile" in site.compact("--dry-run", "--metrics-textfile", str(path), code=2).err
+    assert (site.listed(), path.exists()) == (before, False)
 
 
 def test_a_run_leaves_in_the_bucket_how_it_ended(site: Site, tmp_path: Path):

@@ -295,34 +295,29 @@ async def test_tls_that_one_side_lacks_is_a_problem_with_a_way_out(
         assert "name the authority in store.tls.ca" in s3_todo
 
 
-async def test_a_server_that_freezes_meanwhile_is_waited_for_once(tmp_path: Path) -> None:
-    streams = [{"stream": f"S{number}"} for number in range(20)]
+async def test_a_server_that_freezes_meanwhile_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     document = egress()
-    document["egress"]["feeds"] = streams
+    document["egress"]["feeds"] = [{"stream": f"S{number}"} for number in range(20)]
+    real = FloeClient.api_subject
     with NatsServer() as server:
-        config = write(tmp_path, {"url": f"file://{tmp_path}/store"}, {"url": server.url}, **document)
-        settings, probes = load_settings(config), {"spark": lambda: None, "target": lambda: None}
-        real = FloeClient.api_subject
 
         def freezes(client: FloeClient, name: str) -> str:
             server.pause()
             return real(client, name)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(FloeClient, "api_subject", freezes)
-            began = time.monotonic()
-            try:
-                found = await examine(settings, (), probes)
-            finally:
-                server.resume()
+        config = write(tmp_path, {"url": f"file://{tmp_path}/store"}, {"url": server.url}, **document)
+        monkeypatch.setattr(FloeClient, "api_subject", freezes)
+        began = time.monotonic()
+        try:
+            found = await examine(load_settings(config), (), {"spark": lambda: None, "target": lambda: None})
+        finally:
+            server.resume()
     assert time.monotonic() - began < 60
-    nats = [each for each in found.findings if each.part == "nats"]
-    assert [(each.what, each.unreached) for each in nats] == [
-        ("connection", False),
-        ("version", False),
-        ("jetstream", True),
-    ]
-    assert nats[-1].todo
+    nats = [(each.what, each.unreached, bool(each.todo)) for each in found.findings if each.part == "nats"]
+    assert [each[:2] for each in nats] == [("connection", False), ("version", False), ("jetstream", True)]
+    assert nats[-1][2]
 
 
 async def test_a_wrong_credential_is_a_problem(s3: SharedS3, tmp_path: Path) -> None:
@@ -492,21 +487,20 @@ def pretends(exchange: Exchange) -> Answer | None:
     return exchange.forward()
 
 
-async def test_a_store_that_ignores_conditions_is_warned_of(s3: SharedS3, nats_url: str, tmp_path: Path) -> None:
+async def test_a_store_that_ignores_conditions_and_checksums_that_nobody_checks_are_warned_of(
+    s3: SharedS3, nats_url: str, tmp_path: Path
+) -> None:
     with FaultProxy(s3.endpoint_url) as proxy:
         for operation in ("put", "put_if_absent", "put_if_match"):
             proxy.on(operation, pretends)
-        store = store_of(s3, s3.new_bucket()) | {"endpoint_url": proxy.url}
+        store = store_of(s3, s3.new_bucket()) | {"endpoint_url": proxy.url, "checksum": "none"}
         found = await examined(write(tmp_path, store, {"url": nats_url}, **egress()), code=0)
     assert found["store conditional put"]["found"] == "ignored: If-None-Match, If-Match"
     assert found["store concurrent put"]["found"].startswith("8 of 8 writers")
-    assert states(found, "warning") == {
-        "store conditional put",
-        "store concurrent put",
-        "store versioning",
-        "nats stream",
-    }
+    about = {f"store {what}" for what in ("conditional put", "concurrent put", "versioning", "checksum")}
+    assert states(found, "warning") == about | {"nats stream"}
     assert "store.conditional_puts: no" in found["store conditional put"]["todo"]
+    assert found["store checksum"]["todo"] == "set store.checksum: sha256"
 
 
 @pytest.mark.parametrize("status", [501, 400])
@@ -527,13 +521,6 @@ def test_a_store_that_refuses_conditions_is_told_with_what_does_not_work(
             assert "E-STORE-CONDITIONS: retention" in found["store conditional put"].meaning
             assert found["store concurrent put"].state is DoctorState.SKIPPED
             assert found["store list after write"].state is DoctorState.OK
-
-
-async def test_checksums_that_nobody_checks_are_warned_of(s3: SharedS3, nats_url: str, tmp_path: Path) -> None:
-    store = store_of(s3, s3.new_bucket()) | {"checksum": "none"}
-    found = await examined(write(tmp_path, store, {"url": nats_url}, **egress()), code=0)
-    assert found["store checksum"]["state"] == "warning"
-    assert found["store checksum"]["todo"] == "set store.checksum: sha256"
 
 
 async def test_rules_of_the_bucket_are_read(s3: SharedS3, nats_url: str, tmp_path: Path) -> None:
