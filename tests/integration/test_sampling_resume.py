@@ -126,21 +126,16 @@ async def test_the_newest_snapshot_below_the_position_is_followed(site: SampledA
     assert facts(await follow(site, log, place)) == facts(whole(site, log, place - 1))
 
 
-async def test_what_is_followed_keeps_its_outbox_and_the_newest_time(site: SampledArchive) -> None:
-    log = busy_log()
-    site.archive(log, [100])
-    site.save(whole(site, log, 100), 101, outbox=PENDING, newest_ns=START_NS + 999 * SECOND)
-    found = await site.resume(101)
-    assert (found.outbox, found.newest_ns) == (PENDING, START_NS + 999 * SECOND)
-
-
-async def test_of_two_at_one_position_the_one_that_knows_more_is_taken(site: SampledArchive) -> None:
+async def test_what_is_followed_keeps_its_outbox_and_of_two_at_one_position_it_is_the_one_that_knows_more(
+    site: SampledArchive,
+) -> None:
     """They may bear the same second of the store's clock."""
     log = busy_log()
     site.archive(log, [100])
     for newest in (200, 900, 500):
-        site.save(whole(site, log, 100), 101, newest_ns=START_NS + newest * SECOND)
-    assert (await site.resume(101)).newest_ns == START_NS + 900 * SECOND
+        site.save(whole(site, log, 100), 101, outbox=PENDING, newest_ns=START_NS + newest * SECOND)
+    found = await site.resume(101)
+    assert (found.outbox, found.newest_ns) == (PENDING, START_NS + 900 * SECOND)
 
 
 @pytest.mark.parametrize("retention", ["workqueue", "interest"])
@@ -234,19 +229,14 @@ async def test_a_whole_feed_that_becomes_sampled_knows_what_it_has_archived(site
     assert facts(found.sampler).keys() >= last.keys()
 
 
-async def test_only_damaged_snapshots_build_it_again(site: SampledArchive, tmp_path: Path) -> None:
-    log = busy_log()
-    sampler = site.archive(log, [300])
-    for position in (1, 301):
+@pytest.mark.parametrize("positions", [(1, 301), ()], ids=["damaged", "vanished"])
+async def test_snapshots_that_are_all_damaged_or_vanished_build_it_again(
+    site: SampledArchive, tmp_path: Path, positions: tuple[int, ...]
+) -> None:
+    sampler = site.archive(busy_log(), [300])
+    for position in positions:
         ref = site.save(sampler, position)
         (tmp_path / "store" / ref.key).write_bytes(b"x" * ref.size)
-    before = rebuilt("damaged")
-    assert (await site.resume(301)).rebuilt
-    assert rebuilt("damaged") == before + 1
-
-
-async def test_snapshots_that_vanished_count_as_damaged(site: SampledArchive) -> None:
-    site.archive(busy_log(), [300])
     before = rebuilt("damaged")
     assert (await site.resume(301)).rebuilt
     assert rebuilt("damaged") == before + 1
@@ -309,30 +299,6 @@ async def test_where_a_merged_segment_is_damaged_its_inputs_are_read(site: Sampl
     found = await site.resume(301)
     assert (found.rebuilt, facts(found.sampler)) == (True, facts(good.sampler))
     assert facts(found.sampler).keys() <= facts(sampler).keys()
-
-
-async def test_merged_segments_are_read_once_and_only_as_far_as_needed(
-    site: SampledArchive, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = busy_log(3000)
-    rows = fold(Sampler(site.sampling), log)
-    site.put(rows, SequenceRange(1, 3000), level=1, group_bytes=800, examined=log[-1])
-    for first in (1, 1001, 2001):
-        part = [m for m in rows if first <= m.sequence < first + 1000]
-        site.put(part, SequenceRange(first, first + 999), examined=log[first + 998])
-    counted = []
-    original = rebuild.Rebuilding.count
-
-    def count(self, rows: int, sequence: int, chain: Chain) -> None:  # type: ignore[no-untyped-def]
-        counted.append(rows)
-        original(self, rows, sequence, chain)
-
-    monkeypatch.setattr(rebuild.Rebuilding, "count", count)
-    found = await site.resume(3001)
-    assert found.rebuilt
-    young = [m for m in rows if m.timestamp_ns >= log[-1].timestamp_ns - 100 * SECOND]
-    assert sum(counted) == len(young)
-    assert facts(found.sampler).keys() == {m.subject.decode().split(".")[1] for m in young}
 
 
 # Other partitions of the same stream before
