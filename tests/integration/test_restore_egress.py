@@ -83,6 +83,13 @@ async def holding(bench: Bench, stream: str, running: Running, objects: FaultySt
     await running.received(stream, 250)
 
 
+async def all_is_archived(bench: Bench, stream: str) -> None:
+    """What was archived, what was held and 10 new messages."""
+    await bench.same(stream, stream)
+    assert len(bench.messages(stream)) == 260
+    bench.check(stream)
+
+
 LONG = {"segment": {"max_age": "1h"}}
 
 
@@ -97,9 +104,7 @@ async def test_what_egress_holds_of_the_lost_stream_is_put_and_comes_back(bench:
         await soon(lambda: running.state(stream) == "reading")
         await bench.publish(stream, [b"new"] * 10)
         await running.received(stream, 260)
-    await bench.same(stream, stream)
-    assert len(bench.messages(stream)) == 260
-    bench.check(stream)
+    await all_is_archived(bench, stream)
 
 
 @pytest.mark.parametrize("down", [0.1, 0.6, 1.1])
@@ -135,9 +140,7 @@ async def test_of_two_instances_the_one_that_received_puts_it_where_the_server_l
         await bench.publish(stream, [b"new"] * 10)
     async with bench.egress({"stream": stream}):  # a lease that could not be renewed yet ends a drain early
         await bench.archived_to(stream, 260)
-    await bench.same(stream, stream)
-    assert len(bench.messages(stream)) == 260
-    bench.check(stream)
+    await all_is_archived(bench, stream)
 
 
 @asynccontextmanager
@@ -179,9 +182,7 @@ async def test_what_was_in_hand_when_the_lease_was_lost_is_put_where_the_stream_
         await soon(lambda: other.state(stream) == "reading")
         await bench.publish(stream, [b"new"] * 10)
         await other.received(stream, 260)
-    await bench.same(stream, stream)
-    assert len(bench.messages(stream)) == 260
-    bench.check(stream)
+    await all_is_archived(bench, stream)
 
 
 async def test_what_is_in_hand_after_a_restore_is_named_and_put_when_its_lease_is_free(
