@@ -61,7 +61,7 @@ def ref_of(site: SampledArchive, raw: bytes, position: int = 101) -> SnapshotRef
 # On real stores
 
 
-def test_a_snapshot_comes_back_as_it_was(site: SampledArchive) -> None:
+def test_a_snapshot_comes_back_as_it_was(site: SampledArchive, tmp_path: Path) -> None:
     sampler = sampler_of(site)
     outbox = (Advisory(Event.RECOVER, "n1", 5, 9),)
     written = site.save(sampler, 101, outbox=outbox)
@@ -75,13 +75,12 @@ def test_a_snapshot_comes_back_as_it_was(site: SampledArchive) -> None:
     assert info is not None
     assert sampling_of(info.metadata) == site.sampling.digest == site.snapshots().label(listed)
     assert sum(len(k) + len(v) for k, v in info.metadata.items()) < 1024
-
-
-def test_the_same_bytes_again_are_fine_and_one_object(site: SampledArchive) -> None:
-    raw = bytes_of(site)
-    first, second = site.snapshots().write(101, raw), site.snapshots().write(101, raw)
+    # A file as well as bytes, and again: it is one object.
+    path = tmp_path / "spooled"
+    path.write_bytes(bytes_of(site, 102))
+    first, second = site.snapshots().write(102, path), site.snapshots().write(102, path.read_bytes())
     assert first.key == second.key
-    assert len(site.snapshots().list()) == 1
+    assert [site.snapshots().read(ref).position for ref in site.snapshots().list()] == [102, 101]
 
 
 def test_the_newest_is_listed_first_and_what_is_foreign_not_at_all(site: SampledArchive) -> None:
@@ -92,14 +91,6 @@ def test_the_newest_is_listed_first_and_what_is_foreign_not_at_all(site: Sampled
     for name in ("notes.txt", "0" * 20 + "-" + "0" * 16, f"{'9' * 20}-{'0' * 16}", "backup/" + "0" * 37):
         site.objects.put(prefix + name, b"mine")
     assert [ref.position for ref in site.snapshots().list()] == [500, 50, 5]
-
-
-def test_a_file_is_put_as_well_as_bytes(site: SampledArchive, tmp_path: Path) -> None:
-    path = tmp_path / "spooled"
-    path.write_bytes(bytes_of(site))
-    site.snapshots().write(101, path)
-    assert path.exists()
-    assert site.snapshots().read(site.snapshots().list()[0]).position == 101
 
 
 # What is not what its name says
@@ -279,32 +270,21 @@ async def test_what_is_not_a_listing_never_begins_a_sampler_anew(
 
 @pytest.mark.parametrize(
     ("fault", "kind"),
-    [(refuse(403, "AccessDenied"), Refused), (say(404, b"<html>no such page</html>"), Unavailable)],
-    ids=["403", "404"],
+    [
+        (refuse(403, "AccessDenied"), Refused),
+        (say(404, b"<html>no such page</html>"), Unavailable),
+        (lambda each: say(200, b"<html>".ljust(len(each.forward().body)))(each), Unavailable),
+    ],
+    ids=["403", "404", "a page"],
 )
-async def test_a_refused_read_is_not_a_damaged_snapshot(proxied: Proxied, fault: object, kind: type[Exception]) -> None:
+async def test_a_refused_read_or_a_page_is_not_a_damaged_snapshot_and_a_flipped_bit_is_asked_for_again(
+    proxied: Proxied, fault: Fault, kind: type[Exception]
+) -> None:
     site, proxy = proxied
     ref = site.save(sampler_of(site), 101)
-    proxy.on("get", fault, key=r"/state/")  # type: ignore[arg-type]
+    proxy.on("get", fault, key=r"/state/")
     with pytest.raises(kind):
         await site.resume(101)
     proxy.clear()
-    assert (await site.resume(101)).taken == ref.key
-
-
-async def test_a_page_in_the_place_of_a_snapshot_is_not_a_damaged_one(proxied: Proxied) -> None:
-    site, proxy = proxied
-    ref = site.save(sampler_of(site), 101)
-    page = b"<html>" + b"x" * (ref.size - 6)
-    proxy.on("get", say(200, page), key=r"/state/")
-    with pytest.raises(Unavailable):
-        await site.resume(101)
-    proxy.clear()
-    assert (await site.resume(101)).taken == ref.key
-
-
-async def test_a_flipped_bit_on_the_line_is_asked_for_again(proxied: Proxied) -> None:
-    site, proxy = proxied
-    ref = site.save(sampler_of(site), 101)
     proxy.on("get", flip_bit(40), key=r"/state/", times=1)
     assert (await site.resume(101)).taken == ref.key
