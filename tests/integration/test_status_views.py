@@ -22,7 +22,7 @@ from common.service.monitor import Monitor
 from infra.local.nats import NatsServer
 from infra.local.process import free_port, spawn
 from tests.support.basics import PATIENCE, problems_of, soon, unique
-from tests.support.commands import configuration, floe
+from tests.support.commands import Done, configuration, floe
 from tests.support.egress import SITE, Bench, Running
 from tests.support.ingress import CHAIN, Archive, Centre, rows_of
 
@@ -166,12 +166,18 @@ async def test_the_archive_is_shown_where_nats_is_not_asked_or_does_not_answer(
     assert (row["last_compaction"], row["last_compaction_exit_code"]) == (None, 75)
 
 
+async def one_row(centre: Centre) -> tuple[Done, dict[str, Any]]:
+    """What the centre shows of its one chain."""
+    done = await floe("status", "-c", str(centre.write()), "--json")
+    [row] = [row for row in done.json() if row["phase"] != "missing"]
+    return done, row
+
+
 async def test_a_chain_whose_tail_is_lost_is_shown_by_its_segments(centre: Centre, archive: Archive) -> None:
     """As in a bucket that was copied without its tails."""
     archive.put(rows_of(5, 20))
     archive.objects.delete(archive.documents.layout.tail(CHAIN))
-    done = await floe("status", "-c", str(centre.write()), "--json")
-    [row] = [row for row in done.json() if row["phase"] != "missing"]
+    done, row = await one_row(centre)
     assert (row["site"], row["archived"], row["phase"]) == (CHAIN.site, 20, "late"), done
     assert "1..4 is missing" in row["why"]
 
@@ -187,8 +193,7 @@ async def test_a_chain_whose_archive_is_gone_is_lost_and_not_idle(
     assert done.code == 0, done
     for info in [*archive.objects.list("")]:
         archive.objects.delete(info.key)
-    done = await floe("status", "-c", str(centre.write()), "--json")
-    [row] = [row for row in done.json() if row["phase"] != "missing"]
+    done, row = await one_row(centre)
     assert (done.code, row["phase"], row["why"]) == (3, "lost", "its archive is gone from the bucket"), done
 
 
@@ -197,8 +202,7 @@ async def test_a_chain_that_begins_above_1_and_is_not_carried_yet_is_new_and_not
 ) -> None:
     archive.documents.create_chain(CHAIN, ChainDocument((), 1, 101))
     archive.put(rows_of(101, 120))
-    done = await floe("status", "-c", str(centre.write()), "--json")
-    [row] = [row for row in done.json() if row["phase"] != "missing"]
+    _, row = await one_row(centre)
     assert (row["phase"], row["archived"], row["lag_sequences"], row["alarm"]) == ("new", 120, 20, False), row
 
 
@@ -208,12 +212,10 @@ async def test_a_chain_that_stopped_is_shown_with_its_command_until_it_goes_on(
     archive.put(rows_of(1, 20))
     why = {CHAIN: "E-MSG-TOO-LARGE: sequence 7 is too large; raise max_payload"}
     archive.documents.write_positions(TargetPositions(centre.target, 1.0, stopped=why))
-    done = await floe("status", "-c", str(centre.write()), "--json")
-    [row] = [row for row in done.json() if row["phase"] != "missing"]
+    done, row = await one_row(centre)
     assert (done.code, row["phase"], row["why"]) == (3, "stopped", why[CHAIN])
     archive.documents.write_positions(TargetPositions(centre.target, 2.0, {CHAIN: 7}, stopped=why))
-    done = await floe("status", "-c", str(centre.write()), "--json")
-    [row] = [row for row in done.json() if row["phase"] != "missing"]
+    done, row = await one_row(centre)
     assert row["phase"] != "stopped", "the target's state stands elsewhere by now"
 
 
@@ -237,11 +239,12 @@ async def test_a_file_of_both_shows_both(bench: Bench, centre: Centre, archive: 
     assert (shown[0], "centre:" in shown) == ("site:", True)
 
 
-@pytest.mark.parametrize("words", [["status", "--watch", "1s"]])
-def test_watching_goes_on_until_it_is_interrupted(archive: Archive, centre: Centre, words: list[str]) -> None:
+def test_watching_goes_on_until_it_is_interrupted(archive: Archive, centre: Centre) -> None:
     archive.put(rows_of(1, 5))
-    command = [sys.executable, "-m", "floe", *words, "-c", str(centre.write()), "--archive", "--json"]
-    process = spawn(command, cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "floe", "status", "--watch", "1s", "-c", str(centre.write())]
+    process = spawn(
+        [*command, "--archive", "--json"], cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout is not None
         for _ in range(2):
