@@ -24,15 +24,7 @@ from common.segments.segment import Reason, Tip
 from common.sequences import SequenceRange, cover
 from common.settings.root import Settings
 from compaction import spark
-from compaction.reports import (
-    ArchiveReport,
-    FolderPlace,
-    LatestReport,
-    ReportRun,
-    ReportState,
-    key_of,
-    newest,
-)
+from compaction.reports import ArchiveReport, FolderPlace, LatestReport, ReportRun, ReportState, key_of, newest
 from compaction.run import Compaction, LocalRunner, Selection
 from compaction.traffic import HOUR_NS, TrafficReport
 from tests.support.basics import SharedS3, seeded

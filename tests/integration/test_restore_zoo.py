@@ -417,10 +417,7 @@ KINDS: dict[str, Kind] = {
     ),
     # Neighbours
     "sources": Kind(
-        {"sources": [{"name": "SOURCE"}], "subjects": []},
-        before=puts(0),
-        after=puts(0),
-        asks={"allow_elsewhere": True},
+        {"sources": [{"name": "SOURCE"}], "subjects": []}, before=puts(0), after=puts(0), asks={"allow_elsewhere": True}
     ),
     "mirror": Kind({"mirror": {"name": "SOURCE"}}, before=puts(0), after=puts(0), same_config=False),
     # Consumers
@@ -447,10 +444,7 @@ KINDS: dict[str, Kind] = {
         {"max_msgs_per_subject": 2}, then=puts(15), after=acts(edits(max_msgs_per_subject=20), puts(10)), feed={}
     ),
     "max_msgs lifted, not captured": Kind(
-        {"max_msgs": 20},
-        then=puts(15),
-        after=acts(edits(max_msgs=-1), puts(10)),
-        feed=NEVER,
+        {"max_msgs": 20}, then=puts(15), after=acts(edits(max_msgs=-1), puts(10)), feed=NEVER
     ),
     "per subject raised, not captured": Kind(
         {"max_msgs_per_subject": 2}, then=puts(15), after=acts(edits(max_msgs_per_subject=20), puts(10)), feed=NEVER

@@ -234,8 +234,7 @@ def test_from_a_time_on_nothing_goes_and_a_feed_of_its_own_keeps_longer(site: Si
 
 
 @pytest.mark.parametrize(
-    ("options", "compaction"),
-    [(["--level", "0"], {}), (["us-east/NODES/0/0"], {}), ([], {"delete": False})],
+    ("options", "compaction"), [(["--level", "0"], {}), (["us-east/NODES/0/0"], {}), ([], {"delete": False})]
 )
 def test_parts_of_feeds_and_runs_that_delete_nothing_leave_all(
     site: Site, options: list[str], compaction: dict[str, Any]
