@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 
+import pyarrow as pa
 import pytest
 
 from common.chain import Chain
 from common.errors import UsageError
+from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
 from common.tasks import Stop
+from ingress.checkpoint import IntentPiece
+from ingress.publishers.publisher import Outcome
 from ingress.replay.output import progress_line, standing
-from ingress.replay.pace import ByteRate, MessageRate, Pace, pace_of
+from ingress.replay.pace import ByteRate, Head, Interrupted, MessageRate, Pace, PacedPublisher, pace_of
 from ingress.replay.plan import ChainRange, asked_range, stretches_of
 from ingress.replay.request import Request
+from ingress.rows.rows import Block, PreparedBatch, Rows
 from tests.support.clock import ManualClock
 
 SECOND = 1_000_000_000
@@ -87,53 +92,37 @@ def test_progress_says_how_long_it_takes() -> None:
     assert standing([], {}, 0, 0).share == 1.0
 
 
+class Inner:
+    """A publisher that takes everything, and notes what it was given."""
+
+    name = "inner"
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[int, int]] = []
+
+    async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
+        assert isinstance(rows, Head)
+        self.spans.append((stored, rows.count))
+        return Outcome(rows.count)
+
+    async def aclose(self) -> None:
+        pass
+
+
 async def test_a_paced_publisher_sends_exactly_the_rows_and_stops_when_told() -> None:
-    from common.segments.keys import SegmentName
-    from ingress.checkpoint import IntentPiece
-    from ingress.publishers.publisher import Outcome
-    from ingress.replay.pace import Head, Interrupted, PacedPublisher
-    from ingress.rows.rows import Block, Rows
-
-    class Inner:
-        name = "inner"
-
-        def __init__(self) -> None:
-            self.spans: list[tuple[int, int]] = []
-
-        async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
-            assert isinstance(rows, Head)
-            self.spans.append((stored, rows.count))
-            return Outcome(rows.count)
-
-        async def aclose(self) -> None:
-            pass
-
-    name = SegmentName(Chain("s", "F"), 0, SequenceRange(1, 20), "0" * 16)
-    rows = Rows([Block(IntentPiece(name, SequenceRange(1, 20), 20), _batch(20))])
-    stop = Stop()
-    inner = Inner()
+    whole, payloads = SequenceRange(1, 20), pa.array([b"x"] * 20, pa.binary())
+    ends = [10 * (n + 1) for n in range(20)]
+    batch = PreparedBatch(
+        [*range(1, 21)], [SECOND] * 20, [b"a"] * 20, b"Floe-Source: s F 0000 0 ", None, payloads, ends
+    )
+    piece = IntentPiece(SegmentName(Chain("s", "F"), 0, whole, "0" * 16), whole, 20)
+    rows, stop, inner = Rows([Block(piece, batch)]), Stop(), Inner()
     paced = PacedPublisher(inner, MessageRate(1000), ManualClock(), stop)
     outcome = await paced.publish(rows, 0, 0)
     assert inner.spans == [(0, outcome.stored)]
     stop.set()
     with pytest.raises(Interrupted):
         await paced.publish(rows, 0, 5)
-
-
-def _batch(count: int):  # type: ignore[no-untyped-def]
-    import pyarrow as pa
-
-    from ingress.rows.rows import PreparedBatch
-
-    return PreparedBatch(
-        list(range(1, count + 1)),
-        [SECOND] * count,
-        [b"a"] * count,
-        b"Floe-Source: s F 0000 0 ",
-        None,
-        pa.array([b"x"] * count, pa.binary()),
-        [10 * (n + 1) for n in range(count)],
-    )
 
 
 @pytest.mark.parametrize("prefix", ["{site}", "a.{x", "a}"])

@@ -144,28 +144,11 @@ def test_only_the_metrics_of_workers_that_answer_are_shown() -> None:
 # Exit codes
 
 
-@pytest.mark.parametrize(
-    ("codes", "code"),
-    [
-        ([], 0),
-        ([0, 0], 0),
-        ([0, 75], 75),
-        ([75, 1], 1),
-        ([75, 137, 1], 137),
-        ([78, 137, 75], 78),
-        ([77, 137], 77),
-        ([77, 78], 78),
-        ([2, 137], 2),
-    ],
-)
-def test_the_worst_code_is_the_one_to_act_on(codes: list[int], code: int) -> None:
-    assert worst(codes) == code
-    assert worst(reversed(codes)) == code
-
-
-def test_a_signal_counts_as_shells_count_it() -> None:
-    assert exit_code(-9) == 137
-    assert exit_code(75) == 75
+def test_the_worst_code_is_the_one_to_act_on_and_a_signal_counts_as_shells_count_it() -> None:
+    cases = [([], 0), ([0, 0], 0), ([0, 75], 75), ([75, 1], 1), ([75, 137, 1], 137), ([78, 137, 75], 78)]
+    for codes, code in [*cases, ([77, 137], 77), ([77, 78], 78), ([2, 137], 2)]:
+        assert worst(codes) == worst(reversed(codes)) == code, codes
+    assert [exit_code(-9), exit_code(75)] == [137, 75]
 
 
 @pytest.mark.parametrize("text", ["", "1", "a/b/c", "1/2/3/4"])
