@@ -20,16 +20,9 @@ REFERENCE = (ROOT / "floe.reference.yaml").read_text()
 
 # No default, or an entry of a list that shows a form.
 EXAMPLES = {
-    ("site",),
-    ("store", "url"),
-    ("egress", "feeds"),
-    ("ingress", "targets"),
-    ("egress", "feeds", "name"),
-    ("egress", "feeds", "stream"),
-    ("ingress", "targets", "stream"),
-    ("ingress", "targets", "sources"),
-    ("ingress", "targets", "sources", "site"),
-    ("ingress", "targets", "sources", "feed"),
+    *(("site",), ("store", "url"), ("egress", "feeds"), ("egress", "feeds", "name"), ("egress", "feeds", "stream")),
+    *(("ingress", "targets"), ("ingress", "targets", "stream"), ("ingress", "targets", "sources")),
+    *(("ingress", "targets", "sources", key) for key in ("site", "feed")),
 }
 LEVELS = ("compaction", "levels")  # both entries together are the default, judged below
 
@@ -81,22 +74,12 @@ def test_the_reference_has_every_key_with_its_default_and_no_other():
     assert differences(tree(REFERENCE), Settings) == []
 
 
-def test_the_levels_of_the_reference_are_the_default():
-    [levels] = [tree(REFERENCE).entries["compaction"]]
-    assert isinstance(levels, Keys)
-    assert _read(levels.entries["levels"], sections_of(fields_of(Settings)["compaction"].annotation)[0], "levels") == (
-        Settings(store={"url": "s3://floe"}).compaction.levels
-    )
-
-
-def test_the_example_of_create_in_the_reference_has_every_key():
-    [example] = re.findall(r"create: null\s+# example: (\{.*\})", REFERENCE)
-    assert tree(f"create: {example}").entries["create"].entries.keys() == fields_of(CreateSettings).keys()
-
-
-def test_the_reference_is_a_valid_configuration():
+def test_the_reference_is_a_valid_configuration_whose_levels_and_example_of_create_are_whole():
     [settings] = parse(REFERENCE, "floe.reference.yaml")
     assert settings.egress.feeds[0].segment.max_age == 300.0
+    assert settings.compaction.levels == Settings(store={"url": "s3://floe"}).compaction.levels
+    [example] = re.findall(r"create: null\s+# example: (\{.*\})", REFERENCE)
+    assert tree(f"create: {example}").entries["create"].entries.keys() == fields_of(CreateSettings).keys()
 
 
 @pytest.mark.parametrize("change", ["  workers: 2  ", "  wurkers: 1  "])
@@ -104,10 +87,7 @@ def test_the_comparison_sees_another_default_and_another_key(change: str):
     assert differences(tree(REFERENCE.replace("  workers: 1  ", change)), Settings) != []
 
 
-def test_the_page_on_configuration_is_up_to_date():
+def test_the_page_on_configuration_is_up_to_date_and_gives_every_key_a_meaning():
     page = (ROOT / "docs" / "configuration.md").read_text()
     assert with_tables(page) == page, "python -m tests.support.config_tables docs/configuration.md"
-
-
-def test_every_key_has_a_meaning():
     assert [key.path for key in every_key() if not key.meaning] == []

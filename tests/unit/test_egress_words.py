@@ -14,21 +14,15 @@ from egress.partition import repartition, resolve
 from egress.report import LeftOut, Unmatched
 
 
-@pytest.mark.parametrize(
-    ("owner", "text"),
-    [
-        ("-/vm/370/5ae63413", "vm (process 370)"),
-        ("blue/vm/370/5ae63413", "blue on vm (process 370)"),
-        ("a/b/vm/370/5ae63413", "a/b on vm (process 370)"),
-        ("somebody else", "somebody else"),
-        ("", ""),
-    ],
-)
-def test_an_owner_is_a_host_and_a_process(owner: str, text: str) -> None:
-    assert owner_text(owner) == text
-
-
-def test_every_owner_has_its_words() -> None:
+def test_an_owner_is_a_host_and_a_process() -> None:
+    owners = {
+        "-/vm/370/5ae63413": "vm (process 370)",
+        "blue/vm/370/5ae63413": "blue on vm (process 370)",
+        "a/b/vm/370/5ae63413": "a/b on vm (process 370)",
+        "somebody else": "somebody else",
+        "": "",
+    }
+    assert {owner: owner_text(owner) for owner in owners} == owners
     assert owner_text(new_owner("")).startswith(new_owner("").split("/")[1] + " (process ")
 
 

@@ -39,21 +39,15 @@ def objects(request: pytest.FixtureRequest, tmp_path: Path) -> LocalObjects:
     return LocalObjects(shutil.copytree(GOLDEN / request.param, tmp_path / "store"))
 
 
-def test_documents_of_every_version_are_read(objects: LocalObjects) -> None:
-    chains = ChainStore(objects, LAYOUT)
+def test_documents_and_captures_of_every_version_are_read(objects: LocalObjects) -> None:
+    chains, captures = ChainStore(objects, LAYOUT), CaptureStore(LAYOUT, objects)
     assert chains.chains() == [CHAIN]
-    assert chains.read_stream(CHAIN) == golden.STREAM
-    assert chains.read_chain(CHAIN) == golden.DOCUMENT
+    assert (chains.read_stream(CHAIN), chains.read_chain(CHAIN)) == (golden.STREAM, golden.DOCUMENT)
     assert (chains.read_floor(CHAIN), chains.read_tail(CHAIN)) == (golden.FLOOR, golden.END)
     assert chains.gaps(CHAIN) == [golden.ACCEPTED]
     assert chains.passed_gaps(golden.TARGET, CHAIN) == [golden.PASSED]
-
-
-def test_captures_of_every_version_are_read(objects: LocalObjects) -> None:
-    captures = CaptureStore(LAYOUT, objects)
-    assert captures.config(CHAIN) == golden.CONFIG
-    assert captures.consumers(CHAIN) == golden.CONSUMERS
-    assert captures.deletions(CHAIN) == golden.DELETIONS
+    reads = (captures.config, captures.consumers, captures.deletions)
+    assert [read(CHAIN) for read in reads] == [golden.CONFIG, golden.CONSUMERS, golden.DELETIONS]
 
 
 def test_segments_of_every_version_are_read(objects: LocalObjects) -> None:

@@ -97,13 +97,8 @@ SAMPLES: dict[str, Callable[[], object]] = {
 }
 # Made in the middle of what needs servers; the text after `command(` is a literal, or held by other tests.
 ELSEWHERE = {
-    "egress/flush.py",
-    "egress/report.py",
-    "ingress/delivery.py",
-    "ingress/chains/pauses.py",
-    "ingress/operator/parked_cli.py",
-    "ingress/replay/drill.py",
-    "ingress/replay/survey.py",
+    *("egress/flush.py", "egress/report.py", "ingress/delivery.py", "ingress/chains/pauses.py"),
+    *("ingress/operator/parked_cli.py", "ingress/replay/drill.py", "ingress/replay/survey.py"),
     "ingress/restore/history.py",
 }
 
