@@ -69,7 +69,7 @@ async def test_what_is_found_is_stored_once_in_order_and_then_forgotten(world: W
     async with running(world.advisories()) as advisories:
         advisories.settle()
         advisories.take(sent, again=False)
-        assert advisories.pending()
+        assert (len(advisories.pending()), world.gauge("waiting")) == (len(sent), len(sent))
         await advisories.drain(10)
 
         assert advisories.pending() == ()

@@ -277,8 +277,9 @@ ALL = range(1, 101)
         ({*ALL} - {48}, ALL, 46, "", "E-ROWS-MISSING", 48),
         (ALL, {*ALL} - {50}, 51, "", "E-ROWS-ADDED", 50),
         (ALL, ALL, 51, "x", "E-FORK", 1),
+        (ALL, ALL, 46, "x", "E-FORK", 1),
     ],
-    ids=["missing", "missing of an overlap", "added", "changed"],
+    ids=["missing", "missing of an overlap", "added", "changed", "changed below an overlap"],
 )
 def test_a_row_that_is_missing_added_or_changed_is_found(
     archive: Archive, held: Iterable[int], lower: Iterable[int], second: int, salt: str, code: str, number: int
