@@ -69,7 +69,8 @@ def test_malformed_lines_pass_as_they_are():
 
 
 def test_a_control_header_that_acted_at_a_relay_acts_no_further_unless_named():
-    first = escape(block(b"Nats-TTL: 5s"), HERE, frozenset({b"nats-ttl"}))
+    first = escape(block(b"Nats-TTL: 5s"), HERE, frozenset({b"nats-ttl"}), (b"Nats-Expected-Last-Sequence: 8",))
+    assert b"Last-Sequence: 8" not in escape(first, HERE, relay=True)
     assert b"\r\nFloe-Original: Nats-TTL: 5s\r\n" in escape(first, HERE, relay=True)
     assert b"\r\nNats-TTL: 5s\r\n" in escape(first, HERE, frozenset({b"nats-ttl"}), relay=True)
 
