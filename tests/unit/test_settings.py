@@ -68,6 +68,12 @@ def test_a_role_overrides_the_connection_key_by_key():
     assert ingress.credentials_file == ""
 
 
+def test_models_given_in_code_are_merged_as_files_are():
+    nats = NatsSettings(url="nats://a:1")
+    settings = Settings(store=STORE, nats=nats, egress={"nats": {"user": "u", "password": "p"}})
+    assert settings.nats_for("egress").url == ("nats://a:1",)
+
+
 def test_a_dumped_configuration_reads_back_equal():
     settings = centre({"stream": "T", "create": {}, "sources": [{"site": "s", "feed": "f", "subject_prefix": "p"}]})
     assert Settings.model_validate(settings.model_dump(by_alias=True)) == settings
