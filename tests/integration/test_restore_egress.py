@@ -499,8 +499,7 @@ async def test_ingress_carries_nothing_twice(bench: Bench) -> None:
 
 
 async def test_a_feed_that_was_cut_anew_is_one_history(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await uneven(bench, stream, 20)
+    stream, _ = await uneven(bench, 20)
     await until_cut(bench, feed_of(stream, 3))
     parts = Partitioned(bench, stream, 3)
     await publish_over(bench, stream, ["0.a", "1.a", "2.a"], 30, "later")
