@@ -145,7 +145,7 @@ def test_the_ledger_of_a_merge_is_balanced_and_says_what_is_unread(archive: Arch
         archive.put(1151, 1200),
     ]
     assert said(*inputs) == (Ledger({unread: 14, hole: 2}), SequenceRange(1011, 1123))
-    # What the longer segment has of the shorter one's unread range is not unread any more.
+    # Rows that the longer segment has read are no longer counted as unread of the shorter one.
     part = gone(archive, 2001, 2060, *range(2041, 2061), reason=hole)
     assert said(part, archive.put(2051, 2100)) == (Ledger({hole: 10}), SequenceRange(2041, 2050))
     # Which of 5..14 are gone the ledger does not say: none of the five is forgotten.

@@ -71,7 +71,7 @@ async def resolve(bench: Bench, stream: str, *words: str) -> Done:
 
 
 async def refused(bench: Bench, stream: str, *words: str) -> str:
-    """What the command says that does not decide this."""
+    """Return the error of a command that refuses to decide."""
     done = await resolve(bench, stream, *words)
     assert done.code == 2, done
     return done.err

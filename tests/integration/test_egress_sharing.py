@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -36,6 +35,18 @@ TTL = 4.0  # seconds
 SHARED = Tuning(QUICK.pulling, EgressTuning(tick=0.05, check=0.3, hand_over=0.5), QUICK.confirming)
 
 
+class Told:
+    """The last that a slot told of its chain."""
+
+    state = ""
+
+    def standby(self, holder: str | None) -> None:
+        self.state = f"standby {holder}"
+
+    def waits(self, error: Exception) -> None:
+        self.state = "waits"
+
+
 @dataclass
 class Member:
     """A member whose work is to do nothing, and to leave `linger` seconds after it should."""
@@ -45,12 +56,12 @@ class Member:
     keys: Sequence[str]
     linger: float = 0.0
     held: dict[str, Lease] = field(default_factory=dict)
-    observer: Mock = field(default_factory=Mock)
     most: int = 0
 
     def __post_init__(self) -> None:
         self.stop = Stop()
-        self._slots = [self.sharing.slot(key, self.observer) for key in self.keys]
+        self.told = {key: Told() for key in self.keys}
+        self._slots = [self.sharing.slot(key, self.told[key]) for key in self.keys]
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
@@ -203,7 +214,7 @@ async def halves(group: Group) -> tuple[Member, Member]:
     first = await group.join()
     await soon(lambda: len(first.held) == 4)
     second = await group.join()
-    await soon(lambda: group.counts() == [2, 2])
+    await soon(lambda: group.counts() == [2, 2], TTL)
     return first, second
 
 
@@ -263,7 +274,7 @@ async def test_members_that_cannot_be_listed_change_nothing(group: Group, monkey
 
     monkeypatch.setattr(Leases, "keys", nobody_answers)
     second = await group.join()
-    await soon(lambda: second.observer.waits.call_count >= 4)
+    await soon(lambda: all(told.state == "waits" for told in second.told.values()))
     await asyncio.sleep(TTL)
     assert (len(first.held), len(second.held)) == (4, 0)
     monkeypatch.undo()

@@ -84,7 +84,7 @@ async def holding(bench: Bench, stream: str, running: Running, objects: FaultySt
 
 
 async def all_is_archived(bench: Bench, stream: str) -> None:
-    """What was archived, what was held and 10 new messages."""
+    """The archive holds the 200 messages put before, the 50 that were in hand, and 10 new ones."""
     await bench.same(stream, stream)
     assert len(bench.messages(stream)) == 260
     bench.check(stream)

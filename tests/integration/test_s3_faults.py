@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -182,8 +183,8 @@ def test_a_store_that_stays_busy_or_cannot_be_reached_did_nothing(
         proxy.on(operation, refuse(503, "SlowDown"))
     away = open_s3(s3, f"http://127.0.0.1:{free_port()}", bucket)
     for store, said in ((objects, r"s3://.*/k: SlowDown"), (away, "the port refuses connections")):
-        calls = (lambda: store.put("k", b"1"), lambda: store.get("k"), lambda: store.list("k"))  # noqa: B023
-        fails(Unavailable, said, *calls, lambda: store.delete("k"))  # noqa: B023
+        calls = partial(store.put, "k", b"1"), *(partial(verb, "k") for verb in (store.get, store.list, store.delete))
+        fails(Unavailable, said, *calls)
     assert proxy.count("put") == OPTIONS.attempts
     assert direct.list("") == []
 

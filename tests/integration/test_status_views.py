@@ -167,7 +167,7 @@ async def test_the_archive_is_shown_where_nats_is_not_asked_or_does_not_answer(
 
 
 async def one_row(centre: Centre) -> tuple[Done, dict[str, Any]]:
-    """What the centre shows of its one chain."""
+    """Return the finished command and the row of the only chain."""
     done = await floe("status", "-c", str(centre.write()), "--json")
     [row] = [row for row in done.json() if row["phase"] != "missing"]
     return done, row
