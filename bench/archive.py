@@ -56,6 +56,7 @@ from common.sequences import Covered, SequenceRange
 from common.service.process import Threads
 from common.service.progress import Teller
 from common.settings.loader import parse
+from common.settings.root import Settings
 from common.tasks import Stop
 from compaction.cli import collect_seldom
 from compaction.failures import Failure
@@ -313,7 +314,7 @@ def merge_rate() -> Figure:
         )
 
 
-SMALL, SMALL_ROWS = 1_000, 15
+TINY, TINY_ROWS = 1_000, 15
 
 
 def delete_rate() -> Figure:
@@ -322,24 +323,23 @@ def delete_rate() -> Figure:
 
     def took() -> float:
         with tempfile.TemporaryDirectory(prefix="floe-bench-") as folder:
-            text = f"store: {{url: 'file://{folder}/store'}}\nspool_dir: '{folder}/spool'\n"
-            settings = parse(text, "bench")[0]
+            settings = settings_in(folder)
             store = open_store(settings)
             ChainStore(store.objects, store.layout).create_chain(CHAIN, ChainDocument((), 1, 1))
-            refs = inputs(store, SMALL, rows=SMALL_ROWS, step=2)
+            refs = inputs(store, TINY, rows=TINY_ROWS, step=2)
             above = merge(store, Output(1, tuple(refs[:-1]))).ref
             Tombstones(store.objects, store.layout).put(made_by(above, refs[:-1]))
             run = Compaction(store, (), 0.0, SharedSpark(settings))
             started = time.perf_counter()
             report = run.run(Selection())
             elapsed = time.perf_counter() - started
-            assert (len(report.deleted), report.failures) == (SMALL - 1, [])
+            assert (len(report.deleted), report.failures) == (TINY - 1, [])
             return elapsed
 
     for _ in range(2):
         took()  # starts the Python processes, then has Java compile what it runs often
     seconds = statistics.median(took() for _ in range(REPEATS))
-    return Figure("compaction.delete_small", round(1000 * seconds / SMALL, 3), "ms")
+    return Figure("compaction.delete_small", round(1000 * seconds / TINY, 3), "ms")
 
 
 #: Nodes of a fleet, and how many segments are merged: a day's, or where those are many, some.
@@ -380,12 +380,15 @@ def stored_bytes(nodes: int) -> Figure:
 OUTPUTS = 4
 
 
+def settings_in(folder: str) -> Settings:
+    return parse(f"store: {{url: 'file://{folder}/store'}}\nspool_dir: '{folder}/spool'\n", "bench")[0]
+
+
 def spark_rate() -> Figure:
     from tests.support.spark import SharedSpark  # starts Java
 
-    with tempfile.TemporaryDirectory(prefix="floe-bench-") as name:
-        folder = Path(name)
-        settings = parse(f"store: {{url: 'file://{folder}/store'}}\nspool_dir: '{folder}/spool'\n", "bench")[0]
+    with tempfile.TemporaryDirectory(prefix="floe-bench-") as folder:
+        settings = settings_in(folder)
         store, spark = open_store(settings), SharedSpark(settings)
         chains = [Chain("bench", f"BENCH_{number}") for number in range(OUTPUTS)]
         outputs = [Output(1, tuple(inputs(store, INPUTS, chain))) for chain in chains]

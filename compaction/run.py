@@ -52,8 +52,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 LISTINGS_AT_ONCE = 8
-DELETED_TOGETHER = 64  # segments that one task proves and deletes
-FEW_DELETIONS = 4  # tasks
+DELETED_TOGETHER = 256  # segments that one task proves and deletes; each task reads the sequences of what stays
 DELETED_IN_A_ROW = 8  # by one thread: handing over one costs more than deleting it from a folder
 SEGMENTS_OF_A_TOMBSTONE = 10_000  # about 1 MB
 BATCH = 30_000  # segments that are read in one batch of merges and proofs at least, where there are as many
@@ -132,7 +131,7 @@ class Deletion:
 
 
 def delete_some(store: SegmentStore, deletion: Deletion) -> tuple[list[SegmentRef], list[Failure]]:
-    """What was deleted, and why the others stay."""
+    """Return the segments that were deleted, ascending, and the failures of those that stay."""
     deleted: list[SegmentRef] = []
     failures: list[Failure] = []
 
@@ -148,13 +147,13 @@ def delete_some(store: SegmentStore, deletion: Deletion) -> tuple[list[SegmentRe
         failpoint("compaction.delete_some")
         return not deletion.prove or succeeds(keeper.check, segment)
 
-    def delete(group: Sequence[SegmentRef]) -> None:
-        deleted.extend(segment for segment in group if succeeds(store.delete, segment))
+    def delete(group: Sequence[SegmentRef]) -> list[SegmentRef]:
+        return [segment for segment in group if succeeds(store.delete, segment)]
 
     with closing(Keeper(store, deletion.staying)) as keeper:
         # A few are deleted as soon as they are proved: what a stopped run has proved, the next one need not.
-        for _ in _at_once(delete, _grouped(filter(is_proved, deletion.going), DELETED_IN_A_ROW)):
-            pass
+        for gone in _at_once(delete, _grouped(filter(is_proved, deletion.going), DELETED_IN_A_ROW)):
+            deleted += gone
     return deleted, failures
 
 
@@ -472,7 +471,8 @@ class Compaction:
 
     def _delete_proved(self, deletions: Sequence[Deletion]) -> None:
         # Beginning Spark takes longer than a few.
-        runner = self._runner if len(deletions) > FEW_DELETIONS else LocalRunner(self._store, check=self._check)
+        is_much = sum(len(each.going) for each in deletions) > DELETED_TOGETHER
+        runner = self._runner if is_much else LocalRunner(self._store, check=self._check)
         counts: Counter[Chain] = Counter()
         for deleted, failures in runner.map(delete_some, deletions) if deletions else ():
             self._report.deleted.extend(deleted)
