@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -16,17 +14,13 @@ from hypothesis import strategies as st
 
 from common.clock import NS_PER_S
 from common.jetstream.api import MARKER
-from common.objects.local import LocalObjects
 from common.segments.captures import (
     CapturedConfig,
     CapturedConsumer,
     CapturedConsumers,
     CapturedDeletions,
-    CaptureStore,
-    deleted_ranges,
     source_key,
 )
-from common.segments.keys import Layout
 from common.segments.segment import Message
 from common.sequences import SequenceRange, Stretch
 from ingress.replay.plan import ChainRange, ReplayChain, ReplayPart
@@ -65,94 +59,6 @@ def folded(rows: Sequence[Message], size: int, fold: Fold) -> list[int]:
             fold.see(batch)
         fold.end_pass()
     return [s for batch in batches for s in fold.left(batch).column("sequence").to_pylist()]
-
-
-def kept_by_a_server(rows: Sequence[Message], per_subject: int) -> list[int]:
-    """The sequences that a stream holds which takes the rows one by one."""
-    held: list[Message] = []
-    for each in rows:
-        if each.headers and b"all" in each.headers:
-            held = []
-        elif each.headers:
-            held = [other for other in held if other.subject != each.subject]
-        held.append(each)
-        same = [other for other in held if other.subject == each.subject]
-        if per_subject and len(same) > per_subject:
-            held.remove(same[0])
-    return [each.sequence for each in held]
-
-
-ROWS = st.lists(
-    st.tuples(st.sampled_from([b"a", b"b", b"c.d", b"\xff"]), st.sampled_from(["", "", "", "", "sub", "all", "Sub"])),
-    min_size=1,
-    max_size=60,
-)
-
-
-@given(ROWS, st.integers(0, 3), st.integers(1, 20))
-def test_a_fold_leaves_what_a_server_would_hold(written: list[tuple[bytes, str]], per_subject: int, size: int) -> None:
-    rows = [row(at * 2 + 1, subject, rollup.lower()) for at, (subject, rollup) in enumerate(written)]
-    fold = Fold({"allow_rollup_hdrs": True, "max_msgs_per_subject": per_subject})
-    assert folded(rows, size, fold) == kept_by_a_server(rows, per_subject)
-    assert fold.rows == len(kept_by_a_server(rows, per_subject))
-
-
-OPERATIONS = st.lists(
-    st.one_of(
-        st.tuples(st.sampled_from([b"a", b"b", b"c"]), st.sampled_from(["", "", "", "sub", "all"])),
-        st.integers(0, 9).map(lambda nth: ("delete", nth)),
-        st.integers(0, 6).map(lambda behind: ("capture", behind)),
-    ),
-    max_size=40,
-)
-
-
-class Lived:
-    """A stream that takes operations one by one: what it held at each sequence, and what was captured of it."""
-
-    def __init__(self, operations: Sequence[tuple[Any, Any]], per_subject: int) -> None:
-        self.rows, self.held, self.captures = list[Message](), list[int](), list[CapturedDeletions]()
-        self.at = {0: list[int]()}  # by its last sequence: what it held then, before the next one came
-        self.deleted = list[tuple[int, int]]()  # last sequence when one was deleted, and how many captures there were
-        for kind, value in operations:
-            last = len(self.rows)
-            if kind == "delete" and self.held:
-                self.held.remove(self.held[value % len(self.held)])
-                self.deleted.append((last, len(self.captures)))
-            elif kind == "capture":
-                first = min(self.held, default=last + 1)
-                gone = deleted_ranges(s for s in range(first, last + 1) if s not in self.held)
-                end = max([last - value, 0, *(each.end for each in self.captures)])
-                when = f"2026-01-02T03:04:{len(self.captures):02d}Z"
-                self.captures.append(CapturedDeletions(when, end, first, last, gone, chain=str(CHAIN)))
-            elif kind != "delete":
-                self.rows.append(row(last + 1, kind, value))
-                rows = [each for each in self.rows if each.sequence in (*self.held, last + 1)]
-                self.held = kept_by_a_server(rows, per_subject)
-            self.at[len(self.rows)] = [*self.held]
-
-
-@settings(max_examples=60)
-@given(OPERATIONS, st.integers(0, 2), st.data())
-def test_nothing_that_lived_at_the_end_is_left_out_for_what_was_captured_later(
-    operations: list[tuple[Any, Any]], per_subject: int, data: st.DataObject
-) -> None:
-    lived = Lived(operations, per_subject)
-    end = data.draw(st.integers(0, len(lived.rows)))
-    with tempfile.TemporaryDirectory() as folder:
-        store = CaptureStore(Layout("data"), LocalObjects(Path(folder)))
-        for each in lived.captures:
-            store.put(CHAIN, each)
-        found = store.deletions(CHAIN, end)
-    usable = [n for n, each in enumerate(lived.captures) if each.last <= end]
-    assert found == (lived.captures[usable[-1]] if usable else None)
-    fold = Fold({"allow_rollup_hdrs": True, "max_msgs_per_subject": per_subject}, found)
-    left = folded(lived.rows[:end], 7, fold) if end else []
-    unknown = [known for last, known in lived.deleted if last <= end and known > (usable[-1] if usable else -1)]
-    if not unknown:
-        assert left == lived.at[end]
-    elif not per_subject:
-        assert {*lived.at[end]} <= {*left}
 
 
 @pytest.mark.parametrize("rolls", [True, False])
