@@ -1,6 +1,6 @@
 """Sampled egress, killed at random points and moments: it chooses and tells what it would have anyway.
 
-Changed settings, an expired source and damaged snapshots: tests/integration/test_egress_sampled.py.
+Changed settings, an expired source and damaged snapshots: tests/integration/test_sampling_resume.py.
 """
 
 from __future__ import annotations

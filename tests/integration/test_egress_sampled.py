@@ -13,17 +13,13 @@ import pytest
 
 from common.errors import Unavailable
 from common.jetstream.api import create_stream
-from common.jetstream.headers import Provenance
-from common.jetstream.lease import Lease, Leases
 from common.segments.segment import Message
-from common.tasks import StopReason
 from egress import metrics
 from egress.advisories.advisory import parse
 from egress.init import initialise
 from infra.oracle import read_stream
 from tests.support.basics import PATIENCE, counted, soon, unique
 from tests.support.egress import SITE, Bench
-from tests.support.headers import escape
 from tests.support.stores import FaultyStore
 
 pytestmark = pytest.mark.simulated
@@ -86,79 +82,35 @@ def states(bench: Bench) -> list[Path]:
     return sorted((bench.root / "bucket").rglob("state/*-*"))
 
 
-def rebuilt(feed: dict[str, Any], reason: str) -> float:
-    return counted(metrics.sampler_rebuilt.labels(SITE, feed["stream"], 0, reason))
+async def _has_told(bench: Bench, feed: dict[str, Any], count: int) -> bool:
+    return await bench.last(f"{feed['stream']}_ADV") >= count
 
 
-async def test_a_stretch_of_which_nothing_is_kept_becomes_an_empty_segment(bench: Bench) -> None:
-    feed = await make(bench)
-    async with bench.egress(feed):
-        await bench.archived_to(feed["stream"], await send(bench, feed, NODES))
-        await bench.archived_to(feed["stream"], await send(bench, feed, NODES))
-    assert kept(bench, feed) == list(range(1, 11))
-    last = bench.footers(feed["stream"])[-1]
-    assert (last.rows, last.ledger.to_json(), last.coverage.last) == (0, {"sampled_out": 10}, 20)
-    assert last.tip is not None
-    assert last.sampling is not None
-    assert last.sampling["inspect_field"] == "id"
-    assert last.sampling_digest
-
-
-async def begun(bench: Bench, *, crashes: bool = False) -> dict[str, Any]:
-    """A feed that has copied and reported every node, and ended."""
+@pytest.mark.parametrize(
+    ("crashes", "changed", "rebuilds"),
+    [(False, {}, 0), (True, {}, 0), (False, {"inspect_duration": "50s"}, 1)],
+    ids=["clean stop", "crash", "other settings"],
+)
+async def test_it_goes_on_with_what_it_knew_and_tells_nothing_twice(
+    bench: Bench, crashes: bool, changed: dict[str, Any], rebuilds: int
+) -> None:
+    """After a clean stop nothing is read again, after a crash what is behind the last snapshot, by other settings the
+    archive.
+    """
     feed = await make(bench)
     running = bench.start(bench.settings(feed))
     await bench.archived_to(feed["stream"], await send(bench, feed, NODES))
     await soon(lambda: _has_told(bench, feed, 10))
     await (running.crash() if crashes else running.drain())
-    return feed
-
-
-async def goes_on(bench: Bench, feed: dict[str, Any], why: str = "") -> None:
-    """Fails unless only what is new is copied and reported, and the sampler was built again for this reason only."""
-    await send(bench, feed, [*NODES, "another"])
-    await freeze(bench, feed)
-    assert kept(bench, feed) == [*range(1, 11), 21]
-    assert await told(bench, feed) == once("new", [*NODES, "another"])
-    assert [each for each in ("settings", "source", "damaged") if rebuilt(feed, each)] == ([why] if why else [])
-
-
-async def _has_told(bench: Bench, feed: dict[str, Any], count: int) -> bool:
-    return await bench.last(f"{feed['stream']}_ADV") >= count
-
-
-@pytest.mark.parametrize("crashes", [False, True])
-async def test_after_a_clean_stop_nothing_is_read_again_and_after_a_crash_what_is_behind_the_last_snapshot(
-    bench: Bench, crashes: bool
-) -> None:
-    feed = await begun(bench, crashes=crashes)
     assert states(bench)[-1].name.startswith(f"{1 if crashes else 11:020d}-")
     if not crashes:
         await bench.client.api(f"STREAM.PURGE.{feed['stream']}")
-    await goes_on(bench, feed)
-
-
-async def test_other_settings_build_the_sampler_again_without_a_storm(bench: Bench) -> None:
-    feed = await begun(bench)
-    await goes_on(bench, {**feed, "inspect_duration": "50s"}, "settings")
-    assert len({footer.sampling_digest for footer in bench.footers(feed["stream"])}) == 2
-
-
-async def test_a_source_that_has_moved_on_builds_it_again_without_a_storm(bench: Bench) -> None:
-    feed = await begun(bench, crashes=True)
-    await bench.client.api(f"STREAM.PURGE.{feed['stream']}")
-    await goes_on(bench, feed, "source")
-
-
-@pytest.mark.parametrize("all_of_them", [False, True])
-async def test_a_damaged_snapshot_gives_way_to_an_older_one_or_the_archive(bench: Bench, all_of_them: bool) -> None:
-    feed = await begun(bench)
-    damaged = [path for path in states(bench) if all_of_them or path.name.startswith(f"{11:020d}-")]
-    assert (len(damaged) == len(states(bench))) is all_of_them
-    for path in damaged:
-        data = path.read_bytes()
-        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    await goes_on(bench, feed, "damaged" if all_of_them else "")
+    await send(bench, feed, [*NODES, "another"])
+    await freeze(bench, {**feed, **changed})
+    assert kept(bench, feed) == [*range(1, 11), 21]
+    assert await told(bench, feed) == once("new", [*NODES, "another"])
+    assert counted(metrics.sampler_rebuilt.labels(SITE, feed["stream"], 0, "settings")) == rebuilds
+    assert len({footer.sampling_digest for footer in bench.footers(feed["stream"])}) == 1 + rebuilds
 
 
 async def test_silence_in_an_idle_stream_is_told_once_whatever_crashes(bench: Bench) -> None:
@@ -211,19 +163,6 @@ async def test_what_was_too_old_for_a_crashed_session_does_not_count_as_a_copy_l
     assert bench.ledger(feed["stream"]) == {"sampled_out": 1, "too_old": 1}
 
 
-async def test_a_relay_leaves_out_what_came_from_this_site(bench: Bench) -> None:
-    feed = await make(bench, relay=True)
-    await bench.publish(feed["stream"], documents(["a"]), headers=_hop(SITE))
-    await bench.publish(feed["stream"], documents(["a"]), headers=_hop("elsewhere"))
-    await freeze(bench, feed)
-    assert kept(bench, feed) == [2]
-    assert bench.ledger(feed["stream"]) == {"looped": 1}
-
-
-def _hop(site: str) -> bytes:
-    return escape(None, Provenance(site, "FEED", 0, 0, 7, 1))
-
-
 async def test_snapshots_that_cannot_be_written_hold_nothing_up(bench: Bench) -> None:
     feed = await make(bench, snapshot_interval="1s")
     await send(bench, feed, NODES)
@@ -247,32 +186,6 @@ def _no_snapshots(real: Any, key: str, *args: Any, **kwargs: Any) -> Any:
     return real(key, *args, **kwargs)
 
 
-async def test_a_lease_to_be_given_back_goes_at_the_end_of_a_segment(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leases: list[Lease] = []
-    acquire = Leases.acquire
-
-    async def noted(self: Leases, key: str) -> Lease | None:
-        lease = await acquire(self, key)
-        leases.extend([lease] if lease else [])
-        return lease
-
-    monkeypatch.setattr(Leases, "acquire", noted)
-    feed = await make(bench, segment={"max_age": "1h", "max_messages": 15})
-    async with bench.egress(feed):
-        await send(bench, feed, NODES)
-        await soon(lambda: _has_told(bench, feed, 10))
-        leases[-1].give_back.set(StopReason.GIVE_BACK)
-        await asyncio.sleep(0.3)
-        assert bench.end(feed["stream"]) == 0
-        await send(bench, feed, [f"m{number}" for number in range(8)])
-        await bench.archived_to(feed["stream"], 18)
-        assert [str(footer.coverage) for footer in bench.footers(feed["stream"])] == ["1..15", "16..18"]
-        await soon(lambda: states(bench)[-1].name.startswith(f"{19:020d}-"))
-    assert kept(bench, feed) == list(range(1, 19))
-
-
 async def test_advisories_that_would_feed_themselves_stop_the_feed_before_it_begins(bench: Bench) -> None:
     name = unique("LOOP")
     await bench.make_stream(name, subjects=[f"{name}.>"])
@@ -291,19 +204,3 @@ async def test_advisories_that_would_feed_themselves_stop_the_feed_before_it_beg
     async with bench.egress(feed):
         await bench.archived_to(name, 2)
     assert (await initialise(bench.client, bench.settings(feed)))[1] == []
-
-
-async def test_a_feed_that_has_begun_stops_where_its_stream_takes_its_advisories_too(bench: Bench) -> None:
-    feed = await make(bench)
-    name = feed["stream"]
-    feed["advisory"] = {"subject": f"{name}_OWN.%s", "reliable": False}
-    await send(bench, feed, NODES)
-    await freeze(bench, feed)
-    config = (await bench.client.api(f"STREAM.INFO.{name}"))["config"]
-    subjects = config["subjects"]
-    await bench.client.api(f"STREAM.UPDATE.{name}", {**config, "subjects": [*subjects, f"{name}_OWN.*"]})
-    async with bench.egress(feed) as running:
-        await soon(lambda: running.state(name) == "stopped")
-        assert f"{name}_OWN.new" in running.status(name)["why"]
-        await bench.client.api(f"STREAM.UPDATE.{name}", {**config, "subjects": subjects})
-        await soon(lambda: running.state(name) == "reading")
