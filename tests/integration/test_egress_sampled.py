@@ -204,3 +204,17 @@ async def test_advisories_that_would_feed_themselves_stop_the_feed_before_it_beg
     async with bench.egress(feed):
         await bench.archived_to(name, 2)
     assert (await initialise(bench.client, bench.settings(feed)))[1] == []
+
+
+async def test_a_feed_that_has_begun_stops_where_its_stream_takes_its_advisories_too(bench: Bench) -> None:
+    feed = await make(bench)
+    name = feed["stream"]
+    feed["advisory"] = {"subject": f"{name}_OWN.%s", "reliable": False}
+    await send(bench, feed, NODES)
+    await freeze(bench, feed)
+    config = (await bench.client.api(f"STREAM.INFO.{name}"))["config"]
+    await bench.client.api(f"STREAM.UPDATE.{name}", {**config, "subjects": [f"{name}.>", f"{name}_OWN.*"]})
+    async with bench.egress(feed) as running:
+        assert f"{name}_OWN.new" in (await running.stopped(name))["why"]
+        await bench.client.api(f"STREAM.UPDATE.{name}", config)
+        await soon(lambda: running.state(name) == "reading")
