@@ -101,44 +101,42 @@ async def test_a_session_and_a_put_list_once_each_what_stands_at_the_end(world: 
     assert (world.objects.requests, world.objects.keys) == (2, 2), "the newest segment, by each"
 
 
-async def test_a_crash_before_the_mark_is_seen_whatever_was_merged_meanwhile(world: World) -> None:
-    """The last segment that was put is in level 0; the one that contains the mark may be no more."""
-    world.name([(1, 80), (81, 90)], level=1)
-    newest = world.segments.put(91, 100)
-    archive = await world.loaded(90)
-    assert (archive.end, archive.holes, archive.newest[0].key) == (100, (), newest.key)
+@pytest.mark.parametrize(
+    ("mark", "segments", "holes"),
+    [
+        # A crash before the mark: the one that contains it may be merged up already.
+        (90, [(1, 80, 1), (81, 90, 1), (91, 100, 0)], ()),
+        (30, [(1, 40, 1), (41, 60, 1), (71, 80, 1), (81, 90, 0), (91, 100, 0)], (SequenceRange(61, 70),)),
+        (None, [(1, 10, 0), (21, 100, 0)], (SequenceRange(11, 20),)),
+        (90, [(1, 80, 0), (91, 100, 0)], (SequenceRange(81, 90),)),
+    ],
+    ids=["crash", "old", "none", "of no segment"],
+)
+async def test_the_true_end_and_the_holes_behind_the_mark_are_found_and_a_mark_of_no_segment_is_asked_for_again(
+    world: World, mark: int | None, segments: list[tuple[int, int, int]], holes: tuple[SequenceRange, ...]
+) -> None:
+    for first, last, level in segments:
+        world.segments.put(first, last, level=level)
+    archive = world.archive(mark)
+    if mark is not None and any(hole.first <= mark <= hole.last for hole in holes):
+        with pytest.raises(Unavailable, match="contains the high-water mark 90, found none") as caught:
+            await archive.load()
+        assert caught.value.code == "E-LISTING"
+        await archive.survey()
+    else:
+        await archive.load()
+    assert (archive.end, archive.holes, archive.is_hollow(2)) == (100, holes, False)
     assert world.objects.requests <= 20
 
 
-async def test_an_old_mark_finds_the_true_end_and_the_holes_behind_it(world: World) -> None:
-    for first, last, level in [(1, 40, 1), (41, 60, 1), (71, 80, 1), (81, 90, 0), (91, 100, 0)]:
-        world.segments.put(first, last, level=level)
-    archive = await world.loaded(30)
-    assert (archive.end, archive.holes) == (100, (SequenceRange(61, 70),))
-
-
-async def test_a_mark_that_no_segment_contains_is_no_end_whatever_lies_behind(world: World) -> None:
-    world.name(tens(1, 80))
-    world.segments.put(91, 100)
-    archive = world.archive(90)
-    with pytest.raises(Unavailable, match="contains the high-water mark 90, found none") as caught:
-        await archive.load()
-    assert caught.value.code == "E-LISTING"
-    await archive.survey()
-    assert (archive.end, archive.holes) == (100, (SequenceRange(81, 90),))
-
-
-async def test_a_chain_without_segments_and_one_without_a_mark_are_told_apart(world: World) -> None:
+async def test_a_chain_without_segments_is_hollow_where_no_mark_says_that_it_never_had_one(world: World) -> None:
     assert (await world.loaded(0)).end == 0
     assert (await world.loaded(None)).is_hollow(2)
-    for first, last in [(1, 10), (21, 30)]:
-        world.segments.put(first, last)
-    archive = await world.loaded(None)
-    assert (archive.end, archive.holes, archive.is_hollow(2)) == (30, (SequenceRange(11, 20),), False)
 
 
 async def test_looking_back_gives_the_newest_hundred_in_order_and_lists_few_more(world: World) -> None:
-    world.name(tens(1, 15_000))
+    world.name(tens(5_001, 15_000))
+    world.name([(1, 3_000), (3_001, 5_000)], level=2)
     archive = await world.loaded(15_000)
     found = await archive.look_back(1)
     assert [ref.coverage.last for ref in found] == [*range(15_000, 14_000, -10)]
@@ -146,12 +144,6 @@ async def test_looking_back_gives_the_newest_hundred_in_order_and_lists_few_more
     asked = world.objects.requests
     assert await archive.look_back(1) == found
     assert world.objects.requests == asked, "once a session is enough"
-
-
-async def test_segments_at_a_sequence_are_found_in_whatever_level_they_are(world: World) -> None:
-    world.name(tens(5_001, 15_000))
-    world.name([(1, 3_000), (3_001, 5_000)], level=2)
-    archive = await world.loaded(15_000)
     assert any(4_000 in ref.coverage for ref in await archive.at(4_000))
     assert await archive.at(15_001) == ()
 
@@ -240,14 +232,3 @@ async def test_an_archive_whose_newest_segment_is_gone_is_walked_at_once_and_onc
     for _ in range(3):
         await walk._look_for_newest()
     assert walk._due == due, "one walk for one missing segment"
-
-
-async def test_nothing_is_asked_of_the_newest_segment_where_another_was_put_since(world: World) -> None:
-    world.segments.put(1, 10)
-    archive = await world.loaded(10)
-    walk = world.walk(archive)
-    world.segments.path(archive.newest[0].key).unlink()
-    await walk._look_for_newest()
-    assert archive.missing == "", "it was read back when it was put"
-    await walk._look_for_newest()
-    assert archive.missing == archive.newest[0].key
