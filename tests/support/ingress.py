@@ -22,7 +22,7 @@ from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.requests import ApiError
 from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
-from common.segments.keys import Layout
+from common.segments.keys import Layout, SegmentName
 from common.segments.segment import Message, SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
@@ -35,11 +35,12 @@ from ingress.checkpoint import Checkpoint, IntentPiece, TargetState, open_intent
 from ingress.checkpoint_store import StateStore
 from ingress.deps import IngressTuning
 from ingress.service import Controller
+from ingress.verdict.verdict import Origin, TargetReading, Unread
 from tests.support.basics import PATIENCE, parse_ack, soon, unique
 from tests.support.headers import escape
 from tests.support.segments import message, write_segment
 
-CHAIN = Chain("us-east", "NODES")
+CHAIN, OTHER = Chain("us-east", "NODES"), Chain("eu-west", "NODES")
 PREFIX = "data"
 QUICK = IngressTuning(look_spacing=0.1, reexamine=0.3, parked=0.3, look_at_stopped=1.0)
 
@@ -88,6 +89,19 @@ def rows_of(first: int, last: int, chain: Chain = CHAIN, size: int = 20) -> list
         message(s, f"{chain}|{s}|".encode().ljust(size, b"x"), subject=b"nodes.%d" % (s % 7))
         for s in range(first, last + 1)
     ]
+
+
+def piece(first: int, last: int, count: int | None = None, chain: Chain = CHAIN, digest: str = "0") -> IntentPiece:
+    """A piece of a segment of 1 to 1000; each of its sequences has a message where no count is given."""
+    name = SegmentName(chain, 0, SequenceRange(1, 1000), digest * 16)
+    return IntentPiece(name, SequenceRange(first, last), last - first + 1 if count is None else count)
+
+
+def reading(
+    last: int, tail: Origin | Unread = Unread.GONE, created: str = "t0", *, forgets: bool = True
+) -> TargetReading:
+    """What a target says: its last sequence, and which message that is."""
+    return TargetReading(last, created, tail, forgets)
 
 
 @dataclass(frozen=True)

@@ -10,50 +10,30 @@ from common.chain import Chain
 from common.jetstream.headers import Provenance, build_block
 from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
-from ingress.checkpoint import Checkpoint, Intent, IntentPiece, ParkedAs, TargetState, open_intent
+from ingress.checkpoint import Checkpoint, IntentPiece, ParkedAs, TargetState, close_intent, open_intent
 from ingress.checkpoint_store import from_json, to_json
-from ingress.operator.corrections import (
-    CorrectionRefused,
-    ParkedMarks,
-    accept,
-    counted,
-    forget,
-    forget_unlisted,
-    move,
-    rebuild,
-    scan_behind,
-)
+from ingress.operator import corrections
+from ingress.operator.corrections import CorrectionRefused, ParkedMarks, accept, forget, move, rebuild
 from ingress.operator.target_scan import TargetScan
 from ingress.parked import ParkedEntry, ParkedName
-from ingress.verdict.verdict import Origin, TargetReading, Unread
+from ingress.verdict.verdict import Finding, IntentVerdict, Origin, Unread, judge
+from tests.support.ingress import CHAIN, OTHER, piece, reading
 
-A, B = Chain("us-east", "NODES"), Chain("eu-west", "NODES")
+A, B = CHAIN, OTHER
 CLOSED = TargetState(Checkpoint(100, "t0", {A: 11, B: 5}))
-
-
-def piece(first: int, last: int, count: int, chain: Chain = A) -> IntentPiece:
-    return IntentPiece(SegmentName(chain, 0, SequenceRange(1, 1000), "0" * 16), SequenceRange(first, last), count)
+OPEN = open_intent(CLOSED, [piece(11, 20, 4), piece(5, 9, 5, B)])
 
 
 def row_of(chain: Chain, sequence: int) -> bytes:
     return build_block([Provenance(chain.site, chain.feed, chain.incarnation, chain.partition, sequence, 1).line()])
 
 
-OPEN = open_intent(CLOSED, [piece(11, 20, 4), piece(5, 9, 5, B)])
-
-
 def scan(after: int, last: int, *held: tuple[int, Chain | None, int], state: TargetState | None = None) -> TargetScan:
     """Of these messages: target sequence, chain (None: foreign), sequence; `state`: for its open intent."""
-    found = scan_behind(state.intent, after, last) if state else TargetScan(after, last)
+    found = corrections.scan_behind(state.intent, after, last) if state else TargetScan(after, last)
     for at, chain, sequence in held:
         found.add(at, row_of(chain, sequence) if chain else None)
     return found
-
-
-def reading(
-    last: int, tail: Origin | Unread = Unread.GONE, created: str = "t0", *, forgets: bool = True
-) -> TargetReading:
-    return TargetReading(last, created, tail, forgets)
 
 
 def positions(state: TargetState | None) -> dict[Chain, int]:
@@ -67,32 +47,37 @@ def positions(state: TargetState | None) -> dict[Chain, int]:
 
 def test_a_chain_that_is_moved_says_what_is_never_carried_or_stored_twice() -> None:
     correction = move(CLOSED, A, 15)
-    assert correction.told == [f"{A}: 11 to 14 are not carried any more"]
-    assert positions(correction.after) == {A: 15, B: 5}
+    told = f"{A}: 11 to 14 are not carried any more"
+    assert (correction.told, positions(correction.after)) == ([told], {A: 15, B: 5})
     twice = "what is stored is stored twice, at most 8 messages"
     assert move(CLOSED, A, 3).told == [f"{A}: 3 to 10 are carried again: {twice}"]
     assert move(CLOSED, A, 11).told == []
 
 
-def test_a_chain_of_an_open_intent_is_not_moved_under_it_and_others_are() -> None:
+def test_a_chain_of_an_open_intent_is_neither_moved_nor_forgotten_and_others_are() -> None:
     other = Chain("us-east", "OTHER")
-    moved = move(OPEN, other, 7).after
-    assert moved is not None
-    assert moved.intent == OPEN.intent
-    assert moved.checkpoint.positions[other] == 7
+    checkpoint = replace(OPEN.checkpoint, positions={**OPEN.checkpoint.positions, other: 7})
+    assert move(OPEN, other, 7).after == replace(OPEN, checkpoint=checkpoint)
     with pytest.raises(CorrectionRefused, match="expected no open intent with rows of it, found one"):
         move(OPEN, A, 15)
+    assert positions(corrections.forget_unlisted(CLOSED, {("us-east", "NODES")}).after) == {A: 11}
+    assert corrections.forget_unlisted(OPEN, set()).after == OPEN
 
 
 # The target as it is
 
 
-def test_foreign_messages_behind_a_checkpoint_are_left_where_they_are() -> None:
-    seen = scan(100, 102, (101, None, 0), (102, None, 0))
-    correction = accept(CLOSED, reading(102, Unread.FOREIGN), seen, {})
-
-    assert correction.after == TargetState(Checkpoint(102, "t0", {A: 11, B: 5}, begins=102))
-    assert correction.told == ["2 messages are not ours; they stay"]
+def test_a_target_is_accepted_with_what_it_holds_and_without_what_it_lost() -> None:
+    foreign = accept(CLOSED, reading(102, Unread.FOREIGN), scan(100, 102, (101, None, 0), (102, None, 0)), {})
+    assert foreign.after == TargetState(Checkpoint(102, "t0", {A: 11, B: 5}, begins=102))
+    assert foreign.told == ["2 messages are not ours; they stay"]
+    lost = accept(CLOSED, reading(90), scan(100, 90), {})
+    assert positions(lost.after) == {A: 11, B: 5}
+    assert lost.told[0].startswith("10 messages that were stored stand there no more")
+    # What was put aside for the former stream of the name was never stored: it stays what it was.
+    anew = accept(CLOSED, reading(2, Origin(B, 8), "t1"), scan(0, 2, (1, None, 0), (2, B, 8)), {})
+    assert anew.after == TargetState(Checkpoint(2, "t1", {A: 11, B: 5}, begins=2, parked=ParkedAs("t0")))
+    assert anew.told[0].startswith("another stream of the name")
 
 
 def test_rows_of_an_open_intent_with_a_foreign_message_among_them_are_found_where_they_stand() -> None:
@@ -151,75 +136,47 @@ def test_the_arithmetic_means_nothing_where_another_row_stands_before_the_last_o
     assert positions(accepted.after) == {A: 12, B: 5}
 
 
-def test_a_target_that_lost_messages_goes_on_without_them() -> None:
-    correction = accept(CLOSED, reading(90), scan(100, 90), {})
+@pytest.mark.parametrize(("rows", "base"), [(0, 130), (9, 121)])
+def test_an_operator_says_how_many_rows_are_stored(rows: int, base: int) -> None:
+    """100 is the base; the last sequence was moved to 130."""
+    correction = corrections.count_stored(OPEN, reading(130), rows)
+    assert correction.after is not None
 
-    assert positions(correction.after) == {A: 11, B: 5}
-    assert correction.told[0].startswith("10 messages that were stored stand there no more")
-
-
-def test_another_stream_of_the_name_is_taken_with_what_it_holds() -> None:
-    seen = scan(0, 2, (1, None, 0), (2, B, 8))
-    correction = accept(CLOSED, reading(2, Origin(B, 8), "t1"), seen, {})
-
-    # What was put aside for the former one was never stored: it stays what it was.
-    checkpoint = Checkpoint(2, "t1", {A: 11, B: 5}, begins=2, parked=ParkedAs("t0"))
-    assert correction.after == TargetState(checkpoint)
-    assert correction.told[0].startswith("another stream of the name")
+    assert judge(correction.after, reading(130, forgets=False)) == IntentVerdict(Finding.STORED, rows)
+    assert close_intent(correction.after).checkpoint.target_sequence == base + 9
+    assert correction.told[0] == f"rows 1 to {rows} of the 9 of the open intent count as stored"
+    for state, last, too_many in ((CLOSED, 100, 0), (OPEN, 104, 5), (OPEN, 130, 10), (OPEN, 9, 0)):
+        with pytest.raises(CorrectionRefused):
+            corrections.count_stored(state, reading(last), too_many)
 
 
-def test_a_parked_message_that_is_tried_again_moves_nothing() -> None:
-    again = IntentPiece(SegmentName(A, 0, SequenceRange(1, 1000), "0" * 16), SequenceRange(3, 3), 1, (), True)
-    intent = Intent(100, (again, piece(11, 20, 4)))
-
-    assert counted({A: 11}, intent, 1, Unread.GONE) == ({A: 11}, set())
-    assert counted({A: 11}, intent, 5, Unread.GONE) == ({A: 21}, set())
+# The state is lost, or old, or nothing is there
 
 
-# The state is lost, or old
-
-
-def test_a_lost_state_is_found_again_in_a_target_that_holds_everything() -> None:
-    seen = scan(0, 4, (1, A, 1), (2, B, 7), (3, A, 4), (4, B, 2))
-    correction = rebuild(None, reading(4, Origin(B, 2)), seen)
-
+def test_a_lost_state_is_found_in_a_target_that_holds_everything_and_an_old_one_is_a_lower_bound() -> None:
+    correction = rebuild(None, reading(4, Origin(B, 2)), scan(0, 4, (1, A, 1), (2, B, 7), (3, A, 4), (4, B, 2)))
     assert correction.after == TargetState(Checkpoint(4, "t0", {A: 5, B: 8}, begins=4))
     assert correction.told[1] == f"{A}: 2 messages stand there, 1 to 4"
 
-
-def test_an_old_state_is_a_lower_bound_where_the_target_let_messages_go() -> None:
     seen = scan(0, 120, (120, A, 30))
     with pytest.raises(CorrectionRefused, match="expected a target that holds all of its 120 messages, found 1"):
         rebuild(CLOSED, reading(120), seen)
     assert positions(rebuild(CLOSED, reading(120), seen, repeats=True).after) == {A: 31, B: 5}
 
-
-def test_a_target_that_was_restored_from_an_old_copy_gets_what_it_lost_again() -> None:
-    seen = scan(0, 2, (1, A, 3), (2, A, 5))
-    again = rebuild(CLOSED, reading(2), seen)
+    again = rebuild(CLOSED, reading(2), scan(0, 2, (1, A, 3), (2, A, 5)))  # restored from an old copy
     assert positions(again.after) == {A: 6}
-    assert any("the last 98 messages, which the target has lost" in line for line in again.told)
-    assert any("gets them twice" in line for line in again.told)
-
-
-# Begin again
+    for part in ("the last 98 messages, which the target has lost", "gets them twice"):
+        assert any(part in line for line in again.told)
 
 
 def test_only_an_empty_target_is_filled_again() -> None:
     with pytest.raises(CorrectionRefused, match="expected an empty target, found 3 messages"):
         forget(CLOSED, reading(3), 3)
-    assert forget(CLOSED, None, 0).after is None
-    assert forget(CLOSED, reading(0, created="t1"), 0).after is None
+    assert forget(CLOSED, None, 0).after is forget(CLOSED, reading(0, created="t1"), 0).after is None
     purged = forget(CLOSED, reading(100), 0)
     parked = ParkedAs("t0", ((None, 0),))
     assert purged.after == TargetState(Checkpoint(100, "t0", {}, begins=100, parked=parked))
     assert purged.told[1] == f"{A}: begins anew; what of it is stored already is stored twice"
-
-
-def test_chains_that_are_not_listed_any_more_are_forgotten_unless_an_intent_holds_them() -> None:
-    assert positions(forget_unlisted(CLOSED, {("us-east", "NODES")}).after) == {A: 11}
-    kept = forget_unlisted(OPEN, set()).after
-    assert kept == OPEN
 
 
 # Parked messages
@@ -237,6 +194,7 @@ def test_what_the_dropped_intent_passed_or_stored_of_parked_messages_is_marked()
     part = accept(state, reading(102, Origin(A, 13)), scan(100, 102, (101, A, 3), state=state), {})
     none = accept(state, reading(100, Origin(A, 10)), scan(100, 100, state=state), {})
 
+    assert positions(whole.after)[A] == 21, "what is tried again moves nothing"
     assert whole.marks == ParkedMarks(((A, 12), (A, 19)), ((A, 3),))
     assert (positions(part.after)[A], part.marks) == (14, ParkedMarks(((A, 12),), ((A, 3),)))
     assert (positions(none.after)[A], none.marks) == (11, ParkedMarks())
@@ -283,8 +241,8 @@ def names_of(state: TargetState | None, *sequences: int) -> list[str]:
 def test_what_was_parked_stands_for_nothing_where_it_is_carried_again() -> None:
     """Else a message that goes in its turn this time would be delivered by `parked retry` as well."""
     back = move(CLOSED, A, 5).after
-    assert back is not None
     assert names_of(back, 4, 5) == ["t0", "t0+1"]
+    assert back is not None
     assert back.checkpoint.parked_as.of(B, 9) == "t0"
     assert names_of(move(back, A, 3).after, 2, 3, 5) == ["t0", "t0+1", "t0+2"]
     assert names_of(move(CLOSED, A, 15).after, 5, 15) == ["t0", "t0"]

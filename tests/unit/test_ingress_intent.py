@@ -10,28 +10,13 @@ import pytest
 
 from common.chain import Chain
 from common.errors import OutcomeUnknown, Stopped
-from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
-from ingress.checkpoint import (
-    Checkpoint,
-    CheckpointConflict,
-    Ending,
-    Intent,
-    IntentPiece,
-    TargetState,
-    close_intent,
-    merged,
-    open_intent,
-    share_intent,
-)
+from ingress import checkpoint
+from ingress.checkpoint import Checkpoint, CheckpointConflict, Ending, Intent, IntentPiece, TargetState, open_intent
 from ingress.checkpoint_store import StateStore, from_json, to_json
+from tests.support.ingress import CHAIN, OTHER, piece
 
-A, B = Chain("us-east", "NODES"), Chain("eu-west", "NODES")
-
-
-def piece(first: int, last: int, count: int | None = None, chain: Chain = A, digest: str = "0") -> IntentPiece:
-    name = SegmentName(chain, 0, SequenceRange(1, 1000), digest * 16)
-    return IntentPiece(name, SequenceRange(first, last), last - first + 1 if count is None else count)
+A, B = CHAIN, OTHER
 
 
 def state(positions: dict[Chain, int] | None = None, sequence: int = 0) -> TargetState:
@@ -39,32 +24,32 @@ def state(positions: dict[Chain, int] | None = None, sequence: int = 0) -> Targe
 
 
 def test_an_intent_begins_after_the_checkpoint_and_closing_it_is_the_next_checkpoint() -> None:
-    opened = open_intent(state({A: 11}, 100), [piece(11, 20, 4), piece(1, 5, 5, B)])
+    pieces = [piece(11, 20, 4), piece(1, 5, 5, B)]
+    opened = open_intent(state({A: 11}, 100), pieces)
+    closed = checkpoint.close_intent(opened)
 
-    assert opened.intent == Intent(100, (piece(11, 20, 4), piece(1, 5, 5, B)))
-    assert opened.intent.count == 9
-    assert opened.expected_sequence == 109
-    closed = close_intent(opened)
+    assert opened.intent == Intent(100, tuple(pieces))
+    assert (opened.intent.count, opened.expected_sequence, closed.expected_sequence) == (9, 109, 109)
     assert closed.checkpoint == Checkpoint(109, "t0", {A: 21, B: 6}, ending=Ending(B, SequenceRange(1, 5)))
-    assert closed.expected_sequence == 109
 
 
 def test_a_checkpoint_ends_with_the_last_message_of_the_last_piece_that_has_one() -> None:
-    opened = open_intent(state({A: 11}, 100), [piece(11, 20, 4), piece(1, 5, 0, B)])
-    closed = close_intent(opened)
-    again = close_intent(open_intent(closed, [piece(21, 30, 0)]))
+    closed = checkpoint.close_intent(open_intent(state({A: 11}, 100), [piece(11, 20, 4), piece(1, 5, 0, B)]))
+    again = checkpoint.close_intent(open_intent(closed, [piece(21, 30, 0)]))
 
-    assert closed.checkpoint.ending == Ending(A, SequenceRange(11, 20))
-    assert again.checkpoint.ending == Ending(A, SequenceRange(11, 20))
+    assert closed.checkpoint.ending == again.checkpoint.ending == Ending(A, SequenceRange(11, 20))
     assert from_json("T", to_json("T", again)) == again
 
 
-def test_the_ends_of_the_pieces_that_are_stored() -> None:
-    intent = Intent(100, (piece(11, 20, 4), piece(1, 5, 0, B), piece(6, 9, 3, B)))
+def test_each_message_is_found_in_its_piece_and_the_ends_of_those_that_are_stored() -> None:
+    pieces = (piece(1, 3), piece(4, 9, 0), piece(1, 2, 2, B))
+    intent, first, last = Intent(100, pieces), (0, pieces[0]), (3, pieces[2])
 
-    assert list(intent.ends(3)) == []
-    assert list(intent.ends(6)) == [104]
-    assert intent.ends(7) == {104: piece(11, 20, 4), 107: piece(6, 9, 3, B)}
+    assert [intent.piece_at(index) for index in range(5)] == [first, first, first, last, last]
+    with pytest.raises(IndexError):
+        intent.piece_at(5)
+    assert [list(intent.ends(stored)) for stored in (2, 4)] == [[], [103]]
+    assert intent.ends(5) == {103: pieces[0], 105: pieces[2]}
 
 
 @pytest.mark.parametrize(
@@ -84,42 +69,28 @@ def test_an_intent_is_refused_that_does_not_continue_what_is_there(
 
 
 def test_an_intent_without_messages_moves_positions_only_and_none_cannot_be_closed() -> None:
-    assert close_intent(open_intent(state({A: 1}, 7), [piece(1, 500, 0)])) == state({A: 501}, 7)
+    assert checkpoint.close_intent(open_intent(state({A: 1}, 7), [piece(1, 500, 0)])) == state({A: 501}, 7)
     with pytest.raises(CheckpointConflict, match="expected an open intent, found none"):
-        close_intent(state())
-
-
-def test_each_message_is_found_in_its_piece() -> None:
-    intent = Intent(0, (piece(1, 3), piece(4, 9, 0), piece(1, 2, 2, B)))
-    first, last = (0, piece(1, 3)), (3, piece(1, 2, 2, B))
-    assert [intent.piece_at(index) for index in range(5)] == [first, first, first, last, last]
-    with pytest.raises(IndexError):
-        intent.piece_at(5)
+        checkpoint.close_intent(state())
 
 
 def test_neighbours_of_one_segment_become_one_piece() -> None:
     pieces = [piece(1, 3), piece(4, 9, 0), piece(1, 2, 2, B), piece(10, 12), piece(13, 14, digest="1")]
 
-    assert merged(pieces) == [piece(1, 9, 3), piece(1, 2, 2, B), piece(10, 12), piece(13, 14, digest="1")]
+    assert checkpoint.merged(pieces) == [piece(1, 9, 3), piece(1, 2, 2, B), piece(10, 12), piece(13, 14, digest="1")]
 
 
-def test_the_stored_form_comes_back_as_it_was() -> None:
-    opened = open_intent(state({A: 11, Chain("a", "b", 3, 7): 2**63 - 1}, 100), [piece(11, 20, 4)])
+def test_the_stored_form_comes_back_as_it_was_and_says_whether_others_may_stand_in_the_intent() -> None:
+    before = state({A: 11, Chain("a", "b", 3, 7): 2**63 - 1}, 100)
+    opened = open_intent(before, [piece(11, 20, 4)])
+    shared = open_intent(before, [piece(11, 20)], 130, is_shared=True)
 
-    assert from_json("FLEET", to_json("FLEET", opened)) == opened
-    assert from_json("FLEET", to_json("FLEET", state())) == state()
-
-
-def test_an_intent_that_others_may_stand_in_says_so_in_its_stored_form() -> None:
-    opened = open_intent(state({A: 11}, 100), [piece(11, 20)])
-    shared = open_intent(state({A: 11}, 100), [piece(11, 20)], 130, is_shared=True)
-
+    for each in (state(), opened, shared):
+        assert from_json("FLEET", to_json("FLEET", each)) == each
     assert b"shared" not in to_json("T", opened)
-    assert from_json("T", to_json("T", shared)) == shared
-    assert from_json("T", to_json("T", share_intent(opened))).intent == replace(opened.intent, is_shared=True)
-    assert share_intent(opened).checkpoint == opened.checkpoint
+    assert checkpoint.share_intent(opened) == replace(opened, intent=replace(opened.intent, is_shared=True))
     with pytest.raises(CheckpointConflict):
-        share_intent(state())
+        checkpoint.share_intent(state())
 
 
 def test_a_full_intent_over_a_thousand_chains_stays_far_below_what_a_message_may_hold() -> None:
@@ -139,12 +110,10 @@ def stored(**changes: Any) -> bytes:
     [
         (b"", "Expecting value"),
         (b"[]", "expected an object, found list"),
-        (b"\x80\x80{}", "utf-8"),
         (b"[" * 100_000, "recursion"),
         (stored(version=2), "version: expected 1, found 2"),
         (stored(target="OTHER"), "target: expected FLEET, found 'OTHER'"),
         (stored(target_sequence=-1), "target_sequence: expected a number from 0, found -1"),
-        (stored(target_sequence="1"), "target_sequence: expected a number from 0, found '1'"),
         (stored(target_created=None), "target_created: expected text, found None"),
         (stored(positions={"a/..": 1}), "feed '..'"),
         (stored(positions={"us/NODES": True}), "position: expected a number from 0, found True"),
@@ -152,7 +121,6 @@ def stored(**changes: Any) -> bytes:
         (stored(intent={"base": 0, "rows": [["us/N", f"0/9-1-{'0' * 16}", 1, 10, 9]]}), "inside 1..9"),
         (stored(intent={"base": 0, "rows": [["us/N", f"0/9-1-{'0' * 16}", 1, 9, 10]]}), "at most 9 of 1..9, found 10"),
         (stored(intent={"base": 0, "rows": [["us/N"]]}), "missing 4 required"),
-        (stored(intent=7), "not subscriptable"),
         (stored(positions={"us-east/NODES": 12}), "expected rows from 12, got 11"),
     ],
 )
@@ -202,9 +170,7 @@ class Bucket:
 async def test_nothing_stored_is_told_from_something_and_a_lost_answer_is_settled_by_reading(fate: str) -> None:
     store = StateStore(Bucket(fate), "key", "FLEET")
     assert (await store.load()).state is None
-
     saved = await store.save(state({A: 5}), 0)
-
     assert saved is not None
     assert (saved.revision, saved.state, await store.load()) == (1, state({A: 5}), saved)
 

@@ -2,67 +2,33 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from common.chain import Chain
-from common.errors import AnotherWriter, FloeError, Stopped
-from common.segments.keys import SegmentName
+from common.errors import AnotherWriter, FloeError
 from common.sequences import SequenceRange
-from ingress.checkpoint import Checkpoint, Ending, IntentPiece, TargetState, close_intent, open_intent
+from ingress.checkpoint import Checkpoint, Ending, TargetState, open_intent
 from ingress.checkpoint_store import Stored
-from ingress.operator.checkpoint_cli import checkpoint_set
-from ingress.operator.corrections import CorrectionRefused, count_stored
+from ingress.verdict import verdict as judging
 from ingress.verdict.settle import Reconciler
-from ingress.verdict.verdict import (
-    Doubt,
-    Finding,
-    IntentVerdict,
-    Origin,
-    Sending,
-    Sent,
-    TargetErrors,
-    TargetReading,
-    Unread,
-    contradiction,
-    forgets,
-    judge,
-    newest,
-)
+from ingress.verdict.verdict import Doubt, Finding, IntentVerdict, Origin, Sent, TargetReading, Unread, judge
+from tests.support.ingress import CHAIN, OTHER, piece, reading
 
-A, B, C = Chain("us-east", "NODES"), Chain("eu-west", "NODES"), Chain("eu-west", "OTHER")
-
-
-def piece(first: int, last: int, count: int, chain: Chain = A) -> IntentPiece:
-    return IntentPiece(SegmentName(chain, 0, SequenceRange(1, 1000), "0" * 16), SequenceRange(first, last), count)
-
-
+A, B = CHAIN, OTHER
 CLOSED = TargetState(Checkpoint(100, "t0", {A: 11, B: 5}))
 OPEN = open_intent(CLOSED, [piece(11, 20, 4), piece(5, 9, 5, B)])
-
-
-def reading(
-    last: int, tail: Origin | Unread = Unread.GONE, created: str = "t0", *, forgets: bool = True
-) -> TargetReading:
-    return TargetReading(last, created, tail, forgets)
-
-
-@pytest.mark.parametrize("stored", [0, 1, 4, 5, 9])
-def test_the_arithmetic_holds_where_the_last_message_cannot_be_read(stored: int) -> None:
-    assert judge(OPEN, reading(100 + stored)) == IntentVerdict(Finding.STORED, stored)
 
 
 @pytest.mark.parametrize("stored", [1, 4, 9])
 def test_a_row_that_nobody_can_read_counts_only_where_something_explains_it(stored: int) -> None:
     """A purge up to a sequence beyond the end moves the last sequence, and nothing was stored."""
     gone, known = reading(100 + stored, forgets=False), IntentVerdict(Finding.STORED, stored)
-    verdict = judge(OPEN, gone)
-
-    assert (verdict.finding, verdict.doubt) == (Finding.UNREAD, Doubt(0, stored, 9))
+    assert judge(OPEN, reading(100 + stored)) == known
+    found = judge(OPEN, gone)
+    assert (found.finding, found.doubt) == (Finding.UNREAD, Doubt(0, stored, 9))
     # What is empty alone says nothing, nor what was acknowledged, read, or accepted by an operator.
     for state in (OPEN, CLOSED):
         assert judge(state, reading(100, forgets=False)) == IntentVerdict(Finding.STORED, 0)
@@ -77,10 +43,9 @@ def test_a_row_that_nobody_can_read_counts_only_where_something_explains_it(stor
 
 @pytest.mark.parametrize("forgets", [False, True])
 def test_what_the_process_that_sends_never_sent_is_not_ours(forgets: bool) -> None:
-    verdict = judge(OPEN, reading(106, forgets=forgets), sent=Sent(2, 5))
-
-    assert verdict == IntentVerdict(Finding.AHEAD, detail="last sequence: expected at most 105, found 106")
-    assert verdict.doubt == Doubt(2, 6, 9)
+    found = judge(OPEN, reading(106, forgets=forgets), sent=Sent(2, 5))
+    ahead = IntentVerdict(Finding.AHEAD, detail="last sequence: expected at most 105, found 106")
+    assert (found, found.doubt) == (ahead, Doubt(2, 6, 9))
     assert judge(OPEN, reading(105), sent=Sent(2, 5)) == IntentVerdict(Finding.STORED, 5)
     # Another instance sent it: then it can be read, or the lease was lost.
     assert judge(OPEN, reading(106, Origin(B, 6)), sent=Sent(2, 5)) == IntentVerdict(Finding.STORED, 6)
@@ -88,10 +53,9 @@ def test_what_the_process_that_sends_never_sent_is_not_ours(forgets: bool) -> No
 
 
 def test_what_was_sent_is_remembered_of_one_intent_only() -> None:
-    sending = Sending()
+    sending = judging.Sending()
     sending.opens(7)
-    assert sending.of(7) == Sent(0, 0)
-    assert sending.of(8) is None
+    assert (sending.of(7), sending.of(8)) == (Sent(0, 0), None)
     before = sending.begins()
     assert sending.of(7) == Sent(0, None)  # any of them may be on its way
     sending.ends(before, 3, 5)
@@ -103,55 +67,14 @@ def test_what_was_sent_is_remembered_of_one_intent_only() -> None:
     assert sending.of(9) == Sent(2, None)
 
 
-def test_the_newest_row_that_can_be_read_is_stored() -> None:
-    intent = OPEN.intent
-    assert intent is not None
-    read = {101: Origin(A, 11), 105: Origin(B, 6), 106: Origin(A, 12), 107: Unread.GONE, 108: Unread.FOREIGN}
-
-    assert newest(intent, read) == 5
-    assert newest(intent, {107: Unread.GONE, 99: Origin(A, 10)}) == 0
-
-
-@pytest.mark.parametrize(
-    ("config", "control", "expected"),
-    [
-        ({"max_msgs": 5, "max_msgs_per_subject": 1, "max_bytes": 10**7, "allow_msg_ttl": True}, set(), False),
-        ({"retention": "workqueue"}, set(), True),
-        ({"retention": "interest"}, set(), True),
-        ({"max_age": 10**9}, set(), True),
-        ({"max_bytes": 1000}, set(), True),
-        ({"allow_msg_ttl": True}, {b"nats-ttl"}, True),
-    ],
-)
-def test_which_streams_let_go_of_their_last_message(
-    config: dict[str, Any], control: set[bytes], expected: bool
-) -> None:
-    assert forgets(config, frozenset(control), 2**20) is expected
-
-
-@pytest.mark.parametrize(("rows", "base"), [(0, 130), (4, 126), (9, 121)])
-def test_an_operator_says_how_many_rows_are_stored(rows: int, base: int) -> None:
-    """100 is the base; the last sequence was moved to 130."""
-    correction = count_stored(OPEN, reading(130), rows)
-    after = correction.after
-    assert after is not None
-
-    assert judge(after, reading(130, forgets=False)) == IntentVerdict(Finding.STORED, rows)
-    assert close_intent(after).checkpoint.target_sequence == base + 9
-    assert correction.told[0] == f"rows 1 to {rows} of the 9 of the open intent count as stored"
-
-
-@pytest.mark.parametrize(
-    ("state", "found", "rows"),
-    [(CLOSED, reading(100), 0), (OPEN, reading(104), 5), (OPEN, reading(130), 10), (OPEN, reading(9), 0)],
-)
-def test_rows_that_cannot_be_stored_are_not_counted(state: TargetState, found: TargetReading, rows: int) -> None:
-    with pytest.raises(CorrectionRefused):
-        count_stored(state, found, rows)
-
-
 def test_a_last_message_that_stands_there_by_the_intent_agrees_and_another_one_speaks_against_going_on() -> None:
-    ours = [(101, Origin(A, 11)), (104, Origin(A, 20)), (105, Origin(B, 5)), (109, Origin(B, 9)), (100, Origin(B, 4))]
+    ours = [
+        (101, Origin(A, 11)),
+        (104, Origin(A, 20)),
+        (105, Origin(B, 5)),
+        (109, Origin(B, 9)),
+        (100, Origin(B, 4)),
+    ]
     for last, origin in ours:
         assert judge(OPEN, reading(last, origin)).finding is Finding.STORED, (last, origin)
     others = [(104, Unread.FOREIGN), (104, Origin(B, 5)), (105, Origin(A, 20)), (104, Origin(A, 21))]
@@ -159,9 +82,8 @@ def test_a_last_message_that_stands_there_by_the_intent_agrees_and_another_one_s
         assert judge(OPEN, reading(last, tail)).finding is Finding.FOREIGN, (last, tail)
     # Where the exact sequence is known, it must be that one.
     assert judge(OPEN, reading(102, Origin(A, 13)), 13).finding is Finding.STORED
-    verdict = judge(OPEN, reading(102, Origin(A, 13)), 14)
-    assert verdict.finding is Finding.FOREIGN
-    assert verdict.detail == "message 102 is us-east/NODES/0000/0 13, expected us-east/NODES/0000/0 14"
+    other = "message 102 is us-east/NODES/0000/0 13, expected us-east/NODES/0000/0 14"
+    assert judge(OPEN, reading(102, Origin(A, 13)), 14) == IntentVerdict(Finding.FOREIGN, detail=other)
 
 
 @pytest.mark.parametrize("base", [100, 130])
@@ -205,35 +127,33 @@ def test_a_checkpoint_knows_which_message_it_ends_with() -> None:
 
     assert judge(ended, reading(100, Origin(B, 45))).finding is Finding.STORED
     assert judge(ended, reading(100, Origin(B, 20), "t1")).finding is Finding.RECREATED
-    verdict = judge(ended, reading(100, Origin(A, 40)))
-    assert verdict.finding is Finding.FOREIGN
-    assert verdict.detail == "message 100 is us-east/NODES/0000/0 40, expected eu-west/NODES/0000/0 41..50"
+    other = "message 100 is us-east/NODES/0000/0 40, expected eu-west/NODES/0000/0 41..50"
+    assert judge(ended, reading(100, Origin(A, 40))) == IntentVerdict(Finding.FOREIGN, detail=other)
 
 
-def test_the_ends_of_the_pieces_before_the_last_message_must_be_ours_too() -> None:
+def test_the_ends_of_the_pieces_before_the_last_message_must_be_ours_too_and_the_newest_of_ours_is_stored() -> None:
     """Two ingresses with a state bucket each, on one target: the last message agrees by chance."""
     intent = open_intent(CLOSED, [piece(11, 15, 5), piece(5, 9, 5, B), piece(16, 20, 5)]).intent
     assert intent is not None
+    first, last = Origin(A, 15), Origin(A, 20)
 
-    assert contradiction(intent, {105: Origin(A, 15), 110: Unread.GONE, 115: Origin(A, 20)}) is None
-    other = contradiction(intent, {105: Origin(A, 15), 110: Origin(C, 9)})
-    assert other is not None
-    assert other.detail == "message 110 is eu-west/OTHER/0000/0 9, expected eu-west/NODES/0000/0 5..9"
-    foreign = contradiction(intent, {105: Unread.FOREIGN})
+    assert judging.contradiction(intent, {105: first, 110: Unread.GONE, 115: last}) is None
+    other = judging.contradiction(intent, {105: first, 110: Origin(Chain("eu-west", "OTHER"), 9)})
+    why = "message 110 is eu-west/OTHER/0000/0 9, expected eu-west/NODES/0000/0 5..9"
+    assert other == IntentVerdict(Finding.FOREIGN, detail=why)
+    foreign = judging.contradiction(intent, {105: Unread.FOREIGN})
     assert foreign is not None
     assert foreign.finding is Finding.FOREIGN
+    read = {105: first, 110: Origin(B, 9), 111: first, 112: Unread.GONE, 113: Unread.FOREIGN}
+    assert judging.newest(intent, read) == 10
+    assert judging.newest(intent, {107: Unread.GONE, 99: Origin(A, 10)}) == 0
 
 
-@pytest.mark.parametrize("finding", [f for f in Finding if f is not Finding.STORED])
-def test_every_stop_names_the_choices(finding: Finding) -> None:
-    error = TargetErrors("FLEET").error(IntentVerdict(finding, detail="expected 1, found 2"), [reading(1), reading(1)])
-    assert isinstance(error, Stopped)
-    assert error.message.startswith("target FLEET: ")
-    assert "expected 1, found 2" in error.message
-    assert error.code.startswith("E-TARGET-")
-    named = re.findall(r"^floe checkpoint set (.+)$", error.hint, re.MULTILINE)
-    contexts = [checkpoint_set.make_context("set", shlex.split(command)) for command in named]
-    assert {context.params["target"] for context in contexts} == {"FLEET"}
+def test_which_streams_let_go_of_their_last_message() -> None:
+    stays = {"max_msgs": 5, "max_msgs_per_subject": 1, "max_bytes": 10**7, "allow_msg_ttl": True}
+    goes = ({"retention": "workqueue"}, {"retention": "interest"}, {"max_age": 10**9}, {"max_bytes": 1000})
+    assert [judging.forgets(config, frozenset(), 2**20) for config in (stays, *goes)] == [False, *[True] * 4]
+    assert judging.forgets({"allow_msg_ttl": True}, frozenset({b"nats-ttl"}), 2**20)
 
 
 class Looked:
@@ -242,7 +162,7 @@ class Looked:
     def __init__(self, *lasts: int) -> None:
         self.lasts, self.asked, self.said = lasts, 0, list[str]()
         around: Any = self
-        self.reconciler = Reconciler(TargetErrors("FLEET"), around, around, around, around)
+        self.reconciler = Reconciler(judging.TargetErrors("FLEET"), around, around, around, around)
 
     async def read(self) -> TargetReading:
         self.asked += 1
