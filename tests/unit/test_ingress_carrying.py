@@ -10,15 +10,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from common.chain import Chain
 from common.clock import SystemClock, doubling
 from common.errors import AnotherWriter, Stopped
-from common.segments.keys import SegmentName
-from common.sequences import SequenceRange
 from common.service.monitor import Health
 from common.settings.ingress import TargetSettings
 from common.tasks import Stop
-from ingress.checkpoint import Checkpoint, CheckpointConflict, IntentPiece, TargetState, open_intent
+from ingress.checkpoint import Checkpoint, CheckpointConflict, TargetState, open_intent
 from ingress.checkpoint_store import StateMoved, Stored
 from ingress.delivery import Delivery
 from ingress.deps import IngressTuning
@@ -28,18 +25,11 @@ from ingress.target import TargetSupervisor
 from ingress.verdict.verdict import Sending, Settled
 from tests.support.basics import PATIENCE
 from tests.support.clock import ManualClock
-
-CHAIN, OTHER = Chain("us-east", "NODES"), Chain("eu-west", "NODES")
-
-
-def piece(first: int, last: int) -> IntentPiece:
-    rows = SequenceRange(first, last)
-    return IntentPiece(SegmentName(CHAIN, 0, rows, "0" * 16), rows, len(rows))
+from tests.support.ingress import CHAIN, piece
 
 
-def state(sequence: int = 0, **positions: int) -> TargetState:
-    sites = {"us": CHAIN, "eu": OTHER}
-    return TargetState(Checkpoint(sequence, "t0", {sites[site]: at for site, at in positions.items()}))
+def state(position: int, sequence: int = 0) -> TargetState:
+    return TargetState(Checkpoint(sequence, "t0", {CHAIN: position}))
 
 
 class World:
@@ -51,10 +41,15 @@ class World:
     steps_over, name = False, "fake"
 
     def __init__(self, moves: list[TargetState] | None = None, first: int = 1) -> None:
-        self.stored, self.moves = Stored(state(us=1), 1), moves or []
+        self.stored, self.moves = Stored(state(1), 1), moves or []
         self.next, self.published, self.stop_at = first, 0, 5
         self.stop = Stop()
         self.recall, self.sending = self, Sending()
+
+    @property
+    def state(self) -> TargetState:
+        assert self.stored.state is not None
+        return self.stored.state
 
     def delivery(self, limits: Any = None) -> Delivery:
         world: Any = self
@@ -70,8 +65,7 @@ class World:
         return self.stored
 
     async def settle(self, known: Stored, _: Rows | None) -> Settled:
-        assert known.state is not None
-        return Settled(known.state.checkpoint.target_sequence, 0)
+        return Settled(self.state.checkpoint.target_sequence, 0)
 
     async def check_moved(self, known: Stored) -> None:
         if self.moves:
@@ -102,53 +96,42 @@ async def test_a_stop_in_a_backlog_ends_behind_the_open_intent() -> None:
     world = World()
     await asyncio.wait_for(world.delivery().run(world.stop), PATIENCE)
 
-    assert world.published == 5
-    assert world.stored.state is not None
-    assert world.stored.state.intent is None
-    assert world.stored.state.checkpoint.positions == {CHAIN: 6}
+    found = world.published, world.state.intent, world.state.checkpoint.positions
+    assert found == (5, None, {CHAIN: 6})
 
 
 class Limits:
-    """A server that takes less at `changes`, counted in looks; `refuses`: what an open intent holds too."""
+    """A server that takes less at the first look; `refuses`: what an open intent holds too."""
 
     def __init__(self, world: World, *, refuses: bool = False) -> None:
         self.world, self.refuses, self.renewed, self.are_outdated = world, refuses, 0, True
 
     async def renew(self, positions: Any) -> None:
-        assert self.world.stored.state is not None
-        assert self.world.stored.state.intent is None
+        assert self.world.state.intent is None
         self.renewed, self.are_outdated = self.renewed + 1, False
         self.world.next = positions[CHAIN]
 
     def check(self, rows: Rows, stored: int) -> None:
-        assert self.world.stored.state is not None
-        assert self.world.stored.state.intent is not None
+        assert self.world.state.intent is not None
         if self.refuses:
             raise Stopped("too large", code="E-OVERSIZE-INTENT")
 
 
-async def test_rows_made_ready_for_another_server_get_into_no_intent() -> None:
+async def test_rows_made_ready_for_another_server_get_into_no_intent_and_what_it_refuses_is_not_sent() -> None:
     world = World()
     limits: Any = Limits(world)
     await asyncio.wait_for(world.delivery(limits).run(world.stop), PATIENCE)
+    assert (limits.renewed, world.state.checkpoint.positions) == (1, {CHAIN: 6})
 
-    assert limits.renewed == 1
-    assert world.stored.state is not None
-    assert world.stored.state.checkpoint.positions == {CHAIN: 6}
-
-
-async def test_nothing_of_an_open_intent_is_sent_that_the_server_would_not_take() -> None:
-    world = World()
-    limits: Any = Limits(world, refuses=True)
+    refusing = World()
     with pytest.raises(Stopped, match="too large"):
-        await asyncio.wait_for(world.delivery(limits).run(world.stop), PATIENCE)
-
-    assert world.published == 0
+        await asyncio.wait_for(refusing.delivery(Limits(refusing, refuses=True)).run(refusing.stop), PATIENCE)
+    assert refusing.published == 0
 
 
 @pytest.mark.parametrize(("limit", "stored", "found"), [(99, 0, (CHAIN, 2, 100)), (99, 2, None), (100, 0, None)])
 def test_the_first_row_above_a_limit_is_found_among_those_that_are_not_stored(
-    limit: int, stored: int, found: tuple[Chain, int, int] | None
+    limit: int, stored: int, found: tuple[object, int, int] | None
 ) -> None:
     payloads = pa.array([b"", b"", b""], pa.binary())
     batch = PreparedBatch([1, 2, 3], [1, 2, 3], [b"a"] * 3, b"", None, payloads, [10, 110, 120], most=100)
@@ -165,8 +148,7 @@ async def test_rows_that_do_not_continue_the_checkpoint_name_what_to_look_at() -
 
 
 async def test_corrections_of_single_chains_in_a_row_do_not_end_a_target() -> None:
-    world = World(moves=[state(us=n) for n in (100, 200, 300, 400, 500)])
-    delivery = world.delivery()
+    delivery = World(moves=[state(n) for n in (100, 200, 300, 400, 500)]).delivery()
     await delivery.begin()
     for _ in range(5):
         await delivery.wait_for_quiet()
@@ -174,7 +156,7 @@ async def test_corrections_of_single_chains_in_a_row_do_not_end_a_target() -> No
 
 
 @pytest.mark.parametrize(
-    "moves", [[state(n, us=n + 1) for n in (1, 2, 3)], [open_intent(state(us=1), [piece(1, n)]) for n in (1, 2, 3)]]
+    "moves", [[state(n + 1, n) for n in (1, 2, 3)], [open_intent(state(1), [piece(1, n)]) for n in (1, 2, 3)]]
 )
 async def test_who_carries_on_and_on_is_another_writer(moves: list[TargetState]) -> None:
     delivery = World(moves).delivery()
