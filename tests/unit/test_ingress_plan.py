@@ -1,16 +1,29 @@
-"""What to carry next: holes, damage, ends of incarnations, beginnings."""
+"""What to carry next: holes and what becomes of them, damage, ends of incarnations, beginnings, whose turn it is."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
 
-from common.chain import Chain
+import pytest
+
+from common.errors import OutcomeUnknown, Refused, Unavailable
+from common.objects.port import ObjectInfo
+from common.segments.documents import AcceptedGap, accepted_part
 from common.segments.keys import Layout, SegmentName
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
-from ingress.chains.plan import ChainPlan, Phase, TurnQueue, first_position, plan_chain
+from common.settings.ingress import SourceSettings
+from ingress.chains.plan import ChainPlan, Phase, TurnQueue, decide, first_position, plan_chain
+from ingress.chains.search import StoreClock
+from tests.support.clock import ManualClock
+from tests.support.ingress import CHAIN
 
-CHAIN = Chain("us-east", "NODES")
+HALT, SKIP = (
+    SourceSettings(site=("us-east",), feed=("NODES",), lost_segment_timeout=100.0, on_lost=on_lost)
+    for on_lost in ("halt", "skip")
+)
 
 
 def ref(first: int, last: int, level: int = 0, modified: float = 100.0) -> SegmentRef:
@@ -22,20 +35,16 @@ def taken(plan: ChainPlan) -> list[tuple[int, int, int]]:
     return [(s.segment.level, s.rows.first, s.rows.last) for s in plan.stretches]
 
 
-def test_adjacent_and_overlapping_segments_are_carried_up_to_the_first_hole() -> None:
+def late(since: float | None = 1000.0, phase: Phase = Phase.LATE) -> ChainPlan:
+    return ChainPlan(phase, (), SequenceRange(11, 20), since)
+
+
+def test_segments_are_carried_from_the_position_up_to_the_first_hole() -> None:
     plan = plan_chain([ref(1, 10), ref(8, 20), ref(21, 30), ref(41, 50)], 5, None)
 
-    assert plan.phase is Phase.READY
-    assert taken(plan) == [(0, 5, 10), (0, 11, 20), (0, 21, 30)]
-
-
-def test_a_merged_segment_is_read_from_the_position_on() -> None:
+    assert (plan.phase, taken(plan)) == (Phase.READY, [(0, 5, 10), (0, 11, 20), (0, 21, 30)])
     assert taken(plan_chain([ref(1, 100, level=1), ref(91, 100)], 42, None)) == [(1, 42, 100)]
-
-
-def test_nothing_behind_the_position_is_idle() -> None:
-    assert plan_chain([ref(1, 10)], 11, None) == ChainPlan(Phase.IDLE)
-    assert plan_chain([], 1, None) == ChainPlan(Phase.IDLE)
+    assert plan_chain([ref(1, 10)], 11, None) == plan_chain([], 1, None) == ChainPlan(Phase.IDLE)
 
 
 def test_a_hole_is_late_since_the_first_segment_behind_it_came() -> None:
@@ -44,33 +53,132 @@ def test_a_hole_is_late_since_the_first_segment_behind_it_came() -> None:
     assert plan == ChainPlan(Phase.LATE, (), SequenceRange(11, 20), 7.0)
 
 
-def test_a_damaged_segment_is_left_out_where_another_covers() -> None:
+def test_a_damaged_segment_is_left_out_where_another_covers_and_stops_the_chain_where_none_does() -> None:
     whole, damaged = ref(1, 30, level=1), ref(1, 40)
-
     assert taken(plan_chain([whole, damaged], 1, None)) == [(0, 1, 40)]
     assert taken(plan_chain([whole, damaged], 1, None, {damaged.key})) == [(1, 1, 30)]
 
-
-def test_the_chain_stops_where_only_damaged_segments_would_continue() -> None:
     damaged, behind = ref(11, 20, modified=3.0), ref(18, 30)
-
     assert plan_chain([damaged], 11, None, {damaged.key}) == ChainPlan(Phase.DAMAGED, (), SequenceRange(11, 20), 3.0)
     assert plan_chain([damaged, behind], 11, None, {damaged.key}).hole == SequenceRange(11, 17)
 
 
-def test_an_incarnation_is_carried_to_its_end_and_not_beyond() -> None:
+def test_an_incarnation_is_carried_from_where_it_begins_to_its_end_and_not_beyond() -> None:
     plan = plan_chain([ref(1, 10), ref(11, 30)], 5, 20)
 
-    assert taken(plan) == [(0, 5, 10), (0, 11, 20)]
-    assert plan.beyond == 30
+    assert (taken(plan), plan.beyond) == ([(0, 5, 10), (0, 11, 20)], 30)
     assert plan_chain([ref(1, 10), ref(11, 30)], 21, 20) == ChainPlan(Phase.DONE, beyond=30)
+    found = [first_position(1, None), *(first_position(500, floor) for floor in (None, 900, 100))]
+    assert found == [1, 500, 900, 500], "its first sequence, or what retention left"
 
 
-def test_a_chain_begins_at_its_first_sequence_or_at_what_retention_left() -> None:
-    assert first_position(1, None) == 1
-    assert first_position(500, None) == 500
-    assert first_position(500, 900) == 900
-    assert first_position(500, 100) == 500
+# What becomes of a hole
+
+
+def test_of_a_hole_the_leading_part_is_accepted_that_gaps_cover_without_a_break() -> None:
+    def accepted(*gaps: tuple[int, int]) -> SequenceRange | None:
+        return accepted_part(SequenceRange(11, 20), [SequenceRange(*each) for each in gaps])
+
+    assert [accepted(), accepted((12, 20)), accepted((1, 10))] == [None] * 3
+    assert accepted((11, 15)) == accepted((1, 15)) == SequenceRange(11, 15)
+    assert accepted((1, 15), (16, 40)) == SequenceRange(11, 20)
+    assert accepted((12, 13), (11, 11), (1, 5)) == SequenceRange(11, 13)
+
+
+def test_a_hole_is_late_until_the_time_out_and_lost_then_but_for_damage_and_what_nothing_stands_behind() -> None:
+    assert decide(late(), [], 1099.9, SKIP) is None
+    halted, lost = (decide(late(), [], 1100.0, source) for source in (HALT, SKIP))
+    assert halted is not None
+    assert halted.halts
+    assert lost is not None
+    assert (lost.halts, lost.part, lost.why) == (False, SequenceRange(11, 20), "no segment within 1m40s")
+    assert decide(late(phase=Phase.DAMAGED), [], 10**9, SKIP) is decide(late(since=None), [], 10**9, SKIP) is None
+
+
+@pytest.mark.parametrize("phase", [Phase.LATE, Phase.DAMAGED])
+def test_what_is_accepted_is_given_up_at_once_and_no_more_than_that(phase: Phase) -> None:
+    decided = decide(late(phase=phase), [AcceptedGap(SequenceRange(9, 14), "why", "ops")], 0.0, HALT)
+
+    assert decided is not None
+    assert (decided.halts, decided.part, decided.why) == (False, SequenceRange(11, 14), "accepted by ops: why")
+
+
+@pytest.mark.parametrize("at", ["yesterday", "2026-01-01", "2026-01-01T00:00:00", "2026-13-01T00:00:00Z"])
+def test_a_gap_with_a_time_that_is_none_or_a_long_note_is_refused(at: str) -> None:
+    good = AcceptedGap(SequenceRange(1, 2), at="2026-01-01T00:00:00.123456789Z")
+
+    assert AcceptedGap.from_json(good.to_json()) == good
+    with pytest.raises(ValueError, match="expected a time with its zone"):
+        AcceptedGap.from_json(good.to_json().replace(good.at.encode(), at.encode()))
+    with pytest.raises(ValueError, match="note: expected at most"):
+        AcceptedGap(SequenceRange(1, 2), "x" * 1001)
+
+
+def test_the_key_of_a_gap_tells_its_range_and_gaps_that_end_before_a_position_are_not_listed() -> None:
+    layout, prefix = Layout("p"), "p/_floe/x/gaps/"
+    key = layout.gap(prefix, SequenceRange(5, 9))
+
+    assert key == f"{prefix}{9:020d}-{5:020d}.json"
+    assert layout.parse_gap(prefix, key) == SequenceRange(5, 9)
+    assert layout.gaps_after(prefix, 9) < key < layout.gaps_after(prefix, 10)
+    for foreign in (key + "x", "q" + key, f"{prefix}{5:020d}-{9:020d}.json", prefix):
+        assert layout.parse_gap(prefix, foreign) is None
+
+
+# The store's clock
+
+
+class Objects:
+    """A store whose clock is what the test says; `error`: what a put raises."""
+
+    def __init__(self) -> None:
+        self.time, self.puts, self.error = 5000.0, 0, None
+
+    def put(self, key: str, body: bytes) -> None:
+        self.puts += 1
+        if self.error:
+            raise self.error
+
+    def head(self, key: str) -> ObjectInfo | None:
+        return ObjectInfo(key, 0, self.time, "e")
+
+
+def test_the_stores_clock_is_asked_once_a_minute_and_never_the_hosts() -> None:
+    objects, clock = Objects(), ManualClock(now=1e12)
+    store_clock = StoreClock(objects, "k", clock)  # type: ignore[arg-type]
+
+    assert store_clock.now(0.0) == 5000.0
+    clock.advance(30)
+    assert store_clock.now(0.0) == 5030.0
+    assert objects.puts == 1
+    clock.advance(31)
+    objects.time = 7000.0
+    assert store_clock.now(0.0) == 7000.0
+
+
+def test_where_ingress_may_not_write_nothing_is_later_than_what_is_there() -> None:
+    objects = Objects()
+    objects.error = Refused("no")
+    store_clock = StoreClock(objects, "k", ManualClock())  # type: ignore[arg-type]
+
+    assert store_clock.now(123.0) == 123.0
+    assert store_clock.stamp() == ManualClock().now()
+    objects.error = OutcomeUnknown("lost")
+    with pytest.raises(Unavailable):
+        store_clock.now(123.0)
+
+
+def test_threads_that_ask_for_the_stores_clock_at_once_ask_the_store_once() -> None:
+    class Slow(Objects):
+        def put(self, key: str, body: bytes) -> None:
+            super().put(key, body)
+            time.sleep(0.05)
+
+    objects = Slow()
+    store_clock = StoreClock(objects, "k", ManualClock())  # type: ignore[arg-type]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(store_clock.now, [0.0] * 3)) == [5000.0] * 3
+    assert objects.puts == 1
 
 
 # Whose turn it is
