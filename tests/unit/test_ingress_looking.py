@@ -1,6 +1,4 @@
-"""Looks of bounded length: what they find, what only a search finds, that nothing is given up unseen, and which segments
-give the rows of an open intent.
-"""
+"""Looks of bounded length: what they find, what only a search finds, and which segments give the rows of an intent."""
 
 from __future__ import annotations
 

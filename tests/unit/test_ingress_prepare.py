@@ -1,43 +1,48 @@
-"""Rows are made ready, and what the target would refuse is found before an intent holds it."""
+"""Rows are made ready: subjects, headers, sizes; what the target would refuse is found before an intent holds it."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.chain import Chain
-from common.errors import FloeError
-from common.jetstream.headers import Provenance, restore
+from common.errors import DataError, FloeError, Unavailable
+from common.jetstream.headers import Provenance
+from common.objects.local import LocalObjects
+from common.segments.documents import ChainDocument, ChainStore
+from common.segments.keys import Layout
 from common.segments.segment import Message
-from ingress.rows.prepare import (
-    MAX_HEADER_BLOCK,
-    PUBLISHER_LINES,
-    Accepting,
-    Prepared,
-    Preparer,
-    SubjectRule,
-    TargetLimits,
-)
-from ingress.rows.rows import PreparedBatch
+from common.service.process import Threads
+from ingress.rows import prepare
+from ingress.rows.decoder import Relays
+from ingress.rows.prepare import Accepting, Prepared, Preparer, SubjectRule, TargetLimits
 from tests.support.headers import escape
 from tests.support.segments import batch_of, message
 
 CHAIN = Chain("us-east", "NODES", 1, 2)
 VERSION = b"NATS/1.0\r\n"
+TTL = frozenset({b"nats-ttl"})
 
 
-def preparer_of(most: int = 1 << 20, subjects: str = "fleet.>", line: bytes = b"", **more: Any) -> Preparer:
+def preparer_of(
+    most: int = 1 << 20,
+    subjects: str = "fleet.>",
+    line: bytes = b"",
+    control: frozenset[bytes] = frozenset(),
+    chain: Chain = CHAIN,
+    **more: Any,
+) -> Preparer:
     limits = TargetLimits(Accepting([subjects]), most, **more)
-    return Preparer(CHAIN, SubjectRule(b"fleet"), limits, *([line] if line else []))
+    return Preparer(chain, SubjectRule(b"fleet"), limits, *([line] if line else []), acting=control)
 
 
-def prepared(
-    *rows: Message, most: int = 1 << 20, control: frozenset[bytes] = frozenset(), is_shared: bool = False
-) -> Prepared:
-    shape = TargetLimits(Accepting(["fleet.>"]), most, is_shared=is_shared)
-    return Preparer(CHAIN, SubjectRule(b"fleet"), shape, acting=control).prepare(batch_of(rows))
+def prepared(*rows: Message, **more: Any) -> Prepared:
+    return preparer_of(**more).prepare(batch_of(rows))
 
 
 def refusal(result: Prepared) -> FloeError:
@@ -45,8 +50,8 @@ def refusal(result: Prepared) -> FloeError:
     return result.problem
 
 
-def ready(batch: PreparedBatch | None) -> list[tuple[bytes, bytes, bytes]]:
-    return [] if batch is None else list(batch.messages(0, len(batch.sequences)))
+def ready(result: Prepared) -> list[tuple[bytes, bytes, bytes]]:
+    return [] if result.batch is None else list(result.batch.messages(0, len(result.batch.sequences)))
 
 
 def carried(result: Prepared) -> list[int]:
@@ -57,16 +62,23 @@ def block(*lines: bytes) -> bytes:
     return VERSION + b"".join(line + b"\r\n" for line in lines) + b"\r\n"
 
 
-def test_each_message_carries_its_provenance_as_the_headers_module_writes_it() -> None:
-    rows = [message(7), message(12, headers=block(b"A: 1", b"a:  2 ", b"Nats-Rollup: all"))]
+@pytest.mark.parametrize("relay", [False, True])
+@pytest.mark.parametrize("chain", [CHAIN, Chain("us", "a%d%b")])
+def test_each_message_carries_its_provenance_as_the_headers_module_writes_it(chain: Chain, relay: bool) -> None:
+    """Former hops stay hops on a relay only, as the tests of that module hold."""
+    hop = escape(block(b"A: 1", b"Nats-TTL: 5m"), Provenance("city", "NODES", 0, 0, 41, 1), TTL)
+    rows = [
+        message(7),
+        message(12, headers=block(b"A: 1", b"a:  2 ", b"Nats-TTL: 1h", b"Nats-Rollup: all")),
+        message(13, headers=hop),
+    ]
+    preparer = preparer_of(chain=chain, control=TTL)
+    preparer.relay = relay
 
-    found = ready(prepared(*rows).batch)
-
-    for row, (subject, tail, payload) in zip(rows, found, strict=True):
-        origin = Provenance("us-east", "NODES", 1, 2, row.sequence, row.timestamp_ns)
-        assert (subject, payload) == (b"fleet.nodes.one", b"payload")
-        assert VERSION + tail == escape(row.headers, origin)
-        assert restore(VERSION + tail) == (origin, row.headers)
+    for row, found in zip(rows, ready(preparer.prepare(batch_of(rows))), strict=True):
+        origin = Provenance(chain.site, chain.feed, chain.incarnation, chain.partition, row.sequence, row.timestamp_ns)
+        tail = escape(row.headers, origin, TTL, relay=relay).removeprefix(VERSION)
+        assert found == (b"fleet.nodes.one", tail, b"payload")
 
 
 def test_rows_up_to_the_first_that_has_no_place_at_the_target_are_ready_and_the_way_out_is_a_command() -> None:
@@ -95,31 +107,21 @@ def test_what_is_too_large_is_named_with_both_sizes_and_of_several_problems_the_
     lines = [b"Nats-X%d: 1" % number for number in range(3000)]
     error = refusal(prepared(message(1), message(2, headers=block(*lines))))
     assert "the header block needs" in error.message
-    assert error.message.endswith(f"the target takes {MAX_HEADER_BLOCK}")
+    assert error.message.endswith(f"the target takes {prepare.MAX_HEADER_BLOCK}")
 
 
-@pytest.mark.parametrize("parks", [False, True])
-def test_a_message_above_what_is_archived_stops_the_chain_and_is_not_parked(
-    monkeypatch: pytest.MonkeyPatch, parks: bool
-) -> None:
+def test_a_message_above_what_is_archived_stops_the_chain_and_is_not_parked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ingress.rows.prepare.MOST_CARRIED", 1300)
     rows = [message(1), message(2, b"x" * 700), message(3, b"x" * 1100), message(4)]
-    limits = TargetLimits(Accepting([">"]), 900, parks=parks, target="FLEET")
-    preparer = Preparer(CHAIN, SubjectRule(), limits)
+    result = prepared(*rows, most=900, parks=True)
 
-    result = preparer.prepare(batch_of(rows))
-
-    assert result.problem is not None
-    if parks:
-        assert (result.left_out, "stops at sequence 3: it needs 13" in result.problem.message) == ((2,), True)
-        assert [each.message.sequence for each in result.oversize] == [2]
-        assert "--sequence 4 --yes" in result.problem.hint
-        assert "on_oversize" not in result.problem.hint
-    else:
-        assert "stops at sequence 2: the message with its headers needs" in result.problem.message
+    assert (result.left_out, [each.message.sequence for each in result.oversize]) == ((2,), [2])
+    assert "stops at sequence 3: it needs 13" in refusal(result).message
+    assert "--sequence 4 --yes" in refusal(result).hint
+    assert "on_oversize" not in refusal(result).hint
 
     # An intent that holds it is finished as it stands.
-    again = Preparer(CHAIN, SubjectRule(), TargetLimits(Accepting([">"]), 1 << 20))
+    again = preparer_of()
     again.leaves_out = frozenset()
     assert again.prepare(batch_of(rows)).problem is None
 
@@ -127,40 +129,44 @@ def test_a_message_above_what_is_archived_stops_the_chain_and_is_not_parked(
 def test_the_size_that_is_checked_is_never_less_than_what_is_sent() -> None:
     rows = [message(1), message(2**62, timestamp_ns=2**62), message(3 + 2**62, timestamp_ns=1, headers=block(b"A: 1"))]
 
-    batch = prepared(*rows).batch
+    result = prepared(*rows)
 
-    assert batch is not None
-    before = 0
-    for (_, tail, payload), end in zip(ready(batch), batch.ends, strict=True):
-        assert len(VERSION) + len(tail) + len(payload) + PUBLISHER_LINES - 20 <= end - before
-        before = end
-
-
-def test_a_control_header_acts_only_with_a_value_that_the_server_takes() -> None:
-    control = frozenset({b"nats-ttl"})
-    good = message(1, headers=block(b"Nats-TTL: 5m", b"Nats-Rollup: sub"))
-    bad = message(2, headers=block(b"Nats-TTL: soon"))
-
-    acting, escaped = [tail for _, tail, _ in ready(prepared(good, bad, control=control).batch)]
-
-    assert b"\r\nNats-TTL: 5m\r\n" in acting
-    assert b"\r\nFloe-Original: Nats-Rollup: sub\r\n" in acting
-    assert b"\r\nFloe-Original: Nats-TTL: soon\r\n" in escaped
+    assert result.batch is not None
+    sizes = [end - begin for begin, end in pairwise([0, *result.batch.ends])]
+    for (_, tail, payload), size in zip(ready(result), sizes, strict=True):
+        assert len(VERSION) + len(tail) + len(payload) + prepare.PUBLISHER_LINES - 20 <= size
 
 
-def test_a_site_and_a_feed_with_a_percent_sign_are_only_text() -> None:
-    chain = Chain("us", "a%d%b")
-    preparer = Preparer(chain, SubjectRule(), TargetLimits(Accepting([">"]), 1 << 20))
+@pytest.mark.parametrize(
+    ("line", "control", "is_shared", "acts"),
+    [
+        (b"Nats-TTL: 5m", b"nats-ttl", False, True),
+        (b"Nats-TTL:   5m", b"nats-ttl", False, True),
+        (b"Nats-TTL: 5m ", b"nats-ttl", False, False),
+        (b"Nats-TTL: soon", b"nats-ttl", False, False),
+        (b"Nats-TTL: 999999h", b"nats-ttl", False, True),
+        (b"Nats-TTL: 9999999h", b"nats-ttl", False, False),  # hours that would overflow the server
+        (b"Nats-Rollup: sub", b"nats-ttl", False, False),
+        (b"Nats-Rollup: all", b"nats-rollup", False, True),
+        (b"Nats-Rollup: sub", b"nats-rollup", True, True),
+        (b"Nats-Rollup: all", b"nats-rollup", True, False),  # of all feeds that flow in
+        (b"Nats-Rollup:  all", b"nats-rollup", True, False),
+    ],
+)
+def test_a_control_header_acts_only_where_it_is_named_with_a_value_that_the_server_takes_and_harms_no_other_feed(
+    line: bytes, control: bytes, is_shared: bool, acts: bool
+) -> None:
+    row = message(1, headers=block(line))
+    [(_, tail, _)] = ready(prepared(row, control=frozenset({control}), is_shared=is_shared))
 
-    ((_, tail, _),) = ready(preparer.prepare(batch_of([message(5)])).batch)
-
-    assert tail.startswith(b"Floe-Source: us a%d%b 0000 0 5 ")
+    assert (b"\r\n" + line + b"\r\n" in tail) is acts
+    assert (b"\r\nFloe-Original: " + line + b"\r\n" in tail) is not acts
 
 
 def test_one_more_line_stands_behind_the_provenance_of_each_message() -> None:
     rows = batch_of([message(7), message(8, headers=block(b"A: 1"))])
 
-    found, bare = (ready(preparer_of(line=line).prepare(rows).batch) for line in (b"Floe-Replay: x", b""))
+    found, bare = (ready(preparer_of(line=line).prepare(rows)) for line in (b"Floe-Replay: x", b""))
 
     for (_, tail, _), (_, without, _) in zip(found, bare, strict=True):
         assert tail.replace(b"Floe-Replay: x\r\n", b"") == without
@@ -178,7 +184,7 @@ def test_messages_that_are_too_large_are_left_out_where_they_are_parked() -> Non
     result = parking(message(1), large, message(3), block_too_large, message(5))
 
     assert carried(result) == [1, 3, 5]
-    assert [bytes(payload) for _, _, payload in ready(result.batch)] == [b"payload"] * 3
+    assert [bytes(payload) for _, _, payload in ready(result)] == [b"payload"] * 3
     assert (result.left_out, result.problem) == ((2, 4), None)
     assert [each.message for each in result.oversize] == [large, block_too_large]
     whats = [each.why.removeprefix("the ").partition(" needs ")[0] for each in result.oversize]
@@ -205,22 +211,84 @@ def test_an_intent_leaves_out_exactly_what_it_says_whatever_the_limits_are() -> 
     assert (carried(result), result.left_out, result.problem) == ([1, 2, 4], (3,), None)
 
 
-def test_hours_and_minutes_that_would_overflow_the_server_travel_as_text() -> None:
-    control = frozenset({b"nats-ttl"})
-    for value, acts in [(b"999999h", True), (b"9999999h", False), (b"5m ", False), (b"  5m", True)]:
-        row = message(1, headers=block(b"Nats-TTL: " + value))
-        ((_, tail, _),) = ready(prepared(row, control=control).batch)
-        assert (b"\r\nNats-TTL:" in tail) is acts
+# Which streams are relays
+
+
+async def test_the_document_of_a_chain_says_it_is_read_once_and_without_a_good_one_nothing_is_guessed(
+    tmp_path: Path,
+) -> None:
+    documents, threads = ChainStore(LocalObjects(tmp_path), Layout("data")), Threads("test", 1)
+    for partition, relay in ((0, True), (1, False)):
+        chain, relays = Chain("city", "NODES", 0, partition), Relays(documents, threads)
+        with pytest.raises(Unavailable):
+            await relays.of(chain)
+        documents.create_chain(chain, ChainDocument((), 2, 1, relay=relay))
+        assert await asyncio.gather(relays.of(chain), relays.of(chain)) == [relay, relay]
+        documents.objects.put(documents.layout.chain_document(chain), b"{}")
+        assert await relays.of(chain) is relay
+        with pytest.raises(DataError):
+            await Relays(documents, threads).of(chain)
+    threads.close()
+
+
+# Subjects: the rules of stream-replicator, what may be published, what a stream takes
 
 
 @pytest.mark.parametrize(
-    ("value", "is_shared", "acts"),
-    [(b"sub", False, True), (b"all", False, True), (b"sub", True, True), (b"all", True, False), (b" all", True, False)],
+    ("prefix", "remove", "subject", "target"),
+    [
+        (b"", b"", b"a.b", b"a.b"),
+        (b"fleet", b"", b"a.b", b"fleet.a.b"),
+        (b"fleet.", b"", b"a.b", b"fleet.a.b"),
+        (b"", b"choria.", b"choria.node.a", b"node.a"),
+        (b"", b"x", b"a.x.b.x.c", b"a.b.c"),
+        (b"fleet", b"choria", b"choria.node", b"fleet.node"),
+        (b"fleet", b"fleet.a.", b"a.b", b"b"),
+        (b"fleet", b"", b"\xff\xfe", b"fleet.\xff\xfe"),
+    ],
 )
-def test_a_rollup_of_everything_acts_only_where_one_feed_flows_in(value: bytes, is_shared: bool, acts: bool) -> None:
-    row = message(1, headers=block(b"Nats-Rollup: " + value))
-    found = ready(prepared(row, control=frozenset([b"nats-rollup"]), is_shared=is_shared).batch)
+def test_prefix_then_remove_then_one_dot_for_two(prefix: bytes, remove: bytes, subject: bytes, target: bytes) -> None:
+    assert SubjectRule(prefix, remove).apply(subject) == target
 
-    [(_, headers, _)] = found
-    assert (b"\r\nNats-Rollup: " + value + b"\r\n" in headers) is acts
-    assert (b"\r\nFloe-Original: Nats-Rollup: " + value + b"\r\n" in headers) is not acts
+
+@pytest.mark.parametrize(
+    ("subject", "why"),
+    [
+        (b"", "empty"),
+        *((subject, "space") for subject in (b"a b", b"a\r\nPUB x 0", b"a\tb", b"a\x00b")),
+        *((subject, "empty token") for subject in (b".a", b"a.", b"a..b")),
+        (b"a" * (prepare.MAX_SUBJECT + 1), "3901 bytes"),
+    ],
+)
+def test_what_cannot_be_published_to_is_named(subject: bytes, why: str) -> None:
+    assert why in prepare.problem(subject)
+
+
+def test_what_the_wire_can_carry_is_taken() -> None:
+    taken = (b"a", b"a.b-c_d$", b"a*b.c>d", b"a.*.>", b"\x01.\xff.\xc3\xa4", b"x" * prepare.MAX_SUBJECT)
+    assert {subject: prepare.problem(subject) for subject in taken} == dict.fromkeys(taken, "")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "inside", "outside"),
+    [
+        (">", [b"a", b"a.b"], []),
+        ("fleet.>", [b"fleet.a", b"fleet.a.b"], [b"fleet", b"fleets.a", b"x.fleet.a"]),
+        ("a.*.c", [b"a.b.c"], [b"a.c", b"a.b.b.c", b"a.b.d"]),
+        ("a.b", [b"a.b"], [b"a", b"a.b.c"]),
+        ("*.>", [b"a.b", b"a.b.c"], [b"a"]),
+    ],
+)
+def test_a_stream_takes_what_its_subjects_match(pattern: str, inside: list[bytes], outside: list[bytes]) -> None:
+    accepting = Accepting([pattern, "other"])
+
+    assert all(subject in accepting for subject in [*inside, b"other"])
+    assert not any(subject in accepting for subject in outside)
+
+
+def test_a_stream_covers_patterns_that_are_not_wider_than_its_own() -> None:
+    accepting = Accepting(["fleet.>", "a.*.c"])
+
+    assert all(accepting.covers(p) for p in ("fleet.>", "fleet.a", "fleet.*.b", "a.*.c", "a.b.c"))
+    assert not any(accepting.covers(p) for p in (">", "fleet", "*.a", "a.>", "a.*.>", "a.*.*"))
+    assert Accepting([">"]).covers("a.>")
