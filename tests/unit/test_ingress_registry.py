@@ -12,10 +12,9 @@ from common.errors import ConfigError, Stopped
 from common.settings.ingress import TargetSettings
 from ingress.chains.chain_state import ChainRegistry
 from ingress.rows.prepare import Accepting, TargetLimits
+from tests.support.ingress import CHAIN
 
-CHAIN = Chain("us-east", "NODES")
-WHOLE = CHAIN.site, CHAIN.feed
-NEXT = CHAIN.next_incarnation()
+NEXT, LATEST = CHAIN.next_incarnation(), Chain("us-east", "NODES", MAX_INCARNATION)
 
 
 def new_registry(max_chains: int = 4096, **keys: Any) -> ChainRegistry:
@@ -24,16 +23,19 @@ def new_registry(max_chains: int = 4096, **keys: Any) -> ChainRegistry:
     return ChainRegistry(settings, TargetLimits(Accepting([">"]), 1 << 20))
 
 
-def standing(registry: ChainRegistry, positions: dict[Chain, int]) -> ChainRegistry:
+def obstacle(registry: ChainRegistry, positions: dict[Chain, int], chain: Chain = NEXT) -> str:
     registry.positions = positions
-    return registry
+    return registry.obstacle(chain)
+
+
+def partition(number: int) -> Chain:
+    return Chain("us-east", "NODES", 0, number)
 
 
 def test_only_listed_sites_and_feeds_get_a_lane() -> None:
     registry = new_registry()
-    listed = [CHAIN, Chain("eu-west", "LOGS", 3, 1)]
-    others = [Chain("us-east", "SECRETS"), Chain("mars", "NODES")]
-    assert [registry.add(chain) is not None for chain in (*listed, *others)] == [True, True, False, False]
+    chains = [CHAIN, Chain("eu-west", "LOGS", 3, 1), Chain("us-east", "SECRETS"), Chain("mars", "NODES")]
+    assert [registry.add(chain) is not None for chain in chains] == [True, True, False, False]
     with pytest.raises(ConfigError, match="sources: expected mars/NODES, found none"):
         registry.preparer(Chain("mars", "NODES"))
 
@@ -43,13 +45,15 @@ def test_only_listed_sites_and_feeds_get_a_lane() -> None:
     [
         ({CHAIN: 42}, CHAIN, (42, True, None)),
         ({CHAIN: 11, NEXT: 5}, CHAIN, (11, True, 10)),  # the next incarnation has begun
-        ({}, Chain("us-east", "NODES", 0, 5), (0, False, 0)),  # the next one does not know this partition
+        ({LATEST: 7}, LATEST, (7, True, None)),  # the last incarnation that there can be
+        ({}, partition(5), (0, False, 0)),  # the next one does not know this partition
     ],
 )
 def test_a_lane_continues_at_its_position_and_ends_where_the_next_incarnation_says(
     positions: dict[Chain, int], chain: Chain, found: tuple[int, bool, int | None]
 ) -> None:
-    registry = standing(new_registry(), positions)
+    registry = new_registry()
+    registry.positions = positions
     state = registry.add(chain)
     if not positions:
         registry.set_previous(NEXT, {0: 10})
@@ -59,54 +63,45 @@ def test_a_lane_continues_at_its_position_and_ends_where_the_next_incarnation_sa
 
 def test_an_incarnation_waits_for_stream_json_then_for_the_ends_of_the_one_before() -> None:
     registry = new_registry()
-    before, state = registry.add(CHAIN), registry.add(NEXT)
-    assert before is not None
-    assert state is not None
+    before, *_ = registry.add(CHAIN), registry.add(NEXT), registry.add(LATEST)
     assert registry.needs_previous(CHAIN) == registry.needs_previous(NEXT) == [NEXT]
-    assert standing(registry, {}).obstacle(NEXT) == "stream.json is not there yet"
+    assert registry.needs_previous(LATEST) == [LATEST]
+    assert obstacle(registry, {}) == "stream.json is not there yet"
+    registry.cannot_read(NEXT, "stream.json is spoiled")
+    assert obstacle(registry, {}) == "stream.json is spoiled"
 
     registry.set_previous(NEXT, {0: 10})
 
     assert registry.needs_previous(CHAIN) == registry.needs_previous(NEXT) == []
+    assert before is not None
     assert before.end == 10
-    assert standing(registry, {CHAIN: 10}).obstacle(NEXT) == "us-east/NODES/0000/0 stands at 10 and ends at 10"
-    assert standing(registry, {CHAIN: 11}).obstacle(NEXT) == ""
-    assert standing(registry, {}).obstacle(CHAIN) == ""
+    assert obstacle(registry, {CHAIN: 10}) == "us-east/NODES/0000/0 stands at 10 and ends at 10"
+    assert obstacle(registry, {CHAIN: 11}) == obstacle(registry, {}, CHAIN) == ""
 
 
 def test_an_incarnation_waits_until_all_partitions_before_it_have_reached_their_ends() -> None:
-    registry, other = new_registry(), Chain("us-east", "NODES", 0, 1)
+    registry, other = new_registry(), partition(1)
     for chain in (CHAIN, other, NEXT):
         registry.add(chain)
-    registry.set_previous(NEXT, {0: 10, 1: 20, 2: 0})
+    registry.set_previous(NEXT, {0: 10, 1: 20, 2: 0})  # the third never covered anything
 
     first = "us-east/NODES/0000/0 stands at 1 and ends at 10; at most 2 more partitions have not ended"
-    assert standing(registry, {}).obstacle(NEXT) == first
+    assert obstacle(registry, {}) == first
     last = "us-east/NODES/0000/1 stands at 20 and ends at 20; at most 1 more partitions have not ended"
-    assert standing(registry, {CHAIN: 11, other: 20}).obstacle(NEXT) == last
-    assert standing(registry, {CHAIN: 11, other: 21}).obstacle(NEXT) == ""
+    assert obstacle(registry, {CHAIN: 11, other: 20}) == last
+    assert obstacle(registry, {CHAIN: 11, other: 21}) == ""
     registry.reset({CHAIN: 5, other: 21})
     assert "us-east/NODES/0000/0 stands at 5" in registry.obstacle(NEXT)
 
 
-def test_what_an_incarnation_waits_for_is_a_short_text_however_many_partitions_there_are() -> None:
+def test_an_incarnation_waits_for_partitions_that_it_has_not_seen_yet_and_says_so_in_short() -> None:
     registry = new_registry()
     registry.add(NEXT)
-    registry.cannot_read(NEXT, "stream.json is spoiled")
-    assert standing(registry, {}).obstacle(NEXT) == "stream.json is spoiled"
-
     registry.set_previous(NEXT, dict.fromkeys(range(1024), 9))
     assert len(registry.obstacle(NEXT)) < 200
     assert registry.unknown_before(NEXT) == list(range(1024))
     registry.add(CHAIN)
     assert registry.unknown_before(NEXT) == []
-
-
-def test_a_partition_that_never_covered_anything_holds_nobody_up() -> None:
-    registry = new_registry()
-    registry.add(NEXT)
-    registry.set_previous(NEXT, {0: 0})
-    assert (registry.obstacle(NEXT), registry.unknown_before(NEXT)) == ("", [])
 
 
 def test_an_incarnation_whose_stream_json_names_no_ends_stops() -> None:
@@ -124,13 +119,12 @@ def test_a_new_incarnation_can_be_made_to_wait_for_an_operator_once_the_one_befo
     registry.add(NEXT)
     registry.set_previous(NEXT, {0: 5})
 
-    assert standing(registry, {}).obstacle(NEXT) == "us-east/NODES/0000/0 stands at 1 and ends at 5"
-    assert standing(registry, {CHAIN: 6}).obstacle(NEXT) == ""
+    assert obstacle(registry, {}) == "us-east/NODES/0000/0 stands at 1 and ends at 5"
+    assert obstacle(registry, {CHAIN: 6}) == ""
     with pytest.raises(Stopped, match="a new incarnation begins at 3") as caught:
         registry.check_may_begin(NEXT, 3)
-    where = "--target FLEET --site us-east --feed NODES --incarnation 1 --partition 0 --sequence 3 --yes"
     assert "floe checkpoint set" in caught.value.hint
-    assert caught.value.hint.endswith(where)
+    assert caught.value.hint.endswith("NODES --incarnation 1 --partition 0 --sequence 3 --yes")
     registry.check_may_begin(CHAIN, 1)
 
 
@@ -142,22 +136,7 @@ def test_a_reset_makes_lanes_anew_and_keeps_what_is_known_of_the_store() -> None
     state = registry.get(CHAIN)
 
     assert state is not None
-    assert state is not former
-    assert (state.position, state.archived) == (50, 99)
-
-
-def test_a_feed_that_has_stopped_refuses_each_further_chain_without_a_search() -> None:
-    registry, positions = new_registry(max_chains=100), Positions()
-    registry.reset(positions)
-    for partition in range(300):
-        registry.add(Chain("us-east", "NODES", 0, partition))
-    assert len([*registry]) == 100
-    asked = positions.asked
-    for partition in range(100, 300):  # as each poll of the store does
-        assert registry.add(Chain("us-east", "NODES", 0, partition)) is None
-    assert positions.asked - asked <= 400
-    assert registry.stop_of(CHAIN) is not None
-    assert registry.add(Chain("eu-west", "NODES")) is not None
+    assert (state is former, state.position, state.archived) == (False, 50, 99)
 
 
 class Positions(dict[Chain, int]):
@@ -196,41 +175,34 @@ def test_the_work_of_a_start_grows_with_the_chains_and_not_with_their_square(
     assert positions.asked <= 8 * len(chains)
 
 
-def test_the_last_incarnation_that_there_can_be_is_carried_like_any_other() -> None:
-    registry = new_registry()
-    last = Chain("us-east", "NODES", MAX_INCARNATION)
-    state = standing(registry, {last: 7}).add(last)
-
-    assert state is not None
-    assert (state.position, state.end, registry.needs_previous(last)) == (7, None, [Chain(*WHOLE, MAX_INCARNATION)])
-
-
-def test_a_feed_with_too_many_chains_stops_and_no_other_feed_does(caplog: pytest.LogCaptureFixture) -> None:
-    registry = new_registry(max_chains=3)
-    for partition in range(6):
-        registry.add(Chain("us-east", "NODES", 0, partition))
-        registry.add(Chain("us-east", "NODES", 0, partition))
-    others = [Chain("us-east", "LOGS", 0, 0), Chain("eu-west", "NODES", 0, 0)]
-
-    assert len(list(registry)) == 3
-    assert registry.add(Chain("us-east", "NODES", 0, 4)) is None
+def test_a_feed_with_too_many_chains_stops_and_refuses_each_further_one_without_a_search_and_no_other_feed_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    registry, positions = new_registry(max_chains=100), Positions()
+    registry.reset(positions)
+    for number in range(300):
+        registry.add(partition(number))
+    assert len([*registry]) == 100
+    asked = positions.asked
+    assert [registry.add(partition(number)) for number in range(100, 300)] == [None] * 200  # as each poll does
+    assert positions.asked - asked <= 400
     error = registry.stop_of(CHAIN)
     assert error is not None
-    assert (error.code, "expected at most 3 chains" in error.message) == ("E-CHAINS", True)
+    assert (error.code, "expected at most 100 chains" in error.message) == ("E-CHAINS", True)
     assert caplog.text.count("feed stopped") == 1
-    assert [registry.add(chain) is not None for chain in others] == [True, True]
-    assert [registry.stop_of(chain) for chain in others] == [None, None]
+    for other in (Chain("us-east", "LOGS", 0, 0), Chain("eu-west", "NODES", 0, 0)):
+        assert registry.add(other) is not None
+        assert registry.stop_of(other) is None
 
 
 def test_chains_that_are_carried_to_their_end_do_not_count() -> None:
     registry = new_registry(max_chains=3)
     chains = [Chain("us-east", "NODES", n) for n in range(20)]
-    standing(registry, dict.fromkeys(chains[:-2], 10))
+    registry.positions = dict.fromkeys(chains[:-2], 10)
     assert all(registry.add(chain) is not None for chain in chains)
     assert registry.stop_of(CHAIN) is None
 
     assert [registry.add(Chain("us-east", "NODES", 19, n)) is not None for n in (1, 2)] == [False, False]
     assert registry.stop_of(CHAIN) is not None
     registry.reset({**dict.fromkeys(chains, 10), Chain("us-east", "NODES", 20): 1})
-    assert registry.stop_of(CHAIN) is None
-    assert len(list(registry)) == 22
+    assert (registry.stop_of(CHAIN), len(list(registry))) == (None, 22)
