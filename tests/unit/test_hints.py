@@ -1,50 +1,62 @@
-"""Every command of every hint is taken by the parser of `floe` as it stands, to the end of its line."""
+"""Every command of every hint stands alone on its line, and the parser of `floe` takes it to the end of that line."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain as joined
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from common import exits
 from common.chain import Chain
+from common.errors import FloeError, Stopped
+from common.jetstream.api import StreamInfo
 from common.segments import archive, documents, store
 from common.segments.segment import Tip
 from common.sequences import SequenceRange
 from common.settings.egress import FeedSettings
+from common.settings.ingress import TargetSettings
 from egress import identity, partition
 from egress.identity import Evidence, HeldMessage, SourceStream, SourceVerdict, VerdictKind, Witness
-from egress.partition import Partition, partitions_of
-from ingress import errors as chain_advice
-from ingress.replay import request as replay_advice
-from ingress.replay.request import ReplayOptions, Request
+from ingress import checkpoint_store, errors
+from ingress.chains.chain_state import ChainRegistry
+from ingress.chains.prefetch import with_way_out
+from ingress.chains.recall import Recall
+from ingress.publishers.choose import choose
+from ingress.replay import receipt, survey, target
+from ingress.replay.replay import ReplayChoices, held_error
+from ingress.replay.request import Advice, ReplayOptions, Request
+from ingress.replay.source import hole_error
+from ingress.rows import prepare
+from ingress.verdict.verdict import Doubt, Finding, IntentVerdict, Origin, TargetErrors, TargetReading, Unread
 from tests.support.basics import commands_of, problems_of
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("common", "egress", "ingress", "compaction")
+# In the middle of a line nobody can paste it; words about a command name it without its options.
+INSIDE = re.compile(r"\S.*\bfloe [a-z]+ .*-c ")
 
 CHAIN, PLAIN = Chain("us-east", "IT'S", 3, 2), Chain("us-east", "NODES")
 HOLE = SequenceRange(11, 20)
+SETTINGS = TargetSettings.model_validate(
+    {"stream": "FLEET", "sources": [{"site": "us-east", "feed": "NODES"}], "on_new_incarnation": "halt"}
+)
 REQUEST = Request(
-    "us-east",
-    "NODES",
-    "A TARGET",
-    incarnation=1,
-    partition=0,
-    from_sequence=3,
+    *("us-east", "NODES", "A'TARGET", 1, 0, 3),
     to_time="2026-01-02T03:04:05Z",
     subjects=("a.*", "b.>"),
-    prefix="x",
     into_source=True,
 )
+ADVICE = Advice(REQUEST, ReplayOptions(create=True, append=True, allow_lossy=True, skip_holes=True))
+INFO = StreamInfo("BACK", "t0", {}, 1, 9, 9, "", "", "")
 
 
-def part_of(**settings: Any) -> Partition:
-    return partitions_of("us-east", FeedSettings(stream="NODES", **settings))[-1]
+def part_of(**settings: Any) -> partition.Partition:
+    return partition.partitions_of("us-east", FeedSettings(stream="NODES", **settings))[-1]
 
 
 PARTS = [
@@ -68,32 +80,77 @@ def verdicts() -> Iterator[str]:
                     yield identity.stopped_error(part, part.chain, evidence, SourceVerdict(kind, "why"), 90).hint
 
 
+def hint_of(call: Callable[[], object]) -> str:
+    with pytest.raises(FloeError) as error:
+        call()
+    return error.value.hint
+
+
+def of_targets() -> Iterator[str]:
+    yield errors.set_command("A TARGET", "--forget")
+    for choices in (TargetErrors("A TARGET"), ReplayChoices(ADVICE)):
+        for finding in Finding:
+            for last in (0, 7):
+                for tail in (Unread.GONE, Origin(CHAIN, 7)):
+                    for doubt in (None, Doubt(3, 7, 9)):
+                        seen = [TargetReading(last, "t0", tail)] * 3
+                        yield choices.error(IntentVerdict(finding, detail="x", doubt=doubt), seen).hint
+        for reading in (None, TargetReading(7, "t0", Unread.GONE)):
+            yield choices.no_checkpoint(reading).hint
+    yield prepare.oversize_hint("A TARGET")
+    yield hint_of(lambda: checkpoint_store.from_json("A TARGET", b"[]"))
+    yield hint_of(lambda: choose("A TARGET", "fast", {"fast": "the stream says allow_batched false"}))
+
+
+def of_chains() -> Iterator[str]:
+    registry = ChainRegistry(SETTINGS, prepare.TargetLimits(prepare.Accepting([">"]), 1000))
+    yield hint_of(lambda: registry.preparer(CHAIN))
+    later = Chain("us-east", "NODES", 1)
+    yield hint_of(lambda: registry.check_may_begin(later, 7))
+    registry.set_previous(later, {0: 7})
+    yield hint_of(lambda: registry.check_may_begin(later, 7))
+    for code in ("E-SUBJECT", "E-MSG-TOO-LARGE"):
+        yield prepare.way_out(CHAIN, "A TARGET", code, 7)
+        refused: Any = Stopped("x", code=code)
+        nothing: Any = None
+        yield Recall(nothing, nothing, nothing, registry, nothing).refused(refused).hint
+    for hint in ("", "mend it"):
+        yield with_way_out(FloeError("x", hint=hint), errors.resume("A TARGET", CHAIN)).hint
+    yield from (errors.set_position("A TARGET", CHAIN, 5), errors.resume("A TARGET", PLAIN))
+
+
+def of_replays() -> Iterator[str]:
+    former = receipt.Receipt(REQUEST, (), 0, 0, True, 0.0)
+    yield from (target.missing(ADVICE).hint, target.not_empty(ADVICE, INFO).hint, ADVICE.source(""))
+    yield from (ADVICE.source("NODES"), ADVICE.anew(), ADVICE.holes(CHAIN, (HOLE, HOLE)), ADVICE.same("--again"))
+    yield from (ADVICE.refused("E-SUBJECT"), ADVICE.refused("E-MSG-TOO-LARGE"))
+    yield from (ADVICE.not_created(is_taken=True), ADVICE.not_created(is_taken=False))
+    yield from (receipt.other(ADVICE, former).hint, receipt.unreadable(ADVICE, "x").hint)
+    yield hole_error(ADVICE, CHAIN, HOLE).hint
+    yield hint_of(lambda: target.recipe(REQUEST, None))
+    for key in (receipt.receipt_key("BACK"), "ingress.BACK"):
+        yield held_error(ADVICE, key, "somebody").hint
+    yield from (survey.vanishing_error(CHAIN).hint, survey.damaged_error(CHAIN, ["a"]).hint)
+
+
 # By the function that builds a command: texts in which such commands stand.
-SAMPLES: dict[str, Callable[[], object]] = {
+SAMPLES: dict[str, Callable[[], Iterable[str]]] = {
     "common/segments/archive.py:carry": lambda: [archive.ways_on(each, HOLE) for each in (CHAIN, PLAIN)],
     "common/segments/documents.py:accept_command": lambda: [documents.way_out(each, HOLE) for each in (CHAIN, PLAIN)],
     "common/segments/documents.py:carry_late": lambda: [documents.carry_late(each, HOLE) for each in (CHAIN, PLAIN)],
-    "common/segments/store.py:quarantine_command": lambda: store.quarantine_command("a b.parquet"),
+    "common/segments/store.py:quarantine_command": lambda: [store.quarantine_command("a b.parquet")],
     "egress/identity.py:_hint": verdicts,
     "egress/partition.py:resolve": lambda: [
         partition.resolve("IT'S", "--new-incarnation --from 3", 0),
         partition.believe_listing(CHAIN),
     ],
-    "egress/partition.py:repartition": lambda: partition.repartition("IT'S"),
+    "egress/partition.py:repartition": lambda: [partition.repartition("IT'S")],
     "egress/partition.py:bring_back": lambda: [
         partition.bring_back(chain, reaches=reaches) for chain in (CHAIN, PLAIN) for reaches in (True, False)
     ],
-    "ingress/errors.py:set_command": lambda: [
-        chain_advice.set_command("A TARGET", "--forget"),
-        chain_advice.set_position("A TARGET", CHAIN, 5),
-    ],
-    "ingress/errors.py:resume": lambda: [
-        chain_advice.resume("A TARGET", CHAIN),
-        chain_advice.resume("A TARGET", PLAIN),
-    ],
-    "ingress/replay/request.py:Advice.same": lambda: replay_advice.Advice(
-        REQUEST, ReplayOptions(create=True, append=True, allow_lossy=True, skip_holes=True)
-    ).same("--again"),
+    "ingress/errors.py:set_command": of_targets,
+    "ingress/errors.py:resume": of_chains,
+    "ingress/replay/request.py:Advice.same": of_replays,
 }
 # Made in the middle of what needs servers; the text after `command(` is a literal, or held by other tests.
 ELSEWHERE = {
@@ -130,9 +187,29 @@ def test_each_function_that_builds_a_command_is_tried_here() -> None:
     assert untried == set(SAMPLES)
 
 
+def problems(hint: str) -> list[str]:
+    """A line for each command that cannot be pasted; empty where all can."""
+    found = problems_of(hint)
+    for line in hint.split("\n"):
+        if INSIDE.search(line):
+            found.append(f"{line}: a command that does not stand alone")
+        elif not line.startswith("floe ") and (" | " in line or " && " in line):
+            found.append(f"{line}: two commands in one line")
+    return found
+
+
 @pytest.mark.parametrize("builder", SAMPLES)
-def test_each_command_is_taken_as_it_stands(builder: str) -> None:
-    made = SAMPLES[builder]()
-    texts = [made] if isinstance(made, str) else list(cast("Iterator[str]", made))
+def test_each_command_stands_alone_and_is_taken_as_it_stands(builder: str) -> None:
+    texts = [*SAMPLES[builder]()]
     assert any(map(commands_of, texts))
-    assert [problem for text in texts for problem in problems_of(text)] == []
+    assert [problem for text in texts for problem in problems(text)] == []
+
+
+@pytest.mark.parametrize(("before", "after"), [("", "BACK_ALL"), ("BACK_ALL", "BACK_ALL_2")])
+def test_a_prefix_of_its_own_is_proposed_where_another_stream_has_the_subjects(before: str, after: str) -> None:
+    """`nats stream add` with these subjects would be refused as well."""
+    request = Request("s", "F", "BACK", prefix=before)
+    hint = Advice(request, ReplayOptions(create=True)).not_created(is_taken=True)
+
+    assert "nats stream add" not in hint
+    assert f"--subject-prefix {after} --create" in hint
