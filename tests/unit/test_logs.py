@@ -11,17 +11,24 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 
 from common import logs as log_writer
-from common.errors import Unavailable
+from common.chain import Chain
+from common.errors import Stopped, Unavailable
 from common.logs import LineHandler, configure, flush, get_logger
+from common.metrics import version
+from common.service.life import MINUTE, Life
+from common.service.monitor import Health
+from common.settings.root import Settings
+from egress.report import FeedReport
 from infra.local.process import spawn
-from tests.support.basics import PATIENCE, eventually
+from tests.support.basics import PATIENCE, eventually, unique
+from tests.support.clock import ManualClock
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,18 +71,14 @@ def test_a_line_is_json_with_time_level_logger_and_event_first(stream: Stream):
 def test_text_is_one_line_too_with_line_ends_and_escapes_made_harmless(stream: Stream):
     configure("info", "text", stream=stream)
     log.warning("odd\nsubject", action="odd", subject="a b\x1b[31m\nforged", error="", n=1, name="plain")
-    [line] = stream.lines()
+    configure("info", "json", stream=stream)
+    log.info("x", subject="a\nb\x85c\u2028d")
+    line, as_json = stream.lines()
+    assert json.loads(as_json)["subject"] == "a\nb\x85c\u2028d"
     assert line[24:] == (
         r" WARNING egress.test: odd\nsubject  action=odd"
         r'  subject="a b\u001b[31m\nforged"  error=""  n=1  name=plain'
     )
-
-
-def test_json_escapes_line_ends_too(stream: Stream):
-    configure("info", "json", stream=stream)
-    log.info("x", subject="a\nb\x85c\u2028d")
-    assert len(stream.getvalue().splitlines() or stream.lines()) == 1
-    assert stream.events()[0]["subject"] == "a\nb\x85c\u2028d"
 
 
 @pytest.mark.parametrize(("terminal", "starts"), [(True, "2"), (False, "{")])
@@ -113,13 +116,6 @@ def test_configuring_again_replaces_and_never_doubles(stream: Stream):
     assert other.getvalue() == ""
 
 
-def test_bound_fields_and_context_variables_stand_in_the_line(stream: Stream):
-    configure("info", "json", stream=stream)
-    with structlog.contextvars.bound_contextvars(target="FLEET"):
-        log.bind(site="s").info("x")
-    assert {"target": "FLEET", "site": "s"}.items() <= stream.events()[0].items()
-
-
 def test_an_expected_error_has_no_traceback_and_an_unexpected_one_has(stream: Stream):
     configure("info", "json", stream=stream)
     for error in (Unavailable("no answer", hint="wait"), KeyError("x")):
@@ -154,12 +150,20 @@ def test_a_value_that_cannot_be_shown_does_not_stop_the_service(stream: Stream):
     assert [event["event"] for event in stream.events()] == ["log lines dropped: 1", "y"]
 
 
-def test_before_configuring_nothing_goes_to_stdout():
-    script = "from common.logs import get_logger\nget_logger('a').warning('x', k=1)\nget_logger('a').info('y')"
+def test_before_configuring_nothing_goes_to_stdout_and_the_last_lines_before_the_end_are_written():
+    script = """if True:
+    from common.logs import configure, get_logger
+    log = get_logger("egress")
+    log.warning("early", k=1)
+    log.info("not shown")
+    configure("info", "text")
+    for n in range(500):
+        log.info(f"line {n}")
+"""
     ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert ended.stdout == ""
-    assert "'event': 'x'" in ended.stderr
-    assert "y" not in ended.stderr
+    early, *later = ended.stderr.splitlines()
+    assert (ended.stdout, "'event': 'early'" in early, len(later)) == ("", True, 500)
+    assert later[-1].endswith("line 499")
 
 
 def test_nobody_reading_the_log_delays_nothing_and_dropped_lines_are_told(monkeypatch: pytest.MonkeyPatch):
@@ -201,18 +205,6 @@ print("done", flush=True)
     finally:
         process.kill()
         process.communicate()
-
-
-def test_the_last_lines_before_the_end_are_written():
-    script = """
-from common.logs import configure, get_logger
-configure("info", "text")
-for n in range(500):
-    get_logger("egress").info(f"line {n}")
-"""
-    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert len(ended.stderr.splitlines()) == 500
-    assert ended.stderr.endswith("line 499\n")
 
 
 def test_a_closed_stream_is_no_error(stream: Stream):
@@ -258,3 +250,101 @@ def test_the_page_has_each_action_and_no_other():
                 found.add(node.value.value)
     rows = [line.split("|")[1] for line in (ROOT / "docs/logs.md").read_text().splitlines() if line.startswith("| `")]
     assert {action for row in rows for action in re.findall(r"`([a-z_]+)`", row)} == found
+
+
+# The lines of a process's life
+
+SETTINGS = Settings(site="us-east", store={"url": "s3://floe", "prefix": "data"})
+
+Lines = Callable[[], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def lines() -> Lines:
+    stream = io.StringIO()
+    configure("info", "json", stream=stream)
+
+    def read() -> list[dict[str, Any]]:
+        flush()
+        found = [json.loads(line) for line in stream.getvalue().splitlines()]
+        return [{k: v for k, v in line.items() if k not in ("ts", "logger")} for line in found]
+
+    return read
+
+
+def test_start_minutes_and_end(lines: Lines) -> None:
+    clock, counted = ManualClock(), {"messages": 5.0}
+    health = Health(clock)
+    health.set_ready("nats", True)
+    with Life(
+        "egress", SETTINGS, clock, {"messages": lambda: counted["messages"]}, health, feeds=["A"], monitor=""
+    ) as life:
+        clock.advance(MINUTE)
+        life.look()  # nothing was carried, and all is well
+        counted["messages"] = 12.0
+        clock.advance(MINUTE)
+        life.look()
+        health.set_ready("nats", False, "no answer")
+        clock.advance(MINUTE)
+        life.look()
+        life.results(drained=True)
+    begins, carried, waits, ended = lines()
+    assert begins.pop("configuration")
+    assert begins == {
+        "level": "info",
+        "event": "egress started",
+        "action": "started",
+        "version": version(),
+        "site": "us-east",
+        "store": "s3://floe/data",
+        "feeds": ["A"],
+    }
+    assert (carried["action"], carried["seconds"], carried["messages"]) == ("carried", 60.0, 7)
+    assert "waits" not in carried
+    assert (waits["action"], waits["messages"], waits["waits"]) == ("carried", 0, ["nats: no answer"])
+    assert (ended["action"], ended["seconds"], ended["messages"], ended["drained"]) == ("ended", 180.0, 7, True)
+    assert "error" not in ended
+
+
+def test_a_process_that_fails_says_why_at_its_end(lines: Lines) -> None:
+    def fail(error: Exception) -> None:
+        with Life("ingress", SETTINGS, ManualClock(), {}):
+            raise error
+
+    for error in (Stopped("no right", hint="grant it", code="E-X"), KeyError("k")):
+        with pytest.raises(type(error)):
+            fail(error)
+    first, second = (line for line in lines() if line["action"] == "ended")
+    assert (first["code"], first["error"]) == ("E-X", "no right")
+    assert second["error"] == "KeyError: 'k'"
+
+
+def test_a_feed_that_goes_on_says_so_once_and_what_it_was(lines: Lines) -> None:
+    clock = ManualClock()
+    report = FeedReport(Chain("s", unique("F")), "S", Health(clock), clock)
+    report.works()
+    report.waits(Unavailable("no answer"))
+    clock.advance(10)
+    report.waits(Unavailable("no answer"))
+    report.works()
+    report.works()
+    report.stopped(Stopped("forked", code="E-FORKED"))
+    clock.advance(5)
+    report.reading(report.sign().chain or Chain("s", "F"), 7, 6)
+    found = [(line["action"], line.get("error"), line.get("trouble"), line.get("seconds")) for line in lines()]
+    assert found == [
+        ("waiting", "no answer", None, None),
+        ("over", None, "no answer", 10.0),
+        ("chain_stopped", "forked", None, None),
+        ("over", None, "forked", 5.0),
+        ("reading", None, None, None),
+    ]
+
+
+def test_a_chain_that_another_process_takes_is_not_said_to_go_on(lines: Lines) -> None:
+    clock = ManualClock()
+    report = FeedReport(Chain("s", unique("F")), "S", Health(clock), clock)
+    report.stopped(Stopped("forked", code="E-FORKED"))
+    report.standby("other")
+    report.works()
+    assert [line["action"] for line in lines()] == ["chain_stopped"]

@@ -14,7 +14,6 @@ from infra.demo.world import PROJECT
 from infra.local import minio
 from infra.local.minio import MinIO, find_minio, local_s3
 from infra.local.seaweedfs import SeaweedFS
-from tests.support.basics import s3_name, s3_server, servers_line
 
 Put = Callable[[str], Path]
 
@@ -53,15 +52,6 @@ def test_each_place_counts_before_the_next(put: Put, tmp_path: Path, monkeypatch
     assert find_minio() is None
 
 
-def test_a_name_that_is_no_program_is_refused(put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put("path").chmod(0o644)
-    assert find_minio() is None
-    for wrong in (tmp_path / "path" / "minio", tmp_path / "path", tmp_path / "none"):
-        monkeypatch.setenv("FLOE_MINIO", str(wrong))
-        with pytest.raises(ConfigError, match="FLOE_MINIO: expected a program"):
-            find_minio()
-
-
 def test_without_minio_and_go_one_line_says_how(put: Put, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert minio.main() == 78
     line = capsys.readouterr().err
@@ -74,15 +64,3 @@ def test_compose_takes_the_image_that_make_minio_takes() -> None:
     services = yaml.safe_load((PROJECT / "infra" / "compose.yaml").read_text())["services"]
     expected = f"${{{minio.IMAGE_VARIABLE}:-{minio.IMAGE}}}"
     assert services["minio"]["image"] == services["bucket"]["image"] == expected
-
-
-def test_a_run_says_what_it_stands_on(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
-    put("path")
-    monkeypatch.setenv("FLOE_TEST_S3", "minio")
-    assert isinstance(s3_server(), MinIO)
-    assert servers_line().endswith("nats-server none, MinIO RELEASE.2026-02-12T00-00-00Z, Java none")
-    monkeypatch.setenv("FLOE_TEST_S3", "minoi")
-    with pytest.raises(pytest.UsageError, match="expected seaweedfs or minio, found 'minoi'"):
-        s3_name()
-    monkeypatch.delenv("FLOE_TEST_S3")
-    assert isinstance(s3_server(), SeaweedFS)

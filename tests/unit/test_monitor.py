@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
+import os
 import re
 import shutil
 import socket
@@ -18,16 +20,19 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+from common.clock import SystemClock
 from common.errors import ConfigError, Unavailable
 from common.service import monitor as monitor_http
-from common.service.monitor import MAX_REQUESTS, Health, Monitor, Pages, fetch
+from common.service.monitor import MAX_BEAT_AGE, Health, Monitor, Pages, fetch
+from common.service.process import SystemdNotifier, hangups
 from common.settings.egress import EgressMonitorSettings
 from common.settings.service import MonitorTlsSettings
-from common.tasks import unexpected
-from tests.support.basics import PATIENCE, counted, eventually
+from common.tasks import Stop, unexpected
+from tests.support.basics import PATIENCE, counted, eventually, soon, unique
 from tests.support.clock import ManualClock
 from tests.support.identities import authority as make_authority
 from tests.support.identities import certificate, make_certificates
+from tests.support.notify import ServiceManager
 
 
 @pytest.fixture
@@ -89,16 +94,6 @@ def test_status_is_json_and_the_page_escapes_what_it_shows(health: Health, monit
     assert ["&lt;script&gt;" in body, "<script>" in body] == [True, False]
 
 
-def test_only_who_reads_the_page_counts_as_a_reader(health: Health, monitor: Monitor, clock: ManualClock):
-    for path in ("/status", "/metrics", "/readyz"):
-        get(monitor, path)
-    assert health.read_age() == float("inf")
-    for path in ("/", "/status?coverage"):
-        clock.advance(5)
-        get(monitor, path)
-        assert health.read_age() == 0
-
-
 def test_metrics_are_those_of_the_process(monitor: Monitor):
     status, kind, body = get(monitor, "/metrics")
     assert status == 200
@@ -116,39 +111,19 @@ def test_unknown_paths_and_methods_are_refused_and_head_is_answered_without_a_bo
     assert get(monitor, "/status", "POST")[0] == 501
 
 
-def test_an_empty_address_serves_nothing_and_after_close_the_port_is_free(health: Health):
-    monitor = Monitor("", health)
-    monitor.start()
-    assert monitor.port == 0
-    monitor.close()
-    port = 0
-    for _ in range(2):
-        monitor = Monitor(f"127.0.0.1:{port}", health)
-        monitor.start()
-        port = monitor.port
-        monitor.close()
-
-
 def test_a_port_in_use_and_an_address_that_the_host_does_not_have_may_come_later(health: Health, monitor: Monitor):
     """A restart may overlap with the process before; after boot an interface may get its address late."""
     taken, missing = f"127.0.0.1:{monitor.port}", "192.0.2.1:1"
     free = '; choose another address, or "" for none'
+    with closing(Monitor("", health)) as none:
+        none.start()
+        assert none.port == 0
     for address, why in ((taken, f"another process listens there{free}"), (missing, "this host has no such address")):
         second = Monitor(address, health)
         with pytest.raises(Unavailable) as caught:
             second.start()
         assert (caught.value.code, caught.value.exit_code, second.port) == ("E-LISTEN", 75, 0)
         assert str(caught.value).startswith(f"monitor.listen: cannot listen on {address}: {why}")
-
-
-def test_it_serves_on_ipv6(health: Health):
-    monitor = Monitor("[::1]:0", health)
-    try:
-        monitor.start()
-    except (ConfigError, Unavailable):
-        pytest.skip("this host has no IPv6 loopback")
-    assert monitor.port
-    monitor.close()
 
 
 def test_clients_that_send_nothing_or_too_much_are_dropped(monitor: Monitor, monkeypatch: pytest.MonkeyPatch):
@@ -216,14 +191,13 @@ def idle(monitor: Monitor, said: bytes = b"") -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("said", [b"", b"GET /healthz HTTP/1.1\r\n"], ids=["nothing", "half a request"])
-def test_who_holds_a_connection_and_says_nothing_turns_nobody_away(
-    health: Health, monitor: Monitor, monkeypatch: pytest.MonkeyPatch, said: bytes
+def test_who_holds_a_connection_and_says_half_a_request_turns_nobody_away(
+    health: Health, monitor: Monitor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(monitor_http, "REQUEST_TIMEOUT", 10 * PATIENCE)
     health.set_ready("objects", True)
-    with idle(monitor, said):
-        for path in ("/healthz", "/readyz", "/metrics", "/status") * 3:
+    with idle(monitor, b"GET /healthz HTTP/1.1\r\n"):
+        for path in ("/healthz", "/readyz", "/metrics", "/status"):
             assert get(monitor, path)[0] == 200
 
 
@@ -277,16 +251,6 @@ def test_pages_are_served_over_tls_only(health: Health, certificates: Path):
             fetched(monitor, certificates, ca="other")
         with pytest.raises((OSError, http.client.HTTPException)):
             get(monitor, "/healthz")
-        for _ in range(2 * MAX_REQUESTS):  # none of them keeps a place
-            with socket.create_connection(("127.0.0.1", monitor.port)) as silent:
-                silent.sendall(b"\x16\x03")
-
-        def is_answered() -> bool:
-            with suppress(OSError):  # as long as all places are taken
-                return fetched(monitor, certificates) == 200
-            return False
-
-        eventually(is_answered)
 
 
 def test_who_begins_no_handshake_turns_nobody_away(
@@ -294,7 +258,7 @@ def test_who_begins_no_handshake_turns_nobody_away(
 ) -> None:
     monkeypatch.setattr(monitor_http, "REQUEST_TIMEOUT", 10 * PATIENCE)
     with served(health, certificates) as monitor, idle(monitor, b"\x16\x03"):
-        for _ in range(5):
+        for _ in range(2):
             assert fetched(monitor, certificates) == 200
 
 
@@ -365,3 +329,95 @@ def test_files_that_cannot_be_used_are_told_at_the_start(health: Health, certifi
             Monitor("127.0.0.1:0", health, tls=tls).start()
     with pytest.raises(ValueError, match="expected cert and key beside it"):
         MonitorTlsSettings(client_ca="/ca.pem")
+
+
+# The service manager
+
+
+@pytest.fixture(params=["path", "abstract"])
+def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServiceManager]:
+    address = str(tmp_path / "notify") if request.param == "path" else f"@{unique('notify')}"
+    with ServiceManager(address) as manager:
+        yield manager
+
+
+@pytest.fixture
+def silent() -> Monitor:
+    return Monitor("", Health(ManualClock()))
+
+
+def notifier(silent: Monitor, manager: ServiceManager, **environment: str) -> SystemdNotifier:
+    return SystemdNotifier(silent.says, SystemClock(), {"NOTIFY_SOCKET": manager.address, **environment})
+
+
+async def test_it_is_ready_at_once_and_stopping_when_asked_to(manager: ServiceManager, silent: Monitor):
+    stop = Stop()
+    async with notifier(silent, manager).while_running(stop):
+        assert manager.lines() == ["READY=1", f"MAINPID={os.getpid()}"]
+        await soon(lambda: "STATUS=starting: nothing has reported yet" in manager.lines())
+        stop.set()
+        await soon(lambda: manager.lines()[-2:] == ["STOPPING=1", "STATUS=draining"])
+
+    assert manager.lines().count("STOPPING=1") == 1
+    assert "WATCHDOG=1" not in manager.lines()
+
+
+async def test_the_watchdog_is_fed_while_healthz_says_that_the_loop_turns(manager: ServiceManager):
+    clock = ManualClock()
+    health = Health(clock)
+    stop = Stop()
+    async with notifier(Monitor("", health), manager, WATCHDOG_USEC="40000").while_running(stop):
+        await soon(lambda: manager.lines().count("WATCHDOG=1") > 3)
+        clock.advance(MAX_BEAT_AGE + 1)  # no beat: the loop that serves hangs
+        await asyncio.sleep(0.1)  # what was under way
+        manager.forget()
+        await asyncio.sleep(0.2)
+        assert manager.lines() == []
+        health.beat()
+        await soon(lambda: "WATCHDOG=1" in manager.lines())
+        stop.set()
+        manager.forget()
+        await soon(lambda: "WATCHDOG=1" in manager.lines())  # draining is work too
+
+
+async def test_the_watchdog_of_another_process_is_not_fed(manager: ServiceManager, silent: Monitor):
+    told = notifier(silent, manager, WATCHDOG_USEC="40000", WATCHDOG_PID=str(os.getppid()))
+    async with told.while_running(Stop()):
+        await soon(lambda: any(line.startswith("STATUS=") for line in manager.lines()))
+        await asyncio.sleep(0.1)
+
+    assert "WATCHDOG=1" not in manager.lines()
+
+
+async def test_a_status_is_one_line_and_cannot_forge_others(manager: ServiceManager):
+    health = Health(ManualClock())
+    health.set_ready("nats", False, "no\nWATCHDOG=trigger\x1b")
+    health.set_ready("objects", False, "x" * 1000)
+    async with notifier(Monitor("", health), manager).while_running(Stop()):
+        await soon(lambda: any(line.startswith("STATUS=") for line in manager.lines()))
+
+    [status] = [line for line in manager.lines() if line.startswith("STATUS=")]
+    assert status.startswith(r"STATUS=nats: no\nWATCHDOG=trigger\x1b; objects: xxx")
+    assert len(status) < 400
+
+
+async def test_a_hangup_is_a_reload(manager: ServiceManager, silent: Monitor):
+    before = list(hangups)
+    async with notifier(silent, manager).while_running(Stop()):
+        manager.forget()
+        for call in hangups:
+            call()
+        lines = [line for line in manager.lines() if not line.startswith("STATUS=")]
+
+    assert [line.partition("=")[0] for line in lines] == ["RELOADING", "MONOTONIC_USEC", "READY", "MAINPID"]
+    assert int(lines[1].partition("=")[2]) > 0
+    assert hangups == before
+
+
+@pytest.mark.parametrize("address", ["", "vsock:2:1234", "relative", "/nowhere/notify"])
+async def test_without_a_service_manager_nothing_happens(address: str, silent: Monitor):
+    told = SystemdNotifier(silent.says, SystemClock(), {"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "spoiled"})
+    stop = Stop()
+    async with told.while_running(stop):
+        stop.set()
+        await asyncio.sleep(0)

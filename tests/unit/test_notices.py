@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 import time
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 from urllib.parse import quote, quote_plus
 
 import pytest
@@ -12,9 +19,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.chain import Chain
+from common.clock import SystemClock
+from common.errors import Unavailable
+from common.objects.local import LocalObjects
+from common.segments.alive import Alive, ChainSign
+from common.segments.documents import ChainStore
 from common.segments.keys import Layout, SegmentName
 from common.sequences import SequenceRange
+from common.service.process import Threads
+from common.tasks import Stop
+from egress.deps import EgressTuning, Tuning
+from egress.heartbeats import SignOfLife
 from ingress.discovery.notifications import MAX_BYTES, Written, chain_of, chains_in, written
+from ingress.discovery.sites import Sites
+from tests.support.basics import soon
+from tests.support.clock import ManualClock
+from tests.support.stores import FaultyStore
 
 LAYOUT = Layout("data")
 CHAIN = Chain("us-east", "NODES")
@@ -105,8 +125,6 @@ def test_an_accepted_gap_wakes_its_chain_and_several_records_name_several_chains
         sns(TEST_EVENT),
         {"Records": []},
         {"Records": [amazon(segment_key(), "ObjectRemoved:Delete")]},
-        {"Records": [amazon(segment_key(), "s3:ObjectRemoved:DeleteMarkerCreated")]},
-        {"Records": [amazon(segment_key(), "s3:ObjectAccessed:Get")]},
         {"Records": [amazon(segment_key(), bucket="another")]},
         {"Records": [amazon("other/" + segment_key()), amazon(segment_key()[1:])]},
         {"Records": [amazon("data/_floe/tombstones/x"), amazon(f"{LAYOUT.states_prefix(CHAIN)}{1:020d}-0")]},
@@ -134,14 +152,6 @@ def test_what_says_nothing_new_names_nothing(document: Any) -> None:
 )
 def test_garbage_is_told_from_notifications_and_raises_nothing(raw: bytes) -> None:
     assert written(raw) is None
-
-
-def test_ten_megabytes_are_not_even_read() -> None:
-    raw = json.dumps({"Records": [amazon(segment_key())] * 20_000}).encode()
-    assert len(raw) > 10_000_000
-    began = time.thread_time()
-    assert written(raw) is None
-    assert time.thread_time() - began < 0.01
     assert written(b" " * (MAX_BYTES + 1)) is None
 
 
@@ -165,3 +175,94 @@ JSON = st.recursive(
 def test_no_document_and_no_bytes_raise(document: Any, raw: bytes) -> None:
     named(document)
     written(raw)
+
+
+# Signs of life
+
+SEEN = Chain("us-east", "NODES")
+PAIRS = frozenset({(SEEN.site, SEEN.feed)})
+
+
+def away(*_args: Any, **_kwargs: Any) -> Any:
+    raise Unavailable("away")
+
+
+async def test_while_the_store_is_away_or_hangs_nobody_becomes_silent_and_the_dead_stay_so(tmp_path: Path) -> None:
+    store, clock = FaultyStore(LocalObjects(tmp_path)), ManualClock(time.time())
+    documents = ChainStore(store, Layout(""))  # type: ignore[arg-type]
+    documents.write_alive("host", Alive(SEEN.site, "o", 0.0, (ChainSign("reading", 0.0, chain=SEEN),)))
+    sites = Sites(documents, Threads("test", 1), clock, 300.0)
+    is_away, hangs = False, 0.0
+
+    def listed(real: Any, *args: Any, **more: Any) -> Any:
+        clock.advance(hangs)
+        return (away if is_away else real)(*args, **more)
+
+    store.on("list", listed)
+
+    async def look(seconds: float) -> bool:
+        clock.advance(seconds)
+        await sites.look(PAIRS)
+        sighting = sites.of(SEEN)
+        assert sighting is not None
+        return sites.is_silent(sighting)
+
+    assert not await look(0)
+    assert not await look(60)
+    is_away = True
+    for seconds in (*[0.0] * 6, 400.0):
+        hangs = seconds
+        with pytest.raises(Unavailable):
+            await look(60)
+    is_away, hangs = False, 0.0
+    assert not await look(60), "nobody could put anything there"
+    assert not await look(120)
+    assert await look(120), "it stays away while the store answers"
+    is_away = True
+    with pytest.raises(Unavailable):
+        await look(60)
+    is_away = False
+    assert await look(60)
+
+
+@asynccontextmanager
+async def living(store: Any, alive: float, told: list[bool]) -> AsyncIterator[ChainStore]:
+    """While signs of life are put into `store`."""
+    documents = ChainStore(store, Layout(""))
+    deps: Any = SimpleNamespace(chains=documents, clock=SystemClock(), tuning=Tuning(pace=EgressTuning(alive=alive)))
+    sign, stop = SignOfLife(SEEN.site, "host", "o", (), deps, cast(Any, None), partial(told.append, False)), Stop()
+    running = asyncio.create_task(sign.run(stop))
+    yield documents
+    await soon(lambda: len(documents.listed_alive()) == 1)
+    stop.set()
+    await running
+
+
+async def test_a_sign_of_life_without_an_answer_is_told(tmp_path: Path) -> None:
+    go, told = threading.Event(), list[bool]()
+    store = FaultyStore(LocalObjects(tmp_path)).on("put", lambda *_args, **_kwargs: go.wait(), nth=1)
+    async with living(store, 0.6, told):
+        await soon(lambda: told == [False])
+        go.set()
+
+
+async def test_a_sign_of_life_that_could_not_be_put_is_put_soon(tmp_path: Path) -> None:
+    async with living(FaultyStore(LocalObjects(tmp_path)).on("put", away, nth=1), 12.0, []):
+        pass
+
+
+async def test_a_site_with_thousands_of_signs_of_life_makes_nobody_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ingress.discovery.sites.MOST_READ", 8)
+    documents, threads = ChainStore(LocalObjects(tmp_path), Layout("data")), Threads("t", 2)
+    sites = Sites(documents, threads, ManualClock(time.time()), 300.0)
+    pairs = {(SEEN.site, SEEN.feed), ("a-site", "NODES")}
+    for turn in range(5):
+        for number in range(40):
+            documents.write_alive(f"p{number}", Alive("a-site", "o", turn, ()))
+        documents.write_alive("host", Alive(SEEN.site, "o", turn, (ChainSign("reading", turn, chain=SEEN),)))
+        await sites.look(pairs)
+        assert (sighting := sites.of(SEEN)) is not None
+        assert sighting.time == turn
+    threads.close()

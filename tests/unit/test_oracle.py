@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from common.chain import Chain
 from common.segments.segment import Message
 from infra.oracle import Comparison, Trace, compare, fingerprint, prefixed, total
+from tests.scenarios.simulated import added
+from tests.support.kinds import verdict as second_try
 from tests.support.oracle import CLASSES, classes, compare_target
+from tests.unit.test_house import imported
 
 
 def message(sequence: int, **changes: object) -> Message:
@@ -26,40 +32,12 @@ def verdict(found: list[Message], *, expected: list[Message] | None = None, may_
     return compare(Trace.of(whole), Trace.of(found), may_be_gone=may_be_gone)
 
 
-def test_says_that_nothing_is_wrong_where_all_arrived_in_order() -> None:
-    result = verdict(messages(*range(1, 11)))
-
-    assert result.ok
-    assert result.line() == "lost 0, repeated 0, out of order 0, altered 0"
-    assert (result.expected, result.found) == (10, 10)
-
-
-def test_tells_lost_in_front_in_the_middle_and_at_the_end_apart() -> None:
-    result = verdict(messages(3, 4, 6, 7))
-
-    assert (result.lost_prefix, result.lost_middle, result.lost_postfix) == (2, 1, 3)
-    assert result.line() == "lost 6, repeated 0, out of order 0, altered 0"
-    assert "lost: sequence 1" in result.examples
-    nothing = verdict([])
-    assert (nothing.lost_prefix, nothing.lost_middle, nothing.lost_postfix) == (0, 0, 10)
-
-
-def test_names_a_message_for_each_repetition_and_one_that_came_after_its_successor() -> None:
-    result = verdict(messages(1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10, 2))
-    assert (result.repeated, result.out_of_order, result.lost) == (2, 0, 0)
-    assert result.examples == ("repeated: sequence 2 came again",) * 2
-    result = verdict(messages(1, 3, 2, 4, 5, 6, 7, 8, 9, 10))
-    assert (result.out_of_order, result.repeated, result.lost) == (1, 0, 0)
-    assert result.examples == ("out of order: sequence 2 came after 3",)
-
-
 @pytest.mark.parametrize(
     "change",
     [
         {"subject": b"a.c"},
         {"payload": b""},
         {"headers": None},
-        {"headers": b"NATS/1.0\r\n\r\n"},
         {"headers": b"NATS/1.0\r\nA:1\r\n\r\n"},
         {"headers": b"NATS/1.0\r\nA: 1\r\nA: 1\r\n\r\n"},
     ],
@@ -77,12 +55,6 @@ def test_sees_another_time_and_two_messages_that_changed_places_under_each_other
     assert result.examples == ("altered: sequence 10: timestamp 10000 became 10001",)
     swapped = [message(1, payload=b"payload 2"), message(2, payload=b"payload 1"), *messages(*range(3, 11))]
     assert verdict(swapped).altered == 2
-
-
-def test_names_a_message_that_was_never_there() -> None:
-    result = verdict(messages(*range(1, 12)))
-    assert not result.ok
-    assert result.line() == "lost 0, repeated 0, out of order 0, altered 0, unexpected 1"
 
 
 def test_takes_what_the_source_deleted_since_for_gone_and_not_for_damage() -> None:
@@ -181,3 +153,80 @@ def test_a_whole_target_without_damage_is_exact_and_what_has_no_or_another_prove
     assert "2 messages without provenance" in foreign.report()
     swapped = of_target({ALPHA: messages(*HELD[BETA]), BETA: messages(*HELD[ALPHA])})
     assert (swapped.lost, swapped.unexpected, swapped.ok) == (7, 7, False)
+
+
+# Evidence
+
+ROOT = Path(__file__).parents[2]
+SOAK = ROOT / "tests" / "soak" / "__main__.py"
+
+
+def counted() -> set[str]:
+    """The paths that every run counts as its own, read without running anything."""
+    for node in ast.parse(SOAK.read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "BESIDE":
+            return {str(part.value) for part in ast.walk(node) if isinstance(part, ast.Constant)}
+    raise AssertionError("BESIDE is gone")
+
+
+def test_what_the_runs_import_of_tests_counts_for_their_evidence():
+    waiting, seen = [SOAK], set()
+    while waiting:
+        if (path := waiting.pop()) not in seen:
+            seen.add(path)
+            waiting += [each for each in imported(path) if each.exists()]
+    names = {str(path.relative_to(ROOT)) for path in seen}
+    assert len(names) > 100
+    paths, parts = counted(), ("egress/", "ingress/", "compaction/")
+    missing = {name for name in names if not name.startswith(parts)}
+    missing = {name for name in missing if name not in paths and not any(name.startswith(f"{p}/") for p in paths)}
+    assert missing == set()
+    assert all((ROOT / path).exists() for path in paths)
+
+
+def ran(*seeds: str, code: str = "a", ok: bool = True, messages: int = 1) -> dict[str, Any]:
+    return {"ok": ok, "code": code, "seeds": [*seeds], "messages": messages}
+
+
+def test_results_of_other_seeds_add_up():
+    assert added(ran("1-20"), ran("21-40")) == ran("1-40", messages=2)
+    assert added(ran("41-60"), ran("1-20")) == ran("1-20", "41-60", messages=2)
+
+
+@pytest.mark.parametrize(
+    "before", [{}, ran("1-20", code="b"), ran("1-20", ok=False), ran("21-50"), {"ok": True, "code": "a"}]
+)
+def test_results_of_other_files_or_the_same_seeds_do_not(before: dict[str, Any]):
+    assert added(before, ran("50-60")) == ran("50-60")
+
+
+# Second tries
+
+
+@pytest.mark.parametrize(
+    ("failed", "why"),
+    [
+        ({"a": "real"}, ""),
+        ({"a": "real", "b": "real"}, ""),
+        ({"a": "real", "b": "real", "c": "real"}, "3 tests failed: expected at most 2 for a second try"),
+        ({"a": "pure"}, "only real tests get a second try: a is pure"),
+        ({"a": "real", "b": "simulated"}, "only real tests get a second try: b is simulated"),
+        ({}, "no test failed, and yet the run did"),
+    ],
+)
+def test_only_few_real_tests_get_a_second_try(failed: dict[str, str], why: str) -> None:
+    assert second_try(failed) == why
+
+
+def test_this_test_is_pure(request: pytest.FixtureRequest) -> None:
+    assert [each.name for each in request.node.iter_markers() if each.name in ("pure", "real", "simulated")] == ["pure"]
+
+
+@pytest.mark.simulated
+async def test_what_is_marked_runs_in_simulated_time(request: pytest.FixtureRequest) -> None:
+    import asyncio
+    import time as real
+
+    began = real.perf_counter()
+    await asyncio.sleep(500)
+    assert real.perf_counter() - began < 60

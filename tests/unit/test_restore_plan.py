@@ -9,11 +9,12 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.clock import NS_PER_S
 from common.jetstream.api import MARKER
+from common.jetstream.requests import ApiError
 from common.segments.captures import (
     CapturedConfig,
     CapturedConsumer,
@@ -41,8 +42,9 @@ from ingress.restore.plan import (
     promoted_config,
     unfolded,
 )
+from ingress.restore.preflight import no_room, out_of_room
 from tests.support import compaction
-from tests.support.segments import CHAIN, batch_of, footer_of
+from tests.support.segments import CHAIN, batch_of, footer_of, message
 
 AT = "2026-01-02T03:04:05Z"
 
@@ -71,11 +73,6 @@ def test_deletions_are_subtracted_up_to_where_they_were_captured(rolls: bool) ->
     assert folded([row(s) for s in range(1, 26)], 4, Fold({}, empty)) == [21, 22, 23, 24, 25]
 
 
-def test_without_rollups_in_the_configuration_the_header_means_nothing() -> None:
-    assert Fold({}).is_none
-    assert folded([row(1), row(2, rollup="all")], 1, Fold({})) == [1, 2]
-
-
 @pytest.mark.parametrize("size", [1, 3, 20])
 def test_schedules_that_fired_for_the_last_time_are_gone(size: int) -> None:
     def fired(sequence: int, of: bytes, following: bytes = b"purge") -> Message:
@@ -94,32 +91,6 @@ def expiring(rows: Sequence[tuple[bytes, int, str]]) -> list[Message]:
     """Rows of a subject, a time in seconds and a `Nats-TTL`, which may be empty."""
     blocks = [f"NATS/1.0\r\nNats-TTL: {ttl}\r\n\r\n".encode() if ttl else None for _, _, ttl in rows]
     return [Message(n, rows[n - 1][1] * NS_PER_S, rows[n - 1][0], blocks[n - 1], b"x") for n in range(1, len(rows) + 1)]
-
-
-LIVES = {"": 10**6, "never": 10**6, "3": 3, "5s": 5, "1m1s": 61}
-
-
-@settings(max_examples=60)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from([b"a", b"b"]), st.integers(0, 9), st.sampled_from([*LIVES])), min_size=8, max_size=40
-    ),
-    st.integers(1, 4),
-    st.integers(1, 9),
-)
-def test_what_had_expired_when_the_next_message_came_has_pushed_none_out(
-    written: list[tuple[bytes, int, str]], per_subject: int, size: int
-) -> None:
-    held, now, rows = list[tuple[bytes, int, int]](), 0, list[tuple[bytes, int, str]]()
-    for sequence, (subject, seconds, ttl) in enumerate(written, 1):
-        now += seconds
-        rows.append((subject, now, ttl))
-        held = [each for each in held if each[2] > now]
-        held.append((subject, sequence, now + LIVES[ttl]))
-        same = [each for each in held if each[0] == subject]
-        held = [each for each in held if each not in same[:-per_subject]]
-    fold = Fold({"max_msgs_per_subject": per_subject, "allow_msg_ttl": True})
-    assert {sequence for _, sequence, _ in held} <= {*folded(expiring(rows), size, fold)}
 
 
 @pytest.mark.parametrize("size", [1, 5])
@@ -302,13 +273,10 @@ JOINED = "what it continues is the same stream up to 12 only: up to 7 sequences 
     ("incarnation", "first", "least", "join", "is_known", "text"),
     [
         (0, 101, 1, None, True, "begins at 101, and the stream at 1: up to 100 sequences of 1..100 not archived"),
-        (0, 101, 41, None, True, "begins at 101, and the stream at 41: up to 60 sequences of 41..100 not archived"),
         (0, 2, None, None, False, "and nothing tells where the stream began: up to 1 sequence of 1..1 not archived"),
-        (1, 13, None, None, True, NO_JOIN + "12"),
         (1, 13, 5, None, True, NO_JOIN + "8"),
         (2, 20, 1, 13, True, JOINED),
         (0, 101, 101, None, True, None),
-        (0, 1, None, None, True, None),
         (1, 13, 1, 13, True, None),
         (1, 20, 20, 13, True, None),
     ],
@@ -351,7 +319,7 @@ def test_nothing_is_missing_before_a_message_that_is_too_old_itself(
 
 @pytest.mark.parametrize(
     ("retention", "replicas", "had", "gets"),
-    [("limits", 1, 3, 1), ("limits", 5, 3, 3), ("limits", 1, 0, 0), ("interest", 5, 3, 5), ("interest", 1, 0, 0)],
+    [("limits", 1, 3, 1), ("limits", 5, 3, 3), ("limits", 1, 0, 0), ("interest", 5, 3, 5)],
 )
 def test_a_consumer_has_no_more_replicas_than_its_stream_allows(
     retention: str, replicas: int, had: int, gets: int
@@ -374,3 +342,126 @@ def test_the_plan_says_up_to_how_many_come_back_of_what_a_raised_limit_had_dropp
         found = [text in each and f"up to {most} messages" in each for each in unfolded(changed)]
         assert found == [True] * bool(most)
         assert [*unfolded(replace(changed, deletions=CapturedDeletions(AT, 20, 5, 20, ())))] == []
+
+
+# Room
+
+REQUEST = RestoreRequest("site", "S")
+MANY = 10  # rows of the plan, of 100 bytes each
+
+
+def planned(consumers: int = 0, deletions: CapturedDeletions | None = None, **config: Any) -> RestorePlan:
+    rows = SequenceRange(1, MANY)
+    footer = footer_of([message(n, b"x" * 99, subject=b"s", headers=None) for n in range(1, MANY + 1)])
+    part = ReplayPart(Stretch(compaction.ref(1, MANY), rows), footer)
+    return RestorePlan(
+        REQUEST,
+        (ReplayChain(ChainRange(CHAIN, rows), (part,)),),
+        CHAIN,
+        begin=1,
+        end=MANY,
+        archived=MANY,
+        created=AT,
+        config={"name": "S", "storage": "file", **config},
+        consumers=(ArchiveConsumer("c", {}, AT, (0, 0), (0, 0), {}, {}),) * consumers,
+        deletions=deletions,
+    )
+
+
+GONE = CapturedDeletions(AT, MANY, 3, MANY, ((5, 5), (8, 9)))
+
+
+@pytest.mark.parametrize(
+    ("plan", "stored"),
+    [
+        (planned(), 10 * 130),
+        (planned(storage="memory"), 10 * 116),
+        (planned(deletions=GONE), 5 * 130),  # all below 3, and three behind
+        (planned(max_msgs=4), 4 * 130),
+        (planned(max_bytes=700), 700),
+        (planned(max_bytes=700, discard="new"), 10 * 130),
+        (planned(max_msgs_per_subject=1), 0),
+    ],
+)
+def test_room_is_counted_as_the_server_does(plan: RestorePlan, stored: int) -> None:
+    assert plan.stored == stored
+
+
+def test_deleted_sequences_of_a_range_are_those_that_a_fold_takes_off() -> None:
+    gone = {1, 2, 5, 8, 9}
+    fold = Fold({}, GONE)
+    for first in range(1, 13):
+        for last in range(first, 13):
+            assert fold.deleted(SequenceRange(first, last)) == len(gone & {*range(first, last + 1)}), (first, last)
+
+
+@pytest.mark.parametrize(
+    ("plan", "limits", "used", "told"),
+    [
+        (planned(), {"max_storage": 1299}, {}, "room for 1.3 KiB, found a limit of 1.3 KiB (max_file), of which 0 B"),
+        (planned(), {"max_storage": 1300}, {}, None),
+        (planned(), {"max_storage": 1300}, {"storage": 1}, "of which 1 B are used"),
+        (planned(storage="memory"), {"max_memory": 0}, {}, "(max_mem)"),
+        (planned(max_bytes=3000), {"max_storage": 3500}, {"reserved_storage": 600}, "600 B are reserved"),
+        (planned(max_bytes=3000), {"storage_max_stream_bytes": 2000}, {}, "(disk_max_stream_bytes)"),
+        (planned(), {"max_bytes_required": True}, {}, "(max_bytes_required)"),
+        (planned(), {"max_streams": 3}, {"streams": 2}, "room for 2 streams, found max_streams 3, of which 2 are used"),
+        (planned(2), {"max_consumers": 2}, {}, "account: expected 2 consumers and one that reads it back"),
+        (planned(2, max_consumers=2), {"max_consumers": 5}, {}, "stream: expected 2 consumers and one that reads"),
+    ],
+)
+def test_the_limit_of_the_account_that_stands_in_the_way_is_named(
+    plan: RestorePlan, limits: dict[str, Any], used: dict[str, Any], told: str | None
+) -> None:
+    error = no_room(plan, {"limits": limits, **used}, copies=1, streams=2)
+    assert (error is None) == (told is None)
+    if error is not None and told is not None:
+        assert (error.code, error.exit_code) == ("E-RESTORE-ROOM", 78)
+        assert told in error.message
+        assert "floe restore" in error.hint
+
+
+def test_only_where_consumers_are_too_many_there_is_a_way_without_them() -> None:
+    for limits, words in ((1, "--no-consumers"), (2, "--verify state")):
+        error = no_room(planned(2), {"limits": {"max_consumers": limits}}, copies=1, streams=1)
+        assert error is not None
+        assert error.hint.splitlines()[-1].endswith(words)
+    assert no_room(planned(), {"limits": {"max_storage": 2000}}, copies=3, streams=1) is not None
+
+
+def test_a_cluster_may_find_resources_by_itself() -> None:
+    said = ApiError(503, 10023, "insufficient resources")
+    found = [out_of_room(said, REQUEST, "S", is_clustered=each) is None for each in (True, False)]
+    assert found == [True, False]
+
+
+FULL = "restore failed: failed to store message sequence 9: write /s/2.blk: no space left on device"
+TOO_MANY = 'restore failed: failed to add consumer "odd": maximum consumers limit reached (10026)'
+
+
+@pytest.mark.parametrize(
+    ("number", "description", "limits", "told"),
+    [
+        (10062, FULL, None, "the disk of the server is full"),
+        (10062, TOO_MANY, None, "max_consumers of the account is reached"),
+        (10047, "insufficient storage resources available", [{"max_storage": -1}], "max_file_store of the server is"),
+        (10028, "insufficient memory resources available", None, "or max_mem of the account, is reached"),
+        (10027, "maximum number of streams reached", None, "max_streams of the account is reached"),
+        (10113, "account requires a stream config to have max bytes set", None, "(max_bytes_required)"),
+        (10062, "restore failed: unexpected content", None, None),
+    ],
+)
+def test_what_a_server_without_room_answers_is_told_as_that(
+    number: int, description: str, limits: list[dict[str, Any]] | None, told: str | None
+) -> None:
+    said = ApiError(500, number, description)
+    error = out_of_room(said, REQUEST, "S", is_clustered=False, limits=limits)
+    assert (error is None) == (told is None)
+    if error is None or told is None:
+        return
+    assert (error.code, error.exit_code) == ("E-RESTORE-ROOM", 78)
+    assert told in error.message
+    assert ("--no-consumers" in error.hint) is ("consumer" in description)
+    drill = out_of_room(said, replace(REQUEST, promote=False), "S", is_clustered=False)
+    assert drill is not None
+    assert [line.split()[1] for line in drill.hint.splitlines() if line.startswith("floe")] == ["drill"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any, cast
@@ -25,7 +24,7 @@ from ingress.restore.plan import RestoreRequest
 from ingress.restore.preflight import Ready
 from ingress.restore.restore import Restore
 from ingress.restore.upload import WINDOW, ArchiveUpload
-from tests.support.basics import PATIENCE, soon
+from tests.support.basics import soon
 from tests.support.clock import ManualClock
 from tests.support.compaction import CHAIN, Archive
 from tests.support.restore import entries, unframed
@@ -230,37 +229,6 @@ async def test_segments_behind_the_one_that_is_read_are_fetched_meanwhile(quiet:
     assert next(again).num_rows == 3
     del again  # what was fetched and is not wanted is closed
     await soon(lambda: not work._history._readers._work_queue.qsize())
-
-
-class Watched(Teller):
-    """Remembers each progress, also those that nobody would see; `wanted` is set with the first that has `text`."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(is_terminal=False)
-        self._text, self.wanted = text, threading.Event()
-
-    def progress(self, text: str, at: float) -> None:
-        super().progress(text, at)
-        if self._text in text:
-            self.wanted.set()
-
-
-async def test_planning_that_takes_a_while_says_so_with_its_progress(
-    quiet: Archive, capsys: pytest.CaptureFixture[str]
-) -> None:
-    slow, teller = FaultyStore(quiet.objects), Watched("53%, ")
-    shown = list[bool]()
-
-    def late(real: Any, *args: Any, **named: Any) -> Any:
-        shown.append(teller.wanted.wait(PATIENCE))
-        return real(*args, **named)
-
-    slow.on("get", late, nth=100)
-    await restore(quiet, cast(ObjectStore, slow), ManualClock(), teller).plan()
-    assert shown == [True]
-    first, *others = capsys.readouterr().err.splitlines()
-    assert first == "planning: reading the archive of us-east/NODES"
-    assert "left  64 of 120 segments of us-east/NODES/0000/0 examined" in "\n".join(others)
 
 
 async def test_planning_ends_where_it_is_stopped(quiet: Archive) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from egress.advisories.advisory import Advisory, Event
-from egress.sampling.key_table import CHUNK, Notice, SamplerState, period_ns
+from egress.sampling.key_table import CHUNK, Notice, period_ns
 from egress.sampling.sampler import SampledBatch, Sampler
+from egress.sampling.stage import Quiet
 from tests.support.sampling import HOUR, MINUTE, SECOND, START, batch, sampling
 
 HOW = sampling(size_trigger="1K")
@@ -25,15 +26,6 @@ def choose(sampler: Sampler, *messages: tuple[Any, ...]) -> SampledBatch:
 
 def known(sampler: Sampler) -> dict[str, tuple[int, int, int, Notice]]:
     return {k.value: (k.seen_ns, k.copied_ns, k.size, k.notice) for k in sampler.freeze().known()}
-
-
-def test_nothing_comes_of_nothing() -> None:
-    sampler = Sampler(HOW)
-    choices = sampler.fold(batch([]))
-    assert (choices.kept, choices.keys, choices.missing, choices.forced) == (bytearray(), [], 0, 0)
-    assert sampler.advance(START) == []
-    assert (sampler.values, sampler.watermark_ns) == (0, 0)
-    assert sampler.freeze() == SamplerState(HOUR)
 
 
 def test_a_batch_is_read_and_counted() -> None:
@@ -53,55 +45,6 @@ def test_the_period_ends_to_the_nanosecond() -> None:
         regular = [("a", time) for time in range(START, START + period - early, 5 * MINUTE)]
         choices = choose(sampler, *regular, ("a", START + period - early))
         assert list(choices.kept) == [1, *[0] * (len(regular) - 1), kept]
-
-
-@pytest.mark.parametrize(
-    ("trigger", "sizes", "kept"),
-    [
-        ("1K", [1000, 2023, 999, 2023, 0, 0, 1, 1, 1024, 0, 2048], [1, 0, 1, 1, 1, 0, 1, 0, 0, 1, 1]),
-        (None, [0, 0, 5, 50_000_000, 0, 7], [1, 0, 1, 0, 0, 1]),  # only the first size counts
-        ("1K", [2**32 - 1, 2**32 - 1], [1, 0]),
-    ],
-)
-def test_sizes(trigger: str | None, sizes: list[int], kept: list[int]) -> None:
-    sampler = Sampler(sampling(size_trigger=trigger) if trigger else sampling())
-    choices = choose(sampler, *[("a", START + n, size) for n, size in enumerate(sizes)])
-    assert list(choices.kept) == kept
-    assert known(sampler)["a"][2] == sizes[-1] or not kept[-1]
-
-
-def test_a_message_without_a_key_touches_nothing_else() -> None:
-    sampler = Sampler(HOW)
-    choices = choose(sampler, (None, START), (None, START + 1, 5000), (None, START + 2, 0, True))
-    assert list(choices.kept) == [1, 1, 1]
-    assert choices.advisories == []
-    assert sampler.values == 0
-    # but that time is passing, it tells
-    choose(sampler, ("a", START + 3), (None, START + 4 + WARN))
-    assert [a.event for a in sampler.advance(0)] == [Event.TIMEOUT]
-
-
-@pytest.mark.parametrize(
-    ("gap", "events"),
-    [
-        (WARN, []),
-        (WARN + 1, [Event.TIMEOUT, Event.RECOVER]),
-        (HOUR - 1, [Event.TIMEOUT, Event.RECOVER]),
-        (HOUR, [Event.TIMEOUT, Event.EXPIRE, Event.NEW]),
-        (100 * HOUR, [Event.TIMEOUT, Event.EXPIRE, Event.NEW]),
-    ],
-)
-@pytest.mark.parametrize("idle", [False, True])
-def test_what_is_told_of_a_silence(gap: int, events: list[Event], idle: bool) -> None:
-    sampler = Sampler(HOW)
-    choose(sampler, ("a", START))
-    back = START + gap
-    told = sampler.advance(back) if idle else []
-    told += choose(sampler, ("a", back)).advisories
-    moments = {Event.TIMEOUT: START + WARN, Event.EXPIRE: START + HOUR, Event.RECOVER: back, Event.NEW: back}
-    seen = {Event.NEW: back}
-    assert told == [Advisory(event, "a", seen.get(event, START), moments[event]) for event in events]
-    assert sampler.advance(back) == []
 
 
 def test_time_is_told_once_and_in_order() -> None:
@@ -134,53 +77,6 @@ def test_the_servers_time_tells_and_changes_no_choice() -> None:
     assert list(choices.kept) == [0, 0]
     assert choices.advisories == [Advisory(Event.NEW, "a", START + MINUTE, START + MINUTE)]
     assert sampler.values == 1
-
-
-def test_a_clock_that_runs_backwards_a_little_stands_still() -> None:
-    sampler = Sampler(HOW)
-    choices = choose(sampler, ("a", START), ("b", START - MINUTE), ("a", START - HOUR), ("a", START + 1))
-    assert list(choices.kept) == [1, 1, 0, 0]
-    assert known(sampler) == {"a": (START + 1, START, 100, 0), "b": (START, START, 100, 0)}
-    assert sampler.watermark_ns == START + 1
-
-
-@pytest.mark.parametrize("cut", [False, True])
-def test_a_clock_that_was_years_ahead_for_a_minute_leaves_out_nothing_for_years(cut: bool) -> None:
-    # Given: nodes a and b; then the clock is ten years ahead for one message of a
-    later = START + 10 * 365 * 24 * HOUR
-    sampler = Sampler(HOW)
-    messages = [("a", START), ("b", START), ("a", later)]
-    # When: it is set right
-    hours = [(key, START + MINUTE + step * 5 * MINUTE) for step in range(48) for key in "ab"]
-    if cut:
-        told = [a for m in messages for a in choose(sampler, m).advisories + sampler.advance(0)]
-        kept = bytearray().join(choose(sampler, hour).kept for hour in hours)
-    else:
-        choices = choose(sampler, *messages, *hours)
-        told, kept = choices.advisories, choices.kept[3:]
-    # Then: both are copied hourly again, whoever looked when
-    assert 3 <= sum(kept[::2]) <= 4
-    assert 4 <= sum(kept[1::2]) <= 5
-    assert sampler.watermark_ns == hours[-1][1]
-    assert [(a.event, a.value) for a in told if a.value == "b"][:3] == [
-        (Event.NEW, "b"),
-        (Event.TIMEOUT, "b"),
-        (Event.EXPIRE, "b"),
-    ]
-
-
-def test_a_part_of_what_is_due_and_then_the_rest() -> None:
-    plain, careful = Sampler(HOW), Sampler(HOW)
-    keys = [(f"k{number:04d}", START + number % 7) for number in range(1000)]
-    for sampler in (plain, careful):
-        choose(sampler, *keys)
-    expected, found, calls = plain.advance(START + 2 * HOUR), [], 0
-    while told := careful.advance(START + 2 * HOUR, 30):
-        found += told
-        calls += 1
-    assert len(expected) == 2000
-    assert sorted(found, key=repr) == sorted(expected, key=repr)
-    assert calls == 34
 
 
 def test_a_frozen_state_stays_as_it_was() -> None:
@@ -218,7 +114,11 @@ def test_places_are_used_again() -> None:
     assert len(sampler.freeze().notices) == 2000  # those of one round, and of the one before
 
 
-def test_settled_keys_count_as_seen() -> None:
+def test_settled_keys_count_as_seen_and_settling_takes_nothing_back() -> None:
+    sampler = Sampler(HOW)
+    choose(sampler, ("a", START), ("b", START + MINUTE))
+    sampler.settle(START + 1)
+    assert {key: entry[0] for key, entry in known(sampler).items()} == {"a": START + 1, "b": START + MINUTE}
     sampler = Sampler(HOW)
     sampler.learn(["a", "b", None, "a"], [START, START + 1, START + 2, START + 3], [10, 20, 30, 40])
     assert known(sampler) == {"a": (START + 3, START + 3, 40, 0), "b": (START + 1, START + 1, 20, 0)}
@@ -235,18 +135,6 @@ def test_settled_keys_count_as_seen() -> None:
     ]
 
 
-def test_settling_takes_nothing_back_and_learning_goes_on_with_sampling() -> None:
-    sampler = Sampler(HOW)
-    choose(sampler, ("a", START), ("b", START + MINUTE))
-    sampler.settle(START + 1)
-    assert {key: entry[0] for key, entry in known(sampler).items()} == {"a": START + 1, "b": START + MINUTE}
-    sampler = Sampler(HOW)
-    sampler.learn(["a"], [START], [100])
-    assert list(choose(sampler, ("a", START + MINUTE), ("a", START + HOUR - SECOND)).kept) == [0, 1]
-    sampler.learn([], [], [])
-    assert sampler.watermark_ns == START + HOUR - SECOND
-
-
 def test_one_call_or_many_make_no_difference() -> None:
     dice = random.Random(3)
     now, messages = START, []
@@ -259,13 +147,6 @@ def test_one_call_or_many_make_no_difference() -> None:
     assert bytearray().join(f.kept for f in found) == expected.kept
     assert [a for f in found for a in f.advisories] == expected.advisories
     assert known(single) == known(whole)
-
-
-def test_keys_are_told_apart_exactly() -> None:
-    keys = ["a", "A", "á", "a\u0301", "a ", " a", "a\0", "1", "1.0", "True", "true", "\ufeffa"]
-    sampler = Sampler(HOW)
-    assert list(choose(sampler, *[(key, START) for key in keys]).kept) == [1] * len(keys)
-    assert sampler.values == len(keys)
 
 
 @pytest.mark.parametrize("time", [2**63 - 1, 2**63 - HOUR // 2])
@@ -281,3 +162,46 @@ def test_a_message_of_the_last_hour_that_a_server_can_write_is_sampled_like_any_
     assert {each.value: each.seen_ns for each in state.known()} == {"a": time, "b": time}
     assert list(choose(sampler, ("a", START), ("a", START + HOUR)).kept) == [0, 1]
     assert known(sampler)["a"][0] == START + HOUR
+
+
+# When the clock of a server may be believed to say how long nothing has come
+
+
+def test_a_time_is_believed_once_all_is_folded_in_that_a_later_answer_knows_of() -> None:
+    quiet = Quiet()
+    quiet.heard(10, 1_000)
+    assert quiet.until(10) is None
+    quiet.heard(10, 2_000)
+    assert quiet.until(9) is None
+    assert quiet.until(10) == 1_000
+    quiet.heard(10, 3_000)
+    assert quiet.until(10) == 2_000
+
+
+def test_a_deposed_leader_is_found_out() -> None:
+    """It answered at 1,000 that nothing had come since 10; its successor knows of 11, which came before."""
+    quiet = Quiet()
+    quiet.heard(10, 1_000)
+    quiet.heard(11, 2_000)
+    assert quiet.until(10) is None
+    assert quiet.waits(10)
+    assert quiet.until(11) == 1_000
+
+
+def test_what_comes_for_others_does_not_keep_time_from_passing() -> None:
+    """A partition of a busy stream: each answer is further than the last, heartbeats follow."""
+    quiet = Quiet()
+    quiet.heard(100, 1_000)
+    assert not quiet.waits(120)
+    quiet.heard(200, 2_000)
+    assert quiet.until(210) == 1_000
+    quiet.heard(300, 3_000)
+    assert quiet.until(300) == 2_000
+
+
+def test_an_answer_that_is_missing_begins_anew() -> None:
+    quiet = Quiet()
+    quiet.heard(10, 1_000)
+    quiet.forget()
+    quiet.heard(10, 3_000)
+    assert quiet.until(10) is None

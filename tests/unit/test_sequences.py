@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from common.sequences import MAX_SEQUENCE, SequenceRange, choose, cover, extends, holes, until_hole
-from tests.support.basics import is_gapless
-
-
-@dataclass(frozen=True)
-class Segment:
-    """What the cover rule sees."""
-
-    coverage: SequenceRange
-    level: int = 0
-    name: str = "a"
-
-
-def covering(first: int, last: int, level: int = 0, name: str = "a") -> Segment:
-    return Segment(SequenceRange(first, last), level, name)
+from common.errors import DataError
+from common.segments.archive import read_cover, search
+from common.segments.segment import Reason, SegmentRef
+from common.segments.table import SegmentTable
+from common.segments.unread import open_stretch
+from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch
+from compaction.source import read_stretch
+from tests.support.basics import PATIENCE
+from tests.support.compaction import CHAIN, Archive, ref, refs, rows
 
 
 def test_a_range_includes_both_ends_and_may_be_the_whole_of_a_stream() -> None:
@@ -44,49 +43,193 @@ def test_a_range_outside_the_sequences_of_a_stream_is_refused(first: int, last: 
         SequenceRange(first, last)
 
 
-def test_extends_allows_overlap_and_gapless_does_not() -> None:
-    assert extends(SequenceRange(1, 10), 5)
-    assert not extends(SequenceRange(1, 10), 11)
-    assert is_gapless([SequenceRange(1, 10), SequenceRange(11, 12)])
-    assert not is_gapless([SequenceRange(1, 10), SequenceRange(10, 12)])
-    assert not is_gapless([SequenceRange(1, 10), SequenceRange(12, 13)])
-    assert is_gapless([])
+# Very many segments in little memory
+
+SEGMENTS = refs(200, level=3, size=2**40, count=40)
 
 
-def test_holes_are_named_at_the_start_between_and_at_the_end() -> None:
-    covered = [SequenceRange(3, 4), SequenceRange(4, 6), SequenceRange(9, 9)]
-    assert holes(covered, SequenceRange(1, 12)) == [SequenceRange(1, 2), SequenceRange(7, 8), SequenceRange(10, 12)]
-    assert holes(covered, SequenceRange(3, 6)) == []
-    assert holes([], SequenceRange(1, 2)) == [SequenceRange(1, 2)]
+def listed(segments: list[SegmentRef]) -> list[SegmentRef]:
+    return sorted(segments, key=lambda s: s.key)
 
 
-def test_the_segment_that_reaches_furthest_is_chosen() -> None:
-    near, far = covering(1, 10), covering(5, 11)
-    assert choose([near, far], 5) is far
-    assert choose([near, far], 4) is near
-    assert choose([near, far], 12) is None
+def windows(table: SegmentTable, size: int) -> Iterator[list[SegmentRef]]:
+    for window in table.windows(size):
+        yield [table[place] for places in window for place in places]
 
 
-def test_a_tie_goes_to_the_higher_level_then_to_the_larger_name() -> None:
-    low, high = covering(1, 10, level=0, name="z"), covering(1, 10, level=1, name="a")
-    assert choose([high, low], 1) is high
-    twin = covering(1, 10, level=1, name="b")
-    assert choose([high, twin], 1) is twin
+@given(SEGMENTS)
+def test_what_is_put_in_comes_out(segments: list[SegmentRef]) -> None:
+    table = SegmentTable.listing(segments)
+    assert table == listed(segments)
+    assert table != [*segments, ref(1000, 1000)]
+    assert [table.place(s) for s in listed(segments)] == list(range(len(segments)))
+    assert table.place(ref(1000, 1001)) is None
+    assert table.place(ref(1, 1, 9)) is None
+    assert (table.end, table.newest) == (
+        max((s.coverage.last for s in segments), default=0),
+        max((s.modified for s in segments), default=0.0),
+    )
+    for place, segment in enumerate(table):
+        assert table[place] == segment
+        assert (table.size_of(place), table.end_of(place)) == (segment.size, segment.coverage.last)
 
 
-def test_a_cover_skips_rows_before_the_position_and_cuts_at_the_end() -> None:
-    [stretch] = cover([covering(1, 10)], 4, 7)
-    assert stretch.rows == SequenceRange(4, 7)
+def test_the_greatest_values_are_kept_exactly() -> None:
+    segment = ref(MAX_SEQUENCE, MAX_SEQUENCE, 9, size=2**62, age=0.123456)
+    table = SegmentTable([segment])
+    assert (table[0], table[-1], table[:]) == (segment, segment, [segment])
+    with pytest.raises(IndexError):
+        table[1]
 
 
-def test_a_cover_steps_over_a_hole_and_until_hole_stops_there() -> None:
-    stretches = cover([covering(1, 10), covering(21, 30)], 1)
-    assert [s.rows for s in stretches] == [SequenceRange(1, 10), SequenceRange(21, 30)]
-    assert until_hole(stretches, 1) == stretches[:1]
-    assert until_hole(stretches, 2) == []
+@given(SEGMENTS, st.integers(1, 10))
+def test_windows_hold_each_segment_once_and_no_two_overlap(segments: list[SegmentRef], size: int) -> None:
+    table = SegmentTable.listing(segments)
+    found = list(windows(table, size))
+    assert listed([s for window in found for s in window]) == listed(segments)
+    reach = 0
+    for window in found:
+        assert window == sorted(window, key=lambda s: (s.level, s.name))
+        assert reach < min(s.coverage.first for s in window)
+        reach = max(s.coverage.last for s in window)
 
 
-def test_a_merged_segment_takes_the_place_of_those_it_was_made_of() -> None:
-    small = [covering(1, 10), covering(11, 20), covering(21, 30)]
-    merged = covering(1, 20, level=1)
-    assert [s.segment for s in cover([*small, merged], 1)] == [merged, small[2]]
+@given(st.integers(0, 60), st.integers(1, 10))
+def test_a_window_is_no_larger_than_it_must_be(count: int, size: int) -> None:
+    apart = [ref(n * 10 + 1, n * 10 + 10) for n in range(count)]
+    assert all(len(window) <= size for window in windows(SegmentTable.listing(apart), size))
+    across = [ref(1, 1000, 1)]
+    assert [len(window) for window in windows(SegmentTable.listing(apart + across), size)] == [count + 1]
+
+
+def test_what_was_taken_in_any_order_and_of_many_levels_can_be_gone_through() -> None:
+    refs = [ref(21, 30), ref(1, 10, 1), ref(1, 10)]
+    table = SegmentTable()
+    table.extend(refs)
+    assert (list(table), len(table)) == ([refs[0], refs[2], refs[1]], 3)
+    table.absorb(SegmentTable([ref(31, 40), ref(1, 10, 2)]))
+    assert [str(s.coverage) for s in table] == ["21..30", "1..10", "31..40", "1..10", "1..10"]
+
+
+# Segments that did not read everything
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    return Archive(tmp_path)
+
+
+def unread(archive: Archive, first: int, last: int, held: range | list[int], gone: SequenceRange) -> SegmentRef:
+    """A segment that did not read `gone`, of which it holds `held` nevertheless."""
+    missing = last - first + 1 - len(held)
+    counts = {Reason.GONE_BEFORE_READ: missing}
+    return archive.put(first, last, rows(held), ledger=counts, unread=gone)
+
+
+def cover_of(archive: Archive, first: int, last: int) -> tuple[list[int], list[str]]:
+    """The sequences of all rows, and what was reported."""
+    problems: list[str] = []
+    refs = archive.store.list(CHAIN)
+    batches = read_cover(archive.store, refs, SequenceRange(first, last), problems.append)
+    return [s for batch in batches for s in batch.column("sequence").to_pylist()], problems
+
+
+def test_rows_of_a_late_segment_are_not_masked(archive: Archive):
+    """Twin A was paused with 1..100; the source let go of 1..50; B covers 1..120; then A's put lands."""
+    early = unread(archive, 1, 120, range(51, 121), SequenceRange(1, 50))
+    assert len(cover_of(archive, 1, 120)[0]) == 70
+    late = archive.put(1, 100)
+    assert cover_of(archive, 1, 120) == ([*range(1, 121)], [])
+    stretch = Stretch(early, early.coverage)
+    assert sum(batch.num_rows for batch in read_stretch(archive.store, stretch, ["payload"])) == 120
+    with open_stretch(archive.store, stretch) as reader:
+        assert [(part.segment, part.batch.num_rows) for part in reader.parts()] == [(late, 50), (early, 70)]
+        assert reader.still_missing(SequenceRange(1, 120)) == 0
+    assert search(archive.store, CHAIN, 1_700_000_000_000_000_000 + 7 * 1_001)[0] == 7
+
+
+def test_a_damaged_segment_hides_none_of_the_others(archive: Archive):
+    unread(archive, 1, 120, range(51, 121), SequenceRange(1, 50))
+    broken, sound = archive.put(1, 100), archive.put(11, 99)
+    path = archive.folder / "store" / broken.key
+    path.write_bytes(path.read_bytes()[:-9] + b"123456789")
+    assert cover_of(archive, 1, 120) == ([*range(11, 121)], [])
+    assert sound.level == 0
+
+
+def test_two_contents_under_one_sequence_are_a_fork(archive: Archive):
+    unread(archive, 1, 120, range(51, 121), SequenceRange(1, 50))
+    archive.put(1, 100)
+    archive.put(1, 99, rows(range(1, 100), salt="other"))
+    with pytest.raises(DataError, match="has one content in") as stopped:
+        cover_of(archive, 1, 120)
+    assert stopped.value.code == "E-FORK"
+
+
+def test_segments_that_read_everything_are_read_alone(archive: Archive):
+    whole = archive.put(1, 120, rows(range(51, 121)), ledger={Reason.DELETED: 50})
+    archive.put(1, 100)
+    with open_stretch(archive.store, Stretch(whole, whole.coverage)) as reader:
+        assert (reader.others, reader.unread) == ([], None)
+        assert sum(batch.num_rows for batch in reader.batches()) == 70
+
+
+def test_a_listing_without_an_answer_holds_up_no_other_reader(archive: Archive, monkeypatch: pytest.MonkeyPatch):
+    early = unread(archive, 1, 120, range(51, 121), SequenceRange(1, 50))
+    asked, answered, real = threading.Event(), threading.Event(), archive.store.covering
+
+    def silent(*of: Any) -> Any:
+        asked.set()
+        answered.wait(PATIENCE)
+        return real(*of)
+
+    stretch = Stretch(early, early.coverage)
+    with open_stretch(archive.store, stretch) as held, open_stretch(archive.store, stretch) as free:
+        monkeypatch.setattr(archive.store, "covering", silent)
+        waiting = threading.Thread(target=lambda: held.others)
+        waiting.start()
+        assert asked.wait(PATIENCE)
+        monkeypatch.setattr(archive.store, "covering", real)
+        other = threading.Thread(target=lambda: free.others)
+        other.start()
+        other.join(PATIENCE)
+        is_held_up = other.is_alive()
+        answered.set()
+        waiting.join()
+        other.join()
+    assert not is_held_up
+
+
+SOME = st.sets(st.integers(1, 20))
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(own=SOME, others=st.lists(SOME, max_size=3), bounds=st.tuples(st.integers(1, 20), st.integers(1, 20)))
+def test_each_part_is_found_again_by_its_segment_and_range(
+    tmp_path_factory: pytest.TempPathFactory, own: set[int], others: list[set[int]], bounds: tuple[int, int]
+):
+    """An intent names segment, first, last and count: these give the very same rows, whatever came since."""
+    archive = Archive(tmp_path_factory.mktemp("archive"))
+    gone = SequenceRange(min(bounds), max(bounds))
+    missing = {s for s in range(gone.first, gone.last + 1) if s not in own}
+    if not missing:
+        return
+    counts = {Reason.GONE_BEFORE_READ: len(missing), Reason.DELETED: 30 - len(own) - len(missing)}
+    held = rows(sorted(own))
+    segment = archive.put(1, 30, held, ledger=counts, unread=SequenceRange(min(missing), max(missing)))
+    for number, each in enumerate(others):
+        archive.put(min(each, default=1), 21 + number, rows(sorted(each)))
+    found: list[int] = []
+    with open_stretch(archive.store, Stretch(segment, segment.coverage)) as reader:
+        begin = 1
+        for part in reader.parts():
+            sequences = part.batch.column("sequence").to_pylist()
+            within = SequenceRange(max(begin, part.since), sequences[-1])
+            assert part.segment.coverage.encloses(within)
+            with archive.store.open(part.segment) as named:
+                again = [s for b in named.batches(within) for s in b.column("sequence").to_pylist()]
+            assert again == sequences
+            found += sequences
+            begin = sequences[-1] + 1
+    late = set().union(*others) & set(range(min(missing), max(missing) + 1))
+    assert found == sorted(own | late)

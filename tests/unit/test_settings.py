@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from common.clock import parse_time
 from common.settings.loader import changed, load, parse
 from common.settings.root import Settings
 from common.settings.service import NatsSettings
+from common.settings.types import format_duration, format_size, parse_duration, parse_listen, parse_size
 
 STORE = {"url": "s3://floe"}
 
@@ -74,16 +78,6 @@ def test_models_given_in_code_are_merged_as_files_are():
     assert settings.nats_for("egress").url == ("nats://a:1",)
 
 
-def test_a_dumped_configuration_reads_back_equal():
-    settings = centre({"stream": "T", "create": {}, "sources": [{"site": "s", "feed": "f", "subject_prefix": "p"}]})
-    assert Settings.model_validate(settings.model_dump(by_alias=True)) == settings
-
-
-def test_settings_cannot_be_changed():
-    with pytest.raises(ValidationError, match="frozen"):
-        site().site = "other"
-
-
 def test_secrets_stand_in_no_representation():
     settings = Settings(
         store=STORE | {"access_key_id": "id", "secret_access_key": "canary-1"},
@@ -140,7 +134,6 @@ compaction: {spark: {conf: {spark.hadoop.fs.s3a.secret.key: former-value-of-spar
         ("defaults: {seg", "defaults: {relay: true, seg", {"egress.defaults.relay": (None, "True")}),
         ("max_age: 1m", "max_age: 3m", {"egress.feeds[B].segment.max_age": ("60.0", "180.0")}),
         ("{stream: A}, ", "", {"egress.feeds[A]": ("an entry", None)}),
-        ("{stream: C}", "{stream: C}, {stream: D}", {"egress.feeds[D]": (None, "an entry")}),
         ("[{subject: a.b}]", "[{subject: a.c}]", {"egress.heartbeats.subjects[0].subject": ("a.b", "a.c")}),
         ("  feeds", "  nats: {user: floe, password: of-egress-alone}\n  feeds",
          {"egress.nats.password": ("a secret", "a secret")}),
@@ -241,7 +234,7 @@ TRANSFORM = {"source": ">", "destination": "x.>"}
         (targets(target(exclusive=False)), "expected at_least_once where exclusive is false, found exactly_once"),
         (targets(target(create={})), "create: expected subjects where a source has no subject_prefix, found none"),
         (source(subject_prefix="p", subject_transform=TRANSFORM), "it without subject_prefix and subject_remove"),
-        *((source(subject_prefix=each), BRACES) for each in ("f.{sites}", "f.{site", "f}.{site}", "f.{}", "{{site}}")),
+        *((source(subject_prefix=each), BRACES) for each in ("f.{sites}", "f.{site", "{{site}}")),
         (targets(target(sources=[])), "sources: expected at least one entry"),
         (source(control_headers=["Nats-Msg-Id"]), "expected a header that ingress does not set itself"),
         (source(control_headers=["X-A"]), "expected a header of NATS such as Nats-TTL"),
@@ -250,9 +243,7 @@ TRANSFORM = {"source": ">", "destination": "x.>"}
         (levels({"from": 0, "to": 1}, {"from": 0, "to": 2}), "levels.1.from: expected each level read once, found 0"),
         (nats(credentials_file="/c", token="t"), "one way to authenticate, found credentials_file and token"),
         (nats(user="u"), "user: expected password or password_file beside it, found none"),
-        (nats(password="p"), "password: expected user beside it, found none"),
         (nats(jwt_file="/j"), "jwt_file: expected nkey_seed_file beside it, found none"),
-        (nats(tls={"cert": "/c"}), "cert: expected key beside it, found none"),
         (nats(url=["nats://a:1", "tls://b:1"]), "all of them nats:// or all of them tls://, found both"),
         (nats(url=["nats://a:1", "nats://a:1"]), "url.1: expected each server once, found nats://a:1 twice"),
         ({"store": STORE | {"access_key_id": "a"}}, "secret_access_key or secret_access_key_file beside it"),
@@ -260,15 +251,9 @@ TRANSFORM = {"source": ">", "destination": "x.>"}
         ({"store": {"url": "file:///data", "endpoint_url": "http://a:1"}}, "endpoint_url: expected none beside a file"),
         # out of a range
         (feed(segment={"max_age": "100ms"}), "expected 1s to 1d (each segment is an object"),
-        (feed(segment={"max_size": 1}), "expected 64K to 4G (smaller ones cost more requests"),
-        (feed(segment={"max_messages": 0}), "expected 1 to 100000000"),
-        (feed(segment={"compression_level": 23}), "expected 1 to 22"),
         (feed(max_age="10ms"), "expected 0 or at least 1s"),
         (feed(start_sequence=2**63), "expected 0 to 9223372036854775807"),
         ({"egress": {"lease_ttl": "500ms"}}, "expected 1s to 10m (it is renewed every third of it)"),
-        ({"egress": {"memory_limit": "1M"}}, "expected 16M to 1T"),
-        ({"egress": {"kv_replicas": 6}}, "expected 0 to 5"),
-        ({"egress": {"shutdown_timeout": "0s"}}, "expected 1s to 1h"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_or_is_out_of_range_is_refused_with_both_sides(keys: dict[str, Any], expected: str):
@@ -292,15 +277,12 @@ def test_urls_of_servers_and_stores_and_names_of_sites_are_taken():
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("", "nats://HOST:PORT or tls://HOST:PORT"),
         ("host:4222", "nats://HOST:PORT or tls://HOST:PORT"),
         ("nats://h:1/", "without a slash at its end"),
         ("nats://h:1/path", "no path"),
         ("nats://h:0", "a port from 1 to 65535"),
         ("nats://::1:4222", "an IPv6 address in brackets"),
         ("nats://user:hunter2@h:1", "without user and password (they belong into user and password_file)"),
-        ("nats://h:1?a=b", "no path"),
-        ("nats:// h:1", "no path"),
         ([], "at least one entry"),
     ],
 )
@@ -314,23 +296,17 @@ def test_other_nats_urls_are_refused_with_the_reason(url: Any, why: str):
     ("store", "why"),
     [
         ({"url": "s3://"}, "3 to 63 of a-z 0-9 . -"),
-        ({"url": "s3://ab"}, "3 to 63"),
-        ({"url": "s3://a..b"}, "3 to 63"),
         ({"url": "s3://192.168.0.1"}, "3 to 63"),
         ({"url": "s3://floe/"}, "nothing behind the bucket (a path belongs into prefix)"),
         ({"url": "s3://key:secret@floe"}, "without credentials"),
         ({"url": "floe"}, "s3://BUCKET or file:///FOLDER"),
         ({"url": "file://relative"}, "an absolute folder"),
         ({"url": "file:///"}, "an absolute folder below /"),
-        ({"url": "file:///a/../b"}, "an absolute folder"),
         ({"endpoint_url": "minio:9000"}, "https://HOST:PORT or http://HOST:PORT"),
         ({"endpoint_url": "http://minio:9000/"}, "without a slash at its end"),
-        ({"endpoint_url": "http://minio:9000/path"}, "no path"),
         ({"endpoint_url": "http://u:p@minio:9000"}, "without user and password"),
-        ({"prefix": "/data"}, "none beginning with . or _"),
         ({"prefix": "data/"}, "joined by /"),
         ({"prefix": "a/../b"}, "none beginning with . or _"),
-        ({"prefix": "_floe"}, "none beginning with . or _"),
         ({"region": ""}, "a value"),
     ],
 )
@@ -356,10 +332,6 @@ def test_other_names_are_no_sites_streams_or_subjects(keys: Any, values: list[st
         assert why in problem(lambda value=value: Settings(**{"store": STORE, "site": "us-east", **keys(value)}))
 
 
-def test_zero_switches_off_what_may_be_off():
-    assert site(feeds=[{"stream": "A", "max_age": "0s"}]).egress.feeds[0].max_age == 0.0
-
-
 def test_a_stream_that_flows_into_itself_is_a_loop():
     settings = Settings(
         site="s",
@@ -373,3 +345,66 @@ def test_a_stream_that_flows_into_itself_is_a_loop():
     )
     assert [key for key, _ in settings.loops()] == ["ingress.targets.0.sources.0"]
     assert list(elsewhere.loops()) == []
+
+
+# Durations, sizes, times and addresses
+
+
+def test_a_duration_is_a_sum_of_numbers_with_units():
+    given = {"500ms": 0.5, "5s": 5.0, "5m": 300.0, "1h30m": 5400.0, "1.5h": 5400.0, "7d": 604800.0, "1w": 604800.0}
+    assert {text: parse_duration(text) for text in given} == given
+    assert parse_duration("0s") == 0
+    with pytest.raises(ValueError, match="expected at most 5214w2d, found '999999d'"):
+        parse_duration("999999d")
+
+
+@pytest.mark.parametrize("text", ["", "5", "-5s", "5 minutes", "1e99h", "NaN", "5y", "s", "5s ", "٥s", "1h-5m"])
+def test_other_texts_are_no_durations_and_the_message_shows_the_form(text: str):
+    with pytest.raises(ValueError, match="expected a duration such as 500ms 5s 5m 1h30m 7d 1w, found"):
+        parse_duration(text)
+
+
+@given(st.integers(0, 10**12))
+def test_a_formatted_duration_reads_back_to_the_millisecond(milliseconds: int):
+    assert round(parse_duration(format_duration(milliseconds / 1000)) * 1000) == milliseconds
+
+
+def test_sizes_are_binary_as_nats_writes_them():
+    given = {"0": 0, "1000": 1000, "64K": 65536, "64KB": 65536, "64KiB": 65536, "100M": 100 << 20, "1.5G": 3 << 29}
+    given |= {"4G": 4 << 30, "2T": 2 << 40, "10B": 10}
+    assert {text: parse_size(text) for text in given} == given
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1k", "5X", "5iB", "1e3", "NaN", "K", "1 M", "99999999P"])
+def test_other_texts_are_no_sizes(text: str):
+    with pytest.raises(ValueError, match="expected a size such as 64K 100M 4G"):
+        parse_size(text)
+
+
+@given(st.integers(0, 2**63 - 1))
+def test_a_formatted_size_reads_back(size: int):
+    assert parse_size(format_size(size)) == size
+
+
+def test_a_time_is_exact_to_the_nanosecond():
+    assert parse_time("1970-01-01T00:00:01.000000001Z") == 1_000_000_001
+    assert parse_time("2026-01-02T03:04:05+01:00") == parse_time("2026-01-02T02:04:05Z")
+    assert parse_time("1969-12-31T23:59:59.5Z") == -500_000_000
+
+
+@pytest.mark.parametrize("text", ["2026-01-02T03:04:05", "2026-01-02", "2026-02-30T00:00:00Z", "now", "1700000000"])
+def test_a_time_without_zone_or_off_the_calendar_is_refused(text: str):
+    with pytest.raises(ValueError, match="expected a time with its zone such as 2026-01-02T03:04:05Z"):
+        parse_time(text)
+
+
+def test_an_address_is_host_and_port():
+    given = {"127.0.0.1:9464": ("127.0.0.1", 9464), "[::1]:0": ("::1", 0), "localhost:80": ("localhost", 80)}
+    given |= {":9464": ("0.0.0.0", 9464), "": None}
+    assert {text: parse_listen(text) for text in given} == given
+
+
+@pytest.mark.parametrize("text", ["9464", "127.0.0.1", "127.0.0.1:70000", "::1:9464", "a b:1", "host:port", "h:-1"])
+def test_other_texts_are_no_addresses(text: str):
+    with pytest.raises(ValueError, match=r"expected an address such as 127\.0\.0\.1:9464"):
+        parse_listen(text)

@@ -17,12 +17,16 @@ import pytest
 from common.service.process import stop_on_signals
 from common.settings.loader import read_secret
 from common.settings.types import FileSecret
-from infra.local.process import spawn
+from infra.local.process import free_port, free_ports, spawn
 from tests.support.basics import PATIENCE, eventually, soon
 
 ROOT = Path(__file__).parents[2]
 
 DRAINS = """
+import asyncio, time
+from common.cli import run_async
+from common.service.process import stop_on_signals
+
 async def main():
     async with stop_on_signals() as stop:
         {setup}
@@ -30,19 +34,14 @@ async def main():
         await stop.wait()
         print("draining", flush=True)
         {drain}
-        print("drained", flush=True)
+
+run_async(main())
 """
 
 
 @contextmanager
-def service(
-    drain: str = "pass", runner: str = "run_async(main())", setup: str = "pass"
-) -> Iterator[subprocess.Popen[str]]:
-    script = (
-        "import asyncio, time\nfrom common.cli import run_async\n"
-        "from common.service.process import hangups, stop_on_signals\n"
-        f"{DRAINS.format(drain=drain, setup=setup)}\n{runner}\n"
-    )
+def service(drain: str, setup: str = "pass") -> Iterator[subprocess.Popen[str]]:
+    script = DRAINS.format(drain=drain, setup=setup)
     process = spawn([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -54,68 +53,38 @@ def service(
         process.stdout.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("runner", ["run_async(main())", "asyncio.run(main())"])
-def test_the_first_signal_lets_the_service_drain(number: signal.Signals, runner: str):
-    with service(runner=runner) as process:
-        process.send_signal(number)
-        assert process.stdout.read() == "draining\ndrained\n"
-        assert process.wait(PATIENCE) == 0
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_the_second_signal_ends_the_process_at_once(number: signal.Signals, code: int):
-    with service(drain="await asyncio.sleep(60)") as process:
-        process.send_signal(signal.SIGTERM)
+@pytest.mark.parametrize(
+    ("first", "second", "code", "drain"),
+    [
+        (signal.SIGINT, signal.SIGTERM, 143, "time.sleep(60)"),
+        (signal.SIGTERM, signal.SIGINT, 130, "await asyncio.sleep(60)"),
+    ],
+)
+def test_the_first_signal_drains_and_the_second_ends_the_process_at_once_also_while_the_event_loop_is_blocked(
+    first: signal.Signals, second: signal.Signals, code: int, drain: str
+):
+    with service(drain) as process:
+        process.send_signal(first)
         assert process.stdout.readline() == "draining\n"
-        process.send_signal(number)
+        process.send_signal(second)
         assert process.wait(PATIENCE) == code
-        assert process.stdout.read() == ""
 
 
-def test_the_second_signal_works_while_the_event_loop_is_blocked():
-    with service(drain="time.sleep(60)") as process:
-        process.send_signal(signal.SIGTERM)
-        assert process.stdout.readline() == "draining\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE) == 143
-
-
-async def test_the_former_handlers_are_back_afterwards():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    async with stop_on_signals() as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(stop.wait(), PATIENCE)
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
-
-
-@pytest.mark.parametrize("more", ["", " or 1 / 0"], ids=["it reads again", "it fails"])
-def test_a_hangup_ends_nothing_and_calls_what_reads_again_even_where_that_fails(more: str):
-    with service(setup=f"hangups.append(lambda: print('reads again', flush=True){more})") as process:
-        process.send_signal(signal.SIGHUP)
-        assert process.stdout.readline() == "reads again\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.stdout.read() == "draining\ndrained\n"
-        assert process.wait(PATIENCE) == 0
-
-
-@pytest.mark.parametrize("wait", ["await asyncio.sleep(60)", "time.sleep(60)"], ids=["waiting", "blocked"])
-def test_sigquit_logs_where_tasks_and_threads_stand_and_ends_nothing(wait: str, tmp_path: Path):
+def test_sigquit_logs_where_a_blocked_event_loop_stands_and_ends_nothing(tmp_path: Path):
     log = tmp_path / "log"
-    setup = f"from common import logs; logs.configure('info', 'json', stream=open('{log}', 'w'))"
 
     def stacks() -> dict[str, list[str]]:
         lines = [json.loads(line) for line in log.read_text().splitlines()]
         return {line.get("task") or line["thread"]: line["stack"] for line in lines if "stack" in line}
 
-    with service(drain=wait, setup=setup) as process:
+    setup = f"from common import logs; logs.configure('info', 'json', stream=open('{log}', 'w'))"
+    with service("time.sleep(60)", setup) as process:
         process.send_signal(signal.SIGTERM)
         assert process.stdout.readline() == "draining\n"
         process.send_signal(signal.SIGQUIT)
         eventually(lambda: "MainThread" in stacks())
         of_tasks = [place for name, stack in stacks().items() if name != "MainThread" for place in stack]
         assert any(place.endswith(" main") for place in of_tasks), stacks()
-        assert stacks()["MainThread"]
         assert process.poll() is None
 
 
@@ -133,3 +102,101 @@ async def test_a_hang_up_stops_nothing_and_has_secrets_read_again(tmp_path: Path
         assert not stop.is_set
     assert secret.get_secret_value() == "later", "a file that is gone takes nothing away"
     assert "later" not in f"{secret!r} {secret}"
+
+
+# Children end with whoever started them
+
+# The child is started by a thread that ends at once; with `nested` it has a child of its own.
+OWNER = """
+import subprocess, sys, threading, time
+from infra.local.process import spawn
+
+def start():
+    nested = "import sys, time; from infra.local.process import spawn; " \
+        "print(spawn(['sleep', '600']).pid, flush=True); time.sleep(600)"
+    command = [sys.executable, "-c", nested] if sys.argv[1] == "nested" else ["sleep", "600"]
+    child = spawn(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    print(child.pid, child.stdout.readline().strip() if sys.argv[1] == "nested" else "", flush=True)
+
+thread = threading.Thread(target=start)
+thread.start()
+thread.join()
+sys.stdin.readline()
+"""
+
+# The guard stands in a session of its own, and is the only other child.
+GUARD_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from infra.local.process import spawn
+
+first = spawn(["sleep", "600"])
+children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+[guard] = {int(pid) for pid in children} - {first.pid}
+os.kill(guard, signal.SIGKILL)
+os.waitid(os.P_PID, guard, os.WEXITED | os.WNOWAIT)
+print(spawn(["sleep", "600"]).pid, flush=True)
+first.kill()
+sys.stdin.readline()
+"""
+
+
+def owner(kind: str, program: str = OWNER) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", program, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+
+
+def runs(pid: int) -> bool:
+    """Whether the process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(("kind", "number"), [("nested", signal.SIGKILL), ("alone", signal.SIGTERM), ("nested", None)])
+def test_what_was_spawned_ends_when_its_owner_does_however_that_ends(kind: str, number: int | None):
+    with owner(kind) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        try:
+            assert len(pids) == (2 if kind == "nested" else 1)
+            assert all(map(runs, pids)), "the thread that started it has ended, and it went with it"
+            if number is None:
+                process.stdin.close()  # it ends by itself
+            else:
+                process.send_signal(number)
+            process.wait(PATIENCE)
+            eventually(lambda: not any(map(runs, pids)))
+        finally:
+            for pid in filter(runs, pids):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_guard_that_was_killed_is_replaced():
+    with owner("alone", GUARD_KILLED) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        try:
+            assert runs(pid)
+            process.stdin.close()
+            process.wait(PATIENCE)
+            eventually(lambda: not runs(pid))
+        finally:
+            if runs(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_no_two_processes_are_given_the_same_port():
+    asking = "import sys; from infra.local.process import free_ports; print(*free_ports(200), flush=True); input()"
+    owners = [owner("", asking) for _ in range(5)]
+    given = [[*map(int, each.stdout.readline().split())] for each in owners if each.stdout]
+    given.append(free_ports(100) + [free_port() for _ in range(50)])
+    for each in owners:
+        each.communicate("\n")
+    ports = [port for each in given for port in each]
+    assert len(ports) == len(set(ports)) == 1150
+    assert all(port < 20_240 for port in ports)

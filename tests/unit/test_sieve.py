@@ -108,13 +108,6 @@ def test_what_claims_to_have_come_round_passes_and_the_sampler_is_not_shown_it()
     assert sampler.shown == [1, 3, 5]
 
 
-def test_age_is_counted_from_the_newest_message_before() -> None:
-    sifter = sieve()
-    assert list(sifter.sift(batch((50, None), (500, None), (50, None))).codes) == [KEPT, KEPT, TOO_OLD]
-    assert list(sifter.sift(batch((399, None), (400, None))).codes) == [TOO_OLD, KEPT]
-    assert sifter.newest_ns == 500 * SECOND
-
-
 def test_what_the_source_holds_counts_as_seen_and_says_whether_that_changes_anything() -> None:
     sifter = sieve()
     sifter.sift(batch((500, None)))

@@ -78,14 +78,6 @@ def test_a_terminal_that_is_wide_enough_and_a_program_get_all_of_it(capsys: pyte
 # The centre
 
 
-def test_what_is_archived_and_carried_are_equal_where_they_are():
-    chain = ChainStatus("FLEET", "fast", Chain("us-east", "NODES"), 70, 71)
-    assert (chain.row()["archived"], chain.row()["position"], chain.lag_sequences) == (70, 71, 0)
-    cells = chain.cells(0.0)
-    assert (cells["archived"], cells["carried"], cells["lag"]) == (70, 70, 0)
-    assert ChainStatus("FLEET", "fast", Chain("us-east", "NODES"), 70, None).cells(0.0)["carried"] is None
-
-
 def test_the_centre_makes_up_no_lag_where_a_tail_cannot_be_read():
     sign = Sighting(ChainSign("reading", 0.0, source_last=90, end=0, chain=Chain("us-east", "NODES")), 1.0, 5.0, 1.0)
     spoiled = ChainStatus("FLEET", "", Chain("us-east", "NODES"), None, 41, last_archived=1.0, egress=sign)

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.chain import Chain
+from common.errors import ConfigError
+from common.settings.ingress import SourceSettings
+from common.settings.loader import load
 from common.subjects import covers, matches, overlaps
+from common.transforms import TransformError, compile_transform
+from ingress.rows.prepare import Accepting, SubjectRule, patterns_of, rule_of
 
 
 def test_inside_a_token_a_wildcard_is_a_letter_case_counts_and_what_is_not_text_is_taken_by_its_bytes() -> None:
@@ -44,6 +52,9 @@ def test_a_wide_filter_covers_a_narrow_one_and_not_the_other_way_round() -> None
     not_covered = [("a", ""), ("a", "b"), ("a", "*"), ("a.*", "a.>"), ("a.>", "a"), ("a.>", ">"), ("*", "a.b")]
     for wide, narrow in [*not_covered, ("a.b", "a")]:
         assert not covers(wide, narrow), (wide, narrow)
+    for one, other in (("a.*", "a"), ("a.b", "a.c"), ("b.>", "a.>")):
+        assert not overlaps(one, other)
+        assert not overlaps(other, one)
 
 
 FILTERS = st.lists(st.sampled_from(["a", "b", "*"]), min_size=1, max_size=3).flatmap(
@@ -58,3 +69,103 @@ def test_covers_and_overlaps_agree_with_matches(one: str, other: str, subject: s
         assert matches(one, subject)
     if matches(one, subject) and matches(other, subject):
         assert overlaps(one, other)
+
+
+# Transforms
+
+CONFIG = """\
+nats: {url: nats://127.0.0.1}
+store: {url: s3://bucket}
+ingress:
+  targets:
+    - stream: FLEET
+      sources:
+        - site: a
+          feed: A
+          subject_transform: {source: "SOURCE", destination: "DESTINATION"}
+"""
+
+
+def loaded(folder: Path, source: str, destination: str) -> str:
+    path = folder / "c.yaml"
+    path.write_text(CONFIG.replace("SOURCE", source).replace("DESTINATION", destination))
+    path.chmod(0o600)
+    [target] = load(str(path)).ingress.targets
+    return rule_of(target.sources[0], Chain("us-east", "A")).apply(b"nodes.one.x").decode()
+
+
+def test_a_prefix_has_the_fields_of_the_chain() -> None:
+    given = {
+        "site": ["us-east", "eu-west"],
+        "feed": "A",
+        "subject_prefix": "f.{site}.{feed}.{incarnation}.p{partition}",
+    }
+    source = SourceSettings.model_validate(given)
+    rule = rule_of(source, Chain("eu-west", "A", 12, 3))
+    assert rule.apply(b"nodes.one") == b"f.eu-west.A.12.p3.nodes.one"
+    assert patterns_of(source) == ["f.us-east.A.*.*.>", "f.eu-west.A.*.*.>"]
+
+
+def test_a_transform_of_the_configuration_is_applied(tmp_path: Path) -> None:
+    assert loaded(tmp_path, "nodes.*.>", "fleet.{{wildcard(1)}}.>") == "fleet.one.x"
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "problem"),
+    [
+        ("nodes.*", "fleet.$2", r"9:63: .*destination: \$2: expected the number of a \* of the source, source has 1"),
+        ("nodes.*", "fleet.{{random(3)}}", "expected a function that gives the same each time"),
+        ("nodes.*", "fleet.{{wildcard(1}}", "expected one of wildcard, partition, split"),
+        ("nodes.*", "fleet.{{left(1,x)}}", "expected a whole number, found 'x'"),
+        ("nodes.*", "fleet.*", r"expected \$n or {{wildcard\(n\)}} in the place of"),
+        ("nodes.>", "fleet.a", "expected a last > in both or in none"),
+        ("nodes.*", "fleet..a", "without empty tokens"),
+    ],
+)
+def test_a_mistake_is_told_with_its_place(tmp_path: Path, source: str, destination: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        loaded(tmp_path, source, destination)
+
+
+def test_bytes_that_are_no_text_are_cut_like_others() -> None:
+    ours = compile_transform("a.*", "b.{{splitFromLeft(1,2)}}.{{right(1,1)}}")
+
+    assert ours.apply(b"a.\xff\xfe\xfd") == b"b.\xff\xfe.\xfd.\xfd"
+
+
+pieces = st.sampled_from(["a", "b", "*"])
+functions = st.sampled_from(
+    ["lit", "$1", "{{wildcard(1)}}", "{{partition(3,1)}}", "{{split(1,-)}}", "{{sliceFromLeft(1,2)}}", "{{left(1,1)}}"]
+)
+values = st.sampled_from(["a", "b", "x-y", "abcd"])
+
+
+@given(st.lists(pieces, min_size=1, max_size=3), st.lists(functions, min_size=1, max_size=3), st.booleans(), st.data())
+def test_the_pattern_takes_whatever_is_made(
+    source: list[str], destination: list[str], rest: bool, data: st.DataObject
+) -> None:
+    """So a start is never refused for subjects that the target would have taken."""
+    end = [">"] if rest else []
+    try:
+        ours = compile_transform(".".join(source + end), ".".join(destination + end))
+    except TransformError:
+        return
+    subject = [data.draw(values) if token == "*" else token for token in source]
+    subject += data.draw(st.lists(values, min_size=1, max_size=3)) if rest else []
+    raw = ".".join(subject).encode()
+
+    assert matches(ours.source, raw)
+    assert matches(ours.pattern, ours.apply(raw))
+    assert Accepting([ours.apply(raw).decode()]).meets(ours.pattern)
+
+
+affixes = st.text("ab.", min_size=1, max_size=4)
+
+
+@given(affixes, st.one_of(st.just(""), affixes), st.lists(st.text("ab", min_size=1, max_size=3), min_size=1))
+def test_the_pattern_of_a_prefix_takes_whatever_is_made(prefix: str, remove: str, subject: list[str]) -> None:
+    rule = SubjectRule(prefix.encode(), remove.encode())
+    pattern, made = rule.pattern, rule.apply(".".join(subject).encode())
+
+    if pattern is not None and made and b"" not in made.split(b"."):
+        assert matches(pattern, made), (pattern, made)

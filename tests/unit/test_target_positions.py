@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,16 @@ from click.testing import CliRunner
 
 import floe
 from common.chain import Chain
-from common.errors import DataError, Refused
+from common.errors import ConfigError, DataError, Refused
 from common.metrics import REGISTRY
 from common.objects.local import LocalObjects
-from common.segments.documents import ChainStore, TargetPositions
+from common.segments.documents import ChainStore, Floor, TargetPositions
 from common.segments.keys import Layout
+from common.sequences import MAX_SEQUENCE
 from common.service.process import Threads
+from common.settings.loader import parse
+from common.settings.root import RetentionSettings
+from compaction.retention import read_needs
 from ingress.report import PositionsReport
 from tests.support.clock import ManualClock
 
@@ -88,60 +91,45 @@ async def test_positions_are_put_when_they_changed_and_at_most_once_a_minute(
     now: dict[Chain, int] | None = None
     stopped: dict[Chain, str] = {}
     report = PositionsReport("T", ("us-east/NODES",), lambda: now, lambda: stopped, documents, threads, clock)
-
-    def said() -> Mapping[Chain, int] | None:
+    large = "E-MSG-TOO-LARGE: too large; raise max_payload" + "x" * 2000
+    for seconds, positions, stops, puts, said in (
+        (0, None, {}, 0, None),  # target and state did not agree yet
+        (0, {A: 31}, {}, 1, {A: 31}),
+        (59, {A: 40}, {}, 1, {A: 31}),
+        (1, {A: 40}, {}, 2, {A: 40}),
+        (
+            1,
+            {A: 7, B: 1},
+            {},
+            3,
+            {A: 7, B: 1},
+        ),  # moved back: something may be deleted by what was said
+        (600, {A: 7, B: 1}, {}, 3, {A: 7, B: 1}),  # nothing changed
+        (0, {A: 7, B: 1}, {A: large}, 4, {A: 7, B: 1}),
+        (60, {A: 7, B: 1}, {A: large}, 4, {A: 7, B: 1}),  # it stays stopped
+        (0, {A: 7, B: 1}, {A: large, B: "E-GAP: a hole"}, 5, {A: 7, B: 1}),  # at once
+        (1, {A: 7, B: 1}, {A: large}, 5, {A: 7, B: 1}),  # that it is over, within a minute
+        (60, {A: 7, B: 1}, {A: large}, 6, {A: 7, B: 1}),
+    ):
+        now, stopped = positions, stops
+        clock.advance(seconds)
+        await report.look()
         found = documents.read_positions("T")
-        return None if found is None else found.positions
-
-    await report.look()
-    assert said() is None  # target and state did not agree yet
-    now = {A: 31}
-    await report.look()
-    assert said() == {A: 31}
-    clock.advance(59)
-    now = {A: 40}
-    await report.look()
-    assert said() == {A: 31}
-    clock.advance(1)
-    await report.look()
-    assert said() == {A: 40}
-    clock.advance(1)
-    now = {A: 7, B: 1}  # moved back: what was said is ahead, and something may be deleted by it
-    await report.look()
-    assert said() == {A: 7, B: 1}
-    clock.advance(600)
-    await report.look()
-    assert objects.puts == 3  # nothing changed
-    stopped[A] = "E-MSG-TOO-LARGE: too large; raise max_payload" + "x" * 2000
-    await report.look()
-    found = documents.read_positions("T")
+        assert (objects.puts, found and found.positions) == (puts, said)
     assert found is not None
-    assert found.stopped[A].startswith("E-MSG-TOO-LARGE: too large; raise max_payload")
-    assert (len(found.stopped[A]), objects.puts) == (1000, 4)
-    clock.advance(60)
-    await report.look()
-    assert objects.puts == 4, "it stays stopped"
-    stopped[B] = "E-GAP: a hole"
-    await report.look()
-    clock.advance(1)
-    del stopped[B]
-    await report.look()
-    assert objects.puts == 5, "a stop is shown at once, and that it is over within a minute"
-    clock.advance(60)
-    await report.look()
-    assert objects.puts == 6
-    clock.advance(60)
-    objects.puts = 3
+    assert found.stopped == {A: large[:1000]}
 
     before, objects.refuses, now = errors(), True, {A: 8, B: 1}
     for _ in range(3):
-        await report.look()
         clock.advance(60)
-    assert (objects.puts, errors() - before) == (6, 3)
+        await report.look()
+    assert (objects.puts, errors() - before) == (9, 3)
     assert sum("positions not stored" in record.message for record in caplog.records) == 1
     objects.refuses = False
+    clock.advance(60)
     await report.look()
-    assert said() == now
+    assert (found := documents.read_positions("T")) is not None
+    assert found.positions == now
     threads.close()
 
 
@@ -173,3 +161,93 @@ def test_a_target_is_let_go_only_where_that_is_said(tmp_path: Path, documents: C
     # What cannot be read holds everything; it may be released too.
     documents.objects.put("data/_floe/ingress/SPOILED/positions.json", b"[]")
     assert invoke(tmp_path, "SPOILED", "--yes").exit_code == 0
+
+
+# Retention
+
+EAST, WEST, LATER = Chain("us-east", "NODES"), Chain("eu-west", "NODES"), Chain("us-east", "NODES", 1)
+DAY = 86_400.0
+
+
+def settings_of(text: str) -> RetentionSettings:
+    [found] = parse(f"store: {{url: s3://floe}}\ncompaction: {{retention: {text}}}\n", "f.yaml")
+    return found.compaction.retention
+
+
+def test_nothing_is_deleted_unless_that_is_said():
+    assert settings_of("{}").of("us-east", "NODES") == (0.0, 0, None)
+    assert settings_of("{max_age: 30d}").of("us-east", "NODES") == (30 * DAY, 0, None)
+    with pytest.raises(ConfigError, match="delete_after"):
+        settings_of("{delete_after: 30d}")
+
+
+def test_an_entry_of_a_feed_stands_in_place_of_what_is_said_of_all_and_that_of_a_site_before_it():
+    found = settings_of(
+        "{max_age: 90d, max_bytes: 10G, feeds: [{feed: NODES, max_age: 365d}, "
+        "{site: us-east, feed: NODES, max_bytes: 1G}, {feed: KEPT}]}"
+    )
+    assert found.of("eu-west", "OTHER") == (90 * DAY, 10 << 30, None)
+    assert found.of("eu-west", "NODES") == (365 * DAY, 0, None)
+    assert found.of("us-east", "NODES") == (0.0, 1 << 30, None)
+    assert found.of("us-east", "KEPT") == (0.0, 0, None)
+    with pytest.raises(ConfigError, match=r"one entry for each feed, found us-east/NODES in feeds.0 and feeds.1"):
+        settings_of("{feeds: [{site: us-east, feed: NODES}, {site: us-east, feed: NODES, max_age: 2d}]}")
+
+
+def test_of_two_times_from_which_on_all_is_kept_the_earlier_one_counts():
+    found = settings_of(
+        "{max_age: 90d, keep_from: '2026-01-02T03:04:05Z', "
+        "feeds: [{feed: EAST, keep_from: '1970-01-01T00:00:01Z'}, {feed: WEST, max_age: 1d}]}"
+    )
+    held = 1_767_323_045 * 10**9
+    assert found.of("s", "OTHER")[2] == found.of("s", "WEST")[2] == held
+    assert found.of("s", "EAST") == (0.0, 0, 10**9)
+    with pytest.raises(ConfigError, match="keep_from: expected a time"):
+        settings_of("{keep_from: yesterday}")
+
+
+@pytest.mark.parametrize("text", ["{max_age: 1h}", "{max_bytes: 5K}", "{feeds: [{max_age: 2d}]}"])
+def test_what_would_delete_at_once_or_names_no_feed_is_refused(text: str):
+    with pytest.raises(ConfigError):
+        settings_of(text)
+
+
+# Needs
+
+
+def test_a_target_needs_what_lies_behind_its_position_and_all_of_a_chain_that_it_has_not_begun(documents: ChainStore):
+    documents.write_positions(TargetPositions("FLEET", 1.0, {EAST: 31}, ("us-east/NODES",)))
+    documents.write_positions(TargetPositions("COPY", 1.0, {EAST: 11}, ("us-east/NODES",)))
+
+    needs = read_needs(documents, {})
+    assert needs.of(EAST, 1) == (11, "COPY")
+    assert needs.of(LATER, 5) == (5, "COPY")
+    assert needs.of(WEST, 1) == (MAX_SEQUENCE, "")
+    # The configuration lists another source by now, and ingress was not started again.
+    assert read_needs(documents, {"FLEET": ["eu-west/NODES"]}).of(WEST, 3) == (3, "FLEET")
+
+
+def test_a_target_that_was_released_needs_nothing(documents: ChainStore):
+    documents.write_positions(TargetPositions("FLEET", 1.0, released=True))
+    assert read_needs(documents, {"FLEET": ["us-east/NODES"]}).of(EAST, 1) == (MAX_SEQUENCE, "")
+
+
+def test_a_configured_target_that_says_nothing_and_one_that_cannot_be_read_need_everything(documents: ChainStore):
+    needs = read_needs(documents, {"FLEET": ["us-east/NODES"]})
+    assert needs.of(WEST, 7) == (0, "FLEET")
+    assert needs.unknown == {"FLEET": "it has not said yet how far it is"}
+    documents.objects.put("data/_floe/ingress/SPOILED/positions.json", b"[]")
+    needs = read_needs(documents, {})
+    assert needs.of(EAST, 1) == (0, "SPOILED")
+    assert "positions.json" in needs.unknown["SPOILED"]
+
+
+def test_a_floor_says_since_when(documents: ChainStore):
+    assert documents.floor(EAST) is None
+    documents.raise_floor(EAST, 21)
+    found = documents.floor(EAST)
+    assert found is not None
+    info = documents.objects.head(documents.layout.floor_document(EAST))
+    assert info is not None
+    assert found == Floor(21, info.modified)
+    assert str(Floor(21, 1_767_323_045.5)) == "what was before 21 is gone by retention since 2026-01-02T03:04:05Z"

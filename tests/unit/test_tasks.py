@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from common.cli import run_async
 from common.errors import Stopped, Unavailable, Unforeseen
+from common.service.process import Threads, busy_threads
 from common.tasks import (
     Stop,
     StopReason,
@@ -25,7 +30,7 @@ from common.tasks import (
     watched,
     within,
 )
-from tests.support.basics import PATIENCE, counted
+from tests.support.basics import PATIENCE, counted, soon
 from tests.support.clock import ManualClock
 
 
@@ -92,13 +97,6 @@ async def test_a_cancellation_that_comes_together_with_the_result_is_not_lost() 
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-
-
-async def test_within_raises_in_time_and_cancels_what_it_waited_for() -> None:
-    future = asyncio.get_running_loop().create_future()
-    with pytest.raises(TimeoutError):
-        await within(future, 0.01)
-    assert future.cancelled()
 
 
 # Errors that nobody awaits
@@ -192,18 +190,15 @@ async def test_what_an_error_ended_begins_again_after_pauses_that_grow() -> None
         if len(began) < 6:
             broken()
 
+    async def stops() -> None:
+        raise Stopped("an operator has to look")
+
+    with pytest.raises(Stopped):
+        await again("expiry", stops, clock)
     count = counted(unexpected.labels("expiry"))
     await again("expiry", work, clock)
     assert began == [0, 1, 3, 7, 68, 70]
     assert counted(unexpected.labels("expiry")) == count + 5
-
-
-async def test_what_was_foreseen_is_not_begun_again() -> None:
-    async def work() -> None:
-        raise Stopped("an operator has to look")
-
-    with pytest.raises(Stopped):
-        await again("expiry", work, ManualClock())
 
 
 def test_a_group_is_told_by_what_nobody_foresaw() -> None:
@@ -248,3 +243,90 @@ async def test_a_child_that_nobody_needs_any_more_is_forgotten() -> None:
     gc.collect()
     assert child() is None
     parent.set()
+
+
+# Blocking calls in threads
+
+
+@pytest.fixture
+def threads() -> Iterator[Threads]:
+    pool = Threads("test", 1)
+    yield pool
+    pool.close()
+
+
+async def test_the_event_loop_turns_while_a_call_runs_which_cancelling_idle_does_not_cancel(threads: Threads):
+    before, release = busy_threads(), threading.Event()
+    call = asyncio.create_task(threads.run(release.wait, PATIENCE))
+    await soon(lambda: threads.busy)
+    await soon(lambda: busy_threads() == before + 1)
+    idle = asyncio.create_task(threads.idle())
+    await asyncio.sleep(0)
+    idle.cancel()
+    await asyncio.wait([idle])
+    release.set()
+    assert await call
+    await soon(lambda: busy_threads() == before)
+
+
+async def test_idle_waits_for_a_call_whose_await_was_cancelled(threads: Threads):
+    # Given an upload that was cancelled and runs on
+    release, done = threading.Event(), threading.Event()
+
+    def upload() -> None:
+        release.wait(PATIENCE)
+        done.set()
+        raise OSError("nobody is there to see it")
+
+    call = asyncio.create_task(threads.run(upload))
+    await soon(lambda: threads.busy)
+    call.cancel()
+    await asyncio.wait([call])
+    assert call.cancelled()
+    # When somebody waits for the pool
+    idle = asyncio.create_task(threads.idle())
+    await asyncio.sleep(0.05)
+    assert not idle.done()
+    release.set()
+    await idle
+    # Then the upload has ended
+    assert done.is_set()
+    assert threads.busy == 0
+
+
+async def test_a_call_that_is_cancelled_before_a_thread_is_free_never_runs(threads: Threads):
+    release, ran = threading.Event(), threading.Event()
+    first = asyncio.create_task(threads.run(release.wait, 10))
+    await soon(lambda: threads.busy)
+    second = asyncio.create_task(threads.run(ran.set))
+    await asyncio.sleep(0)
+    second.cancel()
+    await asyncio.wait([second])
+    release.set()
+    await first
+    await threads.idle()
+    assert not ran.is_set()
+
+
+def test_a_thread_that_never_returns_does_not_keep_the_command_from_ending():
+    script = """
+import asyncio, sys, threading
+import click, floe
+from common.cli import run_command
+from common.service.process import Threads
+
+@floe.cli.command("hang")
+@run_command
+async def hang():
+    call = asyncio.create_task(Threads("t", 1).run(threading.Event().wait))
+    await asyncio.sleep(0.1)
+    call.cancel()
+    return 75
+
+floe.COMMANDS["hang"] = floe.Entry("__main__:hang", "")
+sys.argv = ["floe", "hang"]
+floe.main()
+"""
+    root = Path(__file__).parents[2]
+    ended = subprocess.run([sys.executable, "-c", script], cwd=root, timeout=PATIENCE, check=False, capture_output=True)
+    assert (ended.returncode, ended.stderr) == (75, b"")

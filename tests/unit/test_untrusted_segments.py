@@ -64,7 +64,6 @@ def test_the_forger_can_make_a_good_file(path: Path) -> None:
     [
         b"",
         b"PAR1PAR1",
-        b"PAR1\x00\x00\x00\x00PAR1",
         b"<html><body>503 Service Unavailable</body></html>",
         b"PAR1" + b"\x00" * 100 + b"\xff\xff\xff\x7fPAR1",
         b"PAR1" + b"\x00" * 100 + b"\x10\x00\x00\x00PAR1",
@@ -102,13 +101,13 @@ def test_a_byte_changed_anywhere_is_refused_or_changes_no_row(path: Path) -> Non
     name = write_segment(path, rows).segment_name
     whole = path.read_bytes()
     refused = 0
-    for at in range(0, len(whole), 3):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
+    for at in range(0, len(whole), 9):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at // 9 % 8)]) + whole[at + 1 :])
         try:
             assert read_segment(path, name) == rows
         except SegmentCorrupt:
             refused += 1
-    assert refused > len(whole) / 9
+    assert refused > len(whole) / 27
 
 
 # Schema
@@ -141,11 +140,9 @@ STRUCT = pa.struct([("a", pa.binary())])
         (with_column("payload", ["x"] * 40, pa.string()), "payload: expected binary not null, found string not null"),
         (with_column("sequence", range(1, 41), pa.uint64()), "expected int64 not null, found uint64 not null"),
         (with_column("sequence", range(1, 41), pa.int64(), nullable=True), "expected int64 not null, found int64"),
-        (stamps("ms", "UTC"), f"{TIME}[ms, tz=UTC] not null"),
         (stamps("us"), f"{TIME}[us] not null"),
         (more("more", NUMBERS, nullable=False), "column more: expected no such column or a nullable one"),
         (more("payload", BYTES), "column payload: expected once, found 2 times"),
-        (more("payload.more", BYTES), "column payload: expected once, found 2 times"),
         (with_column("payload", [{"a": b"x"}] * 40, STRUCT), "found struct<a: binary> not null"),
     ],
 )
@@ -178,31 +175,27 @@ def test_further_columns_that_may_be_null_are_passed_over(path: Path) -> None:
         (b"{}", "E-SEG-META", "footer format_version"),
         (changed(format_version=2), "E-SEG-VERSION", "expected 1, found 2"),
         (changed(site="eu-west"), "E-SEG-META", "footer chain: expected us-east/NODES/0000/0 as in the key"),
-        (changed(partition=1), "E-SEG-META", "footer chain"),
         (changed(site="../.."), "E-SEG-META", "site"),
+        (changed(site="a\nb"), "E-SEG-META", "site"),
         (changed(level=1), "E-SEG-META", "footer level: expected 0 as in the key, found 1"),
         (changed(last=41), "E-SEG-META", "footer coverage: expected 1..40 as in the key, found 1..41"),
         (changed(first=40, last=1), "E-SEG-META", "range 40..1"),
-        (changed(first="1"), "E-SEG-META", "footer first: expected int, found '1'"),
         (changed(rows=True), "E-SEG-META", "footer rows: expected int, found True"),
         (changed(rows=39), "E-SEG-META", "footer rows: expected 40 as in the file, found 39"),
         (changed(ledger={"deleted": 1}), "E-SEG-META", "expected rows and ledger to sum to 40, found 40 + 1"),
         (changed(ledger={"deleted": -1, "lost": 1}), "E-SEG-META", "ledger deleted: expected a count"),
-        (changed(ledger={"mislaid": 1}), "E-SEG-META", "expected rows and ledger to sum to 40, found 40 + 1"),
         (changed(unread=[1, 2]), "E-SEG-META", "footer unread: expected a range inside"),
         (changed(unread=[1, 2, 3]), "E-SEG-META", "unread: expected two sequences"),
-        (changed(ledger=[]), "E-SEG-META", "footer ledger: expected dict"),
-        (changed(tip="1:2"), "E-SEG-META", "footer floe.segment"),
         (changed(inputs={"count": float("inf"), "digest": ""}), "E-SEG-META", "footer floe.segment"),
         (changed(raw_bytes=-1), "E-SEG-META", "footer raw_bytes"),
         (changed(first_timestamp_ns=None), "E-SEG-META", "footer timestamps"),
-        (changed(last_timestamp_ns=1), "E-SEG-META", "footer timestamps"),
         (changed(raw_bytes=10_000), "E-SEG-META", "footer raw_bytes"),
         (changed(raw_bytes=10), "E-SEG-BOMB", "expected 10 raw bytes as in the footer, found more"),
     ],
 )
-def test_a_footer_that_is_wrong_is_refused(path: Path, footer: bytes, code: str, cause: str) -> None:
+def test_a_footer_that_is_wrong_is_refused_in_one_line(path: Path, footer: bytes, code: str, cause: str) -> None:
     error = forged(path, footer=footer)
+    assert "\n" not in error.line()
     assert (error.code, cause in error.message) == (code, True), error.message
 
 
@@ -234,8 +227,6 @@ def sequences(*values: int) -> pa.Array:
         (sequences(1, 3, 2), "sequence 2 after 3"),
         (sequences(1, 1), "sequence 1 after 1"),
         (sequences(0), "row group 0"),
-        (sequences(-5), "row group 0"),
-        (pa.array([*range(1, 40), 41], pa.int64()), "row group 0: expected sequences in 1..40, found 1..41"),
         (pa.array([*range(1, 40), 2**63 - 1], pa.int64()), "row group 0: expected sequences in 1..40"),
     ],
 )
@@ -256,11 +247,10 @@ def test_order_is_checked_across_row_groups_and_without_the_column_being_asked_f
 @pytest.mark.parametrize(
     ("options", "code", "cause"),
     [
-        *(({"compression": codec}, "E-SEG-CODEC", "") for codec in ("gzip", "snappy", "brotli", "lz4")),
+        *(({"compression": codec}, "E-SEG-CODEC", "") for codec in ("gzip", "snappy")),
         ({"write_statistics": False}, "", "expected statistics"),
         ({"write_page_checksum": False}, "", "has no checksum"),
         ({"column_encoding": {"payload": "DELTA_BYTE_ARRAY"}}, "", ""),
-        ({"column_encoding": {"payload": "DELTA_LENGTH_BYTE_ARRAY"}}, "", ""),
         ({"column_encoding": {"timestamp_ns": "BYTE_STREAM_SPLIT"}}, "", ""),
         *(({"use_dictionary": [column]}, "", "") for column in ("payload", "headers", "sequence")),
         ({"data_page_version": "2.0"}, "", ""),
@@ -274,27 +264,27 @@ def test_codecs_and_encodings_that_the_writer_does_not_use_are_refused(
     assert cause in error.message
 
 
-def test_a_time_that_is_not_the_nanoseconds_is_refused(path: Path) -> None:
-    times = pc.add(table_of(ROWS)["timestamp"].cast(pa.int64()), 1).cast(SCHEMA.field("timestamp").type)
-    error = forged(path, rows_with(timestamp=times))
-    assert error.code == "E-SEG-ROWS"
-    assert "row 0 of a batch: expected timestamp" in error.message
+def off_by_a_microsecond() -> pa.Table:
+    return rows_with(timestamp=pc.add(table_of(ROWS)["timestamp"].cast(pa.int64()), 1).cast(pa.timestamp("us", "UTC")))
 
 
-@pytest.mark.parametrize("column", ["subject", "sample_key"])
-def test_text_that_is_not_utf8_is_refused(path: Path, column: str) -> None:
+def not_utf8(column: str) -> pa.Table:
     raw = pa.array([b"\xff\xfe"] * 40, pa.binary())
-    text = pa.Array.from_buffers(pa.string(), 40, raw.buffers())
-    error = forged(path, rows_with(**{column: text}))
-    assert (error.code, f"column {column}" in error.message) == ("E-SEG-ROWS", True)
+    return rows_with(**{column: pa.Array.from_buffers(pa.string(), 40, raw.buffers())})
 
 
-@pytest.mark.parametrize("raw", [b"nodes.one", b"\xff"])
-def test_raw_subjects_that_do_not_belong_to_the_text_are_refused(path: Path, raw: bytes) -> None:
-    values = pa.array([raw] + [None] * 39, pa.binary())
-    footer = footer_of(ROWS, raw_bytes=10_000)
-    error = forged(path, rows_with(subject_raw=values), footer)
-    assert (error.code, "for subject_raw" in error.message) == ("E-SEG-ROWS", True)
+@pytest.mark.parametrize(
+    ("table", "cause"),
+    [
+        (off_by_a_microsecond(), "row 0 of a batch: expected timestamp"),
+        *((not_utf8(column), f"column {column}") for column in ("subject", "sample_key")),
+        *((rows_with(subject_raw=pa.array([raw] + [None] * 39, pa.binary())), "for subject_raw")
+          for raw in (b"nodes.one", b"\xff")),
+    ],
+)  # fmt: skip
+def test_columns_that_do_not_agree_or_are_no_text_are_refused(path: Path, table: pa.Table, cause: str) -> None:
+    error = forged(path, table, footer_of(ROWS, raw_bytes=10_000))
+    assert (error.code, cause in error.message) == ("E-SEG-ROWS", True), error.message
 
 
 # Encodings, codecs, sizes
@@ -360,7 +350,7 @@ except SegmentCorrupt as error:
 """
 
 
-@pytest.mark.parametrize(("column", "most"), [("payload", 20), ("subject", 80), ("sample_key", 80)])
+@pytest.mark.parametrize(("column", "most"), [("payload", 20), ("subject", 80)])
 def test_a_dictionary_bomb_costs_no_more_than_its_dictionary(path: Path, column: str, most: int) -> None:
     footer = dictionary_bomb(path, column, 10 << 20, 100)
     assert path.stat().st_size < 5000
@@ -375,20 +365,15 @@ def test_a_dictionary_bomb_costs_no_more_than_its_dictionary(path: Path, column:
 # Whose fault it is
 
 
-def test_an_outage_while_parts_are_fetched_is_not_the_file_s_fault(path: Path) -> None:
-    name = write_segment(path, ROWS).segment_name
-
+def test_an_outage_a_missing_file_and_columns_that_there_are_not_are_not_the_file_s_fault(path: Path) -> None:
     def fetch(first: int, length: int) -> None:
         raise Unavailable("store away")
 
-    with pytest.raises(Unavailable, match="store away"):
-        open_file(path, name, fetch=fetch)
-
-
-def test_a_missing_file_and_columns_that_there_are_not_are_the_caller_s_fault(path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         open_file(path, NAME)
     name = write_segment(path, ROWS).segment_name
+    with pytest.raises(Unavailable, match="store away"):
+        open_file(path, name, fetch=fetch)
     with open_file(path, name) as reader, pytest.raises(ValueError, match=r"columns \['seq'\]"):
         reader.batches(columns=["seq"])
 
@@ -400,8 +385,3 @@ def test_what_was_to_be_done_on_closing_is_done_also_when_opening_fails(path: Pa
     with pytest.raises(SegmentCorrupt):
         open_file(path, name._replace(chain=Chain("other", "F")), on_close=lambda: closed.append("bad"))
     assert closed == ["good", "bad"]
-
-
-def test_a_message_of_a_bad_file_is_one_line(path: Path) -> None:
-    forge(path, table_of(ROWS), changed(site="a\nb"))
-    assert "\n" not in refusal(path).line()

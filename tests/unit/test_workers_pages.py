@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
+import re
 import socket
+from collections.abc import Iterator
+from html import unescape
+from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from common.chain import Chain
 from common.errors import UsageError
+from common.segments.coverage import MOST_RANGES, summed
+from common.segments.keys import SegmentName
+from common.segments.segment import SegmentRef
+from common.sequences import SequenceRange
+from common.service import page
 from common.service.monitor import MAX_BEAT_AGE, Health
-from egress.workers.pages import Said, WorkerPages, ask_all, labelled, merged
+from egress.workers.pages import Said, WorkerPages, ask_all, merged
 from egress.workers.process import WorkerPlace, WorkerProcess, exit_code, worst
 from tests.support.browser import bars, table_rows
 from tests.support.clock import ManualClock
 
 
-def page(count: float, awkward: str = "a") -> str:
+def metrics_page(count: float, awkward: str = "a") -> str:
     registry = CollectorRegistry()
     Gauge("memory_bytes", "Bytes.", registry=registry).set(count)
     Counter("messages", 'With "quotes" and\nlines.', ("feed",), registry=registry).labels(awkward).inc(count)
@@ -28,7 +41,7 @@ def page(count: float, awkward: str = "a") -> str:
 
 def test_each_family_stands_once_and_each_sample_names_its_worker() -> None:
     own = "# HELP own 1\n# TYPE own gauge\nown 1.0\n"
-    text = merged(own, {"0": page(1), "1": page(2)})
+    text = merged(own, {"0": metrics_page(1), "1": metrics_page(2)})
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert text.count("# TYPE messages_total") == 1
     assert text.count("# HELP put_seconds ") == 1
@@ -45,18 +58,9 @@ def test_each_family_stands_once_and_each_sample_names_its_worker() -> None:
 
 @pytest.mark.parametrize("value", ['a{b}"c', "a b", "a\\b\nc", "}", ""])
 def test_a_label_keeps_its_value_whatever_it_holds(value: str) -> None:
-    text = merged("", {"3": page(1, value)})
+    text = merged("", {"3": metrics_page(1, value)})
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert families["messages"].samples[0].labels == {"worker": "3", "feed": value}
-
-
-def test_a_sample_without_labels_gets_one() -> None:
-    assert labelled("a 1.0", "0") == 'a{worker="0"} 1.0'
-    assert labelled('a{le="+Inf"} 1.0', "0") == 'a{worker="0",le="+Inf"} 1.0'
-
-
-def test_without_workers_the_own_page_stands() -> None:
-    assert merged(page(1), {}) == page(1)
 
 
 # Pages
@@ -151,8 +155,190 @@ def test_the_worst_code_is_the_one_to_act_on_and_a_signal_counts_as_shells_count
     assert [exit_code(-9), exit_code(75)] == [137, 75]
 
 
-@pytest.mark.parametrize("text", ["", "1", "a/b/c", "1/2/3/4"])
+@pytest.mark.parametrize("text", ["", "a/b/c", "1/2/3/4"])
 def test_a_place_that_is_none_is_refused(text: str) -> None:
     assert WorkerPlace.parse(str(WorkerPlace(1, 4, 7))) == WorkerPlace(1, 4, 7)
     with pytest.raises(UsageError):
         WorkerPlace.parse(text)
+
+
+# The status page
+
+CHAIN = Chain("us-east", "NODES")
+HOSTILE = '<script>alert("x")</script>\'&\n\u202e\ud800'
+
+
+def document(**parts: Any) -> dict[str, Any]:
+    return {"version": "1", "ready": True, "problems": [], "heartbeat_age_seconds": 0.1, "parts": parts}
+
+
+def html(document: dict[str, Any]) -> str:
+    return page.rendered(document, ["/", "/status"]).decode()
+
+
+def ref(first: int, last: int, level: int = 0, modified: float = 0.0, size: int = 10) -> SegmentRef:
+    name = SegmentName(CHAIN, level, SequenceRange(first, last), f"{first:016x}")
+    return SegmentRef(name, f"{level}/{first}-{last}", size, modified)
+
+
+FEED = {
+    "stream": "NODES",
+    "state": "stopped",
+    "code": "E-FORKED",
+    "why": "another history",
+    "hint": "floe egress resolve -c f",
+    "chain": str(CHAIN),
+    "end": 90,
+    "source_last": 100,
+    "lost": 2,
+    "damaged": {"k": "w"},
+    "holder": "this instance",
+    "open_segment": {"messages": 7, "age": 1.5},
+}
+CHAIN_STATE = {"position": 41, "archived": 50, "phase": "late", "hole": "41..45", "hint": "floe gap ls -c f"}
+CHAIN_STATE |= {"lag_seconds": 9}
+TARGET = {"state": "carrying", "publisher": "fast", "trouble": "", "target_sequence": 40}
+TARGET |= {"chains": {str(CHAIN): CHAIN_STATE}}
+
+
+class Seen(HTMLParser):
+    """The elements and attributes of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+
+def hostile(value: Any) -> Any:
+    """`value` with every text of it, names too, made hostile."""
+    if isinstance(value, dict):
+        return {f"{key}{HOSTILE}" if key not in KNOWN else key: hostile(each) for key, each in value.items()}
+    return HOSTILE if isinstance(value, str) else value
+
+
+KNOWN = {*FEED, *TARGET, *CHAIN_STATE, "owner", "held", "messages", "age", "parts", "version", "ready"}
+
+
+@pytest.mark.parametrize("workers", [False, True])
+def test_whatever_a_part_says_is_shown_as_text(workers: bool) -> None:
+    leases = {"owner": "me", "members": 1, "share": 1, "held": ["k"], "failure": ""}
+    parts = {"egress NODES": FEED, "target FLEET": TARGET, "egress sharing": leases, "events": {"why": "x"}}
+    shown = {name if name.startswith("target ") else f"{name}{HOSTILE}": hostile(part) for name, part in parts.items()}
+    found = {"version": HOSTILE, "ready": False, "problems": [HOSTILE], "heartbeat_age_seconds": 0, "parts": shown}
+    found["coverage"] = {HOSTILE: {**summed([ref(1, 5), ref(8, 9)], 0.0)}}
+    if workers:
+        found = {**found, "parts": {}, "workers": {"0": {"parts": shown, "coverage": found["coverage"]}}}
+    text = page.rendered(found, ["/"]).decode()
+
+    seen = Seen(text)
+    assert "script" not in seen.tags
+    assert text.count("&lt;script&gt;") > 10
+    names = {name for name, _ in seen.attributes}
+    assert {name for name in names if name.startswith("on") or name in ("src", "style", "action", "srcset")} == set()
+    assert {value for name, value in seen.attributes if name == "href"} == {"/"}
+
+
+def test_the_policy_allows_the_page_its_own_style_and_nothing_else() -> None:
+    text = html(document())
+    [style] = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = page.HEADERS["Content-Security-Policy"].split("; ")
+
+    assert policy[:2] == ["default-src 'none'", f"style-src 'sha256-{digest}'"]
+    assert "url(" not in style
+    assert "@import" not in style
+
+
+def test_a_feed_is_shown_with_its_lag_and_its_stop_with_the_command() -> None:
+    text = html(document(**{"egress NODES": FEED}))
+
+    [_, row] = table_rows(text)
+    state = "stopped E-FORKED"
+    assert [unescape(cell) for cell in row] == [
+        "NODES", state, "us-east/NODES/0000/0", "90", "100", "10", "2", "1", "messages 7 · age 1.5", "this instance",
+    ]  # fmt: skip
+    assert "<pre>floe egress resolve -c f</pre>" in text
+
+
+def test_durations_sizes_and_times_are_told_in_words() -> None:
+    held = {"messages": 7, "bytes": 2150, "age_seconds": 207.0, "closes_in_seconds": 3393.042, "max_size": 104857600}
+    source = {"state": "reading", "code": "", "sequence": 99, "alive": 1795517471.0}
+    state = {**CHAIN_STATE, "lag_seconds": 9051, "source": source}
+    parts = {"egress NODES": {**FEED, "open_segment": held}, "target FLEET": {**TARGET, "chains": {str(CHAIN): state}}}
+    text = html({**document(**parts), "heartbeat_age_seconds": 75})
+
+    feed, chain = table_rows(text)[1], table_rows(text)[3]
+    assert unescape(feed[8]) == "messages 7 · size 2.1 KiB · age 3m27s · closes in 56m33s · max size 100 MiB"
+    assert chain[5] == "2h30m"
+    assert unescape(chain[7]) == "state reading · sequence 99 · alive 2026-11-24T10:51:11Z"
+    assert "the event loop turned 1m15s ago" in text
+
+
+def test_a_target_is_shown_with_its_chains_and_leases_with_who_shares_them() -> None:
+    text = html(document(**{"target FLEET": TARGET}))
+    [_, row] = table_rows(text)
+    assert row[:7] == ["us-east/NODES/0000/0", "late", "50", "41", "10", "9.0 s", "41..45"]
+    assert "<pre>floe gap ls -c f</pre>" in text
+
+    text = html(document(**{"egress sharing": {"owner": "host-1", "members": 2, "share": 3, "held": ["a", "b"]}}))
+    assert table_rows(text)[1] == ["egress sharing", "host-1", "2", "3", "a, b", "–"]
+
+
+# Coverage
+
+
+def test_coverage_is_summed_by_level_with_the_holes_that_no_level_fills() -> None:
+    refs = [ref(1, 10), ref(11, 20), ref(31, 40, modified=5.0), ref(1, 20, level=1, modified=9.0, size=100)]
+    found = summed(refs, 77.0)
+
+    assert found["levels"]["0"] == {"segments": 3, "bytes": 30, "newest": 5.0, "ranges": [[1, 20], [31, 40]]}
+    assert found["levels"]["1"] == {"segments": 1, "bytes": 100, "newest": 9.0, "ranges": [[1, 20]]}
+    assert (found["first"], found["last"], found["holes"], found["missing"]) == (1, 40, 1, [[21, 30]])
+    assert (found["compacted"], found["at"], found["is_complete"]) == (9.0, 77.0, True)
+    drawn = page.drawing(found)
+    assert bars(drawn) == {(0, 1, 20), (0, 31, 40), (1, 1, 20)}
+    assert bars(drawn, "hole") == {(0, 21, 30), (1, 21, 30)}
+
+
+def test_the_page_says_when_compaction_last_succeeded_and_how_its_last_run_ended() -> None:
+    def about(**more: object) -> str:
+        return html({**document(), "coverage": {"c": {**summed([ref(1, 10)], 77.0), **more}}})
+
+    assert "not compacted yet;" in about()
+    assert "last compaction 1970-01-01T00:00:09Z;" in about(compacted=9.0)
+    run = {"ended": 99.0, "code": 0, "succeeded": 99.0}
+    assert "last compaction 1970-01-01T00:01:39Z;" in about(compacted=9.0, compaction=run)
+    failed = about(compaction={"ended": 99.0, "code": 75, "succeeded": None})
+    assert "not compacted yet, its last run, 1970-01-01T00:01:39Z, ended with exit code 75;" in failed
+
+
+def test_of_very_many_ranges_the_picture_shows_fewer_and_of_no_segments_there_is_none() -> None:
+    found = summed((ref(n, n) for n in range(1, 4001, 2)), 0.0)
+
+    assert len(found["levels"]["0"]["ranges"]) <= MOST_RANGES
+    assert (found["holes"], len(found["missing"])) == (1999, MOST_RANGES)
+    assert found["levels"]["0"]["segments"] == 2000
+    nothing = summed([], 0.0)
+    assert nothing["levels"] == {}
+    assert "no segments" in html({**document(), "coverage": {"c": nothing}})
+
+
+def test_of_a_huge_chain_only_so_many_segments_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.segments.coverage.MOST_SEGMENTS", 3)
+    taken: list[int] = []
+
+    def many() -> Iterator[SegmentRef]:
+        for n in range(1, 100):
+            taken.append(n)
+            yield ref(n, n)
+
+    found = summed(many(), 0.0)
+    assert (found["is_complete"], found["last"]) == (False, 3)
+    assert len(taken) == 4
+    assert "only the first segments" in html({**document(), "coverage": {"c": found}})
