@@ -8,16 +8,16 @@ import os
 import random
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from common.chain import Chain
-from common.errors import ConfigError, OutcomeUnknown, Refused, Unavailable
+from common.errors import ConfigError, Refused, Unavailable
 from common.objects.local import LocalObjects
 from common.objects.open import open_objects, verifies_checksums
 from common.objects.port import (
@@ -30,7 +30,6 @@ from common.objects.port import (
     requests,
 )
 from common.objects.s3 import S3Account, S3Objects, S3Options
-from common.segments.keys import Layout
 from common.settings.root import StoreSettings
 from tests.sim.store import SimObjects
 from tests.sim.strands import Carriers
@@ -39,7 +38,7 @@ from tests.support.basics import PATIENCE, SharedS3
 from tests.support.basics import counted as reading
 from tests.support.proxies import FaultProxy, refusing_conditions
 
-Body = Callable[[bytes], bytes | Path]
+MIB = 1024 * 1024
 
 
 def forbid_links(monkeypatch: pytest.MonkeyPatch, number: int = errno.EPERM) -> None:
@@ -51,62 +50,23 @@ def forbid_links(monkeypatch: pytest.MonkeyPatch, number: int = errno.EPERM) -> 
     monkeypatch.setattr("common.objects.local.os.link", refuse)
 
 
-def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStore]:
+@pytest.fixture(params=["local", "local without links", "s3", "simulated"])
+def objects(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     kind: str = request.param
     if kind == "local without links":
         forbid_links(request.getfixturevalue("monkeypatch"))
-    if kind == "simulated":
-        yield simulated_objects()
-        return
-    if kind.startswith("local"):
-        yield LocalObjects(tmp_path / "store")
-        return
-    s3: SharedS3 = request.getfixturevalue("s3")
-    if kind == "s3":
-        yield s3_objects(s3)
-        return
-    with refusing_conditions(FaultProxy(s3.endpoint_url), int(kind.rpartition(" ")[2])) as proxy:
-        yield S3Objects(s3.new_bucket(), S3Account(s3.access_key, s3.secret_key, endpoint_url=proxy.url))
+    if kind == "simulated":  # a store of a world in which nothing else happens: each call is done at once
+        return SimObjects(World(1, Carriers()))
+    return s3_objects(request.getfixturevalue("s3")) if kind == "s3" else LocalObjects(tmp_path / "store")
 
 
-REFUSING = ["s3, conditions refused with 501", "s3, conditions refused with 400"]
+@pytest.fixture
+def in_parts() -> S3Options:
+    return S3Options(multipart_bytes=6 * MIB, part_bytes=5 * MIB)
 
 
-@pytest.fixture(params=["local", "local without links", "s3", "simulated", REFUSING[0]])
-def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStore]:
-    yield from made(request, tmp_path)
-
-
-@pytest.fixture(params=["local", "local without links", "s3", "simulated"])
-def conditional(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStore]:
-    """A store that takes conditions."""
-    yield from made(request, tmp_path)
-
-
-@pytest.fixture(params=REFUSING)
-def refusing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStore]:
-    yield from made(request, tmp_path)
-
-
-@pytest.fixture(params=["bytes", "file"])
-def body(request: pytest.FixtureRequest, tmp_path: Path) -> Body:
-    def make(content: bytes) -> bytes | Path:
-        if request.param == "bytes":
-            return content
-        path = tmp_path / f"body-{len(os.listdir(tmp_path))}"
-        path.write_bytes(content)
-        return path
-
-    return make
-
-
-def simulated_objects() -> SimObjects:
-    """A store of a world in which nothing else happens: each call is done at once."""
-    return SimObjects(World(1, Carriers()))
-
-
-def s3_objects(s3: SharedS3, options: S3Options | None = None) -> S3Objects:
-    account = S3Account(s3.access_key, s3.secret_key, endpoint_url=s3.endpoint_url)
+def s3_objects(s3: SharedS3, options: S3Options | None = None, url: str = "") -> S3Objects:
+    account = S3Account(s3.access_key, s3.secret_key, endpoint_url=url or s3.endpoint_url)
     return S3Objects(s3.new_bucket(), account, options)
 
 
@@ -118,26 +78,35 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def head_of(objects: ObjectStore, key: str) -> ObjectInfo:
+    head = objects.head(key)
+    assert head is not None
+    return head
+
+
 # Put, get, head, delete
 
 
-def test_what_was_put_comes_back_byte_for_byte(objects: ObjectStore, body: Body) -> None:
-    content = random.Random(1).randbytes(300_000)
-    objects.put("a/b=1/c.parquet", body(content), sha256=sha256(content))
-    assert objects.get("a/b=1/c.parquet") == content
-
-
-def test_put_replaces_what_was_there(objects: ObjectStore) -> None:
-    objects.put("k", b"before")
-    objects.put("k", b"after, and longer")
-    assert objects.get("k") == b"after, and longer"
-
-
-def test_a_listing_and_a_head_tell_one_time(objects: ObjectStore) -> None:
-    objects.put("k", b"1")
-    head = objects.head("k")
-    assert head is not None
-    assert [info.modified for info in objects.list("")] == [head.modified]
+@pytest.mark.parametrize("size", [0, 7, 3_500_000])
+def test_what_was_put_comes_back_byte_for_byte_with_what_is_known_of_it(
+    objects: ObjectStore, size: int, tmp_path: Path
+) -> None:
+    content, metadata = random.Random(1).randbytes(size), {"tip": "12:17:00ff", "long-name": "a b=c;%2E"}
+    body, copy = tmp_path / "body", tmp_path / "copy"
+    body.write_bytes(content)
+    for each in (content, body):
+        objects.put("a/b=1/c", each, sha256=sha256(content), metadata=metadata)
+        assert objects.get("a/b=1/c") == content
+        copy.write_bytes(b"x" * 5_000_000)
+        assert objects.download("a/b=1/c", copy)
+        assert copy.read_bytes() == content
+        head, [listed] = head_of(objects, "a/b=1/c"), objects.list("a/")
+        assert head == ObjectInfo("a/b=1/c", size, listed.modified, listed.etag, sha256(content), metadata)
+        assert (listed.size, listed.sha256, listed.metadata) == (size, None, {})
+    objects.put("a/b=1/c", b"after", metadata={"b": "2"})
+    assert (objects.get("a/b=1/c"), head_of(objects, "a/b=1/c").metadata) == (b"after", {"b": "2"})
+    objects.put("a/b=1/c", b"after")
+    assert head_of(objects, "a/b=1/c").metadata == {}
 
 
 def test_its_time_is_told_without_a_write(objects: ObjectStore) -> None:
@@ -145,26 +114,17 @@ def test_its_time_is_told_without_a_write(objects: ObjectStore) -> None:
         pytest.skip("the simulated store answers no question of the time")
     assert isinstance(objects, Timekeeping)
     objects.put("a/b", b"x")
-    info, now = objects.head("a/b"), objects.now("a/")
-    assert info is not None
+    info, now = head_of(objects, "a/b"), objects.now("a/")
     assert now is not None
     assert 0 <= now - info.modified + 1 < PATIENCE, "both may be whole seconds"
-    assert [each.key for each in objects.list("")] == ["a/b"]
+    assert keys(objects.list("")) == ["a/b"]
 
 
-def test_an_empty_object_is_an_object(objects: ObjectStore, body: Body, tmp_path: Path) -> None:
-    objects.put("empty", body(b""), sha256=sha256(b""))
-    assert objects.get("empty") == b""
-    assert objects.get("empty", first=0, length=5) == b""
-    head = objects.head("empty")
-    assert head is not None
-    assert head.size == 0
-    assert objects.download("empty", tmp_path / "copy")
-    assert (tmp_path / "copy").read_bytes() == b""
-
-
-def test_a_missing_object_is_none_for_every_reading_verb(objects: ObjectStore, tmp_path: Path) -> None:
-    objects.put("there/x", b"1")
+def test_a_missing_or_deleted_object_is_none_for_every_reading_verb(objects: ObjectStore, tmp_path: Path) -> None:
+    for key in ("there/x", "there/y"):
+        objects.put(key, b"1", metadata={"k": "v"})
+    for key in ("there/y", "there/y", "never/was"):
+        objects.delete(key)
     for key in ("missing", "there", "there/y", "there/x/z"):
         assert objects.get(key) is None
         assert objects.get(key, first=3, length=4) is None
@@ -172,294 +132,198 @@ def test_a_missing_object_is_none_for_every_reading_verb(objects: ObjectStore, t
         assert objects.head(key) is None
         assert not objects.download(key, tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
+    assert keys(objects.list("")) == ["there/x"]
 
 
-@pytest.mark.parametrize(
-    ("first", "length"), [(0, 1), (0, 10), (3, 4), (9, 1), (5, None), (0, None), (4, 0), (7, 100), (10, 5), (99, 1)]
-)
-def test_ranges_are_those_of_slices(objects: ObjectStore, first: int, length: int | None) -> None:
+def test_ranges_are_those_of_slices(objects: ObjectStore) -> None:
     content = b"0123456789"
     objects.put("digits", content)
-    end = None if length is None else first + length
-    assert objects.get("digits", first=first, length=length) == content[first:end]
-
-
-def test_download_writes_the_whole_object(objects: ObjectStore, tmp_path: Path) -> None:
-    content = random.Random(2).randbytes(3_500_000)
-    objects.put("big", content)
-    path = tmp_path / "spool"
-    path.write_bytes(b"x" * 5_000_000)
-    assert objects.download("big", path)
-    assert path.read_bytes() == content
-
-
-def test_delete_removes_and_is_no_error_when_there_is_nothing(objects: ObjectStore) -> None:
-    objects.put("a/b", b"1", metadata={"k": "v"})
-    objects.delete("a/b")
-    objects.delete("a/b")
-    objects.delete("never/was")
-    assert objects.get("a/b") is None
-    assert objects.list("") == []
-
-
-def test_head_tells_size_time_checksum_and_metadata(objects: ObjectStore, body: Body) -> None:
-    metadata = {"tip": "12:1700000000000000000:00ff", "format": "1", "long-name": "a b=c;%2E"}
-    objects.put("a/k", body(b"content"), sha256=sha256(b"content"), metadata=metadata)
-    head = objects.head("a/k")
-    assert head is not None
-    assert (head.key, head.size, head.sha256) == ("a/k", 7, sha256(b"content"))
-    assert head.metadata == metadata
-    assert head.modified > 1_700_000_000
-    listed = objects.list("a/")[0]
-    assert (listed.etag, listed.size) == (head.etag, head.size)
-    assert abs(listed.modified - head.modified) <= 1
-    assert (listed.sha256, listed.metadata) == (None, {})
-
-
-def test_replacing_an_object_replaces_its_metadata(objects: ObjectStore) -> None:
-    objects.put("k", b"1", metadata={"a": "1"})
-    objects.put("k", b"2", metadata={"b": "2"})
-    assert objects.head("k").metadata == {"b": "2"}  # type: ignore[union-attr]
-    objects.put("k", b"2")
-    assert objects.head("k").metadata == {}  # type: ignore[union-attr]
+    for first, length in ((0, 10), (3, 4), (9, 1), (5, None), (4, 0), (7, 100), (10, 5), (99, 1)):
+        end = None if length is None else first + length
+        assert objects.get("digits", first=first, length=length) == content[first:end]
+    objects.put("empty", b"")
+    assert objects.get("empty", first=0, length=5) == b""
 
 
 # Checksums
 
 
-def test_bytes_that_are_not_what_their_checksum_says_are_refused(conditional: ObjectStore, body: Body) -> None:
-    conditional.put("k", b"good")
-    for write in (conditional.put, conditional.put_if_absent):
-        with pytest.raises(ChecksumMismatch):
-            write("k" if write == conditional.put else "new", body(b"bad!"), sha256=sha256(b"good"))
-    assert conditional.get("k") == b"good"
-    assert conditional.get("new") is None
-
-
-def test_the_probe_finds_that_checksums_are_verified_and_leaves_nothing(objects: ObjectStore) -> None:
+def test_bytes_that_are_not_what_their_checksum_says_are_refused(objects: ObjectStore, tmp_path: Path) -> None:
+    (tmp_path / "body").write_bytes(b"bad!")
+    objects.put("k", b"good")
+    for key, write in (("k", objects.put), ("new", objects.put_if_absent)):
+        for body in (b"bad!", tmp_path / "body"):
+            with pytest.raises(ChecksumMismatch):
+                write(key, body, sha256=sha256(b"good"))
+    assert (objects.get("k"), objects.get("new")) == (b"good", None)
     assert verifies_checksums(objects, "data/_floe/probe/")
-    assert objects.list("") == []
+    assert keys(objects.list("")) == ["k"]
 
 
 # Conditions
 
 
-def test_put_if_absent_writes_once(conditional: ObjectStore, body: Body) -> None:
-    assert conditional.put_if_absent("k", body(b"first"), sha256=sha256(b"first"), metadata={"n": "1"})
-    assert not conditional.put_if_absent("k", body(b"second"), metadata={"n": "2"})
-    assert not conditional.put_if_absent("k", body(b"first"), metadata={"n": "3"})
-    head = conditional.head("k")
-    assert conditional.get("k") == b"first"
-    assert head is not None
-    assert head.metadata == {"n": "1"}
+def test_a_condition_holds_for_what_is_there(objects: ObjectStore, tmp_path: Path) -> None:
+    (tmp_path / "body").write_bytes(b"first")
+    assert objects.put_if_absent("k", tmp_path / "body", sha256=sha256(b"first"), metadata={"n": "1"})
+    assert not objects.put_if_absent("k", b"second", metadata={"n": "2"})
+    assert not objects.put_if_absent("k", tmp_path / "body", metadata={"n": "3"})
+    first = head_of(objects, "k")
+    assert (objects.get("k"), first.metadata) == (b"first", {"n": "1"})
+    assert objects.put_if_match("k", b"two", first.etag)
+    assert not objects.put_if_match("k", b"three", first.etag)
+    [listed] = objects.list("k")
+    assert objects.put_if_match("k", b"four", listed.etag)
+    assert objects.get("k") == b"four"
+    [listed] = objects.list("k")
+    objects.delete("k")
+    assert not objects.put_if_match("k", b"five", listed.etag)
+    assert objects.get("k") is None
 
 
-def test_put_if_match_replaces_only_the_version_it_names(conditional: ObjectStore) -> None:
-    conditional.put("k", b"one")
-    first = conditional.head("k")
-    assert first is not None
-    assert conditional.put_if_match("k", b"two", first.etag)
-    assert not conditional.put_if_match("k", b"three", first.etag)
-    assert conditional.put_if_match("k", b"four", conditional.list("k")[0].etag)
-    assert conditional.get("k") == b"four"
-
-
-def test_put_if_match_refuses_where_the_object_is_gone(conditional: ObjectStore) -> None:
-    conditional.put("k", b"one")
-    etag = conditional.list("k")[0].etag
-    conditional.delete("k")
-    assert not conditional.put_if_match("k", b"two", etag)
-    assert conditional.get("k") is None
-
-
-def test_of_eight_racing_writers_one_creates(conditional: ObjectStore) -> None:
-    for turn in range(3):
-        with ThreadPoolExecutor(8) as pool:
-            won = list(pool.map(lambda n, t=turn: conditional.put_if_absent(f"k{t}", b"writer %d" % n), range(8)))
-        assert won.count(True) == 1
-        assert conditional.get(f"k{turn}") == b"writer %d" % won.index(True)
-
-
-def test_racing_updates_lose_none(conditional: ObjectStore) -> None:
-    conditional.put("counter", b"0000")
-
-    def add_three(_: int) -> None:
-        done = 0
-        while done < 3:
-            seen = conditional.head("counter")
-            content = conditional.get("counter")
-            assert seen is not None
-            assert content is not None
-            done += update(b"%04d" % (int(content) + 1), seen.etag)
-
-    def update(content: bytes, etag: str) -> bool:
-        try:
-            return conditional.put_if_match("counter", content, etag)
-        except OutcomeUnknown:
-            pytest.fail("no answer was lost here")
-
+def test_of_racing_writers_one_creates_and_none_of_their_updates_is_lost(objects: ObjectStore) -> None:
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(add_three, range(8)))
-    assert conditional.get("counter") == b"0024"
+        for turn in range(3):
+            won = list(pool.map(lambda n, t=turn: objects.put_if_absent(f"k{t}", b"writer %d" % n), range(8)))
+            assert won.count(True) == 1
+            assert objects.get(f"k{turn}") == b"writer %d" % won.index(True)
+        objects.put("counter", b"0")
 
+        def add(_: int) -> None:
+            while True:
+                seen, content = head_of(objects, "counter"), objects.get("counter")
+                assert content is not None
+                if objects.put_if_match("counter", b"%d" % (int(content) + 1), seen.etag):
+                    return
 
-def test_a_store_that_refuses_conditions_is_asked_once_and_holds_nothing_of_it(refusing: ObjectStore) -> None:
-    refusing.put("k", b"one")
-    for _ in range(2):
-        with pytest.raises(ConditionsRefused) as refused:
-            refusing.put_if_absent("new", b"two")
-        assert (refused.value.code, refused.value.exit_code) == ("E-STORE-CONDITIONS", 78)
-        with pytest.raises(ConditionsRefused):
-            refusing.put_if_match("k", b"two", refusing.list("k")[0].etag)
-    assert refusing.get("new") is None
-    assert refusing.get("k") == b"one"
+        list(pool.map(add, range(12)))
+    assert objects.get("counter") == b"12"
 
 
 @pytest.mark.parametrize("status", [400, 501])
-def test_no_condition_is_sent_where_the_store_is_said_to_take_none(s3: SharedS3, status: int) -> None:
-    account = S3Account(s3.access_key, s3.secret_key)
+def test_a_store_that_refuses_conditions_is_asked_as_it_is_set_and_holds_nothing_of_it(
+    s3: SharedS3, in_parts: S3Options, status: int
+) -> None:
+    large = bytes(7 * MIB)
     with refusing_conditions(FaultProxy(s3.endpoint_url), status) as proxy:
-        account, bucket = replace(account, endpoint_url=proxy.url), s3.new_bucket()
         for wanted, kind, sent in (
             ("no", ConditionsRefused, 0),
             ("auto", ConditionsRefused, 1),
-            ("yes", ConfigError, 3),
+            ("yes", ConfigError, 4),
         ):
-            objects = S3Objects(bucket, account, S3Options(conditional_puts=wanted))  # type: ignore[arg-type]
+            objects = s3_objects(s3, replace(in_parts, conditional_puts=wanted), proxy.url)  # type: ignore[arg-type]
+            objects.put("k", b"one")
             proxy.calls.clear()
-            for _ in range(3):
+            for put in (
+                lambda: objects.put_if_absent("new", b"x"),  # noqa: B023
+                lambda: objects.put_if_match("k", b"x", "etag"),  # noqa: B023
+            ) * 2:
                 with pytest.raises(kind) as refused:
-                    objects.put_if_absent("k", b"x")
+                    put()
                 assert (type(refused.value), refused.value.code) == (kind, "E-STORE-CONDITIONS")
+                assert refused.value.exit_code == 78
             assert len(proxy.calls) == sent
-
-
-def test_conditions_that_are_refused_at_the_end_of_a_large_body_leave_no_upload(
-    s3: SharedS3, in_parts: S3Options
-) -> None:
-    with refusing_conditions(FaultProxy(s3.endpoint_url), 501) as proxy:
-        objects = S3Objects(s3.new_bucket(), S3Account(s3.access_key, s3.secret_key, endpoint_url=proxy.url), in_parts)
+            assert (objects.get("k"), objects.get("new")) == (b"one", None)
+        objects = s3_objects(s3, in_parts, proxy.url)
         with pytest.raises(ConditionsRefused):
-            objects.put_if_absent("k", bytes(11 * 1024 * 1024))
-        assert proxy.count("abort") == 1
-        objects.put("k", bytes(11 * 1024 * 1024))
-        assert objects.list("k")[0].size == 11 * 1024 * 1024
+            objects.put_if_absent("large", large)
+        assert proxy.count("abort") == 1, "no upload is left behind"
+        objects.put("large", large)
+        assert head_of(objects, "large").size == len(large)
 
 
 # Listing
 
 
 def test_a_listing_holds_exactly_the_prefix_in_key_order(objects: ObjectStore) -> None:
-    names = ["p/b", "p/a/2", "p/a/10", "p/a-b/1", "p/a%2Eb/1", "p/B", "p/x=1/y", "p/a0", "q/1", "p", "pp/1"]
-    for name in random.Random(3).sample(names, len(names)):
-        if name != "p":
-            objects.put(name, name.encode())
+    names = ["p/b", "p/a/2", "p/a/10", "p/a-b/1", "p/a%2Eb/1", "p/B", "p/x=1/y", "p/a0", "q/1", "pp/1"]
+    for name in names:
+        objects.put(name, name.encode())
     expected = sorted((n for n in names if n.startswith("p/")), key=str.encode)
     assert keys(objects.list("p/")) == expected
     assert keys(objects.list("p/a")) == [name for name in expected if name.startswith("p/a")]
     assert keys(objects.list("p/a/")) == ["p/a/10", "p/a/2"]
     assert keys(objects.list("")) == [*expected, "pp/1", "q/1"]
-    assert objects.list("nothing/") == []
-    assert objects.list("p/b/") == []
+    assert objects.list("nothing/") == objects.list("p/b/") == []
 
 
-def test_start_after_and_limit_cut_a_listing(objects: ObjectStore) -> None:
-    names = [f"p/level=0/{n:020d}-x" for n in range(0, 100, 10)]
-    for name in names:
-        objects.put(name, b"1")
-
-    def listed(start: str, limit: int | None = None) -> list[str]:
-        return keys(objects.list("p/level=0/", start_after=f"p/level=0/{start}", limit=limit))
-
-    assert listed(f"{50:020d}") == names[5:]
-    assert listed(f"{51:020d}") == names[6:]
-    assert listed(f"{50:020d}-x") == names[6:]
-    assert listed(f"{50:020d}", limit=2) == names[5:7]
-    assert listed(f"{99:020d}") == []
-    assert keys(objects.list("p/level=0/", limit=3)) == names[:3]
-    assert objects.list("p/level=0/", limit=0) == []
-
-
-def test_a_listing_of_more_than_one_page_is_whole(objects: ObjectStore) -> None:
-    names = [f"m%2Ey/a=1/{n:05d}-%2B+ x" for n in range(1_203)]
+def test_a_listing_of_several_pages_is_whole_and_is_cut_by_start_and_limit(
+    objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.objects.s3.PAGE_KEYS", 20)
+    names = [f"m%2Ey/a=1/{n:05d}-%2B+ x" for n in range(0, 500, 10)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda name: objects.put(name, b""), names))
+
+    def listed(start: str, limit: int | None = None) -> list[str]:
+        return keys(objects.list("m%2Ey/a=1/", start_after=f"m%2Ey/a=1/{start}", limit=limit))
+
     assert keys(objects.list("m%2Ey/a=1/")) == names
-    assert keys(objects.list("m%2Ey/a=1/", start_after=names[499])) == names[500:]
-    assert keys(objects.list("m%2Ey/", limit=1_100)) == names[:1_100]
+    assert keys(objects.list("m%2Ey/", limit=45)) == names[:45]
+    assert listed("00050") == names[5:]
+    assert listed("00051") == names[6:]
+    assert listed("00050-%2B+ x") == names[6:]
+    assert listed("00050", limit=2) == names[5:7]
+    assert listed("99999") == objects.list("m%2Ey/a=1/", limit=0) == []
 
 
-@pytest.mark.parametrize(
-    "key", ["p=1/a%2Eb/f=c%20d/x", "p/%25/%", "p/a+b c", "p/a&<b>'\"", "p/~!@#$^*()_-[]{}|;:,?", "p/" + "n" * 250]
-)
-def test_odd_keys_survive_every_verb(conditional: ObjectStore, key: str, tmp_path: Path) -> None:
-    conditional.put(key, b"put", metadata={"a": "b"})
-    head = conditional.head(key)
-    assert head is not None
-    assert (conditional.get(key), head.key) == (b"put", key)
-    assert not conditional.put_if_absent(key, b"again")
-    assert conditional.put_if_match(key, b"matched", head.etag)
-    assert conditional.download(key, tmp_path / "copy")
-    assert (tmp_path / "copy").read_bytes() == b"matched"
-    folder = key.rpartition("/")[0] + "/"
-    assert keys(conditional.list(folder)) == keys(conditional.list(key)) == [key]
-    assert conditional.list(folder, start_after=key) == []
-    conditional.delete(key)
-    assert conditional.list("") == []
+def test_odd_keys_survive_every_verb(objects: ObjectStore, tmp_path: Path) -> None:
+    for key in (
+        *("p=1/a%2Eb/f=c%20d/x", "p/%25/%", "p/a+b c", "p/a&<b>'\"", "p/~!@#$^*()_-[]{}|;:,?", "p/" + "n" * 250),
+    ):
+        objects.put(key, b"put", metadata={"a": "b"})
+        head = head_of(objects, key)
+        assert (objects.get(key), head.key) == (b"put", key)
+        assert not objects.put_if_absent(key, b"again")
+        assert objects.put_if_match(key, b"matched", head.etag)
+        assert objects.download(key, tmp_path / "copy")
+        assert (tmp_path / "copy").read_bytes() == b"matched"
+        folder = key.rpartition("/")[0] + "/"
+        assert keys(objects.list(folder)) == keys(objects.list(key)) == [key]
+        assert objects.list(folder, start_after=key) == []
+        objects.delete(key)
+        assert objects.list("") == []
 
 
-@pytest.mark.parametrize(
-    "key", ["", "/a", "a/", "a//b", "a/../b", "..", "./a", "a/.", "a\0b", "a\nb", "\ud800", "k" * 1025]
-)
-def test_keys_that_mean_something_else_elsewhere_are_refused(objects: ObjectStore, key: str, tmp_path: Path) -> None:
-    calls: list[Callable[[], object]] = [
-        lambda: objects.get(key),
-        lambda: objects.head(key),
-        lambda: objects.put(key, b""),
-        lambda: objects.put_if_absent(key, b""),
-        lambda: objects.put_if_match(key, b"", "etag"),
-        lambda: objects.delete(key),
-        lambda: objects.download(key, tmp_path / "copy"),
-    ]
-    for call in calls:
+def test_keys_that_mean_something_else_elsewhere_are_refused(objects: ObjectStore, tmp_path: Path) -> None:
+    odd = ["", "/a", "a/", "a//b", "a/../b", "..", "./a", "a/.", "a\0b", "a\nb", "\ud800", "k" * 1025]
+    for key, call in product(odd, verbs(objects, tmp_path)):
         with pytest.raises(ConfigError) as caught:
-            call()
+            call(key)
         assert caught.value.code == "E-KEY"
+
+
+def verbs(objects: ObjectStore, folder: Path) -> list[Callable[[str], object]]:
+    """Each verb that takes a key."""
+    return [
+        *(objects.get, objects.head, objects.delete),
+        lambda key: objects.download(key, folder / "copy"),
+        lambda key: objects.put(key, b"2"),
+        lambda key: objects.put_if_absent(key, b"2"),
+        lambda key: objects.put_if_match(key, b"2", "etag"),
+    ]
 
 
 # Only S3
 
 
-def test_a_large_body_goes_up_in_parts_and_has_no_checksum_of_the_whole(s3: SharedS3, tmp_path: Path) -> None:
-    objects = s3_objects(s3)
-    content = random.Random(4).randbytes(70 * 1024 * 1024)
-    path = tmp_path / "segment"
+def test_a_large_body_goes_up_in_parts_that_are_checked_as_a_whole_and_take_conditions(
+    s3: SharedS3, in_parts: S3Options, tmp_path: Path
+) -> None:
+    objects, path, content = s3_objects(s3, in_parts), tmp_path / "segment", random.Random(4).randbytes(11 * MIB)
     path.write_bytes(content)
-    assert objects.put_if_absent("big", path, sha256=sha256(content), metadata={"tip": "1"})
-    head = objects.head("big")
-    assert head is not None
-    assert (head.size, head.sha256, head.metadata) == (len(content), None, {"tip": "1"})
-    assert objects.download("big", tmp_path / "copy")
-    assert (tmp_path / "copy").read_bytes() == content
-    assert objects.get("big", first=16 * 1024 * 1024 - 2, length=4) == content[16 * 1024 * 1024 - 2 :][:4]
-
-
-@pytest.fixture
-def in_parts() -> S3Options:
-    return S3Options(multipart_bytes=6 * 1024 * 1024, part_bytes=5 * 1024 * 1024)
-
-
-def test_parts_are_checked_as_a_whole_and_conditions_hold_for_them(s3: SharedS3, in_parts: S3Options) -> None:
-    objects = s3_objects(s3, in_parts)
-    content = bytes(11 * 1024 * 1024)
     with pytest.raises(ChecksumMismatch):
-        objects.put("k", content, sha256=sha256(b"other"))
+        objects.put("k", path, sha256=sha256(b"other"))
     assert objects.head("k") is None
-    assert objects.put_if_absent("k", content, sha256=sha256(content))
+    assert objects.put_if_absent("k", path, sha256=sha256(content), metadata={"tip": "1"})
+    head = head_of(objects, "k")
+    assert (head.size, head.sha256, head.metadata) == (len(content), None, {"tip": "1"}), "no checksum of the whole"
+    assert objects.download("k", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == content
+    assert objects.get("k", first=5 * MIB - 2, length=4) == content[5 * MIB - 2 :][:4]
     assert not objects.put_if_absent("k", content)
-    etag = objects.list("k")[0].etag
-    assert objects.put_if_match("k", content + b"1", etag)
-    assert not objects.put_if_match("k", content + b"2", etag)
+    assert objects.put_if_match("k", content + b"1", head.etag)
+    assert not objects.put_if_match("k", content + b"2", head.etag)
     assert objects.get("k", first=len(content)) == b"1"
 
 
@@ -467,12 +331,10 @@ def test_parts_are_checked_as_a_whole_and_conditions_hold_for_them(s3: SharedS3,
 def test_without_sha256_the_store_keeps_none_and_the_probe_says_so(
     s3: SharedS3, checksum: Literal["crc32", "none"], in_parts: S3Options
 ) -> None:
-    options = replace(in_parts, checksum=checksum)
-    objects = s3_objects(s3, options)
-    for size in (10, 11 * 1024 * 1024):
+    objects = s3_objects(s3, replace(in_parts, checksum=checksum))
+    for size in (10, 7 * MIB):
         objects.put("k", bytes(size))
-        head = objects.head("k")
-        assert head is not None
+        head = head_of(objects, "k")
         assert (head.size, head.sha256) == (size, None)
     assert not verifies_checksums(objects)
     assert keys(objects.list("")) == ["k"]
@@ -482,56 +344,25 @@ def test_objects_encrypted_by_the_store_come_back_with_their_checksum(s3: Shared
     cheaper = "REDUCED_REDUNDANCY" if s3.server.name == "MinIO" else "STANDARD_IA"  # MinIO knows no other
     objects = s3_objects(s3, S3Options(encryption="sse-s3", storage_class=cheaper))
     objects.put("k", b"secret", sha256=sha256(b"secret"))
-    head = objects.head("k")
-    assert head is not None
-    assert (objects.get("k"), head.sha256) == (b"secret", sha256(b"secret"))
-
-
-# From settings
-
-
-def test_settings_open_an_s3_store(s3: SharedS3) -> None:
-    settings = {
-        "url": f"s3://{s3.new_bucket()}",
-        "prefix": "data",
-        "endpoint_url": s3.endpoint_url,
-        "access_key_id": s3.access_key,
-        "secret_access_key": s3.secret_key,
-    }
-    store = StoreSettings.model_validate(settings)
-    objects, layout = open_objects(store), Layout(store.prefix)
-    key = layout.tail(Chain("site", "FEED", 0, 0))
-    objects.put(key, b"1")
-    assert keys(objects.list("data/")) == [key]
-
-
-def test_settings_open_a_local_store(tmp_path: Path) -> None:
-    store = StoreSettings.model_validate({"url": f"file://{tmp_path}/a%20b", "prefix": ""})
-    open_objects(store).put("k", b"1")
-    assert (tmp_path / "a b" / "k").read_bytes() == b"1"
+    assert (objects.get("k"), head_of(objects, "k").sha256) == (b"secret", sha256(b"secret"))
 
 
 # Only a local directory
 
 
-def test_files_copied_into_the_tree_are_objects(tmp_path: Path) -> None:
-    objects = LocalObjects(tmp_path)
+def test_files_copied_into_the_tree_are_objects_and_a_copy_of_it_is_the_same_store(tmp_path: Path) -> None:
+    objects = open_objects(StoreSettings.model_validate({"url": f"file://{tmp_path}/a%20b", "prefix": ""}))
     objects.put("a/b", b"ours", metadata={"tip": "1"})
-    (tmp_path / "a" / "c").write_bytes(b"theirs")
-    assert keys(objects.list("")) == ["a/b", "a/c"]
-    head = objects.head("a/c")
-    assert head is not None
-    assert (head.sha256, head.metadata, objects.get("a/c")) == (sha256(b"theirs"), {}, b"theirs")
-    (tmp_path / "a" / "b").write_bytes(b"overwritten by hand")
-    assert objects.head("a/b").metadata == {}  # type: ignore[union-attr]
-
-
-def test_a_copy_of_the_whole_tree_is_the_same_store(tmp_path: Path) -> None:
-    LocalObjects(tmp_path / "one").put("a/b", b"content", metadata={"tip": "1"})
-    shutil.copytree(tmp_path / "one", tmp_path / "two")
-    head = LocalObjects(tmp_path / "two").head("a/b")
-    assert head is not None
-    assert (head.sha256, head.metadata) == (sha256(b"content"), {"tip": "1"})
+    root = tmp_path / "a b"
+    (root / "a" / "c").write_bytes(b"theirs")
+    shutil.copytree(root, tmp_path / "copy")
+    copy = LocalObjects(tmp_path / "copy")
+    assert keys(copy.list("")) == keys(objects.list("")) == ["a/b", "a/c"]
+    for key, content, metadata in (("a/b", b"ours", {"tip": "1"}), ("a/c", b"theirs", {})):
+        head = head_of(copy, key)
+        assert (head.sha256, head.metadata, copy.get(key)) == (sha256(content), metadata, content)
+    (root / "a" / "b").write_bytes(b"overwritten by hand")
+    assert head_of(objects, "a/b").metadata == {}
 
 
 def test_a_local_store_shows_nothing_of_its_own_and_is_private(tmp_path: Path) -> None:
@@ -540,27 +371,24 @@ def test_a_local_store_shows_nothing_of_its_own_and_is_private(tmp_path: Path) -
     assert keys(objects.list("")) == ["a/b"]
     assert objects.list(".floe") == []
     assert {path.stat().st_mode & 0o077 for path in (tmp_path / "store").rglob("*")} == {0}
-    with pytest.raises(ConfigError):
-        objects.get(".floe-objects/locks/00")
+    for key in (".floe-objects/locks/00", "a", "a/b/c", "n" * 256):  # hidden, object and folder, too long
+        with pytest.raises(ConfigError) as caught:
+            objects.put_if_absent(key, b"2")
+        assert caught.value.code == "E-KEY"
 
 
-def test_a_local_store_leaves_no_file_behind_when_a_put_fails(tmp_path: Path) -> None:
-    objects = LocalObjects(tmp_path)
+def test_a_put_leaves_nothing_half_written_and_what_a_crash_left_is_removed_after_a_day(tmp_path: Path) -> None:
+    objects, folder = LocalObjects(tmp_path), tmp_path / ".floe-objects" / "new"
     with pytest.raises(ChecksumMismatch):
         objects.put("k", b"1", sha256=sha256(b"2"))
     objects.put("k", b"1")
     assert not objects.put_if_absent("k", b"2")
-    assert list((tmp_path / ".floe-objects" / "new").iterdir()) == []
-
-
-def test_what_a_crash_left_half_written_is_removed_after_a_day(tmp_path: Path) -> None:
-    LocalObjects(tmp_path).put("k", b"1")
-    old, fresh = (tmp_path / ".floe-objects" / "new" / name for name in ("old", "fresh"))
-    for path, age in ((old, 90_000), (fresh, 60)):
-        path.write_bytes(b"half")
-        os.utime(path, (path.stat().st_mtime - age,) * 2)
+    assert [*folder.iterdir()] == []
+    for name, age in (("old", 90_000), ("fresh", 60)):
+        (folder / name).write_bytes(b"half")
+        os.utime(folder / name, ((folder / name).stat().st_mtime - age,) * 2)
     LocalObjects(tmp_path)
-    assert (old.exists(), fresh.exists()) == (False, True)
+    assert [path.name for path in folder.iterdir()] == ["fresh"]
 
 
 def test_a_local_store_whose_folder_went_away_is_not_empty_and_may_come_back(tmp_path: Path) -> None:
@@ -640,17 +468,9 @@ def test_what_is_no_file_is_refused_by_every_verb_and_never_waited_for(tmp_path:
         os.mknod(path, stat.S_IFSOCK | 0o600)
     else:
         path.symlink_to(outside if kind == "link" else tmp_path / "nowhere")
-    for call in (
-        lambda: objects.get("a/k"),
-        lambda: objects.head("a/k"),
-        lambda: objects.download("a/k", tmp_path / "copy"),
-        lambda: objects.put("a/k", b"2"),
-        lambda: objects.put_if_absent("a/k", b"2"),
-        lambda: objects.put_if_match("a/k", b"2", "etag"),
-        lambda: objects.delete("a/k"),
-    ):
+    for call in verbs(objects, tmp_path):
         with pytest.raises(Refused, match="expected a file") as caught:
-            call()
+            call("a/k")
         assert caught.value.code == "E-STORE-DENIED"
     assert keys(objects.list("")) == ["a/other"]
     assert outside.read_bytes() == b"secret"
@@ -676,17 +496,8 @@ def test_a_folder_behind_a_link_is_no_part_of_the_store(tmp_path: Path) -> None:
     assert LocalObjects(tmp_path / "by link").get("k") == b"1"
 
 
-def test_a_local_key_cannot_be_both_object_and_folder(tmp_path: Path) -> None:
-    objects = LocalObjects(tmp_path)
-    objects.put("a/b", b"1")
-    for key in ("a", "a/b/c", "n" * 256):
-        with pytest.raises(ConfigError) as caught:
-            objects.put_if_absent(key, b"2")
-        assert caught.value.code == "E-KEY"
-
-
-def test_each_call_is_counted_by_what_came_of_it(conditional: ObjectStore):
-    if isinstance(conditional, SimObjects):
+def test_each_call_is_counted_by_what_came_of_it(objects: ObjectStore):
+    if isinstance(objects, SimObjects):
         pytest.skip("the simulated store counts its calls itself")
 
     def counts() -> dict[str, float]:
@@ -695,15 +506,15 @@ def test_each_call_is_counted_by_what_came_of_it(conditional: ObjectStore):
     said = [("put", "ok"), ("put", "unavailable"), ("get", "ok"), ("list", "ok"), ("delete", "ok"), ("get", "failed")]
     timed = request_seconds.labels("put")
     before, puts = counts(), [s.value for f in timed.collect() for s in f.samples if s.name.endswith("_count")]
-    conditional.put("a/b", b"x")
-    conditional.put_if_absent("a/b", b"y")
-    assert conditional.get("a/none") is None
-    conditional.list("a/")
-    conditional.delete("a/b")
+    objects.put("a/b", b"x")
+    objects.put_if_absent("a/b", b"y")
+    assert objects.get("a/none") is None
+    objects.list("a/")
+    objects.delete("a/b")
     with pytest.raises(ChecksumMismatch):
-        conditional.put("a/c", b"x", sha256="0" * 64)
+        objects.put("a/c", b"x", sha256="0" * 64)
     with pytest.raises(ConfigError):
-        conditional.get("a//b")
+        objects.get("a//b")
 
     assert {name: value - before[name] for name, value in counts().items()} == {
         "put ok": 2, "put unavailable": 1, "get ok": 1, "list ok": 1, "delete ok": 1, "get failed": 1,

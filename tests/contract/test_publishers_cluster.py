@@ -10,12 +10,12 @@ import pytest
 
 from common.errors import FloeError
 from common.jetstream.api import stream_info
-from common.jetstream.client import FloeClient, frame
+from common.jetstream.client import FloeClient
 from infra.local.nats import NatsCluster, NatsServer
 from ingress.publishers.choose import PUBLISHERS
 from tests.support.basics import PATIENCE, soon
-from tests.support.ingress import arrived, client_of
-from tests.support.publishers import carry, check, check_row, last_of, new_stream, publisher, quiet, rows_for
+from tests.support.ingress import client_of
+from tests.support.publishers import carry, check, last_of, new_stream, publisher, quiet, rows_for
 from tests.support.servers import placing
 
 pytestmark = pytest.mark.servers
@@ -88,38 +88,6 @@ async def _named(kind: str, running: Awaitable[None]) -> None:
     except BaseException as error:
         error.add_note(f"publisher {kind}")
         raise
-
-
-async def test_rows_are_stored_in_order_as_they_were(kind: str, client: FloeClient, stream: str) -> None:
-    count, sender = COUNTS[kind], await publisher(kind, client, stream)
-
-    await carry(sender, rows_for(stream, count), client, stream)
-
-    await check(client, stream, count)
-    await sender.aclose()
-
-
-async def test_a_foreign_message_stops_the_sending_with_all_before_it_stored(kind: str, client: FloeClient) -> None:
-    async def is_stopped() -> bool:
-        """Whether the message came before the last row."""
-        stream = await soon(lambda: three_replicas(client))
-        rows, sender = rows_for(stream, 5 * COUNTS[kind]), await publisher(kind, client, stream)
-        sending = asyncio.create_task(sender.publish(rows, 0, 0))
-        await soon(lambda: last_of(client, stream), every=0.001)
-        client.send(frame(f"{stream}.foreign".encode(), b"x"))
-        outcome = await sending
-
-        await quiet(client, stream)
-        *ours, foreign = await arrived(client, stream)
-        assert foreign.provenance is None
-        for number, row in enumerate(ours, 1):
-            check_row(stream, row, number)
-        assert outcome.stored <= len(ours)
-        assert outcome.unclear is not None or outcome.stored == rows.count
-        await sender.aclose()
-        return outcome.unclear is not None
-
-    await soon(is_stopped)
 
 
 async def test_twins_under_changing_leaders_store_each_row_once(
