@@ -1,30 +1,32 @@
-"""The ways by which AWS tools find a credential, where the configuration names none."""
+"""The ways by which AWS tools find a credential, where the configuration names none.
+
+Which they are, and how each is asked, is botocore's; what Floe adds is that one is renewed and read again.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
-import boto3
 import pytest
 
 from common.clock import format_time
 from common.errors import Refused, Unavailable
 from common.objects.open import open_objects
+from common.objects.port import ObjectStore
 from common.settings.root import StoreSettings
 from infra.local.seaweedfs import SeaweedFS
 from tests.support import canaries
-from tests.support.basics import SharedS3, unique
+from tests.support.basics import SharedS3
 from tests.support.proxies import Answer, Exchange, FaultProxy, refuse
-from tests.support.servers import CREDENTIALS, SqsServer
 
-ROLE = "arn:aws:iam::123456789012:role/floe"
+Pair = tuple[str, str]
 
 
 class Signed(FaultProxy):
@@ -42,118 +44,14 @@ class Signed(FaultProxy):
         return exchange.forward()
 
 
-class _Metadata(BaseHTTPRequestHandler):
-    """The instance metadata service, version 2, of a machine with a role."""
-
-    def do_PUT(self) -> None:
-        self._say("metadata-token")
-
-    def do_GET(self) -> None:
-        secret = {"AccessKeyId": "AKIMDS", "SecretAccessKey": "s" * 20, "Token": "token-of-imds", "Code": "Success"}
-        is_role = self.path.endswith("/floe-role")
-        self._say(json.dumps({**secret, "Expiration": "2999-01-01T00:00:00Z"}) if is_role else "floe-role")
-
-    def _say(self, text: str) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, format: str, *args: object) -> None: ...
-
-
-@pytest.fixture(scope="module")
-def aws() -> Iterator[SqsServer]:
-    """Moto's server: S3 and STS."""
-    with SqsServer() as server:
-        yield server
-
-
-@contextmanager
-def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """The address of a service on loopback."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+@pytest.fixture
+def proxy(s3: SharedS3) -> Iterator[Signed]:
+    with Signed(s3.endpoint_url) as proxy:
+        yield proxy
 
 
 @pytest.fixture
-def metadata() -> Iterator[str]:
-    with serving(_Metadata) as url:
-        yield url
-
-
-@pytest.fixture(autouse=True)
-def environment(aws: SqsServer, metadata: str, tmp_path: Path) -> dict[str, dict[str, str]]:
-    """The variables of each way."""
-    files = {
-        "credentials": "[default]\naws_access_key_id = AKDEFAULT\naws_secret_access_key = x\n"
-        "[floe]\naws_access_key_id = AKPROFILE\naws_secret_access_key = secret-of-a-profile\n",
-        "token": "a.web.identity",
-        "config": f"[profile role]\nrole_arn = {ROLE}\nsource_profile = floe\n",
-    }
-    for name, content in files.items():
-        (tmp_path / name).write_text(content)
-    profile = {"AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials")}
-    sts = {"AWS_ENDPOINT_URL_STS": aws.url, "AWS_REGION": "us-east-1", "AWS_STS_REGIONAL_ENDPOINTS": "regional"}
-    return {
-        "profile": {**profile, "AWS_PROFILE": "floe"},
-        "session token": {
-            "AWS_ACCESS_KEY_ID": "AKSESSION",
-            "AWS_SECRET_ACCESS_KEY": "secret-of-a-session",
-            "AWS_SESSION_TOKEN": "token-of-a-session",
-        },
-        "role of a profile": {**profile, **sts, "AWS_PROFILE": "role", "AWS_CONFIG_FILE": str(tmp_path / "config")},
-        "web identity": {**sts, "AWS_ROLE_ARN": ROLE, "AWS_WEB_IDENTITY_TOKEN_FILE": str(tmp_path / "token")},
-        "instance metadata": {"AWS_EC2_METADATA_SERVICE_ENDPOINT": metadata},
-    }
-
-
-@pytest.mark.parametrize(
-    ("way", "key", "token"),
-    [
-        ("profile", "AKPROFILE", ""),
-        ("session token", "AKSESSION", "token-of-a-session"),
-        ("role of a profile", r"ASIA\w+", r"\S{20,}"),
-        ("web identity", r"ASIA\w+", r"\S{20,}"),
-        ("instance metadata", "AKIMDS", "token-of-imds"),
-    ],
-)
-def test_a_credential_of_the_chain_signs_what_the_store_is_asked(
-    environment: dict[str, dict[str, str]],
-    aws: SqsServer,
-    monkeypatch: pytest.MonkeyPatch,
-    way: str,
-    key: str,
-    token: str,
-):
-    bucket = unique("b").replace("_", "-")
-    boto3.session.Session().client("s3", endpoint_url=aws.url, **CREDENTIALS).create_bucket(Bucket=bucket)
-    for name, value in environment[way].items():
-        monkeypatch.setenv(name, value)
-    with Signed(aws.url) as proxy:
-        objects = open_objects(StoreSettings(url=f"s3://{bucket}", endpoint_url=proxy.url))
-        assert list(objects.list("")) == []
-        assert re.fullmatch(key, proxy.shown[0]), proxy.shown[0]
-        assert re.fullmatch(token, proxy.shown[1]), "another session token"
-
-
-def test_without_any_credential_the_store_is_refused_in_one_line(
-    aws: SqsServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(Refused, match="a credential as AWS tools find it") as caught:
-        list(open_objects(StoreSettings(url="s3://some", endpoint_url=aws.url)).list(""))
-    assert caught.value.exit_code == 77
-    assert "\n" not in str(caught.value)
-
-
-def keys_of(s3: SharedS3) -> list[tuple[str, str]]:
+def pairs(s3: SharedS3) -> list[Pair]:
     """Two pairs of keys that the store takes: of one that may do everything, and of one that may read."""
     if not isinstance(s3.server, SeaweedFS):
         pytest.skip(f"{s3.server.name}: the second pair of keys is made on SeaweedFS only")
@@ -162,22 +60,65 @@ def keys_of(s3: SharedS3) -> list[tuple[str, str]]:
     return pairs
 
 
-def test_what_expires_is_renewed_before_that_without_a_restart(s3: SharedS3, monkeypatch: pytest.MonkeyPatch):
-    """As a container's role does; the roles above renew themselves by the same code of botocore."""
-    former, later = keys_of(s3)
+def objects_of(proxy: Signed, s3: SharedS3) -> ObjectStore:
+    return open_objects(StoreSettings(url=f"s3://{s3.new_bucket()}", endpoint_url=proxy.url))
+
+
+def test_a_session_token_is_shown_and_without_any_credential_the_store_is_refused_in_one_line(
+    s3: SharedS3, proxy: Signed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(Refused, match="a credential as AWS tools find it") as caught:
+        objects_of(proxy, s3).list("")
+    assert (caught.value.exit_code, "\n" in str(caught.value)) == (77, False)
+    for name, value in (("ACCESS_KEY_ID", "AKSESSION"), ("SECRET_ACCESS_KEY", "x" * 20), ("SESSION_TOKEN", "token")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    proxy.refuses = "AKSESSION"
+    with pytest.raises(Refused):
+        objects_of(proxy, s3).list("")
+    assert proxy.shown == ("AKSESSION", "token")
+
+
+@contextmanager
+def serving(answer: Callable[[], dict[str, str]]) -> Iterator[str]:
+    """The address of a service on loopback that hands out credentials."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(answer()).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_what_expires_is_renewed_before_that_without_a_restart(
+    s3: SharedS3, proxy: Signed, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
+):
+    """As a container's role does; all roles renew themselves by the same code of botocore."""
+    former, later = pairs
     handed, asked = (former, 60.0), list[str]()
 
-    class Container(_Metadata):
-        def do_GET(self) -> None:
-            (key, secret), lasts = handed
-            expires = format_time(int((time.time() + lasts) * 1e9))
-            asked.append(key)
-            document = {"AccessKeyId": key, "SecretAccessKey": secret, "Token": "", "Expiration": expires}
-            self._say(json.dumps(document))
+    def answer() -> dict[str, str]:
+        (key, secret), lasts = handed
+        asked.append(key)
+        expires = format_time(int((time.time() + lasts) * 1e9))
+        return {"AccessKeyId": key, "SecretAccessKey": secret, "Token": "", "Expiration": expires}
 
-    with serving(Container) as url, Signed(s3.endpoint_url) as proxy:
+    with serving(answer) as url:
         monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{url}/role")
-        objects = open_objects(StoreSettings(url=f"s3://{s3.new_bucket()}", endpoint_url=proxy.url))
+        objects = objects_of(proxy, s3)
         objects.put("k", b"1")
         assert proxy.shown[0] == former[0]
         handed = later, 3600.0
@@ -189,30 +130,30 @@ def test_what_expires_is_renewed_before_that_without_a_restart(s3: SharedS3, mon
 
 
 def test_the_file_of_a_profile_is_read_again_when_its_keys_are_refused(
-    s3: SharedS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    s3: SharedS3, proxy: Signed, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    former, later = keys_of(s3)
+    former, later = pairs
     path = tmp_path / "rotated"
 
     def rotate(key: str, secret: str) -> None:
-        path.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+        path.write_text(f"[floe]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
 
     rotate(*former)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
-    with Signed(s3.endpoint_url) as proxy:
-        objects = open_objects(StoreSettings(url=f"s3://{s3.new_bucket()}", endpoint_url=proxy.url))
-        objects.put("k", b"1")
-        rotate(*later)
-        assert objects.get("k") == b"1"
-        assert proxy.shown[0] == former[0], "what works is not read again"
-        rotate("AKNOBODY", "secret-of-nobody")
-        proxy.refuses = former[0]
-        with pytest.raises(Unavailable, match="read again from where AWS tools find it"):
-            objects.get("k")
-        with pytest.raises(Refused, match="InvalidAccessKeyId"):
-            objects.get("k")
-        rotate(*later)
-        with pytest.raises(Unavailable, match="read again"):
-            objects.get("k")
-        assert objects.get("k") == b"1"
-        assert proxy.shown[0] == later[0]
+    monkeypatch.setenv("AWS_PROFILE", "floe")
+    objects = objects_of(proxy, s3)
+    objects.put("k", b"1")
+    rotate(*later)
+    assert objects.get("k") == b"1"
+    assert proxy.shown[0] == former[0], "what works is not read again"
+    rotate("AKNOBODY", "secret-of-nobody")
+    proxy.refuses = former[0]
+    with pytest.raises(Unavailable, match="read again from where AWS tools find it"):
+        objects.get("k")
+    with pytest.raises(Refused, match="InvalidAccessKeyId"):
+        objects.get("k")
+    rotate(*later)
+    with pytest.raises(Unavailable, match="read again"):
+        objects.get("k")
+    assert objects.get("k") == b"1"
+    assert proxy.shown[0] == later[0]

@@ -25,7 +25,7 @@ from tests.support.basics import PATIENCE, soon, unique
 from tests.support.commands import ROOT, floe
 from tests.support.compaction import CHAIN as COMPACTED
 from tests.support.compaction import Archive as Compacted
-from tests.support.egress import SITE, Bench, connected
+from tests.support.egress import SITE, Bench
 from tests.support.ingress import CHAIN, Archive, Centre, rows_of
 
 pytestmark = pytest.mark.simulated
@@ -44,9 +44,7 @@ async def checked(*words: str, code: int) -> str:
 
 
 @pytest.mark.servers
-async def test_egress_is_asked_at_its_monitor(nats_url: str, tmp_path: Path) -> None:
-    client = await connected(nats_url)
-    bench = Bench(nats_url, tmp_path, client)
+async def test_egress_is_asked_at_its_monitor(bench: Bench, nats_url: str, tmp_path: Path) -> None:
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, [b"x"] * 50)
     [port] = free_ports(1)
@@ -70,7 +68,6 @@ async def test_egress_is_asked_at_its_monitor(nats_url: str, tmp_path: Path) -> 
             assert f"stopped: {stream}: E-SOURCE-GONE" in await checked("egress", "-c", config, code=2)
         finally:
             monitor.close()
-    await client.aclose()
 
 
 @pytest.mark.servers
@@ -104,34 +101,23 @@ def lag(health: Health) -> float:
     return float(target["chains"][str(CHAIN)]["lag_seconds"])
 
 
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        ("", "expected one of egress, ingress, archive, compaction, found nothing"),
-        ("egres", "No such command 'egres'"),
-        ("--nothing", "No such option '--nothing'"),
-        ("egress --warning soon", "expected a duration such as"),
-        ("egress --nothing", "No such option '--nothing'"),
-        ("egress", "expected a configuration: -c FILE"),
-        ("archive -c FILE x/y/z", "chain 'x/y/z': expected SITE/FEED"),
-        ("archive -c FILE eu", "eu: expected a site of the archive or the configuration"),
-        ("egress -c FILE --warning 1h --critical 2h", "--warning: expected at least --critical, 2h, found 1h"),
-        ("ingress -c FILE --warning 2h --critical 1h", "--warning: expected at most --critical, 1h, found 2h"),
-        ("archive -c FILE --warning 2h --critical 1h", "--warning: expected at most --critical, 1h, found 2h"),
-        ("compaction -c FILE --warning 2h --critical 1h", "--warning: expected at most --critical, 1h, found 2h"),
-    ],
-)
-async def test_a_wrong_command_line_is_unknown_and_not_critical(wrong: str, told: str, tmp_path: Path) -> None:
-    config = configured(tmp_path, store={"url": f"file://{tmp_path}"})
-    said = await checked(*wrong.replace("FILE", config).split(), code=3)
-    assert said.startswith("UNKNOWN - E-USAGE: ")
-    assert told in said
-
-
-async def test_no_configuration_and_an_empty_address_are_unknown(tmp_path: Path) -> None:
-    assert "E-CONFIG" in await checked("ingress", "-c", str(tmp_path / "none.yaml"), code=3)
+async def test_a_wrong_command_line_or_configuration_is_unknown_and_not_critical(tmp_path: Path) -> None:
     config = configured(tmp_path, store={"url": f"file://{tmp_path}"}, ingress={"monitor": {"listen": ""}})
-    assert "ingress.monitor.listen: expected an address" in await checked("ingress", "-c", config, code=3)
+    for wrong, told in (
+        ("", "E-USAGE: expected one of egress, ingress, archive, compaction, found nothing"),
+        ("egres", "E-USAGE: No such command 'egres'"),
+        ("egress --warning soon", "E-USAGE: expected a duration such as"),
+        ("egress --nothing", "E-USAGE: No such option '--nothing'"),
+        ("egress", "E-USAGE: expected a configuration: -c FILE"),
+        ("archive -c FILE x/y/z", "E-USAGE: chain 'x/y/z': expected SITE/FEED"),
+        ("archive -c FILE eu", "E-USAGE: eu: expected a site of the archive or the configuration"),
+        ("egress -c FILE --warning 1h --critical 2h", "E-USAGE: --warning: expected at least --critical, 2h, found 1h"),
+        ("ingress -c FILE --warning 2h --critical 1h", "E-USAGE: --warning: expected at most --critical, 1h, found 2h"),
+        (f"ingress -c {tmp_path}/none.yaml", "E-CONFIG"),
+        (f"compaction -c {tmp_path}/none.yaml", "E-CONFIG"),
+        ("ingress -c FILE", "ingress.monitor.listen: expected an address"),
+    ):
+        assert told in await checked(*wrong.replace("FILE", config).split(), code=3)
 
 
 def configured(folder: Path, **document: object) -> str:
@@ -234,16 +220,11 @@ async def test_compaction_is_judged_by_what_waits_and_by_its_last_success(tmp_pa
     for nothing in (textfile, Path("/dev/zero")):
         said = await checked("compaction", "-c", config, *limits, "--textfile", str(nothing), code=3)
         assert f"{nothing}: expected the metrics of a run, found none" in said
-    assert "E-" in await checked("compaction", "-c", str(tmp_path / "none.yaml"), code=3)
 
 
 @pytest.mark.parametrize(
     ("command", "code", "out"),
-    [
-        (["check", "egress"], 3, "UNKNOWN - interrupted before it was known\n"),
-        (["check", "egress", "--json"], 3, '{\n  "state": "UNKNOWN",\n  "text": "interrupted before it was known"'),
-        (["status"], 130, ""),
-    ],
+    [(["check", "egress"], 3, "UNKNOWN - interrupted before it was known\n"), (["status"], 130, "")],
 )
 def test_ctrl_c_decides_nothing(tmp_path: Path, command: list[str], code: int, out: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -261,5 +242,4 @@ def test_ctrl_c_decides_nothing(tmp_path: Path, command: list[str], code: int, o
         finally:
             process.kill()
             process.communicate()
-    assert (process.returncode, told) == (code, "")
-    assert shown == out if not out.startswith("{") else shown.startswith(out)
+    assert (process.returncode, shown, told) == (code, out, "")

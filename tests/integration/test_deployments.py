@@ -35,7 +35,7 @@ from egress.deps import Tuning
 from egress.service import EgressService
 from egress.workers.supervisor import KILL_MARGIN
 from infra.local.process import free_port, spawn
-from tests.support.basics import PATIENCE, SharedS3, eventually, soon, unique
+from tests.support.basics import PATIENCE, SharedS3, eventually, problem_of, soon, unique
 from tests.support.commands import configuration
 from tests.support.compaction import CHAIN, Archive
 from tests.support.egress import Bench
@@ -123,36 +123,37 @@ def test_each_configuration_passes_the_check(name: str, tmp_path: Path):
     assert settings.egress.feeds or settings.ingress.targets
 
 
-def test_a_stop_has_the_time_that_a_drain_may_take(tmp_path: Path):
-    site, central = checked("systemd/site.yaml", tmp_path), checked("systemd/central.yaml", tmp_path)
-    margin = 2 * KILL_MARGIN
-    assert float(EGRESS.keys["TimeoutStopSec"]) >= site.egress.shutdown_timeout + margin
-    assert float(INGRESS.keys["TimeoutStopSec"]) >= central.ingress.shutdown_timeout + margin
-
-    site, central = checked("helm/site", tmp_path), checked("helm/central", tmp_path)
-    assert VALUES["egress"]["terminationGracePeriodSeconds"] >= site.egress.shutdown_timeout + margin
-    assert VALUES["ingress"]["terminationGracePeriodSeconds"] >= central.ingress.shutdown_timeout + margin
-
-    for service, file in (("egress-east", "site-east"), ("egress-west", "site-west"), ("ingress", "central")):
-        settings = checked(f"compose/{file}.yaml", tmp_path)
-        timeout = max(settings.egress.shutdown_timeout, settings.ingress.shutdown_timeout)
-        assert parse_duration(COMPOSE["services"][service]["stop_grace_period"]) >= timeout + margin
-
-
-def test_whoever_asks_the_monitor_asks_where_it_listens(tmp_path: Path):
-    for part, role in (("site", "egress"), ("central", "ingress")):
-        settings = checked(f"helm/{part}", tmp_path)
-        assert parse_listen(getattr(settings, role).monitor.listen) == ("0.0.0.0", VALUES[role]["port"])
-    jobs = yaml.safe_load((INFRA / "compose" / "prometheus.yml").read_text())["scrape_configs"]
-    targets = [target for job in jobs for config in job["static_configs"] for target in config["targets"]]
-    assert len(targets) == 3
-    for target in targets:
-        service, port = target.split(":")
-        file = {"egress-east": "site-east", "egress-west": "site-west", "ingress": "central"}[service]
-        settings = checked(f"compose/{file}.yaml", tmp_path)
-        listen = (settings.ingress if service == "ingress" else settings.egress).monitor.listen
-        assert parse_listen(listen) == ("0.0.0.0", int(port))
-        assert f":{port}/readyz" in " ".join(COMPOSE["services"][service]["healthcheck"]["test"])
+@pytest.mark.parametrize(
+    ("file", "role", "seconds", "port"),
+    [
+        ("systemd/site.yaml", "egress", EGRESS.keys["TimeoutStopSec"], None),
+        ("systemd/central.yaml", "ingress", INGRESS.keys["TimeoutStopSec"], None),
+        *(
+            (f"helm/{part}", role, VALUES[role]["terminationGracePeriodSeconds"], VALUES[role]["port"])
+            for part, role in (("site", "egress"), ("central", "ingress"))
+        ),
+        *(
+            (f"compose/{file}.yaml", role, parse_duration(COMPOSE["services"][service]["stop_grace_period"]), service)
+            for file, role, service in (
+                ("site-east", "egress", "egress-east"),
+                ("site-west", "egress", "egress-west"),
+                ("central", "ingress", "ingress"),
+            )
+        ),
+    ],
+)
+def test_a_stop_has_the_time_that_a_drain_may_take_and_the_monitor_listens_where_it_is_asked(
+    tmp_path: Path, file: str, role: str, seconds: float | str, port: int | str | None
+):
+    section = getattr(checked(file, tmp_path), role)
+    assert float(seconds) >= section.shutdown_timeout + 2 * KILL_MARGIN
+    if isinstance(port, str):  # a service of compose
+        jobs = yaml.safe_load((INFRA / "compose" / "prometheus.yml").read_text())["scrape_configs"]
+        targets = [target for job in jobs for config in job["static_configs"] for target in config["targets"]]
+        [asked] = [target.split(":")[1] for target in targets if target.startswith(f"{port}:")]
+        assert f":{asked}/readyz" in " ".join(COMPOSE["services"][port]["healthcheck"]["test"])
+        port = int(asked)
+    assert port is None or parse_listen(section.monitor.listen) == ("0.0.0.0", port)
 
 
 def test_containers_run_what_the_units_run():
@@ -253,8 +254,7 @@ class Deployment:
 
     nats_url: str
     s3: SharedS3
-    folder: Path
-    bucket: str = field(default_factory=str)
+    bucket: str = ""
     stream: str = field(default_factory=lambda: unique("NODES"))
     target: str = field(default_factory=lambda: unique("FLEET"))
     suffix: str = field(default_factory=lambda: unique("X"))
@@ -322,65 +322,19 @@ def is_running(process: subprocess.Popen[bytes], room: Room) -> bool:
     return True
 
 
-async def drained(process: subprocess.Popen[bytes], room: Room) -> None:
-    process.send_signal(signal.SIGTERM)
-    code = await asyncio.to_thread(process.wait, PATIENCE)
-    assert code == 0, room.text()
-
-
-async def carried(
-    deployment: Deployment, client: FloeClient, egress: Any, ingress: Any, compact: Any, *jobs: Any
-) -> None:
-    """Twenty messages from the site's stream into the centre's, by the three commands, one after the other, and then
-    the jobs that ask for nothing.
-    """
-    await create_stream(client, {"name": deployment.stream, "subjects": [f"{deployment.stream}.>"]})
-    with egress as (process, room):
-        assert is_unprivileged(process.pid), room.text()
-        for number in range(20):
-            await client.request_raw(f"{deployment.stream}.n{number}".encode(), b"x" * 100, timeout=30)
-        await soon(lambda: is_running(process, room) and deployment.has_archived(20), every=0.2)
-        await drained(process, room)
-
-    with ingress as (process, room):
-        assert is_unprivileged(process.pid), room.text()
-
-        async def all_there() -> bool:
-            assert is_running(process, room)
-            return (await stream_info(client, deployment.target)).messages == 20
-
-        await soon(all_there, every=0.2)
-        await drained(process, room)
-
-    with compact as (process, room):
-        code = await asyncio.to_thread(process.wait, PATIENCE)
-        assert code == 0, room.text()
-        assert "nothing to do" in room.text()
-
-    for job in jobs:
-        with job as (process, room):
-            assert await asyncio.to_thread(process.wait, PATIENCE) == 0, room.text()
-
-
 @pytest.mark.servers
 @pytest.mark.usefixtures("rooms")
 async def test_the_words_of_the_units_run(nats_url: str, s3: SharedS3, tmp_path: Path, client: FloeClient):
-    deployment = Deployment(nats_url, s3, tmp_path)
-
-    def room(unit: Unit, config: str) -> tuple[Room, dict[str, str]]:
-        credentials, spool = f"/run/credentials/{unit.name}", f"/var/cache/{unit.keys['CacheDirectory']}"
-        file = unit.words[unit.words.index("-c") + 1]
-        [credential] = [unit.keys["LoadCredential"].split(":")[0]]
-        text = deployment.configuration(CONFIGURATIONS[f"systemd/{config}"])
-        files = {file: text, f"{credentials}/{credential}": f"{s3.secret_key}\n"}
-        return Room(tmp_path / unit.name, spool, files), {
-            "CREDENTIALS_DIRECTORY": credentials,
-            "CACHE_DIRECTORY": spool,
-        }
+    """Twenty messages from the site's stream into the centre's, by three commands, one after the other."""
+    deployment = Deployment(nats_url, s3)
 
     @contextmanager
     def started(unit: Unit, config: str) -> Iterator[tuple[subprocess.Popen[bytes], Room]]:
-        place, environment = room(unit, config)
+        credentials, spool = f"/run/credentials/{unit.name}", f"/var/cache/{unit.keys['CacheDirectory']}"
+        file, credential = unit.words[unit.words.index("-c") + 1], unit.keys["LoadCredential"].split(":")[0]
+        text = deployment.configuration(CONFIGURATIONS[f"systemd/{config}"])
+        place = Room(tmp_path / unit.name, spool, {file: text, f"{credentials}/{credential}": f"{s3.secret_key}\n"})
+        environment = {"CREDENTIALS_DIRECTORY": credentials, "CACHE_DIRECTORY": spool}
         deny = unit.keys.get("MemoryDenyWriteExecute") == "yes"
         if unit.keys["Type"] == "oneshot":
             with running(place, unit.words, environment, deny=deny) as process:
@@ -394,33 +348,37 @@ async def test_the_words_of_the_units_run(nats_url: str, s3: SharedS3, tmp_path:
                 assert manager.lines()[:2] == ["READY=1", f"MAINPID={process.pid}"]
                 manager.wait("WATCHDOG=1")
                 assert deployment.answers("/healthz")
+                assert is_unprivileged(process.pid), place.text()
                 yield process, place
-                assert process.poll() == 0
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(PATIENCE) == 0, place.text()
                 assert manager.lines().count("STOPPING=1") == 1
                 assert {each.pid for each in manager.read()} == {process.pid}, "NotifyAccess=main"
 
-    await carried(
-        deployment,
-        client,
-        started(EGRESS, "site.yaml"),
-        started(INGRESS, "central.yaml"),
-        *(started(job, "central.yaml") for job in JOBS),
-    )
+    async def all_there() -> bool:
+        assert is_running(process, room)
+        return (await stream_info(client, deployment.target)).messages == 20
+
+    await create_stream(client, {"name": deployment.stream, "subjects": [f"{deployment.stream}.>"]})
+    with started(EGRESS, "site.yaml") as (process, room):
+        for number in range(20):
+            await client.request_raw(f"{deployment.stream}.n{number}".encode(), b"x" * 100, timeout=30)
+        await soon(lambda: is_running(process, room) and deployment.has_archived(20), every=0.2)
+    with started(INGRESS, "central.yaml") as (process, room):
+        await soon(all_there, every=0.2)
+    with started(COMPACT, "central.yaml") as (process, room):
+        assert await asyncio.to_thread(process.wait, PATIENCE) == 0, room.text()
+        assert "nothing to do" in room.text()
 
 
 def test_each_job_has_a_timer_and_each_unit_is_as_confined_as_the_others():
     units = {path.name for path in (INFRA / "systemd").glob("*.service")}
     timers = {path.stem for path in (INFRA / "systemd").glob("*.timer")}
     assert {path.removesuffix(".service") for path in units} - timers == {"floe-egress@", "floe-ingress"}
-    confined = [
-        {
-            (key, value)
-            for key, value in unit.keys.items()
-            if key.startswith(("Protect", "Private", "Restrict", "NoNew"))
-        }
-        for unit in (EGRESS, INGRESS, *JOBS)
-    ]
+    bounds = ("Protect", "Private", "Restrict", "NoNew")
+    confined = [{item for item in unit.keys.items() if item[0].startswith(bounds)} for unit in (EGRESS, INGRESS, *JOBS)]
     assert all(each == confined[0] for each in confined)
+    assert [problem_of(shlex.join(["floe", *unit.words[1:]])) for unit in JOBS] == [""] * len(JOBS)
     assert all(unit.keys["LoadCredential"] == EGRESS.keys["LoadCredential"] for unit in JOBS)
 
 
@@ -434,32 +392,6 @@ def test_the_credentials_are_for_the_group_of_the_service():
     assert "chgrp floe /etc/floe/credentials && chmod 0750 /etc/floe/credentials" in installed
     assert "install -d -m 0750 -g floe /etc/floe/credentials" in by_hand
     assert "install -m 0640 -g floe /dev/stdin /etc/floe/credentials/s3-secret" in by_hand
-
-
-@pytest.mark.servers
-@pytest.mark.usefixtures("rooms")
-async def test_the_words_of_image_and_chart_run(nats_url: str, s3: SharedS3, tmp_path: Path, client: FloeClient):
-    deployment = Deployment(nats_url, s3, tmp_path)
-
-    @contextmanager
-    def started(template: str, part: str) -> Iterator[tuple[subprocess.Popen[bytes], Room]]:
-        words = chart_words(template)
-        text = deployment.configuration(VALUES[part]["config"])
-        files = {words[-1]: text, "/etc/floe/credentials/s3-secret": s3.secret_key}
-        room = Room(tmp_path / template, "/var/cache/floe", files)
-        with running(room, words, {"PYTHONUNBUFFERED": "1"}) as process:
-            if template != "compaction":
-                eventually(lambda: bool(is_running(process, room) and deployment.answers("/readyz")), every=0.1)
-                assert deployment.answers("/healthz")
-            yield process, room
-
-    await carried(
-        deployment,
-        client,
-        started("egress", "site"),
-        started("ingress", "central"),
-        started("compaction", "central"),
-    )
 
 
 @pytest.mark.spark

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
-import shutil
 import socket
-import ssl
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import boto3
 import pytest
@@ -22,7 +20,7 @@ import yaml
 from common import doctor
 from common.chain import Chain
 from common.clock import SystemClock
-from common.doctor import CHECKS, DoctorFinding, DoctorState, examine_disk, examine_store
+from common.doctor import CHECKS, DoctorFinding, examine_disk, examine_store
 from common.doctor_cli import examine
 from common.jetstream.api import consumer_names, create_stream, stream_info
 from common.jetstream.client import FloeClient, connect
@@ -34,13 +32,11 @@ from common.settings.service import NatsSettings
 from compaction.spark import examine_spark
 from infra.local.nats import NatsServer, nats_server_binary
 from infra.local.process import free_port
-from infra.local.seaweedfs import SeaweedFS
-from tests.support import canaries
 from tests.support.basics import SharedS3, unique
 from tests.support.clock import ManualClock
 from tests.support.commands import Done, floe
 from tests.support.egress import connected
-from tests.support.identities import make_certificates, server_tls
+from tests.support.identities import authority, certificate, server_tls
 from tests.support.proxies import Answer, Exchange, FaultProxy, drop, refusing_conditions
 
 pytestmark = pytest.mark.servers
@@ -96,6 +92,10 @@ def away() -> str:
     return f"127.0.0.1:{free_port()}"
 
 
+def folder_store(folder: Path) -> dict[str, Any]:
+    return {"url": f"file://{folder}/store"}
+
+
 # All is well
 
 
@@ -142,7 +142,7 @@ async def test_a_centre_is_well(nats_url: str, client: FloeClient, s3: SharedS3,
 
 
 async def test_people_get_a_table_and_what_to_do(nats_url: str, tmp_path: Path) -> None:
-    config = write(tmp_path, {"url": f"file://{tmp_path}/store"}, {"url": nats_url}, **ingress(unique("T")))
+    config = write(tmp_path, folder_store(tmp_path), {"url": nats_url}, **ingress(unique("T")))
     done = await floe("doctor", "-c", config)
     assert done.code == 3
     assert done.out.startswith("part   check ")
@@ -160,9 +160,7 @@ async def test_what_does_not_answer_holds_up_none_of_the_others(
 ) -> None:
     dead = store_of(s3, "floe") | {"endpoint_url": f"http://{away}", "allow_plaintext": True}
     config = write(tmp_path, dead, {"url": nats_url}, **egress(filter_subject="a.>"))
-    began = time.monotonic()
     found = await examined(config, code=1)
-    assert time.monotonic() - began < 60, "bounded by the time-out of a connection"
     assert found["store connection"]["state"] == "skipped"
     assert found["store connection"]["unreached"]
     assert "the port refuses connections" in found["store connection"]["found"]
@@ -185,116 +183,64 @@ def test_a_store_that_ceases_to_answer_is_waited_for_once(s3: SharedS3, tmp_path
     assert [(each.what, each.unreached) for each in found] == [("connection", False), ("list", False), ("write", True)]
 
 
-@pytest.fixture
-def frozen() -> Iterator[str]:
-    """An address that takes connections and never says anything."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"127.0.0.1:{server.getsockname()[1]}"
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_certificates(tmp_path_factory.mktemp("tls"))
-
-
-def todos(found: dict[str, dict[str, Any]]) -> tuple[str, str]:
-    """What to do about NATS and about the store, where nothing can be done with either; each has a meaning, too."""
-    nats, store = found["nats connection"], found["store connection"]
-    assert {name for name in found if name.startswith(("nats", "store"))} == {"nats connection", "store connection"}
-    assert nats["meaning"]
-    assert store["meaning"]
-    return nats["todo"], store["todo"]
-
-
 async def test_what_to_do_is_told_of_each_way_in_which_nobody_answers(
-    frozen: str, away: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3: SharedS3, nats_url: str, away: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.objects.open.VIEW_TIMEOUT", 1.0)
-    keys = {"access_key_id": "a", "secret_access_key": "b" * 40, "allow_plaintext": True}
-
-    async def at(address: str) -> tuple[str, str]:
-        store = {"url": "s3://floe", "endpoint_url": f"http://{address}", **keys}
-        # On a busy machine a resolver may take long to say that there is no such host.
-        patience = "500ms" if address == frozen else "20s"
-        config = write(tmp_path, store, {"url": f"nats://{address}", "connect_timeout": patience}, **egress())
-        began = time.monotonic()
-        found = todos(await examined(config, code=1))
-        assert time.monotonic() - began < 60
-        done = await floe("config", "check", "--connect", config)
-        assert done.code == 75, done
-        for todo in found:
-            assert todo in done.err, "as the doctor says"
-        return found
-
-    nats, store = await at(away)
-    assert "is nats-server running there, and is this its port? check nats.url" in nats
-    assert "is the store running, and is this its port? check store.endpoint_url" in store
-    nats, store = await at("no-such-host.invalid:4222")
-    assert "this host's resolver" in nats
-    assert "this host's resolver" in store
-    nats, store = await at(frozen)
-    assert "does it answer others? look at it" in nats
-    assert "does it answer others? look at the store" in store
-
-
-async def test_names_that_the_resolver_says_nothing_of_are_told_in_time(
-    s3: SharedS3, nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """Ports that refuse, hosts that nobody knows, servers that say nothing, and a resolver that does not answer."""
     look_up, answers, asked = socket.getaddrinfo, threading.Event(), set[str]()
 
     def getaddrinfo(host: Any, *args: Any, **kwargs: Any) -> Any:
         if threading.current_thread().name.startswith("lookup"):
             asked.add(str(host))
+        if str(host).startswith("unknown"):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         if str(host).endswith(".invalid"):
             answers.wait()
         return look_up(host, *args, **kwargs)
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     monkeypatch.setattr(doctor, "MOST_LOOKUP", 1.0)
-    store = store_of(s3, s3.new_bucket())
-    silent = store | {"endpoint_url": "http://s3.invalid", "allow_plaintext": True}
+    monkeypatch.setattr("common.objects.open.VIEW_TIMEOUT", 0.5)
     why = "not resolved, the resolver gives no answer within 1 s"
-    try:
-        nats = {"url": ["nats://a.invalid", "nats://b.invalid"], "connect_timeout": "1s"}
-        config = write(tmp_path, silent, nats, **egress())
-        found = await examined(config, code=1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        frozen = f"127.0.0.1:{server.getsockname()[1]}"
+        silent = ["nats://a.invalid", "nats://b.invalid"]
+        for urls, endpoint, of_nats, of_store in (
+            (f"nats://{away}", away, "is this its port? check nats.url", "is this its port? check store.endpoint_url"),
+            (f"nats://{frozen}", frozen, "does it answer others? look at it", "does it answer others? look at the st"),
+            ("nats://unknown.invalid:4222", "unknown.invalid", "this host's resolver", "this host's resolver"),
+            (silent, "s3.invalid", "/etc/resolv.conf", "/etc/resolv.conf"),
+        ):
+            store = store_of(s3, "floe") | {"endpoint_url": f"http://{endpoint}", "allow_plaintext": True}
+            config = write(tmp_path, store, {"url": urls, "connect_timeout": "1s"}, **egress())
+            found = await examined(config, code=1)
+            assert {*found} == {"nats connection", "store connection", "disk spool", "disk space"}
+            for name, todo in (("nats connection", of_nats), ("store connection", of_store)):
+                assert todo in found[name]["todo"]
+                assert found[name]["meaning"]
+            done = await floe("config", "check", "--connect", config)
+            assert done.code == 75, done
+            assert all(found[f"{part} connection"]["todo"] in done.err for part in ("nats", "store")), "as it says"
         assert found["nats connection"]["found"] == f"E-UNAVAILABLE: a.invalid, b.invalid: {why}"
         assert found["store connection"]["found"] == f"E-UNAVAILABLE: s3.invalid: {why}"
-        assert "/etc/resolv.conf" in todos(found)[0] + todos(found)[1]
-        done = await floe("config", "check", "--connect", config)
-        assert (done.code, done.err.count(why)) == (75, 2), done
         some = {"url": ["nats://a.invalid", nats_url], "connect_timeout": "1s"}
-        assert (await floe("config", "check", "--connect", write(tmp_path, store, some, **egress()))).code == 0
-        assert asked == {"a.invalid", "b.invalid", "s3.invalid"}, "a number needs no resolver"
-    finally:
+        config = write(tmp_path, store_of(s3, s3.new_bucket()), some, **egress())
+        assert (await floe("config", "check", "--connect", config)).code == 0
         answers.set()
+    assert asked == {"unknown.invalid", "a.invalid", "b.invalid", "s3.invalid"}, "a number needs no resolver"
 
 
-async def test_tls_that_one_side_lacks_is_a_problem_with_a_way_out(
-    s3: SharedS3, certificates: Path, tmp_path: Path
-) -> None:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(certificates / "server.pem", certificates / "server.key")
-    with (
-        NatsServer() as plain,
-        NatsServer(tls=server_tls(certificates)) as secret,
-        FaultProxy(s3.endpoint_url) as http,
-        FaultProxy(s3.endpoint_url, tls=context) as https,
-    ):
-        store = store_of(s3, s3.new_bucket())
-
-        async def at(nats: str, endpoint: str) -> tuple[str, str]:
-            config = write(tmp_path, {**store, "endpoint_url": endpoint}, {"url": nats}, **egress())
-            return todos(await examined(config, code=3))
-
-        nats, s3_todo = await at(f"tls://127.0.0.1:{plain.port}", http.url.replace("http:", "https:"))
-        assert "nats.url: nats:// and no nats.tls; or TLS on the server" in nats
-        assert f"set store.endpoint_url: {http.url}" in s3_todo
-        nats, s3_todo = await at(f"nats://127.0.0.1:{secret.port}", https.url.replace("https:", "http:"))
-        assert "it must hold the authority of the server's certificate" in nats
-        assert f"set store.endpoint_url: {https.url}" in s3_todo
-        nats, s3_todo = await at(f"nats://127.0.0.1:{secret.port}", https.url)
-        assert "name the authority in store.tls.ca" in s3_todo
+async def test_tls_that_one_side_lacks_is_a_problem_with_a_way_out(tmp_path: Path) -> None:
+    """Of a store, `test_s3_faults.py` has it."""
+    authority(tmp_path)
+    certificate(tmp_path, "server", "IP:127.0.0.1")
+    with NatsServer() as plain, NatsServer(tls=server_tls(tmp_path)) as secret:
+        for url, todo in (
+            (f"tls://127.0.0.1:{plain.port}", "nats.url: nats:// and no nats.tls; or TLS on the server"),
+            (f"nats://127.0.0.1:{secret.port}", "it must hold the authority of the server's certificate"),
+        ):
+            config = write(tmp_path, folder_store(tmp_path), {"url": url}, **egress())
+            assert todo in (await examined(config, code=3))["nats connection"]["todo"]
 
 
 async def test_a_server_that_freezes_meanwhile_is_waited_for_once(
@@ -309,17 +255,17 @@ async def test_a_server_that_freezes_meanwhile_is_waited_for_once(
             server.pause()
             return real(client, name)
 
-        config = write(tmp_path, {"url": f"file://{tmp_path}/store"}, {"url": server.url}, **document)
+        config = write(tmp_path, folder_store(tmp_path), {"url": server.url}, **document)
         monkeypatch.setattr(FloeClient, "api_subject", freezes)
-        began = time.monotonic()
         try:
             found = await examine(load_settings(config), (), {"spark": lambda: None, "target": lambda: None})
         finally:
             server.resume()
-    assert time.monotonic() - began < 60
-    nats = [(each.what, each.unreached, bool(each.todo)) for each in found.findings if each.part == "nats"]
-    assert [each[:2] for each in nats] == [("connection", False), ("version", False), ("jetstream", True)]
-    assert nats[-1][2]
+    nats = [each for each in found.findings if each.part == "nats"]
+    assert [(each.what, each.unreached) for each in nats] == [
+        ("connection", False), ("version", False), ("jetstream", True),
+    ]  # fmt: skip
+    assert nats[-1].todo
 
 
 async def test_a_wrong_credential_is_a_problem(s3: SharedS3, tmp_path: Path) -> None:
@@ -349,18 +295,16 @@ async def test_a_wrong_credential_is_a_problem(s3: SharedS3, tmp_path: Path) -> 
 async def test_a_missing_right_at_nats_is_named(tmp_path: Path) -> None:
     rights = (RIGHTS / "nats-egress.conf").read_text()
     with NatsServer() as server:
-        shutil.copy(RIGHTS / "nats-egress.conf", server.folder)
-        (server.folder / "few.conf").write_text("\n".join(x for x in rights.splitlines() if "CONSUMER.CREATE" not in x))
-        listless = "\n".join(x for x in rights.splitlines() if "CONSUMER.LIST" not in x)
-        (server.folder / "listless.conf").write_text(listless)
-        users = [f"{{user: {name}, password: p\ninclude {file}\n}}" for name, file in (("egress", "nats-egress.conf"),)]
-        users += [f"{{user: {name}, password: p\ninclude {name}.conf\n}}" for name in ("few", "listless")]
-        users += ["{user: all, password: p}"]
+        users = ["{user: all, password: p}"]
+        for name, left_out in (("egress", "-"), ("few", "CONSUMER.CREATE"), ("listless", "CONSUMER.LIST")):
+            lines = [line for line in rights.splitlines() if left_out == "-" or left_out not in line]
+            (server.folder / f"{name}.conf").write_text("\n".join(lines))
+            users.append(f"{{user: {name}, password: p\ninclude {name}.conf\n}}")
         server.extra = "authorization { users: [\n" + "\n".join(users) + "\n] }"
         server.restart()
         document = egress()
         document["egress"] |= {"state_bucket": "FLOE_STATE", "lease_bucket": "FLOE_LEASES"}
-        store = {"url": f"file://{tmp_path}/store"}
+        store = folder_store(tmp_path)
         user = {"url": server.url, "user": "egress", "password": "p"}
         found = await examined(write(tmp_path, store, user, **document), code=0)
         assert found["nats rights"]["state"] == "ok"
@@ -381,74 +325,29 @@ async def test_a_missing_right_at_nats_is_named(tmp_path: Path) -> None:
         assert found["nats rights"]["state"] == "ok"
 
 
-async def test_a_domain_that_nobody_serves_is_a_problem(nats_url: str, tmp_path: Path) -> None:
-    nats = {"url": nats_url, "jetstream_domain": "nowhere"}
-    config = write(tmp_path, {"url": f"file://{tmp_path}/store"}, nats, **egress())
-    found = await examined(config, code=3)
-    assert found["nats jetstream"]["state"] == "problem"
-    assert "jetstream_domain" in found["nats jetstream"]["todo"]
-    assert "nats rights" not in found
-
-
-@pytest.fixture(scope="module")
-def limited() -> Iterator[SeaweedFS]:
-    """A store that knows each role by the policy of its file."""
-    roles = ("egress", "ingress", "compaction")
-    policies = {role: json.loads((RIGHTS / f"s3-{role}.json").read_text()) for role in roles}
-    with SeaweedFS(policies=policies) as server:
-        server.create_bucket("floe")
-        canaries.note(server.secret_key, *(secret for _, secret in server.keys.values()))
-        yield server
-
-
-def as_role(limited: SeaweedFS, role: str) -> dict[str, Any]:
-    access, secret = limited.keys[role]
-    return store_of(limited, "floe") | {"access_key_id": access, "secret_access_key": secret}
-
-
-async def test_a_missing_right_on_the_bucket_is_a_problem(limited: SeaweedFS, nats_url: str, tmp_path: Path) -> None:
-    nats = {"url": nats_url}
-
-    async def of(role: str, credential: str, code: int) -> dict[str, dict[str, Any]]:
-        document = ingress(unique("T"), create={}) if role == "ingress" else egress()
-        words = ["--role", role]
-        found = await examined(write(tmp_path, as_role(limited, credential), nats, **document), *words, code=code)
-        return {name.removeprefix("store "): each for name, each in found.items() if name.startswith("store ")}
-
-    rights = ("list", "write", "read", "delete")
-    found = await of("egress", "egress", 0)
-    assert {found[what]["state"] for what in CHECKS["store"] if not what.startswith(("life", "vers"))} == {"ok"}
-    assert found["delete"]["found"].startswith("refused")
-    found = await of("compaction", "compaction", 0)
-    assert {found[what]["state"] for what in rights} == {"ok"}
-    found = await of("ingress", "ingress", 0)
-    assert [found[what]["state"] for what in rights] == ["ok", "skipped", "ok", "skipped"]
-    assert "this credential may only read" in found["layout"]["found"]
-
-    found = await of("egress", "ingress", 3)
-    assert found["write"]["state"] == "problem"
-    assert "grant s3:PutObject" in found["write"]["todo"]
-    assert "python -m infra.rights rights site=us-east bucket=floe prefix=data stream=NODES" in found["write"]["todo"]
-    assert {found[what]["state"] for what in ("checksum", "clock")} == {"skipped"}
-    found = await of("compaction", "egress", 3)
-    assert {what for what in rights if found[what]["state"] == "problem"} == {"list", "delete"}
-
-
 # What the servers offer
 
 
 @pytest.mark.parametrize(
-    ("extra", "code"),
-    [("jetstream: disabled", "E-NO-RESPONDERS"), ("accounts { A: { users: [{user: a, password: p}] } }", "E-JS-10039")],
+    ("extra", "domain", "code", "todo"),
+    [
+        ("jetstream: disabled", "", "E-NO-RESPONDERS", ""),
+        ("accounts { A: { users: [{user: a, password: p}] } }", "", "E-JS-10039", ""),
+        ("", "nowhere", "E-NO-RESPONDERS", "jetstream_domain"),
+    ],
 )
-async def test_a_server_without_jetstream_is_told_by_both(tmp_path: Path, extra: str, code: str) -> None:
+async def test_a_server_without_jetstream_is_told_by_both(
+    tmp_path: Path, extra: str, domain: str, code: str, todo: str
+) -> None:
     with NatsServer(extra=extra) as server:
-        config = write(
-            tmp_path, {"url": f"file://{tmp_path}/store"}, {"url": server.url, "user": "a", "password": "p"}, **egress()
-        )
-        found = (await examined(config, code=3))["nats jetstream"]
-        assert (found["state"], found["found"].startswith(f"{code}: no JetStream: ")) == ("problem", True), found
+        nats = {"url": server.url, "user": "a", "password": "p", "jetstream_domain": domain}
+        config = write(tmp_path, folder_store(tmp_path), nats, **egress())
+        findings = await examined(config, code=3)
         done = await floe("config", "check", "--connect", config)
+    found = findings["nats jetstream"]
+    assert (found["state"], found["found"].startswith(f"{code}: no JetStream: ")) == ("problem", True), found
+    assert todo in found["todo"]
+    assert "nats rights" not in findings
     assert done.code == 78, done
     assert f"error[{code}]: no JetStream: " in done.err
     assert found["todo"] in done.err
@@ -459,7 +358,7 @@ async def test_an_old_server_is_told_by_what_it_offers(tmp_path: Path) -> None:
         client = await connected(server.url)
         await create_stream(client, {"name": "FLEET", "subjects": ["FLEET.>"], "storage": "memory"})
         await client.aclose()
-        store, nats = {"url": f"file://{tmp_path}/store"}, {"url": server.url}
+        store, nats = folder_store(tmp_path), {"url": server.url}
         found = await examined(write(tmp_path, store, nats, **ingress("FLEET")), code=0)
         assert found["nats version"]["found"].startswith("2.10.")
         assert found["nats batches"]["state"] == found["nats max_payload"]["state"] == "warning"
@@ -473,7 +372,7 @@ async def test_an_account_at_its_limit_is_warned_of(tmp_path: Path) -> None:
     limits = "accounts { A: { users: [{user: a, password: p}], jetstream: {max_streams: 1, max_consumers: 5} } }"
     with NatsServer(extra=limits) as server:
         nats = {"url": server.url, "user": "a", "password": "p"}
-        config = write(tmp_path, {"url": f"file://{tmp_path}/store"}, nats, **egress())
+        config = write(tmp_path, folder_store(tmp_path), nats, **egress())
         assert "streams 0 of 1" in (await examined(config, code=0))["nats jetstream"]["found"]
         client = await connect(NatsSettings(url=server.url, user="a", password="p"), name="test")
         await create_stream(client, {"name": FEED, "subjects": ["a.>"], "storage": "memory"})
@@ -505,24 +404,17 @@ async def test_a_store_that_ignores_conditions_and_checksums_that_nobody_checks_
     assert found["store checksum"]["todo"] == "set store.checksum: sha256"
 
 
-@pytest.mark.parametrize("status", [501, 400])
-def test_a_store_that_refuses_conditions_is_told_with_what_does_not_work(
-    s3: SharedS3, tmp_path: Path, status: int
-) -> None:
+def test_a_store_that_refuses_conditions_is_told_with_what_does_not_work(s3: SharedS3, tmp_path: Path) -> None:
     retained = {"compaction": {"retention": {"max_age": "30d"}}}
-    with refusing_conditions(FaultProxy(s3.endpoint_url), status) as proxy:
+    with refusing_conditions(FaultProxy(s3.endpoint_url), 501) as proxy:
         store = store_of(s3, s3.new_bucket()) | {"endpoint_url": proxy.url}
-        for roles, more, state in (
-            ("egress", {}, DoctorState.WARNING),
-            ("compaction", {}, DoctorState.WARNING),
-            ("compaction", retained, DoctorState.PROBLEM),
-        ):
+        for role, more, state in (("egress", {}, "warning"), ("compaction", retained, "problem")):
             settings = settings_of(tmp_path, store=store, **egress(), **more)
-            found = by_check(examine_store(settings, (roles,), SystemClock()))
-            assert found["store conditional put"].state is state
+            found = by_check(examine_store(settings, (role,), SystemClock()))
+            assert found["store conditional put"].state == state
             assert "E-STORE-CONDITIONS: retention" in found["store conditional put"].meaning
-            assert found["store concurrent put"].state is DoctorState.SKIPPED
-            assert found["store list after write"].state is DoctorState.OK
+            assert found["store concurrent put"].state == "skipped"
+            assert found["store list after write"].state == "ok"
 
 
 async def test_rules_of_the_bucket_are_read(s3: SharedS3, nats_url: str, tmp_path: Path) -> None:
@@ -561,27 +453,22 @@ def settings_of(folder: Path, **more: Any) -> Settings:
     return Settings.model_validate(document)
 
 
-def test_a_clock_that_is_wrong_is_warned_of(tmp_path: Path) -> None:
+def test_a_clock_that_is_wrong_and_a_folder_without_hard_links_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = ManualClock(time.time() - 300)
-    found = by_check(examine_store(settings_of(tmp_path), ("egress",), clock))["store clock"]
-    assert found.state == "warning"
-    assert found.found.endswith("s ahead of this host's")
+
+    def findings() -> dict[str, DoctorFinding]:
+        return by_check(examine_store(settings_of(tmp_path), ("egress",), clock))
+
+    found = findings()["store clock"]
+    assert (found.state, found.found.partition(" s ")[2]) == ("warning", "ahead of this host's")
     clock.advance(330)
-    assert by_check(examine_store(settings_of(tmp_path), ("egress",), clock))["store clock"].state == "ok"
-
-
-def test_a_folder_without_hard_links_is_for_one_writing_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EPERM, "not permitted")
-
-    clock = ManualClock(time.time())
-    assert by_check(examine_store(settings_of(tmp_path), ("egress",), clock))["store conditional put"].state == "ok"
-    monkeypatch.setattr("common.objects.local.os.link", refuse)
-    findings = by_check(examine_store(settings_of(tmp_path), ("egress",), clock))
-    found = findings["store conditional put"]
+    assert (findings()["store clock"].state, findings()["store conditional put"].state) == ("ok", "ok")
+    monkeypatch.setattr("common.objects.local.os.link", Mock(side_effect=OSError(errno.EPERM, "not permitted")))
+    found = findings()["store conditional put"]
     assert (found.state, "no hard links" in found.found) == ("warning", True)
     assert "write from one host only" in found.todo
-    assert {each.state for each in findings.values()} == {"ok", "warning"}
 
 
 def test_a_spool_that_cannot_be_written_or_is_too_small_is_a_problem(tmp_path: Path) -> None:
@@ -615,7 +502,7 @@ def test_spark_is_examined_without_a_session(tmp_path: Path, monkeypatch: pytest
 
 
 async def test_spark_is_left_out_where_nobody_compacts(nats_url: str, tmp_path: Path) -> None:
-    store, nats = {"url": f"file://{tmp_path}/store"}, {"url": nats_url}
+    store, nats = folder_store(tmp_path), {"url": nats_url}
     config = write(tmp_path, store, nats, **egress())
     assert not any(name.startswith("spark") for name in await examined(config, code=0))
     assert "spark java" in await examined(config, "--role", "egress", "--role", "compaction", code=0)

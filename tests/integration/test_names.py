@@ -88,19 +88,3 @@ async def test_looking_makes_no_bucket_and_a_decision_makes_one(client: FloeClie
     assert [row["site"] for row in (await floe("chain", "ls", *config, "--json")).json()] == ["us-east"]
     for _ in range(2):  # also of a chain that is not paused, which is looked at again
         assert f"{CHAIN}: resumed; " in (await floe("chain", "resume", *config, *named)).err
-
-
-async def test_the_wrong_name_or_file_is_told_and_a_chain_that_is_there_is_shown(centre: Centre) -> None:
-    centre.archive.put(rows_of(1, 5))
-    config = str(centre.write())
-
-    for words in (["replay", "--target", "X", "--dry-run"], ["drill"]):
-        done = await floe(*words, "-c", config, "--site", "us-esat", "--feed", "NODES")
-        assert (done.code, "did you mean us-east/NODES?" in done.err) == (2, True), done
-    done = await floe("segments", "info", "us-east/NODES", "-c", config)
-    assert (done.code, "levels.0.segments" in done.out) == (0, True), done
-
-    site = str(centre.write(targets=[]))
-    for words in (["gap", "ls"], ["chain", "ls"], ["checkpoint", "ls"]):
-        done = await floe(*words, "-c", site)
-        assert (done.code, "ingress.targets" in done.err) == (78, True), (words, done)

@@ -16,7 +16,6 @@ from common.jetstream.api import ConsumerInfo, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import BucketFull, KeyValue
 from common.jetstream.pull import From, scan
-from common.jetstream.requests import ApiError
 from egress.init import initialise
 from infra.local.nats import NatsServer
 from ingress.target import examine_target
@@ -79,31 +78,15 @@ async def test_egress_asks_for_as_many_messages_as_the_server_takes(narrow: Benc
     assert [message.payload for message in narrow.messages(stream)] == [b"%d" % n for n in range(10 * BATCH)]
 
 
-@pytest.mark.usefixtures("learnt")
-async def test_a_stream_is_read_with_as_many_messages_as_the_server_takes(narrow: Bench) -> None:
-    stream = await narrow.make_stream(unique("T"), max_bytes=10_000_000)
-    await narrow.publish(stream, [b""] * (3 * BATCH + 1))
-    async with aclosing(scan(narrow.client, stream, From(1), until=3 * BATCH + 1)) as pieces:
-        found = [message.sequence async for piece in pieces for message in piece]
-    assert found == [*range(1, 3 * BATCH + 2)]
-
-
-async def test_buckets_have_a_size_where_the_account_demands_one(narrow: Bench) -> None:
+async def test_buckets_have_a_size_where_the_account_demands_one_and_one_that_is_too_large_names_the_key(
+    narrow: Bench,
+) -> None:
     stream = await narrow.make_stream(unique("T"), max_bytes=10_000_000)
     settings = narrow.settings({"stream": stream}, kv_max_bytes="32M")
     done, problems = await initialise(narrow.client, settings)
     assert (problems, [each.name for each in done[:2]]) == ([], [narrow.lease_bucket, narrow.state_bucket])
     assert await max_bytes(narrow.client, narrow.state_bucket) == 32 * 2**20
     assert await max_bytes(narrow.client, narrow.lease_bucket) == 4 * 2**20
-
-
-@pytest.mark.real
-async def test_buckets_have_none_elsewhere(bench: Bench) -> None:
-    await KeyValue(bench.client, bench.state_bucket).ensure()
-    assert await max_bytes(bench.client, bench.state_bucket) == -1
-
-
-async def test_a_bucket_that_is_larger_than_the_account_takes_names_the_key(narrow: Bench) -> None:
     with pytest.raises(BucketFull, match="max bytes exceeds account limit") as refused:
         await KeyValue(narrow.client, unique("B"), max_bytes=200 * 2**20).ensure()
     assert (refused.value.code, refused.value.exit_code) == ("E-KV-FULL", 1)
@@ -126,12 +109,17 @@ async def fill(kv: KeyValue) -> BucketFull:
     raise AssertionError("the bucket takes more than its size")
 
 
-async def test_a_chain_stops_at_a_full_bucket_and_goes_on_when_there_is_room(bench: Bench) -> None:
+async def test_a_chain_stops_at_a_full_bucket_of_which_the_doctor_warns_and_goes_on_when_there_is_room(
+    bench: Bench,
+) -> None:
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, [b"1"])
     await small_bucket(bench.client, bench.state_bucket, 2048)
     full = await fill(KeyValue(bench.client, bench.state_bucket))
-    assert full.hint.splitlines()[-1] == f"nats stream edit KV_{bench.state_bucket} --max-bytes 4096"
+    edit = f"nats stream edit KV_{bench.state_bucket} --max-bytes 4096"
+    found = await _buckets(bench.client, bench.settings().egress, _sizes({}))
+    assert found.state is DoctorState.WARNING
+    assert full.hint.splitlines()[-1] == found.todo.splitlines()[-1] == edit
     async with bench.egress({"stream": stream}) as running:
         await soon(lambda: running.state(stream) == "stopped")
         assert running.status(stream)["code"] == "E-KV-FULL"
@@ -191,33 +179,13 @@ async def test_the_doctor_names_a_target_that_the_account_would_not_take(
     assert all(each.state is DoctorState.OK for each in found if each.what == "target")
 
 
-async def test_the_doctor_names_a_bucket_that_is_nearly_full(bench: Bench) -> None:
-    await small_bucket(bench.client, bench.state_bucket, 2048)
-    await fill(KeyValue(bench.client, bench.state_bucket))
-    found = await _buckets(bench.client, bench.settings().egress, _sizes({}))
-    assert found.state is DoctorState.WARNING
-    assert found.todo.splitlines()[-1] == f"nats stream edit KV_{bench.state_bucket} --max-bytes 4096"
-
-
-@pytest.mark.parametrize("start", [{}, {"start_time": "2020-01-01T00:00:00Z"}])
-async def test_consumers_idle_no_longer_than_the_stream_allows(bench: Bench, start: dict[str, Any]) -> None:
-    limits = {"inactive_threshold": 2 * NS_PER_S}
-    stream = await bench.make_stream(unique("T"), consumer_limits=limits)
+async def test_consumers_idle_no_longer_than_the_stream_allows(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"), consumer_limits={"inactive_threshold": 2 * NS_PER_S})
     await bench.publish(stream, [b"1", b"2", b"3"])
-    async with bench.egress({"stream": stream, **start}):
+    async with bench.egress({"stream": stream, "start_time": "2020-01-01T00:00:00Z"}):
         await bench.archived_to(stream, 3)
     async with aclosing(scan(bench.client, stream, From(1), until=3)) as pieces:
         assert [message.sequence async for piece in pieces for message in piece] == [1, 2, 3]
-
-
-@pytest.mark.real
-async def test_another_refusal_of_a_consumer_is_told_as_it_is(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"), max_consumers=1)
-    async with aclosing(scan(bench.client, stream, From(1), until=1)) as first:
-        await anext(aiter(first))
-        with pytest.raises(ApiError, match="maximum consumers limit"):
-            async with aclosing(scan(bench.client, stream, From(1), until=1)) as second:
-                await anext(aiter(second))
 
 
 async def test_a_restore_reads_back_with_as_many_messages_as_the_server_takes(narrow: Bench) -> None:

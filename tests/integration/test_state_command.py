@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,6 @@ from egress.sampling.cli import state
 from egress.sampling.sampler import Sampler
 from infra.local.process import free_port
 from tests.support.sampling import CHAIN, FEED, SECOND, SITE, SampledArchive, columns_of, fold, sent
-
-HEADER = ["chain", "seen", "copied", "size", "advised", "value"]
 
 
 class Site(SampledArchive):
@@ -68,48 +67,26 @@ def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
 
 
-def test_values_stand_in_their_order_with_what_is_known_of_them(site: Site) -> None:
+def test_values_stand_in_their_order_with_what_is_known_of_them_and_how_old_that_is(site: Site) -> None:
     site.known(("b", 0), ("a", 1), ("b", 2))
     lines = site.state().stdout.splitlines()
-    assert lines[0].split() == HEADER
+    assert lines[0].split() == ["chain", "seen", "copied", "size", "advised", "value"]
     assert [line.split() for line in lines[1:]] == [
         [str(CHAIN), "2023-11-14T22:13:21Z", "2023-11-14T22:13:21Z", "2", "-", "a"],
         [str(CHAIN), "2023-11-14T22:13:22Z", "2023-11-14T22:13:20Z", "3", "-", "b"],
     ]
-
-
-def test_stderr_says_how_old_the_snapshot_is_and_what_it_holds(site: Site) -> None:
-    site.known(("b", 0), ("a", 1))
-    assert re.fullmatch(
-        rf"{CHAIN}: 1 of 2 values, as of sequence 10; the snapshot is \d+ s old; "
-        r"expired since then, unless seen again: 1\n",
-        site.state("a").stderr,
-    )
-
-
-def test_stderr_says_how_far_the_archive_goes_behind_the_snapshot(site: Site) -> None:
-    site.known(("b", 0))
-    site.chains.write_tail(CHAIN, 10)
-    there = r"as of sequence 10; the snapshot is \d+ s old, and the archive ends there;"
-    assert re.search(there, site.state().stderr)
-    site.chains.write_tail(CHAIN, 250)
-    goes_on = r"as of sequence 10; the snapshot is \d+ s old; the archive goes on to 250;"
-    assert re.search(goes_on, site.state().stderr)
-
-
-def test_json_is_one_object_a_line(site: Site) -> None:
-    site.known(("b", 0), ("a", 60))
-    first, second = map(json.loads, site.state("--json").stdout.splitlines())
-    assert first["value"] == "a"
+    _, second = map(json.loads, site.state("--json").stdout.splitlines())
     assert second.pop("due") > "2023-11-14T22:14"
+    seen, copied = "2023-11-14T22:13:22Z", "2023-11-14T22:13:20Z"
     assert second == {
-        "chain": str(CHAIN),
-        "value": "b",
-        "seen": "2023-11-14T22:13:20Z",
-        "copied": "2023-11-14T22:13:20Z",
-        "size": 1,
-        "advised": None,
-    }
+        "chain": str(CHAIN), "value": "b", "seen": seen, "copied": copied, "size": 3, "advised": None,
+    }  # fmt: skip
+    as_of = rf"{CHAIN}: 1 of 2 values, as of sequence 10; the snapshot is \d+ s old"
+    expired = r"; expired since then, unless seen again: 1\n"
+    for end, told in ((None, ""), (10, ", and the archive ends there"), (250, "; the archive goes on to 250")):
+        if end:
+            site.chains.write_tail(CHAIN, end)
+        assert re.fullmatch(as_of + told + expired, site.state("a").stderr)
 
 
 def test_a_value_is_looked_for_by_a_regular_expression(site: Site) -> None:
@@ -117,11 +94,8 @@ def test_a_value_is_looked_for_by_a_regular_expression(site: Site) -> None:
     assert site.values("web") == ["web-1", "web-12"]
     assert site.values("1$") == ["db-1", "web-1"]
     assert site.values("^nothing$") == []
-
-
-@pytest.mark.parametrize("pattern", ["(", "[", "*", "(?P<x>a)(?P<x>b)", "a{99999999999}"])
-def test_a_pattern_that_is_none_is_a_usage_error(site: Site, pattern: str) -> None:
-    assert "expected a regular expression" in site.state("--", pattern, code=2).stderr
+    for pattern in ("(", "*", "(?P<x>a)(?P<x>b)", "a{99999999999}"):
+        assert "expected a regular expression" in site.state("--", pattern, code=2).stderr
 
 
 def test_silent_values_are_those_beyond_the_warning(site: Site) -> None:
@@ -154,31 +128,16 @@ def test_messages_that_were_not_folded_in_silence_nobody(site: Site) -> None:
     assert (site.values(), site.values("--silent")) == (["a", "b"], [])
 
 
-def test_values_that_expired_since_the_snapshot_are_listed_and_counted(site: Site) -> None:
-    sampler = Sampler(site.sampling)
-    now = round(SystemClock().now() * SECOND)
-    early, late = (
-        type(each)(each.sequence, now - ago * SECOND, each.subject, None, b"")
-        for each, ago in ((sent(1, "early", 0), 150), (sent(2, "late", 0), 60))
-    )
-    sampler.fold(columns_of([early, late]))
+def test_what_expired_since_the_snapshot_is_listed_and_counted_and_since_counts_from_now(site: Site) -> None:
+    sampler, now = Sampler(site.sampling), round(SystemClock().now() * SECOND)
+    times = {"early": now - 150 * SECOND, "late": now - 60 * SECOND}
+    rows = [replace(sent(n, node, 0), timestamp_ns=time) for n, (node, time) in enumerate(times.items(), 1)]
+    sampler.fold(columns_of(rows))
     site.save(sampler, 12)
     found = site.state("--values")
     assert found.stdout.split() == ["early", "late"]
     assert found.stderr.endswith("; expired since then, unless seen again: 1\n")
-
-
-def test_since_counts_from_now(site: Site) -> None:
-    site.known(("old", 0))
-    assert site.values("--since", "2h") == []
-    sampler = Sampler(site.sampling)
-    now = round(SystemClock().now() * SECOND)
-    message = sent(1, "young", 0)
-    message = type(message)(1, now - 60 * SECOND, message.subject, None, b"")
-    sampler.fold(columns_of([message]))
-    site.save(sampler, 12)
-    assert site.values("--since", "2h") == ["young"]
-    assert site.values("--since", "30s") == []
+    assert [site.values("--since", since) for since in ("2h", "100s", "30s")] == [["early", "late"], ["late"], []]
 
 
 def test_a_value_cannot_forge_a_line(site: Site) -> None:
@@ -245,7 +204,3 @@ def test_a_store_that_is_away_is_for_later_and_a_wrong_configuration_is_told(
     assert "error[E-" in site.state(code=75).stderr
     site.config.write_text(text + "nonsense: 1\n")
     assert "nonsense" in site.state(code=78).stderr
-
-
-def test_help_has_an_example() -> None:
-    assert "Example: floe state" in CliRunner().invoke(state, ["--help"]).output

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
 from common.chain import Chain
 from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient
-from common.metrics import REGISTRY
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from common.service.monitor import Health, Monitor
 from tests.support.basics import soon, unique
 from tests.support.browser import bars, dom, needs_chromium, table_rows
-from tests.support.egress import SITE, Bench, connected
+from tests.support.egress import Bench
 from tests.support.ingress import CHAIN, Archive, Centre, count_in, rows_of
 from tests.support.segments import message
 
@@ -57,33 +56,6 @@ def stored(store: SegmentStore, chain: Chain) -> set[tuple[int, int, int]]:
                 pieces.append(rows)
         found |= {(level, each.first, each.last) for each in pieces}
     return found
-
-
-@needs_chromium
-async def test_the_page_of_egress_shows_what_the_store_and_the_stream_hold(nats_url: str, tmp_path: Path) -> None:
-    client = await connected(nats_url)
-    bench = Bench(nats_url, tmp_path, client)
-    stream = await bench.make_stream(unique("T"))
-    chain = Chain(SITE, stream)
-    await bench.publish(stream, [b"x"] * 300)
-    async with bench.egress({"stream": stream}) as running:
-        await soon(lambda: running.status(stream).get("end") == 300)
-        with served(running.health) as url:
-            text = await seen(tmp_path, url, running.health)
-        shown = next(row for row in table_rows(text) if row[0] == stream)
-
-        assert shown[1:6] == ["reading", str(chain), "300", "300", "0"]
-        assert bench.chains.read_tail(chain) == 300
-        assert bars(text) == stored(bench.store, chain) == {(0, 1, 300)}
-        assert bars(text, "hole") == set()
-        [lease] = [row for row in table_rows(text) if row[0] == "egress sharing"]
-        assert lease[2:4] == ["1", "1"]
-        labels = {"site": SITE, "feed": stream, "partition": "0"}
-        done = REGISTRY.get_sample_value("floe_egress_put_last_success_timestamp_seconds", labels)
-        assert done is not None
-        assert done > 1_700_000_000
-        assert REGISTRY.get_sample_value("floe_egress_spool_bytes") is not None
-    await client.aclose()
 
 
 @needs_chromium
@@ -126,10 +98,8 @@ def count(health: Health, key: str) -> int:
 
 
 async def test_without_a_reader_the_store_is_not_asked_and_the_page_never_waits_for_it(
-    nats_url: str, tmp_path: Path
+    bench: Bench,
 ) -> None:
-    client = await connected(nats_url)
-    bench = Bench(nats_url, tmp_path, client)
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, [b"x"])
     async with bench.egress({"stream": stream}) as running:
@@ -137,22 +107,10 @@ async def test_without_a_reader_the_store_is_not_asked_and_the_page_never_waits_
         await asyncio.sleep(1.5)
         assert running.health.coverage() == {}
         with served(running.health) as url:
-            address, _, _ = url.removeprefix("http://").partition("/")
-            status, headers, body = await asyncio.to_thread(get, address)
-        assert status == 200
+            answer = await asyncio.to_thread(urlopen, url, timeout=10)
+            body, headers = answer.read().decode(), answer.headers
         assert headers["Cache-Control"] == "no-store"
         assert headers["Refresh"] == "10"
         assert headers["Content-Security-Policy"].startswith("default-src 'none'; style-src 'sha256-")
         assert "Not looked at yet" in body, "the first reader does not wait for the store"
         await soon(running.health.coverage)
-    await client.aclose()
-
-
-def get(address: str) -> tuple[int, dict[str, str], str]:
-    connection = http.client.HTTPConnection(address, timeout=10)
-    try:
-        connection.request("GET", "/")
-        answer = connection.getresponse()
-        return answer.status, dict(answer.getheaders()), answer.read().decode()
-    finally:
-        connection.close()

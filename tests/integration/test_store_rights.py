@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pyarrow.parquet as pq
@@ -19,6 +20,7 @@ import pytest
 import yaml
 
 from common.chain import Chain
+from common.doctor import CHECKS
 from common.open import load_settings, open_chains, open_store
 from common.segments.columns import SCHEMA
 from common.segments.documents import ChainDocument, StreamDocument, TargetPositions
@@ -240,3 +242,39 @@ async def test_no_role_may_do_what_its_file_does_not_say(limited: SeaweedFS) -> 
     assert not may("compaction", "PUT", f"{chain}/chain.json")
     assert not may("compaction", "DELETE", f"{chain}/floor.json")
     assert not may("compaction", "PUT", "data/_floe/ingress/FLEET/positions.json")
+
+
+async def test_the_doctor_names_a_missing_right_on_the_bucket(
+    limited: SeaweedFS, nats_url: str, tmp_path: Path
+) -> None:
+    target = {"stream": "T", "create": {}, "sources": [{"site": SITE, "feed": "NODES", "subject_prefix": "T"}]}
+    feeds = {"feeds": [{"stream": "NODES"}], "state_bucket": "S", "lease_bucket": "L"}
+
+    async def found(role: str, credential: str, code: int) -> dict[str, Any]:
+        access, secret = limited.keys[credential]
+        store = {"url": "s3://floe", "endpoint_url": limited.endpoint_url}
+        store |= {"access_key_id": access, "secret_access_key": secret}
+        document = {"ingress": {"targets": [target]}} if role == "ingress" else {"site": SITE, "egress": feeds}
+        path = tmp_path / "floe.yaml"
+        path.write_text(yaml.safe_dump({**document, "nats": {"url": nats_url}, "store": store}))
+        path.chmod(0o600)
+        done = await floe("doctor", "-c", str(path), "--role", role, "--json")
+        assert done.code == code, done
+        return {each["what"]: each for each in done.json()["findings"] if each["part"] == "store"}
+
+    def states(findings: dict[str, Any]) -> list[str]:
+        return [findings[what]["state"] for what in ("list", "write", "read", "delete")]
+
+    egress = await found("egress", "egress", 0)
+    assert {egress[what]["state"] for what in CHECKS["store"] if not what.startswith(("life", "vers"))} == {"ok"}
+    assert egress["delete"]["found"].startswith("refused")
+    assert states(await found("compaction", "compaction", 0)) == ["ok"] * 4
+    ingress = await found("ingress", "ingress", 0)
+    assert states(ingress) == ["ok", "skipped", "ok", "skipped"]
+    assert "this credential may only read" in ingress["layout"]["found"]
+    wrong = await found("egress", "ingress", 3)
+    assert wrong["write"]["state"] == "problem"
+    assert "grant s3:PutObject" in wrong["write"]["todo"]
+    assert "python -m infra.rights rights site=us-east bucket=floe prefix=data stream=NODES" in wrong["write"]["todo"]
+    assert {wrong[what]["state"] for what in ("checksum", "clock")} == {"skipped"}
+    assert states(await found("compaction", "egress", 3))[::3] == ["problem", "problem"]
