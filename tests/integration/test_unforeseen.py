@@ -10,55 +10,23 @@ import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 
-from common import tasks
 from common.clock import SystemClock
 from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient, frame
-from common.jetstream.lease import Lease
-from common.leasing import LeaseGroup, LeaseWatcher
 from common.segments.columns import Columns
 from common.service.monitor import Health
 from common.settings.root import Settings
 from common.tasks import to_its_end
-from egress import feed as egress_controller
-from egress import report
-from egress.acks import Acknowledging
-from egress.advisories.senders import ReliableSender
-from egress.archive import ArchiveWalks
 from egress.builder import Builder
-from egress.captures import Captures
-from egress.encoder import Encoder
-from egress.evidence import Inquiry
-from egress.feed import Feed
-from egress.handover import Handover
-from egress.heartbeats import Heartbeats, Reachability, SignOfLife
 from egress.memory import MemoryBudget
-from egress.reader import Reader
-from egress.sampling.snapshot_store import Saving
-from egress.sampling.stage import Quiet
-from egress.session import Session
-from egress.uploader import Uploader
-from egress.watchdog import Expiry
 from infra.local.nats import NatsServer
-from ingress import target
-from ingress.chains.prefetch import Prefetcher
-from ingress.discovery import discovery
-from ingress.discovery.discovery import Discovery
-from ingress.discovery.notifications import Notified
-from ingress.discovery.sites import Sites
-from ingress.publishers.publisher import Replies
-from ingress.redelivery import Retries
 from ingress.replay.pace import MessageRate
-from ingress.replay.replay import Carrying
 from ingress.replay.request import ReplayOptions
-from ingress.replay.source import ReplaySource
-from ingress.report import PositionsReport
-from ingress.service import Controller
-from ingress.target import Target, TargetSupervisor
 from tests.support.basics import PATIENCE, soon, unique
 from tests.support.egress import QUICK, Bench
 from tests.support.ingress import CHAIN, Archive, Centre, check_exact, client_of, rows_of
@@ -80,8 +48,7 @@ async def held(bench: Bench, stream: str) -> int:
     return info.messages
 
 
-@pytest.mark.parametrize("half", [False, True], ids=["before", "halfway"])
-@pytest.mark.parametrize("retention", ["limits", "workqueue"])
+@pytest.mark.parametrize(("retention", "half"), [("limits", False), ("workqueue", True)])
 async def test_what_the_builder_could_not_take_is_read_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, retention: str, half: bool
 ) -> None:
@@ -149,13 +116,6 @@ def _in_a_walk(*_: object) -> bool:
     return task is not None and task.get_name() == "walk"
 
 
-#: Of a place that several tasks come to: the one that is meant.
-ASKED_BY: dict[tuple[Any, str], Callable[..., bool]] = {(Inquiry, "place"): _in_a_walk}
-
-#: Thrown together: a second place that is only reached after the first.
-Places = list[tuple[str, list[tuple[Any, str]]]]
-
-
 async def test_whatever_fails_in_egress_begins_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """One world, and an error in one place after the other; each time reading goes on afterwards."""
     whole = await bench.make_stream(unique("T"), max_age=3_600_000_000_000)
@@ -166,36 +126,38 @@ async def test_whatever_fails_in_egress_begins_again(bench: Bench, monkeypatch: 
     await bench.make_stream(beats)
     heartbeats = {"interval": "1s", "subjects": [{"subject": f"{beats}.h"}]}
     _hurry(monkeypatch)
-    monkeypatch.setattr(report, "LOOK_EVERY", 0.2)
-    places: Places = [
-        ("feed", [(Reader, "_on_heartbeat")]),  # called by the connection
-        ("feed", [(Reader, "pull")]),  # called by whoever gives memory back, by the loop, and in the session
-        ("feed", [(Acknowledging, "upto"), (Acknowledging, "upto")]),  # in the session, then catching up
-        ("feed", [(Session, "_look")]),  # in a side task of the session, as the next four
-        ("feed", [(Encoder, "next")]),
-        ("feed", [(Uploader, "put"), (Session, "_watch")]),
-        ("decisions", [(Handover, "is_decided")]),
-        ("walk", [(Inquiry, "place")]),  # beside a session that goes on: each that begins asks for it too
-        ("walk", [(ArchiveWalks, "_walk")]),
-        ("captures", [(Captures, "_look")]),
-        ("expiry", [(Expiry, "_left")]),
-        ("unmatched", [(report, "look")]),
-        ("lease", [(Lease, "_renew")]),
-        ("heartbeats", [(Heartbeats, "_publish")]),
-        ("heartbeats", [(Heartbeats, "_on_write")]),  # called by the connection
-        ("sharing", [(LeaseWatcher, "_on_lease")]),  # called by the connection
-        ("sharing", [(LeaseWatcher, "_on_member")]),
-        ("sharing", [(LeaseGroup, "_look")]),
-        ("alive", [(SignOfLife, "_once")]),
-    ]
+    monkeypatch.setattr("egress.report.LOOK_EVERY", 0.2)
+    throws = armed(
+        monkeypatch,
+        """
+        feed        egress.reader:Reader._on_heartbeat          called by the connection
+        feed        egress.reader:Reader.pull                   called by whoever gives memory back, too
+        feed        egress.acks:Acknowledging.upto              in the session
+        feed        egress.session:Session._look                in a side task of the session, as the next four
+        feed        egress.encoder:Encoder.next
+        feed        egress.uploader:Uploader.put,egress.session:Session._watch
+        decisions   egress.handover:Handover.is_decided
+        walk        egress.evidence:Inquiry.place               beside a session that goes on: each begins with it
+        walk        egress.archive:ArchiveWalks._walk
+        captures    egress.captures:Captures._look
+        expiry      egress.watchdog:Expiry._left
+        unmatched   egress.report:look
+        lease       common.jetstream.lease:Lease._renew
+        heartbeats  egress.heartbeats:Heartbeats._publish
+        heartbeats  egress.heartbeats:Heartbeats._on_write      called by the connection
+        sharing     common.leasing:LeaseWatcher._on_lease       called by the connection
+        sharing     common.leasing:LeaseWatcher._on_member
+        sharing     common.leasing:LeaseGroup._look
+        alive       egress.heartbeats:SignOfLife._once
+        """,
+    )
     tuning = replace(QUICK, pace=replace(QUICK.pace, walk=0.3, page=0.01, alive=0.2))
-    throws = _armed(monkeypatch, places)
     async with bench.egress(*feeds, heartbeats=heartbeats, tuning=tuning) as running:
         sent = 0
         for part, thrown in throws:
             before = count(part)
             for throw in thrown:
-                throw.left += 1
+                throw.left = 1
             for stream in (whole, queue):
                 await bench.publish(stream, [b"%d" % sent])
             sent += 1
@@ -223,7 +185,7 @@ async def test_who_gives_memory_back_is_not_ended_by_another_who_asks_for_more(
         return real(budget, on_release)
 
     monkeypatch.setattr(MemoryBudget, "account", account)
-    throw = Throw(monkeypatch, Reader, "pull", 0)
+    throw = Throw(monkeypatch, *place_of("egress.reader:Reader.pull"), 0)
     async with bench.egress({"stream": one}, {"stream": other}) as running:
         await soon(lambda: running.state(one) == running.state(other) == "reading")
         before, throw.left = count("feed"), 1
@@ -249,12 +211,14 @@ async def test_whatever_fails_beside_a_sampled_feed_ends_its_session(
         "snapshot_interval": "1s",
         "advisory": {"subject": f"{advisories}.%s.%v", "reliable": True},
     }
-    places: Places = [
-        ("feed", [(Saving, "_save")]),
-        ("feed", [(ReliableSender, "_step")]),
-        ("feed", [(Quiet, "until")]),
-    ]
-    throws = _armed(monkeypatch, places)
+    throws = armed(
+        monkeypatch,
+        """
+        feed  egress.sampling.snapshot_store:Saving._save
+        feed  egress.advisories.senders:ReliableSender._step
+        feed  egress.sampling.stage:Quiet.until
+        """,
+    )
 
     async def sent_and_thrown() -> bool:
         """A snapshot is due behind a segment that was closed since the last one."""
@@ -279,17 +243,33 @@ async def _holds(bench: Bench, stream: str, number: int) -> bool:
 
 
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "PAUSES", (0.1, 0.2))
-    monkeypatch.setattr(target, "PAUSES", (0.1, 0.2))
+    for name in ("common.tasks.PAUSES", "ingress.target.PAUSES"):
+        monkeypatch.setattr(name, (0.1, 0.2))
 
 
-def _armed(monkeypatch: pytest.MonkeyPatch, places: Places) -> list[tuple[str, list[Throw]]]:
-    """What throws nothing yet, by the part that it will end."""
-    made: dict[tuple[Any, str], Throw] = {}
-    for _, names in places:
-        for place in names:
-            made[place] = made.get(place) or Throw(monkeypatch, *place, 0, ASKED_BY.get(place, lambda *_: True))
-    return [(part, [made[place] for place in names]) for part, names in places]
+def place_of(name: str) -> tuple[Any, str]:
+    """The owner of a function, and its name in it."""
+    owner, _, function = name.replace(":", ".").rpartition(".")
+    return resolve_name(owner), function
+
+
+def armed(monkeypatch: pytest.MonkeyPatch, table: str) -> list[tuple[str, list[Throw]]]:
+    """Of each line the part that ends, and the places of its error, of which the second is reached after the first.
+
+    Nothing is thrown yet. Of a place that several tasks come to, the walk is meant.
+    """
+
+    def throw(name: str) -> Throw:
+        where = _in_a_walk if name.endswith("Inquiry.place") else lambda *_: True
+        return Throw(monkeypatch, *place_of(name), 0, where)
+
+    lines = [line.split() for line in table.strip().splitlines()]
+    return [(part, [throw(name) for name in names.split(",")]) for part, names, *_ in lines]
+
+
+def _in_a_walk(*_: object) -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.get_name() == "walk"
 
 
 class Notifying(Centre):
@@ -311,28 +291,29 @@ async def test_whatever_fails_in_ingress_begins_again(
     client: FloeClient, tmp_path: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As for egress; what is carried arrives once and in order all the same."""
-    places: Places = [
-        ("target", [(Prefetcher, "found")]),  # called by discovery, which serves all targets
-        ("target", [(Prefetcher, "tick")]),
-        ("target", [(Replies, "_sink")]),  # called by the connection, in the middle of a batch
-        ("target", [(Prefetcher, "_turn")]),  # in a side task of the target, as the next four
-        ("target", [(Target, "_watch"), (Prefetcher, "_turn")]),  # called once for each beginning
-        ("target", [(Prefetcher, "attend")]),
-        ("target", [(Retries, "look")]),
-        ("target", [(PositionsReport, "look")]),
-        ("discovery", [(Discovery, "look")]),
-        ("discovery", [(Discovery, "look_up_all")]),
-        ("discovery", [(Sites, "look")]),
-        ("discovery", [(Discovery, "_look_at_named")]),
-        ("target", [(Prefetcher, "wake")]),  # called by discovery, for a notification
-        ("events", [(Notified, "take")]),  # called by the connection
-        ("lease", [(Lease, "_renew")]),
-        ("sharing", [(LeaseGroup, "_look")]),
-    ]
+    throws = armed(
+        monkeypatch,
+        """
+        target     ingress.chains.prefetch:Prefetcher.found      called by discovery, which serves all targets
+        target     ingress.chains.prefetch:Prefetcher.tick
+        target     ingress.publishers.publisher:Replies._sink    called by the connection, in the middle of a batch
+        target     ingress.target:Target._watch,ingress.chains.prefetch:Prefetcher._turn
+        target     ingress.chains.prefetch:Prefetcher.attend
+        target     ingress.redelivery:Retries.look
+        target     ingress.report:PositionsReport.look
+        discovery  ingress.discovery.discovery:Discovery.look
+        discovery  ingress.discovery.discovery:Discovery.look_up_all
+        discovery  ingress.discovery.sites:Sites.look
+        discovery  ingress.discovery.discovery:Discovery._look_at_named
+        target     ingress.chains.prefetch:Prefetcher.wake       called by discovery, for a notification
+        events     ingress.discovery.notifications:Notified.take
+        lease      common.jetstream.lease:Lease._renew
+        sharing    common.leasing:LeaseGroup._look
+        """,
+    )
     _hurry(monkeypatch)
     for name in ("LOOK_UP_ALL", "LOOK_AT_SITES"):
-        monkeypatch.setattr(discovery, name, 0.2)
-    throws = _armed(monkeypatch, places)
+        monkeypatch.setattr(f"ingress.discovery.discovery.{name}", 0.2)
     archive = Archive(tmp_path / "store")
     archive.put(rows_of(1, 10))
     centre = Notifying(tmp_path, archive, nats_url)
@@ -341,7 +322,7 @@ async def test_whatever_fails_in_ingress_begins_again(
         for number, (part, thrown) in enumerate(throws, 2):
             before = count(part)
             for throw in thrown:
-                throw.left += 1
+                throw.left = 1
             archive.put(rows_of(10 * number - 9, 10 * number))
             client.send(frame(centre.subject, centre.notification))
             await soon(lambda: not any(throw.left for throw in thrown))  # noqa: B023
@@ -364,11 +345,11 @@ async def world(nats_url: str, tmp_path: Path) -> AsyncIterator[World]:
         yield world
 
 
-@pytest.mark.parametrize(("owner", "name"), [(ReplaySource, "_decode_all"), (Carrying, "_watch")])
+@pytest.mark.parametrize("place", ["source:ReplaySource._decode_all", "replay:Carrying._watch"])
 async def test_whatever_fails_beside_a_replay_ends_it_and_it_goes_on(
-    world: World, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+    world: World, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    Throw(monkeypatch, owner, name)
+    Throw(monkeypatch, *place_of(f"ingress.replay.{place}"))
     with pytest.raises(Exception) as caught:
         await asyncio.wait_for(world.run(), PATIENCE)
     assert is_no_room(caught.value)
@@ -377,7 +358,7 @@ async def test_whatever_fails_beside_a_replay_ends_it_and_it_goes_on(
 
 
 async def test_a_replay_whose_lease_nobody_renews_takes_it_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    Throw(monkeypatch, Lease, "_renew")
+    Throw(monkeypatch, *place_of("common.jetstream.lease:Lease._renew"))
     before = count("lease")
     result = await asyncio.wait_for(world.run(ReplayOptions(pace=MessageRate(100))), PATIENCE)
     assert result.finished
@@ -395,26 +376,17 @@ def _down(_self: object, *told: object) -> bool:
 
 @pytest.mark.real
 @pytest.mark.parametrize(
-    ("owner", "name", "where"),
+    "place",
     [
-        (Feed, "_hold", lambda *_: True),
-        (Feed, "_halt", lambda *_: True),
-        (Health, "beat", lambda *_: True),
-        (egress_controller, "_deadline", lambda *_: True),
-        (Reachability, "nats", _down),
+        *("egress.feed:Feed._hold", "egress.feed:Feed._halt", "common.service.monitor:Health.beat"),
+        *("egress.feed:_deadline", "egress.heartbeats:Reachability.nats"),
     ],
-    ids=["feed", "halt", "beat", "deadline", "listener"],
 )
 async def test_what_has_no_owner_ends_egress(
-    bench: Bench,
-    nats_server: NatsServer,
-    monkeypatch: pytest.MonkeyPatch,
-    owner: Any,
-    name: str,
-    where: Callable[..., bool],
+    bench: Bench, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    stream = await bench.make_stream(unique("T"))
-    Throw(monkeypatch, owner, name, where=where)
+    stream, is_listener = await bench.make_stream(unique("T")), place.endswith("nats")
+    Throw(monkeypatch, *place_of(place), where=_down if is_listener else lambda *_: True)
     async with TcpProxy(nats_server.port) as proxy:
         bench.url = proxy.url
         running = bench.start(bench.settings({"stream": stream}))
@@ -423,7 +395,7 @@ async def test_what_has_no_owner_ends_egress(
             return await running.task
 
         ending = asyncio.create_task(to_its_end(service()))
-        if where is _down:
+        if is_listener:
             await soon(lambda: running.state(stream) == "reading")
             proxy.cut()
         with pytest.raises(Exception) as caught:
@@ -433,11 +405,11 @@ async def test_what_has_no_owner_ends_egress(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "where"),
+    ("place", "where"),
     [
-        (TargetSupervisor, "_hold", lambda one, *_: one.target.endswith("_A")),
-        (Health, "beat", lambda *_: True),
-        (Controller, "_shows", _down),
+        ("ingress.target:TargetSupervisor._hold", lambda one, *_: one.target.endswith("_A")),
+        ("common.service.monitor:Health.beat", lambda *_: True),
+        ("ingress.service:Controller._shows", _down),
     ],
     ids=["target", "beat", "listener"],
 )
@@ -445,17 +417,19 @@ async def test_what_has_no_owner_ends_ingress(
     tmp_path: Path,
     nats_server: NatsServer,
     monkeypatch: pytest.MonkeyPatch,
-    owner: Any,
-    name: str,
+    place: str,
     where: Callable[..., bool],
 ) -> None:
     """Also where another target is still carried."""
-    Throw(monkeypatch, owner, name, where=where)
+    Throw(monkeypatch, *place_of(place), where=where)
     async with TcpProxy(nats_server.port) as proxy:
         centre = Centre(tmp_path, Archive(tmp_path / "store"), proxy.url)
-        source = {"site": "us-east", "feed": "NODES"}
         targets = [
-            {"stream": name, "create": {"subjects": [f"{name}.>"]}, "sources": [{**source, "subject_prefix": name}]}
+            {
+                "stream": name,
+                "create": {"subjects": [f"{name}.>"]},
+                "sources": [{"site": "us-east", "feed": "NODES", "subject_prefix": name}],
+            }
             for name in (f"{centre.target}_A", f"{centre.target}_B")
         ]
         health = Health(SystemClock())
