@@ -104,12 +104,12 @@ def lag(health: Health) -> float:
 async def test_a_wrong_command_line_or_configuration_is_unknown_and_not_critical(tmp_path: Path) -> None:
     config = configured(tmp_path, store={"url": f"file://{tmp_path}"}, ingress={"monitor": {"listen": ""}})
     for wrong, told in (
-        ("", "E-USAGE: expected one of egress, ingress, archive, compaction, found nothing"),
+        ("", "E-USAGE: floe check: expected one of egress, ingress, archive, compaction, found nothing"),
         ("egres", "E-USAGE: No such command 'egres'"),
-        ("egress --warning soon", "E-USAGE: expected a duration such as"),
+        ("egress --warning soon", "expected a duration such as"),
         ("egress --nothing", "E-USAGE: No such option '--nothing'"),
         ("egress", "E-USAGE: expected a configuration: -c FILE"),
-        ("archive -c FILE x/y/z", "E-USAGE: chain 'x/y/z': expected SITE/FEED"),
+        ("archive -c FILE x/y/z", "chain 'x/y/z': expected SITE/FEED"),
         ("archive -c FILE eu", "E-USAGE: eu: expected a site of the archive or the configuration"),
         ("egress -c FILE --warning 1h --critical 2h", "E-USAGE: --warning: expected at least --critical, 2h, found 1h"),
         ("ingress -c FILE --warning 2h --critical 1h", "E-USAGE: --warning: expected at most --critical, 1h, found 2h"),

@@ -417,32 +417,28 @@ def test_a_store_that_refuses_conditions_is_told_with_what_does_not_work(s3: Sha
             assert found["store list after write"].state == "ok"
 
 
-async def test_rules_of_the_bucket_are_read(s3: SharedS3, nats_url: str, tmp_path: Path) -> None:
+def test_rules_of_the_bucket_are_read(s3: SharedS3, tmp_path: Path) -> None:
     bucket = s3.new_bucket()
     keys = {"aws_access_key_id": s3.access_key, "aws_secret_access_key": s3.secret_key, "region_name": "us-east-1"}
     admin = boto3.session.Session(**keys).client("s3", endpoint_url=s3.endpoint_url)
-    config = write(tmp_path, store_of(s3, bucket), {"url": nats_url}, **egress())
+    settings = settings_of(tmp_path, store=store_of(s3, bucket))
 
-    def rule(prefix: str) -> None:
+    def found(prefix: str, versioning: str) -> tuple[DoctorFinding, DoctorFinding]:
         made = {"ID": "tidy", "Status": "Enabled", "Filter": {"Prefix": prefix}, "Expiration": {"Days": 30}}
         rules: Any = {"Rules": [made]}
         admin.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration=rules)
+        admin.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": versioning})  # type: ignore[typeddict-item]
+        findings = by_check(examine_store(settings, ("egress",), SystemClock()))
+        return findings["store lifecycle"], findings["store versioning"]
 
-    rule("data/_floe/alive/")
-    assert (await examined(config, code=0))["store lifecycle"]["state"] == "ok"
-    rule("data/site=")
-    found = (await examined(config, code=3))["store lifecycle"]
-    assert found["found"] == "rule tidy deletes objects under 'data/site='"
-    assert f"aws s3api get-bucket-lifecycle-configuration --bucket {bucket}" in found["todo"]
-    admin.delete_bucket_lifecycle(Bucket=bucket)
-    admin.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
-    found = (await examined(config, code=0))["store versioning"]
-    assert found["state"] == "ok", "what is deleted by mistake comes back"
-    assert "the bucket grows" in found["found"]
-    admin.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Suspended"})
-    found = (await examined(config, code=0))["store versioning"]
-    assert (found["state"], found["found"]) == ("warning", "suspended")
-    assert "put-bucket-versioning" in found["todo"]
+    lifecycle, versioning = found("data/_floe/alive/", "Enabled")
+    assert (lifecycle.state, versioning.state) == ("ok", "ok"), "what is deleted by mistake comes back"
+    assert "the bucket grows" in versioning.found
+    lifecycle, versioning = found("data/site=", "Suspended")
+    assert (lifecycle.state, lifecycle.found) == ("problem", "rule tidy deletes objects under 'data/site='")
+    assert f"aws s3api get-bucket-lifecycle-configuration --bucket {bucket}" in lifecycle.todo
+    assert (versioning.state, versioning.found) == ("warning", "suspended")
+    assert "put-bucket-versioning" in versioning.todo
 
 
 # This host

@@ -21,7 +21,7 @@ from common.segments.documents import ChainDocument, CompactionRun, TargetPositi
 from common.service.monitor import Monitor
 from infra.local.nats import NatsServer
 from infra.local.process import free_port, spawn
-from tests.support.basics import PATIENCE, problems_of, soon, unique
+from tests.support.basics import PATIENCE, soon, unique
 from tests.support.commands import Done, configuration, floe
 from tests.support.egress import SITE, Bench, Running
 from tests.support.ingress import CHAIN, Archive, Centre, rows_of
@@ -80,23 +80,6 @@ async def test_a_site_shows_its_open_segment_and_how_far_it_is(bench: Bench) -> 
     assert (left.code, left.json()[0]["state"], left.json()[0]["archived"]) == (3, "not held", 30)
 
 
-async def test_a_stop_is_shown_with_the_command_that_lets_it_go_on(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    feed = {"stream": stream, "on_recreated": "halt"}
-    await bench.publish(stream, [b"x"] * 5)
-    async with bench.egress(feed) as running:
-        await bench.archived_to(stream, 5)
-        await bench.delete_stream(stream)
-        await bench.make_stream(stream)
-        await soon(lambda: running.state(stream) == "stopped")
-        with monitored(running, configuration(bench, feed)) as config:
-            done = await floe("status", "-c", config)
-        assert done.code == 3, done
-        assert f"{SITE}/{stream}/0000/0 stopped: " in done.out
-        assert "--new-incarnation" in done.out
-        assert problems_of(done.out) == []
-
-
 async def test_a_site_without_nats_shows_what_the_others_say(alone: tuple[Bench, NatsServer]) -> None:
     bench, server = alone
     stream = await bench.make_stream(unique("T"))
@@ -115,18 +98,27 @@ async def test_a_site_without_nats_shows_what_the_others_say(alone: tuple[Bench,
         server.start()
 
 
-async def test_a_site_without_its_store_makes_up_no_lag(bench: Bench) -> None:
+async def test_a_site_without_its_store_makes_up_no_lag_and_a_file_of_both_shows_both(
+    bench: Bench, centre: Centre, archive: Archive
+) -> None:
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, [b"x"] * 5)
-    config = configuration(bench, {"stream": stream})
     store = {"url": "s3://archive", "endpoint_url": f"http://127.0.0.1:{free_port()}", "access_key_id": "a"}
-    down = changed(config, "store", **store, secret_access_key="b")
+    down = changed(configuration(bench, {"stream": stream}), "store", **store, secret_access_key="b")
     done = await floe("status", "-c", down, "--json")
     [row] = done.json()
     assert "the store does not answer: " in done.err, done
     assert (row["archived"], row["source_sequence"], row["lag_sequences"]) == (None, 5, None)
-    table = await floe("status", "-c", down)
-    assert re.search(r" - +5 +- ", table.out), table
+    archive.put(rows_of(1, 5))
+    site = bench.document({"stream": stream}, monitor={"listen": ""})
+    both = bench.root / "both.yaml"
+    both.write_text(yaml.safe_dump({**site, **centre.document()}))
+    both.chmod(0o600)
+    done = await floe("status", "-c", str(both), "--json")
+    assert done.code == 3, "nobody holds the lease of the site's feed"
+    assert sorted({row["view"] for row in done.json()}) == ["centre", "site"]
+    shown = (await floe("status", "-c", str(both))).out.splitlines()
+    assert (shown[0], "centre:" in shown) == ("site:", True)
 
 
 async def test_the_archive_is_shown_where_nats_is_not_asked_or_does_not_answer(
@@ -174,12 +166,19 @@ async def one_row(centre: Centre) -> tuple[Done, dict[str, Any]]:
 
 
 async def test_a_chain_whose_tail_is_lost_is_shown_by_its_segments(centre: Centre, archive: Archive) -> None:
-    """As in a bucket that was copied without its tails."""
+    """As in a bucket that was copied without its tails; until ingress tells that it stopped, and of no later state."""
     archive.put(rows_of(5, 20))
     archive.objects.delete(archive.documents.layout.tail(CHAIN))
     done, row = await one_row(centre)
     assert (row["site"], row["archived"], row["phase"]) == (CHAIN.site, 20, "late"), done
     assert "1..4 is missing" in row["why"]
+    why = {CHAIN: "E-MSG-TOO-LARGE: sequence 7 is too large; raise max_payload"}
+    archive.documents.write_positions(TargetPositions(centre.target, 1.0, stopped=why))
+    done, row = await one_row(centre)
+    assert (done.code, row["phase"], row["why"]) == (3, "stopped", why[CHAIN])
+    archive.documents.write_positions(TargetPositions(centre.target, 2.0, {CHAIN: 7}, stopped=why))
+    _, row = await one_row(centre)
+    assert row["phase"] != "stopped", "the target's state stands elsewhere by now"
 
 
 async def test_a_chain_whose_archive_is_gone_is_lost_and_not_idle(
@@ -204,39 +203,6 @@ async def test_a_chain_that_begins_above_1_and_is_not_carried_yet_is_new_and_not
     archive.put(rows_of(101, 120))
     _, row = await one_row(centre)
     assert (row["phase"], row["archived"], row["lag_sequences"], row["alarm"]) == ("new", 120, 20, False), row
-
-
-async def test_a_chain_that_stopped_is_shown_with_its_command_until_it_goes_on(
-    centre: Centre, archive: Archive
-) -> None:
-    archive.put(rows_of(1, 20))
-    why = {CHAIN: "E-MSG-TOO-LARGE: sequence 7 is too large; raise max_payload"}
-    archive.documents.write_positions(TargetPositions(centre.target, 1.0, stopped=why))
-    done, row = await one_row(centre)
-    assert (done.code, row["phase"], row["why"]) == (3, "stopped", why[CHAIN])
-    archive.documents.write_positions(TargetPositions(centre.target, 2.0, {CHAIN: 7}, stopped=why))
-    done, row = await one_row(centre)
-    assert row["phase"] != "stopped", "the target's state stands elsewhere by now"
-
-
-async def test_a_file_of_both_shows_both(bench: Bench, centre: Centre, archive: Archive) -> None:
-    archive.put(rows_of(1, 5))
-    stream = await bench.make_stream(unique("T"))
-    config = changed(
-        centre.write(),
-        "egress",
-        feeds=[{"stream": stream}],
-        lease_bucket=bench.lease_bucket,
-        state_bucket=bench.state_bucket,
-        monitor={"listen": ""},
-    )
-    document = yaml.safe_load(Path(config).read_text())
-    Path(config).write_text(yaml.safe_dump({**document, "site": "here"}))
-    done = await floe("status", "-c", config, "--json")
-    assert done.code == 3, "nobody holds the lease of the site's feed"
-    assert sorted({row["view"] for row in done.json()}) == ["centre", "site"]
-    shown = (await floe("status", "-c", config)).out.splitlines()
-    assert (shown[0], "centre:" in shown) == ("site:", True)
 
 
 def test_watching_goes_on_until_it_is_interrupted(archive: Archive, centre: Centre) -> None:

@@ -6,10 +6,11 @@ delete). A proxy before it sees what it refuses.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -20,21 +21,25 @@ import pytest
 import yaml
 
 from common.chain import Chain
+from common.clock import SystemClock
 from common.doctor import CHECKS
+from common.jetstream.client import FloeClient
 from common.open import load_settings, open_chains, open_store
 from common.segments.columns import SCHEMA
 from common.segments.documents import ChainDocument, StreamDocument, TargetPositions
 from common.segments.keys import Layout
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
-from infra.local.nats import NatsServer
+from common.service.monitor import Health
+from common.tasks import Stop
+from egress.service import EgressService
 from infra.local.seaweedfs import SeaweedFS, SignedClient
-from tests.scenarios.load import client_of, make_stream, publish
-from tests.scenarios.world import TARGET, World
+from ingress.service import Controller
+from tests.scenarios.load import make_stream, publish
 from tests.support import canaries
-from tests.support.basics import SharedS3, only_on_seaweedfs, soon
+from tests.support.basics import only_on_seaweedfs, soon, unique
 from tests.support.commands import Done, floe
-from tests.support.egress import feed_of
+from tests.support.egress import QUICK, feed_of
 from tests.support.ingress import count_in
 from tests.support.proxies import Answer, Exchange, FaultProxy
 
@@ -72,51 +77,74 @@ def limited() -> Iterator[SeaweedFS]:
         yield server
 
 
-class OneBucket(SharedS3):
-    """The bucket of the files."""
-
-    def new_bucket(self) -> str:
-        return "floe"
-
-
 class Roles:
-    """A world of one site, seen by each role with its own keys through its own proxy."""
+    """A site and a centre on one server, seen by each role with its own keys through its own proxy."""
 
-    def __init__(self, world: World, stack: ExitStack) -> None:
-        self.world, self._stack = world, stack
+    def __init__(self, limited: SeaweedFS, nats_url: str, folder: Path, stack: ExitStack) -> None:
+        self._limited, self._url, self._folder, self._stack = limited, nats_url, folder, stack
+        self.stream, self.target, self._suffix = unique("T"), unique("FLEET"), unique("")
         self.guards: dict[str, Watch] = {}
 
-    def config(self, role: str) -> Path:
-        """The configuration of a role."""
+    def config(self, role: str, **feed: Any) -> str:
+        """The configuration of a role; none: of somebody who may do everything. `feed`: keys of the site's feed."""
+        keys, url = (self._limited.access_key, self._limited.secret_key), self._limited.endpoint_url
+        if role:
+            if role not in self.guards:
+                self.guards[role] = self._stack.enter_context(Watch(url))
+            keys, url = self._limited.keys[role], self.guards[role].url
+        store = {"url": "s3://floe", "endpoint_url": url, "region": "us-east-1", "subject_statistics": False}
+        shared = {name: f"{name[0].upper()}{self._suffix}" for name in ("state_bucket", "lease_bucket")}
+        shared |= {"monitor": {"listen": ""}, "lease_ttl": "2s"}
+        feeds = [{"name": "NODES", "stream": self.stream, "segment": {"max_age": "1s", "max_messages": 50}, **feed}]
+        source = {"site": SITE, "feed": "NODES", "subject_prefix": self.target}
+        target = {"stream": self.target, "create": {"subjects": [f"{self.target}.>"]}, "sources": [source]}
         levels = [{"from": 0, "to": 1, "min_age": "1s", "max_wait": "2s", "min_count": 2, "min_size": "1M"}]
-        how = {"engine": "local", "delete_grace": "0s", "allow_short_times": True}
-        compaction = {**how, "levels": levels}
-        world = self.world
-        path = world.site_config(SITE) if role == "egress" else world.central_config(compaction=compaction)
-        document = yaml.safe_load(path.read_text())
-        if role not in self.guards:
-            self.guards[role] = self._stack.enter_context(Watch(world.s3.endpoint_url))
-        access, secret = world.s3.server.keys[role]
-        document["store"] |= {"access_key_id": access, "secret_access_key": secret, "region": "us-east-1"}
-        document["store"] |= {"endpoint_url": self.guards[role].url, "subject_statistics": False}
-        return world.write(role, document)
+        parts = (
+            {"site": SITE, "egress": {"feeds": feeds, **shared}}
+            if role == "egress"
+            else {
+                "ingress": {"targets": [target], "poll_interval": "1s", **shared},
+                "compaction": {"engine": "local", "delete_grace": "0s", "allow_short_times": True, "levels": levels},
+            }
+        )
+        path = self._folder / f"{role}.yaml"
+        store |= {"access_key_id": keys[0], "secret_access_key": keys[1]}
+        path.write_text(yaml.safe_dump({"nats": {"url": self._url}, "store": store, **parts}))
+        path.chmod(0o600)
+        return str(path)
 
-    async def run(self, role: str, *words: str, **egress: object) -> Done:
-        """Run a command as `role`. `egress`: keys of that section."""
-        path = self.config(role)
-        document = yaml.safe_load(path.read_text())
-        document.setdefault("egress", {}).update(egress)
-        done = await floe(*words, "-c", str(self.world.write(f"{role}-run", document)))
-        assert done.code == 0, (words, done.out, done.err, self.guards[role].refused)
+    async def run(self, role: str, *words: str, code: int = 0, **feed: Any) -> Done:
+        """Run a command as `role`."""
+        done = await floe(*words, "-c", self.config(role, **feed))
+        assert done.code == code, (words, done.out, done.err, self.guards[role].refused)
         return done
+
+    @asynccontextmanager
+    async def egress(self) -> AsyncIterator[None]:
+        """Egress in this process, drained at the end."""
+        settings, stop = load_settings(self.config("egress")), Stop()
+        clock = SystemClock()
+        task = asyncio.create_task(EgressService(settings, QUICK, clock, Health(clock), stop).run())
+        yield
+        stop.set()
+        assert await task
+
+    @asynccontextmanager
+    async def ingress(self) -> AsyncIterator[None]:
+        """Ingress likewise."""
+        settings, stop = load_settings(self.config("ingress")), Stop()
+        store, chains, clock = open_store(settings), open_chains(settings), SystemClock()
+        task = asyncio.create_task(Controller(settings, store, chains, Health(clock), clock).run(stop))
+        yield
+        stop.set()
+        await task
 
 
 @pytest.fixture
-def roles(limited: SeaweedFS) -> Iterator[Roles]:
-    with World(OneBucket(limited), SITE, segment={"max_age": "1s", "max_messages": 50}) as world, ExitStack() as stack:
-        found = Roles(world, stack)
+def roles(limited: SeaweedFS, nats_url: str, tmp_path: Path) -> Iterator[Roles]:
+    with ExitStack() as stack:
+        found = Roles(limited, nats_url, tmp_path, stack)
         yield found
-        world.print_tails()
         print({role: sorted(set(guard.refused)) for role, guard in found.guards.items()})
 
 
@@ -128,53 +156,41 @@ def has_subjects(store: SegmentStore, ref: SegmentRef) -> bool:
     return bool(column.is_stats_set or column.has_column_index)
 
 
-def server(roles: Roles) -> NatsServer:
-    return roles.world.sites[SITE]
-
-
-async def test_every_role_works_with_the_rights_of_the_table(roles: Roles) -> None:
-    world = roles.world
-    settings = load_settings(str(world.central_config()))
+async def test_every_role_works_with_the_rights_of_the_table(roles: Roles, client: FloeClient) -> None:
+    settings = load_settings(roles.config(""))
     store = open_store(settings)
-    async with client_of(server(roles).url) as client:
-        await make_stream(client, "NODES", SITE)
-        await publish(client, SITE, random.Random(1), 300)
-    egress = world.egress(roles.config("egress"))
-    await soon(lambda: sum(len(ref.coverage) for ref in store.list(CHAIN)) >= 300)
-    for command in (["egress", "flush"], ["status"], ["egress", "resolve", "NODES"]):
-        await roles.run("egress", *command)
-    assert egress.drain() == 0, egress.tail()
+    await make_stream(client, roles.stream, roles.stream)
+    await publish(client, roles.stream, random.Random(1), 150)
+    async with roles.egress():
+        await soon(lambda: sum(len(ref.coverage) for ref in store.list(CHAIN)) >= 150)
+        for command in (["egress", "flush"], ["status"], ["egress", "resolve", "NODES"]):
+            await roles.run("egress", *command)
     await roles.run("egress", "egress", "init")
 
     async def has_deleted() -> bool:
         return (await roles.run("compaction", "compact", "--json")).json()["deleted"] != []
 
-    await soon(has_deleted)
+    await soon(has_deleted, every=0.5)
     assert {ref.level: has_subjects(store, ref) for ref in store.list(CHAIN)} == {0: False, 1: False}
-    ingress = world.ingress(roles.config("ingress"))
-    async with client_of(world.central.url) as client:
 
-        async def has_all() -> bool:
-            return await count_in(client, TARGET) >= 300
+    async def has_all() -> bool:
+        return await count_in(client, roles.target) >= 150
 
+    async with roles.ingress():
         await soon(has_all)
-    assert ingress.drain() == 0, ingress.tail()
     # Who archives a site sees when it was compacted.
     assert "ago" in (await roles.run("egress", "status", "--archive")).out
     assert "last_success" in (await roles.run("operator", "check", "compaction", "--json")).out
+    of_chain = ["segments", "cat", str(CHAIN), "--limit", "1"], ["segments", "verify", "--deep"]
     for command in (
-        ["checkpoint", "ls"],
-        ["chain", "ls"],
-        ["parked", "ls"],
-        ["segments", "ls"],
-        ["segments", "cat", str(CHAIN), "--limit", "1"],
-        ["segments", "verify", "--deep"],
+        *(["checkpoint", "ls"], ["chain", "ls"], ["parked", "ls"], ["segments", "ls"], *of_chain),
         ["check", "archive", "--warning", "1h"],
     ):
         await roles.run("operator", *command)
     await roles.run("operator", "segments", "info", store.list(CHAIN)[0].key)
     chain = ["--site", SITE, "--feed", "NODES"]
-    await roles.run("replay", "replay", *chain, "--target", "COPY", "--subject-prefix", "copy", "--create")
+    copy = unique("COPY")
+    await roles.run("replay", "replay", *chain, "--target", copy, "--subject-prefix", copy, "--create")
     await roles.run("drill", "drill", *chain)
 
     junk = f"data/site={SITE}/notes.txt"
@@ -193,9 +209,9 @@ async def test_every_role_works_with_the_rights_of_the_table(roles: Roles) -> No
     documents.create_chain(lost, ChainDocument((), 1, 1))
     documents.create_stream(lost.next_incarnation(), StreamDocument({}, "t", {0: 5}))
     await roles.run("operator", "gap", "accept", f"{lost}", "--first", "1", "--last", "5", "--yes")
-    open_chains(settings).write_positions(TargetPositions(TARGET, 0.0))
-    await roles.run("operator", "checkpoint", "release", TARGET, "--yes")
-    await roles.run("egress", "egress", "repartition", "NODES", "--yes", feeds=[feed_of("NODES", 2)])
+    open_chains(settings).write_positions(TargetPositions(roles.target, 0.0))
+    await roles.run("operator", "checkpoint", "release", roles.target, "--yes")
+    await roles.run("egress", "egress", "repartition", "NODES", "--yes", **feed_of(roles.stream, 2))
 
     # Who may only read tries the store once, is refused, and reads back whole instead.
     probe = f"{Layout('data').documents_prefix(SITE, 'NODES')}probe/wrong-checksum"
@@ -208,16 +224,16 @@ async def test_no_role_may_do_what_its_file_does_not_say(limited: SeaweedFS) -> 
     mine, other = f"data/site={SITE}/feed=NODES/x", "data/site=eu-west/feed=NODES/x"
     tail, of_other = f"data/_floe/tails/{SITE}/NODES/0000/0", "data/_floe/tails/eu-west/NODES/0000/0"
 
+    port = urlsplit(limited.endpoint_url).port or 0
+
     def may(role: str, method: str, key: str) -> bool:
-        status, _ = SignedClient(urlsplit(limited.endpoint_url).port or 0, *limited.keys[role]).call(
-            method, f"/floe/{key}", b"x" if method == "PUT" else b""
-        )
+        body = b"x" if method == "PUT" else b""
+        status, _ = SignedClient(port, *limited.keys[role]).call(method, f"/floe/{key}", body)
         assert status in (200, 204, 403), (role, method, key, status)
         return status != 403
 
-    everything = SignedClient(urlsplit(limited.endpoint_url).port or 0, limited.access_key, limited.secret_key)
     for key in (mine, other, tail, of_other, "elsewhere"):
-        everything.call("PUT", f"/floe/{key}", b"x")
+        SignedClient(port, limited.access_key, limited.secret_key).call("PUT", f"/floe/{key}", b"x")
     allowed = {
         (role, method, key)
         for role in ROLES
@@ -244,22 +260,11 @@ async def test_no_role_may_do_what_its_file_does_not_say(limited: SeaweedFS) -> 
     assert not may("compaction", "PUT", "data/_floe/ingress/FLEET/positions.json")
 
 
-async def test_the_doctor_names_a_missing_right_on_the_bucket(
-    limited: SeaweedFS, nats_url: str, tmp_path: Path
-) -> None:
-    target = {"stream": "T", "create": {}, "sources": [{"site": SITE, "feed": "NODES", "subject_prefix": "T"}]}
-    feeds = {"feeds": [{"stream": "NODES"}], "state_bucket": "S", "lease_bucket": "L"}
-
+async def test_the_doctor_names_a_missing_right_on_the_bucket(roles: Roles, limited: SeaweedFS) -> None:
     async def found(role: str, credential: str, code: int) -> dict[str, Any]:
-        access, secret = limited.keys[credential]
-        store = {"url": "s3://floe", "endpoint_url": limited.endpoint_url}
-        store |= {"access_key_id": access, "secret_access_key": secret}
-        document = {"ingress": {"targets": [target]}} if role == "ingress" else {"site": SITE, "egress": feeds}
-        path = tmp_path / "floe.yaml"
-        path.write_text(yaml.safe_dump({**document, "nats": {"url": nats_url}, "store": store}))
-        path.chmod(0o600)
-        done = await floe("doctor", "-c", str(path), "--role", role, "--json")
-        assert done.code == code, done
+        keys, limited.keys[role] = limited.keys[role], limited.keys[credential]
+        done = await roles.run(role, "doctor", "--role", role, "--json", code=code)
+        limited.keys[role] = keys
         return {each["what"]: each for each in done.json()["findings"] if each["part"] == "store"}
 
     def states(findings: dict[str, Any]) -> list[str]:
@@ -275,6 +280,6 @@ async def test_the_doctor_names_a_missing_right_on_the_bucket(
     wrong = await found("egress", "ingress", 3)
     assert wrong["write"]["state"] == "problem"
     assert "grant s3:PutObject" in wrong["write"]["todo"]
-    assert "python -m infra.rights rights site=us-east bucket=floe prefix=data stream=NODES" in wrong["write"]["todo"]
+    assert "python -m infra.rights rights site=us-east bucket=floe prefix=data stream=" in wrong["write"]["todo"]
     assert {wrong[what]["state"] for what in ("checksum", "clock")} == {"skipped"}
     assert states(await found("compaction", "egress", 3))[::3] == ["problem", "problem"]

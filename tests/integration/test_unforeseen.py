@@ -111,11 +111,6 @@ async def test_an_error_for_ever_is_shown_backs_off_and_takes_nothing_with_it(
     assert payloads(bench, stream) == [b"a", b"poison", b"b"]
 
 
-def _in_a_walk(*_: object) -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.get_name() == "walk"
-
-
 async def test_whatever_fails_in_egress_begins_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """One world, and an error in one place after the other; each time reading goes on afterwards."""
     whole = await bench.make_stream(unique("T"), max_age=3_600_000_000_000)
