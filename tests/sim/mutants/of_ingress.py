@@ -127,6 +127,23 @@ def one_more_counted_as_stored() -> None:
 
 
 @mutant
+def foreign_messages_counted_as_rows() -> None:
+    """In a target that others share, whatever stands behind the base counts as rows of the intent."""
+
+    def settling(settle: Any) -> Any:
+        async def trusting(self: Any, known: Stored, rows: Any) -> Any:
+            settled, intent = await settle(self, known, rows), known.there.intent
+            if intent is None:
+                return settled
+            last = settled.base + settled.stored
+            return replace(settled, base=intent.base, stored=min(intent.count, last - intent.base))
+
+        return trusting
+
+    change(ingress.verdict.settle.SharedSettler, "settle", settling)
+
+
+@mutant
 def expected_sequence_left_out() -> None:
     """Rows go out without the sequence that they are expected behind."""
 

@@ -25,6 +25,7 @@ FOUND: dict[str, int] = {
     "every_stream_taken_for_the_same": 3,
     "expected_sequence_left_out": 6,
     "filter_left_out": 1,
+    "foreign_messages_counted_as_rows": 22,
     "folded_twice": 25,
     "gap_in_deliveries_ignored": 2,
     "headers_left_to_act": 2,
