@@ -1,22 +1,26 @@
-"""What holds of every plan, and of compaction run again and again, whatever the segments."""
+"""What holds of every plan of compaction, whatever the segments, and wherever a chain is cut into windows."""
 
 from __future__ import annotations
 
 import math
 import tracemalloc
+from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.segments.segment import SegmentRef
 from common.segments.table import SegmentTable
-from common.sequences import cover, holes
-from compaction.plan import Output, Planner, Waiting, blocks
-from compaction.supersede import contained, made_by, may_supersede, outstanding
+from common.sequences import holes
+from compaction.plan import Planner, Waiting, blocks
+from compaction.run import Compaction, LocalRunner, Report, Selection
+from compaction.supersede import contained, may_supersede, outstanding
 from compaction.tombstones import StoredTombstone, Tombstone
-from tests.support.compaction import CHAIN, NOW, TestPolicy, index_of, plan, ref, refs
+from tests.support.compaction import CHAIN, NOW, Archive, TestPolicy, begun, index_of, plan, ref, refs, rows
 
 SEGMENTS = refs(60, level=2, size=500, count=25)
 POLICIES = st.builds(
@@ -34,39 +38,23 @@ def covered(segments: list[SegmentRef] | tuple[SegmentRef, ...]) -> set[int]:
     return {n for s in segments for n in range(s.coverage.first, s.coverage.last + 1)}
 
 
-def parts(output: Output) -> list[list[SegmentRef]]:
-    """The inputs cut wherever no two overlap."""
-    found: list[list[SegmentRef]] = []
-    reach = 0
-    for segment in output.inputs:
-        if segment.coverage.first > reach:
-            found.append([])
-        found[-1].append(segment)
-        reach = max(reach, segment.coverage.last)
-    return found
-
-
 @given(SEGMENTS, POLICIES)
 def test_a_plan_spans_no_hole_takes_nothing_young_and_nothing_twice(segments, policy):
     outputs = plan(segments, policy, NOW)
     taken = [s.key for o in outputs for s in o.inputs]
     assert len(taken) == len(set(taken))
     for output in outputs:
-        assert covered(output.inputs) == covered([replace_coverage(output)])
         assert all(s.level == policy.from_ and NOW - s.modified >= policy.min_age for s in output.inputs)
         assert holes((s.coverage for s in output.inputs), output.coverage) == []
     for before, after in pairwise(outputs):
         assert before.coverage.last < after.coverage.first
 
 
-def replace_coverage(output: Output) -> SegmentRef:
-    return ref(output.coverage.first, output.coverage.last, output.level)
-
-
 @given(SEGMENTS, POLICIES)
 def test_a_maximum_is_passed_only_by_segments_that_overlap(segments, policy):
     for output in plan(segments, policy, NOW):
-        if len(parts(output)) > 1:
+        reaches = accumulate((s.coverage.last for s in output.inputs), max)
+        if any(reach < s.coverage.first for reach, s in zip(reaches, output.inputs[1:], strict=False)):
             assert output.size <= policy.max_size
             assert len(output.inputs) <= policy.max_count
 
@@ -174,89 +162,85 @@ def test_deleting_leaves_the_coverage_as_it_was(segments, kept):
     assert not going & (replacing - condemned)
 
 
-class World:
-    """Compaction of rows held in memory: what each segment holds is a set of sequences."""
-
-    def __init__(self, segments: list[SegmentRef], rows: dict[str, frozenset[int]]) -> None:
-        self.segments, self.rows = {s.key: s for s in segments}, dict(rows)
-        self.standing: list[StoredTombstone] = []
-
-    def listed(self) -> list[SegmentRef]:
-        return list(self.segments.values())
-
-    def read(self) -> list[int]:
-        """What a reader of the cover sees."""
-        return [
-            n
-            for stretch in cover(self.listed(), 1)
-            for n in sorted(self.rows[stretch.segment.key])
-            if n in stretch.rows
-        ]
-
-    def merge(self, policy: TestPolicy, now: float) -> None:
-        for output in plan(self.listed(), policy, now):
-            made = ref(output.coverage.first, output.coverage.last, output.level, size=output.size, twin=len(self.rows))
-            made = made._replace(modified=now)
-            self.segments[made.key] = made
-            self.rows[made.key] = frozenset().union(*(self.rows[s.key] for s in output.inputs))
-            self.bury([made_by(made, output.inputs)], now)
-
-    def sweep(self, now: float) -> None:
-        table = SegmentTable.listing(self.listed())
-        buried = index_of(table, self.standing).buried()
-        self.bury(contained([s for place, s in enumerate(table) if not buried[place]]), now)
-        for each in list(index_of(table, self.standing).deletable(now, 100)):
-            for segment in each.superseded:
-                self.segments.pop(segment.key, None)
-
-    def bury(self, supersessions: list, now: float) -> None:
-        for supersession in supersessions:
-            stone = Tombstone.of(supersession)
-            if self.is_proved(supersession):
-                self.standing.append(StoredTombstone(stone, stone.name, now))
-
-    def is_proved(self, supersession) -> bool:
-        found = {n for s in supersession.stretches for n in self.rows[s.segment.key] if n in s.rows}
-        return all(self.rows[s.key] <= found for s in supersession.superseded)
-
-
-@settings(max_examples=200)
-@given(SEGMENTS, POLICIES, st.lists(st.sampled_from(["low", "high", "sweep"]), max_size=12))
-def test_no_sequence_of_merges_and_deletions_changes_what_readers_see(segments, policy, steps):
-    """Every third sequence of a coverage has a row, the same in each segment."""
-    rows = {s.key: frozenset(n for n in covered([s]) if n % 3) for s in segments}
-    world, now = World(segments, rows), NOW
-    before = world.read()
-    for step in steps:
-        now += 5000
-        if step == "sweep":
-            world.sweep(now)
-        else:
-            world.merge(policy if step == "low" else replace(policy, from_=1, to=2), now)
-        assert world.read() == before
-
-
-@settings(max_examples=200)
-@given(SEGMENTS, POLICIES, st.lists(st.sampled_from(["low", "high", "sweep"]), max_size=12))
-def test_no_row_is_lost_where_segments_disagree_on_what_they_hold(segments, policy, steps):
-    """Twins and levels leave out different sequences; what a deleted segment held, one that stays holds."""
-    rows = {s.key: frozenset(n for n in covered([s]) if (n + s.level + s.size) % 3) for s in segments}
-    world, now = World(segments, rows), NOW
-    everything = frozenset().union(*rows.values())
-    for step in steps:
-        now += 5000
-        if step == "sweep":
-            world.sweep(now)
-        else:
-            world.merge(policy if step == "low" else replace(policy, from_=1, to=2), now)
-        assert frozenset().union(*(world.rows[key] for key in world.segments)) == everything
-
-
 @given(POLICIES)
 def test_merging_comes_to_an_end(policy):
-    segments = [ref(i * 10 + 1, i * 10 + 10, size=50) for i in range(20)]
-    world, now = World(segments, {s.key: frozenset(covered([s])) for s in segments}), NOW
+    segments, now = [ref(i * 10 + 1, i * 10 + 10, size=50) for i in range(20)], NOW
     for _ in range(4):
         now += 10_000
-        world.merge(policy, now)
-    assert plan(world.listed(), policy, now + 10_000) == []
+        outputs = plan(segments, policy, now)
+        taken = {s.key for output in outputs for s in output.inputs}
+        made = [ref(o.coverage.first, o.coverage.last, o.level, size=o.size)._replace(modified=now) for o in outputs]
+        segments = [*(s for s in segments if s.key not in taken), *made]
+    assert plan(segments, policy, now + 10_000) == []
+
+
+# Where a chain is cut into windows and batches makes no difference; whole archives: `test_archives.py`
+
+LOW = TestPolicy(min_age=0, max_wait=-1, min_count=2, max_count=4, min_size=10**9, max_size=10**9)
+HIGH = replace(LOW, from_=1, to=2)
+
+
+def cut(segments, size):
+    table = SegmentTable.listing(segments)
+    for window in table.windows(size):
+        yield [table[place] for places in window for place in places]
+
+
+@given(SEGMENTS, POLICIES, st.integers(1, 6))
+def test_a_plan_is_the_same_whatever_the_windows(segments, policy, size):
+    parted, whole = Waiting(CHAIN, policy, NOW), Waiting(CHAIN, policy, NOW)
+    planner, outputs = Planner(policy, NOW, parted), []
+    for window in cut(segments, size):
+        outputs += planner.add(blocks(window))
+    outputs += planner.end()
+    assert outputs == plan(segments, policy, NOW, waiting=whole)
+    assert not planner.open
+    assert parted.next_merge() == whole.next_merge()
+    assert parted == whole
+
+
+@given(SEGMENTS, st.integers(1, 6))
+def test_what_is_contained_is_the_same_whatever_the_windows(segments, size):
+    def pairs(found):
+        return Counter((s.key, u.superseding) for u in found for s in u.superseded)
+
+    assert pairs(s for window in cut(segments, size) for s in contained(window)) == pairs(contained(segments))
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    return begun(tmp_path, CHAIN)
+
+
+def run(archive: Archive, policies: list[TestPolicy], window: int) -> Report:
+    return Compaction(archive.store, policies, 0, LocalRunner(archive.store), window=window, batch=1).run(Selection())
+
+
+@pytest.mark.parametrize(
+    ("late", "policies", "window"),
+    [
+        ({15: (12, 18), 3: (3, 4)}, [LOW, HIGH], 1),  # a later window closes the group
+        # In the last of the first group and in the first of the second, which is taken up in a later batch.
+        ({33: (33, 34), 43: (43, 44)}, [HIGH], 6),
+    ],
+)
+def test_a_late_segment_waits_until_what_contains_it_is_no_input_of_a_merge_of_the_same_round(
+    archive: Archive, late: dict[int, tuple[int, int]], policies: list[TestPolicy], window: int
+):
+    for first in range(1, 80, 10):
+        archive.put(first, first + 9, rows([first]), level=1, age=700)
+    for row, coverage in late.items():
+        archive.put(*coverage, rows([row]), age=700)
+    for _ in range(5):
+        assert run(archive, policies, window).failures == []
+    assert archive.read().column("sequence").to_pylist() == sorted([*range(1, 80, 10), *late])
+
+
+def test_what_fails_in_one_batch_is_told_and_the_others_are_worked_on(archive: Archive):
+    refs = [archive.put(first, first + 9, age=700) for first in range(1, 200, 10)]
+    archive.path(refs[3].key).write_bytes(b"nothing")
+    archive.age(refs[3].key, 700)
+    report = run(archive, [LOW, HIGH], 1)
+    assert [f.suspects for f in report.failures] == [(refs[3].key,)]
+    merged = [m.ref.coverage for m in report.merged if m.ref.level == 1]
+    assert sorted(map(str, merged)) == sorted(["1..30", "41..80", "81..120", "121..160", "161..200"])
