@@ -73,9 +73,6 @@ def test_all_problems_are_told_at_once_with_file_line_column_path_expected_and_f
     ]
 
 
-NO_DURATION = "expected a duration such as 500ms 5s 5m 1h30m 7d 1w, found"
-
-
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -91,41 +88,96 @@ def test_a_mistyped_key_is_told_once_with_what_was_meant(text: str, told: list[s
     assert [line.replace("unknown key; did you mean ", "") for line in unknown] == [f"f.yaml:{each}?" for each in told]
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("log: {colour: red}", "3:7: log.colour: unknown key; expected one of level format"),
-        ("nats:\n  connect_timeout: soon", f"4:20: nats.connect_timeout: {NO_DURATION} soon"),
-        (
-            "egress:\n  defaults: {segment: {max_age: 7}}\n  feeds: [{stream: A}, {stream: B}]",
-            f"4:33: egress.defaults.segment.max_age: {NO_DURATION} 7",
-        ),
-        (
-            "nats: {token: t}\ningress:\n  nats:\n    credentials_file: /c",
-            "3:15: nats.token: expected one way to authenticate, found credentials_file and token",
-        ),
-        ("site: true", "3:7: site: expected text; quote it, found true"),
-        ("site: 1e3", "3:7: site: expected text; quote it, found 1e3"),
-        ("site: 12", "3:7: site: expected text; quote it, found 12"),
-        ("log:\n  level: info\n  level: debug", "5:3: log.level: expected each key once, found it on line 4 too"),
-        (
-            'nats: {user: u, password_file: "${PASS}"}',  # it may hold the secret itself, by a slip
-            "3:32: nats.password_file: expected a file that can be read, found ${PASS}: No such file or directory",
-        ),
-        ('nats: {user: u, password: "${PW:-}"}', "3:27: nats.password: expected a secret in ${PW:-}, found nothing"),
-        ('site: "${PASS}"', "3:7: site: expected 1 to 63 of A-Z"),
-        ('site: "${NOT_SET}"', "3:7: site: expected the environment variable NOT_SET, found it not set"),
-        ('site: "${A:-${B}}"', "3:7: site: expected ${VAR} or ${VAR:-default}, found another expression; $${"),
-        ('site: "${A"', "3:7: site: expected ${VAR} or ${VAR:-default}, found another expression; $${"),
-        ('site: "${1A}"', "3:7: site: expected ${VAR} or ${VAR:-default}, found another expression; $${"),
-        (
-            "ingress: {targets: [{stream: F, sources: [{site: s, feed: N, subject_prefix: '{sites}'}]}]}",
-            "3:78: ingress.targets.0.sources.0.subject_prefix: expected only {site}, {feed}, {incarnation} and",
-        ),
-    ],
-)
+def feed(keys: str) -> str:
+    return f"egress: {{feeds: [{{stream: A, {keys}}}]}}"
+
+
+def target(keys: str) -> str:
+    return f"ingress: {{targets: [{{stream: T, {keys}}}]}}"
+
+
+NO_DURATION = "expected a duration such as 500ms 5s 5m 1h30m 7d 1w, found"
+NOT_A_VARIABLE = "3:7: site: expected ${VAR} or ${VAR:-default}, found another expression; $${"
+S3_URL = "3:39: store.endpoint_url: expected https://HOST:PORT or http://HOST:PORT"
+NATS_URL = "3:13: nats.url: expected nats://HOST:PORT or tls://HOST:PORT"
+SOURCE = "{site: a, feed: f}"
+WRONG = [
+    ("log: {colour: red}", "3:7: log.colour: unknown key; expected one of level format"),
+    ("nats:\n  connect_timeout: soon", f"4:20: nats.connect_timeout: {NO_DURATION} soon"),
+    (
+        "egress:\n  defaults: {segment: {max_age: 7}}\n  feeds: [{stream: A}, {stream: B}]",
+        f"4:33: egress.defaults.segment.max_age: {NO_DURATION} 7",
+    ),
+    (feed("segment: {max_size: 10XB}"), "3:50: egress.feeds.0.segment.max_size: expected a size such as 64K 100M 4G"),
+    (feed("segment: {max_size: 1}"), "3:50: egress.feeds.0.segment.max_size: expected 64K to 4G (smaller ones cost"),
+    ("log:\n  level: info\n  level: debug", "5:3: log.level: expected each key once, found it on line 4 too"),
+    # Text and variables
+    ("site: true", "3:7: site: expected text; quote it, found true"),
+    ("site: 1e3", "3:7: site: expected text; quote it, found 1e3"),
+    ("site: 12", "3:7: site: expected text; quote it, found 12"),
+    *(
+        (f"site: {name}", "3:7: site: expected 1 to 63 of A-Z a-z 0-9")
+        for name in ("a/b", "x" * 64, "\U0001f680", '"${PASS}"')
+    ),
+    (
+        'nats: {user: u, password_file: "${PASS}"}',  # it may hold the secret itself, by a slip
+        "3:32: nats.password_file: expected a file that can be read, found ${PASS}: No such file or directory",
+    ),
+    ('nats: {user: u, password: "${PW:-}"}', "3:27: nats.password: expected a secret in ${PW:-}, found nothing"),
+    ('site: "${NOT_SET}"', "3:7: site: expected the environment variable NOT_SET, found it not set"),
+    *((f'site: "{text}"', NOT_A_VARIABLE) for text in ("${A:-${B}}", "${A", "${1A}")),
+    # What does not go together
+    (
+        "nats: {token: t}\ningress:\n  nats:\n    credentials_file: /c",
+        "3:15: nats.token: expected one way to authenticate, found credentials_file and token",
+    ),
+    ("egress: {feeds: [{stream: A}, {stream: A}]}", "3:31: egress.feeds.1.name: expected a name of its own"),
+    (
+        f"ingress: {{targets: [{{stream: T, sources: [{SOURCE}]}}, {{stream: T, sources: [{SOURCE}]}}]}}",
+        "3:74: ingress.targets.1.stream: expected a stream of its own",
+    ),
+    (target(f"sources: [{SOURCE}, {SOURCE}]"), "3:63: ingress.targets.0.sources.1: expected each feed of a site once"),
+    (
+        target(f"exclusive: false, delivery: exactly_once, sources: [{SOURCE}]"),
+        "3:61: ingress.targets.0.delivery: expected at_least_once where exclusive is false",
+    ),
+    (
+        target("sources: [{site: s, feed: N, subject_prefix: '{sites}'}]"),
+        "3:78: ingress.targets.0.sources.0.subject_prefix: expected only {site}, {feed}, {incarnation} and",
+    ),
+    (feed("inspect_duration: 1h"), "3:48: egress.feeds.0.inspect_duration: expected inspect_field, inspect_header or"),
+    # Stores and servers
+    ("store: {url: 's3://A_b'}", "3:14: store.url: expected s3://BUCKET, the bucket 3 to 63 of a-z 0-9 . -"),
+    *(
+        (f"store: {{url: s3://floe, endpoint_url: '{url}'}}", S3_URL + told)
+        for url, told in (
+            ("minio:9000", ""),
+            ("https://h/path", ""),
+            ("https://h/", " without a slash at its end"),
+            ("https://u:SEKRET@h", " without user and password"),
+        )
+    ),
+    ("nats: {url: []}", "3:13: nats.url: expected at least one entry, found an empty list"),
+    (
+        "nats: {url: ['nats://a', 'tls://b']}",
+        "3:13: nats.url: expected all of them nats:// or all of them tls://",
+    ),
+    *(
+        (f"nats: {{url: '{url}'}}", NATS_URL + told)
+        for url, told in (
+            ("nats://u:SEKRET@h", " without user and password"),
+            ("nats://a:0", " with a port from 1 to 65535"),
+            ("nats://a:70000", " with a port from 1 to 65535"),
+            ("nats://::1:4222", " (an IPv6 address in brackets; no path)"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "told"), WRONG, ids=[text[:40] for text, _ in WRONG])
 def test_each_problem_is_told_once_where_it_stands(text: str, told: str):
-    head = HEAD.replace("site: us-east\n", "\n") if text.startswith("site") else HEAD
+    lines = HEAD.splitlines(keepends=True)
+    head = "".join("\n" if text.startswith(line.partition(":")[0]) else line for line in lines)
     [found] = problems(f"{head}{text}\n", {"PASS": "SEKRET 77"})
     assert (found[: len(f"f.yaml:{told}")], "SEKRET" in found) == (f"f.yaml:{told}", False)
 
