@@ -45,23 +45,10 @@ def read(archive: Archive, stream: ArchiveStream, start: Positions, end: Positio
     ]
 
 
-def test_a_query_begins_where_the_chain_does_and_goes_to_its_end(archive: Archive) -> None:
-    archive.put(1, 10)
-    archive.put(11, 20)
-    stream = stream_of(archive)
-    start = stream.latest({})
-    assert start == {**FORMAT, NAME: 1}
-    assert stream.stretches({}, start) == []
-    end = stream.latest(start)
-    assert (end, stream.latest(end)) == ({**FORMAT, NAME: 21}, {**FORMAT, NAME: 21})
-    assert [n for _, n in read(archive, stream, start, end)] == list(range(1, 21))
-    assert stream.stretches(end, end) == []
-    assert stream.ends() == {NAME: 21}
-
-
 @pytest.mark.parametrize(
     ("options", "position"),
     [
+        ({}, 1),
         ({"from": "latest"}, 21),
         ({"from_sequence": "7"}, 7),
         ({"since": "2023-11-14T22:13:20.000012Z"}, 12),
@@ -75,11 +62,6 @@ def test_where_a_query_begins_is_an_option(archive: Archive, options: dict[str, 
     assert stream_of(archive, **options).latest({}) == {**FORMAT, NAME: position}
 
 
-def test_a_name_that_is_not_there_is_an_error(archive: Archive) -> None:
-    with pytest.raises(UsageError, match="there are us-east"):
-        stream_of(archive, site="us-esat").latest({})
-
-
 def test_a_stream_of_nothing_yet_has_begun_nevertheless(tmp_path: Path) -> None:
     archive = begun(tmp_path)
     stream = stream_of(archive, **{"from": "latest"})
@@ -90,7 +72,9 @@ def test_a_stream_of_nothing_yet_has_begun_nevertheless(tmp_path: Path) -> None:
     assert stream.latest(start) == {**FORMAT, NAME: 1}, "what came after the query is not skipped"
 
 
-def test_positions_of_a_newer_floe_are_refused(archive: Archive) -> None:
+def test_a_name_that_is_not_there_and_positions_of_a_newer_floe_are_errors(archive: Archive) -> None:
+    with pytest.raises(UsageError, match="there are us-east"):
+        stream_of(archive, site="us-esat").latest({})
     with pytest.raises(DataError, match="expected positions of format 1, found 2"):
         stream_of(archive).latest({"format_version": 2})
 
@@ -109,25 +93,11 @@ def test_a_new_chain_begins_in_one_batch_and_is_read_in_the_next(archive: Archiv
     assert read(archive, stream_of(archive), first, second) == [(OTHER_NAME, n) for n in range(5, 10)]
 
 
-def test_a_hole_stops_its_chain_only_until_it_is_filled(archive: Archive) -> None:
-    documents(archive).create_chain(OTHER, ChainDocument((), 1, 1))
-    archive.put(1, 10)
-    archive.put(21, 30)
-    archive.put(1, 10, chain=OTHER)
-    stream = stream_of(archive)
-    end = stream.latest({**FORMAT, NAME: 1, OTHER_NAME: 1})
-    assert end == {**FORMAT, OTHER_NAME: 11, NAME: 11}
-    assert stream.ends()[NAME] == 31
-    archive.put(11, 15)
-    assert stream.latest(end)[NAME] == 16
-    archive.put(14, 22)
-    assert stream.latest(end)[NAME] == 31
-
-
 def test_an_accepted_gap_is_passed_and_what_comes_late_before_it_is_passed_is_read(archive: Archive) -> None:
     archive.put(1, 10)
     archive.put(21, 30)
     stream = stream_of(archive)
+    assert (stream.latest({**FORMAT, NAME: 1}), stream.ends()) == ({**FORMAT, NAME: 11}, {NAME: 31})
     documents(archive).accept_gap(CHAIN, AcceptedGap(SequenceRange(11, 15)))
     assert stream.latest({**FORMAT, NAME: 11}) == {**FORMAT, NAME: 16}, "a part of the hole is left"
     documents(archive).accept_gap(CHAIN, AcceptedGap(SequenceRange(16, 20)))
@@ -140,16 +110,12 @@ def test_an_accepted_gap_is_passed_and_what_comes_late_before_it_is_passed_is_re
     assert [n for _, n in again] == [*range(1, 11), *range(21, 31)], "a batch that is planned again after a restart"
 
 
-def test_what_was_planned_and_is_not_covered_any_more_ends_the_query(archive: Archive) -> None:
-    ref = archive.put(1, 10)
+def test_what_is_deleted_ends_the_query_but_what_retention_deleted_may_be_skipped(archive: Archive) -> None:
+    planned = archive.put(1, 10)
     archive.put(11, 20)
-    archive.store.delete(ref)
+    archive.store.delete(planned)
     with pytest.raises(DataError, match=r"cover 1\.\.10, of which a batch was planned"):
         stream_of(archive).stretches({**FORMAT, NAME: 1}, {**FORMAT, NAME: 21})
-
-
-def test_what_retention_deleted_ends_the_query_unless_it_may_be_skipped(archive: Archive) -> None:
-    archive.put(11, 20)
     documents(archive).raise_floor(CHAIN, 11)
     with pytest.raises(DataError, match="expected sequence 1, found that retention deleted all before 11"):
         stream_of(archive).latest({**FORMAT, NAME: 1})

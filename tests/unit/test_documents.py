@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from threading import Semaphore, Thread
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from common.chain import Chain
 from common.documents import MAX_DEPTH, check_depth, is_too_deep
@@ -92,6 +87,9 @@ def test_a_history_follows_what_was_compared_and_ends_where_nothing_was(chains: 
     assert ends(chains, 2) == {(2, 0): MAX_SEQUENCE, (1, 0): 24, (0, 0): 24}
     assert ends(chains, 3) == {(3, 0): MAX_SEQUENCE}
     assert ends(chains, 4) == {(4, 0): MAX_SEQUENCE, (2, 0): 39, (1, 0): 24, (0, 0): 24}
+    for number, former in ((5, 5), (6, 7)):  # itself, a later one
+        chained(chains, number, [50], continues_from={0: 50}, continued=former)
+        assert ends(chains, number) == {(number, 0): MAX_SEQUENCE}
 
 
 def test_partitions_continue_each_from_its_own_sequence_unless_they_were_cut_otherwise(chains: ChainStore) -> None:
@@ -102,14 +100,9 @@ def test_partitions_continue_each_from_its_own_sequence_unless_they_were_cut_oth
     assert ends(chains, 2) == {(2, n): MAX_SEQUENCE for n in range(3)}
 
 
-@pytest.mark.parametrize("former", [1, 7])
-def test_a_document_that_continues_itself_or_a_later_one_leads_nowhere(chains: ChainStore, former: int) -> None:
-    chained(chains, 0, [1])
-    chained(chains, 1, [5], continues_from={0: 5}, continued=former)
-    assert ends(chains, 1) == {(1, 0): MAX_SEQUENCE}
-
-
-def test_who_comes_second_gets_what_the_first_made(chains: ChainStore, objects: LocalObjects) -> None:
+def test_who_comes_second_gets_what_the_first_made_also_where_the_store_ignores_the_condition(
+    chains: ChainStore, objects: LocalObjects
+) -> None:
     chains.create_chain(CHAIN, DOCUMENT)
     chains.create_stream(CHAIN, STREAM)
     assert chains.create_chain(CHAIN, ChainDocument((), 1, 1)) == DOCUMENT
@@ -122,16 +115,8 @@ def test_who_comes_second_gets_what_the_first_made(chains: ChainStore, objects: 
 
     store = ChainStore(FaultyStore(objects).on("put_if_absent", overtaken), LAYOUT)
     assert store.create_chain(chain, ChainDocument((), 1, 5)) == DOCUMENT
-
-
-def test_a_store_that_ignores_the_condition_does_not_lose_what_was_there(objects: LocalObjects) -> None:
-    def unconditional(_real: Any, key: str, body: bytes, **_: Any) -> bool:
-        objects.put(key, body)
-        return True
-
-    store = ChainStore(FaultyStore(objects).on("put_if_absent", unconditional), LAYOUT)
-    store.create_chain(CHAIN, DOCUMENT)
-    assert store.create_chain(CHAIN, ChainDocument((), 1, 1)) == DOCUMENT
+    careless = FaultyStore(objects).on("put_if_absent", lambda _, key, body, **__: objects.put(key, body))
+    assert ChainStore(careless, LAYOUT).create_chain(CHAIN, ChainDocument((), 1, 1)) == DOCUMENT
 
 
 @pytest.mark.parametrize("is_claimed", [False, True])
@@ -225,13 +210,10 @@ def test_brackets_in_texts_are_no_levels(text: str) -> None:
     ("raw", "is_deep"),
     [
         (b"[" * MAX_DEPTH + b"]" * MAX_DEPTH, False),
-        (b'[{"a":' * (MAX_DEPTH // 2) + b"1" + b"}]" * (MAX_DEPTH // 2), False),
         (b"[" + b'{"a":[{}]},' * 10_000 + b"1]", False),
         (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), True),
         (b'[{"a":' * 51 + b"1" + b"}]" * 51, True),
-        (b"[[]," * MAX_DEPTH + b"[]" + b"]" * MAX_DEPTH, True),
         (b"[" * (MAX_DEPTH + 1) + b'"', True),
-        (b"]" * 5000 + b"[" * (MAX_DEPTH + 1), False),
         (b"[]" * 5000 + b"]" * 5000 + b"[" * MAX_DEPTH, False),
     ],
     ids=lambda value: repr(value[:20]) if isinstance(value, bytes) else "",
@@ -240,7 +222,7 @@ def test_levels_are_those_that_are_open_at_once(raw: bytes, is_deep: bool) -> No
     assert is_too_deep(raw) == is_deep
 
 
-def test_no_more_of_a_document_is_read_than_its_greatest_size(objects: LocalObjects) -> None:
+def test_no_more_of_a_document_is_read_or_written_than_its_greatest_size(objects: LocalObjects) -> None:
     objects.put(LAYOUT.chain_document(CHAIN), b" " * (5 * 1024 * 1024))
     lengths: list[int] = []
 
@@ -248,11 +230,9 @@ def test_no_more_of_a_document_is_read_than_its_greatest_size(objects: LocalObje
         lengths.append(options["length"])
         return real(key, **options)
 
-    refusal(ChainStore(FaultyStore(objects).on("get", noted), LAYOUT).read_chain)
+    chains = ChainStore(FaultyStore(objects).on("get", noted), LAYOUT)
+    refusal(chains.read_chain)
     assert lengths == [1024 * 1024 + 1]
-
-
-def test_a_document_too_large_to_be_read_is_not_written(chains: ChainStore) -> None:
     with pytest.raises(DataError, match="expected at most"):
         chains.create_stream(CHAIN, StreamDocument({"x": "y" * 2_000_000}, ""))
     assert chains.read_stream(CHAIN) is None
@@ -306,25 +286,21 @@ def test_a_floor_raised_by_another_in_between_is_not_lowered(objects: LocalObjec
 # Tails and lists of chains
 
 
-def test_a_tail_tells_the_end_and_changes_its_etag_when_it_moves(objects: LocalObjects, chains: ChainStore) -> None:
+def test_a_tail_tells_the_end_changes_its_etag_when_it_moves_and_is_none_where_it_is_spoiled(
+    objects: LocalObjects, chains: ChainStore
+) -> None:
     chains.write_tail(CHAIN, 100)
     objects.put(f"{LAYOUT.tails_prefix()}us-east/NODES/notes.txt", b"")  # a foreign key
     before = chains.tails()
-    assert list(before) == [CHAIN]
-    assert chains.tails() == before
+    assert (list(before), chains.tails()) == ([CHAIN], before)
     chains.write_tail(CHAIN, 200)
     assert chains.read_tail(CHAIN) == 200
     assert chains.tails() != before
-
-
-@pytest.mark.parametrize("raw", [b"", b"x", b'{"end":-1,"format_version":1}', b" " * 2_000_000])
-def test_a_spoiled_tail_is_no_tail_and_can_be_written_again(
-    objects: LocalObjects, chains: ChainStore, raw: bytes
-) -> None:
-    objects.put(LAYOUT.tail(CHAIN), raw)
-    assert chains.read_tail(CHAIN) is None
-    chains.write_tail(CHAIN, 7)
-    assert chains.read_tail(CHAIN) == 7
+    for raw in (b"", b"x", b'{"end":-1,"format_version":1}', b" " * 2_000_000):
+        objects.put(LAYOUT.tail(CHAIN), raw)
+        assert chains.read_tail(CHAIN) is None
+        chains.write_tail(CHAIN, 7)
+        assert chains.read_tail(CHAIN) == 7
 
 
 def test_chains_are_found_by_their_documents(objects: LocalObjects, chains: ChainStore) -> None:
@@ -372,13 +348,17 @@ def test_a_run_that_is_not_as_it_must_be_is_none(chains: ChainStore, wrong: dict
     assert chains.read_run(None, None) is not None
 
 
-def test_chains_are_found_behind_thousands_of_captures(objects: LocalObjects, chains: ChainStore) -> None:
+def test_chains_are_found_behind_thousands_of_captures(
+    objects: LocalObjects, chains: ChainStore, tmp_path: Path
+) -> None:
     """Without listing those."""
     feeds = [Chain("us-east", "NODES"), Chain("us-east", "NODES", 1), Chain("us-east", "OTHER")]
     for each in feeds:
         chains.create_chain(each, DOCUMENT)
-    for end in range(2500):
-        objects.put(LAYOUT.capture(CaptureName(feeds[0], "config", end, "0" * 16)), b"")
+    [first, *others] = [LAYOUT.capture(CaptureName(feeds[0], "config", end, "0" * 16)) for end in range(2500)]
+    objects.put(first, b"")
+    for key in others:
+        (tmp_path / "store" / key).touch()
     store = FaultyStore(objects)
     found = ChainStore(store, LAYOUT)  # type: ignore[arg-type]
     assert (found.chains(), store.calls["list"]) == (feeds, 2)
@@ -386,95 +366,6 @@ def test_chains_are_found_behind_thousands_of_captures(objects: LocalObjects, ch
 
 
 # Stores that refuse conditions
-
-
-class Turns:
-    """Writers in threads, of which one at a time makes its next call."""
-
-    def __init__(self, *works: Callable[[Callable[[], None]], object]) -> None:
-        self._go, self._back = [Semaphore(0) for _ in works], [Semaphore(0) for _ in works]
-        self._is_killed, self.found = [False for _ in works], [None for _ in works]  # type: list[bool], list[Any]
-        self._threads = [Thread(target=self._run, args=(n, work)) for n, work in enumerate(works)]
-        for thread, back in zip(self._threads, self._back, strict=True):
-            thread.start()
-            back.acquire()  # it stands before its first call
-
-    def _run(self, number: int, work: Callable[[Callable[[], None]], object]) -> None:
-        def gate() -> None:
-            self._back[number].release()
-            self._go[number].acquire()
-            if self._is_killed[number]:
-                raise SystemExit
-
-        try:
-            with suppress(SystemExit):
-                self.found[number] = work(gate)
-        finally:
-            self._is_killed[number] = True
-            self._back[number].release()
-
-    def step(self, number: int) -> None:
-        """Let it make one call; nothing where it has ended."""
-        if not self._is_killed[number]:
-            self._go[number].release()
-            self._back[number].acquire()
-
-    def kill(self, number: int) -> None:
-        if not self._is_killed[number]:
-            self._is_killed[number] = True
-            self._go[number].release()
-
-    def end(self) -> None:
-        """Let all come to their end, one after the other."""
-        for number, thread in enumerate(self._threads):
-            while not self._is_killed[number]:
-                self.step(number)
-            thread.join()
-
-
-def stepping(chains: ChainStore, gate: Callable[[], None]) -> ChainStore:
-    """The same store, whose writer stands at `gate` before each call of it and of the claims."""
-
-    def gated(real: Any, *args: Any, **options: Any) -> Any:
-        gate()
-        return real(*args, **options)
-
-    objects = refusing_conditions(chains.objects)
-    for verb in ("head", "put", "get"):
-        objects.on(verb, gated)
-    claims = FaultyStore(chains.claims).on("claim", gated).on("settle", gated)  # type: ignore[arg-type]
-    return ChainStore(objects, LAYOUT, claims)
-
-
-FIRSTS = (11, 12, 13)  # what the writers would write
-
-
-@given(
-    schedule=st.lists(st.integers(0, len(FIRSTS) - 1), max_size=25),
-    killed=st.none() | st.tuples(st.integers(0, 25), st.integers(0, len(FIRSTS) - 1)),
-)
-@settings(max_examples=60)
-def test_paused_and_killed_writers_agree_where_the_store_refuses_conditions(
-    schedule: list[int], killed: tuple[int, int] | None
-) -> None:
-    with TemporaryDirectory() as folder:
-        chains = ChainStore(LocalObjects(Path(folder)), LAYOUT, ClaimsInMemory())
-
-        def writer(first: int) -> Callable[[Callable[[], None]], ChainDocument]:
-            return lambda gate: stepping(chains, gate).create_chain(CHAIN, ChainDocument((), 1, first))
-
-        turns = Turns(*map(writer, FIRSTS))
-        seen = []
-        for at, number in enumerate(schedule):
-            if killed is not None and killed[0] == at:
-                turns.kill(killed[1])
-            turns.step(number)
-            seen.append(chains.read_chain(CHAIN))
-        turns.end()
-        found = [each for each in (*seen, *turns.found) if each is not None]
-        there = chains.read_chain(CHAIN)
-        assert there is not None
-        assert [each for each in found if each != there] == []
 
 
 def test_a_writer_paused_before_its_put_puts_what_was_claimed_first(objects: LocalObjects) -> None:
