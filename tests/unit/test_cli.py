@@ -92,16 +92,6 @@ def test_help_names_all_commands_and_loads_none_of_them():
     assert {*slow.split()} & {name.partition(".")[0] for name in shown.stderr.split()} == set()
 
 
-@pytest.mark.parametrize("name", floe.COMMANDS)
-def test_each_command_exists_and_has_help(name: str):
-    ended = run_here(name, "--help")
-    assert (ended.code, ended.out.startswith(f"Usage: floe {name}")) == (0, True)
-
-
-def test_the_version_is_that_of_the_distribution():
-    assert run("--version").stdout.startswith("floe 0.1.0 (Python 3.")
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -109,15 +99,12 @@ def test_the_version_is_that_of_the_distribution():
         ("xyzzy", "No such command 'xyzzy'."),
         ("--nothing", "No such option"),
         ("config check", "Usage: floe config check [OPTIONS] FILE"),
-        ("config check a b", "Usage: floe config check [OPTIONS] FILE"),
         ("chain pause --target T --site '' --feed '' -c no", "site '': expected 1 to 63"),
         ("gap accept --first 1 --last 6 --site '' --feed NODES -c no", "site '': expected 1 to 63"),
         ("gap accept --first 1 --last 6 --site us --feed '' -c no", "feed '': expected 1 to 255"),
         ("checkpoint set --target T --accept --site us --feed '' -c no", "expected --site and --feed together"),
         ("status --watch=999ms -c no", "expected from 1s to 1d, found"),
-        ("status --watch=2d -c no", "expected from 1s to 1d, found"),
         ("status --watch= -c no", "expected a duration such as"),
-        ("replay us/NODES --target '' --dry-run -c no", "--target: expected a stream name"),
         ("replay us/NODES --target a.b --dry-run -c no", "--target: expected a stream name"),
         ("replay us/NODES --feed NODES --target T -c no", "found both"),
         ("drill us/NODES --partition 1 -c no", "found both"),
@@ -137,40 +124,25 @@ def of_chain(named: Named) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "meant"),
+    ("words", "code", "shown"),
     [
-        ("us/NODES", ("us", "NODES", None, None)),
-        ("us/NODES/00", ("us", "NODES", 0, None)),
-        ("us/NÖDES/9999/65535", ("us", "NÖDES", 9999, 65535)),
-        ("--site us --feed NODES", ("us", "NODES", None, None)),
-        ("--site us --feed NODES --incarnation 3 --partition 1", ("us", "NODES", 3, 1)),
+        ("us/NODES", 0, "('us', 'NODES', None, None)"),
+        ("us/N\u00d6DES/9999/65535", 0, "('us', 'N\u00d6DES', 9999, 65535)"),
+        ("--site us --feed NODES --incarnation 3 --partition 1", 0, "('us', 'NODES', 3, 1)"),
+        ("", 2, "Missing argument 'SITE/FEED[/INCARNATION[/PARTITION]]'"),
+        ("us/NODES --site us", 2, "expected us/NODES or --site, found both"),
+        ("us/NODES --feed NODES --partition 0", 2, "expected us/NODES or --feed --partition, found both"),
+        ("--site us", 2, "It may also be said as --site and --feed"),
     ],
 )
-def test_a_chain_is_named_by_an_argument_or_by_options(words: str, meant: tuple[object, ...]):
-    assert CliRunner().invoke(of_chain, words.split()).stdout == f"{meant!r}\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("", "Missing argument 'SITE/FEED[/INCARNATION[/PARTITION]]'"),
-        ("us", "chain 'us': expected SITE/FEED[/INCARNATION[/PARTITION]]"),
-        ("us/NODES/x", "chain 'us/NODES/x'"),
-        ("us/NODES --site us", "expected us/NODES or --site, found both"),
-        ("us/NODES --feed NODES --partition 0", "expected us/NODES or --feed --partition, found both"),
-        ("--site us", "It may also be said as --site and --feed"),
-    ],
-)
-def test_a_chain_that_is_named_wrongly_or_twice_is_refused(words: str, message: str):
+def test_a_chain_is_named_by_an_argument_or_by_options_and_not_by_both(words: str, code: int, shown: str):
     result = CliRunner().invoke(of_chain, words.split())
-    assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
+    assert (result.exit_code, shown in result.output) == (code, True), result.output
 
 
 ODD_CHAINS = (
-    *["us-east/NODES/", "us-east//1", "/NODES", "us-east/NODES/x", "us-east/NODES/1/", "us-east/NODES/٣", "/"],
-    *["us east/NODES", "us-east/NO DES", "us-east/NODES/0000/0/0", "us-east/NODES/10000", "us-east/NODES/0000/65536"],
-    *[f"us-east/NODES/{10**30}", f"us-east/NODES/{'9' * 5000}", "us-east/NODES/-1", "us-east/NODES/1_0"],
-    *["us-east/NODES/ 1", "us-east/NODES/+1"],
+    *["us-east/NODES/", "us-east//1", "us-east/NODES/x", "us-east/NODES/٣", "us-east/NO DES"],
+    *["us-east/NODES/0000/0/0", "us-east/NODES/0000/65536", f"us-east/NODES/{'9' * 5000}", "us-east/NODES/1_0"],
 )
 TAKING_CHAINS = (
     "compact {}",
@@ -208,7 +180,7 @@ def test_every_command_names_a_chain_in_one_way(words: str, tmp_path: Path):
         assert "expected SITE/FEED[/INCARNATION[/PARTITION]]" in told, (text, told)
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_closed_streams_do_no_harm(closed: str, tmp_path: Path):
     """As some supervisors and shells start a command: what it opens first must not take their place."""
     (tmp_path / "c.yaml").write_text(f"store: {{url: file://{tmp_path}/store}}\nsite: us\n")
@@ -231,7 +203,6 @@ def test_poor_surroundings_do_no_harm(tmp_path: Path):
     file = tmp_path / "f.yaml"
     file.write_text("site: é\n", encoding="utf-8")
     poor = {"PATH": "/usr/bin", "COLUMNS": "0", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    assert run("--help", env=poor, stdin=subprocess.DEVNULL).returncode == 0
     ended = run("config", "check", str(file), env=poor, stdin=subprocess.DEVNULL)
     assert (ended.returncode, "Traceback" in ended.stderr) == (78, False)
     assert ended.stderr.startswith("error[E-CONFIG]: ")
@@ -420,20 +391,15 @@ def test_the_version_names_what_floe_runs_on():
     assert (found["floe"], found["python"]) == ("0.1.0", sys.version.split()[0])
     assert all(found[name] for name in ("nats-py", "pyarrow"))
     assert f"pyarrow  {found['pyarrow']}\n" in run_here("version").out
+    assert run_here("--version").out.startswith("floe 0.1.0 (Python 3.")
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_completion_of_each_shell_is_printed(shell: str):
-    assert f"_FLOE_COMPLETE={shell}_complete" in run_here("completion", shell).out
-    assert f"floe completion {shell}" in run_here("completion", "--help").out
-
-
-def test_commands_are_completed_and_none_is_loaded_for_it():
-    words = {"_FLOE_COMPLETE": "bash_complete", "COMP_WORDS": "floe se", "COMP_CWORD": "1"}
+def test_commands_and_options_are_completed_in_each_shell():
+    words = {"_FLOE_COMPLETE": "bash_complete", "COMP_WORDS": "floe segments ls --cov", "COMP_CWORD": "3"}
     ended = run(env={**os.environ, **words})
-    assert (ended.stdout, ended.stderr) == ("plain,segments\n", "")
-    ended = run(env={**os.environ, **words, "COMP_WORDS": "floe segments ls --cov", "COMP_CWORD": "3"})
-    assert ended.stdout == "plain,--cover\n"
+    assert (ended.stdout, ended.stderr) == ("plain,--cover\n", "")
+    for shell in ("bash", "zsh", "fish"):
+        assert f"_FLOE_COMPLETE={shell}_complete" in run_here("completion", shell).out
 
 
 @pytest.mark.parametrize(
@@ -463,9 +429,7 @@ def test_what_is_no_time_is_refused(text: str):
     ("zone", "told"),
     [
         ("nonsense", "2026-01-02T03:04:00+00:00 (UTC: there is no zone TZ=nonsense)"),
-        ("Europe/Berln", "2026-01-02T03:04:00+00:00 (UTC: there is no zone TZ=Europe/Berln)"),
         ("XYZ-3", "2026-01-02T03:04:00+03:00 (XYZ, the zone of this host)"),
-        ("UTC-1", "2026-01-02T03:04:00+01:00 (UTC, the zone of this host)"),
         ("GMT0", "2026-01-02T03:04:00+00:00 (GMT, the zone of this host)"),
     ],
 )
@@ -511,10 +475,8 @@ def test_parameters_have_the_units_of_the_configuration():
     ("arguments", "message"),
     [
         ("--sequence 0", "expected a sequence from 1 to 9223372036854775807, found '0'"),
-        ("--sequence -5", "expected a sequence from 1"),
         ("--sequence 9223372036854775808", "expected a sequence from 1"),
         ("--sequence ٣", "expected a sequence from 1"),
-        (f"--sequence {'9' * 5000}", "expected a sequence from 1"),
         ("--age 5", "expected a duration such as"),
         ("--size 5X", "expected a size such as"),
     ],
@@ -542,11 +504,11 @@ def test_a_table_is_aligned_and_harmless_and_without_rows_its_header(capsys: pyt
     assert capsys.readouterr().out == "CHAIN       LAG  WHY\na\\x1b[31m     5  -\nlong name  1200  x\nA  B\n"
 
 
-@pytest.mark.parametrize("name", ["FORCE_COLOR", "TTY_COMPATIBLE"])
 def test_a_table_that_a_program_reads_is_plain_and_unfolded(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setenv(name, "1")
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.setenv(name, "1")
     table([["x" * 200, 1]], ["name", "count"])
     assert capsys.readouterr().out.splitlines()[1] == "x" * 200 + "      1"
 
@@ -554,23 +516,20 @@ def test_a_table_that_a_program_reads_is_plain_and_unfolded(
 # Progress
 
 
-def test_progress_is_a_line_every_ten_seconds_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]):
-    teller = Teller(is_terminal=False)
-    for at in range(25):
-        teller.progress(f"at {at}", 100.0 + at)
-    teller.say("a note\x1b")
-    teller.end_line()
-    shown = capsys.readouterr()
-    assert (shown.out, shown.err) == ("", "at 10\nat 20\na note\\x1b\n")
-
-
-def test_progress_is_one_line_that_is_rewritten_on_a_terminal(capsys: pytest.CaptureFixture[str]):
-    teller = Teller(is_terminal=True)
-    for at in range(3):
-        teller.progress(f"at {at}", 100.0 + at)
-    teller.say("a note")
-    shown = capsys.readouterr()
-    assert (shown.out, "at 2" in shown.err, shown.err.endswith("a note\n")) == ("", True, True)
+def test_progress_is_a_line_every_ten_seconds_or_one_that_is_rewritten_on_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+):
+    shown = {}
+    for is_terminal in (False, True):
+        teller = Teller(is_terminal=is_terminal)
+        for at in range(25):
+            teller.progress(f"at {at}", 100.0 + at)
+        teller.say("a note\x1b")
+        teller.end_line()
+        out, shown[is_terminal] = capsys.readouterr()
+        assert out == ""
+    assert shown[False] == "at 10\nat 20\na note\\x1b\n"
+    assert ("at 24" in shown[True], "\n" in shown[True].partition("at 24")[0]) == (True, False)
     assert (share_text(25, 100, 60), share_text(0, 100, 60), share_text(0, 0, 0)) == (" 25%, 3m left", "  0%", "100%")
 
 
@@ -589,29 +548,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_config_check_says_ok_for_each_document(folder: Path):
-    assert check(folder, f"{HEAD}egress: {{feeds: [{{stream: A}}]}}\n---\n{HEAD}") == (
-        0,
-        "f.yaml:1: ok (site us-east, 1 feed, 0 targets)\nf.yaml:5: ok (site us-east, 0 feeds, 0 targets)\n",
-        "",
-    )
-
-
-def test_config_check_tells_all_problems_of_all_documents(folder: Path):
-    assert check(folder, f"{HEAD}sites: x\n---\n{HEAD}egress: {{lease_ttl: 1}}\n") == (
-        78,
-        "",
-        "error[E-CONFIG]: f.yaml:3:1: sites: unknown key; did you mean site?\n"
-        "error[E-CONFIG]: f.yaml:7:21: egress.lease_ttl: "
-        "expected a duration such as 500ms 5s 5m 1h30m 7d 1w, found 1\n",
-    )
-
-
-def test_config_check_tells_what_is_not_built_in_each_document(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("common.settings.loader.UNBUILT", ("compaction.delete_grace",))
-    text = f"{HEAD}compaction: {{delete_grace: 1d1h}}\n"
-    code, _, told = check(folder, f"{text}---\n{text}")
-    assert (code, [line.split(": ")[1] for line in told.splitlines()]) == (78, ["f.yaml:3:28", "f.yaml:7:28"])
+def test_config_check_says_ok_or_tells_all_problems_of_each_document(folder: Path):
+    ok = "f.yaml:1: ok (site us-east, 1 feed, 0 targets)\nf.yaml:5: ok (site us-east, 0 feeds, 0 targets)\n"
+    assert check(folder, f"{HEAD}egress: {{feeds: [{{stream: A}}]}}\n---\n{HEAD}") == (0, ok, "")
+    code, shown, told = check(folder, f"{HEAD}sites: x\n---\n{HEAD}egress: {{lease_ttl: 1}}\n")
+    first, second = told.splitlines()
+    assert (code, shown) == (78, "")
+    assert first == "error[E-CONFIG]: f.yaml:3:1: sites: unknown key; did you mean site?"
+    assert second.startswith("error[E-CONFIG]: f.yaml:7:21: egress.lease_ttl: expected a duration")
+    target = "create: {subjects: [o.>]}, sources: [{site: a, feed: f, subject_prefix: 'fleet.{site}'}]"
+    told = check(folder, f"{HEAD}ingress: {{targets: [{{stream: T, {target}}}]}}\n")[2]
+    assert "f.yaml:3:52: ingress.targets.0.create.subjects: expected subjects that take what sources.0 makes" in told
 
 
 def test_config_check_warns_and_takes_warnings_for_errors_where_it_is_strict(folder: Path):
@@ -635,11 +582,9 @@ def test_config_check_speaks_json(folder: Path):
     assert (code, json.loads(shown)["documents"]) == (0, [{"site": "us-east", "feeds": 0, "targets": 0}])
 
 
-@pytest.mark.parametrize("term", ["dumb", "xterm"])
-def test_a_row_of_a_table_is_one_line_on_every_terminal(term: str):
-    done = in_terminal("from common.cli import table; table([['x' * 200, 1]], ['name', 'count'])", TERM=term)
-    assert "x" * 200 in done
-    assert "\x1b[1m" not in in_terminal("from common.cli import table; table([[1]], ['name'])", NO_COLOR="1")
+def test_a_row_of_a_table_is_one_line_on_a_terminal_and_plain_where_that_is_asked_for():
+    shown = in_terminal("from common.cli import table; table([['x' * 200, 1]], ['name', 'count'])", NO_COLOR="1")
+    assert ("x" * 200 in shown, "\x1b[1m" in shown) == (True, False)
 
 
 def test_ctrl_c_at_a_question_ends_the_command():
