@@ -57,30 +57,18 @@ def test_the_cover_is_what_the_rule_gives_position_by_position(found: list[Segme
 
 
 @given(segments, ranges)
-def test_no_sequence_is_accounted_for_twice_and_none_outside_its_segment(
+def test_cover_and_holes_share_a_range_between_them_each_sequence_once(
     found: list[Segment], within: SequenceRange
 ) -> None:
     stretches = cover(found, within.first, within.last)
+    missing = holes([s.coverage for s in found], within)
     taken = [n for s in stretches for n in range(s.rows.first, s.rows.last + 1)]
+    absent = {n for hole in missing for n in range(hole.first, hole.last + 1)}
     assert taken == sorted(set(taken))
     assert all(s.segment.coverage.encloses(s.rows) and within.encloses(s.rows) for s in stretches)
-
-
-@given(segments, ranges)
-def test_cover_and_holes_share_a_range_between_them(found: list[Segment], within: SequenceRange) -> None:
-    stretches = cover(found, within.first, within.last)
-    missing = holes([s.coverage for s in found], within)
-    covered = {n for s in stretches for n in range(s.rows.first, s.rows.last + 1)}
-    absent = {n for hole in missing for n in range(hole.first, hole.last + 1)}
-    assert covered | absent == set(range(within.first, within.last + 1))
-    assert not covered & absent
+    assert absent == set(range(within.first, within.last + 1)) - set(taken)
     assert accounts_once(stretches, within) == (not missing)
-
-
-@given(segments, ranges)
-def test_holes_are_as_long_as_they_can_be(found: list[Segment], within: SequenceRange) -> None:
-    missing = holes([s.coverage for s in found], within)
-    assert all(b.first > a.last + 1 for a, b in pairwise(missing))
+    assert all(b.first > a.last + 1 for a, b in pairwise(missing)), "as long as they can be"
 
 
 @given(segments, positions)

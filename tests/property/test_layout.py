@@ -35,35 +35,35 @@ def test_a_segment_key_is_read_back_and_holds_nothing_that_a_store_or_a_path_cou
     assert not {"", ".", ".."} & set(key.split("/"))
 
 
-@given(layouts, chains)
-def test_document_and_tail_keys_are_read_back_and_told_apart(layout: Layout, chain: Chain) -> None:
-    assert layout.parse_chain_document(layout.chain_document(chain)) == chain
-    assert layout.parse_tail(layout.tail(chain)) == chain
-    for other in (layout.tail(chain), layout.floor_document(chain), layout.stream_document(chain)):
+@given(layouts, states, st.booleans(), st.text(min_size=1, max_size=80))
+def test_keys_beside_the_segments_are_read_back_and_told_apart(
+    layout: Layout, state: StateName, deep: bool, name: str
+) -> None:
+    chain = state.chain
+    document, tail, key = layout.chain_document(chain), layout.tail(chain), layout.state(state)
+    assert (layout.parse_chain_document(document), layout.parse_tail(tail), layout.parse_state(key)) == (
+        chain,
+        chain,
+        state,
+    )
+    assert key.startswith(layout.states_prefix(chain))
+    for other in (tail, key, layout.floor_document(chain), layout.stream_document(chain)):
         assert layout.parse_chain_document(other) is None
         assert layout.parse_segment(other) is None
-
-
-@given(layouts, chains, st.booleans())
-def test_a_sign_off_stands_among_the_objects_of_its_chain(layout: Layout, chain: Chain, deep: bool) -> None:
-    key = layout.sign_off(chain, deep=deep)
-    assert layout.place_of(key) == layout.place_of(layout.chain_document(chain)) == chain
-    assert any(key.startswith(place) for place in layout.places(chain))
-    assert not layout.is_foreign(key)
-    assert not layout.may_be_put_away(key)
-    assert layout.is_foreign(f"{key}x")
-    assert layout.is_foreign(key.replace(".json", ".txt"))
-    assert layout.place_of(layout.tail(chain)) is None
-
-
-@given(layouts, states)
-def test_a_snapshot_key_is_read_back_and_is_nothing_else(layout: Layout, name: StateName) -> None:
-    key = layout.state(name)
-    assert layout.parse_state(key) == name
-    assert key.startswith(layout.states_prefix(name.chain))
-    assert layout.parse_segment(key) is None
-    assert layout.parse_chain_document(key) is None
-    assert layout.parse_tail(key) is None
+    assert layout.parse_tail(key) is layout.place_of(tail) is None
+    signed = layout.sign_off(chain, deep=deep)
+    assert layout.place_of(signed) == layout.place_of(document) == chain
+    assert any(signed.startswith(place) for place in layout.places(chain))
+    assert not layout.is_foreign(signed)
+    assert not layout.may_be_put_away(signed)
+    assert layout.is_foreign(f"{signed}x")
+    assert layout.is_foreign(signed.replace(".json", ".txt"))
+    assert layout.parse_ingress_positions(layout.ingress_positions(name)) == name
+    assert layout.parse_ingress_positions(layout.ingress_clock(name)) is None
+    assert layout.parse_alive(layout.alive(chain.site, name)) == (chain.site, name)
+    for chosen in ((None, None), (chain.site, None), (chain.site, chain.feed)):
+        assert layout.parse_run(layout.run(*chosen)) == chosen
+        assert layout.run(*chosen).startswith(layout.runs_prefix())
 
 
 @given(names, states, st.booleans(), st.data())
@@ -96,25 +96,11 @@ def test_keys_of_snapshots_sort_by_position_and_those_of_a_level_by_where_the_se
     assert sorted(keys) == [Layout().segment(SegmentName(chain, 0, r, "0" * 16)) for r in by_end]
 
 
-@pytest.mark.parametrize(
-    ("position", "digest"),
-    [(0, "0" * 16), (MAX_SEQUENCE + 1, "0" * 16), (1, "0" * 15), (1, "0" * 15 + "g"), (1, "A" * 16)],
-)
-def test_a_snapshot_key_is_not_made_of_parts_outside_their_range(position: int, digest: str) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        Layout().state(StateName(Chain("site", "FEED"), position, digest))
-
-
-@given(layouts, chains)
-def test_no_document_lies_among_segments(layout: Layout, chain: Chain) -> None:
-    documents = [
-        *(layout.stream_document(chain), layout.chain_document(chain), layout.floor_document(chain)),
-        *(layout.gaps_prefix(chain), layout.states_prefix(chain), layout.tail(chain)),
-        *(layout.alive(chain.site, "host.1"), layout.tombstones_prefix(chain), layout.ingress_prefix("TARGET")),
-    ]
-    assert len(set(documents)) == len(documents)
-    assert not any(key.startswith(layout.segments_prefix(chain, 0)) for key in documents)
-    assert all("/_floe/" in f"/{key}" for key in documents)
+def test_a_snapshot_key_is_not_made_of_parts_outside_their_range() -> None:
+    digest = "0" * 15
+    for position, wrong in ((0, f"{digest}0"), (MAX_SEQUENCE + 1, f"{digest}0"), (1, digest), (1, f"{digest}g")):
+        with pytest.raises(ValueError, match="expected"):
+            Layout().state(StateName(Chain("site", "FEED"), position, wrong))
 
 
 @given(layouts, names, states, st.text(min_size=1, max_size=40))
@@ -134,6 +120,8 @@ def test_nothing_that_is_formatted_is_foreign_and_only_segments_and_tombstones_m
         f"{layout.documents_prefix(chain.site, chain.feed)}probe/wrong-checksum",
         layout.quarantined(layout.segment(name), name.digest),
     ]
+    assert not any(key.startswith(layout.segments_prefix(chain, 0)) for key in documents)
+    assert all("/_floe/" in f"/{key}" for key in documents)
     movable = [layout.segment(name), f"{layout.tombstones_prefix(chain)}{bounds}-{name.digest}.json"]
     assert [key for key in (*documents, *movable) if layout.is_foreign(key)] == []
     assert [layout.may_be_put_away(key) for key in documents] == [False] * len(documents)
@@ -163,18 +151,6 @@ def test_any_text_is_a_foreign_key_and_never_an_error(text: str) -> None:
         assert process is None or layout.alive(*process) == key
         run = layout.parse_run(key)
         assert run is None or layout.run(*run) == key
-
-
-@given(layouts, chains, st.text(min_size=1, max_size=80))
-def test_keys_of_positions_signs_of_life_and_runs_say_what_they_are_about(
-    layout: Layout, chain: Chain, name: str
-) -> None:
-    assert layout.parse_ingress_positions(layout.ingress_positions(name)) == name
-    assert layout.parse_ingress_positions(layout.ingress_clock(name)) is None
-    assert layout.parse_alive(layout.alive(chain.site, name)) == (chain.site, name)
-    for chosen in ((None, None), (chain.site, None), (chain.site, chain.feed)):
-        assert layout.parse_run(layout.run(*chosen)) == chosen
-        assert layout.run(*chosen).startswith(layout.runs_prefix())
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])), st.text("ABCabc019_-%", max_size=12))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 from hypothesis import given, settings
@@ -34,19 +35,12 @@ def messages(log: list[tuple[str, int, bool]]) -> tuple[list[Message], list[Mess
     return found, rows
 
 
-def put_all(site: SampledArchive, log: list[Message], rows: list[Message], ends: list[int], level: int) -> None:
-    first = 1
-    for end in ends:
-        put_one(site, log, rows, first, end, level)
-        first = end + 1
-
-
 def put_one(site: SampledArchive, log: list[Message], rows: list[Message], first: int, last: int, level: int) -> None:
     part = [m for m in rows if first <= m.sequence <= last]
     site.put(part, SequenceRange(first, last), examined=log[last - 1], level=level, group_bytes=200)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(logs, cuts, merges, st.integers(1, LAST))
 def test_every_value_of_the_last_duration_is_known_by_its_last_row(
     log: list[tuple[str, int, bool]], ends: list[int], merged: list[tuple[int, int, int]], last: int
@@ -56,8 +50,8 @@ def test_every_value_of_the_last_duration_is_known_by_its_last_row(
         site = SampledArchive(Path(folder))
         # The position stands behind the last segment.
         ends = [*sorted({end for end in ends if end < last}), last]
-        put_all(site, examined, rows, ends, 0)
-        for first, end, level in merged:
+        level_0 = [(before + 1, end, 0) for before, end in pairwise([0, *ends])]
+        for first, end, level in [*level_0, *merged]:
             if end <= last:
                 put_one(site, examined, rows, first, end, level)
         rebuilt = Rebuilding(site.store, site.sampling, CHAIN, site.store.list(CHAIN), last).run()

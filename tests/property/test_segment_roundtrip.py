@@ -34,10 +34,14 @@ def streams(draw: st.DrawFn) -> list[Message]:
 
 
 @given(streams())
-def test_lists_become_a_batch_and_lists_again(rows: list[Message]) -> None:
+def test_messages_become_a_batch_and_columns_and_messages_again(rows: list[Message]) -> None:
     batch = batch_of(rows)
     assert batch.schema.equals(SCHEMA)
     assert list(messages(batch)) == rows
+    lists = columns(batch)
+    assert lists.sequences == [m.sequence for m in rows]
+    assert in_order(lists.sequences)
+    assert (lists.subjects, lists.headers) == ([m.subject for m in rows], [m.headers for m in rows])
     assert raw_size(batch) == sum(len(m.subject) + len(m.headers or b"") + len(m.payload) for m in rows)
 
 
@@ -69,15 +73,6 @@ def test_a_part_of_a_file_is_the_rows_inside_it(rows: list[Message], data: st.Da
                 reader.batches(SequenceRange(first, last), ["subject"]), pa.schema([SCHEMA.field("subject")])
             )
             assert alone.num_rows == len(found)
-
-
-@given(streams())
-def test_columns_are_what_messages_are(rows: list[Message]) -> None:
-    lists = columns(batch_of(rows))
-    assert lists.sequences == [m.sequence for m in rows]
-    assert in_order(lists.sequences)
-    assert lists.subjects == [m.subject for m in rows]
-    assert lists.headers == [m.headers for m in rows]
 
 
 @given(st.lists(st.text() | st.none(), max_size=5))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,27 +36,16 @@ def is_exact(snapshot: SnapshotRef, place_first: int, source_first: int) -> bool
 
 
 @given(refs, sequences, sequences)
-def test_exactly_those_are_followed_that_lead_to_the_very_state(
+def test_exactly_those_are_followed_or_built_upon_that_lead_to_the_very_state_the_newest_first(
     snapshots: list[SnapshotRef], place_first: int, source_first: int
 ) -> None:
-    found = to_follow(snapshots, place_first, source_first)
-    assert set(found) == {r for r in snapshots if is_exact(r, place_first, source_first)}
-
-
-@given(refs, sequences, sequences)
-def test_the_newest_comes_first_however_they_were_listed(
-    snapshots: list[SnapshotRef], place_first: int, source_first: int
-) -> None:
-    for found in (to_follow(snapshots, place_first, source_first), to_build_upon(snapshots, place_first)):
-        for before, after in pairwise(found):
-            assert (before.position, before.modified) >= (after.position, after.modified)
+    followed, built = to_follow(snapshots, place_first, source_first), to_build_upon(snapshots, place_first)
+    assert set(followed) == {r for r in snapshots if is_exact(r, place_first, source_first)}
+    assert set(built) == {r for r in snapshots if r.position <= place_first}
+    for found in (followed, built):
+        places = [(r.position, r.modified) for r in found]
+        assert places == sorted(places, reverse=True)
         assert found == sorted(found, key=newest_first)
-
-
-@given(refs, sequences)
-def test_none_is_built_upon_that_knows_what_is_yet_to_be_read(snapshots: list[SnapshotRef], place_first: int) -> None:
-    found = to_build_upon(snapshots, place_first)
-    assert set(found) == {r for r in snapshots if r.position <= place_first}
 
 
 def test_a_label_that_was_lost_hides_no_snapshot() -> None:
