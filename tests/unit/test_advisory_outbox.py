@@ -21,20 +21,11 @@ def new(value: str, at: int = 1) -> Advisory:
     return Advisory(Event.NEW, value, at, at)
 
 
-def test_a_wave_holds_one_of_each_value_in_order() -> None:
+def test_a_wave_holds_one_of_each_value_is_bounded_and_values_that_fail_do_not_hold_up_the_others() -> None:
     outbox = Outbox()
-    outbox.add([new("a", 1), new("b", 1), new("a", 2)])
-
-    assert outbox.wave() == [new("a", 1), new("b", 1)]
-    outbox.remove(new("a", 1))
-    assert outbox.wave() == [new("b", 1), new("a", 2)]
-
-
-def test_a_wave_is_bounded_and_values_that_fail_do_not_hold_up_the_others() -> None:
-    outbox = Outbox()
-    outbox.add(new(str(n)) for n in range(WAVE + 10))
+    outbox.add([new("0"), *(new(str(n), 2) for n in range(WAVE + 10))])
     first = list(outbox.wave())
-    assert len(first) == WAVE
+    assert first == [new("0"), *(new(str(n), 2) for n in range(1, WAVE))]
     for advisory in first:
         outbox.put_back(advisory, doubtful=False)
 
@@ -79,11 +70,11 @@ def test_room_ends_before_the_limit_and_what_is_on_its_way_still_fits() -> None:
     assert not outbox.has_room
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_any_course_of_events_sends_all_in_order_for_each_value(seed: int) -> None:
     random = seeded(seed)
     found = [new(str(random.randrange(40)), at) for at in range(600)]
-    outbox, done, sent = Outbox(), set[Advisory](), dict.fromkeys(found, 0)
+    outbox, done = Outbox(), set[Advisory]()
     outbox.add(found[:300], doubtful=True)
     outbox.add(found[300:])
     while len(outbox):
@@ -97,7 +88,6 @@ def test_any_course_of_events_sends_all_in_order_for_each_value(seed: int) -> No
         for advisory in outbox.wave():
             before = [each for each in found[: advisory.moment_ns] if each.value == advisory.value]
             assert done.issuperset(before), "sent before its predecessor was done"
-            sent[advisory] += 1
             chance = random.random()
             if chance < 0.6:
                 outbox.remove(advisory)
