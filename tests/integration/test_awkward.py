@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -19,7 +18,7 @@ from common.segments.segment import Message
 from common.settings.service import NatsSettings
 from common.tasks import Stop
 from infra.acked import AckedPublisher, Published
-from infra.awkward import KINDS, MAX_HEADERS, NEEDS, awkward_messages, publish_awkward, unchecked_frame
+from infra.awkward import KINDS, MAX_HEADERS, NEEDS, awkward_messages, publish_awkward
 from infra.awkward import delete as delete
 from infra.emulator import Emulator, PublishSchedule, check_stored, open_stream
 from infra.fleet import Fleet, read_facts
@@ -45,55 +44,6 @@ async def make_stream(client: FloeClient, **config: Any) -> tuple[str, str]:
     root = stream.lower()
     await create_stream(client, {"name": stream, "subjects": [f"{root}.>"], "storage": "file", **WINDOW, **config})
     return stream, root
-
-
-async def test_a_stream_without_features_gets_the_kinds_that_need_none(client: FloeClient) -> None:
-    stream, root = await make_stream(client)
-    report = await publish_awkward(client, stream, root, seeded(), len(KINDS) - len(NEEDS), deleted_share=0)
-    assert (set(report.stored), report.published.refused) == (set(KINDS) - set(NEEDS), {})
-
-
-async def test_what_is_stored_is_what_was_sent_byte_for_byte(client: FloeClient) -> None:
-    stream, root = await make_stream(client)
-    rng = seeded()
-    sent = list(awkward_messages(rng, root=root, stream=stream, count=80, max_payload=client.max_payload, config={}))
-    stored: dict[int, int] = {}
-    async with AckedPublisher(client, on_stored=stored.__setitem__) as publisher:
-        for one in sent:
-            await publisher.publish(one.subject, one.payload, one.headers, make=unchecked_frame)
-
-    found: dict[int, Message] = {}
-    await read_stream(client, stream, lambda message: found.update({message.sequence: message}))
-
-    changed = [
-        sent[number].kind
-        for number, sequence in stored.items()
-        if sent[number].kind != "trace_dest"  # the server itself rewrites this one
-        and (found[sequence].subject, found[sequence].headers, found[sequence].payload)
-        != (sent[number].subject, sent[number].headers, sent[number].payload)
-    ]
-    assert changed == []
-
-
-async def test_the_same_message_id_is_stored_again_behind_the_duplicate_window(client: FloeClient) -> None:
-    stream, root = await make_stream(client)
-
-    report = await publish_awkward(client, stream, root, random.Random(1), 8 * len(KINDS), deleted_share=0)
-
-    assert report.stored["msg_id_again"] > 4  # there are four such ids
-    assert report.published.duplicates > 0
-
-
-async def test_deleted_and_limited_sequences_leave_holes(client: FloeClient) -> None:
-    stream, root = await make_stream(client, max_msgs_per_subject=2)
-
-    report = await publish_awkward(client, stream, root, seeded(), 3 * len(KINDS), deleted_share=0.1)
-
-    trace = await source_trace(client, stream)
-    assert len(report.deleted) == int(0.1 * report.published.stored)
-    assert not set(report.deleted) & set(trace.sequences)
-    assert len(trace) < report.published.stored - len(report.deleted)
-    assert trace.through >= max(trace.sequences)
 
 
 async def test_a_message_that_a_limit_has_taken_is_not_counted_as_deleted(client: FloeClient) -> None:
@@ -148,17 +98,6 @@ async def copy(client: FloeClient, stream: str, mapped: bytes) -> int:
     return left_out
 
 
-async def test_reading_needs_the_stream_and_takes_more_messages_than_one_pull_brings(client: FloeClient) -> None:
-    with pytest.raises(ConfigError, match="expected to exist"):
-        await source_trace(client, unique("NONE"))
-    stream, root = await make_stream(client)
-    assert len(await source_trace(client, stream)) == 0
-    async with AckedPublisher(client) as publisher:
-        for number in range(6500):
-            await publisher.publish(f"{root}.{number % 7}".encode(), b"%d" % number)
-    assert list((await source_trace(client, stream)).sequences) == list(range(1, 6501))
-
-
 # The fleet emulator
 
 
@@ -182,21 +121,6 @@ async def test_a_fleet_publishes_its_documents_under_its_nodes_names(client: Flo
     seen: list[Message] = []
     await read_stream(client, stream, seen.append)
     assert len({message.subject for message in seen}) == 50
-
-
-async def test_a_fleet_stops_when_it_is_told_to_and_waits_for_what_is_under_way(client: FloeClient) -> None:
-    stream, stop = unique("FLEET"), Stop()
-    subject = f"{stream.lower()}.{{sender}}"
-    await open_stream(client, stream, subject, create=True)
-    made = emulator(client, PublishSchedule(nodes=10, rate=2000), subject)
-    running = asyncio.create_task(made.run(stop))
-    while made.progress.published.stored < 100:
-        await asyncio.sleep(0.02)
-
-    stop.set()
-    published = await running
-
-    assert published.stored == published.sent >= 100
 
 
 async def test_a_missing_stream_one_that_did_not_grow_and_messages_that_none_takes_are_told(client: FloeClient) -> None:

@@ -159,14 +159,3 @@ async def test_a_full_stream_leaves_as_long_as_its_first_sequence_takes_to_arriv
     assert min(seen) < 60
     store.up()
     await running.drain()
-
-
-async def test_a_chain_that_stopped_tells_it_too(bench: Bench) -> None:
-    stream = await bench.begun([b"a"] * 10, max_age=3600 * 10**9)
-    await bench.recreate(stream, [b"b"] * 20, max_age=3600 * 10**9)
-
-    running = bench.start(bench.settings({"stream": stream, "on_recreated": "halt"}), IMPATIENT)
-    await soon(lambda: running.state(stream) == "stopped")
-    await soon(lambda: 3500 < metric("expiry_seconds", stream) < 3600)
-    running.stop.set()
-    await running.crash()

@@ -134,24 +134,6 @@ async def test_a_notification_that_cannot_be_taken_is_told_and_its_queue_asked_a
     assert counted(unexpected.labels("events")) == count + 1
 
 
-async def test_a_notification_of_nats_that_cannot_be_taken_ends_the_listening_not_the_connection(
-    client: FloeClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever runs it begins it again."""
-    heard, subject = Heard(), unique("s")
-
-    def take(_raw: bytes) -> None:
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(heard, "take", take)
-    following = asyncio.create_task(follow_subject(client, subject, heard, SystemClock()))
-    await soon(lambda: heard.listened)
-    client.send(frame(subject.encode(), b""))
-    with pytest.raises(MemoryError):
-        await asyncio.wait_for(following, PATIENCE)
-    assert client.generation == 1
-
-
 async def test_who_stands_by_leaves_the_queue_to_the_others(sqs: SqsServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notifications, "UNWANTED_PAUSE", 0.05)
     # What the receive of one that ends takes along is seen again after a second.

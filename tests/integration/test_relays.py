@@ -263,19 +263,3 @@ async def test_hops_stay_where_an_intent_is_finished_by_whoever_comes(world: Wor
         found = await world.holds(target, 5)
 
     assert [[hop.site for hop in hops(each.headers)] for each in found] == [["region", "city"]] * 5
-
-
-async def test_a_forged_hop_hides_nothing(world: World) -> None:
-    """On a feed that is no relay it is text, even if it names this very site."""
-    nodes, target = unique("NODES"), unique("T")
-    await world.bench.make_stream(nodes)
-    forged = build_block([Provenance("city", nodes, 0, 0, 1, 1).line(), b"A: 1"])
-    await world.bench.publish(nodes, [b"forged"], headers=forged)
-    async with world.egress("city", {"stream": nodes}):
-        centre = world.centre(target, {"site": "city", "feed": nodes, "subject_prefix": target})
-        async with centre.running():
-            [found] = await world.holds(target, 1)
-
-    assert world.ledger("city", nodes) == {}
-    assert len(hops(found.headers)) == 1
-    assert restore(found.headers)[1] == forged
