@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from common.jetstream.api import stream_info
 from egress.incarnations import Closing, End
 from tests.support.basics import soon, unique
 from tests.support.egress import Bench, Partitioned, begun_parts, feed_of, publish_over
@@ -84,31 +83,6 @@ async def test_the_others_wait_for_a_partition_whose_worker_is_away(bench: Bench
         await running.drain()
     # Partition 1 never saw the last 30 of the first history, and no incarnation claims it did.
     assert parts.previous(1) == {0: 90, 1: 60, 2: 90}
-    await parts.same(stream, 1)
-
-
-@pytest.mark.real
-async def test_recreated_twice_while_one_partition_is_away(bench: Bench) -> None:
-    """The ends that were noted for the stream in between count for the one that is there now."""
-    stream, parts = await begun_parts(bench, 2, 60)
-    closings = await parts.closings()
-    async with parts.away(1):
-        running = bench.start(bench.settings(feed_of(stream, 2)))
-        await recreate(bench, stream, ["0.a", "1.a"], 70, "second")
-        await soon(lambda: running.state(stream) == "closing")
-        [noted] = (await closings.get(parts.chain(0))).ends.values()
-        await recreate(bench, stream, ["0.a", "1.a"], 80, "third")
-    try:
-        await parts.archived_to(80, 1)
-        assert running.status(stream)["incarnation"] == 1
-    finally:
-        await running.drain()
-    info = await stream_info(bench.client, stream)
-    minted = bench.chains.read_stream(parts.chain(0, 1))
-    assert info is not None
-    assert minted is not None
-    assert minted.created == info.created != noted.created
-    assert parts.previous(1) == {0: 60, 1: 60}
     await parts.same(stream, 1)
 
 

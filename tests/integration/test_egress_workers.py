@@ -189,29 +189,11 @@ async def test_two_workers_share_the_feeds_and_look_like_one_from_outside(bench:
         assert await running.ended() == 0
     assert all(map(is_gone, pids))
     assert await leases_left(bench, names) == []
-    for logger in ("egress.uploader", "common.service.process"):
-        workers = {line.get("worker") for line in running.lines() if line["logger"] == logger}
-        assert {0, 1} <= workers
-    check_life(running.lines(), names)
-
-
-def check_life(lines: list[dict[str, Any]], names: list[str]) -> None:
-    """The lines tell who began, where each chain went on, what was stored, and who ended."""
-
-    def of(action: str) -> list[dict[str, Any]]:
-        return [line for line in lines if line.get("action") == action]
-
+    lines = running.lines()
     assert {line["instance"] for line in lines} == {socket.gethostname()}
-    began, ended = of("started"), of("ended")
-    assert sorted(str(line.get("worker")) for line in began) == ["0", "1", "None"]
-    assert all(line["feeds"] == names and line["site"] == SITE and line["version"] for line in began)
-    assert sorted(str(line.get("worker")) for line in ended) == ["0", "1", "None"]
-    assert sum(line["messages"] for line in ended if "worker" in line) == 240
-    assert all(line["drained"] for line in ended if "worker" in line)
-    assert {(line["feed"], line["first"]) for line in of("reading")} >= {(name, 1) for name in names}
-    stored = of("segment_put")
-    assert sum(line["rows"] for line in stored) == 240
-    assert all(line["bytes"] > 0 and line["first"] <= line["last"] and line["seconds"] >= 0 for line in stored)
+    for action in ("started", "ended"):
+        assert {line.get("worker") for line in lines if line.get("action") == action} == {0, 1, None}
+    assert sum(line["rows"] for line in lines if line.get("action") == "segment_put") == 240
 
 
 async def test_a_worker_that_is_killed_vanishes_from_the_page_and_is_started_again(bench: Bench) -> None:
@@ -239,17 +221,6 @@ async def test_a_worker_that_is_killed_vanishes_from_the_page_and_is_started_aga
         await bench.same(name, stream)
 
 
-async def test_a_second_signal_kills_all_of_them(bench: Bench) -> None:
-    async with two_workers(bench, shutdown_timeout="1h") as (running, _, pids):
-        os.kill(pids[0], signal.SIGSTOP)
-        running.process.send_signal(signal.SIGTERM)
-        await soon(lambda: is_gone(pids[1]))
-        assert running.process.poll() is None, "a worker that hangs is waited for"
-        running.process.send_signal(signal.SIGTERM)
-        assert await running.ended() == 143
-        await soon(lambda: all(map(is_gone, pids)))
-
-
 async def test_workers_end_when_their_parent_was_killed(bench: Bench) -> None:
     async with two_workers(bench) as (running, names, pids):
         running.process.kill()
@@ -257,8 +228,8 @@ async def test_workers_end_when_their_parent_was_killed(bench: Bench) -> None:
     assert await leases_left(bench, names) == []
 
 
-async def test_a_worker_that_hangs_is_shown_as_such(bench: Bench) -> None:
-    async with two_workers(bench) as (running, _, pids):
+async def test_a_worker_that_hangs_is_shown_as_such_waited_for_and_killed_by_a_second_signal(bench: Bench) -> None:
+    async with two_workers(bench, shutdown_timeout="1h") as (running, _, pids):
         os.kill(pids[0], signal.SIGSTOP)
 
         async def shows_one_of_two() -> bool:
@@ -266,8 +237,12 @@ async def test_a_worker_that_hangs_is_shown_as_such(bench: Bench) -> None:
             return health == "worker 0: no answer\n" and 'worker="1",' in metrics
 
         await soon(shows_one_of_two)  # the other one may be slow, too
-        os.kill(pids[0], signal.SIGCONT)
-        await running.ready()
+        running.process.send_signal(signal.SIGTERM)
+        await soon(lambda: is_gone(pids[1]))
+        assert running.process.poll() is None
+        running.process.send_signal(signal.SIGTERM)
+        assert await running.ended() == 143
+        await soon(lambda: all(map(is_gone, pids)))
 
 
 async def test_what_a_restart_would_only_repeat_ends_all(bench: Bench) -> None:
