@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 
-from common.chain import Chain
 from common.jetstream.api import stream_info
-from common.jetstream.kv import KeyValue
-from egress.incarnations import HighWaterMarks
 from tests.support.basics import at_length, soon, unique
 from tests.support.commands import paste
-from tests.support.egress import Bench, feed_of
+from tests.support.egress import Bench
 from tests.support.egress_process import Process, processes
 
 LIMITS: dict[str, dict[str, Any]] = {
@@ -116,17 +113,6 @@ async def test_killed_while_it_begins_what_left_the_stream_until_the_next_start_
         await bench.archived_to(stream, 50)
     assert bench.ledger(stream) == ({} if point == "egress.before_stream_document" else {"gone_before_read": 40})
     check(bench, stream, 0)
-
-
-async def test_every_partition_has_its_mark_before_any_of_them_is_read(bench: Bench) -> None:
-    """A host that begins beside others finds what they have put, and goes on."""
-    stream = await bench.make_stream(unique("T"))
-    feed, chain = feed_of(stream, 2), bench.chain(stream)
-    marks = HighWaterMarks(await KeyValue(bench.client, bench.state_bucket).ensure())
-    with processes() as started:
-        started.append(Process(bench, stream, failpoints="egress.after_stream_document=kill", feeds=[feed]))
-        assert await started[0].ended() == -signal.SIGKILL, started[0].log.read_text()
-    assert [await marks.get(Chain(chain.site, stream, 0, number)) for number in (0, 1)] == [0, 0]
 
 
 def lose(bench: Bench, incarnation: int) -> None:

