@@ -130,9 +130,12 @@ async def test_a_signal_flushes_all_feeds_of_the_process_and_its_workers(bench: 
         await running.ready()
 
         def opened() -> dict[str, int]:
-            found = [each.get("parts", {}) for each in running.workers().values()]  # a slow one has no parts
-            shown = {name: part.get("open_segment") for parts in found for name, part in parts.items()}
-            return {name.removeprefix("egress "): each["last"] for name, each in shown.items() if each}
+            found = [part for each in running.workers().values() for part in each.get("parts", {}).items()]
+            return {
+                name.removeprefix("egress "): part["open_segment"]["last"]
+                for name, part in found
+                if part.get("open_segment")
+            }
 
         await soon(lambda: asyncio.to_thread(lambda: opened() == dict.fromkeys(names, 30)), every=0.2)
 

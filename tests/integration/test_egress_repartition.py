@@ -165,7 +165,8 @@ async def test_a_stream_set_back_behind_the_cut_is_noticed_though_nothing_was_ar
     await restore_disk(server, saved)
     feed = feed_of(stream, 3)
     async with bench.egress(feed) as running:
-        assert "is rolled back" in (await running.stopped(f"{stream}/2"))["why"]
+        await soon(lambda: all(running.state(stream + s) == "stopped" for s in ("", "/1", "/2")))
+        assert "is rolled back" in running.status(f"{stream}/2")["why"]
         await paste(bench, running.status(stream)["hint"], feed)
         await publish_over(bench, stream, ["0.a", "1.a", "2.a"], 30, "other")
         after = Partitioned(bench, stream, 3)
