@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -95,14 +94,6 @@ def test_no_statistics_of_subjects_where_they_are_not_asked_for(archive: Archive
     assert not has_subjects(without.ref)
     assert archive.table(without.ref).num_rows == 20
     proved(archive, without)
-
-
-def test_overlapping_segments_become_the_union_of_their_rows(archive: Archive):
-    inputs = [archive.put(1, 60, rows(range(1, 61, 2))), archive.put(40, 100, rows(range(40, 101)))]
-    result = merged(archive, *inputs)
-    found = archive.table(result.ref).column("sequence").to_pylist()
-    assert found == [*range(1, 40, 2), *range(40, 101)]
-    proved(archive, result)
 
 
 def gone(archive: Archive, first: int, last: int, *missing: int, reason: Reason, **ledger: int) -> SegmentRef:
@@ -246,22 +237,6 @@ def test_a_damaged_input_is_named_and_a_deleted_one_said_to_be_gone_and_nothing_
     with pytest.raises(Unavailable, match="free bytes") as refused:
         merged(archive, sound, archive.put(41, 90)._replace(size=2**60))
     assert refused.value.code == "E-SPOOL"
-
-
-def test_a_full_disk_is_told_as_one_and_leaves_no_object(archive: Archive):
-    noise = seeded(7).randbytes
-    inputs = [
-        archive.put(n, n + 19, replaced(rows(range(n, n + 20)), "payload", lambda _: noise(40_000))) for n in (1, 21)
-    ]
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
-    try:
-        with pytest.raises(Unavailable) as caught:
-            merged(archive, *inputs)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert caught.value.code == "E-SPOOL"
-    assert [s.level for s in archive.listed()] == [0, 0]
 
 
 # The proof: what `prove_by_reading` refuses
