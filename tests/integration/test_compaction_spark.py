@@ -15,12 +15,11 @@ import pytest
 from common.errors import ConfigError, Unavailable
 from common.objects.open import open_objects
 from common.segments.documents import ChainDocument, ChainStore
-from common.segments.segment import Reason, SegmentRef
+from common.segments.segment import Reason
 from common.sequences import SequenceRange
 from common.settings.root import Settings
-from compaction.failures import Failure, exit_code
-from compaction.plan import Output
-from compaction.run import Compaction, Report, Selection, merge_one, prove_one
+from compaction.failures import Failure
+from compaction.run import Compaction, Report, Selection, prove_one
 from compaction.spark import FIXED, Spark, check_conf, check_sealed, spark_conf, spark_error, task_of, with_retries
 from compaction.supersede import Supersession, made_by
 from tests.integration.test_verify import Site
@@ -90,18 +89,6 @@ def test_several_chains_are_merged_and_proved_in_one_run_that_tells_how_much_is_
     assert run(archive) == Report()
 
 
-def test_what_a_job_left_unproved_and_late_segments_are_proved(archive: Archive):
-    for first in (1, 11, 21):
-        archive.put(first, first + 9, age=700)
-    archive.put(1, 30, level=1)
-    archive.put(5, 25)
-    late = archive.put(6, 24, rows(range(6, 25), salt="other"))
-    report = run(archive)
-    assert archive.ranges() == ["0:21..30", "0:6..24", "1:1..30"]
-    assert [f.exit_code for f in report.failures] == [3]
-    assert late.key not in {s.key for s in report.deleted}
-
-
 # The proof: what it refuses
 
 
@@ -132,28 +119,9 @@ def test_a_segment_that_cannot_be_read_fails_its_own_proof_only(archive: Archive
 # Tasks
 
 
-def test_an_input_that_is_damaged_is_reported_and_other_outputs_are_made(archive: Archive):
-    for chain in (CHAIN, OTHER):
-        refs = [archive.put(first, first + 9, age=700, chain=chain) for first in (1, 11, 21)]
-    archive.path(refs[0].key).write_bytes(bytes(refs[0].size))
-    archive.age(refs[0].key, 700)
-    report = run(archive)
-    assert [m.ref.chain for m in report.merged] == [CHAIN]
-    assert exit_code(report.failures) == 3
-    assert refs[0].key in report.failures[0].line
-
-
 def test_a_killed_executor_is_replaced(archive: Archive):
     runner = SharedSpark(settings(archive))
     assert runner.map(kill_once, [archive.folder / "marker"]) == ["done"]
-
-
-def test_a_doubled_task_makes_the_same_object(archive: Archive):
-    inputs: tuple[SegmentRef, ...] = (archive.put(1, 50), archive.put(51, 100))
-    runner = SharedSpark(settings(archive))
-    results = runner.map(merge_one, [Output(1, inputs)] * 4)
-    assert {r.ref.name for r in results} == {results[0].ref.name}
-    assert archive.ranges() == ["0:1..50", "0:51..100", "1:1..100"]
 
 
 def test_what_nobody_foresaw_ends_the_run_as_a_thing_to_try_again(archive: Archive):
@@ -194,11 +162,9 @@ ON = {"spark.authenticate": "true"}
         ("yarn", {}, None),
         ("k8s://https://k8s:6443", {}, None),
         ("spark://host:7077", {"spark.authenticate.secret": "s"}, None),
-        ("spark://host:7077", {"spark.authenticate.secret.file": "/s"}, None),
         ("spark://host:7077", ON, None),
         ("spark://host:7077", ON | {"spark.ssl.rpc.enabled": "true"}, None),
         ("spark://host:7077", {}, "spark.authenticate"),
-        ("yarn", {"spark.authenticate": "false"}, "spark.authenticate"),
         ("yarn", {"spark.network.crypto.enabled": "false"}, "spark.network.crypto.enabled"),
         ("local[*]", {}, None),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import zipfile
@@ -95,10 +94,3 @@ def test_a_pod_is_an_executor_where_spark_asks_for_one_and_else_floe(tmp_path: P
     [jar] = JARS.glob("spark-kubernetes_*.jar")
     with zipfile.ZipFile(jar) as classes:
         assert f"{backend.replace('.', '/')}.class" in classes.namelist()
-
-
-def test_the_image_stands_on_the_one_with_spark_and_runs_its_entry_point_as_nobody_special():
-    text = (SPARK / "Dockerfile").read_text()
-    assert re.search(r"^ARG BASE=floe:spark\nFROM \$\{BASE\}$", text, re.MULTILINE)
-    assert "USER 10001:10001" in text
-    assert os.access(SPARK / "entrypoint.sh", os.X_OK)

@@ -112,12 +112,6 @@ def test_a_run_says_it_in_one_line_and_does_nothing(config: Path, monkeypatch: p
     assert rest == ""
 
 
-@pytest.mark.timing
-def test_it_is_told_in_the_first_second(config: Path, tmp_path: Path):
-    for name, (environment, _) in environments(tmp_path).items():
-        assert min(float(str(failed(config, environment)[1][-1]["seconds"])) for _ in range(3)) < 1.0, name
-
-
 def test_a_report_has_no_other_engine_to_offer(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAVA_HOME", str(java(tmp_path, "11.0.23")))
     done = run_here("report", "latest", "--output", str(tmp_path / "report"), "-c", str(config))
