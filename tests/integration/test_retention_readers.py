@@ -148,21 +148,6 @@ async def test_a_released_target_that_is_carried_again_stops_with_the_command_th
     assert "what was before 31 is gone by retention" in behind.out
 
 
-async def test_a_target_that_begins_on_a_chain_that_retention_has_cut_begins_at_the_floor(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
-    for first in (1, 11, 21):
-        archive.put(rows_of(first, first + 9))
-    expire(archive)
-    centre = Centre(tmp_path, archive, nats_url)
-    config = str(centre.write())
-    row = next(r for r in json.loads((await floe("status", "-c", config, "--json")).out) if r["archived"])
-    assert (row["phase"], row["why"]) == ("new", "")
-    archive.rows[CHAIN] = rows_of(21, 30)
-    async with centre.running():
-        check_exact(await centre.carried(client, 10), archive, centre.prefix)
-
-
 # Egress
 
 
@@ -216,12 +201,6 @@ async def test_a_replay_says_what_is_gone_and_since_when(cut: World) -> None:
     assert since in caught.value.hint
     assert (await cut.run()).rows == 100
     assert await cut.sequences() == list(range(201, 301))
-
-
-async def test_a_drill_says_what_is_gone_and_since_when(cut: World) -> None:
-    done = await floe("drill", "-c", str(cut.centre.write()), "us-east/NODES", "--from-sequence", "1")
-    assert done.code == 0, done.err
-    assert "note: us-east/NODES/0000/0: what was before 201 is gone by retention since 20" in done.out
 
 
 async def test_a_replay_from_under_which_the_archive_is_deleted_stops_and_can_take_what_is_left(world: World) -> None:

@@ -16,7 +16,7 @@ from common.chain import Chain
 from common.clock import format_time
 from common.objects.open import open_objects
 from common.segments.captures import CapturedConfig, CapturedConsumers, CaptureStore
-from common.segments.documents import ChainDocument, ChainStore, StreamDocument, TargetPositions
+from common.segments.documents import ChainDocument, ChainStore, TargetPositions
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange, Stretch
 from common.settings.root import StoreSettings
@@ -24,7 +24,7 @@ from compaction.retention import Retention, RetentionRule
 from compaction.source import read_stretch
 from compaction.verify import verify_chains
 from tests.support.basics import SharedS3
-from tests.support.compaction import CHAIN, OTHER, Archive, at_once, rows
+from tests.support.compaction import CHAIN, Archive, at_once, rows
 from tests.support.proxies import FaultProxy, refusing_conditions
 
 # Half an hour over the week: what a test takes of it changes no words.
@@ -176,61 +176,14 @@ def test_a_merge_makes_an_object_young_and_not_its_messages(site: Site):
     [merged] = (ref for ref in site.listed() if ref.level == 1)
     assert time.time() - merged.modified < DAY
 
-    site.old(1, 30, 39, level=2)
-    site.configure(max_age="38d")
-    assert {each["key"].split("level=")[1][0] for each in site.compact()["expired"]} == {"1", "2"}
-    assert (site.ranges(), site.floor()) == (["0:31..40"], 31)
 
-
-def test_an_object_that_is_old_enough_goes_whatever_the_clock_of_the_source_said(site: Site):
-    site.old(1, 10, -300, age=40 * DAY)
-    site.old(11, 20, -300, age=10 * DAY)
-    site.old(21, 30, 0)
-    site.configure(max_age="30d")
-    site.compact()
-    assert (site.ranges(), site.floor()) == (["0:11..20", "0:21..30"], 11)
-
-
-def test_what_is_above_the_size_goes_oldest_first_over_the_chains_of_a_feed(kept: Site):
-    kept.begin(LATER, SLICE, OTHER)
-    for chain in (CHAIN, LATER, SLICE, OTHER):
-        for first in range(1, 50, 10):
-            kept.put(first, first + 9, chain=chain)
-    kept.put(1, 10, level=1)  # in its grace: what it holds counts once
-    size = kept.listed(SLICE)[0].size
-    assert all(abs(ref.size - size) < 100 for chain in (CHAIN, LATER, SLICE) for ref in kept.listed(chain))
-    retention = Retention(kept.store, lambda _site, _feed: RetentionRule(max_bytes=9 * size + 900), {})
-
-    retention.apply([CHAIN, LATER, SLICE], time.time(), lambda: None)
-    retention.apply([OTHER], time.time(), lambda: None)
-
-    # Of fifteen segments nine may stay: four of the older incarnation go, and of the newer one each from both.
-    assert kept.ranges() == ["0:41..50"]
-    assert kept.ranges(LATER) == kept.ranges(SLICE) == ["0:11..20", "0:21..30", "0:31..40", "0:41..50"]
-    assert len(kept.ranges(OTHER)) == 5
-
-
-def test_the_last_segment_of_a_chain_stays_also_where_its_incarnation_ended(site: Site):
-    site.begin(LATER)
-    for first in (1, 11, 21):
-        site.old(first, first + 9, 100)
-    site.chains.create_stream(LATER, StreamDocument({}, "t1", {0: 30}))
-    site.old(1, 10, 90, chain=LATER)
-    site.configure(max_age="30d")
-    site.compact()
-    assert (site.ranges(), site.ranges(LATER), site.floor(LATER)) == (["0:21..30"], ["0:1..10"], None)
-    site.floe("segments", "verify")
-
-
-def test_from_a_time_on_nothing_goes_and_a_feed_of_its_own_keeps_longer(site: Site):
-    site.begin(OTHER)
-    site.month()
-    site.month(OTHER)
-    site.configure(max_age="1d", keep_from=format_time(ns(33) // 10**9 * 10**9), feeds=[
-        {"site": "eu-west", "feed": "NODES", "max_age": "38d"},
-    ])  # fmt: skip
-    site.compact()
-    assert (site.floor(), site.floor(OTHER)) == (21, 11)
+def test_what_is_above_the_size_goes_oldest_first(site: Site):
+    for first in range(1, 50, 10):
+        site.put(first, first + 9)
+    site.put(1, 10, level=1)  # in its grace: what it holds counts once
+    retention = Retention(site.store, lambda _site, _feed: RetentionRule(max_bytes=3 * site.listed()[0].size + 900), {})
+    retention.apply([CHAIN], time.time(), lambda: None)
+    assert site.ranges() == ["0:21..30", "0:31..40", "0:41..50"]
 
 
 @pytest.mark.parametrize(
@@ -271,44 +224,32 @@ def test_a_spoiled_floor_deletes_nothing_and_is_told_once(site: Site):
 # What a target needs
 
 
-def test_a_target_that_stands_still_holds_retention_until_it_is_released(kept: Site, tmp_path: Path):
-    kept.month()
-    kept.configure("FLEET", max_age="30d")
+def test_a_target_that_stands_still_holds_retention_until_it_is_released(site: Site, tmp_path: Path):
+    site.month()
+    site.configure("FLEET", max_age="30d")
     metrics = tmp_path / "floe.prom"
 
-    [held] = kept.compact()["held"]  # it has said nothing yet
+    [held] = site.compact()["held"]  # it has said nothing yet
     assert (held["target"], held["first"], held["why"]) == ("FLEET", 1, "it has not said yet how far it is")
-    kept.said(at=15)
-    kept.configure(max_age="30d")  # also one that this configuration does not name
-    assert [each["bytes"] for each in kept.compact("--dry-run")["held"]] == [sum(s.size for s in kept.listed()[1:3])]
-    done = kept.floe("compact", "--metrics-textfile", str(metrics), "us-east/NODES")
-    assert (kept.floor(), kept.ranges()[0]) == (11, "0:11..20")
+    site.said(at=15)
+    site.configure(max_age="30d")  # also one that this configuration does not name
+    assert [each["bytes"] for each in site.compact("--dry-run")["held"]] == [sum(s.size for s in site.listed()[1:3])]
+    done = site.floe("compact", "--metrics-textfile", str(metrics), "us-east/NODES")
+    assert (site.floor(), site.ranges()[0]) == (11, "0:11..20")
     [line] = (line.split() for line in done.stdout.splitlines() if line.startswith("held"))
     assert (line[1], line[-1]) == ("us-east/NODES/0000/0", "FLEET")
     logged = [each for each in done.stderr.splitlines() if "retention held" in each]
     assert logged
     assert all(each.startswith("warning: ") for each in logged), "lines for people, no log"
     assert not any("error" in each for each in logged), "its position is the reason"
-    held_bytes = sum(s.size for s in kept.listed()[:2])
+    held_bytes = sum(s.size for s in site.listed()[:2])
     assert f'floe_compaction_retention_held_bytes{{target="FLEET"}} {held_bytes}' in metrics.read_text()
     assert "floe_compaction_expired_segments 1.0" in metrics.read_text()
 
-    kept.floe("checkpoint", "release", "FLEET", "--yes")
-    kept.floe("compact", "--metrics-textfile", str(metrics), "us-east/NODES")
-    assert (kept.floor(), kept.ranges()) == (31, ["0:31..40", "0:41..50"])
+    site.floe("checkpoint", "release", "FLEET", "--yes")
+    site.floe("compact", "--metrics-textfile", str(metrics), "us-east/NODES")
+    assert (site.floor(), site.ranges()) == (31, ["0:31..40", "0:41..50"])
     assert "retention_held_bytes{" not in metrics.read_text()
-
-
-@pytest.mark.parametrize("why", ["not begun", "spoiled"])
-def test_a_chain_that_is_not_begun_and_a_target_that_cannot_be_read_keep_everything(site: Site, why: str):
-    site.month()
-    site.configure(max_age="30d")
-    if why == "not begun":
-        site.said()
-    else:
-        site.objects.put("data/_floe/ingress/FLEET/positions.json", b"{}")
-    assert [each["target"] for each in site.compact()["held"]] == ["FLEET"]
-    assert (len(site.ranges()), site.floor()) == (5, None)
 
 
 def test_what_an_operator_moves_back_to_while_floors_are_raised_is_not_deleted(site: Site):
