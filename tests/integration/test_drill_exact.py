@@ -15,7 +15,6 @@ import pytest
 from common.clock import SystemClock
 from common.errors import ConfigError, Refused, Stopped, Unavailable
 from common.jetstream.api import GUARD, create_consumer, create_stream, stream_info
-from common.jetstream.client import frame
 from common.service.progress import Teller
 from common.tasks import Stop
 from infra.local.nats import NatsServer
@@ -26,7 +25,7 @@ from ingress.restore.plan import RestoreRequest
 from tests.scenarios.processes import Service
 from tests.support import restoring as back
 from tests.support.basics import PATIENCE, soon, unique
-from tests.support.commands import configuration, floe, invoke
+from tests.support.commands import configuration, floe
 from tests.support.egress import SITE, Bench
 
 pytestmark = pytest.mark.servers
@@ -47,12 +46,10 @@ async def used(bench: Bench, heard: list[bytes]) -> str:
 
     await bench.client.subscribe_raw(push, hear)
     for name, config in {
-        "pull": {"ack_policy": "explicit", "filter_subjects": [f"{stream}.a", f"{stream}.>"]},
+        "pull": {"ack_policy": "explicit", "filter_subject": f"{stream}.>"},
         "none": {"ack_policy": "none", "description": "é", "metadata": {"team": "billing"}},
         "push": {"ack_policy": "none", "deliver_subject": push, "flow_control": True, "idle_heartbeat": 30_000_000_000},
     }.items():
-        with suppress(KeyError):
-            config["filter_subject"] = config.pop("filter_subjects")[1]
         await create_consumer(bench.client, stream, {"durable_name": name, **config})
     await bench.publish(stream, [b"%d" % n * (n % 30) for n in range(EVERY // 2)])
     await soon(lambda: len(heard) >= EVERY // 2)
@@ -159,10 +156,7 @@ async def test_what_is_not_as_it_was_is_named(bench: Bench) -> None:
         await client.api(f"STREAM.UPDATE.{scratch}", {**info.config, "max_msgs_per_subject": 1000})
         await client.api(f"CONSUMER.DELETE.{scratch}.none")
         await create_consumer(client, scratch, {"durable_name": "new", "ack_policy": "explicit"})
-        taken, inbox = list[bytes](), client.new_inbox()
-        await client.subscribe_raw(inbox, lambda _s, _r, payload, _h: taken.append(payload))
-        client.send(frame(f"$JS.API.CONSUMER.MSG.NEXT.{scratch}.push".encode(), b"1", None, inbox.encode()))
-        await soon(lambda: len(taken) == 1)
+        await back.consume(bench, scratch, "push", 1, acked=0)
         found = await differences(client, plan)
     await bench.delete_stream(scratch)
     assert found == [
@@ -201,7 +195,7 @@ async def test_holes_and_a_missing_program_are_said_with_what_to_do(bench: Bench
     ],
 )
 async def test_options_of_the_other_kind_are_refused(bench: Bench, words: str, told: str) -> None:
-    done = await invoke("drill", "-c", str(configuration(bench, {"stream": "S"})), f"{SITE}/S", *words.split())
+    done = await floe("drill", "-c", str(configuration(bench, {"stream": "S"})), f"{SITE}/S", *words.split())
     assert (done.code, told in done.err) == (2, True), done
 
 
@@ -242,8 +236,7 @@ async def test_a_durable_that_stands_before_the_first_message_is_no_difference(b
     for name in ("idle", "begun"):
         await create_consumer(bench.client, stream, {"durable_name": name, "ack_policy": "explicit"})
     await bench.publish(stream, [b"%d" % n for n in range(5)])
-    took = [await taken(bench, stream, "begun") for _ in range(3)]
-    assert len({*took}) == 3
+    await back.consume(bench, stream, "begun", 3)
     async with bench.egress({"stream": stream}):
         await bench.publish(stream, [b"%d" % n for n in range(25)])
         await bench.archived_to(stream, 30)
@@ -251,18 +244,3 @@ async def test_a_durable_that_stands_before_the_first_message_is_no_difference(b
     for server in (None, NatsServer):
         report = await drill(bench, stream, server).run(Stop())
         assert report.exit_code == 0, [*report.lines()]
-
-
-async def taken(bench: Bench, stream: str, name: str) -> bytes:
-    """The next message of the consumer, acknowledged."""
-    found = list[tuple[bytes, bytes]]()
-    inbox = bench.client.new_inbox()
-    subscription = await bench.client.subscribe_raw(
-        inbox, lambda _s, reply, payload, _h: found.append((reply, payload))
-    )
-    subject = bench.client.api_subject(f"CONSUMER.MSG.NEXT.{stream}.{name}").encode()
-    bench.client.send(frame(subject, b"1", None, inbox.encode()))
-    await soon(lambda: bool(found))
-    await subscription.unsubscribe()
-    await bench.client.request_raw(found[0][0], b"+ACK", timeout=PATIENCE)
-    return found[0][1]

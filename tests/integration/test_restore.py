@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import pty
 import re
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,50 +18,39 @@ import pytest
 from common.chain import Chain
 from common.clock import NS_PER_S, SystemClock, format_time
 from common.errors import ConfigError, DataError, OutcomeUnknown, Stopped, Unavailable, UsageError
-from common.jetstream.api import GUARD, MARKER, ask, create_consumer, create_stream, list_consumers, stream_info
+from common.jetstream.api import GUARD, MARKER, create_consumer, create_stream, list_consumers, stream_info
 from common.jetstream.buckets import open_leases
 from common.jetstream.client import connect, frame
 from common.jetstream.kv import state_key
 from common.jetstream.lease import new_owner
 from common.objects.port import ObjectStore
 from common.segments.alive import Alive, ChainSign
-from common.segments.captures import CaptureStore
 from common.segments.keys import Layout
 from common.segments.segment import Message, SegmentRef
 from common.segments.store import SegmentStore
 from common.settings.service import NatsSettings
 from common.tasks import Stop
+from infra.awkward import delete, publish_awkward
 from infra.local.nats import NatsServer, nats_server_binary
 from infra.local.process import spawn
 from ingress.restore.restore import Restore, RestoreReport
 from tests.support import restoring as back
 from tests.support.basics import PATIENCE, at_length, commands_of, seeded, soon, unique
 from tests.support.commands import ROOT, configuration, floe
-from tests.support.egress import QUICK, Bench, connected
+from tests.support.egress import Bench
 from tests.support.stores import FaultyStore
 
 pytestmark = pytest.mark.servers
-
-ODD = (
-    None,
-    b"NATS/1.0\r\nA: 1\r\na: 2\r\nA: 3\r\nB:no space\r\nEmpty:\r\n\r\n",
-    b"NATS/1.0\r\nNats-Batch-Id-Not: x\r\nFloe-Source: forged\r\n\r\n",
-    b"NATS/1.0\r\nX: " + b"y" * 4000 + b"\r\n\r\n",
-)
 
 
 async def awkward(bench: Bench, count: int = 1500, **config: Any) -> str:
     """A stream with gaps, a purged begin, a deleted tail, odd headers, odd subjects and empty payloads."""
     stream, rng = await bench.make_stream(unique("R"), storage="file", **config), seeded()
-    for begin in range(0, count, 1000):
-        for n in range(begin, min(count, begin + 1000)):
-            payload = b"" if n % 7 == 0 else rng.randbytes(n % 300)
-            subject = f"{stream}.k{n % 11}".encode() + (b".\xc3\xa9\xff" if n % 13 == 0 else b"")
-            bench.client.send(frame(subject, payload, ODD[n % 4]))
-        await soon(lambda: reaches(bench, stream, min(count, begin + 1000)))  # noqa: B023
+    await publish_awkward(bench.client, stream, f"{stream}.odd", rng, 300, deleted_share=0, largest=4000)
+    await bench.publish(stream, [rng.randbytes(n % 300) for n in range(await bench.last(stream), count)])
     await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 101})
     for sequence in [*rng.sample(range(200, count - 1), 30), count - 1, count]:
-        await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence})
+        await delete(bench.client, stream, sequence)
     return stream
 
 
@@ -87,20 +74,11 @@ async def archive(bench: Bench, stream: str) -> int:
 async def test_a_lost_stream_comes_back_as_it_was(alone: tuple[Bench, NatsServer], count: int) -> None:
     bench, server = alone
     stream = await awkward(bench, count)
-    kinds = {
-        "clean": {"ack_policy": "explicit"},
-        "all": {"ack_policy": "all"},
-        "none": {"ack_policy": "none"},
-        "filtered": {"ack_policy": "explicit", "filter_subjects": [f"{stream}.k1", f"{stream}.k2"]},
-        "start": {"ack_policy": "explicit", "deliver_policy": "by_start_sequence", "opt_start_seq": 700},
-        "new": {"ack_policy": "explicit", "deliver_policy": "new"},
-        "push": {"ack_policy": "explicit", "deliver_subject": "push.here", "description": "é"},
-    }
+    kinds = {"pull": {"ack_policy": "explicit"}, "push": {"ack_policy": "explicit", "deliver_subject": "push.here"}}
     for name, config in kinds.items():
         await create_consumer(bench.client, stream, {"durable_name": name, **config})
     await create_consumer(bench.client, stream, {"name": "passing", "inactive_threshold": 300_000_000_000})
-    for name, number in (("clean", 40), ("all", 30), ("filtered", 5)):
-        await consume(bench, stream, name, number)
+    await back.consume(bench, stream, "pull", 40)
     last = await archive(bench, stream)
     await back.capture(bench, stream, last)
     before = await whole(bench, stream)
@@ -113,15 +91,15 @@ async def test_a_lost_stream_comes_back_as_it_was(alone: tuple[Bench, NatsServer
     assert await stream_info(bench.client, stream) is None
     done = await floe("restore", "-c", file, f"site/{stream}", "--json", "--yes", "--allow-elsewhere")
     assert done.code == 0, done
-    assert (done.json()["ok"], done.json()["read_back"]) == (True, len(before[0]))
-    assert shown.json()["archived_rows"] == done.json()["archived_rows"] == shown.json()["rows"]
-    assert done.json()["sent_rows"] == done.json()["rows"]
+    told, rows = done.json(), len(before[0])
+    assert (told["ok"], told["read_back"], told["sent_rows"], told["rows"]) == (True, rows, rows, rows)
+    assert shown.json()["archived_rows"] == told["archived_rows"] == shown.json()["rows"]
 
     assert await whole(bench, stream) == before
     del stood["passing"]
     assert await back.positions(bench, stream) == stood
-    following = next(m for m in before[0] if m.sequence > stood["clean"][1])
-    assert (await consume(bench, stream, "clean", 1))[0] == following.payload
+    following = next(m for m in before[0] if m.sequence > stood["pull"][1])
+    assert await back.consume(bench, stream, "pull", 1) == [following.payload]
     for name, config in kinds.items():  # the application declares its own, and nothing is wrong
         await create_consumer(bench.client, stream, {"durable_name": name, **config})
     await bench.publish(stream, [b"next"])
@@ -131,32 +109,11 @@ async def test_a_lost_stream_comes_back_as_it_was(alone: tuple[Bench, NatsServer
     assert (await back.contents(bench, stream))[:-1] == before[0]
 
 
-async def consume(bench: Bench, stream: str, consumer: str, count: int) -> list[bytes]:
-    """Take the next messages of a pull consumer, and acknowledge them; their payloads."""
-    found, arrived = list[tuple[bytes, bytes]](), asyncio.Event()
-
-    def sink(_subject: bytes, reply: bytes, payload: bytes, _headers: bytes | None) -> None:
-        if reply:
-            found.append((reply, payload))
-        arrived.set()
-
-    inbox = bench.client.new_inbox()
-    subscription = await bench.client.subscribe_raw(inbox, sink)
-    request = json.dumps({"batch": count, "expires": int(PATIENCE * 1e9)}).encode()
-    subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}".encode()
-    bench.client.send(frame(subject, request, None, inbox.encode()))
-    await soon(lambda: len(found) >= count)
-    await subscription.unsubscribe()
-    for reply, _ in found:
-        await bench.client.request_raw(reply, b"+ACK", timeout=PATIENCE)
-    return [payload for _, payload in found]
-
-
 async def test_a_point_in_time_by_sequence_and_by_time(bench: Bench) -> None:
     stream = await bench.make_stream(unique("R"))
     await create_consumer(bench.client, stream, {"durable_name": "c", "ack_policy": "explicit"})
     await bench.publish(stream, [b"%d" % n for n in range(100)])
-    await consume(bench, stream, "c", 20)
+    await back.consume(bench, stream, "c", 20)
     async with bench.egress({"stream": stream}):
         await bench.archived_to(stream, 100)
         await back.capture(bench, stream, 100)
@@ -166,9 +123,11 @@ async def test_a_point_in_time_by_sequence_and_by_time(bench: Bench) -> None:
         await bench.publish(stream, [b"%d" % n for n in range(100, 200)])
         await bench.archived_to(stream, 200)
     before = await back.contents(bench, stream)
-    await consume(bench, stream, "c", 100)
+    await back.consume(bench, stream, "c", 100)
     await back.capture(bench, stream, 200)
     await bench.delete_stream(stream)
+    with pytest.raises(UsageError, match=format_time(before[0].timestamp_ns)):
+        await back.planned(bench, stream, to_time_ns=before[0].timestamp_ns)
     plan = await back.planned(bench, stream, to_time_ns=middle)
     assert (plan.end, plan.archived) == (100, 200)
     assert any("E-ROLLED-BACK" in note for note in plan.notes)  # egress has archived more
@@ -176,9 +135,6 @@ async def test_a_point_in_time_by_sequence_and_by_time(bench: Bench) -> None:
     assert (await back.positions(bench, stream))["c"] == (20, 20, 20, 20)
     await back.comes_back(bench, stream, before[:150], to_sequence=150)
     assert (await back.positions(bench, stream))["c"] == (20, 20, 20, 20)  # what was captured at 200 is later
-    await bench.delete_stream(stream)
-    assert (await back.restored(bench, stream)).exit_code == 0
-    assert (await back.positions(bench, stream))["c"] == (120, 120, 120, 120)
     # Under another name it is a stream beside it, with other subjects while its own are not free.
     with pytest.raises(ConfigError) as caught:
         await back.restored(bench, stream, name=(beside := unique("B")), to_sequence=150)
@@ -190,134 +146,30 @@ async def test_a_point_in_time_by_sequence_and_by_time(bench: Bench) -> None:
     assert (await back.restored(bench, stream, name=other, subjects=subjects, to_sequence=150)).exit_code == 0
     assert (await back.config(bench, other))["subjects"] == [*subjects]
     assert await back.contents(bench, other) == before[:150]
-    await bench.delete_stream(stream)
-    assert (await back.restored(bench, stream, name=beside, consumers=False)).exit_code == 0
-    assert await back.contents(bench, beside) == before
-    assert await back.positions(bench, beside) == {}
-
-
-@pytest.mark.parametrize("by", ["time", "sequence"])
-async def test_what_was_captured_after_the_point_in_time_does_not_count(bench: Bench, by: str) -> None:
-    """Of a quiet stream, whose archive ends where it ended then."""
-    stream = await bench.make_stream(unique("R"), max_msgs=500)
-    await create_consumer(bench.client, stream, {"durable_name": "c", "ack_policy": "explicit"})
-    await bench.publish(stream, [b"%d" % n for n in range(200)])
-    async with bench.egress({"stream": stream, "capture_consumers": "never"}):
-        await bench.archived_to(stream, 200)
-        await consume(bench, stream, "c", 100)
-        await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": 150})
-        await back.capture(bench, stream, 200, deletions=True)
-        await bench.publish(stream, [b"%d" % n for n in range(200, 300)])
-        await bench.archived_to(stream, 300)
-    before, asked = await back.contents(bench, stream), {"to_sequence": 300}
-    if by == "time":
-        asked = {"to_time_ns": before[-1].timestamp_ns + 1}
-    await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 11})
-    for sequence in range(20, 25):
-        await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence})
-    await consume(bench, stream, "c", 150)
-    given = (await ask(bench.client, f"STREAM.INFO.{stream}"))["config"]
-    await bench.client.api(f"STREAM.UPDATE.{stream}", {**given, "max_msgs": 10})
-    await back.capture(bench, stream, 300, deletions=True)
-    report = await back.comes_back(bench, stream, before, **asked)
-    assert (await back.positions(bench, stream))["c"] == (100, 100, 100, 100)
-    assert (await back.config(bench, stream))["max_msgs"] == 500
-    said = [note for note in report.plan.notes if "before the point in time" in note]
-    assert [note.split()[0] for note in said] == ["the", "positions", "deletions"], report.plan.notes
-    asked = {"to_sequence": 100} if by == "sequence" else {"to_time_ns": before[100].timestamp_ns}
-    notes = "\n".join((await back.planned(bench, stream, **asked)).notes)
-    for kind in ("no consumers were captured", "no deletions were captured"):
-        assert f"{kind} at or before the point in time: " in notes
+    assert await back.positions(bench, other) == {"c": (20, 20, 20, 20)}
 
 
 #: Of what the zoo has not.
-LIMITS: dict[str, tuple[Any, Any]] = {
-    "max_bytes": (2000, 100_000),
-    "max_age": (NS_PER_S, 0),
-    "allow_rollup_hdrs": (True, False),
-}
-
-
-@pytest.mark.parametrize("key", LIMITS)
-async def test_what_a_limit_had_dropped_before_it_was_raised_stays_away(bench: Bench, key: str) -> None:
-    """Egress captures the change by itself, and what was deleted with it."""
-    rolls = key == "allow_rollup_hdrs"
-    stream = await bench.make_stream(unique("R"), storage="file", duplicate_window=NS_PER_S, allow_rollup_hdrs=rolls)
-    chain, store = bench.chain(stream), CaptureStore(bench.chains.layout, bench.objects)
-    tuning = replace(QUICK, pace=replace(QUICK.pace, check=0.1))
-
-    async def publish(count: int) -> None:
-        for n in range(count):
-            rollup = b"NATS/1.0\r\nNats-Rollup: sub\r\n\r\n" if rolls and n % 7 == 6 else None
-            bench.client.send(frame(f"{stream}.k{n % 4}".encode(), b"%d" % n * 10, rollup))
-        await bench.client.round_trip(PATIENCE)
-
-    async def changed(value: Any) -> None:
-        given = (await ask(bench.client, f"STREAM.INFO.{stream}"))["config"]
-        await bench.client.api(f"STREAM.UPDATE.{stream}", {**given, key: value})
-        await soon(lambda: (found := store.config(chain)) is not None and found.config.get(key, False) == value)
-
-    old, new = LIMITS[key]
-    async with bench.egress({"stream": stream}, tuning=tuning):
-        await bench.publish(stream, [b"first"], subject="first")
-        await publish(60)
-        await bench.archived_to(stream, 61)
-        await changed(old)
-        await publish(20)
-        await bench.archived_to(stream, 81)
-        if key == "max_age":
-            await soon(lambda: holds(bench, stream, 0))
-        await changed(new)
-        await bench.publish(stream, [b"%d" % n for n in range(10)])
-        await bench.archived_to(stream, 91)
-    before, state = await back.contents(bench, stream), await back.state(bench, stream)
-    assert len(before) < 91
-    await back.comes_back(bench, stream, before)
-    assert await back.state(bench, stream) == state
-
-
-async def test_a_message_that_had_expired_before_the_next_has_pushed_none_out(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"), storage="file", allow_msg_ttl=True, max_msgs_per_subject=2)
-    async with bench.egress({"stream": stream}):
-        await bench.publish(stream, [b"stays"])
-        bench.client.send(frame(f"{stream}.a".encode(), b"expires", b"NATS/1.0\r\nNats-TTL: 1s\r\n\r\n"))
-        await bench.archived_to(stream, 2)
-        await soon(lambda: holds(bench, stream, 1))
-        await bench.publish(stream, [b"next"])
-        await bench.archived_to(stream, 3)
-    before = await back.contents(bench, stream)
-    assert [m.payload for m in before] == [b"stays", b"next"]
-    await back.comes_back(bench, stream, before)
 
 
 async def test_what_was_replaced_by_messages_that_are_lost_comes_back(bench: Bench) -> None:
     """Deletions are captured of a stream that is further than its archive: what they miss lived at the end of that."""
-    client = await nats.connect(str(bench.url))
-    js, name = client.jetstream(), unique("b")
-    values, stored = await js.create_key_value(bucket=name, history=1), await js.create_object_store(name)
-    streams = [f"KV_{name}", f"OBJ_{name}"]
+    client, name = await nats.connect(str(bench.url)), unique("b")
+    js, stream = client.jetstream(), f"KV_{name}"
+    values = await js.create_key_value(bucket=name, history=1)
 
     async def put(text: bytes) -> None:
         for n in range(20):
             await values.put(f"k{n}", text)
-        for n in range(3):
-            await stored.put(f"o{n}", text * 50_000)
 
     await put(b"old")
-    async with bench.egress({"stream": streams[0]}, {"stream": streams[1]}):
-        for stream in streams:
-            await bench.archived_to(stream, await bench.last(stream))
-    before = [(await back.contents(bench, stream), await bench.last(stream)) for stream in streams]
+    await archive(bench, stream)
+    before = await back.contents(bench, stream)
     await put(b"new")
-    for stream, (_, end) in zip(streams, before, strict=True):
-        await back.capture(bench, stream, end, deletions=True)
-        assert await back.contents(bench, stream)
-        await bench.delete_stream(stream)
-        report = await back.restored(bench, stream)
-        assert report.exit_code == 0, [*report.lines()]
-    assert [(await back.contents(bench, stream), await bench.last(stream)) for stream in streams] == before
+    await back.capture(bench, stream, 20, deletions=True)
+    await back.comes_back(bench, stream, before)
+    assert await bench.last(stream) == 20
     assert (await (await js.key_value(name)).get("k5")).value == b"old"
-    assert (await (await js.object_store(name)).get("o1")).data == b"old" * 50_000
     await client.close()
 
 
@@ -327,7 +179,7 @@ async def test_a_stream_that_was_never_archived_is_not_taken_for_an_empty_one(be
         await soon(lambda: running.state(stream) == "reading")
     await bench.publish(stream, [b"%d" % n for n in range(60)])
     await create_consumer(bench.client, stream, {"durable_name": "app", "ack_policy": "explicit"})
-    await consume(bench, stream, "app", 40)
+    await back.consume(bench, stream, "app", 40)
     await back.capture(bench, stream, 0)
     await bench.delete_stream(stream)
     with pytest.raises(Stopped, match=r"no message of it is archived, and it stood at 40 .*: 1\.\.40 ") as found:
@@ -338,94 +190,33 @@ async def test_a_stream_that_was_never_archived_is_not_taken_for_an_empty_one(be
     assert (await back.planned(bench, stream)).lossy == (), "since the restore it is an empty one"
 
 
-PUSHED = "what was deleted and comes back may push out others that lived: "
-
-
-@pytest.mark.parametrize(
-    ("limits", "note", "lost"),
-    [
-        ({"max_msgs": 20}, PUSHED + "up to 10 messages (max_msgs 20)", 10),
-        ({"max_msgs_per_subject": 20}, PUSHED + "some of their subjects (max_msgs_per_subject 20)", 10),
-        ({"max_msgs": 20, "discard": "new"}, "max_msgs 20 with discard new: nothing is dropped, and while there is", 0),
-    ],
-)
-async def test_the_plan_says_what_limits_do_where_deletions_are_not_known(
-    bench: Bench, limits: dict[str, Any], note: str, lost: int
+async def test_a_schedule_that_fired_does_not_fire_again_and_one_that_became_due_meanwhile_does_once(
+    bench: Bench,
 ) -> None:
-    stream = await bench.make_stream(unique("R"), **limits)
-    await bench.publish(stream, [b"%d" % n for n in range(20)])
-    async with bench.egress({"stream": stream}):
-        await bench.archived_to(stream, 20)
-        for sequence in range(11, 21):
-            await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence})
-        await bench.publish(stream, [b"%d" % n for n in range(10)])
-        await bench.archived_to(stream, 30)
-    lived = {m.sequence for m in await back.contents(bench, stream)}
-    await back.capture(bench, stream, 30)
+    allowed = {"allow_msg_schedules": True, "allow_msg_ttl": True, "allow_rollup_hdrs": True}
+    stream = await bench.make_stream(unique("S"), storage="file", **allowed)
+
+    async def plan(name: str, seconds: float) -> None:
+        when = format_time(int((time.time() + seconds) * NS_PER_S)).encode()
+        block = b"NATS/1.0\r\nNats-Schedule: @at %b\r\nNats-Schedule-Target: %b.out\r\n\r\n"
+        bench.client.send(frame(f"{stream}.{name}".encode(), b"x", block % (when, stream.encode())))
+
+    await plan("fired", 1)
+    await soon(lambda: reaches(bench, stream, 2))
+    await plan("due", 8)  # long enough for the archiving on a busy machine
+    due = time.monotonic() + 9
+    await soon(lambda: reaches(bench, stream, 3))
+    await archive(bench, stream)
+    before = await back.contents(bench, stream)
+    assert [m.sequence for m in before] == [2, 3]
     await bench.delete_stream(stream)
-    plan = await back.planned(bench, stream)
-    assert any(each.startswith(note) for each in plan.notes), plan.notes
-    assert (await back.restored(bench, stream)).exit_code == 0
-    assert len(lived - {m.sequence for m in await back.contents(bench, stream)}) == lost
-    if limits.get("discard") == "new":
-        answer, _ = await bench.client.request_raw(f"{stream}.k1".encode(), b"next", timeout=PATIENCE)
-        assert b"maximum messages exceeded" in answer
-
-
-@pytest.mark.parametrize("version", ["", "2.12"])
-async def test_a_schedule_that_fired_does_not_fire_again(tmp_path: Path, version: str) -> None:
-    """One that became due meanwhile fires once it is back; before 2.15 while it is filled, which the plan says."""
-    with NatsServer(binary=nats_server_binary(version) if version else None) as server:
-        client = await connected(server.url)
-        bench = Bench(server.url, tmp_path, client)
-        stream = await bench.make_stream(
-            unique("S"), storage="file", allow_msg_schedules=True, allow_msg_ttl=True, allow_rollup_hdrs=True
-        )
-
-        async def plan(name: str, seconds: float) -> None:
-            when = format_time(int((time.time() + seconds) * NS_PER_S)).encode()
-            block = b"NATS/1.0\r\nNats-Schedule: @at %b\r\nNats-Schedule-Target: %b.out\r\n\r\n"
-            bench.client.send(frame(f"{stream}.{name}".encode(), b"x", block % (when, stream.encode())))
-
-        await plan("fired", 1)
-        await soon(lambda: reaches(bench, stream, 2))
-        due = time.monotonic()
-        if not version:
-            due += 9
-            await plan("due", 8)  # long enough for the archiving on a busy machine
-            await soon(lambda: reaches(bench, stream, 3))
-        await archive(bench, stream)
-        before = await back.contents(bench, stream)
-        assert [m.sequence for m in before] == ([2] if version else [2, 3])
-        await bench.delete_stream(stream)
-        await asyncio.sleep(max(0.0, due - time.monotonic()))
-        report = await back.restored(bench, stream)
-        assert report.exit_code == 0, [*report.lines()]
-        assert any("schedules that fired for the last time are left out" in note for note in report.plan.notes)
-        if not version:
-            await soon(lambda: reaches(bench, stream, 4))
-        found = await back.contents(bench, stream)
-        assert found[0] == before[0]
-        assert [m.sequence for m in found] == ([2] if version else [2, 4])
-        await client.aclose()
-
-
-async def test_what_was_acknowledged_of_a_stream_further_than_its_archive_comes_back(bench: Bench) -> None:
-    """At least once; the server drops what the positions of all consumers say is done."""
-    stream = await bench.make_stream(unique("I"), retention="interest", storage="file")
-    await create_consumer(bench.client, stream, {"durable_name": "does", "ack_policy": "explicit"})
-    async with bench.egress({"stream": stream}):
-        await bench.publish(stream, [b"%d" % n for n in range(50)])
-        await bench.archived_to(stream, 50)
-    await bench.publish(stream, [b"lost"])
-    await consume(bench, stream, "does", 20)
-    await back.capture(bench, stream, 50, deletions=True)
-    await bench.delete_stream(stream)
+    await asyncio.sleep(max(0.0, due - time.monotonic()))
     report = await back.restored(bench, stream)
     assert report.exit_code == 0, [*report.lines()]
-    assert (report.rows, report.comparison.dropped) == (50, 20)
-    assert any("stood at 51 " in note and "of 51..51 nothing is archived" in note for note in report.plan.notes)
-    assert [m.sequence for m in await back.contents(bench, stream)] == [*range(21, 51)]
+    assert any("schedules that fired for the last time are left out" in note for note in report.plan.notes)
+    await soon(lambda: reaches(bench, stream, 4))
+    found = await back.contents(bench, stream)
+    assert ([m.sequence for m in found], found[0]) == ([2, 4], before[0])
 
 
 async def test_how_far_egress_last_saw_the_stream_is_said(bench: Bench) -> None:
@@ -447,26 +238,6 @@ async def test_how_far_egress_last_saw_the_stream_is_said(bench: Bench) -> None:
     assert "of 51..60 nothing is archived" in said[0]
     again = await back.planned(bench, stream)
     assert not any("stood at" in note for note in again.notes), "that was before the last restore"
-
-
-async def test_a_work_queue_comes_back_without_what_was_done(bench: Bench) -> None:
-    """Egress captures it by itself, and takes what is queued later."""
-    queue = await bench.make_stream(unique("Q"), retention="workqueue", storage="file")
-    feed = {"stream": queue, "capture_deletes": "1m"}
-    async with bench.egress(feed):
-        await bench.publish(queue, [b"%d" % n for n in range(50)])
-        await bench.archived_to(queue, 50)
-        await soon(lambda: holds(bench, queue, 0))
-    assert CaptureStore(bench.chains.layout, bench.objects).deletions(bench.chain(queue)) is not None
-    await bench.delete_stream(queue)
-    report = await back.restored(bench, queue)
-    assert (report.exit_code, report.rows) == (0, 0), [*report.lines()]
-    assert await bench.last(queue) == 50
-    async with bench.egress(feed):
-        await bench.publish(queue, [b"next"])
-        await bench.archived_to(queue, 51)
-        await soon(lambda: holds(bench, queue, 0))
-    assert [m.payload for m in bench.messages(queue)] == [*(b"%d" % n for n in range(50)), b"next"]
 
 
 async def test_a_work_queue_whose_deletions_were_not_captured_comes_back_with_what_was_done(bench: Bench) -> None:
@@ -580,10 +351,7 @@ async def test_what_server_and_account_have_no_room_for_is_said_at_once(
     await back.capture(bench, stream, 100)
     size = (await bench.client.api(f"STREAM.INFO.{stream}"))["state"]["bytes"]
     limits = {
-        "max_streams": "max_streams: 1",
-        "max_consumers": "max_consumers: 2",
         "max_file": f"max_file: {size - 1}",
-        "max_bytes_required": "max_bytes_required: true",
         "enough": f"max_file: {size + 2000}, max_streams: 2, max_consumers: 3",
     }
     accounts = [f"{k}: {{users: [{{user: {k}, password: p}}], jetstream: {{{v}}}}}" for k, v in limits.items()]
@@ -591,8 +359,7 @@ async def test_what_server_and_account_have_no_room_for_is_said_at_once(
         for user in limits:
             work = back.restore(bench, stream, {"url": server.url, "user": user, "password": "p"})
             _, refused = await work.look(await work.plan())
-            found = (refused.code, user in refused.message) if refused else None
-            assert found == (None if user == "enough" else ("E-RESTORE-ROOM", True)), refused
+            assert (refused and refused.code) == (None if user == "enough" else "E-RESTORE-ROOM"), refused
         # What a restore that was killed left makes room, since it goes first.
         client = await connect(NatsSettings(url=server.url, user="enough", password="p"), name="test")
         guarded = {"name": stream, "subjects": [f"{GUARD}{stream}"], "metadata": {MARKER: "0123"}}
@@ -611,17 +378,6 @@ async def test_what_server_and_account_have_no_room_for_is_said_at_once(
             assert await stream_info(client, stream) is None
     assert (caught.value.code, caught.value.exit_code) == ("E-RESTORE-ROOM", 78)
     assert "again in a moment" not in capsys.readouterr().err
-
-
-async def test_messages_larger_than_a_limit_of_later_come_back(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("R"))
-    await bench.publish(stream, [b"x" * 500, b"y" * 500])
-    given = await back.config(bench, stream)
-    await bench.client.api(f"STREAM.UPDATE.{stream}", {**given, "max_msg_size": 100})
-    await archive(bench, stream)
-    await back.capture(bench, stream, 2)
-    await back.comes_back(bench, stream, await back.contents(bench, stream))
-    assert (await back.config(bench, stream))["max_msg_size"] == 100
 
 
 async def test_a_second_one_ends_at_once_and_leaves_the_first_alone(
@@ -708,8 +464,8 @@ async def test_what_retention_deletes_meanwhile_is_no_damage_and_it_begins_again
     assert await back.contents(bench, stream) == before[200:]
 
 
-async def test_damage_and_holes_stop_it_and_nothing_stays(bench: Bench) -> None:
-    stream, before, (_, ref, _) = await in_three(bench)
+async def test_damage_holes_and_a_tail_that_is_gone_stop_it_and_nothing_stays(bench: Bench) -> None:
+    stream, before, (_, ref, last) = await in_three(bench)
     path = bench.root / "bucket" / ref.key
     whole = path.read_bytes()
     third = len(whole) // 3
@@ -726,9 +482,15 @@ async def test_damage_and_holes_stop_it_and_nothing_stays(bench: Bench) -> None:
         await back.restored(bench, stream)
     assert hole.value.code == "E-RESTORE-LOSSY"
     await back.comes_back(bench, stream, [m for m in before if m.sequence not in ref.coverage], allow_lossy=True)
+    (bench.root / "bucket" / last.key).unlink()
+    with pytest.raises(Stopped, match=r"covered up to 300, and its segments end at 100: 101\.\.300 is missing"):
+        await back.restored(bench, stream)
+    assert not (await back.planned(bench, stream, to_sequence=100)).lossy  # what is lost is not asked for
+    await back.comes_back(bench, stream, before[:100], allow_lossy=True)
+    assert await bench.last(stream) == 300  # its sequences are not given to others
 
 
-@pytest.mark.parametrize("seconds", [6, at_length(12), at_length(60)])
+@pytest.mark.parametrize("seconds", [6, at_length(60)])
 async def test_a_store_that_stalls_does_not_end_it(bench: Bench, seconds: int) -> None:
     stream, before, (*_, last) = await in_three(bench)
     slow, asked = FaultyStore(bench.objects), list[str]()
@@ -744,66 +506,6 @@ async def test_a_store_that_stalls_does_not_end_it(bench: Bench, seconds: int) -
     bench.store = SegmentStore(cast(ObjectStore, slow), Layout("data"), spool_dir=bench.root / "spool")
     await back.comes_back(bench, stream, before)
     assert len(asked) >= 2
-
-
-async def test_a_tail_that_is_gone_from_the_bucket_is_not_silently_lost(bench: Bench) -> None:
-    stream, before, (*_, last) = await in_three(bench)
-    (bench.root / "bucket" / last.key).unlink()
-    with pytest.raises(Stopped, match=r"covered up to 300, and its segments end at 200: 201\.\.300 is missing"):
-        await back.restored(bench, stream)
-    for asked in ({"to_sequence": 200}, {"to_time_ns": before[150].timestamp_ns}):
-        assert not (await back.planned(bench, stream, **asked)).lossy  # what is lost is not asked for
-    assert (await back.planned(bench, stream, to_time_ns=before[250].timestamp_ns)).lossy
-    await back.comes_back(bench, stream, before[:200], allow_lossy=True)
-    assert await bench.last(stream) == 300  # its sequences are not given to others
-
-
-async def test_an_empty_stream_comes_back_and_a_time_before_all_is_said_to_be_one(bench: Bench) -> None:
-    empty = await bench.make_stream(unique("R"), description="never filled")
-    await create_consumer(bench.client, empty, {"durable_name": "c", "ack_policy": "explicit"})
-    stream = await bench.make_stream(unique("R"))
-    await bench.publish(stream, [b"1", b"2"])
-    async with bench.egress({"stream": empty}, {"stream": stream}) as running:
-        await soon(lambda: running.state(empty) == "reading")
-        await bench.archived_to(stream, 2)
-    await back.capture(bench, empty, 0)
-    before = [await look(bench, empty) for look in (back.contents, back.config, back.positions)]
-    await bench.delete_stream(empty)
-    report = await back.restored(bench, empty)
-    assert (report.exit_code, report.rows) == (0, 0)
-    assert [await look(bench, empty) for look in (back.contents, back.config, back.positions)] == before
-    await bench.publish(empty, [b"first"])
-    assert await bench.last(empty) == 1
-    first = bench.messages(stream)[0].timestamp_ns
-    with pytest.raises(UsageError, match=format_time(first)):
-        await back.planned(bench, stream, to_time_ns=first)
-
-
-async def test_the_plan_says_what_does_not_come_back_of_a_mirror_and_its_consumers(bench: Bench) -> None:
-    stream, mirror = await bench.make_stream(unique("R")), unique("M")
-    await bench.publish(stream, [b"1", b"2"])
-    await bench.client.api(f"STREAM.CREATE.{mirror}", {"name": mirror, "mirror": {"name": stream}})
-    await create_consumer(bench.client, mirror, {"name": "passing", "inactive_threshold": 300 * NS_PER_S})
-    await soon(lambda: holds(bench, mirror, 2))
-    await archive(bench, mirror)
-    await back.capture(bench, mirror, 2, deletions=True)
-    notes = "\n".join((await back.planned(bench, mirror)).notes)
-    said = ("mirror is left out", f"gives the stream {mirror} as its only", "1 ephemeral consumer", "below 1 and 0")
-    assert [each for each in said if each not in notes] == []
-
-
-async def test_messages_with_a_ttl_of_their_own_outlive_max_age(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("R"), max_age=NS_PER_S, allow_msg_ttl=True)
-    for n in range(6):
-        headers = b"NATS/1.0\r\nNats-TTL: never\r\n\r\n" if n % 2 else None
-        await bench.client.request_raw(f"{stream}.k".encode(), b"%d" % n, headers, timeout=PATIENCE)
-    await archive(bench, stream)
-    await soon(lambda: holds(bench, stream, 3))
-    before = await back.contents(bench, stream)
-    await bench.delete_stream(stream)
-    assert (await back.restored(bench, stream)).exit_code == 0
-    await soon(lambda: holds(bench, stream, 3))
-    assert await back.contents(bench, stream) == before
 
 
 async def test_what_an_older_server_does_not_keep_is_named_and_not_promoted_unless_allowed(bench: Bench) -> None:
@@ -968,14 +670,3 @@ async def test_an_answer_that_is_lost_while_push_consumers_get_their_subjects_is
     await soon(lambda: heard == [b"4", b"5", b"6"])
     assert await deliveries(bench, stream) == [f"push.first.{stream}", f"push.second.{stream}"]
     assert await back.contents(bench, stream) == before
-
-
-async def test_a_stream_name_of_a_bucket_that_is_not_the_feeds_is_an_effect_elsewhere(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("KV_R"))
-    await bench.publish(stream, [b"1"])
-    async with bench.egress({"stream": stream, "name": "other"}):
-        await bench.archived_to("other", 1)
-    await bench.delete_stream(stream)
-    named = f"stream '{stream}': the name of a bucket, expected other"
-    assert (await back.planned(bench, "other")).elsewhere == (named,)
-    assert (await back.planned(bench, "other", name=stream)).elsewhere == ()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from common.clock import SystemClock, format_time
 from common.jetstream.api import ask, list_consumers, stream_info
+from common.jetstream.client import frame
 from common.jetstream.pull import read_through
 from common.segments.captures import (
     CapturedConfig,
@@ -22,6 +24,7 @@ from egress.captures import captured_consumers
 from ingress.restore.compare import Settling
 from ingress.restore.plan import RestorePlan, RestoreRequest
 from ingress.restore.restore import Restore, RestoreReport, RestoreTuning
+from tests.support.basics import PATIENCE, soon
 from tests.support.egress import SITE, Bench
 
 QUICK = RestoreTuning(looks=3, look_span=0.2, settling=Settling(answers=3, span=0.5, patience=60.0, consumers=20.0))
@@ -55,6 +58,28 @@ async def positions(bench: Bench, stream: str) -> dict[str, tuple[int, ...]]:
         each["name"]: (*(each[k][s] for k in ("delivered", "ack_floor") for s in ("consumer_seq", "stream_seq")),)
         for each in await list_consumers(bench.client, stream)
     }
+
+
+async def consume(bench: Bench, stream: str, consumer: str, count: int, acked: int | None = None) -> list[bytes]:
+    """Take the next messages of a pull consumer, and acknowledge the first `acked`, all where it is None; their
+    payloads.
+    """
+    found, client = list[tuple[bytes, bytes]](), bench.client
+
+    def sink(_subject: bytes, reply: bytes, payload: bytes, _headers: bytes | None) -> None:
+        if reply:
+            found.append((reply, payload))
+
+    inbox = client.new_inbox()
+    subscription = await client.subscribe_raw(inbox, sink)
+    request = json.dumps({"batch": count, "expires": int(PATIENCE * 1e9)}).encode()
+    subject = client.api_subject(f"CONSUMER.MSG.NEXT.{stream}.{consumer}").encode()
+    client.send(frame(subject, request, None, inbox.encode()))
+    await soon(lambda: len(found) >= count)
+    await subscription.unsubscribe()
+    for reply, _ in found[:acked]:
+        await client.request_raw(reply, b"+ACK", timeout=PATIENCE)
+    return [payload for _, payload in found]
 
 
 async def capture(bench: Bench, stream: str, end: int, *, deletions: bool = False) -> None:

@@ -27,6 +27,7 @@ from common.segments.captures import (
     CaptureStore,
     check_config,
     deleted_ranges,
+    elsewhere,
     to_json,
 )
 from common.segments.keys import CAPTURES, CaptureName, Layout
@@ -257,3 +258,8 @@ def test_a_restored_stream_is_known_by_each_time_that_a_cluster_may_say(captures
     assert [second for second in range(10) if clustered.is_of(at(second))] == [3, 4, 5, 6, 7]
     with pytest.raises(ValueError, match="expected"):
         CapturedRestore(at(9), 10, at(5), at(2), {0: 10}, "soon")
+
+
+def test_a_stream_name_of_a_bucket_that_is_not_the_feeds_is_an_effect_elsewhere() -> None:
+    assert [*elsewhere("other", {"name": "KV_R"}, {})] == ["stream 'KV_R': the name of a bucket, expected other"]
+    assert [*elsewhere("KV_R", {"name": "KV_R"}, {})] == [*elsewhere("other", {"name": "R"}, {})] == []

@@ -35,6 +35,7 @@ from ingress.restore.plan import (
     before_begin,
     begin_of,
     begun_behind,
+    forecast,
     gone_below,
     guarded_config,
     left_out,
@@ -330,10 +331,39 @@ def test_a_consumer_has_no_more_replicas_than_its_stream_allows(
     assert notes == [f"consumer c: had {had} replicas, and gets {gets} like its stream"] * (gets != had)
 
 
+def plan_of(*parts: ReplayPart, **config: Any) -> RestorePlan:
+    """Of a stream of 20 sequences, of which each partition has one part."""
+    ranges = [ChainRange(replace(CHAIN, partition=n), each.stretch.rows) for n, each in enumerate(parts)]
+    chains = tuple(ReplayChain(of, (part,)) for of, part in zip(ranges, parts, strict=True))
+    return RestorePlan(RestoreRequest("s", "f"), chains, CHAIN, 1, 20, 20, AT, {"name": "S", **config})
+
+
+PUSHED = "what was deleted and comes back may push out others that lived: "
+
+
+@pytest.mark.parametrize(
+    ("limits", "note"),
+    [
+        ({"max_msgs": 15}, PUSHED + "up to 5 messages (max_msgs 15)"),
+        ({"max_msgs_per_subject": 2}, PUSHED + "some of their subjects (max_msgs_per_subject 2)"),
+        ({"max_msgs": 15, "discard": "new"}, "max_msgs 15 with discard new: nothing is dropped, and while there is"),
+        ({"max_msgs": 20}, None),
+    ],
+)
+def test_the_plan_says_what_limits_do_where_deletions_are_not_known(limits: dict[str, Any], note: str | None) -> None:
+    notes = forecast(plan_of(part_of(1, 20, *range(1, 21)), **limits), 0, captured=None, skipped=())
+    said = [each for each in notes if "max_msgs" in each and "drops the oldest" not in each]
+    assert [each.startswith(note or "") for each in said] == [True] * (note is not None)
+
+
+def test_a_partition_is_not_said_to_have_lost_what_another_one_has() -> None:
+    for others, is_lost in ((range(11, 21), False), (range(12, 21), True)):
+        plan = plan_of(part_of(1, 10, *range(1, 11)), part_of(1, 20, *others))
+        assert any("is lost" in each for each in forecast(plan, 0, captured=None, skipped=())) is is_lost
+
+
 def test_the_plan_says_up_to_how_many_come_back_of_what_a_raised_limit_had_dropped() -> None:
-    part = part_of(1, 20, *range(1, 21))
-    chain = ReplayChain(ChainRange(CHAIN, SequenceRange(1, 20)), (part,))
-    plan = RestorePlan(RestoreRequest("s", "f"), (chain,), CHAIN, 1, 20, 20, AT, {"name": "S"})
+    plan = plan_of(part_of(1, 20, *range(1, 21)))
     old = CapturedConfig(AT, 5, AT, {"max_msgs_per_subject": 1}, 5, 5, 1)
     for limit, last, most in ((5, 20, 10), (0, 20, 10), (-1, 21, 15), (1, 20, 0)):
         new = CapturedConfig(AT, 20, AT, {"max_msgs_per_subject": limit}, 5, last, 6)
