@@ -56,6 +56,7 @@ def test_times_are_read_as_the_commands_read_them() -> None:
         ({"from": "latest", "since": "2h"}, "option from: excludes since"),
         ({"max_rows_per_batch": "1", "max_segments_per_batch": "1"}, "max_rows_per_batch and max_segments_per_batch"),
         ({"sequence": "1"}, "option sequence: expected one of"),
+        ({"from_sequence": "0"}, "option from_sequence: expected a number from 1"),
         ({"from_sequence": "9", "to_sequence": "8"}, "expected at least from_sequence 9, found 8"),
         ({"pushdown": "yes"}, "expected true or false"),
         ({"config": "somewhere.yaml"}, "option config: excludes url"),
