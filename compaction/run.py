@@ -68,6 +68,7 @@ class Runner(Protocol):
 
 #: Single segments with a row that their containing segments lack, each with the failure of its proof.
 Late = list[tuple[Supersession, Failure]]
+Deleted = tuple[list[SegmentRef], list[Failure]]
 
 
 class LocalRunner:
@@ -112,13 +113,11 @@ def prove_one(store: SegmentStore, supersession: Supersession) -> Failure | None
 def unproved(store: SegmentStore, supersession: Supersession, error: FloeError) -> Failure:
     """The failure of a proof, and which of the superseding segments are damaged in the store."""
     chain, last = supersession.superseded[0].chain, supersession.superseding[-1]
-    count = len(supersession.superseded)
-    what = f"proof of {chain}: {count} segments by {last.name} of level {last.level}"
+    what = f"proof of {chain}: {len(supersession.superseded)} segments by {last.name} of level {last.level}"
     failure = Failure.of(what, error, chain)
     if not isinstance(error, SegmentCorrupt):
         return failure
-    damaged = frozenset(s.key for s in supersession.superseding if not store.is_intact(s))
-    return replace(failure, damaged=damaged)
+    return replace(failure, damaged=frozenset(s.key for s in supersession.superseding if not store.is_intact(s)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +129,11 @@ class Deletion:
     prove: bool
 
 
-def delete_some(store: SegmentStore, deletion: Deletion) -> tuple[list[SegmentRef], list[Failure]]:
-    """Return the segments that were deleted, ascending, and the failures of those that stay."""
+def delete_some(store: SegmentStore, deletion: Deletion, check: Callable[[], None] = lambda: None) -> Deleted:
+    """Return the segments that were deleted, ascending, and the failures of those that stay.
+
+    `check`: called before each proof, raises where the run is to stop.
+    """
     deleted: list[SegmentRef] = []
     failures: list[Failure] = []
 
@@ -144,6 +146,7 @@ def delete_some(store: SegmentStore, deletion: Deletion) -> tuple[list[SegmentRe
             return False
 
     def is_proved(segment: SegmentRef) -> bool:
+        check()
         failpoint("compaction.delete_some")
         return not deletion.prove or succeeds(keeper.check, segment)
 
@@ -322,8 +325,7 @@ class Compaction:
                 if (stone := self._tombstones.read(chain, info)) is not None:
                     index.add(stone)
             except DataError as error:
-                failure = Failure.of(f"tombstones of {chain}", error, chain)
-                index.problems.append(replace(failure, suspects=(info.key,)))
+                index.problems.append(replace(Failure.of(f"tombstones of {chain}", error, chain), suspects=(info.key,)))
         return index
 
     def _chosen(self, selection: Selection) -> list[LevelSettings]:
@@ -378,8 +380,7 @@ class Compaction:
         supersessions: list[Supersession] = []
         failures: list[Failure] = []
         if outputs:
-            total = sum(output.size for output in outputs)
-            log.info("merging", action="merge_started", outputs=len(outputs), bytes=total)
+            log.info("merging", action="merge_started", outputs=len(outputs), bytes=sum(o.size for o in outputs))
             outputs = sorted(outputs, key=lambda o: o.size, reverse=True)
         for output, result in zip(outputs, self._runner.map(merge_one, outputs) if outputs else (), strict=True):
             if isinstance(result, Failure):
@@ -474,7 +475,12 @@ class Compaction:
         is_much = sum(len(each.going) for each in deletions) > DELETED_TOGETHER
         runner = self._runner if is_much else LocalRunner(self._store, check=self._check)
         counts: Counter[Chain] = Counter()
-        for deleted, failures in runner.map(delete_some, deletions) if deletions else ():
+
+        def delete_here(store: SegmentStore, deletion: Deletion) -> Deleted:
+            return delete_some(store, deletion, self._check)
+
+        work = delete_here if isinstance(runner, LocalRunner) else delete_some
+        for deleted, failures in runner.map(work, deletions) if deletions else ():
             self._report.deleted.extend(deleted)
             self._report.failures += failures
             counts.update(segment.chain for segment in deleted)
@@ -604,5 +610,4 @@ def _not_intact(segment: SegmentRef) -> Failure:
         hint="nothing that it replaces was deleted; those are merged again",
         code="E-READ-BACK",
     )
-    failure = Failure.of(f"deletion in {segment.chain}", error, segment.chain)
-    return replace(failure, damaged=frozenset({segment.key}))
+    return replace(Failure.of(f"deletion in {segment.chain}", error, segment.chain), damaged=frozenset({segment.key}))

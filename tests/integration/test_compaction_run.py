@@ -264,6 +264,20 @@ def test_many_deletions_are_proved_where_merges_are_made(
     assert begun == (tasks if inputs > 4 else []), "a few do not begin Spark"
 
 
+def test_a_run_that_is_to_stop_does_not_prove_all_of_a_task_first(archive: Archive):
+    inputs = fill(archive, 150)
+    run(archive, grace=None)
+
+    def check() -> None:
+        if archive.objects.head(inputs[0].key) is None:
+            raise Unavailable("stopped")
+
+    store = archive.store
+    with pytest.raises(Unavailable, match="stopped"):
+        Compaction(store, (NEVER,), 0, LocalRunner(store, check=check), check=check).run(Selection())
+    assert len(archive.listed()) > 50
+
+
 def test_deletions_are_not_proved_where_that_is_switched_off(archive: Archive):
     inputs = fill(archive)
     poor = archive.put(1, 40, rows([1]), level=1)
