@@ -1,31 +1,35 @@
-"""Replays that were stopped, disturbed, or are not alone."""
+"""Replays that were stopped, are not alone, or go into the source that was lost."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
+from common.chain import Chain
 from common.clock import SystemClock
-from common.errors import Stopped
+from common.jetstream.headers import hops, is_replayed, restore
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Leases
-from common.segments.documents import ChainDocument, StreamDocument
+from common.segments.archive import read_cover
+from common.segments.columns import messages
 from common.segments.segment import Message
+from common.sequences import SequenceRange
+from common.service.progress import Teller
 from common.tasks import Stop
-from infra.local.nats import NatsServer
-from ingress.replay.request import ReplayOptions, ReplayResult
-from tests.support.basics import PATIENCE, soon, unique
-from tests.support.ingress import CHAIN, arrived, count_in, rows_of
+from ingress.replay.output import plan_json, plan_lines
+from ingress.replay.pace import MessageRate
+from ingress.replay.replay import Replay
+from ingress.replay.request import ReplayOptions, ReplayResult, Request
+from tests.support.basics import soon, unique
+from tests.support.egress import SITE, Bench
+from tests.support.ingress import CHAIN, count_in
 from tests.support.replay import World, refused
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
-
-
-# Going on
 
 
 async def test_the_same_command_again_does_nothing(world: World) -> None:
@@ -39,77 +43,38 @@ async def test_the_same_command_again_does_nothing(world: World) -> None:
     assert await world.sequences() == [*range(1, 21), *range(1, 21)]
 
 
-async def stopped_half_way(world: World, **asked: Any) -> ReplayResult:
-    """A slow replay that is stopped."""
-    from ingress.replay.pace import MessageRate
-
-    work, stop = world.replay(ReplayOptions(pace=MessageRate(400)), **asked), Stop()
+@asynccontextmanager
+async def under_way(world: World, rate: int, **asked: Any) -> AsyncIterator[asyncio.Task[ReplayResult]]:
+    """A slow replay that has stored something, and is stopped at the end."""
+    work, stop = world.replay(ReplayOptions(pace=MessageRate(rate)), **asked), Stop()
     async with work.connected() as client:
         running = asyncio.create_task(work.run(client, stop))
         await soon(lambda: count_in(world.client, world.target))
+        yield running
         stop.set()
-        result = await running
-    assert not result.finished
-    return result
+        assert not (await running).finished
 
 
-async def test_bytes_are_those_of_what_was_stored(world: World) -> None:
-    world.fill((1, 2500))
-    await world.make()
-    stopped = await stopped_half_way(world)
-    assert 0 < len(await world.sequences()) < 2500
-    assert (stopped.rows_now, stopped.bytes) == (0, 0), "its one intent is open"
-    went_on = await world.run()
-    assert went_on.rows_now == 2500
-    whole = await world.run(ReplayOptions(again=True, append=True))
-    assert went_on.bytes == whole.bytes > 2500
-
-
-async def test_a_stopped_replay_goes_on_without_a_repeat(world: World) -> None:
-    world.fill((1, 700), (701, 2500))
-    await world.make()
-    await stopped_half_way(world)
-    middle = len(await world.sequences())
-    assert 0 < middle < 2500
-    error = await refused(world, "E-REPLAY-OTHER", from_sequence=5)
-    assert "--from-sequence 5" in error.message
-    assert "--again" in error.hint
-    result = await world.run()
-    assert await world.sequences() == list(range(1, 2501))
-    assert result.rows == 2500
-
-
-async def test_the_end_is_fixed_when_a_replay_begins(world: World) -> None:
-    world.fill((1, 2500))
-    await world.make()
-    await stopped_half_way(world, since=10 * 365 * 86400.0)
-    world.fill((2501, 2600))
-    await world.run(since=10 * 365 * 86400.0)
-    assert await world.sequences() == list(range(1, 2501))
-
-
-async def test_segments_may_be_compacted_in_between(world: World) -> None:
+async def test_a_stopped_replay_goes_on_without_a_repeat_over_what_was_compacted_to_the_end_of_before(
+    world: World,
+) -> None:
     world.fill((1, 700), (701, 1400), (1401, 2500))
     await world.make()
-    await stopped_half_way(world)
+    ten_years = 10 * 365 * 86400.0
+    async with under_way(world, 400, since=ten_years) as stopped:
+        pass
+    result = await stopped
+    assert 0 < len(await world.sequences()) < 2500
+    assert (result.rows_now, result.bytes) == (0, 0), "its one intent is open"
     refs = world.archive.store.list(CHAIN)
     world.archive.put(world.archive.rows[CHAIN], level=1)
     for ref in refs:
         world.archive.store.delete(ref)
-    await world.run()
+    world.fill((2501, 2600))
+    went_on = await world.run(since=ten_years)
     assert await world.sequences() == list(range(1, 2501))
-
-
-async def test_a_foreign_message_stops_it_before_the_order_is_lost(world: World) -> None:
-    world.fill((1, 2500))
-    await world.make()
-    await stopped_half_way(world)
-    before = await world.sequences()
-    await world.client.request_raw(f"{world.target}.x".encode(), b"theirs", None, timeout=PATIENCE)
-    error = await refused(world, "E-TARGET-SHARED")
-    assert "--again" in error.hint
-    found = await arrived(world.client, world.target)
-    assert [each.message.sequence for each in found[:-1]] == before
+    whole = await world.run(ReplayOptions(again=True, append=True), to_sequence=2500)
+    assert (went_on.rows, went_on.rows_now, went_on.bytes) == (2500, 2500, whole.bytes)
 
 
 async def test_two_at_a_time_are_kept_apart(world: World) -> None:
@@ -123,28 +88,12 @@ async def test_two_at_a_time_are_kept_apart(world: World) -> None:
 
 
 async def test_another_that_goes_on_for_long_is_refused(world: World) -> None:
-    from ingress.replay.pace import MessageRate
-
     world.fill((1, 2500))
     await world.make()
-    slow, stop = world.replay(ReplayOptions(pace=MessageRate(50))), Stop()
-    async with slow.connected() as client:
-        running = asyncio.create_task(slow.run(client, stop))
-        await soon(lambda: count_in(world.client, world.target))
+    async with under_way(world, 50):
         error = await refused(world, "E-REPLAY-RUNS")
-        assert "a replay by " in error.message
-        assert error.hint.startswith("wait until it is done, or stop it there; then:\nfloe replay -c ")
-        stop.set()
-        assert not (await running).finished
-
-
-async def test_ingress_and_replay_do_not_share_a_target(world: World) -> None:
-    world.fill((1, 20))
-    async with world.centre.running():
-        await world.centre.carried(world.client, 20)
-    with pytest.raises(Stopped) as caught:
-        await world.run(target=world.centre.target, prefix=world.centre.target)
-    assert caught.value.code == "E-REPLAY-INGRESS"
+    assert "a replay by " in error.message
+    assert error.hint.startswith("wait until it is done, or stop it there; then:\nfloe replay -c ")
 
 
 async def test_nobody_is_told_to_stop_an_ingress_for_a_replay_that_is_refused_then(world: World) -> None:
@@ -182,8 +131,6 @@ async def test_ingress_that_is_about_to_carry_is_not_overtaken(world: World) -> 
 
 async def test_a_dry_run_touches_nothing(world: World) -> None:
     world.fill((1, 100), (101, 200), (301, 400))
-    from ingress.replay.output import plan_json, plan_lines
-
     request = world.replay(from_sequence=50).request
     view = await world.look(from_sequence=50)
     text = "\n".join(plan_lines(view, request))
@@ -197,42 +144,39 @@ async def test_a_dry_run_touches_nothing(world: World) -> None:
     assert f"KV_{world.centre.lease_bucket}" not in (streams["streams"] or [])
 
 
-async def test_into_its_own_source_the_messages_are_marked(world: World) -> None:
-    from common.jetstream.headers import hops, is_replayed
-    from common.jetstream.pull import get_message
-
-    world.archive.documents.create_stream(CHAIN, StreamDocument({"name": world.target, "subjects": ["nodes.>"]}, "t0"))
-    world.archive.documents.create_chain(CHAIN, ChainDocument((), 1, 1))
-    world.archive.put([*rows_of(1, 9), replace(rows_of(10, 10)[0], headers=b"NATS/1.0\r\nA: 1\r\n\r\n")])
-    await world.make()
-    await world.run(into_source=True)
-    for sequence in (1, 10):
-        message = await get_message(world.client, world.target, sequence)
-        assert isinstance(message, Message)
-        assert is_replayed(message.headers or b"")
-        assert hops(message.headers)[0].sequence == sequence
-    assert await world.sequences() == list(range(1, 11))
-    await refused(world, "E-REPLAY-SOURCE", target=unique("ELSE"), into_source=True)
+# The runbook of a lost source: made again, replayed into, frozen again as the next incarnation
 
 
-@pytest.mark.real
-async def test_cut_connections_and_lost_answers_repeat_nothing(
-    world: World, nats_server: NatsServer, tmp_path: Path
-) -> None:
-    from ingress.replay.pace import MessageRate
-    from tests.support.proxies import TcpProxy
+def frozen(bench: Bench, chain: Chain) -> list[Message]:
+    """What the archive holds of the chain."""
+    refs = bench.store.list(chain)
+    last = max((ref.coverage.last for ref in refs), default=0)
+    found = read_cover(bench.store, refs, SequenceRange(1, last), pytest.fail) if last else ()
+    return [m for batch in found for m in messages(batch)]
 
-    world.fill(*((first, first + 499) for first in range(1, 3000, 500)))
-    await world.make()
-    async with TcpProxy(nats_server.port) as proxy:
-        world.centre.urls[:] = [proxy.url]
-        work = world.replay(ReplayOptions(pace=MessageRate(2500)))
-        async with work.connected() as client:
-            running = asyncio.create_task(work.run(client, Stop()))
-            for _ in range(3):
-                await asyncio.sleep(0.4)
-                await proxy.refuse()
-                await proxy.listen()
-            result = await asyncio.wait_for(running, PATIENCE)
-    assert result.finished
-    assert await world.sequences() == list(range(1, 3001))
+
+@pytest.mark.parametrize("relay", [False, True])
+async def test_a_lost_source_comes_back_and_is_frozen_again(bench: Bench, relay: bool) -> None:
+    name = unique("NODES")
+    feed = {"stream": name, "relay": relay}
+    await bench.make_stream(name)
+    await bench.publish(name, (b"%d" % n for n in range(300)))
+    async with bench.egress(feed):
+        await soon(lambda: len(frozen(bench, Chain(SITE, name))) == 300)
+    before = frozen(bench, Chain(SITE, name))
+
+    await bench.client.api(f"STREAM.DELETE.{name}")
+    request, options = Request(SITE, name, name, into_source=True), ReplayOptions(create=True)
+    work = Replay(bench.settings(feed), request, options, bench.store, bench.chains, SystemClock(), Teller())
+    async with work.connected() as client:
+        result = await work.run(client, Stop())
+    assert (result.finished, result.rows) == (True, 300)
+
+    following = Chain(SITE, name, 1)
+    async with bench.egress(feed):
+        await soon(lambda: len(frozen(bench, following)) == 300)
+    for old, new in zip(before, frozen(bench, following), strict=True):
+        assert (new.subject, new.payload, new.sequence) == (old.subject, old.payload, old.sequence)
+        assert is_replayed(new.headers or b"")
+        assert hops(new.headers)[0].timestamp_ns == old.timestamp_ns
+        assert restore(new.headers)[1] == old.headers
