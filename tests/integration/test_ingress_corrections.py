@@ -207,18 +207,6 @@ async def test_a_target_that_was_made_again(client: FloeClient, centre: Centre, 
     assert stop["code"] == "E-TARGET-RECREATED"
 
 
-async def test_a_target_that_is_gone_is_filled_again_once_it_is_made(client: FloeClient, centre: Centre) -> None:
-    await carried(client, centre)
-    async with service(centre) as health:
-        await soon(lambda: centre.status(health).get("state") == "carrying")
-        await client.api(f"STREAM.DELETE.{centre.target}")
-        centre.archive.put(rows_of(31, 40))
-        assert (await stop_of(centre, health))["code"] in ("E-TARGET-GONE", "E-TARGET-MISSING")
-        assert (await set_by_hand(centre, "--forget", "--yes")).code == 0
-        await make(client, centre)
-        await stands(client, centre, numbers((1, 40)))
-
-
 @pytest.mark.parametrize(("wanted", "found"), [("--from-target", [(1, 40)]), ("--accept", [(1, 25), (31, 40)])])
 async def test_a_target_restored_from_an_old_copy(client: FloeClient, centre: Centre, wanted: str, found: Any) -> None:
     """The copy ends at 25; a stream that is restored keeps its creation time."""
@@ -307,16 +295,12 @@ async def test_rows_of_an_open_intent_that_are_gone_for_good(client: FloeClient,
     centre.archive.put(rows_of(1, 5, OTHER), chain=OTHER)
     async with service(centre) as health:
         await mended(centre, health, "E-INTENT", "--accept")
-        await soon(lambda: count(client, centre, 16))
+        await centre.carried(client, 16)
         named = ["--site", CHAIN.site, "--feed", CHAIN.feed]
         done = await set_by_hand(centre, *named, "--sequence", "31", "--yes")
         assert done.code == 0, done
         await stands(client, centre, numbers((1, 11), (31, 40)))
     assert f"{CHAIN}: 12 to 30 are not carried any more" in done.out
-
-
-async def count(client: FloeClient, centre: Centre, wanted: int) -> bool:
-    return len(await arrived(client, centre.target)) == wanted
 
 
 async def test_an_intent_of_a_chain_that_is_listed_no_more(client: FloeClient, centre: Centre) -> None:
@@ -332,12 +316,16 @@ async def test_an_intent_of_a_chain_that_is_listed_no_more(client: FloeClient, c
     assert error.code == "E-SOURCES"
     await paste_checkpoint(narrow.write(), error.hint, "--accept")
     async with service(narrow):
-        await soon(lambda: count(client, centre, 16))
+        await centre.carried(client, 16)
     async with service(centre):
         await stands(client, centre, numbers((1, 30)))
 
 
 # The command
+
+
+async def holds(client: FloeClient, centre: Centre, wanted: int) -> bool:
+    return await count_in(client, centre.target) == wanted
 
 
 async def test_a_large_target_is_counted_whole(client: FloeClient, centre: Centre) -> None:
@@ -346,7 +334,7 @@ async def test_a_large_target_is_counted_whole(client: FloeClient, centre: Centr
     await make(client, centre)
     for block in [*map(build_block, ([each] for each in line)), None, None]:
         client.send(frame(f"{centre.target}.a".encode(), b"x" * 100, block))
-    await soon(lambda: count_of(client, centre, 12_002))
+    await soon(lambda: holds(client, centre, 12_002))
     await client.api(f"STREAM.MSG.DELETE.{centre.target}", {"seq": 7_000})
     scan = await run_scan(client, centre.target, "limits", TargetScan(0, 12_002))
     part = await run_scan(client, centre.target, "limits", TargetScan(11_000, 11_990))
@@ -367,10 +355,6 @@ async def test_a_target_that_let_its_last_messages_go_is_counted_to_its_end(clie
         await client.api(f"STREAM.{verb}.{centre.target}", request)
         scan = await run_scan(client, centre.target, "limits", TargetScan(0, 5))
         assert (scan.held, scan.gone) == expected, verb
-
-
-async def count_of(client: FloeClient, centre: Centre, wanted: int) -> bool:
-    return await count_in(client, centre.target) == wanted
 
 
 async def test_a_chain_is_moved_while_ingress_carries(client: FloeClient, centre: Centre) -> None:
@@ -466,11 +450,16 @@ async def test_what_a_dropped_intent_left_out_is_still_delivered(
         await stands(client, centre, [1, 2, 3, 4, 6, 7, 5])
 
 
-async def test_what_was_parked_before_a_purge_is_not_delivered_twice(client: FloeClient, centre: Centre) -> None:
-    """Also where the server reports another creation time than the stored one."""
+async def make_parking(client: FloeClient, centre: Centre) -> None:
+    """A target for which message 5 of 10 is too large."""
     centre.having(create=None, on_oversize="park")
     centre.archive.put([*rows_of(1, 4), message(5, b"L" * 2000, subject=b"nodes.1"), *rows_of(6, 10)])
     await make(client, centre, max_msg_size=1000)
+
+
+async def test_what_was_parked_before_a_purge_is_not_delivered_twice(client: FloeClient, centre: Centre) -> None:
+    """Also where the server reports another creation time than the stored one."""
+    await make_parking(client, centre)
     async with centre.running():
         await closed_at(client, centre, 9)
     await client.api(f"STREAM.PURGE.{centre.target}")
@@ -486,9 +475,7 @@ async def test_what_was_parked_before_a_purge_is_not_delivered_twice(client: Flo
 
 
 async def test_what_is_parked_follows_the_state_where_creation_drifts(client: FloeClient, centre: Centre) -> None:
-    centre.having(create=None, on_oversize="park")
-    centre.archive.put([*rows_of(1, 4), message(5, b"L" * 2000, subject=b"nodes.1"), *rows_of(6, 10)])
-    await make(client, centre, max_msg_size=1000)
+    await make_parking(client, centre)
     created = "2020-01-01T00:00:00Z"
     parked = ParkedStore(centre.archive.objects, centre.archive.documents.layout, centre.target, created)
     await store(client, centre, rows_of(1, 4))

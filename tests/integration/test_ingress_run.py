@@ -1,61 +1,55 @@
-"""Ingress as a service over a real server: what is archived arrives, once, in order, as it was."""
+"""Ingress as a service: what is archived arrives, once, in order, as it was; what is counted meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from common.chain import Chain
+from common.errors import Unavailable
 from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient
+from common.metrics import REGISTRY
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
-from common.service.monitor import Health
 from tests.support.basics import soon
-from tests.support.ingress import CHAIN, Centre, check_exact, count_in, left_open, make, rows_of, store
+from tests.support.commands import floe
+from tests.support.ingress import (
+    CHAIN,
+    Centre,
+    check_exact,
+    closed_at,
+    count_in,
+    foreign,
+    left_open,
+    make,
+    rows_of,
+    sequences,
+    store,
+)
+from tests.support.segments import message
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 OTHER = Chain("eu-west", "NODES")
-
-
-def chain_status(health: Health, centre: Centre, chain: Chain = CHAIN) -> dict[str, object]:
-    """What /status says of a chain."""
-    status = health.status()["parts"].get(f"target {centre.target}", {})
-    return dict(status.get("chains", {}).get(str(chain), {}))
-
-
-@pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
-async def test_several_chains_arrive_once_and_in_order(client: FloeClient, centre: Centre, publisher: str) -> None:
-    for first in (1, 201, 401):
-        centre.archive.put(rows_of(first, first + 199))
-        centre.archive.put(rows_of(first, first + 199, OTHER), chain=OTHER)
-    centre.having(publisher=publisher)
-
-    async with centre.running():
-        messages = await centre.carried(client, 1200)
-
-    check_exact(messages, centre.archive, centre.prefix)
+SHARED = {"exclusive": False, "delivery": "at_least_once"}
 
 
 async def test_a_prefix_with_the_names_of_the_chain_tells_two_sites_apart(client: FloeClient, centre: Centre) -> None:
-    centre.archive.put(rows_of(1, 40))
-    centre.archive.put(rows_of(1, 30, OTHER), chain=OTHER)
-    target, sites = centre.target, ["us-east", "eu-west"]
-    source = {"site": sites, "feed": "NODES", "subject_prefix": target + ".{site}.{feed}-{partition}"}
+    target = centre.target
+    for chain in (CHAIN, OTHER):
+        centre.archive.put(rows_of(1, 30, chain), chain=chain)
+    source = {"site": ["us-east", "eu-west"], "feed": "NODES", "subject_prefix": target + ".{site}.{feed}-{partition}"}
     centre.having(create={}, sources=[source])
 
     async with centre.running():
-        messages = await centre.carried(client, 70)
+        messages = await centre.carried(client, 60)
     info = await stream_info(client, target)
 
     assert sorted(info.config["subjects"]) == [f"{target}.eu-west.*.>", f"{target}.us-east.*.>"]
-    assert {m.subject.rsplit(b".", 2)[0].decode() for m in messages if m.chain == OTHER} == {
-        f"{target}.eu-west.NODES-0"
-    }
     for chain in (CHAIN, OTHER):
-        prefix = f"{target}.{chain.site}.NODES-0.".encode()
-        sent = [prefix + row.subject for row in centre.archive.rows[chain]]
+        sent = [f"{target}.{chain.site}.NODES-0.".encode() + row.subject for row in centre.archive.rows[chain]]
         assert [m.subject for m in messages if m.chain == chain] == sent
 
 
@@ -81,48 +75,6 @@ async def test_what_comes_later_follows_and_a_restart_goes_on(client: FloeClient
     assert said.positions in ({CHAIN: 51}, {CHAIN: 101}, {CHAIN: 131})
 
 
-async def test_a_hole_waits_until_it_is_filled_and_other_chains_go_on(client: FloeClient, centre: Centre) -> None:
-    centre.archive.put(rows_of(1, 10))
-    centre.archive.put(rows_of(21, 30))
-    centre.archive.put(rows_of(1, 40, OTHER), chain=OTHER)
-
-    async with centre.running() as health:
-        await centre.carried(client, 50)
-        await soon(lambda: chain_status(health, centre).get("hole") == "11..20")
-        assert chain_status(health, centre)["phase"] == "late"
-        assert await count_in(client, centre.target) == 50
-        centre.archive.put(rows_of(11, 20))
-        messages = await centre.carried(client, 70)
-
-    check_exact(messages, centre.archive, centre.prefix)
-
-
-async def test_a_long_backlog_of_one_chain_does_not_keep_another_waiting(client: FloeClient, centre: Centre) -> None:
-    for first in range(1, 3001, 100):
-        centre.archive.put(rows_of(first, first + 99))
-    centre.archive.put(rows_of(1, 10, OTHER), chain=OTHER)
-    centre.having(publisher="single")
-
-    async with centre.running():
-        messages = await centre.carried(client, 3010)
-
-    check_exact(messages, centre.archive, centre.prefix)
-    assert next(m.sequence for m in messages if m.chain == OTHER) < 1000
-
-
-async def test_damage_that_nothing_else_covers_stops_its_chain_and_no_other(client: FloeClient, centre: Centre) -> None:
-    centre.archive.put(rows_of(1, 10))
-    good = centre.archive.put(rows_of(11, 20))
-    centre.archive.put(rows_of(1, 40, OTHER), chain=OTHER)
-    bytes_of = (centre.archive.folder / good.key).read_bytes()
-    (centre.archive.folder / good.key).write_bytes(bytes_of[:-100] + b"\0" * 100)
-
-    async with centre.running() as health:
-        await centre.carried(client, 50)
-        await soon(lambda: chain_status(health, centre).get("phase") == "damaged")
-        assert chain_status(health, centre)["hole"] == "11..20"
-
-
 async def test_a_segment_of_another_site_under_a_listed_key_is_damage(client: FloeClient, centre: Centre) -> None:
     secret = Chain("mars", "NODES")
     ref = centre.archive.put(rows_of(1, 10, secret), chain=secret)
@@ -133,7 +85,7 @@ async def test_a_segment_of_another_site_under_a_listed_key_is_damage(client: Fl
     centre.archive.documents.write_tail(CHAIN, 10)
 
     async with centre.running() as health:
-        await soon(lambda: chain_status(health, centre).get("phase") == "damaged")
+        await soon(lambda: "'phase': 'damaged'" in str(centre.status(health)))
         assert await count_in(client, centre.target) == 0
 
 
@@ -159,29 +111,108 @@ async def test_a_replaced_segment_is_found(client: FloeClient, centre: Centre, m
     assert set(opened) == {0, 1}
 
 
-# Open intents that another instance left behind
-
-
-async def opened(client: FloeClient, centre: Centre, ref: SegmentRef) -> None:
-    """A target with an open intent over the segment, of which 7 rows are stored."""
-    await left_open(client, centre, ref, await make(client, centre))
-    await store(client, centre, rows_of(1, 7))
-
-
 async def test_the_rows_of_an_open_intent_are_found_through_the_cover(client: FloeClient, centre: Centre) -> None:
     gone = centre.archive.put(rows_of(1, 40))
     centre.archive.store.delete(gone)
     for first, last in ((1, 15), (16, 40), (41, 60)):
         centre.archive.put(rows_of(first, last), level=1)
     centre.archive.rows[CHAIN] = rows_of(1, 60)
-    await opened(client, centre, gone)
+    await left_open(client, centre, gone, await make(client, centre))
+    await store(client, centre, rows_of(1, 7))
 
     async with centre.running():
         check_exact(await centre.carried(client, 60), centre.archive, centre.prefix)
 
 
-async def test_other_rows_in_the_range_of_an_open_intent_stop_the_target(client: FloeClient, centre: Centre) -> None:
-    await opened(client, centre, centre.archive.put(rows_of(1, 39), SequenceRange(1, 40)))
+async def test_a_target_that_held_messages_before_is_begun_behind_them(client: FloeClient, centre: Centre) -> None:
+    centre.archive.put(rows_of(1, 30))
+    centre.having(**SHARED)
+    await make(client, centre)
+    for _ in range(17):
+        await foreign(client, centre)
+    async with centre.running():
+        state = await closed_at(client, centre, 47)
+        assert sequences(await centre.carried(client, 47)) == list(range(1, 31))
+    assert state.checkpoint.begins == 17
 
-    assert "expected 40 messages in 1..40, found 39" in (await centre.ending()).message
-    assert await count_in(client, centre.target) == 7
+
+@pytest.mark.parametrize("is_made_again", [False, True])
+async def test_a_shared_target_that_is_gone_or_another_one_stops(
+    client: FloeClient, centre: Centre, is_made_again: bool
+) -> None:
+    centre.archive.put(rows_of(1, 30))
+    centre.having(**SHARED)
+    await make(client, centre)
+    async with centre.running():
+        await closed_at(client, centre, 30)
+    await client.api(f"STREAM.DELETE.{centre.target}")
+    if is_made_again:
+        await make(client, centre)
+    error = await centre.ending()
+    assert error.code in ("E-TARGET-RECREATED", "E-TARGET-GONE")
+    assert "floe checkpoint set" in error.hint
+
+
+# What is counted: the figures that alerts stand on
+
+
+def reading(name: str, target: str, **labels: str) -> float:
+    """The sample of `floe_ingress_{name}` for the target; 0 where there is none."""
+    return REGISTRY.get_sample_value(f"floe_ingress_{name}", {"target": target, **labels}) or 0.0
+
+
+def of_chain(name: str, target: str, chain: Chain = CHAIN) -> float:
+    return reading(name, target, site=chain.site, feed=chain.feed, partition=str(chain.partition))
+
+
+async def test_what_is_stored_and_parked_and_chains_that_stop_and_pause_are_counted(
+    client: FloeClient, centre: Centre
+) -> None:
+    target = centre.target
+    centre.archive.put([message(1), message(2, b"x" * 5000), message(3, subject=b"elsewhere")])
+    centre.archive.put(rows_of(1, 5, OTHER), chain=OTHER)
+    centre.having(create=None, on_oversize="park")
+    await make(client, centre, subjects=[f"{target}.nodes.*"], max_msg_size=4000)
+    async with centre.running():
+        await soon(lambda: reading("stopped_chains", target) == reading("parked_waiting", target) == 1)
+        await soon(lambda: of_chain("messages_total", target, OTHER) == 5)
+        assert reading("paused_chains", target) == 0
+        where = ("--target", target, "--site", OTHER.site, "--feed", OTHER.feed)
+        done = await floe("chain", "pause", "-c", str(centre.write()), *where)
+        assert done.code == 0, done
+        await soon(lambda: reading("paused_chains", target) == 1)
+
+        assert reading("publish_seconds_count", target) >= 1
+        assert reading("publish_last_success_timestamp_seconds", target) > 1_700_000_000
+        payloads = sum(len(row.payload) for row in centre.archive.rows[OTHER])
+        assert of_chain("bytes_total", target, OTHER) >= payloads
+        assert of_chain("bytes_total", target) > 0
+        assert of_chain("parked_messages_total", target) == 1
+        assert reading("intents_total", target, result="closed") >= 1
+        assert reading("lease_held", target) == 1
+    assert await count_in(client, target) == 6
+
+
+async def test_foreign_messages_of_a_shared_target_and_errors_of_the_store_are_counted(
+    client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = centre.archive.objects.list
+
+    def away(prefix: str, **where: Any) -> Any:
+        if "level=" in prefix:
+            raise Unavailable("the store is away")
+        return whole(prefix, **where)
+
+    centre.archive.put(rows_of(1, 5))
+    centre.having(create=None, **SHARED)
+    await make(client, centre)
+    async with centre.running():
+        await centre.carried(client, 5)
+        for _ in range(3):
+            await foreign(client, centre)
+        monkeypatch.setattr(centre.archive.objects, "list", away)
+        centre.archive.put(rows_of(6, 9))
+        await soon(lambda: reading("store_errors_total", centre.target) >= 1)
+        monkeypatch.undo()
+        assert sequences(await centre.carried(client, 12)) == list(range(1, 10))
+        await soon(lambda: reading("foreign_messages_total", centre.target) == 3)

@@ -1,25 +1,35 @@
-"""Where ingress stops: the verdict, the exit code, the choices; and what it does about another instance."""
+"""Where ingress stops: the verdict, the exit code, the choices; how it goes on, shares its targets, and ends."""
 
 from __future__ import annotations
 
 import asyncio
+import io
+import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import AnotherWriter, ConfigError
 from common.jetstream.api import GUARD, MARKER, stream_info
 from common.jetstream.client import FloeClient, frame
+from common.logs import configure, flush
+from common.metrics import REGISTRY
 from common.service.monitor import Health
 from common.tasks import Stop
+from infra.local.nats import NatsServer
 from ingress.target import examine_target
 from tests.support.basics import PATIENCE, soon
 from tests.support.commands import floe
 from tests.support.ingress import Archive, Centre, check_exact, closed_at, count_in, make, rows_of, update
+from tests.support.proxies import TcpProxy
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
+OTHER = Chain("eu-west", "NODES")
 
 
 @pytest.fixture
@@ -34,15 +44,23 @@ async def carry_once(centre: Centre, client: FloeClient) -> None:
         await closed_at(client, centre, 30)
 
 
-async def test_a_missing_target_ends_with_the_line_that_makes_it(centre: Centre) -> None:
+async def test_a_missing_target_ends_with_the_line_that_makes_it_and_dangerous_differences_with_all_of_them(
+    centre: Centre, client: FloeClient
+) -> None:
     centre.having(create=None)
+    missing = await centre.ending()
+    assert isinstance(missing, ConfigError)
+    assert missing.exit_code == 78
+    assert missing.message == f"target {centre.target}: expected a stream, found none and no `create`"
+    assert missing.hint.startswith(f"nats stream add {centre.target} --subjects '{centre.target}.>'")
 
-    error = await centre.ending()
-
+    await make(client, centre, retention="workqueue", storage="memory")
+    error = await centre.having(create={"subjects": [f"{centre.target}.>"]}).ending()
     assert isinstance(error, ConfigError)
-    assert error.exit_code == 78
-    assert error.message == f"target {centre.target}: expected a stream, found none and no `create`"
-    assert error.hint.startswith(f"nats stream add {centre.target} --subjects '{centre.target}.>'")
+    assert error.problems == (
+        f"target {centre.target}: retention: expected limits (create), found workqueue",
+        f"target {centre.target}: storage: expected file (create), found memory",
+    )
 
 
 @pytest.mark.real
@@ -59,28 +77,6 @@ async def test_a_target_that_takes_nothing_of_a_source_is_not_made(centre: Centr
     doctor = await floe("doctor", "-c", str(centre.write()), "--json", "--role", "ingress")
     assert found in doctor.out
     assert "the target would not be made" in doctor.out
-
-
-async def test_dangerous_differences_are_refused_all_at_once(centre: Centre, client: FloeClient) -> None:
-    await make(client, centre, retention="workqueue", storage="memory")
-
-    error = await centre.ending()
-
-    assert isinstance(error, ConfigError)
-    assert error.problems == (
-        f"target {centre.target}: retention: expected limits (create), found workqueue",
-        f"target {centre.target}: storage: expected file (create), found memory",
-    )
-
-
-async def test_deletion_is_told_while_idle(client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ingress.delivery.IDLE_LOOK", 0.5)
-    async with centre.running() as health:
-        await centre.carried(client, 30)
-        await client.api(f"STREAM.DELETE.{centre.target}")
-
-        await soon(lambda: "E-TARGET-GONE" in str(health.status()))
-        assert health.problems()
 
 
 async def test_a_foreign_writer_that_goes_on_ends_with_exit_code_4(centre: Centre, client: FloeClient) -> None:
@@ -125,30 +121,134 @@ async def test_a_full_target_is_waited_for(client: FloeClient, centre: Centre) -
         check_exact(await centre.carried(client, 30), centre.archive, centre.prefix)
 
 
+# How it goes on, and ends
+
+
+@pytest.mark.real
+async def test_a_target_that_is_gone_is_told_while_idle_and_filled_again_without_a_restart(
+    centre: Centre, client: FloeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ingress.delivery.IDLE_LOOK", 0.5)
+    log = io.StringIO()
+    configure("info", "json", stream=log)
+    async with centre.running() as health:
+        await centre.carried(client, 30)
+        await client.api(f"STREAM.DELETE.{centre.target}")
+        await soon(lambda: centre.status(health).get("state") == "stopped")
+        status = centre.status(health)
+        assert status["code"] in ("E-TARGET-GONE", "E-TARGET-RECREATED")
+        assert "floe checkpoint set" in status["hint"]
+        assert any(centre.target in problem for problem in health.problems())
+        assert REGISTRY.get_sample_value("floe_ingress_stopped", {"target": centre.target}) == 1
+
+        centre.archive.put(rows_of(31, 40))
+        command = ["checkpoint", "set", "-c", str(centre.write()), "--target", centre.target, "--forget"]
+        result = await floe(*command, "--yes", env={**os.environ})  # the log of this process is that of the service
+        assert result.code == 0, result
+        check_exact(await centre.carried(client, 40), centre.archive, centre.prefix)
+        await soon(lambda: not health.problems())
+        assert REGISTRY.get_sample_value("floe_ingress_stopped", {"target": centre.target}) == 0
+    flush()
+    lines = [json.loads(line) for line in log.getvalue().splitlines()]
+    actions = [line["action"] for line in lines if line.get("target", centre.target) == centre.target]
+    told = ["started", "goes_on", "target_stopped", "over", "ended"]
+    assert [action for n, action in enumerate(actions) if action in told and action not in actions[:n]] == told
+    first, last = (next(line for line in lines if line["action"] == action) for action in ("started", "ended"))
+    assert first["targets"] == [centre.target]
+    assert last["messages"] == 70
+    begins = [line for line in lines if line["action"] == "goes_on"]
+    assert (begins[0]["chains"], begins[0]["target_sequence"]) == ({}, 0)
+
+
+@pytest.mark.real
+async def test_a_target_that_does_not_answer_ends_the_drain_in_time(
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_server: NatsServer, nats_url: str
+) -> None:
+    archive.put(rows_of(31, 3000))
+    centre = Centre(tmp_path, archive, nats_url, publisher="single")
+    async with TcpProxy(nats_server.port) as proxy:
+        centre.urls = [proxy.url]
+        stop = Stop()
+        task = asyncio.create_task(centre.run(stop, shutdown_timeout="2s"))
+        await centre.carried(client, 40)
+        proxy.blackhole()
+        began = time.monotonic()
+        stop.set()
+        await asyncio.wait_for(task, PATIENCE)
+        took = time.monotonic() - began
+        print(f"drained from a server that does not answer in {took:.1f} s")
+        assert took < 60
+        proxy.heal()
+        centre.urls = [nats_url]
+        async with centre.running():
+            messages = await centre.carried(client, 100)
+    sequences = [each.message.sequence for each in messages]
+    assert sequences == list(range(1, len(sequences) + 1))
+
+
+async def test_targets_are_split_among_instances_taken_over_and_handed_over(
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    centres = [Centre(tmp_path, archive, nats_url) for _ in range(4)]
+    targets = [each.target_settings for each in centres]
+    stops, healths = [Stop() for _ in range(3)], [Health(SystemClock()) for _ in range(3)]
+
+    def start(number: int) -> asyncio.Task[None]:
+        return asyncio.create_task(centres[0].run(stops[number], healths[number], targets=targets))
+
+    def held(*numbers: int) -> list[int]:
+        carried = [[each.status(healths[n]).get("state") for each in centres].count("carrying") for n in numbers]
+        return sorted(carried)
+
+    first = start(0)
+    await soon(lambda: held(0) == [4])
+    second = start(1)
+    await soon(lambda: held(0, 1) == [2, 2])
+    first.cancel()  # nothing is handed over
+    await soon(lambda: held(1) == [4])
+    third = start(2)
+    await soon(lambda: held(1, 2) == [2, 2])
+    stops[1].set()
+    await asyncio.wait_for(second, PATIENCE)
+    await soon(lambda: held(2) == [4])
+    archive.put(rows_of(31, 40))
+    for each in centres:
+        check_exact(await each.carried(client, 40), archive, each.prefix)
+    stops[2].set()
+    await asyncio.wait_for(third, PATIENCE)
+
+
 # Commands
 
 
 @pytest.mark.real
-async def test_checkpoint_and_status_show_how_far_everything_is(centre: Centre, client: FloeClient) -> None:
-    await carry_once(centre, client)
+async def test_checkpoint_and_status_show_how_far_everything_is_and_what_stops(
+    centre: Centre, client: FloeClient
+) -> None:
+    for first in (1, 21):
+        centre.archive.put(rows_of(first, first + 9, OTHER), chain=OTHER)
+    async with centre.running():
+        await closed_at(client, centre, 40)
     centre.archive.put(rows_of(31, 70))
     config = str(centre.write())
 
-    listed = await floe("checkpoint", "ls", "-c", config, "--json")
-    shown = await floe("status", "-c", config, "--json")
-    table = await floe("status", "-c", config)
-
-    (checkpoint,) = listed.json()
-    assert (checkpoint["target"], checkpoint["target_sequence"], checkpoint["intent"]) == (centre.target, 30, None)
+    (checkpoint,) = (await floe("checkpoint", "ls", "-c", config, "--json")).json()
+    assert (checkpoint["target"], checkpoint["target_sequence"], checkpoint["intent"]) == (centre.target, 40, None)
     assert checkpoint["positions"] == [
-        {"site": "us-east", "feed": "NODES", "incarnation": 0, "partition": 0, "position": 31}
+        {"site": site, "feed": "NODES", "incarnation": 0, "partition": 0, "position": position}
+        for site, position in (("eu-west", 11), ("us-east", 31))
     ]
-    missing, row = shown.json()
-    assert (missing["site"], missing["phase"]) == ("eu-west", "missing")  # of `sources`, not begun
+    late, row = (await floe("status", "-c", config, "--json")).json()
+    assert (late["phase"], late["publisher"], late["why"]) == ("late", "fast", "11..20 is missing")
     assert (row["archived"], row["position"], row["lag_sequences"]) == (70, 31, 40)
     assert 0 <= row["lag_seconds"] < 60
-    assert table.out.splitlines()[0].split()[0] == "target"
-    assert "70" in table.out
+    assert (await floe("status", "-c", config)).out.splitlines()[0].split()[0] == "target"
+
+    await client.api(f"STREAM.DELETE.{centre.target}")
+    gone = await floe("status", "-c", config, "--json")
+    assert (gone.code, {each["phase"] for each in gone.json()}) == (3, {"stopped"})
+    assert "E-TARGET-GONE: target " in gone.json()[1]["why"]
+    assert "floe checkpoint set -c " in gone.json()[1]["why"], "with the command that lets it go on"
 
 
 @pytest.mark.parametrize("count", [0, 30])
