@@ -1,26 +1,36 @@
-"""Messages that are too large for the target: put aside, listed, delivered once the target takes them."""
+"""Messages that are too large for the target or its server: put aside, listed, delivered once they are taken."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
-import re
-import shlex
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.errors import AnotherWriter
+from common.errors import ConfigError
 from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient
 from common.segments.segment import Message
+from infra.local.nats import NatsServer
 from ingress.parked import ParkedStore, State
 from tests.support import ingress
 from tests.support.basics import soon
 from tests.support.commands import floe
-from tests.support.ingress import CHAIN, Archive, Centre, arrived, rows_of
+from tests.support.ingress import (
+    CHAIN,
+    Archive,
+    Centre,
+    arrived,
+    client_of,
+    left_open,
+    rows_of,
+    service,
+    stands,
+    stop_of,
+    store,
+)
 from tests.support.segments import message
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
@@ -131,80 +141,10 @@ async def test_what_is_asked_for_meanwhile_is_delivered_without_a_restart(client
         await raise_limit(client, centre, 100_000)
         for entry in parked.entries().values():
             parked.ask(entry)
-        messages = await centre.carried(client, 20)
+        await centre.carried(client, 20)
         centre.archive.put(rows_of(21, 30))
         messages = await centre.carried(client, 30)
     check_all_once(messages, centre.archive, centre, {5, 17})
-
-
-async def test_all_messages_of_a_feed_may_be_too_large(client: FloeClient, centre: Centre) -> None:
-    large = dict.fromkeys(range(1, 61), 1200)
-    centre.archive.put(with_large(1, 60, large))
-    centre.having(on_oversize="park")
-
-    await make(client, centre)
-    async with centre.running():
-        parked = await kept(client, centre)
-        await soon(lambda: states(parked) == dict.fromkeys(large, State.PARKED))
-        centre.archive.put(rows_of(61, 70))
-        check = await centre.carried(client, 10)
-    assert [each.message.sequence for each in check] == list(range(61, 71))
-
-
-@pytest.mark.parametrize("way", ["skip", "raise"])
-async def test_without_parking_it_stops_and_its_way_out_is_pasted(client: FloeClient, centre: Centre, way: str) -> None:
-    centre.archive.put(with_large(1, 20, {5: 2000}))
-
-    await make(client, centre)
-    async with centre.running() as health:
-
-        def stopped() -> Any:
-            chains = health.status()["parts"].get(f"target {centre.target}", {}).get("chains", {})
-            return (found := chains.get(str(CHAIN), {})).get("stopped") and found
-
-        found = await soon(stopped)
-        assert "sequence 5: the message with its headers needs" in found["stopped"]
-        assert len(await centre.carried(client, 4)) == 4
-        resume, skip = re.findall(r"floe ((?:chain|checkpoint) [^,)\n]+)", found["hint"])
-        if way == "raise":
-            await raise_limit(client, centre, 100_000)
-        words = shlex.split((resume if way == "raise" else skip).replace("site.yaml", str(centre.write())))
-        pasted = await floe(*words)
-        assert pasted.code == 0, pasted
-        messages = await centre.carried(client, 20 if way == "raise" else 19)
-    expected = [*range(1, 21)] if way == "raise" else [1, 2, 3, 4, *range(6, 21)]
-    assert [each.message.sequence for each in messages] == expected
-
-
-@asynccontextmanager
-async def carried_twice(centre: Centre) -> AsyncIterator[None]:
-    """Two instances that know nothing of each other's lease."""
-    one, other = (f"{centre.lease_bucket}_{letter}" for letter in "ab")
-    async with centre.running(lease_bucket=one), centre.running(lease_bucket=other):
-        yield
-
-
-async def test_twins_park_and_deliver_once(client: FloeClient, centre: Centre) -> None:
-    large = dict.fromkeys(range(3, 300, 9), 1500)
-    centre.archive.put(with_large(1, 300, large))
-    centre.having(on_oversize="park")
-
-    await make(client, centre)
-    parked = await kept(client, centre)
-    # One of the two may give up because of the other; what it leaves is what counts.
-    with suppress(AnotherWriter):
-        async with carried_twice(centre):
-            await centre.carried(client, 300 - len(large))
-            await soon(lambda: states(parked) == dict.fromkeys(large, State.PARKED))
-    await raise_limit(client, centre, 100_000)
-    for entry in parked.entries().values():
-        parked.ask(entry)
-    with suppress(AnotherWriter):
-        async with carried_twice(centre):
-            await centre.carried(client, 300)
-            await soon(lambda: set(states(parked).values()) == {State.DELIVERED})
-    messages = await arrived(client, centre.target)
-    check_all_once(messages, centre.archive, centre, set(large))
 
 
 @pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
@@ -236,3 +176,73 @@ async def test_messages_at_the_limits_are_stored_or_parked(client: FloeClient, c
         assert {each.message.sequence for each in messages} == set(range(1, len(rows) + 1)) - parked
         assert {1, 2, 3} < parked < set(range(1, len(rows)))
         assert health.status()["parts"][f"target {centre.target}"]["state"] == "carrying"
+
+
+# Nodes of a cluster, and a server that is started again, may take smaller messages than before
+
+
+SMALLER = 8 * 1024
+LARGE = message(15, f"{CHAIN}|15|".encode().ljust(20_000, b"L"), subject=b"nodes.large")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> NatsServer:
+    return NatsServer(tmp_path / "nats")
+
+
+async def started_with(server: NatsServer, max_payload: int | None) -> None:
+    """The same server with another limit, as a node that is connected to next."""
+    server.max_payload = max_payload
+    await asyncio.to_thread(server.restart)
+
+
+def violations(server: NatsServer) -> int:
+    """How many connections the server has cut because of a message that was too large."""
+    return server.log.read_text().lower().count("maximum payload")
+
+
+async def test_a_server_that_takes_less_now_stops_nothing(tmp_path: Path, archive: Archive, server: NatsServer) -> None:
+    """The row is put aside; it was decoded, by the former limit, before the connection was another one."""
+    archive.put(rows_of(1, 10))
+    with server:
+        centre = Centre(tmp_path, archive, server.url, on_oversize="park")
+        async with client_of(server.url) as client, centre.running() as health:
+            await centre.carried(client, 10)
+            await started_with(server, SMALLER)
+            archive.put([*rows_of(11, 14), LARGE, *rows_of(16, 30)])
+            await stands(client, centre, [*range(1, 15), *range(16, 31)])
+            parked = await kept(client, centre)
+            await soon(lambda: states(parked) == {15: State.PARKED})
+            assert centre.status(health)["state"] == "carrying"
+            # And one that takes more again is made use of.
+            await started_with(server, None)
+            large = message(31, LARGE.payload, subject=b"nodes.large")
+            archive.put([large])
+            await stands(client, centre, [*range(1, 15), *range(16, 32)])
+        assert violations(server) == 0
+
+
+async def test_a_row_taken_no_more_stops_its_own_target(tmp_path: Path, archive: Archive, server: NatsServer) -> None:
+    ref = archive.put([*rows_of(1, 14), LARGE, *rows_of(16, 30)])
+    with server:
+        centre = Centre(tmp_path, archive, server.url, create=None, on_oversize="park")
+        async with client_of(server.url) as client:
+            await left_open(client, centre, ref, await ingress.make(client, centre))
+            await store(client, centre, rows_of(1, 5))
+            await started_with(server, SMALLER)
+            async with service(centre) as health:
+                stop = await stop_of(centre, health)
+                assert stop["code"] == "E-OVERSIZE-INTENT"
+                assert f"the target takes {SMALLER}" in stop["why"]
+                assert violations(server) == 0
+                # Nothing has to be done once the server takes it again.
+                await started_with(server, None)
+                await stands(client, centre, list(range(1, 31)))
+
+
+async def test_a_server_without_headers_is_named(tmp_path: Path, archive: Archive) -> None:
+    with NatsServer(tmp_path / "nats", extra="no_header_support: true") as server:
+        with pytest.raises(ConfigError) as error:
+            await Centre(tmp_path, archive, server.url).run()
+        assert error.value.code == "E-NATS-HEADERS"
+        assert "`headers: false`" in error.value.message
