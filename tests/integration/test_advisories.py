@@ -7,17 +7,18 @@ import random
 import tracemalloc
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 
 import pytest
 
-from common.errors import Unavailable
+from common.errors import FloeError, Unavailable
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.headers import build_block
 from common.jetstream.pull import Asked
 from common.settings.service import NatsSettings
 from egress.advisories.advisory import Advisory, AdvisoryDocument, Event
 from egress.advisories.outbox import ids_stored
-from infra.local.nats import NatsServer
+from infra.local.nats import NatsCluster, NatsServer
 from tests.support.advisories import SECOND, World, connected, new, news, now_ns, running
 from tests.support.basics import PATIENCE, soon
 from tests.support.clock import ManualClock
@@ -76,21 +77,6 @@ async def test_what_is_found_is_stored_once_in_order_and_then_forgotten(world: W
     once_and_in_order(await world.stored(), sent)
     assert world.counted() == {"stored": len(sent)}
     assert world.gauge("waiting") == 0
-
-
-async def test_the_subjects_are_the_templates(world: World) -> None:
-    hostile = "x\r\nPUB $JS.API.STREAM.DELETE.S 0\r\n\r\n"
-    sent = [new("node1.example.net"), new(hostile), new("*.>"), new("."), new("x" * 1024), new("\ud800")]
-    async with running(world.advisories()) as advisories:
-        advisories.take(sent, again=False)
-        await advisories.drain(10)
-    info = await world.client.api(f"STREAM.INFO.{world.stream}", {"subjects_filter": ">"})
-    subjects = {each.removeprefix(f"{world.prefix}.new.") for each in info["state"]["subjects"]}
-
-    assert {"node1.example.net", "%2A.%3E", "%2E"} < subjects
-    assert len(subjects) == len(sent)
-    assert world.client.generation == 1  # the connection was not lost
-    assert {each.value for each in await world.stored()} >= {hostile, "*.>", ".", "x" * 1024}
 
 
 @pytest.mark.real
@@ -212,14 +198,6 @@ async def test_a_stream_that_cannot_be_read_for_a_while_is_read_later(
     once_and_in_order(await world.stored(), sent)
 
 
-@pytest.mark.real
-async def test_ten_thousand_in_the_outbox_go_out_within_seconds(world: World) -> None:
-    sent = news(10_000, values=5000)
-    await send(world, sent)
-    assert world.counted() == {"stored": 10_000}
-    once_and_in_order(await world.stored(), sent)
-
-
 async def test_too_much_read_again_is_settled_before_the_reading_ends(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,18 +223,6 @@ async def test_without_a_usable_lease_nothing_is_sent(world: World) -> None:
         held[0] = True
         await advisories.drain(5)
     assert await world.count() == 1
-
-
-async def test_what_is_no_news_any_more_is_counted_and_not_sent(world: World) -> None:
-    old, recent = life_of("a", now_ns() - 100 * HOUR), life_of("b", now_ns() - 2 * HOUR + 60 * SECOND)
-    async with running(world.advisories(outbox=old[:2])) as advisories:
-        advisories.take(old[2:], again=True)
-        advisories.settle()
-        advisories.take(recent, again=False)
-        await advisories.drain(10)
-        assert advisories.pending() == ()
-    once_and_in_order(await world.stored(), [each for each in old if each.event is Event.NEW] + recent)
-    assert world.counted()["stale"] == 3
 
 
 async def test_a_host_whose_clock_is_ahead_loses_none(client: FloeClient) -> None:
@@ -300,18 +266,18 @@ async def test_ids_are_found_between_other_messages_deleted_ones_and_many_pieces
 @pytest.mark.real
 async def test_looking_into_a_long_stream_takes_little_memory(world: World) -> None:
     subject = f"{world.prefix}.new.n".encode()
-    for end in range(2000, 40_001, 2000):
-        for n in range(end - 2000, end):
-            world.client.send(frame(subject, b"x" * 300, build_block([b"Nats-Msg-Id: %d" % n])))
+    for end in range(1000, 12_001, 1000):
+        for n in range(end - 1000, end):
+            world.client.send(frame(subject, b"x" * 2000, build_block([b"Nats-Msg-Id: %d" % n])))
         await soon(lambda end=end: _reached(world, end))
     tracemalloc.start()
     try:
-        found = await ids_stored(world.client, f"{world.prefix}.*.>", {"0", "39999", "none"}, 0)
+        found = await ids_stored(world.client, f"{world.prefix}.*.>", {"0", "11999", "none"}, 0)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
 
-    assert found == {"0", "39999"}
+    assert found == {"0", "11999"}
     assert peak < 12 << 20
 
 
@@ -339,62 +305,75 @@ authorization { users: [
 """
 
 
-async def test_without_the_right_to_read_they_are_sent_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+async def test_without_the_right_to_read_they_are_sent_and_without_that_to_send_they_wait_and_little_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with NatsServer(extra=RIGHTS) as server:
-        every, few = [
+        every, few, reader = [
             await connect(NatsSettings(url=server.url, user=user, password="secret"), name="test")
-            for user in ("all", "few")
+            for user in ("all", "few", "reader")
         ]
         world, sent = World(every, prefix="adv"), news(5)
         await world.make_stream(duplicate_window=120 * SECOND)
         for _ in range(2):
             await send(world, sent, few)
         once_and_in_order(await world.stored(), sent)
-        await every.aclose()
-        await few.aclose()
-    assert caplog.text.count("not compared") == 2  # once for each of the two
-
-
-async def test_without_the_right_to_send_they_wait_and_the_log_is_not_flooded(caplog: pytest.LogCaptureFixture) -> None:
-    with NatsServer(extra=RIGHTS) as server:
-        client = await connect(NatsSettings(url=server.url, user="reader", password="secret"), name="test")
-        world, sent = World(client, prefix="adv"), news(1000)
-        await world.make_stream()
-        async with running(world.advisories(client)) as advisories:
+        assert caplog.text.count("not compared") == 2  # once for each of the two
+        sent = news(1000)
+        async with running(world.advisories(reader)) as advisories:
             advisories.settle()
             advisories.take(sent, again=False)
             await soon(lambda: world.counted()["failed"] > 256 + 8)
             assert sorted(advisories.pending(), key=repr) == sorted(sent, key=repr)
-        await client.aclose()
+        for each in (every, few, reader):
+            await each.aclose()
     assert caplog.text.count("E-ADVISORIES") == 1
     assert caplog.text.count("nats permission missing") < 300
+
+
+async def test_leaders_that_move_and_restarts_lose_and_repeat_nothing(cluster: NatsCluster) -> None:
+    client = await connect(NatsSettings(url=cluster.urls), name="test")
+    world, sent = World(client), news(4000, values=2000)
+
+    async def made() -> bool:
+        with suppress(FloeError):
+            await world.make_stream(num_replicas=3, storage="file", duplicate_window=120 * SECOND)
+            return True
+        return False
+
+    await soon(lambda: made())
+    for _ in range(3):
+        async with running(world.advisories(outbox=sent)) as advisories:
+            advisories.settle()
+            for _ in range(2):
+                await asyncio.sleep(0.3)
+                with suppress(FloeError):
+                    await client.api(f"STREAM.LEADER.STEPDOWN.{world.stream}")
+    async with running(world.advisories(outbox=sent)) as last:
+        last.settle()
+        await last.drain(1)  # may fail for a moment, then it waits for nothing
+        await soon(lambda: not last.pending())
+    found = await world.stored()
+    await client.aclose()
+
+    assert len({each.event_id for each in found}) == len(found) == len(sent)
 
 
 # Those that are not reliable
 
 
-async def test_unreliable_ones_are_published_once_and_never_again(client: FloeClient) -> None:
-    world = World(client, reliable=False)
-    await world.make_stream()
-    sent = news(1000)
-    async with running(world.advisories(outbox=news(3))) as advisories:
-        advisories.take(news(5), again=True)
-        advisories.settle()
-        advisories.take(sent, again=False)
-        assert advisories.has_room
-        assert advisories.pending() == ()
-        await advisories.drain(10)
-    await soon(lambda: _reached(world, len(sent)))
-    once_and_in_order(await world.stored(), sent)
-    assert world.counted() == {"published": 1000}
-
-
-async def test_unreliable_ones_are_dropped_while_the_line_is_down(nats_server: NatsServer) -> None:
+async def test_unreliable_ones_are_published_once_and_dropped_while_the_line_is_down(nats_server: NatsServer) -> None:
     async with TcpProxy(nats_server.port) as proxy:
         cut = await connected(proxy.url)
-        world = World(await connected(nats_server.url), reliable=False)
+        world, sent = World(await connected(nats_server.url), reliable=False), news(1000)
         await world.make_stream()
-        async with running(world.advisories(cut)) as advisories:
+        async with running(world.advisories(cut, outbox=news(3))) as advisories:
+            advisories.take(news(5), again=True)
+            advisories.settle()
+            advisories.take(sent, again=False)
+            assert (advisories.has_room, advisories.pending()) == (True, ())
+            await soon(lambda: _reached(world, len(sent)))
+            once_and_in_order(await world.stored(), sent)
             await proxy.refuse()
             await soon(lambda: not cut.is_up)
             advisories.take(news(100), again=False)
@@ -402,7 +381,7 @@ async def test_unreliable_ones_are_dropped_while_the_line_is_down(nats_server: N
             await proxy.listen()
             assert await cut.wait_up(PATIENCE)
             advisories.take(news(7), again=False)
-            await soon(lambda: _reached(world, 7))
+            await soon(lambda: _reached(world, len(sent) + 7))
         await cut.aclose()
         await world.client.aclose()
-    assert world.counted() == {"dropped": 100, "published": 7}
+    assert world.counted() == {"dropped": 100, "published": len(sent) + 7}

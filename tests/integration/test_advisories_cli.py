@@ -85,15 +85,6 @@ async def test_since_counts_from_now_by_time_of_storing(world: World, config: Pa
     assert (await floe(config, world.stream, "--since", "1ms")).out == ""
 
 
-async def test_a_value_cannot_forge_lines_or_move_the_cursor(world: World, config: Path) -> None:
-    await store(world, [new("a\n[2026-01-01 00:00:00] expire node1\x1b[2J\u202e")])
-    people, programs = (await floe(config, world.stream)).out, (await floe(config, world.stream, "--json")).out
-
-    assert people.count("\n") == programs.count("\n") == 1
-    for output in (people, programs):
-        assert output.rstrip("\n").isprintable()
-
-
 async def test_at_the_centre_subjects_and_headers_are_others_and_do_not_matter(
     world: World, tmp_path: Path, nats_url: str
 ) -> None:
@@ -114,17 +105,14 @@ async def test_at_the_centre_subjects_and_headers_are_others_and_do_not_matter(
     assert (await floe(centre, world.stream, "--nats", "egress")).code == 75
 
 
-async def test_a_stream_that_is_not_there_is_one_line_and_exit_1(config: Path) -> None:
+async def test_no_such_stream_is_one_line_and_exit_1_and_what_is_no_name_a_usage_error(
+    config: Path,
+) -> None:
     done = await floe(config, "NO_SUCH_STREAM")
-
-    assert done.code == 1
+    assert (done.code, done.err.count("\n")) == (1, 1)
     assert done.err.startswith("error[E-STREAM]: stream NO_SUCH_STREAM: expected one on this server")
-    assert done.err.count("\n") == 1
-
-
-@pytest.mark.parametrize("name", ["a.b", "a b", "*", ""])
-async def test_what_is_no_name_of_a_stream_is_a_usage_error(config: Path, name: str) -> None:
-    assert (await floe(config, name)).code == 2
+    for name in ("a.b", "a b", "*", ""):
+        assert (await floe(config, name)).code == 2, name
 
 
 async def test_follow_shows_those_that_come_until_it_is_interrupted(world: World, config: Path, tmp_path: Path) -> None:
@@ -147,8 +135,10 @@ async def test_follow_shows_those_that_come_until_it_is_interrupted(world: World
     assert "Traceback" not in errors.read_text()
 
 
-def test_a_time_that_no_calendar_has_is_foreign_and_what_never_was_seen_is_shown_all_the_same() -> None:
+def test_a_line_is_one_whatever_a_value_and_its_times_are() -> None:
     with pytest.raises(ValueError, match="expected seconds since 1970"):
         line_of(AdvisoryDocument("p", "i", "f", 0, 0, "r", 2**62, "new", "v"))
     unseen = AdvisoryDocument("p", "i", "f", -1, -62_135_596_800, "r", 0, "new", "v")
     assert line_of(unseen).startswith("[1970-01-01 00:00:00]     new v seen ")
+    forged = AdvisoryDocument("p", "i", "f", 0, 0, "r", 0, "new", "a\n[2026-01-01 00:00:00] expire node1\x1b[2J\u202e")
+    assert line_of(forged).isprintable()

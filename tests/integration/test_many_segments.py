@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import tracemalloc
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from tests.support.compaction import TestPolicy
 CHAIN, LAYOUT = Chain("us-east", "NODES"), Layout("data")
 LEVEL_0, LEVEL_1 = LAYOUT.segments_prefix(CHAIN, 0), LAYOUT.segments_prefix(CHAIN, 1)
 WIDTH = 10  # sequences of a segment of level 0; 100 times as many of level 1
+FEW, MANY = 10_000, 12_000  # segments of level 0
 POLICY = TestPolicy(min_age=0, max_wait=-1, max_count=1000, min_size=10**12, max_size=10**12)
 
 
@@ -118,15 +120,10 @@ def sound(_store: SegmentStore, segment: SegmentRef, *, deep: bool) -> Footer:
     return Footer(segment.chain, segment.level, segment.coverage, width, Ledger(), 1, 1, 1, None, "test")
 
 
-def verified(count: int) -> verify.ChainReport:
-    objects: Any = Endless(count, count // 1000)
-    return verify.verify_chains(SegmentStore(objects, LAYOUT), ChainStore(objects, LAYOUT), [CHAIN])[0]
-
-
-def verified_again(objects: Any) -> verify.ChainReport:
-    """As a nightly run does: what is signed off, in `objects` that were verified so before, is passed over."""
+def verified(objects: Any, reports: list[verify.ChainReport]) -> None:
+    """As a nightly run does: what is signed off is passed over."""
     sign_offs, chains = SignOffs(objects, LAYOUT, deep=False), ChainStore(objects, LAYOUT)
-    return verify.verify_chains(SegmentStore(objects, LAYOUT), chains, [CHAIN], sign_offs=sign_offs)[0]
+    reports += verify.verify_chains(SegmentStore(objects, LAYOUT), chains, [CHAIN], sign_offs=sign_offs)
 
 
 def growth(work: Callable[[], object]) -> float:
@@ -140,29 +137,24 @@ def growth(work: Callable[[], object]) -> float:
 
 
 def test_a_run_over_many_segments_keeps_few_of_them_in_memory() -> None:
-    report, place = compact(10_000, window=500, batch=3000)
-    assert [m.inputs for m in report.merged] == [1000] * 9  # over the first 1,000 there is a level already
+    report, place = compact(FEW, window=500, batch=3000)
+    assert [m.inputs for m in report.merged] == [1000] * 9
     assert (place.merges, place.most) == ([2, 3, 3, 1], 3000), "many outputs at a time, and not all"
 
     def run(count: int) -> float:
         return growth(lambda: compact(count, window=500, batch=3000))
 
-    assert (run(15_000) - run(10_000)) / 5000 < 100, "bytes for each segment more"
+    assert (run(MANY) - run(FEW)) / (MANY - FEW) < 100, "bytes for each segment more"
 
 
-def test_verify_of_many_segments_keeps_few_of_them_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_keeps_few_of_many_segments_in_memory_nor_much_of_what_is_signed_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(verify, "check_segment", sound)
-    report = verified(6000)
-    assert (report.segments, report.problems, report.overlapping) == ({0: 6000, 1: 6}, [], 0)
-    few, many = growth(lambda: verified(10_000)), growth(lambda: verified(15_000))
-    assert (many - few) / 5000 < 60, "bytes for each segment more"
-
-
-def test_what_is_signed_off_takes_little_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "check_segment", sound)
-    stores = [Endless(count, count // 1000) for count in (10_000, 15_000)]
-    for each in stores:
-        verified_again(each)
-    (first, few), (second, many) = ((r := [], growth(lambda e=e, r=r: r.append(verified_again(e)))) for e in stores)
-    assert [report.skipped for report in (*first, *second)] == [10_010, 15_015]
-    assert (many - few) / 5000 < 80, "bytes for each segment more"
+    stores = [Endless(count, count // 1000) for count in (FEW, MANY)]
+    reports: list[verify.ChainReport] = []
+    for most in (60, 80):  # while nothing was signed off, and all
+        few, many = (growth(partial(verified, each, reports)) for each in stores)
+        assert (many - few) / (MANY - FEW) < most, "bytes for each segment more"
+    assert [report.skipped for report in reports] == [0, 0, FEW + FEW // 1000, MANY + MANY // 1000]
+    assert all(report.problems == [] for report in reports)
