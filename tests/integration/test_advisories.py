@@ -1,15 +1,20 @@
-"""Advisories on a real server: none lost, none twice, in order for each value; whatever is cut meanwhile."""
+"""Advisories: none lost, none twice, in order for each value, whatever is cut; and `floe advisories`."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
-import tracemalloc
+import signal
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from common.errors import FloeError, Unavailable
 from common.jetstream.client import FloeClient, connect, frame
@@ -17,11 +22,14 @@ from common.jetstream.headers import build_block
 from common.jetstream.pull import Asked
 from common.settings.service import NatsSettings
 from egress.advisories.advisory import Advisory, AdvisoryDocument, Event
+from egress.advisories.cli import line_of
 from egress.advisories.outbox import ids_stored
 from infra.local.nats import NatsCluster, NatsServer
+from infra.local.process import spawn
 from tests.support.advisories import SECOND, World, connected, new, news, now_ns, running
 from tests.support.basics import PATIENCE, soon
 from tests.support.clock import ManualClock
+from tests.support.commands import ROOT, Done, invoke
 from tests.support.proxies import TcpProxy
 
 pytestmark = pytest.mark.simulated
@@ -98,9 +106,7 @@ async def test_lost_answers_are_settled_by_reading(world: World, nats_server: Na
     assert world.counted()["stored"] == len(sent)
 
 
-async def test_without_a_stream_for_an_hour_nothing_is_lost_and_little_is_said(
-    client: FloeClient, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_without_a_stream_for_an_hour_none_is_lost(client: FloeClient, caplog: pytest.LogCaptureFixture) -> None:
     world = World(client, inspect_duration="1000h")  # however far the clock runs, nothing comes too late
     clock, sent = ManualClock(now_ns() / SECOND), life_of("a", now_ns() - HOUR)
     start = clock.monotonic()
@@ -120,19 +126,6 @@ async def test_without_a_stream_for_an_hour_nothing_is_lost_and_little_is_said(
     [told] = [each for each in caplog.messages if "cannot be stored" in each]
     assert "E-ADVISORIES" in told
     assert f"{world.prefix}.*.>" in told
-
-
-async def test_events_that_no_stream_takes_do_not_hold_up_those_that_one_takes(client: FloeClient) -> None:
-    world, at = World(client), now_ns()
-    await world.make_stream(subjects=[f"{world.prefix}.timeout.>"])
-    lost = news(600)
-    kept = [Advisory(Event.TIMEOUT, f"v{n}", at, at + n) for n in range(600)]
-    async with running(world.advisories()) as advisories:
-        advisories.settle()
-        advisories.take(lost + kept, again=False)
-        await soon(lambda: world.counted()["stored"] == len(kept))
-        assert sorted(advisories.pending(), key=repr) == sorted(lost, key=repr)
-    once_and_in_order(await world.stored(), kept)
 
 
 @pytest.mark.real
@@ -163,24 +156,7 @@ async def _reached(world: World, count: int) -> bool:
     return await world.count() >= count
 
 
-async def test_what_may_have_been_sent_waits_for_the_end_of_reading_again(world: World) -> None:
-    before = [new("a", now_ns() - SECOND)]
-    await send(world, before)
-    await asyncio.sleep(0.15)
-    async with running(world.advisories(outbox=before)) as second:
-        later = [new("a"), new("b")]
-        second.take(later, again=True)
-        await asyncio.sleep(0.2)
-        assert await world.count() == 1
-        assert second.pending() == (*before, later[0], later[1])
-        second.settle()
-        await second.drain(10)
-    once_and_in_order(await world.stored(), before + later)
-
-
-async def test_a_stream_that_cannot_be_read_for_a_while_is_read_later(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stream_that_cannot_be_read_is_read_later(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     sent, failures = news(10), [Unavailable("no leader"), Unavailable("no leader")]
     await send(world, sent)
 
@@ -198,9 +174,7 @@ async def test_a_stream_that_cannot_be_read_for_a_while_is_read_later(
     once_and_in_order(await world.stored(), sent)
 
 
-async def test_too_much_read_again_is_settled_before_the_reading_ends(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_too_much_read_again_is_settled_before_the_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise reading would wait for room, and room for the end of reading."""
     monkeypatch.setattr("egress.advisories.outbox.Outbox.has_room", property(lambda outbox: len(outbox) < 100))
     sent = news(150)
@@ -263,27 +237,7 @@ async def test_ids_are_found_between_other_messages_deleted_ones_and_many_pieces
     assert not consumers["consumers"]  # none is left behind
 
 
-@pytest.mark.real
-async def test_looking_into_a_long_stream_takes_little_memory(world: World) -> None:
-    subject = f"{world.prefix}.new.n".encode()
-    for end in range(1000, 12_001, 1000):
-        for n in range(end - 1000, end):
-            world.client.send(frame(subject, b"x" * 2000, build_block([b"Nats-Msg-Id: %d" % n])))
-        await soon(lambda end=end: _reached(world, end))
-    tracemalloc.start()
-    try:
-        found = await ids_stored(world.client, f"{world.prefix}.*.>", {"0", "11999", "none"}, 0)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-    assert found == {"0", "11999"}
-    assert peak < 12 << 20
-
-
-async def test_a_work_queue_cannot_be_read_so_the_duplicate_window_has_to_do(
-    client: FloeClient, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_work_queue_relies_on_the_window(client: FloeClient, caplog: pytest.LogCaptureFixture) -> None:
     world, sent = World(client), news(20)
     await world.make_stream(retention="workqueue", duplicate_window=120 * SECOND)
     config = {"name": "reader", "durable_name": "reader", "ack_policy": "explicit"}
@@ -305,9 +259,7 @@ authorization { users: [
 """
 
 
-async def test_without_the_right_to_read_they_are_sent_and_without_that_to_send_they_wait_and_little_is_said(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_without_the_right_to_read_they_go_and_to_send_they_wait(caplog: pytest.LogCaptureFixture) -> None:
     with NatsServer(extra=RIGHTS) as server:
         every, few, reader = [
             await connect(NatsSettings(url=server.url, user=user, password="secret"), name="test")
@@ -385,3 +337,119 @@ async def test_unreliable_ones_are_published_once_and_dropped_while_the_line_is_
         await cut.aclose()
         await world.client.aclose()
     assert world.counted() == {"dropped": 100, "published": len(sent) + 7}
+
+
+# `floe advisories`
+
+
+MINUTE = 60 * SECOND
+
+
+@pytest.fixture
+def config(tmp_path: Path, nats_url: str) -> Path:
+    return written(tmp_path / "site.yaml", {"site": "US_EAST", "nats": {"url": nats_url}})
+
+
+def written(path: Path, settings: dict[str, Any]) -> Path:
+    quiet = {"store": {"url": f"file://{path.parent}/bucket"}, "log": {"level": "warning"}}
+    path.write_text(yaml.safe_dump({**quiet, **settings}))
+    return path
+
+
+async def floe(config: Path, *arguments: str) -> Done:
+    return await invoke("advisories", *arguments, "-c", str(config))
+
+
+async def store(world: World, sent: list[Advisory], foreign: int = 0) -> None:
+    before = await world.count()
+    async with running(world.advisories()) as advisories:
+        advisories.take(sent, again=False)
+        await advisories.drain(10)
+    for _ in range(foreign):
+        world.client.send(frame(f"{world.prefix}.other".encode(), b'{"protocol": "x", "value": "node1"}'))
+
+    async def there() -> bool:
+        return await world.count() == before + len(sent) + foreign
+
+    await soon(there)
+
+
+def silence(value: str, moment_ns: int, silent_ns: int = 662 * SECOND) -> Advisory:
+    return Advisory(Event.TIMEOUT, value, moment_ns - silent_ns, moment_ns)
+
+
+async def test_each_is_one_line_in_order_or_json_and_foreign_ones_are_counted(world: World, config: Path) -> None:
+    empty = await floe(config, world.stream)
+    assert (empty.code, empty.out, empty.err) == (0, "", "")
+    await store(world, [silence("node1", now_ns() - MINUTE), new("node2"), new("node1")], foreign=3)
+    done = await floe(config, world.stream)
+    first, second, _ = done.out.splitlines()
+    assert first.endswith("] timeout node1 seen 11m2s earlier on US_EAST")
+    assert second.endswith("]     new node2 seen 0s earlier on US_EAST")
+    assert (done.code, done.err) == (0, f"3 messages of {world.stream} are no advisories\n")
+    documents = [json.loads(line) for line in (await floe(config, world.stream, "node1", "--json")).out.splitlines()]
+    assert sorted((each["event"], each["value"]) for each in documents) == [("new", "node1"), ("timeout", "node1")]
+    assert list(documents[0]) == list(AdvisoryDocument.__struct_fields__)
+
+
+async def test_since_counts_from_now_by_time_of_storing(world: World, config: Path) -> None:
+    await store(world, [new("old", now_ns() - 30 * 86_400 * SECOND)])
+
+    assert "old seen 0s earlier" in (await floe(config, world.stream, "--since", "1m")).out
+    assert (await floe(config, world.stream, "--since", "1ms")).out == ""
+
+
+async def test_other_subjects_and_headers_do_not_matter(world: World, tmp_path: Path, nats_url: str) -> None:
+    document = (
+        b'{"protocol":"io.choria.sr.v2.age_advisory","event_id":"26QSY17sb9aJL6UPPG6MLOVjIrE",'
+        b'"inspect_field":"sender","age":3600,"seen":1647351430,"replicator":"US-EAST",'
+        b'"timestamp":1647355030,"event":"expire","value":"node1"}'
+    )
+    world.client.send(frame(f"{world.prefix}.central.x".encode(), document))
+    await soon(world.count)
+    nowhere = {"url": "nats://127.0.0.1:1", "connect_timeout": "300ms"}
+    targets = [{"stream": "T", "sources": [{"site": "s", "feed": "f"}]}]
+    settings = {"nats": nowhere, "ingress": {"nats": {"url": nats_url}, "targets": targets}}
+    centre = written(tmp_path / "centre.yaml", settings)
+
+    shown = (await floe(centre, world.stream)).out
+    assert shown == "[2022-03-15 14:37:10]  expire node1 seen 1h earlier on US-EAST\n"
+    assert (await floe(centre, world.stream, "--nats", "egress")).code == 75
+
+
+async def test_no_such_stream_ends_with_1_and_what_is_no_name_with_2(config: Path) -> None:
+    done = await floe(config, "NO_SUCH_STREAM")
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert done.err.startswith("error[E-STREAM]: stream NO_SUCH_STREAM: expected one on this server")
+    for name in ("a.b", "a b", "*", ""):
+        assert (await floe(config, name)).code == 2, name
+
+
+@pytest.mark.real
+async def test_follow_shows_those_that_come_until_it_is_interrupted(world: World, config: Path, tmp_path: Path) -> None:
+    await store(world, [new("before")])
+    out, errors = tmp_path / "out", tmp_path / "errors"
+    with out.open("w") as stdout, errors.open("w") as stderr:
+        command = [sys.executable, str(ROOT / "floe.py"), "advisories", world.stream, "--follow", "-c", str(config)]
+        process = spawn(command, stdout=stdout, stderr=stderr)
+    try:
+        await soon(lambda: "before" in out.read_text())
+        await store(world, [new("after")], foreign=1)
+        await soon(lambda: "after" in out.read_text())
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert out.read_text().count("\n") == 2
+    assert f"1 message of {world.stream} is no advisory" in errors.read_text()
+    assert "Traceback" not in errors.read_text()
+
+
+def test_a_line_is_one_whatever_a_value_and_its_times_are() -> None:
+    with pytest.raises(ValueError, match="expected seconds since 1970"):
+        line_of(AdvisoryDocument("p", "i", "f", 0, 0, "r", 2**62, "new", "v"))
+    unseen = AdvisoryDocument("p", "i", "f", -1, -62_135_596_800, "r", 0, "new", "v")
+    assert line_of(unseen).startswith("[1970-01-01 00:00:00]     new v seen ")
+    forged = AdvisoryDocument("p", "i", "f", 0, 0, "r", 0, "new", "a\n[2026-01-01 00:00:00] expire node1\x1b[2J\u202e")
+    assert line_of(forged).isprintable()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,9 +61,7 @@ async def test_nothing_is_looked_at_before_it_is_known_what_is_stored(archive: A
     assert archive.objects.get(START) is None
 
 
-async def test_a_start_is_resolved_by_what_is_stored_when_it_is_written(
-    archive: Archive, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_start_is_resolved_by_what_is_stored_then(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
     reads, go_on = threading.Event(), threading.Event()
 
     def slow(chain: Chain) -> int | None:
@@ -89,9 +86,7 @@ async def test_a_start_is_resolved_by_what_is_stored_when_it_is_written(
 
 
 @pytest.mark.parametrize("error", [Unavailable("503"), Refused("no right")])
-async def test_an_error_between_a_begin_and_its_gap_drops_no_start_key(
-    archive: Archive, monkeypatch: pytest.MonkeyPatch, error: FloeError
-) -> None:
+async def test_an_error_drops_no_start(archive: Archive, monkeypatch: pytest.MonkeyPatch, error: FloeError) -> None:
     centre = Centre(archive, start_sequence=90)
     monkeypatch.setattr(centre.prefetcher, "look_at_stopped", 0.0)
     gaps = centre.prefetcher.locator.gaps
@@ -142,9 +137,7 @@ async def test_a_stream_json_that_cannot_be_read_starves_nobody_and_is_told_once
         await centre.reaches({LATER: 6})
 
 
-async def test_what_the_store_refuses_about_one_chain_stops_that_chain_alone(
-    archive: Archive, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_refused_of_a_chain_stops_it_alone(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
     archive.put(rows_of(1, 9, PART), chain=PART)
     real = archive.store.list
 
@@ -160,27 +153,6 @@ async def test_what_the_store_refuses_about_one_chain_stops_that_chain_alone(
         await soon(lambda: getattr(centre.prefetcher.chains.get(PART).stopped, "code", "") == "E-S3-KMS")
         archive.put(rows_of(101, 110))
         await centre.reaches({CHAIN: 111})
-
-
-async def test_a_store_that_does_not_answer_is_told_once_for_a_chain(
-    archive: Archive, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    asked = []
-
-    def away(*_: Any, **__: Any) -> Any:
-        asked.append(1)
-        raise Unavailable("away")
-
-    monkeypatch.setattr(archive.store, "list", away)
-    centre = Centre(archive)
-    async with centre.running():
-
-        async def three() -> bool:
-            await centre.look()
-            return len(asked) >= 3
-
-        await soon(three, every=0.05)
-    assert caplog.text.count("store not readable") == 1
 
 
 # What is searched, and how often
@@ -215,9 +187,7 @@ def test_a_moment_that_is_waited_for_is_searched_for_only_in_what_is_new(tmp_pat
     assert (begins(), len(listed)) == (115, 12)
 
 
-async def test_what_arrives_while_a_moment_is_searched_for_is_searched_too(
-    archive: Archive, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_arrives_meanwhile_is_searched_too(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
     centre = Centre(archive, start_time=moment(105))
     starts = centre.prefetcher.locator.starts
     real, asked = starts.resolve, []
@@ -240,9 +210,7 @@ async def test_what_arrives_while_a_moment_is_searched_for_is_searched_too(
 # Gaps that were passed
 
 
-async def test_a_gap_is_counted_and_told_once_however_often_the_chain_is_made_anew(
-    archive: Archive, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_gap_is_counted_and_told_once(archive: Archive, caplog: pytest.LogCaptureFixture) -> None:
     archive.put(rows_of(111, 120))
     archive.documents.accept_gap(CHAIN, AcceptedGap(SequenceRange(101, 110)))
     counter = metrics.lost_sequences.labels("FLEET", "us-east", "NODES", "0")
@@ -267,16 +235,3 @@ def test_a_spoiled_gap_is_told_once_until_it_is_put_right(archive: Archive, capl
         assert caplog.text.count("gap ignored") == told
         archive.objects.put(key, gap.to_json())
         assert archive.documents.gaps(CHAIN) == [gap]
-
-
-async def test_decisions_that_cannot_be_read_are_told_once(
-    archive: Archive, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def away() -> Any:
-        raise Unavailable("away")
-
-    prefetcher = Centre(archive).prefetcher
-    monkeypatch.setattr(prefetcher, "decisions", SimpleNamespace(read=away))
-    for _ in range(3):
-        await prefetcher.attend()
-    assert caplog.text.count("decisions not readable") == 1

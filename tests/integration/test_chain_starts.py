@@ -50,9 +50,7 @@ def start(archive: Archive, *, now: float = 2e9, **keys: Any) -> Any:
 
 @pytest.mark.servers
 @pytest.mark.simulated
-async def test_a_copy_begins_where_its_entry_says_and_a_restart_changes_nothing(
-    centre: Centre, client: FloeClient, archive: Archive
-) -> None:
+async def test_a_restart_begins_a_copy_nowhere_else(centre: Centre, client: FloeClient, archive: Archive) -> None:
     centre.target_settings["sources"][0] |= {"start_time": moment(14)}
     async with centre.running():
         states = await centre.state(client)
@@ -69,17 +67,13 @@ async def test_a_copy_begins_where_its_entry_says_and_a_restart_changes_nothing(
         check_exact(await centre.carried(client, 17), archive, centre.prefix)
 
 
-def test_a_sequence_is_one_of_the_first_incarnation_only_and_without_a_key_everything_is_carried(
-    archive: Archive,
-) -> None:
+def test_a_sequence_is_of_the_first_incarnation_and_without_a_key_all_is_carried(archive: Archive) -> None:
     assert start(archive)() == 1
     resolve = start(archive, start_sequence=15)
     assert (resolve(), resolve(LATER), resolve(first=18), resolve(end=9)) == (15, 1, 18, 10)
 
 
-def test_a_start_that_is_written_down_stays_whatever_the_archive_the_clock_and_the_file_say_later(
-    archive: Archive,
-) -> None:
+def test_a_start_that_is_written_down_stays_whatever_archive_clock_and_file_say_later(archive: Archive) -> None:
     now = (START_NS + 16 * PACE_NS) / 1e9
     assert start(archive, now=now, start_delta="5ms")() in (11, 12)
     assert start(archive, now=2e9, start_delta="5ms")() in (11, 12)

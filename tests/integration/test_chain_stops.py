@@ -92,9 +92,7 @@ async def test_a_subject_that_the_target_does_not_take_goes_on_once_the_target_t
         await soon(lambda: "stopped" not in chain_status(health, centre))
 
 
-async def test_a_message_that_is_too_large_goes_on_by_itself_once_the_target_takes_it(
-    client: FloeClient, centre: Centre, archive: Archive
-) -> None:
+async def test_what_is_too_large_goes_on_by_itself(client: FloeClient, centre: Centre, archive: Archive) -> None:
     archive.put([message(1), message(2, b"x" * 5000), message(3)])
     centre.having(create=None)
     config = {"subjects": [f"{centre.target}.>"], "allow_atomic": True, "max_msg_size": 4000}
@@ -139,9 +137,7 @@ async def check_shown(centre: Centre) -> None:
     centre.archive.objects.delete(key)
 
 
-async def test_what_is_gone_from_a_filled_hole_stops_its_chain_until_it_comes_or_is_given_up(
-    client: FloeClient, centre: Centre, archive: Archive
-) -> None:
+async def test_what_is_gone_from_a_filled_hole_stops_it(client: FloeClient, centre: Centre, archive: Archive) -> None:
     """The segment 11..20 was lost and archived again, when the source held 13 and 17 no more."""
     lost = {chain: [m for m in rows_of(11, 20, chain) if m.sequence in (13, 17)] for chain in (CHAIN, OTHER)}
     for chain in (CHAIN, OTHER):
@@ -172,9 +168,7 @@ async def test_what_is_gone_from_a_filled_hole_stops_its_chain_until_it_comes_or
     assert (verdict.code, "expected no segment there" in verdict.err) == (2, True), verdict
 
 
-async def test_a_late_segment_is_not_masked_by_one_that_did_not_read_its_rows(
-    client: FloeClient, centre: Centre, archive: Archive
-) -> None:
+async def test_a_late_segment_is_not_masked(client: FloeClient, centre: Centre, archive: Archive) -> None:
     """Twin A was paused with 1..100; the source let go of 1..50; B covers 1..120; then A's put lands."""
     early = {"ledger": Ledger({Reason.GONE_BEFORE_READ: 50}), "unread": SequenceRange(1, 50)}
     archive.put(rows_of(51, 120), SequenceRange(1, 120), **early)
@@ -215,9 +209,7 @@ async def test_a_lost_stretch_is_given_up_and_what_comes_behind_it_later_is_told
     assert passed.range == SequenceRange(11, 20)
 
 
-async def test_skipping_goes_on_by_itself_and_another_target_is_not_bound_by_it(
-    client: FloeClient, centre: Centre, archive: Archive
-) -> None:
+async def test_skipping_binds_no_other_target(client: FloeClient, centre: Centre, archive: Archive) -> None:
     archive.put(rows_of(1, 10))
     archive.put(rows_of(21, 30))
     source_having(centre, lost_segment_timeout="1s", on_lost="skip")
@@ -249,9 +241,7 @@ async def test_damage_that_nothing_covers_is_given_up(client: FloeClient, centre
         check_exact(await centre.carried(client, 15), archive, centre.prefix)
 
 
-async def test_a_new_incarnation_begins_when_somebody_says_so(
-    client: FloeClient, centre: Centre, archive: Archive
-) -> None:
+async def test_a_new_incarnation_waits_for_a_decision(client: FloeClient, centre: Centre, archive: Archive) -> None:
     archive.begin(LATER, previous={0: 10})
     archive.put(rows_of(1, 5, LATER), chain=LATER)
     centre.having(on_new_incarnation="halt")
@@ -267,26 +257,7 @@ async def test_a_new_incarnation_begins_when_somebody_says_so(
         assert [m.chain for m in messages[-5:]] == [LATER] * 5
 
 
-async def test_a_spoiled_document_is_looked_at_again_when_somebody_asks(
-    client: FloeClient, centre: Centre, archive: Archive, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ingress_world, "QUICK", replace(ingress_world.QUICK, look_at_stopped=600.0))
-    archive.put(rows_of(1, 10))
-    key = archive.store.layout.chain_document(CHAIN)
-    good = archive.objects.get(key)
-    assert good is not None
-    archive.objects.put(key, b"{")
-    async with centre.running() as health:
-        hint = (await stopped(health, centre, "E-STATE-JSON"))["hint"]
-        archive.objects.put(key, good)
-        await paste(centre, hint, "chain resume")
-
-        check_exact(await centre.carried(client, 15), archive, centre.prefix)
-
-
-async def test_a_paused_chain_stands_still_through_a_restart_and_goes_on_when_resumed(
-    client: FloeClient, centre: Centre, archive: Archive
-) -> None:
+async def test_a_paused_chain_stays_so_until_resumed(client: FloeClient, centre: Centre, archive: Archive) -> None:
     archive.put(rows_of(1, 10))
     named = ["-c", str(centre.write()), "--target", centre.target, "--site", "us-east", "--feed", "NODES"]
     async with centre.running() as health:
@@ -308,9 +279,7 @@ async def test_a_paused_chain_stands_still_through_a_restart_and_goes_on_when_re
         await soon(lambda: "paused" not in chain_status(health, centre))
 
 
-async def test_pauses_that_cannot_be_read_stop_the_target_until_they_are_written_anew(
-    client: FloeClient, centre: Centre, archive: Archive
-) -> None:
+async def test_unreadable_pauses_stop_the_target(client: FloeClient, centre: Centre, archive: Archive) -> None:
     named = ["-c", str(centre.write()), "--target", centre.target]
     bucket = await KeyValue(client, centre.state_bucket).ensure()
     await bucket.put(state_key("pauses", centre.target), b'{"version":2}')

@@ -161,9 +161,7 @@ async def test_partitions_that_are_found_late_are_waited_for(archive: Archive) -
         await centre.reaches({CHAIN: 11, PARTS[1]: 4, LATER: 6})
 
 
-async def test_partitions_above_the_count_of_their_chain_json_stop_alone_in_one_line(
-    archive: Archive, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_partitions_above_the_count_stop_alone(archive: Archive, caplog: pytest.LogCaptureFixture) -> None:
     archive.put(rows_of(1, 10))
     forged = [Chain("us-east", "NODES", 0, partition) for partition in range(7, 27)]
     for chain in forged:

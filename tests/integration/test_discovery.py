@@ -124,9 +124,7 @@ async def test_one_change_among_many_chains_costs_one_listing_and_one_read(place
         assert place.objects.calls == {"list": 1}
 
 
-async def test_a_site_with_many_tails_is_read_in_turn_with_the_others(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_site_with_many_tails_is_read_in_turn(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ingress.discovery.discovery.MOST_TAILS", 10)
     hostile = [Chain("a-site", FEED, 0, number) for number in range(25)]
     monkeypatch.setattr(place.target, "pairs", lambda: [(SITE, FEED), ("a-site", FEED)])
@@ -154,9 +152,7 @@ async def test_a_site_with_many_tails_is_read_in_turn_with_the_others(
     place.threads.close()
 
 
-async def test_a_notification_wakes_its_chain_alone_and_asks_the_store_nothing_and_what_flows_nowhere_is_ignored(
-    place: Place,
-) -> None:
+async def test_a_notification_wakes_its_chain_alone_and_asks_the_store_nothing(place: Place) -> None:
     place.make(20)
     async with place.looking():
         place.notify(Chain("elsewhere", FEED))
@@ -210,9 +206,7 @@ async def test_forged_chains_make_nothing_and_cost_little(place: Place) -> None:
         assert place.target.found_ == []
 
 
-async def test_a_target_added_during_a_look_is_looked_up_by_the_next_and_is_missing_until_it_is_archived(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_target_added_during_a_look_is_looked_up_next(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.make(1)
     chains, later = place.documents.chains, Target()
     monkeypatch.setattr(later, "pairs", lambda: [(SITE, "LATER")])
@@ -250,9 +244,7 @@ async def test_notifications_without_end_put_off_no_poll(tmp_path: Path) -> None
         assert 2 <= place.objects.calls["list"] <= 2 * polls + 2
 
 
-async def test_chains_that_wait_are_looked_at_between_two_long_polls(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_chains_that_wait_are_looked_at_between_polls(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TICK", 0.1)
     place.make(1)
     async with place.looking():
@@ -266,23 +258,6 @@ async def test_listening_anew_looks_at_everything(place: Place) -> None:
         place.documents.write_tail(place.chain(1), 30)  # while nobody listened
         place.notified.listening()
         await soon(lambda: (place.chain(1), 30) in place.target.found_)
-
-
-async def test_one_tail_that_cannot_be_read_keeps_back_no_other(place: Place) -> None:
-    place.make(10)
-    async with place.looking():
-        for number in range(10):
-            place.documents.write_tail(place.chain(number), 20)
-        place.forget()
-        place.objects.on("get", raising(Unavailable("away")), nth=4)
-
-        with pytest.raises(Unavailable):
-            await place.discovery.look()
-
-        assert len(place.target.found_) == 9
-        assert place.target.ticks == 1
-        await place.discovery.look()
-        assert len(place.target.found_) == 10
 
 
 async def test_an_archive_that_is_gone_is_said_until_it_is_back(place: Place) -> None:
@@ -301,9 +276,7 @@ async def test_an_archive_that_is_gone_is_said_until_it_is_back(place: Place) ->
 
 
 @pytest.mark.parametrize("verb", ["list", "get"])
-async def test_a_store_that_refuses_all_from_the_first_poll_on_ends_it_with_what_it_says(
-    place: Place, verb: str
-) -> None:
+async def test_a_store_that_refuses_all_from_the_first_poll_on_ends_it(place: Place, verb: str) -> None:
     place.make(2)
     place.objects.on(verb, raising(Refused("no right")))
     with pytest.raises(Refused, match="no right"):
@@ -346,24 +319,8 @@ async def test_one_tail_that_is_refused_from_the_first_poll_on_ends_nothing(tmp_
         assert any("no right" in problem for problem in place.health.problems())
 
 
-async def test_a_listener_that_fails_keeps_back_no_other(place: Place) -> None:
-    place.make(1)
-
-    class Failing(Target):
-        async def tick(self) -> None:
-            raise Unavailable("away")
-
-    place.discovery.add(Failing())
-    place.discovery.add(place.target)
-    with pytest.raises(Unavailable):
-        await place.discovery.look()
-    assert place.target.ticks == 1
-
-
 @pytest.mark.parametrize("name", ["found", "wake", "tick"])
-async def test_what_a_listener_did_not_foresee_is_its_own_and_no_others(
-    place: Place, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+async def test_a_failing_listener_fails_alone(place: Place, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A chain is found and a notification of it comes; the looks go on."""
     place.make(1)
     failing = Target()

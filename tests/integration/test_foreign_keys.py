@@ -42,9 +42,7 @@ def problems_of(archive: Archive) -> list[VerifyProblem]:
     return list(verify_chains(archive.store, ChainStore(archive.objects, archive.layout), [CHAIN])[0].problems)
 
 
-def test_foreign_keys_are_counted_and_named_whatever_the_size_of_pages(
-    tmp_path: Path, s3: SharedS3, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_foreign_keys_are_counted_and_named(tmp_path: Path, s3: SharedS3, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = archive_in(tmp_path, s3)
     for key in JUNK:
         archive.objects.put(key, b"?")

@@ -10,18 +10,13 @@ from pathlib import Path
 import pytest
 
 from common.chain import Chain
-from common.clock import SystemClock
 from common.errors import FloeError
 from common.jetstream.api import StreamInfo, stream_info
-from common.jetstream.buckets import kv_replicas
 from common.jetstream.client import FloeClient
-from common.settings.egress import EgressSettings
 from infra.local.nats import NatsCluster
-from ingress.replay.drill import Scratch
 from tests.support.basics import at_length, soon
 from tests.support.ingress import Archive, Centre, check_exact, client_of, rows_of
-from tests.support.replay import World
-from tests.support.servers import place, placing
+from tests.support.servers import placing
 
 pytestmark = pytest.mark.servers
 CHAINS = [Chain("us-east", "NODES"), Chain("eu-west", "NODES")]
@@ -64,40 +59,6 @@ async def test_moving_leaders_lose_and_repeat_nothing(tmp_path: Path, cluster: N
         messages = await centre.carried(client, 2 * rows)
 
     check_exact(messages, archive, centre.prefix)
-
-
-async def test_the_first_replay_or_drill_makes_buckets_as_ingress_would(tmp_path: Path, cluster: NatsCluster) -> None:
-    """Though its own target has one replica, and that of ingress does not exist yet."""
-    async with client_of(*cluster.urls) as client:
-        world = World(tmp_path, cluster.urls[0], client)
-
-        def centre() -> Centre:
-            create = {"subjects": ["fleet.>"], "replicas": 3}
-            return Centre(tmp_path, world.archive, cluster.urls[0], create=create)
-
-        world.centre = centre()
-        world.fill((1, 10))
-        await world.make()
-        assert (await world.run()).finished
-        drilling = centre()
-        settings = drilling.settings().ingress
-        await Scratch(client, settings, "", SystemClock()).sweep()
-        buckets = [world.centre.lease_bucket, world.centre.state_bucket, drilling.lease_bucket]
-        infos = [await led(client, f"KV_{bucket}") for bucket in buckets]
-        assert [info.config["num_replicas"] for info in infos] == [3, 3, 3]
-
-
-async def test_a_replay_into_a_source_makes_buckets_as_egress_would(tmp_path: Path, cluster: NatsCluster) -> None:
-    async with client_of(*cluster.urls) as client:
-        for name, replicas in (("SOURCE", 3), ("BACK", 1)):
-            await place(client, {"name": name, "subjects": [f"{name}.>"], "num_replicas": replicas})
-        for settings, expected in (
-            (EgressSettings(feeds=({"stream": "SOURCE"},)), 3),
-            (EgressSettings(feeds=({"stream": "GONE"},)), 1),
-            (EgressSettings(feeds=({"stream": "SOURCE"},), kv_replicas=2), 2),
-        ):
-            assert await kv_replicas(client, settings, "BACK") == expected
-        assert await kv_replicas(client, EgressSettings(), "SOURCE") == 3
 
 
 async def disturb(cluster: NatsCluster, client: FloeClient, info: StreamInfo, number: int) -> None:

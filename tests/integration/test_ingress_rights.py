@@ -95,9 +95,7 @@ def violations(server: NatsServer) -> list[str]:
     return [line for line in server.log.read_text().splitlines() if "Violation" in line]
 
 
-async def test_ingress_has_its_rights_and_does_not_need_to_hear_of_releases(
-    centre: Guarded, server: NatsServer, client: FloeClient
-) -> None:
+async def test_ingress_has_its_rights(centre: Guarded, server: NatsServer, client: FloeClient) -> None:
     for publisher in ("fast", "atomic", "single"):
         centre.target_settings["publisher"] = publisher
         first = len(centre.archive.rows[CHAIN]) + 1
@@ -112,9 +110,7 @@ async def test_ingress_has_its_rights_and_does_not_need_to_hear_of_releases(
         await soon(lambda: any("Subscription" in line for line in violations(server)))
 
 
-async def test_an_operator_corrects_and_retries_with_its_rights(
-    centre: Guarded, server: NatsServer, client: FloeClient
-) -> None:
+async def test_an_operator_has_its_rights(centre: Guarded, server: NatsServer, client: FloeClient) -> None:
     centre.target_settings["on_oversize"] = "park"
     centre.archive.put(with_large(501, 520, {510: 2000}))
     await make(client, centre)
@@ -172,17 +168,6 @@ async def run(bench: Bench, *words: str, feed: dict[str, Any], code: int = 0) ->
     path.write_text(yaml.safe_dump(document | {"nats": document["nats"] | AS_EGRESS}))
     done = await floe(*words, "-c", str(path))
     assert done.code == code, (words, done.out, done.err)
-
-
-async def test_egress_freezes_with_the_rights_of_its_file(server: NatsServer, bench: Bench) -> None:
-    await create_stream(bench.client, {"name": "NODES", "subjects": ["NODES.>"], "retention": "interest"})
-    await run(bench, "egress", "init", feed={"stream": "NODES"})
-    for before in (0, 300):
-        async with bench.egress({"stream": "NODES"}, nats=AS_EGRESS):
-            await bench.publish("NODES", (b"%d" % n for n in range(300)))
-            await bench.archived_to("NODES", before + 300)
-    assert [message.sequence for message in bench.messages("NODES")] == list(range(1, 601))
-    assert violations(server) == []
 
 
 @pytest.mark.parametrize("retention", ["limits", "workqueue"])

@@ -1,8 +1,12 @@
-"""Ingress as a service: what is archived arrives, once, in order, as it was; what is counted meanwhile."""
+"""Ingress as a service: what arrives, once, in order, as it was; where it goes on by itself; what is counted.
+
+What `last_seq`, the intent and the readable tail say, times what was closed: rows of docs/delivery.md.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +16,14 @@ from common.errors import Unavailable
 from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient
 from common.metrics import REGISTRY
-from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
 from tests.support.basics import soon
 from tests.support.commands import floe
 from tests.support.ingress import (
     CHAIN,
+    Archive,
     Centre,
+    arrived,
     check_exact,
     closed_at,
     count_in,
@@ -27,7 +32,10 @@ from tests.support.ingress import (
     make,
     rows_of,
     sequences,
+    service,
+    stop_of,
     store,
+    update,
 )
 from tests.support.segments import message
 
@@ -36,25 +44,14 @@ OTHER = Chain("eu-west", "NODES")
 SHARED = {"exclusive": False, "delivery": "at_least_once"}
 
 
-async def test_a_prefix_with_the_names_of_the_chain_tells_two_sites_apart(client: FloeClient, centre: Centre) -> None:
-    target = centre.target
-    for chain in (CHAIN, OTHER):
-        centre.archive.put(rows_of(1, 30, chain), chain=chain)
-    source = {"site": ["us-east", "eu-west"], "feed": "NODES", "subject_prefix": target + ".{site}.{feed}-{partition}"}
-    centre.having(create={}, sources=[source])
-
-    async with centre.running():
-        messages = await centre.carried(client, 60)
-    info = await stream_info(client, target)
-
-    assert sorted(info.config["subjects"]) == [f"{target}.eu-west.*.>", f"{target}.us-east.*.>"]
-    for chain in (CHAIN, OTHER):
-        sent = [f"{target}.{chain.site}.NODES-0.".encode() + row.subject for row in centre.archive.rows[chain]]
-        assert [m.subject for m in messages if m.chain == chain] == sent
+@pytest.fixture
+def centre(tmp_path: Path, archive: Archive, nats_url: str) -> Centre:
+    return Centre(tmp_path, archive, nats_url, create=None)
 
 
 async def test_what_comes_later_follows_and_a_restart_goes_on(client: FloeClient, centre: Centre) -> None:
     centre.archive.put(rows_of(1, 50))
+    await make(client, centre)
     async with centre.running():
         await centre.carried(client, 50)
         centre.archive.put(rows_of(51, 80), SequenceRange(51, 100))
@@ -75,55 +72,6 @@ async def test_what_comes_later_follows_and_a_restart_goes_on(client: FloeClient
     assert said.positions in ({CHAIN: 51}, {CHAIN: 101}, {CHAIN: 131})
 
 
-async def test_a_segment_of_another_site_under_a_listed_key_is_damage(client: FloeClient, centre: Centre) -> None:
-    secret = Chain("mars", "NODES")
-    ref = centre.archive.put(rows_of(1, 10, secret), chain=secret)
-    centre.archive.begin()
-    raw = (centre.archive.folder / ref.key).read_bytes()
-    forged = centre.archive.store.layout.segment(ref.segment._replace(chain=CHAIN))
-    centre.archive.objects.put(forged, raw)
-    centre.archive.documents.write_tail(CHAIN, 10)
-
-    async with centre.running() as health:
-        await soon(lambda: "'phase': 'damaged'" in str(centre.status(health)))
-        assert await count_in(client, centre.target) == 0
-
-
-async def test_a_replaced_segment_is_found(client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = [centre.archive.put(rows_of(first, first + 9)) for first in (1, 11, 21)]
-    centre.archive.put(rows_of(1, 30), level=1, tail=False)
-    opened = []
-
-    def gone_then_open(store: object, ref: SegmentRef, *, rows: SequenceRange | None = None) -> object:
-        if not opened:
-            for each in small:
-                centre.archive.store.delete(each)
-        opened.append(ref.level)
-        return original(store, ref, rows=rows)  # type: ignore[arg-type]
-
-    original = type(centre.archive.store).open
-    monkeypatch.setattr(type(centre.archive.store), "open", gone_then_open)
-
-    async with centre.running():
-        messages = await centre.carried(client, 30)
-
-    check_exact(messages, centre.archive, centre.prefix)
-    assert set(opened) == {0, 1}
-
-
-async def test_the_rows_of_an_open_intent_are_found_through_the_cover(client: FloeClient, centre: Centre) -> None:
-    gone = centre.archive.put(rows_of(1, 40))
-    centre.archive.store.delete(gone)
-    for first, last in ((1, 15), (16, 40), (41, 60)):
-        centre.archive.put(rows_of(first, last), level=1)
-    centre.archive.rows[CHAIN] = rows_of(1, 60)
-    await left_open(client, centre, gone, await make(client, centre))
-    await store(client, centre, rows_of(1, 7))
-
-    async with centre.running():
-        check_exact(await centre.carried(client, 60), centre.archive, centre.prefix)
-
-
 async def test_a_target_that_held_messages_before_is_begun_behind_them(client: FloeClient, centre: Centre) -> None:
     centre.archive.put(rows_of(1, 30))
     centre.having(**SHARED)
@@ -137,11 +85,9 @@ async def test_a_target_that_held_messages_before_is_begun_behind_them(client: F
 
 
 @pytest.mark.parametrize("is_made_again", [False, True])
-async def test_a_shared_target_that_is_gone_or_another_one_stops(
-    client: FloeClient, centre: Centre, is_made_again: bool
-) -> None:
+async def test_a_shared_target_that_is_gone_stops(client: FloeClient, centre: Centre, is_made_again: bool) -> None:
     centre.archive.put(rows_of(1, 30))
-    centre.having(**SHARED)
+    centre.having(create={"subjects": [f"{centre.target}.>"]}, **SHARED)
     await make(client, centre)
     async with centre.running():
         await closed_at(client, centre, 30)
@@ -151,6 +97,70 @@ async def test_a_shared_target_that_is_gone_or_another_one_stops(
     error = await centre.ending()
     assert error.code in ("E-TARGET-RECREATED", "E-TARGET-GONE")
     assert "floe checkpoint set" in error.hint
+
+
+@pytest.mark.parametrize("base", [0, 1])
+@pytest.mark.parametrize("stored", [0, 11, 30])
+async def test_an_open_intent_stored_in_part_or_all(client: FloeClient, centre: Centre, stored: int, base: int) -> None:
+    created = await make(client, centre)
+    if base:
+        centre.archive.put(rows_of(1, 1))
+        await store(client, centre, rows_of(1, 1))
+    ref = centre.archive.put(rows_of(base + 1, base + 30))
+    centre.archive.put(rows_of(base + 31, base + 60))
+    await left_open(client, centre, ref, created, base)
+    await store(client, centre, rows_of(base + 1, base + stored))
+    async with centre.running():
+        check_exact(await centre.carried(client, base + 60), centre.archive, centre.prefix)
+        await closed_at(client, centre, base + 60)
+
+
+async def empty(client: FloeClient, centre: Centre) -> bool:
+    info = await stream_info(client, centre.target)
+    return info is not None and info.messages == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "held"),
+    [({"max_age": 10**9}, range(12, 31)), ({"max_msgs_per_subject": 1}, range(24, 31))],
+    ids=["expired", "superseded per subject"],
+)
+async def test_what_is_gone_stays_gone(client: FloeClient, centre: Centre, config: dict[str, Any], held: range) -> None:
+    ref = centre.archive.put(rows_of(1, 30))
+    created = await make(client, centre, **config)
+    await left_open(client, centre, ref, created)
+    await store(client, centre, rows_of(1, 11))
+    if "max_age" in config:
+        await soon(lambda: empty(client, centre))
+        await update(client, centre, max_age=3600 * 10**9)
+    async with centre.running():
+        await closed_at(client, centre, 30)
+        found = await arrived(client, centre.target)
+    assert sequences(found) == list(held)
+    assert [each.sequence for each in found] == list(held)
+
+
+@pytest.mark.parametrize(
+    ("stored", "config"), [(0, {}), (11, {"max_age": 3600 * 10**9})], ids=["before", "within, where messages expire"]
+)
+async def test_a_purge_takes_none_back(client: FloeClient, centre: Centre, stored: int, config: dict[str, Any]) -> None:
+    centre.archive.put(rows_of(1, 5))
+    created = await make(client, centre, **config)
+    await store(client, centre, rows_of(1, 5))
+    await left_open(client, centre, centre.archive.put(rows_of(6, 35)), created, 5)
+    await store(client, centre, rows_of(6, 5 + stored))
+    await client.api(f"STREAM.PURGE.{centre.target}")
+    async with centre.running():
+        await closed_at(client, centre, 35)
+        assert sequences(await arrived(client, centre.target)) == list(range(6 + stored, 36))
+
+
+async def test_a_foreign_message_in_front_of_a_first_run_stops(client: FloeClient, centre: Centre) -> None:
+    centre.archive.put(rows_of(1, 30))
+    await make(client, centre)
+    await foreign(client, centre)
+    async with service(centre) as health:
+        assert (await stop_of(centre, health))["code"] == "E-TARGET-NOT-EMPTY"
 
 
 # What is counted: the figures that alerts stand on
@@ -165,9 +175,7 @@ def of_chain(name: str, target: str, chain: Chain = CHAIN) -> float:
     return reading(name, target, site=chain.site, feed=chain.feed, partition=str(chain.partition))
 
 
-async def test_what_is_stored_and_parked_and_chains_that_stop_and_pause_are_counted(
-    client: FloeClient, centre: Centre
-) -> None:
+async def test_what_is_stored_parked_stopped_and_paused_is_counted(client: FloeClient, centre: Centre) -> None:
     target = centre.target
     centre.archive.put([message(1), message(2, b"x" * 5000), message(3, subject=b"elsewhere")])
     centre.archive.put(rows_of(1, 5, OTHER), chain=OTHER)
@@ -193,9 +201,7 @@ async def test_what_is_stored_and_parked_and_chains_that_stop_and_pause_are_coun
     assert await count_in(client, target) == 6
 
 
-async def test_foreign_messages_of_a_shared_target_and_errors_of_the_store_are_counted(
-    client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_foreign_ones_are_counted(client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = centre.archive.objects.list
 
     def away(prefix: str, **where: Any) -> Any:

@@ -147,9 +147,7 @@ def test_a_run_over_many_segments_keeps_few_of_them_in_memory() -> None:
     assert (run(MANY) - run(FEW)) / (MANY - FEW) < 100, "bytes for each segment more"
 
 
-def test_verify_keeps_few_of_many_segments_in_memory_nor_much_of_what_is_signed_off(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_verify_keeps_few_of_many_segments_and_sign_offs_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "check_segment", sound)
     stores = [Endless(count, count // 1000) for count in (FEW, MANY)]
     reports: list[verify.ChainReport] = []

@@ -242,13 +242,6 @@ async def subject_widened(world: World) -> None:
     await paste(text, f"--target {world.target} ")
 
 
-async def subject_elsewhere(world: World) -> None:
-    world.fill((1, ROWS))
-    await world.make(subjects=[f"{world.target}.nodes.1"])
-    await paste(await stopped(world, "E-SUBJECT"), "--create")
-    world.target += "_ALL"
-
-
 async def message_too_large(world: World) -> None:
     world.archive.put([*rows_of(1, ROWS - 1), *rows_of(ROWS, ROWS, size=5000)])
     await world.make(max_msg_size=2000)
@@ -261,7 +254,7 @@ async def message_too_large(world: World) -> None:
 
 MENDS = (
     *(not_empty, hole_given_up_or_skipped, lossy, shared, gone, missing, subjects_taken, source_named, source_left_out),
-    *(other_finished, other_dropped, state_spoiled, rows_lost, subject_widened, subject_elsewhere, message_too_large),
+    *(other_finished, other_dropped, state_spoiled, rows_lost, subject_widened, message_too_large),
 )
 
 

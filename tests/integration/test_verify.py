@@ -162,9 +162,7 @@ def test_partitions_that_never_were_are_one_line_and_those_with_segments_are_loo
 
 
 @pytest.mark.parametrize("page", [1, 2])
-def test_a_listing_of_partitions_misses_none_whatever_a_page_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: int
-):
+def test_a_listing_of_partitions_misses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: int):
     monkeypatch.setattr("common.segments.documents._PAGE", page)
     site = Site(tmp_path, NEXT)
     there = {Chain(CHAIN.site, CHAIN.feed, 0, partition) for partition in (0, 1, 2, 9, 10, 19, 100)}
@@ -278,9 +276,7 @@ def test_a_run_that_ends_before_it_signs_off_has_signed_nothing_off(site: Site):
     assert (site.verify().skipped, len(site.read)) == (0, 4)
 
 
-async def test_the_command_says_what_it_did_not_read_and_that_another_run_was_quicker(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-):
+async def test_the_command_says_what_it_did_not_read_and_who_was_quicker(site: Site, monkeypatch: pytest.MonkeyPatch):
     await site.command("--deep", "--since-last")
     done = await site.command("--deep", "--since-last")
     assert "up to 40 on 20" in done.out.splitlines()[1]
@@ -316,9 +312,7 @@ async def test_the_command_says_what_it_did_not_read_and_that_another_run_was_qu
 # Wherever it is read; on Spark: test_compaction_spark.py
 
 
-def test_tasks_are_put_together_whatever_their_order_and_an_error_keeps_its_code(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-):
+def test_tasks_are_put_together_in_any_order_and_an_error_keeps_its_code(site: Site, monkeypatch: pytest.MonkeyPatch):
     store, refs = site.archive.store, site.archive.listed()
     site.archive.path(refs[0].key).write_bytes(b"?")
     site.archive.put(25, 40, rows(range(25, 40)), level=1)
