@@ -88,9 +88,7 @@ def head_of(objects: ObjectStore, key: str) -> ObjectInfo:
 
 
 @pytest.mark.parametrize("size", [0, 7, 3_500_000])
-def test_what_was_put_comes_back_byte_for_byte_with_what_is_known_of_it(
-    objects: ObjectStore, size: int, tmp_path: Path
-) -> None:
+def test_what_was_put_comes_back_with_what_is_known_of_it(objects: ObjectStore, size: int, tmp_path: Path) -> None:
     content, metadata = random.Random(1).randbytes(size), {"tip": "12:17:00ff", "long-name": "a b=c;%2E"}
     body, copy = tmp_path / "body", tmp_path / "copy"
     body.write_bytes(content)
@@ -201,9 +199,7 @@ def test_of_racing_writers_one_creates_and_none_of_their_updates_is_lost(objects
 
 
 @pytest.mark.parametrize("status", [400, 501])
-def test_a_store_that_refuses_conditions_is_asked_as_it_is_set_and_holds_nothing_of_it(
-    s3: SharedS3, in_parts: S3Options, status: int
-) -> None:
+def test_a_store_that_refuses_conditions_holds_nothing_of_it(s3: SharedS3, in_parts: S3Options, status: int) -> None:
     large = bytes(7 * MIB)
     with refusing_conditions(FaultProxy(s3.endpoint_url), status) as proxy:
         for wanted, kind, sent in (
@@ -247,7 +243,7 @@ def test_a_listing_holds_exactly_the_prefix_in_key_order(objects: ObjectStore) -
     assert objects.list("nothing/") == objects.list("p/b/") == []
 
 
-def test_a_listing_of_several_pages_is_whole_and_is_cut_by_start_and_limit(
+def test_a_listing_of_several_pages_is_whole_or_cut_as_asked(
     objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("common.objects.s3.PAGE_KEYS", 20)
@@ -307,9 +303,7 @@ def verbs(objects: ObjectStore, folder: Path) -> list[Callable[[str], object]]:
 # Only S3
 
 
-def test_a_large_body_goes_up_in_parts_that_are_checked_as_a_whole_and_take_conditions(
-    s3: SharedS3, in_parts: S3Options, tmp_path: Path
-) -> None:
+def test_parts_are_checked_as_a_whole_and_take_conditions(s3: SharedS3, in_parts: S3Options, tmp_path: Path) -> None:
     objects, path, content = s3_objects(s3, in_parts), tmp_path / "segment", random.Random(4).randbytes(11 * MIB)
     path.write_bytes(content)
     with pytest.raises(ChecksumMismatch):
@@ -328,7 +322,7 @@ def test_a_large_body_goes_up_in_parts_that_are_checked_as_a_whole_and_take_cond
 
 
 @pytest.mark.parametrize("checksum", ["crc32", "none"])
-def test_without_sha256_the_store_keeps_none_and_the_probe_says_so(
+def test_without_sha256_the_probe_says_so(
     s3: SharedS3, checksum: Literal["crc32", "none"], in_parts: S3Options
 ) -> None:
     objects = s3_objects(s3, replace(in_parts, checksum=checksum))
@@ -404,9 +398,7 @@ def test_a_local_store_whose_folder_went_away_is_not_empty_and_may_come_back(tmp
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_without_links_the_first_of_many_writers_wins_and_no_placeholder_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_without_links_one_of_many_writers_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     forbid_links(monkeypatch, number)
     objects = LocalObjects(tmp_path)
     assert not objects.has_links()
@@ -427,9 +419,7 @@ def test_without_links_the_first_of_many_writers_wins_and_no_placeholder_is_seen
     assert seen == [bodies[won.index(True)]] == [objects.get("a/k")]
 
 
-def test_a_file_that_another_put_there_meanwhile_is_never_replaced_without_links(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_links_a_file_of_another_is_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forbid_links(monkeypatch)
     objects = LocalObjects(tmp_path)
     keep = objects._hidden.keep_metadata

@@ -43,7 +43,7 @@ async def test_rows_are_stored_in_order_with_their_provenance(kind: str, client:
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 900_000, 1), (900_000,)])
-async def test_messages_of_any_size_go_together_and_one_larger_than_all_of_a_batch_alone(
+async def test_messages_of_any_size_are_stored(
     kind: str, client: FloeClient, stream: str, sizes: tuple[int, ...]
 ) -> None:
     sender = await publisher(kind, client, stream)
@@ -115,7 +115,7 @@ def test_only_the_exact_acknowledgement_counts() -> None:
 # Lines that break, twins, a server that dies
 
 
-async def test_answers_that_never_come_are_settled_by_reading(
+async def test_lost_answers_are_settled_by_reading(
     kind: str, nats_server: NatsServer, client: FloeClient, stream: str
 ) -> None:
     async with TcpProxy(nats_server.port) as proxy, client_of(proxy.url) as broken:
@@ -131,7 +131,7 @@ async def test_answers_that_never_come_are_settled_by_reading(
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
-async def test_a_connection_cut_at_any_point_loses_and_repeats_nothing(
+async def test_a_connection_that_is_cut_loses_nothing(
     kind: str, nats_server: NatsServer, client: FloeClient, direction: str
 ) -> None:
     count = COUNTS[kind] // 3
@@ -147,7 +147,7 @@ async def test_a_connection_cut_at_any_point_loses_and_repeats_nothing(
             await sender.aclose()
 
 
-async def test_late_messages_of_a_slow_twin_are_the_same_messages_or_refused(
+async def test_late_messages_of_a_twin_do_no_harm(
     kind: str, nats_server: NatsServer, client: FloeClient, stream: str
 ) -> None:
     rows = rows_for(stream, COUNTS[kind])
@@ -301,9 +301,7 @@ async def test_a_server_that_takes_smaller_batches_gets_smaller_batches(tmp_path
     assert 2 <= unclear < 8, "a size that is too large is tried once"
 
 
-async def test_batches_shrink_under_foreign_traffic_and_grow_again_unless_the_target_is_exclusive(
-    client: FloeClient, stream: str
-) -> None:
+async def test_batches_shrink_under_foreign_traffic_and_grow_again(client: FloeClient, stream: str) -> None:
     shared, own = [await publisher("atomic", client, stream, exclusive=exclusive) for exclusive in (False, True)]
     rows, sizes = rows_for(stream, 5000), []
     for sender in (shared, shared, own):

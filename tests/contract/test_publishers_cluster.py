@@ -90,7 +90,7 @@ async def _named(kind: str, running: Awaitable[None]) -> None:
         raise
 
 
-async def test_twins_under_changing_leaders_store_each_row_once(
+async def test_twins_under_changing_leaders_store_rows_once(
     kind: str, cluster: NatsCluster, client: FloeClient, stream: str
 ) -> None:
     over, step = asyncio.Event(), INTENT[kind]
@@ -117,9 +117,7 @@ async def test_twins_under_changing_leaders_store_each_row_once(
     await check(client, stream, max(ends))
 
 
-async def test_a_leader_that_dies_in_the_middle_loses_and_repeats_nothing(
-    cluster: NatsCluster, client: FloeClient
-) -> None:
+async def test_a_leader_that_dies_loses_and_repeats_nothing(cluster: NatsCluster, client: FloeClient) -> None:
     leader, streams = await led_by_one(cluster, client)
     over = asyncio.Event()
 
@@ -146,9 +144,7 @@ async def test_a_leader_that_dies_in_the_middle_loses_and_repeats_nothing(
     await asyncio.gather(all_kinds(send), kill())
 
 
-async def test_a_leader_that_wakes_with_messages_in_its_queue_stores_none_of_them(
-    cluster: NatsCluster, client: FloeClient
-) -> None:
+async def test_a_leader_that_wakes_stores_nothing_of_its_queue(cluster: NatsCluster, client: FloeClient) -> None:
     """The rows lie in a paused leader while a twin stores them through the next one; then it wakes."""
     leader, streams = await led_by_one(cluster, client)
     others = [server.url for server in cluster.servers if server is not leader]

@@ -103,7 +103,7 @@ def serving(answer: Callable[[], dict[str, str]]) -> Iterator[str]:
     thread.join()
 
 
-def test_what_expires_is_renewed_before_that_without_a_restart(
+def test_what_expires_is_renewed_before(
     s3: SharedS3, proxy: Signed, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
 ):
     """As a container's role does; all roles renew themselves by the same code of botocore."""

@@ -87,11 +87,7 @@ def proxies(s3: SharedS3) -> Iterator[tuple[FaultProxy, FaultProxy, FaultProxy]]
 
 @pytest.mark.timing  # a request that is sent twice on a busy machine is one too many
 async def test_a_day_takes_the_requests_that_the_formula_says(
-    proxies: tuple[FaultProxy, FaultProxy, FaultProxy],
-    s3: SharedS3,
-    nats_url: str,
-    tmp_path: Path,
-    client: FloeClient,
+    proxies: tuple[FaultProxy, FaultProxy, FaultProxy], s3: SharedS3, nats_url: str, tmp_path: Path, client: FloeClient
 ):
     at_egress, at_ingress, at_compaction = proxies
     bench = Bench(nats_url, tmp_path, client, s3=ThroughProxy(s3.server, at_egress.url))

@@ -99,9 +99,7 @@ def folder_store(folder: Path) -> dict[str, Any]:
 # All is well
 
 
-async def test_a_site_is_well_and_nothing_is_left_behind(
-    nats_url: str, client: FloeClient, s3: SharedS3, tmp_path: Path
-) -> None:
+async def test_a_site_is_well_and_nothing_left(nats_url: str, client: FloeClient, s3: SharedS3, tmp_path: Path) -> None:
     stream, state = unique("T"), unique("S")
     await create_stream(client, {"name": stream, "subjects": [f"{stream}.>"], "storage": "memory"})
     bucket = s3.new_bucket()
@@ -155,9 +153,7 @@ async def test_people_get_a_table_and_what_to_do(nats_url: str, tmp_path: Path) 
 # What does not answer, and what is refused
 
 
-async def test_what_does_not_answer_holds_up_none_of_the_others(
-    nats_url: str, s3: SharedS3, away: str, tmp_path: Path
-) -> None:
+async def test_what_does_not_answer_holds_up_no_other(nats_url: str, s3: SharedS3, away: str, tmp_path: Path) -> None:
     dead = store_of(s3, "floe") | {"endpoint_url": f"http://{away}", "allow_plaintext": True}
     config = write(tmp_path, dead, {"url": nats_url}, **egress(filter_subject="a.>"))
     found = await examined(config, code=1)
@@ -243,9 +239,7 @@ async def test_tls_that_one_side_lacks_is_a_problem_with_a_way_out(tmp_path: Pat
             assert todo in (await examined(config, code=3))["nats connection"]["todo"]
 
 
-async def test_a_server_that_freezes_meanwhile_is_waited_for_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_freezes_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     document = egress()
     document["egress"]["feeds"] = [{"stream": f"S{number}"} for number in range(20)]
     real = FloeClient.api_subject
@@ -336,7 +330,7 @@ async def test_a_missing_right_at_nats_is_named(tmp_path: Path) -> None:
         ("", "nowhere", "E-NO-RESPONDERS", "jetstream_domain"),
     ],
 )
-async def test_a_server_without_jetstream_is_told_by_both(
+async def test_a_server_without_jetstream_is_told(
     tmp_path: Path, extra: str, domain: str, code: str, todo: str
 ) -> None:
     with NatsServer(extra=extra) as server:
@@ -388,9 +382,7 @@ def pretends(exchange: Exchange) -> Answer | None:
     return exchange.forward()
 
 
-async def test_a_store_that_ignores_conditions_and_checksums_that_nobody_checks_are_warned_of(
-    s3: SharedS3, nats_url: str, tmp_path: Path
-) -> None:
+async def test_a_store_that_ignores_conditions_is_warned_of(s3: SharedS3, nats_url: str, tmp_path: Path) -> None:
     with FaultProxy(s3.endpoint_url) as proxy:
         for operation in ("put", "put_if_absent", "put_if_match"):
             proxy.on(operation, pretends)
@@ -449,7 +441,7 @@ def settings_of(folder: Path, **more: Any) -> Settings:
     return Settings.model_validate(document)
 
 
-def test_a_clock_that_is_wrong_and_a_folder_without_hard_links_are_warned_of(
+def test_a_wrong_clock_and_a_folder_without_links_are_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = ManualClock(time.time() - 300)

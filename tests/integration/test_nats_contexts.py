@@ -122,7 +122,7 @@ async def test_a_password_of_a_context_is_read_again_when_it_is_refused(contexts
         await client.aclose()
 
 
-async def test_the_option_takes_the_place_of_the_whole_connection(
+async def test_the_option_replaces_the_connection(
     contexts: Contexts, guarded: NatsServer, tmp_path: Path, client: FloeClient, nats_url: str
 ):
     """`--context` of the command line: nothing of `nats` in the file stands in its way."""

@@ -97,9 +97,7 @@ async def test_a_deleted_bucket_is_not_an_empty_one(client: FloeClient, kv: KeyV
 
 
 @pytest.mark.real
-async def test_a_write_with_a_lost_answer_is_unknown_and_settled_by_reading(
-    nats_server: NatsServer, client: FloeClient
-):
+async def test_a_write_whose_answer_is_lost_is_settled_by_reading(nats_server: NatsServer, client: FloeClient):
     async with TcpProxy(nats_server.port) as proxy:
         proxied = await connect(NatsSettings(url=proxy.url), name="proxied", ping_interval=0.5)
         kv = await KeyValue(proxied, unique("B")).ensure()

@@ -199,9 +199,7 @@ async def renewed(kv: KeyValue, revision: int) -> bool:
 
 
 @pytest.mark.real
-async def test_a_renewal_whose_answer_is_lost_loses_nothing_and_without_renewals_it_is_unusable_before_it_is_free(
-    nats_server: NatsServer, kv: KeyValue
-):
+async def test_a_lease_is_unusable_before_it_is_free_and_outlives_a_lost_answer(nats_server: NatsServer, kv: KeyValue):
     async with TcpProxy(nats_server.port) as proxy:
         client = await connect(NatsSettings(url=proxy.url), name="proxied", ping_interval=TTL)
         lease = await leases(await KeyValue(client, kv.bucket, ttl=TTL).ensure(), "me").acquire("k")

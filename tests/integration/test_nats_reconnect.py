@@ -82,9 +82,7 @@ async def test_subscriptions_stand_again_after_a_cut(client: FloeClient, proxy: 
 
 @pytest.mark.timing
 @pytest.mark.parametrize("directions", [("up", "down"), ("down",), ("up",)], ids=["both", "answers", "questions"])
-async def test_a_half_open_connection_is_noticed_soon(
-    watched: FloeClient, proxy: TcpProxy, directions: tuple[str, ...]
-):
+async def test_a_half_open_connection_is_noticed(watched: FloeClient, proxy: TcpProxy, directions: tuple[str, ...]):
     for pause in (0.0, INTERVAL * 0.9):
         await asyncio.sleep(pause)
         generation = watched.generation
@@ -136,9 +134,7 @@ async def stored(client: FloeClient, stream: str, messages: int) -> bool:
     return info is not None and info.messages == messages
 
 
-async def test_what_was_buffered_is_never_sent_later_and_nothing_while_the_connection_is_down(
-    client: FloeClient, proxy: TcpProxy, direct: FloeClient
-):
+async def test_nothing_is_sent_later_or_while_it_is_down(client: FloeClient, proxy: TcpProxy, direct: FloeClient):
     stream, generation = unique("S"), client.generation
     await create_stream(direct, {"name": stream, "subjects": [stream]})
     proxy.cut()

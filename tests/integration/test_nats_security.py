@@ -20,15 +20,7 @@ from common.settings.service import NatsSettings, NatsTlsSettings
 from common.settings.types import FileSecret
 from infra.local.nats import NatsServer
 from tests.support.basics import PATIENCE, soon
-from tests.support.identities import (
-    Operator,
-    authority,
-    certificate,
-    credentials,
-    jwt,
-    make_certificates,
-    server_tls,
-)
+from tests.support.identities import Operator, authority, certificate, credentials, jwt, make_certificates, server_tls
 from tests.support.proxies import TcpProxy
 
 
@@ -149,9 +141,7 @@ async def test_a_certificate_for_another_host_is_refused(certificates: Path, cap
         assert "not checked" in caplog.text
 
 
-async def test_files_that_are_no_certificates_are_named_and_no_credential_goes_out_where_tls_is_wanted(
-    certificates: Path, nats_url: str
-):
+async def test_files_that_are_no_certificates_are_named_and_tls_is_kept_to(certificates: Path, nats_url: str):
     nothing = str(certificates / "nothing.pem")
     assert str(await refused(NatsSettings(url=nats_url, tls={"ca": nothing}))) == (
         f"nats.tls.ca {nothing}: no such file or directory"
@@ -163,9 +153,7 @@ async def test_files_that_are_no_certificates_are_named_and_no_credential_goes_o
     assert "nats.url: nats://" in error.hint, "the authority is not what is wrong"
 
 
-async def test_a_secret_goes_out_over_tls_only(
-    guarded: NatsServer, certificates: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_secret_goes_over_tls_only(guarded: NatsServer, certificates: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("common.jetstream.credentials.is_loopback", lambda _peer: False)
     async with TcpProxy(guarded.port) as proxy:
         url = f"nats://127.0.0.1:{proxy.port}"

@@ -68,9 +68,7 @@ async def test_messages_go_the_whole_way_and_what_was_deleted_at_the_end_is_cove
     await bench.same(stream, stream)
 
 
-async def test_a_restarted_server_loses_nothing_and_a_stream_made_again_begins_its_next_incarnation(
-    bench: Bench, server: NatsServer
-) -> None:
+async def test_a_restart_loses_nothing_and_a_stream_made_again_is_the_next(bench: Bench, server: NatsServer) -> None:
     stream = await bench.make_stream(unique("AGAIN"), storage="file")
     await bench.publish(stream, [b"before"] * 20)
     async with bench.egress({"stream": stream}):

@@ -165,9 +165,7 @@ def sums(rows: list[dict[str, Any]], *names: str) -> list[int]:
     return [sum(each[name] for each in rows) for name in names]
 
 
-def test_traffic_is_kept_current_through_kills_and_holes_as_one_run_would_have_made_it(
-    tmp_path: Path, rng: random.Random
-):
+def test_traffic_is_kept_current_as_one_run_would_have_made_it(tmp_path: Path, rng: random.Random):
     fleet, folder = Fleet(tmp_path, rng), tmp_path / "out"
     for step in range(3):
         fleet.go_on(rng.randint(2, 6) if step < 2 else None)

@@ -132,7 +132,7 @@ def test_a_burst_of_slow_down_is_waited_out(objects: S3Objects, proxy: FaultProx
         (400, "KMS.ThrottlingException", [], PAUSES[0]),
     ],
 )
-def test_what_boto_gives_up_at_is_asked_for_again_after_the_time_that_the_store_names(
+def test_what_boto_gives_up_at_is_asked_for_again(
     objects: S3Objects,
     proxy: FaultProxy,
     monkeypatch: pytest.MonkeyPatch,
@@ -159,9 +159,7 @@ def test_what_boto_gives_up_at_is_asked_for_again_after_the_time_that_the_store_
     assert waits == [pause, pause]
 
 
-def test_an_address_that_redirects_is_asked_once_and_named(
-    objects: S3Objects, direct: S3Objects, proxy: FaultProxy
-) -> None:
+def test_an_address_that_redirects_is_named(objects: S3Objects, direct: S3Objects, proxy: FaultProxy) -> None:
     """As `http://` to `https://`, or a captive portal. boto3 asked for the bucket's region of it, without end."""
     page = [("Location", "https://elsewhere.invalid/"), ("Content-Type", "text/html")]
     calls = (lambda: objects.put("k", b"1"), lambda: objects.head("k"), lambda: objects.list(""))
@@ -187,9 +185,7 @@ def test_a_store_that_stays_busy_or_cannot_be_reached_did_nothing(
     assert direct.list("") == []
 
 
-def test_a_proxy_named_in_the_environment_is_not_used(
-    s3: SharedS3, bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_proxy_of_the_environment_is_not_used(s3: SharedS3, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
     objects = open_s3(s3, s3.endpoint_url, bucket)
@@ -201,7 +197,7 @@ def test_a_proxy_named_in_the_environment_is_not_used(
 
 
 @pytest.mark.parametrize("fault", [drop_after_apply(), fail_after_apply(500)])
-def test_what_is_done_and_whose_answers_are_all_lost_is_unknown_and_of_one_lost_the_next_counts(
+def test_what_is_done_and_has_no_answer_is_unknown(
     objects: S3Objects, direct: S3Objects, proxy: FaultProxy, fault: Any
 ) -> None:
     proxy.on("put", fault).on("delete", fault)
@@ -220,7 +216,7 @@ def test_what_is_done_and_whose_answers_are_all_lost_is_unknown_and_of_one_lost_
 @pytest.mark.parametrize(
     ("fault", "said", "size"), [(drop(), "", 1), (html(), "not an S3 answer", 1), (html(), "not an S3 answer", 7 * MIB)]
 )
-def test_a_put_that_never_arrived_or_that_a_web_page_answers_is_unknown(
+def test_a_put_that_never_arrived_is_unknown(
     objects: S3Objects, direct: S3Objects, proxy: FaultProxy, fault: Any, said: str, size: int
 ) -> None:
     proxy.on("put", fault).on("complete", fault)
@@ -230,9 +226,7 @@ def test_a_put_that_never_arrived_or_that_a_web_page_answers_is_unknown(
     fails(Unavailable, "no size or time", lambda: objects.head("k"))
 
 
-def test_a_condition_refused_after_a_lost_answer_is_unknown_and_after_a_busy_one_refused(
-    objects: S3Objects, proxy: FaultProxy
-) -> None:
+def test_a_condition_refused_after_a_lost_answer_is_unknown(objects: S3Objects, proxy: FaultProxy) -> None:
     objects.put("there", b"0")
     etag, said = objects.list("there")[0].etag, r"put s3://.*/(new|there): refused, perhaps"
     for operation_key in ("new", "there"):
@@ -245,9 +239,7 @@ def test_a_condition_refused_after_a_lost_answer_is_unknown_and_after_a_busy_one
     assert objects.get("there") == b"1"
 
 
-def test_parts_that_fail_leave_nothing_and_a_lost_answer_to_the_last_step_is_unknown(
-    objects: S3Objects, direct: S3Objects, proxy: FaultProxy
-) -> None:
+def test_parts_that_fail_leave_nothing(objects: S3Objects, direct: S3Objects, proxy: FaultProxy) -> None:
     proxy.on("part", drop(), nth=2)
     fails(Unavailable, "", lambda: objects.put("k", bytes(11 * MIB)))
     assert (direct.list(""), proxy.count("abort")) == ([], 1), "known not done"
@@ -264,7 +256,7 @@ def test_parts_that_fail_leave_nothing_and_a_lost_answer_to_the_last_step_is_unk
 
 
 @pytest.mark.parametrize("announced", [True, False], ids=["with-length", "without-length"])
-def test_a_body_that_is_cut_short_is_read_again_and_one_that_stays_short_never_returned(
+def test_a_body_cut_short_is_never_returned(
     objects: S3Objects, proxy: FaultProxy, announced: bool, tmp_path: Path
 ) -> None:
     content = bytes(range(256)) * 8_000
@@ -283,9 +275,7 @@ def test_a_body_that_is_cut_short_is_read_again_and_one_that_stays_short_never_r
 
 
 @pytest.mark.parametrize("content_range", ["bytes 0-9/100", "bytes 10-18/100", "bytes 10-19/*", ""])
-def test_another_range_than_asked_for_is_never_returned(
-    objects: S3Objects, proxy: FaultProxy, content_range: str
-) -> None:
+def test_another_range_is_never_returned(objects: S3Objects, proxy: FaultProxy, content_range: str) -> None:
     objects.put("k", bytes(range(100)))
     proxy.on("get", lambda exchange: without(exchange.forward(), "content-range", ("Content-Range", content_range)))
     fails(Unavailable, "expected bytes=10-19, found", lambda: objects.get("k", first=10, length=10))
@@ -324,7 +314,7 @@ NOT_LISTINGS = {
 
 
 @pytest.mark.parametrize("fault", NOT_LISTINGS.values(), ids=NOT_LISTINGS.keys())
-def test_what_is_not_a_listing_is_never_an_empty_one(
+def test_what_is_no_listing_is_never_empty(
     objects: S3Objects, direct: S3Objects, proxy: FaultProxy, fault: Any
 ) -> None:
     for name in ("p/1", "p/2", "p/3"):
@@ -335,9 +325,7 @@ def test_what_is_not_a_listing_is_never_an_empty_one(
     assert len(objects.list("p/")) == 3
 
 
-def test_a_listing_that_repeats_what_was_not_asked_for_ends_after_one_page_without_progress(
-    objects: S3Objects, direct: S3Objects, proxy: FaultProxy
-) -> None:
+def test_a_listing_without_progress_ends(objects: S3Objects, direct: S3Objects, proxy: FaultProxy) -> None:
     for name in ("p/1", "p/2", "p/3"):
         direct.put(name, b"")
     pages: list[Answer] = []
@@ -363,9 +351,7 @@ def empty_page(token: str) -> Callable[[bytes], bytes]:
     return change
 
 
-def test_a_page_without_keys_is_not_the_end_of_a_listing(
-    objects: S3Objects, direct: S3Objects, proxy: FaultProxy
-) -> None:
+def test_a_page_without_keys_is_not_the_end(objects: S3Objects, direct: S3Objects, proxy: FaultProxy) -> None:
     for name in ("p/1", "p/2"):
         direct.put(name, b"")
     whole: list[Answer] = []
@@ -384,7 +370,7 @@ def test_a_page_without_keys_is_not_the_end_of_a_listing(
 
 
 @pytest.mark.parametrize("is_new", [True, False], ids=["new tokens", "one token"])
-def test_pages_without_keys_come_to_an_end(
+def test_pages_without_keys_end(
     objects: S3Objects, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, is_new: bool
 ) -> None:
     monkeypatch.setattr("common.objects.s3_transfer.MAX_EMPTY_PAGES", 5)
@@ -452,9 +438,7 @@ def test_an_answer_without_end_is_given_up(s3: SharedS3) -> None:
                 assert store.sent <= 16 * MIB + 16 * MIB, "beside what the buffers of the connection hold"
 
 
-def test_a_copy_of_a_body_that_is_too_long_ends_behind_its_length(
-    objects: S3Objects, proxy: FaultProxy, tmp_path: Path
-) -> None:
+def test_a_copy_of_a_longer_body_ends_behind_its_length(objects: S3Objects, proxy: FaultProxy, tmp_path: Path) -> None:
     objects.put("k", bytes(1000))
 
     def longer(exchange: Exchange) -> Answer:
@@ -501,7 +485,7 @@ def test_a_second_page_that_fails_is_asked_for_again_or_discards_the_first(
         (507, "InsufficientStorage", Unavailable, "E-STORE-FULL", {"list": "make room"}),
     ],
 )
-def test_each_refusal_is_one_line_with_operation_key_and_next_step(
+def test_a_refusal_is_one_line(
     objects: S3Objects,
     proxy: FaultProxy,
     status: int,
@@ -540,9 +524,7 @@ def test_a_missing_bucket_is_said_by_every_verb(s3: SharedS3) -> None:
     assert {*fails(ConfigError, "", *reading, *writing)} == {"E-S3-BUCKET"}
 
 
-def test_the_real_server_refuses_wrong_keys_and_no_error_shows_the_secret(
-    s3: SharedS3, bucket: str, direct: S3Objects
-) -> None:
+def test_wrong_keys_are_refused_and_no_error_shows_the_secret(s3: SharedS3, bucket: str, direct: S3Objects) -> None:
     direct.put("k", b"1")
     wrong = open_s3(s3, s3.endpoint_url, bucket, secret="canary-secret")
     calls = (lambda: wrong.get("k"), lambda: wrong.head("k"), lambda: wrong.list(""))
@@ -553,9 +535,7 @@ def test_the_real_server_refuses_wrong_keys_and_no_error_shows_the_secret(
     assert direct.get("k") == b"1"
 
 
-def test_a_secret_that_was_changed_is_read_again_when_the_former_is_refused(
-    s3: SharedS3, bucket: str, tmp_path: Path
-) -> None:
+def test_a_changed_secret_is_read_when_the_former_is_refused(s3: SharedS3, bucket: str, tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text("former")
     file = FileSecret("former", str(path), read_secret)
@@ -572,18 +552,14 @@ def test_a_secret_that_was_changed_is_read_again_when_the_former_is_refused(
     fails(Refused, "", lambda: objects.get("k"))
 
 
-def test_a_bucket_elsewhere_is_named_with_its_region_and_an_address_that_is_none_refused(
-    objects: S3Objects, proxy: FaultProxy
-) -> None:
+def test_a_bucket_elsewhere_is_named_with_its_region(objects: S3Objects, proxy: FaultProxy) -> None:
     told = "<Region>eu-west-3</Region>"
     proxy.on("get", refuse(400, "AuthorizationHeaderMalformed", "wrong region", told))
     assert fails(ConfigError, r"set store\.region: eu-west-3", lambda: objects.get("k")) == ["E-S3-REGION"]
     fails(ConfigError, "store s3://b: ", lambda: S3Objects("b", S3Account(endpoint_url="not a url")))
 
 
-def test_what_a_command_waits_for_is_told_again_and_again(
-    s3: SharedS3, bucket: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_command_waits_for_is_told(s3: SharedS3, bucket: str, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         account = S3Account(s3.access_key, s3.secret_key, endpoint_url=f"http://127.0.0.1:{silent.getsockname()[1]}")
         objects = S3Objects(bucket, account, replace(OPTIONS, attempts=1, read_timeout=1.5, told_every=0.2))
@@ -661,9 +637,7 @@ def test_wrong_addresses_are_told_apart(s3: SharedS3, proxy: FaultProxy, tls_pro
         assert (caught.value.code == "E-S3-TLS") is (code == 78)
 
 
-def test_a_store_that_has_answered_is_not_misconfigured_when_its_connections_break(
-    objects: S3Objects, proxy: FaultProxy
-) -> None:
+def test_a_store_that_has_answered_is_away_and_not_misconfigured(objects: S3Objects, proxy: FaultProxy) -> None:
     objects.list("")
     proxy.on("list", drop(), times=9)
     with pytest.raises(Unavailable) as caught:
@@ -675,9 +649,7 @@ def test_a_store_that_has_answered_is_not_misconfigured_when_its_connections_bre
 # F42: conditions
 
 
-def test_a_conflict_of_conditions_is_tried_again_and_one_that_stays_did_nothing(
-    objects: S3Objects, direct: S3Objects, proxy: FaultProxy
-) -> None:
+def test_a_conflict_is_tried_again_and_did_nothing(objects: S3Objects, direct: S3Objects, proxy: FaultProxy) -> None:
     conflict = refuse(409, "ConcurrentModification")
     proxy.on("put", conflict, times=2)
     assert objects.put_if_absent("k", b"1")

@@ -123,9 +123,7 @@ def test_a_listing_from_a_position_shows_what_reaches_it_by_level_and_end(object
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_walk_shows_every_segment_once_from_the_lowest_level_up_and_no_foreign_key_hides_one(
-    objects: ObjectStore, make: Make, size: int
-) -> None:
+def test_a_walk_shows_every_segment_once_from_the_lowest_level(objects: ObjectStore, make: Make, size: int) -> None:
     store, prefix = make(objects), LAYOUT.segments_prefix(CHAIN, 0)
     refs = [put(store, first, first + 9, level) for level in (0, 1, 9) for first in (1, 11)]
     put(store, 1, 10, chain=replace(CHAIN, partition=10))
@@ -182,7 +180,7 @@ def test_a_store_that_refuses_conditions_gets_the_segment_plainly(local: LocalOb
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:100] + b"\0" + b[101:], lambda _: b""])
-def test_an_object_that_was_stored_damaged_is_repaired_with_the_same_bytes(
+def test_an_object_stored_damaged_is_repaired(
     local: LocalObjects, make: Make, damage: Callable[[bytes], bytes]
 ) -> None:
     def damaged(_real: Any, key: str, body: Path, **_: Any) -> bool:
@@ -197,9 +195,7 @@ def test_an_object_that_was_stored_damaged_is_repaired_with_the_same_bytes(
     assert all_puts_carry(faulty, spooled)
 
 
-def test_what_never_reads_back_is_not_acknowledged_and_told_from_what_never_arrived(
-    local: LocalObjects, make: Make
-) -> None:
+def test_what_never_reads_back_is_told_from_what_never_arrived(local: LocalObjects, make: Make) -> None:
     def truncated(_real: Any, key: str, body: Any, **_: Any) -> bool:
         local.put(key, b"short")
         return True
@@ -219,7 +215,7 @@ def test_what_never_reads_back_is_not_acknowledged_and_told_from_what_never_arri
         *((Unavailable("away"), True), (Refused("no right"), True)),
     ],
 )
-def test_what_was_lost_or_damaged_is_put_again_and_an_outage_is_told(
+def test_what_was_lost_or_damaged_is_put_again(
     local: LocalObjects, make: Make, error: FloeError, is_raised: bool
 ) -> None:
     store = make(FaultyStore(local).on("put_if_absent", raising(error), nth=1))
@@ -313,7 +309,7 @@ def test_a_segment_damaged_on_the_way_is_fetched_again(local: LocalObjects, make
 @pytest.mark.parametrize(
     "changed", [lambda _: b"", lambda _: b"<html>", lambda _: b"x" * 5000, lambda raw: damaged(raw, len(raw) - 30)]
 )
-def test_a_segment_overwritten_in_the_store_or_with_a_flipped_bit_is_corrupt(
+def test_a_segment_with_other_bytes_is_corrupt(
     local: LocalObjects, make: Make, changed: Callable[[bytes], bytes]
 ) -> None:
     store = make(local)
@@ -379,9 +375,7 @@ def test_of_a_large_segment_what_is_wanted_is_read_by_ranges(local: LocalObjects
     assert sum(asked) <= 2 << 20, "the end alone"
 
 
-def test_a_large_segment_with_a_flipped_bit_or_too_short_is_corrupt_and_gone_or_away_told_as_it_is(
-    local: LocalObjects, make: Make, large: Large
-) -> None:
+def test_a_large_segment_may_be_corrupt_gone_or_away(local: LocalObjects, make: Make, large: Large) -> None:
     ref, rows = large
     raw = local.get(ref.key)
     assert raw is not None
@@ -427,7 +421,7 @@ def test_nothing_stays_in_the_spool_and_nobody_else_may_look(local: LocalObjects
     assert store.new_spool().exists()
 
 
-def test_reading_a_damaged_segment_leaves_nothing_in_the_spool(
+def test_a_damaged_segment_leaves_no_file(
     local: LocalObjects, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make(local)
@@ -442,9 +436,7 @@ def test_reading_a_damaged_segment_leaves_nothing_in_the_spool(
     assert files_under(tmp_path / "spool") == []
 
 
-def test_what_a_killed_process_left_is_removed_and_what_a_living_one_has_is_not(
-    local: LocalObjects, make: Make, tmp_path: Path
-) -> None:
+def test_what_a_killed_process_left_is_removed(local: LocalObjects, make: Make, tmp_path: Path) -> None:
     program = f"""
 import os, signal
 from pathlib import Path
@@ -473,9 +465,7 @@ def test_a_forked_process_has_a_spool_of_its_own(local: LocalObjects, make: Make
     assert mine.exists()
 
 
-def test_folders_that_are_not_spools_are_left_alone_and_one_that_cannot_be_made_named(
-    local: LocalObjects, make: Make, tmp_path: Path
-) -> None:
+def test_folders_that_are_not_spools_are_left_alone(local: LocalObjects, make: Make, tmp_path: Path) -> None:
     (tmp_path / "spool/floe-spool-mine").mkdir(parents=True)
     (tmp_path / "spool/floe-spool-mine/notes").write_text("x")
     (tmp_path / "other").mkdir()

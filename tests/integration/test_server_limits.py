@@ -78,9 +78,7 @@ async def test_egress_asks_for_as_many_messages_as_the_server_takes(narrow: Benc
     assert [message.payload for message in narrow.messages(stream)] == [b"%d" % n for n in range(10 * BATCH)]
 
 
-async def test_buckets_have_a_size_where_the_account_demands_one_and_one_that_is_too_large_names_the_key(
-    narrow: Bench,
-) -> None:
+async def test_buckets_have_a_size_where_the_account_demands_one(narrow: Bench) -> None:
     stream = await narrow.make_stream(unique("T"), max_bytes=10_000_000)
     settings = narrow.settings({"stream": stream}, kv_max_bytes="32M")
     done, problems = await initialise(narrow.client, settings)
@@ -109,9 +107,7 @@ async def fill(kv: KeyValue) -> BucketFull:
     raise AssertionError("the bucket takes more than its size")
 
 
-async def test_a_chain_stops_at_a_full_bucket_of_which_the_doctor_warns_and_goes_on_when_there_is_room(
-    bench: Bench,
-) -> None:
+async def test_a_chain_stops_at_a_full_bucket_and_goes_on_when_there_is_room(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, [b"1"])
     await small_bucket(bench.client, bench.state_bucket, 2048)
@@ -127,7 +123,7 @@ async def test_a_chain_stops_at_a_full_bucket_of_which_the_doctor_warns_and_goes
         await bench.archived_to(stream, 1)
 
 
-async def test_a_target_stops_at_a_full_bucket_and_goes_on_when_there_is_room(
+async def test_a_target_stops_at_a_full_bucket_and_goes_on(
     client: FloeClient, centre: Centre, archive: Archive
 ) -> None:
     archive.put(rows_of(1, 20))

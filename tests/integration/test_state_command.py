@@ -192,9 +192,7 @@ def test_a_feed_that_is_not_sampled_is_a_usage_error(site: Site) -> None:
     assert (found.stdout, found.stderr) == ("", "no feed is sampled\n")
 
 
-def test_a_store_that_is_away_is_for_later_and_a_wrong_configuration_is_told(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_is_away_is_for_later(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.01)
     text = site.config.read_text()
     away = f"{{url: 's3://bucket', endpoint_url: 'http://127.0.0.1:{free_port()}', "

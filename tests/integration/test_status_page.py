@@ -97,9 +97,7 @@ def count(health: Health, key: str) -> int:
     return sum(key in state for state in chains(health).values())
 
 
-async def test_without_a_reader_the_store_is_not_asked_and_the_page_never_waits_for_it(
-    bench: Bench,
-) -> None:
+async def test_without_a_reader_the_store_is_not_asked_and_the_page_never_waits_for_it(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, [b"x"])
     async with bench.egress({"stream": stream}) as running:

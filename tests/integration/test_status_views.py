@@ -121,9 +121,7 @@ async def test_a_site_without_its_store_makes_up_no_lag_and_a_file_of_both_shows
     assert (shown[0], "centre:" in shown) == ("site:", True)
 
 
-async def test_the_archive_is_shown_where_nats_is_not_asked_or_does_not_answer(
-    centre: Centre, archive: Archive, client: FloeClient
-) -> None:
+async def test_the_archive_is_shown_where_nats_is_away(centre: Centre, archive: Archive, client: FloeClient) -> None:
     archive.put(rows_of(1, 40))
     archive.put(rows_of(41, 70))
     config = centre.write()
@@ -181,9 +179,7 @@ async def test_a_chain_whose_tail_is_lost_is_shown_by_its_segments(centre: Centr
     assert row["phase"] != "stopped", "the target's state stands elsewhere by now"
 
 
-async def test_a_chain_whose_archive_is_gone_is_lost_and_not_idle(
-    centre: Centre, archive: Archive, client: FloeClient
-) -> None:
+async def test_a_chain_whose_archive_is_gone_is_lost(centre: Centre, archive: Archive, client: FloeClient) -> None:
     archive.put(rows_of(1, 20))
     async with centre.running():
         await centre.carried(client, 20)
@@ -196,9 +192,7 @@ async def test_a_chain_whose_archive_is_gone_is_lost_and_not_idle(
     assert (done.code, row["phase"], row["why"]) == (3, "lost", "its archive is gone from the bucket"), done
 
 
-async def test_a_chain_that_begins_above_1_and_is_not_carried_yet_is_new_and_not_late(
-    centre: Centre, archive: Archive
-) -> None:
+async def test_a_chain_that_begins_above_1_is_new_and_not_late(centre: Centre, archive: Archive) -> None:
     archive.documents.create_chain(CHAIN, ChainDocument((), 1, 101))
     archive.put(rows_of(101, 120))
     _, row = await one_row(centre)

@@ -49,7 +49,7 @@ async def held(bench: Bench, stream: str) -> int:
 
 
 @pytest.mark.parametrize(("retention", "half"), [("limits", False), ("workqueue", True)])
-async def test_what_the_builder_could_not_take_is_read_again(
+async def test_what_was_not_taken_is_read_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, retention: str, half: bool
 ) -> None:
     """Memory ran out, perhaps when half a batch was appended: none of it is covered or acknowledged."""
@@ -85,7 +85,7 @@ async def _is_empty(bench: Bench, stream: str) -> bool:
     return await held(bench, stream) == 0
 
 
-async def test_an_error_for_ever_is_shown_backs_off_and_takes_nothing_with_it(
+async def test_an_error_for_ever_is_shown_and_takes_nothing_along(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither heartbeats nor the other messages of the batch move anything; other feeds go on."""
@@ -167,9 +167,7 @@ async def test_whatever_fails_in_egress_begins_again(bench: Bench, monkeypatch: 
         assert bench.ledger(stream) == {}
 
 
-async def test_who_gives_memory_back_is_not_ended_by_another_who_asks_for_more(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_gives_memory_back_is_not_ended_by_another(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """All readers are asked at once; the error of one ends its own session."""
     one, other = [await bench.make_stream(unique("T")) for _ in range(2)]
     budgets: set[MemoryBudget] = set()
@@ -193,9 +191,7 @@ async def test_who_gives_memory_back_is_not_ended_by_another_who_asks_for_more(
             await bench.archived_to(stream, 1)
 
 
-async def test_whatever_fails_beside_a_sampled_feed_ends_its_session(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_whatever_fails_beside_a_sampler_ends_the_session(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Snapshots, advisories, and the clock of what has fallen silent run in tasks of the session."""
     stream = await bench.make_stream(unique("T"))
     advisories = await bench.make_stream(f"{stream}_ADV")
@@ -341,7 +337,7 @@ async def world(nats_url: str, tmp_path: Path) -> AsyncIterator[World]:
 
 
 @pytest.mark.parametrize("place", ["source:ReplaySource._decode_all", "replay:Carrying._watch"])
-async def test_whatever_fails_beside_a_replay_ends_it_and_it_goes_on(
+async def test_whatever_fails_beside_a_replay_ends_it(
     world: World, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     Throw(monkeypatch, *place_of(f"ingress.replay.{place}"))
@@ -409,11 +405,7 @@ async def test_what_has_no_owner_ends_egress(
     ids=["target", "beat", "listener"],
 )
 async def test_what_has_no_owner_ends_ingress(
-    tmp_path: Path,
-    nats_server: NatsServer,
-    monkeypatch: pytest.MonkeyPatch,
-    place: str,
-    where: Callable[..., bool],
+    tmp_path: Path, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch, place: str, where: Callable[..., bool]
 ) -> None:
     """Also where another target is still carried."""
     Throw(monkeypatch, *place_of(place), where=where)

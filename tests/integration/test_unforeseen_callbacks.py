@@ -173,7 +173,7 @@ async def test_whoever_listens_to_the_connection_gets_what_the_listener_raised(
 
 
 @pytest.mark.parametrize("name", ["round_trip", "writelines"], ids=["watchdog", "writing"])
-async def test_a_task_of_the_connection_that_fails_has_it_made_again(
+async def test_a_failing_task_has_it_made_again(
     nats_url: str, orphans: list[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Also while messages come, so that nothing looks dead."""
@@ -208,7 +208,7 @@ async def test_an_attempt_to_connect_that_fails_as_nobody_foresaw_is_not_the_las
     assert orphans == []
 
 
-def test_what_keeps_the_connection_from_being_made_again_ends_the_service(
+def test_what_keeps_the_connection_away_ends_the_service(
     nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Throw(monkeypatch, FloeClient, "_went_down")

@@ -77,9 +77,7 @@ async def test_a_worker_whose_line_nobody_can_read_is_started_again_and_others_g
     [(Health, "beat"), (WorkerProcess, "run_once"), (Supervisor, "_keep")],
     ids=["beat", "process", "worker"],
 )
-async def test_what_fails_in_the_parent_ends_it_and_its_workers(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
-) -> None:
+async def test_what_fails_in_the_parent_ends_all(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
     supervisor, clock = supervisor_of(SLEEPS, SLEEPS), SystemClock()
     throw = Throw(monkeypatch, owner, name, times=0 if owner is Health else 1)
     running = asyncio.create_task(to_its_end(supervise(supervisor, Health(clock))))

@@ -135,9 +135,7 @@ async def test_either_end_may_be_of_the_version_before(site: Site, before: Path,
     assert verified.code == 0, verified
 
 
-async def test_an_upgrade_in_the_middle_of_the_work_goes_on_where_the_version_before_was(
-    site: Site, before: Path
-) -> None:
+async def test_an_upgrade_goes_on_where_the_version_before_was(site: Site, before: Path) -> None:
     await site.publish()
     old = [site.start(role, before) for role in ("ingress", "egress")]
     await site.carried()
