@@ -263,15 +263,13 @@ async def test_the_certificates_of_puppets_agent_open(certificates: Path, tmp_pa
         missing = str(await refused(NatsSettings(url=server.url, tls={**tls, "identity": "other"})))
         files = f"{tmp_path}/certs/other.pem with key {tmp_path}/private_keys/other.pem"
         assert missing.startswith(f"nats.tls.cert {files}: no such file")
-
-
-def test_puppets_layout_has_defaults_and_excludes_the_three_files():
     files = NatsTlsSettings(scheme="puppet").files
     assert files.ca == "/etc/puppetlabs/puppet/ssl/certs/ca.pem"
     assert files.cert == f"/etc/puppetlabs/puppet/ssl/certs/{socket.gethostname().lower()}.pem"
-    with pytest.raises(ValueError, match="cert: expected none beside scheme puppet"):
-        NatsTlsSettings(scheme="puppet", cert="/c.pem", key="/k.pem")
-    with pytest.raises(ValueError, match="identity: expected none beside scheme files"):
-        NatsTlsSettings(identity="node")
-    with pytest.raises(ValueError, match="without a slash"):
-        NatsTlsSettings(scheme="puppet", identity="../x")
+    for wrong, told in (
+        ({"scheme": "puppet", "cert": "/c.pem", "key": "/k.pem"}, "cert: expected none beside scheme puppet"),
+        ({"identity": "node"}, "identity: expected none beside scheme files"),
+        ({"scheme": "puppet", "identity": "../x"}, "without a slash"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            NatsTlsSettings(**wrong)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -49,10 +49,6 @@ def bare(proxy: FaultProxy, s3: SharedS3, nats_url: str, tmp_path: Path, client:
     return Bench(nats_url, tmp_path, client, s3=BehindProxy(s3.server, proxy.url))
 
 
-async def claims(bench: Bench) -> list[str]:
-    return await KeyValue(bench.client, bench.state_bucket).keys("claims.")
-
-
 async def test_a_site_archives_and_begins_its_next_incarnation(bare: Bench) -> None:
     stream = await bare.make_stream(unique("T"))
     await bare.publish(stream, [b"1", b"2"])
@@ -66,31 +62,10 @@ async def test_a_site_archives_and_begins_its_next_incarnation(bare: Bench) -> N
         await bare.archived_to(stream, 1, 1)
     assert [message.payload for message in bare.messages(stream)] == [b"1", b"2"]
     assert [message.payload for message in bare.messages(stream, 1)] == [b"new"]
-    assert await claims(bare) == []
+    assert await KeyValue(bare.client, bare.state_bucket).keys("claims.") == []
     captured = CaptureStore(bare.chains.layout, bare.objects).config(bare.chain(stream))
     assert captured is not None
     assert captured.config["name"] == stream
-
-
-async def test_hosts_that_begin_at_once_agree(bare: Bench) -> None:
-    """Each would begin elsewhere."""
-    stream = await bare.make_stream(unique("T"))
-    await bare.publish(stream, [b"%d" % n for n in range(20)])
-    parts = {"stream": stream, "partitions": [f"{stream}.a", f"{stream}.b"]}
-    hosts = [bare.start(bare.settings({**parts, "start_sequence": first}, lease_ttl="10s")) for first in (3, 7, 11)]
-    try:
-        await bare.archived_to(stream, 20)
-        for host in hosts:
-            await host.drain()
-    finally:
-        for host in hosts:
-            await host.crash()
-    document = bare.chains.read_stream(bare.chain(stream))
-    assert document is not None
-    assert {each.first for each in document.chains} <= {3, 7, 11}
-    for each in (bare.chain(stream), replace(bare.chain(stream), partition=1)):
-        assert bare.chains.read_chain(each) == document.chains[each.partition]
-    assert await claims(bare) == []
 
 
 async def test_a_paused_writer_puts_what_another_claimed(bare: Bench) -> None:
@@ -116,7 +91,7 @@ async def test_a_paused_writer_puts_what_another_claimed(bare: Bench) -> None:
         resumed.set()
         assert await first == second == quick.read_chain(chain)
         assert second.first == (6 if verb == "claim" else 5)
-    assert await claims(bare) == []
+    assert await KeyValue(bare.client, bare.state_bucket).keys("claims.") == []
 
 
 async def test_a_claim_is_taken_anew_where_the_answer_is_lost(bare: Bench) -> None:
@@ -126,35 +101,28 @@ async def test_a_claim_is_taken_anew_where_the_answer_is_lost(bare: Bench) -> No
     assert claim == again
     assert claim[0] == b"mine"
     await asyncio.to_thread(arbiter.settle, "a key", claim[1] + 1)  # another's
-    assert len(await claims(bare)) == 1
+    assert len(await KeyValue(bare.client, bare.state_bucket).keys("claims.")) == 1
     await asyncio.to_thread(arbiter.settle, "a key", claim[1])
-    assert await claims(bare) == []
+    assert await KeyValue(bare.client, bare.state_bucket).keys("claims.") == []
 
 
-async def test_a_copy_begins_once_for_all(centre: Centre, client: FloeClient, archive: Archive) -> None:
-    archive.put(rows_of(1, 20))
+async def test_a_copy_begins_once_for_all_and_a_gap_is_passed_and_written_down(
+    centre: Centre, client: FloeClient, archive: Archive
+) -> None:
+    for first in (1, 21):
+        archive.put(rows_of(first, first + 9))
     archive.documents = ChainStore(refusing_objects(archive.objects), archive.documents.layout)
-    centre.target_settings["sources"][0] |= {"start_sequence": 8}  # type: ignore[index]
-    key = archive.documents.layout.start_document(centre.target, CHAIN.site, CHAIN.feed)
-    async with centre.running():
-        await centre.carried(client, 13)
-    raw = archive.objects.get(key)
-    assert raw is not None
-    assert Start.from_json(raw).sequence == 8
-    assert await KeyValue(client, centre.state_bucket).keys("claims.") == []
-    archive.rows[CHAIN] = rows_of(8, 20)
-    archive.put(rows_of(21, 30))
-    async with centre.running():
-        check_exact(await centre.carried(client, 23), archive, centre.prefix)
-
-
-async def test_a_gap_is_passed_and_written_down(centre: Centre, client: FloeClient, archive: Archive) -> None:
-    archive.put(rows_of(1, 10))
-    archive.put(rows_of(21, 30))
-    archive.documents = ChainStore(refusing_objects(archive.objects), archive.documents.layout)
-    source = {"on_lost": "skip", "lost_segment_timeout": "1s"}
+    source = {"start_sequence": 8, "on_lost": "skip", "lost_segment_timeout": "1s"}
     centre.target_settings["sources"][0] |= source  # type: ignore[index]
     async with centre.running():
-        check_exact(await centre.carried(client, 20), archive, centre.prefix)
+        await centre.carried(client, 13)
+    raw = archive.objects.get(archive.documents.layout.start_document(centre.target, CHAIN.site, CHAIN.feed))
+    assert raw is not None
+    assert Start.from_json(raw).sequence == 8
     [gap] = archive.documents.passed_gaps(centre.target, CHAIN)
     assert str(gap.range) == "11..20"
+    assert await KeyValue(client, centre.state_bucket).keys("claims.") == []
+    archive.rows[CHAIN] = [*rows_of(8, 10), *rows_of(21, 30)]
+    archive.put(rows_of(31, 40))
+    async with centre.running():
+        check_exact(await centre.carried(client, 23), archive, centre.prefix)

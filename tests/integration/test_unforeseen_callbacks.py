@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -29,6 +31,8 @@ from tests.support.proxies import TcpProxy
 from tests.support.stores import Throw, break_sinks, no_room
 
 pytestmark = pytest.mark.servers
+
+Listen = Callable[[FloeClient, pytest.MonkeyPatch], Coroutine[Any, Any, None]]
 
 
 @pytest.fixture
@@ -67,7 +71,8 @@ async def filled(client: FloeClient) -> str:
     return stream
 
 
-# Those who read a stream
+async def through(client: FloeClient, stream: str, sink: Callable[..., None] = lambda *_: None) -> None:
+    await read_through(client, stream, 10, sink)
 
 
 async def scanning(client: FloeClient, stream: str) -> None:
@@ -75,41 +80,27 @@ async def scanning(client: FloeClient, stream: str) -> None:
         pass
 
 
-async def asking(client: FloeClient, stream: str) -> None:
-    await get_message(client, stream, 10)
-
-
-async def counting(client: FloeClient, stream: str) -> None:
-    await run_scan(client, stream, "limits", TargetScan(0, 10))
-
-
-async def reading(client: FloeClient, stream: str) -> None:
-    info = await stream_info(client, stream)
-    assert info is not None
-    await read_through(client, stream, info.last_sequence, no_room)
-
-
-@pytest.mark.parametrize("read", [scanning, asking, counting, reading])
+@pytest.mark.parametrize("reader", ["scan", "ask", "count", "read"])
 async def test_whoever_reads_a_stream_gets_what_the_sink_raised(
-    client: FloeClient,
-    orphans: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    read: Callable[[FloeClient, str], Awaitable[None]],
+    client: FloeClient, orphans: list[str], monkeypatch: pytest.MonkeyPatch, reader: str
 ) -> None:
     """At once, and neither the connection nor the service ends."""
     stream = await filled(client)
+    if reader == "read":
+        with pytest.raises(MemoryError, match="no room"):
+            await asyncio.wait_for(through(client, stream, no_room), PATIENCE)
     with monkeypatch.context() as broken:
         break_sinks(broken)
+        reading = {
+            "scan": lambda: scanning(client, stream),
+            "ask": lambda: get_message(client, stream, 10),
+            "count": lambda: run_scan(client, stream, "limits", TargetScan(0, 10)),
+            "read": lambda: through(client, stream),
+        }[reader]()
         with pytest.raises(MemoryError, match="no room"):
-            await asyncio.wait_for(read(client, stream), PATIENCE)
+            await asyncio.wait_for(reading, PATIENCE)
     assert orphans == []
     assert client.generation == 1
-
-
-async def test_what_takes_the_messages_of_a_drill_may_fail(client: FloeClient, orphans: list[str]) -> None:
-    with pytest.raises(MemoryError, match="no room"):
-        await asyncio.wait_for(reading(client, await filled(client)), PATIENCE)
-    assert orphans == []
 
 
 # Listeners
@@ -131,31 +122,14 @@ async def answered(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def notified(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Heard:
-        is_wanted = True
-
-        def take(self, raw: bytes) -> None: ...
-        def failed(self, why: str) -> None: ...
-        def listening(self) -> None:
-            """The first time it is called by whoever follows, then by the connection."""
-
-    heard = Heard()
-    once = iter([None])
-
-    def listening() -> None:
-        if next(once, "again") == "again":
-            no_room()
-
-    monkeypatch.setattr(heard, "listening", listening)
+    # The first time it is called by whoever follows, then by the connection.
+    heard: Any = SimpleNamespace(is_wanted=True, listening=Mock(side_effect=[None, MemoryError("no room")]))
     await follow_subject(client, unique("events"), heard, SystemClock())
 
 
 @pytest.mark.parametrize("listen", [rung, answered, notified])
 async def test_whoever_listens_to_the_connection_gets_what_the_listener_raised(
-    proxy: TcpProxy,
-    orphans: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    listen: Callable[[FloeClient, pytest.MonkeyPatch], Coroutine[Any, Any, None]],
+    proxy: TcpProxy, orphans: list[str], monkeypatch: pytest.MonkeyPatch, listen: Listen
 ) -> None:
     async with client_of(proxy.url) as client:
         listening = asyncio.create_task(listen(client, monkeypatch))
@@ -173,28 +147,26 @@ async def test_whoever_listens_to_the_connection_gets_what_the_listener_raised(
 
 
 @pytest.mark.parametrize("name", ["round_trip", "writelines"], ids=["watchdog", "writing"])
-async def test_a_failing_task_has_it_made_again(
+async def test_a_failing_task_has_the_connection_made_again(
     nats_url: str, orphans: list[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Also while messages come, so that nothing looks dead."""
-    client = await connect(NatsSettings(url=nats_url), name="test", ping_interval=0.3)
-    other = await connect(NatsSettings(url=nats_url), name="other")
-    received: list[bytes] = []
-    subject = unique("s")
-    await client.subscribe_raw(subject, lambda *frame: received.append(frame[2]))
-    owner = type(client if name == "round_trip" else client._transport)
-    throw = Throw(monkeypatch, owner, name, where=lambda one, *_: one in (client, client._transport))
-    client.send(frame(b"x.y", b""))
+    async with client_of(nats_url) as other:
+        client = await connect(NatsSettings(url=nats_url), name="test", ping_interval=0.3)
+        subject = unique("s")
+        await client.subscribe_raw(subject, lambda *_: None)
+        owner = type(client if name == "round_trip" else client._transport)
+        throw = Throw(monkeypatch, owner, name, where=lambda one, *_: one in (client, client._transport))
+        client.send(frame(b"x.y", b""))
 
-    async def reconnected() -> bool:
-        other.send(frame(subject.encode(), b"x"))
-        return client.generation > 1 and client.is_up
+        async def reconnected() -> bool:
+            other.send(frame(subject.encode(), b"x"))
+            return client.generation > 1 and client.is_up
 
-    await soon(reconnected)
+        await soon(reconnected)
+        await client.aclose()
     assert throw.left == 0
     assert orphans == []
-    await client.aclose()
-    await other.aclose()
 
 
 async def test_an_attempt_to_connect_that_fails_as_nobody_foresaw_is_not_the_last(
