@@ -14,25 +14,20 @@ import sys
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from common.clock import SystemClock
 from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient
 from common.objects.open import open_objects
 from common.segments.documents import ChainDocument, ChainStore
-from common.service.monitor import BEAT, Health
+from common.service.monitor import BEAT
 from common.settings.loader import load
 from common.settings.root import Settings, StoreSettings
 from common.settings.types import parse_duration, parse_listen
-from common.tasks import Stop
-from egress.deps import Tuning
-from egress.service import EgressService
 from egress.workers.supervisor import KILL_MARGIN
 from infra.local.process import free_port, spawn
 from tests.support.basics import PATIENCE, SharedS3, eventually, problem_of, soon, unique
@@ -89,20 +84,15 @@ def compose_words(service: str) -> list[str]:
     return ["floe", *COMPOSE["services"][service]["command"]]
 
 
-def configurations() -> dict[str, str]:
-    """Every configuration of Floe that a deployment brings along."""
-    files = [INFRA / "systemd" / "site.yaml", INFRA / "systemd" / "central.yaml"]
-    files += [INFRA / "compose" / f"{name}.yaml" for name in ("site-east", "site-west", "central")]
-    found = {str(path.relative_to(INFRA)): path.read_text() for path in files}
-    return found | {f"helm/{part}": VALUES[part]["config"] for part in ("site", "central")}
-
-
-CONFIGURATIONS = configurations()
+def shipped(name: str) -> str:
+    """A configuration of Floe that a deployment brings along."""
+    kind, _, part = name.partition("/")
+    return VALUES[part]["config"] if kind == "helm" else (INFRA / f"{name}.yaml").read_text()
 
 
 def checked(name: str, folder: Path) -> Settings:
     """The configuration as a command loads it, its secrets in `folder`."""
-    text = CONFIGURATIONS[name]
+    text = shipped(name)
     for place in SECRETS:
         text = text.replace(place, f"{folder}/")
     (folder / "s3-secret").write_text("secret")
@@ -114,26 +104,17 @@ def checked(name: str, folder: Path) -> Settings:
         return load(str(path))
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGURATIONS))
-def test_each_configuration_passes_the_check(name: str, tmp_path: Path):
-    settings = checked(name, tmp_path)
-
-    assert settings.store.secret_access_key.get_secret_value() == "secret"
-    assert settings.spool_dir
-    assert settings.egress.feeds or settings.ingress.targets
-
-
 @pytest.mark.parametrize(
     ("file", "role", "seconds", "port"),
     [
-        ("systemd/site.yaml", "egress", EGRESS.keys["TimeoutStopSec"], None),
-        ("systemd/central.yaml", "ingress", INGRESS.keys["TimeoutStopSec"], None),
+        ("systemd/site", "egress", EGRESS.keys["TimeoutStopSec"], None),
+        ("systemd/central", "ingress", INGRESS.keys["TimeoutStopSec"], None),
         *(
             (f"helm/{part}", role, VALUES[role]["terminationGracePeriodSeconds"], VALUES[role]["port"])
             for part, role in (("site", "egress"), ("central", "ingress"))
         ),
         *(
-            (f"compose/{file}.yaml", role, parse_duration(COMPOSE["services"][service]["stop_grace_period"]), service)
+            (f"compose/{file}", role, parse_duration(COMPOSE["services"][service]["stop_grace_period"]), service)
             for file, role, service in (
                 ("site-east", "egress", "egress-east"),
                 ("site-west", "egress", "egress-west"),
@@ -142,10 +123,13 @@ def test_each_configuration_passes_the_check(name: str, tmp_path: Path):
         ),
     ],
 )
-def test_a_stop_has_the_time_that_a_drain_may_take_and_the_monitor_listens_where_it_is_asked(
+def test_a_configuration_leaves_the_time_that_a_drain_may_take_and_listens_where_it_is_asked(
     tmp_path: Path, file: str, role: str, seconds: float | str, port: int | str | None
 ):
-    section = getattr(checked(file, tmp_path), role)
+    settings = checked(file, tmp_path)
+    assert (settings.store.secret_access_key.get_secret_value(), bool(settings.spool_dir)) == ("secret", True)
+    section = getattr(settings, role)
+    assert section.feeds if role == "egress" else section.targets
     assert float(seconds) >= section.shutdown_timeout + 2 * KILL_MARGIN
     if isinstance(port, str):  # a service of compose
         jobs = yaml.safe_load((INFRA / "compose" / "prometheus.yml").read_text())["scrape_configs"]
@@ -200,9 +184,8 @@ def children(pid: int) -> str:
 def test_an_image_is_made_of_what_the_locks_hold_and_runs_as_nobody_special():
     installs = re.findall(r"pip install ([^&\n]*)", DOCKERFILE)
     assert len(installs) == 4
-    assert all("--require-hashes" in each or "--no-deps /wheel/floe_jetstream-*.whl" in each for each in installs), (
-        installs
-    )
+    for each in installs:
+        assert "--require-hashes" in each or "--no-deps /wheel/floe_jetstream-*.whl" in each
     locked = set(re.findall(r"^([a-z0-9-]+)==", (ROOT / "requirements.lock").read_text(), re.MULTILINE))
     for text in (DOCKERFILE, (INFRA / "wheel.sh").read_text()):
         [names] = re.findall(r"keep = /\^\((.*?)\)==/", text)
@@ -248,30 +231,19 @@ def rooms() -> None:
         pytest.skip(f"no room for an unprivileged user can be made here: {why}")
 
 
-@dataclass
 class Deployment:
     """The servers that a shipped configuration is pointed at, and the names that this test has for itself."""
 
-    nats_url: str
-    s3: SharedS3
-    bucket: str = ""
-    stream: str = field(default_factory=lambda: unique("NODES"))
-    target: str = field(default_factory=lambda: unique("FLEET"))
-    suffix: str = field(default_factory=lambda: unique("X"))
-    port: int = field(default_factory=free_port)
-
-    def __post_init__(self) -> None:
-        self.bucket = self.s3.new_bucket()
+    def __init__(self, nats_url: str, s3: SharedS3) -> None:
+        self.nats_url, self.s3, self.bucket, self.port = nats_url, s3, s3.new_bucket(), free_port()
+        self.stream, self.target, self.suffix = unique("NODES"), unique("FLEET"), unique("X")
 
     def configuration(self, text: str) -> str:
         """The shipped text with other addresses and names; where secrets and the spool are stays as it is."""
         document = yaml.safe_load(text)
         document["nats"] = {"url": self.nats_url}
-        document["store"] |= {
-            "url": f"s3://{self.bucket}",
-            "endpoint_url": self.s3.endpoint_url,
-            "access_key_id": self.s3.access_key,
-        }
+        document["store"] |= {"url": f"s3://{self.bucket}", "access_key_id": self.s3.access_key}
+        document["store"]["endpoint_url"] = self.s3.endpoint_url
         buckets = {"lease_bucket": f"L{self.suffix}", "state_bucket": f"S{self.suffix}"}
         listen = {"monitor": {"listen": f"127.0.0.1:{self.port}"}}
         if "egress" in document:
@@ -291,9 +263,8 @@ class Deployment:
         return ""
 
     def has_archived(self, count: int) -> bool:
-        return bool(
-            re.search(rf"^floe_egress_messages_total{{.*}} {count}\.0$", self.answers("/metrics"), re.MULTILINE)
-        )
+        counted = rf"^floe_egress_messages_total{{.*}} {count}\.0$"
+        return re.search(counted, self.answers("/metrics"), re.MULTILINE) is not None
 
 
 @contextmanager
@@ -332,7 +303,7 @@ async def test_the_words_of_the_units_run(nats_url: str, s3: SharedS3, tmp_path:
     def started(unit: Unit, config: str) -> Iterator[tuple[subprocess.Popen[bytes], Room]]:
         credentials, spool = f"/run/credentials/{unit.name}", f"/var/cache/{unit.keys['CacheDirectory']}"
         file, credential = unit.words[unit.words.index("-c") + 1], unit.keys["LoadCredential"].split(":")[0]
-        text = deployment.configuration(CONFIGURATIONS[f"systemd/{config}"])
+        text = deployment.configuration(shipped(f"systemd/{config}"))
         place = Room(tmp_path / unit.name, spool, {file: text, f"{credentials}/{credential}": f"{s3.secret_key}\n"})
         environment = {"CREDENTIALS_DIRECTORY": credentials, "CACHE_DIRECTORY": spool}
         deny = unit.keys.get("MemoryDenyWriteExecute") == "yes"
@@ -360,13 +331,13 @@ async def test_the_words_of_the_units_run(nats_url: str, s3: SharedS3, tmp_path:
         return (await stream_info(client, deployment.target)).messages == 20
 
     await create_stream(client, {"name": deployment.stream, "subjects": [f"{deployment.stream}.>"]})
-    with started(EGRESS, "site.yaml") as (process, room):
+    with started(EGRESS, "site") as (process, room):
         for number in range(20):
             await client.request_raw(f"{deployment.stream}.n{number}".encode(), b"x" * 100, timeout=30)
         await soon(lambda: is_running(process, room) and deployment.has_archived(20), every=0.2)
-    with started(INGRESS, "central.yaml") as (process, room):
+    with started(INGRESS, "central") as (process, room):
         await soon(all_there, every=0.2)
-    with started(COMPACT, "central.yaml") as (process, room):
+    with started(COMPACT, "central") as (process, room):
         assert await asyncio.to_thread(process.wait, PATIENCE) == 0, room.text()
         assert "nothing to do" in room.text()
 
@@ -423,10 +394,7 @@ def test_spark_starts_for_a_user_without_a_name_and_a_home(s3: SharedS3, tmp_pat
 @pytest.mark.servers
 async def test_the_parent_of_workers_speaks_for_all(bench: Bench):
     stream = await bench.make_stream(unique("T"))
-    config = configuration(bench, {"stream": stream})
-    document = yaml.safe_load(config.read_text())
-    document["egress"]["monitor"] = {"listen": f"127.0.0.1:{free_port()}"}
-    config.write_text(yaml.safe_dump(document))
+    config = configuration(bench, {"stream": stream}, monitor={"listen": f"127.0.0.1:{free_port()}"})
     with ServiceManager(f"@{unique('notify')}") as manager:
         environment = {**os.environ, "NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": "400000"}
         command = [sys.executable, "-m", "floe", "egress", "run", "-c", str(config), "--workers", "2"]
@@ -459,21 +427,13 @@ async def test_the_parent_of_workers_speaks_for_all(bench: Bench):
             process.wait(PATIENCE)
 
 
-async def test_egress_that_waits_for_nats_is_well(tmp_path: Path):
+async def test_egress_that_waits_for_nats_is_well(tmp_path: Path, client: FloeClient):
     """Whoever asks /healthz, or feeds a watchdog by it, does not start it again for that."""
-    feeds = {"feeds": [{"stream": "S"}]}
-    settings = Settings.model_validate(
-        {"site": "s", "nats": {"url": f"nats://127.0.0.1:{free_port()}"}, "store": {"url": f"file://{tmp_path}"}}
-        | {"egress": feeds}
-    )
-    clock, stop = SystemClock(), Stop()
-    health = Health(clock)
-    running = asyncio.create_task(EgressService(settings, Tuning(), clock, health, stop).run())
-    try:
-        await soon(lambda: any(problem.startswith("nats: ") for problem in health.problems()))
-        for _ in range(2):
-            await soon(lambda: health.beat_age() > BEAT / 2)
-            await soon(lambda: health.beat_age() < BEAT / 2)
-    finally:
-        stop.set()
-        assert await running
+    bench = Bench(f"nats://127.0.0.1:{free_port()}", tmp_path, client)
+    running = bench.start(bench.settings({"stream": "S"}))
+    health = running.health
+    await soon(lambda: any(problem.startswith("nats: ") for problem in health.problems()))
+    for _ in range(2):
+        await soon(lambda: health.beat_age() > BEAT / 2)
+        await soon(lambda: health.beat_age() < BEAT / 2)
+    await running.drain()

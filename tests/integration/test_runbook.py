@@ -89,24 +89,6 @@ async def test_the_target_of_the_centre_is_lost(client: FloeClient, tmp_path: Pa
         check_exact(await centre.carried(client, 40), archive, centre.prefix)
 
 
-async def test_the_state_bucket_is_lost(client: FloeClient, tmp_path: Path, nats_url: str) -> None:
-    archive = Archive(tmp_path / "store")
-    archive.put(recent(1, 30))
-    centre = Centre(tmp_path, archive, nats_url)
-    page = page_of("The state bucket is lost", centre)
-    async with centre.running():
-        await closed_at(client, centre, 30)
-    await client.api(f"STREAM.DELETE.KV_{centre.state_bucket}")
-    archive.put(recent(31, 40))
-    async with centre.running() as health:
-        assert (await stop_of(centre, health))["code"] == "E-TARGET-NOT-EMPTY"
-        shown = await page.run("--from-target --dry-run")
-        assert "31" in shown.out
-        assert await count_in(client, centre.target) == 30
-        await page.run("--from-target")
-        check_exact(await centre.carried(client, 40), archive, centre.prefix)
-
-
 async def test_the_stream_at_a_site_is_lost_and_the_centre_gets_nothing_twice(bench: Bench) -> None:
     name = unique("NODES")
     feed: dict[str, Any] = {"stream": name}
