@@ -1,7 +1,4 @@
-"""The ways by which AWS tools find a credential, where the configuration names none.
-
-Which they are, and how each is asked, is botocore's; what Floe adds is that one is renewed and read again.
-"""
+"""The ways by which AWS tools find a credential, where the configuration names none."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
+import boto3
 import pytest
 
 from common.clock import format_time
@@ -25,8 +23,10 @@ from infra.local.seaweedfs import SeaweedFS
 from tests.support import canaries
 from tests.support.basics import SharedS3
 from tests.support.proxies import Answer, Exchange, FaultProxy, refuse
+from tests.support.servers import CREDENTIALS, SqsServer
 
 Pair = tuple[str, str]
+ROLE = "arn:aws:iam::123456789012:role/floe"
 
 
 class Signed(FaultProxy):
@@ -81,16 +81,19 @@ def test_a_session_token_is_shown_and_without_any_credential_the_store_is_refuse
 
 
 @contextmanager
-def serving(answer: Callable[[], dict[str, str]]) -> Iterator[str]:
-    """The address of a service on loopback that hands out credentials."""
+def serving(answer: Callable[[str], str | dict[str, str]]) -> Iterator[str]:
+    """The address of a service on loopback, which answers to a path."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = json.dumps(answer()).encode()
+            found = answer(self.path)
+            body = (found if isinstance(found, str) else json.dumps(found)).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
+
+        do_PUT = do_GET
 
         def log_message(self, format: str, *args: object) -> None: ...
 
@@ -103,6 +106,35 @@ def serving(answer: Callable[[], dict[str, str]]) -> Iterator[str]:
     thread.join()
 
 
+def test_a_role_signs_what_the_store_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Of a profile, by web identity, and of a machine, by version 2 of its metadata service."""
+
+    def metadata(path: str) -> str | dict[str, str]:
+        found = {"AccessKeyId": "AKIMDS", "SecretAccessKey": "s" * 20, "Token": "token-of-imds", "Code": "Success"}
+        found["Expiration"] = "2999-01-01T00:00:00Z"
+        return found if path.endswith("/floe-role") else "floe-role"
+
+    keys = "[floe]\naws_access_key_id = AKPROFILE\naws_secret_access_key = secret-of-a-profile\n"
+    (tmp_path / "credentials").write_text(keys)
+    (tmp_path / "config").write_text(f"[profile role]\nrole_arn = {ROLE}\nsource_profile = floe\n")
+    (tmp_path / "token").write_text("a.web.identity")
+    with SqsServer() as aws, Signed(aws.url) as proxy, serving(metadata) as url:
+        boto3.session.Session().client("s3", endpoint_url=aws.url, **CREDENTIALS).create_bucket(Bucket="some")
+        sts = {"ENDPOINT_URL_STS": aws.url, "REGION": "us-east-1", "STS_REGIONAL_ENDPOINTS": "regional"}
+        files = {"SHARED_CREDENTIALS_FILE": f"{tmp_path}/credentials", "CONFIG_FILE": f"{tmp_path}/config"}
+        for way, key, token in (
+            ({**sts, **files, "PROFILE": "role"}, r"ASIA\w+", r"\S{20,}"),
+            ({**sts, "ROLE_ARN": ROLE, "WEB_IDENTITY_TOKEN_FILE": f"{tmp_path}/token"}, r"ASIA\w+", r"\S{20,}"),
+            ({"EC2_METADATA_SERVICE_ENDPOINT": url}, "AKIMDS", "token-of-imds"),
+        ):
+            with monkeypatch.context() as patch:
+                for name, value in way.items():
+                    patch.setenv(f"AWS_{name}", value)
+                assert open_objects(StoreSettings(url="s3://some", endpoint_url=proxy.url)).list("") == []
+            assert re.fullmatch(key, proxy.shown[0]), proxy.shown
+            assert re.fullmatch(token, proxy.shown[1]), "another session token"
+
+
 def test_what_expires_is_renewed_before(
     s3: SharedS3, proxy: Signed, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
 ):
@@ -110,7 +142,7 @@ def test_what_expires_is_renewed_before(
     former, later = pairs
     handed, asked = (former, 60.0), list[str]()
 
-    def answer() -> dict[str, str]:
+    def answer(_: str) -> dict[str, str]:
         (key, secret), lasts = handed
         asked.append(key)
         expires = format_time(int((time.time() + lasts) * 1e9))

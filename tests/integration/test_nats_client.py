@@ -1,22 +1,32 @@
-"""The connection against a real nats-server: what comes in is exact, what is refused says why."""
+"""The connection, streams and consumers of a real server: what comes in is exact, and what Floe writes does no more."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+from typing import Any
 
 import pytest
 
 from common.errors import OutcomeUnknown, Unavailable
+from common.jetstream.api import consumer_info, create_consumer, create_stream, delete_consumer, stream_info
 from common.jetstream.client import ApiError, FloeClient, frame
+from common.jetstream.headers import Provenance, restore
+from common.jetstream.pull import get_message
+from common.segments.segment import Message
 from infra.local.nats import NatsServer
-from tests.support.basics import PATIENCE, soon, unique
+from tests.integration.test_ingress_headers import ACTING, EVERYTHING, MARK
+from tests.support.basics import PATIENCE, AckReply, parse_ack, soon, unique
+from tests.support.headers import escape
+from tests.support.ingress import client_of
+from tests.support.servers import place
 
-Message = tuple[bytes, bytes, bytes, bytes | None]
+Heard = tuple[bytes, bytes, bytes, bytes | None]
 
 
-async def collect(client: FloeClient, subject: str) -> list[Message]:
-    received: list[Message] = []
+async def collect(client: FloeClient, subject: str) -> list[Heard]:
+    received: list[Heard] = []
     await client.subscribe_raw(subject, lambda *message: received.append(message))
     return received
 
@@ -93,7 +103,7 @@ async def test_headers_come_as_they_were_written(client: FloeClient, nats_server
 
 
 async def test_payloads_of_the_greatest_size_pass_until_a_subscription_ends(client: FloeClient):
-    subject, received = unique("s"), list[Message]()
+    subject, received = unique("s"), list[Heard]()
     subscription = await client.subscribe_raw(subject, lambda *message: received.append(message))
     payload = os.urandom(client.max_payload)
     client.send(frame(subject.encode(), payload) + frame(subject.encode(), b""))
@@ -138,3 +148,124 @@ async def test_many_requests_at_once_get_their_own_answers(client: FloeClient):
     await client.subscribe_raw(subject, echo)
     asked = [client.request_raw(subject.encode(), b"%d" % i, timeout=PATIENCE) for i in range(500)]
     assert await asyncio.gather(*asked) == [(b"%d" % i, None) for i in range(500)]
+
+
+HERE = Provenance("us-east", "NODE_DATA", 0, 0, 7, 1_700_000_000_000_000_001)
+
+
+async def new_stream(client: FloeClient, **config: Any) -> str:
+    stream = unique("S")
+    await place(client, {"name": stream, "subjects": [f"{stream}.>"], **config})
+    return stream
+
+
+async def publish(
+    client: FloeClient, subject: str | bytes, payload: bytes = b"", headers: bytes | None = None
+) -> dict[str, Any]:
+    """The acknowledgement, or the refusal, as the server words it."""
+    raw = subject.encode() if isinstance(subject, str) else subject
+    answer, _ = await client.request_raw(raw, payload, headers, timeout=PATIENCE)
+    return dict(json.loads(answer))
+
+
+def block(*lines: bytes) -> bytes:
+    return b"".join([b"NATS/1.0\r\n", *(line + b"\r\n" for line in lines), b"\r\n"])
+
+
+async def test_describes_a_stream(client: FloeClient):
+    assert await stream_info(client, "NONE") is None
+    stream = await new_stream(client, max_msgs=3)
+    info = await stream_info(client, stream)
+    assert (info.first_sequence, info.last_sequence, info.messages) == (0, 0, 0)
+    for _ in range(5):
+        await publish(client, f"{stream}.a")
+    info = await stream_info(client, stream)
+    assert (info.name, info.first_sequence, info.last_sequence, info.messages) == (stream, 3, 5, 3)
+    assert info.config["max_msgs"] == 3
+    assert info.created < info.first_timestamp < info.last_timestamp
+    await client.api(f"STREAM.PURGE.{stream}")
+    info = await stream_info(client, stream)
+    assert (info.first_sequence, info.last_sequence, info.messages) == (6, 5, 0)
+
+
+async def test_a_name_that_is_no_token_never_reaches_the_api(client: FloeClient):
+    for name in ("", "a.b", "a b", "a*", ">", "a/b"):
+        with pytest.raises(ValueError, match="expected no space"):
+            await stream_info(client, name)
+
+
+async def test_reads_messages_exactly(client: FloeClient):
+    stream = await new_stream(client)
+    blocks, payloads = [None, block(), block(b"A: 1", b"a:2", b"A: \xff ")], [b"", b"\x00\xff"]
+    sent = [(f"{stream}.".encode() + b"\xff\xfe", headers, payload) for headers in blocks for payload in payloads]
+    for subject, headers, payload in sent:
+        await publish(client, subject, payload, headers)
+    found = [await get_message(client, stream, number) for number in range(1, len(sent) + 1)]
+    assert found == [Message(number, found[number - 1].timestamp_ns, *each) for number, each in enumerate(sent, 1)]
+    delivered = await deliver(client, stream)
+    assert [(subject, headers, payload) for subject, _, payload, headers in delivered] == sent
+    acks = [AckReply(stream, "", n, n, m.timestamp_ns, len(sent) - n) for n, m in enumerate(found, 1)]
+    assert [parse_ack(reply)._replace(consumer="") for _, reply, _, _ in delivered] == acks
+    await client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": 1})
+    assert await get_message(client, stream, 1) is await get_message(client, stream, 99) is None
+    with pytest.raises(ApiError, match="stream not found"):
+        await get_message(client, "NONE", 1)
+
+
+async def deliver(client: FloeClient, stream: str) -> list[tuple[bytes, bytes, bytes, bytes | None]]:
+    """All messages through a consumer, each with the subject of its reply."""
+    consumer = unique("c")
+    info = await create_consumer(client, stream, {"name": consumer, "ack_policy": "none"})
+    received, inbox = [], client.new_inbox()
+    await client.subscribe_raw(inbox, lambda *message: received.append(message))
+    ask = client.api_subject(f"CONSUMER.MSG.NEXT.{stream}.{consumer}").encode()
+    client.send(frame(ask, b'{"batch":100,"no_wait":true}', None, inbox.encode()))
+    await soon(lambda: len(received) > info.pending)
+    return [message for message in received if message[1]]
+
+
+async def test_creates_describes_and_deletes_a_consumer(client: FloeClient):
+    stream = await new_stream(client)
+    await publish(client, f"{stream}.a")
+    await publish(client, f"{stream}.b")
+    created = await create_consumer(
+        client, stream, {"durable_name": "c", "ack_policy": "none", "filter_subject": f"{stream}.a"}
+    )
+    assert (created.name, created.pending, created.stream_sequence) == ("c", 1, 0)
+    assert await consumer_info(client, stream, "c") == created
+    with pytest.raises(ApiError, match="already exists"):
+        await create_consumer(client, stream, {"durable_name": "c", "ack_policy": "explicit"})
+    assert await delete_consumer(client, stream, "c")
+    assert not await delete_consumer(client, stream, "c")
+    assert await consumer_info(client, stream, "c") is None
+    assert await consumer_info(client, "NONE", "c") is None
+
+
+async def test_both_layouts_of_replies_are_what_a_server_writes():
+    for flag, dots in (("false", 8), ("true", 10)):
+        with NatsServer(extra=f"feature_flags {{ js_ack_fc_v2: {flag} }}") as server:
+            async with client_of(server.url) as client:
+                await create_stream(client, {"name": "S", "subjects": ["s"], "first_seq": 7})
+                await publish(client, "s", b"1")
+                [(_, reply, _, _)] = await deliver(client, "S")
+                stored, ack = await get_message(client, "S", 7), parse_ack(reply)
+                assert reply.count(b".") == dots
+                assert ack == AckReply("S", ack.consumer, 7, 1, stored.timestamp_ns, 0)
+
+
+# What the target does with headers
+
+
+async def test_what_is_escaped_is_stored_and_does_nothing(client: FloeClient):
+    """Also where a lone line break could start a header at the target."""
+    stream = await new_stream(client, **EVERYTHING)
+    for subject in ("x", "y", "x"):
+        await publish(client, f"{stream}.{subject}", b"1", block(b"Nats-Msg-Id: first") if subject == "y" else None)
+    lone = (b"A: 1\nNats-Rollup: all", b"A: 1\rNats-Rollup: all", b"A: 1\r\r\nNats-Rollup: all")
+    for last, line in enumerate([*ACTING, MARK, b"traceparent: 00-0a-b7-01", *lone], 3):
+        original = block(b"A: 1", line, b"B: 2")
+        escaped = escape(original, HERE, first_lines=(b"Nats-Expected-Last-Sequence: %d" % last,))
+        assert await publish(client, f"{stream}.x", b"4", escaped) == {"stream": stream, "seq": last + 1}
+        stored = await get_message(client, stream, last + 1)
+        assert (stored.headers, restore(stored.headers)) == (escaped, (HERE, original))
+    assert (await stream_info(client, stream)).messages == last + 1

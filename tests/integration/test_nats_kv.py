@@ -1,18 +1,24 @@
-"""State in a bucket: compare-and-set, read from the leader, and every lost answer told as such."""
+"""State and leases in a bucket: compare-and-set, read from the leader; one holder at a time, who knows when it ends."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import pytest
 
+from common.clock import SystemClock
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Unavailable
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.kv import BucketGone, KeyValue, KvEntry, state_key
+from common.jetstream.lease import Leases, new_owner
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer
-from tests.support.basics import PATIENCE, soon, unique
+from tests.support.basics import PATIENCE, cancelled, soon, unique
+from tests.support.clock import ManualClock
 from tests.support.proxies import TcpProxy
 from tests.support.servers import placing
 
@@ -193,3 +199,210 @@ async def moved_on(kv: KeyValue, value: bytes, revision: int) -> int:
                 return entry.revision
             assert entry.revision == revision
         await asyncio.sleep(0.1)
+
+
+# Leases
+
+TTL = 2.4  # seconds
+
+
+@pytest.fixture
+async def timed(client: FloeClient) -> KeyValue:
+    return await KeyValue(client, unique("LEASES"), ttl=TTL).ensure()
+
+
+def leases(timed: KeyValue, owner: str = "") -> Leases:
+    return Leases(timed, owner or new_owner("test"), TTL, SystemClock())
+
+
+async def test_one_owner_holds_a_lease_until_it_gives_it_up(timed: KeyValue):
+    assert new_owner("a") != new_owner("a")
+    mine, yours = leases(timed, "me"), leases(timed, "you")
+    lease = await mine.acquire("k")
+    assert lease.is_usable()
+    assert await yours.acquire("k") is None
+    assert await yours.holder("k") == "me"
+    await lease.release()
+    assert not lease.is_usable()
+    assert await yours.holder("k") is None
+    assert await yours.acquire("k") is not None
+
+
+async def test_a_lease_that_is_kept_outlives_its_time(timed: KeyValue):
+    lease = await leases(timed).acquire("k")
+    keeping = asyncio.create_task(lease.keep())
+    began = time.monotonic()
+    while time.monotonic() - began < 2.5 * TTL:
+        assert lease.is_usable()
+        assert await leases(timed).acquire("k") is None
+        await asyncio.sleep(0.1)
+    await cancelled(keeping)
+    await lease.release()
+    assert await leases(timed).acquire("k") is not None
+
+
+@pytest.mark.timing
+async def test_a_lease_that_nobody_keeps_is_free_after_its_time(timed: KeyValue):
+    lease = await leases(timed).acquire("k")
+    began = time.monotonic()
+    await soon(lambda: leases(timed).acquire("k"), 2 * TTL + 1)
+    assert TTL * 0.9 < time.monotonic() - began < 2 * TTL
+    assert not lease.is_usable()
+
+
+async def test_a_cancellation_that_is_swallowed_still_ends_the_keeping(
+    timed: KeyValue, monkeypatch: pytest.MonkeyPatch
+):
+    """As `asyncio.wait_for` of Python 3.11 does where it comes together with the answer."""
+    lease = await leases(timed).acquire("k")
+    real, asked = timed.update, asyncio.Event()
+
+    async def swallowing(*args: Any) -> int | None:
+        asked.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(PATIENCE)
+        return await real(*args)
+
+    monkeypatch.setattr(timed, "update", swallowing)
+    keeping = asyncio.create_task(lease.keep())
+    await asked.wait()
+    keeping.cancel()
+    await asyncio.wait({keeping}, timeout=PATIENCE)
+    assert keeping.cancelled()
+
+
+async def test_a_lease_that_is_the_owners_already_is_written_anew(timed: KeyValue):
+    """Nobody knows how much of its time is left."""
+    mine = leases(timed, "me")
+    await mine.acquire("k")
+    before = (await timed.get("k")).revision
+    await asyncio.sleep(TTL / 2)
+    again = await mine.acquire("k")
+    assert (await timed.get("k")).revision > before
+    await asyncio.sleep(TTL * 0.4)
+    assert again.is_usable()
+    await asyncio.sleep(TTL * 0.25)
+    assert await leases(timed, "you").acquire("k") is None
+
+
+@pytest.mark.parametrize("err_code", [10071, 10164])
+async def test_a_refused_renewal_of_a_lease_that_is_ours_is_tried_again(
+    client: FloeClient, timed: KeyValue, err_code: int, monkeypatch: pytest.MonkeyPatch
+):
+    """A cluster that finds itself says so in several ways; 10164: another write of the key is in flight."""
+    lease = await leases(timed, "me").acquire("k")
+    real, refused = client.request_raw, 0
+    answer = b'{"error":{"code":400,"err_code":%d,"description":"wrong last sequence"}}' % err_code
+
+    async def refusing(subject: bytes, *args: Any, **kwargs: Any) -> Any:
+        nonlocal refused
+        refused += subject.startswith(b"$KV.")
+        return (answer, None) if subject.startswith(b"$KV.") and refused < 3 else await real(subject, *args, **kwargs)
+
+    monkeypatch.setattr(client, "request_raw", refusing)
+    keeping = asyncio.create_task(lease.keep())
+    await soon(lambda: refused >= 3)
+    await asyncio.sleep(TTL / 2)
+    assert lease.is_usable()
+    await cancelled(keeping)
+    await lease.release()
+    assert await timed.get("k") is None
+
+
+async def test_writes_are_heard_and_so_are_releases(timed: KeyValue):
+    heard: list[tuple[str, bytes | None]] = []
+    await leases(timed).listen("a.*.*", lambda *what: heard.append(what))
+    lease = await leases(timed, "me").acquire("a.b.c")
+    await leases(timed, "me").acquire("b.b.c")
+    await lease.release()
+    await soon(lambda: heard == [("a.b.c", b"me"), ("a.b.c", None)])
+
+
+async def test_a_bucket_that_is_gone_is_found_gone_though_somebody_listens(client: FloeClient, timed: KeyValue):
+    """Whoever listens to a bucket's writes receives them: then the server does not say that nobody does."""
+    await leases(timed).listen("*", lambda *_: None)
+    await client.api(f"STREAM.DELETE.KV_{timed.bucket}")
+    assert await leases(timed, "me").acquire("k") is not None
+    assert await leases(timed).holder("k") == "me"
+
+
+async def test_a_lease_is_not_used_in_the_last_third_of_its_time_nor_by_who_wakes_behind_it(timed: KeyValue):
+    clock = ManualClock()
+    lease = await Leases(timed, "me", TTL, clock).acquire("k")
+    clock.advance(TTL * 2 / 3 - 0.01)
+    assert lease.is_usable()
+    clock.advance(0.02)
+    assert (lease.is_usable(), lease.lost.is_set) == (False, False)
+    clock.advance(TTL * 5)
+    await lease.keep()
+    assert (lease.is_usable(), lease.lost.is_set) == (False, True)
+
+
+async def test_a_lease_that_another_took_or_deleted_is_lost(timed: KeyValue):
+    lease, other = await leases(timed, "me").acquire("k"), await leases(timed, "me").acquire("other")
+    await timed.put("k", b"you")
+    await timed.delete("other")
+    for each in (lease, other):
+        await asyncio.wait_for(each.keep(), PATIENCE)
+        assert each.lost.is_set
+    await lease.release()
+    assert await leases(timed).holder("k") == "you"
+
+
+async def test_whatever_stands_in_the_key_it_is_another_owner(timed: KeyValue):
+    for value in (b"", b"\xff\x00", b"me ", b"x" * 100_000):
+        await timed.put("k", value)
+        assert await leases(timed, "me").acquire("k") is None
+        assert await leases(timed, "me").holder("k") is not None
+    with pytest.raises(ValueError, match=r"expected a time to live of 30 s, found 2\.4 s"):
+        Leases(timed, "me", 30.0, SystemClock())
+
+
+@pytest.mark.parametrize("gone", ["STREAM.DELETE", "STREAM.PURGE"])
+async def test_a_lease_outlives_the_bucket_that_lost_it(client: FloeClient, timed: KeyValue, gone: str):
+    lease = await leases(timed, "me").acquire("k")
+    keeping = asyncio.create_task(lease.keep())
+    await client.api(f"{gone}.KV_{timed.bucket}")
+    await soon(partial(is_held, timed))
+    await asyncio.sleep(TTL * 1.5)
+    assert await is_held(timed)
+    assert lease.is_usable()
+    await cancelled(keeping)
+
+
+async def is_held(timed: KeyValue) -> bool:
+    with suppress(BucketGone):
+        return await leases(timed).holder("k") == "me"
+    return False
+
+
+async def renewed(timed: KeyValue, revision: int) -> bool:
+    entry = await timed.get("k")
+    return entry is not None and entry.revision > revision
+
+
+@pytest.mark.real
+async def test_a_lease_is_unusable_before_it_is_free_and_outlives_a_lost_answer(
+    nats_server: NatsServer, timed: KeyValue
+):
+    async with TcpProxy(nats_server.port) as proxy:
+        client = await connect(NatsSettings(url=proxy.url), name="proxied", ping_interval=TTL)
+        lease = await leases(await KeyValue(client, timed.bucket, ttl=TTL).ensure(), "me").acquire("k")
+        keeping = asyncio.create_task(lease.keep())
+        revision = (await timed.get("k")).revision
+        proxy.blackhole("down")
+        await soon(lambda: renewed(timed, revision))
+        proxy.heal()
+        revision = (await timed.get("k")).revision
+        await soon(lambda: renewed(timed, revision))
+        assert (lease.is_usable(), lease.lost.is_set) == (True, False)
+        proxy.blackhole()
+        await soon(lambda: not lease.is_usable())
+        assert await leases(timed, "you").acquire("k") is None
+        await soon(lambda: leases(timed, "you").acquire("k"))
+        await asyncio.wait_for(lease.lost.wait(), PATIENCE)
+        await asyncio.wait_for(keeping, PATIENCE)
+        await lease.release()
+        proxy.heal()
+        await client.aclose()
+    assert await leases(timed).holder("k") == "you"
