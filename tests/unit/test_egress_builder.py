@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -13,20 +13,10 @@ from common.segments.columns import Columns
 from common.segments.segment import Reason
 from common.sequences import SequenceRange
 from common.settings.egress import SegmentSettings
+from egress import builder as building
 from egress.batch import SAMPLED_OUT, TOO_OLD, MessageBatch
-from egress.builder import (
-    GAP_AGE,
-    PIECE_MESSAGES,
-    Builder,
-    Close,
-    Emitted,
-    Piece,
-    attribute,
-    before_first_gap,
-    gone_before_read,
-    unread,
-)
-from egress.memory import MemoryAccount, MemoryBudget
+from egress.builder import Builder, Close, Emitted, Piece, attribute, unread
+from egress.memory import MemoryBudget
 from egress.partition import Position
 from tests.support.basics import is_gapless
 from tests.support.clock import ManualClock
@@ -34,11 +24,10 @@ from tests.support.clock import ManualClock
 SECOND = 1_000_000_000
 
 
-def columns(sequences: Iterable[int], *, payload: bytes = b"x" * 10, at: int | None = None) -> Columns:
+def columns(sequences: Iterable[int], payload: bytes = b"x" * 10) -> Columns:
     chosen = list(sequences)
-    times = [at if at is not None else s * SECOND for s in chosen]
     count = len(chosen)
-    return Columns(chosen, times, [b"s"] * count, [None] * count, [payload] * count)
+    return Columns(chosen, [s * SECOND for s in chosen], [b"s"] * count, [None] * count, [payload] * count)
 
 
 def sifted(sequences: Iterable[int], *, kept: set[int], code: int = SAMPLED_OUT) -> MessageBatch:
@@ -54,16 +43,15 @@ class Bench:
     def __init__(self, *, first: int = 1, until: int | None = None, sampled: bool = False, **closing: float) -> None:
         self.clock = ManualClock()
         self.emitted: list[Emitted] = []
-        self.account: MemoryAccount = MemoryBudget(1 << 30).account(lambda: None)
-        limits = {"max_messages": 1_000_000, "max_size": 1 << 30, "max_age": 60.0, **closing}
-        self.builder = Builder(
-            SegmentSettings.model_construct(**limits),  # type: ignore[arg-type]
-            self.clock,
-            self.account,
-            self.emitted.append,
-            Position(first, until),
-            sampled=sampled,
-        )
+        self.account = MemoryBudget(1 << 30).account(lambda: None)
+        limits: dict[str, float] = {"max_messages": 1_000_000, "max_size": 1 << 30, "max_age": 60.0, **closing}
+        given = SegmentSettings.model_construct(**limits)  # type: ignore[arg-type]
+        position = Position(first, until)
+        self.builder = Builder(given, self.clock, self.account, self.emitted.append, position, sampled=sampled)
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.builder.tick()
 
     @property
     def pieces(self) -> list[Piece]:
@@ -83,65 +71,60 @@ class Bench:
 
 
 def test_closes_with_the_message_that_fills_max_size_or_is_the_last_of_max_messages() -> None:
-    bench = Bench(max_size=30)  # 11 bytes each, the subject included
+    bench, large, many = Bench(max_size=30), Bench(max_size=30), Bench(max_messages=4)
     bench.builder.messages(columns([1, 2]))
-    bench.builder.messages(columns([3, 4, 5]))
+    bench.builder.messages(columns([3, 4, 5]))  # 11 bytes each, the subject included
     assert bench.segments() == [(SequenceRange(1, 3), [1, 2, 3], Close.SIZE)]
-    large = Bench(max_size=30)
     large.builder.messages(columns([1, 2], payload=b"x" * 100))
     assert [rows for _, rows, _ in large.segments()] == [[1], [2]]
-    many = Bench(max_messages=4)
     many.builder.messages(columns(range(1, 11)))
-    closed = [(coverage.first, coverage.last, len(rows), reason) for coverage, rows, reason in many.segments()]
-    assert closed == [(1, 4, 4, Close.MESSAGES), (5, 8, 4, Close.MESSAGES)]
+    closed = [(str(coverage), len(rows), reason) for coverage, rows, reason in many.segments()]
+    assert closed == [("1..4", 4, Close.MESSAGES), ("5..8", 4, Close.MESSAGES)]
     assert many.builder.end == 10
 
 
 def test_closes_at_max_age_counted_from_the_first_sequence_covered() -> None:
     bench = Bench(max_age=60)
-    bench.clock.advance(1_000)
-    bench.builder.tick()
+    bench.pass_time(1_000)
     assert bench.builder.due_in == math.inf
     bench.builder.messages(columns([1]))
-    for passed, left in ((0, 60), (59, 1), (1, 0)):
-        bench.clock.advance(passed)
-        assert bench.builder.due_in == left
-        assert bench.segments() == []
-        if left:
-            bench.builder.tick()
-    bench.builder.tick()
+    for passed, left in ((0, 60), (59, 1)):
+        bench.pass_time(passed)
+        assert (bench.builder.due_in, bench.segments()) == (left, [])
+    bench.pass_time(1)
     assert bench.segments() == [(SequenceRange(1, 1), [1], Close.AGE)]
     assert bench.builder.due_in == math.inf
 
 
 def test_a_range_that_was_passed_without_rows_still_becomes_a_segment_and_an_empty_one_none() -> None:
-    bench = Bench(first=11)
+    bench, sampled = Bench(first=11), Bench()
     bench.builder.passed(10)
     bench.builder.close(Close.DRAIN)
-    bench.clock.advance(600)
-    bench.builder.tick()
+    bench.pass_time(600)
     assert bench.emitted == []
     bench.builder.passed(40)
-    bench.clock.advance(60)
-    bench.builder.tick()
+    bench.pass_time(60)
     assert bench.segments() == [(SequenceRange(11, 40), [], Close.AGE)]
-    sampled = Bench()
     sampled.builder.sifted(sifted([1, 2, 3], kept=set()))
     sampled.builder.close(Close.AGE)
     assert sampled.segments() == [(SequenceRange(1, 3), [], Close.AGE)]
-    assert sampled.pieces[0].last is not None
-    assert sampled.pieces[0].last.sequence == 3
+    [piece] = sampled.pieces
+    assert piece.last is not None
+    assert piece.last.sequence == 3
 
 
-def test_a_hole_is_filled_to_its_end_by_what_comes_behind_or_a_heartbeat_and_not_beyond() -> None:
-    mixed, by_message, by_heartbeat = (Bench(first=5, until=9) for _ in range(3))
-    mixed.builder.messages(columns([5, 6, 8, 12, 13]))
-    mixed.builder.messages(columns([14]))
-    by_message.builder.messages(columns([12]))
-    by_heartbeat.builder.passed(30)
-    for bench, rows in ((mixed, [5, 6, 8]), (by_message, []), (by_heartbeat, [])):
-        assert bench.segments() == [(SequenceRange(5, 9), rows, Close.HOLE)]
-        assert bench.builder.is_done
+@pytest.mark.parametrize(("batches", "passed", "rows"), [
+    (([5, 6, 8, 12, 13], [14]), 0, [5, 6, 8]), (([12],), 0, []), ((), 30, []),
+])  # fmt: skip
+def test_a_hole_is_filled_to_its_end_by_what_comes_behind_or_a_heartbeat_and_not_beyond(
+    batches: Sequence[list[int]], passed: int, rows: list[int]
+) -> None:
+    bench = Bench(first=5, until=9)
+    for batch in batches:
+        bench.builder.messages(columns(batch))
+    bench.builder.passed(passed)
+    assert bench.segments() == [(SequenceRange(5, 9), rows, Close.HOLE)]
+    assert bench.builder.is_done
 
 
 def test_only_what_is_kept_counts_for_the_limits() -> None:
@@ -179,24 +162,22 @@ def test_what_is_left_out_is_charged_too_and_handed_over_in_bounded_pieces() -> 
     for first in range(1, 100_001, 1_000):
         bench.builder.sifted(sifted(range(first, first + 1_000), kept=set(range(first, first + 10))))
     bench.builder.close(Close.DRAIN)
-    assert max(len(piece.examined) for piece in bench.pieces) < PIECE_MESSAGES + 1_000
+    assert max(len(piece.examined) for piece in bench.pieces) < building.PIECE_MESSAGES + 1_000
     assert bench.account.used == sum(piece.memory for piece in bench.pieces) > 99_000 * 40
 
 
 def test_a_piece_with_gaps_is_handed_over_early() -> None:
     bench = Bench()
     bench.builder.messages(columns([1, 3]))
-    bench.clock.advance(GAP_AGE)
-    bench.builder.tick()
+    bench.pass_time(building.GAP_AGE)
     bench.builder.messages(columns([4, 5]))
-    bench.clock.advance(GAP_AGE)
-    bench.builder.tick()
+    bench.pass_time(building.GAP_AGE)
     assert [piece.coverage for piece in bench.pieces] == [SequenceRange(1, 3)]
 
 
+DISTANCES = st.lists(st.integers(1, 4), min_size=1, max_size=30)
 STEP = st.one_of(
-    st.tuples(st.just("messages"), st.lists(st.integers(1, 4), min_size=1, max_size=30)),
-    st.tuples(st.just("some"), st.lists(st.integers(1, 4), min_size=1, max_size=30)),
+    *(st.tuples(st.just(what), DISTANCES) for what in ("messages", "some")),
     st.tuples(st.just("passed"), st.integers(0, 20)),
     st.tuples(st.just("time"), st.integers(1, 40)),
 )
@@ -225,8 +206,7 @@ def test_segments_account_for_everything_once(
             reached += value  # type: ignore[operator]
             bench.builder.passed(reached)
         else:
-            bench.clock.advance(value)  # type: ignore[arg-type]
-            bench.builder.tick()
+            bench.pass_time(value)  # type: ignore[arg-type]
     bench.builder.close(Close.DRAIN)
     segments = bench.segments()
     last = reached if until is None else min(reached, until)
@@ -234,15 +214,14 @@ def test_segments_account_for_everything_once(
     assert is_gapless(coverage for coverage, _, _ in segments)
     if last:
         assert (segments[0][0].first, segments[-1][0].last) == (1, last)
-    assert all(len(rows) <= max_messages for _, rows, _ in segments)
     for coverage, rows, _ in segments:
+        assert len(rows) <= max_messages
         assert all(s in coverage for s in rows)
     ledgers = [attribute(piece, 1, filtered=False).counts for piece in bench.pieces]
     within = [s for s in received if s <= last]
-    assert sum(ledger.get(Reason.SAMPLED_OUT, 0) for ledger in ledgers) == len(within) - len(
-        [s for s in sent if s <= last]
-    )
-    assert sum(ledger.get(Reason.DELETED, 0) for ledger in ledgers) == last - len(within)
+    counts = {reason: sum(ledger.get(reason, 0) for ledger in ledgers) for reason in Reason}
+    assert counts[Reason.SAMPLED_OUT] == len(within) - len([s for s in sent if s <= last])
+    assert counts[Reason.DELETED] == last - len(within)
 
 
 def piece(coverage: SequenceRange, sequences: list[int]) -> Piece:
@@ -255,7 +234,7 @@ def test_the_ledger_agrees_with_looking_at_every_sequence(received: set[int], so
     found = piece(SequenceRange(1, 30), sorted(received))
     missing = [s for s in range(1, 31) if s not in received]
     gone = sum(s < source_first for s in missing)
-    assert gone_before_read(found, source_first) == gone
+    assert building.gone_before_read(found, source_first) == gone
     for filtered, reason in ((False, Reason.DELETED), (True, Reason.NOT_MATCHED)):
         ledger = attribute(found, source_first, filtered=filtered)
         assert ledger.counts.get(Reason.GONE_BEFORE_READ, 0) == gone
@@ -266,49 +245,35 @@ def test_the_ledger_agrees_with_looking_at_every_sequence(received: set[int], so
 
 
 def test_the_part_before_the_first_gap() -> None:
-    trimmed = before_first_gap(piece(SequenceRange(5, 20), [5, 6, 7, 9, 20]))
+    trimmed = building.before_first_gap(piece(SequenceRange(5, 20), [5, 6, 7, 9, 20]))
     assert trimmed is not None
     assert (trimmed.coverage, trimmed.rows.sequences) == (SequenceRange(5, 7), [5, 6, 7])
-    assert before_first_gap(piece(SequenceRange(5, 20), [6])) is None
+    assert building.before_first_gap(piece(SequenceRange(5, 20), [6])) is None
 
 
-def test_a_batch_that_fails_halfway_is_never_closed_as_if_it_were_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_fails_halfway_is_never_closed_as_if_it_were_whole_and_what_closed_before_stays_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Neither the half that was appended, nor the messages before it beside a coverage that lies."""
-    bench = Bench(max_messages=3)
-    bench.builder.messages(columns([1, 2]))
+    bench, real = Bench(max_messages=3), Columns.extend
+    bench.builder.messages(columns([1]))
 
     def fails_halfway(rows: Columns, more: Columns) -> None:
+        if 6 not in more.sequences:
+            return real(rows, more)
         rows.sequences.extend(more.sequences)
         raise MemoryError
 
     monkeypatch.setattr(Columns, "extend", fails_halfway)
     with pytest.raises(MemoryError):
-        bench.builder.messages(columns([3, 4]))
+        bench.builder.messages(columns([2, 3, 4, 5, 6, 7]))
     monkeypatch.undo()
-    bench.clock.advance(3600)
-    bench.builder.tick()
+    bench.pass_time(3600)
     bench.builder.close(Close.DOUBT)
-    assert bench.emitted == []
-    with pytest.raises(RuntimeError, match="after an error"):
-        bench.builder.passed(100)
-    with pytest.raises(RuntimeError, match="after an error"):
-        bench.builder.messages(columns([5]))
-
-
-def test_what_closed_before_a_batch_failed_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, real = Bench(max_messages=3), Columns.extend
-
-    def fails_at_four(rows: Columns, more: Columns) -> None:
-        if 4 in more.sequences:
-            raise MemoryError
-        real(rows, more)
-
-    monkeypatch.setattr(Columns, "extend", fails_at_four)
-    with pytest.raises(MemoryError):
-        bench.builder.messages(columns([1, 2, 3, 4, 5]))
-    bench.builder.close(Close.DOUBT)
-    [whole] = bench.pieces
-    assert (whole.coverage, whole.rows.sequences) == (SequenceRange(1, 3), [1, 2, 3])
+    assert [(piece.coverage, piece.rows.sequences) for piece in bench.pieces] == [(SequenceRange(1, 3), [1, 2, 3])]
+    for call in (lambda: bench.builder.passed(100), lambda: bench.builder.messages(columns([5]))):
+        with pytest.raises(RuntimeError, match="after an error"):
+            call()
 
 
 def test_the_open_segment_says_what_it_holds_and_when_it_closes() -> None:
@@ -330,7 +295,6 @@ def test_the_open_segment_says_what_it_holds_and_when_it_closes() -> None:
     ("source_first", "counts", "gone"),
     [
         (1, {"deleted": 22}, None),
-        (16, {"deleted": 22}, None),
         (18, {"deleted": 20, "gone_before_read": 2}, SequenceRange(16, 17)),
         (22, {"deleted": 18, "gone_before_read": 4}, SequenceRange(16, 21)),
         (40, {"deleted": 10, "gone_before_read": 12}, SequenceRange(16, 30)),
