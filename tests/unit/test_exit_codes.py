@@ -30,17 +30,16 @@ CERTIFICATES = [
 ]
 
 
-def store_error(objects: S3Objects, words: str) -> FloeError:
-    error = SSLError(
-        endpoint_url="https://store:9000/", error=f"[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: {words}"
-    )
-    return objects._unanswered("list", "data/", error, False)
+def store_error(words: str, *, has_answered: bool = False) -> FloeError:
+    objects = S3Objects("archive", S3Account("key", "secret", endpoint_url="https://store:9000"))
+    objects._has_answered = has_answered
+    text = f"[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: {words}"
+    return objects._unanswered("list", "data/", SSLError(endpoint_url="https://store:9000/", error=text), False)
 
 
 @pytest.mark.parametrize(("words", "code"), CERTIFICATES)
 def test_a_certificate_that_is_renewed_elsewhere_is_waited_for(words: str, code: int) -> None:
-    objects = S3Objects("archive", S3Account("key", "secret", endpoint_url="https://store:9000"))
-    found = store_error(objects, words)
+    found = store_error(words)
     assert (found.code, found.exit_code) == ("E-S3-TLS", code)
     error: Any = ssl.SSLError(1, "certificate verify failed")
     error.verify_message = words
@@ -48,12 +47,8 @@ def test_a_certificate_that_is_renewed_elsewhere_is_waited_for(words: str, code:
     of_nats = credentials.explain(error, "tls://nats:4222", auth, NatsSettings())
     assert isinstance(of_nats, FloeError)
     assert (of_nats.code, of_nats.exit_code) == ("E-NATS-TLS", code)
-
-
-def test_a_certificate_of_a_store_that_has_answered_before_is_no_fault_of_the_configuration() -> None:
-    objects = S3Objects("archive", S3Account("key", "secret", endpoint_url="https://store:9000"))
-    objects._has_answered = True
-    assert isinstance(store_error(objects, "self-signed certificate"), Unavailable)
+    # Of a store that has answered before it is no fault of the configuration.
+    assert isinstance(store_error(words, has_answered=True), Unavailable)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is written to the wire is checked byte by byte; what is read from it is split whatever it carries."""
+"""What is written to the wire is checked, what is read from it is split whatever it carries; replies and statuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.jetstream.protocol import MAX_SERVER_MESSAGE, FrameParser, WireError, frame
+from common.jetstream import protocol
+from common.jetstream.protocol import ConsumerTrouble, FrameParser, Heartbeat, RequestOver, WireError, frame, parse_acks
+from tests.support.basics import AckReply, parse_ack
 
 BLOCK = b"NATS/1.0\r\nA: 1\r\n\r\n"
 
@@ -28,11 +30,13 @@ def test_writes_messages_with_and_without_headers_and_reply():
         ((b"a 0\r\n\r\nPUB b", b""), "subject"),
         ((b"", b"x"), "at least one byte"),
         ((b"a" * 4057, b""), "at most 4056 bytes, found 4057"),  # the server would close the connection for it
-        ((b"a", b"", b""), "header block"),
-        ((b"a", b"", b"A: 1\r\n\r\n"), "header block"),
-        ((b"a", b"", b"NATS/1.0\r\nA: 1\r\n"), "header block"),
-        ((b"a", b"", b"NATS/1.0 503\r\n\r\n"), "header block"),
-        ((b"a", b"", b"NATS/1.0\r\n\r\nA: 1\r\n\r\n"), "header block"),
+        *(
+            ((b"a", b"", block), "header block")
+            for block in (
+                *(b"", b"A: 1\r\n\r\n", b"NATS/1.0\r\nA: 1\r\n", b"NATS/1.0 503\r\n\r\n"),
+                b"NATS/1.0\r\n\r\nA: 1\r\n\r\n",
+            )
+        ),
     ],
 )
 def test_refuses_what_the_server_would_take_for_something_else(message: tuple[bytes, ...], why: str):
@@ -44,20 +48,16 @@ class Received:
     """Collects what a parser hands out."""
 
     def __init__(self) -> None:
-        self.messages: list[tuple[bytes, bytes, bytes, bytes | None]] = []
+        self.messages: list[tuple[bytes | None, ...]] = []
         self.others: list[bytes] = []
         self.lines: list[bytes] = []
         self.broken: list[tuple[bytes, str]] = []
-        self.parser = FrameParser({b"1": self.sink, b"9": self.fail}, self.other, self.line, self.on_broken)
-
-    def sink(self, *message: bytes | None) -> None:
-        self.messages.append(message)
+        sinks = {b"1": lambda *message: self.messages.append(message), b"9": self.fail}
+        note = lambda sid, error: self.broken.append((sid, str(error)))  # noqa: E731
+        self.parser = FrameParser(sinks, self.other, self.line, note)
 
     def fail(self, *_: bytes | None) -> None:
         raise MemoryError("no room")
-
-    def on_broken(self, sid: bytes, error: Exception) -> None:
-        self.broken.append((sid, str(error)))
 
     async def other(self, sid: bytes, *_: bytes | None) -> None:
         self.others.append(sid)
@@ -125,14 +125,75 @@ def test_a_reset_within_a_chunk_drops_the_rest_of_the_old_connection():
     assert received.messages == [(b"b", b"", b"y", None)]
 
 
-@pytest.mark.parametrize(
-    "line", [b"MSG s 1 %d\r\n", b"MSG s 1 reply %d\r\n", b"HMSG s 1 12 %d\r\n", b"HMSG s 1 r 12 %d\r\n"]
-)
+@pytest.mark.parametrize("line", [b"MSG s 1 %d", b"MSG s 1 r %d", b"HMSG s 1 12 %d", b"HMSG s 1 r 12 %d"])
 async def test_a_message_that_no_server_could_have_stored_ends_the_connection_before_it_is_gathered(
     line: bytes,
 ) -> None:
     """The largest is an answer of the API that holds a message of 64 MiB in base64."""
-    assert len(base64.b64encode(bytes(64 << 20))) < MAX_SERVER_MESSAGE <= (64 << 20) * 4 / 3 + (1 << 20)
-    await Received().parser.parse(line % MAX_SERVER_MESSAGE)
+    most = protocol.MAX_SERVER_MESSAGE
+    assert len(base64.b64encode(bytes(64 << 20))) < most <= (64 << 20) * 4 / 3 + (1 << 20)
+    await Received().parser.parse(line % most + b"\r\n")
     with pytest.raises(WireError, match="a message of 90527062 bytes, more than 90527061"):
-        await Received().parser.parse(line % (MAX_SERVER_MESSAGE + 1))
+        await Received().parser.parse(line % (most + 1) + b"\r\n")
+
+
+# Replies and status frames as nats-server writes them
+
+
+PENDING = b"Nats-Pending-Messages: 4\r\n\r\n"
+
+
+def reply(sequence: int, number: int, *, consumer: str = "c1", domain: bool = False) -> bytes:
+    front = "_.hash." if domain else ""
+    end = ".token" if domain else ""
+    return f"$JS.ACK.{front}S.{consumer}.1.{sequence}.{number}.{sequence * 10}.5{end}".encode()
+
+
+@pytest.mark.parametrize(("front", "end"), [("", ""), ("_.hash.", ""), ("hub.hash.", ".token"), ("d.h.", ".a.b")])
+def test_reads_sequences_and_times_of_both_layouts(front: str, end: str) -> None:
+    replies = [f"$JS.ACK.{front}S.c1.1.{sequence}.{sequence - 4}.1{sequence}.5{end}".encode() for sequence in (7, 8)]
+    assert parse_ack(replies[0]) == AckReply("S", "c1", 7, 3, 17, 5)
+    acks = parse_acks(replies, b"c1", 3)
+    assert (acks.sequences, acks.timestamps_ns, acks.contiguous) == ([7, 8], [17, 18], 2)
+
+
+@pytest.mark.parametrize(("numbers", "contiguous"), [([3, 4, 6], 2), ([4, 5, 6], 0), ([3, 4, 5], 3), ([3, 3, 4], 1)])
+def test_counts_only_messages_that_continue_the_consumer_sequence(numbers: list[int], contiguous: int) -> None:
+    replies = [reply(10 + i, number) for i, number in enumerate(numbers)]
+    assert parse_acks(replies, b"c1", 3).contiguous == contiguous
+
+
+@pytest.mark.parametrize(
+    "replies",
+    [
+        *([each] for each in (b"", b"_INBOX.x", b"$JS.ACK.S.c1.1.7.3", b"$JS.ACK.x.S.c1.1.7.3.70.5")),
+        *([each] for each in (b"$JS.FC.S.c1.1.7.3.70.5", b"$JS.ACKS.S.c1.1.7.3.70.5", b"$JS.ACK.S.c1.1.x.3.70.5")),
+        [reply(7, 3, consumer="other")],
+        [reply(7, 3), reply(8, 4, consumer="other")],
+        [reply(7, 3), reply(8, 4, domain=True)],
+        [reply(7, 3), b"$JS.ACK.S.c1.1.x.4.70.5"],
+        [reply(8, 3), reply(7, 4)],
+    ],
+)
+def test_refuses_replies_of_another_form_or_consumer_or_out_of_order(replies: list[bytes]) -> None:
+    with pytest.raises(ValueError, match=r"expected|reply|replies|sequences|invalid literal"):
+        parse_acks(replies, b"c1", 3)
+
+
+@pytest.mark.parametrize(
+    ("block", "status"),
+    [
+        (b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: 8\r\nNats-Last-Stream: 10\r\n\r\n", Heartbeat(8, 10)),
+        (b"NATS/1.0 408 Request Timeout\r\nNats-Pending-Messages: 9\r\nNats-Pending-Bytes: 0\r\n\r\n", RequestOver(9)),
+        (b"NATS/1.0 409 Message Size Exceeds MaxBytes\r\n" + PENDING, RequestOver(4, too_small=True)),
+        (b"NATS/1.0 409 Exceeded MaxRequestBatch of 256\r\n\r\n", RequestOver(0, most=256)),
+        (b"NATS/1.0 409 Exceeded MaxRequestBatch of 0\r\n\r\n", ConsumerTrouble("409 Exceeded MaxRequestBatch of 0")),
+        (b"NATS/1.0 409 Consumer Deleted\r\n\r\n", ConsumerTrouble("409 Consumer Deleted")),
+        (b"NATS/1.0 503\r\nNats-Subject: x\r\n\r\n", ConsumerTrouble("503")),
+        (b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: x\r\n\r\n", ConsumerTrouble("100 Idle Heartbeat")),
+        (b"NATS/1.0\r\n\r\n", ConsumerTrouble("an empty status")),
+        (None, ConsumerTrouble("an empty status")),
+    ],
+)
+def test_tells_status_frames_apart(block: bytes | None, status: object) -> None:
+    assert protocol.parse_status(block) == status
