@@ -1,16 +1,22 @@
-"""The identity table, row by row, and the edges between its rows."""
+"""The identity table, row by row with the edges between its rows; and what an operator is offered, with each price."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from common.segments.segment import Tip
-from egress.identity import Evidence, HeldMessage, SourceStream, SourceVerdict, VerdictKind, Witness, judge
+from egress import identity
+from egress.identity import Evidence, HeldMessage, SourceStream, SourceVerdict, VerdictKind, Witness, judge, parting
 
 OLD, NEW = "2026-01-01T00:00:00Z", "2026-02-02T00:00:00Z"
+EQUAL, DIFFERENT, ABSENT = HeldMessage.EQUAL, HeldMessage.DIFFERENT, HeldMessage.ABSENT
+SAME, UNKNOWN, RECREATED = VerdictKind.SAME, VerdictKind.UNKNOWN, VerdictKind.RECREATED
+ROLLED_BACK = VerdictKind.ROLLED_BACK
 
 
-def source(last: int, *, created: str = OLD, first: int = 1, first_ns: int | None = 1_000) -> SourceStream:
+def source(last: int, created: str = OLD, first: int = 1, first_ns: int | None = 1_000) -> SourceStream:
     return SourceStream(created, first, last, first_ns)
 
 
@@ -18,97 +24,100 @@ def witness(sequence: int, held: HeldMessage) -> Witness:
     return Witness(Tip(sequence, sequence * 10, "0" * 32), held)
 
 
-def verdict(found: SourceStream | None, *tips: Witness, end: int = 100, **more: object) -> SourceVerdict:
-    return judge(Evidence(found, OLD, end, tips, **more))
+def verdict(found: SourceStream | None, *tips: tuple[int, HeldMessage], end: int = 100, **more: Any) -> SourceVerdict:
+    return judge(Evidence(found, OLD, end, tuple(witness(*tip) for tip in tips), **more))
 
 
-def test_same_when_a_held_tip_is_equal_and_the_source_reaches_the_end() -> None:
-    answer = verdict(source(100), witness(100, HeldMessage.EQUAL))
-    assert (answer.kind, answer.drifted) == (VerdictKind.SAME, False)
+@pytest.mark.parametrize(
+    ("found", "tips", "kind", "why"),
+    [
+        (source(100), [(100, EQUAL)], SAME, ""),
+        (source(250, NEW), [(100, ABSENT), (50, EQUAL)], SAME, ""),
+        # A held tip is equal, and the source ends before the archive; or a newer one differs.
+        (
+            source(60),
+            [(100, ABSENT), (50, EQUAL)],
+            ROLLED_BACK,
+            "sequence 50 is as archived, but the stream ends at 60",
+        ),
+        (source(60, NEW), [(100, ABSENT), (50, EQUAL)], ROLLED_BACK, "sequence 50 is as archived, but the stream ends"),
+        *(
+            (source(200, created), [(100, DIFFERENT), (75, DIFFERENT), (50, EQUAL)], ROLLED_BACK, "sequence 50 is as")
+            for created in (OLD, NEW)
+        ),
+        # Held tips differ, or the source is shorter.
+        (source(200, NEW), [(100, DIFFERENT)], RECREATED, ""),
+        (source(3, NEW), [(100, ABSENT)], RECREATED, ""),
+        (source(200), [(100, DIFFERENT)], UNKNOWN, ""),
+        # All that is held is later, nothing is held; or it is not later than the newest tip.
+        (source(150, OLD, 101, 1_001), [(100, ABSENT)], VerdictKind.UNVERIFIED, ""),
+        (source(150, OLD, 101, None), [(100, ABSENT)], VerdictKind.UNVERIFIED, ""),
+        (source(150), [(100, ABSENT)], UNKNOWN, ""),
+        # Nothing that is held tells more.
+        (source(150, NEW, 101, 2_000), [(100, ABSENT)], UNKNOWN, ""),
+        (source(60, OLD, 61, None), [(100, ABSENT)], UNKNOWN, "the archive ends at 100, the stream holds 61..60"),
+    ],
+)
+def test_a_source_is_judged_by_what_it_still_holds_of_the_archive(
+    found: SourceStream, tips: list[tuple[int, HeldMessage]], kind: VerdictKind, why: str
+) -> None:
+    answer = verdict(found, *tips)
+    assert (answer.kind, answer.drifted) == (kind, kind is SAME and found.created == NEW)
+    assert why in answer.why
 
 
-def test_same_but_drifted_when_only_created_differs() -> None:
-    answer = verdict(source(250, created=NEW), witness(100, HeldMessage.ABSENT), witness(50, HeldMessage.EQUAL))
-    assert (answer.kind, answer.drifted) == (VerdictKind.SAME, True)
+def test_where_nothing_is_archived_creation_times_decide() -> None:
+    kinds = [verdict(found, end=0).kind for found in (source(3), source(3, NEW), None)]
+    assert kinds == [SAME, RECREATED, VerdictKind.GONE]
 
 
-@pytest.mark.parametrize("created", [OLD, NEW])
-def test_rolled_back_when_a_tip_is_equal_but_the_source_ends_before_the_archive(created: str) -> None:
-    answer = verdict(source(60, created=created), witness(100, HeldMessage.ABSENT), witness(50, HeldMessage.EQUAL))
-    assert answer.kind is VerdictKind.ROLLED_BACK
-    assert answer.why == "sequence 50 is as archived, but the stream ends at 60, the archive at 100"
+@pytest.mark.parametrize("tips", [[], [(100, DIFFERENT)]])
+def test_forked_when_an_older_incarnation_matches(tips: list[tuple[int, HeldMessage]]) -> None:
+    answer = verdict(source(200, NEW), *tips, older=2, end=100 if tips else 0)
+    assert (answer.kind, "incarnation 0002" in answer.why) == (VerdictKind.FORKED, True)
 
 
-@pytest.mark.parametrize("created", [OLD, NEW])
-def test_rolled_back_when_a_newer_tip_differs(created: str) -> None:
-    tips = (witness(100, HeldMessage.DIFFERENT), witness(75, HeldMessage.DIFFERENT), witness(50, HeldMessage.EQUAL))
-    answer = verdict(source(200, created=created), *tips)
-    assert answer.kind is VerdictKind.ROLLED_BACK
-    assert answer.why.startswith("sequence 50 is as archived, sequence 75 is not")
+def test_a_received_message_shows_the_same_history_but_makes_no_rollback_and_overrules_no_archived_one() -> None:
+    drifted = verdict(source(20, NEW), end=0, received=witness(7, EQUAL))
+    assert (drifted.kind, drifted.drifted) == (SAME, True)
+    assert verdict(source(100), (100, EQUAL), received=witness(120, ABSENT)).kind is SAME
+    assert verdict(source(200), (100, DIFFERENT), received=witness(150, EQUAL)).kind is UNKNOWN
 
 
-def test_recreated_when_held_tips_differ_and_created_differs() -> None:
-    assert verdict(source(200, created=NEW), witness(100, HeldMessage.DIFFERENT)).kind is VerdictKind.RECREATED
+# What is offered
 
 
-def test_recreated_when_the_source_is_shorter_and_created_differs() -> None:
-    assert verdict(source(3, created=NEW), witness(100, HeldMessage.ABSENT)).kind is VerdictKind.RECREATED
+def evidence(first: int, *tips: tuple[int, HeldMessage]) -> Evidence:
+    return Evidence(SourceStream(OLD, first, 300, 1_000), OLD, 100, tuple(witness(*tip) for tip in tips))
 
 
-def test_recreated_when_nothing_is_archived_and_created_differs() -> None:
-    assert verdict(source(3, created=NEW), end=0).kind is VerdictKind.RECREATED
+def offered(found: Evidence, kind: VerdictKind, proposal: int | None, **more: bool) -> list[tuple[str, str]]:
+    return [(each.options, each.meaning) for each in identity.choices(found, SourceVerdict(kind, ""), proposal, **more)]
 
 
-def test_same_when_nothing_is_archived_and_created_is_equal() -> None:
-    assert verdict(source(3), end=0).kind is VerdictKind.SAME
+def test_where_rows_agree_up_to_a_sequence_nothing_is_repeated_or_lost() -> None:
+    found = evidence(1, (100, DIFFERENT), (1, EQUAL))
+    [(options, meaning)] = offered(found, ROLLED_BACK, 51)
+    assert options == "--new-incarnation --from 51"
+    assert parting(found, 51) == "; the first sequence that is not as archived is 51"
+    assert meaning.endswith("up to 50 it is as archived, so nothing is repeated or lost")
+    # The first sequence of this partition would be repeated or left out in another.
+    [(options, meaning)] = offered(found, ROLLED_BACK, 51, is_cut=True)
+    assert (options, meaning.startswith("freeze what it is now, from 51 on")) == ("--new-incarnation", True)
+    # The archive cannot be read.
+    [(_, meaning)] = offered(found, ROLLED_BACK, None)
+    assert meaning.endswith("100 sequences, up to 100, that could not be compared may come twice")
+    assert parting(found, None) == ""
 
 
-@pytest.mark.parametrize("first_ns", [1_001, None])
-def test_unverified_when_all_that_is_held_is_later_or_nothing_is_held(first_ns: int | None) -> None:
-    found = source(150, first=101, first_ns=first_ns)
-    assert verdict(found, witness(100, HeldMessage.ABSENT)).kind is VerdictKind.UNVERIFIED
+def test_the_same_is_never_offered_where_a_message_differs() -> None:
+    [(options, meaning)] = offered(evidence(1, (100, DIFFERENT)), UNKNOWN, 1)
+    assert options == "--new-incarnation --from 1"
+    assert meaning.endswith("nothing that it holds is archived, so nothing is repeated or lost")
 
 
-def test_unknown_when_the_first_held_message_is_not_later_than_the_newest_tip() -> None:
-    assert verdict(source(150, first_ns=1_000), witness(100, HeldMessage.ABSENT)).kind is VerdictKind.UNKNOWN
-
-
-def test_unknown_when_nothing_is_held_and_created_differs_but_the_source_is_long_enough() -> None:
-    found = source(150, created=NEW, first=101, first_ns=2_000)
-    assert verdict(found, witness(100, HeldMessage.ABSENT)).kind is VerdictKind.UNKNOWN
-
-
-def test_unknown_when_the_same_stream_ends_early_and_nothing_tells_more() -> None:
-    answer = verdict(source(60, first=61, first_ns=None), witness(100, HeldMessage.ABSENT))
-    assert answer.kind is VerdictKind.UNKNOWN
-    assert "the archive ends at 100, the stream holds 61..60" in answer.why
-
-
-def test_unknown_when_held_tips_differ_under_the_same_created() -> None:
-    assert verdict(source(200), witness(100, HeldMessage.DIFFERENT)).kind is VerdictKind.UNKNOWN
-
-
-@pytest.mark.parametrize("tips", [(), (witness(100, HeldMessage.DIFFERENT),)])
-def test_forked_when_an_older_incarnation_matches(tips: tuple[Witness, ...]) -> None:
-    answer = verdict(source(200, created=NEW), *tips, older=2, end=100 if tips else 0)
-    assert answer.kind is VerdictKind.FORKED
-    assert "incarnation 0002" in answer.why
-
-
-def test_gone_without_a_stream() -> None:
-    assert verdict(None, end=0).kind is VerdictKind.GONE
-
-
-def test_a_received_message_that_is_still_held_shows_the_same_history_before_anything_is_archived() -> None:
-    drifted = verdict(source(20, created=NEW), end=0, received=witness(7, HeldMessage.EQUAL))
-    assert (drifted.kind, drifted.drifted) == (VerdictKind.SAME, True)
-
-
-def test_a_received_message_that_is_not_held_does_not_make_a_rollback() -> None:
-    answer = verdict(source(100), witness(100, HeldMessage.EQUAL), received=witness(120, HeldMessage.ABSENT))
-    assert answer.kind is VerdictKind.SAME
-
-
-def test_a_received_message_does_not_overrule_archived_ones_that_differ() -> None:
-    answer = verdict(source(200), witness(100, HeldMessage.DIFFERENT), received=witness(150, HeldMessage.EQUAL))
-    assert answer.kind is VerdictKind.UNKNOWN
+def test_where_nothing_can_be_compared_both_prices_are_named_and_the_one_that_loses_stands_last() -> None:
+    new, same = offered(evidence(81, (100, ABSENT)), UNKNOWN, 81)
+    assert (new[0], same[0]) == ("--new-incarnation --from 81", "--same")
+    assert new[1].endswith("nothing is lost; 20 sequences, up to 100, come twice if it is the same stream")
+    assert "goes on behind 100: of the 20 sequences that it holds up to there nothing is archived" in same[1]

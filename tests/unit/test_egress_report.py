@@ -1,15 +1,18 @@
-"""What `/status` tells of a feed."""
+"""What `/status` tells of a feed, and the words for owners, filters and what is left out."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from common import exits
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import Stopped, Unavailable
+from common.jetstream.lease import new_owner, owner_text
 from common.segments.segment import Footer, Ledger, Reason
 from common.segments.writer import SpooledSegment
 from common.sequences import SequenceRange
@@ -17,7 +20,9 @@ from common.service.monitor import Health
 from common.settings.egress import SegmentSettings
 from egress import metrics
 from egress.builder import OpenSegment
-from egress.report import FeedReport
+from egress.incarnations import filters_text
+from egress.partition import repartition, resolve
+from egress.report import FeedReport, LeftOut, Unmatched
 from tests.support.basics import counted, unique
 
 
@@ -60,19 +65,16 @@ def test_the_position_is_the_first_sequence_that_is_not_accounted_for(feed: Feed
 
 
 def test_the_source_is_not_behind_the_archive_unless_it_was_rolled_back(feed: Feed) -> None:
-    def ends() -> tuple[Any, ...]:
-        assert feed.status("source_last") == (feed.count(metrics.source_sequence),)
-        return feed.status("end", "source_last")
-
     feed.report.reading(feed.chain, 5, 4)
     feed.report.source(9, None)
-    assert ends() == (4, 9)
+    ends = [feed.status("end", "source_last")]
     feed.report.put(spooled(feed.chain, 5, 30), 0.1)
-    assert ends() == (30, 30), "what was archived since it was asked is in the stream"
-    feed.report.source(25, None)
-    assert ends() == (30, 30), "asked before the put, answered behind it"
-    feed.report.source(25, None)
-    assert ends() == (30, 25), "it was rolled back"
+    ends.append(feed.status("end", "source_last"))  # what was archived since it was asked is in the stream
+    for _ in range(2):  # asked before the put and answered behind it; then it was rolled back
+        feed.report.source(25, None)
+        ends.append(feed.status("end", "source_last"))
+        assert feed.count(metrics.source_sequence) == ends[-1][1]
+    assert ends == [(4, 9), (30, 30), (30, 30), (30, 25)]
 
 
 def test_the_open_segment_is_asked_for_whenever_the_page_is(feed: Feed) -> None:
@@ -82,9 +84,8 @@ def test_the_open_segment_is_asked_for_whenever_the_page_is(feed: Feed) -> None:
     held = OpenSegment(5, 8, 3, 120, 12.5, 287.5, SegmentSettings())
     feed.report.opens(lambda: held)
     [shown] = feed.status("open_segment")
-    assert (shown["messages"], shown["bytes"], shown["last"]) == (3, 120, 8)
-    assert (shown["age_seconds"], shown["closes_in_seconds"]) == (12.5, 287.5)
-    assert (shown["max_messages"], shown["max_size"]) == (1_000_000, 100 * 2**20)
+    found = {"messages": 3, "bytes": 120, "last": 8, "age_seconds": 12.5, "closes_in_seconds": 287.5}
+    assert shown.items() >= {**found, "max_messages": 1_000_000, "max_size": 100 * 2**20}.items()
     assert [*map(feed.count, figures)] == [3, 120, 12.5]
     feed.report.opens()
     assert (feed.status("open_segment"), feed.count(metrics.open_messages)) == ((None,), 0)
@@ -121,3 +122,45 @@ def test_a_chain_is_not_ready_while_a_stop_is_confirmed_and_keeps_one_that_stand
     feed.report.stopped(Stopped("it differs", code="E-FORKED"))
     feed.report.confirms("sequence 4 is not as archived")
     assert feed.health.problems() == [f"egress {feed.chain.feed}: it differs"]
+
+
+# Words
+
+
+def test_an_owner_is_a_host_and_a_process() -> None:
+    owners = {
+        "-/vm/370/5ae63413": "vm (process 370)",
+        "blue/vm/370/5ae63413": "blue on vm (process 370)",
+        "a/b/vm/370/5ae63413": "a/b on vm (process 370)",
+        "somebody else": "somebody else",
+        "": "",
+    }
+    assert {owner: owner_text(owner) for owner in owners} == owners
+    assert owner_text(new_owner("")).startswith(new_owner("").split("/")[1] + " (process ")
+
+
+def test_filters_and_what_is_left_out_are_words() -> None:
+    texts = {
+        "the whole stream": [""],
+        "the filter a.>": ["a.>"],
+        "2 partitions (a, b)": ["a", "b"],
+        "10 partitions (n0, n1, n2, n3, n4, n5, n6, n7 and 2 more)": [f"n{i}" for i in range(10)],
+    }
+    assert [filters_text(filters) for filters in texts.values()] == [*texts]
+    many = LeftOut("nodes.3.>", Unmatched(11, 4, "nodes.3.n11"))
+    assert str(many) == "nodes.3.>: 11 messages on 4 subjects, such as nodes.3.n11, belong to no partition any more"
+    assert str(LeftOut("", Unmatched(1, 1, "a"))) == ">: 1 message on 1 subject, a, belongs to no partition any more"
+    some = LeftOut("", Unmatched(5, 2, "a", is_complete=False))
+    assert str(some).startswith(">: at least 5 messages on 2 subjects, such as a,")
+
+
+def test_commands_name_the_file_that_was_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = exits.source()
+    exits.remember("my site's.yaml")
+    path = str(tmp_path / "my site's.yaml")
+    command = ["floe", "egress", "resolve", "-c", path, "F", "--partition", "2", "--same"]
+    assert shlex.split(resolve("F", "--same", 2)) == command
+    assert shlex.split(repartition("$F")) == ["floe", "egress", "repartition", "-c", path, "$F"]
+    assert exits.source() == "my site's.yaml"
+    exits.remember(before)
