@@ -184,7 +184,7 @@ STEP = st.one_of(
 
 
 @given(st.lists(STEP, max_size=30), st.integers(1, 9), st.integers(20, 200), st.one_of(st.none(), st.integers(1, 60)))
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_segments_account_for_everything_once(
     steps: list[tuple[str, object]], max_messages: int, max_size: int, until: int | None
 ) -> None:

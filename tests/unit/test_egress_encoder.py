@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,8 +47,8 @@ def piece(coverage: SequenceRange, sequences: list[int]) -> Piece:
 class Source:
     """A source whose first sequence a test moves; it holds nothing of what was not received."""
 
-    moved_to = 1
-    is_away = False
+    def __init__(self, moved_to: int = 1) -> None:
+        self.moved_to, self.is_away = moved_to, False
 
     async def first(self) -> int:
         if self.is_away:
@@ -82,10 +82,17 @@ def deps(folder: Path, feed: FeedSettings, thread: Threads | None = None) -> Any
     )
 
 
-def encoder(thread: Threads, folder: Path, source: Source, *, fills_hole: bool = False) -> Encoder:
-    account = MemoryBudget(1 << 30).account(lambda: None)
-    made: Any = source
-    return Encoder(deps(folder, FeedSettings(stream="S"), thread), CHAIN, account, made, fills_hole=fills_hole)
+Make = Callable[..., Encoder]
+
+
+@pytest.fixture
+def make(thread: Threads, tmp_path: Path) -> Make:
+    def made(source: Any = None, *, fills_hole: bool = False) -> Encoder:
+        account = MemoryBudget(1 << 30).account(lambda: None)
+        given = deps(tmp_path, FeedSettings(stream="S"), thread)
+        return Encoder(given, CHAIN, account, source or Source(), fills_hole=fills_hole)
+
+    return made
 
 
 def emit(made: Encoder, *items: Piece | Close) -> None:
@@ -97,10 +104,8 @@ def coverages(encoder: Encoder) -> list[str]:
     return [str(spooled.footer.coverage) for spooled in encoder.sealed]
 
 
-async def test_pieces_of_one_segment_become_one_balanced_file(thread: Threads, tmp_path: Path) -> None:
-    source = Source()
-    source.moved_to = 5
-    made = encoder(thread, tmp_path, source)
+async def test_pieces_of_one_segment_become_one_balanced_file(make: Make, tmp_path: Path) -> None:
+    made = make(Source(moved_to=5))
     emit(made, piece(SequenceRange(1, 6), [6]), piece(SequenceRange(7, 10), [8, 10]), Close.SIZE)
     await made.all()
     (spooled,) = made.sealed
@@ -109,29 +114,26 @@ async def test_pieces_of_one_segment_become_one_balanced_file(thread: Threads, t
     assert (footer.ledger.to_json(), footer.unread) == ({"gone_before_read": 4, "deleted": 3}, SequenceRange(1, 4))
     assert (footer.coverage, footer.rows) == (SequenceRange(1, 10), 3)
     assert spooled.path.stat().st_size == spooled.size
+    emit(made, piece(SequenceRange(11, 12), [11, 12]))
+    await made.all()
+    made.close()
+    assert not list(tmp_path.rglob("tmp*")), "left in the spool"
 
 
-async def test_in_a_hole_nothing_is_covered_as_gone(thread: Threads, tmp_path: Path) -> None:
+async def test_in_a_hole_nothing_is_covered_as_gone(make: Make) -> None:
     """The source moved on to 20 while 5..30 was read: what was received in front of the gap is kept."""
-    source = Source()
-    source.moved_to = 20
-    made, other = (encoder(thread, tmp_path, source, fills_hole=True) for _ in range(2))
+    made, other = (make(Source(moved_to=20), fills_hole=True) for _ in range(2))
     emit(made, piece(SequenceRange(5, 8), [5, 6, 7, 8]), piece(SequenceRange(9, 25), [9, 10, 21, 25]))
     emit(made, piece(SequenceRange(26, 30), [26]))
-    assert await made.next()
-    assert not await made.next()
+    assert [await made.next(), await made.next()] == [True, False]
     emit(made, piece(SequenceRange(31, 32), [31]))
-    assert made.is_idle
-    assert coverages(made) == ["5..10"]
+    assert (made.is_idle, coverages(made)) == (True, ["5..10"])
     assert made.sealed[0].footer.ledger.to_json() == {}
     emit(other, piece(SequenceRange(5, 25), [20, 25]))  # begins with a gap
-    assert not await other.next()
-    assert (other.is_idle, list(other.sealed)) == (True, [])
+    assert (await other.next(), other.is_idle, list(other.sealed)) == (False, True, [])
 
 
-async def test_what_is_missing_in_a_hole_is_gone_from_it_unless_the_source_holds_it(
-    thread: Threads, tmp_path: Path
-) -> None:
+async def test_what_is_missing_in_a_hole_is_gone_from_it_unless_the_source_holds_it(make: Make) -> None:
     """Nobody knows whether 6, 10 and 11 were deleted before the lost segment was written or after."""
 
     class Holding(Source):
@@ -143,16 +145,16 @@ async def test_what_is_missing_in_a_hole_is_gone_from_it_unless_the_source_holds
         (Source(), {"gone_from_hole": 3}, SequenceRange(6, 11)),
         (Holding(), {"deleted": 2, "gone_from_hole": 1}, SequenceRange(6, 6)),  # what a filter passed over
     ):
-        made = encoder(thread, tmp_path, source, fills_hole=True)
+        made = make(source, fills_hole=True)
         emit(made, piece(SequenceRange(5, 9), [5, 7, 8, 9]), piece(SequenceRange(10, 13), [12, 13]), Close.HOLE)
         await made.all()
         footer = made.sealed[0].footer
         assert (footer.ledger.to_json(), footer.unread) == (ledger, unread)
 
 
-async def test_a_doubt_while_the_source_is_asked_loses_no_piece(thread: Threads, tmp_path: Path) -> None:
+async def test_a_doubt_while_the_source_is_asked_loses_no_piece(make: Make) -> None:
     source = Source()
-    made = encoder(thread, tmp_path, source)
+    made = make(source)
     emit(made, piece(SequenceRange(1, 10), [1, 2]), Close.DOUBT)
     source.is_away = True
     with pytest.raises(ReaderResetError):
@@ -163,11 +165,10 @@ async def test_a_doubt_while_the_source_is_asked_loses_no_piece(thread: Threads,
 
 
 async def test_nothing_is_sealed_behind_a_piece_that_was_lost_to_an_error(
-    thread: Threads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The segment would cover its sequences without its rows."""
-    made = encoder(thread, tmp_path, Source())
-    real = SegmentFile.add
+    made, real = make(), SegmentFile.add
 
     def add(self: SegmentFile, each: Piece, *rest: Any) -> None:
         if each.coverage.first == 4:
@@ -175,11 +176,8 @@ async def test_nothing_is_sealed_behind_a_piece_that_was_lost_to_an_error(
         real(self, each, *rest)
 
     monkeypatch.setattr(SegmentFile, "add", add)
-    for first in (1, 4, 7):
-        made.emit(piece(SequenceRange(first, first + 2), [first, first + 1, first + 2]))
-        if first == 1:
-            made.emit(Close.SIZE)
-    made.emit(Close.DOUBT)
+    first, second, third = (piece(SequenceRange(n, n + 2), [n, n + 1, n + 2]) for n in (1, 4, 7))
+    emit(made, first, Close.SIZE, second, third, Close.DOUBT)
     with pytest.raises(Unavailable):
         await made.all()
     await made.all()
@@ -215,18 +213,8 @@ def test_pieces_with_a_few_rows_each_become_a_file_like_any_other(tmp_path: Path
     assert len(batches) <= 300 * rows // 16_384 + 1 + (rows > 0)
 
 
-async def test_closing_leaves_nothing_in_the_spool(thread: Threads, tmp_path: Path) -> None:
-    made = encoder(thread, tmp_path, Source())
-    emit(made, piece(SequenceRange(1, 2), [1, 2]), Close.AGE, piece(SequenceRange(3, 4), [3, 4]))
-    await made.all()
-    assert [path.name for path in tmp_path.rglob("tmp*")]
-    made.close()
-    assert not list(tmp_path.rglob("tmp*"))
-
-
-@pytest.mark.parametrize("has_ended", [False, True])
 @pytest.mark.parametrize(
-    ("error", "raised", "raised_at_the_end"),
+    ("error", "while_it_runs", "at_the_end"),
     [
         (Unavailable("away"), ReaderResetError, None),
         (OutcomeUnknown("no answer"), ReaderResetError, None),
@@ -235,26 +223,25 @@ async def test_closing_leaves_nothing_in_the_spool(thread: Threads, tmp_path: Pa
     ],
 )
 async def test_only_who_cannot_be_asked_is_taken_to_hold_nothing_at_the_end(
-    has_ended: bool, error: FloeError, raised: type[FloeError], raised_at_the_end: type[FloeError] | None
+    error: FloeError, while_it_runs: type[FloeError], at_the_end: type[FloeError] | None
 ) -> None:
-    class Client:
-        async def api(self, *_: Any, **__: Any) -> Any:
-            raise error
+    async def refuse(*_: Any, **__: Any) -> Any:
+        raise error
 
-        def api_subject(self, name: str) -> str:
-            return name
-
-    partition = SimpleNamespace(filter_subject="one.>", stream="S")
+    ended, missing, nothing = Stop(), [SequenceRange(3, 4)], SimpleNamespace()
     parts: Any = SimpleNamespace(
-        client=Client(), partition=partition, store=None, report=None, pools=SimpleNamespace(io=None)
+        client=SimpleNamespace(api=refuse, api_subject=str),
+        partition=SimpleNamespace(filter_subject="one.>", stream="S"),
+        pools=SimpleNamespace(io=None),
+        store=None,
+        report=None,
     )
-    ended = Stop()
-    asked: Any = SourceQuestions(parts, CHAIN, SourceStream("2026", 1, 9), SimpleNamespace(), ended)  # type: ignore[arg-type]
-    if has_ended:
-        ended.set()
-    expected = raised_at_the_end if has_ended else raised
-    if expected is None:
-        assert await asked.gone([SequenceRange(3, 4)]) == [SequenceRange(3, 4)]
+    asked = SourceQuestions(parts, CHAIN, SourceStream("2026", 1, 9), nothing, ended)  # type: ignore[arg-type]
+    with pytest.raises(while_it_runs):
+        await asked.gone(missing)
+    ended.set()
+    if at_the_end is None:
+        assert await asked.gone(missing) == missing
     else:
-        with pytest.raises(expected):
-            await asked.gone([SequenceRange(3, 4)])
+        with pytest.raises(at_the_end):
+            await asked.gone(missing)

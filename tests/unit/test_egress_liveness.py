@@ -25,39 +25,28 @@ def progress() -> ProgressCheck:
     return ProgressCheck(patience=60, segment_age=300, now=0.0)
 
 
-def test_messages_that_wait_for_a_minute_are_a_stall_that_a_fresh_reader_may_heal() -> None:
-    judge = progress().judge
+def test_messages_that_wait_for_a_minute_are_a_stall_that_a_fresh_reader_may_heal_unless_there_is_no_room() -> None:
+    for asks in (True, False):
+        judge, standing = progress().judge, replace(HALF, asks=asks)
+        assert [judge(standing, now) for now in (0.0, 30.0, 59.9)] == [None] * 3
+        stall = judge(replace(standing, source=200), 60.0)
+        assert stall is not None
+        assert (stall.pending, stall.since, stall.heals) == ("sequences 51..200 are not received", 60.0, asks)
 
-    assert [judge(HALF, now) for now in (0.0, 30.0, 59.9)] == [None] * 3
-    stall = judge(replace(HALF, source=200), 60.0)
-    assert stall is not None
-    assert (stall.pending, stall.since, stall.heals) == ("sequences 51..200 are not received", 60.0, True)
 
-
-def test_whatever_moves_begins_the_minute_anew() -> None:
-    for change in ({"count": 51}, {"received": 51}, {"archived": 51, "received": 51}):
-        judge = progress().judge
-        judge(HALF, 0.0)
-        assert judge(replace(HALF, **change), 59.0) is None
-        assert judge(replace(HALF, **change), 118.0) is None
-        assert judge(replace(HALF, **change), 119.0) is not None
+@pytest.mark.parametrize("change", [{"count": 51}, {"received": 51}, {"archived": 51, "received": 51}])
+def test_whatever_moves_begins_the_minute_anew(change: dict[str, int]) -> None:
+    judge, moved = progress().judge, replace(HALF, **change)
+    judge(HALF, 0.0)
+    assert [judge(moved, now) is None for now in (59.0, 118.0, 119.0)] == [True, True, False]
 
 
 @pytest.mark.parametrize("standing", [replace(HALF, source=50), replace(HALF, source=7), replace(HALF, is_done=True)])
-def test_where_nothing_waits_nothing_stalls(standing: SessionStanding) -> None:
+def test_where_nothing_waits_nothing_stalls_and_the_next_message_has_a_minute(standing: SessionStanding) -> None:
     judge = progress().judge
 
-    assert [judge(standing, now) for now in (0.0, 1e3, 1e6)] == [None] * 3
-
-
-def test_a_stream_that_was_idle_for_long_gets_a_minute_from_its_next_message_on() -> None:
-    judge = progress().judge
-    for now in (0.0, 1000.0, 2000.0):
-        judge(replace(HALF, source=50), now)
-
-    assert judge(HALF, 2030.0) is None
-    assert judge(HALF, 2059.0) is None
-    assert judge(HALF, 2060.0) is not None
+    assert [judge(standing, now) for now in (0.0, 1000.0, 2000.0)] == [None] * 3
+    assert [judge(HALF, now) is None for now in (2030.0, 2059.0, 2060.0)] == [True, True, False]
 
 
 def test_what_is_received_and_not_archived_stalls_after_its_segment_had_to_close() -> None:
@@ -70,14 +59,6 @@ def test_what_is_received_and_not_archived_stalls_after_its_segment_had_to_close
     assert (stall.pending, stall.heals) == ("sequences 11..60 are received and not archived", False)
 
 
-def test_without_room_a_fresh_reader_would_not_help() -> None:
-    judge = progress().judge
-    judge(replace(HALF, asks=False), 0.0)
-    stall = judge(replace(HALF, asks=False), 61.0)
-    assert stall is not None
-    assert not stall.heals
-
-
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.booleans()), max_size=30))
 def test_a_chain_that_archives_at_each_check_never_stalls(steps: list[tuple[int, int, bool]]) -> None:
     judge = progress().judge
@@ -88,75 +69,74 @@ def test_a_chain_that_archives_at_each_check_never_stalls(steps: list[tuple[int,
         assert judge(standing, number * 59.0) is None
 
 
-async def test_the_report_tells_it_once_and_takes_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, feed = ManualClock(), unique("F")
-    report = FeedReport(Chain("s", feed), "S", Health(clock))
-    waits, told = True, []
-    monkeypatch.setattr(log, "error", lambda _, **fields: told.append(fields["code"]))
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    monkeypatch.setattr(log, "error", lambda _, **fields: found.append(fields["code"]))
+    return found
 
-    async def waiting(sequence: int) -> bool:
-        assert sequence == 51
-        return waits
 
-    liveness = Liveness(ProgressCheck(60, 300, clock.monotonic()), waiting, report, clock)
+class Feed:
+    """A feed that is watched, and what its gauges show."""
 
-    def stalled() -> float | None:
-        return REGISTRY.get_sample_value("floe_egress_stalled", {"site": "s", "feed": feed, "partition": "0"})
+    def __init__(self) -> None:
+        self.clock, self.chain, self.waits = ManualClock(), Chain("s", unique("F")), True
+        self.report = FeedReport(self.chain, "S", Health(self.clock))
 
+    def shown(self, name: str) -> float | None:
+        labels = {"site": "s", "feed": self.chain.feed, "partition": "0"}
+        return REGISTRY.get_sample_value(f"floe_egress_{name}", labels)
+
+    async def waiting(self, _: int) -> bool:
+        return self.waits
+
+    def watched(self) -> Liveness:
+        return Liveness(ProgressCheck(60, 300, self.clock.monotonic()), self.waiting, self.report, self.clock)
+
+
+async def test_the_report_tells_it_once_and_takes_it_back(told: list[str]) -> None:
+    feed = Feed()
+    liveness = feed.watched()
     assert await liveness.look(HALF) is None
-    clock.advance(60)
+    feed.clock.advance(60)
     for _ in range(2):
         doubt = await liveness.look(HALF)
         assert doubt is not None
         assert doubt.reason == "stalled"
-    assert (stalled(), told) == (1, ["E-STALLED"])
-    waits = False
+    assert (feed.shown("stalled"), told) == (1, ["E-STALLED"])
+    feed.waits = False
     assert await liveness.look(HALF) is None
-    assert stalled() == 0
+    assert feed.shown("stalled") == 0
 
 
-async def test_a_stall_that_lasts_over_several_readers_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, told = ManualClock(), []
-    report = FeedReport(Chain("s", unique("F")), "S", Health(clock))
-    monkeypatch.setattr(log, "error", lambda _, **fields: told.append(fields["code"]))
-
-    async def waiting(_: int) -> bool:
-        return True
-
-    fresh = replace(HALF, count=0)
+async def test_a_stall_that_lasts_over_several_readers_is_told_once(told: list[str]) -> None:
+    feed = Feed()
     for _ in range(3):
-        liveness = Liveness(ProgressCheck(60, 300, clock.monotonic()), waiting, report, clock)
+        liveness = feed.watched()
         for _ in range(3):
-            doubt = await liveness.look(fresh)
-            clock.advance(30)
+            doubt = await liveness.look(replace(HALF, count=0))
+            feed.clock.advance(30)
         assert doubt is not None
     assert told == ["E-STALLED"]
 
-    liveness = Liveness(ProgressCheck(60, 300, clock.monotonic()), waiting, report, clock)
+    liveness = feed.watched()
     await liveness.look(HALF)  # it has received something
     for _ in range(3):
-        clock.advance(30)
+        feed.clock.advance(30)
         await liveness.look(HALF)
     assert told == ["E-STALLED"] * 2
 
 
 def test_time_goes_on_while_nobody_can_be_asked() -> None:
-    clock, feed = ManualClock(), unique("F")
-    report = FeedReport(Chain("s", feed), "S", Health(clock))
-
-    def left() -> float | None:
-        labels = {"site": "s", "feed": feed, "partition": "0"}
-        return REGISTRY.get_sample_value("floe_egress_expiry_seconds", labels)
-
-    assert left() == math.inf
-    at = clock.monotonic() + 100
-    report.expires(lambda: max(0.0, at - clock.monotonic()))
-    clock.advance(40)
-    assert left() == 60
-    clock.advance(100)
-    assert left() == 0
-    report.standby("another")
-    assert left() == math.inf
+    feed = Feed()
+    left = [feed.shown("expiry_seconds")]
+    at = feed.clock.monotonic() + 100
+    feed.report.expires(lambda: max(0.0, at - feed.clock.monotonic()))
+    for passed in (40, 100):
+        feed.clock.advance(passed)
+        left.append(feed.shown("expiry_seconds"))
+    feed.report.standby("another")
+    assert [*left, feed.shown("expiry_seconds")] == [math.inf, 60, 0, math.inf]
 
 
 # How long the source keeps it
@@ -165,7 +145,6 @@ def test_time_goes_on_while_nobody_can_be_asked() -> None:
 @pytest.mark.parametrize(
     ("config", "limits"),
     [
-        ({}, StreamLimits()),
         ({"max_age": 5, "max_msgs": -1, "max_bytes": -1}, StreamLimits(5)),
         ({"max_msgs": 10}, StreamLimits(0, True)),
         ({"max_bytes": 10, "discard": "old"}, StreamLimits(0, True)),
