@@ -29,32 +29,22 @@ def consumers(second: int, *found: CapturedConsumer, end: int = 0) -> CapturedCo
     return CapturedConsumers(at(second), end, found)
 
 
-def moved(by: int) -> CapturedConsumer:
-    return altered(delivered_stream=5 + by)
-
-
 def altered(**fields: Any) -> CapturedConsumer:
     return msgspec.structs.replace(APP, **fields)
 
 
-def test_a_configuration_is_put_where_it_differs() -> None:
-    one = CapturedConfig(at(0), 5, CREATED, {"max_age": 1})
-    assert config_differs(None, one)
-    assert not config_differs(one, CapturedConfig(at(9), 50, CREATED, {"max_age": 1}))
-    assert config_differs(one, CapturedConfig(at(9), 5, CREATED, {"max_age": 2}))
-    assert config_differs(one, CapturedConfig(at(9), 5, at(1), {"max_age": 1}))
+MOVED, MORE = altered(delivered_stream=6), {**APP.config, "max_deliver": 3}
 
 
 @pytest.mark.parametrize(
     ("found", "is_due"),
     [
         (consumers(400, APP, end=9), False),
-        (consumers(299, moved(1)), False),
-        *((consumers(300, each), True) for each in (moved(1), altered(ack_floor_stream=4), altered(ack_pending=1))),
+        (consumers(299, MOVED), False),
+        *((consumers(300, each), True) for each in (MOVED, altered(ack_floor_stream=4), altered(ack_pending=1))),
         (consumers(1), True),
         (consumers(1, APP, altered(config={"name": "b", "durable_name": "b"})), True),
-        (consumers(1, altered(config={**APP.config, "max_deliver": 3})), True),
-        *((consumers(1, each), True) for each in (altered(paused=True), altered(created=at(1)))),
+        *((consumers(1, each), True) for each in (altered(paused=True), altered(created=at(1)), altered(config=MORE))),
         (consumers(1, PASSING, APP), False),
         (consumers(300, PASSING, APP), True),
     ],
@@ -64,15 +54,18 @@ def test_consumers_are_put_when_they_were_changed_or_moved_for_a_while(found: Ca
     assert consumers_are_due(newest, found, EVERY, False) is is_due
     assert consumers_are_due(newest, found, EVERY, True) is (found.consumers != newest.consumers)
     assert consumers_are_due(None, found, EVERY, False)
-    assert consumers_are_due(consumers(100, APP), consumers(0, moved(1)), EVERY, False), "a clock that was set back"
+    assert consumers_are_due(consumers(100, APP), consumers(0, MOVED), EVERY, False), "a clock that was set back"
 
 
-def test_deletions_are_put_where_they_differ() -> None:
-    newest = CapturedDeletions(at(0), 9, 1, 10, ((3, 4),))
-    assert deletions_differ(None, newest)
-    assert not deletions_differ(newest, CapturedDeletions(at(9), 99, 1, 100, ((3, 4),)))
-    assert deletions_differ(newest, CapturedDeletions(at(9), 99, 1, 100, ((3, 5),)))
-    assert deletions_differ(newest, CapturedDeletions(at(9), 99, 5, 100, ()))
+def test_a_configuration_and_deletions_are_put_where_they_differ() -> None:
+    config, same = (CapturedConfig(at(second), end, CREATED, {"max_age": 1}) for second, end in ((0, 5), (9, 50)))
+    others = [CapturedConfig(at(9), 5, CREATED, {"max_age": 2}), CapturedConfig(at(9), 5, at(1), {"max_age": 1})]
+    assert [config_differs(*each) for each in ((None, config), (config, same))] == [True, False]
+    assert all(config_differs(config, other) for other in others)
+    newest, later = (CapturedDeletions(at(n), end, 1, end + 1, ((3, 4),)) for n, end in ((0, 9), (9, 99)))
+    changed = [CapturedDeletions(at(9), 99, 1, 100, ((3, 5),)), CapturedDeletions(at(9), 99, 5, 100, ())]
+    assert [deletions_differ(*each) for each in ((None, newest), (newest, later))] == [True, False]
+    assert all(deletions_differ(newest, other) for other in changed)
 
 
 def test_consumers_are_captured_by_name_without_those_of_floe() -> None:
@@ -91,13 +84,11 @@ def test_consumers_are_captured_by_name_without_those_of_floe() -> None:
         "num_redelivered": 1,
         "paused": True,
     }
-    mine = [{**answer, "name": name} for name in own]
     bare = {"name": "a", "created": CREATED, "config": {}}
-    assert captured_consumers([answer, *mine, bare]) == (
+    config = {"name": "b", "durable_name": "b", "ack_policy": "explicit"}
+    assert captured_consumers([answer, *({**answer, "name": name} for name in own), bare]) == (
         CapturedConsumer({"name": "a"}, CREATED),
-        CapturedConsumer(
-            {"name": "b", "durable_name": "b", "ack_policy": "explicit"}, CREATED, 7, 6, 5, 4, 2, 1, paused=True
-        ),
+        CapturedConsumer(config, CREATED, 7, 6, 5, 4, 2, 1, paused=True),
     )
     for spoiled in ({}, {**bare, "created": None}, {**bare, "delivered": {"stream_seq": "x"}}, {**bare, "config": 3}):
         with pytest.raises(DataError, match=r"CONSUMER\.LIST: expected consumers"):

@@ -65,21 +65,19 @@ def test_consumers_are_configured_by_the_retention_and_the_version_of_the_server
     queue = durable(WantedMessages(part(), "workqueue", 7), (2, 15, 1))
     interest = durable(WantedMessages(replace(part(), filter_subject="s.a"), "interest", 7), (2, 15, 1))
     for each in (queue, interest):
-        assert each["max_ack_pending"] == each["max_deliver"] == -1
-        assert each["ack_wait"] == int(ACK_WAIT * NS_PER_S)
+        fields = (each["max_ack_pending"], each["max_deliver"], each["ack_wait"])
+        assert fields == (-1, -1, int(ACK_WAIT * NS_PER_S))
         assert not {"inactive_threshold", "mem_storage", "num_replicas"} & set(each)
-    assert (queue["deliver_policy"], queue["ack_policy"]) == ("all", "explicit")
     assert not {"opt_start_seq", "filter_subject"} & set(queue)
-    assert (interest["deliver_policy"], interest["ack_policy"]) == ("by_start_sequence", "all")
-    assert (interest["opt_start_seq"], interest["filter_subject"]) == (7, "s.a")
+    assert queue.items() >= {"deliver_policy": "all", "ack_policy": "explicit"}.items()
+    begins = {"deliver_policy": "by_start_sequence", "opt_start_seq": 7, "filter_subject": "s.a"}
+    assert interest.items() >= {**begins, "ack_policy": "all"}.items()
     for version, policy in (((2, 12, 8), "explicit"), ((2, 15, 0), "all")):
         assert durable(WantedMessages(part(), "interest", 7), version)["ack_policy"] == policy
     passing = ephemeral(WantedMessages(part(), "limits", 7, inactive=60))
-    found = (passing["ack_policy"], passing["opt_start_seq"], passing["inactive_threshold"])
-    assert found == ("none", 7, 60 * NS_PER_S)
-    assert filters({}) == [""]
-    assert filters({"filter_subject": "a"}) == ["a"]
-    assert filters({"filter_subjects": ["a", "b"]}) == ["a", "b"]
+    assert passing.items() >= {"ack_policy": "none", "opt_start_seq": 7, "inactive_threshold": 60 * NS_PER_S}.items()
+    configs = ({}, {"filter_subject": "a"}, {"filter_subjects": ["a", "b"]})
+    assert [filters(config) for config in configs] == [[""], ["a"], ["a", "b"]]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +102,5 @@ def test_a_durable_begins_behind_what_a_former_one_acknowledged(
 )
 def test_what_a_stream_imposes_on_durables_is_refused(retention: str, config: dict[str, int], told: str | None) -> None:
     found = unfit(WantedMessages(part(), retention), config)
-    assert (found is None) == (told is None)
-    if found is not None and told is not None:
-        assert told in found.message
-        assert found.code == "E-RETENTION"
+    assert (found and found.code) == (told and "E-RETENTION")
+    assert (told or "") in (found.message if found else "")

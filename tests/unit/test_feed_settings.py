@@ -1,4 +1,4 @@
-"""What may stand under `partitions`, and what is wrong with what may not."""
+"""What may stand under `partitions` and `ingress.events`, and what is wrong with what may not."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from common.segments.documents import ChainDocument
 from common.settings.egress import FeedSettings
+from common.settings.root import Settings
 from egress.incarnations import configured, outline
 from egress.partition import partitions_of
 from egress.repartition import settings_of
@@ -19,10 +20,8 @@ def feed(**keys: Any) -> FeedSettings:
     return FeedSettings.model_validate({"stream": "NODES", **keys})
 
 
-def problem(**keys: Any) -> str:
-    with pytest.raises(ValidationError) as caught:
-        feed(**keys)
-    return str(caught.value)
+def settings(store: str = "s3://floe", **ingress: Any) -> Settings:
+    return Settings(store={"url": store}, ingress=ingress)
 
 
 def test_a_template_gives_each_partition_its_number() -> None:
@@ -47,19 +46,16 @@ def test_a_template_gives_each_partition_its_number() -> None:
     ],
 )
 def test_partitions_that_cannot_be_are_refused_with_both_sides(partitions: Any, expected: str) -> None:
-    assert expected in problem(partitions=partitions)
-
-
-def test_filter_subject_and_partitions_exclude_each_other() -> None:
-    found = problem(filter_subject="a", partitions=["b", "c"])
-
-    assert "expected either filter_subject or partitions, found both" in found
+    with pytest.raises(ValidationError) as caught:
+        feed(partitions=partitions)
+    assert expected in str(caught.value)
+    with pytest.raises(ValidationError, match="expected either filter_subject or partitions, found both"):
+        feed(filter_subject="a", partitions=["b", "c"])
 
 
 @pytest.mark.parametrize(
     "keys",
     [
-        {},
         {"filter_subject": "a.>"},
         {"partitions": ["a", "b.*"]},
         {"partitions": ["a"]},
@@ -82,3 +78,31 @@ def test_what_no_partition_takes_is_counted_with_an_example() -> None:
 
     assert unmatched(subjects, ["a.>", "b.*"]) == Unmatched(11, 2, "c.1")
     assert unmatched(subjects, [">"]) == Unmatched()
+
+
+# `ingress.events`, and how long a poll may wait beside it
+
+
+def test_a_subject_a_queue_or_its_whole_address() -> None:
+    address = "sqs://sqs.eu-west-1.amazonaws.com/123456789012/floe-events"
+    for events in ("nats://minio.events", "nats://floe.*.created", "nats://minio.>", "sqs://floe-events", address):
+        assert settings(events=events).ingress.events == events
+
+
+NO_SUBJECTS = ("", "a..b", "a.>.b", "nats.example.net:4222", "user:secret@host", "host/subject")
+NO_QUEUES = ("", "https://sqs.eu-west-1.amazonaws.com/123456789012/floe-events", "a queue", "floe.fifo")
+
+
+def test_anything_else_is_refused_with_the_forms_and_a_folder_sends_no_notifications() -> None:
+    odd = [f"nats://{each}" for each in NO_SUBJECTS] + [f"sqs://{each}" for each in NO_QUEUES]
+    for events in ("minio.events", "kafka://minio", *odd):
+        with pytest.raises(ValidationError, match="nats://SUBJECT or sqs://QUEUE"):
+            settings(events=events)
+    with pytest.raises(ValidationError, match="expected none beside a file:// store"):
+        settings("file:///srv/floe", events="nats://minio.events")
+
+
+def test_polls_are_rarer_beside_events_unless_their_interval_is_set() -> None:
+    events = {"events": "nats://minio.events"}
+    keys: list[dict[str, Any]] = [{}, {"poll_interval": "5s"}, events, {**events, "poll_interval": "10s"}]
+    assert [settings(**each).ingress.poll_seconds for each in keys] == [10, 5, 60, 10]
