@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from common.segments.columns import Columns
 from common.sequences import SequenceRange
@@ -24,66 +25,27 @@ def columns(sequences: Iterable[int]) -> Columns:
     return Columns(chosen, [s * SECOND for s in chosen], [b"s"] * count, [None] * count, [b"x"] * count)
 
 
-class Folding:
-    """A sampler that keeps everything and tells of every message that it is new."""
-
-    def __init__(self) -> None:
-        self.folded: list[int] = []
-        self.advanced: list[int] = []
-        self.watermark_ns = 0
-
-    def fold(self, columns: Columns) -> SampledBatch:
-        self.folded += columns.sequences
-        self.watermark_ns = columns.timestamps_ns[-1]
-        found = [Advisory(Event.NEW, str(s), 0, 0) for s in columns.sequences]
-        count = len(columns.sequences)
-        return SampledBatch(bytearray(b"\1" * count), ["k"] * count, 0, 0, found)
-
-    def advance(self, now_ns: int) -> list[Advisory]:
-        self.advanced.append(now_ns // SECOND)
-        return [Advisory(Event.TIMEOUT, f"at {now_ns // SECOND}", 0, now_ns)]
-
-
-class Taken:
-    """Advisories that are only noted."""
-
-    has_room = True
-
-    def __init__(self) -> None:
-        self.again: list[str] = []
-        self.new: list[str] = []
-        self.settled = 0
-
-    def take(self, advisories: list[Advisory], *, again: bool) -> None:
-        (self.again if again else self.new).extend(each.value for each in advisories)
-
-    def settle(self) -> None:
-        assert not self.new
-        self.settled += 1
-
-
 class Bench:
-    """An intake and everything that it touches."""
+    """An intake; its own sampler, which keeps everything and tells that every message is new; and its own outbox."""
+
+    has_room, watermark_ns = True, 0
 
     def __init__(self, stretch: SampledStretch, again: tuple[int, int] | None = None, *, keep: int = 0) -> None:
         self.emitted: list[Emitted] = []
+        self.folded: list[int] = []
+        self.told_again, self.told_new = list[str](), list[str]()
+        self.settled = 0
+        self.written_from: list[tuple[int, bool]] = []
+        self.batches_at: list[int] = []
         account = MemoryBudget(1 << 30).account(lambda: None)
         closing = SegmentSettings.model_construct(max_messages=1_000, max_size=1 << 30, max_age=60.0)
         position = Position(stretch.write_from, stretch.until)
         self.builder = Builder(closing, ManualClock(), account, self.emitted.append, position, sampled=True)
-        self.sampler, self.taken = Folding(), Taken()
-        self.written_from: list[tuple[int, bool]] = []
-        self.batches_at: list[int] = []
-        tracking = Tracking(
-            self.sampler,  # type: ignore[arg-type]
-            self.taken,  # type: ignore[arg-type]
-            *(again or (stretch.write_from - 1, 0)),
-        )
-        sieve = PreFilter("here", keep_ns=keep * SECOND, sampler=self.sampler)  # type: ignore[arg-type]
+        mine: Any = self
         self.intake = SamplingStage(
             self.builder,
-            sieve,
-            tracking,
+            PreFilter("here", keep_ns=keep * SECOND, sampler=mine),
+            Tracking(mine, mine, *(again or (stretch.write_from - 1, 0))),
             stretch,
             on_writing=lambda is_news: self.written_from.append((self.intake.end + 1, is_news)),
             on_batch=lambda: self.batches_at.append(self.intake.end + 1),
@@ -91,69 +53,79 @@ class Bench:
         )
         self.intake.begin()
 
+    def fold(self, columns: Columns) -> SampledBatch:
+        self.folded += columns.sequences
+        self.watermark_ns = columns.timestamps_ns[-1]
+        count = len(columns.sequences)
+        found = [Advisory(Event.NEW, str(s), 0, 0) for s in columns.sequences]
+        return SampledBatch(bytearray(b"\1" * count), ["k"] * count, 0, 0, found)
+
+    def advance(self, now_ns: int) -> list[Advisory]:
+        return [Advisory(Event.TIMEOUT, f"at {now_ns // SECOND}", 0, now_ns)]
+
+    def take(self, advisories: list[Advisory], *, again: bool) -> None:
+        (self.told_again if again else self.told_new).extend(each.value for each in advisories)
+
+    def settle(self) -> None:
+        assert not self.told_new
+        self.settled += 1
+
+    def read(self, *batches: list[int]) -> None:
+        for batch in batches:
+            self.intake.messages(columns(batch))
+
     def rows(self) -> list[int]:
         self.builder.close(Close.DRAIN)
         return [s for piece in self.emitted if isinstance(piece, Piece) for s in piece.rows.sequences]
 
 
-def test_what_is_archived_is_folded_and_not_written() -> None:
+def test_what_is_archived_is_folded_and_not_written_and_each_written_batch_is_told_of_before() -> None:
     bench = Bench(SampledStretch(5, 8))
     assert bench.written_from == []
-    bench.intake.messages(columns([5, 6]))
-    bench.intake.messages(columns([7, 8, 9]))
-    assert (bench.sampler.folded, bench.rows()) == ([5, 6, 7, 8, 9], [8, 9])
-    assert (bench.taken.again, bench.taken.new) == (["5", "6", "7", "at 7"], ["8", "9"])
-    assert bench.taken.settled == 1
-    assert bench.written_from == [(8, False)]
+    bench.read([5, 6], [7, 8, 9])
+    assert (bench.folded, bench.rows()) == ([5, 6, 7, 8, 9], [8, 9])
+    assert (bench.told_again, bench.told_new) == (["5", "6", "7", "at 7"], ["8", "9"])
+    assert (bench.settled, bench.written_from) == (1, [(8, False)])
+    bench.intake.passed(12)
+    bench.read([14])
+    assert bench.batches_at == [8, 13]
 
 
 def test_with_nothing_to_read_again_writing_begins_at_once() -> None:
     bench = Bench(SampledStretch(8, 8))
-    assert (bench.written_from, bench.taken.settled) == ([(8, False)], 1)
-    bench.intake.messages(columns([8]))
-    assert (bench.taken.again[1:], bench.taken.new, len(bench.written_from)) == ([], ["8"], 1)
+    assert (bench.written_from, bench.settled) == ([(8, False)], 1)
+    bench.read([8])
+    assert (bench.told_again[1:], bench.told_new, len(bench.written_from)) == ([], ["8"], 1)
 
 
 def test_what_is_archived_and_gone_from_the_source_ends_reading_again_too() -> None:
     by_heartbeat, by_message = Bench(SampledStretch(5, 8)), Bench(SampledStretch(5, 8))
     by_heartbeat.intake.passed(20)
-    by_message.intake.messages(columns([12]))
+    by_message.read([12])
     assert by_heartbeat.written_from == by_message.written_from == [(8, False)]
-    assert (by_heartbeat.intake.end, by_message.intake.end) == (20, 12)
-    assert by_message.rows() == [12]
+    assert (by_heartbeat.intake.end, by_message.intake.end, by_message.rows()) == (20, 12, [12])
 
 
 def test_what_a_crashed_session_may_have_read_is_in_doubt_up_to_the_sources_end_and_time() -> None:
     bench = Bench(SampledStretch(5, 8), (10, 30 * SECOND))
-    bench.intake.messages(columns([6, 7, 8]))
-    assert (bench.taken.settled, bench.rows()) == (0, [8])
-    bench.intake.messages(columns([9, 10]))
-    assert bench.taken.again == ["6", "7", "8", "9", "10", "at 30"]
-    bench.intake.messages(columns([11]))
-    assert (bench.taken.new, bench.taken.settled, bench.sampler.advanced) == (["11"], 1, [30])
+    bench.read([6, 7, 8])
+    assert (bench.settled, bench.rows()) == (0, [8])
+    bench.read([9, 10])
+    assert bench.told_again == ["6", "7", "8", "9", "10", "at 30"]
+    bench.read([11])
+    assert (bench.told_new, bench.settled) == (["11"], 1)
 
 
 def test_the_newest_message_of_the_source_counts_only_from_where_messages_are_written() -> None:
     bench = Bench(SampledStretch(5, 8, None, 100 * SECOND), keep=91)
-    bench.intake.messages(columns([5, 6, 7, 8, 9, 10]))
-    assert (bench.sampler.folded, bench.rows()) == ([5, 6, 7, 9, 10], [9, 10])
-    assert bench.written_from == [(8, True)]
+    bench.read([5, 6, 7, 8, 9, 10])
+    assert (bench.folded, bench.rows(), bench.written_from) == ([5, 6, 7, 9, 10], [9, 10], [(8, True)])
 
 
 def test_a_hole_is_filled_and_nothing_behind_it_is_folded() -> None:
     bench = Bench(SampledStretch(5, 8, 10), (50, 0))
-    bench.intake.messages(columns([6, 8, 9, 12, 13]))
-    bench.intake.messages(columns([14]))
+    bench.read([6, 8, 9, 12, 13], [14])
     bench.intake.passed(40)
-    assert (bench.sampler.folded, bench.rows(), bench.intake.end) == ([6, 8, 9], [8, 9], 10)
+    assert (bench.folded, bench.rows(), bench.intake.end) == ([6, 8, 9], [8, 9], 10)
     coverages = [each.coverage for each in bench.emitted if isinstance(each, Piece)]
-    assert coverages == [SequenceRange(8, 10)]
-    assert bench.builder.is_done
-
-
-def test_before_each_written_batch_all_before_it_is_folded() -> None:
-    bench = Bench(SampledStretch(5, 5))
-    bench.intake.messages(columns([5, 6]))
-    bench.intake.passed(8)
-    bench.intake.messages(columns([11]))
-    assert bench.batches_at == [5, 9]
+    assert (coverages, bench.builder.is_done) == ([SequenceRange(8, 10)], True)
