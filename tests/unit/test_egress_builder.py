@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -70,19 +70,6 @@ class Bench:
         return found
 
 
-def test_closes_with_the_message_that_fills_max_size_or_is_the_last_of_max_messages() -> None:
-    bench, large, many = Bench(max_size=30), Bench(max_size=30), Bench(max_messages=4)
-    bench.builder.messages(columns([1, 2]))
-    bench.builder.messages(columns([3, 4, 5]))  # 11 bytes each, the subject included
-    assert bench.segments() == [(SequenceRange(1, 3), [1, 2, 3], Close.SIZE)]
-    large.builder.messages(columns([1, 2], payload=b"x" * 100))
-    assert [rows for _, rows, _ in large.segments()] == [[1], [2]]
-    many.builder.messages(columns(range(1, 11)))
-    closed = [(str(coverage), len(rows), reason) for coverage, rows, reason in many.segments()]
-    assert closed == [("1..4", 4, Close.MESSAGES), ("5..8", 4, Close.MESSAGES)]
-    assert many.builder.end == 10
-
-
 def test_closes_at_max_age_counted_from_the_first_sequence_covered() -> None:
     bench = Bench(max_age=60)
     bench.pass_time(1_000)
@@ -111,31 +98,6 @@ def test_a_range_that_was_passed_without_rows_still_becomes_a_segment_and_an_emp
     [piece] = sampled.pieces
     assert piece.last is not None
     assert piece.last.sequence == 3
-
-
-@pytest.mark.parametrize(("batches", "passed", "rows"), [
-    (([5, 6, 8, 12, 13], [14]), 0, [5, 6, 8]), (([12],), 0, []), ((), 30, []),
-])  # fmt: skip
-def test_a_hole_is_filled_to_its_end_by_what_comes_behind_or_a_heartbeat_and_not_beyond(
-    batches: Sequence[list[int]], passed: int, rows: list[int]
-) -> None:
-    bench = Bench(first=5, until=9)
-    for batch in batches:
-        bench.builder.messages(columns(batch))
-    bench.builder.passed(passed)
-    assert bench.segments() == [(SequenceRange(5, 9), rows, Close.HOLE)]
-    assert bench.builder.is_done
-
-
-def test_only_what_is_kept_counts_for_the_limits() -> None:
-    bench = Bench(max_messages=2)
-    bench.builder.sifted(sifted(range(1, 11), kept={2, 5, 6}))
-    assert bench.segments() == [(SequenceRange(1, 5), [2, 5], Close.MESSAGES)]
-    bench.builder.close(Close.DRAIN)
-    assert bench.segments()[1:] == [(SequenceRange(6, 10), [6], Close.DRAIN)]
-    by_size = Bench(max_size=30)
-    by_size.builder.sifted(sifted(range(1, 11), kept={2, 5, 9}))
-    assert by_size.segments() == [(SequenceRange(1, 9), [2, 5, 9], Close.SIZE)]
 
 
 def test_what_is_left_out_is_examined_and_accounted_for_by_its_reason() -> None:
@@ -214,9 +176,14 @@ def test_segments_account_for_everything_once(
     assert is_gapless(coverage for coverage, _, _ in segments)
     if last:
         assert (segments[0][0].first, segments[-1][0].last) == (1, last)
-    for coverage, rows, _ in segments:
-        assert len(rows) <= max_messages
+    for coverage, rows, reason in segments:  # 11 bytes each, the subject included
         assert all(s in coverage for s in rows)
+        assert len(rows) <= max_messages
+        assert 11 * (len(rows) - 1) < max_size
+        assert (reason is Close.MESSAGES) is (len(rows) == max_messages), "closed with the message that fills it"
+        assert (reason is Close.SIZE) is (11 * len(rows) >= max_size and len(rows) < max_messages)
+    assert bench.builder.is_done is (until is not None and reached >= until)
+    assert not bench.builder.is_done or segments[-1][2] not in (Close.AGE, Close.DRAIN)
     ledgers = [attribute(piece, 1, filtered=False).counts for piece in bench.pieces]
     within = [s for s in received if s <= last]
     counts = {reason: sum(ledger.get(reason, 0) for ledger in ledgers) for reason in Reason}
