@@ -9,19 +9,14 @@ from typing import Any
 
 import pytest
 
-from common.clock import SystemClock
-from common.errors import ConfigError, DataError
-from common.jetstream.api import create_stream, stream_info
+from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.headers import Provenance
 from common.segments.segment import Message
 from common.settings.service import NatsSettings
-from common.tasks import Stop
-from infra.acked import AckedPublisher, Published
+from infra.acked import AckedPublisher
 from infra.awkward import KINDS, MAX_HEADERS, NEEDS, awkward_messages, publish_awkward
 from infra.awkward import delete as delete
-from infra.emulator import Emulator, PublishSchedule, check_stored, open_stream
-from infra.fleet import Fleet, read_facts
 from infra.oracle import compare, read_stream, source_trace, target_traces
 from tests.support.basics import seeded, unique
 from tests.support.headers import escape
@@ -99,41 +94,6 @@ async def copy(client: FloeClient, stream: str, mapped: bytes) -> int:
 
 
 # The fleet emulator
-
-
-def emulator(client: FloeClient, pace: PublishSchedule, subject: str) -> Emulator:
-    fleet = Fleet(read_facts(), seed=1, nodes=pace.nodes)
-    return Emulator(client, fleet, pace, SystemClock(), subject=subject)
-
-
-async def test_a_fleet_publishes_its_documents_under_its_nodes_names(client: FloeClient) -> None:
-    stream = unique("FLEET")
-    subject = f"{stream.lower()}.{{sender}}"
-    before = await open_stream(client, stream, subject, create=True)
-
-    made = emulator(client, PublishSchedule(nodes=50, rate=0, count=120), subject)
-    published = await made.run(Stop())
-    await check_stored(client, before, published)
-
-    info = await stream_info(client, stream)
-    assert info is not None
-    assert (published.stored, info.messages) == (120, 120)
-    seen: list[Message] = []
-    await read_stream(client, stream, seen.append)
-    assert len({message.subject for message in seen}) == 50
-
-
-async def test_a_missing_stream_one_that_did_not_grow_and_messages_that_none_takes_are_told(client: FloeClient) -> None:
-    with pytest.raises(ConfigError, match="nats stream add NONE"):
-        await open_stream(client, "NONE", "nodes.{sender}", create=False)
-    before = await stream_info(client, (await make_stream(client))[0])
-    assert before is not None
-    with pytest.raises(DataError, match="expected 5 more messages, found 0"):
-        await check_stored(client, before, Published(sent=5, stored=5))
-    async with AckedPublisher(client) as publisher:
-        await publisher.publish(unique("nowhere").encode(), b"x")
-        published = await publisher.settle()
-    assert dict(published.refused) == {"no stream takes this subject": 1}
 
 
 def test_the_same_seed_makes_the_same_messages() -> None:

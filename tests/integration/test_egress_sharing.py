@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,12 +100,11 @@ class Group:
     kv: KeyValue
     keys: list[str]
     site: str
-    user: str = ""
     clients: list[FloeClient] = field(default_factory=list)
     members: list[Member] = field(default_factory=list)
 
     async def join(self, url: str = "", *, siblings: int = 1, keys: Sequence[str] = ()) -> Member:
-        settings = NatsSettings(url=url or self.url, user=self.user, password=self.user)
+        settings = NatsSettings(url=url or self.url)
         client = await connect(settings, name="member", ping_interval=1.0)
         self.clients.append(client)
         leases = Leases(await KeyValue(client, self.kv.bucket, ttl=TTL).ensure(), new_owner("m"), TTL, SystemClock())
@@ -208,24 +206,6 @@ async def test_members_with_another_configuration_leave_no_chain_alone(group: Gr
 
 
 # Hand-over
-
-
-async def test_without_the_right_to_hear_it_is_polled(tmp_path: Path) -> None:
-    """`$KV.>` may be published to, not subscribed to."""
-    users = """authorization { users: [
-      {user: all, password: all},
-      {user: deaf, password: deaf, permissions: {publish: [">"], subscribe: {deny: ["$KV.>"]}}} ] }"""
-    with NatsServer(tmp_path / "nats", extra=users) as server:
-        client = await connect(NatsSettings(url=server.url, user="all", password="all"), name="test")
-        site, kv = unique("s"), await KeyValue(client, unique("L"), ttl=TTL).ensure()
-        group = Group(server.url, kv, lease_keys(site, 4), site, user="deaf")
-        first, second = await group.join(), await group.join()
-        await soon(group.is_fair)
-        await first.leave()
-        await soon(lambda: len(second.held) == 4)
-        await second.leave()
-        for each in (*group.clients, client):
-            await each.aclose()
 
 
 # Faults

@@ -17,7 +17,7 @@ from infra.local.process import free_port
 from tests.integration.test_egress_workers import parent
 from tests.support.basics import soon, unique
 from tests.support.commands import command_of, configuration, floe, paste
-from tests.support.egress import QUICK, SITE, Bench, Partitioned, feed_of, publish_over
+from tests.support.egress import QUICK, SITE, Bench, feed_of
 from tests.support.stores import FaultyStore
 
 
@@ -112,29 +112,6 @@ async def test_a_document_that_is_missing_or_contradicts_is_restored_or_made_aga
         await bench.publish(stream, [b"more"] * 5)
         await bench.archived_to(stream, 15)
     await bench.same(stream, stream)
-
-
-# E-FILTERS
-
-
-async def test_resolve_says_once_for_the_feed_that_it_is_cut_otherwise(bench: Bench) -> None:
-    stream = await bench.begun([b"first"] * 10)
-    two, three = feed_of(stream, 2), feed_of(stream, 3)
-    await publish_over(bench, stream, ["0.a", "1.a"], 10, "more")
-    done = await floe("egress", "repartition", "-c", str(configuration(bench, two)), stream, "--yes")
-    assert done.code == 0, done
-    await Partitioned(bench, stream, 2).freeze(20, 1)
-    code, lines = await resolved(bench, **three)
-    assert code == 3
-    assert len(lines) == 2
-    assert lines[0].startswith(
-        f"{SITE}/{stream}/0001  E-FILTERS: begun with 2 partitions ({stream}.0.>, {stream}.1.>), "
-    )
-    assert lines[1].endswith(f" {stream}")
-    await paste(bench, lines[1], three)
-    async with bench.egress(three):
-        await publish_over(bench, stream, ["0.a", "1.a", "2.a"], 9, "last")
-        await Partitioned(bench, stream, 3).archived_to(29, 2)
 
 
 # E-SOURCE-GONE

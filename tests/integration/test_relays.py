@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -124,48 +123,14 @@ async def test_each_site_leaves_its_hop_and_the_message_comes_back_as_it_was(wor
         assert (each.payload, each.subject) == (original.payload, f"{all_}.{fleet}.{nodes}.a".encode())
 
 
-async def test_two_sites_that_copy_each_other_carry_each_message_once(world: World) -> None:
-    ours, theirs = unique("NODES_A"), unique("NODES_B")
-    all_a, all_b = unique("ALL_A"), unique("ALL_B")
-    for stream in (ours, theirs):
-        await world.bench.make_stream(stream)
-        await world.bench.publish(stream, (b"%s %d" % (stream.encode(), n) for n in range(50)))
-    # Either side copies all that the other has, what it got from here included.
-    at_a = world.centre(all_a, {"site": "b", "feed": [theirs, all_b], "subject_prefix": all_a})
-    at_b = world.centre(all_b, {"site": "a", "feed": [ours, all_a], "subject_prefix": all_b})
-
-    async with AsyncExitStack() as stack:
-        for centre in (at_a, at_b):
-            await stack.enter_async_context(centre.running())
-        for stream in (all_a, all_b):
-            await soon(lambda: stream_info(world.client, stream))  # noqa: B023
-        for site, feed, relay in (("a", ours, all_a), ("b", theirs, all_b)):
-            egress = world.egress(site, {"stream": feed}, {"stream": relay, "relay": True})
-            await stack.enter_async_context(egress)
-        # A's own 50, once, by B; B's own 50, once. The same at B.
-        for stream in (all_a, all_b):
-            await world.holds(stream, 100)
-        for site, stream in (("a", all_a), ("b", all_b)):
-            await soon(lambda site=site, stream=stream: world.ledger(site, stream).get("looped") == 50)
-        await asyncio.sleep(3)  # several rounds of polling in which they could come round
-        found = {stream: await world.messages(stream) for stream in (all_a, all_b)}
-
-    for stream, messages in found.items():
-        payloads = [message.payload for message in messages]
-        assert len(payloads) == len(set(payloads)) == 100, stream
-    assert world.ledger("a", all_a)["looped"] == 50
-    assert world.ledger("b", all_b)["looped"] == 50
-    trails = {tuple(hop.site for hop in hops(message.headers)) for message in found[all_a]}
-    assert trails == {("b",), ("b", "a")}
-
-
-async def test_two_sites_that_copy_each_other_without_saying_so_send_a_message_round_once(
-    world: World, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_relay", [True, False], ids=["relays", "one of the two sampled"])
+async def test_two_sites_that_copy_each_other_carry_each_message_once_or_round_once_where_they_do_not_say_so(
+    world: World, caplog: pytest.LogCaptureFixture, is_relay: bool
 ) -> None:
-    """Each side's messages come back to it once, and no more than that. One of the two is sampled."""
+    """Either side copies all that the other has, what it got from here included."""
     streams = {"a": (unique("AT_A"), unique("ALL_A")), "b": (unique("AT_B"), unique("ALL_B"))}
     (ours, all_a), (theirs, all_b) = streams.values()
-    sampled = {"inspect_field": "id", "inspect_duration": "1h"}
+    copied = {"relay": True} if is_relay else {"inspect_field": "id", "inspect_duration": "1h"}
 
     async def publish(numbers: range) -> None:
         for site, (stream, _) in streams.items():
@@ -181,25 +146,27 @@ async def test_two_sites_that_copy_each_other_without_saying_so_send_a_message_r
             await stack.enter_async_context(centre.running())
         for _, stream in streams.values():
             await soon(lambda: stream_info(world.client, stream))  # noqa: B023
-        await stack.enter_async_context(world.egress("a", {"stream": ours}, {"stream": all_a}))
-        await stack.enter_async_context(world.egress("b", {"stream": theirs}, {"stream": all_b, **sampled}))
+        again = {"stream": all_a, "relay": True} if is_relay else {"stream": all_a}
+        await stack.enter_async_context(world.egress("a", {"stream": ours}, again))
+        await stack.enter_async_context(world.egress("b", {"stream": theirs}, {"stream": all_b, **copied}))
         # What would go round once more stands before what is published last, and that goes round, too.
-        for count in (30, 33):
+        for count in (10, 11):
             for site, (_, stream) in streams.items():
-                await world.holds(stream, count)
-                await soon(lambda: world.ledger(site, stream).get("looped") == count // 3)  # noqa: B023
-            if count == 30:
+                await world.holds(stream, count * (2 if is_relay else 3))
+                await soon(lambda: world.ledger(site, stream).get("looped") == count)  # noqa: B023
+            if count == 10:
                 await publish(range(10, 11))
         found = {site: await world.messages(stream) for site, (_, stream) in streams.items()}
 
+    ids = [b'{"id": "%s%d"}' % (each.encode(), n) for each in streams for n in range(11)]
     for site, messages in found.items():
-        ids = [b'{"id": "%s%d"}' % (each.encode(), n) for each in streams for n in range(11)]
-        back = [each for each in ids if each[8:9] != site.encode()]
+        back = [] if is_relay else [each for each in ids if each[8:9] != site.encode()]
         assert sorted(message.payload for message in messages) == sorted(ids + back)
+    trails = {tuple(hop.site for hop in hops(message.headers)) for message in found["a"]}
+    assert not is_relay or trails == {("b",), ("b", "a")}
     told = [record.msg for record in caplog.records if "looped" in str(record.msg)]
-    assert {each["feed"] for each in told} == {all_a, all_b}
-    assert len(told) == 2
-    assert "relay: true" in told[0]["hint"]
+    assert {each["feed"] for each in told} == (set() if is_relay else {all_a, all_b})
+    assert all("relay: true" in each["hint"] for each in told)
 
 
 async def test_only_what_the_source_or_the_archive_holds_is_left_out_as_looped(world: World) -> None:

@@ -99,16 +99,14 @@ async def passes_through(running: Running, role: str, processes: int = 1) -> Non
     assert await asyncio.to_thread(service.drain) == 0, service.tail()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-async def test_egress_at_each_signal(bench: Bench, tmp_path: Path, services: list[Service], workers: int) -> None:
+async def test_egress_and_its_workers_at_each_signal(bench: Bench, tmp_path: Path, services: list[Service]) -> None:
     stream = await bench.make_stream(unique("NODES"))
     config = configuration(bench, {"stream": stream})
-    command = ["egress", "run", "-c", str(config), "--workers", str(workers)]
+    command = ["egress", "run", "-c", str(config), "--workers", "2"]
     running = Running(Service(tmp_path, "egress", *command).start(), config)
     services.append(running.service)
-    processes = workers + (workers > 1)
-    await running.logged("members", workers)
-    await passes_through(running, "egress", processes)
+    await running.logged("members", 2)
+    await passes_through(running, "egress", processes=3)
 
 
 async def test_ingress_at_each_signal(tmp_path: Path, nats_url: str, services: list[Service]) -> None:
