@@ -1,4 +1,4 @@
-"""How an incarnation begins on a stream whose beginning moves, as most streams in production do."""
+"""How a service begins, and an incarnation on a stream whose beginning moves, as most streams in production do."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from common.errors import ConfigError, Refused
 from common.jetstream.api import stream_info
+from common.service.monitor import Health
+from egress import service
+from infra.local.nats import NatsServer
 from tests.support.basics import at_length, soon, unique
 from tests.support.commands import paste
-from tests.support.egress import Bench
+from tests.support.egress import Bench, connected
 from tests.support.egress_process import Process, processes
 
 LIMITS: dict[str, dict[str, Any]] = {
@@ -142,3 +147,56 @@ async def test_an_archive_that_was_lost_with_its_documents_is_not_taken_for_a_fi
         await paste(bench, running.status(stream)["hint"], {"stream": stream})
         await bench.archived_to(stream, 15, incarnation)
     check(bench, stream, incarnation)
+
+
+# The service waits for what is down, and ends at once for what an operator must mend
+
+
+async def test_a_server_that_is_down_at_the_start_is_waited_for(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path / "nats")
+    bench = Bench(server.url, tmp_path, None)  # type: ignore[arg-type]
+    running = bench.start(bench.settings({"stream": "S"}))
+    await soon(lambda: any(problem.startswith("nats: ") for problem in running.health.problems()))
+    await running.drain()  # ends cleanly while it waits
+    running = bench.start(bench.settings({"stream": "S"}))
+    await soon(lambda: any(problem.startswith("nats: ") for problem in running.health.problems()))
+    with server:
+        bench.client = await connected(server.url)
+        await bench.make_stream("S")
+        await bench.publish("S", [b"x"] * 3)
+        await bench.archived_to("S", 3)
+        await running.drain()
+        await bench.client.aclose()
+
+
+async def test_a_refused_credential_ends_the_start(tmp_path: Path) -> None:
+    with NatsServer(users={"floe": "right"}) as server:
+        bench = Bench(server.url, tmp_path, None)  # type: ignore[arg-type]
+        settings = bench.settings({"stream": "S"})
+        with pytest.raises(Refused):
+            await bench.start(settings).task
+
+
+@pytest.mark.simulated
+async def test_a_bucket_that_does_not_exist_ends_the_start(far: Bench) -> None:
+    far.store_config["url"] = "s3://no-such-bucket-here"
+    with pytest.raises(ConfigError, match="no-such-bucket-here"):
+        await far.start(far.settings({"stream": "S"})).task
+
+
+@pytest.mark.simulated
+async def test_a_service_is_not_ready_before_its_feeds_exist(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, seen, make = await bench.make_stream(unique("T")), list[list[str]](), service.make_deps
+    healths = list[Health]()
+
+    def made(*given: Any) -> Any:
+        seen.append(healths[0].problems())
+        return make(*given)
+
+    monkeypatch.setattr(service, "make_deps", made)
+    running = bench.start(bench.settings({"stream": stream}))
+    healths.append(running.health)
+    await soon(lambda: running.state(stream) == "reading")
+    assert seen == [["feeds: starting"]]
+    assert running.health.problems() == []
+    await running.drain()

@@ -1,18 +1,29 @@
-"""What goes wrong while egress runs: consumers, connections, the object store, leases, memory, the drain."""
+"""What goes wrong while egress runs: consumers that are gone or stand still, connections, the object store, leases,
+memory, the drain; and what the source is about to expire meanwhile.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from common.errors import Unavailable
 from common.jetstream.api import consumer_names
 from common.jetstream.kv import KeyValue
+from common.metrics import REGISTRY
 from egress.feed import lease_key
+from infra.local.nats import NatsServer
 from tests.support.basics import soon, unique
-from tests.support.egress import Bench
+from tests.support.egress import QUICK, Bench, Running
+from tests.support.proxies import TcpProxy
 from tests.support.stores import FaultyStore, raising
+
+pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
 
 def held_up(store: FaultyStore) -> None:
@@ -47,6 +58,7 @@ async def test_a_deleted_consumer_is_made_again_and_nothing_is_missing(bench: Be
 # The object store
 
 
+@pytest.mark.real
 async def test_an_unreachable_store_stops_the_pulling_within_the_memory_limit(bench: Bench) -> None:
     """F31: what waits is bounded, and in order once the store is back."""
     stream = await bench.make_stream(unique("T"))
@@ -133,6 +145,7 @@ async def test_a_message_too_large_to_archive_stops_behind_what_came_before_it(
     assert bench.end(stream) == 4
 
 
+@pytest.mark.real
 async def test_many_small_feeds_share_one_budget(bench: Bench) -> None:
     """12 feeds of 10 MB each, and no segment is due: only the limit closes them."""
     stream = await bench.make_stream(unique("T"))
@@ -144,3 +157,118 @@ async def test_many_small_feeds_share_one_budget(bench: Bench) -> None:
         await soon(lambda: sum(bench.end(name) for name in names) >= 12 * 500 - 838)
     for name in names:
         bench.check(name)
+
+
+# Stalls
+
+IMPATIENT = replace(QUICK, pace=replace(QUICK.pace, check=0.2, stalled=0.8))
+
+
+def metric(name: str, feed: str, **labels: str) -> float:
+    found = REGISTRY.get_sample_value(f"floe_egress_{name}", {"site": "site", "feed": feed, "partition": "0", **labels})
+    return math.nan if found is None else found
+
+
+async def pause(bench: Bench, stream: str) -> str:
+    """Pause the stream's one consumer for an hour; its name."""
+    [name] = await soon(lambda: consumer_names(bench.client, stream))
+    until = (datetime.now(UTC) + timedelta(hours=1)).isoformat().replace("+00:00", "Z")
+    await bench.client.api(f"CONSUMER.PAUSE.{stream}.{name}", {"pause_until": until})
+    return name
+
+
+@pytest.mark.real
+async def test_a_consumer_that_delivers_nothing_is_read_anew(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("PAUSED"))
+    await bench.publish(stream, [b"a"] * 10)
+    async with bench.egress({"stream": stream}, tuning=IMPATIENT) as running:
+        await bench.archived_to(stream, 10)
+        await pause(bench, stream)
+        await bench.publish(stream, [b"b"] * 10)
+        await soon(lambda: metric("doubts_total", stream, reason="stalled") >= 1)
+        assert metric("stalled", stream) == 1
+        await bench.archived_to(stream, 20)
+        await soon(lambda: metric("stalled", stream) == 0)
+        await soon(lambda: running.state(stream) == "reading")
+
+    await bench.same(stream, stream)
+
+
+@pytest.mark.real
+async def test_a_stream_in_which_nothing_happens_does_not_stall(bench: Bench) -> None:
+    """Neither an idle one, nor one that gets only what the feed does not take."""
+    stream = await bench.make_stream(unique("IDLE"))
+    await bench.publish(stream, [b"a"] * 3)
+    async with bench.egress({"stream": stream, "filter_subject": f"{stream}.a"}, tuning=IMPATIENT):
+        await bench.archived_to(stream, 3)
+        await pause(bench, stream)  # so that no heartbeat says that the consumer has passed them
+        await bench.publish(stream, [b"x"] * 5, subject="other")
+        await asyncio.sleep(2.0)
+
+    assert not metric("doubts_total", stream, reason="stalled") >= 1
+    assert metric("stalled", stream) == 0
+
+
+@pytest.mark.real
+async def test_a_line_that_is_dead_in_one_direction_is_noticed_and_heals(bench: Bench, nats_server: NatsServer) -> None:
+    """F14."""
+    stream = await bench.make_stream(unique("DEAF"))
+    async with TcpProxy(nats_server.port) as proxy:
+        through = replace(bench, url=proxy.url)
+        async with through.egress({"stream": stream}, tuning=IMPATIENT, lease_ttl="10s") as running:
+            await bench.publish(stream, [b"a"] * 10)
+            await bench.archived_to(stream, 10)
+            proxy.blackhole("down")
+            await bench.publish(stream, [b"b"] * 10)
+            await soon(lambda: running.state(stream) == "checking")
+            proxy.heal()
+            await bench.archived_to(stream, 20)
+
+    await bench.same(stream, stream)
+
+
+async def test_a_store_that_takes_nothing_is_told_and_the_reader_is_kept(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("FULL"))
+    store = FaultyStore(bench.objects)
+    async with bench.egress({"stream": stream}, tuning=IMPATIENT, objects=store):
+        await bench.publish(stream, [b"a"] * 10)
+        await bench.archived_to(stream, 10)
+        held_up(store)
+        await bench.publish(stream, [b"b"] * 10)
+        await soon(lambda: metric("stalled", stream) == 1)
+        released(store)
+        await bench.archived_to(stream, 20)
+        await soon(lambda: metric("stalled", stream) == 0)
+
+    assert not metric("doubts_total", stream, reason="stalled") >= 1
+    await bench.same(stream, stream)
+
+
+# What the source is about to expire
+
+
+async def stuck(bench: Bench, stream: str) -> tuple[FaultyStore, Running]:
+    """An egress whose store takes nothing any more, and that has archived something."""
+    store = FaultyStore(bench.objects)
+    running = bench.start(bench.settings({"stream": stream}), IMPATIENT, objects=store)
+    await bench.publish(stream, [b"a"] * 10)
+    await bench.archived_to(stream, 10)
+    held_up(store)
+    return store, running
+
+
+async def test_the_age_limit_runs_down_while_egress_cannot_put(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("AGE"), max_age=3600 * 10**9)
+    store, running = await stuck(bench, stream)
+    await soon(lambda: metric("expiry_seconds", stream) == math.inf)
+
+    await bench.publish(stream, [b"b"] * 10)
+
+    await soon(lambda: 3500 < metric("expiry_seconds", stream) < 3600)
+    before = metric("expiry_seconds", stream)
+    await asyncio.sleep(0.3)
+    assert metric("expiry_seconds", stream) < before
+    released(store)
+    await bench.archived_to(stream, 20)
+    await soon(lambda: metric("expiry_seconds", stream) == math.inf)
+    await running.drain()

@@ -163,6 +163,21 @@ def archived(running: Parent) -> dict[str, float]:
     return sums
 
 
+async def test_one_process_shows_its_state_and_drains(bench: Bench) -> None:
+    (stream, [name]), port = await feeds_of(bench, 1), free_port()
+    with parent(config_of(bench, [name], stream, port), port) as running:
+        await bench.archived_to(name, 30)
+        line = f'floe_egress_messages_total{{feed="{name}",partition="0",site="site"}} 30.0'
+        await soon(lambda: asyncio.to_thread(lambda: line in running.page("metrics")[1]), every=0.2)
+        part = json.loads(await running.says("status", 200))["parts"][f"egress {name}"]
+        assert (part["state"], part["incarnation"], part["holder"]) == ("reading", 0, "this instance")
+        await running.says("readyz", 200)
+        pid = running.process.pid
+        assert Path(f"/proc/{pid}/task/{pid}/children").read_text() == "", "no worker is needed"
+        running.process.send_signal(signal.SIGTERM)
+        assert await running.ended() == 0
+
+
 async def test_two_workers_share_the_feeds_and_look_like_one_from_outside(bench: Bench) -> None:
     (stream, names), port = await feeds_of(bench), free_port()
     with parent(config_of(bench, names, stream, port, workers=2), port) as running:
