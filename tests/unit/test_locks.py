@@ -11,8 +11,10 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+import yaml
 
 import floe
+from infra.local import minio
 
 ROOT = Path(__file__).parents[2]
 SITE, ALL = ROOT / "requirements-site.lock", ROOT / "requirements.lock"
@@ -68,24 +70,6 @@ def test_a_lock_holds_hashes_and_no_addresses(path: Path):
 
 # What is loaded
 
-SCRIPT = """
-import sys
-from common.lean import without
-without("pandas")
-from common.segments.columns import record_batch
-import pyarrow as pa
-batch = record_batch([1], [2], [b"s"], [None], [b"p"])
-assert batch.to_pylist()[0]["payload"] == b"p"
-assert pa.scalar(1).as_py() == 1
-print("pandas" in sys.modules)
-"""
-
-
-def test_pyarrow_works_without_pandas_and_does_not_load_it() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
-
-    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
-
 
 @pytest.mark.parametrize("role", ["egress", "ingress"])
 def test_a_service_loads_nothing_that_only_shows(role: str, tmp_path: Path) -> None:
@@ -117,3 +101,9 @@ def test_pandas_is_hidden_from_what_starts_no_spark(engine: str, tmp_path: Path)
 
     assert (done.returncode == 78) == (engine == "spark"), done.stderr
     assert ("Floe does without pandas here" in done.stderr) == (engine == "local")
+
+
+def test_compose_takes_the_image_that_make_minio_takes() -> None:
+    services = yaml.safe_load((ROOT / "infra" / "compose.yaml").read_text())["services"]
+    expected = f"${{{minio.IMAGE_VARIABLE}:-{minio.IMAGE}}}"
+    assert services["minio"]["image"] == services["bucket"]["image"] == expected

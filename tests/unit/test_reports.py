@@ -141,21 +141,14 @@ def test_a_marker_is_told_from_a_value():
     assert (found, operation_of(None)) == (blocks, None)
 
 
-@pytest.mark.parametrize(
-    ("output", "url", "prefix"),
-    [
-        ("s3://other/reports", "s3://archive", "data"),
-        ("s3://archive", "s3://archive", "data"),
-        ("s3://archive/data/reports", "s3://archive", "data"),
-        ("s3://archive/reports", "s3://archive", ""),
-        ("gs://archive/reports", "s3://archive", "data"),
-        ("s3://archive/reports", "file:///srv/archive", "data"),
-    ],
-)
-def test_a_report_stands_beside_the_archive_or_in_a_directory(output: str, url: str, prefix: str):
-    settings = Settings.model_validate({"store": {"url": url, "prefix": prefix}})
-    with pytest.raises(UsageError, match="--output: expected"):
-        open_place(output, settings)
+def test_a_report_stands_beside_the_archive_or_in_a_directory():
+    outputs = [("s3://other/reports", "data"), ("s3://archive", "data"), ("s3://archive/data/reports", "data")]
+    outputs += [("s3://archive/reports", ""), ("gs://archive/reports", "data")]
+    stores = [(output, "s3://archive", prefix) for output, prefix in outputs]
+    for output, url, prefix in (*stores, ("s3://archive/reports", "file:///srv/archive", "data")):
+        settings = Settings.model_validate({"store": {"url": url, "prefix": prefix}})
+        with pytest.raises(UsageError, match="--output: expected"):
+            open_place(output, settings)
 
 
 # For people

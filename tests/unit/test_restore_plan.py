@@ -64,16 +64,6 @@ def folded(rows: Sequence[Message], size: int, fold: Fold) -> list[int]:
     return [s for batch in batches for s in fold.left(batch).column("sequence").to_pylist()]
 
 
-@pytest.mark.parametrize("rolls", [True, False])
-def test_deletions_are_subtracted_up_to_where_they_were_captured(rolls: bool) -> None:
-    deletions = CapturedDeletions(AT, 20, 5, 20, ((7, 9), (15, 15), (19, 20)))
-    fold = Fold({"allow_rollup_hdrs": rolls}, deletions)
-    left = folded([row(s) for s in range(1, 26)], 4, fold)
-    assert left == [5, 6, 10, 11, 12, 13, 14, 16, 17, 18, 21, 22, 23, 24, 25]
-    empty = CapturedDeletions(AT, 20, 21, 20, ())  # nothing was held
-    assert folded([row(s) for s in range(1, 26)], 4, Fold({}, empty)) == [21, 22, 23, 24, 25]
-
-
 @pytest.mark.parametrize("size", [1, 3, 20])
 def test_schedules_that_fired_for_the_last_time_are_gone(size: int) -> None:
     def fired(sequence: int, of: bytes, following: bytes = b"purge") -> Message:

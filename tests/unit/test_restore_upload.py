@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any, cast
 
-import pyarrow as pa
 import pytest
 
 from common.errors import FloeError, Unavailable
@@ -18,13 +16,12 @@ from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.segments.store import SegmentStore
 from common.service.progress import Teller
 from common.settings.root import Settings
-from common.tasks import Stop, Tell
+from common.tasks import Tell
 from ingress.restore.archive import KEEP_ALIVE, archive_writer
 from ingress.restore.plan import RestoreRequest
 from ingress.restore.preflight import Ready
 from ingress.restore.restore import Restore
 from ingress.restore.upload import WINDOW, ArchiveUpload
-from tests.support.basics import soon
 from tests.support.clock import ManualClock
 from tests.support.compaction import CHAIN, Archive
 from tests.support.restore import entries, unframed
@@ -207,28 +204,6 @@ async def test_many_small_segments_of_a_slow_store_come_back(quiet: Archive, ver
     if version == "2.15.1":
         found = [entry.sequence for entry in entries(unframed(bytes(server.received)))]
         assert [sequence for sequence in found if sequence] == [*range(1, 361)]
-
-
-async def test_segments_behind_the_one_that_is_read_are_fetched_meanwhile(quiet: Archive) -> None:
-    slow, fetched = FaultyStore(quiet.objects), list[str]()
-
-    def fetch(real: Any, key: str, **more: Any) -> Any:
-        fetched.append(key)
-        return real(key, **more)
-
-    work = restore(quiet, cast(ObjectStore, slow), ManualClock())
-    plan = await work.plan()
-    slow.on("get", fetch)
-    rows: Iterator[pa.RecordBatch] = work._history.rows(plan, 1, ("sequence",), Stop())
-    assert next(rows).column("sequence").to_pylist() == [1, 2, 3]
-    await soon(lambda: len(fetched) >= 9)  # the first, the second, whose rows are at hand, and those behind it
-    assert len(fetched) == 9
-    assert [s for batch in rows for s in batch.column("sequence").to_pylist()] == [*range(4, 361)]
-    assert len(fetched) == 120
-    again = work._history.rows(plan, 1, ("sequence",), Stop())
-    assert next(again).num_rows == 3
-    del again  # what was fetched and is not wanted is closed
-    await soon(lambda: not work._history._readers._work_queue.qsize())
 
 
 async def test_planning_ends_where_it_is_stopped(quiet: Archive) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -133,20 +132,6 @@ def test_settled_keys_count_as_seen_and_settling_takes_nothing_back() -> None:
         Advisory(Event.TIMEOUT, "b", at, at + WARN),
         Advisory(Event.TIMEOUT, "a", at + 1, at + 1 + WARN),
     ]
-
-
-def test_one_call_or_many_make_no_difference() -> None:
-    dice = random.Random(3)
-    now, messages = START, []
-    for _ in range(20_000):
-        now += dice.choice([0, 1, SECOND, 40 * SECOND])
-        messages.append((f"k{dice.randrange(300)}", now, dice.choice([100, 2000]), dice.random() < 0.01))
-    whole, single = Sampler(HOW), Sampler(HOW)
-    expected = choose(whole, *messages)
-    found = [choose(single, message) for message in messages]
-    assert bytearray().join(f.kept for f in found) == expected.kept
-    assert [a for f in found for a in f.advisories] == expected.advisories
-    assert known(single) == known(whole)
 
 
 @pytest.mark.parametrize("time", [2**63 - 1, 2**63 - HOUR // 2])

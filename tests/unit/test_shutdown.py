@@ -124,24 +124,8 @@ thread.join()
 sys.stdin.readline()
 """
 
-# The guard stands in a session of its own, and is the only other child.
-GUARD_KILLED = """
-import os, signal, sys
-from pathlib import Path
-from infra.local.process import spawn
 
-first = spawn(["sleep", "600"])
-children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-[guard] = {int(pid) for pid in children} - {first.pid}
-os.kill(guard, signal.SIGKILL)
-os.waitid(os.P_PID, guard, os.WEXITED | os.WNOWAIT)
-print(spawn(["sleep", "600"]).pid, flush=True)
-first.kill()
-sys.stdin.readline()
-"""
-
-
-def owner(kind: str, program: str = OWNER) -> subprocess.Popen[str]:
+def owner(program: str, kind: str = "") -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", program, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
@@ -157,7 +141,7 @@ def runs(pid: int) -> bool:
 
 @pytest.mark.parametrize(("kind", "number"), [("nested", signal.SIGKILL), ("alone", signal.SIGTERM), ("nested", None)])
 def test_what_was_spawned_ends_when_its_owner_does_however_that_ends(kind: str, number: int | None):
-    with owner(kind) as process:
+    with owner(OWNER, kind) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         pids = [int(pid) for pid in process.stdout.readline().split()]
@@ -175,24 +159,9 @@ def test_what_was_spawned_ends_when_its_owner_does_however_that_ends(kind: str, 
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_a_guard_that_was_killed_is_replaced():
-    with owner("alone", GUARD_KILLED) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        pid = int(process.stdout.readline())
-        try:
-            assert runs(pid)
-            process.stdin.close()
-            process.wait(PATIENCE)
-            eventually(lambda: not runs(pid))
-        finally:
-            if runs(pid):
-                os.kill(pid, signal.SIGKILL)
-
-
 def test_no_two_processes_are_given_the_same_port():
     asking = "import sys; from infra.local.process import free_ports; print(*free_ports(200), flush=True); input()"
-    owners = [owner("", asking) for _ in range(5)]
+    owners = [owner(asking) for _ in range(5)]
     given = [[*map(int, each.stdout.readline().split())] for each in owners if each.stdout]
     given.append(free_ports(100) + [free_port() for _ in range(50)])
     for each in owners:

@@ -19,7 +19,6 @@ from common.service.process import Threads, busy_threads
 from common.tasks import (
     Stop,
     StopReason,
-    Trouble,
     again,
     beside,
     guarded,
@@ -168,16 +167,6 @@ def test_the_owner_of_a_callback_or_a_task_is_told() -> None:
         return list(map(str, found))
 
     assert run_async(service()) == ["no room", "no room"]
-
-
-async def test_trouble_is_raised_where_its_owner_waits() -> None:
-    trouble = Trouble()
-    trouble.check()
-    waiting = asyncio.create_task(trouble.wait())
-    guarded(broken, trouble.tell)()
-    trouble.tell(ValueError("the first counts"))
-    with pytest.raises(MemoryError):
-        await waiting
 
 
 async def test_what_an_error_ended_begins_again_after_pauses_that_grow() -> None:
