@@ -52,8 +52,7 @@ class Bucket:
         if self.between is not None:
             other, self.between = self.between, None
             await self.put(_key, other)
-        there = 0 if self.entry is None else self.entry.revision
-        return await self.put(_key, value) if there == revision else None
+        return await self.put(_key, value) if (self.entry.revision if self.entry else 0) == revision else None
 
     async def put(self, _key: str, value: bytes) -> int:
         self.entry = KvEntry(value, 1 if self.entry is None else self.entry.revision + 1)

@@ -244,22 +244,16 @@ def fetched(monitor: Monitor, folder: Path, client: str = "", ca: str = "ca") ->
         return connection.getresponse().status
 
 
-def test_pages_are_served_over_tls_only(health: Health, certificates: Path):
-    with served(health, certificates) as monitor:
+def test_pages_are_served_over_tls_only_and_who_begins_no_handshake_turns_nobody_away(
+    health: Health, certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor_http, "REQUEST_TIMEOUT", 10 * PATIENCE)
+    with served(health, certificates) as monitor, idle(monitor, b"\x16\x03"):
         assert fetched(monitor, certificates) == 200
         with pytest.raises(ssl.SSLError):
             fetched(monitor, certificates, ca="other")
         with pytest.raises((OSError, http.client.HTTPException)):
             get(monitor, "/healthz")
-
-
-def test_who_begins_no_handshake_turns_nobody_away(
-    health: Health, certificates: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(monitor_http, "REQUEST_TIMEOUT", 10 * PATIENCE)
-    with served(health, certificates) as monitor, idle(monitor, b"\x16\x03"):
-        for _ in range(2):
-            assert fetched(monitor, certificates) == 200
 
 
 def test_clients_need_a_certificate_where_one_is_asked_for(health: Health, certificates: Path):
@@ -350,11 +344,15 @@ def notifier(silent: Monitor, manager: ServiceManager, **environment: str) -> Sy
     return SystemdNotifier(silent.says, SystemClock(), {"NOTIFY_SOCKET": manager.address, **environment})
 
 
-async def test_it_is_ready_at_once_and_stopping_when_asked_to(manager: ServiceManager, silent: Monitor):
+async def test_it_is_ready_at_once_and_stopping_when_asked_to_and_feeds_no_other_watchdog(
+    manager: ServiceManager, silent: Monitor
+):
     stop = Stop()
-    async with notifier(silent, manager).while_running(stop):
+    others = {"WATCHDOG_USEC": "40000", "WATCHDOG_PID": str(os.getppid())}
+    async with notifier(silent, manager, **others).while_running(stop):
         assert manager.lines() == ["READY=1", f"MAINPID={os.getpid()}"]
         await soon(lambda: "STATUS=starting: nothing has reported yet" in manager.lines())
+        await asyncio.sleep(0.1)
         stop.set()
         await soon(lambda: manager.lines()[-2:] == ["STOPPING=1", "STATUS=draining"])
 
@@ -378,15 +376,6 @@ async def test_the_watchdog_is_fed_while_healthz_says_that_the_loop_turns(manage
         stop.set()
         manager.forget()
         await soon(lambda: "WATCHDOG=1" in manager.lines())  # draining is work too
-
-
-async def test_the_watchdog_of_another_process_is_not_fed(manager: ServiceManager, silent: Monitor):
-    told = notifier(silent, manager, WATCHDOG_USEC="40000", WATCHDOG_PID=str(os.getppid()))
-    async with told.while_running(Stop()):
-        await soon(lambda: any(line.startswith("STATUS=") for line in manager.lines()))
-        await asyncio.sleep(0.1)
-
-    assert "WATCHDOG=1" not in manager.lines()
 
 
 async def test_a_status_is_one_line_and_cannot_forge_others(manager: ServiceManager):

@@ -56,8 +56,6 @@ def amazon(key: str, name: str = "ObjectCreated:Put", bucket: str = BUCKET, **mo
         "awsRegion": "us-west-2",
         "eventName": name,
         "eventTime": "1970-01-01T00:00:00.000Z",
-        "userIdentity": {"principalId": "AIDAJDPLRKLG7UEXAMPLE"},
-        "responseElements": {"x-amz-request-id": "C3D13FE58DE4C810"},
         "s3": {"s3SchemaVersion": "1.0", "configurationId": "testConfigRule", "bucket": owned, "object": stored},
         **more,
     }

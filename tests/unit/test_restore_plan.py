@@ -395,7 +395,6 @@ GONE = CapturedDeletions(AT, MANY, 3, MANY, ((5, 5), (8, 9)))
     ("plan", "stored"),
     [
         (planned(), 10 * 130),
-        (planned(storage="memory"), 10 * 116),
         (planned(deletions=GONE), 5 * 130),  # all below 3, and three behind
         (planned(max_msgs=4), 4 * 130),
         (planned(max_bytes=700), 700),
@@ -424,8 +423,6 @@ def test_deleted_sequences_of_a_range_are_those_that_a_fold_takes_off() -> None:
         (planned(storage="memory"), {"max_memory": 0}, {}, "(max_mem)"),
         (planned(max_bytes=3000), {"max_storage": 3500}, {"reserved_storage": 600}, "600 B are reserved"),
         (planned(max_bytes=3000), {"storage_max_stream_bytes": 2000}, {}, "(disk_max_stream_bytes)"),
-        (planned(), {"max_bytes_required": True}, {}, "(max_bytes_required)"),
-        (planned(), {"max_streams": 3}, {"streams": 2}, "room for 2 streams, found max_streams 3, of which 2 are used"),
         (planned(2), {"max_consumers": 2}, {}, "account: expected 2 consumers and one that reads it back"),
         (planned(2, max_consumers=2), {"max_consumers": 5}, {}, "stream: expected 2 consumers and one that reads"),
     ],
@@ -434,11 +431,8 @@ def test_the_limit_of_the_account_that_stands_in_the_way_is_named(
     plan: RestorePlan, limits: dict[str, Any], used: dict[str, Any], told: str | None
 ) -> None:
     error = no_room(plan, {"limits": limits, **used}, copies=1, streams=2)
-    assert (error is None) == (told is None)
-    if error is not None and told is not None:
-        assert (error.code, error.exit_code) == ("E-RESTORE-ROOM", 78)
-        assert told in error.message
-        assert "floe restore" in error.hint
+    found = error and (error.code, error.exit_code, told in error.message, "floe restore" in error.hint)
+    assert found == (told and ("E-RESTORE-ROOM", 78, True, True))
 
 
 def test_only_where_consumers_are_too_many_there_is_a_way_without_them() -> None:
@@ -460,28 +454,23 @@ TOO_MANY = 'restore failed: failed to add consumer "odd": maximum consumers limi
 
 
 @pytest.mark.parametrize(
-    ("number", "description", "limits", "told"),
+    ("number", "description", "told"),
     [
-        (10062, FULL, None, "the disk of the server is full"),
-        (10062, TOO_MANY, None, "max_consumers of the account is reached"),
-        (10047, "insufficient storage resources available", [{"max_storage": -1}], "max_file_store of the server is"),
-        (10028, "insufficient memory resources available", None, "or max_mem of the account, is reached"),
-        (10027, "maximum number of streams reached", None, "max_streams of the account is reached"),
-        (10113, "account requires a stream config to have max bytes set", None, "(max_bytes_required)"),
-        (10062, "restore failed: unexpected content", None, None),
+        (10062, FULL, "the disk of the server is full"),
+        (10062, TOO_MANY, "max_consumers of the account is reached"),
+        (10047, "insufficient storage resources available", "max_file_store of the server is"),
+        (10028, "insufficient memory resources available", "or max_mem of the account, is reached"),
+        (10027, "maximum number of streams reached", "max_streams of the account is reached"),
+        (10113, "account requires a stream config to have max bytes set", "(max_bytes_required)"),
     ],
 )
-def test_what_a_server_without_room_answers_is_told_as_that(
-    number: int, description: str, limits: list[dict[str, Any]] | None, told: str | None
-) -> None:
-    said = ApiError(500, number, description)
-    error = out_of_room(said, REQUEST, "S", is_clustered=False, limits=limits)
-    assert (error is None) == (told is None)
-    if error is None or told is None:
-        return
-    assert (error.code, error.exit_code) == ("E-RESTORE-ROOM", 78)
-    assert told in error.message
-    assert ("--no-consumers" in error.hint) is ("consumer" in description)
+def test_what_a_server_without_room_answers_is_told_as_that(number: int, description: str, told: str) -> None:
+    said, limits = ApiError(500, number, description), [{"max_storage": -1}]
+    error = out_of_room(said, REQUEST, "S", is_clustered=False, limits=limits if number == 10047 else None)
     drill = out_of_room(said, replace(REQUEST, promote=False), "S", is_clustered=False)
-    assert drill is not None
+    assert (error is not None, drill is not None) == (True, True)
+    assert (error.code, error.exit_code, told in error.message) == ("E-RESTORE-ROOM", 78, True)
+    assert ("--no-consumers" in error.hint) is ("consumer" in description)
     assert [line.split()[1] for line in drill.hint.splitlines() if line.startswith("floe")] == ["drill"]
+    other = ApiError(500, 10062, "restore failed: unexpected content")
+    assert out_of_room(other, REQUEST, "S", is_clustered=False) is None

@@ -49,11 +49,8 @@ def test_each_family_stands_once_and_each_sample_names_its_worker() -> None:
     assert {s.labels["worker"] for s in families["put_seconds"].samples} == {"0", "1"}
     assert [s.labels for s in families["own"].samples] == [{}]
     lines = text.splitlines()
-    first, last = (
-        lines.index('messages_total{worker="0",feed="a"} 1.0'),
-        lines.index('messages_total{worker="1",feed="a"} 2.0'),
-    )
-    assert last == first + 1, "the samples of a family stand together"
+    first, last = (f'messages_total{{worker="{n}",feed="a"}} {n + 1}.0' for n in (0, 1))
+    assert lines.index(last) == lines.index(first) + 1, "the samples of a family stand together"
 
 
 @pytest.mark.parametrize("value", ['a{b}"c', "a b", "a\\b\nc", "}", ""])
@@ -181,20 +178,15 @@ def ref(first: int, last: int, level: int = 0, modified: float = 0.0, size: int 
     return SegmentRef(name, f"{level}/{first}-{last}", size, modified)
 
 
-FEED = {
+FEED: dict[str, Any] = {
     "stream": "NODES",
     "state": "stopped",
     "code": "E-FORKED",
     "why": "another history",
-    "hint": "floe egress resolve -c f",
     "chain": str(CHAIN),
-    "end": 90,
-    "source_last": 100,
-    "lost": 2,
-    "damaged": {"k": "w"},
-    "holder": "this instance",
-    "open_segment": {"messages": 7, "age": 1.5},
 }
+FEED |= {"hint": "floe egress resolve -c f", "end": 90, "source_last": 100, "lost": 2, "damaged": {"k": "w"}}
+FEED |= {"why": "another history", "holder": "this instance", "open_segment": {"messages": 7, "age": 1.5}}
 CHAIN_STATE = {"position": 41, "archived": 50, "phase": "late", "hole": "41..45", "hint": "floe gap ls -c f"}
 CHAIN_STATE |= {"lag_seconds": 9}
 TARGET = {"state": "carrying", "publisher": "fast", "trouble": "", "target_sequence": 40}
