@@ -28,11 +28,10 @@ def info(floor: int = 0, delivered: int = 0, pending: int = 0, created: str = "n
 class Server:
     """A consumer that takes acknowledgements, but for those of `deaf` (by the consumer's numbers)."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, whole: bool = False) -> None:
-        self.generation, self.sent, self.deaf, self.whole = 0, [], set[int](), whole
+    def __init__(self) -> None:
+        self.generation, self.sent, self.deaf, self.whole = 0, [], set[int](), False
         self.delivered, self.acked, self.found, self.refused = 0, set[int](), "now", False
         self.clock = ManualClock()
-        monkeypatch.setattr(acknowledging, "consumer_info", self.info)
 
     def send(self, data: bytes) -> None:
         for subject in re.findall(rb"PUB (\S+) 4\r\n\+ACK\r\n", data):
@@ -53,6 +52,13 @@ class Server:
         return info(floor, self.delivered, self.delivered - len(self.acked), self.found)
 
 
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    made = Server()
+    monkeypatch.setattr(acknowledging, "consumer_info", made.info)
+    return made
+
+
 def acks(server: Any, **settings: Any) -> Acknowledging:
     account = MemoryBudget(10**9).account(lambda: None)
     consumer = replace(info(), config={"ack_policy": "all" if server.whole else "explicit"})
@@ -65,8 +71,7 @@ def deliver(server: Server, made: Acknowledging, *sequences: int, reply: bytes =
 
 
 @pytest.mark.parametrize("reply", [SHORT, LONG])
-async def test_each_message_is_acknowledged_up_to_the_last_one(monkeypatch: pytest.MonkeyPatch, reply: bytes) -> None:
-    server = Server(monkeypatch)
+async def test_each_message_is_acknowledged_up_to_the_last_one(server: Server, reply: bytes) -> None:
     made = acks(server)
     deliver(server, made, 3, 5, 9, reply=reply)
     deliver(server, made, 10, 12, reply=reply)
@@ -79,8 +84,8 @@ async def test_each_message_is_acknowledged_up_to_the_last_one(monkeypatch: pyte
     assert server.sent == [(12, 5)]
 
 
-async def test_all_up_to_a_message_are_acknowledged_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server(monkeypatch, whole=True)
+async def test_all_up_to_a_message_are_acknowledged_by_one(server: Server) -> None:
+    server.whole = True
     made = acks(server)
     deliver(server, made, *range(1, 5001))
     await made.upto(4000)
@@ -88,8 +93,8 @@ async def test_all_up_to_a_message_are_acknowledged_by_one(monkeypatch: pytest.M
     assert server.acked == set(range(1, 4001))
 
 
-async def test_what_is_kept_is_charged_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    server, budget = Server(monkeypatch), MemoryBudget(10**9)
+async def test_what_is_kept_is_charged_and_given_back(server: Server) -> None:
+    budget = MemoryBudget(10**9)
     made = Acknowledging(server, "S", info(), budget.account(lambda: None), first=1)  # type: ignore[arg-type]
     deliver(server, made, *range(1, 1001))
     for upto, used in ((0, 8_000), (400, 4_800), (1000, 0)):
@@ -97,8 +102,7 @@ async def test_what_is_kept_is_charged_and_given_back(monkeypatch: pytest.Monkey
         assert budget.used == used
 
 
-async def test_what_is_not_taken_is_unknown_and_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server(monkeypatch)
+async def test_what_is_not_taken_is_unknown_and_sent_again(server: Server) -> None:
     made = acks(server)
     deliver(server, made, 1, 2, 3)
     server.deaf = {2}
@@ -110,11 +114,8 @@ async def test_what_is_not_taken_is_unknown_and_sent_again(monkeypatch: pytest.M
     assert server.acked == {1, 2, 3}
 
 
-async def test_only_what_a_segment_accounts_for_is_acknowledged_below_the_position(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_only_what_a_segment_accounts_for_is_acknowledged_below_the_position(server: Server) -> None:
     """What lies before the chain or in a hole stays in the stream, and is counted."""
-    server = Server(monkeypatch)
     ranges = archived(3, Position(20, lost=(SequenceRange(8, 9),)))
     assert ranges == (SequenceRange(3, 7), SequenceRange(10, 19))
     assert (archived(5, Position(5)), archived(5, Position(6))) == ((), (SequenceRange(5, 5),))
@@ -126,10 +127,7 @@ async def test_only_what_a_segment_accounts_for_is_acknowledged_below_the_positi
 
 
 @pytest.mark.parametrize("changed", [{"found": "later"}, {"generation": 1}], ids=["consumer", "connection"])
-async def test_another_consumer_of_that_name_or_a_new_connection_is_a_doubt_at_once(
-    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
-) -> None:
-    server = Server(monkeypatch)
+async def test_another_consumer_or_connection_is_a_doubt_at_once(server: Server, changed: dict[str, Any]) -> None:
     made = acks(server)
     deliver(server, made, 1)
     vars(server).update(changed)
@@ -137,8 +135,7 @@ async def test_another_consumer_of_that_name_or_a_new_connection_is_a_doubt_at_o
         await made.upto(1)
 
 
-async def test_a_missing_right_is_told_after_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server(monkeypatch)
+async def test_a_missing_right_is_told_after_one_message(server: Server) -> None:
     made = acks(server)
     deliver(server, made, *range(1, 1001))
     server.refused = True
@@ -158,7 +155,5 @@ async def test_a_missing_right_is_told_after_one_message(monkeypatch: pytest.Mon
         (info(floor=0, delivered=9, pending=0), 10, 0, False),
     ],
 )
-def test_settled_means_that_nothing_but_what_is_left_alone_is_pending(
-    found: ConsumerInfo, number: int, left: int, expected: bool
-) -> None:
+def test_settled_is_what_leaves_nothing_pending(found: ConsumerInfo, number: int, left: int, expected: bool) -> None:
     assert is_settled(found, number, left) is expected

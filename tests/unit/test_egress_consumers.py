@@ -84,9 +84,7 @@ def test_consumers_are_configured_by_the_retention_and_the_version_of_the_server
     ("begin", "acknowledged", "expected"),
     [(1, [], 101), (1, [100], 101), (1, [0, 50], 51), (60, [50], 60), (1, [300], 101), (101, [0], 101)],
 )
-def test_a_durable_begins_behind_what_a_former_one_acknowledged(
-    begin: int, acknowledged: list[int], expected: int
-) -> None:
+def test_a_durable_begins_behind_a_former_one(begin: int, acknowledged: list[int], expected: int) -> None:
     former = [ConsumerInfo("c", "", {}, 0, 0, 0, acknowledged=each) for each in acknowledged]
     assert first(WantedMessages(part(), "interest", 101, begin), former) == expected
 

@@ -164,9 +164,7 @@ async def test_a_doubt_while_the_source_is_asked_loses_no_piece(make: Make) -> N
     assert coverages(made) == ["1..10"]
 
 
-async def test_nothing_is_sealed_behind_a_piece_that_was_lost_to_an_error(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nothing_is_sealed_behind_a_piece_that_was_lost(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The segment would cover its sequences without its rows."""
     made, real = make(), SegmentFile.add
 

@@ -42,9 +42,7 @@ async def confirmed(answers: str, clock: ManualClock) -> str:
         ("gone gone same", "same", 20),
     ],
 )
-async def test_a_harmless_answer_is_taken_at_once_and_one_with_consequences_asked_three_times(
-    answers: str, taken: str, seconds: int
-) -> None:
+async def test_only_an_answer_with_consequences_is_asked_three_times(answers: str, taken: str, seconds: int) -> None:
     clock = ManualClock()
     assert (await confirmed(answers, clock), clock.monotonic()) == (taken, seconds)
 

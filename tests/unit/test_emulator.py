@@ -38,9 +38,7 @@ def test_a_document_names_its_sender_its_time_this_machines_facts_and_status(tmp
 @pytest.mark.parametrize(
     ("asked", "least", "most", "spread"), [(None, 800, 16 * 1024, 3), (Sizes(2000, 3000), 1500, 3300, 1)]
 )
-def test_documents_are_of_many_sizes_in_the_range_that_was_asked_for_and_change_theirs(
-    asked: Sizes | None, least: int, most: int, spread: int
-) -> None:
+def test_documents_are_of_many_sizes(asked: Sizes | None, least: int, most: int, spread: int) -> None:
     made = Fleet(FACTS, seed=1, nodes=200, sizes=asked)
     sizes = [len(made.document(node, 0, NOW)) for node in range(200)]
 

@@ -74,9 +74,7 @@ async def test_a_target_that_an_account_has_no_room_for_now_is_tried_again(
     assert caught.value.exit_code == exit_code
 
 
-def test_ingress_without_a_target_is_a_fault_of_the_configuration_whoever_listens_at_its_address(
-    tmp_path: Path,
-) -> None:
+def test_ingress_without_a_target_is_misconfigured_whoever_listens_at_its_address(tmp_path: Path) -> None:
     config = tmp_path / "site.yaml"
     with socket.create_server(("127.0.0.1", 0)) as other:
         listen = f"127.0.0.1:{other.getsockname()[1]}"

@@ -126,9 +126,7 @@ def test_a_reset_within_a_chunk_drops_the_rest_of_the_old_connection():
 
 
 @pytest.mark.parametrize("line", [b"MSG s 1 %d", b"MSG s 1 r %d", b"HMSG s 1 12 %d", b"HMSG s 1 r 12 %d"])
-async def test_a_message_that_no_server_could_have_stored_ends_the_connection_before_it_is_gathered(
-    line: bytes,
-) -> None:
+async def test_a_message_that_no_server_could_have_stored_ends_the_connection_at_once(line: bytes) -> None:
     """The largest is an answer of the API that holds a message of 64 MiB in base64."""
     most = protocol.MAX_SERVER_MESSAGE
     assert len(base64.b64encode(bytes(64 << 20))) < most <= (64 << 20) * 4 / 3 + (1 << 20)

@@ -73,9 +73,7 @@ def run(*arguments: str) -> Result:
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
-def test_what_the_documentation_shows_becomes_files_that_the_check_takes(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_documented_becomes_files_that_pass(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sr.yaml").write_text(DOCUMENTED[name])
 
     made = run("import-stream-replicator", str(tmp_path / "sr.yaml"), "--out-dir", str(tmp_path / "floe"))
@@ -126,9 +124,7 @@ def test_entries_that_split_a_stream_become_partitions_of_one_feed() -> None:
     ],
     ids=["overlapping filters", "sampled and whole", "twice into one target"],
 )
-def test_copies_that_differ_become_feeds_with_names_of_their_own(
-    one: list[str], other: list[str], feeds: list[tuple[str, str]]
-) -> None:
+def test_copies_that_differ_are_named_apart(one: list[str], other: list[str], feeds: list[tuple[str, str]]) -> None:
     found = settings(imported(config(stream(*one), stream(*other))))
     assert [(feed.name, feed.filter_subject) for feed in found["site.yaml"].egress.feeds] == feeds
     sources = [source.feed for target in found["central.yaml"].ingress.targets for source in target.sources]

@@ -130,9 +130,7 @@ async def test_rows_made_ready_for_another_server_get_into_no_intent_and_what_it
 
 
 @pytest.mark.parametrize(("limit", "stored", "found"), [(99, 0, (CHAIN, 2, 100)), (99, 2, None), (100, 0, None)])
-def test_the_first_row_above_a_limit_is_found_among_those_that_are_not_stored(
-    limit: int, stored: int, found: tuple[object, int, int] | None
-) -> None:
+def test_the_first_row_above_a_limit_is_found(limit: int, stored: int, found: tuple[object, int, int] | None) -> None:
     payloads = pa.array([b"", b"", b""], pa.binary())
     batch = PreparedBatch([1, 2, 3], [1, 2, 3], [b"a"] * 3, b"", None, payloads, [10, 110, 120], most=100)
     rows = Rows([Block(piece(1, 3), batch)])
@@ -189,9 +187,7 @@ class Sharing:
         self.told.standby("somebody")  # an answer that was on its way
 
 
-async def test_a_defect_is_shown_and_its_target_begins_again_after_pauses_that_grow(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_after_a_defect_a_target_begins_again_after_pauses_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     health, sharing, clock = Health(SystemClock()), Sharing(), SystemClock()
     discovery = SimpleNamespace(sites=None)
     deps: Any = SimpleNamespace(health=health, clock=clock, sharing=sharing, pace=IngressTuning(), discovery=discovery)

@@ -48,9 +48,7 @@ from tests.support.ingress import CHAIN, piece
         (AnotherWriter("x"), False, [True, True]),
     ],
 )
-def test_another_writer_ends_a_target_and_a_configuration_where_it_never_worked_or_cannot_without_a_restart(
-    error: FloeError, passes: bool, ends: list[bool]
-) -> None:
+def test_what_ends_a_target_and_what_passes_by_itself(error: FloeError, passes: bool, ends: list[bool]) -> None:
     assert passes_by_itself(error) is passes
     assert [ends_target(error, was_checked=each) for each in (False, True)] == ends
 
@@ -163,9 +161,7 @@ def test_a_paused_chain_is_shown_as_paused() -> None:
     assert state.status({CHAIN: 101}).items() >= {"phase": "paused", "paused": True, "position": 101}.items()
 
 
-def test_a_target_that_ends_is_told_once_and_its_publisher_again_after_another_instance_had_it(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_end_and_a_publisher_of_a_target_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     target, clock = unique("T"), SystemClock()
     health = Health(clock)
     report = TargetReport(target, health, clock, owner="me")

@@ -74,9 +74,7 @@ def carried(blocks: list[Block]) -> list[int]:
     return [s for block in blocks if block.batch for s in block.batch.sequences]
 
 
-async def test_what_is_left_out_is_accounted_for_and_found_again_by_other_limits(
-    tmp_path: Path, threads: Threads
-) -> None:
+async def test_what_is_left_out_is_accounted_for_and_found_again(tmp_path: Path, threads: Threads) -> None:
     rng = seeded()
     for number in range(6):
         bench = Bench(tmp_path / str(number), threads)
@@ -121,9 +119,7 @@ async def test_an_open_intent_is_finished_from_the_segments_that_it_names(tmp_pa
 
 
 @pytest.mark.parametrize("gone", ["segment", "parked"])
-async def test_a_message_out_of_turn_is_found_where_archive_or_parked_object_is_gone(
-    tmp_path: Path, threads: Threads, gone: str
-) -> None:
+async def test_a_message_out_of_turn_is_found_in_either_place(tmp_path: Path, threads: Threads, gone: str) -> None:
     bench = Bench(tmp_path, threads)
     ref = bench.archive.put([message(s, b"L" * 2000 if s == 3 else b"x") for s in range(1, 6)])
     await bench.read(ref, SMALL)
@@ -138,7 +134,7 @@ async def test_a_message_out_of_turn_is_found_where_archive_or_parked_object_is_
 
 
 @pytest.mark.parametrize(("limits", "code"), [(NARROW, "E-SUBJECT"), (TIGHT, "E-OVERSIZE-INTENT")])
-async def test_a_row_of_an_open_intent_that_the_target_takes_no_more_names_what_works(
+async def test_a_row_that_is_taken_no_more_names_what_works(
     tmp_path: Path, threads: Threads, limits: TargetLimits, code: str
 ) -> None:
     bench = Bench(tmp_path, threads)
@@ -235,9 +231,7 @@ async def test_nothing_is_decoded_before_its_bytes_are_free(measured: tuple[Benc
     assert min(used) >= 1000 * 1000
 
 
-async def test_a_text_that_every_row_repeats_is_expanded_within_the_budget_only(
-    measured: tuple[Bench, list[int]],
-) -> None:
+async def test_a_repeated_text_is_expanded_within_the_budget_only(measured: tuple[Bench, list[int]]) -> None:
     """1,000 rows with one long subject: a file of some thousand bytes."""
     bench, used = measured
     ref = bench.archive.put([message(s, b"", subject=b"x" * 3_800) for s in range(1, 1001)])

@@ -75,9 +75,7 @@ def moved(before: str, after: str) -> dict[str, Any]:
         ([source(subject_prefix="f.{partition}", subject_remove="7.nodes.")], "--storage"),
     ],
 )
-def test_the_line_that_makes_a_target_names_the_subjects_that_its_sources_make(
-    sources: list[dict[str, Any]], told: str
-) -> None:
+def test_the_line_that_makes_a_target_names_its_subjects(sources: list[dict[str, Any]], told: str) -> None:
     line = add_command(target(sources=[{**each, "feed": f"F{n}"} for n, each in enumerate(sources)]))
 
     assert line.startswith(f"nats stream add FLEET {told}")
@@ -141,9 +139,7 @@ TO_A = {"source": "nodes.>", "destination": "a.>"}
         ([source(subject_prefix="a", **ROLLUP), source(site="eu", subject_prefix="b", subject_remove="b.")], [0]),
     ],
 )
-def test_a_source_may_roll_up_only_subjects_that_no_other_site_has(
-    sources: list[dict[str, Any]], meeting: list[int]
-) -> None:
+def test_a_source_rolls_up_only_its_own_subjects(sources: list[dict[str, Any]], meeting: list[int]) -> None:
     settings = target(sources=sources)
     config = {"subjects": [">"], "allow_rollup_hdrs": True}
 
@@ -171,9 +167,7 @@ def test_a_source_may_roll_up_only_subjects_that_no_other_site_has(
         ({"subject_transform": {"source": "a.*", "destination": "more.$1"}}, None),
     ],
 )
-def test_a_source_of_which_nothing_could_be_stored_is_found_at_the_start(
-    source: dict[str, Any], found: str | None
-) -> None:
+def test_a_source_that_could_store_nothing_is_found(source: dict[str, Any], found: str | None) -> None:
     settings = target(sources=[{"site": "us-east", "feed": "NODES", **source}])
     told = [f"sources.0: expected subjects that the target takes (other.>, more.*), found {found}"] if found else []
 

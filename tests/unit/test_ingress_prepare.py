@@ -153,9 +153,7 @@ def test_the_size_that_is_checked_is_never_less_than_what_is_sent() -> None:
         (b"Nats-Rollup:  all", b"nats-rollup", True, False),
     ],
 )
-def test_a_control_header_acts_only_where_it_is_named_with_a_value_that_the_server_takes_and_harms_no_other_feed(
-    line: bytes, control: bytes, is_shared: bool, acts: bool
-) -> None:
+def test_what_acts_is_named_valid_and_harmless(line: bytes, control: bytes, is_shared: bool, acts: bool) -> None:
     row = message(1, headers=block(line))
     [(_, tail, _)] = ready(prepared(row, control=frozenset({control}), is_shared=is_shared))
 
@@ -214,9 +212,7 @@ def test_an_intent_leaves_out_exactly_what_it_says_whatever_the_limits_are() -> 
 # Which streams are relays
 
 
-async def test_the_document_of_a_chain_says_it_is_read_once_and_without_a_good_one_nothing_is_guessed(
-    tmp_path: Path,
-) -> None:
+async def test_the_document_of_a_chain_says_it_and_without_a_good_one_nothing_is_guessed(tmp_path: Path) -> None:
     documents, threads = ChainStore(LocalObjects(tmp_path), Layout("data")), Threads("test", 1)
     for partition, relay in ((0, True), (1, False)):
         chain, relays = Chain("city", "NODES", 0, partition), Relays(documents, threads)

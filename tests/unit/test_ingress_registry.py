@@ -49,9 +49,7 @@ def test_only_listed_sites_and_feeds_get_a_lane() -> None:
         ({}, partition(5), (0, False, 0)),  # the next one does not know this partition
     ],
 )
-def test_a_lane_continues_at_its_position_and_ends_where_the_next_incarnation_says(
-    positions: dict[Chain, int], chain: Chain, found: tuple[int, bool, int | None]
-) -> None:
+def test_a_lane_begins_and_ends(positions: dict[Chain, int], chain: Chain, found: tuple[int, bool, int | None]) -> None:
     registry = new_registry()
     registry.positions = positions
     state = registry.add(chain)
@@ -154,9 +152,7 @@ class Positions(dict[Chain, int]):
 
 
 @pytest.mark.parametrize(("incarnations", "partitions"), [(600, 1), (150, 4), (2, 300)])
-def test_the_work_of_a_start_grows_with_the_chains_and_not_with_their_square(
-    incarnations: int, partitions: int
-) -> None:
+def test_the_work_of_a_start_grows_with_the_chains_only(incarnations: int, partitions: int) -> None:
     registry = new_registry()
     chains = [Chain("us-east", "NODES", n, p) for n in range(incarnations) for p in range(partitions)]
     positions = Positions(dict.fromkeys(chains[:-partitions], 10))
@@ -175,9 +171,7 @@ def test_the_work_of_a_start_grows_with_the_chains_and_not_with_their_square(
     assert positions.asked <= 8 * len(chains)
 
 
-def test_a_feed_with_too_many_chains_stops_and_refuses_each_further_one_without_a_search_and_no_other_feed_does(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_feed_with_too_many_chains_stops_and_no_other_does(caplog: pytest.LogCaptureFixture) -> None:
     registry, positions = new_registry(max_chains=100), Positions()
     registry.reset(positions)
     for number in range(300):

@@ -190,9 +190,7 @@ class Looked:
     ("lasts", "code", "asked"),
     [((101, 103, 103, 103), 1, 4), ((103, 103, 103), 1, 3), ((101, 103, 105), 4, 3), ((103, 103, 104), 4, 3)],
 )
-async def test_only_what_moved_since_the_look_before_still_moves_and_that_it_is_confirmed_is_known_meanwhile(
-    lasts: tuple[int, ...], code: int, asked: int
-) -> None:
+async def test_only_what_moved_since_the_look_before_still_moves(lasts: tuple[int, ...], code: int, asked: int) -> None:
     looked = Looked(*lasts)
     with pytest.raises(FloeError) as raised:
         await looked.reconciler.settle(await looked.load(), None)
