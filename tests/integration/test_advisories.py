@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import signal
 import sys
 from collections import defaultdict
@@ -126,30 +125,6 @@ async def test_without_a_stream_for_an_hour_none_is_lost(client: FloeClient, cap
     [told] = [each for each in caplog.messages if "cannot be stored" in each]
     assert "E-ADVISORIES" in told
     assert f"{world.prefix}.*.>" in told
-
-
-@pytest.mark.real
-async def test_restarts_in_the_middle_store_none_twice_and_lose_none(world: World, nats_server: NatsServer) -> None:
-    """Each start knows only what an old snapshot says, and finds all the rest by reading again."""
-    sent, random_ = news(3000, values=1500), random.Random(7)
-    snapshot = sent[:1000]
-    async with TcpProxy(nats_server.port) as proxy:
-        for round_ in range(6):
-            cut = await connected(proxy.url)
-            advisories = world.advisories(cut, outbox=snapshot)
-            async with running(advisories):
-                advisories.take(sent[1000:2000], again=True)
-                advisories.settle()
-                advisories.take(sent[2000:], again=round_ > 0)
-                if round_ % 2:
-                    proxy.cut_after("down", random_.randrange(20_000, 60_000))
-                goal = min(len(sent), await world.count() + 500)
-                await soon(lambda goal=goal: _reached(world, goal))
-            await cut.aclose()
-            await asyncio.sleep(0.15)  # the duplicate window is over
-        await send(world, sent)
-        assert proxy.accepted > 6  # the line was cut
-    once_and_in_order(await world.stored(), sent)
 
 
 async def _reached(world: World, count: int) -> bool:

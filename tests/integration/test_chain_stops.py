@@ -130,11 +130,6 @@ async def check_shown(centre: Centre) -> None:
     rows = json.loads(standings.out)
     assert [row["phase"] for row in rows] == ["stopped"] * 2
     assert all("2 of them were gone from the source by then" in row["why"] for row in rows), rows
-    key = centre.archive.store.layout.stream_document(OTHER.next_incarnation())
-    centre.archive.objects.put(key, b"{")
-    rest = await floe("gap", "ls", "-c", str(centre.write()), "--json")
-    assert ([row["site"] for row in json.loads(rest.out)], rest.code, key in rest.err) == ([CHAIN.site], 3, True)
-    centre.archive.objects.delete(key)
 
 
 async def test_what_is_gone_from_a_filled_hole_stops_it(client: FloeClient, centre: Centre, archive: Archive) -> None:

@@ -88,14 +88,7 @@ def test_damaged_segments_are_named_with_the_command_that_puts_them_away_and_giv
     assert (done.exit_code, bad.key in done.stderr) == (0, True), done.output
 
 
-def test_the_end_of_an_incarnation_that_never_arrived_can_be_given_up(archive: Archive) -> None:
-    archive.begin(LATER, previous={0: 40})
-
-    assert accept(archive, 31, 40, "--yes").exit_code == 0
-    assert accept(archive, 31, 41, "--yes").exit_code == 2
-
-
-def test_what_only_a_tail_claims_is_not_given_up_and_no_hole(archive: Archive) -> None:
+def test_the_end_of_an_incarnation_can_be_given_up_and_what_only_a_tail_claims_not(archive: Archive) -> None:
     """Whoever can write the tail could have the chain passed over what comes next."""
     archive.documents.write_tail(CHAIN, MAX_SEQUENCE)
 

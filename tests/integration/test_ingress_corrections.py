@@ -416,16 +416,11 @@ async def test_what_a_dropped_intent_left_out_still_comes(client: FloeClient, ce
         await stands(client, centre, [1, 2, 3, 4, 6, 7, 5])
 
 
-async def make_parking(client: FloeClient, centre: Centre) -> None:
-    """A target for which message 5 of 10 is too large."""
+async def test_what_was_parked_before_a_purge_is_not_delivered_twice(client: FloeClient, centre: Centre) -> None:
+    """Also where the server reports another creation time than the stored one."""
     centre.having(create=None, on_oversize="park")
     centre.archive.put([*rows_of(1, 4), message(5, b"L" * 2000, subject=b"nodes.1"), *rows_of(6, 10)])
     await make(client, centre, max_msg_size=1000)
-
-
-async def test_what_was_parked_before_a_purge_is_not_delivered_twice(client: FloeClient, centre: Centre) -> None:
-    """Also where the server reports another creation time than the stored one."""
-    await make_parking(client, centre)
     async with centre.running():
         await closed_at(client, centre, 9)
     await client.api(f"STREAM.PURGE.{centre.target}")
@@ -438,19 +433,3 @@ async def test_what_was_parked_before_a_purge_is_not_delivered_twice(client: Flo
         one = await invoke(*parked_words(centre, "--sequence", "5", "--yes"))
     assert (retried.code, retried.json()) == (0, [])
     assert (one.code, "E-PARKED" in one.err, "floe parked ls -c " in one.err) == (3, True, True)
-
-
-async def test_what_is_parked_follows_the_state_where_creation_drifts(client: FloeClient, centre: Centre) -> None:
-    await make_parking(client, centre)
-    created = "2020-01-01T00:00:00Z"
-    parked = ParkedStore(centre.archive.objects, centre.archive.documents.layout, centre.target, created)
-    await store(client, centre, rows_of(1, 4))
-    state = TargetState(Checkpoint(4, created, {CHAIN: 5}))
-    await (await centre.state(client)).save(state, 0)
-    async with service(centre):
-        await closed_at(client, centre, 9)
-    assert [(name.sequence, e.state) for name, e in parked.entries().items()] == [(5, State.PARKED)]
-    done = await invoke(*parked_words(centre, "--sequence", "5", "--yes"))
-    assert done.code == 0, done
-    unnamed = await invoke(*parked_words(centre, "--sequence", "5", "--yes", "--site", "a.b"))
-    assert unnamed.code == 2

@@ -31,8 +31,8 @@ from tests.support.compaction import TestPolicy
 CHAIN, LAYOUT = Chain("us-east", "NODES"), Layout("data")
 LEVEL_0, LEVEL_1 = LAYOUT.segments_prefix(CHAIN, 0), LAYOUT.segments_prefix(CHAIN, 1)
 WIDTH = 10  # sequences of a segment of level 0; 100 times as many of level 1
-FEW, MANY = 10_000, 12_000  # segments of level 0
-POLICY = TestPolicy(min_age=0, max_wait=-1, max_count=1000, min_size=10**12, max_size=10**12)
+FEW, MANY = 4000, 5000  # segments of level 0
+POLICY = TestPolicy(min_age=0, max_wait=-1, max_count=500, min_size=10**12, max_size=10**12)
 
 
 class Endless:
@@ -123,7 +123,7 @@ def sound(_store: SegmentStore, segment: SegmentRef, *, deep: bool) -> Footer:
 def verified(objects: Any, reports: list[verify.ChainReport]) -> None:
     """As a nightly run does: what is signed off is passed over."""
     sign_offs, chains = SignOffs(objects, LAYOUT, deep=False), ChainStore(objects, LAYOUT)
-    reports += verify.verify_chains(SegmentStore(objects, LAYOUT), chains, [CHAIN], sign_offs=sign_offs)
+    reports += verify.verify_chains(SegmentStore(objects, LAYOUT), chains, [CHAIN], sign_offs=sign_offs, window=200)
 
 
 def growth(work: Callable[[], object]) -> float:
@@ -136,19 +136,22 @@ def growth(work: Callable[[], object]) -> float:
         tracemalloc.stop()
 
 
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.segments.store.TABLE_PAGE", 500)
+    monkeypatch.setattr("compaction.verify.check_segment", sound)
+
+
 def test_a_run_over_many_segments_keeps_few_of_them_in_memory() -> None:
-    report, place = compact(FEW, window=500, batch=3000)
-    assert [m.inputs for m in report.merged] == [1000] * 9
-    assert (place.merges, place.most) == ([2, 3, 3, 1], 3000), "many outputs at a time, and not all"
-
-    def run(count: int) -> float:
-        return growth(lambda: compact(count, window=500, batch=3000))
-
-    assert (run(MANY) - run(FEW)) / (MANY - FEW) < 100, "bytes for each segment more"
+    found: list[tuple[Report, Place]] = []
+    few, many = (growth(lambda n=n: found.append(compact(n, window=200, batch=1000))) for n in (FEW, MANY))
+    report, place = found[0]
+    assert [m.inputs for m in report.merged] == [*[500] * 7, 100]  # over the first 400 there is a level already
+    assert (place.merges, place.most) == ([2, 2, 2, 2], 1000), "many outputs at a time, and not all"
+    assert (many - few) / (MANY - FEW) < 100, "bytes for each segment more"
 
 
-def test_verify_keeps_few_of_many_segments_and_sign_offs_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "check_segment", sound)
+def test_verify_keeps_few_of_many_segments_and_sign_offs_in_memory() -> None:
     stores = [Endless(count, count // 1000) for count in (FEW, MANY)]
     reports: list[verify.ChainReport] = []
     for most in (60, 80):  # while nothing was signed off, and all
