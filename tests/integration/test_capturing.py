@@ -82,20 +82,6 @@ async def test_what_a_stream_is_stands_beside_its_messages(bench: Bench) -> None
     assert len(store.ls(chain, "deletions")) == 1
 
 
-async def test_only_partition_0_captures_and_never_says_never(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    stream = await bench.make_stream(unique("CAP"))
-    await made(bench, stream, "app")
-    feed = {"stream": stream, "partitions": [f"{stream}.a", f"{stream}.b"], "capture_consumers": "never"}
-    store = captures(bench)
-    async with bench.egress(feed, tuning=FAST) as running:
-        await soon(lambda: running.state(stream) == running.state(f"{stream}/1") == "reading")
-        await soon(lambda: store.config(bench.chain(stream)) is not None)
-        await limited(bench, stream)
-        await soon(lambda: len(store.ls(bench.chain(stream), "config")) == 2)
-    assert store.ls(bench.chain(stream), "consumers") == []
-    assert told(caplog, "unforeseen") == [], "the loop of looks goes on without a period"
-
-
 async def test_a_bucket_without_consumers_says_so_and_a_damaged_capture_is_told_and_followed_by_another(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:

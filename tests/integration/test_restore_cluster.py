@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import time
-from collections.abc import Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 from common.clock import SystemClock
 from common.errors import FloeError, Refused, Unavailable
 from common.jetstream.api import GUARD, MARKER, create_consumer, create_stream, list_consumers, stream_info
-from common.jetstream.client import FloeClient, connect, frame
+from common.jetstream.client import connect, frame
 from common.jetstream.pull import From, scan
 from common.segments.segment import Message
 from common.settings.service import NatsSettings
@@ -28,18 +26,8 @@ from tests.support import restoring as back
 from tests.support.basics import at_length, soon, unique
 from tests.support.egress import Bench, connected
 from tests.support.identities import make_certificates, server_tls
-from tests.support.servers import placing
 
 pytestmark = pytest.mark.servers
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[NatsCluster]:
-    """Three servers whose system account has a user: only that may make the meta leader step down."""
-    others = "A: { jetstream: enabled, users: [{ user: a, password: a }] }"
-    accounts = f"accounts {{ $SYS: {{ users: [{{ user: system, password: secret }}] }}, {others} }}"
-    with NatsCluster(3, extra=f"{accounts}\nno_auth_user: a") as servers:
-        yield placing(servers)
 
 
 async def lost(bench: Bench, count: int = 300, **config: object) -> tuple[str, list[Message], dict[str, object]]:
@@ -66,8 +54,9 @@ async def test_each_of_three_replicas_holds_it(
 ) -> None:
     bench = clustered
     stream, before, state = await lost(bench, count, num_replicas=3, retention=retention)
-    report = await back.comes_back(bench, stream, before)
-    assert sorted(report.comparison.copies) == sorted(server.name for server in cluster.servers)
+    await back.comes_back(bench, stream, before)
+    for server in cluster.servers:
+        assert await copy_of(bench, stream, server.name, count) == before
     assert await back.state(bench, stream) == state
     assert [*await back.positions(bench, stream)][-2:] == [
         "one",
@@ -149,40 +138,30 @@ async def test_the_death_of_the_server_that_restores_begins_it_again(clustered: 
 
 
 POINTS = ("sending", "sent", "filled", "settled", "compared", "recorded")  # in the order of a restore
-EACH = [*((point,) for point in POINTS), POINTS]
 
 
 class StepDowns:
-    """Makes leaders step down at those failpoints of a restore that are `waiting`, once at each.
+    """Makes the leader of the stream step down at those failpoints of a restore that are `waiting`, once at each.
 
-    `agreed`: how many leaders said that they do; `in_use`: what the stream held whenever it had no marker.
+    `agreed`: how often it said that it does; `in_use`: what the stream held whenever it had no marker.
     """
 
-    def __init__(self, kinds: tuple[str, ...], bench: Bench, system: FloeClient, stream: str) -> None:
-        self._bench, self._stream = bench, stream
-        clients = {
-            "stream": (bench.client, f"STREAM.LEADER.STEPDOWN.{stream}"),
-            "meta": (system, "META.LEADER.STEPDOWN"),
-        }
-        self._asked = [clients[kind] for kind in kinds]
+    def __init__(self, bench: Bench, stream: str) -> None:
+        self._bench, self._stream, self._inbox = bench, stream, bench.client.new_inbox()
         self.waiting, self.agreed, self.in_use = set[str](), 0, set[tuple[int, int, int]]()
-        self._inboxes = list[str]()
 
     async def open(self) -> asyncio.Task[None]:
-        for client, _ in self._asked:
-            self._inboxes.append(client.new_inbox())
-            await client.subscribe_raw(self._inboxes[-1], self._answer)
+        await self._bench.client.subscribe_raw(self._inbox, self._answer)
         return asyncio.create_task(self._look())
 
     def _answer(self, _subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
         self.agreed += bool(json.loads(payload or b"{}").get("success"))
 
     def at(self, name: str) -> None:
-        point = name.removeprefix("restore.")
-        if point in self.waiting:
+        if (point := name.removeprefix("restore.")) in self.waiting:
             self.waiting.remove(point)
-            for (client, asked), inbox in zip(self._asked, self._inboxes, strict=True):
-                client.send(frame(client.api_subject(asked).encode(), b"", None, inbox.encode()))
+            subject = self._bench.client.api_subject(f"STREAM.LEADER.STEPDOWN.{self._stream}")
+            self._bench.client.send(frame(subject.encode(), b"", None, self._inbox.encode()))
 
     async def _look(self) -> None:
         while True:
@@ -202,11 +181,11 @@ async def copy_of(bench: Bench, stream: str, server: str, until: int) -> list[Me
     return found
 
 
-async def comes_back(bench: Bench, stream: str) -> tuple[RestoreReport, int]:
-    """What a restore said that was begun again as often as it ended with 75, and how often it was begun."""
-    for begun in range(1, 4):
+async def comes_back(bench: Bench, stream: str) -> RestoreReport:
+    """What a restore said that was begun again as often as it ended with 75."""
+    for _ in range(3):
         try:
-            return await back.restored(bench, stream), begun
+            return await back.restored(bench, stream)
         except FloeError as error:
             if error.exit_code != 75:
                 raise
@@ -214,47 +193,36 @@ async def comes_back(bench: Bench, stream: str) -> tuple[RestoreReport, int]:
 
 
 @pytest.mark.parametrize(
-    ("count", "kinds", "moments"),
-    [
-        (300, ("stream",), [("sending", "filled")]),
-        at_length(20_000, ("stream",), EACH),
-        at_length(20_000, ("meta",), EACH),
-        at_length(20_000, ("stream", "meta"), EACH),
-    ],
-    ids=["short", "stream", "meta", "both"],
+    ("count", "moments"),
+    [(300, [("sending", "filled")]), at_length(20_000, [*((point,) for point in POINTS), POINTS])],
+    ids=["short", "each"],
 )
 async def test_leaders_that_step_down_meanwhile_leave_a_whole_stream_or_a_guarded_one(
     clustered: Bench,
     cluster: NatsCluster,
     monkeypatch: pytest.MonkeyPatch,
     count: int,
-    kinds: tuple[str, ...],
     moments: list[tuple[str, ...]],
 ) -> None:
     bench, servers = clustered, sorted(server.name for server in cluster.servers)
     stream, before, state = await lost(bench, count, num_replicas=3)
-    settings = NatsSettings(url=tuple(cluster.urls), user="system", password="secret")
-    async with aclosing(await connect(settings, name="test")) as system:
-        leaders = StepDowns(kinds, bench, system, stream)
-        looking = await leaders.open()
-        monkeypatch.setattr("ingress.restore.restore.failpoint", leaders.at)
-        for points in moments:
-            leaders.waiting, started, agreed = {*points}, time.monotonic(), leaders.agreed
-            report, begun = await comes_back(bench, stream)
-            took = f"{leaders.agreed - agreed} agreed, {time.monotonic() - started:.0f} s"
-            print(f"{kinds} at {points}: begun {begun} times, {took}")
-            assert report.exit_code == 0, [*report.lines()]
-            assert sorted(report.comparison.copies) == servers
-            assert leaders.waiting == set()
-            for server in servers:
-                assert await copy_of(bench, stream, server, count) == before
-            assert await back.state(bench, stream) == state
-            assert [*await back.positions(bench, stream)] == ["one", "two"]
-            await soon(lambda: leaders.in_use)
-            await bench.delete_stream(stream)
-        assert leaders.in_use == {(state["messages"], state["first_seq"], state["last_seq"])}
-        assert leaders.agreed > 0  # while it is filled a stream has no leader that could
-        looking.cancel()
+    leaders = StepDowns(bench, stream)
+    looking = await leaders.open()
+    monkeypatch.setattr("ingress.restore.restore.failpoint", leaders.at)
+    for points in moments:
+        leaders.waiting = {*points}
+        report = await comes_back(bench, stream)
+        assert report.exit_code == 0, [*report.lines()]
+        assert (sorted(report.comparison.copies), leaders.waiting) == (servers, set())
+        for server in servers:
+            assert await copy_of(bench, stream, server, count) == before
+        assert await back.state(bench, stream) == state
+        assert [*await back.positions(bench, stream)] == ["one", "two"]
+        await soon(lambda: leaders.in_use)
+        await bench.delete_stream(stream)
+    assert leaders.in_use == {(state["messages"], state["first_seq"], state["last_seq"])}
+    assert leaders.agreed > 0  # while it is filled a stream has no leader that could
+    looking.cancel()
 
 
 @pytest.mark.parametrize("version", ["2.10", at_length("2.11"), at_length("2.12"), "2.14"])

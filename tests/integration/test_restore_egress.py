@@ -300,19 +300,6 @@ async def test_sequences_that_were_lost_are_left_out_where_that_is_asked_for(ben
     assert (report.exit_code, report.plan.last) == (0, 255)
 
 
-async def test_a_mirror_that_was_further_than_the_archive_goes_on_behind_what_is_left_out(bench: Bench) -> None:
-    stream, mirror = await begun(bench), unique("M")
-    await bench.publish(stream, [b"lost"] * 50)
-    await bench.client.api(f"STREAM.CREATE.{mirror}", {"name": mirror, "mirror": {"name": stream}})
-    await soon(lambda: ends_at(bench, mirror, 250))
-    await back.capture(bench, stream, 200, deletions=True)
-    await bench.delete_stream(stream)
-    assert (await back.restored(bench, stream, skip_to=250)).exit_code == 0
-    await bench.publish(stream, [b"new"] * 3)
-    await soon(lambda: ends_at(bench, mirror, 253))
-    assert [m.payload for m in (await back.contents(bench, mirror))[-4:]] == [b"lost", *[b"new"] * 3]
-
-
 async def ends_at(bench: Bench, stream: str, last: int) -> bool:
     return await bench.last(stream) == last
 

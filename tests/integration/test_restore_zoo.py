@@ -25,14 +25,12 @@ from common.sequences import SequenceRange
 from egress.context import opened
 from egress.partition import partitions_of
 from egress.resolve import look, new_incarnation, plan_incarnation
-from infra.local.nats import NatsCluster
 from ingress.restore.plan import RestorePlan
 from ingress.restore.restore import RestoreReport
 from tests.integration.test_egress_repartition import until_cut
 from tests.support import restoring as back
 from tests.support.basics import PATIENCE, soon, unique
 from tests.support.egress import SITE, Bench, feed_of
-from tests.support.servers import placing
 
 pytestmark = pytest.mark.servers
 
@@ -531,10 +529,10 @@ KINDS: dict[str, Kind] = {
 # The zoo
 
 
-async def made(bench: Bench, kind: Kind, source: str, **config: Any) -> Pen:
+async def made(bench: Bench, kind: Kind, source: str) -> Pen:
     stream = kind.name.replace("ZOO", unique("Z"))
     subjects = {"KV_": [f"$KV.{stream[3:]}.>"], "OBJ": [f"$O.{stream[4:]}.C.>", f"$O.{stream[4:]}.M.>"]}
-    given = {"subjects": subjects.get(stream[:3], [f"{stream}.>"]), "storage": "file", **kind.config, **config}
+    given = {"subjects": subjects.get(stream[:3], [f"{stream}.>"]), "storage": "file", **kind.config}
     if "mirror" in given:
         del given["subjects"]
     await bench.client.api(f"STREAM.CREATE.{stream}", {"name": stream, **named(given, stream, source)})
@@ -606,14 +604,14 @@ def is_number(line: str, count: int) -> bool:
     return count in numbers or any(bound >= count for bound in bounds)
 
 
-async def visited(bench: Bench, kinds: Mapping[str, Kind], **config: Any) -> dict[str, list[str]]:
-    """The problems of each kind that has some, `config` in each of them."""
-    source = await bench.make_stream(unique("S"), storage="file", **config)
+async def visited(bench: Bench) -> dict[str, list[str]]:
+    """The problems of each kind that has some."""
+    source = await bench.make_stream(unique("S"), storage="file")
     await bench.publish(source, [b"%d" % n for n in range(30)])
-    pens = {name: await made(bench, kind, source, **config) for name, kind in kinds.items()}
+    pens = {name: await made(bench, kind, source) for name, kind in KINDS.items()}
 
     async def every(acts: Callable[[Kind], Act | None]) -> None:
-        todo = [(act, pen) for name, pen in pens.items() if (act := acts(kinds[name])) is not None]
+        todo = [(act, pen) for name, pen in pens.items() if (act := acts(KINDS[name])) is not None]
         await asyncio.gather(*(act(pen) for act, pen in todo))
 
     await every(lambda kind: kind.before)
@@ -638,13 +636,12 @@ async def visited(bench: Bench, kinds: Mapping[str, Kind], **config: Any) -> dic
             if found:
                 wrong[name] = [*found, f"plan: {[*plan.notes, *plan.lossy]}"]
 
-    await asyncio.gather(*(compare(name, kinds[name], pen) for name, pen in pens.items()))
+    await asyncio.gather(*(compare(name, KINDS[name], pen) for name, pen in pens.items()))
     return wrong
 
 
 async def test_what_comes_back_is_what_was_there_or_the_plan_has_the_difference_in_numbers(bench: Bench) -> None:
-    assert len(KINDS) >= 40
-    wrong = await visited(bench, KINDS)
+    wrong = await visited(bench)
     assert not wrong, "\n".join(f"{name}:\n  " + "\n  ".join(texts) for name, texts in wrong.items())
 
 
@@ -652,30 +649,3 @@ async def test_what_comes_back_is_what_was_there_or_the_plan_has_the_difference_
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Egress drains with time for its captures, as what was captured at T is compared."""
     monkeypatch.setattr("egress.captures.DRAIN", PATIENCE)
-
-
-HERD = (
-    "plain",
-    "deleted",
-    "max_msgs",
-    "KV of history",
-    "consumers",
-    "interest of two",
-    "work queue",
-    "cut anew",
-    "begins at 1000",
-    "T, read later",
-)
-
-
-@pytest.fixture
-def cluster() -> Iterator[NatsCluster]:
-    with NatsCluster(3) as servers:
-        yield placing(servers)
-
-
-@pytest.mark.timing  # three servers that hear each other too late elect leaders for minutes
-async def test_what_three_servers_held_comes_back_as_it_was(clustered: Bench) -> None:
-    kinds = {name: KINDS[name] for name in HERD}
-    wrong = await visited(clustered, kinds, num_replicas=3)
-    assert not wrong, "\n".join(f"{name}:\n  " + "\n  ".join(texts) for name, texts in wrong.items())

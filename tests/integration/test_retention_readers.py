@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -110,11 +109,8 @@ async def test_a_released_target_that_is_carried_again_stops_with_the_command_th
         archive.put(rows_of(first, first + 9))
     assert [(each.target, each.first) for each in expire(archive).held] == [(centre.target, 11)]
     config = str(centre.write())
-    [row] = json.loads((await floe("checkpoint", "ls", "-c", config, "--json")).out)
+    [row] = (await floe("checkpoint", "ls", "-c", config, "--json")).json()
     assert [(kept["chain"], kept["from"], kept["why"]) for kept in row["kept"]] == [(str(CHAIN), 11, None)]
-    listed = (await floe("checkpoint", "ls", "-c", config)).out
-    assert "kept from retention:" in listed
-
     assert (await floe("checkpoint", "release", "-c", config, centre.target, "--yes")).code == 0
     assert "nothing: released" in (await floe("checkpoint", "ls", "-c", config)).out
     expire(archive)
@@ -128,10 +124,8 @@ async def test_a_released_target_that_is_carried_again_stops_with_the_command_th
         found = await soon(stopped)
         assert found["code"] == "E-FLOOR"
         assert "position 11: what was before 31 is gone by retention since 20" in found["stopped"]
-        [row] = [r for r in json.loads((await floe("status", "-c", config, "--json")).out) if r["position"]]
-        assert row["phase"] == "stopped"
-        assert "what was before 31 is gone" in row["why"]
-        assert json.loads((await floe("gap", "ls", "-c", config, "--json")).out) == []
+        [row] = [r for r in (await floe("status", "-c", config, "--json")).json() if r["position"]]
+        assert (row["phase"], "what was before 31 is gone" in row["why"]) == ("stopped", True)
         [command] = commands_of(found["hint"])
         words = shlex.split(command)[1:]
         words[words.index("-c") + 1] = config
@@ -141,11 +135,6 @@ async def test_a_released_target_that_is_carried_again_stops_with_the_command_th
         check_exact(await centre.carried(client, 20), archive, centre.prefix)
         # It says again where it is, and holds what it has not got.
         await said(archive, centre, 41)
-    behind = await floe(
-        *("checkpoint", "set", "-c", config, "--target", centre.target, "us-east/NODES"),
-        *("--sequence", "5", "--dry-run"),
-    )
-    assert "what was before 31 is gone by retention" in behind.out
 
 
 # Egress

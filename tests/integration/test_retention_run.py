@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner
 
-import floe
 from common.chain import Chain
 from common.clock import format_time
 from common.objects.open import open_objects
@@ -23,20 +20,14 @@ from common.settings.root import StoreSettings
 from compaction.retention import Retention, RetentionRule
 from compaction.source import read_stretch
 from compaction.verify import verify_chains
+from tests.integration.test_compaction_cli import LEVEL as OFTEN
 from tests.support.basics import SharedS3
+from tests.support.commands import run_here
 from tests.support.compaction import CHAIN, Archive, at_once, rows
 from tests.support.proxies import FaultProxy, refusing_conditions
 
 # Half an hour over the week: what a test takes of it changes no words.
-LEVEL = {
-    "from": 0,
-    "to": 1,
-    "min_age": "7d30m",
-    "max_wait": "7d30m",
-    "min_count": 3,
-    "min_size": "1G",
-    "max_size": "4G",
-}
+LEVEL = {**OFTEN, "min_age": "7d30m", "max_wait": "7d30m"}
 DAY, PAIR = 86_400, "us-east/NODES"
 LATER, SLICE = Chain("us-east", "NODES", 1), Chain("us-east", "NODES", 1, 1)
 
@@ -51,11 +42,8 @@ class Site(Archive):
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         super().__init__(folder, open_objects(StoreSettings.model_validate(config)))
-        self.chains, self.store_config, self.config = (
-            ChainStore(self.objects, self.layout),
-            config,
-            folder / "floe.yaml",
-        )
+        self.chains, self.store_config = ChainStore(self.objects, self.layout), config
+        self.config = folder / "floe.yaml"
         self.captures = CaptureStore(self.layout, self.objects)
         self.begin(CHAIN)
 
@@ -84,9 +72,9 @@ class Site(Archive):
         self.config.chmod(0o600)
 
     def floe(self, *words: str, code: int = 0) -> Any:
-        done = CliRunner().invoke(floe.cli, [*words, "-c", str(self.config)], prog_name="floe")
-        assert done.exit_code == code, done.output
-        return json.loads(done.stdout) if "--json" in words else done
+        done = run_here(*words, "-c", str(self.config))
+        assert done.code == code, done
+        return done.json() if "--json" in words else done
 
     def compact(self, *options: str) -> dict[str, Any]:
         found: dict[str, Any] = self.floe("compact", *options, "--json")["retention"]
@@ -131,9 +119,9 @@ def test_a_store_that_refuses_conditions_keeps_everything(bucket: Site, s3: Shar
         bucket.store_config["endpoint_url"] = proxy.url
         bucket.configure(max_age="30d")
         done = bucket.floe("compact", code=78)
-        assert "E-STORE-CONDITIONS" in done.output
+        assert "E-STORE-CONDITIONS" in done.err
         verified = bucket.floe("segments", "verify", "--since-last", code=78)
-        assert "E-STORE-CONDITIONS" in verified.output
+        assert "E-STORE-CONDITIONS" in verified.err
         bucket.configure()
         bucket.floe("compact")
     assert (bucket.ranges(), bucket.floor()) == (kept, None)
@@ -144,7 +132,7 @@ def test_what_is_older_goes_from_the_beginning_behind_a_raised_floor(kept: Site)
     before = kept.listed()
     kept.configure(max_age="30d")
 
-    planned = kept.floe("compact", "--dry-run").stdout.splitlines()
+    planned = kept.floe("compact", "--dry-run").out.splitlines()
     assert [line.split()[:3] for line in planned[1:4]] == [["expire", s.key, str(s.size)] for s in before[:3]]
     assert all(line.endswith("floor 31") for line in planned[1:4])
     waits, total = planned[4:]
@@ -154,7 +142,7 @@ def test_what_is_older_goes_from_the_beginning_behind_a_raised_floor(kept: Site)
     foretold = kept.compact("--dry-run")
     assert (kept.listed(), kept.floor()) == (before, None)
 
-    lines = kept.floe("compact", "us-east/NODES").stdout.splitlines()
+    lines = kept.floe("compact", "us-east/NODES").out.splitlines()
     assert lines[1].split()[:6] == ["expired", "us-east/NODES/0000/0", "0", "before", "31", "3"]
     assert [each["key"] for each in foretold["expired"]] == [s.key for s in before[:3]]
     assert foretold["floors"] == [{**CHAIN.log_context(), "floor": 31}]
@@ -163,18 +151,7 @@ def test_what_is_older_goes_from_the_beginning_behind_a_raised_floor(kept: Site)
     about = kept.floe("segments", "info", "--json", "us-east/NODES")
     assert (about["floor"], about["holes"]) == (31, [])
     assert about["floor_since"].startswith("20")
-    assert kept.floe("compact", "us-east/NODES").stdout.startswith("nothing to do yet: 2 segments of 1 chain")
-
-
-def test_a_merge_makes_an_object_young_and_not_its_messages(site: Site):
-    for first, days in ((1, 50), (11, 45), (21, 40)):
-        site.old(first, first + 9, days, age=8 * DAY)
-    site.old(31, 40, 1)
-    site.configure(max_age="60d")
-    site.floe("compact", "--json")
-    assert site.ranges() == ["0:31..40", "1:1..30"]
-    [merged] = (ref for ref in site.listed() if ref.level == 1)
-    assert time.time() - merged.modified < DAY
+    assert kept.floe("compact", "us-east/NODES").out.startswith("nothing to do yet: 2 segments of 1 chain")
 
 
 def test_what_is_above_the_size_goes_oldest_first(site: Site):
@@ -216,8 +193,8 @@ def test_a_spoiled_floor_deletes_nothing_and_is_told_once(site: Site):
     site.month()
     site.objects.put(site.layout.floor_document(CHAIN), b"{}")
     site.configure(max_age="30d")
-    assert "E-STATE-JSON" in site.floe("compact", "us-east/NODES", code=3).stderr
-    assert "told before" in site.floe("compact", "us-east/NODES").stderr
+    assert "E-STATE-JSON" in site.floe("compact", "us-east/NODES", code=3).err
+    assert "told before" in site.floe("compact", "us-east/NODES").err
     assert len(site.ranges()) == 5
 
 
@@ -236,9 +213,9 @@ def test_a_target_that_stands_still_holds_retention_until_it_is_released(site: S
     assert [each["bytes"] for each in site.compact("--dry-run")["held"]] == [sum(s.size for s in site.listed()[1:3])]
     done = site.floe("compact", "--metrics-textfile", str(metrics), "us-east/NODES")
     assert (site.floor(), site.ranges()[0]) == (11, "0:11..20")
-    [line] = (line.split() for line in done.stdout.splitlines() if line.startswith("held"))
+    [line] = (line.split() for line in done.out.splitlines() if line.startswith("held"))
     assert (line[1], line[-1]) == ("us-east/NODES/0000/0", "FLEET")
-    logged = [each for each in done.stderr.splitlines() if "retention held" in each]
+    logged = [each for each in done.err.splitlines() if "retention held" in each]
     assert logged
     assert all(each.startswith("warning: ") for each in logged), "lines for people, no log"
     assert not any("error" in each for each in logged), "its position is the reason"

@@ -15,7 +15,6 @@ from rich.cells import cell_len
 
 from common import segments_cli as cli
 from common.chain import Chain
-from common.clock import format_time
 from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.segments.keys import Layout
@@ -378,20 +377,6 @@ def test_a_hole_at_the_beginning_is_one(run: Run, archive: Archive) -> None:
     assert [run(*words).code for words in (("info", str(CHAIN)), ("cat", str(CHAIN)))] == [0, 0]
     archive.objects.put(Layout("data").chain_document(CHAIN), b"{")
     assert len(run("cat", str(CHAIN)).out.splitlines()) == 2
-
-
-def test_what_is_damaged_right_before_a_time_is_told(run: Run, archive: Archive) -> None:
-    refs = [archive.put(rows(*range(n, n + 10)), SequenceRange(n, n + 9)) for n in (1, 11, 21)]
-    at = [format_time(message(n).timestamp_ns) for n in (15, 25)]
-    (archive.root / refs[1].key).write_bytes(bytes(refs[1].size))
-    done = run("cat", str(CHAIN), "--since", at[0])
-    assert (done.code, len(done.out.splitlines())) == (3, 10)
-    assert refs[1].key in done.err
-    assert len(run("ls", str(CHAIN), "--since", at[0], "-o", "paths").out.splitlines()) == 2
-    assert run("cat", str(CHAIN), "--since", at[1]).code == 0
-    (archive.root / refs[2].key).write_bytes(bytes(refs[2].size))
-    assert run("cat", str(CHAIN), "--since", at[1]).code == 3
-    assert len(run("ls", str(CHAIN), "--since", at[1], "-o", "paths").out.splitlines()) == 2
 
 
 def test_a_damaged_segment_is_read_around_where_others_cover_it(run: Run, archive: Archive, merged: Merged) -> None:

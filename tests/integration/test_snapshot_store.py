@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -15,13 +17,16 @@ from common.objects.s3 import S3Account, S3Objects, S3Options
 from common.segments.documents import SnapshotRef, sampling_of
 from common.segments.keys import StateName
 from egress.advisories.advisory import Advisory, Event
+from egress.sampling.cli import KeySelection, Values, as_value
 from egress.sampling.sampler import Sampler
 from egress.sampling.snapshot import Snapshot, encode
 from tests.support.basics import SharedS3
 from tests.support.clock import ManualClock
 from tests.support.proxies import Fault, FaultProxy, flip_bit, html, refuse, say
-from tests.support.sampling import CHAIN, SampledArchive, facts, fold, sent
+from tests.support.sampling import CHAIN, START_NS, SampledArchive, facts, fold, sent
 from tests.support.stores import FaultyStore, answering, raising
+
+T = TypeVar("T")
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -173,49 +178,53 @@ Proxied = tuple[SampledArchive, FaultProxy]
 
 
 def of_states(fault: Fault) -> Fault:
-    """`fault`, for listings of snapshots only."""
+    """`fault`, for snapshots and listings of them only."""
     return lambda exchange: fault(exchange) if "state" in exchange.target else exchange.forward()
 
 
-NOT_LISTINGS = {
-    "html": (html(), Unavailable),
-    "an empty document": (say(200, b"<ListBucketResult/>", "application/xml"), Unavailable),
-    "403": (refuse(403, "AccessDenied"), Refused),
-    "404": (say(404, b"<html>no such page</html>"), Unavailable),
+NO_PAGE = say(404, b"<html>no such page</html>")
+FAULTS = {
+    "a page for a listing": ("list", html(), Unavailable),
+    "an empty document": ("list", say(200, b"<ListBucketResult/>", "application/xml"), Unavailable),
+    "a refused listing": ("list", refuse(403, "AccessDenied"), Refused),
+    "no such listing": ("list", NO_PAGE, Unavailable),
+    "a refused read": ("get", refuse(403, "AccessDenied"), Refused),
+    "no such object": ("get", NO_PAGE, Unavailable),
+    "a page as long": ("get", lambda each: say(200, b"<html>".ljust(len(each.forward().body)))(each), Unavailable),
 }
 
 
-@pytest.mark.parametrize(("fault", "kind"), NOT_LISTINGS.values(), ids=NOT_LISTINGS.keys())
-async def test_what_is_not_a_listing_never_begins_a_sampler_anew(
-    proxied: Proxied, fault: Fault, kind: type[Exception]
+@pytest.mark.parametrize(("verb", "fault", "kind"), FAULTS.values(), ids=FAULTS.keys())
+async def test_what_is_no_answer_of_the_store_never_begins_a_sampler_anew(
+    proxied: Proxied, verb: str, fault: Fault, kind: type[Exception]
 ) -> None:
     site, proxy = proxied
     ref = site.save(sampler_of(site), 101)
-    proxy.on("list", of_states(fault))
+    proxy.on(verb, of_states(fault))
     with pytest.raises(kind):
         await site.resume(101)
     proxy.clear()
-    assert [each.key for each in site.snapshots().list()] == [ref.key]
+    proxy.on("get", flip_bit(40), key=r"/state/", times=1)  # what is damaged on its way is asked for again
     assert (await site.resume(101)).taken == ref.key
 
 
-@pytest.mark.parametrize(
-    ("fault", "kind"),
-    [
-        (refuse(403, "AccessDenied"), Refused),
-        (say(404, b"<html>no such page</html>"), Unavailable),
-        (lambda each: say(200, b"<html>".ljust(len(each.forward().body)))(each), Unavailable),
-    ],
-    ids=["403", "404", "a page"],
-)
-async def test_a_refused_read_or_a_page_is_not_a_damaged_snapshot_and_a_flipped_bit_is_asked_for_again(
-    proxied: Proxied, fault: Fault, kind: type[Exception]
-) -> None:
-    site, proxy = proxied
-    ref = site.save(sampler_of(site), 101)
-    proxy.on("get", fault, key=r"/state/")
-    with pytest.raises(kind):
-        await site.resume(101)
-    proxy.clear()
-    proxy.on("get", flip_bit(40), key=r"/state/", times=1)
-    assert (await site.resume(101)).taken == ref.key
+def test_many_values_are_saved_and_read_in_bounded_memory(local: SampledArchive) -> None:
+    sampler, values = Sampler(local.sampling, tracks=False), 50_000
+    for first in range(0, values, 10_000):
+        numbers = range(first, first + 10_000)
+        keys = [f"node-{n:09d}.site.example.net" for n in numbers]
+        sampler.learn(keys, [START_NS + n for n in numbers], [1000] * len(keys))
+    peaks = []
+
+    def step(work: Callable[[], T]) -> T:
+        tracemalloc.start()
+        found = work()
+        peaks.append(tracemalloc.get_traced_memory()[1] >> 20)
+        tracemalloc.stop()
+        return found
+
+    ref = step(lambda: local.save(sampler, values + 1))
+    snapshot = step(lambda: local.snapshots().read(ref))
+    lines = step(lambda: sum(bool(as_value(CHAIN, known)) for known in Values(snapshot.state, KeySelection())))
+    assert (snapshot.state.count(), lines, ref.size < 64 * values) == (values, values, True)
+    assert [peak < most for peak, most in zip(peaks, (5, 15, 10), strict=True)] == [True] * 3, peaks

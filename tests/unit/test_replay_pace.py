@@ -10,16 +10,19 @@ import pytest
 from common.chain import Chain
 from common.errors import UsageError
 from common.segments.keys import SegmentName
+from common.segments.segment import Message
 from common.sequences import SequenceRange
 from common.tasks import Stop
 from ingress.checkpoint import IntentPiece
 from ingress.publishers.publisher import Outcome
+from ingress.replay.drill import Differences, Trail, compare
 from ingress.replay.output import progress_line, standing
 from ingress.replay.pace import ByteRate, Head, Interrupted, MessageRate, Pace, PacedPublisher, pace_of
 from ingress.replay.plan import ChainRange, stretches_of
 from ingress.replay.request import Request
 from ingress.rows.rows import Block, PreparedBatch, Rows
 from tests.support.clock import ManualClock
+from tests.support.segments import CHAIN, message
 
 SECOND = 1_000_000_000
 
@@ -121,3 +124,34 @@ async def test_a_paced_publisher_sends_exactly_the_rows_and_stops_when_told() ->
 def test_a_prefix_of_a_replay_is_text_and_no_template(prefix: str) -> None:
     with pytest.raises(UsageError, match=r"--subject-prefix: expected the text itself, without braces"):
         Request("s", "F", "T", prefix=prefix)
+
+
+# A drill: what came back is compared
+
+
+def trail_of(*rows: Message) -> Trail:
+    found = Trail()
+    for row in rows:
+        found.add(row)
+    return found
+
+
+def test_the_comparison_tells_apart_what_can_happen() -> None:
+    one, two, three, four = (message(s) for s in range(1, 5))
+    expected = trail_of(one, two, three)
+    for rows, told in (
+        ((one, two, three), {}),
+        ((one, three), {"lost": 1}),
+        ((one, two, two, three), {"repeated": 1}),
+        ((two, one, three), {"out_of_order": 1}),
+        ((one, two, three, four), {"unexpected": 1}),
+        *(
+            ((one, two, message(3, **other)), {"altered": 1, "examples": ("NODES 3: altered",)})
+            for other in ({"payload": b"else"}, {"headers": b""}, {"subject": b"nodes.two"}, {"timestamp_ns": 1})
+        ),
+    ):
+        found = compare(expected, trail_of(*rows), CHAIN.feed)
+        wanted = {"expected": 3, "found": len(rows), "examples": found.examples, **told}
+        assert (found, found.none) == (Differences(**wanted), not told)
+    summed = compare(expected, trail_of(one)).plus(compare(expected, trail_of(one, one, two, three)))
+    assert (summed.expected, summed.lost, summed.repeated) == (6, 2, 1)
