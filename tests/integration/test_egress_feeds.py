@@ -14,19 +14,6 @@ from tests.support.egress import SITE, Bench
 pytestmark = pytest.mark.simulated
 
 
-async def test_every_message_is_archived_once_and_the_tail_and_mark_say_so(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, (b"%d" % i for i in range(2_500)))
-    async with bench.egress({"stream": stream, "segment": {"max_messages": 1_000, "max_age": "1h"}}) as running:
-        await bench.archived_to(stream, 2_000)
-        await running.received(stream, 2_500)
-        await soon(lambda: running.state(stream) == "reading")
-    await bench.same(stream, stream)
-    assert [len(ref.coverage) for ref in bench.refs(stream)] == [1_000, 1_000, 500]
-    assert bench.chains.read_tail(bench.chain(stream)) == 2_500
-    assert await bench.mark(stream) == 2_500
-
-
 async def test_two_feeds_of_one_stream_stand_side_by_side(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     other = unique("OTHER")
@@ -77,29 +64,6 @@ async def test_everything_purged_is_covered_by_a_heartbeat_and_unverified_until_
         await soon(lambda: running.status(stream).get("verdict") == "same")
     bench.check(stream)
     assert bench.ledger(stream) == {"gone_before_read": 5}
-
-
-async def test_subjects_headers_and_payloads_come_back_byte_for_byte(bench: Bench) -> None:
-    """B31, B33, B34, B38: empty payloads, repeated and odd headers, subjects that are not UTF-8."""
-    stream = await bench.make_stream(unique("T"))
-    blocks = [
-        None,
-        b"NATS/1.0\r\n\r\n",
-        b"NATS/1.0\r\nA: one\r\nA: two\r\na:  padded \r\nEmpty:\r\n\r\n",
-        b"NATS/1.0\r\nBytes: \xff\xfe\r\n\r\n",
-    ]
-    for block in blocks:
-        await bench.publish(stream, [b"", b"\x00\r\n\xff"], headers=block)
-    subject, status = f"{stream}.".encode() + b"\xff\xfe", b"NATS/1.0 503 No Responders\r\nA: 1\r\n\r\n"
-    bench.client.send(b"PUB %b 11\r\nodd subject\r\n" % subject)
-    bench.client.send(b"HPUB %b %d %d\r\n%b\r\n" % (f"{stream}.a".encode(), len(status), len(status), status))
-    await bench.freeze({"stream": stream})
-    await bench.same(stream, stream)
-    found = bench.messages(stream)
-    assert [m.headers for m in found[:8:2]] == blocks
-    assert (found[0].headers, found[0].payload) == (None, b"")
-    assert found[8].subject == subject
-    assert len(found) == 10, "a message whose headers look like a status is a row"
 
 
 @pytest.mark.parametrize(

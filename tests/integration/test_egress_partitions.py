@@ -1,23 +1,30 @@
-"""Partitions of one feed against a real server: what each takes, and how they begin and end together."""
+"""Partitions of one feed, what each takes, and how they begin and end together; a feed cut anew: no message twice or
+missing, whoever crashes where.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
 from dataclasses import replace
+from pathlib import Path
+from socket import gethostname
+from typing import Any
 
 import pytest
 
+from common.chain import Chain
+from common.segments.segment import Message
 from egress.incarnations import Closing, End
-from tests.support.basics import soon, unique
-from tests.support.egress import Bench, Partitioned, begun_parts, feed_of, publish_over
-
-pytestmark = pytest.mark.simulated
-
-
-async def recreate(bench: Bench, stream: str, subjects: list[str], count: int, text: str) -> None:
-    await bench.recreate(stream)
-    await publish_over(bench, stream, subjects, count, text)
+from infra.local.nats import NatsServer
+from infra.oracle import Trace, archived, compare, source_trace
+from tests.support.basics import at_length, soon, unique
+from tests.support.commands import Done, configuration, floe, paste
+from tests.support.egress import SITE, Bench, Partitioned, begun_parts, feed_of, publish_over
+from tests.support.servers import restore_disk, save_disk
 
 
+@pytest.mark.simulated
 async def test_a_list_of_filters_and_what_none_of_them_takes_is_reported(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     parts = Partitioned(bench, stream, 2)
@@ -37,6 +44,7 @@ async def test_a_list_of_filters_and_what_none_of_them_takes_is_reported(bench: 
     assert sorted({m.subject for m in parts.messages()}) == [f"{stream}.a.x".encode(), f"{stream}.b.y".encode()]
 
 
+@pytest.mark.simulated
 async def test_two_hosts_that_start_at_the_end_of_a_moving_stream_begin_at_one_sequence(bench: Bench) -> None:
     """The first one to resolve it counts for every partition of both."""
     stream = await bench.make_stream(unique("T"))
@@ -63,7 +71,6 @@ async def test_two_hosts_that_start_at_the_end_of_a_moving_stream_begin_at_one_s
     await parts.same(stream, first=first)
 
 
-@pytest.mark.real
 async def test_the_others_wait_for_a_partition_whose_worker_is_away(bench: Bench) -> None:
     """Not an error; whoever takes its lease closes it, and all go on."""
     subjects = [f"{p}.a" for p in range(3)]
@@ -72,7 +79,8 @@ async def test_the_others_wait_for_a_partition_whose_worker_is_away(bench: Bench
     async with parts.away(1):
         running = bench.start(bench.settings(feed_of(stream)))
         await soon(lambda: parts.end(0) == parts.end(2) == 90)
-        await recreate(bench, stream, subjects, 100, "second")
+        await bench.recreate(stream)
+        await publish_over(bench, stream, subjects, 100, "second")
         await soon(lambda: running.state(stream) == running.state(f"{stream}/2") == "closing")
         await soon(lambda: running.status(stream)["why"] == "waiting for partitions 1")
         await soon(lambda: not running.health.status()["problems"])
@@ -86,6 +94,7 @@ async def test_the_others_wait_for_a_partition_whose_worker_is_away(bench: Bench
     await parts.same(stream, 1)
 
 
+@pytest.mark.simulated
 async def test_an_end_that_was_noted_is_withdrawn_when_the_old_stream_is_back(bench: Bench) -> None:
     """Partition 0 reads on, so the incarnation must not be closed with the end it noted before."""
     stream, parts = await begun_parts(bench, 2, 60)
@@ -100,6 +109,7 @@ async def test_an_end_that_was_noted_is_withdrawn_when_the_old_stream_is_back(be
     await parts.same(stream)
 
 
+@pytest.mark.simulated
 async def test_created_that_drifts_does_not_stop_a_partition_without_messages(bench: Bench) -> None:
     """It has nothing to compare; what the others archived is of the same stream."""
     stream, parts = await begun_parts(bench, 3, 60)
@@ -113,3 +123,205 @@ async def test_created_that_drifts_does_not_stop_a_partition_without_messages(be
         assert running.status(f"{stream}/2")["drifted"]
     assert parts.previous(1) is None
     await parts.same(stream)
+
+
+# A feed cut anew
+
+
+async def repartition(bench: Bench, feed: dict[str, Any], *arguments: str, failpoints: str = "") -> Done:
+    env = {**os.environ, "FLOE_FAILPOINTS": failpoints} if failpoints else None
+    command = ("egress", "repartition", "-c", str(configuration(bench, feed)))
+    return await floe(*command, f"{SITE}/{feed['stream']}", *arguments, env=env)
+
+
+async def until_cut(bench: Bench, feed: dict[str, Any], *arguments: str) -> Done:
+    """Again and again until the leases of what was killed have expired."""
+    done = await repartition(bench, feed, "--yes", *arguments)
+    for _ in range(5):
+        if done.code != 75:
+            break
+        await asyncio.sleep(0.5)
+        done = await repartition(bench, feed, "--yes", *arguments)
+    assert done.code == 0, done
+    return done
+
+
+def everything(bench: Bench, feed: str) -> list[Message]:
+    """Of all chains of the feed, in sequence order; a repeated one stands twice."""
+    chains = bench.chains.chains(SITE, feed)
+    return sorted((m for c in chains for m in archived(bench.store, c)), key=lambda m: m.sequence)
+
+
+async def check_all(bench: Bench, feed: str, stream: str) -> None:
+    found = compare(await source_trace(bench.client, stream), Trace.of(everything(bench, feed)), may_be_gone=False)
+    assert found.ok, found.report()
+
+
+async def uneven(bench: Bench, count: int) -> tuple[str, Partitioned]:
+    """A feed of two partitions, of which partition 0 is further than partition 1; its stream, and those."""
+    stream, parts = await begun_parts(bench, 2, count, ["0.a", "1.a", "0.b", "1.b"])
+    await publish_over(bench, stream, ["0.a", "1.a"], count, "more")
+    async with parts.away(1):
+        running = bench.start(bench.settings(feed_of(stream, 2)))
+        await soon(lambda: parts.end(0) == 2 * count)
+        await running.drain()
+    assert parts.end(1) == count
+    return stream, parts
+
+
+async def test_a_partition_that_is_behind_reads_on_to_the_end_of_the_furthest_and_no_further(bench: Bench) -> None:
+    stream, parts = await uneven(bench, 100)
+    await publish_over(bench, stream, ["0.a", "1.a"], 50, "beyond")
+    feed = {"stream": stream}
+    shown = await repartition(bench, feed, "--dry-run", "--json")
+    assert shown.json()["still_to_read"] == {"0": 0, "1": 100}
+    assert parts.end(1) == 100
+    done = await until_cut(bench, feed, "--json")
+    assert (done.json()["first"], done.json()["ends"]) == (201, {"0": 200, "1": 200})
+    assert parts.ends() == parts.previous(1) == {0: 200, 1: 200}
+    assert await bench.mark(stream, incarnation=1) == 0
+    parts.check()
+    async with bench.egress(feed):
+        await bench.archived_to(stream, 250, incarnation=1)
+    document = bench.chains.read_chain(Chain(SITE, stream, 1))
+    assert document is not None
+    assert (document.first, document.filters, document.partitions) == (201, (), 1)
+    await check_all(bench, stream, stream)
+
+
+async def test_people_read_words_and_what_the_new_filters_leave_out(bench: Bench) -> None:
+    stream, _ = await uneven(bench, 100)
+    await publish_over(bench, stream, ["1.b", "1.c"], 11, "left")
+    await publish_over(bench, stream, ["0.x"], 1, "left")
+    feed = {"stream": stream, "partitions": [f"{stream}.0.a", f"{stream}.0.b", f"{stream}.1.a"]}
+    left = [
+        f"{stream}.0.>: 1 message on 1 subject, {stream}.0.x, belongs to no partition any more",
+        f"{stream}.1.>: 36 messages on 2 subjects, such as {stream}.1.b, belong to no partition any more",
+    ]
+    cut = f"3 partitions ({stream}.0.a, {stream}.0.b, {stream}.1.a)"
+    shown = await repartition(bench, feed, "--dry-run")
+    assert (shown.out.splitlines()[2:], shown.err) == (
+        [f"to: {cut}", "partition 0: nothing still to read", "partition 1: 100 sequences still to read", *left],
+        "",
+    )
+    as_json = await repartition(bench, feed, "--dry-run", "--json")
+    assert [each["messages"] for each in as_json.json()["left_out"]] == [1, 36]
+    unasked = await repartition(bench, feed)
+    assert (unasked.code, all(f"warning: {line}" in unasked.err for line in left)) == (2, True)
+    done = await until_cut(bench, feed)
+    assert done.err.splitlines() == [f"warning: {line}" for line in left]
+    assert f"site/{stream}/0001 begins at 201: {cut}" in done.out.splitlines()
+
+
+@pytest.mark.parametrize(
+    "failpoint",
+    [
+        "egress.after_put",
+        at_length("repartition.before_stream"),
+        "repartition.after_stream",
+        at_length("repartition.after_chain"),
+    ],
+)
+async def test_a_crash_at_any_step_is_completed_by_the_next_run(bench: Bench, failpoint: str) -> None:
+    """Behind the commit the old cut stops."""
+    stream, parts = await uneven(bench, 60)
+    feed = feed_of(stream, 3)
+    killed = await repartition(bench, feed, "--yes", failpoints=f"{failpoint}=kill")
+    assert killed.code == -9
+    is_cut = failpoint in ("repartition.after_stream", "repartition.after_chain")
+    assert (bench.chains.read_stream(parts.chain(0, 1)) is not None) is is_cut
+    if is_cut:
+        async with bench.egress(feed_of(stream, 2)) as running:
+            await soon(lambda: running.state(stream) == running.state(f"{stream}/1") == "stopped")
+            assert "repartition" in running.status(stream)["hint"]
+    await publish_over(bench, stream, ["0.a", "1.a", "2.a"], 30, "meanwhile")
+    await until_cut(bench, feed)
+    assert parts.previous(1) == parts.ends() == {0: 120, 1: 120}
+    after = Partitioned(bench, stream, 3)
+    await after.freeze(150, 1)
+    after.check(1)
+    await check_all(bench, stream, stream)
+
+
+async def test_nothing_is_done_where_there_is_nothing_to_do_and_a_running_egress_is_left_alone(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    parts = Partitioned(bench, stream, 2)
+    unbegun = await repartition(bench, feed_of(stream, 2), "--yes")
+    assert (unbegun.code, "has not begun" in unbegun.err) == (2, True)
+    await publish_over(bench, stream, ["0.a", "1.a"], 20, "x")
+    async with bench.egress(feed_of(stream, 2)):
+        await parts.archived_to(20)
+        done = await repartition(bench, feed_of(stream, 2), "--yes")
+        assert (done.code, "is cut as configured" in done.out) == (0, True)
+        done = await repartition(bench, {"stream": stream}, "--yes")
+    assert done.code == 75
+    assert f"partition 0 of feed {stream} is frozen by {gethostname()} (process {os.getpid()})" in done.err
+    assert bench.chains.read_stream(parts.chain(0, 1)) is None
+    assert parts.ends() == {0: 20, 1: 20}
+
+
+async def test_a_stream_set_back_behind_the_cut_is_noticed_though_nothing_was_archived_since(
+    alone: tuple[Bench, NatsServer], tmp_path: Path
+) -> None:
+    """The tips of the incarnation before are evidence for the one that continues it."""
+    bench, server = alone
+    stream, parts = await begun_parts(bench, 2, 20, storage="file")
+    saved = await save_disk(server, tmp_path)
+    await publish_over(bench, stream, ["0.a", "1.a"], 20, "lost")
+    await parts.freeze(40)
+    await until_cut(bench, feed_of(stream, 3))
+    await restore_disk(server, saved)
+    feed = feed_of(stream, 3)
+    async with bench.egress(feed) as running:
+        await soon(lambda: all(running.state(stream + s) == "stopped" for s in ("", "/1", "/2")))
+        assert "is rolled back" in running.status(f"{stream}/2")["why"]
+        await paste(bench, running.status(stream)["hint"], feed)
+        await publish_over(bench, stream, ["0.a", "1.a", "2.a"], 30, "other")
+        after = Partitioned(bench, stream, 3)
+        await after.archived_to(50, 2)
+    after.check(2)
+    assert [m.sequence for m in after.messages(2)] == list(range(21, 51))
+
+
+@pytest.mark.parametrize(("retention", "count"), [("interest", 3), ("workqueue", 2)])
+async def test_the_new_partitions_get_what_comes_meanwhile(bench: Bench, retention: str, count: int) -> None:
+    stream = await bench.make_stream(unique("T"), retention=retention)
+    before, after = Partitioned(bench, stream, 2), Partitioned(bench, stream, count)
+    async with bench.egress(feed_of(stream, 2)) as running:
+        await soon(lambda: running.state(stream) == running.state(f"{stream}/1") == "reading")
+        await publish_over(bench, stream, ["0.a", "1.a"], 60, "first")
+        await before.archived_to(60)
+    cut = {"stream": stream, "partitions": [f"{stream}.{part}.>" for part in (1, 0, 2)[:count]]}
+    await until_cut(bench, cut)
+    await publish_over(bench, stream, ["0.a", "1.a", "2.a"][:count], 90, "second")
+    async with bench.egress(cut):
+        await after.archived_to(150, 1)
+    expected = [b"first %d" % i for i in range(60)] + [b"second %d" % i for i in range(90)]
+    assert sorted(m.payload for m in everything(bench, stream)) == sorted(expected)
+
+
+async def test_a_sampled_feed_is_read_on_with_its_sampler_and_goes_on_with_what_it_knew(bench: Bench) -> None:
+    """One copy of each value in an hour: whoever was copied before the cut is not copied behind it."""
+    stream = await bench.make_stream(unique("T"))
+    keys = {"inspect_subject_token": 3, "inspect_duration": "1h"}
+    subjects = [f"{partition}.{value}" for partition in (0, 1) for value in "abc"]
+    parts = Partitioned(bench, stream, 2)
+    await publish_over(bench, stream, subjects, 60, "first")
+    async with bench.egress(feed_of(stream, 2, **keys)):
+        await parts.archived_to(60)
+    await publish_over(bench, stream, [*subjects, "0.d", "1.d"], 40, "more")
+    async with parts.away(1):
+        running = bench.start(bench.settings(feed_of(stream, 2, **keys)))
+        await soon(lambda: parts.end(0) == 100)
+        await running.drain()
+    cut = {"stream": stream, **keys}
+    await until_cut(bench, cut)
+    assert parts.ends() == {0: 100, 1: 100}
+    parts.check()
+    copied = [m.subject.decode().removeprefix(f"{stream}.") for m in parts.messages()]
+    assert sorted(copied) == sorted([*subjects, "0.d", "1.d"])
+    await publish_over(bench, stream, [*subjects, "0.e"], 70, "later")
+    async with bench.egress(cut):
+        await bench.archived_to(stream, 170, incarnation=1)
+    assert [m.subject.decode() for m in bench.messages(stream, 1)] == [f"{stream}.0.e"]
+    bench.check(stream, 1, 101)

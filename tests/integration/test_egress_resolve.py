@@ -296,17 +296,6 @@ async def test_a_feed_that_nothing_stops_is_left_alone(bench: Bench) -> None:
     assert (none.code, f"expected one of {stream}" in none.err) == (2, True)
 
 
-@pytest.mark.real
-@pytest.mark.parametrize("choice", [(), ("--same", "--yes"), ("--new-incarnation", "--yes")])
-async def test_where_nothing_can_be_asked_nothing_is_said_of_the_feed(bench: Bench, choice: tuple[str, ...]) -> None:
-    stream = await bench.begun([b"x"] * 10)
-    with NatsServer(extra="accounts { A { users: [{user: a, password: p}] } }") as server:  # JetStream is off there
-        path = configuration(bench, {"stream": stream})
-        path.write_text(path.read_text().replace(f"url: {bench.url}", f"url: {server.url}\n  user: a\n  password: p"))
-        found = await floe("egress", "resolve", "-c", str(path), stream, *choice)
-    assert (found.code, "not enabled for account" in found.err, found.out) == (1, True, ""), found
-
-
 # E-EMPTY-ARCHIVE, of several incarnations
 
 

@@ -117,20 +117,6 @@ async def test_a_document_that_is_missing_or_contradicts_is_restored_or_made_aga
 # E-SOURCE-GONE
 
 
-async def test_resolve_says_that_the_stream_of_a_feed_does_not_exist(bench: Bench) -> None:
-    stream = unique("T")
-    code, lines = await resolved(bench, stream)
-    assert (code, lines) == (
-        3,
-        [
-            f"{SITE}/{stream}/0000/0  E-SOURCE-GONE: stream {stream} does not exist",
-            "  create it: the feed then begins by itself",
-        ],
-    )
-    await bench.make_stream(stream)
-    assert (await resolved(bench, stream))[0] == 0
-
-
 @pytest.mark.parametrize("policy", ["continue", "halt"])
 async def test_resolve_gives_the_choices_where_the_stream_was_deleted(bench: Bench, policy: str) -> None:
     stream = await bench.begun([b"first"] * 10)
@@ -192,18 +178,6 @@ async def test_what_has_no_feed_names_its_file(bench: Bench) -> None:
     for command in (["run"], ["run", "--workers", "2"], ["init"]):
         done = await floe("egress", *command, "-c", config)
         assert (done.code, done.err) == (78, line)
-
-
-async def test_a_command_that_ends_by_itself_logs_what_the_configuration_asks_for_with_v(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    config = configuration(bench, {"stream": stream})
-    quiet = await floe("egress", "init", "-c", str(config))
-    assert (quiet.code, quiet.err) == (0, "")
-    config.write_text(config.read_text() + "log: {level: info}\n")
-    quiet = await floe("egress", "init", "-c", str(config))
-    assert (quiet.code, quiet.err) == (0, "")
-    told = await floe("-v", "egress", "init", "-c", str(config))
-    assert "nats connected" in told.err
 
 
 # Two sources under one name, both running: what one of them closes, the other puts nothing into any more

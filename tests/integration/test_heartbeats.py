@@ -18,12 +18,9 @@ from common.jetstream.kv import KeyValue
 from common.jetstream.pull import get_message
 from common.jetstream.requests import ApiError
 from common.settings.egress import HeartbeatSettings
-from egress import heartbeats
 from egress.heartbeats import check_stored, heartbeat_key, next_due
-from infra.local.nats import NatsServer
 from tests.support.basics import soon, unique
 from tests.support.egress import SITE, Bench, Running
-from tests.support.proxies import TcpProxy
 
 pytestmark = pytest.mark.simulated
 
@@ -91,23 +88,6 @@ async def test_a_failure_is_told_once_and_its_end_too(bench: Bench, caplog: pyte
         await bench.make_stream(missing)
         await soon(lambda: failures(running) == {})
         assert told("heartbeat_stored") == 1
-
-
-@pytest.mark.real
-async def test_a_stream_that_refuses_and_a_server_that_is_silent_count_as_failures(
-    nats_server: NatsServer, bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(heartbeats, "ACK_TIMEOUT", 0.5)
-    stream = await bench.make_stream(unique("T"))
-    full = await bench.make_stream(unique("T"), max_msgs=1, discard="new")
-    async with TcpProxy(nats_server.port) as proxy:
-        far = Bench(proxy.url, bench.root, bench.client, bench.lease_bucket, bench.state_bucket)
-        async with far.egress({"stream": stream}, heartbeats=beating(full, "a"), lease_ttl="10s") as running:
-            await soon(lambda: failures(running).get(f"{full}.a", "").startswith("E-JS-"))
-            proxy.blackhole("down")
-            await soon(lambda: failures(running).get(f"{full}.a") in ("E-UNKNOWN", "E-UNAVAILABLE"))
-            proxy.heal()
-            await soon(lambda: failures(running).get(f"{full}.a", "").startswith("E-JS-"))
 
 
 # Settings

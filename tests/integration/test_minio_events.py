@@ -22,7 +22,7 @@ from common.objects.open import open_objects
 from common.settings.root import StoreSettings
 from infra.demo.world import PROJECT
 from infra.local.minio import MinIO, find_minio
-from tests.integration.test_events_service import S3Archive, S3Centre, store_config
+from tests.integration.test_events import S3Archive, S3Centre, store_config
 from tests.support import canaries
 from tests.support.basics import PATIENCE, SharedS3, soon, unique
 from tests.support.ingress import PREFIX, check_exact, client_of, rows_of

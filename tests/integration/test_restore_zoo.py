@@ -27,7 +27,7 @@ from egress.partition import partitions_of
 from egress.resolve import look, new_incarnation, plan_incarnation
 from ingress.restore.plan import RestorePlan
 from ingress.restore.restore import RestoreReport
-from tests.integration.test_egress_repartition import until_cut
+from tests.integration.test_egress_partitions import until_cut
 from tests.support import restoring as back
 from tests.support.basics import PATIENCE, soon, unique
 from tests.support.egress import SITE, Bench, feed_of

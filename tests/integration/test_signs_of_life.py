@@ -20,7 +20,6 @@ from common.errors import Refused, Unavailable
 from common.jetstream.client import FloeClient
 from common.metrics import REGISTRY
 from common.segments.alive import Alive, ChainSign
-from infra.local.nats import NatsServer
 from tests.support.basics import soon, unique
 from tests.support.commands import floe
 from tests.support.egress import QUICK, SITE, Bench
@@ -219,23 +218,3 @@ async def test_the_centre_knows_the_true_lag_the_reason_and_who_is_silent(
         await soon(lambda: sample("ingress_site_silent", site=CHAIN.site) == 1)
         assert sample("ingress_source_silent", **labels) == 1
         await soon(lambda: sample("ingress_source_stopped", **{**labels, "site": OTHER.site}) == 1)
-
-
-async def test_what_was_measured_stays_while_nats_is_away(tmp_path: Path, archive: Archive) -> None:
-    archive.put(rows_of(1, 5))
-    labels = {"site": CHAIN.site, "feed": CHAIN.feed, "partition": "0"}
-    with NatsServer() as server:
-        centre = Centre(tmp_path, archive, server.url)
-        async with centre.running():
-            await soon(lambda: sample("ingress_position", target=centre.target, **labels) == 6)
-            assert sample("ingress_nats_reachable") == 1
-            server.stop()
-            await soon(lambda: sample("ingress_nats_reachable") == 0)
-            await soon(lambda: sample("ingress_lease_held", target=centre.target) == 0)
-            measured = sample("ingress_lag_last_success_timestamp_seconds", target=centre.target)
-            assert sample("ingress_lag_sequences", target=centre.target, **labels) == 0
-            server.start()
-            archive.put(rows_of(6, 10))
-            await soon(lambda: sample("ingress_position", target=centre.target, **labels) == 11)
-            assert sample("ingress_nats_reachable") == 1
-            assert (sample("ingress_lag_last_success_timestamp_seconds", target=centre.target) or 0) > (measured or 0)
