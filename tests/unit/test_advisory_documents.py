@@ -1,4 +1,4 @@
-"""The documents of advisories: what stream-replicator's readers expect, and ids that follow from content."""
+"""Advisories: documents as stream-replicator's readers expect them, ids that follow from content, and loops."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from common.chain import Chain
 from common.clock import NS_PER_S
+from common.jetstream.api import StreamInfo
 from common.settings.egress import FeedSettings
 from egress.advisories.advisory import (
     Advisory,
@@ -16,10 +17,13 @@ from egress.advisories.advisory import (
     Event,
     document_of,
     event_id,
+    fed_back,
     inspect_field,
     ksuid,
+    loop_of,
     parse,
 )
+from egress.partition import partitions_of
 
 CHAIN = Chain("US_EAST", "NODE_DATA")
 SEEN = 1_647_351_430 * NS_PER_S
@@ -78,14 +82,6 @@ def test_the_age_is_rounded_as_go_does_and_never_negative_and_times_are_cut_to_s
     assert (late["seen"], late["timestamp"], late["age"]) == (1_647_351_430, 1_647_351_430, 0)
 
 
-def test_ids_sort_by_moment() -> None:
-    moments = [SEEN + n * NS_PER_S for n in (0, 1, 59, 3600, 86_400, 10**8)]
-    ids = [event_id(CHAIN, advisory(moment_ns=moment)) for moment in moments]
-
-    assert ids == sorted(ids)
-    assert {len(each) for each in ids} == {27}
-
-
 def test_an_id_says_everything_about_its_advisory_and_nothing_else() -> None:
     chains = [CHAIN, Chain("US_EAS", "TNODE_DATA"), CHAIN.next_incarnation(), Chain("US_EAST", "NODE_DATA", 0, 1)]
     changes: list[dict[str, Any]] = [{}, {"event": Event.EXPIRE}, {"value": "node11"}, {"seen_ns": SEEN + 1}]
@@ -93,6 +89,8 @@ def test_an_id_says_everything_about_its_advisory_and_nothing_else() -> None:
     ids = [event_id(chain, advisory(**change)) for chain in chains for change in changes]
 
     assert len(set(ids)) == len(ids)
+    later = [event_id(CHAIN, advisory(moment_ns=SEEN + n * NS_PER_S)) for n in (0, 1, 59, 3600, 86_400, 10**8)]
+    assert (later, {*map(len, later)}) == (sorted(later), {27})
     assert event_id(Chain("US_EAST", "NODE_DATA"), advisory()) == ids[0]
     assert ids[0] == "26QNx2nKoE3iRd6dKcLDD66eh5O"  # must never change: streams know it
 
@@ -136,3 +134,55 @@ def test_anything_else_is_no_advisory() -> None:
 )
 def test_inspect_field_names_what_is_sampled_by(key: str, value: object, name: str) -> None:
     assert inspect_field(FeedSettings.model_validate({"stream": "S", "inspect_duration": "1h", key: value})) == name
+
+
+# Advisories that would come back into the stream that they tell about
+
+
+@pytest.mark.parametrize(
+    ("template", "subjects", "filter_subject", "found"),
+    [
+        ("loop.adv.%s.%v", "loop.>", "", ("loop.adv.new.>", "loop.>")),
+        ("adv.%s.%v", "loop.> adv.*.a.b", "", ("adv.new.>", "adv.*.a.b")),
+        ("adv.%s", "adv.expire", "", ("adv.expire", "adv.expire")),
+        ("loop.adv.%s", "loop.>", "loop.*.recover", ("loop.adv.recover", "loop.>")),
+        ("loop.adv.%v", "loop.*.a loop.data.>", "loop.*.*", ("loop.adv.>", "loop.*.a")),
+        ("adv.%s.%v", "loop.>", "", None),
+        ("loop.%s", "loop.data loop.*.x", "", None),  # no event is called data
+        ("loop.adv.%s.%v", "loop.>", "loop.data.>", None),
+        ("loop.adv.%s.%v", "loop.>", "loop.adv", None),
+        ("loop.adv.%s", "loop.adv.x loop.data.>", "loop.>", None),
+        ("adv.%s.%v", "", "", None),  # a mirror
+    ],
+)
+def test_what_can_come_back_is_named_and_nothing_else(
+    template: str, subjects: str, filter_subject: str, found: tuple[str, str] | None
+) -> None:
+    assert fed_back(template, subjects.split(), filter_subject) == found
+
+
+def stream(*subjects: str) -> StreamInfo:
+    return StreamInfo("LOOP", "", {"name": "LOOP", "subjects": list(subjects)}, 0, 0, 0, "", "", "")
+
+
+def feed(**keys: object) -> FeedSettings:
+    sampled = {"inspect_subject_token": -1, "inspect_duration": "1h"}
+    return FeedSettings.model_validate({"stream": "LOOP", **sampled, **keys})
+
+
+def test_the_error_names_the_subjects_and_the_ways_out() -> None:
+    [part] = partitions_of("site", feed(advisory={"subject": "loop.adv.%s.%v"}))
+    error = loop_of(part, part.chain, stream("loop.>"))
+    assert error is not None
+    assert error.code == "E-ADVISORY-LOOP"
+    told = "site/LOOP/0000/0: advisories on loop.adv.new.> would be messages of stream LOOP itself (loop.>)"
+    assert error.message.startswith(told)
+    for way in ("advisory.subject", "filter_subject that leaves loop.adv.*.> out"):
+        assert way in error.hint
+    [part] = partitions_of("site", feed())
+    assert loop_of(part, part.chain, stream(">")) is None, "a feed without advisories"
+    parts = partitions_of("site", feed(advisory={"subject": "loop.adv.%s"}, partitions=["loop.a.>", "loop.adv.>"]))
+    first, second = [loop_of(part, part.chain, stream("loop.>")) for part in parts]
+    assert first is None, "only the partition that reads them stops"
+    assert second is not None
+    assert "(loop.>, of which loop.adv.> is read)" in second.message

@@ -48,12 +48,8 @@ def test_what_is_not_one_is_refused() -> None:
     assert Alive.from_json(json.dumps(document | {"chains": [chain]}).encode()).chains
 
 
-def test_a_restart_has_the_same_name_and_siblings_have_others() -> None:
-    names = [process_name("h"), process_name("h", "a"), process_name("h", "a", 0), process_name("h", "a", 1)]
-    assert names == ["h", "h.a", "h.a.0", "h.a.1"]
-
-
-def test_objects_of_processes_that_never_came_back_are_not_read_and_a_dead_site_is() -> None:
+def test_names_stay_and_objects_of_processes_that_never_came_back_are_not_read_and_a_dead_site_is() -> None:
+    assert [process_name("h"), process_name("h", "a"), process_name("h", "a", 1)] == ["h", "h.a", "h.a.1"]
     live, old = ObjectInfo("a", 1, 10 * FORGOTTEN, "e"), ObjectInfo("b", 1, 8 * FORGOTTEN, "e")
     assert to_read([("s", live), ("s", old), ("dead", old)]) == [live, old]
     assert to_read([("s", old), ("s", live)]) == [live]
@@ -70,15 +66,12 @@ def test_of_a_chain_the_newest_process_that_has_it_counts() -> None:
     ("made", "incarnation", "archived", "expected"),
     [
         (sign(end=50, source_last=597), 2, 50, 547),
-        (sign(end=50, source_last=597), 2, 80, 517),
         (sign(end=50, source_last=40), 2, 50, 0),
-        (sign(source_last=597), 2, 0, 597),
         (sign(end=50), 2, 50, None),
         # It has begun the next incarnation, and the centre has not heard of it.
         (sign(end=5, source_last=9), 1, 1000, 4),
         # The chain begins behind what the stream had before: that is not owed.
         (sign(end=0, source_last=597, first=598), 2, 0, 0),
-        (sign(end=0, source_last=599, first=598), 1, 0, 2),
         (sign(end=600, source_last=610, first=598), 2, 0, 10),
         # It stopped before it looked which incarnation it is in.
         (sign(chain=PARTITION, source_last=597), 2, 50, 547),
@@ -118,11 +111,9 @@ def test_what_egress_says_belongs_to_the_newest_incarnation() -> None:
     [
         (None, {}, None, False),
         (sign(), {}, "reading", False),
-        (sign(), {"age": 44.0}, "reading", False),
         (sign(), {"age": 46.0}, "overdue", False),
         (sign(), {"age": 301.0}, "silent", True),
         (sign("stopped", code="E-FORKED"), {"age": 46.0}, "stopped E-FORKED", True),
-        (sign("stopped", code="E-FORKED"), {}, "stopped E-FORKED", True),
         (sign("waiting", since=900.0), {}, "waiting", False),
         (sign("waiting", since=600.0), {}, "waiting", True),
         (sign("standby", since=1.0), {}, "standby", False),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from common.chain import Chain
 from common.clock import NS_PER_S, format_time, parse_time
-from common.errors import DataError
+from common.errors import DataError, OutcomeUnknown
 from common.objects.local import LocalObjects
 from common.segments.captures import (
     CapturedConfig,
@@ -32,7 +32,7 @@ from common.segments.captures import (
 )
 from common.segments.keys import CAPTURES, CaptureName, Layout
 from tests.support.clock import ManualClock
-from tests.support.stores import CountingObjects, DatedObjects
+from tests.support.stores import CountingObjects, DatedObjects, answering, refusing_conditions
 
 CHAIN, LAYOUT = Chain("us-east", "NODES", 1), Layout("data")
 NAME = "us-east/NODES/0001/0"
@@ -63,7 +63,7 @@ def captures(objects: LocalObjects) -> CaptureStore:
     return CaptureStore(LAYOUT, objects)
 
 
-def test_captures_come_back_as_they_were_made(captures: CaptureStore) -> None:
+def test_captures_come_back_as_they_were_made(captures: CaptureStore, objects: LocalObjects) -> None:
     found = (CONSUMER, msgspec.structs.replace(CONSUMER, paused=True))
     consumers = CapturedConsumers(at(1), 10, found, chain=NAME, ts=at(2))
     gone = deletions(1, 10, 2, 12, (3, 3), (5, 9))
@@ -72,6 +72,8 @@ def test_captures_come_back_as_they_were_made(captures: CaptureStore) -> None:
         assert not captures.put(Chain("us-east", "NODES", 1, 3), each), "the partition does not matter"
     reads = (captures.config, captures.consumers, captures.deletions)
     assert [read(CHAIN) for read in reads] == [config(10), consumers, gone]
+    with pytest.raises(OutcomeUnknown, match="read back"):
+        CaptureStore(LAYOUT, refusing_conditions(objects).on("put", answering(None))).put(CHAIN, config(11))
     assert consumers.consumers[0].name == "app"
     assert to_json(config(5, b=1, a=2)) == to_json(config(5, a=2, b=1))
     assert (deleted_ranges([]), deleted_ranges([3, 4, 5, 9, 11, 12])) == ((), ((3, 5), (9, 9), (11, 12)))

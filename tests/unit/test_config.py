@@ -182,25 +182,21 @@ def test_each_problem_is_told_once_where_it_stands(text: str, told: str):
     assert (found[: len(f"f.yaml:{told}")], "SEKRET" in found) == (f"f.yaml:{told}", False)
 
 
-def test_control_characters_of_a_value_do_not_reach_the_terminal():
+def test_control_characters_of_a_value_and_the_line_of_a_syntax_error_do_not_reach_the_terminal():
+    [told] = problems('nats: {password: "hunter2}\n')
+    assert "hunter2" not in told
     with pytest.raises(ConfigError) as caught:
         parse('site: "\\e[31mred\\nerror[E-OTHER]: forged"\nstore: {url: s3://floe}\n', "f.yaml")
     assert not {"\n", "\x1b"} & {*caught.value.line()}
 
 
-@pytest.mark.parametrize(
-    ("value", "site"),
-    [("no", "no"), ("on", "on"), ("012", "012"), ("1_000", "1_000"), ('"true"', "true"), ("0o7", "0o7")],
-)
-def test_text_that_only_yaml_1_1_would_change_stays_text(value: str, site: str):
-    assert one(f"site: {value}\nstore: {{url: s3://floe}}\n").site == site
-
-
-@pytest.mark.parametrize("value", ['"5"', "1.0", "1:30", "0x10", "[]", "{a: 1}"])
-def test_a_number_is_written_in_decimal_without_quotes(value: str):
-    shown = {"[]": "an empty list", "{a: 1}": "a mapping"}.get(value, value)
-    told = [f"f.yaml:3:23: egress.kv_replicas: expected a whole number, found {shown}"]
-    assert problems(HEAD + f"egress: {{kv_replicas: {value}}}\n") == told
+def test_text_that_only_yaml_1_1_would_change_stays_text_and_a_number_is_written_in_decimal_without_quotes():
+    for value in ("no", "on", "012", "1_000", "0o7"):
+        assert one(f"site: {value}\nstore: {{url: s3://floe}}\n").site == value
+    shown = {"[]": "an empty list", "{a: 1}": "a mapping"}
+    for value in ('"5"', "1.0", "1:30", "0x10", "[]", "{a: 1}"):
+        told = [f"f.yaml:3:23: egress.kv_replicas: expected a whole number, found {shown.get(value, value)}"]
+        assert problems(HEAD + f"egress: {{kv_replicas: {value}}}\n") == told
 
 
 @pytest.mark.parametrize(
@@ -213,14 +209,11 @@ def test_a_number_is_written_in_decimal_without_quotes(value: str):
         ("log: {<<: {level: info}}\n", "f.yaml:1:7: log.<<: expected a key, found a merge key: write it out"),
         ("log: {? [a] : b}\n", "f.yaml:1:9: log: expected a key, found a mapping or a list"),
         ("a: [\n", "f.yaml:2:1: expected YAML: while parsing a flow node"),
-        ("a: 'x\n", "f.yaml:2:1: expected YAML: while scanning a quoted scalar found unexpected end of stream"),
-        ("a: b: c\n", "f.yaml:1:5: expected YAML:  mapping values are not allowed here"),
         ("a:\n\tb: c\n", "f.yaml:2:1: expected YAML: while scanning for the next token found character '\\t'"),
         ("a: \x07\n", "f.yaml:1:4: expected text, found the character"),
         ("", "f.yaml:1:1: expected a mapping, found an empty file"),
         ("---\n", "f.yaml:2:1: expected a mapping at the top, found nothing"),
         ("- a\n", "f.yaml:1:1: expected a mapping at the top, found a list"),
-        ("text\n", "f.yaml:1:1: expected a mapping at the top, found a single value"),
         (b"\xff\xfes\x00i\x00", "f.yaml: expected UTF-8 text, found UTF-16"),
         (b"\x89PNG\r\n", "f.yaml: expected UTF-8 text, found other bytes at offset 0"),
         (b"#" * (1024 * 1024 + 1), "f.yaml: expected at most 1048576 bytes, found more"),
@@ -235,24 +228,18 @@ def test_what_is_not_plain_yaml_is_refused_with_its_place(text: str | bytes, exp
     ("text", "expected"),
     [
         ("a: " + "[" * 500_000, "f.yaml:1:36: expected at most 32 levels, found more"),
-        ("? " * 500_000, "expected at most 32 levels, found more"),
         ("a: {" + "? {" * 300_000, "expected at most 32 levels, found more"),
-        ("a: [" + "[]," * 300_000, "expected at most 50000 keys and values, found more"),
+        ("a: [" + "[]," * 60_000, "expected at most 50000 keys and values, found more"),
         (
             "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60)),
             "f.yaml:1:5: a0: expected a value, found the anchor &a0: remove it",
         ),
     ],
-    ids=["lists", "keys", "mappings as keys", "values", "aliases of aliases"],
+    ids=["lists", "mappings as keys", "values", "aliases of aliases"],
 )
 def test_what_is_nested_too_deep_or_too_much_is_refused_before_all_of_it_is_parsed(text: str, expected: str):
     """A parser that went through it would take minutes, and a reader that calls itself would end."""
     assert [line for line in problems(text) if expected in line]
-
-
-def test_a_syntax_error_never_quotes_the_line_it_stands_in():
-    [told] = problems('nats: {password: "hunter2}\n')
-    assert "hunter2" not in told
 
 
 def test_secrets_and_passwords_in_urls_are_never_shown():
@@ -328,7 +315,6 @@ def test_a_secret_file_that_cannot_be_read_is_told_without_its_content(tmp_path:
     [
         ("pipe", "expected a mapping, found an empty file"),
         ("/dev/zero", "expected a file that can be read, found: is no regular file"),
-        ("/dev/null", "expected a file that can be read, found: is no regular file"),
         (".", "expected a file that can be read, found: is a directory"),
         ("x.yaml", "x.yaml: expected a file that can be read, found: no such file or directory"),
     ],
@@ -386,10 +372,7 @@ def test_a_configuration_may_come_through_a_pipe_as_a_shell_makes_it():
 
 
 def test_load_takes_a_file_with_one_document_and_says_what_checks_several(tmp_path: Path):
-    file = tmp_path / "site.yaml"
-    file.write_text(HEAD)
-    assert load(str(file)).site == "us-east"
-    file.write_text(f"{HEAD}---\n{HEAD}")
+    (file := tmp_path / "site.yaml").write_text(f"{HEAD}---\n{HEAD}")
     with pytest.raises(ConfigError, match=f"expected one document, found 2; floe config check {file} checks them all"):
         load(str(file))
 

@@ -15,7 +15,6 @@ from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.objects.local import LocalObjects
 from common.objects.port import ConditionsRefused
 from common.segments.archive import history
-from common.segments.captures import CapturedConsumers, CaptureStore, named
 from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, CompactionRun, StreamDocument, run_of
 from common.segments.keys import CaptureName, Layout
 from common.sequences import MAX_SEQUENCE, SequenceRange
@@ -420,16 +419,3 @@ def test_a_gap_is_accepted_without_an_arbiter(objects: LocalObjects) -> None:
     assert store.accept_gap(CHAIN, gap) == gap
     assert store.accept_gap(CHAIN, AcceptedGap(gap.range, "again")) == gap
     assert store.gaps(CHAIN) == [gap]
-
-
-def test_a_capture_is_put_once_by_its_content(objects: LocalObjects) -> None:
-    faulty = refusing_conditions(objects)
-    captures = CaptureStore(LAYOUT, faulty)
-    document = CapturedConsumers("2026-11-20T10:00:00Z", 7, ())
-    assert captures.put(CHAIN, document)
-    assert not captures.put(CHAIN, document)
-    assert faulty.calls["put"] == 1
-    assert captures.consumers(CHAIN) == named(CHAIN, document)
-    faulty.on("put", answering(None))
-    with pytest.raises(OutcomeUnknown, match="read back"):
-        captures.put(CHAIN, CapturedConsumers("2026-11-20T10:00:00Z", 8, ()))
