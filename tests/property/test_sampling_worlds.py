@@ -173,6 +173,9 @@ def test_nothing_but_the_log_changes_a_choice(world: list[Sent], cuts: list[int]
     # Given: what one fold of all messages leads to
     plain = Sampler(how(TRIGGER))
     expected = choose(plain, world).kept
+    silent = Sampler(how(TRIGGER), tracks=False)
+    found = choose(silent, world)
+    assert (found.kept, found.advisories, silent.advance(world[-1].time)) == (expected, [], [])
     # When: it is cut anywhere, with any idea of the time between, advisories or not, and new processes
     sampler, kept = Sampler(how(TRIGGER)), bytearray()
     for number, some in enumerate(batches(world, cuts)):

@@ -106,20 +106,6 @@ def test_without_promtool_the_check_says_so_aloud(tmp_path: Path) -> None:
     assert (done.returncode, "SKIPPED" in done.stderr) == (0, True)
 
 
-def test_check_deploy_tries_the_alerts_with_promtool() -> None:
-    """Where it is missing, that is skipped aloud, and fails where an alert does not hold."""
-    script = (ROOT / "infra" / "check_deploy.sh").read_text()
-    [branch] = re.findall(r"^if command -v promtool .*?^fi$", script, re.MULTILINE | re.DOTALL)
-    asked = 'check() { echo "check ${*:2}"; }\nskip() { echo "skip $1"; }\n' + branch
-
-    def told(defined: str) -> str:
-        bash = [str(shutil.which("bash")), "-c", defined + asked]
-        return subprocess.run(bash, env={"PATH": ""}, capture_output=True, text=True).stdout
-
-    assert told("promtool() { :; }\n") == "check bash infra/prometheus/check.sh\n"
-    assert re.fullmatch("skip promtool is not here.*\n", told(""))
-
-
 def test_the_committed_dashboard_is_what_the_script_makes_and_shows_every_metric_or_says_why_not() -> None:
     found = expressions()
     shown = {re.sub("_(bucket|count|sum)$", "", name) for expression in found for name in named(expression)}

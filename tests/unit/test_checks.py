@@ -24,15 +24,12 @@ from common.segments.alive import ChainSign, Sighting
 CHAIN = Chain("us-east", "NODES")
 
 
-def test_a_threshold_that_is_not_given_gives_way() -> None:
+def test_a_threshold_that_is_not_given_gives_way_and_inverted_ones_are_refused() -> None:
     most = {(None, None): (900, 3600), (60, 120): (60, 120), (60, 60): (60, 60), (None, 60): (60, 60)}
     least = {(None, None): (3600, 900), (120, 60): (120, 60), (None, 7200): (7200, 7200), (60, None): (60, 60)}
     most[7200, None] = (7200, 7200)
     assert {given: thresholds(given, (900, 3600), at_least=False) for given in most} == most
     assert {given: thresholds(given, (3600, 900), at_least=True) for given in least} == least
-
-
-def test_inverted_thresholds_are_refused() -> None:
     for given, at_least, side in (((120, 60), False, "most"), ((60, 120), True, "least")):
         with pytest.raises(UsageError, match=f"--warning: expected at {side} --critical, [12]m, found [12]m"):
             thresholds(given, (1, 1), at_least=at_least)
@@ -52,7 +49,6 @@ def egress(problems: tuple[str, ...] = (), age: float = 0.1, **feed: Any) -> dic
     [
         (egress(), math.inf, OK, "1 chain, 10 sequences not archived"),
         (egress(end=0, first=15, source_last=14), math.inf, OK, "1 chain, 0 sequences not archived"),
-        (egress(), 90_000, OK, "not archived"),
         (egress(), 80_000, WARNING, "expires in 80000 s"),
         (egress(), 20_000, CRITICAL, "expires in 20000 s"),
         (egress(state="stopped", code="E-FORKED"), math.inf, CRITICAL, ": E-FORKED"),
@@ -78,7 +74,6 @@ def ingress(target: dict[str, Any] | None = None, problems: tuple[str, ...] = ()
     [
         (ingress(), OK, "1 target, 1 chain, 3 s behind"),
         (ingress(lag_seconds=1000), WARNING, "us-east/NODES/0000/0 into target FLEET: 1000 s behind"),
-        (ingress(lag_seconds=4000), CRITICAL, "4000 s behind"),
         (ingress(stopped="why", code="E-LOST"), CRITICAL, "stopped: us-east/NODES/0000/0 into target FLEET: E-LOST"),
         (ingress({"state": "stopped", "code": "E-TARGET-GONE", "chains": {}}), CRITICAL, "E-TARGET-GONE"),
         (ingress(problems=("store: away",)), WARNING, "not ready: store: away"),
@@ -105,7 +100,6 @@ def chain(age: float | None = 10.0, state: str = "reading", **fields: Any) -> Ch
         ([chain()], OK, "1 chain, 10 sequences not archived"),
         ([chain(None)], OK, "1 chain, 0 sequences not archived"),
         ([chain(400)], WARNING, "no sign of life for 400 s"),
-        ([chain(4000)], CRITICAL, "no sign of life for 4000 s"),
         ([chain(state="stopped")], CRITICAL, "stopped at its site: E-FORKED"),
         ([chain(missing=("4..7",))], CRITICAL, "4..7 missing"),
         ([chain(damaged=("a/b.parquet",))], CRITICAL, "damaged: a/b.parquet"),

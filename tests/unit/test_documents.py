@@ -198,13 +198,6 @@ def test_a_spoiled_stream_document_or_floor_is_never_acted_on(objects: LocalObje
     refusal(lambda chain: chains.raise_floor(chain, 5))
 
 
-@pytest.mark.parametrize("text", [r"[{" * 5000, r"\"[{" * 5000, "\\\\"])
-def test_brackets_in_texts_are_no_levels(text: str) -> None:
-    check_depth(json.dumps({text: [text, text]}).encode())
-    with pytest.raises(ValueError, match="nested too deeply"):
-        check_depth(json.dumps({text: text}).encode() + b"[" * (MAX_DEPTH + 1))
-
-
 @pytest.mark.parametrize(
     ("raw", "is_deep"),
     [
@@ -217,8 +210,12 @@ def test_brackets_in_texts_are_no_levels(text: str) -> None:
     ],
     ids=lambda value: repr(value[:20]) if isinstance(value, bytes) else "",
 )
-def test_levels_are_those_that_are_open_at_once(raw: bytes, is_deep: bool) -> None:
+def test_levels_are_those_that_are_open_at_once_and_not_brackets_in_texts(raw: bytes, is_deep: bool) -> None:
     assert is_too_deep(raw) == is_deep
+    for text in (r"[{" * 5000, r"\"[{" * 5000, "\\\\"):
+        check_depth(json.dumps({text: [text, text]}).encode())
+        with pytest.raises(ValueError, match="nested too deeply"):
+            check_depth(json.dumps({text: text}).encode() + b"[" * (MAX_DEPTH + 1))
 
 
 def test_no_more_of_a_document_is_read_or_written_than_its_greatest_size(objects: LocalObjects) -> None:
@@ -258,17 +255,15 @@ def test_values_outside_their_range_are_refused_before_they_are_written(make: Ca
 # Floor
 
 
-def test_the_floor_rises_and_never_falls(chains: ChainStore) -> None:
+def test_the_floor_rises_and_never_falls_whoever_raises_it_in_between(
+    objects: LocalObjects, chains: ChainStore
+) -> None:
     for first, floor in ((10, 10), (5, 10), (20, 20), (20, 20)):
         chains.raise_floor(CHAIN, first)
         assert chains.read_floor(CHAIN) == floor
     for wrong in (0, -1, MAX_SEQUENCE + 1):
         with pytest.raises(ValueError, match="expected 1 to"):
             chains.raise_floor(CHAIN, wrong)
-
-
-def test_a_floor_raised_by_another_in_between_is_not_lowered(objects: LocalObjects, chains: ChainStore) -> None:
-    chains.raise_floor(CHAIN, 1)
 
     def overtaken(real: Any, *args: Any) -> Any:
         chains.raise_floor(CHAIN, 50)
@@ -302,24 +297,34 @@ def test_a_tail_tells_the_end_changes_its_etag_when_it_moves_and_is_none_where_i
         assert chains.read_tail(CHAIN) == 7
 
 
-def test_chains_are_found_by_their_documents(objects: LocalObjects, chains: ChainStore) -> None:
+def test_chains_are_found_by_their_documents_behind_thousands_of_captures_without_listing_those(
+    objects: LocalObjects, chains: ChainStore, tmp_path: Path
+) -> None:
     made = [Chain("a", "X"), Chain("a", "X", 1), Chain("a", "Y", 0, 3), Chain("a", "XX"), Chain("b", "X")]
     for chain in made:
         chains.create_chain(chain, DOCUMENT)
         chains.create_stream(chain, STREAM)
         chains.raise_floor(chain, 1)
     objects.put("data/_floe/site=a/feed=X/notes/chain.json", b"")
-    assert chains.chains() == sorted(made)
-    assert chains.chains("a") == sorted(made[:4])
-    assert chains.chains("a", "X") == made[:2]
-    assert chains.chains(feed="X") == [*made[:2], made[4]]
-    assert chains.chains("c") == []
+    [first, *others] = [LAYOUT.capture(CaptureName(made[0], "config", end, "0" * 16)) for end in range(2500)]
+    objects.put(first, b"")
+    for key in others:
+        (tmp_path / "store" / key).touch()
+    store = FaultyStore(objects)
+    found = ChainStore(store, LAYOUT)  # type: ignore[arg-type]
+    assert (found.chains(), store.calls["list"]) == (sorted(made), 2)
+    assert found.chains("a") == sorted(made[:4])
+    assert found.chains("a", "X") == made[:2]
+    assert found.chains(feed="X") == [*made[:2], made[4]]
+    assert found.chains("c") == []
 
 
 # Runs of compaction
 
 
-def test_of_a_chain_the_last_run_and_the_last_success_count_whichever_chains_they_were_for(chains: ChainStore) -> None:
+def test_of_a_chain_the_last_run_and_success_count_whichever_chains_they_were_for_and_a_spoiled_one_is_none(
+    chains: ChainStore,
+) -> None:
     runs = {
         (None, None): CompactionRun(1000.0, 5.0, 0, 1000.0),
         (CHAIN.site, None): CompactionRun(3000.0, 5.5, 3, 2000.0),
@@ -332,36 +337,21 @@ def test_of_a_chain_the_last_run_and_the_last_success_count_whichever_chains_the
     assert run_of(runs, CHAIN) == CompactionRun(3000.0, 5.5, 3, 2000.0)
     assert run_of(runs, Chain("eu-west", "NODES")) == CompactionRun(9000.0, 5.0, 75, 1000.0)
     assert run_of({("eu-west", None): CompactionRun(9000.0, 5.0, 75)}, CHAIN) is None
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"format_version": 2}, {"ended": 1e300}, {"seconds": -1}, {"code": 256}, {"succeeded": 1e12}, {"ended": "1"}],
-)
-def test_a_run_that_is_not_as_it_must_be_is_none(chains: ChainStore, wrong: dict[str, object]) -> None:
+    wrongs = (
+        {"format_version": 2},
+        {"ended": 1e300},
+        {"seconds": -1},
+        {"code": 256},
+        {"succeeded": 1e12},
+        {"ended": "1"},
+    )
     good = {"format_version": 1, "ended": 1, "seconds": 1, "code": 0}
-    for text in ("not json", json.dumps(good | wrong)):
+    for text in ("not json", *(json.dumps(good | wrong) for wrong in wrongs)):
         chains.objects.put(LAYOUT.run(None, None), text.encode())
-        assert (chains.read_run(None, None), chains.runs()) == (None, {})
+        assert chains.read_run(None, None) is None
+        assert (None, None) not in chains.runs()
     chains.objects.put(LAYOUT.run(None, None), json.dumps(good).encode())
     assert chains.read_run(None, None) is not None
-
-
-def test_chains_are_found_behind_thousands_of_captures(
-    objects: LocalObjects, chains: ChainStore, tmp_path: Path
-) -> None:
-    """Without listing those."""
-    feeds = [Chain("us-east", "NODES"), Chain("us-east", "NODES", 1), Chain("us-east", "OTHER")]
-    for each in feeds:
-        chains.create_chain(each, DOCUMENT)
-    [first, *others] = [LAYOUT.capture(CaptureName(feeds[0], "config", end, "0" * 16)) for end in range(2500)]
-    objects.put(first, b"")
-    for key in others:
-        (tmp_path / "store" / key).touch()
-    store = FaultyStore(objects)
-    found = ChainStore(store, LAYOUT)  # type: ignore[arg-type]
-    assert (found.chains(), store.calls["list"]) == (feeds, 2)
-    assert found.chains("us-east", "NODES") == feeds[:2]
 
 
 # Stores that refuse conditions
@@ -378,25 +368,23 @@ def test_a_writer_paused_before_its_put_puts_what_was_claimed_first(objects: Loc
     assert store.create_chain(CHAIN, DOCUMENT) == DOCUMENT
 
 
-def test_what_a_writer_claimed_before_it_died_is_put_by_the_next(objects: LocalObjects) -> None:
+def test_what_a_writer_claimed_before_it_died_is_put_by_the_next_and_what_is_there_wins_over_a_claim_that_was_lost(
+    objects: LocalObjects,
+) -> None:
     claims = ClaimsInMemory()
     dying = ChainStore(refusing_conditions(objects).on("put", raising(Unavailable("died"))), LAYOUT, claims)
     with pytest.raises(Unavailable):
         dying.create_chain(CHAIN, DOCUMENT)
     store = ChainStore(refusing_conditions(objects), LAYOUT, claims)
     assert store.create_chain(CHAIN, ChainDocument((), 1, 5)) == DOCUMENT
-    assert claims.held == {}
-
-
-def test_what_is_there_wins_over_a_claim_that_was_lost(objects: LocalObjects) -> None:
-    claims, store = ClaimsInMemory(), ChainStore(objects, LAYOUT)
+    chain = CHAIN.next_incarnation()
 
     def lost(real: Any, key: str, body: bytes) -> Any:
-        store.create_chain(CHAIN, DOCUMENT)  # by a writer whose claim went with the bucket
+        ChainStore(objects, LAYOUT).create_chain(chain, DOCUMENT)  # by a writer whose claim went with the bucket
         return real(key, body)
 
     late = ChainStore(refusing_conditions(objects), LAYOUT, FaultyStore(claims).on("claim", lost))  # type: ignore[arg-type]
-    assert late.create_chain(CHAIN, ChainDocument((), 1, 5)) == DOCUMENT
+    assert late.create_chain(chain, ChainDocument((), 1, 5)) == DOCUMENT
     assert claims.held == {}
 
 
