@@ -8,7 +8,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -126,14 +126,6 @@ def sha256(content: bytes) -> str:
 
 
 # F30, F31: a store that is busy or gone
-
-
-def test_a_burst_of_slow_down_is_waited_out(objects: S3Objects, proxy: FaultProxy) -> None:
-    for operation in ("put", "get", "head", "list"):
-        proxy.on(operation, refuse(503, "SlowDown"), times=1)
-    objects.put("k", b"1")
-    assert (objects.get("k"), [info.key for info in objects.list("")]) == (b"1", ["k"])
-    assert objects.head("k")
 
 
 @pytest.mark.parametrize(
@@ -261,6 +253,7 @@ GETS = {
     },
     "longer": (longer, Unavailable, LONG),
     "404 of a web page": (say(404, b"<html>no such page</html>"), Unavailable, ""),
+    "busy": (refuse(503, "SlowDown"), Unavailable, "get s3://.*/k: SlowDown"),
     "refused": (refuse(403, "AccessDenied"), Refused, "grant s3:GetObject, and s3:ListBucket"),
 }
 
@@ -330,15 +323,11 @@ NOT_LISTINGS = {
 
 
 @pytest.mark.parametrize("fault", NOT_LISTINGS.values(), ids=NOT_LISTINGS.keys())
-def test_what_is_no_listing_is_never_empty(
-    objects: S3Objects, direct: S3Objects, proxy: FaultProxy, fault: Any
-) -> None:
+def test_what_is_no_listing_is_never_an_empty_one(far: Far, fault: Any) -> None:
     for name in ("p/1", "p/2", "p/3"):
-        direct.put(name, b"")
-    proxy.on("list", fault)
-    assert fails(Unavailable, r"list s3://.*/p/", lambda: objects.list("p/")) == ["E-LIST-INVALID"]
-    proxy.clear()
-    assert len(objects.list("p/")) == 3
+        far.direct.put(name, b"")
+    far.proxy.on("list", fault)
+    assert fails(Unavailable, r"list s3://.*/p/", lambda: far.objects.list("p/")) == ["E-LIST-INVALID"]
 
 
 def test_a_listing_without_progress_ends(objects: S3Objects, direct: S3Objects, proxy: FaultProxy) -> None:
@@ -404,54 +393,45 @@ def test_pages_without_keys_end(
         assert proxy.count("list") == (6 if is_new else 2)
 
 
-class EndlessStore:
-    """An HTTP server whose answers never end; `sent`: bytes of the one under way."""
+@contextmanager
+def endless(head: bytes) -> Iterator[tuple[str, list[int]]]:
+    """The address of an HTTP server whose answers never end, and the bytes of the one under way."""
+    sent, chunk = [0], b"10000\r\n" + bytes(65536) + b"\r\n"
 
-    def __init__(self, head: bytes) -> None:
-        self._head, self.sent = head, 0
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def close(self) -> None:
-        self._listener.close()
-
-    def _serve(self) -> None:
-        with suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
-
-    def _answer(self, connection: socket.socket) -> None:
-        chunk = b"10000\r\n" + bytes(65536) + b"\r\n"
+    def answer(connection: socket.socket) -> None:
         with suppress(OSError), connection:
-            self.sent = 0
+            sent[0] = 0
             connection.recv(65536)
-            connection.sendall(self._head + b"Transfer-Encoding: chunked\r\n\r\n")
+            connection.sendall(b"HTTP/1.1 " + head + b"\r\nTransfer-Encoding: chunked\r\n\r\n")
             while True:
                 connection.sendall(chunk)
-                self.sent += 65536
+                sent[0] += 65536
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=(listener.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", sent
 
 
 def test_an_answer_without_end_is_given_up(s3: SharedS3) -> None:
-    said, xml = "expected at most 16777216 bytes", b"\r\nContent-Type: application/xml\r\n"
-    part = b"206 Partial Content\r\nContent-Range: bytes 0-99/1000\r\n"
+    said, xml = "expected at most 16777216 bytes", b"\r\nContent-Type: application/xml"
     for head, said_of in (
         (b"200 OK" + xml, {"list": said, "put": said}),
         (b"403 Forbidden" + xml, {"list": said, "put": said, "get": said}),
-        (part, {"get": "expected 100 bytes, found 101 or more"}),
+        (b"206 Partial Content\r\nContent-Range: bytes 0-99/1000", {"get": "expected 100 bytes, found 101 or more"}),
     ):
-        with closing(EndlessStore(b"HTTP/1.1 " + head)) as store:
-            objects = open_s3(s3, store.url, "archive")
-            calls: dict[str, Callable[[], object]] = {
-                "list": partial(objects.list, "p/"),
-                "put": partial(objects.put, "k", b"1"),
-                "get": partial(objects.get, "k", length=100),
-            }
+        with endless(head) as (url, sent):
+            objects = open_s3(s3, url, "archive")
+            calls = {"put": partial(objects.put, "k", b"1"), "get": partial(objects.get, "k", length=100)}
+            calls["list"] = partial(objects.list, "p/")
             for verb, expected in said_of.items():
                 with pytest.raises((Unavailable, OutcomeUnknown), match=expected):
                     calls[verb]()
-                assert store.sent <= 16 * MIB + 16 * MIB, "beside what the buffers of the connection hold"
+                assert sent[0] <= 16 * MIB + 16 * MIB, "beside what the buffers of the connection hold"
 
 
 SECOND_PAGES = {
@@ -481,33 +461,24 @@ def test_a_second_page_that_fails_is_asked_for_again_or_discards_the_first(
 # F41, B69: refusals and wrong settings
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "kind", "floe_code", "hints"),
-    [  # `tests/unit/test_s3_errors.py` has all answers
+def test_a_refusal_is_one_line_with_the_next_step(far: Far) -> None:
+    """One of each kind; `tests/unit/test_s3_errors.py` has all answers."""
+    calls = {name: partial(getattr(far.objects, name), "a/k") for name in ("get", "list", "delete", "head")}
+    calls["put"] = partial(far.objects.put, "a/k", b"")
+    for status, code, kind, floe_code, hints in (
         (403, "AccessDenied", Refused, "E-S3-DENIED", {"put": "grant s3:PutObject", "list": "grant s3:ListBucket"}),
         (404, "NoSuchBucket", ConfigError, "E-S3-BUCKET", {"put": "create the bucket"}),
         (507, "InsufficientStorage", Unavailable, "E-STORE-FULL", {"list": "make room"}),
-    ],
-)
-def test_a_refusal_is_one_line(
-    objects: S3Objects,
-    proxy: FaultProxy,
-    status: int,
-    code: str,
-    kind: type[FloeError],
-    floe_code: str,
-    hints: dict[str, str],
-) -> None:
-    calls = {name: partial(getattr(objects, name), "a/k") for name in ("get", "list", "delete", "head")}
-    for operation, call in {**calls, "put": partial(objects.put, "a/k", b"")}.items():
-        proxy.on(operation, refuse(status, code, "told\nby the proxy"))
-        with pytest.raises(kind) as caught:
-            call()
-        line = caught.value.line().splitlines()[0]
-        assert line.startswith(f"error[{floe_code}]")
-        assert "/a/k: " in line
-        assert code in line or operation == "head"  # the answer to a HEAD has no body to say it in
-        assert hints.get(operation, "") in str(caught.value)
+    ):
+        far.proxy.clear()
+        for operation, call in calls.items():
+            far.proxy.on(operation, refuse(status, code, "told\nby the proxy"))
+            with pytest.raises(kind) as caught:
+                call()
+            line = caught.value.line().splitlines()[0]
+            assert (line.startswith(f"error[{floe_code}]"), "/a/k: " in line) == (True, True), line
+            assert code in line or operation == "head"  # the answer to a HEAD has no body to say it in
+            assert hints.get(operation, "") in str(caught.value)
 
 
 def test_a_missing_bucket_is_said_by_every_verb(s3: SharedS3) -> None:
