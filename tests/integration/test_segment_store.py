@@ -18,7 +18,7 @@ import pytest
 from common.chain import Chain
 from common.errors import FloeError, OutcomeUnknown, Refused, SegmentCorrupt, Unavailable
 from common.objects.local import LocalObjects
-from common.objects.port import ChecksumMismatch, ObjectStore
+from common.objects.port import ChecksumMismatch, ConditionsRefused, ObjectStore
 from common.objects.s3 import S3Account, S3Objects
 from common.segments import store as fetching
 from common.segments.keys import Layout
@@ -29,7 +29,7 @@ from common.sequences import SequenceRange
 from tests.support.basics import SharedS3
 from tests.support.clock import ManualClock
 from tests.support.segments import CHAIN, batch_of, footer_of, message, read_all
-from tests.support.stores import FaultyStore, answering, raising, refusing_conditions
+from tests.support.stores import FaultyStore, answering, raising
 
 LAYOUT = Layout("data")
 ROWS = [message(n, b"payload %d" % n) for n in range(1, 101)]
@@ -148,51 +148,35 @@ def test_segments_can_be_put_and_read_by_several_threads(objects: ObjectStore, m
 # Faults of a put: F32, F33
 
 
-def all_puts_carry(faulty: FaultyStore, spooled: SpooledSegment) -> bool:
-    return {key for verb, key in faulty.keys if verb.startswith("put") and "probe" not in key} == {
-        LAYOUT.segment(spooled.segment_name)
-    }
+def storing(damage: Callable[[bytes], bytes]) -> Any:
+    """A fault: something else is stored."""
+    return lambda real, key, body, **_: real(key, damage(body.read_bytes()))
 
 
-def test_a_put_whose_answer_was_lost_is_settled_by_a_head(local: LocalObjects, make: Make) -> None:
-    faulty = FaultyStore(local).on("put_if_absent", raising(OutcomeUnknown("lost"), after=True))
-    store = make(faulty)
-    spooled = spool(store)
-    ref = store.put(spooled)
-    assert rows_of(store, ref) == ROWS
-    assert all_puts_carry(faulty, spooled)
-    assert faulty.calls["put_if_absent"] == 1
-    assert [key for verb, key in faulty.keys if verb == "put"] == [
-        "data/_floe/site=us-east/feed=NODES/probe/wrong-checksum"
-    ]
+PUTS = {
+    "answer lost": raising(OutcomeUnknown("lost"), after=True),
+    "lost": raising(OutcomeUnknown("lost")),
+    "damaged on the way": raising(ChecksumMismatch("other bytes")),
+    "no conditions": raising(ConditionsRefused("this store takes no conditions")),
+    "stored short": storing(lambda raw: raw[:-1]),
+    "stored damaged": storing(lambda raw: damaged(raw, 100)),
+    "stored empty": storing(lambda _: b""),
+}
 
 
-def test_a_store_that_refuses_conditions_gets_the_segment_plainly(local: LocalObjects, make: Make) -> None:
-    faulty = refusing_conditions(local)
-    store = make(faulty)
-    spooled = spool(store)
-    ref = store.put(spooled)
-    assert rows_of(store, ref) == ROWS
-    assert all_puts_carry(faulty, spooled)
-    assert [key for verb, key in faulty.keys if verb == "put"].count(ref.key) == 1
-    assert store.put(spooled)._replace(modified=ref.modified) == ref
-    assert len(store.list(ref.chain)) == 1
-
-
-@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:100] + b"\0" + b[101:], lambda _: b""])
-def test_an_object_stored_damaged_is_repaired(
-    local: LocalObjects, make: Make, damage: Callable[[bytes], bytes]
+@pytest.mark.parametrize("fault", PUTS.values(), ids=PUTS)
+def test_after_a_fault_of_a_put_the_store_holds_the_bytes_that_were_spooled(
+    local: LocalObjects, make: Make, fault: Any
 ) -> None:
-    def damaged(_real: Any, key: str, body: Path, **_: Any) -> bool:
-        local.put(key, damage(body.read_bytes()))
-        return True
-
-    faulty = FaultyStore(local).on("put_if_absent", damaged)
+    faulty = FaultyStore(local).on("put_if_absent", fault)
     store = make(faulty)
     spooled = spool(store)
     ref = store.put(spooled)
     assert local.get(ref.key) == spooled.path.read_bytes()
-    assert all_puts_carry(faulty, spooled)
+    puts = [(verb, key) for verb, key in faulty.keys if verb.startswith("put") and "probe" not in key]
+    assert {key for _, key in puts} == {ref.key}
+    assert (len(puts) == 1) is (fault is PUTS["answer lost"]), "settled by a look, else put again"
+    assert [each.key for each in store.list(CHAIN)] == [store.put(spooled).key]
 
 
 def test_what_never_reads_back_is_told_from_what_never_arrived(local: LocalObjects, make: Make) -> None:
@@ -208,22 +192,13 @@ def test_what_never_reads_back_is_told_from_what_never_arrived(local: LocalObjec
         assert (caught.value.code == "E-READ-BACK") is (fault is truncated)
 
 
-@pytest.mark.parametrize(
-    ("error", "is_raised"),
-    [
-        *((OutcomeUnknown("lost"), False), (ChecksumMismatch("damaged on the way"), False)),
-        *((Unavailable("away"), True), (Refused("no right"), True)),
-    ],
-)
-def test_what_was_lost_or_damaged_is_put_again(
-    local: LocalObjects, make: Make, error: FloeError, is_raised: bool
-) -> None:
+@pytest.mark.parametrize("error", [Unavailable("away"), Refused("no right")])
+def test_an_outage_is_told_and_foreign_bytes_are_put_right(local: LocalObjects, make: Make, error: FloeError) -> None:
     store = make(FaultyStore(local).on("put_if_absent", raising(error), nth=1))
     spooled = spool(store)
-    if is_raised:
-        with pytest.raises(type(error)):
-            store.put(spooled)
-    local.put(LAYOUT.segment(spooled.segment_name), b"x" * spooled.size)  # foreign bytes under the name are put right
+    with pytest.raises(type(error)):
+        store.put(spooled)
+    local.put(LAYOUT.segment(spooled.segment_name), b"x" * spooled.size)
     assert rows_of(store, store.put(spooled)) == ROWS
 
 
