@@ -117,6 +117,11 @@ async def test_whatever_fails_in_egress_begins_again(bench: Bench, monkeypatch: 
     queue = await bench.make_stream(unique("T"), retention="workqueue")
     cut = await bench.make_stream(unique("T"))
     feeds = [{"stream": whole}, {"stream": queue}, {"stream": cut, "partitions": [f"{cut}.a", f"{cut}.b"]}]
+    sampled = await bench.make_stream(unique("T"))
+    advisories = await bench.make_stream(f"{sampled}_ADV")
+    sampling = {"inspect_field": "id", "inspect_duration": "60s", "snapshot_interval": "1s"}
+    advisory = {"subject": f"{advisories}.%s.%v", "reliable": True}
+    feeds.append({"stream": sampled, **sampling, "advisory": advisory})
     beats = unique("BEAT")
     await bench.make_stream(beats)
     heartbeats = {"interval": "1s", "subjects": [{"subject": f"{beats}.h"}]}
@@ -144,6 +149,9 @@ async def test_whatever_fails_in_egress_begins_again(bench: Bench, monkeypatch: 
         sharing     common.leasing:LeaseWatcher._on_member
         sharing     common.leasing:LeaseGroup._look
         alive       egress.heartbeats:SignOfLife._once
+        feed        egress.sampling.snapshot_store:Saving._save         beside a sampled feed, as the next two
+        feed        egress.advisories.senders:ReliableSender._step
+        feed        egress.sampling.stage:Quiet.until
         """,
     )
     tuning = replace(QUICK, pace=replace(QUICK.pace, walk=0.3, page=0.01, alive=0.2))
@@ -156,12 +164,23 @@ async def test_whatever_fails_in_egress_begins_again(bench: Bench, monkeypatch: 
             for stream in (whole, queue):
                 await bench.publish(stream, [b"%d" % sent])
             sent += 1
-            await soon(lambda: not any(throw.left for throw in thrown))  # noqa: B023
+
+            async def all_thrown() -> bool:
+                """A snapshot is due behind a segment that was closed since the last one."""
+                await bench.publish(sampled, [b'{"id": "n%d"}' % await bench.last(sampled)])
+                return not any(throw.left for throw in thrown)  # noqa: B023
+
+            await soon(all_thrown, every=0.3)
             await soon(lambda: count(part) >= before + len(thrown))  # noqa: B023
             for stream in (whole, queue):
                 await bench.archived_to(stream, sent)
         await soon(lambda: not running.health.problems())
         await soon(lambda: _is_empty(bench, queue))
+        last = await bench.last(sampled)
+        await bench.archived_to(sampled, last)
+        await soon(lambda: _holds(bench, advisories, last))
+    assert [message.sequence for message in bench.messages(sampled)] == list(range(1, last + 1))
+    bench.check(sampled)
     for stream in (whole, queue):
         assert payloads(bench, stream) == [b"%d" % n for n in range(sent)]
         assert bench.ledger(stream) == {}
@@ -189,44 +208,6 @@ async def test_who_gives_memory_back_is_not_ended_by_another(bench: Bench, monke
         for stream in (one, other):
             await bench.publish(stream, [b"x"])
             await bench.archived_to(stream, 1)
-
-
-async def test_whatever_fails_beside_a_sampler_ends_the_session(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Snapshots, advisories, and the clock of what has fallen silent run in tasks of the session."""
-    stream = await bench.make_stream(unique("T"))
-    advisories = await bench.make_stream(f"{stream}_ADV")
-    feed = {
-        "stream": stream,
-        "inspect_field": "id",
-        "inspect_duration": "60s",
-        "snapshot_interval": "1s",
-        "advisory": {"subject": f"{advisories}.%s.%v", "reliable": True},
-    }
-    throws = armed(
-        monkeypatch,
-        """
-        feed  egress.sampling.snapshot_store:Saving._save
-        feed  egress.advisories.senders:ReliableSender._step
-        feed  egress.sampling.stage:Quiet.until
-        """,
-    )
-
-    async def sent_and_thrown() -> bool:
-        """A snapshot is due behind a segment that was closed since the last one."""
-        await bench.publish(stream, [b'{"id": "n%d"}' % await bench.last(stream)])
-        return not any(throw.left for _, [throw] in throws)
-
-    async with bench.egress(feed) as running:
-        for part, [throw] in throws:
-            before, throw.left = count(part), 1
-            await soon(sent_and_thrown, every=0.3)
-            await soon(lambda: count(part) > before)  # noqa: B023
-            await bench.archived_to(stream, await bench.last(stream))
-        await soon(lambda: not running.health.problems())
-        last = await bench.last(stream)
-        await soon(lambda: _holds(bench, advisories, last))
-    assert [message.sequence for message in bench.messages(stream)] == list(range(1, last + 1))
-    bench.check(stream)
 
 
 async def _holds(bench: Bench, stream: str, number: int) -> bool:
