@@ -7,10 +7,12 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import nullcontext
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from botocore.loaders import JSONFileLoader
 from hypothesis import HealthCheck, settings
 
 from common import exits, logs
@@ -51,6 +53,10 @@ _WORLDS = ("acceptance", "crash", "sim")
 _SPARK = ("test_spark_stream.py", "test_compaction_spark.py", "test_spark_source.py")
 _LONGEST = (*_SPARK, "test_demo.py")
 
+
+# Each S3 client parses the same large files of botocore again, which is most of what it costs.
+_parsed = cache(partial(JSONFileLoader.load_file, JSONFileLoader()))
+JSONFileLoader.load_file = lambda _, path: _parsed(path)  # type: ignore[method-assign]
 
 canaries.watch()
 asyncio.set_event_loop_policy(virtual.Policy())
