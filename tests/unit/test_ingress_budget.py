@@ -14,34 +14,24 @@ async def turn() -> None:
         await asyncio.sleep(0)
 
 
-async def test_whoever_asked_first_is_served_first() -> None:
-    budget, served = ByteBudget(100), []
+async def test_whoever_asked_first_is_served_first_and_what_is_larger_than_the_budget_alone() -> None:
+    budget, served = ByteBudget(100), list[str]()
 
     async def take(name: str, size: int) -> None:
         await budget.take(size)
         served.append(name)
 
     await budget.take(80)
-    tasks = [asyncio.create_task(take(name, size)) for name, size in (("large", 60), ("small", 10))]
+    tasks = [asyncio.create_task(take(name, size)) for name, size in (("large", 60), ("small", 10), ("huge", 1000))]
     await turn()
     assert served == []
     budget.give(80)
-    await asyncio.gather(*tasks)
-
-    assert served == ["large", "small"]
-    assert budget.used == 70
-
-
-async def test_what_is_larger_than_the_budget_is_served_alone_and_forced_bytes_wait_for_nothing() -> None:
-    budget = ByteBudget(100)
-    await budget.take(10)
-    waiting = asyncio.create_task(budget.take(1000))
     await turn()
-    assert not waiting.done()
-    budget.give(10)
-    await waiting
-    assert budget.used == 1000
-    budget.force(50)
+    assert (served, budget.used) == (["large", "small"], 70)
+    budget.give(70)
+    await asyncio.gather(*tasks)
+    assert (served[2:], budget.used) == (["huge"], 1000)
+    budget.force(50)  # waits for nothing
     budget.give(1050)
     assert budget.used == 0
 
@@ -49,30 +39,23 @@ async def test_what_is_larger_than_the_budget_is_served_alone_and_forced_bytes_w
 async def test_a_cancelled_wait_takes_nothing_and_holds_nobody_up() -> None:
     budget = ByteBudget(100)
     await budget.take(90)
-    first = asyncio.create_task(budget.take(50))
-    second = asyncio.create_task(budget.take(10))
+    first, second = (asyncio.create_task(budget.take(size)) for size in (50, 10))
     await turn()
     first.cancel()
     await second
-
     assert budget.used == 100
 
-
-async def test_a_wait_cancelled_when_it_was_just_served_gives_its_bytes_back() -> None:
-    budget = ByteBudget(100)
-    await budget.take(90)
-    waiting = asyncio.create_task(budget.take(50))
+    served = asyncio.create_task(budget.take(50))
     await turn()
-    budget.give(90)
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
-
+    budget.give(100)
+    served.cancel()  # right after it was served
+    await asyncio.gather(served, return_exceptions=True)
     assert budget.used == 0
 
 
 async def test_what_is_larger_than_a_budget_is_decoded_alone_in_the_process() -> None:
     alone = asyncio.Lock()
-    budgets = [ByteBudget(100, alone), ByteBudget(100, alone)]
+    budgets = [ByteBudget(100, alone) for _ in range(3)]
     began, go_on = list[str](), asyncio.Event()
 
     async def decode(name: str, budget: ByteBudget, size: int, *, wait: bool = True) -> None:
@@ -81,24 +64,19 @@ async def test_what_is_larger_than_a_budget_is_decoded_alone_in_the_process() ->
             await go_on.wait()
 
     works = [
-        decode("first large", budgets[0], 1000),
+        decode("large", budgets[0], 1000),
         decode("other large", budgets[1], 1000),
         decode("forced large", budgets[0], 500, wait=False),
+        decode("fits", budgets[2], 100),
     ]
     tasks = [asyncio.create_task(work) for work in works]
     await turn()
-    assert began == ["first large"]
+    assert began == ["large", "fits"]
     go_on.set()
     await asyncio.gather(*tasks)
 
-    assert began == ["first large", "other large", "forced large"]
-    assert [budget.used for budget in budgets] == [0, 0]
-
-
-async def test_what_fits_waits_for_nobody_of_another_target() -> None:
-    alone = asyncio.Lock()
-    async with ByteBudget(100, alone).decoding(1000, wait=True), ByteBudget(100, alone).decoding(100, wait=True):
-        assert alone.locked()
+    assert began == ["large", "fits", "other large", "forced large"]
+    assert [budget.used for budget in budgets] == [0, 0, 0]
 
 
 async def test_decoding_that_fails_gives_its_bytes_back() -> None:

@@ -153,7 +153,7 @@ async def test_a_row_that_is_taken_no_more_names_what_works(
 # Memory, and segments that stay open
 
 
-class Kept:
+class Open:
     """An open segment that holds `held` bytes between two turns."""
 
     def __init__(self, site: str, held: int = 1) -> None:
@@ -164,29 +164,19 @@ class Kept:
         self.is_closed = True
 
 
-def test_of_too_many_open_segments_one_of_the_site_with_most_is_closed() -> None:
-    kept, sources = KeptOpen[str](1000), {}
+def test_of_too_many_open_segments_one_of_the_site_with_most_is_closed_and_what_is_kept_of_another_plan() -> None:
+    kept, sources = KeptOpen[Any](1000), dict[str, Any]()
     for number, site in enumerate("aaaabbbbcc"):
-        sources[f"{site}{number}"] = source = Kept(site)
-        kept.keep(f"{site}{number}", source, source)  # type: ignore[arg-type]
+        sources[f"{site}{number}"] = source = Open(site)
+        kept.keep(f"{site}{number}", source, source)
+    sources["b9"] = large = Open("b", 998)
+    kept.keep("b9", large, large)
     assert len(kept.kept) == KEPT
-    assert [name for name, source in sources.items() if source.is_closed] == ["a3", "b7"]
-
-    large = Kept("b", 998)
-    kept.keep("b9", large, large)  # type: ignore[arg-type]
-    assert large.is_closed
-    assert len(kept.kept) == KEPT
-
-
-def test_what_is_kept_of_another_plan_is_closed() -> None:
-    kept, source, other = KeptOpen[str](1000), Kept("a"), Kept("a")
-    kept.keep("one", "plan", source)  # type: ignore[arg-type]
-    kept.keep("two", "plan", other)  # type: ignore[arg-type]
-    plan = "".join(["pl", "an"])
-    assert kept.take("one", plan) is None
-    assert source.is_closed
+    assert [name for name, source in sources.items() if source.is_closed] == ["a3", "b7", "b9"]
+    assert kept.take("a0", "another plan") is None
+    assert sources["a0"].is_closed
     kept.drop()
-    assert (other.is_closed, kept.kept) == (True, {})
+    assert (sources["a1"].is_closed, kept.kept) == (True, {})
 
 
 async def read_turns(bench: Bench, ref: SegmentRef) -> list[Block]:

@@ -129,97 +129,82 @@ def test_the_key_of_a_gap_tells_its_range_and_gaps_that_end_before_a_position_ar
 
 
 class Objects:
-    """A store whose clock is what the test says; `error`: what a put raises."""
+    """A store whose clock is what the test says; `error`: what a put raises, which takes `seconds`."""
 
-    def __init__(self) -> None:
-        self.time, self.puts, self.error = 5000.0, 0, None
+    def __init__(self, error: Exception | None = None, seconds: float = 0.0) -> None:
+        self.time, self.puts, self.error, self.seconds = 5000.0, 0, error, seconds
 
     def put(self, key: str, body: bytes) -> None:
         self.puts += 1
+        time.sleep(self.seconds)
         if self.error:
             raise self.error
 
     def head(self, key: str) -> ObjectInfo | None:
         return ObjectInfo(key, 0, self.time, "e")
 
+    def asked(self, clock: ManualClock | None = None) -> StoreClock:
+        return StoreClock(self, "k", clock or ManualClock())  # type: ignore[arg-type]
+
 
 def test_the_stores_clock_is_asked_once_a_minute_and_never_the_hosts() -> None:
     objects, clock = Objects(), ManualClock(now=1e12)
-    store_clock = StoreClock(objects, "k", clock)  # type: ignore[arg-type]
-
+    store_clock = objects.asked(clock)
     assert store_clock.now(0.0) == 5000.0
     clock.advance(30)
-    assert store_clock.now(0.0) == 5030.0
-    assert objects.puts == 1
+    assert (store_clock.now(0.0), objects.puts) == (5030.0, 1)
     clock.advance(31)
     objects.time = 7000.0
     assert store_clock.now(0.0) == 7000.0
 
+    slow = Objects(seconds=0.05)
+    with ThreadPoolExecutor(3) as pool:  # threads that ask at once
+        assert list(pool.map(slow.asked().now, [0.0] * 3)) == [5000.0] * 3
+    assert slow.puts == 1
+
 
 def test_where_ingress_may_not_write_nothing_is_later_than_what_is_there() -> None:
-    objects = Objects()
-    objects.error = Refused("no")
-    store_clock = StoreClock(objects, "k", ManualClock())  # type: ignore[arg-type]
-
-    assert store_clock.now(123.0) == 123.0
-    assert store_clock.stamp() == ManualClock().now()
-    objects.error = OutcomeUnknown("lost")
+    store_clock = Objects(Refused("no")).asked()
+    assert (store_clock.now(123.0), store_clock.stamp()) == (123.0, ManualClock().now())
     with pytest.raises(Unavailable):
-        store_clock.now(123.0)
-
-
-def test_threads_that_ask_for_the_stores_clock_at_once_ask_the_store_once() -> None:
-    class Slow(Objects):
-        def put(self, key: str, body: bytes) -> None:
-            super().put(key, body)
-            time.sleep(0.05)
-
-    objects = Slow()
-    store_clock = StoreClock(objects, "k", ManualClock())  # type: ignore[arg-type]
-    with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(store_clock.now, [0.0] * 3)) == [5000.0] * 3
-    assert objects.puts == 1
+        Objects(OutcomeUnknown("lost")).asked().now(123.0)
 
 
 # Whose turn it is
 
 
-async def turns_of(queue: TurnQueue[str], count: int) -> list[str]:
-    """The next turns, each over before the next begins."""
-    found = []
-    for _ in range(count):
-        site, waiting = await queue.get()
-        queue.done(site)
-        found.append(waiting)
-    return found
+def queue_of(*names: str, most: int = 3) -> TurnQueue[str]:
+    """Who waits; the first letter of a name is its site."""
+    queue = TurnQueue[str](most)
+    for name in names:
+        queue.put(name[0], name)
+    return queue
+
+
+async def next_of(queue: TurnQueue[str]) -> str:
+    """The next turn, which is over before another begins."""
+    site, waiting = await queue.get()
+    queue.done(site)
+    return waiting
 
 
 async def test_turns_are_fair_by_site_and_then_in_order() -> None:
-    queue = TurnQueue[str](3)
-    for name in ("a1", "a2", "a3", "b1", "c1", "c2"):
-        queue.put(name[0], name)
-    assert await turns_of(queue, 6) == ["a1", "b1", "c1", "a2", "c2", "a3"]
+    queue = queue_of("a1", "a2", "a3", "b1", "c1", "c2")
+    assert [await next_of(queue) for _ in range(6)] == ["a1", "b1", "c1", "a2", "c2", "a3"]
 
-
-async def test_a_site_that_wants_every_turn_gets_each_other_one_beside_one_that_does_too() -> None:
-    queue, found = TurnQueue[str](3), list[str]()
-    for name in ("a1", "a2", "a3", "a4", "b1"):
-        queue.put(name[0], name)
-    for _ in range(12):
-        (name,) = await turns_of(queue, 1)
-        queue.put(name[0], name)
-        found.append(name)
-    assert found == ["a1", "b1", "a2", "b1", "a3", "b1", "a4", "b1", "a1", "b1", "a2", "b1"]
+    queue, found = queue_of("a1", "a2", "a3", "b1"), list[str]()
+    for _ in range(8):  # both want every turn
+        found.append(await next_of(queue))
+        queue.put(found[-1][0], found[-1])
+    assert found == ["a1", "b1", "a2", "b1", "a3", "b1", "a1", "b1"]
 
 
 async def test_one_turn_is_left_for_a_site_that_begins_to_wait() -> None:
-    queue = TurnQueue[str](3)
-    for name in ("a1", "a2", "a3", "a4", "a5"):
-        queue.put("a", name)
+    queue = queue_of("a1", "a2", "a3", "a4", "a5")
     assert [(await queue.get())[1] for _ in range(3)] == ["a1", "a2", "a3"]
     waiting = asyncio.create_task(queue.get())
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    for _ in range(2):
+        await asyncio.sleep(0)
     assert not waiting.done(), "the site has three turns"
     queue.put("b", "b1")
     assert await waiting == ("b", "b1")
@@ -228,9 +213,7 @@ async def test_one_turn_is_left_for_a_site_that_begins_to_wait() -> None:
 
 
 async def test_nobody_waits_any_more_once_the_turns_are_cleared() -> None:
-    queue = TurnQueue[str](1)
-    queue.put("a", "a1")
-    queue.put("a", "a2")
+    queue = queue_of("a1", "a2", most=1)
     assert await queue.get() == ("a", "a1")
     queue.waiting.clear()
     queue.put("b", "b1")
