@@ -9,13 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.chain import Chain
-from common.metrics import REGISTRY
-from common.service.monitor import Health
-from egress.report import FeedReport, log
-from egress.watchdog import Liveness, ProgressCheck, Rise, SessionStanding, StreamLimits, left_by_age, left_by_size
-from tests.support.basics import unique
-from tests.support.clock import ManualClock
+from egress.watchdog import ProgressCheck, Rise, SessionStanding, StreamLimits, left_by_age, left_by_size
 
 SECOND = 10**9
 HALF = SessionStanding(count=50, received=50, archived=50, source=100)
@@ -67,76 +61,6 @@ def test_a_chain_that_archives_at_each_check_never_stalls(steps: list[tuple[int,
         archived += 1 + more
         standing = SessionStanding(archived, archived + behind, archived, archived + behind + more, asks)
         assert judge(standing, number * 59.0) is None
-
-
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    found: list[str] = []
-    monkeypatch.setattr(log, "error", lambda _, **fields: found.append(fields["code"]))
-    return found
-
-
-class Feed:
-    """A feed that is watched, and what its gauges show."""
-
-    def __init__(self) -> None:
-        self.clock, self.chain, self.waits = ManualClock(), Chain("s", unique("F")), True
-        self.report = FeedReport(self.chain, "S", Health(self.clock))
-
-    def shown(self, name: str) -> float | None:
-        labels = {"site": "s", "feed": self.chain.feed, "partition": "0"}
-        return REGISTRY.get_sample_value(f"floe_egress_{name}", labels)
-
-    async def waiting(self, _: int) -> bool:
-        return self.waits
-
-    def watched(self) -> Liveness:
-        return Liveness(ProgressCheck(60, 300, self.clock.monotonic()), self.waiting, self.report, self.clock)
-
-
-async def test_the_report_tells_it_once_and_takes_it_back(told: list[str]) -> None:
-    feed = Feed()
-    liveness = feed.watched()
-    assert await liveness.look(HALF) is None
-    feed.clock.advance(60)
-    for _ in range(2):
-        doubt = await liveness.look(HALF)
-        assert doubt is not None
-        assert doubt.reason == "stalled"
-    assert (feed.shown("stalled"), told) == (1, ["E-STALLED"])
-    feed.waits = False
-    assert await liveness.look(HALF) is None
-    assert feed.shown("stalled") == 0
-
-
-async def test_a_stall_that_lasts_over_several_readers_is_told_once(told: list[str]) -> None:
-    feed = Feed()
-    for _ in range(3):
-        liveness = feed.watched()
-        for _ in range(3):
-            doubt = await liveness.look(replace(HALF, count=0))
-            feed.clock.advance(30)
-        assert doubt is not None
-    assert told == ["E-STALLED"]
-
-    liveness = feed.watched()
-    await liveness.look(HALF)  # it has received something
-    for _ in range(3):
-        feed.clock.advance(30)
-        await liveness.look(HALF)
-    assert told == ["E-STALLED"] * 2
-
-
-def test_time_goes_on_while_nobody_can_be_asked() -> None:
-    feed = Feed()
-    left = [feed.shown("expiry_seconds")]
-    at = feed.clock.monotonic() + 100
-    feed.report.expires(lambda: max(0.0, at - feed.clock.monotonic()))
-    for passed in (40, 100):
-        feed.clock.advance(passed)
-        left.append(feed.shown("expiry_seconds"))
-    feed.report.standby("another")
-    assert [*left, feed.shown("expiry_seconds")] == [math.inf, 60, 0, math.inf]
 
 
 # How long the source keeps it

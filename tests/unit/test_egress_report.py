@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shlex
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +13,6 @@ import pytest
 
 from common import exits
 from common.chain import Chain
-from common.clock import SystemClock
 from common.errors import Stopped, Unavailable
 from common.jetstream.lease import new_owner, owner_text
 from common.segments.segment import Footer, Ledger, Reason
@@ -22,8 +24,10 @@ from egress import metrics
 from egress.builder import OpenSegment
 from egress.incarnations import filters_text
 from egress.partition import repartition, resolve
-from egress.report import FeedReport, LeftOut, Unmatched
+from egress.report import FeedReport, LeftOut, Unmatched, log
+from egress.watchdog import Liveness, ProgressCheck, SessionStanding
 from tests.support.basics import counted, unique
+from tests.support.clock import ManualClock
 
 
 def spooled(chain: Chain, first: int, last: int) -> SpooledSegment:
@@ -34,6 +38,7 @@ def spooled(chain: Chain, first: int, last: int) -> SpooledSegment:
 
 
 class Feed(NamedTuple):
+    clock: ManualClock
     health: Health
     chain: Chain
     report: FeedReport
@@ -45,11 +50,15 @@ class Feed(NamedTuple):
     def count(self, metric: Any) -> float:
         return counted(metric.labels(self.chain.site, self.chain.feed, "0"))
 
+    def watched(self, waits: Callable[[int], Awaitable[bool]]) -> Liveness:
+        return Liveness(ProgressCheck(60, 300, self.clock.monotonic()), waits, self.report, self.clock)
+
 
 @pytest.fixture
 def feed() -> Feed:
-    health, chain = Health(SystemClock()), Chain("s", unique("F"))
-    return Feed(health, chain, FeedReport(chain, "S", health))
+    clock, chain = ManualClock(), Chain("s", unique("F"))
+    health = Health(clock)
+    return Feed(clock, health, chain, FeedReport(chain, "S", health))
 
 
 def test_the_position_is_the_first_sequence_that_is_not_accounted_for(feed: Feed) -> None:
@@ -122,6 +131,61 @@ def test_a_chain_is_not_ready_while_a_stop_is_confirmed_and_keeps_one_that_stand
     feed.report.stopped(Stopped("it differs", code="E-FORKED"))
     feed.report.confirms("sequence 4 is not as archived")
     assert feed.health.problems() == [f"egress {feed.chain.feed}: it differs"]
+
+
+# Stalls
+
+
+HALF = SessionStanding(count=50, received=50, archived=50, source=100)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    monkeypatch.setattr(log, "error", lambda _, **fields: found.append(fields["code"]))
+    return found
+
+
+async def test_a_stall_is_told_once_and_taken_back(feed: Feed, told: list[str]) -> None:
+    waits = iter([True, True, False])
+
+    async def waiting(_: int) -> bool:
+        return next(waits)
+
+    liveness = feed.watched(waiting)
+    assert await liveness.look(HALF) is None
+    feed.clock.advance(60)
+    for _ in range(2):
+        doubt = await liveness.look(HALF)
+        assert doubt is not None
+        assert doubt.reason == "stalled"
+    assert (feed.count(metrics.stalled), told) == (1, ["E-STALLED"])
+    assert (await liveness.look(HALF), feed.count(metrics.stalled)) == (None, 0)
+
+
+async def test_a_stall_that_lasts_over_several_readers_is_told_once(feed: Feed, told: list[str]) -> None:
+    async def waiting(_: int) -> bool:
+        return True
+
+    fresh = replace(HALF, count=0)
+    for standings in ([fresh] * 3, [fresh] * 3, [HALF] * 3):  # the third has received something
+        liveness = feed.watched(waiting)
+        for standing in standings:
+            doubt = await liveness.look(standing)
+            feed.clock.advance(30)
+        assert doubt is not None
+    assert told == ["E-STALLED"] * 2
+
+
+def test_time_goes_on_while_nobody_can_be_asked(feed: Feed) -> None:
+    left = [feed.count(metrics.expiry)]
+    at = feed.clock.monotonic() + 100
+    feed.report.expires(lambda: max(0.0, at - feed.clock.monotonic()))
+    for passed in (40, 100):
+        feed.clock.advance(passed)
+        left.append(feed.count(metrics.expiry))
+    feed.report.standby("another")
+    assert [*left, feed.count(metrics.expiry)] == [math.inf, 60, 0, math.inf]
 
 
 # Words
