@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.chain import Chain
-from common.segments.columns import SCHEMA, messages, raw_size, record_batch
+from common.segments.columns import SCHEMA, Columns, messages, raw_size, record_batch
 from common.segments.keys import SegmentName
 from common.segments.reader import SegmentReader, open_file
 from common.segments.segment import Footer, Ledger, Message, Reason, Tip
@@ -36,6 +36,14 @@ def batch_of(rows: Sequence[Message]) -> pa.RecordBatch:
         [m.headers for m in rows],
         [m.payload for m in rows],
     )
+
+
+def columns_of(sequences: Iterable[int], payload: bytes = b"x" * 10, keys: list[str | None] | None = None) -> Columns:
+    """Rows of these sequences, a second apart."""
+    chosen = list(sequences)
+    count = len(chosen)
+    times = [sequence * 1_000_000_000 for sequence in chosen]
+    return Columns(chosen, times, [b"s"] * count, [None] * count, [payload] * count, keys)
 
 
 def footer_of(rows: Sequence[Message], coverage: SequenceRange | None = None, **fields: Any) -> Footer:

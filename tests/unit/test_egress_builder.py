@@ -20,18 +20,11 @@ from egress.memory import MemoryBudget
 from egress.partition import Position
 from tests.support.basics import is_gapless
 from tests.support.clock import ManualClock
-
-SECOND = 1_000_000_000
-
-
-def columns(sequences: Iterable[int], payload: bytes = b"x" * 10) -> Columns:
-    chosen = list(sequences)
-    count = len(chosen)
-    return Columns(chosen, [s * SECOND for s in chosen], [b"s"] * count, [None] * count, [payload] * count)
+from tests.support.segments import columns_of
 
 
 def sifted(sequences: Iterable[int], *, kept: set[int], code: int = SAMPLED_OUT) -> MessageBatch:
-    examined = columns(sequences)
+    examined = columns_of(sequences)
     selected = [s in kept for s in examined.sequences]
     codes = bytes(0 if each else code for each in selected)
     return MessageBatch(examined, codes, examined.chosen(selected, [f"k{s}" for s in examined.sequences]))
@@ -74,7 +67,7 @@ def test_closes_at_max_age_counted_from_the_first_sequence_covered() -> None:
     bench = Bench(max_age=60)
     bench.pass_time(1_000)
     assert bench.builder.due_in == math.inf
-    bench.builder.messages(columns([1]))
+    bench.builder.messages(columns_of([1]))
     for passed, left in ((0, 60), (59, 1)):
         bench.pass_time(passed)
         assert (bench.builder.due_in, bench.segments()) == (left, [])
@@ -130,9 +123,9 @@ def test_what_is_left_out_is_charged_too_and_handed_over_in_bounded_pieces() -> 
 
 def test_a_piece_with_gaps_is_handed_over_early() -> None:
     bench = Bench()
-    bench.builder.messages(columns([1, 3]))
+    bench.builder.messages(columns_of([1, 3]))
     bench.pass_time(building.GAP_AGE)
-    bench.builder.messages(columns([4, 5]))
+    bench.builder.messages(columns_of([4, 5]))
     bench.pass_time(building.GAP_AGE)
     assert [piece.coverage for piece in bench.pieces] == [SequenceRange(1, 3)]
 
@@ -192,7 +185,7 @@ def test_segments_account_for_everything_once(
 
 
 def piece(coverage: SequenceRange, sequences: list[int]) -> Piece:
-    return Piece(coverage, columns(sequences), sequences, None, 0, 0)
+    return Piece(coverage, columns_of(sequences), sequences, None, 0, 0)
 
 
 @given(st.sets(st.integers(1, 30)), st.integers(1, 40))
@@ -221,7 +214,7 @@ def test_the_part_before_the_first_gap() -> None:
 def test_a_batch_that_fails_halfway_is_never_closed_as_if_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the half that was appended, nor the messages before it beside a coverage that lies."""
     bench, real = Bench(max_messages=3), Columns.extend
-    bench.builder.messages(columns([1]))
+    bench.builder.messages(columns_of([1]))
 
     def fails_halfway(rows: Columns, more: Columns) -> None:
         if 6 not in more.sequences:
@@ -231,12 +224,12 @@ def test_a_batch_that_fails_halfway_is_never_closed_as_if_whole(monkeypatch: pyt
 
     monkeypatch.setattr(Columns, "extend", fails_halfway)
     with pytest.raises(MemoryError):
-        bench.builder.messages(columns([2, 3, 4, 5, 6, 7]))
+        bench.builder.messages(columns_of([2, 3, 4, 5, 6, 7]))
     monkeypatch.undo()
     bench.pass_time(3600)
     bench.builder.close(Close.DOUBT)
     assert [(piece.coverage, piece.rows.sequences) for piece in bench.pieces] == [(SequenceRange(1, 3), [1, 2, 3])]
-    for call in (lambda: bench.builder.passed(100), lambda: bench.builder.messages(columns([5]))):
+    for call in (lambda: bench.builder.passed(100), lambda: bench.builder.messages(columns_of([5]))):
         with pytest.raises(RuntimeError, match="after an error"):
             call()
 

@@ -14,7 +14,6 @@ from common.clock import SystemClock
 from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.jetstream.api import STREAM_NOT_FOUND
 from common.jetstream.requests import ApiError
-from common.segments.columns import Columns
 from common.segments.reader import open_file
 from common.segments.writer import Spool
 from common.sequences import SequenceRange
@@ -31,6 +30,7 @@ from egress.memory import MemoryBudget
 from egress.partition import Partition
 from egress.report import FeedReport
 from egress.sampling.settings import Sampling
+from tests.support.segments import columns_of
 
 CHAIN = Chain("site", "UNIT_ENCODER")
 FEED = FeedSettings(stream="S", inspect_field="id", inspect_duration="1m")  # type: ignore[arg-type]
@@ -39,9 +39,7 @@ assert SAMPLING is not None
 
 
 def piece(coverage: SequenceRange, sequences: list[int]) -> Piece:
-    count = len(sequences)
-    rows = Columns(sequences, [s * 10 for s in sequences], [b"s"] * count, [None] * count, [b"x"] * count)
-    return Piece(coverage, rows, sequences, None, 2 * count, 1_000)
+    return Piece(coverage, columns_of(sequences), sequences, None, 2 * len(sequences), 1_000)
 
 
 class Source:
@@ -184,12 +182,10 @@ async def test_nothing_is_sealed_behind_a_piece_that_was_lost(make: Make, monkey
 
 def sampled_piece(number: int, rows: int) -> Piece:
     """1,000 examined messages, of which the first `rows` are kept."""
-    first = number * 1_000 + 1
-    examined = list(range(first, first + 1_000))
-    kept = examined[:rows]
-    columns = Columns(kept, kept, [b"s"] * rows, [None] * rows, [b"x" * 100] * rows, [f"k{s}" for s in kept])
+    examined = list(range(number * 1_000 + 1, number * 1_000 + 1_001))
+    kept = columns_of(examined[:rows], b"x" * 100, [f"k{s}" for s in examined[:rows]])
     codes = bytes(rows) + bytes([SAMPLED_OUT]) * (1_000 - rows)
-    return Piece(SequenceRange(first, first + 999), columns, examined, None, 101 * rows, 1_000, codes)
+    return Piece(SequenceRange(examined[0], examined[-1]), kept, examined, None, 101 * rows, 1_000, codes)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 10])

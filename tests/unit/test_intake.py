@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from common.segments.columns import Columns
@@ -15,14 +14,9 @@ from egress.partition import Position
 from egress.sampling.filters import PreFilter, SampledStretch, SamplingStage, Tracking
 from egress.sampling.sampler import SampledBatch
 from tests.support.clock import ManualClock
+from tests.support.segments import columns_of
 
 SECOND = 1_000_000_000
-
-
-def columns(sequences: Iterable[int]) -> Columns:
-    chosen = list(sequences)
-    count = len(chosen)
-    return Columns(chosen, [s * SECOND for s in chosen], [b"s"] * count, [None] * count, [b"x"] * count)
 
 
 class Bench:
@@ -72,7 +66,7 @@ class Bench:
 
     def read(self, *batches: list[int]) -> None:
         for batch in batches:
-            self.intake.messages(columns(batch))
+            self.intake.messages(columns_of(batch))
 
     def rows(self) -> list[int]:
         self.builder.close(Close.DRAIN)
