@@ -1,19 +1,24 @@
-"""Names and configurations of durables, and what a stream may not impose on them."""
+"""Consumers of Floe, and which captures of consumers, configurations and deletions are put."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import msgspec
 import pytest
 
 from common.clock import NS_PER_S
-from common.jetstream.api import ConsumerInfo
+from common.errors import DataError
+from common.jetstream.api import ConsumerInfo, StreamInfo
 from common.jetstream.durables import ACK_WAIT
+from common.segments.captures import CapturedConfig, CapturedConsumer, CapturedConsumers, CapturedDeletions
 from common.settings.egress import FeedSettings, SegmentSettings
 from common.settings.service import ServiceSettings
 from common.settings.types import Range, Section, parse_duration
+from egress.captures import captured_consumers, check_size, config_differs, consumers_are_due, deletions_differ
 from egress.consumers import WantedMessages, durable, ephemeral, filters, first, unfit
-from egress.partition import Partition, is_of_site, partitions_of
+from egress.partition import Partition, is_of_site, is_own, partitions_of
 
 
 def part(site: str = "alpha", feed: str = "NODES", partition: int = 0, **settings: object) -> Partition:
@@ -102,3 +107,107 @@ def test_what_a_stream_imposes_on_durables_is_refused(retention: str, config: di
     found = unfit(WantedMessages(part(), retention), config)
     assert (found and found.code) == (told and "E-RETENTION")
     assert (told or "") in (found.message if found else "")
+
+
+CREATED = "2026-11-20T10:00:00Z"
+EVERY = 300.0
+APP = CapturedConsumer({"name": "app", "durable_name": "app"}, CREATED, 5, 5, 3, 3)
+PASSING = CapturedConsumer({"name": "XyZ"}, CREATED)
+
+
+def at(second: int) -> str:
+    return f"2026-11-20T10:{second // 60:02d}:{second % 60:02d}Z"
+
+
+def consumers(second: int, *found: CapturedConsumer, end: int = 0) -> CapturedConsumers:
+    return CapturedConsumers(at(second), end, found)
+
+
+def altered(**fields: Any) -> CapturedConsumer:
+    return msgspec.structs.replace(APP, **fields)
+
+
+MOVED, MORE = altered(delivered_stream=6), {**APP.config, "max_deliver": 3}
+
+
+@pytest.mark.parametrize(
+    ("found", "is_due"),
+    [
+        (consumers(400, APP, end=9), False),
+        (consumers(299, MOVED), False),
+        *((consumers(300, each), True) for each in (MOVED, altered(ack_floor_stream=4), altered(ack_pending=1))),
+        (consumers(1), True),
+        (consumers(1, APP, altered(config={"name": "b", "durable_name": "b"})), True),
+        *((consumers(1, each), True) for each in (altered(paused=True), altered(created=at(1)), altered(config=MORE))),
+        (consumers(1, PASSING, APP), False),
+        (consumers(300, PASSING, APP), True),
+    ],
+)
+def test_consumers_are_put_when_they_were_changed_or_moved_for_a_while(found: CapturedConsumers, is_due: bool) -> None:
+    newest = consumers(0, APP)
+    assert consumers_are_due(newest, found, EVERY, False) is is_due
+    assert consumers_are_due(newest, found, EVERY, True) is (found.consumers != newest.consumers)
+    assert consumers_are_due(None, found, EVERY, False)
+    assert consumers_are_due(consumers(100, APP), consumers(0, MOVED), EVERY, False), "a clock that was set back"
+
+
+def test_a_configuration_and_deletions_are_put_where_they_differ() -> None:
+    config, same = (CapturedConfig(at(second), end, CREATED, {"max_age": 1}) for second, end in ((0, 5), (9, 50)))
+    others = [CapturedConfig(at(9), 5, CREATED, {"max_age": 2}), CapturedConfig(at(9), 5, at(1), {"max_age": 1})]
+    assert [config_differs(*each) for each in ((None, config), (config, same))] == [True, False]
+    assert all(config_differs(config, other) for other in others)
+    newest, later = (CapturedDeletions(at(n), end, 1, end + 1, ((3, 4),)) for n, end in ((0, 9), (9, 99)))
+    changed = [CapturedDeletions(at(9), 99, 1, 100, ((3, 5),)), CapturedDeletions(at(9), 99, 5, 100, ())]
+    assert [deletions_differ(*each) for each in ((None, newest), (newest, later))] == [True, False]
+    assert all(deletions_differ(newest, other) for other in changed)
+
+
+def test_consumers_are_captured_by_name_without_those_of_floe() -> None:
+    partition = Partition("site", FeedSettings(stream="S"))
+    wanted = WantedMessages(partition, "workqueue")
+    own = [durable(wanted, (2, 15, 0))["durable_name"], ephemeral(wanted)["name"], f"floe-start-{'0' * 16}"]
+    assert all(map(is_own, own))
+    assert not any(map(is_own, ("floe", "floe_app_1", "floe-0123", "app", f"{own[0]}x", f"floe-start-{'0' * 15}")))
+    answer = {
+        "name": "b",
+        "created": CREATED,
+        "config": {"durable_name": "b", "ack_policy": "explicit"},
+        "delivered": {"consumer_seq": 7, "stream_seq": 6},
+        "ack_floor": {"consumer_seq": 5, "stream_seq": 4},
+        "num_ack_pending": 2,
+        "num_redelivered": 1,
+        "paused": True,
+    }
+    bare = {"name": "a", "created": CREATED, "config": {}}
+    config = {"name": "b", "durable_name": "b", "ack_policy": "explicit"}
+    assert captured_consumers([answer, *({**answer, "name": name} for name in own), bare]) == (
+        CapturedConsumer({"name": "a"}, CREATED),
+        CapturedConsumer(config, CREATED, 7, 6, 5, 4, 2, 1, paused=True),
+    )
+    for spoiled in ({}, {**bare, "created": None}, {**bare, "delivered": {"stream_seq": "x"}}, {**bare, "config": 3}):
+        with pytest.raises(DataError, match=r"CONSUMER\.LIST: expected consumers"):
+            captured_consumers([spoiled])
+
+
+def test_deletions_that_one_answer_does_not_hold_are_not_asked_for() -> None:
+    info = StreamInfo("S", CREATED, {}, 1, 99_999, 0, "", "", "", deleted=80_000)
+    check_size(info, 1024 * 1024)
+    with pytest.raises(DataError, match="found 80,000 deleted messages") as refusal:
+        check_size(info, 900_000)
+    assert "capture_deletes: never" in str(refusal.value.hint)
+
+
+def test_deletions_are_looked_at_where_deleting_leaves_no_message_and_how_often_is_never_or_a_duration() -> None:
+    def period(stream: str, retention: str = "limits", **keys: str) -> float:
+        return FeedSettings.model_validate({"stream": stream, **keys}).deletes_period(retention)
+
+    assert period("S") == period("S", "interest") == period("KV_S") == 0
+    assert period("OBJ_S") == period("S", "workqueue") == 600
+    assert period("OBJ_S", "workqueue", capture_deletes="never") == 0
+    assert period("S", capture_deletes="1h") == 3600
+    assert FeedSettings(stream="S").consumers_period == 60
+    assert FeedSettings(stream="S", capture_consumers="never").consumers_period == 0
+    consumers, deletes = ("", "0s", "500ms"), ("2d", "always")
+    for wrong in [{"capture_consumers": each} for each in consumers] + [{"capture_deletes": each} for each in deletes]:
+        with pytest.raises(ValueError, match="expected"):
+            FeedSettings.model_validate({"stream": "S", **wrong})
