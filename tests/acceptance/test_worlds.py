@@ -1,7 +1,7 @@
 """The ordinary worlds: no fault at all, and everything arrives as it was stored.
 
 Numbers O1 to O12 are those of the project's list of worlds. O1 (a beginning that moves) is held by
-`tests/integration/test_egress_beginnings.py`, O4 (idle or dead) by `test_signs_of_life.py`, O6 by
+`tests/integration/test_egress_feeds.py`, O4 (idle or dead) by `test_signs_of_life.py`, O6 by
 `test_many_feeds.py`, O12 (typing) by `test_names.py`.
 """
 

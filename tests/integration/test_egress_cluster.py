@@ -59,12 +59,9 @@ async def test_a_node_that_is_killed_takes_nothing_with_it(bench: Bench, cluster
     await bench.same_at_last(stream, stream)
 
 
-@pytest.mark.parametrize("retention", ["workqueue", "interest"])
-async def test_leaders_that_move_lose_no_message_that_was_acknowledged_to_one_of_them(
-    bench: Bench, retention: str
-) -> None:
+async def test_leaders_that_move_lose_no_message_that_was_acknowledged_to_one_of_them(bench: Bench) -> None:
     """Leaders of the stream and of its durable; what they forget of acknowledgements is sent again."""
-    stream, done = await bench.make_replicated(retention), asyncio.Event()
+    stream, done = await bench.make_replicated("workqueue"), asyncio.Event()
     feed = {"stream": stream, "segment": {"max_messages": 2_000}}
     async with bench.egress(feed, lease_ttl="10s") as running:
         await soon(lambda: running.state(stream) == "reading")

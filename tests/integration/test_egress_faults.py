@@ -131,8 +131,7 @@ async def test_a_message_too_large_to_archive_stops_behind_what_came_before_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     monkeypatch.setattr("egress.reader.MAX_MESSAGE_BYTES", 100_000)
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"x" * 99_000, b"y" * 10, b"z" * size, b"behind it"])
+    stream = await bench.filled([b"x" * 99_000, b"y" * 10, b"z" * size, b"behind it"])
     # No segment is due for an hour: what came before the message is archived because of the stop.
     async with bench.egress({"stream": stream, "segment": {"max_age": "1h"}}) as running:
         await soon(lambda: running.state(stream) == "stopped")
@@ -179,8 +178,7 @@ async def pause(bench: Bench, stream: str) -> str:
 
 @pytest.mark.real
 async def test_a_consumer_that_delivers_nothing_is_read_anew(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("PAUSED"))
-    await bench.publish(stream, [b"a"] * 10)
+    stream = await bench.filled([b"a"] * 10)
     async with bench.egress({"stream": stream}, tuning=IMPATIENT) as running:
         await bench.archived_to(stream, 10)
         await pause(bench, stream)
@@ -197,8 +195,7 @@ async def test_a_consumer_that_delivers_nothing_is_read_anew(bench: Bench) -> No
 @pytest.mark.real
 async def test_a_stream_in_which_nothing_happens_does_not_stall(bench: Bench) -> None:
     """Neither an idle one, nor one that gets only what the feed does not take."""
-    stream = await bench.make_stream(unique("IDLE"))
-    await bench.publish(stream, [b"a"] * 3)
+    stream = await bench.filled([b"a"] * 3)
     async with bench.egress({"stream": stream, "filter_subject": f"{stream}.a"}, tuning=IMPATIENT):
         await bench.archived_to(stream, 3)
         await pause(bench, stream)  # so that no heartbeat says that the consumer has passed them

@@ -1,9 +1,8 @@
-"""The open segment: shown while it is open, and closed at once by `floe egress flush` and by SIGUSR1."""
+"""The open segment: shown while it is open, and closed at once by `floe egress flush`."""
 
 from __future__ import annotations
 
 import asyncio
-import signal
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +12,12 @@ from common.errors import Unavailable
 from common.jetstream.kv import KeyValue
 from egress import metrics
 from egress.flush import flush_requests
-from infra.local.process import free_port
-from tests.integration.test_egress_workers import config_of, feeds_of, parent
 from tests.support.basics import counted, soon, unique
 from tests.support.commands import configuration, floe
 from tests.support.egress import QUICK, SITE, Bench, Partitioned, feed_of, publish_over
 from tests.support.stores import FaultyStore
 
-pytestmark = pytest.mark.servers
+pytestmark = pytest.mark.simulated
 
 PROMPT = replace(QUICK, pace=replace(QUICK.pace, flush=0.1))
 LONG = {"max_age": "1h"}
@@ -120,39 +117,3 @@ async def test_what_its_holder_could_not_store_is_flushed_by_who_takes_over(benc
         assert (done.code, [row["last"] for row in done.json()]) == (0, [20])
         assert bench.end(stream) == 20
     await bench.same(stream, stream)
-
-
-async def test_a_signal_flushes_all_feeds_of_the_process_and_its_workers(bench: Bench) -> None:
-    (stream, names), port = await feeds_of(bench, 2), free_port()
-    config = config_of(bench, names, stream, port, workers=2)
-    config.write_text(config.read_text().replace("max_age: 1s", "max_age: 1h"))
-    with parent(config, port) as running:
-        await running.ready()
-
-        def opened() -> dict[str, int]:
-            found = [part for each in running.workers().values() for part in each.get("parts", {}).items()]
-            return {
-                name.removeprefix("egress "): part["open_segment"]["last"]
-                for name, part in found
-                if part.get("open_segment")
-            }
-
-        await soon(lambda: asyncio.to_thread(lambda: opened() == dict.fromkeys(names, 30)), every=0.2)
-
-        async def shows_all() -> bool:
-            page = (await running.ask("metrics"))[1]
-            return page.count("floe_egress_open_segment_messages{") == len(names) * 2
-
-        await soon(shows_all, every=0.2)
-        running.process.send_signal(signal.SIGUSR1)
-        for name in names:
-            await bench.archived_to(name, 30)
-        await bench.publish(stream, [b"y"] * 5)
-        await soon(lambda: asyncio.to_thread(lambda: opened() == dict.fromkeys(names, 35)), every=0.2)
-        done = await floe("egress", "flush", "-c", str(config), "--json")
-        assert (done.code, [row["last"] for row in done.json()]) == (0, [35, 35])
-        running.process.send_signal(signal.SIGTERM)
-        assert await running.ended() == 0
-    for name in names:
-        await bench.same(name, stream)
-        assert [each.coverage.last for each in bench.refs(name)][:2] == [30, 35]

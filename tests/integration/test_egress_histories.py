@@ -51,8 +51,7 @@ async def test_what_was_received_before_a_recreation_is_put_though_another_insta
 
 async def test_a_stream_whose_tips_were_all_deleted_is_known_by_an_archived_row(bench: Bench) -> None:
     """A key-value stream: only one old message is left, far below every tip."""
-    stream = await bench.make_stream(unique("T"), max_msgs_per_subject=1)
-    await bench.publish(stream, [b"kept"], subject="quiet")
+    stream = await bench.filled([b"kept"], subject="quiet", max_msgs_per_subject=1)
     for _ in range(3):
         async with bench.egress({"stream": stream}):
             await bench.publish(stream, [b"hot"] * 5, subject="hot")
@@ -141,8 +140,7 @@ async def test_a_listing_that_ends_before_the_mark_is_asked_again_until_an_opera
     bench: Bench, is_back: bool
 ) -> None:
     """F39: never a first start."""
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"x"] * 10)
+    stream = await bench.filled([b"x"] * 10)
     feed = {"stream": stream, "segment": {"max_messages": 10, "max_age": "1h"}}
     await bench.freeze(feed)
     (ref,) = bench.refs(stream)

@@ -11,7 +11,6 @@ from common.jetstream.api import consumer_info, consumer_names, create_consumer,
 from common.metrics import REGISTRY
 from common.settings.egress import FeedSettings
 from egress.consumers import WantedMessages, take
-from egress.init import initialise
 from egress.partition import partitions_of
 from infra.local.nats import NatsServer
 from tests.support.basics import soon, unique
@@ -296,29 +295,9 @@ async def test_an_interest_stream_keeps_messages_for_partitions_that_have_no_dur
 # `floe egress init`
 
 
-async def test_init_makes_what_is_missing_and_touches_nothing_that_is_there(bench: Bench) -> None:
-    stream, other = await make(bench, "interest"), await make(bench, "workqueue")
-    feeds = {"stream": stream}, {"stream": other, "filter_subject": f"{other}.a"}
-    settings = bench.settings(*feeds)
-    for expected in ("made", "there"):
-        done, problems = await initialise(bench.client, settings)
-        assert {each.result for each in done} == {expected}
-        assert len(done) == 4
-        assert problems == []
-    await bench.publish(stream, numbered(20))
-    assert await held(bench, stream) == 20
-    async with bench.egress(*feeds) as running:
-        await bench.archived_to(stream, 20)
-        await reads(bench, running, stream, other)
-        before = await durables(bench, stream) + await durables(bench, other)
-        await initialise(bench.client, settings)
-        assert before == await durables(bench, stream) + await durables(bench, other)
-        assert len(before) == 2
-    assert payloads(bench, stream) == numbered(20)
-    assert lapses(stream) == 0
-
-
-async def test_init_says_what_was_dropped_missing_stale_in_the_way_and_not_needed(bench: Bench) -> None:
+async def test_init_says_what_was_dropped_missing_stale_or_in_the_way_and_touches_nothing_that_is_there(
+    bench: Bench,
+) -> None:
     stream, queue, limits = [await make(bench, kind) for kind in ("interest", "workqueue", "limits")]
     missing = unique("MISSING")
     await bench.publish(stream, numbered(7))
@@ -338,3 +317,11 @@ async def test_init_says_what_was_dropped_missing_stale_in_the_way_and_not_neede
     done = await floe(*command, "--json")
     found = [each["result"] for each in done.json() if each["what"] == "durable"]
     assert (done.code, sorted(found)) == (0, ["made", "not needed", "not needed", "there", "there"]), done
+    await bench.publish(stream, numbered(20, 7))
+    async with bench.egress({"stream": stream}) as running:
+        await reads(bench, running, stream)
+        before = await durables(bench, stream)
+        assert (await floe(*command)).code == 0
+        assert await durables(bench, stream) == before
+        await bench.archived_to(stream, 27)
+    assert payloads(bench, stream) == numbered(20, 7)

@@ -193,18 +193,6 @@ async def test_processes_of_one_host_wait_for_each_other_before_they_take_but_no
     assert [member.most for member in members] == [2, 2]
 
 
-async def test_members_with_another_configuration_leave_no_chain_alone(group: Group) -> None:
-    """A chain that only one of them knows would be above its share, if the other one counted."""
-    old = await group.join(keys=group.keys[:2])
-    await soon(lambda: len(old.held) == 2)
-    new = await group.join()
-    await soon(lambda: len(new.held) == 2)
-    await asyncio.sleep(TTL)
-    assert (len(old.held), len(new.held)) == (2, 2)
-    await old.leave()
-    await soon(lambda: len(new.held) == 4)
-
-
 # Hand-over
 
 
@@ -254,16 +242,6 @@ async def test_a_member_that_is_cut_off_loses_its_leases_and_comes_back_as_one_o
         proxy.heal()
         await soon(group.is_fair)
         await far.die()
-
-
-async def test_leases_taken_while_the_process_stops_are_given_back(group: Group) -> None:
-    for _ in range(8):
-        member = await group.join()
-        await asyncio.sleep(random.uniform(0, 0.03))
-        await member.leave()
-        left = await group.owners()
-        assert set(left.values()) == {None}
-    assert await group.kv.keys() == []
 
 
 # Whole egress

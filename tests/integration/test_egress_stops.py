@@ -231,8 +231,7 @@ async def test_a_queue_that_another_source_has_closed_stops_though_nothing_in_it
 
 
 async def test_where_its_source_is_that_of_the_next_incarnation_it_goes_on_there(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"x"] * 10)
+    stream = await bench.filled([b"x"] * 10)
     async with bench.egress({"stream": stream}) as running:
         await bench.archived_to(stream, 10)
         info = await stream_info(bench.client, stream)

@@ -20,7 +20,7 @@ from typing import Any
 from common.jetstream.kv import KeyValue, state_key
 from infra.local.process import free_port, spawn
 from tests.support.basics import PATIENCE, soon, unique
-from tests.support.commands import configuration
+from tests.support.commands import configuration, floe
 from tests.support.egress import SITE, Bench
 
 ROOT = Path(__file__).parents[2]
@@ -135,8 +135,7 @@ def is_gone(pid: int) -> bool:
 
 
 async def feeds_of(bench: Bench, count: int = 4) -> tuple[str, list[str]]:
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"x"] * 30)
+    stream = await bench.filled([b"x"] * 30)
     return stream, [unique("F") for _ in range(count)]
 
 
@@ -267,3 +266,39 @@ async def test_what_a_restart_would_only_repeat_ends_all(bench: Bench) -> None:
     with parent(config_of(bench, ["A"], stream, port, workers=2), port) as running:
         assert await running.ended() == 78
         assert "E-KV-TTL" in running.tail()
+
+
+async def test_a_signal_flushes_all_feeds_of_the_process_and_its_workers(bench: Bench) -> None:
+    (stream, names), port = await feeds_of(bench, 2), free_port()
+    config = config_of(bench, names, stream, port, workers=2)
+    config.write_text(config.read_text().replace("max_age: 1s", "max_age: 1h"))
+    with parent(config, port) as running:
+        await running.ready()
+
+        def opened() -> dict[str, int]:
+            found = [part for each in running.workers().values() for part in each.get("parts", {}).items()]
+            return {
+                name.removeprefix("egress "): part["open_segment"]["last"]
+                for name, part in found
+                if part.get("open_segment")
+            }
+
+        await soon(lambda: asyncio.to_thread(lambda: opened() == dict.fromkeys(names, 30)), every=0.2)
+
+        async def shows_all() -> bool:
+            page = (await running.ask("metrics"))[1]
+            return page.count("floe_egress_open_segment_messages{") == len(names) * 2
+
+        await soon(shows_all, every=0.2)
+        running.process.send_signal(signal.SIGUSR1)
+        for name in names:
+            await bench.archived_to(name, 30)
+        await bench.publish(stream, [b"y"] * 5)
+        await soon(lambda: asyncio.to_thread(lambda: opened() == dict.fromkeys(names, 35)), every=0.2)
+        done = await floe("egress", "flush", "-c", str(config), "--json")
+        assert (done.code, [row["last"] for row in done.json()]) == (0, [35, 35])
+        running.process.send_signal(signal.SIGTERM)
+        assert await running.ended() == 0
+    for name in names:
+        await bench.same(name, stream)
+        assert [each.coverage.last for each in bench.refs(name)][:2] == [30, 35]

@@ -148,18 +148,6 @@ async def test_a_damaged_snapshot_is_left_for_the_next_older_one(site: SampledAr
     assert facts(await follow(site, log, 301)) == facts(whole(site, log, 300))
 
 
-async def test_an_object_without_metadata_is_still_found(site: SampledArchive) -> None:
-    """As in a bucket that was copied by a tool that drops them."""
-    log = busy_log()
-    site.archive(log, [300])
-    ref = site.save(whole(site, log, 99), 100)
-    raw = site.objects.get(ref.key)
-    assert raw is not None
-    site.objects.delete(ref.key)
-    site.objects.put(ref.key, raw)
-    assert (await site.resume(301)).taken == ref.key
-
-
 # Rebuilt
 
 

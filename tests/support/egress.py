@@ -202,10 +202,15 @@ class Bench:
         await self.make_stream(name, **config)
         await self.publish(name, payloads)
 
+    async def filled(self, payloads: Iterable[bytes], *, subject: str = "a", **config: Any) -> str:
+        """A stream of these payloads; its name."""
+        stream = await self.make_stream(unique("T"), **config)
+        await self.publish(stream, payloads, subject=subject)
+        return stream
+
     async def begun(self, payloads: Iterable[bytes], segment: dict[str, Any] | None = None, **config: Any) -> str:
         """A stream of these payloads, all archived by a feed of its name; its name."""
-        stream = await self.make_stream(unique("T"), **config)
-        await self.publish(stream, payloads)
+        stream = await self.filled(payloads, **config)
         await self.freeze({"stream": stream, "segment": segment or {}})
         return stream
 
