@@ -105,9 +105,8 @@ def whole(**changed: list[Message]) -> dict[Chain, list[Message]]:
     return {chain: changed.get(chain.site, messages(*held)) for chain, held in HELD.items()}
 
 
-@pytest.mark.parametrize(
-    ("found", "kind", "count", "example"),
-    [
+def test_tells_every_class_of_damage_of_a_whole_target_apart() -> None:
+    for found, kind, count, example in (
         (whole(alpha=messages(*range(3, 11))), "lost_prefix", 2, "0/0: lost: sequence 1"),
         (whole(beta=messages(2, 7)), "lost_middle", 1, "lost: sequence 5"),
         (whole(alpha=messages(*range(1, 8))), "lost_postfix", 3, "lost: sequence 8"),
@@ -121,16 +120,12 @@ def whole(**changed: list[Message]) -> dict[Chain, list[Message]]:
         ({**whole(), Chain("evil", "NODES"): messages(1)}, "unexpected", 1, "(no such chain)"),
         ({**whole(), Chain("beta", "NODES", 1): messages(1, 2)}, "unexpected", 2, "(no such chain)"),
         ({**whole(), Chain("beta", "NODES", 0, 1): messages(1)}, "unexpected", 1, "(no such chain)"),
-    ],
-)
-def test_tells_every_class_of_damage_of_a_whole_target_apart(
-    found: dict[Chain, list[Message]], kind: str, count: int, example: str
-) -> None:
-    result = of_target(found)
+    ):
+        result = of_target(found)
 
-    assert not result.ok
-    assert classes(result) == {name: count if name == kind else 0 for name in CLASSES}
-    assert example in result.report()
+        assert not result.ok
+        assert classes(result) == {name: count if name == kind else 0 for name in CLASSES}
+        assert example in result.report()
 
 
 def test_a_whole_target_without_damage_is_exact_and_what_has_no_or_another_provenance_is_not() -> None:
@@ -180,29 +175,24 @@ def test_results_of_other_seeds_add_up():
     assert added(ran("41-60"), ran("1-20")) == ran("1-20", "41-60", messages=2)
 
 
-@pytest.mark.parametrize(
-    "before", [{}, ran("1-20", code="b"), ran("1-20", ok=False), ran("21-50"), {"ok": True, "code": "a"}]
-)
-def test_results_of_other_files_or_the_same_seeds_do_not(before: dict[str, Any]):
-    assert added(before, ran("50-60")) == ran("50-60")
+def test_results_of_other_files_or_the_same_seeds_do_not():
+    for before in ({}, ran("1-20", code="b"), ran("1-20", ok=False), ran("21-50"), {"ok": True, "code": "a"}):
+        assert added(before, ran("50-60")) == ran("50-60")
 
 
 # Second tries
 
 
-@pytest.mark.parametrize(
-    ("failed", "why"),
-    [
+def test_only_few_real_tests_get_a_second_try() -> None:
+    for failed, why in (
         ({"a": "real"}, ""),
         ({"a": "real", "b": "real"}, ""),
         ({"a": "real", "b": "real", "c": "real"}, "3 tests failed: expected at most 2 for a second try"),
         ({"a": "pure"}, "only real tests get a second try: a is pure"),
         ({"a": "real", "b": "simulated"}, "only real tests get a second try: b is simulated"),
         ({}, "no test failed, and yet the run did"),
-    ],
-)
-def test_only_few_real_tests_get_a_second_try(failed: dict[str, str], why: str) -> None:
-    assert second_try(failed) == why
+    ):
+        assert second_try(failed) == why
 
 
 def test_this_test_is_pure(request: pytest.FixtureRequest) -> None:

@@ -62,9 +62,8 @@ def test_a_listing_gives_back_what_the_keys_say(name: ParkedName, number: int) -
     assert made[0].startswith(keys.created_prefix(name.created))
 
 
-@pytest.mark.parametrize(
-    ("marks", "state", "waits"),
-    [
+def test_the_state_follows_from_the_names_alone() -> None:
+    for marks, state, waits in (
         ("message", State.PENDING, 0),
         ("message asked-0001", State.PENDING, 0),
         ("message left_out", State.PARKED, 1),
@@ -72,16 +71,14 @@ def test_a_listing_gives_back_what_the_keys_say(name: ParkedName, number: int) -
         ("message left_out asked-0001 answered-0001", State.PARKED, 1),
         ("message left_out asked-0001 answered-0001 asked-0002", State.ASKED, 1),
         ("message left_out asked-0001 delivered", State.DELIVERED, 0),
-    ],
-)
-def test_the_state_follows_from_the_names_alone(marks: str, state: State, waits: int) -> None:
-    keys, name = ParkedKeys(Layout(), "FLEET"), ParkedName(CHAIN, 7, CREATED)
-    listing = [ObjectInfo(keys.folder(name) + mark, 1, 0.0, "") for mark in marks.split()]
+    ):
+        keys, name = ParkedKeys(Layout(), "FLEET"), ParkedName(CHAIN, 7, CREATED)
+        listing = [ObjectInfo(keys.folder(name) + mark, 1, 0.0, "") for mark in marks.split()]
 
-    entries = keys.entries(listing)
+        entries = keys.entries(listing)
 
-    assert entries[name].state is state
-    assert waiting(entries) == waits
+        assert entries[name].state is state
+        assert waiting(entries) == waits
 
 
 blocks = st.one_of(st.none(), st.binary(max_size=40))

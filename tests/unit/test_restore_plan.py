@@ -15,13 +15,7 @@ from hypothesis import strategies as st
 from common.clock import NS_PER_S
 from common.jetstream.api import MARKER
 from common.jetstream.requests import ApiError
-from common.segments.captures import (
-    CapturedConfig,
-    CapturedConsumer,
-    CapturedConsumers,
-    CapturedDeletions,
-    source_key,
-)
+from common.segments.captures import CapturedConfig, CapturedConsumer, CapturedConsumers, CapturedDeletions, source_key
 from common.segments.segment import Message
 from common.sequences import SequenceRange, Stretch
 from ingress.replay.plan import ChainRange, ReplayChain, ReplayPart
@@ -64,18 +58,19 @@ def folded(rows: Sequence[Message], size: int, fold: Fold) -> list[int]:
     return [s for batch in batches for s in fold.left(batch).column("sequence").to_pylist()]
 
 
-@pytest.mark.parametrize("size", [1, 3, 20])
-def test_schedules_that_fired_for_the_last_time_are_gone(size: int) -> None:
-    def fired(sequence: int, of: bytes, following: bytes = b"purge") -> Message:
-        block = b"NATS/1.0\r\nNats-Scheduler: %b\r\nNats-Schedule-Next: %b\r\n\r\n" % (of, following)
-        return Message(sequence, sequence, b"out", block, b"x")
+def test_schedules_that_fired_for_the_last_time_are_gone() -> None:
+    for size in (1, 3, 20):
 
-    rows = [row(1, b"once"), row(2, b"often"), row(3, b"\xff"), fired(4, b"often", b"2026-01-02T03:04:05Z")]
-    rows += [fired(5, b"once"), fired(6, b"\xff"), row(7, b"once"), fired(8, b"unknown")]
-    fold = Fold({"allow_msg_schedules": True})
-    assert folded(rows, size, fold) == [2, 4, 5, 6, 7, 8]
-    assert fold.rows == 6
-    assert folded(rows, size, Fold({})) == [*range(1, 9)]
+        def fired(sequence: int, of: bytes, following: bytes = b"purge") -> Message:
+            block = b"NATS/1.0\r\nNats-Scheduler: %b\r\nNats-Schedule-Next: %b\r\n\r\n" % (of, following)
+            return Message(sequence, sequence, b"out", block, b"x")
+
+        rows = [row(1, b"once"), row(2, b"often"), row(3, b"\xff"), fired(4, b"often", b"2026-01-02T03:04:05Z")]
+        rows += [fired(5, b"once"), fired(6, b"\xff"), row(7, b"once"), fired(8, b"unknown")]
+        fold = Fold({"allow_msg_schedules": True})
+        assert folded(rows, size, fold) == [2, 4, 5, 6, 7, 8]
+        assert fold.rows == 6
+        assert folded(rows, size, Fold({})) == [*range(1, 9)]
 
 
 def expiring(rows: Sequence[tuple[bytes, int, str]]) -> list[Message]:
@@ -84,14 +79,16 @@ def expiring(rows: Sequence[tuple[bytes, int, str]]) -> list[Message]:
     return [Message(n, rows[n - 1][1] * NS_PER_S, rows[n - 1][0], blocks[n - 1], b"x") for n in range(1, len(rows) + 1)]
 
 
-@pytest.mark.parametrize("size", [1, 5])
-def test_of_a_history_nothing_goes_for_a_message_that_had_expired(size: int) -> None:
-    rows = [(b"a", 0, ""), (b"a", 1, "3s"), (b"b", 2, "3s"), (b"a", 4, ""), (b"b", 4, ""), (b"b", 4, "")]
-    rows += [(b"c", 5, "1s")]
-    fold = Fold({"max_msgs_per_subject": 2, "allow_msg_ttl": True})
-    assert folded(expiring(rows), size, fold) == [1, 4, 5, 6, 7], "of b the first had not expired when the next came"
-    assert fold.rows == 5
-    assert folded(expiring(rows), size, Fold({"max_msgs_per_subject": 2})) == [2, 4, 5, 6, 7]
+def test_of_a_history_nothing_goes_for_a_message_that_had_expired() -> None:
+    for size in (1, 5):
+        rows = [(b"a", 0, ""), (b"a", 1, "3s"), (b"b", 2, "3s"), (b"a", 4, ""), (b"b", 4, ""), (b"b", 4, "")]
+        rows += [(b"c", 5, "1s")]
+        fold = Fold({"max_msgs_per_subject": 2, "allow_msg_ttl": True})
+        assert folded(expiring(rows), size, fold) == [1, 4, 5, 6, 7], (
+            "of b the first had not expired when the next came"
+        )
+        assert fold.rows == 5
+        assert folded(expiring(rows), size, Fold({"max_msgs_per_subject": 2})) == [2, 4, 5, 6, 7]
 
 
 @given(st.lists(st.lists(st.integers(1, 60), max_size=30, unique=True).map(sorted), max_size=4), st.integers(1, 7))
@@ -162,22 +159,19 @@ def test_a_push_consumer_is_quiet_until_the_stream_is_in_use_and_is_read_back_as
     assert bounded(captured, 1)[0][0].config["deliver_subject"] == "a.b"
 
 
-@pytest.mark.parametrize(
-    ("source", "key"),
-    [
+def test_a_source_is_known_by_what_its_messages_say() -> None:
+    for source, key in (
         ({"name": "UP"}, "UP > >"),
         ({"name": "UP", "filter_subject": "up.a"}, "UP up.a >"),
         ({"name": "UP", "subject_transforms": [{"src": "a", "dest": "b.a"}, {"src": "c"}]}, "UP a\fc b.a\f>"),
         ({"name": "UP", "external": {"api": "$JS.leaf.API"}}, "UP:HASH > >"),
-    ],
-)
-def test_a_source_is_known_by_what_its_messages_say(source: dict[str, Any], key: str) -> None:
-    assert re.sub(":[0-9A-Za-z]{8} ", ":HASH ", source_key(source)) == key
-    text = f"NATS/1.0\r\nNats-Stream-Source: {source_key(source).replace(' ', ' 30 ', 1)} up.a ident\r\n\r\n"
-    batch = batch_of([Message(4, 5, b"up.a", text.encode(), b""), row(7)])
-    assert [*sourced_rows(batch)] == [(source_key(source), SourcedRow(4, 5, 30))]
-    old = batch_of([Message(4, 5, b"up.a", b"NATS/1.0\r\nNats-Stream-Source: UP 9\r\n\r\n", b"")])
-    assert [*sourced_rows(old)] == [("UP", SourcedRow(4, 5, 9))]
+    ):
+        assert re.sub(":[0-9A-Za-z]{8} ", ":HASH ", source_key(source)) == key
+        text = f"NATS/1.0\r\nNats-Stream-Source: {source_key(source).replace(' ', ' 30 ', 1)} up.a ident\r\n\r\n"
+        batch = batch_of([Message(4, 5, b"up.a", text.encode(), b""), row(7)])
+        assert [*sourced_rows(batch)] == [(source_key(source), SourcedRow(4, 5, 30))]
+        old = batch_of([Message(4, 5, b"up.a", b"NATS/1.0\r\nNats-Stream-Source: UP 9\r\n\r\n", b"")])
+        assert [*sourced_rows(old)] == [("UP", SourcedRow(4, 5, 9))]
 
 
 def test_a_source_begins_behind_the_archived_ones_only_where_no_message_of_it_came_back() -> None:
@@ -223,12 +217,10 @@ def part_of(first: int, last: int, *held: int) -> ReplayPart:
     return ReplayPart(Stretch(compaction.ref(first, last), whole), footer_of([row(s) for s in held]))
 
 
-@pytest.mark.parametrize(
-    ("own", "begin"), [({}, 11), ({"allow_msg_ttl": True}, 0), ({"subject_delete_marker_ttl": 9}, 0)]
-)
-def test_max_age_cuts_only_where_no_message_may_outlive_it(own: dict[str, Any], begin: int) -> None:
-    parts = [part_of(1, 10, *range(1, 11)), part_of(11, 20, *range(11, 21))]
-    assert begin_of(parts, {"max_age": 5, **own}, 16, counts=True)[0] == begin
+def test_max_age_cuts_only_where_no_message_may_outlive_it() -> None:
+    for own, begin in (({}, 11), ({"allow_msg_ttl": True}, 0), ({"subject_delete_marker_ttl": 9}, 0)):
+        parts = [part_of(1, 10, *range(1, 11)), part_of(11, 20, *range(11, 21))]
+        assert begin_of(parts, {"max_age": 5, **own}, 16, counts=True)[0] == begin
 
 
 def test_segments_that_end_before_the_archive_did_are_named() -> None:
@@ -260,9 +252,8 @@ NO_JOIN = "and nothing tells that 0000 is the same stream before that: up to "
 JOINED = "what it continues is the same stream up to 12 only: up to 7 sequences of 13..19 not archived"
 
 
-@pytest.mark.parametrize(
-    ("incarnation", "first", "least", "join", "is_known", "text"),
-    [
+def test_what_is_missing_before_a_chain_is_lossy_where_the_stream_is_known_to_have_had_it() -> None:
+    for incarnation, first, least, join, is_known, text in (
         (0, 101, 1, None, True, "begins at 101, and the stream at 1: up to 100 sequences of 1..100 not archived"),
         (0, 2, None, None, False, "and nothing tells where the stream began: up to 1 sequence of 1..1 not archived"),
         (1, 13, 5, None, True, NO_JOIN + "8"),
@@ -270,13 +261,9 @@ JOINED = "what it continues is the same stream up to 12 only: up to 7 sequences 
         (0, 101, 101, None, True, None),
         (1, 13, 1, 13, True, None),
         (1, 20, 20, 13, True, None),
-    ],
-)
-def test_what_is_missing_before_a_chain_is_lossy_where_the_stream_is_known_to_have_had_it(
-    incarnation: int, first: int, least: int | None, join: int | None, is_known: bool, text: str | None
-) -> None:
-    found = list(before_begin(replace(CHAIN, incarnation=incarnation), first, 1, least, join, lambda _: 0))
-    assert [(each.is_known, text in each.line) for each in found] == ([] if text is None else [(is_known, True)])
+    ):
+        found = list(before_begin(replace(CHAIN, incarnation=incarnation), first, 1, least, join, lambda _: 0))
+        assert [(each.is_known, text in each.line) for each in found] == ([] if text is None else [(is_known, True)])
 
 
 def test_what_was_deleted_before_a_chain_began_is_not_missing() -> None:
@@ -288,37 +275,37 @@ def test_what_was_deleted_before_a_chain_began_is_not_missing() -> None:
     assert not list(before_begin(CHAIN, 1, 101, 51, None, all_gone.deleted))
 
 
-@pytest.mark.parametrize(("least", "is_known"), [(1, True), (None, False)])
-def test_what_retention_deleted_is_missing_where_the_stream_had_it(least: int | None, is_known: bool) -> None:
-    for number in (0, 1):
-        (late,) = before_begin(replace(CHAIN, incarnation=number), 1, 101, least, None, lambda _: 0)
-        assert late.is_known == is_known
-        assert "begins at 101, where retention of the archive left it" in late.line
-        assert late.line.endswith(": up to 100 sequences of 1..100 not archived")
-    assert not list(before_begin(CHAIN, 1, 101, 101, None, lambda _: 0))
+def test_what_retention_deleted_is_missing_where_the_stream_had_it() -> None:
+    for least, is_known in ((1, True), (None, False)):
+        for number in (0, 1):
+            (late,) = before_begin(replace(CHAIN, incarnation=number), 1, 101, least, None, lambda _: 0)
+            assert late.is_known == is_known
+            assert "begins at 101, where retention of the archive left it" in late.line
+            assert late.line.endswith(": up to 100 sequences of 1..100 not archived")
+        assert not list(before_begin(CHAIN, 1, 101, 101, None, lambda _: 0))
 
 
-@pytest.mark.parametrize(
-    ("config", "now_ns", "gone"),
-    [({}, 99, 0), ({"max_age": 5}, 16, 11), ({"max_age": 5}, 26, 11), ({"max_age": 5, "allow_msg_ttl": True}, 26, 0)],
-)
-def test_nothing_is_missing_before_a_message_that_is_too_old_itself(
-    config: dict[str, Any], now_ns: int, gone: int
-) -> None:
-    assert gone_below([part_of(11, 20, *range(10, 20))], config, now_ns, 0) == gone
+def test_nothing_is_missing_before_a_message_that_is_too_old_itself() -> None:
+    for config, now_ns, gone in (
+        ({}, 99, 0),
+        ({"max_age": 5}, 16, 11),
+        ({"max_age": 5}, 26, 11),
+        ({"max_age": 5, "allow_msg_ttl": True}, 26, 0),
+    ):
+        assert gone_below([part_of(11, 20, *range(10, 20))], config, now_ns, 0) == gone
 
 
-@pytest.mark.parametrize(
-    ("retention", "replicas", "had", "gets"),
-    [("limits", 1, 3, 1), ("limits", 5, 3, 3), ("limits", 1, 0, 0), ("interest", 5, 3, 5)],
-)
-def test_a_consumer_has_no_more_replicas_than_its_stream_allows(
-    retention: str, replicas: int, had: int, gets: int
-) -> None:
-    consumer = ArchiveConsumer("c", {"num_replicas": had}, AT, (0, 0), (0, 0), {}, {})
-    found, notes = with_replicas([consumer], {"num_replicas": replicas, "retention": retention})
-    assert [each.config["num_replicas"] for each in found] == [gets]
-    assert notes == [f"consumer c: had {had} replicas, and gets {gets} like its stream"] * (gets != had)
+def test_a_consumer_has_no_more_replicas_than_its_stream_allows() -> None:
+    for retention, replicas, had, gets in (
+        ("limits", 1, 3, 1),
+        ("limits", 5, 3, 3),
+        ("limits", 1, 0, 0),
+        ("interest", 5, 3, 5),
+    ):
+        consumer = ArchiveConsumer("c", {"num_replicas": had}, AT, (0, 0), (0, 0), {}, {})
+        found, notes = with_replicas([consumer], {"num_replicas": replicas, "retention": retention})
+        assert [each.config["num_replicas"] for each in found] == [gets]
+        assert notes == [f"consumer c: had {had} replicas, and gets {gets} like its stream"] * (gets != had)
 
 
 def plan_of(*parts: ReplayPart, **config: Any) -> RestorePlan:
@@ -391,19 +378,16 @@ def planned(consumers: int = 0, deletions: CapturedDeletions | None = None, **co
 GONE = CapturedDeletions(AT, MANY, 3, MANY, ((5, 5), (8, 9)))
 
 
-@pytest.mark.parametrize(
-    ("plan", "stored"),
-    [
+def test_room_is_counted_as_the_server_does() -> None:
+    for plan, stored in (
         (planned(), 10 * 130),
         (planned(deletions=GONE), 5 * 130),  # all below 3, and three behind
         (planned(max_msgs=4), 4 * 130),
         (planned(max_bytes=700), 700),
         (planned(max_bytes=700, discard="new"), 10 * 130),
         (planned(max_msgs_per_subject=1), 0),
-    ],
-)
-def test_room_is_counted_as_the_server_does(plan: RestorePlan, stored: int) -> None:
-    assert plan.stored == stored
+    ):
+        assert plan.stored == stored
 
 
 def test_deleted_sequences_of_a_range_are_those_that_a_fold_takes_off() -> None:
@@ -414,9 +398,8 @@ def test_deleted_sequences_of_a_range_are_those_that_a_fold_takes_off() -> None:
             assert fold.deleted(SequenceRange(first, last)) == len(gone & {*range(first, last + 1)}), (first, last)
 
 
-@pytest.mark.parametrize(
-    ("plan", "limits", "used", "told"),
-    [
+def test_the_limit_of_the_account_that_stands_in_the_way_is_named() -> None:
+    for plan, limits, used, told in (
         (planned(), {"max_storage": 1299}, {}, "room for 1.3 KiB, found a limit of 1.3 KiB (max_file), of which 0 B"),
         (planned(), {"max_storage": 1300}, {}, None),
         (planned(), {"max_storage": 1300}, {"storage": 1}, "of which 1 B are used"),
@@ -425,14 +408,10 @@ def test_deleted_sequences_of_a_range_are_those_that_a_fold_takes_off() -> None:
         (planned(max_bytes=3000), {"storage_max_stream_bytes": 2000}, {}, "(disk_max_stream_bytes)"),
         (planned(2), {"max_consumers": 2}, {}, "account: expected 2 consumers and one that reads it back"),
         (planned(2, max_consumers=2), {"max_consumers": 5}, {}, "stream: expected 2 consumers and one that reads"),
-    ],
-)
-def test_the_limit_of_the_account_that_stands_in_the_way_is_named(
-    plan: RestorePlan, limits: dict[str, Any], used: dict[str, Any], told: str | None
-) -> None:
-    error = no_room(plan, {"limits": limits, **used}, copies=1, streams=2)
-    found = error and (error.code, error.exit_code, told in error.message, "floe restore" in error.hint)
-    assert found == (told and ("E-RESTORE-ROOM", 78, True, True))
+    ):
+        error = no_room(plan, {"limits": limits, **used}, copies=1, streams=2)
+        found = error and (error.code, error.exit_code, told in error.message, "floe restore" in error.hint)
+        assert found == (told and ("E-RESTORE-ROOM", 78, True, True))
 
 
 def test_only_where_consumers_are_too_many_there_is_a_way_without_them() -> None:
@@ -453,24 +432,21 @@ FULL = "restore failed: failed to store message sequence 9: write /s/2.blk: no s
 TOO_MANY = 'restore failed: failed to add consumer "odd": maximum consumers limit reached (10026)'
 
 
-@pytest.mark.parametrize(
-    ("number", "description", "told"),
-    [
+def test_what_a_server_without_room_answers_is_told_as_that() -> None:
+    for number, description, told in (
         (10062, FULL, "the disk of the server is full"),
         (10062, TOO_MANY, "max_consumers of the account is reached"),
         (10047, "insufficient storage resources available", "max_file_store of the server is"),
         (10028, "insufficient memory resources available", "or max_mem of the account, is reached"),
         (10027, "maximum number of streams reached", "max_streams of the account is reached"),
         (10113, "account requires a stream config to have max bytes set", "(max_bytes_required)"),
-    ],
-)
-def test_what_a_server_without_room_answers_is_told_as_that(number: int, description: str, told: str) -> None:
-    said, limits = ApiError(500, number, description), [{"max_storage": -1}]
-    error = out_of_room(said, REQUEST, "S", is_clustered=False, limits=limits if number == 10047 else None)
-    drill = out_of_room(said, replace(REQUEST, promote=False), "S", is_clustered=False)
-    assert (error is not None, drill is not None) == (True, True)
-    assert (error.code, error.exit_code, told in error.message) == ("E-RESTORE-ROOM", 78, True)
-    assert ("--no-consumers" in error.hint) is ("consumer" in description)
-    assert [line.split()[1] for line in drill.hint.splitlines() if line.startswith("floe")] == ["drill"]
-    other = ApiError(500, 10062, "restore failed: unexpected content")
-    assert out_of_room(other, REQUEST, "S", is_clustered=False) is None
+    ):
+        said, limits = ApiError(500, number, description), [{"max_storage": -1}]
+        error = out_of_room(said, REQUEST, "S", is_clustered=False, limits=limits if number == 10047 else None)
+        drill = out_of_room(said, replace(REQUEST, promote=False), "S", is_clustered=False)
+        assert (error is not None, drill is not None) == (True, True)
+        assert (error.code, error.exit_code, told in error.message) == ("E-RESTORE-ROOM", 78, True)
+        assert ("--no-consumers" in error.hint) is ("consumer" in description)
+        assert [line.split()[1] for line in drill.hint.splitlines() if line.startswith("floe")] == ["drill"]
+        other = ApiError(500, 10062, "restore failed: unexpected content")
+        assert out_of_room(other, REQUEST, "S", is_clustered=False) is None

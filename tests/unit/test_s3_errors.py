@@ -84,17 +84,14 @@ def test_each_answer_has_its_error_its_code_and_its_next_step(
     assert found.exit_code == KINDS[expected[0]]
 
 
-@pytest.mark.parametrize(
-    ("message", "code"),
-    [
+def test_a_cap_that_is_reached_is_no_missing_right() -> None:
+    for message, code in (
         ("Cannot upload files, storage cap exceeded. See the Caps & Alerts page to increase your cap.", "AccessDenied"),
         ("Transaction cap exceeded, see the Caps & Alerts page to increase your cap.", "AccessDenied"),
         ("Your request was denied: the quota of the project is exceeded", "Novel"),
-    ],
-)
-def test_a_cap_that_is_reached_is_no_missing_right(message: str, code: str) -> None:
-    found = explain("put", "s3://archive/k", answer(403, code, message))
-    assert (type(found), found.code, found.hint) == CAPPED
+    ):
+        found = explain("put", "s3://archive/k", answer(403, code, message))
+        assert (type(found), found.code, found.hint) == CAPPED
 
 
 def test_a_key_that_may_not_be_used_is_told_from_a_key_that_is_busy() -> None:
@@ -103,13 +100,10 @@ def test_a_key_that_may_not_be_used_is_told_from_a_key_that_is_busy() -> None:
     assert explain("put", "s3://archive/k", answer(503, "SlowDown", "kms is busy")).code == "E-S3-LATER"
 
 
-@pytest.mark.parametrize(
-    ("code", "is_one"),
-    [("ConcurrentModification", True), ("409", True), ("Novel", True), ("QuotaExceeded", False)],
-)
-def test_a_conflict_is_told_by_its_status(code: str, is_one: bool) -> None:
-    assert is_conflict(answer(409, code)) is is_one
-    assert not is_conflict(answer(503, code))
+def test_a_conflict_is_told_by_its_status() -> None:
+    for code, is_one in (("ConcurrentModification", True), ("409", True), ("Novel", True), ("QuotaExceeded", False)):
+        assert is_conflict(answer(409, code)) is is_one
+        assert not is_conflict(answer(503, code))
 
 
 # The wait before another try
@@ -117,9 +111,8 @@ def test_a_conflict_is_told_by_its_status(code: str, is_one: bool) -> None:
 DAY = "Thu, 26 Nov 2026"
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "headers", "expected"),
-    [
+def test_the_wait_is_the_one_that_the_answer_names() -> None:
+    for status, code, headers, expected in (
         (429, "TooManyRequests", {"retry_after": "7"}, 7.0),
         (503, "SlowDown", {"retry_after": "3600"}, MOST_ASKED),
         (503, "SlowDown", {"retry_after": f"{DAY} 10:00:09 GMT", "date": f"{DAY} 10:00:00 GMT"}, 9.0),
@@ -135,12 +128,8 @@ DAY = "Thu, 26 Nov 2026"
         (200, "", {"retry_after": "7"}, None),
         (404, "404", {"retry_after": "7"}, None),
         (507, "XMinioStorageFull", {"retry_after": "7"}, None),
-    ],
-)
-def test_the_wait_is_the_one_that_the_answer_names(
-    status: int, code: str, headers: dict[str, str], expected: float | None
-) -> None:
-    assert pause_before(1, answer(status, code, **headers), 60.0) == expected
+    ):
+        assert pause_before(1, answer(status, code, **headers), 60.0) == expected
 
 
 def test_the_wait_grows_and_is_bounded_by_the_patience_of_who_asks() -> None:

@@ -118,6 +118,9 @@ def test_settled_keys_count_as_seen_and_settling_takes_nothing_back() -> None:
     choose(sampler, ("a", START), ("b", START + MINUTE))
     sampler.settle(START + 1)
     assert {key: entry[0] for key, entry in known(sampler).items()} == {"a": START + 1, "b": START + MINUTE}
+    assert len(sampler.advance(START + MINUTE + WARN)) == 1
+    sampler.settle(START + 2 * WARN)
+    assert {entry[3] for entry in known(sampler).values()} == {0}, "nobody is told of its return"
     sampler = Sampler(HOW)
     sampler.learn(["a", "b", None, "a"], [START, START + 1, START + 2, START + 3], [10, 20, 30, 40])
     assert known(sampler) == {"a": (START + 3, START + 3, 40, 0), "b": (START + 1, START + 1, 20, 0)}

@@ -157,9 +157,8 @@ def header(line: bytes) -> bytes:
     return b"NATS/1.0\r\n" + line + b"\r\n\r\n"
 
 
-@pytest.mark.parametrize(
-    ("block", "key"),
-    [
+def test_the_first_header_of_the_name() -> None:
+    for block, key in (
         (None, None),
         (header(b"Node: a"), "a"),
         (header(b"Node:a"), "a"),
@@ -173,16 +172,13 @@ def header(line: bytes) -> bytes:
         (header(b"Node: " + b"a" * 1025), None),
         (b"Node: a", None),
         (b"", None),
-    ],
-)
-def test_the_first_header_of_the_name(block: bytes | None, key: str | None) -> None:
-    assert by_header("Node", block) == [key]
-    assert by_header("N.de", block, header(b"N.de: b")) == [None, "b"], "a name is text and no pattern"
+    ):
+        assert by_header("Node", block) == [key]
+        assert by_header("N.de", block, header(b"N.de: b")) == [None, "b"], "a name is text and no pattern"
 
 
-@pytest.mark.parametrize(
-    ("token", "subject", "key"),
-    [
+def test_a_token_of_the_subject() -> None:
+    for token, subject, key in (
         (1, b"a.b.c", "a"),
         (3, b"a.b.c", "c"),
         (4, b"a.b.c", None),
@@ -190,10 +186,8 @@ def test_the_first_header_of_the_name(block: bytes | None, key: str | None) -> N
         (2, b"a.\xff.c", "\\xff"),
         (2, b"a..c", None),
         (1, b"a" * 1025, None),
-    ],
-)
-def test_a_token_of_the_subject(token: int, subject: bytes, key: str | None) -> None:
-    assert keys_of(sampling(inspect_field="", inspect_subject_token=token), [subject], [None]) == [key]
+    ):
+        assert keys_of(sampling(inspect_field="", inspect_subject_token=token), [subject], [None]) == [key]
 
 
 def test_a_feed_without_a_key_is_not_sampled_and_values_are_in_nanoseconds() -> None:
@@ -232,16 +226,16 @@ def test_the_digest_is_that_of_every_release() -> None:
     assert sampling().digest == hashlib.sha256(text.encode()).hexdigest()
 
 
-@pytest.mark.parametrize("duration", [SECOND, HOUR, 365 * 24 * HOUR])
-def test_the_spread_is_a_tenth_and_even(duration: int) -> None:
-    slack = min(SECOND, duration // 100)
-    spreads = [duration - slack - period_ns(f"node-{number}", duration) for number in range(5000)]
-    assert 0 <= min(spreads) < duration // 1000
-    assert duration // 10 - duration // 1000 < max(spreads) < duration // 10
-    tenths = [0] * 10
-    for spread in spreads:
-        tenths[spread * 100 // duration] += 1
-    assert all(400 < count < 600 for count in tenths)
+def test_the_spread_is_a_tenth_and_even() -> None:
+    for duration in (SECOND, HOUR, 365 * 24 * HOUR):
+        slack = min(SECOND, duration // 100)
+        spreads = [duration - slack - period_ns(f"node-{number}", duration) for number in range(5000)]
+        assert 0 <= min(spreads) < duration // 1000
+        assert duration // 10 - duration // 1000 < max(spreads) < duration // 10
+        tenths = [0] * 10
+        for spread in spreads:
+            tenths[spread * 100 // duration] += 1
+        assert all(400 < count < 600 for count in tenths)
 
 
 def test_the_spread_is_that_of_every_release_and_process() -> None:

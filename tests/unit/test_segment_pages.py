@@ -116,9 +116,8 @@ def test_a_subject_may_have_one_dictionary_first_and_the_first_data_page_is_wher
 MIB = 2**20
 
 
-@pytest.mark.parametrize(
-    ("columns", "rows", "batch_rows", "held", "batch"),
-    [
+def test_a_batch_costs_the_pages_that_its_rows_may_stand_in() -> None:
+    for columns, rows, batch_rows, held, batch in (
         ([[(8, 800)]], 8, 8, 800, 800),
         # A column with a dictionary holds both.
         ([[(0, 300), (8, 100)], [(8, 50)]], 8, 8, 450, 150),
@@ -127,15 +126,11 @@ MIB = 2**20
         ([[(4, 30 * MIB), (4, 2 * MIB)]], 8, 2, 30 * MIB, 30 * MIB),
         # A batch never has more rows than that, whatever they cost.
         ([[(40_000, 40_000)]], 40_000, 16_384, 40_000, 40_000),
-    ],
-)
-def test_a_batch_costs_the_pages_that_its_rows_may_stand_in(
-    columns: list[list[tuple[int, int]]], rows: int, batch_rows: int, held: int, batch: int
-) -> None:
-    cost = parquet_guard.decoding_cost(columns, rows, ParquetLimits())
-    assert (cost.rows, cost.held, cost.batch) == (batch_rows, held, batch)
-    assert cost.size == sum(size for pages in columns for _, size in pages)
-    assert cost.need == held + batch + 256 * batch_rows
+    ):
+        cost = parquet_guard.decoding_cost(columns, rows, ParquetLimits())
+        assert (cost.rows, cost.held, cost.batch) == (batch_rows, held, batch)
+        assert cost.size == sum(size for pages in columns for _, size in pages)
+        assert cost.need == held + batch + 256 * batch_rows
 
 
 def test_pages_that_only_cost_time_are_refused() -> None:

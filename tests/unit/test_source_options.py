@@ -44,9 +44,8 @@ def test_times_are_read_as_the_commands_read_them() -> None:
     assert parsed(until="9999-01-01T00:00:00Z").wanted.end == 2**63 - 1
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_wrong_options_are_named() -> None:
+    for options, message in (
         ({"since": "yesterday"}, "option since: expected a time such as"),
         ({"since": "2h", "from_time": "2h"}, "expected one of the options since and from_time, found both"),
         ({"since": "1h", "until": "2h"}, "option since: expected before "),
@@ -59,11 +58,9 @@ def test_times_are_read_as_the_commands_read_them() -> None:
         ({"from_sequence": "9", "to_sequence": "8"}, "expected at least from_sequence 9, found 8"),
         ({"pushdown": "yes"}, "expected true or false"),
         ({"config": "somewhere.yaml"}, "option config: excludes url"),
-    ],
-)
-def test_wrong_options_are_named(options: dict[str, str], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        parsed(**options)
+    ):
+        with pytest.raises(UsageError, match=message):
+            parsed(**options)
 
 
 def test_what_only_one_way_of_reading_has_is_refused_by_the_other() -> None:
@@ -103,25 +100,21 @@ def test_it_is_in_the_wheel() -> None:
 SUBJECTS = [b"nodes.1.temp", b"nodes.2.temp", b"nodes.1", b"bad.\xff", b"other"]
 
 
-@pytest.mark.parametrize(
-    ("asked", "sequences"),
-    [
+def test_rows_by_time_and_subject() -> None:
+    for asked, sequences in (
         (RowFilter(begin=11, end=31), [3, 4]),
         (RowFilter(subjects=("nodes.*.temp",)), [1, 2]),
         (RowFilter(subjects=("nodes.>", "other")), [1, 2, 3, 5]),
         (RowFilter(subjects=("bad.*",)), [4]),
         (RowFilter(begin=30, subjects=("nodes.1",)), []),
-    ],
-)
-def test_rows_by_time_and_subject(asked: RowFilter, sequences: list[int]) -> None:
-    times, nothing = [10 * n for n in range(5)], [None] * 5
-    batch = record_batch([1, 2, 3, 4, 5], times, SUBJECTS, nothing, [b""] * 5)
-    assert asked.selected(batch).column("sequence").to_pylist() == sequences
+    ):
+        times, nothing = [10 * n for n in range(5)], [None] * 5
+        batch = record_batch([1, 2, 3, 4, 5], times, SUBJECTS, nothing, [b""] * 5)
+        assert asked.selected(batch).column("sequence").to_pylist() == sequences
 
 
-@pytest.mark.parametrize(
-    ("asked", "times", "subjects", "may"),
-    [
+def test_row_groups_that_cannot_have_such_rows_are_left_out() -> None:
+    for asked, times, subjects, may in (
         (RowFilter(begin=10), (0, 9), None, False),
         (RowFilter(begin=10), (0, 10), None, True),
         (RowFilter(subjects=("b.c",)), (0, 1), (b"a", b"b.d"), True),
@@ -129,12 +122,8 @@ def test_rows_by_time_and_subject(asked: RowFilter, sequences: list[int]) -> Non
         (RowFilter(subjects=("b.*",)), (0, 1), (b"a", b"b.a"), True),
         (RowFilter(subjects=("b.*",)), (0, 1), (b"a", b"b"), False),
         (RowFilter(subjects=("*.c",)), (0, 1), (b"x", b"y"), True),
-    ],
-)
-def test_row_groups_that_cannot_have_such_rows_are_left_out(
-    asked: RowFilter, times: tuple[int, int], subjects: tuple[bytes, bytes] | None, may: bool
-) -> None:
-    assert asked.may_take(times, subjects) is may
+    ):
+        assert asked.may_take(times, subjects) is may
 
 
 # Views for other engines

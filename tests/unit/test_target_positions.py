@@ -93,13 +93,7 @@ async def test_positions_are_put_when_they_changed_and_at_most_once_a_minute(
         (0, {A: 31}, {}, 1, {A: 31}),
         (59, {A: 40}, {}, 1, {A: 31}),
         (1, {A: 40}, {}, 2, {A: 40}),
-        (
-            1,
-            {A: 7, B: 1},
-            {},
-            3,
-            {A: 7, B: 1},
-        ),  # moved back: something may be deleted by what was said
+        (1, {A: 7, B: 1}, {}, 3, {A: 7, B: 1}),  # moved back: something may be deleted by what was said
         (600, {A: 7, B: 1}, {}, 3, {A: 7, B: 1}),  # nothing changed
         (0, {A: 7, B: 1}, {A: large}, 4, {A: 7, B: 1}),
         (60, {A: 7, B: 1}, {A: large}, 4, {A: 7, B: 1}),  # it stays stopped

@@ -53,11 +53,11 @@ def test_each_family_stands_once_and_each_sample_names_its_worker() -> None:
     assert lines.index(last) == lines.index(first) + 1, "the samples of a family stand together"
 
 
-@pytest.mark.parametrize("value", ['a{b}"c', "a b", "a\\b\nc", "}", ""])
-def test_a_label_keeps_its_value_whatever_it_holds(value: str) -> None:
-    text = merged("", {"3": metrics_page(1, value)})
-    families = {family.name: family for family in text_string_to_metric_families(text)}
-    assert families["messages"].samples[0].labels == {"worker": "3", "feed": value}
+def test_a_label_keeps_its_value_whatever_it_holds() -> None:
+    for value in ('a{b}"c', "a b", "a\\b\nc", "}", ""):
+        text = merged("", {"3": metrics_page(1, value)})
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        assert families["messages"].samples[0].labels == {"worker": "3", "feed": value}
 
 
 # Pages
