@@ -144,8 +144,6 @@ async def test_consumers_that_were_captured_are_listed(bench: Bench, tmp_path: P
     assert "when 5 was archived" in shown.err
     found = (await floe(*words, "--json")).json()
     assert (found["end"], found["incarnation"], found["consumers"][0]["ack_floor_stream"]) == (5, 0, 3)
-    assert found["age_seconds"] >= 0
     before = (await floe(*words, "--to-sequence", "4", "--json")).json()
     assert before["end"] in (None, 0), "as it was before 5 was archived"
-    for wrong in (f"{SITE}/OTHER", f"{SITE}/{stream}/0000/0", SITE):
-        assert (await floe(*words[:-1], wrong)).code == 2
+    assert (await floe(*words[:-1], f"{SITE}/OTHER")).code == 2

@@ -6,12 +6,15 @@ import json
 import os
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from common.chain import Chain
+from common.objects.port import ObjectStore
 from common.segments.documents import AcceptedGap, ChainDocument, ChainStore
 from common.segments.segment import Reason
 from common.sequences import SequenceRange
@@ -25,19 +28,18 @@ LEVEL = {"from": 0, "to": 1, "min_age": "1m", "max_wait": "10m", "min_count": 3,
 class Site(Archive):
     """An archive with a configuration."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, objects: ObjectStore | None = None) -> None:
+        super().__init__(folder, objects)
         self.chains = ChainStore(self.objects, self.layout)
         self.chains.create_chain(CHAIN, ChainDocument((), 1, 1))
         self.config = folder / "floe.yaml"
         self.configure()
 
     def configure(self, **compaction: object) -> None:
-        document = {
-            "store": {"url": f"file://{self.folder}/store"},
-            "spool_dir": str(self.folder / "spool"),
-            "compaction": {**at_once(LEVEL), **compaction},
-        }
+        self.write({"url": f"file://{self.folder}/store"}, {**at_once(LEVEL), **compaction})
+
+    def write(self, store: Mapping[str, Any], compaction: Mapping[str, Any], **more: Any) -> None:
+        document = {"store": store, "spool_dir": str(self.folder / "spool"), "compaction": compaction, **more}
         self.config.write_text(yaml.safe_dump(document))
         self.config.chmod(0o600)
 

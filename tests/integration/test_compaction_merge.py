@@ -131,8 +131,6 @@ def test_the_ledger_of_a_merge_is_balanced_and_says_what_is_unread(archive: Arch
     # An overlap of which one reason is left keeps it.
     part = archive.put(251, 300, rows(range(251, 261)), ledger={Reason.SAMPLED_OUT: 40})
     assert said(archive.put(201, 260), part) == (Ledger({Reason.SAMPLED_OUT: 40}), None)
-    part = archive.put(351, 400, rows([399]), ledger={Reason.DELETED: 49})
-    assert said(archive.put(301, 360), part) == (Ledger({Reason.DELETED: 39}), None)
 
     unread, hole = Reason.GONE_BEFORE_READ, Reason.GONE_FROM_HOLE
     inputs = [

@@ -9,7 +9,6 @@ import re
 import signal
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -66,9 +65,6 @@ async def test_replay_as_a_command(world: World) -> None:
     assert slow.wait(PATIENCE) == 75
     assert "the same command goes on" in slow.tail()
 
-    other = await invoke(*command, "--to-sequence", "7")
-    assert other.code == 1
-    assert "error[E-REPLAY-OTHER]" in other.err
     done = await invoke(*command, "--json")
     assert done.code == 0, done.err
     assert done.json()["rows"] == 3000
@@ -76,9 +72,6 @@ async def test_replay_as_a_command(world: World) -> None:
     again = await invoke(*command)
     assert again.code == 0
     assert "done before" in again.out
-    wrong = await invoke(*command, "--from-time", "yesterday")
-    assert wrong.code == 2
-    assert "expected a time such as 2026-01-02T03:04:05Z" in wrong.err
 
 
 async def holds(world: World, count: int) -> bool:
@@ -217,23 +210,16 @@ async def test_on_a_server_of_its_own_which_is_gone_afterwards(bench: Bench) -> 
     assert done.json()["server"].startswith("a server of its own, nats-server 2.")
     assert [*Path(bench.root / "spool").glob("floe-spool-*")] == []
     assert await left_behind(bench) == []
-    for number, code in ((signal.SIGINT, 75), (signal.SIGKILL, -9)):
-        service = Service(bench.root, f"drill-{number}", *words).start(FLOE_FAILPOINTS="restore.filled=stop")
-        await soon(lambda: "starting a nats-server" in service.tail())  # noqa: B023
-        home = service.tail().split("starting a nats-server in ")[1].split()[0]
-        await soon(lambda: _servers(home) == 1)  # noqa: B023
-        await soon(partial(_is_stopped, service.pid))
-        await soon(lambda: _blocks(home))  # noqa: B023
-        service.send(number)
-        service.send(signal.SIGCONT)
-        assert service.wait(PATIENCE) == code, service.tail()
-        await soon(lambda: _servers(home) == 0)  # noqa: B023
+    service = Service(bench.root, "drill", *words).start(FLOE_FAILPOINTS="restore.filled=stop")
+    await soon(lambda: "starting a nats-server" in service.tail())
+    home = service.tail().split("starting a nats-server in ")[1].split()[0]
+    await soon(lambda: _servers(home) == 1)
+    await soon(lambda: _blocks(home))
+    service.send(signal.SIGKILL)
+    assert service.wait(PATIENCE) == -signal.SIGKILL, service.tail()
+    await soon(lambda: _servers(home) == 0)
     assert (await floe(*words)).code == 0  # and what the killed one left is removed
     assert [*Path(bench.root / "spool").glob("floe-spool-*")] == []
-
-
-def _is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def _blocks(home: str) -> int:

@@ -66,28 +66,6 @@ async def test_each_of_three_replicas_holds_it(
     assert await bench.last(stream) == count + 1
 
 
-async def test_egress_knows_it_by_each_of_its_servers_where_limits_left_nothing(clustered: Bench) -> None:
-    """Each may say another time of its creation."""
-    bench = clustered
-    stream, *_ = await lost(bench, num_replicas=3)
-    first = (await back.restored(bench, stream)).created
-    await bench.client.api(f"STREAM.PURGE.{stream}")
-
-    async def says_another() -> bool:
-        with suppress(FloeError):
-            info = await stream_info(bench.client, stream)
-            if info is not None and info.created != first:
-                return True
-            await bench.client.api(f"STREAM.LEADER.STEPDOWN.{stream}")
-        return False
-
-    await soon(says_another, every=0.5)
-    async with bench.egress({"stream": stream}):
-        await bench.publish(stream, [b"next"])
-        await bench.archived_to(stream, 301)
-    assert bench.chains.read_stream(bench.chain(stream, 1)) is None
-
-
 async def test_a_restore_that_the_servers_still_give_up_is_waited_for(clustered: Bench) -> None:
     """For some seconds they refuse its name, and tell nothing of it."""
     bench = clustered

@@ -14,8 +14,7 @@ import pytest
 from common.errors import FloeError, Stopped, UsageError
 from common.jetstream.api import GUARD, MARKER, create_consumer
 from common.jetstream.kv import KeyValue, state_key
-from common.segments.captures import CONFIG, CapturedConsumer, CapturedConsumers, CaptureStore
-from common.segments.segment import Reason
+from common.segments.captures import CONFIG
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
 from ingress.restore.guard import GuardedStream
@@ -237,31 +236,21 @@ async def test_what_egress_held_is_not_put_beside_another_history(
     assert [m.payload for m in bench.messages(stream)][200:] == [b"other"] * (rows + 10)
 
 
-async def test_a_drain_puts_what_egress_holds_of_a_lost_stream(bench: Bench) -> None:
-    """The leases and the state are lost with it."""
-    stream = await begun(bench)
-    async with bench.egress({"stream": stream, **LONG}) as running:
-        await holding(bench, stream, running)
-        for lost in (stream, f"KV_{bench.state_bucket}", f"KV_{bench.lease_bucket}"):
-            await bench.delete_stream(lost)
-    assert len(bench.messages(stream)) == 250
-    bench.check(stream)
-
-
-async def test_a_drain_says_what_it_could_not_put_of_a_lost_stream(
-    bench: Bench, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("can_put", [True, False])
+async def test_a_drain_puts_what_egress_holds_of_a_lost_stream_or_says_that_it_could_not(
+    bench: Bench, caplog: pytest.LogCaptureFixture, can_put: bool
 ) -> None:
+    """The leases and the state are lost with it."""
     stream, objects = await begun(bench), FaultyStore(bench.objects)
-    settings = bench.settings({"stream": stream, **LONG}, shutdown_timeout="4s")
-    running = bench.start(settings, objects=objects)
-    await holding(bench, stream, running, objects)
+    running = bench.start(bench.settings({"stream": stream, **LONG}, shutdown_timeout="4s"), objects=objects)
+    await holding(bench, stream, running, None if can_put else objects)
     for lost in (stream, f"KV_{bench.state_bucket}", f"KV_{bench.lease_bucket}"):
         await bench.delete_stream(lost)
     await soon(lambda: running.state(stream) != "reading")
     running.stop.set()
-    assert await running.task is False
-    assert "received and not archived" in caplog.text
-    assert "'rows': 50, 'first': 201, 'last': 250" in caplog.text
+    assert await running.task is can_put
+    assert bench.end(stream) == (250 if can_put else 200)
+    assert ("'rows': 50, 'first': 201, 'last': 250" in caplog.text) is not can_put
 
 
 async def test_sequences_that_were_lost_are_left_out_where_that_is_asked_for(bench: Bench) -> None:
@@ -302,17 +291,6 @@ async def test_sequences_that_were_lost_are_left_out_where_that_is_asked_for(ben
 
 async def ends_at(bench: Bench, stream: str, last: int) -> bool:
     return await bench.last(stream) == last
-
-
-async def test_how_far_neighbours_had_read_is_said_where_it_was_captured(bench: Bench) -> None:
-    stream = await begun(bench)
-    config = {"name": "JS_SRC_k3", "metadata": {"_nats.src.stream": "COPY"}}
-    consumers = (CapturedConsumer(config, "2026-01-02T03:04:05Z", 240, 240, 240, 240),)
-    captures = CaptureStore(bench.chains.layout, bench.objects)
-    captures.put(bench.chain(stream), CapturedConsumers("2026-01-02T03:04:05Z", 200, consumers))
-    await bench.delete_stream(stream)
-    notes = (await back.planned(bench, stream)).notes
-    assert "COPY had read up to 240 by JS_SRC_k3 (2026-01-02T03:04:05Z)" in notes
 
 
 async def test_a_source_of_which_no_message_came_back_is_not_read_again(
@@ -419,18 +397,3 @@ async def test_a_stream_keeps_for_egress_what_is_published_before_it_reads_again
     ]
     assert lapses(stream) == before
     assert len(await durables(bench, stream)) == count
-
-
-async def test_a_stream_that_was_never_used_and_begins_later_is_the_same_after_its_restore(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("R"), storage="file", first_seq=77_001)
-    async with bench.egress({"stream": stream}) as running:
-        await soon(lambda: running.state(stream) == "reading")
-    await bench.delete_stream(stream)
-    assert (await back.restored(bench, stream)).exit_code == 0
-    async with bench.egress({"stream": stream}):
-        await bench.publish(stream, [b"new %d" % n for n in range(10)])
-        await bench.archived_to(stream, 77_010)
-    assert bench.chains.read_stream(bench.chain(stream, 1)) is None
-    await bench.same(stream, stream)
-    ledgers = [bench.store.footer(ref).ledger.counts for ref in bench.refs(stream)]
-    assert not any(Reason.GONE_BEFORE_READ in each for each in ledgers), ledgers

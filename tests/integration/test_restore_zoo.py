@@ -81,29 +81,6 @@ class Pen:
         found = (await ask(self.bench.client, f"STREAM.INFO.{self.stream}"))["config"]
         await self.bench.client.api(f"STREAM.UPDATE.{self.stream}", {**found, **config})
 
-    async def set_back(self, sequence: int) -> None:
-        """Let the stream end at `sequence` again, as a server does whose disk is set back."""
-        await self.bench.delete_stream(self.stream)
-        assert (await back.restored(self.bench, self.stream, to_sequence=sequence)).exit_code == 0
-
-    async def resolve(self, sequence: int | None = None) -> None:
-        """Decide as `floe egress resolve --new-incarnation` does."""
-        settings = self.bench.settings(self.feed)
-        async with opened(settings) as context:
-            cases = [await look(context, each) for each in partitions_of(SITE, settings.egress.feeds[0])]
-            await new_incarnation(context, cases, plan_incarnation(cases, sequence))
-
-    async def fork(self) -> None:
-        """Let the stream be made anew and archived, and then be the former one again."""
-        config = (await ask(self.bench.client, f"STREAM.INFO.{self.stream}"))["config"]
-        await self.bench.delete_stream(self.stream)
-        await self.bench.client.api(f"STREAM.CREATE.{self.stream}", config)
-        await self.put(4)
-        async with self.bench.egress(self.feed):
-            await self.bench.archived_to(self.stream, 4, incarnation=1)
-        await self.bench.delete_stream(self.stream)
-        assert (await back.restored(self.bench, self.stream, incarnation=0)).exit_code == 0
-
 
 Act = Callable[[Pen], Awaitable[None]]
 
@@ -287,14 +264,6 @@ def two(count: int) -> Act:
     return acts(puts(count, subject="ZOO.0.a"), puts(count, subject="ZOO.1.a"))
 
 
-def set_back(sequence: int) -> Act:
-    return lambda pen: pen.set_back(sequence)
-
-
-def resolves(sequence: int | None = None) -> Act:
-    return lambda pen: pen.resolve(sequence)
-
-
 def retires(first: int) -> Act:
     async def act(pen: Pen) -> None:
         pen.bench.chains.raise_floor(pen.bench.chain(pen.stream), first)
@@ -310,12 +279,39 @@ def loses(which: Callable[[SequenceRange], bool]) -> Act:
     return act
 
 
-async def forks(pen: Pen) -> None:
-    await pen.fork()
-
-
 async def cuts(pen: Pen) -> None:
     await until_cut(pen.bench, pen.feed | feed_of(pen.stream, 2))
+
+
+def set_back(sequence: int) -> Act:
+    """Let the stream end at `sequence` again, as a server does whose disk is set back."""
+
+    async def act(pen: Pen) -> None:
+        held = [row for row in await back.contents(pen.bench, pen.stream) if row.sequence <= sequence]
+        await back.comes_back(pen.bench, pen.stream, held, to_sequence=sequence)
+
+    return act
+
+
+def resolves(sequence: int | None = None) -> Act:
+    """Decide as `floe egress resolve --new-incarnation` does."""
+
+    async def act(pen: Pen) -> None:
+        settings = pen.bench.settings(pen.feed)
+        async with opened(settings) as context:
+            cases = [await look(context, each) for each in partitions_of(SITE, settings.egress.feeds[0])]
+            await new_incarnation(context, cases, plan_incarnation(cases, sequence))
+
+    return act
+
+
+async def forks(pen: Pen) -> None:
+    """Let the stream be made anew and archived, and then be the former one again."""
+    bench, held = pen.bench, await back.contents(pen.bench, pen.stream)
+    await bench.recreate(pen.stream, [b"x"] * 4, storage="file")
+    async with bench.egress(pen.feed):
+        await bench.archived_to(pen.stream, 4, incarnation=1)
+    await back.comes_back(bench, pen.stream, held, incarnation=0)
 
 
 ALL_CONSUMERS: dict[str, dict[str, Any]] = {

@@ -7,27 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from common.chain import Chain
 from common.clock import format_time
 from common.objects.open import open_objects
 from common.segments.captures import CapturedConfig, CapturedConsumers, CaptureStore
-from common.segments.documents import ChainDocument, ChainStore, TargetPositions
+from common.segments.documents import ChainDocument, TargetPositions
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange, Stretch
 from common.settings.root import StoreSettings
 from compaction.retention import Retention, RetentionRule
 from compaction.source import read_stretch
 from compaction.verify import verify_chains
-from tests.integration.test_compaction_cli import LEVEL as OFTEN
+from tests.integration import test_compaction_cli as compaction_cli
 from tests.support.basics import SharedS3
-from tests.support.commands import run_here
-from tests.support.compaction import CHAIN, Archive, at_once, rows
+from tests.support.compaction import CHAIN, at_once, rows
 from tests.support.proxies import FaultProxy, refusing_conditions
 
 # Half an hour over the week: what a test takes of it changes no words.
-LEVEL = {**OFTEN, "min_age": "7d30m", "max_wait": "7d30m"}
+LEVEL = {**compaction_cli.LEVEL, "min_age": "7d30m", "max_wait": "7d30m"}
 DAY, PAIR = 86_400, "us-east/NODES"
 LATER, SLICE = Chain("us-east", "NODES", 1), Chain("us-east", "NODES", 1, 1)
 
@@ -37,15 +35,13 @@ def ns(days: float) -> int:
     return int((time.time() - days * DAY) * 1e9)
 
 
-class Site(Archive):
-    """An archive with a configuration."""
+class Site(compaction_cli.Site):
+    """One whose retention is configured, on any store."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        self.store_config = config
         super().__init__(folder, open_objects(StoreSettings.model_validate(config)))
-        self.chains, self.store_config = ChainStore(self.objects, self.layout), config
-        self.config = folder / "floe.yaml"
         self.captures = CaptureStore(self.layout, self.objects)
-        self.begin(CHAIN)
 
     def begin(self, *chains: Chain) -> None:
         for chain in chains:
@@ -62,19 +58,12 @@ class Site(Archive):
 
     def configure(self, *targets: str, compaction: dict[str, Any] | None = None, **retention: Any) -> None:
         source = {"site": "us-east", "feed": "NODES", "subject_prefix": "x"}
-        document = {
-            "store": self.store_config,
-            "spool_dir": str(self.folder / "spool"),
-            "compaction": {**at_once(LEVEL), **(compaction or {}), "retention": retention},
-            "ingress": {"targets": [{"stream": name, "sources": [source]} for name in targets]},
-        }
-        self.config.write_text(yaml.safe_dump(document))
-        self.config.chmod(0o600)
+        merging = {**at_once(LEVEL), **(compaction or {}), "retention": retention}
+        targets = [{"stream": name, "sources": [source]} for name in targets]
+        self.write(self.store_config, merging, ingress={"targets": targets})
 
     def floe(self, *words: str, code: int = 0) -> Any:
-        done = run_here(*words, "-c", str(self.config))
-        assert done.code == code, done
-        return done.json() if "--json" in words else done
+        return self._floe(*words, "-c", str(self.config), code=code)
 
     def compact(self, *options: str) -> dict[str, Any]:
         found: dict[str, Any] = self.floe("compact", *options, "--json")["retention"]

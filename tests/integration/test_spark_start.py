@@ -24,8 +24,6 @@ from tests.support.compaction import CHAIN, begun
 
 INSTALL = "sudo apt-get install -y openjdk-17-jre-headless"
 
-Done = tuple[list[str], list[dict[str, object]], str]  # errors, log lines, everything else that was said
-
 
 def java(folder: Path, version: str, otherwise: str = "exit 0") -> Path:
     """A home of Java whose program tells that version, and does `otherwise` for anything else."""
@@ -52,62 +50,43 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def failed(config: Path, environment: dict[str, str]) -> Done:
-    words = [sys.executable, "-m", "floe", "-v", "compact", "-c", str(config)]
-    env = {name: value for name, value in os.environ.items() if name != "JAVA_HOME"} | environment
-    done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=ROOT, timeout=PATIENCE, check=False)
-    return said(done.returncode, done.stdout, done.stderr)
-
-
-def said(code: int, out: str, err: str) -> Done:
-    assert (code, out) == (78, ""), err
+def said(code: int, out: str, err: str) -> tuple[str, list[dict[str, object]], str]:
+    """The one line of the error, the log, and everything else that was said."""
+    assert (code, out, "Traceback" in err) == (78, "", False), err
     lines = err.splitlines()
-    assert "Traceback" not in err
-    errors, log = [each for each in lines if each.startswith("error[")], [each for each in lines if each[:1] == "{"]
-    rest = "\n".join(each for each in lines if each not in errors and each not in log)
-    return errors, [json.loads(each) for each in log], rest
-
-
-def environments(folder: Path) -> dict[str, tuple[dict[str, str], str]]:
-    """Names of what is wrong, the environment that has it, and what is said of it."""
-    (folder / "empty").mkdir()
-    old = java(folder / "old", "11.0.23")
-    older = java(folder / "older", "1.8.0_402")
-    broken = java(folder / "broken", "17.0.1") / "bin" / "java"
-    broken.write_text("#!/bin/sh\necho 'Error: could not find libjli.so' >&2\nexit 1\n")
-    return {
-        "no Java": ({"PATH": str(folder / "empty")}, f"found none (java); {INSTALL}, or use --engine local"),
-        "a wrong JAVA_HOME": (
-            {"JAVA_HOME": str(folder / "empty")},
-            f"found none (JAVA_HOME={folder}/empty); {INSTALL} && unset JAVA_HOME, or use --engine local",
-        ),
-        "Java 11": ({"JAVA_HOME": str(old)}, 'expected Java 17 or 21, found openjdk version "11.0.23" 2025-04-15'),
-        "Java 8": ({"JAVA_HOME": str(older)}, 'found openjdk version "1.8.0_402"'),
-        "a broken Java": ({"JAVA_HOME": str(broken.parents[1])}, "found Error: could not find libjli.so"),
-        "a wrong SPARK_HOME": (
-            {"SPARK_HOME": str(folder / "empty")},
-            "expected Spark there, found no bin/spark-submit; unset SPARK_HOME",
-        ),
-    }
+    [error] = [each for each in lines if each.startswith("error[")]
+    log = [each for each in lines if each[:1] == "{"]
+    return error, [json.loads(each) for each in log], "\n".join(each for each in lines if each not in (error, *log))
 
 
 def test_what_is_missing_or_wrong_is_told_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name, (environment, said) in environments(tmp_path).items():
+    (empty := tmp_path / "empty").mkdir()
+    old, older = java(tmp_path / "old", "11.0.23"), java(tmp_path / "older", "1.8.0_402")
+    broken = java(tmp_path / "broken", "17.0.1")
+    (broken / "bin" / "java").write_text("#!/bin/sh\necho 'Error: could not find libjli.so' >&2\nexit 1\n")
+    unset = f"found none (JAVA_HOME={empty}); {INSTALL} && unset JAVA_HOME, or use --engine local"
+    for variable, value, said in (
+        ("PATH", empty, f"found none (java); {INSTALL}, or use --engine local"),
+        ("JAVA_HOME", empty, unset),
+        ("JAVA_HOME", old, 'expected Java 17 or 21, found openjdk version "11.0.23" 2025-04-15'),
+        ("JAVA_HOME", older, 'found openjdk version "1.8.0_402"'),
+        ("JAVA_HOME", broken, "found Error: could not find libjli.so"),
+        ("SPARK_HOME", empty, "expected Spark there, found no bin/spark-submit; unset SPARK_HOME"),
+    ):
         with monkeypatch.context() as patch, pytest.raises(ConfigError) as caught:
-            for variable in ("JAVA_HOME", "SPARK_HOME"):
-                patch.delenv(variable, raising=False)
-            for variable, value in environment.items():
-                patch.setenv(variable, value)
+            for name in ("JAVA_HOME", "SPARK_HOME"):
+                patch.delenv(name, raising=False)
+            patch.setenv(variable, str(value))
             require_spark()
-        assert said in caught.value.line(), name
-        assert caught.value.line().startswith("error[E-SPARK]: engine spark: "), name
-        assert "\n" not in caught.value.line(), name
+        line = caught.value.line()
+        assert line.startswith("error[E-SPARK]: engine spark: "), line
+        assert (said in line, "\n" in line) == (True, False), line
 
 
 def test_a_run_says_it_in_one_line_and_does_nothing(config: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pyspark", None)
     done = run_here("-v", "compact", "-c", str(config))
-    [error], log, rest = said(done.code, done.out, done.err)
+    error, log, rest = said(done.code, done.out, done.err)
     assert error.endswith(
         "expected pyspark, found none; in a checkout of Floe: pip install --require-hashes -r requirements.lock, "
         "or use --engine local"
@@ -119,14 +98,17 @@ def test_a_run_says_it_in_one_line_and_does_nothing(config: Path, monkeypatch: p
 def test_a_report_has_no_other_engine_to_offer(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAVA_HOME", str(java(tmp_path, "11.0.23")))
     done = run_here("report", "latest", "--output", str(tmp_path / "report"), "-c", str(config))
-    [error], _, _ = said(done.code, done.out, done.err)
+    error, _, _ = said(done.code, done.out, done.err)
     assert error.endswith(f"; {INSTALL} && unset JAVA_HOME")
     assert not (tmp_path / "report").exists()
 
 
 def test_a_java_that_dies_at_its_start_has_said_why(config: Path, tmp_path: Path):
     dies = "echo 'Error occurred during initialization of VM: could not reserve enough space' >&2; exit 1"
-    [error], _, rest = failed(config, {"JAVA_HOME": str(java(tmp_path, "17.0.15", dies))})
+    env = os.environ | {"JAVA_HOME": str(java(tmp_path, "17.0.15", dies))}
+    words = [sys.executable, "-m", "floe", "compact", "-c", str(config)]
+    done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=ROOT, timeout=PATIENCE, check=False)
+    error, _, rest = said(done.returncode, done.stdout, done.stderr)
     assert error.startswith("error[E-SPARK]: engine spark: Java ended before Spark was up; what it said stands above")
     assert "could not reserve enough space" in rest
 

@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +10,7 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql.streaming import StreamingQuery
 
 from common.segments.documents import ChainDocument, ChainStore
-from tests.support.basics import PATIENCE, eventually
+from tests.support.basics import eventually
 from tests.support.compaction import CHAIN, OTHER, Archive, begun, run
 from tests.support.spark import spark_session
 
@@ -114,40 +108,3 @@ def test_what_is_planned_and_then_lost_ends_the_query_by_name(archive: Archive):
     archive.path(ref.key).write_bytes(bytes(ref.size))
     with pytest.raises(StreamingQueryException, match=ref.key):
         Sink(archive).run()
-
-
-STREAMING = """
-import sys
-from pathlib import Path
-from tests.integration.test_spark_stream import Sink
-from tests.support.compaction import Archive
-Sink(Archive(Path(sys.argv[1]))).start({"processingTime": "0 seconds"}, max_rows_per_batch=15).awaitTermination()
-"""
-
-
-@pytest.mark.soak
-def test_a_driver_that_is_killed_again_and_again_loses_and_repeats_nothing(archive: Archive):
-    """Segments come, some late, and are merged and deleted meanwhile; the whole driver, Java included, is killed."""
-    rng, end, sink = random.Random(7), 0, Sink(archive)
-    for _ in range(4):
-        command = [sys.executable, "-c", STREAMING, str(archive.folder)]
-        driver = subprocess.Popen(command, cwd=Path(__file__).parents[2], start_new_session=True)
-        try:
-            before, deadline = len(sink.found()), time.monotonic() + PATIENCE
-            while time.monotonic() < deadline and len(sink.found()) <= before:
-                first, last = end + 1, end + rng.randint(5, 40)
-                late = rng.random() < 0.3
-                if late:
-                    archive.put(last + 1, last + 5)
-                archive.put(first, last)
-                end = last + 5 if late else last
-                archive.age_all(1000)
-                run(archive.folder)
-                time.sleep(rng.random())
-            assert driver.poll() is None, "it ended by itself"
-            assert len(sink.found()) > before, "no progress"
-        finally:
-            os.killpg(driver.pid, signal.SIGKILL)
-            driver.wait()
-    sink.run()
-    assert sink.found() == all_of(("us-east", range(1, end + 1)))
