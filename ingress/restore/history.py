@@ -163,19 +163,24 @@ class ArchivedHistory:
                     raise
         raise AssertionError("the last look raises")
 
-    async def archived(self) -> int:
-        """The last sequence of the stream that is archived now; no segment is read for it. Raises as `plan`."""
-        history = await self._threads.run(self._history)
-        known = await self._threads.run(self._known_ends, history)
-        return max(*known.values(), await self._threads.run(self._listed_end, history))
+    def grown(self, plan: RestorePlan) -> str:
+        """In words, a chain that is archived further than in the plan, else empty. No segment is read for it.
+        Blocking. Raises as `plan`.
+        """
+        ends = {each.chain: each.range.rows.last for each in plan.chains}
+        for chain, end in self._listed_ends(self._history()).items():
+            if end > (before := ends[chain] if chain in ends else self._begin_of(chain) - 1):
+                return f"{chain} was archived up to {before}, and now is to {end}"
+        return ""
 
     @property
     def _now_ns(self) -> int:
         return int(self._clock.now() * NS_PER_S)
 
-    def _listed_end(self, history: Mapping[Chain, int]) -> int:
-        listed = ((ref.coverage.last, end) for chain, end in history.items() for ref in self._store.list(chain))
-        return max((min(found) for found in listed), default=0)
+    def _listed_ends(self, history: Mapping[Chain, int]) -> dict[Chain, int]:
+        """The last sequence in a segment of each chain that has any, as far as it counts."""
+        found = {chain: [ref.coverage.last for ref in self._store.list(chain)] for chain in history}
+        return {chain: min(max(ends), history[chain]) for chain, ends in found.items() if ends}
 
     def _history(self) -> dict[Chain, int]:
         """The chains of the stream, each with the last sequence that counts. Blocking."""
@@ -222,7 +227,7 @@ class ArchivedHistory:
         ends = {chain: min(self._begin_of(chain) - 1, history[chain]) for chain in known}
         ends |= {chain.chain: chain.range.rows.last for chain in chains}
         end = max(*ends.values(), *known.values())  # what is lost keeps its sequences: targets may have it
-        archived = max(end, self._listed_end(history))
+        archived = max(end, *self._listed_ends(history).values())
         upto, moment_ns = (end, self._moment(chains, archived)) if request.is_in_the_past else (None, None)
         config, created = self._config(newest, upto, moment_ns, notes)
         was = str(config.get("name") or request.feed)

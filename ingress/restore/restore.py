@@ -481,15 +481,11 @@ class Restore:
 
     async def _check_end(self, plan: RestorePlan) -> None:
         """Raises Unavailable where egress has archived more meanwhile: what it held of the lost stream."""
-        request = self._request
-        if not request.promote or request.is_in_the_past or plan.is_renamed:
+        if not self._request.promote or self._request.is_in_the_past or plan.is_renamed:
             return
-        if (archived := await self._history.archived()) > plan.archived:
-            raise Unavailable(
-                f"the archive went to {plan.archived}, and now goes to {archived}: egress has put what it held",
-                hint=ways(("it begins again by itself, five times; then", same_command(request))),
-                code=GREW,
-            )
+        if grown := await self._threads.run(self._history.grown, plan):
+            hint = ways(("it begins again by itself, five times; then", same_command(self._request)))
+            raise Unavailable(f"{grown}: egress has put what it held", hint=hint, code=GREW)
 
     async def _keep_for_egress(self, client: FloeClient, plan: RestorePlan) -> None:
         """Let an interest stream keep what is published from the first moment on for the egress of this configuration,

@@ -54,6 +54,8 @@ def _of_stream(nats: SimNats, action: str, rest: list[str], asked: Document) -> 
             return stream_info(nats.streams[name], {})
         case "INFO", [name]:
             return stream_info(_stream(nats, name), asked)
+        case "RESTORE", [name]:
+            return nats.restores.begin(name, asked)
         case "DELETE", [name]:
             stream = _stream(nats, name)
             del nats.streams[name]
@@ -98,6 +100,10 @@ def _completed(asked: Document) -> Document:
 
 def _update(stream: Stream, asked: Document) -> Document:
     """The configuration that an update asks for: all of it, not only what changes. Raises ApiRefusal."""
+    if not asked.get("name"):
+        raise ApiRefusal(500, 10052, "stream name is required and can not contain '.', '*', '>', '\\', '/'")
+    if asked["name"] != stream.name:
+        raise ApiRefusal(400, 10056, "stream name in subject does not match request")
     config = _completed(asked)
     if config["storage"] != stream.config["storage"]:
         raise ApiRefusal(500, 10052, "stream configuration update can not change storage type")

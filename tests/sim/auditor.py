@@ -8,7 +8,7 @@ change nothing is missing before something that arrived.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -56,10 +56,13 @@ class PublisherLog:
 
 
 class SourceTap(StreamTap):
-    """Writes down what the source makes of each message. `lost`: by change of the source, what it took away."""
+    """Writes down what the source makes of each message. `lost`: by change of the source, what it took away; `back`:
+    of what a restore put into it, by sequence, the number; `archived`: by chain, the last sequence in a segment.
+    """
 
-    def __init__(self, log: PublisherLog) -> None:
-        self._log, self.lost = log, list[list[Publication]]()
+    def __init__(self, log: PublisherLog, archived: Callable[[], dict[str, int]] = dict) -> None:
+        self._log, self.archived, self.lost = log, archived, list[list[Publication]]()
+        self.back, self._ends = dict[int, int](), dict[str, int]()
 
     def stored(self, message: StoredMessage) -> None:
         if (publication := self._log.of(message.payload)) is not None:
@@ -77,6 +80,22 @@ class SourceTap(StreamTap):
         for publication in self.lost[-1]:
             if publication.time_ns >= owed_until_ns:
                 publication.gone = "lost"
+
+    def restored(self, message: StoredMessage) -> None:
+        """Judge one message that comes back. The sequences of a restore ascend: a lower one begins it anew."""
+        found = self._log.of(message.payload)
+        if found is None or fields_of(found) != fields_of(message):
+            raise Broken(f"R: message {message.sequence} comes back as {fields_of(message)}, published {found}")
+        if message.sequence <= max(self.back, default=message.sequence):
+            self.back, self._ends = {}, self.archived()
+        self.back[message.sequence] = found.number
+        found.gone = found.gone.replace("lost", "")
+
+    def not_restored(self) -> list[Publication]:
+        """What the last restore left out, though it was archived when it began."""
+        held, ends = {*self.back.values()}, self._ends
+        first = [each for each in self._log.all if each.history == 0 and each.sequence and each.number not in held]
+        return [each for each in first if each.sequence <= ends.get(each.chain, 0)]
 
     def _all(self, messages: Iterable[StoredMessage]) -> dict[int, Publication]:
         found = (self._log.of(each.payload) for each in messages)
@@ -97,6 +116,11 @@ class SourceTap(StreamTap):
     def removed(self, message: StoredMessage, why: str) -> None:
         if (publication := self._log.of(message.payload)) is not None and why == "limit":
             publication.gone = why
+
+
+def fields_of(message: Publication | StoredMessage) -> tuple[int, int, bytes, bytes | None, bytes]:
+    """The five fields that a restore brings back."""
+    return message.sequence, message.time_ns, message.subject, message.headers, message.payload
 
 
 class Choices(Protocol):

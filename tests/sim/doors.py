@@ -35,13 +35,14 @@ import egress.archive
 import egress.context
 import egress.resolve_cli
 import ingress.chains.search
+import ingress.restore.history
 import ingress.rows.decoder
 from common.settings.root import Settings
 from tests.sim.store import SimObjects
 from tests.sim.strands import LoopCall, SimExecutor, SimLock
 from tests.sim.world import NS, Process, World
 
-POOLS = (common.service.process, compaction.run, compaction.merge)
+POOLS = (common.service.process, compaction.run, compaction.merge, ingress.restore.history)
 LOCKS = (egress.archive, common.segments.writer, ingress.rows.decoder, ingress.chains.search)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from tests.sim import api
 from tests.sim.consumers import Consumer
 from tests.sim.network import Link
+from tests.sim.restores import PREFIX, Restores
 from tests.sim.streams import ApiRefusal, Stream, StreamTap, Words, matches, publish, timestamp
 from tests.sim.world import World
 
@@ -47,7 +48,7 @@ class SimNats:
         self.taps: dict[str, StreamTap] = {}
         self.lost_answers = self.late_requests = self.lost_deliveries = 0.0
         self.leaderless: dict[str, float] = {}  # by stream, until when
-        self.requests = 0
+        self.requests, self.restores = 0, Restores(self)
         self.max_request_batch = 0  # messages of one request of a consumer, at most
         world.listeners[port] = self
 
@@ -69,6 +70,7 @@ class SimNats:
             link.cut()
             link.is_cut = True
         self.connections.clear()
+        self.restores.open.clear()
 
     def start(self) -> None:
         self.is_up = True
@@ -168,6 +170,11 @@ class SimNats:
                     self.answer(reply, {})
             elif reply:
                 self.answer_nobody(reply, subject)
+        elif subject.startswith(PREFIX):
+            if (document := self.restores.take(subject, payload)) is None:
+                self.answer_nobody(reply, subject)
+            else:
+                self.answer(reply, document)
         else:
             self.publish(subject, reply, headers, payload)
 

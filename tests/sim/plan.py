@@ -10,10 +10,11 @@ from tests.sim.streams import INTEREST, LIMITS, WORK_QUEUE
 MESSAGES = 250
 CHANGING = "changing"  # the source is made again, set back, deleted; an operator acts on what egress says
 SAMPLED = "sampled"  # the feed is sampled, with snapshots
+LOST = "lost"  # the source is deleted, and restored from its archive
 HARD = "hard"  # an ordinary store or server with which Floe once did not get on
 HARDSHIPS = ("busy_store", "no_conditions", "small_batches", "bucket_set_back")
 #: By the last digit of a seed, what its world has beside faults. The others are ordinary.
-KINDS = {3: CHANGING, 5: SAMPLED, 7: CHANGING, 9: HARD}
+KINDS = {1: LOST, 3: CHANGING, 5: SAMPLED, 7: CHANGING, 9: HARD}
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Plan:
         retention = rng.choice([LIMITS, LIMITS, INTEREST, WORK_QUEUE])
         kind = KINDS.get(seed % 10, "")
         hardship = HARDSHIPS[seed // 10 % len(HARDSHIPS)] if kind == HARD else ""
-        reads_again = kind == SAMPLED or hardship == "bucket_set_back"
+        reads_again = kind in (SAMPLED, LOST) or hardship == "bucket_set_back"
         if reads_again:  # other streams forget what has to be read again
             retention = LIMITS
         return cls(
@@ -80,7 +81,7 @@ class Plan:
             centre_begins=rng.choice([0.0, 12.0, 30.0]),
             compacts=rng.random() < 0.6,
             # What has expired cannot be compared with a source that has changed; retention needs conditions.
-            expires=rng.random() < 0.5 and kind not in (CHANGING, HARD),
+            expires=rng.random() < 0.5 and kind not in (CHANGING, LOST, HARD),
             source_limit=rng.choice([0, 0, 0, 60]) if retention == LIMITS and not reads_again else 0,
             kind=kind,
             is_quiet=more.random() < 0.25 and kind == CHANGING,

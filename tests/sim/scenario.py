@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import shutil
 import tempfile
 import time
@@ -17,12 +18,13 @@ from common.settings.root import Settings
 from compaction.retention import RetentionRule
 from tests.sim import actors, doors
 from tests.sim.auditor import Broken, PublisherLog, SourceTap, TargetAuditor
+from tests.sim.disaster import Disaster
 from tests.sim.hardships import Hardship
 from tests.sim.nats import SimNats
 from tests.sim.operator import Operator
-from tests.sim.plan import CHANGING, MESSAGES, SAMPLED, Cut, Plan
+from tests.sim.plan import CHANGING, LOST, MESSAGES, SAMPLED, Cut, Plan
 from tests.sim.saboteur import Saboteur
-from tests.sim.sampled import SAMPLING, SNAPSHOTS, Choices
+from tests.sim.sampled import ADVISED, SAMPLING, Choices
 from tests.sim.sources import SourceChanges
 from tests.sim.store import SimObjects
 from tests.sim.strands import Carriers
@@ -67,13 +69,15 @@ class Scenario:
         self.nats, self.objects = SimNats(world), SimObjects(world)
         self.log, self.cleaning = PublisherLog(), actors.Cleaning()
         self.target = TargetAuditor(self.log, f"{PREFIX}.".encode(), may_repeat=self.plan.is_shared)
-        self.tap = SourceTap(self.log)
+        self.tap = SourceTap(self.log, self._archived)
         self.nats.taps |= {SOURCE: self.tap, TARGET: self.target}
         self.members: dict[str, actors.Member] = {}
         settings = self._settings(folder)
         doors.lead_commands(settings, self.objects)
         if self.plan.kind == SAMPLED:
-            self.target.choices = Choices(self.log, settings.egress.feeds[0])
+            self.choices = self.target.choices = Choices(self.log, SITE, settings.egress.feeds[0])
+            self.nats.taps["ADVISED"] = self.choices
+        self.disaster = Disaster(self.nats, self.tap, SOURCE, SITE, self._has_begun)
         self._add_members(folder, settings)
         longer = 2.5 if self.plan.kind == CHANGING else 1  # something comes behind each change
         count, seconds = cut.messages, longer * PUBLISHING * cut.messages / MESSAGES
@@ -91,7 +95,7 @@ class Scenario:
         if plan.kind == CHANGING:
             feed["on_recreated"] = plan.on_recreated
         elif plan.kind == SAMPLED:
-            feed |= SAMPLING | SNAPSHOTS
+            feed |= SAMPLING
         if plan.parts > 1:
             feed["partitions"] = [f"{SOURCE}.{n}.>" for n in range(plan.parts)]
         target: dict[str, Any] = {
@@ -126,6 +130,20 @@ class Scenario:
             # Shorter than a configuration may ask for: here a day would never pass.
             rule = RetentionRule(max_age=20.0) if self.plan.expires else RetentionRule()
             self.members[name] = actors.compaction(world, name, settings, objects, folder, rule, self.cleaning)
+        if self.plan.kind == LOST:
+            self.members["restore"] = self.disaster.operator(settings, objects, folder)
+
+    def _archived(self) -> dict[str, int]:
+        """By chain, the last sequence in a segment."""
+        found: dict[str, int] = {}
+        for partition, end in re.findall(r"/partition=(\d+)/level=\d/(\d+)-", "\n".join(self.objects.keys)):
+            chain = f"partition {partition}"
+            found[chain] = max(found.get(chain, 0), int(end))
+        return found
+
+    def _has_begun(self) -> bool:
+        """Return true where every partition has a segment: else the archive lacks a part, and a restore says so."""
+        return len(self._archived()) == self.plan.parts
 
     @property
     def source(self) -> Stream | None:
@@ -135,9 +153,13 @@ class Scenario:
         from tests.sim import api
 
         config: dict[str, Any] = {"name": SOURCE, "subjects": [f"{SOURCE}.>"], "retention": self.plan.retention}
+        if self.plan.kind == LOST:  # nothing but what is read, else a restore may be lossy
+            config["subjects"] = [f"{SOURCE}.{n}.>" for n in range(self.plan.parts)]
         if self.plan.source_limit:
             config["max_msgs"] = self.plan.source_limit
         api.answer(self.nats, ["STREAM", "CREATE", SOURCE], config)
+        if self.plan.kind == SAMPLED:
+            api.answer(self.nats, ["STREAM", "CREATE", "ADVISED"], ADVISED)
 
     # Running
 
@@ -161,6 +183,9 @@ class Scenario:
             self.saboteur.begin(BREAKING, world.chance("pace").choice([1.5, 3.0, 6.0]))
         if plan.kind == CHANGING:
             self.changes.begin()
+        if plan.kind == LOST:
+            self.saboteur.kinds = [each for each in self.saboteur.kinds if each != "store_hides"]
+            self.disaster.begin()
         if plan.hardship and self.saboteur.allows(plan.hardship):
             Hardship(plan.hardship, self.nats, self.objects).begin()
         self._run(lambda: world.now > BREAKING and self.publishers.is_done and self._has_changed(), 2000.0)
@@ -176,6 +201,8 @@ class Scenario:
             raise Broken(f"{defects} unexpected errors (E-UNEXPECTED) in the log of the product")
         if wrong := self.target.not_wanted():
             raise Broken(f"I8: {len(wrong)} messages arrived that a sampler leaves out, first {wrong[0].sequence}")
+        if self.plan.kind == LOST and (absent := self.tap.not_restored()):
+            raise Broken(f"R: {len(absent)} archived messages did not come back, first {absent[0].sequence}")
         if skipped := self.tap.skipped(self.target.seen):
             places = ", ".join(f"{each.chain} {each.sequence}" for each in skipped[:5])
             raise Broken(f"I3: {len(skipped)} messages that a change took away ({places}) are missing before others")
@@ -196,6 +223,8 @@ class Scenario:
             self.world.run(lambda at=at: self.world.now >= at, 10.0)  # type: ignore[misc]
 
     def _has_changed(self) -> bool:
+        if self.plan.kind == LOST:
+            return self.disaster.is_over
         return self.plan.kind != CHANGING or self.changes.is_over
 
     def _is_complete(self) -> bool:
@@ -203,9 +232,12 @@ class Scenario:
 
         What a listing did not show may stay there: egress holds it for lost until its next session.
         """
-        if self.plan.kind and (self.source is None or self.operator.stops() or self.operator.is_busy):
+        if self.plan.kind and (
+            self.source is None or not self._has_changed() or self.operator.stops() or self.operator.is_busy
+        ):
             return False
-        return not (self.target.missing() or self._is_queued())
+        is_told = self.plan.kind != SAMPLED or not self.choices.untold()
+        return is_told and not (self.target.missing() or self._is_queued())
 
     def _is_queued(self) -> bool:
         if self.source is None or self.plan.retention == LIMITS or self.tap.lost:
@@ -229,6 +261,9 @@ class Scenario:
         numbers |= {"merges": done.merged, "deleted": done.deleted, "expired": done.expired}
         numbers |= {"foreign": self.target.foreign, "repeated": self.target.repeated}
         numbers |= {"lost": sum(map(len, self.tap.lost)), "decisions": self.operator.ran.total()}
+        if self.plan.kind == SAMPLED:
+            numbers["advisories"] = self.choices.told
+        numbers |= {"restores": self.disaster.tries, "restored": len(self.tap.back)}
         return Counter(numbers)
 
 

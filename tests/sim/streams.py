@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 LIMITS, INTEREST, WORK_QUEUE = "limits", "interest", "workqueue"
 FILE_ROOM, MEMORY_ROOM, HEADER_ROOM = 30, 16, 4  # bytes of a stored message that are counted on top of its own
 BATCH_TIMEOUT = 10.0  # seconds without a message until an atomic batch is dropped
+DUPLICATES = 120 * NS  # nanoseconds for which ids are known, where the stream does not say
 MOST_FLOW = 100  # messages between two acknowledgements of a fast batch
 
 
@@ -113,6 +114,9 @@ class StreamTap:
     def removed(self, message: StoredMessage, why: str) -> None:
         """A message is gone: `limit`, `acknowledged`, `unwanted`, `deleted` or `lost`."""
 
+    def restored(self, message: StoredMessage) -> None:
+        """A message was put back from an archive."""
+
 
 class Stream:
     """One stream."""
@@ -126,7 +130,7 @@ class Stream:
         self.consumers: dict[str, Consumer] = {}
         self.batches: dict[bytes, StagedBatch] = {}
         self.fast: dict[bytes, FastState] = {}
-        self.ids: dict[bytes, int] = {}
+        self.ids: dict[bytes, tuple[int, int]] = {}  # of messages, by id: sequence and time
         self.last_id = b""
         if (first := config.get("first_seq") or 0) > 1:
             self.first, self.last = first, first - 1
@@ -199,6 +203,12 @@ class Stream:
             return own + MEMORY_ROOM
         return own + FILE_ROOM + (HEADER_ROOM if headers else 0)
 
+    def known(self, identity: bytes) -> int:
+        """The sequence of a message with this id that is not forgotten yet; 0 where there is none."""
+        sequence, at = self.ids.get(identity, (0, 0))
+        window = self.config.get("duplicate_window") or DUPLICATES
+        return sequence if self.world.time_ns() - at < window else 0
+
     def append(self, subject: bytes, headers: bytes | None, payload: bytes) -> StoredMessage:
         self.last += 1
         self.last_ns = max(self.world.time_ns(), self.last_ns + 1)
@@ -212,16 +222,29 @@ class Stream:
                 self.first = self.last + 1
             self.tap.removed(message, "unwanted")
             return message
-        self.messages[self.last] = message
-        self.sequences.append(self.last)
-        self.size += message.size
-        self.by_subject.setdefault(subject, []).append(self.last)
-        if len(self.sequences) == 1:
-            self.first = self.last
+        self._hold(message)
         self._roll_up(subject, named.get(b"nats-rollup"))
         self._limit_subject(subject)
         self.enforce()
         return message
+
+    def _hold(self, message: StoredMessage) -> None:
+        self.messages[message.sequence] = message
+        self.sequences.append(message.sequence)
+        self.size += message.size
+        self.by_subject.setdefault(message.subject, []).append(message.sequence)
+        if len(self.sequences) == 1:
+            self.first = message.sequence
+
+    def put_back(self, sequence: int, subject: bytes, headers: bytes | None, payload: bytes, time_ns: int) -> None:
+        """Store a message of an archive, in ascending order of sequences."""
+        self.last, self.last_ns = sequence, time_ns
+        size = self.size_of(subject, headers, payload)
+        message = StoredMessage(
+            sequence, subject, headers, payload, time_ns, size, self._expiry(parse_headers(headers))
+        )
+        self._hold(message)
+        self.tap.restored(message)
 
     def _roll_up(self, subject: bytes, rollup: bytes | None) -> None:
         for each in [*(self.sequences if rollup == b"all" else self.by_subject[subject] if rollup else ())][:-1]:
@@ -272,7 +295,7 @@ class Stream:
             self.remove(sequence, "lost")
         self.last = min(self.last, after)
         self.first = self.sequences[0] if self.sequences else self.last + 1
-        self.ids = {key: at for key, at in self.ids.items() if at <= after}
+        self.ids = {key: of for key, of in self.ids.items() if of[0] <= after}
         for consumer in self.consumers.values():
             consumer.rewind(after)
         return len(gone)
@@ -326,14 +349,14 @@ def publish(
         else:
             if (wanted := named.get(b"nats-expected-last-sequence")) is not None:
                 stream.check(subject, {b"nats-expected-last-sequence": wanted}, stream.last)
-            if (key := named.get(b"nats-msg-id")) is not None and key in stream.ids:
-                answer({"stream": name, "seq": stream.ids[key], "duplicate": True})
+            if (key := named.get(b"nats-msg-id")) is not None and (before := stream.known(key)):
+                answer({"stream": name, "seq": before, "duplicate": True})
                 return
             stream.check(subject, named, stream.last)
             stream.permit([(subject, named, headers, payload)])
             message = stream.append(subject, headers, payload)
             if key is not None:
-                stream.ids[key] = message.sequence
+                stream.ids[key] = message.sequence, message.time_ns
             answer({"stream": name, "seq": message.sequence})
     except ApiRefusal as error:
         answer({"error": error.body, "stream": name, "seq": 0})

@@ -17,7 +17,6 @@ from typing import Any
 import click
 
 from infra.local.seaweedfs import SeaweedFS
-from tests.scenarios import sampling
 from tests.scenarios.archives import archives
 from tests.scenarios.bucket import compacted, shuffled
 from tests.scenarios.delivery import delivered
@@ -62,7 +61,6 @@ RUNS: dict[str, Soak] = {
     "compacted_spark": Soak(lambda s3, rng: compacted(s3, rng, seconds=60, rate=1000, engine="spark"), WHOLE),
     "archives": Soak(lambda _, rng: archives(rng, rounds=600), (COMPACTION,)),
     "shuffled": Soak(lambda s3, rng: shuffled(s3, rng, seconds=45, rate=1000), PATH),
-    "sampled_crashes": Soak(lambda _, rng: sampling.run(100, rng.getrandbits(32)), (EGRESS,)),
     "delivery_fast": Soak(lambda s3, rng: delivered(s3, rng, 1800, "fast"), WHOLE),
     "delivery_atomic": Soak(lambda s3, rng: delivered(s3, rng, 300, "atomic"), WHOLE),
     "delivery_single": Soak(lambda s3, rng: delivered(s3, rng, 300, "single"), WHOLE),

@@ -39,12 +39,19 @@ Steps = list[tuple[str, Any]]  # the name of each step and its answer
 Texts = dict[str, str]  # the same as text, by number and name of each step
 Script = Callable[["Caller"], Awaitable[None]]
 CASES: dict[str, Script] = {}
+NEWEST_ONLY: set[str] = set()  # of them, those of what older servers lack
 
 
 def case(script: Script) -> Script:
     """List a script of the contract by its name."""
     CASES[script.__name__] = script  # type: ignore[attr-defined]
     return script
+
+
+def newest_case(script: Script) -> Script:
+    """List a script for the newest server alone."""
+    NEWEST_ONLY.add(script.__name__)  # type: ignore[attr-defined]
+    return case(script)
 
 
 def ns(seconds: float) -> int:
@@ -310,12 +317,19 @@ def _headers(block: bytes | None) -> tuple[str, ...]:
     return first, *sorted(line for line in lines if not line.startswith("Nats-Time-Stamp"))
 
 
-def real_answers(binary: Path | None = None, expected: Mapping[str, Texts] | None = None) -> dict[str, Steps]:
-    """The answers of a nats-server to all scripts, several at a time, each in an account of its own.
+def cases_of(version: str) -> list[str]:
+    """The names of the scripts that are played on a server; `version`: empty for the newest."""
+    return [name for name in CASES if not version or name not in NEWEST_ONLY]
+
+
+def real_answers(
+    binary: Path | None, names: list[str], expected: Mapping[str, Texts] | None = None
+) -> dict[str, Steps]:
+    """The answers of a nats-server to the scripts of these names, several at a time, each in an account of its own.
 
     `expected`: those to a script, by its name; without it, each state is left to settle.
     """
-    users = "\n".join(f"{name} {{ jetstream: enabled, users: [{{user: {name}, password: x}}] }}" for name in CASES)
+    users = "\n".join(f"{name} {{ jetstream: enabled, users: [{{user: {name}, password: x}}] }}" for name in names)
 
     async def play(url: str) -> list[Steps]:
         gate = asyncio.Semaphore(PLAYED)
@@ -325,10 +339,10 @@ def real_answers(binary: Path | None = None, expected: Mapping[str, Texts] | Non
                 settings = NatsSettings(url=(url,), user=name, password="x", connect_timeout=PATIENCE)
                 return await _played(settings, CASES[name], expected and expected[name], SETTLED_ALONE)
 
-        return await asyncio.gather(*map(one, CASES))
+        return await asyncio.gather(*map(one, names))
 
     with NatsServer(binary=binary, extra=f"accounts {{\n{users}\n}}") as server:
-        return dict(zip(CASES, asyncio.run(play(server.url)), strict=True))
+        return dict(zip(names, asyncio.run(play(server.url)), strict=True))
 
 
 @cache

@@ -5,7 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from tests.support.server_calls import CASES, STREAM, Caller, bucket, case, ns
+from ingress.restore.archive import ArchiveState
+from ingress.restore.logical import LogicalWriter
+from tests.support.segments import batch_of, message
+from tests.support.server_calls import CASES, STREAM, SUBJECTS, Caller, bucket, case, newest_case, ns
 
 # Streams
 
@@ -54,6 +57,8 @@ async def refused_configurations(c: Caller) -> None:
     await c.api("another name", f"STREAM.CREATE.{STREAM}", {"name": "OTHER", "subjects": ["other"]})
     await c.make()
     await c.make({"subjects": ["calls.a"]}, name="SECOND", step="subjects overlap")
+    await c.api("changed to another name", f"STREAM.UPDATE.{STREAM}", {"name": "OTHER", "subjects": ["other"]})
+    await c.api("changed to no name", f"STREAM.UPDATE.{STREAM}", {})
     await c.api(
         "storage changed", f"STREAM.UPDATE.{STREAM}", {"name": STREAM, "subjects": ["calls.>"], "storage": "memory"}
     )
@@ -121,6 +126,33 @@ async def sealed_against_deletes(c: Caller) -> None:
     await c.api("delete", f"STREAM.MSG.DELETE.{STREAM}", {"seq": 1})
     await c.api("purge", f"STREAM.PURGE.{STREAM}")
     await c.state("both are there")
+
+
+LIMITLESS = dict.fromkeys(["max_bytes", "max_consumers", "max_msg_size", "max_msgs", "max_msgs_per_subject"], -1)
+KEPT = {"storage": "file", "retention": "limits", "num_replicas": 1, "compression": "none", "discard": "old"}
+RESTORED = {"name": STREAM, "subjects": [SUBJECTS], "duplicate_window": ns(120), **KEPT, **LIMITLESS}
+
+
+@newest_case
+async def restored(c: Caller) -> None:
+    """An archive that ends too early, one in two pieces, and the name of a stream that is there."""
+    state, writer = ArchiveState(3, 100, 4, ns(1_700_000_000), 9, ns(1_700_000_007)), LogicalWriter()
+    blocks = {4: None, 5: b"NATS/1.0\r\nA: b\r\n\r\n", 7: None}
+    rows = [message(n, b"row %d" % n, subject=b"calls.%d" % (n % 2), headers=block) for n, block in blocks.items()]
+    pieces = [
+        b"".join([*writer.head(RESTORED, "", state, []), *writer.rows(batch_of(rows[:2]))]),
+        b"".join([*writer.rows(batch_of(rows[2:])), *writer.tail()]),
+    ]
+    asked = {"config": RESTORED, "state": state.to_json(0)}
+    for step, sent in {"too early": pieces[:1], "whole": pieces}.items():
+        to = (await c.api("", f"STREAM.RESTORE.{STREAM}", asked))["deliver_subject"]
+        for number, piece in enumerate([*sent, b"", pieces[0]], 1):
+            await c.publish(f"{step}, {number}", to, piece)
+        await c.state(step, {"deleted_details": True})
+        await c.api(f"{step}, again", f"STREAM.RESTORE.{STREAM}", asked)
+        await c.api(f"{step}, a message", f"STREAM.MSG.GET.{STREAM}", {"seq": 5})
+        await c.publish(f"{step}, behind it")
+        await c.api("", f"STREAM.DELETE.{STREAM}")
 
 
 # Limits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.server_calls import STREAM, Caller, case
+from tests.support.server_calls import STREAM, Caller, case, ns
 
 
 @case
@@ -19,6 +19,14 @@ async def message_ids(c: Caller) -> None:
     await c.publish("the same id, right", "calls.a", b"", "Nats-Msg-Id: three", "Nats-Expected-Last-Sequence: 2")
     await c.api("", f"STREAM.PURGE.{STREAM}")
     await c.publish("after a purge", "calls.a", b"1", "Nats-Msg-Id: one")
+
+
+@case
+async def forgotten_ids(c: Caller) -> None:
+    await c.make({"duplicate_window": ns(0.1)})
+    await c.publish("first", "calls.a", b"1", "Nats-Msg-Id: one")
+    await c.pause(1.0)
+    await c.publish("behind the window", "calls.a", b"1", "Nats-Msg-Id: one")
 
 
 @case

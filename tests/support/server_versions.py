@@ -7,7 +7,7 @@ from pathlib import Path
 
 from infra.local.nats import nats_server_binary
 from tests.support import server_cases, server_cases_consumers, server_cases_publishing
-from tests.support.server_calls import Texts, real_answers, simulated_answers, texts
+from tests.support.server_calls import Texts, cases_of, real_answers, simulated_answers, texts
 
 MODULES = (server_cases, server_cases_publishing, server_cases_consumers)  # which list their cases
 
@@ -24,7 +24,7 @@ def expected_of(version: str, name: str) -> Texts:
 def main() -> None:
     found: dict[str, dict[str, Texts]] = {version: {} for version in OLDER}
     for version in OLDER:
-        for name, steps in real_answers(nats_server_binary(version)).items():
+        for name, steps in real_answers(nats_server_binary(version), cases_of(version)).items():
             model = texts(simulated_answers(name))
             if others := {step: text for step, text in texts(steps).items() if text != model.get(step)}:
                 found[version][name] = others

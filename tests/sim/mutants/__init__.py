@@ -5,7 +5,7 @@ missing, or that another check covers the line: `registry.NOT_FOUND` names those
 `registry.FOUND` a seed that shows the mistake for all others.
 """
 
-from tests.sim.mutants import of_changes, of_compaction, of_egress, of_hardships, of_ingress, of_sampling
+from tests.sim.mutants import of_changes, of_compaction, of_egress, of_hardships, of_ingress, of_restore, of_sampling
 from tests.sim.mutants.registry import FOUND, MUTANTS, NOT_FOUND
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "of_egress",
     "of_hardships",
     "of_ingress",
+    "of_restore",
     "of_sampling",
 ]
 

@@ -1,4 +1,4 @@
-"""The mistakes that issue 23 mended: stores that are busy or take no conditions, small requests, a bucket set back."""
+"""Mistakes on ordinary stores and servers: a busy store, one without conditions, small requests, a bucket set back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes of a sampled feed: where its sampler goes on."""
+"""Mistakes of a sampled feed: where its sampler goes on, and what becomes of its advisories."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from egress.advisories.outbox import Outbox
+from egress.advisories.senders import ReliableSender
 from egress.sampling.resume import Resumed, Resuming
 from egress.sampling.sampler import Sampler
 from tests.sim.mutants.registry import change, mutant
@@ -46,3 +48,29 @@ def sampler_rebuilt_always() -> None:
         return lambda self: self._rebuild([])
 
     change(Resuming, "_run", running)
+
+
+@mutant
+def doubtful_advisories_sent_again() -> None:
+    """What may have been told is not looked for before it is sent."""
+
+    async def nothing(*_: Any) -> set[str]:
+        return set()
+
+    change(ReliableSender, "_stored", lambda _stored: nothing)
+
+
+@mutant
+def unknown_advisory_taken_for_told() -> None:
+    """An advisory without an answer counts as stored."""
+
+    def put_back(real: Any) -> Any:
+        return lambda self, advisory, doubtful: self.remove(advisory) if doubtful else real(self, advisory, doubtful)
+
+    change(Outbox, "put_back", put_back)
+
+
+@mutant
+def snapshot_without_its_advisories() -> None:
+    """A snapshot forgets what is not told yet."""
+    change(ReliableSender, "pending", lambda _pending: lambda _self: ())

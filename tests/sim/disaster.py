@@ -1,0 +1,90 @@
+"""A disaster: a site's stream is deleted, and an operator brings it back with `floe restore`, as often as it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from common.clock import SystemClock
+from common.errors import FloeError
+from common.segments.documents import ChainStore
+from common.segments.keys import Layout
+from common.segments.store import SegmentStore
+from common.service.progress import Teller
+from common.settings.root import Settings
+from common.tasks import Stop
+from ingress.restore.plan import RestoreRequest
+from ingress.restore.restore import Restore
+from tests.sim import api
+from tests.sim.actors import Member
+from tests.sim.auditor import Broken, SourceTap
+from tests.sim.nats import SimNats
+from tests.sim.store import SimObjects
+from tests.sim.world import World
+
+HAPPENS = 8.0, 30.0  # seconds
+NOTICED = 1.0, 15.0  # seconds until somebody acts
+AGAIN = 3.0  # seconds until the command is pasted again
+WHOLE = "E-RESTORE-LOSSY"  # an archive that lacks nothing is never called so
+
+
+class Disaster:
+    """What becomes of one stream of `site`. `may_happen`: asked before; `is_over`: it is back, and in use."""
+
+    def __init__(self, nats: SimNats, tap: SourceTap, stream: str, site: str, may_happen: Callable[[], bool]) -> None:
+        self._nats, self._tap, self._stream, self._site, self._may_happen = nats, tap, stream, site, may_happen
+        self._rng, self._is_noticed, self.is_over, self.tries = nats.world.chance("disaster"), False, False, 0
+
+    @property
+    def world(self) -> World:
+        return self._nats.world
+
+    def begin(self) -> None:
+        self.world.at(self._rng.uniform(*HAPPENS), self._happen)
+
+    def _happen(self) -> None:
+        if not (self._nats.is_up and self._stream in self._nats.streams and self._may_happen()):
+            self.world.at(1.0, self._happen)
+            return
+        self.world.note("the stream is lost")
+        self._tap.changed(self._nats.streams[self._stream].messages.values(), [], 0)
+        api.answer(self._nats, ["STREAM", "DELETE", self._stream], {})
+        self.world.at(self._rng.uniform(*NOTICED), lambda: setattr(self, "_is_noticed", True))
+
+    def operator(self, settings: Settings, objects: SimObjects, folder: Path) -> Member:
+        """Whoever pastes the command until it says that all is well."""
+
+        async def main(_health: object) -> None:
+            clock = SystemClock()
+            while True:
+                await clock.sleep(AGAIN)
+                if self._is_noticed and not self.is_over:
+                    await self._restore(settings, objects, folder)
+
+        return Member(self.world, "restore", main)
+
+    async def _restore(self, settings: Settings, objects: SimObjects, folder: Path) -> None:
+        layout, clock = Layout(settings.store.prefix), SystemClock()
+        store, request = SegmentStore(objects, layout, spool_dir=folder), RestoreRequest(self._site, self._stream)
+        work = Restore(settings, request, store, ChainStore(objects, layout), clock, Teller())
+        self.tries += 1
+        try:
+            async with work.connected() as client:
+                report = await work.run(client, Stop())
+        except FloeError as error:
+            self.world.note(f"restore: {error.code}")
+            if error.code == WHOLE:
+                raise Broken(f"the archive holds all, and the restore says: {error}") from error
+            if error.code == "E-RESTORE-EXISTS" and self._is_back():
+                self.is_over = True
+            return
+        finally:
+            store.close()
+        if report.exit_code or not self._is_back():
+            raise Broken("\n".join([f"restore ended with {report.exit_code}", *report.lines()]))
+        self.is_over = True
+
+    def _is_back(self) -> bool:
+        """Return true where the stream has its own subjects: a restore that was killed may have been done."""
+        stream = self._nats.streams.get(self._stream)
+        return stream is not None and stream.config["subjects"][0].startswith(self._stream)
