@@ -25,21 +25,20 @@ TLS = st.fixed_dictionaries({}, optional=dict.fromkeys(read.TLS, FILES))
 CHORIA = st.fixed_dictionaries({}, optional=dict.fromkeys(read.CHORIA, FILES))
 HEADERS = st.dictionaries(st.sampled_from(["a", "X-Auth", "b.c"]), st.sampled_from(["1", "${Y}"]), max_size=2)
 
+SAMPLED = {
+    "warn_duration": st.sampled_from(["1h", "5m"]),
+    "size_trigger": st.sampled_from([0, 1, 2.5, 1024]),
+    "inspect_force_field": WORDS,
+    "advisory": st.fixed_dictionaries({"subject": st.sampled_from(["adv.%s.%v", "adv"])}),
+}
+TOKENS = {"inspect_subject_token": st.sampled_from([-1, 0, 3])}
 SAMPLING = st.one_of(
     st.just({}),
     st.fixed_dictionaries(
-        {"inspect_field": WORDS, "inspect_duration": st.sampled_from(["2h", "1d"])},
-        optional={
-            "warn_duration": st.sampled_from(["1h", "5m"]),
-            "size_trigger": st.sampled_from([0, 1, 2.5, 1024]),
-            "inspect_force_field": WORDS,
-            "advisory": st.fixed_dictionaries({"subject": st.sampled_from(["adv.%s.%v", "adv"])}),
-        },
+        {"inspect_field": WORDS, "inspect_duration": st.sampled_from(["2h", "1d"])}, optional=SAMPLED
     ),
     st.fixed_dictionaries({"inspect_header": WORDS}, optional={"inspect_duration": DURATIONS}),
-    st.fixed_dictionaries(
-        {"inspect_subject_token": st.sampled_from([-1, 0, 3])}, optional={"size_trigger": st.just(5)}
-    ),
+    st.fixed_dictionaries(TOKENS, optional={"size_trigger": st.just(5)}),
 )
 STREAM = st.builds(
     lambda entry, sampling: {**entry, **sampling},
@@ -64,16 +63,10 @@ STREAM = st.builds(
     ),
     SAMPLING,
 )
+BEAT = {"subject": st.sampled_from(["h.b", "h"])}
+BEATS = st.lists(st.fixed_dictionaries(BEAT, optional={"interval": DURATIONS, "headers": HEADERS}), max_size=2)
 HEARTBEATS = st.fixed_dictionaries(
-    {
-        "url": URLS,
-        "subjects": st.lists(
-            st.fixed_dictionaries(
-                {"subject": st.sampled_from(["h.b", "h"])}, optional={"interval": DURATIONS, "headers": HEADERS}
-            ),
-            max_size=2,
-        ),
-    },
+    {"url": URLS, "subjects": BEATS},
     optional={"interval": st.sampled_from(["1s", "10s", "1d"]), "headers": HEADERS, "leader_election": st.booleans()},
 )
 FILE = st.fixed_dictionaries(

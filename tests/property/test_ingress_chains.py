@@ -135,7 +135,6 @@ class World:
     # What stands in for others
 
     async def read(self) -> Pauses:
-        """The pauses."""
         return self.pauses
 
     def begin(self, ref: SegmentRef, rows: SequenceRange, _: Any) -> Reading:
@@ -225,10 +224,6 @@ class World:
             self.pauses = self.pauses.resume(chain, at) if paused else self.pauses.pause(chain, Pause(at))
         self.clock.advance(rng.choice([1, 1, 30, 200]))
 
-    def put_right(self) -> None:
-        """Some damaged segments are good again; only while nobody is about to give them up."""
-        self.broken -= {*self.rng.sample(sorted(self.broken), self.rng.randint(0, len(self.broken)))}
-
     def accept(self, first: int, last: int) -> None:
         self.documents.accept_gap(CHAIN, AcceptedGap(SequenceRange(first, last)))
         self.accepted |= {(CHAIN, sequence) for sequence in range(first, last + 1)}
@@ -242,30 +237,28 @@ class World:
                 self.prefetcher.found(chain, self.rng.choice([None, 0, LAST]))
             await self.prefetcher.tick()
             await self.prefetcher.attend()
-            for _ in range(QUIET):
-                await asyncio.sleep(0)
+            await turns(QUIET)
             await self.carry()
 
     async def carry(self) -> None:
         while list(self.prefetcher.ahead):
             rows = await self.prefetcher.take(Stop(), 1.0)
             assert rows is not None
-            pieces = rows.pieces()
             if self.rng.random() < 0.1:
                 # A pause and its end while the intent is open: what is taken already is not read again.
-                self.pauses = self.pauses.pause(CHAIN, Pause("now"))
-                await self.prefetcher.attend()
-                self.pauses = self.pauses.resume(CHAIN, str(self.clock.now()))
-                await self.prefetcher.attend()
-                for _ in range(QUIET):
-                    await asyncio.sleep(0)
-            self.positions = advanced(self.positions, pieces)
-            for piece in pieces:
+                for pauses in (
+                    self.pauses.pause(CHAIN, Pause("now")),
+                    self.pauses.resume(CHAIN, str(self.clock.now())),
+                ):
+                    self.pauses = pauses
+                    await self.prefetcher.attend()
+                await turns(QUIET)
+            self.positions = advanced(self.positions, rows.pieces())
+            for piece in rows.pieces():
                 self.note(piece)
             self.prefetcher.release(rows)
             self.prefetcher.closed(self.positions)
-            for _ in range(QUIET):
-                await asyncio.sleep(0)
+            await turns(QUIET)
 
     def note(self, piece: IntentPiece) -> None:
         if piece.chain == LATER:
@@ -285,6 +278,11 @@ class World:
         assert passed | set(carried) == set(range(1, last + 1))
         assert self.prefetcher.ahead.budget.used == 0
         assert len([each for each in self.opened if not each.is_closed]) <= len(self.prefetcher.kept.kept) <= 8
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
 
 
 def archive_of(rng: random.Random, chain: Chain, last: int) -> list[tuple[Chain, int, int]]:
@@ -309,15 +307,14 @@ async def live(seed: int, skip: bool) -> None:
             world.happens(waiting)
             if rng.random() < 0.5:
                 await world.settles()
-                if rng.random() < 0.3:
-                    world.put_right()
+                if rng.random() < 0.3:  # only while nobody is about to give them up
+                    world.broken -= {*rng.sample(sorted(world.broken), rng.randint(0, len(world.broken)))}
                 if rng.random() < 0.2 and (at := world.positions.get(CHAIN, 1)) <= LAST:
                     world.accept(at, min(LAST, at + rng.randint(0, 15)))
             else:
                 world.prefetcher.found(rng.choice([CHAIN, LATER]))
                 await world.prefetcher.tick()
-                for _ in range(rng.randint(0, 40)):
-                    await asyncio.sleep(0)
+                await turns(rng.randint(0, 40))
         # In the end everything arrives, is put right, and nobody is paused.
         for segment in waiting:
             world.put(*segment)
