@@ -190,20 +190,17 @@ async def test_survives_a_server_that_is_gone_or_stands_still_for_a_while():
         await client.aclose()
 
 
-async def test_closing_does_not_wait_for_a_dead_server(proxy: TcpProxy):
+async def test_closing_does_not_wait_for_a_dead_server_and_what_was_sent_before_arrives(
+    proxy: TcpProxy, direct: FloeClient, nats_url: str
+):
     client = await connect(NatsSettings(url=proxy.url), name="test")
     proxy.blackhole()
-    began = time.monotonic()
     asked = asyncio.create_task(client.request_raw(b"a", b"", timeout=4 * PATIENCE))
     await asyncio.sleep(0.05)
+    await asyncio.wait_for(client.aclose(), PATIENCE)
     await client.aclose()
-    await client.aclose()
-    assert time.monotonic() - began < PATIENCE
     with pytest.raises(OutcomeUnknown, match="the connection was closed"):
         await asked
-
-
-async def test_what_was_sent_before_closing_arrives(direct: FloeClient, nats_url: str):
     subject, received = unique("s"), []
     await direct.subscribe_raw(subject, lambda *m: received.append(m[2]))
     client = await connect(NatsSettings(url=nats_url), name="test")
