@@ -7,16 +7,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
-
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage", "--hide-scrollbars",
 )  # fmt: skip
 SECONDS = 120
-
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH (apt-get install chromium)")
 
 
 def browse(folder: Path, url: str, *flags: str) -> str:
@@ -26,11 +22,6 @@ def browse(folder: Path, url: str, *flags: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def dom(folder: Path, url: str) -> str:
-    """The document that the browser made of the page, as text."""
-    return browse(folder, url, "--dump-dom")
 
 
 def screenshot(folder: Path, url: str, path: Path, size: str = "1280,900") -> None:
