@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from common.errors import DataError, SegmentCorrupt, Unavailable
-from common.segments.columns import SCHEMA
 from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import Inputs, Ledger, Reason, SegmentRef, Tip
 from common.sequences import SequenceRange, Stretch
@@ -78,21 +76,6 @@ def test_the_same_inputs_give_the_same_bytes(archive: Archive):
     first = merged(archive, *inputs).ref
     archive.store.delete(first)
     assert merged(archive, *reversed(inputs)).ref.name == first.name
-
-
-def test_no_statistics_of_subjects_where_they_are_not_asked_for(archive: Archive):
-    refs = [archive.put(1, 10), archive.put(11, 20)]
-
-    def has_subjects(ref: SegmentRef) -> bool:
-        column = pq.read_metadata(archive.path(ref.key)).row_group(0).column(SCHEMA.names.index("subject"))
-        return column.is_stats_set or column.has_column_index
-
-    assert has_subjects(merged(archive, *refs).ref)
-    archive.store.subject_statistics = False
-    without = merged(archive, *refs)
-    assert not has_subjects(without.ref)
-    assert archive.table(without.ref).num_rows == 20
-    proved(archive, without)
 
 
 def test_overlapping_segments_become_the_union_of_their_rows(archive: Archive):

@@ -229,7 +229,6 @@ def test_messages_of_a_chain_of_a_part_or_of_a_segment_are_printed_once_and_in_o
         "payload": '{"n":1}',
     }
     chain = run("ls").out.splitlines()[1].split()[0]  # what is listed can be pasted
-    assert run("info", chain).code == 0
     for words, found in (
         ((chain,), [1, 2, 5, 6, 7]),
         (("us-east/NODES", "--from-sequence", "2", "--to-sequence", "6"), [2, 5, 6]),
