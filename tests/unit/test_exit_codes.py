@@ -68,9 +68,8 @@ async def test_a_target_that_an_account_has_no_room_for_now_is_tried_again(
     monkeypatch.setattr(preflight, "create_stream", refuse)
     source = {"site": "us-east", "feed": "NODES", "subject_prefix": "fleet"}
     settings = TargetSettings.model_validate({"stream": "FLEET", "sources": [source], "create": {}})
-    client: Any = None
     with pytest.raises(FloeError) as caught:
-        await preflight.ensure_target(client, settings)
+        await preflight.ensure_target(None, settings)
     assert caught.value.exit_code == exit_code
 
 

@@ -65,7 +65,6 @@ def test_segments_of_every_version_are_read(objects: LocalObjects) -> None:
     assert store.footer(first).ledger == Ledger(golden.LEDGERS[0])
     assert store.footer(first).unread == store.footer(merged).unread == golden.UNREAD
     inputs = store.footer(merged).inputs
-    assert inputs is not None
     assert (inputs.count, store.footer(second).unread) == (2, None)
 
 
@@ -73,7 +72,6 @@ def test_tombstones_of_every_version_are_read(objects: LocalObjects) -> None:
     first, second, merged = (ref.name for ref in SegmentStore(objects, LAYOUT).list(CHAIN))
     tombstones = Tombstones(objects, LAYOUT)
     [stone] = [tombstones.read(CHAIN, info) for info in tombstones.names(CHAIN)]
-    assert stone is not None
     assert [ref.name for ref in stone.tombstone.superseded] == [first, second]
     assert [ref.name for ref in stone.tombstone.superseding] == [merged]
 

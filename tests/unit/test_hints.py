@@ -111,9 +111,7 @@ def of_chains() -> Iterator[str]:
     yield hint_of(lambda: registry.check_may_begin(later, 7))
     for code in ("E-SUBJECT", "E-MSG-TOO-LARGE"):
         yield prepare.way_out(CHAIN, "A TARGET", code, 7)
-        refused: Any = Stopped("x", code=code)
-        nothing: Any = None
-        yield Recall(nothing, nothing, nothing, registry, nothing).refused(refused).hint
+        yield Recall(None, None, None, registry, None).refused(Stopped("x", code=code)).hint
     for hint in ("", "mend it"):
         yield with_way_out(FloeError("x", hint=hint), errors.resume("A TARGET", CHAIN)).hint
     yield from (errors.set_position("A TARGET", CHAIN, 5), errors.resume("A TARGET", PLAIN))

@@ -37,7 +37,6 @@ def scan(after: int, last: int, *held: tuple[int, Chain | None, int], state: Tar
 
 
 def positions(state: TargetState | None) -> dict[Chain, int]:
-    assert state is not None
     assert state.intent is None
     return dict(state.checkpoint.positions)
 
@@ -233,7 +232,6 @@ def test_the_marks_of_a_lost_state_are_found_in_the_target() -> None:
 
 
 def names_of(state: TargetState | None, *sequences: int) -> list[str]:
-    assert state is not None
     assert from_json("T", to_json("T", state)) == state
     return [state.checkpoint.parked_as.of(A, sequence) for sequence in sequences]
 
@@ -242,7 +240,6 @@ def test_what_was_parked_stands_for_nothing_where_it_is_carried_again() -> None:
     """Else a message that goes in its turn this time would be delivered by `parked retry` as well."""
     back = move(CLOSED, A, 5).after
     assert names_of(back, 4, 5) == ["t0", "t0+1"]
-    assert back is not None
     assert back.checkpoint.parked_as.of(B, 9) == "t0"
     assert names_of(move(back, A, 3).after, 2, 3, 5) == ["t0", "t0+1", "t0+2"]
     assert names_of(move(CLOSED, A, 15).after, 5, 15) == ["t0", "t0"]

@@ -90,9 +90,7 @@ def test_of_a_hole_the_leading_part_is_accepted_that_gaps_cover_without_a_break(
 def test_a_hole_is_late_until_the_time_out_and_lost_then_but_for_damage_and_what_nothing_stands_behind() -> None:
     assert decide(late(), [], 1099.9, SKIP) is None
     halted, lost = (decide(late(), [], 1100.0, source) for source in (HALT, SKIP))
-    assert halted is not None
     assert halted.halts
-    assert lost is not None
     assert (lost.halts, lost.part, lost.why) == (False, SequenceRange(11, 20), "no segment within 1m40s")
     assert decide(late(phase=Phase.DAMAGED), [], 10**9, SKIP) is decide(late(since=None), [], 10**9, SKIP) is None
 
@@ -101,7 +99,6 @@ def test_a_hole_is_late_until_the_time_out_and_lost_then_but_for_damage_and_what
 def test_what_is_accepted_is_given_up_at_once_and_no_more_than_that(phase: Phase) -> None:
     decided = decide(late(phase=phase), [AcceptedGap(SequenceRange(9, 14), "why", "ops")], 0.0, HALT)
 
-    assert decided is not None
     assert (decided.halts, decided.part, decided.why) == (False, SequenceRange(11, 14), "accepted by ops: why")
 
 

@@ -131,7 +131,6 @@ def test_the_size_that_is_checked_is_never_less_than_what_is_sent() -> None:
 
     result = prepared(*rows)
 
-    assert result.batch is not None
     sizes = [end - begin for begin, end in pairwise([0, *result.batch.ends])]
     for (_, tail, payload), size in zip(ready(result), sizes, strict=True):
         assert len(VERSION) + len(tail) + len(payload) + prepare.PUBLISHER_LINES - 20 <= size

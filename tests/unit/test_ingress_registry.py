@@ -55,7 +55,6 @@ def test_a_lane_begins_and_ends(positions: dict[Chain, int], chain: Chain, found
     state = registry.add(chain)
     if not positions:
         registry.set_previous(NEXT, {0: 10})
-    assert state is not None
     assert (state.position, state.has_begun, state.end) == found
 
 
@@ -71,7 +70,6 @@ def test_an_incarnation_waits_for_stream_json_then_for_the_ends_of_the_one_befor
     registry.set_previous(NEXT, {0: 10})
 
     assert registry.needs_previous(CHAIN) == registry.needs_previous(NEXT) == []
-    assert before is not None
     assert before.end == 10
     assert obstacle(registry, {CHAIN: 10}) == "us-east/NODES/0000/0 stands at 10 and ends at 10"
     assert obstacle(registry, {CHAIN: 11}) == obstacle(registry, {}, CHAIN) == ""
@@ -133,7 +131,6 @@ def test_a_reset_makes_lanes_anew_and_keeps_what_is_known_of_the_store() -> None
     registry.reset({CHAIN: 50})
     state = registry.get(CHAIN)
 
-    assert state is not None
     assert (state is former, state.position, state.archived) == (False, 50, 99)
 
 
@@ -181,7 +178,6 @@ def test_a_feed_with_too_many_chains_stops_and_no_other_does(caplog: pytest.LogC
     assert [registry.add(partition(number)) for number in range(100, 300)] == [None] * 200  # as each poll does
     assert positions.asked - asked <= 400
     error = registry.stop_of(CHAIN)
-    assert error is not None
     assert (error.code, "expected at most 100 chains" in error.message) == ("E-CHAINS", True)
     assert caplog.text.count("feed stopped") == 1
     for other in (Chain("us-east", "LOGS", 0, 0), Chain("eu-west", "NODES", 0, 0)):

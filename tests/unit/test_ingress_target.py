@@ -71,8 +71,7 @@ class World:
         return self.stored.state
 
     def delivery(self, limits: Any = None) -> Delivery:
-        world: Any = self
-        return Delivery("T", world, world, world, world, ManualClock(), limits=limits)
+        return Delivery("T", self, self, self, self, ManualClock(), limits=limits)
 
     async def first(self) -> tuple[Stored, None]:
         return self.stored, None
@@ -134,7 +133,7 @@ class Limits:
 
 async def test_rows_made_ready_for_another_server_get_into_no_intent_and_what_it_refuses_is_not_sent() -> None:
     world = World()
-    limits: Any = Limits(world)
+    limits = Limits(world)
     await asyncio.wait_for(world.delivery(limits).run(world.stop), PATIENCE)
     assert (limits.renewed, world.state.checkpoint.positions) == (1, {CHAIN: 6})
 
@@ -180,29 +179,16 @@ async def test_who_carries_on_and_on_is_another_writer(moves: list[TargetState])
     assert "floe checkpoint ls -c " in error.value.hint
 
 
-class Sharing:
-    """The sharing of the leases, as far as one runner sees it."""
-
-    def __init__(self) -> None:
-        self.retired: list[object] = []
-        self.owner = "me"
-
-    def slot(self, key: str, told: Any) -> object:
-        self.told = told
-        return SimpleNamespace(occupy=self.occupy)
-
-    async def occupy(self, stop: Stop) -> None:
-        return None
-
-    async def retire(self, slot: object) -> None:
-        self.retired.append(slot)
-        self.told.standby("somebody")  # an answer that was on its way
-
-
 async def test_after_a_defect_a_target_begins_again_after_pauses_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    health, sharing, clock = Health(SystemClock()), Sharing(), SystemClock()
-    discovery = SimpleNamespace(sites=None)
-    deps: Any = SimpleNamespace(health=health, clock=clock, sharing=sharing, pace=IngressTuning(), discovery=discovery)
+    health, clock = Health(SystemClock()), SystemClock()
+
+    async def occupy(stop: Stop) -> None: ...
+
+    # Whoever gives a lease back needs more of the sharing than this.
+    sharing = SimpleNamespace(owner="me", slot=lambda key, told: SimpleNamespace(occupy=occupy))
+    deps = SimpleNamespace(
+        health=health, clock=clock, sharing=sharing, pace=IngressTuning(), discovery=SimpleNamespace(sites=None)
+    )
     settings = TargetSettings.model_validate({"stream": "T", "sources": [{"site": "us", "feed": "NODES"}]})
     stop, began = Stop(), []
 
@@ -218,7 +204,6 @@ async def test_after_a_defect_a_target_begins_again_after_pauses_that_grow(monke
 
     pauses = [b - a for a, b in pairwise(began)]
     assert all(pause >= least for pause, least in zip(pauses, (0.05, 0.1, 0.2), strict=True))
-    assert sharing.retired == []
     shown = health.status()["parts"]["target T"]
     assert (shown["state"], shown["code"]) == ("stopped", "E-UNEXPECTED")
     assert "nobody foresaw this" in shown["why"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -68,13 +67,7 @@ def test_what_was_sent_is_remembered_of_one_intent_only() -> None:
 
 
 def test_a_last_message_that_stands_there_by_the_intent_agrees_and_another_one_speaks_against_going_on() -> None:
-    ours = [
-        (101, Origin(A, 11)),
-        (104, Origin(A, 20)),
-        (105, Origin(B, 5)),
-        (109, Origin(B, 9)),
-        (100, Origin(B, 4)),
-    ]
+    ours = [(101, Origin(A, 11)), (104, Origin(A, 20)), (105, Origin(B, 5)), (109, Origin(B, 9)), (100, Origin(B, 4))]
     for last, origin in ours:
         assert judge(OPEN, reading(last, origin)).finding is Finding.STORED, (last, origin)
     others = [(104, Unread.FOREIGN), (104, Origin(B, 5)), (105, Origin(A, 20)), (104, Origin(A, 21))]
@@ -142,7 +135,6 @@ def test_the_ends_of_the_pieces_before_the_last_message_must_be_ours_too_and_the
     why = "message 110 is eu-west/OTHER/0000/0 9, expected eu-west/NODES/0000/0 5..9"
     assert other == IntentVerdict(Finding.FOREIGN, detail=why)
     foreign = judging.contradiction(intent, {105: Unread.FOREIGN})
-    assert foreign is not None
     assert foreign.finding is Finding.FOREIGN
     read = {105: first, 110: Origin(B, 9), 111: first, 112: Unread.GONE, 113: Unread.FOREIGN}
     assert judging.newest(intent, read) == 10
@@ -161,8 +153,7 @@ class Looked:
 
     def __init__(self, *lasts: int) -> None:
         self.lasts, self.asked, self.said = lasts, 0, list[str]()
-        around: Any = self
-        self.reconciler = Reconciler(judging.TargetErrors("FLEET"), around, around, around, around)
+        self.reconciler = Reconciler(judging.TargetErrors("FLEET"), self, self, self, self)
 
     async def read(self) -> TargetReading:
         self.asked += 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from common.segments.columns import Columns
 from common.sequences import SequenceRange
 from common.settings.egress import SegmentSettings
@@ -35,11 +33,10 @@ class Bench:
         closing = SegmentSettings.model_construct(max_messages=1_000, max_size=1 << 30, max_age=60.0)
         position = Position(stretch.write_from, stretch.until)
         self.builder = Builder(closing, ManualClock(), account, self.emitted.append, position, sampled=True)
-        mine: Any = self
         self.intake = SamplingStage(
             self.builder,
-            PreFilter("here", keep_ns=keep * SECOND, sampler=mine),
-            Tracking(mine, mine, *(again or (stretch.write_from - 1, 0))),
+            PreFilter("here", keep_ns=keep * SECOND, sampler=self),
+            Tracking(self, self, *(again or (stretch.write_from - 1, 0))),
             stretch,
             on_writing=lambda is_news: self.written_from.append((self.intake.end + 1, is_news)),
             on_batch=lambda: self.batches_at.append(self.intake.end + 1),
