@@ -69,16 +69,18 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(floe.cli, ["config", *arguments], prog_name="floe")
 
 
+def importing(folder: Path, text: str, *arguments: str) -> Result:
+    (folder / "sr.yaml").write_text(text)
+    return run("import-stream-replicator", str(folder / "sr.yaml"), *arguments)
+
+
 # What passes
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_the_documented_becomes_files_that_pass(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "sr.yaml").write_text(DOCUMENTED[name])
-
-    made = run("import-stream-replicator", str(tmp_path / "sr.yaml"), "--out-dir", str(tmp_path / "floe"))
-    printed = run("import-stream-replicator", str(tmp_path / "sr.yaml"))
-
+    made = importing(tmp_path, DOCUMENTED[name], "--out-dir", str(tmp_path / "floe"))
+    printed = importing(tmp_path, DOCUMENTED[name])
     (tmp_path / "both.yaml").write_text(printed.stdout)
     files = sorted((tmp_path / "floe").iterdir())
     assert (made.exit_code, [str(file) for file in files]) == (0, sorted(made.stdout.split())), made.output
@@ -167,14 +169,12 @@ def test_targets_are_created_only_where_they_were_and_their_subjects_cannot_meet
 
 @pytest.mark.parametrize("login", ["u:hush-hush", "hush-hush", "u:hush%2Dhush"], ids=["password", "token", "coded"])
 def test_no_secret_is_printed(login: str, tmp_path: Path) -> None:
-    (tmp_path / "sr.yaml").write_text(config(stream()).replace("nats://s", f"nats://{login}@s"))
-
-    for arguments in ((), ("--json",), ("--out-dir", str(tmp_path / "out"))):
-        result = run("import-stream-replicator", str(tmp_path / "sr.yaml"), *arguments)
-        assert result.exit_code == 0
-        assert "hush" not in result.output
-    assert "hush" not in (tmp_path / "out" / "site.yaml").read_text()
-    assert "${FLOE_SOURCE_" in (tmp_path / "out" / "site.yaml").read_text()
+    text = config(stream()).replace("nats://s", f"nats://{login}@s")
+    found = [importing(tmp_path, text, *more) for more in ((), ("--json",), ("--out-dir", str(tmp_path / "out")))]
+    written = (tmp_path / "out" / "site.yaml").read_text()
+    assert [result.exit_code for result in found] == [0, 0, 0]
+    assert "hush" not in written + "".join(result.output for result in found)
+    assert "${FLOE_SOURCE_" in written
 
 
 @pytest.mark.parametrize(
@@ -345,29 +345,26 @@ def test_an_alias_bomb_is_refused_at_once() -> None:
 
 
 def test_problems_end_with_78_and_a_missing_file_too(tmp_path: Path) -> None:
-    (tmp_path / "sr.yaml").write_text("name: A\nstreems: 1\nprofilin: 2\n")
-    result = run("import-stream-replicator", str(tmp_path / "sr.yaml"))
-    as_json = run("import-stream-replicator", str(tmp_path / "sr.yaml"), "--json")
+    result, as_json = (importing(tmp_path, "name: A\nstreems: 1\nprofilin: 2\n", *more) for more in ((), ("--json",)))
     missing = run("import-stream-replicator", str(tmp_path / "none.yaml"))
-    assert (result.exit_code, as_json.exit_code, missing.exit_code) == (78, 78, 78)
+    assert [each.exit_code for each in (result, as_json, missing, run("import-stream-replicator"))] == [78, 78, 78, 2]
     assert len(result.stderr.splitlines()) == 2
     assert [p["line"] for p in json.loads(as_json.stdout)["problems"]] == [2, 3]
-    assert run("import-stream-replicator").exit_code == 2
 
 
 def test_json_holds_all_and_no_file_is_overwritten_nor_written_where_it_cannot_be(tmp_path: Path) -> None:
-    (tmp_path / "sr.yaml").write_text(DOCUMENTED["whole"])
     (tmp_path / "central.yaml").write_text("mine")
 
-    found = json.loads(run("import-stream-replicator", str(tmp_path / "sr.yaml"), "--json").stdout)
+    found = json.loads(importing(tmp_path, DOCUMENTED["whole"], "--json").stdout)
     assert [document["name"] for document in found["documents"]] == ["site.yaml", "central.yaml"]
     assert found["variables"] == ["FLOE_BUCKET", "FLOE_S3_KEY", "FLOE_S3_SECRET"]
     assert {"path": "logfile", "line": 5, "column": 10}.items() <= found["notes"][1].items()
 
-    there = run("import-stream-replicator", str(tmp_path / "sr.yaml"), "--out-dir", str(tmp_path))
+    there, nowhere = (
+        importing(tmp_path, DOCUMENTED["whole"], "--out-dir", str(tmp_path / to)) for to in (".", "sr.yaml/x")
+    )
     assert (there.exit_code, (tmp_path / "central.yaml").read_text()) == (2, "mine")
     assert not (tmp_path / "site.yaml").exists()
-    nowhere = run("import-stream-replicator", str(tmp_path / "sr.yaml"), "--out-dir", str(tmp_path / "sr.yaml" / "x"))
     assert (nowhere.exit_code, len(nowhere.stderr.splitlines())) == (77, 1)
 
 
