@@ -19,6 +19,8 @@ from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from common.settings.service import StartSettings
 from ingress import metrics
+from ingress.chains import prefetch as supply_module
+from ingress.chains.search import look
 from ingress.chains.starts import Starts
 from tests.integration.test_chain_starts import moment
 from tests.integration.test_chain_turns import Centre
@@ -205,6 +207,36 @@ async def test_what_arrives_meanwhile_is_searched_too(archive: Archive, monkeypa
         await centre.reaches({CHAIN: 111})
     assert asked[0] == 0
     assert centre.messages_of(CHAIN) == 6
+
+
+async def test_a_last_segment_without_a_tail_is_found_merged(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
+    centre = Centre(archive)
+    async with centre.running():
+        await centre.reaches({CHAIN: 101})
+        archive.put(rows_of(101, 110), level=1, tail=False)
+        monkeypatch.setattr(supply_module, "LOOK_AGAIN", 0.0)
+        monkeypatch.setattr(supply_module, "LOOK_EVERYWHERE", 0.0)
+        await centre.reaches({CHAIN: 111})
+
+
+@pytest.mark.parametrize("is_accepted", [False, True])
+async def test_what_is_only_far_down_a_listing_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_accepted: bool
+) -> None:
+    archive = Archive(tmp_path / "other")
+    monkeypatch.setattr("ingress.chains.locate.look", lambda *args, search, **more: look(*args, **more))
+    archive.begin()
+    for sequence in range(11, 131):
+        archive.put(rows_of(sequence, sequence), tail=False)
+    archive.put(rows_of(1, 130))
+    if is_accepted:
+        archive.documents.accept_gap(CHAIN, AcceptedGap(SequenceRange(1, 10)))
+    centre, stops = Centre(archive, lost_segment_timeout="1s"), []
+    monkeypatch.setattr(centre.prefetcher, "stop_chain", lambda *stop: stops.append(stop))
+    async with centre.running():
+        await centre.reaches({CHAIN: 131})
+    assert (stops, centre.messages_of(CHAIN)) == ([], 130)
+    assert archive.documents.passed_gaps("FLEET", CHAIN) == []
 
 
 # Gaps that were passed

@@ -16,6 +16,7 @@ from common.errors import Unavailable
 from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient
 from common.metrics import REGISTRY
+from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
 from tests.support.basics import soon
 from tests.support.commands import floe
@@ -70,6 +71,29 @@ async def test_what_comes_later_follows_and_a_restart_goes_on(client: FloeClient
     assert stored.checkpoint.target_sequence == 110
     assert said.sources == ("eu-west/NODES", "us-east/NODES")
     assert said.positions in ({CHAIN: 51}, {CHAIN: 101}, {CHAIN: 131})
+
+
+async def test_a_replaced_segment_is_found(client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = [centre.archive.put(rows_of(first, first + 9)) for first in (1, 11, 21)]
+    centre.archive.put(rows_of(1, 30), level=1, tail=False)
+    opened = []
+
+    def gone_then_open(store: object, ref: SegmentRef, *, rows: SequenceRange | None = None) -> object:
+        if not opened:
+            for each in small:
+                centre.archive.store.delete(each)
+        opened.append(ref.level)
+        return original(store, ref, rows=rows)  # type: ignore[arg-type]
+
+    original = type(centre.archive.store).open
+    monkeypatch.setattr(type(centre.archive.store), "open", gone_then_open)
+
+    await make(client, centre)
+    async with centre.running():
+        messages = await centre.carried(client, 30)
+
+    check_exact(messages, centre.archive, centre.prefix)
+    assert set(opened) == {0, 1}
 
 
 @pytest.mark.parametrize("is_made_again", [False, True])
