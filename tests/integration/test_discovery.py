@@ -319,6 +319,20 @@ async def test_one_tail_that_is_refused_from_the_first_poll_on_ends_nothing(tmp_
         assert any("no right" in problem for problem in place.health.problems())
 
 
+async def test_a_listener_that_fails_keeps_back_no_other(place: Place) -> None:
+    place.make(1)
+
+    class Failing(Target):
+        async def tick(self) -> None:
+            raise Unavailable("away")
+
+    place.discovery.add(Failing())
+    place.discovery.add(place.target)
+    with pytest.raises(Unavailable):
+        await place.discovery.look()
+    assert place.target.ticks == 1
+
+
 @pytest.mark.parametrize("name", ["found", "wake", "tick"])
 async def test_a_failing_listener_fails_alone(place: Place, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A chain is found and a notification of it comes; the looks go on."""
