@@ -1,4 +1,4 @@
-"""Segments in the bucket: compaction and deletion under readers, and copies that arrive shuffled."""
+"""Segments in the bucket: compaction and deletion under readers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from common.chain import Chain
-from common.objects.port import ObjectStore
 from common.open import load_settings, open_store
 from common.segments.store import SegmentGone, SegmentStore
 from infra.oracle import Trace, archived, compare
@@ -19,7 +18,6 @@ from tests.scenarios.judge import judge, sources_of
 from tests.scenarios.load import Load
 from tests.scenarios.processes import run_floe
 from tests.scenarios.world import World
-from tests.support.basics import soon
 
 POLICY = {
     "engine": "local",
@@ -103,47 +101,3 @@ def _upto(trace: Trace, known: Trace) -> Trace:
     """The part of `trace` that `known` speaks of."""
     count = sum(1 for sequence in trace.sequences if sequence <= known.through)
     return Trace(trace.sequences[:count], trace.timestamps[:count], trace.prints[:count], through=known.through)
-
-
-async def shuffled(s3: Any, rng: random.Random, seconds: float, rate: int = 400) -> Outcome:
-    """A copier brings the site's objects to the centre's bucket late and in shuffled order."""
-    with World(s3, "alpha", "beta") as world:
-        await prepare(world, rng)
-        centre_bucket = world.s3.new_bucket()
-        central = world.central_config(bucket=centre_bucket)
-        services = [*(world.egress(world.site_config(site), f"egress-{site}") for site in world.sites)]
-        services.append(world.ingress(central))
-        source, copy = _objects(world, world.bucket), _objects(world, centre_bucket)
-        started, faults = time.monotonic(), Counter[str]()
-        async with Load(world.sites["alpha"].url, "alpha", rng, rate):
-            while time.monotonic() < started + seconds:
-                await asyncio.sleep(rng.uniform(0.5, 2.0))
-                await asyncio.to_thread(_copy_some, source, copy, rng, rng.uniform(0.2, 0.7), faults)
-        # On a busy machine one of them may only just have started: what has not begun drains nothing.
-        store = open_store(load_settings(str(world.site_config("alpha"))))
-        await soon(lambda: all(store.list(Chain(site, "NODES")) for site in world.sites))
-        for service in services[:-1]:
-            assert service.drain() == 0, service.tail()
-        await asyncio.to_thread(_copy_some, source, copy, rng, 1.0, faults)
-        verdict = await judge(world, central, await sources_of(world))
-        assert services[-1].drain() == 0, services[-1].tail()
-        return Outcome(verdict, time.monotonic() - started, faults)
-
-
-def _objects(world: World, bucket: str) -> ObjectStore:
-    from common.objects.open import open_objects
-    from common.settings.root import StoreSettings
-
-    return open_objects(StoreSettings.model_validate(world.store(bucket)))
-
-
-def _copy_some(source: ObjectStore, copy: ObjectStore, rng: random.Random, share: float, counts: Counter[str]) -> None:
-    """Copy a random `share` of what is not there yet or has changed, in random order, metadata with it."""
-    there = {info.key: info.size for info in copy.list("data/")}
-    missing = [i for i in source.list("data/") if there.get(i.key) != i.size or "/tails/" in i.key]
-    rng.shuffle(missing)
-    for info in missing[: max(1, round(len(missing) * share))]:
-        head, body = source.head(info.key), source.get(info.key)
-        if head is not None and body is not None:
-            copy.put(info.key, body, sha256=None, metadata=dict(head.metadata))
-            counts["objects copied"] += 1

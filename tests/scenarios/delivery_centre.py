@@ -96,10 +96,6 @@ class Centre:
         self.supervise()
         await asyncio.to_thread(self.cluster.wait_ready, 60)
 
-    def logs(self) -> str:
-        """The ends of the logs, for whoever reads why a run failed."""
-        return "\n".join(instance.service.tail() for instance in self.instances)
-
 
 @asynccontextmanager
 async def centre(

@@ -45,18 +45,11 @@ class Author:
     """Writes one chain as an egress would that has a bad line. `expected`: what a target must hold of it."""
 
     def __init__(
-        self,
-        store: SegmentStore,
-        documents: ChainStore,
-        chain: Chain,
-        rng: random.Random,
-        subject: SubjectMap,
-        *,
-        subjects: int = 50,
+        self, store: SegmentStore, documents: ChainStore, chain: Chain, rng: random.Random, subject: SubjectMap
     ) -> None:
         self.chain, self.expected, self.counts = chain, Trace(), Counter[str]()
         self._store, self._documents, self._rng = store, documents, rng
-        self._subject, self._subjects = subject, subjects
+        self._subject = subject
         self._first = rng.choice([1, rng.randrange(2, 2**40)])
         self._next, self._tail = self._first, 0
         self._recent: deque[Message] = deque(maxlen=OVERLAP)
@@ -115,7 +108,7 @@ class Author:
         """The message of this sequence; None where it was deleted."""
         if self._rng.random() < 0.05:
             return None
-        subject = f"{self.chain.site}.{self.chain.feed}.n{sequence % self._subjects}".encode()
+        subject = f"{self.chain.site}.{self.chain.feed}.n{sequence % 50}".encode()
         payload = f"{self.chain} {sequence} ".encode() + self._rng.randbytes(self._rng.randrange(500))
         return Message(sequence, time.time_ns(), subject, self._rng.choice(HEADERS), payload)
 

@@ -25,7 +25,6 @@ from infra.oracle import (
 from tests.scenarios.load import client_of
 from tests.scenarios.world import TARGET, World
 from tests.support.basics import PATIENCE
-from tests.support.invariants import rows_balance
 
 PREFIX = "fleet"
 
@@ -109,5 +108,5 @@ def archive_of(store: SegmentStore, chain: Chain, source: Trace) -> Comparison:
     assert archive_holes(store, chain) == [], f"{chain}: holes {archive_holes(store, chain)}"
     for ref in store.list(chain):
         footer = store.footer(ref)
-        assert rows_balance(footer), f"{ref.key}: rows {footer.rows} + ledger {footer.ledger} != coverage"
+        assert footer.is_balanced(), f"{ref.key}: rows {footer.rows} + ledger {footer.ledger} != coverage"
     return compare(source, Trace.of(archived(store, chain)), name=f"{chain} archive")

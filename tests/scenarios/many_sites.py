@@ -36,7 +36,7 @@ async def many_sites(
         found = {"segments before": archive.segments, "seconds to write": round(time.monotonic() - started, 1)}
         found["catch-up segments/s"] = round(await _caught_up(at, archive, segments), 1)
         lags = await _kept_up(at, archive, rng, seconds)
-        memory = peak_memory(at.instances[0].service.pid)
+        memory = peak_memory(at.ingress.pid)
         compared = await at.judge(await asyncio.to_thread(archive.expected))
         found |= {
             "segments": archive.segments,
@@ -56,7 +56,7 @@ async def many_sites(
 
 async def _caught_up(at: SingleCentre, archive: Archive, segments: int) -> float:
     """Segments a second from the first message in the target to the last of those that were there before."""
-    at.instances[0].service.start()
+    at.ingress.start()
     assert await at.arrived(1, PATIENCE), "nothing was ever carried"
     started, before = time.monotonic(), await at.stored()
     # Above the rate that arrives, else it could never catch up.

@@ -57,12 +57,7 @@ class Putter:
         self.store, self.documents = open_store(settings), open_chains(settings)
         self._bucket = store.url.removeprefix("s3://")
         port = int(store.endpoint_url.rpartition(":")[2])
-        self._client = SignedClient(port, store.access_key_id, _text(store.secret_access_key))
-
-    def begin(self, chain: Chain) -> None:
-        """The chain's documents."""
-        self.documents.create_stream(chain, StreamDocument({"name": chain.feed}, "t0", None))
-        self.documents.create_chain(chain, ChainDocument((), 1, 1))
+        self._client = SignedClient(port, store.access_key_id, store.secret_access_key.get_secret_value())
 
     def put(self, chain: Chain, number: int) -> None:
         """The segment `number` of a chain."""
@@ -79,7 +74,8 @@ class Putter:
 
     def fill(self, chain: Chain, count: int) -> None:
         """A chain with so many segments."""
-        self.begin(chain)
+        self.documents.create_stream(chain, StreamDocument({"name": chain.feed}, "t0", None))
+        self.documents.create_chain(chain, ChainDocument((), 1, 1))
         for number in range(count):
             self.put(chain, number)
         self.tail(chain, count)
@@ -140,12 +136,6 @@ class Archive:
         putter.tail(chain, self.counts[chain] + 1)
         with self._lock:
             self.counts[chain] += 1
-
-
-def _text(secret: object) -> str:
-    """The secret of a configuration, whatever hides it from logs."""
-    reveal = getattr(secret, "get_secret_value", None)
-    return str(reveal() if reveal else secret)
 
 
 def main(config: str, seed: str, count: str, *sites: str) -> None:

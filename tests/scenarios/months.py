@@ -22,19 +22,16 @@ from common.chain import Chain
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
 from common.objects.local import LocalObjects
-from common.objects.open import open_objects
 from common.objects.port import ObjectStore
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument, TargetPositions
 from common.segments.keys import Layout
 from common.segments.segment import Message
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
-from common.settings.root import StoreSettings
 from compaction.retention import Retention, RetentionRule
 from compaction.run import Compaction, LocalRunner, Report, Selection
 from infra.oracle import Trace, archive_holes, archived, compare, prefixed
 from ingress.checkpoint_store import StateStore
-from tests.scenarios.delivery import store_of
 from tests.scenarios.delivery_centre import PREFIX, TARGET
 from tests.scenarios.single_centre import SingleCentre, single_centre
 from tests.support.basics import PATIENCE
@@ -54,9 +51,9 @@ STATE_BUCKET = "FLOE_STATE"
 @dataclass(frozen=True, slots=True)
 class Months:
     """What is simulated. `interval`: seconds between two segments of a chain. `ages`: `max_age` of each feed in
-    seconds. `stands`: the hours in which ingress does not run. `also`: segments of the first chain that are on S3 too.
-    `first`, `second`: stored bytes that are worth a merge, of each level. `grace`: seconds from a tombstone to the
-    deletion. `settle`: hours between two waits for ingress.
+    seconds. `stands`: the hours in which ingress does not run. `first`, `second`: stored bytes that are worth a
+    merge, of each level. `grace`: seconds from a tombstone to the deletion. `settle`: hours between two waits for
+    ingress.
     """
 
     sites: int = 10
@@ -64,7 +61,6 @@ class Months:
     hours: int = 720
     ages: tuple[tuple[str, float], ...] = (("NODES", 10 * DAY), ("EVENTS", 2 * DAY))
     stands: range = range(360, 432)
-    also: int = 200
     first: int = 40_000
     second: int = 150_000
     grace: float = 6 * HOUR
@@ -84,9 +80,6 @@ class Months:
     @property
     def chains(self) -> list[Chain]:
         return [Chain(site, feed) for site in self.names for feed, _ in self.ages]
-
-    def __str__(self) -> str:
-        return f"{len(self.chains)} chains, {self.hours} hours, a segment each {self.interval:.0f} s"
 
 
 @dataclass(slots=True)
@@ -125,9 +118,6 @@ class Writer:
         path.unlink()
         return size, len(rows)
 
-    def keys(self, chain: Chain) -> list[str]:
-        return [ref.key for ref in self.store.list(chain)]
-
 
 def rows_of(months: Months, chain: Chain, number: int, seed: int) -> list[Message]:
     """The messages of a segment, always the same; some sequences have none, some segments are empty."""
@@ -162,10 +152,9 @@ class Totals:
 class World:
     """The archive, its compaction and retention, and what the policy says of the number of keys."""
 
-    def __init__(self, months: Months, folder: Path, s3: Any, seed: int) -> None:
+    def __init__(self, months: Months, folder: Path, seed: int) -> None:
         self.months, self.clock, self.seed = months, ManualClock(BEGIN), seed
         self.local = Writer(LocalObjects(folder / "store"), self.clock, folder / "spool", seed)
-        self.far = Writer(_bucket(s3), self.clock, folder / "spool-far", seed)
         self.sizes, self.totals = {0: Sizes(), 1: Sizes()}, Totals()
         self.positions: dict[Chain, int] = {}
         self.written = 0  # segments of each chain
@@ -173,12 +162,6 @@ class World:
         self._pool = ThreadPoolExecutor(4)
         for chain in months.chains:
             self.local.begin(chain)
-        self.far.begin(self.twin)
-
-    @property
-    def twin(self) -> Chain:
-        """The chain whose first segments are on S3 too."""
-        return self.months.chains[0]
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -199,12 +182,10 @@ class World:
             self.local.documents.write_tail(chain, self.written * WIDTH)
 
     def _put(self, chain: Chain) -> tuple[int, int]:
-        if chain == self.twin and self.written < self.months.also:
-            self.far.put(self.months, chain, self.written)
         return self.local.put(self.months, chain, self.written)
 
     def compact(self) -> None:
-        """One run, as `floe compact --engine local` does it; another on S3, which must end with the same keys.
+        """One run, as `floe compact --engine local` does it.
 
         Raises AssertionError where there are more keys than the policy allows.
         """
@@ -212,24 +193,18 @@ class World:
         retention = Retention(
             self.local.store, lambda _site, feed: RetentionRule(ages[feed]), {TARGET: frozenset(self.sources)}
         )
-        report = self._run(self.local, retention)
+        store = self.local.store
+        work = Compaction(store, self.months.levels, self.months.grace, LocalRunner(store))  # type: ignore[arg-type]
+        report = work.run(Selection(), retention)
+        assert report.failures == [], report.failures
         for merged in report.merged:
             if merged.ref.level == 1:
                 self.sizes[1].add(merged.ref.size)
         self._count(report)
-        if self.written <= self.months.also:
-            self._run(self.far, None)
-            assert self.far.keys(self.twin) == self.local.keys(self.twin), "S3 and the folder differ"
         keys, limit = len(self.local.objects.list("")), self.limit()
         self.totals.most_keys = max(self.totals.most_keys, keys)
         self.totals.most_of_limit = max(self.totals.most_of_limit, keys / limit)
         assert keys <= limit, f"hour {(self.clock.now() - BEGIN) / HOUR:.0f}: {keys} keys, the policy allows {limit}"
-
-    def _run(self, place: Writer, retention: Retention | None) -> Report:
-        work = Compaction(place.store, self.months.levels, self.months.grace, LocalRunner(place.store))  # type: ignore[arg-type]
-        report = work.run(Selection(), retention)
-        assert report.failures == [], report.failures
-        return report
 
     def _count(self, report: Report) -> None:
         totals = self.totals
@@ -276,30 +251,23 @@ class World:
             yield from rows_of(self.months, chain, number, self.seed)
 
     def check_archive(self) -> None:
-        """What is left of each chain begins at its floor, has no hole, and holds what was put; so does S3."""
+        """What is left of each chain begins at its floor, has no hole, and holds what was put."""
         for chain in self.months.chains:
             floor = self.local.documents.read_floor(chain) or 1
             assert archive_holes(self.local.store, chain) == []
             held = (row for row in self._all(chain, self.written) if row.sequence >= floor)
             found = compare(Trace.of(held), Trace.of(archived(self.local.store, chain, floor)), name=f"archive {chain}")
             assert found.ok, found.report()
-        count = min(self.written, self.months.also)
-        held = Trace.of(self._all(self.twin, count))
-        assert compare(held, Trace.of(archived(self.far.store, self.twin))).ok, "S3 holds something else"
 
 
-def _bucket(s3: Any) -> ObjectStore:
-    return open_objects(StoreSettings.model_validate({**store_of(s3), "region": "us-east-1"}))
-
-
-async def months(s3: Any, rng: random.Random, what: Months) -> dict[str, Any]:
+async def months(rng: random.Random, what: Months) -> dict[str, Any]:
     """Hour by hour. Raises AssertionError where there are ever more keys than the policy says, where retention takes
     what the target needs or keeps what nobody needs, or where the target or the archive is not exact.
     """
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="floe-months-") as name:
         folder = Path(name)
-        world = await asyncio.to_thread(World, what, folder, s3, rng.getrandbits(32))
+        world = await asyncio.to_thread(World, what, folder, rng.getrandbits(32))
         place = {"url": f"file://{folder}/store", "prefix": "data"}
         async with single_centre(place, what.names, [feed for feed, _ in what.ages]) as at:
             await _live(at, world)
@@ -342,7 +310,7 @@ def _judge(what: Months, totals: Totals, found: dict[str, Any]) -> None:
 
 async def _live(at: SingleCentre, world: World) -> None:
     what = world.months
-    ingress = at.instances[0].service
+    ingress = at.ingress
     ingress.start()
     async with at.client() as client:
         for hour in range(what.hours):
@@ -361,7 +329,7 @@ async def _live(at: SingleCentre, world: World) -> None:
 
 async def _followed(at: SingleCentre, world: World) -> None:
     arrived = await at.arrived(world.messages, 5 * PATIENCE)
-    assert arrived, f"{world.messages} messages did not arrive: {at.instances[0].service.tail()}"
+    assert arrived, f"{world.messages} messages did not arrive: {at.ingress.tail()}"
 
 
 async def _say(client: FloeClient, world: World) -> None:

@@ -1,4 +1,4 @@
-"""A centre of one server, with as many ingress instances as wanted, and the judge of its target."""
+"""A centre of one server with one ingress, and the judge of its target."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.chain import Chain
-from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient
 from infra.local.nats import NatsServer
-from infra.local.process import free_port
 from infra.oracle import Comparison, Trace, target_traces
-from tests.scenarios.delivery_centre import PREFIX, TARGET, Instance, write_config
+from tests.scenarios.delivery_centre import PREFIX, TARGET, write_config
 from tests.scenarios.load import client_of
 from tests.scenarios.processes import Service
+from tests.support.ingress import count_in
 from tests.support.oracle import compare_target
 
 CREATE = {"replicas": 1, "storage": "file", "subjects": [f"{PREFIX}.>"]}
@@ -28,35 +27,27 @@ CREATE = {"replicas": 1, "storage": "file", "subjects": [f"{PREFIX}.>"]}
 
 @dataclass(slots=True)
 class SingleCentre:
-    """What a run works on. `config`: of an operator."""
+    """What a run works on: the ingress, and its configuration."""
 
-    folder: Path
     server: NatsServer
-    instances: list[Instance]
+    ingress: Service
     config: Path
 
-    async def stored(self) -> int:
-        """How many messages the target ever took; 0 while it does not exist."""
-        async with self.client() as client:
-            info = await stream_info(client, TARGET)
-            return info.last_sequence if info else 0
-
-    @asynccontextmanager
-    async def client(self) -> AsyncIterator[FloeClient]:
+    def client(self) -> AbstractAsyncContextManager[FloeClient]:
         """A connection of the run's own."""
-        async with client_of(self.server.url) as client:
-            yield client
+        return client_of(self.server.url)
+
+    async def stored(self) -> int:
+        """How many messages the target holds, which lets go of none; 0 while it does not exist."""
+        async with self.client() as client:
+            return await count_in(client, TARGET)
 
     async def arrived(self, count: int, seconds: float) -> bool:
         """Whether the target took so many messages within so many seconds."""
         deadline = time.monotonic() + seconds
-        async with self.client() as client:
-            while time.monotonic() < deadline:
-                info = await stream_info(client, TARGET)
-                if info is not None and info.last_sequence >= count:
-                    return True
-                await asyncio.sleep(0.2)
-        return False
+        while (is_late := await self.stored() < count) and time.monotonic() < deadline:
+            await asyncio.sleep(0.2)
+        return not is_late
 
     async def judge(self, expected: Mapping[Chain, Trace], seconds: float = 60) -> Comparison:
         """Wait until as much has arrived as is expected, and a little longer; then compare."""
@@ -67,15 +58,14 @@ class SingleCentre:
         return compare_target(expected, target.traces, target.foreign)
 
     async def drain(self) -> None:
-        """End all instances; each must end well."""
-        for instance in self.instances:
-            code = await asyncio.to_thread(instance.service.drain)
-            assert code == 0, f"{instance.name} ended with {code} on SIGTERM\n{instance.service.tail()}"
+        """End ingress, which must end well."""
+        code = await asyncio.to_thread(self.ingress.drain)
+        assert code == 0, f"ingress ended with {code} on SIGTERM\n{self.ingress.tail()}"
 
 
 @asynccontextmanager
 async def single_centre(
-    store: Mapping[str, Any], sites: Sequence[str], feeds: Sequence[str], instances: int = 1, **target: Any
+    store: Mapping[str, Any], sites: Sequence[str], feeds: Sequence[str], **target: Any
 ) -> AsyncIterator[SingleCentre]:
     """A centre whose ingress is not started yet.
 
@@ -85,24 +75,15 @@ async def single_centre(
     server = NatsServer(folder / "nats", name="central", max_payload=2 * 1024 * 1024)
     sources = [{"site": list(sites), "feed": list(feeds), "subject_prefix": PREFIX}]
     entry = {"stream": TARGET, "sources": sources, "create": CREATE, **target}
-    found: list[Instance] = []
-    for number in range(1, instances + 1):
-        monitor = f"127.0.0.1:{free_port()}"
-        config = write_config(folder, f"ingress-{number}", [server.url], monitor, store, entry)
-        service = Service(folder, f"ingress-{number}", "ingress", "run", "-c", str(config))
-        found.append(Instance(service, [], monitor))
-    operator = write_config(folder, "operator", [server.url], "", store, entry)
-    kept = False
+    config = write_config(folder, "ingress", [server.url], "", store, entry)
+    ingress = Service(folder, "ingress", "ingress", "run", "-c", str(config))
     try:
         await asyncio.to_thread(server.start)
-        yield SingleCentre(folder, server, found, operator)
+        yield SingleCentre(server, ingress, config)
     except BaseException:
-        kept = True
-        print(f"logs: {folder}\n" + "\n".join(instance.service.tail() for instance in found))
+        print(f"logs: {folder}\n{ingress.tail()}")
         raise
     finally:
-        for instance in found:
-            instance.service.kill()
+        ingress.kill()
         server.close()
-        if not kept:
-            shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -18,11 +18,10 @@ import click
 
 from infra.local.seaweedfs import SeaweedFS
 from tests.scenarios.archives import archives
-from tests.scenarios.bucket import compacted, shuffled
+from tests.scenarios.bucket import compacted
 from tests.scenarios.delivery import delivered
-from tests.scenarios.delivery_forgetful import per_subject, work_queue
-from tests.scenarios.faults import Outcome, kill_rounds, twins
-from tests.scenarios.foreign_site import foreign_site
+from tests.scenarios.delivery_forgetful import work_queue
+from tests.scenarios.faults import Outcome, kill_rounds
 from tests.scenarios.many_sites import many_sites
 from tests.scenarios.months import Months, months
 from tests.scenarios.replay import replay_kills
@@ -56,19 +55,15 @@ WHOLE = (EGRESS, INGRESS, COMPACTION)
 RUNS: dict[str, Soak] = {
     "crash_rounds": Soak(lambda _, rng: crash_rounds(rng), (*WHOLE, "tests")),
     "kill_rounds": Soak(lambda s3, rng: kill_rounds(s3, rng, rounds=50, rate=1000), PATH),
-    "twins": Soak(lambda s3, rng: twins(s3, rng, seconds=60, rate=1000), PATH),
     "compacted": Soak(lambda s3, rng: compacted(s3, rng, seconds=60, rate=1000), WHOLE),
     "compacted_spark": Soak(lambda s3, rng: compacted(s3, rng, seconds=60, rate=1000, engine="spark"), WHOLE),
     "archives": Soak(lambda _, rng: archives(rng, rounds=600), (COMPACTION,)),
-    "shuffled": Soak(lambda s3, rng: shuffled(s3, rng, seconds=45, rate=1000), PATH),
     "delivery_fast": Soak(lambda s3, rng: delivered(s3, rng, 1800, "fast"), WHOLE),
     "delivery_atomic": Soak(lambda s3, rng: delivered(s3, rng, 300, "atomic"), WHOLE),
     "delivery_single": Soak(lambda s3, rng: delivered(s3, rng, 300, "single"), WHOLE),
     "delivery_work_queue": Soak(lambda s3, rng: work_queue(s3, rng, 300, "auto"), WHOLE),
-    "delivery_per_subject": Soak(lambda s3, rng: per_subject(s3, rng, 300, "auto"), WHOLE),
     "replay_kills": Soak(lambda s3, rng: replay_kills(s3, rng, rounds=30), (INGRESS,)),
-    "foreign_site": Soak(lambda s3, rng: foreign_site(s3, rng, seconds=60), PATH),
-    "months": Soak(lambda s3, rng: months(s3, rng, Months()), (INGRESS, COMPACTION)),
+    "months": Soak(lambda _, rng: months(rng, Months()), (INGRESS, COMPACTION)),
     "worlds": Soak(lambda *_: worlds(click.get_current_context().params["seeds"]), (*WHOLE, "tests/sim")),
     "mutants": Soak(lambda *_: mutants(), (*WHOLE, "tests/sim")),
     "many_sites": Soak(lambda s3, rng: many_sites(s3, rng, segments=94_000, seconds=300), (INGRESS,)),
@@ -96,7 +91,7 @@ def _range(_context: click.Context, _option: click.Parameter, text: str | None) 
 @click.option("--seed", type=int, help="Repeat a run with the seed that it printed.")
 @click.option("--seeds", callback=_range, help="Of the simulated worlds: N for 1-N, or A-B; what fits is added up.")
 def main(only: list[str], stale: bool, seed: int | None, seeds: range) -> None:
-    """Run the fault runs at full length. Example: python -m tests.soak --only kill_rounds,twins"""
+    """Run the fault runs at full length. Example: python -m tests.soak --only kill_rounds,months"""
     results = json.loads(EVIDENCE.read_text())["runs"] if EVIDENCE.exists() else {}
     names = [name for name in only or RUNS if not stale or _is_stale(name, results.get(name, {}))]
     failed = []
