@@ -7,12 +7,13 @@ import signal
 import urllib.request
 from contextlib import suppress
 
+from common.jetstream.api import stream_info
 from common.jetstream.kv import KeyValue
 from common.segments.captures import CaptureStore
 from egress.feed import lease_key
 from infra.local.process import free_port
 from tests.support.basics import PATIENCE, soon, unique
-from tests.support.egress import Bench
+from tests.support.egress import Bench, Partitioned, feed_of, publish_over
 from tests.support.egress_process import Process, processes
 
 
@@ -76,3 +77,53 @@ async def test_sigterm_stores_the_open_segment_releases_the_lease_and_ends_with_
         assert await leases.get(lease_key(bench.chain(stream))) is None
     assert bench.end(stream) == 60
     await bench.same(stream, stream)
+
+
+async def test_killed_before_its_acknowledgements_what_comes_again_makes_no_second_segment(far: Bench) -> None:
+    """F03."""
+    stream = await far.make_stream(unique("T"), retention="workqueue")
+    feed = {"stream": stream, "segment": {"max_messages": 100, "max_age": "1m"}}  # full before they are old
+    with processes() as started:
+        started.append(Process(far, stream, failpoints="egress.before_ack=kill@2", feeds=[feed]))
+
+        async def has_durable() -> bool:
+            return bool((await far.client.api(f"CONSUMER.NAMES.{stream}")).get("consumers"))
+
+        await soon(has_durable)
+        await far.publish(stream, (b"%d" % i for i in range(350)))
+        assert await started[0].ended() == -signal.SIGKILL, started[0].log.read_text()
+        before = far.end(stream)
+        await far.publish(stream, (b"%d" % i for i in range(350, 370)))
+        started.append(Process(far, stream))
+        await far.archived_to(stream, 370)
+
+        async def is_empty() -> bool:
+            info = await stream_info(far.client, stream)
+            return info is not None and info.messages == 0
+
+        await soon(is_empty)
+        await started[1].drain()
+    assert before == 200
+    assert [m.payload for m in far.messages(stream)] == [b"%d" % i for i in range(370)]
+    assert far.ledger(stream) == {}
+    assert sum(len(ref.coverage) for ref in far.refs(stream)) == 370, "no sequence was put twice"
+    far.check(stream)
+
+
+async def test_killed_while_an_incarnation_of_partitions_is_closed_nothing_is_in_both_or_in_none(bench: Bench) -> None:
+    stream, subjects = await bench.make_stream(unique("T")), ["0.a", "1.a", "2.a"]
+    parts, feed = Partitioned(bench, stream, 3), feed_of(stream, segment={"max_age": "1s"})
+    await publish_over(bench, stream, subjects, 90, "first")
+    await parts.freeze(90)
+    ends, before = parts.ends(), parts.messages()
+    await bench.recreate(stream)
+    await publish_over(bench, stream, subjects, 120, "second")
+    with processes() as started:
+        started.append(Process(bench, stream, failpoints="egress.after_end_noted=kill@3", feeds=[feed], lease_ttl="2s"))
+        assert await started[0].ended() == -signal.SIGKILL, started[0].log.read_text()
+        started.append(Process(bench, stream, feeds=[feed], lease_ttl="2s"))
+        await parts.archived_to(120, 1)
+    assert parts.previous(1) == ends == parts.ends()
+    assert parts.messages() == before
+    assert len(bench.chains.chains(feed=stream)) == 6
+    await parts.same(stream, 1)

@@ -2,164 +2,126 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
 from common.jetstream.client import FloeClient
-from common.segments.segment import Message
-from ingress.parked import ParkedStore, State
+from ingress.parked import State
+from tests.crash.conftest import Start
 from tests.integration.test_ingress_parked import kept, make, raise_limit, states
-from tests.scenarios.processes import Service
-from tests.support.basics import seeded, soon, unique
-from tests.support.ingress import CHAIN, Archive, Arrived, Centre, arrived, rows_of
+from tests.support.basics import seeded, soon
+from tests.support.ingress import CHAIN, Archive, Centre, arrived, rows_of
 from tests.support.segments import message
 
 pytestmark = pytest.mark.servers
 
-PARKING = [
-    "ingress.before_park",
-    "ingress.after_park",
-    "ingress.after_intent",
-    "ingress.mid_batch",
-    "ingress.before_close",
-    "ingress.after_close",
-]
-DELIVERING = [
-    "ingress.after_intent",
-    "ingress.mid_batch",
-    "ingress.after_commit",
-    "ingress.before_close",
-    "ingress.before_delivered",
-    "ingress.after_close",
-]
-
-KILLS = 3  # of each list, at random: a start takes seconds on a busy machine
-
-
-@pytest.fixture
-def services() -> Iterator[list[Service]]:
-    started: list[Service] = []
-    yield started
-    for service in started:
-        service.kill()
-        print(service.tail(15))
+SENDING = ("ingress.after_intent", "ingress.mid_batch", "ingress.before_close", "ingress.after_close")
+PARKING = ("ingress.before_park", "ingress.after_park", *SENDING)
+DELIVERING = (*SENDING, "ingress.after_commit", "ingress.before_delivered")
+KILLS = 2  # of each list, at random: a start takes seconds on a busy machine
 
 
 class Round:
-    """Services of one centre, one after the other."""
+    """A target that takes no large messages, what is put aside of it, and services, one after the other."""
 
-    def __init__(self, folder: Path, centre: Centre, services: list[Service]) -> None:
-        self.folder, self.centre, self.services = folder, centre, services
+    def __init__(self, folder: Path, url: str, client: FloeClient, start: Start) -> None:
+        self.archive = Archive(folder / "store")
+        self.centre = Centre(folder, self.archive, url, on_oversize="park")
+        self.client, self.start = client, start
 
-    def start(self, failpoint: str = "") -> Service:
-        config = self.centre.write(lease_bucket=unique("L"), memory_limit="16M")
-        env = {"FLOE_FAILPOINTS": f"{failpoint}=kill"} if failpoint else {}
-        service = Service(self.folder, unique("ingress"), "ingress", "run", "-c", str(config), env=env)
-        self.services.append(service.start())
-        return service
+    async def begin(self, *large: int) -> None:
+        """The target, and twenty rows."""
+        self.put(1, *large)
+        await make(self.client, self.centre)
+        self.parked = await kept(self.client, self.centre)
+
+    def put(self, first: int, *large: int) -> None:
+        """Twenty rows, of which some are too large."""
+        rows = rows_of(first, first + 19)
+        for sequence in large:
+            rows[sequence - first] = message(sequence, b"%d|" % sequence + b"L" * 1500, subject=b"nodes.large")
+        self.archive.put(rows)
 
     async def killed(self, failpoint: str) -> None:
         """A service that runs into the failpoint."""
-        service = self.start(failpoint)
+        service = self.start(self.centre, f"{failpoint}=kill")
         await soon(lambda: not service.runs())
 
+    async def raise_limit(self) -> None:
+        await raise_limit(self.client, self.centre, 100_000)
 
-def rows_with_large(first: int, large: list[int]) -> list[Message]:
-    rows = rows_of(first, first + 19)
-    for sequence in large:
-        rows[sequence - first] = message(sequence, b"%d|" % sequence + b"L" * 1500, subject=b"nodes.large")
-    return rows
+    def ask_for_all(self) -> None:
+        for entry in self.parked.entries().values():
+            self.parked.ask(entry)
+
+    async def carried(self, state: State, *large: int) -> None:
+        """A service that is left alone until these are in that state and all else is carried, and is then drained."""
+        service = self.start(self.centre)
+        await soon(lambda: states(self.parked) == dict.fromkeys(large, state))
+        whole = len(self.archive.rows[CHAIN]) - (len(large) if state is State.PARKED else 0)
+
+        async def is_whole() -> bool:
+            return len(await arrived(self.client, self.centre.target)) == whole
+
+        await soon(is_whole, every=0.1)
+        assert service.drain(20) == 0
+
+    async def check_each_once(self, *late: int, without: Collection[int] = ()) -> None:
+        rows = {row.sequence: row.payload for row in self.archive.rows[CHAIN] if row.sequence not in without}
+        found = [each.message for each in await arrived(self.client, self.centre.target)]
+        assert sorted((each.sequence, each.payload) for each in found) == sorted(rows.items())
+        in_turn = [each.sequence for each in found if each.sequence not in late]
+        assert in_turn == sorted(in_turn)
 
 
-def check_each_once(messages: list[Arrived], rows: dict[int, Message], late: set[int]) -> None:
-    assert sorted(each.message.sequence for each in messages) == sorted(rows)
-    assert [each.message.payload for each in messages] == [rows[each.message.sequence].payload for each in messages]
-    in_turn = [each.message.sequence for each in messages if each.message.sequence not in late]
-    assert in_turn == sorted(in_turn)
+@pytest.fixture
+def rounds(client: FloeClient, tmp_path: Path, nats_url: str, start: Start) -> Round:
+    return Round(tmp_path, nats_url, client, start)
 
 
-async def test_killed_at_each_step_a_message_is_parked_once_and_delivered_once(
-    client: FloeClient, tmp_path: Path, nats_url: str, services: list[Service]
-) -> None:
-    rng, archive = seeded(), Archive(tmp_path / "store")
-    centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
-    rounds, large = Round(tmp_path, centre, services), list[int]()
-    await make(client, centre)
-    parked = await kept(client, centre)
-    for number, failpoint in enumerate(rng.sample(PARKING, KILLS)):
-        first = 1 + 20 * number
-        large += (those := [first + 4, first + 13])
-        archive.put(rows_with_large(first, those))
+async def test_killed_at_each_step_a_message_is_parked_once_and_delivered_once(rounds: Round) -> None:
+    rng, large = seeded(), [5, 14]
+    await rounds.begin(*large)
+    for number, failpoint in enumerate(rng.sample(PARKING, KILLS), 1):
         await rounds.killed(failpoint)
-    await carried(rounds, client, archive, parked, dict.fromkeys(large, State.PARKED))
-    rows = {row.sequence: row for row in archive.rows[CHAIN]}
-    check_each_once(await arrived(client, centre.target), {s: rows[s] for s in set(rows) - set(large)}, set())
+        if number < KILLS:
+            large += (those := [20 * number + 5, 20 * number + 14])
+            rounds.put(20 * number + 1, *those)
+    await rounds.carried(State.PARKED, *large)
+    await rounds.check_each_once(without=large)
 
-    await raise_limit(client, centre, 100_000)
-    entries = {name.sequence: entry for name, entry in parked.entries().items()}
+    await rounds.raise_limit()
+    entries = {name.sequence: entry for name, entry in rounds.parked.entries().items()}
     for sequence, failpoint in zip(large, rng.sample(DELIVERING, KILLS), strict=False):
-        parked.ask(entries[sequence])
+        rounds.parked.ask(entries[sequence])
         await rounds.killed(failpoint)
     for sequence in large[KILLS:]:
-        parked.ask(entries[sequence])
-    await carried(rounds, client, archive, parked, dict.fromkeys(large, State.DELIVERED))
-    check_each_once(await arrived(client, centre.target), rows, set(large))
+        rounds.parked.ask(entries[sequence])
+    await rounds.carried(State.DELIVERED, *large)
+    await rounds.check_each_once(*large)
 
 
-async def carried(
-    rounds: Round, client: FloeClient, archive: Archive, parked: ParkedStore, expected: dict[int, State]
-) -> None:
-    """A service that is left alone until everything is as expected and carried, and is then drained."""
-    service = rounds.start()
-    await soon(lambda: states(parked) == expected)
-    whole = len(archive.rows[CHAIN]) - [*expected.values()].count(State.PARKED)
-
-    async def is_whole() -> bool:
-        return len(await arrived(client, rounds.centre.target)) == whole
-
-    await soon(is_whole, every=0.1)
-    assert service.drain(20) == 0
-
-
-async def test_what_an_open_intent_leaves_out_stays_out_when_the_limit_was_raised_meanwhile(
-    client: FloeClient, tmp_path: Path, nats_url: str, services: list[Service]
-) -> None:
-    archive = Archive(tmp_path / "store")
-    centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
-    rounds = Round(tmp_path, centre, services)
-    archive.put(rows_with_large(1, [5, 14]))
-    await make(client, centre)
-    parked = await kept(client, centre)
+async def test_what_an_open_intent_leaves_out_stays_out_when_the_limit_was_raised_meanwhile(rounds: Round) -> None:
+    await rounds.begin(5, 14)
     await rounds.killed("ingress.after_intent")
-    await raise_limit(client, centre, 100_000)
-    archive.put(rows_with_large(21, [25]))
-    await carried(rounds, client, archive, parked, {5: State.PARKED, 14: State.PARKED})
-    for entry in parked.entries().values():
-        parked.ask(entry)
-    await carried(rounds, client, archive, parked, {5: State.DELIVERED, 14: State.DELIVERED})
-    rows = {row.sequence: row for row in archive.rows[CHAIN]}
-    check_each_once(await arrived(client, centre.target), rows, {5, 14})
+    await rounds.raise_limit()
+    rounds.put(21, 25)
+    await rounds.carried(State.PARKED, 5, 14)
+    rounds.ask_for_all()
+    await rounds.carried(State.DELIVERED, 5, 14)
+    await rounds.check_each_once(5, 14)
 
 
-async def test_what_was_parked_but_went_in_its_turn_is_not_delivered_again(
-    client: FloeClient, tmp_path: Path, nats_url: str, services: list[Service]
-) -> None:
+async def test_what_was_parked_but_went_in_its_turn_is_not_delivered_again(rounds: Round) -> None:
     """Killed between putting it aside and the intent, with the limit raised meanwhile."""
-    archive = Archive(tmp_path / "store")
-    centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
-    rounds = Round(tmp_path, centre, services)
-    archive.put(rows_with_large(1, [5]))
-    await make(client, centre)
-    parked = await kept(client, centre)
+    await rounds.begin(5)
     await rounds.killed("ingress.after_park")
-    await raise_limit(client, centre, 100_000)
-    for entry in parked.entries().values():
-        parked.ask(entry)
-    service = rounds.start()
-    await centre.carried(client, 20)
+    await rounds.raise_limit()
+    rounds.ask_for_all()
+    service = rounds.start(rounds.centre)
+    await rounds.centre.carried(rounds.client, 20)
     assert service.drain(20) == 0
-    rows = {row.sequence: row for row in archive.rows[CHAIN]}
-    check_each_once(await arrived(client, centre.target), rows, set())
-    assert states(parked) == {5: State.PENDING}
+    await rounds.check_each_once()
+    assert states(rounds.parked) == {5: State.PENDING}

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -27,14 +26,13 @@ from tests.scenarios.processes import ROOT, Service
 from tests.support import canaries
 from tests.support.basics import PATIENCE, SharedS3, eventually
 from tests.support.compaction import CHAIN, OTHER, Archive, begun, run
-from tests.support.spark_cluster import SPARK_HOME, CommandLines, SparkCluster, Wire, has_stopped
+from tests.support.spark_cluster import SPARK_HOME, CommandLines, SparkCluster, Wire
 
 pytestmark = [pytest.mark.spark, pytest.mark.soak]
 
 LEVEL = {"from": 0, "to": 1, "min_age": "1s", "max_wait": "1s", "min_count": 3, "min_size": "1G"}
 MERGED = ["0:31..40", "1:1..40"]
 IN_TASKS = ("open", "merge", "spool_full", "put", "read_back")
-IN_DRIVER = ("list", "plan", "verify", "tombstone", "grace", "delete_some", "done")
 
 
 @pytest.fixture(scope="module")
@@ -68,17 +66,12 @@ def archive(tmp_path: Path) -> Archive:
     return begun(tmp_path, CHAIN, OTHER)
 
 
-NOTHING: Mapping[str, str] = {}
+def configured(cluster: SparkCluster, archive: Archive, conf: Mapping[str, str]) -> Path:
+    return write(archive.folder / "floe.yaml", cluster, {"url": f"file://{archive.folder}/store"}, conf)
 
 
-def job(cluster: SparkCluster, archive: Archive, conf: Mapping[str, str] = NOTHING, name: str = "compact") -> Service:
-    return Service(archive.folder, name, "compact", "-c", str(configured(cluster, archive, conf, name)))
-
-
-def configured(
-    cluster: SparkCluster, archive: Archive, conf: Mapping[str, str] = NOTHING, name: str = "compact"
-) -> Path:
-    return write(archive.folder / f"{name}.yaml", cluster, {"url": f"file://{archive.folder}/store"}, conf)
+def compact(archive: Archive, config: Path, **env: str) -> Service:
+    return Service(archive.folder, "compact", "compact", "-c", str(config)).start(**env)
 
 
 def write(path: Path, cluster: SparkCluster, store: Mapping[str, str], conf: Mapping[str, str]) -> Path:
@@ -127,9 +120,8 @@ def test_a_worker_killed_in_mid_merge_costs_nothing_and_no_secret_is_seen(
     before = seen(archive)
     rpc, blocks = free_ports(2)
     config = write(archive.folder / "floe.yaml", cluster, store, through_wires(rpc, blocks))
-    service = Service(archive.folder, "compact", "compact", "-c", str(config))
     with CommandLines() as commands, Wire(rpc) as calls, Wire(blocks) as data:
-        service.start()
+        service = compact(archive, config)
         eventually(lambda: cluster.stopped(1) or not service.runs(), seconds=3 * PATIENCE)
         assert cluster.stopped(1), service.tail()
         cluster.kill_worker(1)
@@ -156,44 +148,19 @@ def test_a_worker_killed_in_mid_merge_costs_nothing_and_no_secret_is_seen(
         canaries.check(each, "the master's page")
 
 
-@pytest.mark.soak
-def test_without_encryption_the_wire_would_show_what_tasks_hold(archive: Archive, sound: SparkCluster):
-    """So the test above would have seen it. There is no secret here: with one the job is refused."""
-    fill(archive)
-    rpc, blocks = free_ports(2)
-    conf = through_wires(rpc, blocks) | {"spark.network.crypto.enabled": "false"}
-    with Wire(rpc) as calls, Wire(blocks) as data:
-        service = job(sound, archive, conf).start()
-        assert ended(service) == 0, service.tail()
-    assert str(archive.folder / "spool").encode() in calls.recorded + data.recorded
-    assert "spark_open" in service.log.read_text()
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("step", [f"compaction.{each}" for each in IN_TASKS] + ["segments.put", "segments.read_back"])
-def test_tasks_killed_at_any_step_end_the_job_and_the_next_one_does_the_work(
-    archive: Archive, sound: SparkCluster, step: str
+@pytest.mark.parametrize(
+    ("step", "of_tasks"),
+    [*((f"compaction.{each}", True) for each in IN_TASKS), ("segments.put", True), ("compaction.tombstone", False)],
+)
+def test_the_next_job_does_the_work_of_one_whose_tasks_or_driver_were_killed(
+    archive: Archive, sound: SparkCluster, step: str, *, of_tasks: bool
 ):
-    before = fill(archive)
-    killed = job(sound, archive, {"spark.executorEnv.FLOE_FAILPOINTS": f"{step}=kill"}).start()
-    assert ended(killed) == 75, killed.tail()
+    before, points = fill(archive), f"{step}=kill"
+    config = configured(sound, archive, {"spark.executorEnv.FLOE_FAILPOINTS": points} if of_tasks else {})
+    killed = compact(archive, config, FLOE_FAILPOINTS="" if of_tasks else points)
+    assert ended(killed) == (75 if of_tasks else -signal.SIGKILL), killed.tail()
     assert seen(archive) == before
-    finished(archive, sound, before)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("step", [f"compaction.{each}" for each in IN_DRIVER])
-def test_a_job_killed_at_any_step_is_finished_by_the_next(archive: Archive, sound: SparkCluster, step: str):
-    before = fill(archive)
-    killed = job(sound, archive).start(FLOE_FAILPOINTS=f"{step}=kill")
-    assert ended(killed) == -signal.SIGKILL, killed.tail()
-    assert seen(archive) == before
-    finished(archive, sound, before)
-
-
-def finished(archive: Archive, cluster: SparkCluster, before: Mapping[str, pa.Table]) -> None:
-    """By another job on the cluster: as if nothing had happened."""
-    again = job(cluster, archive, name="again").start()
+    again = compact(archive, configured(sound, archive, {}))
     assert ended(again) == 0, again.tail()
     assert archive.ranges() == archive.ranges(OTHER) == MERGED
     assert seen(archive) == before
@@ -205,35 +172,6 @@ def finished(archive: Archive, cluster: SparkCluster, before: Mapping[str, pa.Ta
     assert left == []
 
 
-@pytest.mark.soak
-def test_two_jobs_at_once_do_each_other_no_harm(archive: Archive, sound: SparkCluster):
-    before = fill(archive)
-    jobs = [job(sound, archive, {"spark.cores.max": "1"}, name).start() for name in ("one", "two")]
-    assert {ended(each) for each in jobs} == {0}, "\n".join(each.tail() for each in jobs)
-    assert seen(archive) == before
-    finished(archive, sound, before)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("step", ["plan", "verify", "tombstone"])
-def test_a_job_that_wakes_up_into_the_finished_work_of_another_ends_well(
-    archive: Archive, sound: SparkCluster, step: str
-):
-    """What it was to merge, to prove or to replace is deleted."""
-    before, half = fill(archive), {"spark.cores.max": "1"}
-    paused = job(sound, archive, half, "paused").start(FLOE_FAILPOINTS=f"compaction.{step}=stop")
-    eventually(lambda: has_stopped(paused.pid) or not paused.runs(), seconds=3 * PATIENCE)
-    assert paused.runs(), paused.tail()
-    other = job(sound, archive, half, "other").start()
-    assert ended(other) == 0, other.tail()
-    assert archive.ranges() == archive.ranges(OTHER) == MERGED
-    paused.send(signal.SIGCONT)
-    assert ended(paused) == 0, paused.tail()
-    assert seen(archive) == before
-    finished(archive, sound, before)
-
-
-@pytest.mark.soak
 def test_spark_submit_with_the_environment_that_is_made_to_be_shipped(archive: Archive, sound: SparkCluster):
     """Both scripts of `infra/spark` in earnest: executors unpack what `environment.sh` makes of this checkout."""
     before = fill(archive)
@@ -252,57 +190,3 @@ def scripted(name: str, *words: str, env: Mapping[str, str]) -> str:
     canaries.check(done.stdout + done.stderr, name)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
-
-
-# A job with the setting that Floe refuses: the slower of two tasks gets a twin on the other worker.
-TWINS = """
-import sys
-from common.open import open_store
-from common.settings.loader import load
-from compaction import spark
-from compaction.plan import Output
-from compaction.run import merge_one
-from tests.support.compaction import CHAIN, OTHER
-
-spark.FIXED["spark.speculation"] = "true"
-settings = load(sys.argv[1])
-store = open_store(settings)
-outputs = [Output(1, tuple(store.list(chain, level=0))) for chain in (CHAIN, OTHER)]
-with spark.Spark(settings) as job:
-    print([made.ref.key for made in job.map(merge_one, outputs)], flush=True)
-    sys.stdin.read()
-"""
-EAGER = {
-    "spark.speculation.interval": "100ms",
-    "spark.speculation.quantile": "0.5",
-    "spark.speculation.multiplier": "1.1",
-    "spark.speculation.minTaskRuntime": "100ms",
-}
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("step", ["compaction.merge", "compaction.put", "segments.put"])
-def test_a_speculative_twin_makes_the_same_object(archive: Archive, cluster: SparkCluster, step: str):
-    """The first of two tasks stops itself; its twin is done, and then the first goes on."""
-    cluster.replace_worker(1, failpoints=f"{step}=stop")
-    before = fill(archive)
-    config = configured(cluster, archive, EAGER)
-    options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": ROOT, "text": True}
-    with (
-        (archive.folder / "twins.log").open("wb") as log,
-        subprocess.Popen([sys.executable, "-c", TWINS, str(config)], stderr=log, **options) as twins,
-    ):
-        assert twins.stdin is not None
-        assert twins.stdout is not None
-        made = twins.stdout.readline()
-        assert made.count("level=1") == 2, (archive.folder / "twins.log").read_text()[-3000:]
-        first = cluster.stopped(1)
-        assert first, "nobody was overtaken"
-        digests = {key: archive.path(key).read_bytes() for key in yaml.safe_load(made)}
-        for pid in first:
-            os.kill(pid, signal.SIGCONT)
-        twins.stdin.close()
-        assert twins.wait(PATIENCE) == 0
-    assert {key: archive.path(key).read_bytes() for key in digests} == digests
-    assert archive.ranges() == archive.ranges(OTHER) == ["0:1..10", "0:11..20", "0:21..30", "0:31..40", "1:1..40"]
-    assert seen(archive) == before

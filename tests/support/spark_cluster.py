@@ -146,10 +146,10 @@ class SparkCluster:
                     _kill(each)
             process.wait(PATIENCE)
 
-    def replace_worker(self, number: int, failpoints: str = "") -> None:
+    def replace_worker(self, number: int) -> None:
         self.kill_worker(number)
         eventually(lambda: self.alive() == 1)
-        self.start_worker(number, failpoints)
+        self.start_worker(number)
         eventually(lambda: self.alive() == 2)
 
     def stopped(self, number: int) -> list[int]:
@@ -289,20 +289,10 @@ def environment(folder: Path) -> Path:
     return archive
 
 
-NEEDED = (
-    *(
-        "annotated_types",
-        "boto3",
-        "botocore",
-        "certifi",
-        "click",
-        "dateutil",
-        "jmespath",
-        "msgspec",
-    ),
-    *("prometheus_client", "pyarrow", "pydantic", "pydantic_core", "s3transfer", "six.py", "structlog"),
-    *("typing_extensions.py", "typing_inspection", "urllib3", "yaml", "_yaml"),
-)
+NEEDED = """
+annotated_types boto3 botocore certifi click dateutil jmespath msgspec prometheus_client pyarrow pydantic pydantic_core
+s3transfer six.py structlog typing_extensions.py typing_inspection urllib3 yaml _yaml
+""".split()  # noqa: SIM905
 _LEFT_OUT = ("include", "tests", "examples", "src")
 _UNUSED = re.compile(r"flight|_s3|_s3fs|_gcsfs|_azurefs|_hdfs|\.(pyi|pxd|pyx|h)$")  # of pyarrow
 _DATA = ("s3", "sts", "endpoints.json", "partitions.json", "sdk-default-configuration.json", "_retry.json")
