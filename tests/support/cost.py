@@ -17,7 +17,6 @@ from ingress.discovery.discovery import LOOK_AT_SITES, LOOK_UP_ALL
 from ingress.report import SPACING
 
 DAY, MONTH = 86_400.0, 30 * 86_400.0  # seconds
-GIB = 1024**3
 BEGIN, END = "<!-- cost: begin -->", "<!-- cost: end -->"
 
 
@@ -235,16 +234,8 @@ def _settings() -> Iterator[str]:
 
 def _bytes() -> Iterator[str]:
     prices = Prices()
-    yield _row(
-        [
-            "stored a month",
-            "up",
-            "down to the centre",
-            "read by compaction",
-            "kept a year, US$ a month",
-            "down, US$ a month",
-        ]
-    )
+    stored = ["stored a month", "up", "down to the centre", "read by compaction"]
+    yield _row([*stored, "kept a year, US$ a month", "down, US$ a month"])
     yield _row(["--:"] * 6)
     for size in (1, 10, 100, 1000):
         yield _row([

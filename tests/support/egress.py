@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,7 +32,6 @@ from egress.incarnations import Closings, HighWaterMarks
 from egress.service import EgressService
 from infra.oracle import Comparison, Trace, archived, compare, read_stream
 from tests.support.basics import PATIENCE, SharedS3, cancelled, is_gapless, soon, unique
-from tests.support.invariants import rows_balance, unread_is_named
 from tests.support.servers import place
 
 SITE = "site"
@@ -284,13 +283,16 @@ class Bench:
 
     def check(self, feed: str, incarnation: int = 0, first: int = 1) -> None:
         """The archive accounts once for every sequence from `first` on; segments balance (I5, I7)."""
-        stretches = cover(self.refs(feed, incarnation), first)
-        assert is_gapless(stretch.rows for stretch in stretches)
-        if stretches:
-            assert stretches[0].rows.first == first
-        for footer in self.footers(feed, incarnation):
-            assert rows_balance(footer), footer
-            assert unread_is_named(footer), footer
+        self.check_chain(self.chain(feed, incarnation), first)
+
+    def check_chain(self, chain: Chain, first: int) -> None:
+        refs = self.store.list(chain)
+        stretches = cover(refs, first)
+        assert is_gapless(stretch.rows for stretch in stretches), chain
+        assert not stretches or stretches[0].rows.first == first, chain
+        for footer in map(self.store.footer, refs):
+            assert footer.is_balanced(), footer
+            assert footer.is_unread_named(), footer
 
     async def compare(
         self, feed: str, stream: str, incarnation: int = 0, *, may_be_gone: bool = False, first: int = 1
@@ -331,19 +333,6 @@ async def source_from(client: FloeClient, stream: str, first: int) -> Trace:
 
 def covered(refs: Iterable[SegmentRef]) -> list[SequenceRange]:
     return [ref.coverage for ref in refs]
-
-
-async def until_unavailable(ask: Callable[[], Any]) -> None:
-    """Wait until `ask` raises Unavailable."""
-
-    async def fails() -> bool:
-        try:
-            await ask()
-        except Unavailable:
-            return True
-        return False
-
-    await soon(fails)
 
 
 @dataclass(frozen=True)
@@ -391,12 +380,7 @@ class Partitioned:
             chain = self.chain(partition, incarnation)
             document = self.bench.chains.read_chain(chain)
             assert document is not None, chain
-            refs = self.bench.store.list(chain)
-            stretches = cover(refs, document.first)
-            assert is_gapless(stretch.rows for stretch in stretches), chain
-            assert not stretches or stretches[0].rows.first == document.first, chain
-            for ref in refs:
-                assert self.bench.store.footer(ref).is_balanced()
+            self.bench.check_chain(chain, document.first)
 
     async def same(self, stream: str, incarnation: int = 0, first: int = 1) -> None:
         """Fails unless the partitions together hold exactly what the stream holds from `first` on."""

@@ -22,10 +22,9 @@ from common.segments.captures import (
     CapturedDeletions,
     to_json,
 )
-from common.segments.columns import record_batch
 from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
 from common.segments.keys import CaptureName, Layout
-from common.segments.segment import Footer, Ledger, Message, Reason, SegmentRef, Tip
+from common.segments.segment import Ledger, Message, Reason, SegmentRef
 from common.segments.store import SegmentStore
 from common.segments.writer import SegmentWriter
 from common.sequences import SequenceRange
@@ -33,6 +32,7 @@ from compaction.merge import merge
 from compaction.plan import Output
 from compaction.supersede import made_by
 from compaction.tombstones import Tombstones
+from tests.support.segments import batch_of, footer_of
 
 CHAIN = Chain("us-east", "NODES", 1, 2)
 LAYOUT = Layout("data")
@@ -107,33 +107,11 @@ def _segment(
 ) -> SegmentRef:
     found, keys = ROWS[rows], KEYS[rows]
     writer = SegmentWriter(store.new_spool(), level=0, compression_level=1)
-    writer.append(
-        record_batch(
-            [m.sequence for m in found],
-            [m.timestamp_ns for m in found],
-            [m.subject for m in found],
-            [m.headers for m in found],
-            [m.payload for m in found],
-            keys,
-        )
-    )
-    footer = Footer(
-        chain=CHAIN,
-        level=0,
-        coverage=coverage,
-        rows=len(found),
-        ledger=Ledger(dict(ledger)),
-        raw_bytes=0,
-        first_timestamp_ns=None,
-        last_timestamp_ns=None,
-        tip=Tip.of(found[-1]),
-        writer="floe golden",
-        sampling=SAMPLING,
-        sampling_digest=DIGEST,
-        unread=unread,
-    )
-    spooled = writer.finish(footer)
-    return store.put(spooled)
+    writer.append(batch_of(found, keys))
+    unknown = {"raw_bytes": 0, "first_timestamp_ns": None, "last_timestamp_ns": None, "writer": "floe golden"}
+    sampled = {"sampling": SAMPLING, "sampling_digest": DIGEST}
+    more = {"chain": CHAIN, "ledger": Ledger(dict(ledger)), "unread": unread, **unknown, **sampled}
+    return store.put(writer.finish(footer_of(found, coverage, **more)))
 
 
 if __name__ == "__main__":

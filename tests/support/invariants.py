@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise, zip_longest
 from typing import Any
 
-from common.segments.segment import Footer, Message
+from common.segments.segment import Message
 from common.sequences import SequenceRange, Stretch
 from tests.support.basics import is_gapless
 
@@ -33,13 +33,3 @@ def first_difference(
     """The first pair that differs, None standing for a message that is missing; None where all are equal."""
     pairs = zip_longest(expected, found)
     return next(((one, other) for one, other in pairs if one != other), None)
-
-
-def rows_balance(footer: Footer) -> bool:
-    """I7: whether the rows and the ledger of `footer` sum to its coverage."""
-    return footer.is_balanced()
-
-
-def unread_is_named(footer: Footer) -> bool:
-    """I7: whether `footer` says where the sequences are that it counts as gone, and inside its coverage."""
-    return footer.is_unread_named()

@@ -6,7 +6,7 @@ import hashlib
 import io
 import struct
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from common.jetstream.pull import read_through
 from common.jetstream.requests import api_answer
 from common.segments.segment import Message
 from ingress.restore.archive import ArchiveState
+from ingress.restore.highwayhash import hash_of
 from tests.support.basics import PATIENCE
 
 _POLYNOMIAL = 0x82F63B78  # CRC-32C, reflected
@@ -100,64 +101,7 @@ def entries(archive: bytes) -> Iterator[Entry]:
         yield Entry(taken(name), time >> 1 ^ -(time & 1), sequence, taken(headers), taken(payload))
 
 
-# The files of a stream, read slowly: HighwayHash-64 by the reference, one value and one lane at a time
-
-_MUL0 = (0xDBE6D5D5FE4CCE2F, 0xA4093822299F31D0, 0x13198A2E03707344, 0x243F6A8885A308D3)
-_MUL1 = (0x3BD39E10CB0EF593, 0xC0ACF169B5F18A8C, 0xBE5466CF34E90C6C, 0x452821E638D01377)
-_ZIPPED = (3, 12, 2, 5, 14, 1, 15, 0, 11, 4, 10, 13, 9, 6, 8, 7)  # where each byte of two lanes comes from
-_WORD, _LOW = (1 << 64) - 1, (1 << 32) - 1
-
-
-def _turned(word: int) -> int:
-    return word >> 32 | (word & _LOW) << 32
-
-
-class _Highway:
-    def __init__(self, key: bytes) -> None:
-        words = struct.unpack("<4Q", key)
-        self.mul0, self.mul1 = list(_MUL0), list(_MUL1)
-        self.v0 = [a ^ b for a, b in zip(_MUL0, words, strict=True)]
-        self.v1 = [a ^ _turned(b) for a, b in zip(_MUL1, words, strict=True)]
-
-    def update(self, lanes: Sequence[int]) -> None:
-        for i in range(4):
-            self.v1[i] = (self.v1[i] + self.mul0[i] + lanes[i]) & _WORD
-            self.mul0[i] ^= (self.v1[i] & _LOW) * (self.v0[i] >> 32)
-            self.v0[i] = (self.v0[i] + self.mul1[i]) & _WORD
-            self.mul1[i] ^= (self.v0[i] & _LOW) * (self.v1[i] >> 32)
-        for source, target in ((self.v1, self.v0), (self.v0, self.v1)):
-            for i in (0, 2):
-                two = struct.pack("<2Q", *source[i : i + 2])
-                zipped = struct.unpack("<2Q", bytes(two[place] for place in _ZIPPED))
-                target[i : i + 2] = [(a + b) & _WORD for a, b in zip(target[i : i + 2], zipped, strict=True)]
-
-    def end(self, rest: bytes) -> None:
-        size = len(rest)
-        self.v0 = [(word + (size << 32) + size) & _WORD for word in self.v0]
-        for i, word in enumerate(self.v1):
-            halves = [((half << size) | (half >> (32 - size))) & _LOW for half in (word & _LOW, word >> 32)]
-            self.v1[i] = halves[0] | halves[1] << 32
-        packet = bytearray(32)
-        whole, left = rest[: size & ~3], rest[size & ~3 :]
-        packet[: len(whole)] = whole
-        if size & 16:
-            packet[28:] = rest[-4:]
-        elif left:
-            packet[16:19] = bytes([left[0], left[len(left) >> 1], left[-1]])
-        self.update(struct.unpack("<4Q", packet))
-
-
-def slow_highwayhash64(key: bytes, value: bytes) -> int:
-    hashing = _Highway(key)
-    whole = len(value) & ~31
-    for start in range(0, whole, 32):
-        hashing.update(struct.unpack_from("<4Q", value, start))
-    if len(value) > whole:
-        hashing.end(value[whole:])
-    for _ in range(4):
-        v0 = hashing.v0
-        hashing.update([_turned(v0[i]) for i in (2, 3, 0, 1)])
-    return (hashing.v0[0] + hashing.v1[0] + hashing.mul0[0] + hashing.mul1[0]) & _WORD
+# The files of a stream, read and written slowly
 
 
 def tar_files(archive: bytes) -> dict[str, bytes]:
@@ -178,10 +122,10 @@ def encoded_block(stream: str, index: int, rows: Iterable[Message], erased: tupl
         found.append(struct.pack("<I", length | (1 << 31 if headers else 0)) + content[:16])
         found.append(struct.pack("<H", len(row.subject)) + row.subject)
         found.append(struct.pack("<I", len(headers)) + headers if headers else b"")
-        found.append(row.payload + struct.pack("<Q", slow_highwayhash64(key, checked)))
+        found.append(row.payload + hash_of(key, checked))
     if erased is not None:
         content = struct.pack("<Qq", erased[0] | 1 << 63, erased[1])
-        found.append(struct.pack("<I", 30) + content + b"\0\0" + struct.pack("<Q", slow_highwayhash64(key, content)))
+        found.append(struct.pack("<I", 30) + content + b"\0\0" + hash_of(key, content))
     return b"".join(found)
 
 

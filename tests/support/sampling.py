@@ -9,12 +9,11 @@ from typing import Any
 from common.chain import Chain
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectStore
-from common.segments.columns import Columns, raw_size, record_batch
+from common.segments.columns import Columns
 from common.segments.documents import ChainStore, StreamDocument
 from common.segments.keys import Layout
-from common.segments.segment import Footer, Ledger, Message, Reason, SegmentRef, Tip
+from common.segments.segment import Ledger, Message, Reason, SegmentRef, Tip
 from common.segments.store import SegmentStore
-from common.segments.writer import SegmentWriter
 from common.sequences import SequenceRange
 from common.service.process import Threads
 from common.settings.egress import FeedSettings
@@ -28,6 +27,7 @@ from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot
 from egress.sampling.snapshot_store import SnapshotRef, Snapshots
 from tests.support.clock import ManualClock
+from tests.support.segments import write_segment
 
 SECOND = 1_000_000_000
 START_NS = 1_700_000_000 * SECOND
@@ -103,31 +103,22 @@ class SampledArchive:
         examined: Message | None = None,
         chain: Chain = CHAIN,
         level: int = 0,
-        group_bytes: int | None = None,
+        group_bytes: int = 0,
         digest: str | None = None,
     ) -> SegmentRef:
         """A segment with `rows`; `examined`: the last message looked at, by default the last row."""
-        lists = columns_of(rows)
-        batch = record_batch(lists.sequences, lists.timestamps_ns, lists.subjects, lists.headers, lists.payloads)
-        writer = SegmentWriter(self.store.new_spool(), level=level, compression_level=1, group_bytes=group_bytes or 0)
-        writer.append(batch)
         missing = len(coverage) - len(rows)
-        tip = examined or (rows[-1] if rows else None)
-        spooled = writer.finish(
-            Footer(
-                chain=chain,
-                level=level,
-                coverage=coverage,
-                rows=len(rows),
-                ledger=Ledger({Reason.SAMPLED_OUT: missing} if missing else {}),
-                raw_bytes=raw_size(batch),
-                first_timestamp_ns=rows[0].timestamp_ns if rows else None,
-                last_timestamp_ns=rows[-1].timestamp_ns if rows else None,
-                tip=Tip.of(tip) if tip else None,
-                writer="test",
-                sampling=None if digest == "" else self.sampling.to_json(),
-                sampling_digest=self.sampling.digest if digest is None else digest,
-            )
+        spooled = write_segment(
+            self.store.new_spool(),
+            rows,
+            coverage,
+            group_bytes=group_bytes,
+            chain=chain,
+            level=level,
+            ledger=Ledger({Reason.SAMPLED_OUT: missing} if missing else {}),
+            tip=Tip.of(examined or rows[-1]) if examined or rows else None,
+            sampling=None if digest == "" else self.sampling.to_json(),
+            sampling_digest=self.sampling.digest if digest is None else digest,
         )
         ref = self.store.put(spooled)
         spooled.path.unlink()

@@ -27,14 +27,15 @@ def message(sequence: int, payload: bytes = b"payload", **parts: Any) -> Message
     return Message(sequence=sequence, payload=payload, **{**fields, **parts})
 
 
-def batch_of(rows: Sequence[Message]) -> pa.RecordBatch:
-    """One record batch of `rows`."""
+def batch_of(rows: Sequence[Message], keys: Sequence[str | None] | None = None) -> pa.RecordBatch:
+    """One record batch of `rows`. `keys`: of a sampled feed."""
     return record_batch(
         [m.sequence for m in rows],
         [m.timestamp_ns for m in rows],
         [m.subject for m in rows],
         [m.headers for m in rows],
         [m.payload for m in rows],
+        keys,
     )
 
 
@@ -66,11 +67,17 @@ def footer_of(rows: Sequence[Message], coverage: SequenceRange | None = None, **
 
 
 def write_segment(
-    path: Path, rows: Sequence[Message], coverage: SequenceRange | None = None, *, batch_rows: int = 1000, **fields: Any
+    path: Path,
+    rows: Sequence[Message],
+    coverage: SequenceRange | None = None,
+    *,
+    batch_rows: int = 1000,
+    group_bytes: int = 0,
+    **fields: Any,
 ) -> SpooledSegment:
     """A finished segment file, written as the services write it."""
     footer = footer_of(rows, coverage, **fields)
-    writer = SegmentWriter(path, level=footer.level, compression_level=1)
+    writer = SegmentWriter(path, level=footer.level, compression_level=1, group_bytes=group_bytes)
     for begin in range(0, len(rows), batch_rows):
         writer.append(batch_of(rows[begin : begin + batch_rows]))
     return writer.finish(footer)
