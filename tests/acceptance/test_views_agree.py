@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import os
 import re
 import shlex
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from html import unescape
 from pathlib import Path
@@ -29,12 +28,11 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.jetstream.api import create_stream, stream_info
-from common.jetstream.client import FloeClient, frame
 from infra.local.process import free_ports
 from tests.scenarios.load import client_of, make_stream
 from tests.scenarios.processes import Service
 from tests.scenarios.world import TARGET, World
-from tests.support.basics import SharedS3, cancelled, commands_of, soon
+from tests.support.basics import PATIENCE, SharedS3, commands_of, soon
 from tests.support.browser import table_rows
 from tests.support.commands import Done, floe
 from tests.support.proxies import TcpProxy, silent_store
@@ -69,7 +67,6 @@ class Fleet:
     configs: dict[str, str] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
     services: dict[str, Service] = field(default_factory=dict)
-    env: dict[str, str] | None = None  # of commands as processes, which may wait side by side; None: in this one
 
     @property
     def store_address(self) -> str:
@@ -79,10 +76,8 @@ class Fleet:
 
     async def publish(self, site: str, count: int, size: int = 100) -> None:
         async with client_of(self.world.sites[site].url) as client:
-            last = await last_of(client, "NODES")
             for _ in range(count):
-                client.send(frame(b"nodes.a", b"x" * size, None))
-            await soon(lambda: reached(client, "NODES", last + count))
+                await client.request_raw(b"nodes.a", b"x" * size, timeout=PATIENCE)
 
     async def truth(self) -> tuple[dict[str, Truth], int]:
         """By site; and the last sequence of the target, which is also how many messages it holds."""
@@ -90,10 +85,11 @@ class Fleet:
         found = {}
         for site in SITES:
             async with client_of(self.world.sites[site].url) as client:
-                last = await last_of(client, "NODES")
+                source = await stream_info(client, "NODES")
+            assert source is not None
             segments = stored.get(site, [])
             ends, sizes = [end for end, _ in segments], [size for _, size in segments]
-            found[site] = Truth(last, max(ends, default=0), len(segments), sum(sizes))
+            found[site] = Truth(source.last_sequence, max(ends, default=0), len(segments), sum(sizes))
         async with client_of(self.world.central.url) as client:
             info = await stream_info(client, TARGET)
         assert info is not None
@@ -128,22 +124,17 @@ class Fleet:
                     return float(sample.value)
         return None
 
+    async def chain_of_alpha(self) -> dict[str, Any]:
+        """What /status of the centre shows of it."""
+        return dict((await self.parts("centre"))[f"target {TARGET}"]["chains"]["alpha/NODES/0000/0"])
+
     async def status(self, name: str, *more: str) -> Done:
-        return await floe("status", "-c", self.configs[name], "--json", *more, env=self.env)
+        return await floe("status", "-c", self.configs[name], "--json", *more)
 
-    async def check(self, part: str, name: str, *more: str) -> tuple[int, Any]:
+    async def check(self, part: str, name: str) -> tuple[int, Any]:
         """The code of `floe check`, and what it says."""
-        done = await floe("check", part, "-c", self.configs[name], "--json", *more, env=self.env)
+        done = await floe("check", part, "-c", self.configs[name], "--json")
         return done.code, done.json()
-
-
-async def last_of(client: FloeClient, stream: str) -> int:
-    info = await stream_info(client, stream)
-    return info.last_sequence if info else 0
-
-
-async def reached(client: FloeClient, stream: str, last: int) -> bool:
-    return await last_of(client, stream) >= last
 
 
 def get(port: int, path: str) -> str:
@@ -214,17 +205,18 @@ async def agree(fleet: Fleet) -> None:
     """Wait until all is well again; then each view shows just what the store and the streams hold."""
     await well(fleet)
     truth, carried = await fleet.truth()
-    seen: dict[str, Any] = {"nothing": "was looked at"}
+    differences: dict[str, Any] = {}
 
     async def same() -> bool:
+        nonlocal differences
         found = {**await shown_by_sites(fleet, truth), **await shown_by_centre(fleet, truth, carried)}
-        seen.clear()
-        seen.update({name: pair for name, pair in found.items() if pair[0] != pair[1]})
-        return not seen
+        differences = {name: pair for name, pair in found.items() if pair[0] != pair[1]}
+        return not differences
 
-    with suppress(AssertionError):
+    try:
         await soon(same, every=0.3)
-    assert seen == {}, "by view: what it shows, and what is true"
+    except AssertionError:
+        raise AssertionError(f"by view: what it shows, and what is true: {differences}") from None
 
 
 Pairs = dict[str, tuple[Any, Any]]
@@ -300,24 +292,15 @@ async def shown_by_centre(fleet: Fleet, truth: Mapping[str, Truth], carried: int
 # What goes wrong
 
 
-async def said(trouble: str, **views: Look) -> float:
+async def said(*views: Look) -> float:
     """Wait until each view says it; the seconds from now until the last did."""
-    began, took = time.monotonic(), dict[str, float]()
-
-    async def watch(name: str, look: Look) -> None:
+    began = time.monotonic()
+    for look in views:
         try:
             await soon(look, every=0.2)
         except AssertionError as error:
-            raise AssertionError(f"{trouble}: {name} does not say so: {error}") from None
-        took[name] = round(time.monotonic() - began, 1)
-
-    watches = [asyncio.create_task(watch(name, look)) for name, look in views.items()]
-    try:
-        await asyncio.gather(*watches)
-    finally:  # of the others where one fails: a command that still runs keeps the test from its end
-        await asyncio.gather(*map(cancelled, watches))
-    print(f"{trouble}: said after {took}")  # no command runs in this process now
-    return max(took.values())
+            raise AssertionError(f"{look.__qualname__} does not say so: {error}") from None
+    return time.monotonic() - began
 
 
 async def not_ready(fleet: Fleet, name: str, part: str) -> bool:
@@ -346,26 +329,24 @@ async def dead_site(fleet: Fleet, *, is_long: bool) -> float:
 
     async def overdue() -> bool:
         [row] = [row for row in (await fleet.status("centre")).json() if row["site"] == "alpha"]
-        chain = (await fleet.parts("centre"))[f"target {TARGET}"]["chains"]["alpha/NODES/0000/0"]
-        page = await fleet.page("centre")
+        chain = await fleet.chain_of_alpha()
         alive = await fleet.metric("centre", "ingress_site_alive_timestamp_seconds", site="alpha")
         is_old = alive is not None and time.time() - alive > 30
         states = row["egress"], chain.get("source", {}).get("state")  # none before its first sign of life was read
-        return states == ("overdue", "overdue") and not row["alarm"] and "state overdue" in page and is_old
+        is_shown = "state overdue" in await fleet.page("centre")
+        return states == ("overdue", "overdue") and not row["alarm"] and is_shown and is_old
 
     assert await fleet.page("alpha") == ""
-    views: dict[str, Look] = {"check egress": checked, "status of the site": shown}
-    if is_long:
-        views |= {"what the centre shows": overdue, "check archive": archive_checked}
-    seconds = await said("a dead site", **views)
+    seconds = await said(checked, shown, *((archive_checked, overdue) if is_long else ()))
     fleet.services["alpha"].start()
     return seconds
 
 
-async def store_away(fleet: Fleet, trouble: str, cause: Callable[[], Any], cure: Callable[[], Any]) -> float:
-    if (waiting := cause()) is not None:
-        await waiting
-    if trouble == "a dead store":
+async def dead_store(fleet: Fleet, *, is_silent: bool = False) -> float:
+    if is_silent:
+        fleet.line.blackhole()
+    else:
+        await fleet.line.refuse()
         await fleet.publish("alpha", 5)
 
     async def at_the_site() -> bool:
@@ -376,9 +357,8 @@ async def store_away(fleet: Fleet, trouble: str, cause: Callable[[], Any], cure:
 
     async def site_shown() -> bool:
         done = await fleet.status("alpha")
-        [row] = done.json()
         is_said = "the store does not answer: " in done.err and fleet.store_address in done.err
-        return (done.code, row["known_from"]) == (75, "monitor") and is_said
+        return (done.code, done.json()[0]["known_from"]) == (75, "monitor") and is_said
 
     async def centre_shown() -> bool:
         done = await fleet.status("centre")
@@ -388,50 +368,33 @@ async def store_away(fleet: Fleet, trouble: str, cause: Callable[[], Any], cure:
         code, found = await fleet.check("archive", "centre")
         return code == 3 and fleet.store_address in found["text"]
 
-    seconds = await said(
-        trouble,
-        egress=at_the_site,
-        ingress=at_the_centre,
-        status_of_the_site=site_shown,
-        status_of_the_centre=centre_shown,
-        check_archive=archive_checked,
-    )
-    if (waiting := cure()) is not None:
-        await waiting
+    seconds = await said(at_the_site, at_the_centre)
+    await said(site_shown, centre_shown, archive_checked)  # each waits for a silent store for ten seconds
+    fleet.line.heal()
+    await fleet.line.listen()
     return seconds
 
 
-async def dead_nats(fleet: Fleet) -> float:
-    server = fleet.world.sites["alpha"]
+async def dead_nats(fleet: Fleet, name: str) -> float:
+    """Of the site, or of the target."""
+    is_site = name == "alpha"
+    server = fleet.world.sites[name] if is_site else fleet.world.central
     server.kill()
 
     async def told() -> bool:
-        return await not_ready(fleet, "alpha", "nats data") and not await fleet.metric("alpha", "egress_nats_reachable")
+        role, part = ("egress", "nats data") if is_site else ("ingress", f"target {TARGET}")
+        return await not_ready(fleet, name, part) and await fleet.metric(name, f"{role}_nats_reachable") == 0
 
     async def shown() -> bool:
-        done = await fleet.status("alpha")
-        [row] = done.json()
-        return done.code in (3, 75) and "NATS does not answer: " in done.err and row["known_from"] == "monitor"
-
-    seconds = await said("a dead NATS", egress=told, status=shown)
-    server.start()
-    return seconds
-
-
-async def dead_target(fleet: Fleet) -> float:
-    fleet.world.central.kill()
-
-    async def told() -> bool:
-        reachable = await fleet.metric("centre", "ingress_nats_reachable")
-        return await not_ready(fleet, "centre", f"target {TARGET}") and reachable == 0
-
-    async def shown() -> bool:
-        done = await fleet.status("centre")
+        done = await fleet.status(name)
+        if is_site:
+            known_from = {row["known_from"] for row in done.json()}
+            return done.code in (3, 75) and "NATS does not answer: " in done.err and known_from == {"monitor"}
         views = {row["view"] for row in done.json()}
         return (done.code, views) == (75, {"archive"}) and "only what the archive holds is shown" in done.err
 
-    seconds = await said("a dead target", ingress=told, status=shown)
-    fleet.world.central.start()
+    seconds = await said(told, shown)
+    server.start()
     return seconds
 
 
@@ -440,7 +403,7 @@ async def stopped_chain(fleet: Fleet) -> float:
     await fleet.publish("alpha", 1, size=LONGEST + 1000)
 
     async def told() -> bool:
-        chain = (await fleet.parts("centre"))[f"target {TARGET}"]["chains"]["alpha/NODES/0000/0"]
+        chain = await fleet.chain_of_alpha()
         if not (code := chain.get("code")):
             return False
         page, (status, found) = unescape(await fleet.page("centre")), await fleet.check("ingress", "centre")
@@ -448,12 +411,12 @@ async def stopped_chain(fleet: Fleet) -> float:
         is_checked = status == 2 and f"stopped: alpha/NODES/0000/0 into target {TARGET}: {code}" in found["text"]
         return is_checked and code in page and chain["hint"] in page and stopped == 1
 
-    seconds = await said("a stopped chain", ingress=told)
+    seconds = await said(told)
     async with client_of(fleet.world.central.url) as client:
         config = {"name": TARGET, "subjects": ["fleet.>"], "allow_atomic": True, "max_msg_size": 4 * LONGEST}
         await client.api(f"STREAM.UPDATE.{TARGET}", config)
-    chain = (await fleet.parts("centre"))[f"target {TARGET}"]["chains"]["alpha/NODES/0000/0"]
-    resume = next(each for each in commands_of(chain["hint"]) if each.startswith("floe chain resume"))
+    hint = (await fleet.chain_of_alpha())["hint"]
+    resume = next(each for each in commands_of(hint) if each.startswith("floe chain resume"))
     assert (await floe(*shlex.split(resume)[1:])).code == 0
     return seconds
 
@@ -463,7 +426,7 @@ async def test_all_views_agree_with_store_and_streams_and_say_what_is_wrong(s3: 
         await agree(fleet)
         await dead_site(fleet, is_long=False)
         await well(fleet)
-        await store_away(fleet, "a dead store", fleet.line.refuse, fleet.line.listen)
+        await dead_store(fleet)
         await well(fleet)
         await stopped_chain(fleet)
         await agree(fleet)
@@ -477,36 +440,29 @@ async def test_each_trouble_is_said_within_a_minute_by_every_view_that_can_know(
     """With the times that nobody configures."""
     async with running(s3, **DEFAULTS) as fleet:
         await agree(fleet)
-        fleet.env = dict(os.environ)
-        line, seconds = fleet.line, dict[str, float]()
-        troubles: dict[str, Callable[[], Awaitable[float]]] = {
+        troubles = {
             "site": lambda: dead_site(fleet, is_long=True),
-            "dead store": lambda: store_away(fleet, "a dead store", line.refuse, line.listen),
-            "silent store": lambda: store_away(fleet, "a silent store", line.blackhole, line.heal),
-            "nats": lambda: dead_nats(fleet),
-            "target": lambda: dead_target(fleet),
+            "dead store": lambda: dead_store(fleet),
+            "silent store": lambda: dead_store(fleet, is_silent=True),
+            "nats": lambda: dead_nats(fleet, "alpha"),
+            "target": lambda: dead_nats(fleet, "centre"),
             "stop": lambda: stopped_chain(fleet),
         }
         for name, trouble in troubles.items():
-            seconds[name] = await trouble()
+            seconds = await trouble()
+            assert seconds <= MINUTE, f"{name}: said after {seconds:.0f} s"
             await agree(fleet)
-        assert {name: taken for name, taken in seconds.items() if taken > MINUTE} == {}
 
 
-CHAIN = "us-east/NODES"
-VIEWS: tuple[tuple[int, tuple[str, ...]], ...] = (
-    (75, ("status",)),
-    (75, ("segments", "ls")),
-    (75, ("segments", "info", CHAIN)),
-    (3, ("check", "archive")),
-    (3, ("check", "compaction")),
-    (75, ("config", "check", "--connect")),
-    (1, ("doctor",)),
-)
-
-
-def asked(config: str, command: tuple[str, ...]) -> list[str]:
-    return [*command, config] if command[0] == "config" else [*command, "-c", config]
+VIEWS = {
+    "status -c": 75,
+    "segments ls -c": 75,
+    "segments info us-east/NODES -c": 75,
+    "check archive -c": 3,
+    "check compaction -c": 3,
+    "config check --connect": 75,
+    "doctor -c": 1,
+}
 
 
 async def test_a_view_ends_where_the_store_never_answers_and_names_it(
@@ -514,12 +470,11 @@ async def test_a_view_ends_where_the_store_never_answers_and_names_it(
 ) -> None:
     monkeypatch.setattr("common.objects.open.VIEW_TIMEOUT", 0.3)
     async with silent_store(s3, tmp_path, nats={"connect_timeout": "300ms"}) as (config, line):
-        for code, command in VIEWS:
-            done = await floe(*asked(config, command))
-            said = done.out + done.err
+        for command, code in VIEWS.items():
+            done = await floe(*command.split(), config)
             assert done.code == code, (command, done)
             why = f"store http://127.0.0.1:{line.port}: no answer within 0.3 s, asked 2 times"
-            assert why in said, (command, done)
+            assert why in done.out + done.err, (command, done)
 
 
 @pytest.mark.timing

@@ -1,31 +1,28 @@
 """The ordinary worlds: no fault at all, and everything arrives as it was stored.
 
-Numbers O1 to O12 are those of the project's list of worlds. O1 (a beginning that moves) is held by
-`tests/integration/test_egress_feeds.py`, O4 (idle or dead) by `test_signs_of_life.py`, O6 by
-`test_many_feeds.py`, O12 (typing) by `test_names.py`.
+Numbers O1 to O12 are those of the project's list of worlds. Held elsewhere: O1 (a beginning that moves) by
+`tests/integration/test_egress_feeds.py`, O3 (one message per subject) by `test_egress_histories.py`, O4 (idle or
+dead) by `test_signs_of_life.py`, O6 by `test_many_feeds.py`, O12 (typing) by `test_names.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import secrets
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.chain import Chain
-from common.errors import Unavailable
 from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient
-from common.open import load_settings, open_store
+from common.open import load_settings, open_chains, open_store
 from infra.acked import AckedPublisher
 from infra.awkward import publish_awkward
-from infra.local.nats import NatsCluster, NatsServer, nats_server_binary
+from infra.local.nats import NatsServer
 from infra.oracle import Trace, archived, compare, prefixed, source_trace, target_traces
 from tests.scenarios.judge import PREFIX, carried
 from tests.scenarios.load import client_of
@@ -33,7 +30,6 @@ from tests.scenarios.world import TARGET, World
 from tests.support.basics import PATIENCE, seeded, soon
 from tests.support.commands import floe
 from tests.support.oracle import compare_target
-from tests.support.servers import placing
 
 pytestmark = pytest.mark.servers
 
@@ -74,9 +70,8 @@ async def judged(world: World, config: Path, feeds: Iterable[str], *, gone: bool
     if not gone:
         compared = compare_target(mapped, target.traces, target.foreign)
         assert compared.ok, compared.report()
-    for feed, trace in found.items():
-        arrived = target.traces.get(Chain(SITE, feed), Trace())
-        assert list(arrived.sequences) == list(trace.sequences), feed
+    arrived = {chain.feed: list(trace.sequences) for chain, trace in target.traces.items()}
+    assert arrived == {feed: list(trace.sequences) for feed, trace in found.items()}
     store.close()
 
 
@@ -189,35 +184,15 @@ async def same_length(client: FloeClient, one: str, other: str) -> bool:
     return all(infos) and len({info.messages for info in infos if info}) == 1
 
 
-# O3
+# O9, O10
 
 
-async def test_a_stream_of_one_message_per_subject_that_renews_all_the_time_moves_on_and_loses_nothing(s3: Any) -> None:
-    subjects, rounds = 2000, 5
-    with World(s3, SITE, segment={"max_age": "1s", "max_messages": 1000}) as world:
-        async with client_of(world.sites[SITE].url) as client:
-            config = {"name": "LATEST", "subjects": ["latest.>"], "storage": "file"}
-            await create_stream(client, {**config, "max_msgs_per_subject": 1})
-            await put(client, *((f"latest.s{n}", b"first", None) for n in range(subjects)))
-            site = world.site_config(SITE, {"stream": "LATEST"})
-            world.egress(site)
-            world.ingress(world.central_config(feeds=("LATEST",)))
-            for number in range(rounds):
-                await put(client, *((f"latest.s{n}", b"%d" % number, None) for n in range(subjects)))
-        await judged(world, site, ["LATEST"], gone=True)
-        store = open_store(load_settings(str(site)))
-        counted = [store.footer(ref).ledger.to_json() for ref in store.list(Chain(SITE, "LATEST"))]
-        assert {reason for ledger in counted for reason in ledger} <= {"deleted", "gone_before_read"}
-
-
-# O9
-
-
-async def test_a_site_that_is_installed_again_goes_on_where_its_archive_ends(s3: Any) -> None:
+async def test_a_site_that_is_installed_again_and_a_server_that_is_renamed_and_moved_go_on(s3: Any) -> None:
     with World(s3, SITE, segment=SEGMENT) as world:
-        async with client_of(world.sites[SITE].url) as client:
+        old = world.sites[SITE]
+        async with client_of(old.url) as client:
             await create_stream(client, {"name": "NODES", "subjects": ["nodes.>"], "storage": "file"})
-            await put(client, *((f"nodes.{n}", b"before", None) for n in range(500)))
+            await put(client, *((f"nodes.{n}", b"before", None) for n in range(300)))
             site, centre = world.site_config(SITE), world.central_config()
             egress = world.egress(site)
             world.ingress(centre)
@@ -225,86 +200,15 @@ async def test_a_site_that_is_installed_again_goes_on_where_its_archive_ends(s3:
             assert egress.drain() == 0
             for bucket in ("FLOE_STATE", "FLOE_LEASES"):  # another disk, another host, the state gone
                 await client.api(f"STREAM.DELETE.KV_{bucket}", {})
-            await put(client, *((f"nodes.{n}", b"after", None) for n in range(500)))
-            world.egress(site, "egress-reinstalled", TMPDIR=str(world.folder), HOSTNAME="another")
-            await judged(world, site, ["NODES"])
-        store = open_store(load_settings(str(site)))
-        assert {ref.chain.incarnation for ref in store.list(Chain(SITE, "NODES"))} == {0}
-        assert not store.list(Chain(SITE, "NODES", 1))
-
-
-# O10
-
-
-@asynccontextmanager
-async def oldest_cluster() -> AsyncIterator[NatsCluster]:
-    cluster = NatsCluster(3, binary=nats_server_binary("2.10"))
-    try:
-        await asyncio.to_thread(cluster.start)
-        yield await asyncio.to_thread(placing, cluster)
-    finally:
-        cluster.close()
-
-
-@pytest.mark.soak
-async def test_a_cluster_that_is_upgraded_node_by_node_is_archived_all_along(s3: Any) -> None:
-    with World(s3, SITE, segment=SEGMENT) as world:
-        async with oldest_cluster() as cluster, client_of(cluster.urls[0]) as first:
-            config = {"name": "NODES", "subjects": ["nodes.>"], "storage": "file", "num_replicas": 3}
-            await create_stream(first, config)
-            site = world.site_config(SITE)
-            text = site.read_text().replace(world.sites[SITE].url, json.dumps(cluster.urls))
-            site.write_text(text)
-            world.egress(site)
-            world.ingress(world.central_config())
-            sent = await put(first, *((f"nodes.{n}", b"oldest", None) for n in range(300)))
-            store = open_store(load_settings(str(site)))
-            chain = Chain(SITE, "NODES")
-            for number, server in enumerate(cluster.servers):
-                await soon(lambda: reaches(store, chain, sent), every=0.3)  # noqa: B023
-                await asyncio.to_thread(server.stop)
-                server.use(nats_server_binary())
-                await asyncio.to_thread(server.start, wait=False)
-                await asyncio.to_thread(cluster.wait_ready, PATIENCE)
-                async with client_of(cluster.urls[(number + 1) % 3]) as client:
-                    more = [(f"nodes.{n}", b"after %d" % number, None) for n in range(300)]
-                    await soon(lambda: leader_known(client), every=0.3)
-                    sent += await put(client, *more)
-            async with client_of(cluster.urls[0]) as client:
-                await soon(lambda: reaches(store, chain, sent), every=0.3)
-                plain = await source_trace(client, "NODES")
-                mapped = await source_trace(client, "NODES", prefixed(PREFIX))
-            compared = compare(plain, Trace.of(archived(store, chain)))
-            assert compared.ok, compared.report()
-            await carried(world, sent, PATIENCE)
-            async with client_of(world.central.url) as central:
-                target = await target_traces(central, TARGET)
-            compared = compare_target({chain: mapped}, target.traces, target.foreign)
-            assert compared.ok, compared.report()
-
-
-async def leader_known(client: FloeClient) -> bool:
-    """Whether the stream answers; a cluster that has just lost a member may not, for as long as one asks."""
-    with suppress(Unavailable):
-        return await stream_info(client, "NODES") is not None
-    return False
-
-
-async def test_a_server_that_is_renamed_and_moved_to_another_port_goes_on(s3: Any) -> None:
-    with World(s3, SITE, segment=SEGMENT) as world:
-        old = world.sites[SITE]
-        async with client_of(old.url) as client:
-            await create_stream(client, {"name": "NODES", "subjects": ["nodes.>"], "storage": "file"})
-            await put(client, *((f"nodes.{n}", b"before", None) for n in range(300)))
-        site, centre = world.site_config(SITE), world.central_config()
-        egress = world.egress(site)
-        world.ingress(centre)
+            await put(client, *((f"nodes.{n}", b"after", None) for n in range(300)))
+        egress = world.egress(site, "egress-reinstalled", TMPDIR=str(world.folder), HOSTNAME="another")
         await judged(world, site, ["NODES"])
         assert egress.drain() == 0
         old.stop()
         world.sites[SITE] = new = NatsServer(old.folder, name="renamed")
         new.start()
         async with client_of(new.url) as client:
-            await put(client, *((f"nodes.{n}", b"after", None) for n in range(300)))
-        egress = world.egress(world.site_config(SITE), "egress-moved")
+            await put(client, *((f"nodes.{n}", b"moved", None) for n in range(300)))
+        world.egress(world.site_config(SITE), "egress-moved")
         await judged(world, site, ["NODES"])
+        assert [chain.incarnation for chain in open_chains(load_settings(str(site))).chains(SITE, "NODES")] == [0]
