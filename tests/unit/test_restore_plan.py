@@ -58,6 +58,10 @@ def folded(rows: Sequence[Message], size: int, fold: Fold) -> list[int]:
     return [s for batch in batches for s in fold.left(batch).column("sequence").to_pylist()]
 
 
+def test_without_rollups_in_the_configuration_the_header_means_nothing() -> None:
+    assert folded([row(1), row(2, rollup="all")], 1, Fold({"max_msgs_per_subject": 5})) == [1, 2]
+
+
 def test_schedules_that_fired_for_the_last_time_are_gone() -> None:
     for size in (1, 3, 20):
 

@@ -88,6 +88,16 @@ def test_the_greatest_values_are_kept_exactly() -> None:
         table[1]
 
 
+@given(SEGMENTS, st.integers(1, 10))
+def test_windows_hold_each_segment_once_and_no_two_overlap(segments: list[SegmentRef], size: int) -> None:
+    found, reach = list(windows(SegmentTable.listing(segments), size)), 0
+    assert listed([s for window in found for s in window]) == listed(segments)
+    for window in found:
+        assert window == sorted(window, key=lambda s: (s.level, s.name))
+        assert reach < min(s.coverage.first for s in window)
+        reach = max(s.coverage.last for s in window)
+
+
 @given(st.integers(0, 60), st.integers(1, 10))
 def test_a_window_is_no_larger_than_it_must_be(count: int, size: int) -> None:
     apart = [ref(n * 10 + 1, n * 10 + 10) for n in range(count)]
