@@ -385,6 +385,7 @@ GONE = CapturedDeletions(AT, MANY, 3, MANY, ((5, 5), (8, 9)))
 def test_room_is_counted_as_the_server_does() -> None:
     for plan, stored in (
         (planned(), 10 * 130),
+        (planned(storage="memory"), 10 * 116),
         (planned(deletions=GONE), 5 * 130),  # all below 3, and three behind
         (planned(max_msgs=4), 4 * 130),
         (planned(max_bytes=700), 700),
@@ -407,10 +408,16 @@ def test_the_limit_of_the_account_that_stands_in_the_way_is_named() -> None:
         (planned(), {"max_storage": 1299}, {}, "room for 1.3 KiB, found a limit of 1.3 KiB (max_file), of which 0 B"),
         (planned(), {"max_storage": 1300}, {}, None),
         (planned(), {"max_storage": 1300}, {"storage": 1}, "of which 1 B are used"),
+        (planned(), {"max_storage": -1, "max_memory": 0}, {}, None),
         (planned(storage="memory"), {"max_memory": 0}, {}, "(max_mem)"),
         (planned(max_bytes=3000), {"max_storage": 3500}, {"reserved_storage": 600}, "600 B are reserved"),
         (planned(max_bytes=3000), {"storage_max_stream_bytes": 2000}, {}, "(disk_max_stream_bytes)"),
+        (planned(), {"max_bytes_required": True}, {}, "(max_bytes_required)"),
+        (planned(max_bytes=3000), {"max_bytes_required": True}, {}, None),
+        (planned(), {"max_streams": 3}, {"streams": 2}, "room for 2 streams, found max_streams 3, of which 2 are used"),
+        (planned(), {"max_streams": 4}, {"streams": 2}, None),
         (planned(2), {"max_consumers": 2}, {}, "account: expected 2 consumers and one that reads it back"),
+        (planned(2), {"max_consumers": 3}, {}, None),
         (planned(2, max_consumers=2), {"max_consumers": 5}, {}, "stream: expected 2 consumers and one that reads"),
     ):
         error = no_room(plan, {"limits": limits, **used}, copies=1, streams=2)

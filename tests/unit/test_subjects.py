@@ -133,6 +133,12 @@ def test_bytes_that_are_no_text_are_cut_like_others() -> None:
     assert ours.apply(b"a.\xff\xfe\xfd") == b"b.\xff\xfe.\xfd.\xfd"
 
 
+def test_what_the_source_does_not_match_stays() -> None:
+    ours = compile_transform("a.*", "b.$1")
+    for subject in (b"c.d", b"a", b"a.b.c", b"a.*", b"a.", b""):
+        assert ours.apply(subject) == subject
+
+
 pieces = st.sampled_from(["a", "b", "*"])
 functions = st.sampled_from(
     ["lit", "$1", "{{wildcard(1)}}", "{{partition(3,1)}}", "{{split(1,-)}}", "{{sliceFromLeft(1,2)}}", "{{left(1,1)}}"]
