@@ -19,7 +19,7 @@ from common.metrics import REGISTRY
 from egress.feed import lease_key
 from infra.local.nats import NatsServer
 from tests.support.basics import soon, unique
-from tests.support.egress import QUICK, Bench, Running
+from tests.support.egress import QUICK, Bench
 from tests.support.proxies import TcpProxy
 from tests.support.stores import FaultyStore, raising
 
@@ -224,48 +224,23 @@ async def test_a_line_that_is_dead_in_one_direction_is_noticed_and_heals(bench: 
     await bench.same(stream, stream)
 
 
-async def test_a_store_that_takes_nothing_is_told_and_the_reader_is_kept(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("FULL"))
+async def test_a_store_that_takes_nothing_is_told_as_is_how_long_the_source_keeps_what_waits(bench: Bench) -> None:
+    """The reader is kept."""
+    stream = await bench.make_stream(unique("AGE"), max_age=3600 * 10**9)
     store = FaultyStore(bench.objects)
     async with bench.egress({"stream": stream}, tuning=IMPATIENT, objects=store):
         await bench.publish(stream, [b"a"] * 10)
         await bench.archived_to(stream, 10)
+        await soon(lambda: metric("expiry_seconds", stream) == math.inf)
         held_up(store)
         await bench.publish(stream, [b"b"] * 10)
         await soon(lambda: metric("stalled", stream) == 1)
+        await soon(lambda: 3500 < metric("expiry_seconds", stream) < 3600)
+        before = metric("expiry_seconds", stream)
+        await asyncio.sleep(0.3)
+        assert metric("expiry_seconds", stream) < before
         released(store)
         await bench.archived_to(stream, 20)
-        await soon(lambda: metric("stalled", stream) == 0)
-
+        await soon(lambda: (metric("stalled", stream), metric("expiry_seconds", stream)) == (0, math.inf))
     assert not metric("doubts_total", stream, reason="stalled") >= 1
     await bench.same(stream, stream)
-
-
-# What the source is about to expire
-
-
-async def stuck(bench: Bench, stream: str) -> tuple[FaultyStore, Running]:
-    """An egress whose store takes nothing any more, and that has archived something."""
-    store = FaultyStore(bench.objects)
-    running = bench.start(bench.settings({"stream": stream}), IMPATIENT, objects=store)
-    await bench.publish(stream, [b"a"] * 10)
-    await bench.archived_to(stream, 10)
-    held_up(store)
-    return store, running
-
-
-async def test_the_age_limit_runs_down_while_egress_cannot_put(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("AGE"), max_age=3600 * 10**9)
-    store, running = await stuck(bench, stream)
-    await soon(lambda: metric("expiry_seconds", stream) == math.inf)
-
-    await bench.publish(stream, [b"b"] * 10)
-
-    await soon(lambda: 3500 < metric("expiry_seconds", stream) < 3600)
-    before = metric("expiry_seconds", stream)
-    await asyncio.sleep(0.3)
-    assert metric("expiry_seconds", stream) < before
-    released(store)
-    await bench.archived_to(stream, 20)
-    await soon(lambda: metric("expiry_seconds", stream) == math.inf)
-    await running.drain()

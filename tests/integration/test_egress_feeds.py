@@ -17,11 +17,9 @@ import yaml
 from common.chain import Chain
 from common.errors import ConfigError, Refused
 from common.jetstream.api import stream_info
-from common.service.monitor import Health
 from egress import service
 from infra.local.nats import NatsServer
 from tests.support.basics import at_length, soon, unique
-from tests.support.commands import paste
 from tests.support.egress import SITE, Bench, connected
 from tests.support.egress_process import Process, processes
 
@@ -248,35 +246,6 @@ async def test_killed_while_it_begins_what_left_the_stream_until_the_next_start_
     check(bench, stream, 0)
 
 
-def lose(bench: Bench, incarnation: int) -> None:
-    """Segments and documents of an incarnation are there no more."""
-    prefix = f"incarnation={incarnation:04d}/"
-    for info in list(bench.objects.list("data/")):
-        if prefix in info.key:
-            bench.objects.delete(info.key)
-
-
-@pytest.mark.parametrize("incarnation", [0, 1])
-async def test_an_archive_that_was_lost_with_its_documents_is_not_taken_for_a_first_start(
-    bench: Bench, incarnation: int
-) -> None:
-    """Though the stream has moved on behind the old mark; given up by the command of the hint."""
-    stream = await bench.begun([b"x"] * 10)
-    if incarnation:
-        async with bench.egress({"stream": stream}):
-            await bench.recreate(stream, [b"y"] * 10)
-            await bench.archived_to(stream, 10, incarnation=1)
-    await bench.client.api(f"STREAM.PURGE.{stream}")
-    await bench.publish(stream, [b"later"] * 5)
-    lose(bench, incarnation)
-    async with bench.egress({"stream": stream}) as running:
-        assert "a high-water mark at 10, and neither" in (await running.stopped(stream))["why"]
-        assert bench.chains.read_stream(bench.chain(stream, incarnation)) is None
-        await paste(bench, running.status(stream)["hint"], {"stream": stream})
-        await bench.archived_to(stream, 15, incarnation)
-    check(bench, stream, incarnation)
-
-
 # The service waits for what is down, and ends at once for what an operator must mend
 
 
@@ -315,15 +284,13 @@ async def test_a_bucket_that_does_not_exist_ends_the_start(far: Bench) -> None:
 @pytest.mark.simulated
 async def test_a_service_is_not_ready_before_its_feeds_exist(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     stream, seen, make = await bench.make_stream(unique("T")), list[list[str]](), service.make_deps
-    healths = list[Health]()
 
     def made(*given: Any) -> Any:
-        seen.append(healths[0].problems())
+        seen.append(running.health.problems())
         return make(*given)
 
     monkeypatch.setattr(service, "make_deps", made)
     running = bench.start(bench.settings({"stream": stream}))
-    healths.append(running.health)
     await soon(lambda: running.state(stream) == "reading")
     assert seen == [["feeds: starting"]]
     assert running.health.problems() == []

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from common.errors import Unavailable
 from common.jetstream.kv import KeyValue
 from egress import metrics
 from egress.flush import flush_requests
+from tests.integration.test_egress_faults import held_up
 from tests.support.basics import counted, soon, unique
 from tests.support.commands import configuration, floe
 from tests.support.egress import QUICK, SITE, Bench, Partitioned, feed_of, publish_over
@@ -92,16 +91,9 @@ async def test_what_its_holder_could_not_store_is_flushed_by_who_takes_over(benc
     config = str(configuration(bench, feed))
     await bench.publish(stream, [b"x"] * 20)
     store = FaultyStore(bench.objects)
-
-    def away(real: Any, key: str, *args: Any, **kwargs: Any) -> Any:
-        if key.endswith(".parquet"):
-            raise Unavailable("away")
-        return real(key, *args, **kwargs)
-
-    for verb in ("put", "put_if_absent"):
-        store.on(verb, away)
     first = bench.start(bench.settings(feed), PROMPT, objects=store)  # type: ignore[arg-type]
     await first.received(stream, 20)
+    held_up(store)
     requests = flush_requests(await KeyValue(bench.client, bench.state_bucket).ensure(), SITE)
     waiting = asyncio.create_task(floe("egress", "flush", "-c", config, stream, "--json"))
 

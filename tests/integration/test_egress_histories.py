@@ -27,10 +27,6 @@ from tests.support.servers import restore_disk, save_disk
 pytestmark = pytest.mark.simulated
 
 
-async def recreate(bench: Bench, stream: str, count: int) -> None:
-    await bench.recreate(stream, (b"second %d" % i for i in range(count)))
-
-
 async def test_what_was_received_before_a_recreation_is_put_though_another_instance_covers_its_beginning(
     bench: Bench,
 ) -> None:
@@ -44,7 +40,7 @@ async def test_what_was_received_before_a_recreation_is_put_though_another_insta
             await bench.archived_to(stream, 10)
         await bench.publish(stream, (b"first %d" % i for i in range(10, 30)))
         await running.received(stream, 30)
-        await recreate(bench, stream, 7)
+        await bench.recreate(stream, (b"second %d" % i for i in range(7)))
         await soon(lambda: bench.chains.read_stream(bench.chain(stream, 1)) is not None)
     assert [m.payload for m in bench.messages(stream)] == [b"first %d" % i for i in range(30)]
 
@@ -104,7 +100,7 @@ async def test_right_before_a_put_the_consumer_must_still_be_the_same(
         await soon(lambda: bench.chains.read_chain(bench.chain(stream)) is not None)
         await bench.publish(stream, (b"first %d" % i for i in range(60)))
         await putting.wait()
-        await recreate(bench, stream, 70)
+        await bench.recreate(stream, (b"second %d" % i for i in range(70)))
         going_on.set()
         await bench.archived_to(stream, 60)
         await bench.archived_to(stream, 50, incarnation=1)
@@ -121,7 +117,7 @@ async def test_a_stream_recreated_while_the_consumer_is_made_is_not_read_into_th
     async def late(client: FloeClient, name: str, config: dict[str, Any]) -> Any:
         if not done:
             done.append(True)
-            await recreate(bench, stream, 25)
+            await bench.recreate(stream, (b"second %d" % i for i in range(25)))
         return await real(client, name, config)
 
     monkeypatch.setattr(consumers, "create_ephemeral", late)

@@ -181,16 +181,14 @@ async def test_what_a_merge_moves_up_during_a_walk_is_no_hole(world: World) -> N
 async def test_a_put_sees_that_the_newest_segment_is_gone_unless_it_was_merged_up(world: World) -> None:
     """By the one listing that it makes."""
     world.segments.put(1, 10)
-    world.segments.put(11, 20, level=1)
-    archive = await world.loaded(20)
-    assert not await archive.is_covered(21)
-    assert archive.missing == ""
-    newest = world.segments.put(21, 30).key
-    archive = await world.loaded(30)
-    world.segments.path(newest).unlink()
-    asked = world.objects.requests
-    assert not await archive.is_covered(31)
-    assert (archive.missing, world.objects.requests) == (newest, asked + 1)
+    for last, level in ((20, 1), (30, 0)):
+        newest = world.segments.put(last - 9, last, level=level).key
+        archive = await world.loaded(last)
+        if not level:
+            world.segments.path(newest).unlink()
+        asked = world.objects.requests
+        assert not await archive.is_covered(last + 1)
+        assert (archive.missing, world.objects.requests) == ("" if level else newest, asked + 1)
 
 
 @pytest.mark.parametrize("is_put", [True, False], ids=["by a put", "by a look"])

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 
 from common.chain import Chain
 from common.jetstream.kv import KeyValue
@@ -19,7 +18,7 @@ from egress import context
 from egress.identity import acceptance_key
 from egress.incarnations import Closings, HighWaterMarks
 from infra.local.nats import NatsServer
-from tests.support.basics import soon, unique
+from tests.support.basics import unique
 from tests.support.commands import Done, configuration, floe, paste
 from tests.support.egress import SITE, Bench
 from tests.support.servers import restore_disk, save_disk
@@ -67,14 +66,11 @@ async def test_a_store_that_never_answers_is_given_up_while_somebody_waits(
 ) -> None:
     monkeypatch.setattr(context, "VIEW_TIMEOUT", 0.2)
     stream = await bench.make_stream(unique("R"))
-    config = configuration(bench, {"stream": stream})
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        document = yaml.safe_load(config.read_text())
-        keys = {"access_key_id": "a", "secret_access_key": "b"}
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        document["store"] = {"url": "s3://floe", "endpoint_url": endpoint, **keys}
-        config.write_text(yaml.safe_dump(document))
-        done = await floe("egress", "resolve", "-c", str(config), stream)
+        keys = {"access_key_id": "a", "secret_access_key": "b"}
+        bench.store_config = {"url": "s3://floe", "endpoint_url": endpoint, **keys}
+        done = await resolve(bench, stream)
     assert done.code == 75
     assert "no answer within 0.2 s, asked 2 times" in done.err
 
@@ -314,8 +310,8 @@ async def test_a_lost_bucket_is_given_up_once_for_all_incarnations_and_nothing_d
         bench.objects.delete(info.key)
 
     async with bench.egress(feed) as running:
-        await soon(lambda: running.state(stream) == "stopped")
-        assert running.status(stream)["code"] == "E-EMPTY-ARCHIVE"
+        assert (await running.stopped(stream))["code"] == "E-EMPTY-ARCHIVE"
+        assert bench.chains.read_stream(bench.chain(stream)) is None, "not taken for a first start"
         config = str(configuration(bench, feed))
         shown = await floe("egress", "resolve", "-c", config, stream)
         assert "what was archived up to 10 is lost for good" in shown.out

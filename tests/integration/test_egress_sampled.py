@@ -53,12 +53,6 @@ async def send(bench: Bench, feed: dict[str, Any], names: Iterable[str]) -> int:
     return await bench.last(feed["stream"])
 
 
-async def freeze(bench: Bench, feed: dict[str, Any]) -> None:
-    """Run egress until everything is archived, and drain it."""
-    async with bench.egress(feed):
-        await bench.archived_to(feed["stream"], await bench.last(feed["stream"]))
-
-
 def kept(bench: Bench, feed: dict[str, Any]) -> list[int]:
     """The sequences of the rows; fails unless the archive accounts for all sequences."""
     bench.check(feed["stream"])
@@ -106,7 +100,7 @@ async def test_it_goes_on_with_what_it_knew_and_tells_nothing_twice(
     if not crashes:
         await bench.client.api(f"STREAM.PURGE.{feed['stream']}")
     await send(bench, feed, [*NODES, "another"])
-    await freeze(bench, {**feed, **changed})
+    await bench.freeze({**feed, **changed})
     assert kept(bench, feed) == [*range(1, 11), 21]
     assert await told(bench, feed) == once("new", [*NODES, "another"])
     assert counted(metrics.sampler_rebuilt.labels(SITE, feed["stream"], 0, "settings")) == rebuilds
@@ -129,24 +123,6 @@ async def test_silence_in_an_idle_stream_is_told_once_whatever_crashes(bench: Be
     assert await told(bench, feed) == once("new", NODES) + once("timeout", NODES) + once("expire", NODES)
 
 
-async def test_silence_is_told_in_a_filtered_feed_though_its_stream_is_busy(bench: Bench) -> None:
-    feed = await make(bench, inspect_duration="3s", warn_duration="1s")
-    feed["filter_subject"] = f"{feed['stream']}.a"
-    await send(bench, feed, NODES)
-
-    async def others() -> None:
-        while True:
-            await bench.publish(feed["stream"], documents(NODES), subject="b")
-            await asyncio.sleep(0.02)
-
-    load = asyncio.create_task(others())
-    async with bench.egress(feed):
-        await soon(lambda: _has_told(bench, feed, 30))
-    load.cancel()
-    await asyncio.wait({load})
-    assert await told(bench, feed) == once("new", NODES) + once("timeout", NODES) + once("expire", NODES)
-
-
 async def test_what_was_too_old_for_a_crashed_session_does_not_count_as_a_copy_later(bench: Bench) -> None:
     """The first session leaves the oldest message out because of the newest one that the source held; a later
     one must know that, or it takes the value for copied and the archive never holds it."""
@@ -158,7 +134,7 @@ async def test_what_was_too_old_for_a_crashed_session_does_not_count_as_a_copy_l
     await bench.archived_to(feed["stream"], 2)
     await running.crash()
     await send(bench, feed, ["a", "b"])
-    await freeze(bench, feed)
+    await bench.freeze(feed)
     assert kept(bench, feed) == [2, 3]
     assert bench.ledger(feed["stream"]) == {"sampled_out": 1, "too_old": 1}
 
@@ -166,7 +142,7 @@ async def test_what_was_too_old_for_a_crashed_session_does_not_count_as_a_copy_l
 async def test_snapshots_that_cannot_be_written_hold_nothing_up(bench: Bench) -> None:
     feed = await make(bench, snapshot_interval="1s")
     await send(bench, feed, NODES)
-    await freeze(bench, feed)
+    await bench.freeze(feed)
     before = len(states(bench))
     failed = metrics.snapshots.labels(SITE, feed["stream"], "0", "failed")
     objects = FaultyStore(bench.objects).on("put_if_absent", _no_snapshots)
@@ -176,7 +152,7 @@ async def test_snapshots_that_cannot_be_written_hold_nothing_up(bench: Bench) ->
                 await bench.archived_to(feed["stream"], await send(bench, feed, NODES))
         await bench.archived_to(feed["stream"], await send(bench, feed, ["another"]))
     assert len(states(bench)) == before
-    await freeze(bench, feed)
+    await bench.freeze(feed)
     assert kept(bench, feed) == [*range(1, 11), await bench.last(feed["stream"])]
 
 
@@ -211,7 +187,7 @@ async def test_a_feed_that_has_begun_stops_where_its_stream_takes_its_advisories
     name = feed["stream"]
     feed["advisory"] = {"subject": f"{name}_OWN.%s", "reliable": False}
     await send(bench, feed, NODES)
-    await freeze(bench, feed)
+    await bench.freeze(feed)
     config = (await bench.client.api(f"STREAM.INFO.{name}"))["config"]
     await bench.client.api(f"STREAM.UPDATE.{name}", {**config, "subjects": [f"{name}.>", f"{name}_OWN.*"]})
     async with bench.egress(feed) as running:

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -34,18 +35,6 @@ TTL = 4.0  # seconds
 SHARED = Tuning(QUICK.pulling, EgressTuning(tick=0.05, check=0.3, hand_over=0.5), QUICK.confirming)
 
 
-class Told:
-    """The last that a slot told of its chain."""
-
-    state = ""
-
-    def standby(self, holder: str | None) -> None:
-        self.state = f"standby {holder}"
-
-    def waits(self, error: Exception) -> None:
-        self.state = "waits"
-
-
 @dataclass
 class Member:
     """A member whose work is to do nothing."""
@@ -58,7 +47,7 @@ class Member:
 
     def __post_init__(self) -> None:
         self.stop = Stop()
-        self.told = {key: Told() for key in self.keys}
+        self.told = {key: Mock() for key in self.keys}
         self._slots = [self.sharing.slot(key, self.told[key]) for key in self.keys]
         self.task = asyncio.create_task(self._run())
 
@@ -103,15 +92,14 @@ class Group:
     clients: list[FloeClient] = field(default_factory=list)
     members: list[Member] = field(default_factory=list)
 
-    async def join(self, url: str = "", *, siblings: int = 1, keys: Sequence[str] = ()) -> Member:
+    async def join(self, url: str = "", *, siblings: int = 1) -> Member:
         settings = NatsSettings(url=url or self.url)
         client = await connect(settings, name="member", ping_interval=1.0)
         self.clients.append(client)
         leases = Leases(await KeyValue(client, self.kv.bucket, ttl=TTL).ensure(), new_owner("m"), TTL, SystemClock())
-        keys = list(keys or self.keys)
         clock, rng = SystemClock(), random.Random(1)
-        sharing = share_site(leases, client, self.site, keys, rng, Health(clock), siblings=siblings)
-        self.members.append(Member(sharing, leases.owner, keys))
+        sharing = share_site(leases, client, self.site, self.keys, rng, Health(clock), siblings=siblings)
+        self.members.append(Member(sharing, leases.owner, self.keys))
         return self.members[-1]
 
     def counts(self) -> list[int]:
@@ -208,7 +196,7 @@ async def test_members_that_cannot_be_listed_change_nothing(group: Group, monkey
 
     monkeypatch.setattr(Leases, "keys", nobody_answers)
     second = await group.join()
-    await soon(lambda: all(told.state == "waits" for told in second.told.values()))
+    await soon(lambda: all(told.waits.called for told in second.told.values()))
     await asyncio.sleep(TTL)
     assert (len(first.held), len(second.held)) == (4, 0)
     monkeypatch.undo()
@@ -294,16 +282,6 @@ async def test_an_open_segment_does_not_keep_a_lease_for_ever(bench: Bench) -> N
     await first.drain()
     for name in names:
         await bench.same(name, stream)
-
-
-async def test_a_stopped_chain_is_handed_over_without_waiting_to_be_examined(bench: Bench) -> None:
-    names = [unique("F") for _ in range(2)]
-    feeds = [{"name": name, "stream": unique("NONE")} for name in names]
-    first = bench.start(bench.settings(*feeds), SHARED, reexamine=60.0)
-    await soon(lambda: states(first, names) == ["stopped"] * 2)
-    second = bench.start(bench.settings(*feeds), SHARED, reexamine=60.0)
-    await soon(lambda: states(second, names).count("stopped") == 1)
-    await asyncio.gather(first.drain(), second.drain())
 
 
 # A lease that ends in the wrong moment

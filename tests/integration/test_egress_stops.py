@@ -187,9 +187,7 @@ async def test_what_has_no_feed_names_its_file(bench: Bench) -> None:
 async def test_what_another_source_has_closed_gets_nothing_more(bench: Bench, check: float) -> None:
     """The other one has leases and state of its own, as on another host; the first stops, and says why."""
     other, feed = Bench(bench.url, bench.root, bench.client), unique("F")
-    mine, theirs = await bench.make_stream(unique("T")), await bench.make_stream(unique("T"))
-    await bench.publish(mine, [b"mine"] * 10)
-    await bench.publish(theirs, [b"theirs"] * 4)
+    mine, theirs = await bench.filled([b"mine"] * 10), await bench.filled([b"theirs"] * 4)
     patient = replace(QUICK, pace=replace(QUICK.pace, check=check))
     async with bench.egress({"stream": mine, "name": feed}, tuning=patient) as running:
         await bench.archived_to(feed, 10)
@@ -214,10 +212,8 @@ async def test_a_queue_that_another_source_has_closed_stops_though_nothing_in_it
 ) -> None:
     """What was archived was acknowledged: the stream's `created` says which incarnation is its own."""
     other, feed = Bench(bench.url, bench.root, bench.client), unique("F")
-    mine = await bench.make_stream(unique("T"), retention="workqueue")
-    theirs = await bench.make_stream(unique("T"))
-    await bench.publish(mine, [b"mine"] * 10)
-    await bench.publish(theirs, [b"theirs"] * 4)
+    mine = await bench.filled([b"mine"] * 10, retention="workqueue")
+    theirs = await bench.filled([b"theirs"] * 4)
     async with bench.egress({"stream": mine, "name": feed}) as running:
         await bench.archived_to(feed, 10)
         async with other.egress({"stream": theirs, "name": feed}):
