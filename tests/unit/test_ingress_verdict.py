@@ -170,13 +170,15 @@ async def test_a_lost_answer_is_settled_by_reading(fate: str) -> None:
     assert (saved.revision, saved.state, await store.load()) == (1, state({A: 5}), saved)
 
 
+@pytest.mark.parametrize("revision", [0, 1])
 @pytest.mark.parametrize("fate", ["done", "lost"])
-async def test_a_state_that_somebody_else_changed_is_not_overwritten(fate: str) -> None:
-    store = StateStore(Bucket("done", fate, "done"), "key", "FLEET")
-    await store.save(state({A: 5}), 0)
+async def test_a_state_that_somebody_else_changed_is_not_overwritten(fate: str, revision: int) -> None:
+    store = StateStore(Bucket("done", "done", fate, "done"), "key", "FLEET")
+    for position in (5, 6):
+        await store.save(state({A: position}), position - 5)
 
-    assert await store.save(state({A: 6}), 0) is None
-    assert (await store.load()).state == state({A: 5})
+    assert await store.save(state({A: 7}), revision) is None
+    assert (await store.load()).state == state({A: 6})
 
 
 # What the target says
