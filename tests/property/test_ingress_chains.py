@@ -26,6 +26,7 @@ from common.settings.ingress import TargetSettings
 from common.tasks import Stop
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.pauses import Pause, Pauses
+from ingress.chains.plan import GapDecision
 from ingress.chains.prefetch import Prefetcher
 from ingress.chains.search import look
 from ingress.checkpoint import Gap, IntentPiece, advanced
@@ -347,3 +348,12 @@ async def test_every_row_once_in_order_and_no_hole_without_a_decision(
         except BaseException:
             print(f"world {seed}, skip {skip}")
             raise
+
+
+async def test_whoever_decided_only_what_no_sound_segment_covers_is_given_up_and_written_down() -> None:
+    world, decision = World(seeded(), skip=False), GapDecision(SequenceRange(1, 10), "accepted")
+    world.put(CHAIN, 5, 20)
+    assert world._give_up(CHAIN, decision, frozenset()) == SequenceRange(1, 4)
+    assert [gap.range for gap in world.documents.passed_gaps("FLEET", CHAIN)] == [SequenceRange(1, 4)]
+    world.put(CHAIN, 1, 7)
+    assert world._give_up(CHAIN, decision, frozenset()) in world.store.list(CHAIN)
