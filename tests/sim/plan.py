@@ -11,10 +11,11 @@ MESSAGES = 250
 CHANGING = "changing"  # the source is made again, set back, deleted; an operator acts on what egress says
 SAMPLED = "sampled"  # the feed is sampled, with snapshots
 LOST = "lost"  # the source is deleted, and restored from its archive
+REPLAYED = "replayed"  # a part of the archive is put into another stream meanwhile
 HARD = "hard"  # an ordinary store or server with which Floe once did not get on
 HARDSHIPS = ("busy_store", "no_conditions", "small_batches", "bucket_set_back")
 #: By the last digit of a seed, what its world has beside faults. The others are ordinary.
-KINDS = {1: LOST, 3: CHANGING, 5: SAMPLED, 7: CHANGING, 9: HARD}
+KINDS = {1: LOST, 3: CHANGING, 5: SAMPLED, 7: CHANGING, 8: REPLAYED, 9: HARD}
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Plan:
             centre_begins=rng.choice([0.0, 12.0, 30.0]),
             compacts=rng.random() < 0.6,
             # What has expired cannot be compared with a source that has changed; retention needs conditions.
-            expires=rng.random() < 0.5 and kind not in (CHANGING, LOST, HARD),
+            expires=rng.random() < 0.5 and kind not in (CHANGING, LOST, REPLAYED, HARD),
             source_limit=rng.choice([0, 0, 0, 60]) if retention == LIMITS and not reads_again else 0,
             kind=kind,
             is_quiet=more.random() < 0.25 and kind == CHANGING,

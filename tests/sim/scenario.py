@@ -18,11 +18,11 @@ from common.settings.root import Settings
 from compaction.retention import RetentionRule
 from tests.sim import actors, doors
 from tests.sim.auditor import Broken, PublisherLog, SourceTap, TargetAuditor
-from tests.sim.disaster import Disaster
 from tests.sim.hardships import Hardship
 from tests.sim.nats import SimNats
 from tests.sim.operator import Operator
-from tests.sim.plan import CHANGING, LOST, MESSAGES, SAMPLED, Cut, Plan
+from tests.sim.plan import CHANGING, LOST, MESSAGES, REPLAYED, SAMPLED, Cut, Plan
+from tests.sim.recovery import Disaster, Replays
 from tests.sim.saboteur import Saboteur
 from tests.sim.sampled import ADVISED, SAMPLING, Choices
 from tests.sim.sources import SourceChanges
@@ -78,6 +78,7 @@ class Scenario:
             self.choices = self.target.choices = Choices(self.log, SITE, settings.egress.feeds[0])
             self.nats.taps["ADVISED"] = self.choices
         self.disaster = Disaster(self.nats, self.tap, SOURCE, SITE, self._has_begun)
+        self.replays = Replays(self.nats, self.log, SOURCE, SITE, self._archived)
         self._add_members(folder, settings)
         longer = 2.5 if self.plan.kind == CHANGING else 1  # something comes behind each change
         count, seconds = cut.messages, longer * PUBLISHING * cut.messages / MESSAGES
@@ -132,6 +133,8 @@ class Scenario:
             self.members[name] = actors.compaction(world, name, settings, objects, folder, rule, self.cleaning)
         if self.plan.kind == LOST:
             self.members["restore"] = self.disaster.operator(settings, objects, folder)
+        if self.plan.kind == REPLAYED:
+            self.members["replay"] = self.replays.operator(settings, objects, folder)
 
     def _archived(self) -> dict[str, int]:
         """By chain, the last sequence in a segment."""
@@ -183,6 +186,8 @@ class Scenario:
             self.saboteur.begin(BREAKING, world.chance("pace").choice([1.5, 3.0, 6.0]))
         if plan.kind == CHANGING:
             self.changes.begin()
+        if plan.kind == REPLAYED:
+            world.at(world.chance("replayed").uniform(3, 30), lambda: self.replays.begin(self.nats, plan.parts))
         if plan.kind == LOST:
             self.saboteur.kinds = [each for each in self.saboteur.kinds if each != "store_hides"]
             self.disaster.begin()
@@ -201,6 +206,10 @@ class Scenario:
             raise Broken(f"{defects} unexpected errors (E-UNEXPECTED) in the log of the product")
         if wrong := self.target.not_wanted():
             raise Broken(f"I8: {len(wrong)} messages arrived that a sampler leaves out, first {wrong[0].sequence}")
+        if self.plan.kind == REPLAYED and (numbers := self.replays.wrong()):
+            raise Broken(
+                f"I3: {len(numbers)} messages of a replay are missing, or are not of its range: {min(numbers)}"
+            )
         if self.plan.kind == LOST and (absent := self.tap.not_restored()):
             raise Broken(f"R: {len(absent)} archived messages did not come back, first {absent[0].sequence}")
         if skipped := self.tap.skipped(self.target.seen):
@@ -223,8 +232,8 @@ class Scenario:
             self.world.run(lambda at=at: self.world.now >= at, 10.0)  # type: ignore[misc]
 
     def _has_changed(self) -> bool:
-        if self.plan.kind == LOST:
-            return self.disaster.is_over
+        if self.plan.kind in (LOST, REPLAYED):
+            return self.disaster.is_over if self.plan.kind == LOST else self.replays.is_over
         return self.plan.kind != CHANGING or self.changes.is_over
 
     def _is_complete(self) -> bool:
@@ -263,7 +272,11 @@ class Scenario:
         numbers |= {"lost": sum(map(len, self.tap.lost)), "decisions": self.operator.ran.total()}
         if self.plan.kind == SAMPLED:
             numbers["advisories"] = self.choices.told
-        numbers |= {"restores": self.disaster.tries, "restored": len(self.tap.back)}
+        numbers |= {
+            "replayed": len(self.replays.target.seen),
+            "restores": self.disaster.tries,
+            "restored": len(self.tap.back),
+        }
         return Counter(numbers)
 
 

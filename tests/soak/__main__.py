@@ -24,7 +24,6 @@ from tests.scenarios.delivery_forgetful import work_queue
 from tests.scenarios.faults import Outcome, kill_rounds
 from tests.scenarios.many_sites import many_sites
 from tests.scenarios.months import Months, months
-from tests.scenarios.replay import replay_kills
 from tests.scenarios.rounds import crash_rounds
 from tests.scenarios.simulated import added, mutants, worlds
 from tests.support.basics import SharedS3
@@ -62,7 +61,6 @@ RUNS: dict[str, Soak] = {
     "delivery_atomic": Soak(lambda s3, rng: delivered(s3, rng, 300, "atomic"), WHOLE),
     "delivery_single": Soak(lambda s3, rng: delivered(s3, rng, 300, "single"), WHOLE),
     "delivery_work_queue": Soak(lambda s3, rng: work_queue(s3, rng, 300, "auto"), WHOLE),
-    "replay_kills": Soak(lambda s3, rng: replay_kills(s3, rng, rounds=30), (INGRESS,)),
     "months": Soak(lambda _, rng: months(rng, Months()), (INGRESS, COMPACTION)),
     "worlds": Soak(lambda *_: worlds(click.get_current_context().params["seeds"]), (*WHOLE, "tests/sim")),
     "mutants": Soak(lambda *_: mutants(), (*WHOLE, "tests/sim")),

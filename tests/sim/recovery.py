@@ -1,4 +1,4 @@
-"""A disaster: a site's stream is deleted, and an operator brings it back with `floe restore`, as often as it takes."""
+"""What an operator does with an archive: `floe restore` after a disaster, `floe replay`; as often as it takes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from common.segments.store import SegmentStore
 from common.service.progress import Teller
 from common.settings.root import Settings
 from common.tasks import Stop
+from ingress.replay.replay import Replay
+from ingress.replay.request import ReplayOptions, Request
 from ingress.restore.plan import RestoreRequest
 from ingress.restore.restore import Restore
 from tests.sim import api
 from tests.sim.actors import Member
-from tests.sim.auditor import Broken, SourceTap
+from tests.sim.auditor import Broken, PublisherLog, SourceTap, TargetAuditor
 from tests.sim.nats import SimNats
 from tests.sim.store import SimObjects
 from tests.sim.world import World
@@ -88,3 +90,64 @@ class Disaster:
         """Return true where the stream has its own subjects: a restore that was killed may have been done."""
         stream = self._nats.streams.get(self._stream)
         return stream is not None and stream.config["subjects"][0].startswith(self._stream)
+
+
+class Replays:
+    """A replay of the end of what is archived of `stream` into another one, begun once every partition has a segment.
+    `archived`: by chain, the last sequence in a segment; `is_over`: the command has said that all is done.
+    """
+
+    STREAM, PREFIX = "BACK", "b"
+
+    def __init__(
+        self, nats: SimNats, log: PublisherLog, stream: str, site: str, archived: Callable[[], dict[str, int]]
+    ) -> None:
+        self.world, self._log, self._stream, self._site, self._archived = nats.world, log, stream, site, archived
+        self.target = TargetAuditor(log, f"{self.PREFIX}.".encode())
+        nats.taps[self.STREAM] = self.target
+        self._rng, self._range, self.is_over = nats.world.chance("replays"), range(0), False
+
+    def begin(self, nats: SimNats, parts: int) -> None:
+        """Wait until there is something to replay, and choose the range."""
+        ends = self._archived()
+        if len(ends) < parts or max(ends.values()) < 2:
+            self.world.at(1.0, lambda: self.begin(nats, parts))
+            return
+        flags = {"allow_atomic": True, "allow_batched": True} if self._rng.random() < 0.7 else {}
+        config = {"name": self.STREAM, "subjects": [f"{self.PREFIX}.>"], **flags}
+        api.answer(nats, ["STREAM", "CREATE", self.STREAM], config)
+        last = min(ends.values())
+        self._range = range(self._rng.randint(1, last), last + 1)
+
+    def operator(self, settings: Settings, objects: SimObjects, folder: Path) -> Member:
+        """Whoever pastes the command until it says that all is done."""
+
+        async def main(_health: object) -> None:
+            clock = SystemClock()
+            while True:
+                await clock.sleep(AGAIN)
+                if self._range and not self.is_over:
+                    await self._replay(settings, objects, folder)
+
+        return Member(self.world, "replay", main)
+
+    async def _replay(self, settings: Settings, objects: SimObjects, folder: Path) -> None:
+        layout, clock = Layout(settings.store.prefix), SystemClock()
+        first, last = self._range[0], self._range[-1]
+        request = Request(
+            self._site, self._stream, self.STREAM, from_sequence=first, to_sequence=last, prefix=self.PREFIX
+        )
+        store = SegmentStore(objects, layout, spool_dir=folder)
+        work = Replay(settings, request, ReplayOptions(), store, ChainStore(objects, layout), clock, Teller())
+        try:
+            async with work.connected() as client:
+                self.is_over = (await work.run(client, Stop())).finished
+        except FloeError as error:
+            self.world.note(f"replay: {error.code}")
+        finally:
+            store.close()
+
+    def wrong(self) -> set[int]:
+        """The numbers of messages of the range that are missing, or of others that came."""
+        wanted = {each.number for each in self._log.all if each.sequence in self._range}
+        return wanted ^ self.target.seen
