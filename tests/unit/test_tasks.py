@@ -98,6 +98,13 @@ async def test_a_cancellation_that_comes_together_with_the_result_is_not_lost() 
             await task
 
 
+async def test_within_raises_in_time_and_cancels_what_it_waited_for() -> None:
+    future = asyncio.get_running_loop().create_future()
+    with pytest.raises(TimeoutError):
+        await within(future, 0.01)
+    assert future.cancelled()
+
+
 # Errors that nobody awaits
 
 
