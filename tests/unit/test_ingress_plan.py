@@ -103,7 +103,7 @@ def test_what_is_accepted_is_given_up_at_once_and_no_more_than_that(phase: Phase
 
 
 @pytest.mark.parametrize("at", ["yesterday", "2026-01-01", "2026-01-01T00:00:00", "2026-13-01T00:00:00Z"])
-def test_a_gap_with_a_time_that_is_none_or_a_long_note_is_refused(at: str) -> None:
+def test_a_gap_with_a_time_that_is_none_a_long_note_or_spoiled_is_refused(at: str) -> None:
     good = AcceptedGap(SequenceRange(1, 2), at="2026-01-01T00:00:00.123456789Z")
 
     assert AcceptedGap.from_json(good.to_json()) == good
@@ -111,6 +111,9 @@ def test_a_gap_with_a_time_that_is_none_or_a_long_note_is_refused(at: str) -> No
         AcceptedGap.from_json(good.to_json().replace(good.at.encode(), at.encode()))
     with pytest.raises(ValueError, match="note: expected at most"):
         AcceptedGap(SequenceRange(1, 2), "x" * 1001)
+    for spoiled in (b"", b"{}", b"[]", b"null", good.to_json().replace(b'"first":1', b'"first":50')):
+        with pytest.raises(ValueError):
+            AcceptedGap.from_json(spoiled)
 
 
 def test_the_key_of_a_gap_tells_its_range_and_gaps_that_end_before_a_position_are_not_listed() -> None:
