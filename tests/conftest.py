@@ -141,27 +141,16 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _logs_as_before() -> Iterator[None]:
-    """A command that a test runs in its own process sets the level of logs for all tests behind it."""
+def _process_as_before() -> Iterator[None]:
+    """Forget what a command or a service leaves that ran in the process of a test: the level of logs, the configuration
+    that it has read, which commands in later errors would name, and signals that are ignored, which children inherit.
+    """
+    before = exits._source, exits._path, exits._context
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    handlers = {number: signal.getsignal(number) for number in numbers}
     yield
     logs.reset()
-
-
-@pytest.fixture(autouse=True)
-def _commands_as_before() -> Iterator[None]:
-    """Forget the configuration that a test has read: commands in later errors would name it."""
-    before = exits._source, exits._path, exits._context
-    yield
     exits._source, exits._path, exits._context = before
-
-
-@pytest.fixture(autouse=True)
-def _signals_as_before() -> Iterator[None]:
-    """A service that a test runs in its own process may leave signals ignored, and children inherit that."""
-    handlers = {
-        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    }
-    yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
 

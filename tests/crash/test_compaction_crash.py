@@ -17,6 +17,7 @@ STEPS = [
     *("verify", "tombstone", "grace", "delete_some", "done"),
 ]
 ALL_STEPS = [f"compaction.{step}" for step in STEPS] + ["segments.put", "segments.read_back"]
+DELETIONS = [f"compaction.delete_some=kill@{number}" for number in (2, 3, 4)]
 
 
 @pytest.fixture
@@ -38,14 +39,14 @@ def left_over(archive: Archive) -> list[str]:
     return [f.name for f in (archive.folder / "spool").rglob("*") if f.is_file() and f.name != "lock"]
 
 
-@pytest.mark.parametrize("step", ALL_STEPS)
-def test_a_job_killed_at_any_step_is_finished_by_the_next(archive: Archive, step: str):
+@pytest.mark.parametrize("point", [*(f"{step}=kill" for step in ALL_STEPS), *DELETIONS])
+def test_a_job_killed_at_any_step_is_finished_by_the_next(archive: Archive, point: str):
     fill(archive)
     archive.put(35, 60, rows(x for x in range(35, 61) if x % 7), age=700)
     fill(archive, 61, 1, age=0)
     before = archive.read()
 
-    assert Job(archive.folder, f"{step}=kill").wait() == -9
+    assert Job(archive.folder, point).wait() == -9
     assert archive.read().equals(before)
 
     report = run(archive.folder)
@@ -55,19 +56,6 @@ def test_a_job_killed_at_any_step_is_finished_by_the_next(archive: Archive, step
     assert archive.ranges() == ["0:61..70", "1:1..60"]
     assert archive.objects.list(archive.layout.tombstones_prefix(CHAIN)) == []
     assert left_over(archive) == []
-
-
-@pytest.mark.parametrize("number", [1, 2, 3, 4])
-def test_a_job_killed_between_any_two_deletions_is_finished_by_the_next(archive: Archive, number: int):
-    fill(archive)
-    fill(archive, 41, 1, age=0)
-    before = archive.read()
-    assert Job(archive.folder, f"compaction.delete_some=kill@{number}").wait() == -9
-    left = len(archive.listed())
-    assert 6 - (number - 1) <= left <= 6  # several are deleted at once, each behind its own proof
-    assert archive.read().equals(before)
-    assert len(run(archive.folder).deleted) == left - 2
-    assert archive.ranges() == ["0:41..50", "1:1..40"]
 
 
 @pytest.mark.parametrize(

@@ -83,22 +83,9 @@ _KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
 def authority(folder: Path, name: str = "ca") -> None:
     """`{name}.pem` and `{name}.key`: a CA."""
-    _openssl(
-        folder,
-        "req",
-        "-x509",
-        *_KEY,
-        "-keyout",
-        f"{name}.key",
-        "-out",
-        f"{name}.pem",
-        "-days",
-        "2",
-        "-subj",
-        f"/CN={name}",
-        "-addext",
-        "keyUsage=critical,keyCertSign,cRLSign",  # Python 3.13 asks for it
-    )
+    usage = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")  # Python 3.13 asks for it
+    words = ("-x509", *_KEY, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-days", "2", "-subj", f"/CN={name}")
+    _openssl(folder, "req", *words, *usage)
 
 
 def certificate(folder: Path, name: str, alternative: str, ca: str = "ca") -> None:

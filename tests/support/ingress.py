@@ -392,14 +392,13 @@ async def stands(client: FloeClient, centre: Centre, wanted: list[int], seconds:
         held = info.messages if info else 0
         return sequences(await arrived(client, centre.target)) if held >= len(wanted) else []
 
+    async def is_equal() -> bool:
+        return await found() == wanted
+
     try:
-        await soon(lambda: _equal(found, wanted), seconds, every=0.1)
+        await soon(is_equal, seconds, every=0.1)
     except AssertionError:
         assert await found() == wanted
-
-
-async def _equal(found: Any, wanted: list[int]) -> bool:
-    return await found() == wanted
 
 
 @dataclass

@@ -100,17 +100,8 @@ class Room:
         variables = {"PATH": "/opt/floe/bin:/usr/bin:/bin", "HOME": "/opt/floe/home", **environment}
         denying = [sys.executable, "-I", "-S", "-c", DENY] if deny_write_execute else []
         user = str(self._user) if os.geteuid() == 0 else ""
-        making = [
-            *_unshare(),
-            "sh",
-            "-euc",
-            SCRIPT,
-            "sh",
-            str(self._folder),
-            self._spool,
-            f"{sys.prefix}/bin/floe",
-            user,
-        ]
+        making = [*_unshare(), "sh", "-euc", SCRIPT, "sh"]
+        making += [str(self._folder), self._spool, f"{sys.prefix}/bin/floe", user]
         clean = ["env", "-i", *(f"{name}={value}" for name, value in variables.items())]
         with self.log.open("ab") as log:
             return spawn([*making, *kept, "--", *clean, *denying, *words], stdout=log, stderr=log)

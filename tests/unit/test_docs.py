@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 
 import click
 import pytest
@@ -106,14 +107,15 @@ def test_the_picture_of_the_path_is_what_its_script_draws() -> None:
     assert (ROOT / "docs" / "images" / "path.svg").read_text() == picture.picture()
 
 
-def test_the_configurations_of_the_readme_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configurations_of_the_readme_and_of_a_tree_of_sites_parse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOE_S3_KEY", "key")
     monkeypatch.setenv("FLOE_S3_SECRET", "secret")
-    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    tree = (ROOT / "docs" / "ingress.md").read_text().partition("\n## Trees\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text() + tree, re.DOTALL)
 
-    assert len(blocks) == 2
+    assert len(blocks) == 2 + 3
     for block in blocks:
-        text = "\n".join(line[3:] if line.startswith("   ") else line for line in block.splitlines())
+        text = dedent(block)
         assert isinstance(yaml.safe_load(text), dict)
         loader.parse(text, "README.md")
 
