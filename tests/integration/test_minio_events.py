@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from common.metrics import REGISTRY
 from common.objects.open import open_objects
 from common.settings.root import StoreSettings
 from infra.demo.world import PROJECT
-from infra.local.minio import MinIO, find_minio
+from infra.local.minio import IMAGE, MinIO, find_minio
 from tests.integration.test_events import S3Archive, S3Centre, store_config
 from tests.support import canaries
 from tests.support.basics import PATIENCE, SharedS3, soon, unique
@@ -105,19 +106,60 @@ async def test_a_segment_in_minio_wakes_ingress_long_before_its_poll(
         check_exact(await centre.carried(client, 40), archive, centre.prefix)
 
 
-def test_make_minio_prints_settings_that_work_and_ends_with_a_signal() -> None:
-    command = [sys.executable, "-m", "infra.local.minio"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=PROJECT) as process:
-        try:
-            assert process.stdout is not None
-            document = yaml.safe_load("".join(process.stdout.readline() for _ in range(6)))
-            canaries.note(document["store"]["secret_access_key"])
-            objects = open_objects(StoreSettings.model_validate(document["store"]))
-            objects.put("k", b"1")
-            assert objects.get("k") == b"1"
-            process.terminate()
-            assert process.wait(PATIENCE) == 0
-            with pytest.raises(Unavailable):
-                objects.get("k")
-        finally:
-            process.kill()
+# As much of podman as `make minio` asks for, with the MinIO of this machine for what the image holds.
+PODMAN = """\
+#!{python}
+import os, pathlib, signal, subprocess, sys
+verb, *words = sys.argv[1:]
+folder = pathlib.Path(__file__).parent
+with (folder / "asked").open("a") as asked:
+    print(*sys.argv[1:], file=asked)
+options = dict(word.split("=", 1) for word in words if word.startswith("--") and "=" in word)
+if verb == "run":
+    address, data = options["--publish"].removesuffix(":9000"), options["--volume"].removesuffix(":/data")
+    command = ["{minio}", "server", "--address", address, data]
+    server = subprocess.Popen(command, start_new_session=True)
+    (folder / options["--name"]).write_text(str(server.pid))
+    sys.exit(server.wait())
+elif verb == "rm":
+    os.kill(int((folder / words[-1]).read_text()), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(params=["found", "container"])
+def way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The environment of a machine that has MinIO, and of one that has nothing but podman."""
+    if request.param == "found":
+        yield dict(os.environ)
+        return
+    podman = tmp_path / "podman"
+    podman.write_text(PODMAN.format(python=sys.executable, minio=find_minio()))
+    podman.chmod(0o755)
+    yield {**os.environ, "FLOE_MINIO": "", "PATH": str(tmp_path)}
+    pull, run, remove = (tmp_path / "asked").read_text().splitlines()
+    assert pull == f"pull {IMAGE}"
+    assert " --env=MINIO_ROOT_PASSWORD --" in run, "its value would stand in the list of processes"
+    assert run.endswith(f"{IMAGE} server /data")
+    assert remove.startswith("rm --force floe-minio-")
+
+
+def test_make_minio_prints_settings_that_work_and_ends_with_a_signal(way: dict[str, str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "infra.local.minio"], stdout=subprocess.PIPE, text=True, cwd=PROJECT, env=way
+    )
+    try:
+        assert process.stdout is not None
+        lines = "".join(process.stdout.readline() for _ in range(6))
+        document = yaml.safe_load(lines)
+        canaries.note(document["store"]["secret_access_key"])
+        objects = open_objects(StoreSettings.model_validate(document["store"]))
+        objects.put("k", b"1")
+        assert objects.get("k") == b"1"
+        process.terminate()
+        assert process.wait(PATIENCE) == 0
+        with pytest.raises(Unavailable):
+            objects.get("k")
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

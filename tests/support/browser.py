@@ -24,6 +24,11 @@ def browse(folder: Path, url: str, *flags: str) -> str:
     return done.stdout
 
 
+def dom(folder: Path, url: str) -> str:
+    """The document that the browser made of the page, as text."""
+    return browse(folder, url, "--dump-dom")
+
+
 def screenshot(folder: Path, url: str, path: Path, size: str = "1280,900") -> None:
     """What the page looks like, as a PNG at `path`."""
     browse(folder, url, f"--screenshot={path}", f"--window-size={size}", "--force-device-scale-factor=0.9")
