@@ -290,8 +290,8 @@ def environment(folder: Path) -> Path:
 
 
 NEEDED = """
-annotated_types boto3 botocore certifi click dateutil jmespath msgspec prometheus_client pyarrow pydantic pydantic_core
-s3transfer six.py structlog typing_extensions.py typing_inspection urllib3 yaml _yaml
+annotated_types boto3 botocore certifi click dateutil jmespath msgspec numpy numpy.libs prometheus_client pyarrow
+pydantic pydantic_core s3transfer six.py structlog typing_extensions.py typing_inspection urllib3 yaml _yaml
 """.split()  # noqa: SIM905
 _LEFT_OUT = ("include", "tests", "examples", "src")
 _UNUSED = re.compile(r"flight|_s3|_s3fs|_gcsfs|_azurefs|_hdfs|\.(pyi|pxd|pyx|h)$")  # of pyarrow
