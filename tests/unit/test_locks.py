@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import sysconfig
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 import floe
+from common.errors import ConfigError
 from infra.local import minio
 
 ROOT = Path(__file__).parents[2]
@@ -107,3 +109,25 @@ def test_compose_takes_the_image_that_make_minio_takes() -> None:
     services = yaml.safe_load((ROOT / "infra" / "compose.yaml").read_text())["services"]
     expected = f"${{{minio.IMAGE_VARIABLE}:-{minio.IMAGE}}}"
     assert services["minio"]["image"] == services["bucket"]["image"] == expected
+
+
+def test_minio_is_looked_for_from_place_to_place_and_where_it_is_not_one_line_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("FLOE_MINIO", raising=False)
+    for variable, value in {"PATH": "path", "HOME": "home", "GOBIN": "gobin", "GOPATH": "go"}.items():
+        monkeypatch.setenv(variable, str(tmp_path / value))
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path / "venv"))
+    assert minio.main() == 78
+    assert f"go install {minio.MODULE}" in capsys.readouterr().err
+    for folder in ("venv", "home/go/bin", "go/bin", "gobin", "path"):
+        program = tmp_path / folder / "minio"
+        program.parent.mkdir(parents=True)
+        program.touch(0o755)
+        assert minio.find_minio() == program
+    for named in (tmp_path / "venv" / "minio", None):
+        monkeypatch.setenv("FLOE_MINIO", str(named or ""))
+        assert minio.find_minio() == named
+    monkeypatch.setenv("FLOE_MINIO", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="FLOE_MINIO: expected a program"):
+        minio.find_minio()

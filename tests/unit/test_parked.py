@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pyarrow as pa
@@ -29,6 +31,7 @@ from ingress.parked import ParkedKeys, ParkedName, ParkedStore, State, from_byte
 from ingress.redelivery import EVERYTHING, ParkedSource, Retries
 from ingress.rows.prepare import Oversize
 from ingress.rows.rows import Block, PreparedBatch, Rows
+from tests.support.basics import PATIENCE
 from tests.support.segments import message
 
 CHAIN = Chain("us-east", "NODES", 1, 2)
@@ -233,6 +236,16 @@ async def test_only_what_was_left_out_and_not_delivered_may_go_and_each_once(
     source.reset({})
     assert not source.is_offered(parked.name(CHAIN, 5))
     assert await source.take(Stop(), 1.0) is None
+
+
+async def test_marks_are_put_side_by_side(parked: ParkedStore) -> None:
+    """An intent may leave out thousands, and stays open until all of them are marked."""
+    threads, together = Threads("parked", 8), Barrier(8)
+    parked.mark_left_out = lambda _name: together.wait(PATIENCE) and None  # type: ignore[method-assign]
+    piece = IntentPiece(SegmentName(CHAIN, 0, SequenceRange(1, 9), "0" * 16), SequenceRange(1, 9), 0)
+    source = ParkedSource(FakePrefetcher(), parked, threads)  # type: ignore[arg-type]
+    await source.before_close(Intent(0, (replace(piece, left_out=tuple(range(1, 9))),)))
+    threads.close()
 
 
 class Counting(LocalObjects):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -16,12 +17,13 @@ from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.segments.store import SegmentStore
 from common.service.progress import Teller
 from common.settings.root import Settings
-from common.tasks import Tell
+from common.tasks import Stop, Tell
 from ingress.restore.archive import KEEP_ALIVE, archive_writer
 from ingress.restore.plan import RestoreRequest
 from ingress.restore.preflight import Ready
 from ingress.restore.restore import Restore
 from ingress.restore.upload import WINDOW, ArchiveUpload
+from tests.support.basics import PATIENCE, soon
 from tests.support.clock import ManualClock
 from tests.support.compaction import CHAIN, Archive
 from tests.support.restore import entries, unframed
@@ -204,6 +206,49 @@ async def test_many_small_segments_of_a_slow_store_come_back(quiet: Archive, ver
     if version == "2.15.1":
         found = [entry.sequence for entry in entries(unframed(bytes(server.received)))]
         assert [sequence for sequence in found if sequence] == [*range(1, 361)]
+
+
+async def test_segments_behind_the_one_that_is_read_are_fetched_meanwhile_and_only_so_many(quiet: Archive) -> None:
+    slow = FaultyStore(quiet.objects)
+    work = restore(quiet, cast(ObjectStore, slow), ManualClock())
+    plan = await work.plan()
+    slow.calls.clear()
+    rows = work._history.rows(plan, 1, ("sequence",), Stop())
+    assert next(rows).column("sequence").to_pylist() == [1, 2, 3]
+    await soon(lambda: slow.calls["get"] >= 9)  # the first, the second, whose rows are at hand, and those behind it
+    assert slow.calls["get"] == 9
+    assert [s for batch in rows for s in batch.column("sequence").to_pylist()] == [*range(4, 361)]
+    assert slow.calls["get"] == 120
+
+
+class Watched(Teller):
+    """Sets `wanted` with the first progress that has `text`."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(is_terminal=False)
+        self._text, self.wanted = text, threading.Event()
+
+    def progress(self, text: str, at: float) -> None:
+        super().progress(text, at)
+        if self._text in text:
+            self.wanted.set()
+
+
+async def test_planning_that_takes_a_while_says_so_with_its_progress(
+    quiet: Archive, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow, teller, shown = FaultyStore(quiet.objects), Watched("53%, "), list[bool]()
+
+    def late(real: Any, *args: Any, **named: Any) -> Any:
+        shown.append(teller.wanted.wait(PATIENCE))
+        return real(*args, **named)
+
+    slow.on("get", late, nth=100)
+    await restore(quiet, cast(ObjectStore, slow), ManualClock(), teller).plan()
+    assert shown == [True]
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first == "planning: reading the archive of us-east/NODES"
+    assert "left  64 of 120 segments of us-east/NODES/0000/0 examined" in "\n".join(others)
 
 
 async def test_planning_ends_where_it_is_stopped(quiet: Archive) -> None:

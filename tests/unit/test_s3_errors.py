@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import ConfigError, FloeError, Refused, Unavailable
 from common.objects.port import ChecksumMismatch
-from common.objects.s3_errors import MOST_ASKED, PAUSES, explain, is_conflict, pause_before
+from common.objects.s3_errors import CODES, MOST_ASKED, PAUSES, STATUSES, explain, is_conflict, pause_before
 
 KINDS = {Unavailable: 75, ChecksumMismatch: 75, Refused: 77, ConfigError: 78}
 LATER = (Unavailable, "E-S3-LATER", "")
@@ -33,11 +33,20 @@ INVALID = (ConfigError, "E-S3-REQUEST", SETTINGS)
 ANSWERS: list[tuple[tuple[type[FloeError], str, str], str]] = [
     (
         LATER,
-        "503 SlowDown, 400 ServiceUnavailableException, 500 InternalError, 400 Throttling, 429 TooManyRequests, "
-        "509 BandwidthLimitExceeded, 409 ConditionalRequestConflict, 409 OperationAborted, 400 RequestTimeout, "
-        "403 RequestExpired, 400 IncompleteBody, 400 InvalidPart, 307 TemporaryRedirect, 400 KMS.ThrottlingException, "
-        "400 KMSInternalException, 404 Novel, 409 Novel, 425 425, 429 AccessDenied, 429 InvalidAccessKeyId, "
-        "500 Novel, 503 AccessDenied, 504 504, 520 Novel",
+        "503 SlowDown, 429 SlowDown, 400 SlowDown, 503 SlowDownRead, 503 SlowDownWrite, "
+        "503 ServiceUnavailable, 400 ServiceUnavailableException, 503 ServerBusy, 500 InternalError, "
+        "400 Throttling, 400 ThrottlingException, 400 ThrottledException, 400 RequestThrottled, "
+        "400 RequestThrottledException, 429 TooManyRequests, 400 TooManyRequestsException, "
+        "400 RequestLimitExceeded, 400 LimitExceededException, 509 BandwidthLimitExceeded, "
+        "400 PriorRequestNotComplete, 409 ConditionalRequestConflict, 409 OperationAborted, "
+        "409 ConcurrentModification, 400 RequestTimeout, 403 RequestExpired, 400 IncompleteBody, "
+        "400 InvalidPart, 307 TemporaryRedirect, 307 Redirect, 503 XMinioServerNotInitialized, "
+        "400 KMS.ThrottlingException, 400 KMS.LimitExceededException, 400 KMS.RequestLimitExceeded, "
+        "500 KMS.InternalException, 400 KMS.KMSInternalException, 400 KMS.DependencyTimeoutException, "
+        "400 KMS.KeyUnavailableException, 400 InternalException, 400 KMSInternalException, "
+        "400 DependencyTimeoutException, 400 KeyUnavailableException, 307 307, 404 Novel, 408 Novel, "
+        "409 Novel, 423 Novel, 425 425, 429 429, 429 Novel, 429 AccessDenied, 429 InvalidAccessKeyId, "
+        "500 Novel, 502 502, 503 AccessDenied, 504 504, 520 Novel",
     ),
     ((Unavailable, "E-S3-CLOCK", "set this host's clock: it and the store's differ"), "403 RequestTimeTooSkewed"),
     ((Unavailable, "E-S3-ARCHIVED", "the object is archived: restore it first"), "403 InvalidObjectState"),
@@ -82,6 +91,11 @@ def test_each_answer_has_its_error_its_code_and_its_next_step(
     found = explain("put", "s3://archive/k", answer(*given))
     assert (type(found), found.code, found.hint) == expected
     assert found.exit_code == KINDS[expected[0]]
+
+
+def test_the_rows_hold_every_code_and_every_status_of_the_table() -> None:
+    assert {code.removeprefix("KMS.") for _, code in ROWS} >= CODES.keys()
+    assert {status for status, _ in ROWS} >= STATUSES.keys()
 
 
 def test_a_cap_that_is_reached_is_no_missing_right() -> None:

@@ -22,6 +22,7 @@ from common.segments.segment import Footer, Inputs, Ledger, Message, Reason, Tip
 from common.segments.store import object_metadata
 from common.segments.writer import SegmentWriter
 from common.sequences import MAX_SEQUENCE, SequenceRange
+from compaction.merge import COMPRESSION_LEVEL
 from tests.support.basics import seeded
 from tests.support.segments import batch_of, footer_of, message, read_all, read_segment, write_segment
 
@@ -179,6 +180,18 @@ def test_large_messages_make_pages_of_bounded_size(path: Path, level: int, size:
     at = payload.data_page_offset
     header, _ = read_struct(path.read_bytes()[at : at + 200], Bounds(64, 0))
     assert size <= header[2] < size + 100
+
+
+def test_what_repeats_after_a_megabyte_is_stored_once_in_a_merged_segment(path: Path) -> None:
+    """As the documents of one node do, which all others of its fleet lie between."""
+    documents = [seeded().randbytes(300_000) for _ in range(4)]
+    rows = [message(n, documents[n % 4]) for n in range(1, 13)]
+    sizes = list[int]()
+    for level in (0, 1):
+        writer = SegmentWriter(path, level=level, compression_level=COMPRESSION_LEVEL)
+        writer.append(batch_of(rows))
+        sizes.append(writer.finish(footer_of(rows, level=level)).size)
+    assert sizes[1] < sizes[0] * 0.6
 
 
 def test_the_file_is_laid_out_as_other_engines_like_it_and_its_metadata_show_no_payload_and_no_header(

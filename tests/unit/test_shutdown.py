@@ -106,12 +106,18 @@ async def test_a_hang_up_stops_nothing_and_has_secrets_read_again(tmp_path: Path
 
 # Children end with whoever started them
 
-# The child is started by a thread that ends at once; with `nested` it has a child of its own.
+# The child is started by a thread that ends at once; with `nested` it has a child of its own; with `unguarded` the
+# process that would end it was killed before.
 OWNER = """
-import subprocess, sys, threading, time
-from infra.local.process import spawn
+import os, signal, subprocess, sys, threading, time
+from infra.local.process import _guards, spawn
 
 def start():
+    if sys.argv[1] == "unguarded":
+        spawn(["true"]).wait()
+        guard = _guards[os.getpid()].pid
+        os.kill(guard, signal.SIGKILL)
+        os.waitid(os.P_PID, guard, os.WEXITED | os.WNOWAIT)
     nested = "import sys, time; from infra.local.process import spawn; " \
         "print(spawn(['sleep', '600']).pid, flush=True); time.sleep(600)"
     command = [sys.executable, "-c", nested] if sys.argv[1] == "nested" else ["sleep", "600"]
@@ -139,7 +145,10 @@ def runs(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(("kind", "number"), [("nested", signal.SIGKILL), ("alone", signal.SIGTERM), ("nested", None)])
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [("nested", signal.SIGKILL), ("alone", signal.SIGTERM), ("nested", None), ("unguarded", signal.SIGKILL)],
+)
 def test_what_was_spawned_ends_when_its_owner_does_however_that_ends(kind: str, number: int | None):
     with owner(OWNER, kind) as process:
         assert process.stdin is not None
