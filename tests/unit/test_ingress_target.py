@@ -114,6 +114,29 @@ async def test_a_stop_in_a_backlog_ends_behind_the_open_intent() -> None:
     assert found == (5, None, {CHAIN: 6})
 
 
+class Shared(World):
+    """`exclusive: false`; nothing is sent of an intent that does not say so."""
+
+    steps_over = True
+
+    async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
+        assert self.state.intent is not None
+        assert self.state.intent.is_shared
+        return await super().publish(rows, base, stored)
+
+    async def rows(self, intent: Intent, stored: int) -> Rows:
+        return Rows([Block(each) for each in intent.pieces])
+
+
+@pytest.mark.parametrize("before", [state(1), open_intent(state(1), [piece(1, 1)])])
+async def test_an_intent_that_others_may_stand_in_says_so_before_a_row_is_sent(before: TargetState) -> None:
+    """Also one that was opened with `exclusive: true`: whoever switches back must not count its rows."""
+    world = Shared(first=before.intent.pieces[-1].rows.last + 1 if before.intent else 1)
+    world.stored = Stored(before, 1)
+    await asyncio.wait_for(world.delivery().run(world.stop), PATIENCE)
+    assert (world.published, world.state.checkpoint.positions) == (5, {CHAIN: 6})
+
+
 class Limits:
     """A server that takes less at the first look; `refuses`: what an open intent holds too."""
 
