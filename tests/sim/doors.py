@@ -7,6 +7,7 @@ from `secrets`. What is replaced stays so for the whole operating-system process
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import secrets
@@ -17,8 +18,9 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import click
@@ -120,9 +122,23 @@ def install() -> None:
     replace(vars(secrets), "token_hex", lambda size=32: _chance().randbytes(size).hex())
     replace(vars(secrets), "randbelow", lambda most: _chance().randrange(most))
     replace(vars(random), "SystemRandom", lambda: random.Random(_chance().random()))
+    replace(vars(common.segments.writer), "_spooling", _spooling(common.segments.writer._spooling))
     real_pid, real_host = os.getpid, socket.gethostname
     replace(vars(os), "getpid", lambda: found.number if (found := _any_process()) else real_pid())
     replace(vars(socket), "gethostname", lambda: found.host if (found := _any_process()) else real_host())
+
+
+def _spooling(real: Callable[[Path], AbstractContextManager[None]]) -> Callable[[Path], AbstractContextManager[None]]:
+    """The product's writing of a file, on a host whose disk may be full."""
+
+    @contextmanager
+    def spooling(path: Path) -> Iterator[None]:
+        with real(path):
+            if (process := _any_process()) is not None and process.host in process.world.full_disks:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            yield
+
+    return spooling
 
 
 def install_threads() -> None:

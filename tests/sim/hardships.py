@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from common.errors import FloeError
 from common.objects.port import ObjectInfo
@@ -22,7 +23,7 @@ LOST = 6.0, 30.0  # seconds within which a bucket is set back
 
 class Hardship:
     """One of HARDSHIPS: a store that is busy at the start, one without conditions, a server that takes small requests
-    only, a bucket that is set back to an older copy of itself.
+    only, a bucket that is set back to an older copy of itself, hosts whose disks are full for a while.
     """
 
     def __init__(self, kind: str, nats: SimNats, objects: SimObjects) -> None:
@@ -45,6 +46,12 @@ class Hardship:
 
     def _bucket_set_back(self) -> None:
         self.world.at(self._rng.uniform(*LOST), self._copy_bucket)
+
+    def _full_disks(self) -> None:
+        for host in ("egress-0", "egress-1", "compaction"):
+            at, full = self._rng.uniform(2, 25), self.world.full_disks
+            self.world.at(at, partial(full.add, host))
+            self.world.at(at + self._rng.uniform(2, 20), partial(full.discard, host))
 
     def _copy_bucket(self) -> None:
         kept = dict(self._objects.kept)

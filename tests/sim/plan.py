@@ -13,7 +13,7 @@ SAMPLED = "sampled"  # the feed is sampled, with snapshots
 LOST = "lost"  # the source is deleted, and restored from its archive
 REPLAYED = "replayed"  # a part of the archive is put into another stream meanwhile
 HARD = "hard"  # an ordinary store or server with which Floe once did not get on
-HARDSHIPS = ("busy_store", "no_conditions", "small_batches", "bucket_set_back")
+HARDSHIPS = ("busy_store", "no_conditions", "small_batches", "bucket_set_back", "full_disks")
 #: By the last digit of a seed, what its world has beside faults. The others are ordinary.
 KINDS = {1: LOST, 3: CHANGING, 5: SAMPLED, 7: CHANGING, 8: REPLAYED, 9: HARD}
 

@@ -84,6 +84,7 @@ class World:
         self.listeners: dict[int, Listener] = {}
         self.current: Process | None = None  # whose turn it is, or whose strand runs
         self.strand: Strand | None = None  # the blocking call that runs now
+        self.full_disks = set[str]()  # hosts
         self.carriers = carriers
 
     def chance(self, name: str) -> random.Random:
