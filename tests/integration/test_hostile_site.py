@@ -1,7 +1,16 @@
-"""One hostile site beside nine ordinary ones in one target, against the same with a tenth ordinary one."""
+"""One hostile site beside nine ordinary ones in one target, against the same with a tenth ordinary one.
+
+python -m tests.integration.test_hostile_site FOLDER ROWS      what it costs over an archive that is there
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +22,16 @@ from common.chain import Chain
 from common.segments.columns import SCHEMA
 from common.segments.parquet_guard import MAX_MESSAGE_BYTES
 from compaction.verify import verify_chains
+from infra.demo.world import PROJECT
 from tests.integration.test_chain_turns import BIG, SMALL, Centre, counted_pool, empty_messages, put_forged
+from tests.scenarios.delivery_meter import peak_memory
 from tests.support.basics import PATIENCE
 from tests.support.ingress import Archive
 from tests.support.stores import FaultyStore
 
 ROWS = 20_000  # of each ordinary site: two turns
 MEMORY = 128 << 20  # `memory_limit`, as it is where nothing is said
+MOST_RESIDENT = 600 << 20  # bytes: what docs/limits.md says of ingress, with one segment that is decoded alone
 
 
 def long_subjects() -> pa.Table:
@@ -37,17 +49,17 @@ HOSTILE: dict[str, tuple[int, Callable[[], pa.Table]]] = {
 }
 
 
-def archive_with(folder: Path, partitions: int, tenth: Callable[[], pa.Table]) -> Archive:
-    """Nine ordinary sites, and a tenth with so many partitions of one segment."""
+def archive_with(folder: Path, partitions: int, tenth: Callable[[], pa.Table], rows: int = ROWS) -> Archive:
+    """Nine ordinary sites of `rows` messages each, and a tenth with so many partitions of one segment."""
     archive = Archive(folder)
     for chain in SMALL:
-        put_forged(archive, chain, empty_messages(ROWS, 100))
+        put_forged(archive, chain, empty_messages(rows, 100))
     for partition in range(partitions):
         put_forged(archive, Chain(BIG.site, BIG.feed, 0, partition), tenth())
     return archive
 
 
-async def turns_until_carried(archive: Archive) -> int:
+async def turns_until_carried(archive: Archive, rows: int = ROWS) -> int:
     """How many turns all ten sites had until the nine ordinary ones were carried."""
     centre, turns = Centre(archive, MEMORY), list[Chain]()
     real = centre.prefetcher.decoder.turn
@@ -58,7 +70,7 @@ async def turns_until_carried(archive: Archive) -> int:
 
     centre.prefetcher.decoder.turn = turn  # type: ignore[method-assign,assignment]
     async with centre.running():
-        await centre.reaches(dict.fromkeys(SMALL, ROWS + 1), PATIENCE)
+        await centre.reaches(dict.fromkeys(SMALL, rows + 1), PATIENCE)
         return len(turns)
 
 
@@ -80,3 +92,27 @@ async def test_nine_sites_wait_as_long_beside_a_hostile_one_as_beside_a_tenth(ki
     assert turns <= 2 * await turns_until_carried(calm)
     assert pool.max_memory() <= MEMORY
     assert verify_calls(beside) == verify_calls(calm)
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_nine_sites_cost_at_most_twice_as_much_beside_a_hostile_one(kind: str, tmp_path: Path) -> None:
+    rows = 100_000
+    archive_with(tmp_path / "calm", 1, lambda: empty_messages(rows, 100), rows)
+    archive_with(tmp_path / "hostile", *HOSTILE[kind], rows)
+
+    def cost(name: str) -> tuple[float, int]:
+        words = [sys.executable, "-m", "tests.integration.test_hostile_site", str(tmp_path / name), str(rows)]
+        done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=PROJECT)
+        seconds, resident = done.stdout.split()
+        return float(seconds), int(resident)
+
+    pairs = [(cost("hostile"), cost("calm")) for _ in range(3)]
+    assert statistics.median(hostile[0] / calm[0] for hostile, calm in pairs) <= 2, pairs
+    assert statistics.median(hostile[1] for hostile, _ in pairs) <= MOST_RESIDENT, pairs
+
+
+if __name__ == "__main__":
+    _began = time.process_time()
+    asyncio.run(turns_until_carried(Archive(Path(sys.argv[1])), int(sys.argv[2])))
+    print(time.process_time() - _began, peak_memory(os.getpid()))
