@@ -157,7 +157,7 @@ def test_a_configuration_and_deletions_are_put_where_they_differ() -> None:
     assert [config_differs(*each) for each in ((None, config), (config, same))] == [True, False]
     assert all(config_differs(config, other) for other in others)
     newest, later = (CapturedDeletions(at(n), end, 1, end + 1, ((3, 4),)) for n, end in ((0, 9), (9, 99)))
-    changed = [CapturedDeletions(at(9), 99, 1, 100, ((3, 5),)), CapturedDeletions(at(9), 99, 5, 100, ())]
+    changed = [CapturedDeletions(at(9), 99, *each) for each in ((1, 100, ((3, 5),)), (5, 100, ()), (2, 100, ((3, 4),)))]
     assert [deletions_differ(*each) for each in ((None, newest), (newest, later))] == [True, False]
     assert all(deletions_differ(newest, other) for other in changed)
 

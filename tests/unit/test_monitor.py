@@ -94,6 +94,17 @@ def test_status_is_json_and_the_page_escapes_what_it_shows(health: Health, monit
     assert ["&lt;script&gt;" in body, "<script>" in body] == [True, False]
 
 
+def test_only_who_reads_the_page_counts_as_a_reader(health: Health, monitor: Monitor, clock: ManualClock):
+    """For whom coverage is looked at, by requests to the store."""
+    for path in ("/status", "/metrics", "/readyz"):
+        get(monitor, path)
+    assert health.read_age() == float("inf")
+    for path in ("/", "/status?coverage"):
+        clock.advance(5)
+        get(monitor, path)
+        assert health.read_age() == 0
+
+
 def test_metrics_are_those_of_the_process(monitor: Monitor):
     status, kind, body = get(monitor, "/metrics")
     assert status == 200
