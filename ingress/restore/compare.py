@@ -129,16 +129,17 @@ async def settle(
     settling = settling or Settling()
     good, lags, moved = 0, -1, clock.monotonic()
     while True:
-        cluster = (await raw_info(client, stream)).get("cluster") or {}
-        replicas = cluster.get("replicas") or []
+        info = await raw_info(client, stream)
+        cluster, wanted = info.get("cluster") or {}, int(info["config"].get("num_replicas") or 1) - 1
+        replicas = cluster.get("replicas") or []  # none, too, where the server has not begun its group yet
         behind = [each for each in replicas if not each.get("current") or each.get("lag") or each.get("offline")]
-        good = 0 if behind or (replicas and not cluster.get("leader")) else good + 1
-        if not replicas or good >= settling.answers:
+        good = 0 if behind or len(replicas) < wanted or (replicas and not cluster.get("leader")) else good + 1
+        if not (replicas or wanted) or good >= settling.answers:
             break
         if (lag := sum(int(each.get("lag") or 0) for each in behind)) != lags:
             lags, moved = lag, clock.monotonic()
         if clock.monotonic() > moved + settling.patience:
-            names = ", ".join(str(each.get("name")) for each in behind)
+            names = ", ".join(str(each.get("name")) for each in behind) or f"{wanted - len(replicas)} not there or"
             raise Unavailable(f"stream {stream}: expected replicas that catch up, found {names} behind")
         await clock.sleep(settling.span / (settling.answers - 1))
     await _all_consumers(client, stream, consumers, clock, settling)

@@ -13,14 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.clock import NS_PER_S
+from common.errors import Unavailable
 from common.jetstream.api import MARKER
 from common.jetstream.requests import ApiError
 from common.segments.captures import CapturedConfig, CapturedConsumer, CapturedConsumers, CapturedDeletions, source_key
 from common.segments.segment import Message
 from common.sequences import SequenceRange, Stretch
 from ingress.replay.plan import ChainRange, ReplayChain, ReplayPart
+from ingress.restore import compare
 from ingress.restore.archive import ArchiveConsumer, bounded, muted, unmuted, with_replicas
-from ingress.restore.compare import SIZE, Digests, SentRows, block_of, state_differences, unlike
+from ingress.restore.compare import SIZE, Digests, SentRows, block_of, settle, state_differences, unlike
 from ingress.restore.fold import Fold, SourcedRow, sourced_rows
 from ingress.restore.history import merged, same_command
 from ingress.restore.plan import (
@@ -39,6 +41,7 @@ from ingress.restore.plan import (
 )
 from ingress.restore.preflight import no_room, out_of_room
 from tests.support import compaction
+from tests.support.clock import ManualClock
 from tests.support.segments import CHAIN, batch_of, footer_of, message
 
 AT = "2026-01-02T03:04:05Z"
@@ -461,3 +464,25 @@ def test_what_a_server_without_room_answers_is_told_as_that() -> None:
         assert [line.split()[1] for line in drill.hint.splitlines() if line.startswith("floe")] == ["drill"]
         other = ApiError(500, 10062, "restore failed: unexpected content")
         assert out_of_room(other, REQUEST, "S", is_clustered=False) is None
+
+
+async def test_each_replica_is_waited_for_though_the_server_names_none_of_them_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server that has not begun the group of the stream yet describes it as one that is alone."""
+    here, behind = ({"name": "b", "current": True}, {"name": "c", "current": True}), {"name": "c", "lag": 3}
+    answers = [(), here[:1], (here[0], behind)]
+
+    async def info(*_: object) -> dict[str, Any]:
+        replicas = answers.pop(0) if answers else here
+        return {"config": {"num_replicas": 3}, "cluster": {"leader": "a", "replicas": [*replicas]}}
+
+    async def no_consumers(*_: object) -> list[dict[str, Any]]:
+        return []
+
+    monkeypatch.setattr(compare, "raw_info", info)
+    monkeypatch.setattr(compare, "list_consumers", no_consumers)
+    assert await settle(None, "S", [], ManualClock()) == ["a", "b", "c"]  # type: ignore[arg-type]
+    answers += [()] * 1000
+    with pytest.raises(Unavailable, match="found 2 not there or behind"):
+        await settle(None, "S", [], ManualClock())  # type: ignore[arg-type]
