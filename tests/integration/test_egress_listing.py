@@ -178,6 +178,23 @@ async def test_what_a_merge_moves_up_during_a_walk_is_no_hole(world: World) -> N
     assert walk.holes == ()
 
 
+async def test_a_walk_that_was_cut_goes_on_where_it_was_and_comes_again_when_it_is_due(world: World) -> None:
+    world.name(tens(1, 15_000))
+    walk = world.walk(await world.loaded(15_000), page=0.05)
+    before, cuts = world.objects.requests, 0
+    while not walk.news.is_set():
+        running = asyncio.create_task(walk.run())
+        await asyncio.sleep(0.02)
+        running.cancel()
+        await asyncio.wait({running})
+        cuts += 1
+        assert cuts < 1_000
+    again = asyncio.create_task(walk.run())
+    await asyncio.sleep(1.0)
+    again.cancel()
+    assert (cuts > 1, world.objects.requests - before < 20) == (True, True), "one walk, whatever cut it"
+
+
 async def test_a_put_sees_that_the_newest_segment_is_gone_unless_it_was_merged_up(world: World) -> None:
     """By the one listing that it makes."""
     world.segments.put(1, 10)

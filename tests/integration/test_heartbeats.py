@@ -21,6 +21,7 @@ from common.settings.egress import HeartbeatSettings
 from egress.heartbeats import check_stored, heartbeat_key, next_due
 from tests.support.basics import soon, unique
 from tests.support.egress import SITE, Bench, Running
+from tests.support.proxies import TcpProxy
 
 pytestmark = pytest.mark.simulated
 
@@ -88,6 +89,21 @@ async def test_a_failure_is_told_once_and_its_end_too(bench: Bench, caplog: pyte
         await bench.make_stream(missing)
         await soon(lambda: failures(running) == {})
         assert told("heartbeat_stored") == 1
+
+
+async def test_a_stream_that_refuses_and_a_server_whose_answer_never_comes_count_as_failures(
+    bench: Bench, nats_url: str
+) -> None:
+    stream = await bench.make_stream(unique("T"))
+    full = await bench.make_stream(unique("T"), max_msgs=1, discard="new")
+    async with TcpProxy(int(nats_url.rpartition(":")[2])) as proxy:
+        far = Bench(proxy.url, bench.root, bench.client, bench.lease_bucket, bench.state_bucket)
+        async with far.egress({"stream": stream}, heartbeats=beating(full, "a"), lease_ttl="10s") as running:
+            await soon(lambda: failures(running).get(f"{full}.a", "").startswith("E-JS-"))
+            proxy.blackhole("down")
+            await soon(lambda: failures(running).get(f"{full}.a") in ("E-UNKNOWN", "E-UNAVAILABLE"))
+            proxy.heal()
+            await soon(lambda: failures(running).get(f"{full}.a", "").startswith("E-JS-"))
 
 
 # Settings

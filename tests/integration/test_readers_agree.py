@@ -159,6 +159,34 @@ def test_every_reader_sees_the_same_rows_in_the_same_order(archive: Archive):
     assert [reader.__name__ for reader in merged if reader(archive) != wanted] == [], "after a merge"
 
 
+def test_the_columns_of_a_key_have_the_types_that_the_docs_name(tmp_path: Path):
+    archive = begun(tmp_path, CHAINS[1], numbers := Chain("77", "12"))
+    configured(tmp_path, f"{{url: 'file://{tmp_path}/store'}}")
+    files = [archive.path(archive.put(1, 2, chain=chain).key) for chain in (CHAINS[1], numbers)]
+    text = (ROOT / "docs" / "archive.md").read_text()
+    documented = {}
+    for names, *types in re.findall(r"^\| (`.*?) \|" + r" (.*?) \|" * 5 + "$", text, re.MULTILINE):
+        documented |= dict.fromkeys(re.findall("`(.*?)`", names), types[1:])
+
+    def of_duckdb(source: str) -> dict[str, str]:
+        return {name: kind for name, kind, *_ in duckdb.sql(f"DESCRIBE FROM {source}").fetchall()}
+
+    def of_polars(frame: polars.LazyFrame) -> dict[str, str]:
+        return {name: str(kind) for name, kind in frame.collect_schema().items()}
+
+    duckdb.sql(made(archive, "duckdb").read_text())
+    views = [of_duckdb("messages"), of_polars(runpy.run_path(str(made(archive, "polars")))["messages"])]
+    assert (views[0]["timestamp"], views[0]["subject_raw"]) == ("TIMESTAMP WITH TIME ZONE", "BLOB")
+    for path in files:
+        alone = of_duckdb(f"read_parquet('{path}')"), of_polars(polars.scan_parquet(path, hive_partitioning=True))
+        for name in ("site", "feed", "incarnation", "partition", "level"):
+            wanted = [re.split("[;,]", each)[0] for each in documented[name]]
+            if path == files[1] and name in ("site", "feed"):
+                wanted[2:] = ["BIGINT", "Int64"]
+                assert all("where all are numbers" in each for each in documented[name][2:])
+            assert [each[name] for each in (*views, *alone)] == wanted, name
+
+
 def block(fence: str, holding: str) -> str:
     """The one of the documentation's blocks that holds these words."""
     text = (ROOT / "docs" / "archive.md").read_text()
