@@ -365,6 +365,25 @@ def test_the_credentials_are_for_the_group_of_the_service():
     assert "install -m 0640 -g floe /dev/stdin /etc/floe/credentials/s3-secret" in by_hand
 
 
+@pytest.mark.servers
+@pytest.mark.usefixtures("rooms")
+async def test_the_words_of_the_chart_run_its_configuration(
+    nats_url: str, s3: SharedS3, tmp_path: Path, client: FloeClient
+):
+    deployment, words = Deployment(nats_url, s3), chart_words("egress")
+    text = deployment.configuration(VALUES["site"]["config"])
+    secret = {"/etc/floe/credentials/s3-secret": s3.secret_key}
+    user = NAMELESS if os.geteuid() == 0 else os.geteuid()
+    room = Room(tmp_path / "room", "/var/cache/floe", {words[-1]: text, **secret}, user)
+    await create_stream(client, {"name": deployment.stream, "subjects": [f"{deployment.stream}.>"]})
+    with running(room, words, {"HOME": "/", "PYTHONUNBUFFERED": "1"}) as process:
+        await soon(lambda: is_running(process, room) and bool(deployment.answers("/readyz")), every=0.1)
+        await client.request_raw(f"{deployment.stream}.n".encode(), b"x", timeout=30)
+        await soon(lambda: is_running(process, room) and deployment.has_archived(1), every=0.2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0, room.text()
+
+
 @pytest.mark.spark
 @pytest.mark.servers
 @pytest.mark.usefixtures("rooms")

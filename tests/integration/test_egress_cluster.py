@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +15,10 @@ from common.errors import FloeError, Unavailable
 from common.jetstream.api import stream_info
 from common.jetstream.kv import KeyValue, state_key
 from infra.acked import AckedPublisher
-from infra.local.nats import NatsCluster
+from infra.local.nats import NatsCluster, nats_server_binary
 from tests.support.basics import soon, unique
-from tests.support.egress import SITE, Bench, Running
+from tests.support.egress import SITE, Bench, Running, connected
+from tests.support.servers import placing
 
 
 @pytest.fixture
@@ -132,3 +134,28 @@ async def test_without_a_quorum_nobody_works_and_with_one_again_the_shares_are_f
     await asyncio.gather(*(member.drain() for member in members))
     for name in names:
         await bench.same_at_last(name, stream)
+
+
+async def test_a_leader_that_dies_in_an_older_cluster_and_comes_back_as_the_newest_loses_nothing(
+    tmp_path: Path,
+) -> None:
+    with NatsCluster(binary=nats_server_binary("2.10")) as older:
+        await asyncio.to_thread(placing, older)
+        client = await connected(older.urls)
+        bench = Bench(older.urls, tmp_path, client)
+        stream = await bench.make_replicated()
+        await publish(bench, stream, lambda count: count == 100)
+        async with bench.egress({"stream": stream}, kv_replicas=3, lease_ttl="10s"):
+            await bench.archived_to(stream, 100)
+            info = await stream_info(client, stream)
+            assert info is not None
+            leader = older.server(info.leader)
+            await asyncio.to_thread(leader.kill)
+            leader.use(nats_server_binary())
+            await asyncio.to_thread(leader.start)
+            await asyncio.to_thread(older.wait_ready)
+            await publish(bench, stream, lambda count: count == 100)
+            await bench.archived_to(stream, await bench.last(stream))
+        await bench.same_at_last(stream, stream)
+        assert len(bench.messages(stream)) >= 200
+        await client.aclose()
