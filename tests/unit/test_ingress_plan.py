@@ -55,6 +55,18 @@ def test_a_hole_is_late_since_the_first_segment_behind_it_came() -> None:
     assert plan == ChainPlan(Phase.LATE, (), SequenceRange(11, 20), 7.0)
 
 
+def test_a_hole_stays_late_since_it_was_but_the_time_of_damage_does_not_count() -> None:
+    """Compaction writes what stands behind a hole anew; a damaged segment that was removed may still be put back."""
+    now, elsewhere = late(2000.0), ChainPlan(Phase.LATE, (), SequenceRange(12, 20), 500.0)
+    assert [now.since(former).waiting_since for former in (late(), late(None), late(3000.0))] == [
+        1000.0,
+        2000.0,
+        2000.0,
+    ]
+    for former in (late(phase=Phase.DAMAGED), elsewhere, ChainPlan(Phase.READY)):
+        assert now.since(former) == now
+
+
 def test_a_damaged_segment_is_left_out_where_another_covers_and_stops_the_chain_where_none_does() -> None:
     whole, damaged = ref(1, 30, level=1), ref(1, 40)
     assert taken(plan_chain([whole, damaged], 1, None)) == [(0, 1, 40)]

@@ -354,6 +354,24 @@ async def test_only_what_moved_since_the_look_before_still_moves(lasts: tuple[in
         await looked.reconciler.settle(await looked.load(), None)
     assert (raised.value.exit_code, raised.value.code, looked.asked) == (code, "E-TARGET-SHARED", asked)
     assert isinstance(raised.value, AnotherWriter) is (code == 4)
+    why = "target FLEET: the target is further than this state explains: last sequence: expected at most 100, found "
+    assert raised.value.message.startswith(why)
     assert "message 101 has subject 'x'" in raised.value.message
     assert len(looked.said) == asked - 1
     assert all(each.startswith("looked at again before it stops: ") for each in looked.said)
+
+
+@pytest.mark.parametrize("known", [[None, None, CLOSED], [None, None, None]])
+async def test_a_target_with_messages_and_no_state_is_looked_at_three_times(known: list[TargetState | None]) -> None:
+    looked, states = Looked(103), iter(known)
+
+    async def load() -> Stored:
+        return Stored(next(states), 1)
+
+    looked.load = load  # type: ignore[method-assign]
+    if known[-1] is not None:  # another instance stored it meanwhile
+        assert (await looked.reconciler.first())[0].state == CLOSED
+    else:
+        with pytest.raises(Stopped, match="found last sequence 103 and no checkpoint"):
+            await looked.reconciler.first()
+    assert looked.asked == 3
