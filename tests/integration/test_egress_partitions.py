@@ -298,3 +298,30 @@ async def test_the_new_partitions_get_what_comes_meanwhile(bench: Bench, retenti
         await after.archived_to(150, 1)
     expected = [b"first %d" % i for i in range(60)] + [b"second %d" % i for i in range(90)]
     assert sorted(m.payload for m in everything(bench, stream)) == sorted(expected)
+
+
+async def test_a_sampled_feed_is_read_on_with_its_sampler_and_goes_on_with_what_it_knew(bench: Bench) -> None:
+    """One copy of each value in an hour: whoever was copied before the cut is not copied behind it."""
+    stream = await bench.make_stream(unique("T"))
+    keys = {"inspect_subject_token": 3, "inspect_duration": "1h"}
+    subjects = [f"{partition}.{value}" for partition in (0, 1) for value in "abc"]
+    parts = Partitioned(bench, stream, 2)
+    await publish_over(bench, stream, subjects, 60, "first")
+    async with bench.egress(feed_of(stream, 2, **keys)):
+        await parts.archived_to(60)
+    await publish_over(bench, stream, [*subjects, "0.d", "1.d"], 40, "more")
+    async with parts.away(1):
+        running = bench.start(bench.settings(feed_of(stream, 2, **keys)))
+        await soon(lambda: parts.end(0) == 100)
+        await running.drain()
+    cut = {"stream": stream, **keys}
+    await until_cut(bench, cut)
+    assert parts.ends() == {0: 100, 1: 100}
+    parts.check()
+    copied = [m.subject.decode().removeprefix(f"{stream}.") for m in parts.messages()]
+    assert sorted(copied) == sorted([*subjects, "0.d", "1.d"])
+    await publish_over(bench, stream, [*subjects, "0.e"], 70, "later")
+    async with bench.egress(cut):
+        await bench.archived_to(stream, 170, incarnation=1)
+    assert [m.subject.decode() for m in bench.messages(stream, 1)] == [f"{stream}.0.e"]
+    bench.check(stream, 1, 101)

@@ -123,6 +123,24 @@ async def test_silence_in_an_idle_stream_is_told_once_whatever_crashes(bench: Be
     assert await told(bench, feed) == once("new", NODES) + once("timeout", NODES) + once("expire", NODES)
 
 
+async def test_silence_is_told_in_a_filtered_feed_though_its_stream_is_busy(bench: Bench) -> None:
+    feed = await make(bench, inspect_duration="3s", warn_duration="1s")
+    feed["filter_subject"] = f"{feed['stream']}.a"
+    await send(bench, feed, NODES)
+
+    async def others() -> None:
+        while True:
+            await bench.publish(feed["stream"], documents(NODES), subject="b")
+            await asyncio.sleep(0.02)
+
+    load = asyncio.create_task(others())
+    async with bench.egress(feed):
+        await soon(lambda: _has_told(bench, feed, 30))
+    load.cancel()
+    await asyncio.wait({load})
+    assert await told(bench, feed) == once("new", NODES) + once("timeout", NODES) + once("expire", NODES)
+
+
 async def test_what_was_too_old_for_a_crashed_session_does_not_count_as_a_copy_later(bench: Bench) -> None:
     """The first session leaves the oldest message out because of the newest one that the source held; a later
     one must know that, or it takes the value for copied and the archive never holds it."""

@@ -54,7 +54,8 @@ async def test_each_of_three_replicas_holds_it(
 ) -> None:
     bench = clustered
     stream, before, state = await lost(bench, count, num_replicas=3, retention=retention)
-    await back.comes_back(bench, stream, before)
+    report = await back.comes_back(bench, stream, before)
+    assert sorted(report.comparison.copies) == sorted(server.name for server in cluster.servers)
     for server in cluster.servers:
         assert await copy_of(bench, stream, server.name, count) == before
     assert await back.state(bench, stream) == state
