@@ -43,9 +43,10 @@ def failpoint(name: str) -> None:
 
 def _act(name: str, action: str) -> None:
     if action == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+        signal.raise_signal(signal.SIGKILL)
     elif action == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # To this thread: one that is sent to the process leaves this thread time to take a lock first.
+        signal.raise_signal(signal.SIGSTOP)
     elif action == "raise":
         raise FailpointRaised(name)
     elif action.startswith("sleep:"):
