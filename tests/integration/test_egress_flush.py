@@ -61,6 +61,26 @@ async def test_a_flush_closes_every_open_segment_that_is_shown_and_waits_until_i
     await parts.same(stream)
 
 
+async def test_a_flush_leaves_the_choices_of_a_sampler_as_they_are(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    sampling = {"stream": stream, "inspect_field": "id", "inspect_duration": "1h"}
+    feeds = [{"name": name, **sampling, "segment": {**LONG}} for name in (unique("WHOLE"), unique("FLUSHED"))]
+    config, (whole, flushed) = str(configuration(bench, *feeds)), (feed["name"] for feed in feeds)
+    async with bench.egress(*feeds, tuning=PROMPT) as running:
+        for count in (2, 7, 15):
+            await bench.publish(stream, (b'{"id": "n%d"}' % n for n in range(count)))
+            last = await bench.last(stream)
+            await running.received(flushed, last)
+            done = await floe("egress", "flush", "-c", config, flushed, "--json")
+            assert done.code == 0, done
+            assert [row["last"] for row in done.json()] == [last]
+        assert (len(bench.refs(flushed)), bench.refs(whole)) == (3, [])
+    kept = [message.sequence for message in bench.messages(flushed)]
+    assert (len(kept), kept) == (15, [message.sequence for message in bench.messages(whole)])
+    for feed in (whole, flushed):
+        bench.check(feed)
+
+
 async def test_where_nobody_holds_the_lease_it_says_so_or_waits(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     feed = {"stream": stream, "segment": LONG}
