@@ -254,5 +254,6 @@ async def test_planning_that_takes_a_while_says_so_with_its_progress(
 async def test_planning_ends_where_it_is_stopped(quiet: Archive) -> None:
     work = restore(quiet, quiet.objects, ManualClock())
     work._stop.set()
-    with pytest.raises(Unavailable, match="was stopped before its end"):
+    with pytest.raises(Unavailable, match="was stopped before its end") as caught:
         await work.plan()
+    assert (caught.value.code, caught.value.exit_code) == ("E-RESTORE-STOPPED", 75)
