@@ -15,9 +15,10 @@ from common.jetstream.client import ApiError, FloeClient, frame
 from common.jetstream.headers import Provenance, restore
 from common.jetstream.pull import get_message
 from common.segments.segment import Message
+from infra.awkward import KINDS, NEEDS, publish_awkward
 from infra.local.nats import NatsServer
 from tests.integration.test_ingress_headers import ACTING, EVERYTHING, MARK
-from tests.support.basics import PATIENCE, AckReply, parse_ack, soon, unique
+from tests.support.basics import PATIENCE, AckReply, parse_ack, seeded, soon, unique
 from tests.support.headers import escape
 from tests.support.ingress import client_of
 from tests.support.servers import place
@@ -269,3 +270,15 @@ async def test_what_is_escaped_is_stored_and_does_nothing(client: FloeClient):
         stored = await get_message(client, stream, last + 1)
         assert (stored.headers, restore(stored.headers)) == (escaped, (HERE, original))
     assert (await stream_info(client, stream)).messages == last + 1
+
+
+@pytest.mark.parametrize("features", [{}, dict.fromkeys(NEEDS.values(), True)], ids=["without", "with"])
+async def test_the_server_takes_every_kind_of_odd_message_that_its_stream_allows(
+    client: FloeClient, features: dict[str, bool]
+) -> None:
+    """Others publish them to see them carried: a kind that is refused would be tried nowhere."""
+    stream, kinds = unique("ODD"), {*KINDS} - (set() if features else {*NEEDS})
+    config = {"name": stream, "subjects": [f"{stream}.>"], "duplicate_window": 200_000_000, **features}
+    await create_stream(client, config)
+    report = await publish_awkward(client, stream, stream, seeded(), 2 * len(kinds), deleted_share=0)
+    assert ({*report.stored}, report.published.refused, report.published.unknown) == (kinds, {}, 0)
