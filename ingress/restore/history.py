@@ -227,7 +227,7 @@ class ArchivedHistory:
         ends = {chain: min(self._begin_of(chain) - 1, history[chain]) for chain in known}
         ends |= {chain.chain: chain.range.rows.last for chain in chains}
         end = max(*ends.values(), *known.values())  # what is lost keeps its sequences: targets may have it
-        archived = max(end, *self._listed_ends(history).values())
+        archived = max([end, *self._listed_ends(history).values()])
         upto, moment_ns = (end, self._moment(chains, archived)) if request.is_in_the_past else (None, None)
         config, created = self._config(newest, upto, moment_ns, notes)
         was = str(config.get("name") or request.feed)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 
 import pytest
@@ -141,21 +141,27 @@ async def test_a_leader_that_dies_in_an_older_cluster_and_comes_back_as_the_newe
 ) -> None:
     with NatsCluster(binary=nats_server_binary("2.10")) as older:
         await asyncio.to_thread(placing, older)
-        client = await connected(older.urls)
-        bench = Bench(older.urls, tmp_path, client)
-        stream = await bench.make_replicated()
-        await publish(bench, stream, lambda count: count == 100)
-        async with bench.egress({"stream": stream}, kv_replicas=3, lease_ttl="10s"):
-            await bench.archived_to(stream, 100)
-            info = await stream_info(client, stream)
-            assert info is not None
-            leader = older.server(info.leader)
-            await asyncio.to_thread(leader.kill)
-            leader.use(nats_server_binary())
-            await asyncio.to_thread(leader.start)
-            await asyncio.to_thread(older.wait_ready)
-            await publish(bench, stream, lambda count: count == 100)
-            await bench.archived_to(stream, await bench.last(stream))
-        await bench.same_at_last(stream, stream)
-        assert len(bench.messages(stream)) >= 200
-        await client.aclose()
+        async with aclosing(await connected(older.urls)) as client:
+            bench = Bench(older.urls, tmp_path, client)
+            stream = await bench.make_replicated()
+
+            async def reaches(last: int) -> bool:
+                with suppress(FloeError):  # no leader just now
+                    await publish(bench, stream, lambda count: count == 100)
+                    return await bench.last(stream) >= last
+                return False
+
+            await soon(lambda: reaches(100))
+            async with bench.egress({"stream": stream}, kv_replicas=3, lease_ttl="10s"):
+                await bench.archived_to(stream, 100)
+                info = await stream_info(client, stream)
+                assert info is not None
+                leader = older.server(info.leader)
+                await asyncio.to_thread(leader.kill)
+                leader.use(nats_server_binary())
+                await asyncio.to_thread(leader.start)
+                await asyncio.to_thread(older.wait_ready)
+                await soon(lambda: reaches(200))
+                await bench.archived_to(stream, await bench.last(stream))
+            await bench.same_at_last(stream, stream)
+            assert len(bench.messages(stream)) >= 200
