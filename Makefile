@@ -50,10 +50,10 @@ $(INSTALLED): requirements.lock pyproject.toml $(NATS_OLDER:%=infra/local/nats-%
 demo: java $(INSTALLED)  ## two sites, a bucket and a centre on this machine; kills, compaction, and a comparison
 	@$(BIN)/python -m floe demo
 
-test: java $(INSTALLED)  ## every test, with real servers on loopback (some 12 minutes on 2 cores); PYTHON=python3.13, FLOE_TEST_S3=minio
+test: java $(INSTALLED)  ## every test, with real servers on loopback (some 10 minutes on 2 cores); PYTHON=python3.13, FLOE_TEST_S3=minio
 	@# Once before, or each process rewrites the assertions of all tests. The run itself says what is wrong.
 	@$(BIN)/python -m pytest --collect-only -qq > /dev/null 2>&1 || true
-	@$(BIN)/python -m pytest -m "not soak" -n 4 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -m "not soak" -n 5 --dist loadfile --no-loadscope-reorder
 
 minio: $(INSTALLED)  ## MinIO on loopback with a bucket, until Ctrl-C; prints the settings; built by go, or a container, where none is found
 	@$(BIN)/python -m infra.local.minio
