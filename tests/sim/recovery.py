@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from common.clock import SystemClock
@@ -28,6 +30,36 @@ HAPPENS = 8.0, 30.0  # seconds
 NOTICED = 1.0, 15.0  # seconds until somebody acts
 AGAIN = 3.0  # seconds until the command is pasted again
 WHOLE = "E-RESTORE-LOSSY"  # an archive that lacks nothing is never called so
+
+
+@dataclass(frozen=True)
+class Archive:
+    """The place of an archive, as a command finds it in its configuration."""
+
+    settings: Settings
+    objects: SimObjects
+    folder: Path
+
+    @contextmanager
+    def opened(self) -> Iterator[tuple[SegmentStore, ChainStore]]:
+        layout = Layout(self.settings.store.prefix)
+        with closing(SegmentStore(self.objects, layout, spool_dir=self.folder)) as store:
+            yield store, ChainStore(self.objects, layout)
+
+
+def pasting(
+    world: World, name: str, is_due: Callable[[], bool], paste: Callable[[Archive], Awaitable[None]], archive: Archive
+) -> Member:
+    """Whoever pastes a command again and again while `is_due`."""
+
+    async def main(_health: object) -> None:
+        clock = SystemClock()
+        while True:
+            await clock.sleep(AGAIN)
+            if is_due():
+                await paste(archive)
+
+    return Member(world, name, main)
 
 
 class Disaster:
@@ -56,23 +88,17 @@ class Disaster:
     def operator(self, settings: Settings, objects: SimObjects, folder: Path) -> Member:
         """Whoever pastes the command until it says that all is well."""
 
-        async def main(_health: object) -> None:
-            clock = SystemClock()
-            while True:
-                await clock.sleep(AGAIN)
-                if self._is_noticed and not self.is_over:
-                    await self._restore(settings, objects, folder)
+        archive = Archive(settings, objects, folder)
+        return pasting(self.world, "restore", lambda: self._is_noticed and not self.is_over, self._restore, archive)
 
-        return Member(self.world, "restore", main)
-
-    async def _restore(self, settings: Settings, objects: SimObjects, folder: Path) -> None:
-        layout, clock = Layout(settings.store.prefix), SystemClock()
-        store, request = SegmentStore(objects, layout, spool_dir=folder), RestoreRequest(self._site, self._stream)
-        work = Restore(settings, request, store, ChainStore(objects, layout), clock, Teller())
+    async def _restore(self, archive: Archive) -> None:
+        request = RestoreRequest(self._site, self._stream)
         self.tries += 1
         try:
-            async with work.connected() as client:
-                report = await work.run(client, Stop())
+            with archive.opened() as (store, documents):
+                work = Restore(archive.settings, request, store, documents, SystemClock(), Teller())
+                async with work.connected() as client:
+                    report = await work.run(client, Stop())
         except FloeError as error:
             self.world.note(f"restore: {error.code}")
             if error.code == WHOLE:
@@ -80,8 +106,6 @@ class Disaster:
             if error.code == "E-RESTORE-EXISTS" and self._is_back():
                 self.is_over = True
             return
-        finally:
-            store.close()
         if report.exit_code or not self._is_back():
             raise Broken("\n".join([f"restore ended with {report.exit_code}", *report.lines()]))
         self.is_over = True
@@ -122,30 +146,21 @@ class Replays:
     def operator(self, settings: Settings, objects: SimObjects, folder: Path) -> Member:
         """Whoever pastes the command until it says that all is done."""
 
-        async def main(_health: object) -> None:
-            clock = SystemClock()
-            while True:
-                await clock.sleep(AGAIN)
-                if self._range and not self.is_over:
-                    await self._replay(settings, objects, folder)
+        archive = Archive(settings, objects, folder)
+        return pasting(self.world, "replay", lambda: bool(self._range) and not self.is_over, self._replay, archive)
 
-        return Member(self.world, "replay", main)
-
-    async def _replay(self, settings: Settings, objects: SimObjects, folder: Path) -> None:
-        layout, clock = Layout(settings.store.prefix), SystemClock()
+    async def _replay(self, archive: Archive) -> None:
         first, last = self._range[0], self._range[-1]
         request = Request(
             self._site, self._stream, self.STREAM, from_sequence=first, to_sequence=last, prefix=self.PREFIX
         )
-        store = SegmentStore(objects, layout, spool_dir=folder)
-        work = Replay(settings, request, ReplayOptions(), store, ChainStore(objects, layout), clock, Teller())
         try:
-            async with work.connected() as client:
-                self.is_over = (await work.run(client, Stop())).finished
+            with archive.opened() as (store, documents):
+                work = Replay(archive.settings, request, ReplayOptions(), store, documents, SystemClock(), Teller())
+                async with work.connected() as client:
+                    self.is_over = (await work.run(client, Stop())).finished
         except FloeError as error:
             self.world.note(f"replay: {error.code}")
-        finally:
-            store.close()
 
     def wrong(self) -> set[int]:
         """The numbers of messages of the range that are missing, or of others that came."""
