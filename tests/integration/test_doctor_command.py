@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import boto3
 import pytest
@@ -444,7 +443,11 @@ def test_a_wrong_clock_and_a_folder_without_links_are_warned_of(
     assert (found.state, found.found.partition(" s ")[2]) == ("warning", "ahead of this host's")
     clock.advance(330)
     assert (findings()["store clock"].state, findings()["store conditional put"].state) == ("ok", "ok")
-    monkeypatch.setattr("common.objects.local.os.link", Mock(side_effect=OSError(errno.EPERM, "not permitted")))
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, "not permitted")
+
+    monkeypatch.setattr("common.objects.local.os.link", refused)
     found = findings()["store conditional put"]
     assert (found.state, "no hard links" in found.found) == ("warning", True)
     assert "write from one host only" in found.todo

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -122,8 +121,14 @@ async def answered(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def notified(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The first time it is called by whoever follows, then by the connection.
-    heard: Any = SimpleNamespace(is_wanted=True, listening=Mock(side_effect=[None, MemoryError("no room")]))
+    calls: list[bool] = []
+
+    def listening(*_: object) -> None:
+        calls.append(True)
+        if len(calls) > 1:  # the first time it is called by whoever follows, then by the connection
+            raise MemoryError("no room")
+
+    heard: Any = SimpleNamespace(is_wanted=True, listening=listening)
     await follow_subject(client, unique("events"), heard, SystemClock())
 
 
