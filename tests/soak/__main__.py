@@ -22,8 +22,6 @@ from tests.scenarios.bucket import compacted
 from tests.scenarios.delivery import delivered
 from tests.scenarios.delivery_forgetful import work_queue
 from tests.scenarios.faults import Outcome, kill_rounds
-from tests.scenarios.many_sites import many_sites
-from tests.scenarios.months import Months, months
 from tests.scenarios.rounds import crash_rounds
 from tests.scenarios.simulated import added, mutants, worlds
 from tests.support.basics import SharedS3
@@ -61,10 +59,8 @@ RUNS: dict[str, Soak] = {
     "delivery_atomic": Soak(lambda s3, rng: delivered(s3, rng, 300, "atomic"), WHOLE),
     "delivery_single": Soak(lambda s3, rng: delivered(s3, rng, 300, "single"), WHOLE),
     "delivery_work_queue": Soak(lambda s3, rng: work_queue(s3, rng, 300, "auto"), WHOLE),
-    "months": Soak(lambda _, rng: months(rng, Months()), (INGRESS, COMPACTION)),
     "worlds": Soak(lambda *_: worlds(click.get_current_context().params["seeds"]), (*WHOLE, "tests/sim")),
     "mutants": Soak(lambda *_: mutants(), (*WHOLE, "tests/sim")),
-    "many_sites": Soak(lambda s3, rng: many_sites(s3, rng, segments=94_000, seconds=300), (INGRESS,)),
 }
 
 
@@ -89,7 +85,7 @@ def _range(_context: click.Context, _option: click.Parameter, text: str | None) 
 @click.option("--seed", type=int, help="Repeat a run with the seed that it printed.")
 @click.option("--seeds", callback=_range, help="Of the simulated worlds: N for 1-N, or A-B; what fits is added up.")
 def main(only: list[str], stale: bool, seed: int | None, seeds: range) -> None:
-    """Run the fault runs at full length. Example: python -m tests.soak --only kill_rounds,months"""
+    """Run the fault runs at full length. Example: python -m tests.soak --only kill_rounds,archives"""
     results = json.loads(EVIDENCE.read_text())["runs"] if EVIDENCE.exists() else {}
     names = [name for name in only or RUNS if not stale or _is_stale(name, results.get(name, {}))]
     failed = []
