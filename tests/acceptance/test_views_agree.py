@@ -18,7 +18,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from html import unescape
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -68,10 +67,6 @@ class Fleet:
     ports: dict[str, int] = field(default_factory=dict)
     services: dict[str, Service] = field(default_factory=dict)
 
-    @property
-    def store_address(self) -> str:
-        return f"http://127.0.0.1:{self.line.port}"
-
     # The truth
 
     async def publish(self, site: str, count: int, size: int = 100) -> None:
@@ -99,7 +94,9 @@ class Fleet:
     def _listed(self) -> dict[str, list[tuple[int, int]]]:
         """End and size of each segment in the bucket."""
         found: dict[str, list[tuple[int, int]]] = {}
-        pages = self.bucket.get_paginator("list_objects_v2").paginate(Bucket=self.world.bucket)
+        pages = self.bucket.get_paginator("list_objects_v2").paginate(
+            Bucket=self.world.store["url"].removeprefix("s3://")
+        )
         for each in (each for page in pages for each in page.get("Contents", ())):
             if match := SEGMENT.fullmatch(each["Key"]):
                 found.setdefault(match[1], []).append((int(match[2]), each["Size"]))
@@ -153,11 +150,8 @@ async def running(s3: SharedS3, **times: Mapping[str, str]) -> AsyncIterator[Fle
     """The fleet. `times`: keys of `egress` and `ingress` in place of the world's, which are short."""
     names = (*SITES, "centre")
     async with TcpProxy(urlsplit(s3.endpoint_url).port or 0) as line:
-        address = f"http://127.0.0.1:{line.port}"
-        through = SimpleNamespace(
-            endpoint_url=address, access_key=s3.access_key, secret_key=s3.secret_key, new_bucket=s3.new_bucket
-        )
-        with World(through, *SITES, segment={"max_age": "1s", "max_messages": 500}) as world:
+        store = s3.store() | {"endpoint_url": f"http://127.0.0.1:{line.port}"}
+        with World(store, *SITES, segment={"max_age": "1s", "max_messages": 500}) as world:
             keys = {"aws_access_key_id": s3.access_key, "aws_secret_access_key": s3.secret_key}
             bucket = boto3.client("s3", endpoint_url=s3.endpoint_url, region_name="us-east-1", **keys)
             fleet = Fleet(world, line, bucket, ports=dict(zip(names, free_ports(3), strict=True)))
@@ -357,16 +351,20 @@ async def dead_store(fleet: Fleet, *, is_silent: bool = False) -> float:
 
     async def site_shown() -> bool:
         done = await fleet.status("alpha")
-        is_said = "the store does not answer: " in done.err and fleet.store_address in done.err
+        is_said = "the store does not answer: " in done.err and fleet.world.store["endpoint_url"] in done.err
         return (done.code, done.json()[0]["known_from"]) == (75, "monitor") and is_said
 
     async def centre_shown() -> bool:
         done = await fleet.status("centre")
-        return (done.code, done.out) == (75, "") and fleet.store_address in done.err and done.err.count("\n") == 1
+        return (
+            (done.code, done.out) == (75, "")
+            and fleet.world.store["endpoint_url"] in done.err
+            and done.err.count("\n") == 1
+        )
 
     async def archive_checked() -> bool:
         code, found = await fleet.check("archive", "centre")
-        return code == 3 and fleet.store_address in found["text"]
+        return code == 3 and fleet.world.store["endpoint_url"] in found["text"]
 
     seconds = await said(at_the_site, at_the_centre)
     await said(site_shown, centre_shown, archive_checked)  # each waits for a silent store for ten seconds

@@ -10,26 +10,21 @@ from __future__ import annotations
 import base64
 import json
 import secrets
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.chain import Chain
 from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient
-from common.open import load_settings, open_chains, open_store
+from common.open import load_settings, open_chains
 from infra.acked import AckedPublisher
 from infra.awkward import publish_awkward
 from infra.local.nats import NatsServer
-from infra.oracle import Trace, archived, compare, prefixed, source_trace, target_traces
-from tests.scenarios.judge import PREFIX, carried
+from tests.scenarios.judge import judged
 from tests.scenarios.load import client_of
-from tests.scenarios.world import TARGET, World
-from tests.support.basics import PATIENCE, seeded, soon
+from tests.scenarios.world import World
+from tests.support.basics import SharedS3, seeded, soon
 from tests.support.commands import floe
-from tests.support.oracle import compare_target
 
 pytestmark = pytest.mark.servers
 
@@ -47,36 +42,6 @@ async def put(client: FloeClient, *messages: tuple[str, bytes, bytes | None]) ->
 
 def headers(*lines: str) -> bytes:
     return ("NATS/1.0\r\n" + "".join(f"{line}\r\n" for line in lines) + "\r\n").encode()
-
-
-async def judged(world: World, config: Path, feeds: Iterable[str], *, gone: bool = False) -> None:
-    """Wait until the target holds all that the streams hold; then compare sources, archive and target.
-
-    `gone`: the sources have let go of messages that were archived before.
-    """
-    store = open_store(load_settings(str(config)))
-    url = world.sites[SITE].url
-    async with client_of(url) as client:
-        plain = {feed: await source_trace(client, feed) for feed in feeds}
-        mapped = {Chain(SITE, feed): await source_trace(client, feed, prefixed(PREFIX)) for feed in feeds}
-    await soon(lambda: all(reaches(store, Chain(SITE, f), t.through) for f, t in plain.items()), every=0.3)
-    found = {feed: Trace.of(archived(store, Chain(SITE, feed))) for feed in feeds}
-    for feed, trace in plain.items():
-        compared = compare(trace, found[feed], name=feed, may_be_gone=gone)
-        assert compared.ok, compared.report()
-    await carried(world, sum(map(len, found.values())), PATIENCE)
-    async with client_of(world.central.url) as client:
-        target = await target_traces(client, TARGET)
-    if not gone:
-        compared = compare_target(mapped, target.traces, target.foreign)
-        assert compared.ok, compared.report()
-    arrived = {chain.feed: list(trace.sequences) for chain, trace in target.traces.items()}
-    assert arrived == {feed: list(trace.sequences) for feed, trace in found.items()}
-    store.close()
-
-
-def reaches(store: Any, chain: Chain, last: int) -> bool:
-    return max((ref.coverage.last for ref in store.list(chain)), default=0) >= last
 
 
 # O2, O7, O8
@@ -155,8 +120,10 @@ async def named_streams(client: FloeClient) -> list[str]:
     return names
 
 
-async def test_streams_of_every_ordinary_kind_are_archived_and_carried_as_they_are_through_restarts(s3: Any) -> None:
-    with World(s3, SITE, segment=SEGMENT) as world:
+async def test_streams_of_every_ordinary_kind_are_archived_and_carried_as_they_are_through_restarts(
+    s3: SharedS3,
+) -> None:
+    with World(s3.store(), SITE, segment=SEGMENT) as world:
         url = world.sites[SITE].url
         async with client_of(url) as client:
             feeds = [await kv_bucket(client, f"h{history}", history) for history in (1, 5, 64)]
@@ -164,9 +131,9 @@ async def test_streams_of_every_ordinary_kind_are_archived_and_carried_as_they_a
             feeds += await named_streams(client)
             await soon(lambda: same_length(client, "MIRROR", "REPUBLISH"))
         site = world.site_config(SITE, *({"stream": feed} for feed in feeds))
-        centre = world.central_config(feeds=tuple(feeds))
+        centre = world.central_config(feeds=feeds)
         egress, ingress = world.egress(site), world.ingress(centre)
-        await judged(world, site, feeds)
+        await judged(world, SITE, site, feeds)
         assert (egress.drain(), ingress.drain()) == (0, 0)
         async with client_of(url) as client:  # a restart, and what came meanwhile
             more = [(f"$KV.h5.k{n % 7}", b"again %d" % n, None) for n in range(40)]
@@ -174,7 +141,7 @@ async def test_streams_of_every_ordinary_kind_are_archived_and_carried_as_they_a
             await put(client, *more)
         egress.start()
         ingress.start()
-        await judged(world, site, feeds, gone=True)
+        await judged(world, SITE, site, feeds, gone=True)
         drill = await floe("drill", "-c", str(centre), "--site", SITE, "--feed", "KV_h5")
         assert drill.code == 0, drill
 
@@ -187,8 +154,8 @@ async def same_length(client: FloeClient, one: str, other: str) -> bool:
 # O9, O10
 
 
-async def test_a_site_that_is_installed_again_and_a_server_that_is_renamed_and_moved_go_on(s3: Any) -> None:
-    with World(s3, SITE, segment=SEGMENT) as world:
+async def test_a_site_that_is_installed_again_and_a_server_that_is_renamed_and_moved_go_on(s3: SharedS3) -> None:
+    with World(s3.store(), SITE, segment=SEGMENT) as world:
         old = world.sites[SITE]
         async with client_of(old.url) as client:
             await create_stream(client, {"name": "NODES", "subjects": ["nodes.>"], "storage": "file"})
@@ -196,13 +163,13 @@ async def test_a_site_that_is_installed_again_and_a_server_that_is_renamed_and_m
             site, centre = world.site_config(SITE), world.central_config()
             egress = world.egress(site)
             world.ingress(centre)
-            await judged(world, site, ["NODES"])
+            await judged(world, SITE, site, ["NODES"])
             assert egress.drain() == 0
             for bucket in ("FLOE_STATE", "FLOE_LEASES"):  # another disk, another host, the state gone
                 await client.api(f"STREAM.DELETE.KV_{bucket}", {})
             await put(client, *((f"nodes.{n}", b"after", None) for n in range(300)))
         egress = world.egress(site, "egress-reinstalled", TMPDIR=str(world.folder), HOSTNAME="another")
-        await judged(world, site, ["NODES"])
+        await judged(world, SITE, site, ["NODES"])
         assert egress.drain() == 0
         old.stop()
         world.sites[SITE] = new = NatsServer(old.folder, name="renamed")
@@ -210,5 +177,5 @@ async def test_a_site_that_is_installed_again_and_a_server_that_is_renamed_and_m
         async with client_of(new.url) as client:
             await put(client, *((f"nodes.{n}", b"moved", None) for n in range(300)))
         world.egress(world.site_config(SITE), "egress-moved")
-        await judged(world, site, ["NODES"])
+        await judged(world, SITE, site, ["NODES"])
         assert [chain.incarnation for chain in open_chains(load_settings(str(site))).chains(SITE, "NODES")] == [0]

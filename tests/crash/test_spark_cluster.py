@@ -93,13 +93,13 @@ def secretive(s3: SharedS3, tmp_path: Path) -> tuple[Archive, dict[str, str]]:
     secret = tmp_path / "s3-secret"
     secret.write_text(s3.secret_key)
     secret.chmod(0o600)
-    address = {"url": f"s3://{s3.new_bucket()}", "endpoint_url": s3.endpoint_url, "access_key_id": s3.access_key}
-    store = StoreSettings.model_validate({**address, "secret_access_key": s3.secret_key})
-    archive = Archive(tmp_path, open_objects(store))
+    store = s3.store()
+    archive = Archive(tmp_path, open_objects(StoreSettings.model_validate(store)))
     for chain in (CHAIN, OTHER):
         ChainStore(archive.objects, archive.layout).create_chain(chain, ChainDocument((), 1, 1))
     fill(archive)
-    return archive, {**address, "secret_access_key_file": str(secret)}
+    del store["secret_access_key"]
+    return archive, {**store, "secret_access_key_file": str(secret)}
 
 
 def through_wires(rpc: int, blocks: int) -> dict[str, str]:

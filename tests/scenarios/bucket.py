@@ -1,4 +1,4 @@
-"""Segments in the bucket: compaction and deletion under readers."""
+"""Services that are killed, and segments in the bucket: compaction and deletion under readers."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ import asyncio
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from common.chain import Chain
 from common.open import load_settings, open_store
 from common.segments.store import SegmentGone, SegmentStore
+from common.tasks import Stop
+from infra.awkward import publish_awkward
 from infra.oracle import Trace, archived, compare
-from tests.scenarios.faults import Outcome, prepare
-from tests.scenarios.judge import judge, sources_of
-from tests.scenarios.load import Load
+from tests.scenarios.judge import judged
+from tests.scenarios.load import Load, client_of, make_stream
 from tests.scenarios.processes import run_floe
 from tests.scenarios.world import World
+from tests.support.basics import PATIENCE, SharedS3, soon
 
+CHAIN = Chain("alpha", "NODES")
 POLICY = {
     "engine": "local",
     "delete_grace": "1s",
@@ -30,54 +35,81 @@ POLICY = {
 }
 
 
-async def compacted(s3: Any, rng: random.Random, seconds: float, rate: int = 400, engine: str = "local") -> Outcome:
-    """The cover gives the same rows during and after compaction and deletion, ingress reading (I5)."""
-    with World(s3, "alpha") as world:
-        await prepare(world, rng)
+async def compacted(s3: SharedS3, rng: random.Random, seconds: float, engine: str = "local") -> dict[str, Any]:
+    """Kill egress, ingress or both under load (I1, I2, I6, I7). The cover gives the same rows during and after
+    compaction and deletion (I5). Raises AssertionError where it does not.
+    """
+    with World(s3.store(), CHAIN.site) as world:
+        url = world.sites[CHAIN.site].url
+        async with client_of(url) as client:
+            await make_stream(client, CHAIN.feed, CHAIN.site)
+            assert (await publish_awkward(client, CHAIN.feed, CHAIN.site, rng, 300)).deleted
         central = world.central_config(compaction={**POLICY, "engine": engine})
-        services = [world.egress(world.site_config("alpha")), world.ingress(central)]
-        started, faults = time.monotonic(), Counter[str]()
-        done = asyncio.Event()
-        watch = asyncio.create_task(asyncio.to_thread(_watch, central, done, faults))
+        services = [world.egress(world.site_config(CHAIN.site)), world.ingress(central)]
+        store = open_store(load_settings(str(central)))
+        started, counts, done = time.monotonic(), Counter[str](), asyncio.Event()
+        watch = asyncio.create_task(asyncio.to_thread(_watch, store, done, counts))
         try:
-            async with Load(world.sites["alpha"].url, "alpha", rng, rate):
-                while time.monotonic() < started + seconds:
-                    await asyncio.sleep(rng.uniform(0.5, 2.0))
-                    await asyncio.to_thread(_compact, central, faults)
-                    if rng.random() < 0.3:
-                        await asyncio.to_thread(services[1].kill)
-                        services[1].start()
-            for run in range(10):  # a slow machine may need more than three
-                await asyncio.to_thread(_compact, central, faults)
-                if run >= 2 and faults["segments deleted"]:
-                    break
-                await asyncio.sleep(1.5)
+            async with Compactor(central, store, [CHAIN]) as compactor:
+                async with Load(url, CHAIN.site, rng, 1000):
+                    while time.monotonic() < started + seconds:
+                        await asyncio.sleep(rng.uniform(0.5, 4.0))
+                        for victim in rng.choice([services[:1], services[1:], services]):
+                            await asyncio.to_thread(victim.kill)
+                            victim.start()
+                            counts[f"SIGKILL {victim.name}"] += 1
+                runs = compactor.counts["compactions"] + 3
+                await soon(lambda: compactor.counts["compactions"] >= runs, 10 * PATIENCE, 0.3)
         finally:
             done.set()  # else what looks on would keep the process for ever
         await watch
-        verdict = await judge(world, central, await sources_of(world))
+        messages = await judged(world, CHAIN.site, central, [CHAIN.feed])
         checked = run_floe("segments", "verify", "-c", str(central))
         assert checked.code == 0, checked
-        assert faults["covers compared"] > 0
-        assert faults["segments deleted"] > 0
         for service in services:
             assert service.drain() == 0, service.tail()
-        return Outcome(verdict, time.monotonic() - started, faults)
+        found = {"messages": messages, **counts, **compactor.counts}
+        assert found["covers compared"] > 0
+        assert found["segments deleted"] > 0
+        return {"seconds": round(time.monotonic() - started, 1), **found}
 
 
-def _compact(config: Path, faults: Counter[str]) -> None:
-    store = open_store(load_settings(str(config)))
-    before = {ref.name for ref in store.list(Chain("alpha", "NODES"))}
-    done = run_floe("compact", "-c", str(config), seconds=900)
-    assert done.code == 0, done
-    after = {ref.name for ref in store.list(Chain("alpha", "NODES"))}
-    faults["compactions"] += 1
-    faults["segments deleted"] += len(before - after)
+class Compactor:
+    """`floe compact` over and over while it is entered: merging, and deleting what was merged."""
+
+    def __init__(self, config: Path, store: SegmentStore, chains: Sequence[Chain]) -> None:
+        self.counts: Counter[str] = Counter()
+        self._config, self._store, self._chains = config, store, chains
+        self._stop = Stop()
+
+    async def __aenter__(self) -> Compactor:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stop.set()
+        await self._task
+
+    async def _run(self) -> None:
+        while not self._stop.is_set:
+            await asyncio.to_thread(self._once)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), 2.0)
+
+    def _once(self) -> None:
+        before = self._names()
+        done = run_floe("compact", "-c", str(self._config), seconds=900)
+        assert done.code == 0, done
+        self.counts["compactions"] += 1
+        self.counts["segments deleted"] += len(before - self._names())
+
+    def _names(self) -> set[object]:
+        return {ref.name for chain in self._chains for ref in self._store.list(chain)}
 
 
-def _watch(config: Path, done: asyncio.Event, counts: Counter[str]) -> None:
+def _watch(store: SegmentStore, done: asyncio.Event, counts: Counter[str]) -> None:
     """Read the cover over and over; what it gave once, it must give again."""
-    store, known = open_store(load_settings(str(config))), Trace()
+    known = Trace()
     while not done.is_set():
         current = _trace(store)
         again = compare(known, _upto(current, known))
@@ -91,7 +123,7 @@ def _trace(store: SegmentStore) -> Trace:
     """The cover's rows now; a segment deleted between listing and reading means: list again."""
     for _ in range(50):
         try:
-            return Trace.of(archived(store, Chain("alpha", "NODES")))
+            return Trace.of(archived(store, CHAIN))
         except SegmentGone:
             continue
     raise AssertionError("the cover could not be read in 50 tries: its segments vanish without a successor")

@@ -19,7 +19,8 @@ from common.errors import FloeError
 from common.jetstream.api import stream_info
 from common.open import load_settings, open_chains, open_store
 from infra.oracle import Trace, prefixed, target_traces
-from tests.scenarios.delivery_beside import FEEDS, SITES, WRITTEN, Compactor, Egress
+from tests.scenarios.bucket import Compactor
+from tests.scenarios.delivery_beside import FEEDS, FROZEN, SITES, WRITTEN, Egress
 from tests.scenarios.delivery_centre import CREATE, PREFIX, TARGET, Centre, centre
 from tests.scenarios.delivery_faults import KINDS, Faults
 from tests.scenarios.delivery_meter import Meter
@@ -89,7 +90,7 @@ async def disturbed(
     It gets the run, and what the target must hold. `beside`: entered before ingress starts, and left behind the block.
     Behind the block the instances are drained.
     """
-    store = store_of(s3)
+    store = s3.store()
     rate, delay = PACES.get(target["publisher"], PACE)
     async with AsyncExitStack() as stack:
         at = await stack.enter_async_context(centre(store, SITES, FEEDS, delay, **target))
@@ -103,7 +104,7 @@ async def disturbed(
         for instance in at.instances:
             instance.service.start()
         meter = await stack.enter_async_context(Meter(at.instances))
-        compactor = await stack.enter_async_context(Compactor(at.config, segments))
+        compactor = await stack.enter_async_context(Compactor(at.config, segments, [*WRITTEN, FROZEN]))
         faults = Faults(at, meter, rng)
         with Writer(authors, random.Random(rng.random()), rate) as writer:
             await soon(lambda: last_sequence(at), SETTLE, 0.3)
@@ -119,16 +120,6 @@ async def _drained(at: Centre) -> None:
         assert code == 0, f"{instance.name} ended with {code} on SIGTERM\n{instance.service.tail()}"
         exits = {code: count for code, count in instance.exits.items() if code not in LATER}
         assert not exits, f"{instance.name} ended by itself: {exits}\n{instance.service.tail()}"
-
-
-def store_of(s3: Any) -> dict[str, Any]:
-    """The `store` of a configuration, with a bucket of its own."""
-    return {
-        "url": f"s3://{s3.new_bucket()}",
-        "endpoint_url": s3.endpoint_url,
-        "access_key_id": s3.access_key,
-        "secret_access_key": s3.secret_key,
-    }
 
 
 async def arrived(at: Centre, count: int, seconds: float = SETTLE) -> None:

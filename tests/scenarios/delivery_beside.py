@@ -1,25 +1,21 @@
-"""What works beside ingress in the delivery runs: a site that freezes one chain, and compaction."""
+"""What works beside ingress in the delivery runs: a site that freezes one chain."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from common.chain import Chain
-from common.segments.store import SegmentStore
-from common.tasks import Stop
 from infra.local.nats import NatsServer
 from infra.oracle import Trace, prefixed, source_trace
 from tests.scenarios.delivery_centre import PREFIX
 from tests.scenarios.load import Load, client_of, make_stream
-from tests.scenarios.processes import Service, run_floe
+from tests.scenarios.processes import Service
 
 SITES, FEEDS = ("alpha", "beta"), ("ONE", "TWO", "THREE")
 FROZEN = Chain("alpha", "THREE")  # by a real egress; segments of the others are written by the run itself
@@ -69,36 +65,3 @@ def _egress_config(url: str, store: Mapping[str, Any]) -> dict[str, Any]:
             "feeds": [{"stream": FROZEN.feed}],
         },
     }
-
-
-class Compactor:
-    """`floe compact` over and over while it is entered: merging, and deleting what was merged."""
-
-    def __init__(self, config: Path, store: SegmentStore) -> None:
-        self.counts: Counter[str] = Counter()
-        self._config, self._store = config, store
-        self._stop = Stop()
-
-    async def __aenter__(self) -> Compactor:
-        self._task = asyncio.create_task(self._run())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._stop.set()
-        await self._task
-
-    async def _run(self) -> None:
-        while not self._stop.is_set:
-            await asyncio.to_thread(self._once)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), 2.0)
-
-    def _once(self) -> None:
-        before = self._names()
-        done = run_floe("compact", "--engine", "local", "-c", str(self._config), seconds=900)
-        assert done.code == 0, done
-        self.counts["compactions"] += 1
-        self.counts["segments deleted"] += len(before - self._names())
-
-    def _names(self) -> set[object]:
-        return {ref.name for chain in (*WRITTEN, FROZEN) for ref in self._store.list(chain)}

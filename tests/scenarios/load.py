@@ -12,7 +12,6 @@ from common.jetstream.client import FloeClient, connect
 from common.settings.service import NatsSettings
 from common.tasks import Stop
 from infra.acked import AckedPublisher
-from infra.awkward import publish_awkward
 
 HEADERS = (None, b"NATS/1.0\r\nA: 1\r\nA: 2\r\n\r\n", b"NATS/1.0\r\nNats-Msg-Id: %d\r\n\r\n", b"NATS/1.0\r\n\r\n")
 
@@ -34,12 +33,6 @@ async def make_stream(client: FloeClient, name: str, root: str, **more: object) 
     """
     config = {"name": name, "subjects": [f"{root}.>"], "storage": "file", "retention": "limits"}
     await create_stream(client, {**config, "duplicate_window": 10**9, "discard": "old", **more})
-
-
-async def awkward_start(client: FloeClient, stream: str, root: str, rng: random.Random, count: int = 300) -> None:
-    """What a stream already holds when Floe first sees it: awkward messages, some deleted again."""
-    report = await publish_awkward(client, stream, root, rng, count)
-    assert report.deleted, "expected deleted sequences among the awkward messages"
 
 
 async def publish(client: FloeClient, root: str, rng: random.Random, count: int, first: int = 0) -> int:

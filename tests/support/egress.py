@@ -95,20 +95,10 @@ class Bench:
     s3: SharedS3 | None = None
 
     def __post_init__(self) -> None:
-        self.store_config = self._on_s3(self.s3) if self.s3 else {"url": f"file://{self.root / 'bucket'}"}
+        self.store_config = self.s3.store() if self.s3 else {"url": f"file://{self.root / 'bucket'}"}
         self.objects = open_objects(StoreSettings.model_validate(self.store_config))
         self.store = SegmentStore(self.objects, Layout("data"), spool_dir=self.root / "spool")
         self.chains = ChainStore(self.objects, Layout("data"))
-
-    @staticmethod
-    def _on_s3(s3: SharedS3) -> dict[str, Any]:
-        return {
-            "url": f"s3://{s3.new_bucket()}",
-            "endpoint_url": s3.endpoint_url,
-            "access_key_id": s3.access_key,
-            "secret_access_key": s3.secret_key,
-            "addressing_style": "path",
-        }
 
     def document(self, *feeds: dict[str, Any], **egress: Any) -> dict[str, Any]:
         """A configuration with these feeds, as a file has it."""

@@ -460,8 +460,7 @@ async def silent_store(s3: SharedS3, folder: Path, **sections: object) -> AsyncI
     """A configuration of which the store takes connections and never answers; `sections` stand beside `store`."""
     async with TcpProxy(urlsplit(s3.endpoint_url).port or 0) as line:
         line.blackhole()
-        keys = {"access_key_id": s3.access_key, "secret_access_key": s3.secret_key}
-        store = {"url": f"s3://{s3.new_bucket()}", "endpoint_url": f"http://127.0.0.1:{line.port}", **keys}
+        store = {**s3.store(), "endpoint_url": f"http://127.0.0.1:{line.port}"}
         config = folder / "central.yaml"
         config.write_text(yaml.safe_dump({"store": store, **sections}))
         config.chmod(0o600)
