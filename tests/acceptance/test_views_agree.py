@@ -28,12 +28,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from common.jetstream.api import create_stream, stream_info
 from infra.local.process import free_ports
-from tests.scenarios.load import client_of, make_stream
+from tests.scenarios.load import make_stream
 from tests.scenarios.processes import Service
 from tests.scenarios.world import TARGET, World
 from tests.support.basics import PATIENCE, SharedS3, commands_of, soon
 from tests.support.browser import table_rows
 from tests.support.commands import Done, floe
+from tests.support.ingress import client_of
 from tests.support.proxies import TcpProxy, silent_store
 
 pytestmark = pytest.mark.servers

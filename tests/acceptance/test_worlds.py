@@ -21,10 +21,10 @@ from infra.acked import AckedPublisher
 from infra.awkward import publish_awkward
 from infra.local.nats import NatsServer
 from tests.scenarios.judge import judged
-from tests.scenarios.load import client_of
 from tests.scenarios.world import World
 from tests.support.basics import SharedS3, seeded, soon
 from tests.support.commands import floe
+from tests.support.ingress import client_of
 
 pytestmark = pytest.mark.servers
 

@@ -28,7 +28,7 @@ async def test_killed_behind_a_put_nothing_is_lost_or_repeated(bench: Bench) -> 
         await bench.publish(stream, [b"more"] * 20)
         started.append(Process(bench, stream))
         await bench.archived_to(stream, 370)
-        await started[1].drain()
+        await started[1].drained()
     await bench.same(stream, stream)
     assert bench.chains.read_tail(bench.chain(stream)) == 370
     assert await bench.mark(stream) == 370
@@ -46,7 +46,7 @@ async def test_killed_between_captures_the_next_start_makes_up_for_what_is_not_t
         started.append(Process(bench, stream))
         await bench.archived_to(stream, 150)
         await soon(lambda: captures.consumers(chain) is not None)
-        await started[1].drain()
+        await started[1].drained()
     assert [len(captures.ls(chain, kind)) for kind in ("config", "consumers")] == [1, 1]
     await bench.same(stream, stream)
 
@@ -73,7 +73,7 @@ async def test_sigterm_stores_the_open_segment_releases_the_lease_and_ends_with_
         await soon(is_reading)
         await bench.publish(stream, [b"x"] * 60)
         await soon(has_all)
-        await started[0].drain()
+        await started[0].drained()
         assert await leases.get(lease_key(bench.chain(stream))) is None
     assert bench.end(stream) == 60
     await bench.same(stream, stream)
@@ -102,7 +102,7 @@ async def test_killed_before_its_acknowledgements_what_comes_again_makes_no_seco
             return info is not None and info.messages == 0
 
         await soon(is_empty)
-        await started[1].drain()
+        await started[1].drained()
     assert before == 200
     assert [m.payload for m in far.messages(stream)] == [b"%d" % i for i in range(370)]
     assert far.ledger(stream) == {}

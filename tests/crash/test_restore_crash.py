@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,7 @@ from common.errors import FloeError
 from common.jetstream.api import create_consumer, list_consumers, stream_info
 from infra.local.process import spawn
 from tests.support import restoring as back
-from tests.support.basics import PATIENCE, soon, unique
+from tests.support.basics import PATIENCE, has_stopped, soon, unique
 from tests.support.commands import ROOT, configuration, floe
 from tests.support.egress import Bench
 
@@ -81,8 +80,7 @@ async def asleep_before_promotion(stream: str, file: str, **options: object) -> 
     words += ["restore", "-c", file, f"site/{stream}", "--yes"]
     env = {**os.environ, "FLOE_FAILPOINTS": "restore.recorded=stop"}
     process = spawn(words, cwd=ROOT, env=env, **options)
-    stat = Path(f"/proc/{process.pid}/stat")
-    await soon(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+    await soon(lambda: has_stopped(process.pid))
     return process
 
 

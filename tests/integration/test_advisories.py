@@ -25,11 +25,12 @@ from egress.advisories.cli import line_of
 from egress.advisories.outbox import ids_stored
 from infra.local.nats import NatsCluster, NatsServer
 from infra.local.process import spawn
-from tests.support.advisories import SECOND, World, connected, new, news, now_ns, running
+from tests.support.advisories import SECOND, World, new, news, now_ns, running
 from tests.support.basics import PATIENCE, soon
 from tests.support.clock import ManualClock
 from tests.support.commands import ROOT, Done, invoke
 from tests.support.proxies import TcpProxy
+from tests.support.servers import connected
 
 pytestmark = pytest.mark.simulated
 

@@ -14,8 +14,9 @@ from common.chain import Chain
 from infra.local.nats import NatsServer
 from infra.oracle import Trace, prefixed, source_trace
 from tests.scenarios.delivery_centre import PREFIX
-from tests.scenarios.load import Load, client_of, make_stream
+from tests.scenarios.load import Load, make_stream
 from tests.scenarios.processes import Service
+from tests.support.ingress import client_of
 
 SITES, FEEDS = ("alpha", "beta"), ("ONE", "TWO", "THREE")
 FROZEN = Chain("alpha", "THREE")  # by a real egress; segments of the others are written by the run itself

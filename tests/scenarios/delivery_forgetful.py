@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
 
 from common.errors import FloeError
@@ -20,7 +20,7 @@ from common.jetstream.client import FloeClient
 from tests.scenarios.delivery import arrived, disturbed, require_faults
 from tests.scenarios.delivery_centre import PREFIX, REPLICAS, TARGET, Centre
 from tests.scenarios.delivery_journal import Consumer, Journal
-from tests.support.basics import soon
+from tests.support.basics import answered, soon
 from tests.support.oracle import classes, compare_target
 
 
@@ -54,14 +54,7 @@ async def _make_target(client: FloeClient) -> None:
     common = {"storage": "file", "num_replicas": REPLICAS, "duplicate_window": 10**8, "retention": "workqueue"}
     offered = {"allow_atomic": True, "allow_batched": True, "allow_direct": True}
     config = {"name": TARGET, "subjects": [f"{PREFIX}.>"], **common, **offered}
-
-    async def create() -> bool:
-        with suppress(FloeError):  # the servers have just started and do not all know of each other
-            await create_stream(client, config)
-            return True
-        return False
-
-    await soon(create, 30, 0.3)
+    await answered(lambda: create_stream(client, config), FloeError)  # servers that have just started are not all known
 
 
 async def _read_up(client: FloeClient) -> int:

@@ -9,10 +9,9 @@ from pathlib import Path
 from common.chain import Chain
 from common.open import load_settings, open_store
 from infra.oracle import Trace, archive_holes, archived, compare, prefixed, source_trace, target_traces
-from tests.scenarios.load import client_of
 from tests.scenarios.world import TARGET, World
 from tests.support.basics import soon
-from tests.support.ingress import count_in
+from tests.support.ingress import client_of, count_in
 from tests.support.oracle import compare_target
 
 PREFIX = "fleet"

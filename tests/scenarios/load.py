@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from common.jetstream.api import create_stream
-from common.jetstream.client import FloeClient, connect
-from common.settings.service import NatsSettings
+from common.jetstream.client import FloeClient
 from common.tasks import Stop
 from infra.acked import AckedPublisher
+from tests.support.ingress import client_of
 
 HEADERS = (None, b"NATS/1.0\r\nA: 1\r\nA: 2\r\n\r\n", b"NATS/1.0\r\nNats-Msg-Id: %d\r\n\r\n", b"NATS/1.0\r\n\r\n")
-
-
-@asynccontextmanager
-async def client_of(url: str, name: str = "test") -> AsyncIterator[FloeClient]:
-    """A connection that is closed at the end."""
-    client = await connect(NatsSettings(url=url), name=name)
-    try:
-        yield client
-    finally:
-        await client.aclose()
 
 
 async def make_stream(client: FloeClient, name: str, root: str, **more: object) -> None:
@@ -64,7 +52,7 @@ class Load:
         await self._task
 
     async def _run(self) -> None:
-        async with client_of(self._url, "load") as client:
+        async with client_of(self._url, name="load") as client:
             while not self._stop.is_set:
                 batch = max(1, self._rate // 10)
                 self.published += await publish(client, self._root, self._rng, batch, self.published)

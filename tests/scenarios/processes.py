@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from infra.local.process import spawn
@@ -21,9 +22,16 @@ class Service:
     """One `floe … run` process with a log file; started again after every kill. `tree`: the checkout that it runs."""
 
     def __init__(
-        self, folder: Path, name: str, *command: str, env: dict[str, str] | None = None, tree: Path = ROOT
+        self,
+        folder: Path,
+        name: str,
+        *command: str,
+        env: Mapping[str, str] | None = None,
+        tree: Path = ROOT,
+        module: str = "floe",
     ) -> None:
-        self.name, self._command, self._env, self._tree = name, command, env or {}, tree
+        self.name, self._env, self._tree = name, env or {}, tree
+        self._command = [sys.executable, "-m", module, *command]
         self.log = folder / f"{name}.log"
         self.log_size = 0  # when it was last started
         self._process: subprocess.Popen[bytes] | None = None
@@ -34,7 +42,7 @@ class Service:
             self.log_size = self.log.stat().st_size if self.log.exists() else 0
             with self.log.open("ab") as log:
                 self._process = spawn(
-                    [sys.executable, "-m", "floe", *self._command],
+                    self._command,
                     stdout=log,
                     stderr=log,
                     cwd=self._tree,

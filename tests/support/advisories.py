@@ -13,11 +13,10 @@ from typing import Any
 
 from common.chain import Chain
 from common.clock import Clock, SystemClock
-from common.jetstream.client import FloeClient, connect
+from common.jetstream.client import FloeClient
 from common.jetstream.headers import header
 from common.metrics import REGISTRY
 from common.settings.egress import FeedSettings
-from common.settings.service import NatsSettings
 from common.tasks import end
 from egress.advisories.advisory import Advisory, AdvisoryDocument, Event, parse
 from egress.advisories.senders import AdvisorySender, sender_kind
@@ -28,10 +27,6 @@ from tests.support.servers import place
 
 SECOND = 1_000_000_000
 SITE = "US_EAST"
-
-
-async def connected(url: str) -> FloeClient:
-    return await connect(NatsSettings(url=url), name="test")
 
 
 def now_ns() -> int:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from inspect import isawaitable
 from pathlib import Path
@@ -59,6 +60,26 @@ async def soon(check: Callable[[], T | Awaitable[T]], seconds: float = PATIENCE,
             return answer
         assert time.monotonic() < deadline, f"not within {seconds} s: last answer {answer!r}"
         await asyncio.sleep(every)
+
+
+async def answered(ask: Callable[[], Awaitable[T]], *errors: type[BaseException]) -> T:
+    """What `ask` returns as soon as it raises none of `errors`."""
+
+    async def told() -> tuple[T] | None:
+        with suppress(*errors):
+            return (await ask(),)
+        return None
+
+    found = await soon(told)
+    assert found is not None
+    return found[0]
+
+
+def has_stopped(pid: int) -> bool:
+    """As at a failpoint: until it is told to go on."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 async def cancelled(task: asyncio.Task[Any]) -> None:

@@ -31,7 +31,7 @@ from compaction.plan import Output, Planner, Waiting, blocks
 from compaction.retention import Retention, RetentionRule
 from compaction.run import Compaction, LocalRunner, Report, Selection
 from compaction.tombstones import StoredTombstone, TombstoneIndex
-from tests.support.basics import PATIENCE, eventually
+from tests.support.basics import PATIENCE, eventually, has_stopped
 from tests.support.clock import ManualClock
 
 CHAIN = Chain("us-east", "NODES")
@@ -265,8 +265,7 @@ class Job:
 
     def wait_until_stopped(self) -> None:
         """Until it has stopped itself at a failpoint."""
-        stat = Path(f"/proc/{self._process.pid}/stat")
-        eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+        eventually(lambda: has_stopped(self._process.pid or 0))
 
     def go_on(self) -> None:
         """Let it run after that."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from common.chain import Chain
 from common.clock import Clock, SystemClock
 from common.errors import FloeError, Unavailable
 from common.jetstream.api import stream_info
-from common.jetstream.client import FloeClient, connect, frame
+from common.jetstream.client import FloeClient, frame
 from common.jetstream.kv import KeyValue
 from common.objects.open import open_objects
 from common.objects.port import ObjectStore
@@ -31,8 +31,8 @@ from egress.feed import lease_key
 from egress.incarnations import Closings, HighWaterMarks
 from egress.service import EgressService
 from infra.oracle import Comparison, Trace, archived, compare, read_stream
-from tests.support.basics import PATIENCE, SharedS3, cancelled, is_gapless, soon, unique
-from tests.support.servers import place
+from tests.support.basics import PATIENCE, SharedS3, answered, cancelled, is_gapless, soon, unique
+from tests.support.servers import connected, place
 
 SITE = "site"
 QUICK = Tuning(
@@ -40,12 +40,6 @@ QUICK = Tuning(
     pace=EgressTuning(tick=0.05, check=0.3, advance=0.1, idle=0.3, alive=3600.0, reexamine=0.3),
     confirming=Confirming(times=3, span=0.3, attempts=12),
 )
-
-
-async def connected(url: str) -> FloeClient:
-    from common.settings.service import NatsSettings
-
-    return await connect(NatsSettings(url=url), name="test")
 
 
 @dataclass
@@ -171,16 +165,8 @@ class Bench:
 
     async def make_replicated(self, retention: str = "limits") -> str:
         """A stream of three replicas, as soon as the cluster makes one."""
-        stream = unique("T")
-
-        async def made() -> bool:
-            with suppress(FloeError):
-                await self.make_stream(stream, num_replicas=3, storage="file", retention=retention)
-                return True
-            return False
-
-        await soon(made)
-        return stream
+        stream, config = unique("T"), {"num_replicas": 3, "storage": "file", "retention": retention}
+        return await answered(lambda: self.make_stream(stream, **config), FloeError)
 
     async def delete_stream(self, name: str) -> None:
         await self.client.api(f"STREAM.DELETE.{name}")
@@ -227,16 +213,8 @@ class Bench:
 
     async def last(self, stream: str) -> int:
         """The last sequence of the stream; a cluster that has no leader just now is waited for."""
-
-        async def told() -> tuple[int] | None:
-            with suppress(Unavailable):
-                info = await stream_info(self.client, stream)
-                return (info.last_sequence if info else 0,)
-            return None
-
-        found = await soon(told)
-        assert found is not None
-        return found[0]
+        info = await answered(lambda: stream_info(self.client, stream), Unavailable)
+        return info.last_sequence if info else 0
 
     # The archive
 
@@ -248,7 +226,10 @@ class Bench:
 
     def end(self, feed: str, incarnation: int = 0) -> int:
         """Where coverage ends; 0 without any."""
-        return max((ref.coverage.last for ref in self.refs(feed, incarnation)), default=0)
+        return self.end_of(self.chain(feed, incarnation))
+
+    def end_of(self, chain: Chain) -> int:
+        return max((ref.coverage.last for ref in self.store.list(chain)), default=0)
 
     def messages(self, feed: str, incarnation: int = 0) -> list[Message]:
         return list(archived(self.store, self.chain(feed, incarnation)))
@@ -263,9 +244,9 @@ class Bench:
             total = total.plus(footer.ledger)
         return total.to_json()
 
-    async def archived_to(self, feed: str, last: int, incarnation: int = 0, seconds: float = PATIENCE) -> None:
+    async def archived_to(self, feed: str, last: int, incarnation: int = 0) -> None:
         """Wait until coverage reaches `last`."""
-        await soon(lambda: self.end(feed, incarnation) >= last, seconds)
+        await soon(lambda: self.end(feed, incarnation) >= last)
 
     async def mark(self, feed: str, incarnation: int = 0) -> int | None:
         state = await KeyValue(self.client, self.state_bucket).ensure()
@@ -299,14 +280,7 @@ class Bench:
 
     async def same_at_last(self, feed: str, stream: str) -> None:
         """`same`, of a stream whose cluster may have no leader just now."""
-
-        async def is_the_same() -> bool:
-            with suppress(Unavailable):
-                await self.same(feed, stream)
-                return True
-            return False
-
-        await soon(is_the_same)
+        await answered(lambda: self.same(feed, stream), Unavailable)
 
 
 async def source_from(client: FloeClient, stream: str, first: int) -> Trace:
@@ -338,8 +312,7 @@ class Partitioned:
 
     def end(self, partition: int, incarnation: int = 0) -> int:
         """Where coverage ends; 0 without any."""
-        refs = self.bench.store.list(self.chain(partition, incarnation))
-        return max((ref.coverage.last for ref in refs), default=0)
+        return self.bench.end_of(self.chain(partition, incarnation))
 
     async def archived_to(self, last: int, incarnation: int = 0, seconds: float = PATIENCE) -> None:
         """Wait until every partition's coverage reaches `last`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import FloeError, OutcomeUnknown, Stopped, Unavailable
 from common.jetstream.api import ask, create_consumer, create_stream, stored_message, stream_info
-from common.jetstream.client import FloeClient, connect, frame
+from common.jetstream.client import FloeClient, frame
 from common.jetstream.headers import Provenance, restore
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.requests import ApiError
@@ -29,7 +29,6 @@ from common.sequences import SequenceRange
 from common.service.monitor import Health
 from common.settings.loader import load
 from common.settings.root import Settings
-from common.settings.service import NatsSettings
 from common.tasks import Stop
 from ingress.checkpoint import Checkpoint, IntentPiece, TargetState, open_intent
 from ingress.checkpoint_store import StateStore
@@ -39,6 +38,7 @@ from ingress.verdict.verdict import Origin, TargetReading, Unread
 from tests.support.basics import PATIENCE, parse_ack, soon, unique
 from tests.support.headers import escape
 from tests.support.segments import message, write_segment
+from tests.support.servers import connected
 
 CHAIN, OTHER = Chain("us-east", "NODES"), Chain("eu-west", "NODES")
 PREFIX = "data"
@@ -223,13 +223,17 @@ class Centre:
     @asynccontextmanager
     async def running(self, **ingress: Any) -> AsyncIterator[Health]:
         """The service in this process, drained at the end."""
-        health, stop = Health(SystemClock()), Stop()
-        task = asyncio.create_task(self.run(stop, health, **ingress))
+        health, stop, task = self.started(**ingress)
         try:
             yield health
         finally:
             stop.set()
             await asyncio.wait_for(task, PATIENCE)
+
+    def started(self, **ingress: Any) -> tuple[Health, Stop, asyncio.Task[None]]:
+        """The service, how to end it, and the task that it is."""
+        health, stop = Health(SystemClock()), Stop()
+        return health, stop, asyncio.create_task(self.run(stop, health, **ingress))
 
     async def run(self, stop: Stop | None = None, health: Health | None = None, **ingress: Any) -> None:
         """The service until `stop`, or until it ends by itself."""
@@ -240,16 +244,11 @@ class Centre:
         )
         await controller.run(stop or Stop())
 
-    async def ending(self, seconds: float = PATIENCE, **ingress: Any) -> FloeError:
+    async def ending(self, **ingress: Any) -> FloeError:
         """What ends the service, or what stops the target while the service stays: then as Stopped."""
-        health, stop = Health(SystemClock()), Stop()
-        task = asyncio.create_task(self.run(stop, health, **ingress))
-
-        def over() -> bool:
-            return task.done() or self.status(health).get("state") == "stopped"
-
+        health, stop, task = self.started(**ingress)
         try:
-            await soon(over, seconds)
+            await soon(lambda: task.done() or self.status(health).get("state") == "stopped")
             found = self.status(health)
         finally:
             stop.set()
@@ -279,13 +278,10 @@ class Centre:
 
 
 @asynccontextmanager
-async def client_of(*urls: str) -> AsyncIterator[FloeClient]:
+async def client_of(*urls: str, name: str = "test") -> AsyncIterator[FloeClient]:
     """A connection of the test's own."""
-    client = await connect(NatsSettings(url=urls), name="test")
-    try:
+    async with aclosing(await connected(urls, name)) as client:
         yield client
-    finally:
-        await client.aclose()
 
 
 async def make(client: FloeClient, centre: Centre, **config: Any) -> str:
@@ -310,9 +306,9 @@ async def store(client: FloeClient, centre: Centre, rows: Sequence[Message], **h
         await client.request_raw(subject, row.payload, escape(row.headers, where, **headers), timeout=PATIENCE)
 
 
-async def foreign(client: FloeClient, centre: Centre, block: bytes | None = None) -> None:
+async def foreign(client: FloeClient, centre: Centre) -> None:
     """A message of somebody else, acknowledged."""
-    await client.request_raw(f"{centre.target}.foreign".encode(), b"x", block, timeout=PATIENCE)
+    await client.request_raw(f"{centre.target}.foreign".encode(), b"x", timeout=PATIENCE)
 
 
 async def left_open(client: FloeClient, centre: Centre, ref: SegmentRef, created: str, base: int = 0) -> TargetState:
@@ -355,8 +351,7 @@ async def closed_at(client: FloeClient, centre: Centre, sequence: int) -> Target
 @asynccontextmanager
 async def service(centre: Centre, **ingress: Any) -> AsyncIterator[Health]:
     """The service in this process, whatever it ends with."""
-    health, stop = Health(SystemClock()), Stop()
-    task = asyncio.create_task(centre.run(stop, health, **ingress))
+    health, stop, task = centre.started(**ingress)
     try:
         yield health
         assert not task.done(), task
@@ -367,14 +362,14 @@ async def service(centre: Centre, **ingress: Any) -> AsyncIterator[Health]:
             task.exception()
 
 
-async def stop_of(centre: Centre, health: Health, seconds: float = PATIENCE) -> dict[str, Any]:
+async def stop_of(centre: Centre, health: Health) -> dict[str, Any]:
     """What /status says once the target waits for an operator: why, hint and code."""
 
     def found() -> dict[str, Any] | None:
         status = centre.status(health)
         return status if status.get("state") == "stopped" else None
 
-    status = await soon(found, seconds)
+    status = await soon(found)
     assert status is not None
     return status
 
@@ -384,7 +379,7 @@ def sequences(messages: Sequence[Arrived]) -> list[int]:
     return [each.message.sequence for each in messages if each.provenance and each.chain == CHAIN]
 
 
-async def stands(client: FloeClient, centre: Centre, wanted: list[int], seconds: float = PATIENCE) -> None:
+async def stands(client: FloeClient, centre: Centre, wanted: list[int]) -> None:
     """Wait until the rows of the chain in the target are exactly these, in this order."""
 
     async def found() -> list[int]:
@@ -396,7 +391,7 @@ async def stands(client: FloeClient, centre: Centre, wanted: list[int], seconds:
         return await found() == wanted
 
     try:
-        await soon(is_equal, seconds, every=0.1)
+        await soon(is_equal, every=0.1)
     except AssertionError:
         assert await found() == wanted
 

@@ -6,7 +6,6 @@ import os
 import socket
 import struct
 from dataclasses import dataclass
-from types import TracebackType
 
 from tests.support.basics import eventually
 
@@ -37,9 +36,7 @@ class ServiceManager:
             os.chmod(self.address, 0o777)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._socket.close()
 
     def read(self) -> list[Notification]:

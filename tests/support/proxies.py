@@ -18,7 +18,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
@@ -119,12 +118,8 @@ class TcpProxy:
 
     def cut(self) -> None:
         """Reset (RST) every open connection, at both ends."""
-        for pair in self._pairs:
-            for task in pair.tasks:
-                task.cancel()
-            for writer in (pair.client, pair.server):
-                _reset(writer)
-        self._pairs.clear()
+        for pair in [*self._pairs]:
+            self._drop(pair)
 
     async def _accept(self, reader: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
         self.accepted += 1
@@ -161,7 +156,7 @@ class TcpProxy:
                     await asyncio.sleep(0.02)  # what was passed on arrives before the reset
                     break
                 await self._pass(sink, direction, data)
-        if direction not in self._blackhole:
+        if direction not in self._blackhole and pair in self._pairs:
             self._drop(pair)
 
     async def _pass(self, sink: asyncio.StreamWriter, direction: str, data: bytes) -> None:
@@ -170,8 +165,7 @@ class TcpProxy:
         await sink.drain()
 
     def _drop(self, pair: _Pair) -> None:
-        if pair in self._pairs:
-            self._pairs.remove(pair)
+        self._pairs.remove(pair)
         for task in pair.tasks:
             if task is not asyncio.current_task():
                 task.cancel()
@@ -286,9 +280,7 @@ class FaultProxy:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -363,9 +355,9 @@ def drop_after_apply() -> Fault:
     return lambda exchange: (exchange.forward(), None)[1]
 
 
-def fail_after_apply(status: int = 500, code: str = "InternalError") -> Fault:
+def fail_after_apply(status: int = 500) -> Fault:
     """The work is done and the answer says that it is not."""
-    return lambda exchange: (exchange.forward(), refuse(status, code)(exchange))[1]
+    return lambda exchange: (exchange.forward(), refuse(status, "InternalError")(exchange))[1]
 
 
 def truncate(keep: int, *, announced: bool = True) -> Fault:

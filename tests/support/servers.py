@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import shutil
 import socket
-import time
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from common.jetstream.client import FloeClient
-    from infra.local.nats import NatsCluster
-import asyncio
-import os
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 from urllib.parse import quote_plus, urlsplit
 
 import boto3
 
 from common.errors import OutcomeUnknown, Unavailable
 from common.jetstream.api import create_stream
-from infra.local.nats import NatsServer
+from common.jetstream.client import FloeClient, connect
+from common.settings.service import NatsSettings
+from infra.local.nats import NatsCluster, NatsServer
 from infra.local.process import free_ports, spawn
-from tests.support.basics import PATIENCE, eventually, soon, unique
+from tests.support.basics import PATIENCE, answered, eventually, unique
 from tests.support.proxies import Answer, Exchange, FaultProxy
 
 SETTLED = 10.0  # seconds after which a group that is too small stays so
+
+
+async def connected(url: str | Sequence[str], name: str = "test") -> FloeClient:
+    return await connect(NatsSettings(url=url), name=name)  # type: ignore[arg-type]
 
 
 def placing(cluster: NatsCluster) -> NatsCluster:
@@ -84,15 +86,10 @@ def _ask(server: NatsServer, request: str, document: dict[str, Any]) -> dict[str
 
 
 async def place(client: FloeClient, config: dict[str, Any]) -> None:
-    """Create a stream; asks again where no answer comes, as while a cluster chooses a leader."""
-
-    async def made() -> bool:
-        with suppress(Unavailable, OutcomeUnknown):  # the same configuration again changes nothing
-            await create_stream(client, config)
-            return True
-        return False
-
-    await soon(made)
+    """Create a stream; asks again where no answer comes, as while a cluster chooses a leader: the same configuration
+    again changes nothing.
+    """
+    await answered(lambda: create_stream(client, config), Unavailable, OutcomeUnknown)
 
 
 async def save_disk(server: NatsServer, folder: Path) -> Path:
@@ -137,9 +134,7 @@ class SqsServer:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self) -> None:
@@ -231,10 +226,8 @@ class Notifying:
         self._proxy.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._proxy.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._proxy.__exit__()
         self._publisher.close()
 
     @property

@@ -20,7 +20,7 @@ import pyspark
 
 from infra.local.process import free_ports, spawn
 from tests.support import canaries
-from tests.support.basics import PATIENCE, eventually
+from tests.support.basics import PATIENCE, eventually, has_stopped
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = Path(pyspark.__file__).parents[1]
@@ -191,13 +191,6 @@ def _tree(pid: int) -> Iterator[int]:
         with suppress(OSError):
             for each in path.read_text().split():
                 yield from _tree(int(each))
-
-
-def has_stopped(pid: int) -> bool:
-    """As at a failpoint: until it is told to go on."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False
 
 
 class Wire:
