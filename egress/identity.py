@@ -9,7 +9,7 @@
 | tips held, none equal, `created` differs | RECREATED |
 | the source ends earlier, `created` differs, no tip equal | RECREATED |
 | nothing archived yet | SAME if `created` is equal, else RECREATED |
-| no tip held, `created` equal, the first held message later than the newest tip | UNVERIFIED |
+| no tip held, `created` equal, the first held message behind the newest tip, and later | UNVERIFIED |
 | no such stream | GONE |
 | anything else | UNKNOWN |
 
@@ -183,8 +183,9 @@ def _judge_unmatched(evidence: Evidence, source: SourceStream) -> SourceVerdict:
 
 
 def _begins_later(evidence: Evidence, source: SourceStream) -> bool:
-    newest = max((witness.tip.timestamp_ns for witness in evidence.tips), default=None)
-    return newest is None or source.first_timestamp_ns is None or source.first_timestamp_ns > newest
+    newest = max((witness.tip for witness in evidence.tips), key=lambda tip: tip.timestamp_ns, default=None)
+    at = source.first_timestamp_ns
+    return newest is None or at is None or (source.first > newest.sequence and at > newest.timestamp_ns)
 
 
 def _unknown(evidence: Evidence, source: SourceStream) -> SourceVerdict:

@@ -1,4 +1,4 @@
-"""Changes of a site's source stream: made again, set back to an older copy, deleted for a while, an older one back."""
+"""Changes of a site's source stream: made again, set back to an older copy, deleted for a while, an older one back, purged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.sim.nats import SimNats
 from tests.sim.streams import Stream
 from tests.sim.world import NS, World
 
-KINDS = ("recreate", "set_back", "remove", "bring_back")
+KINDS = ("recreate", "set_back", "remove", "bring_back", "purge_beyond")
 FIRST, BETWEEN = (5.0, 20.0), ((6.0, 20.0), (50.0, 70.0))  # seconds until the first change, and between two
 COPIES_EVERY = 3.0
 POINTS = ("egress.before_put", "egress.after_put", "egress.sealed", "egress.before_ack")  # where a change may strike
@@ -32,7 +32,7 @@ class SourceChanges:
     ) -> None:
         self._nats, self._tap, self._stream, self._is_allowed = nats, tap, stream, is_allowed
         self._rng, self._is_quiet = nats.world.chance("changes"), is_quiet
-        self._left = self._rng.choice([1, 1, 2])
+        self._left, self._kinds = self._rng.choice([1, 1, 2]), KINDS
         self._aimed = self._rng.random() < 0.4  # at a failpoint
         self._is_due, self._copies = False, list[Any]()
         self._waiting = 0  # sources that are yet to come back
@@ -76,7 +76,8 @@ class SourceChanges:
             self._left += 1
             self.world.at(1.0, self._become_due)
             return
-        kind = self._rng.choice(KINDS)
+        kind = self._rng.choice(self._kinds)
+        self._kinds = (kind,) if self._rng.random() < 0.5 else KINDS  # one that comes again is judged in another way
         if self._is_allowed(kind):
             self.world.note(f"change {kind}")
             getattr(self, f"_{kind}")()
@@ -126,6 +127,12 @@ class SourceChanges:
         if self._rng.random() < 0.5:  # meanwhile another one has its name
             self._create(config)
         self._later(2, 45, lambda: self._put_back(disk))
+
+    def _purge_beyond(self) -> None:
+        """All is purged, and the next sequences are passed over."""
+        stream = self._nats.streams[self._stream]
+        self._changed([])
+        api.answer(self._nats, ["STREAM", "PURGE", self._stream], {"seq": stream.last + self._rng.randint(2, 500)})
 
     def _put_back(self, disk: dict[str, Any]) -> None:
         if self._stream not in self._nats.streams:

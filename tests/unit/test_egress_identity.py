@@ -53,6 +53,7 @@ def verdict(found: SourceStream | None, *tips: tuple[int, HeldMessage], end: int
         (source(150, OLD, 101, 1_001), [(100, ABSENT)], VerdictKind.UNVERIFIED, ""),
         (source(150, OLD, 101, None), [(100, ABSENT)], VerdictKind.UNVERIFIED, ""),
         (source(150), [(100, ABSENT)], UNKNOWN, ""),
+        (source(150, OLD, 60, 2_000), [(100, ABSENT)], UNKNOWN, ""),  # later, in the place of an earlier one
         # Nothing that is held tells more.
         (source(150, NEW, 101, 2_000), [(100, ABSENT)], UNKNOWN, ""),
         (source(60, OLD, 61, None), [(100, ABSENT)], UNKNOWN, "the archive ends at 100, the stream holds 61..60"),
