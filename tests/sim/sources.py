@@ -1,4 +1,4 @@
-"""Changes of a site's source stream: made again, set back to an older copy, deleted for a while, an older one back, purged."""
+"""Changes of a site's source stream: made again, set back, purged, deleted for a while, an older copy back."""
 
 from __future__ import annotations
 
