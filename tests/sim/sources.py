@@ -32,7 +32,8 @@ class SourceChanges:
     ) -> None:
         self._nats, self._tap, self._stream, self._is_allowed = nats, tap, stream, is_allowed
         self._rng, self._is_quiet = nats.world.chance("changes"), is_quiet
-        self._left, self._kinds = self._rng.choice([1, 1, 2]), KINDS
+        self._left = self._rng.choice([1, 1, 2])
+        self._kinds: tuple[str, ...] = KINDS
         self._aimed = self._rng.random() < 0.4  # at a failpoint
         self._is_due, self._copies = False, list[Any]()
         self._waiting = 0  # sources that are yet to come back
