@@ -11,12 +11,13 @@ from common.chain import Chain
 from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient
 from tests.crash.conftest import Start
-from tests.support.basics import soon
+from tests.support.basics import seeded, soon
 from tests.support.ingress import Archive, Centre, check_exact, rows_of
 
 pytestmark = pytest.mark.servers
 CHAINS = [Chain("us-east", "NODES"), Chain("eu-west", "NODES")]
 ROWS = 1500
+KILLS = 2  # at random: simulated worlds kill at each step in every run
 
 
 @pytest.fixture
@@ -39,7 +40,8 @@ async def test_a_process_killed_between_any_two_steps_is_taken_over_exactly(
     client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, start: Start
 ) -> None:
     centre = Centre(tmp_path, archive, nats_url, publisher="fast")
-    for step in ("after_intent", "mid_batch", "after_commit", "before_close", "after_close"):
+    steps = ("after_intent", "mid_batch", "after_commit", "before_close", "after_close")
+    for step in seeded().sample(steps, KILLS):
         killed = start(centre, f"ingress.{step}=kill")
         await soon(lambda process=killed: not process.runs())
 

@@ -10,10 +10,9 @@ import pytest
 from common.jetstream.client import FloeClient
 from ingress.parked import State
 from tests.crash.conftest import Start
-from tests.integration.test_ingress_parked import kept, make, raise_limit, states
+from tests.integration.test_ingress_parked import kept, make, raise_limit, states, with_large
 from tests.support.basics import seeded, soon
-from tests.support.ingress import CHAIN, Archive, Centre, arrived, rows_of
-from tests.support.segments import message
+from tests.support.ingress import CHAIN, Archive, Centre, arrived
 
 pytestmark = pytest.mark.servers
 
@@ -39,10 +38,7 @@ class Round:
 
     def put(self, first: int, *large: int) -> None:
         """Twenty rows, of which some are too large."""
-        rows = rows_of(first, first + 19)
-        for sequence in large:
-            rows[sequence - first] = message(sequence, b"%d|" % sequence + b"L" * 1500, subject=b"nodes.large")
-        self.archive.put(rows)
+        self.archive.put(with_large(first, first + 19, dict.fromkeys(large, 1500)))
 
     async def killed(self, failpoint: str) -> None:
         """A service that runs into the failpoint."""

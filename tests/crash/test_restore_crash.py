@@ -76,8 +76,7 @@ async def completes(bench: Bench, stream: str, before: list[object], producer: P
 
 async def asleep_before_promotion(stream: str, file: str, **options: object) -> subprocess.Popen[str]:
     """A restore that sleeps at a failpoint until it gets SIGCONT."""
-    words = [sys.executable, "-c", "import sys; from floe import main; sys.exit(main())"]
-    words += ["restore", "-c", file, f"site/{stream}", "--yes"]
+    words = [sys.executable, "-m", "floe", "restore", "-c", file, f"site/{stream}", "--yes"]
     env = {**os.environ, "FLOE_FAILPOINTS": "restore.recorded=stop"}
     process = spawn(words, cwd=ROOT, env=env, **options)
     await soon(lambda: has_stopped(process.pid))

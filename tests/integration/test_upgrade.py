@@ -18,8 +18,9 @@ from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient
 from infra.awkward import DELETED_SHARE, publish_awkward
 from infra.oracle import prefixed, source_trace, target_traces
-from tests.scenarios.processes import ROOT, Service, run_floe
+from tests.scenarios.processes import ROOT, Service
 from tests.support.basics import soon, unique
+from tests.support.commands import run_floe
 from tests.support.oracle import compare_target
 
 pytestmark = [pytest.mark.servers, pytest.mark.soak]

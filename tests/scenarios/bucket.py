@@ -19,9 +19,9 @@ from infra.awkward import publish_awkward
 from infra.oracle import Trace, archived, compare
 from tests.scenarios.judge import judged
 from tests.scenarios.load import Load, make_stream
-from tests.scenarios.processes import run_floe
 from tests.scenarios.world import World
 from tests.support.basics import PATIENCE, SharedS3, soon
+from tests.support.commands import run_floe
 from tests.support.ingress import client_of
 
 CHAIN = Chain("alpha", "NODES")

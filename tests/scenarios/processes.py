@@ -13,7 +13,6 @@ from pathlib import Path
 from infra.local.process import spawn
 from tests.support import canaries
 from tests.support.basics import PATIENCE
-from tests.support.commands import Done
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,12 +91,3 @@ class Service:
         """The end of its log, for the message of a failed assertion."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return f"--- {self.name}\n" + "\n".join(text.splitlines()[-lines:])
-
-
-def run_floe(*command: str, seconds: float = 5 * PATIENCE) -> Done:
-    """Run one command of Floe to its end as a process, as Spark needs it and what kills itself."""
-    done = subprocess.run(
-        [sys.executable, "-m", "floe", *command], capture_output=True, text=True, timeout=seconds, cwd=ROOT, check=False
-    )
-    canaries.check(done.stdout + done.stderr, " ".join(command[:2]))
-    return Done(done.returncode, done.stdout, done.stderr)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import shlex
+import subprocess
 import sys
 import threading
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from click.testing import CliRunner
 
 from common import logs
 from floe import cli
-from infra.local.process import tether
+from infra.local.process import spawn
 from tests.support import canaries
 from tests.support.basics import PATIENCE, unique
 from tests.support.egress import Bench
@@ -56,21 +57,19 @@ async def floe(*arguments: str, env: dict[str, str] | None = None, seconds: floa
     """
     if env is None:
         return await asyncio.wait_for(invoke(*arguments), seconds)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        "import sys; from floe import main; sys.exit(main())",
-        *arguments,
-        cwd=ROOT,
-        env=env,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    tether(process.pid)
-    out, err = await asyncio.wait_for(process.communicate(), seconds)
-    canaries.check((out + err).decode(errors="replace"), " ".join(arguments[:2]))
-    return Done(process.returncode or 0, out.decode(), err.decode())
+    return await asyncio.to_thread(run_floe, *arguments, env=env, seconds=seconds)
+
+
+def run_floe(*arguments: str, env: dict[str, str] | None = None, seconds: float = 5 * PATIENCE) -> Done:
+    """Run `floe` as a process to its end, as Spark needs it and what kills itself."""
+    command, pipe = [sys.executable, "-m", "floe", *arguments], subprocess.PIPE
+    process = spawn(command, cwd=ROOT, env=env, text=True, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
+    try:
+        out, err = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+    canaries.check(out + err, " ".join(arguments[:2]))
+    return Done(process.returncode, out, err)
 
 
 async def invoke(*arguments: str) -> Done:
@@ -98,32 +97,25 @@ def run_here(*arguments: str) -> Done:
     return Done(result.exit_code, result.stdout, result.stderr)
 
 
-def command_of(hint: str, wanted: str = "") -> list[str]:
-    """The arguments of the first `floe` command in a hint that has `wanted` in it."""
-    commands = re.findall(r"floe (egress (?:resolve|repartition) [^|;,()\n]*)", hint)
-    found = next(each for each in commands if wanted in each)
-    return shlex.split(found)
-
-
-def checkpoint_command(hint: str, wanted: str = "") -> list[str]:
-    """The arguments of the first `floe checkpoint set` of a hint that has `wanted` in it."""
-    commands = re.findall(r"floe (checkpoint set [^|;,()\n]*)", hint)
+def command_of(hint: str, wanted: str = "", name: str = "egress (?:resolve|repartition)") -> list[str]:
+    """The arguments of the first `floe` command of that name in a hint that has `wanted` in it."""
+    commands = re.findall(rf"floe ({name} [^|;,()\n]*)", hint)
     return shlex.split(next(each for each in commands if wanted in each))
 
 
 async def paste_checkpoint(config: Path, hint: str, wanted: str = "", *more: str) -> Done:
     """Run a `floe checkpoint set` of a hint, with `config` in place of the file that it names."""
-    arguments = checkpoint_command(hint, wanted)
+    arguments = command_of(hint, wanted, "checkpoint set")
     arguments[arguments.index("-c") + 1] = str(config)
     done = await invoke(*arguments, "--yes", *more)
     assert done.code == 0, done
     return done
 
 
-async def paste(bench: Bench, hint: str, *feeds: dict[str, Any], wanted: str = "", yes: bool = True) -> Done:
+async def paste(bench: Bench, hint: str, *feeds: dict[str, Any], wanted: str = "") -> Done:
     """Run the command of a hint, with a configuration of these feeds in place of the one that it names."""
     arguments = command_of(hint, wanted)
     arguments[arguments.index("-c") + 1] = str(configuration(bench, *feeds))
-    done = await floe(*arguments, *(["--yes"] if yes else []))
+    done = await floe(*arguments, "--yes")
     assert done.code == 0, done
     return done

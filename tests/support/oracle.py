@@ -12,33 +12,20 @@ from infra.oracle import MAX_EXAMPLES, Comparison, Trace, compare, total
 CLASSES = ("lost_prefix", "lost_middle", "lost_postfix", "repeated", "out_of_order", "altered", "unexpected")
 
 
-def compare_target(
-    expected: Mapping[Chain, Trace], found: Mapping[Chain, Trace], foreign: int = 0, name: str = "target"
-) -> Comparison:
+def compare_target(expected: Mapping[Chain, Trace], found: Mapping[Chain, Trace], foreign: int = 0) -> Comparison:
     """What became of all chains of `expected` in a target that holds `found`.
 
     `foreign`: messages of the target without provenance. They, and all messages of chains that are not in
     `expected`, are unexpected. Raises ValueError where an expectation is out of order.
     """
-    compared = [compare(trace, found.get(chain, Trace()), name=str(chain)) for chain, trace in expected.items()]
-    whole = total([*compared, *_strangers(expected, found), _without_provenance(foreign)], name)
+    names = {chain: str(chain) if chain in expected else f"{chain} (no such chain)" for chain in {**expected, **found}}
+    none = Trace()
+    parts = [compare(expected.get(c, none), found.get(c, none), name=name) for c, name in names.items()]
+    strange = (f"unexpected: {foreign} messages without provenance",) if foreign else ()
+    whole = total([*parts, Comparison(found=foreign, unexpected=foreign, examples=strange)], "target")
     return replace(whole, examples=whole.examples[: 4 * MAX_EXAMPLES])
 
 
 def classes(comparison: Comparison) -> dict[str, int]:
     """The count of each kind of damage."""
     return {name: getattr(comparison, name) for name in CLASSES}
-
-
-def _strangers(expected: Mapping[Chain, Trace], found: Mapping[Chain, Trace]) -> list[Comparison]:
-    """All that came from chains that nobody expected."""
-    return [
-        compare(Trace(), trace, name=f"{chain} (no such chain)")
-        for chain, trace in found.items()
-        if chain not in expected
-    ]
-
-
-def _without_provenance(count: int) -> Comparison:
-    examples = (f"unexpected: {count} messages without provenance",) if count else ()
-    return Comparison(found=count, unexpected=count, examples=examples)

@@ -8,7 +8,7 @@ from typing import Any
 
 from common.chain import Chain
 from common.errors import FloeError
-from common.jetstream.api import create_stream, stream_info
+from common.jetstream.api import StreamInfo, create_stream, stream_info
 from common.jetstream.client import FloeClient
 from common.segments.columns import record_batch
 from common.segments.keys import SegmentName
@@ -18,7 +18,7 @@ from ingress.publishers.choose import PUBLISHERS
 from ingress.publishers.publisher import Publisher, Replies
 from ingress.rows.prepare import Accepting, Preparer, SubjectRule, TargetLimits
 from ingress.rows.rows import Block, Rows
-from tests.support.basics import soon, unique
+from tests.support.basics import answered, soon, unique
 from tests.support.ingress import Arrived, arrived
 from tests.support.segments import START_NS
 
@@ -69,16 +69,13 @@ def payload_of(sequence: int, sizes: Sequence[int]) -> bytes:
 async def last_of(client: FloeClient, stream: str) -> int:
     """The last sequence, as soon as a leader tells it."""
 
-    async def look() -> int | None:
-        try:
-            info = await stream_info(client, stream)
-        except FloeError:
-            return None
-        return info.last_sequence + 1 if info and info.leader is not None else None
+    async def look() -> StreamInfo | None:
+        info = await answered(lambda: stream_info(client, stream), FloeError)
+        return info if info and info.leader is not None else None
 
     found = await soon(look)
     assert found is not None
-    return found - 1
+    return found.last_sequence
 
 
 async def carry(
@@ -124,14 +121,14 @@ def check_row(stream: str, found: Arrived, sequence: int, size: int | Sequence[i
     assert found.message.payload == payload_of(sequence, [size] if isinstance(size, int) else size)
 
 
-async def quiet(client: FloeClient, stream: str, seconds: float = 0.5) -> int:
-    """The last sequence once it has not moved for so long."""
+async def quiet(client: FloeClient, stream: str) -> int:
+    """The last sequence once it has not moved for half a second."""
     last, since = -1, 0.0
     loop = asyncio.get_running_loop()
     while True:
         found = await last_of(client, stream)
         if found != last:
             last, since = found, loop.time()
-        elif loop.time() - since >= seconds:
+        elif loop.time() - since >= 0.5:
             return last
-        await asyncio.sleep(seconds / 10)
+        await asyncio.sleep(0.05)
