@@ -30,7 +30,7 @@ from common.segments.store import SegmentStore
 from common.segments.writer import SegmentWriter
 from common.sequences import SequenceRange
 from common.settings import loader
-from tests.support import picture, tree
+from tests.support import tree
 from tests.support.segments import batch_of, footer_of, message
 
 ROOT = Path(__file__).parents[2]
@@ -101,10 +101,6 @@ def test_the_start_page_names_every_page() -> None:
     named = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "index.md").read_text()))
 
     assert named == {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
-
-
-def test_the_picture_of_the_path_is_what_its_script_draws() -> None:
-    assert (ROOT / "docs" / "images" / "path.svg").read_text() == picture.picture()
 
 
 def test_the_configurations_of_the_readme_and_of_a_tree_of_sites_parse(monkeypatch: pytest.MonkeyPatch) -> None:
