@@ -61,11 +61,8 @@ def folded(rows: Sequence[Message], size: int, fold: Fold) -> list[int]:
     return [s for batch in batches for s in fold.left(batch).column("sequence").to_pylist()]
 
 
-def test_without_rollups_in_the_configuration_the_header_means_nothing() -> None:
+def test_schedules_that_fired_for_the_last_time_are_gone_and_rollups_mean_nothing_where_they_are_off() -> None:
     assert folded([row(1), row(2, rollup="all")], 1, Fold({"max_msgs_per_subject": 5})) == [1, 2]
-
-
-def test_schedules_that_fired_for_the_last_time_are_gone() -> None:
     for size in (1, 3, 20):
 
         def fired(sequence: int, of: bytes, following: bytes = b"purge") -> Message:
@@ -91,9 +88,8 @@ def test_of_a_history_nothing_goes_for_a_message_that_had_expired() -> None:
         rows = [(b"a", 0, ""), (b"a", 1, "3s"), (b"b", 2, "3s"), (b"a", 4, ""), (b"b", 4, ""), (b"b", 4, "")]
         rows += [(b"c", 5, "1s")]
         fold = Fold({"max_msgs_per_subject": 2, "allow_msg_ttl": True})
-        assert folded(expiring(rows), size, fold) == [1, 4, 5, 6, 7], (
-            "of b the first had not expired when the next came"
-        )
+        # Of b the first had not expired when the next came.
+        assert folded(expiring(rows), size, fold) == [1, 4, 5, 6, 7]
         assert fold.rows == 5
         assert folded(expiring(rows), size, Fold({"max_msgs_per_subject": 2})) == [2, 4, 5, 6, 7]
 
@@ -257,58 +253,46 @@ def test_a_digest_of_large_rows_ends_by_their_bytes() -> None:
 
 NO_JOIN = "and nothing tells that 0000 is the same stream before that: up to "
 JOINED = "what it continues is the same stream up to 12 only: up to 7 sequences of 13..19 not archived"
+BY_RETENTION = "begins at 101, where retention of the archive left it, and "
+CAPTURED = CapturedDeletions(AT, 200, 51, 200, ((60, 69),))
+ALL_GONE = CapturedDeletions(AT, 200, 51, 200, ((51, 100),))
 
 
-def test_what_is_missing_before_a_chain_is_lossy_where_the_stream_is_known_to_have_had_it() -> None:
-    for incarnation, first, least, join, is_known, text in (
-        (0, 101, 1, None, True, "begins at 101, and the stream at 1: up to 100 sequences of 1..100 not archived"),
-        (0, 2, None, None, False, "and nothing tells where the stream began: up to 1 sequence of 1..1 not archived"),
-        (1, 13, 5, None, True, NO_JOIN + "8"),
-        (2, 20, 1, 13, True, JOINED),
-        (0, 101, 101, None, True, None),
-        (1, 13, 1, 13, True, None),
-        (1, 20, 20, 13, True, None),
-    ):
-        found = list(before_begin(replace(CHAIN, incarnation=incarnation), first, 1, least, join, lambda _: 0))
-        assert [(each.is_known, text in each.line) for each in found] == ([] if text is None else [(is_known, True)])
-
-
-def test_what_was_deleted_before_a_chain_began_is_not_missing() -> None:
-    captured = Fold({}, CapturedDeletions(AT, 200, 51, 200, ((60, 69),)))
-    (late,) = before_begin(CHAIN, 101, 1, 51, None, captured.deleted)
-    assert ": up to 40 sequences of 51..100 not archived" in late.line
-    all_gone = Fold({}, CapturedDeletions(AT, 200, 51, 200, ((51, 100),)))
-    assert not list(before_begin(CHAIN, 101, 1, 51, None, all_gone.deleted))
-    assert not list(before_begin(CHAIN, 1, 101, 51, None, all_gone.deleted))
-
-
-def test_what_retention_deleted_is_missing_where_the_stream_had_it() -> None:
-    for least, is_known in ((1, True), (None, False)):
-        for number in (0, 1):
-            (late,) = before_begin(replace(CHAIN, incarnation=number), 1, 101, least, None, lambda _: 0)
-            assert late.is_known == is_known
-            assert "begins at 101, where retention of the archive left it" in late.line
-            assert late.line.endswith(": up to 100 sequences of 1..100 not archived")
-        assert not list(before_begin(CHAIN, 1, 101, 101, None, lambda _: 0))
+@pytest.mark.parametrize(
+    ("incarnation", "first", "floor", "least", "join", "gone", "is_known", "text"),
+    [
+        (0, 101, 1, 1, None, None, True, "begins at 101, and the stream at 1: up to 100 sequences of 1..100 not"),
+        (0, 2, 1, None, None, None, False, "nothing tells where the stream began: up to 1 sequence of 1..1 not"),
+        (1, 13, 1, 5, None, None, True, NO_JOIN + "8"),
+        (2, 20, 1, 1, 13, None, True, JOINED),
+        (0, 101, 1, 101, None, None, None, None),
+        (1, 13, 1, 1, 13, None, None, None),
+        (1, 20, 1, 20, 13, None, None, None),
+        (1, 1, 101, 1, None, None, True, BY_RETENTION + "the stream at 1: up to 100 sequences of 1..100 not"),
+        (1, 1, 101, None, None, None, False, BY_RETENTION + "nothing tells where the stream began: up to 100"),
+        (0, 1, 101, 101, None, None, None, None),
+        (0, 101, 1, 51, None, CAPTURED, True, ": up to 40 sequences of 51..100 not archived"),  # the rest was deleted
+        (0, 101, 1, 51, None, ALL_GONE, None, None),
+        (0, 1, 101, 51, None, ALL_GONE, None, None),
+    ],
+)
+def test_what_is_missing_before_a_chain_is_lossy_where_the_stream_is_known_to_have_had_it(
+    incarnation: int, first: int, floor: int, least: Any, join: Any, gone: Any, is_known: bool | None, text: str
+) -> None:
+    chain, deleted = replace(CHAIN, incarnation=incarnation), Fold({}, gone).deleted
+    found = list(before_begin(chain, first, floor, least, join, deleted))
+    assert [(each.is_known, text in each.line) for each in found] == [(is_known, True)] * (text is not None)
 
 
 def test_nothing_is_missing_before_a_message_that_is_too_old_itself() -> None:
-    for config, now_ns, gone in (
-        ({}, 99, 0),
-        ({"max_age": 5}, 16, 11),
-        ({"max_age": 5}, 26, 11),
-        ({"max_age": 5, "allow_msg_ttl": True}, 26, 0),
-    ):
+    own = {"max_age": 5, "allow_msg_ttl": True}
+    for config, now_ns, gone in (({}, 99, 0), ({"max_age": 5}, 16, 11), ({"max_age": 5}, 26, 11), (own, 26, 0)):
         assert gone_below([part_of(11, 20, *range(10, 20))], config, now_ns, 0) == gone
 
 
 def test_a_consumer_has_no_more_replicas_than_its_stream_allows() -> None:
-    for retention, replicas, had, gets in (
-        ("limits", 1, 3, 1),
-        ("limits", 5, 3, 3),
-        ("limits", 1, 0, 0),
-        ("interest", 5, 3, 5),
-    ):
+    cases = ("limits", 1, 3, 1), ("limits", 5, 3, 3), ("limits", 1, 0, 0), ("interest", 5, 3, 5)
+    for retention, replicas, had, gets in cases:
         consumer = ArchiveConsumer("c", {"num_replicas": had}, AT, (0, 0), (0, 0), {}, {})
         found, notes = with_replicas([consumer], {"num_replicas": replicas, "retention": retention})
         assert [each.config["num_replicas"] for each in found] == [gets]
@@ -334,7 +318,7 @@ PUSHED = "what was deleted and comes back may push out others that lived: "
         ({"max_msgs": 20}, None),
     ],
 )
-def test_the_plan_says_what_limits_do_where_deletions_are_not_known(limits: dict[str, Any], note: str | None) -> None:
+def test_the_plan_says_what_limits_do_where_deletions_are_not_known(limits: Any, note: str | None) -> None:
     notes = forecast(plan_of(part_of(1, 20, *range(1, 21)), **limits), 0, captured=None, skipped=())
     said = [each for each in notes if "max_msgs" in each and "drops the oldest" not in each]
     assert [each.startswith(note or "") for each in said] == [True] * (note is not None)
@@ -365,21 +349,11 @@ MANY = 10  # rows of the plan, of 100 bytes each
 
 
 def planned(consumers: int = 0, deletions: CapturedDeletions | None = None, **config: Any) -> RestorePlan:
-    rows = SequenceRange(1, MANY)
-    footer = footer_of([message(n, b"x" * 99, subject=b"s", headers=None) for n in range(1, MANY + 1)])
-    part = ReplayPart(Stretch(compaction.ref(1, MANY), rows), footer)
-    return RestorePlan(
-        REQUEST,
-        (ReplayChain(ChainRange(CHAIN, rows), (part,)),),
-        CHAIN,
-        begin=1,
-        end=MANY,
-        archived=MANY,
-        created=AT,
-        config={"name": "S", "storage": "file", **config},
-        consumers=(ArchiveConsumer("c", {}, AT, (0, 0), (0, 0), {}, {}),) * consumers,
-        deletions=deletions,
-    )
+    rows = [message(n, b"x" * 99, subject=b"s", headers=None) for n in range(1, MANY + 1)]
+    part = ReplayPart(Stretch(compaction.ref(1, MANY), SequenceRange(1, MANY)), footer_of(rows))
+    several = (ArchiveConsumer("c", {}, AT, (0, 0), (0, 0), {}, {}),) * consumers
+    plan = replace(plan_of(part, **{"storage": "file", **config}), request=REQUEST, end=MANY, archived=MANY)
+    return replace(plan, consumers=several, deletions=deletions)
 
 
 GONE = CapturedDeletions(AT, MANY, 3, MANY, ((5, 5), (8, 9)))
@@ -431,23 +405,22 @@ def test_the_limit_of_the_account_that_stands_in_the_way_is_named() -> None:
 def test_only_where_consumers_are_too_many_there_is_a_way_without_them() -> None:
     for limits, words in ((1, "--no-consumers"), (2, "--verify state")):
         error = no_room(planned(2), {"limits": {"max_consumers": limits}}, copies=1, streams=1)
-        assert error is not None
         assert error.hint.splitlines()[-1].endswith(words)
     assert no_room(planned(), {"limits": {"max_storage": 2000}}, copies=3, streams=1) is not None
-
-
-def test_a_cluster_may_find_resources_by_itself() -> None:
-    said = ApiError(503, 10023, "insufficient resources")
-    found = [out_of_room(said, REQUEST, "S", is_clustered=each) is None for each in (True, False)]
-    assert found == [True, False]
 
 
 FULL = "restore failed: failed to store message sequence 9: write /s/2.blk: no space left on device"
 TOO_MANY = 'restore failed: failed to add consumer "odd": maximum consumers limit reached (10026)'
 
 
-def test_what_a_server_without_room_answers_is_told_as_that() -> None:
+def test_what_a_server_without_room_answers_is_told_as_that_and_a_cluster_may_find_resources_by_itself() -> None:
+    for said, is_clustered in (
+        (ApiError(503, 10023, "insufficient resources"), True),
+        (ApiError(500, 10062, "restore failed: unexpected content"), False),
+    ):
+        assert out_of_room(said, REQUEST, "S", is_clustered=is_clustered) is None
     for number, description, told in (
+        (10023, "insufficient resources", "insufficient resources"),
         (10062, FULL, "the disk of the server is full"),
         (10062, TOO_MANY, "max_consumers of the account is reached"),
         (10047, "insufficient storage resources available", "max_file_store of the server is"),
@@ -458,17 +431,12 @@ def test_what_a_server_without_room_answers_is_told_as_that() -> None:
         said, limits = ApiError(500, number, description), [{"max_storage": -1}]
         error = out_of_room(said, REQUEST, "S", is_clustered=False, limits=limits if number == 10047 else None)
         drill = out_of_room(said, replace(REQUEST, promote=False), "S", is_clustered=False)
-        assert (error is not None, drill is not None) == (True, True)
         assert (error.code, error.exit_code, told in error.message) == ("E-RESTORE-ROOM", 78, True)
         assert ("--no-consumers" in error.hint) is ("consumer" in description)
         assert [line.split()[1] for line in drill.hint.splitlines() if line.startswith("floe")] == ["drill"]
-        other = ApiError(500, 10062, "restore failed: unexpected content")
-        assert out_of_room(other, REQUEST, "S", is_clustered=False) is None
 
 
-async def test_each_replica_is_waited_for_though_the_server_names_none_of_them_yet(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_each_replica_is_waited_for_though_the_server_names_none_of_them_yet(monkeypatch: Any) -> None:
     """A server that has not begun the group of the stream yet describes it as one that is alone."""
     here, behind = ({"name": "b", "current": True}, {"name": "c", "current": True}), {"name": "c", "lag": 3}
     answers = [(), here[:1], (here[0], behind)]
@@ -477,7 +445,7 @@ async def test_each_replica_is_waited_for_though_the_server_names_none_of_them_y
         replicas = answers.pop(0) if answers else here
         return {"config": {"num_replicas": 3}, "cluster": {"leader": "a", "replicas": [*replicas]}}
 
-    async def no_consumers(*_: object) -> list[dict[str, Any]]:
+    async def no_consumers(*_: object) -> list[Any]:
         return []
 
     monkeypatch.setattr(compare, "raw_info", info)
