@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from common.chain import Chain
-from common.errors import AnotherWriter, FloeError, OutcomeUnknown, Stopped
-from common.jetstream.kv import KvEntry
+from common.errors import AnotherWriter, FloeError, Stopped
 from common.sequences import SequenceRange
 from ingress import checkpoint
 from ingress.checkpoint import Checkpoint, CheckpointConflict, Ending, Intent, IntentPiece, TargetState, open_intent
-from ingress.checkpoint_store import StateStore, Stored, from_json, to_json
+from ingress.checkpoint_store import Stored, from_json, to_json
 from ingress.verdict import verdict as judging
 from ingress.verdict.settle import Reconciler
 from ingress.verdict.verdict import Doubt, Finding, IntentVerdict, Origin, Sent, TargetReading, Unread, judge
@@ -134,53 +134,6 @@ def test_a_spoiled_state_stops_the_target_and_says_why(raw: bytes, why: str) -> 
     assert caught.value.code == "E-STATE-KV"
 
 
-# The state in its bucket
-
-
-class Bucket:
-    """A bucket whose answers get lost before or after the write, in the order of `fates`."""
-
-    def __init__(self, *fates: str) -> None:
-        self.entry: KvEntry | None = None
-        self.fates = list(fates)
-
-    async def get(self, key: str) -> KvEntry | None:
-        return self.entry
-
-    async def create(self, key: str, value: bytes) -> int | None:
-        return await self.update(key, value, 0)
-
-    async def update(self, key: str, value: bytes, revision: int) -> int | None:
-        fate = self.fates.pop(0)
-        if fate == "lost" or revision != (self.entry.revision if self.entry else 0):
-            if fate == "done":
-                return None
-            raise OutcomeUnknown("lost")
-        self.entry = KvEntry(value, revision + 1)
-        if fate == "unanswered":
-            raise OutcomeUnknown("unanswered")
-        return revision + 1
-
-
-@pytest.mark.parametrize("fate", ["done", "lost", "unanswered"])
-async def test_a_lost_answer_is_settled_by_reading(fate: str) -> None:
-    store = StateStore(Bucket(fate, "done"), "key", "FLEET")
-    assert (await store.load()).state is None
-    saved = await store.save(state({A: 5}), 0)
-    assert (saved.revision, saved.state, await store.load()) == (1, state({A: 5}), saved)
-
-
-@pytest.mark.parametrize("revision", [0, 1])
-@pytest.mark.parametrize("fate", ["done", "lost"])
-async def test_a_state_that_somebody_else_changed_is_not_overwritten(fate: str, revision: int) -> None:
-    store = StateStore(Bucket("done", "done", fate, "done"), "key", "FLEET")
-    for position in (5, 6):
-        await store.save(state({A: position}), position - 5)
-
-    assert await store.save(state({A: 7}), revision) is None
-    assert (await store.load()).state == state({A: 6})
-
-
 # What the target says
 
 
@@ -200,7 +153,6 @@ def test_a_row_that_nobody_can_read_counts_only_where_something_explains_it(stor
         assert judge(state, reading(100, forgets=False)) == IntentVerdict(Finding.STORED, 0)
     assert judge(OPEN, gone, sent=Sent(stored)) == known
     assert judge(OPEN, gone, sent=Sent(stored - 1)).finding is Finding.UNREAD
-    assert OPEN.intent is not None
     at = OPEN.intent.piece_at(stored - 1)[1]
     assert judge(OPEN, reading(100 + stored, Origin(at.chain, at.rows.last), forgets=False)) == known
     accepted = replace(OPEN, checkpoint=replace(CLOSED.checkpoint, begins=100 + stored))
@@ -294,15 +246,13 @@ def test_a_checkpoint_knows_which_message_it_ends_with() -> None:
 def test_the_ends_of_the_pieces_before_the_last_message_must_be_ours_too_and_the_newest_of_ours_is_stored() -> None:
     """Two ingresses with a state bucket each, on one target: the last message agrees by chance."""
     intent = open_intent(CLOSED, [piece(11, 15, 5), piece(5, 9, 5, B), piece(16, 20, 5)]).intent
-    assert intent is not None
     first, last = Origin(A, 15), Origin(A, 20)
 
     assert judging.contradiction(intent, {105: first, 110: Unread.GONE, 115: last}) is None
     other = judging.contradiction(intent, {105: first, 110: Origin(Chain("eu-west", "OTHER"), 9)})
     why = "message 110 is eu-west/OTHER/0000/0 9, expected eu-west/NODES/0000/0 5..9"
     assert other == IntentVerdict(Finding.FOREIGN, detail=why)
-    foreign = judging.contradiction(intent, {105: Unread.FOREIGN})
-    assert foreign.finding is Finding.FOREIGN
+    assert judging.contradiction(intent, {105: Unread.FOREIGN}).finding is Finding.FOREIGN
     read = {105: first, 110: Origin(B, 9), 111: first, 112: Unread.GONE, 113: Unread.FOREIGN}
     assert judging.newest(intent, read) == 10
     assert judging.newest(intent, {107: Unread.GONE, 99: Origin(A, 10)}) == 0
@@ -319,7 +269,7 @@ class Looked:
     """A target that says one thing after the other, and everything else that a reconciler needs."""
 
     def __init__(self, *lasts: int) -> None:
-        self.lasts, self.asked, self.said = lasts, 0, list[str]()
+        self.lasts, self.asked, self.said, self.states = lasts, 0, list[str](), []
         self.reconciler = Reconciler(judging.TargetErrors("FLEET"), self, self, self, self)
 
     async def read(self) -> TargetReading:
@@ -332,7 +282,7 @@ class Looked:
         return f"message {place} has subject 'x'"
 
     async def load(self) -> Stored:
-        return Stored(CLOSED, 1)
+        return Stored(self.states.pop(0) if self.states else CLOSED, 1)
 
     async def sleep(self, seconds: float) -> None:
         self.said.append(self.reconciler.confirming)
@@ -351,7 +301,7 @@ class Looked:
 async def test_only_what_moved_since_the_look_before_still_moves(lasts: tuple[int, ...], code: int, asked: int) -> None:
     looked = Looked(*lasts)
     with pytest.raises(FloeError) as raised:
-        await looked.reconciler.settle(await looked.load(), None)
+        await looked.reconciler.settle(Stored(CLOSED, 1), None)
     assert (raised.value.exit_code, raised.value.code, looked.asked) == (code, "E-TARGET-SHARED", asked)
     assert isinstance(raised.value, AnotherWriter) is (code == 4)
     why = "target FLEET: the target is further than this state explains: last sequence: expected at most 100, found "
@@ -361,17 +311,10 @@ async def test_only_what_moved_since_the_look_before_still_moves(lasts: tuple[in
     assert all(each.startswith("looked at again before it stops: ") for each in looked.said)
 
 
-@pytest.mark.parametrize("known", [[None, None, CLOSED], [None, None, None]])
-async def test_a_target_with_messages_and_no_state_is_looked_at_three_times(known: list[TargetState | None]) -> None:
-    looked, states = Looked(103), iter(known)
-
-    async def load() -> Stored:
-        return Stored(next(states), 1)
-
-    looked.load = load  # type: ignore[method-assign]
-    if known[-1] is not None:  # another instance stored it meanwhile
+@pytest.mark.parametrize("stored", [CLOSED, None])  # by another instance meanwhile
+async def test_a_target_with_messages_and_no_state_is_looked_at_three_times(stored: TargetState | None) -> None:
+    looked = Looked(103)
+    looked.states = [None, None, stored]
+    with nullcontext() if stored else pytest.raises(Stopped, match="found last sequence 103 and no checkpoint"):
         assert (await looked.reconciler.first())[0].state == CLOSED
-    else:
-        with pytest.raises(Stopped, match="found last sequence 103 and no checkpoint"):
-            await looked.reconciler.first()
     assert looked.asked == 3

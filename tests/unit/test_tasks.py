@@ -13,22 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from common import tasks
 from common.cli import run_async
 from common.errors import Stopped, Unavailable, Unforeseen
 from common.service.process import Threads, busy_threads
-from common.tasks import (
-    Stop,
-    StopReason,
-    again,
-    beside,
-    guarded,
-    orphaned,
-    together,
-    unexpected,
-    wait_for,
-    watched,
-    within,
-)
+from common.tasks import Stop, StopReason, beside, guarded, together, unexpected, wait_for, watched, within
 from tests.support.basics import PATIENCE, counted, soon
 from tests.support.clock import ManualClock
 
@@ -127,7 +116,7 @@ WAYS: dict[str, Callable[[asyncio.AbstractEventLoop], object]] = {
     "from a thread": lambda loop: loop.run_in_executor(None, loop.call_soon_threadsafe, broken),
     "when done": lambda loop: asyncio.create_task(asyncio.sleep(0)).add_done_callback(broken),
     "in a task": in_a_task_nobody_awaits,
-    "to nobody": lambda loop: orphaned(MemoryError("no room")),
+    "to nobody": lambda loop: tasks.orphaned(MemoryError("no room")),
 }
 
 
@@ -190,9 +179,9 @@ async def test_what_an_error_ended_begins_again_after_pauses_that_grow() -> None
         raise Stopped("an operator has to look")
 
     with pytest.raises(Stopped):
-        await again("expiry", stops, clock)
+        await tasks.again("expiry", stops, clock)
     count = counted(unexpected.labels("expiry"))
-    await again("expiry", work, clock)
+    await tasks.again("expiry", work, clock)
     assert began == [0, 1, 3, 7, 68, 70]
     assert counted(unexpected.labels("expiry")) == count + 5
 
