@@ -137,28 +137,23 @@ def test_a_port_in_use_and_an_address_that_the_host_does_not_have_may_come_later
         assert str(caught.value).startswith(f"monitor.listen: cannot listen on {address}: {why}")
 
 
+def connected(monitor: Monitor) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", monitor.port), PATIENCE)
+
+
 def test_clients_that_send_nothing_or_too_much_are_dropped(monitor: Monitor, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(monitor_http, "REQUEST_TIMEOUT", 0.3)
-    with socket.create_connection(("127.0.0.1", monitor.port), 5) as silent:
+    with connected(monitor) as silent:
         assert silent.recv(1) == b""
-    with socket.create_connection(("127.0.0.1", monitor.port), 5) as slow:
-        started = time.monotonic()
-        with suppress(OSError):
-            while True:
-                slow.sendall(b"x")
-                time.sleep(0.05)
-                assert time.monotonic() - started < PATIENCE
-    with socket.create_connection(("127.0.0.1", monitor.port), 5) as long:
+    with connected(monitor) as slow, pytest.raises(OSError):
+        for _ in range(4000):
+            slow.sendall(b"x")
+            time.sleep(0.05)
+    with connected(monitor) as long:
         long.sendall(b"GET /status HTTP/1.1\r\nX: " + b"x" * 8000 + b"\r\n" + b"y" * 4000)
         with suppress(ConnectionError):
             assert not long.recv(100)
     assert get(monitor, "/healthz")[0] == 200
-
-
-def get_or_none(monitor: Monitor) -> int | None:
-    with suppress(OSError, http.client.HTTPException):
-        return get(monitor, "/healthz")[0]
-    return None
 
 
 def test_a_scraper_that_never_reads_holds_neither_others_nor_the_shutdown(health: Health, clock: ManualClock):
@@ -168,24 +163,12 @@ def test_a_scraper_that_never_reads_holds_neither_others_nor_the_shutdown(health
         counter.labels(str(n)).inc()
     monitor = Monitor("127.0.0.1:0", health, registry)
     monitor.start()
-    with socket.create_connection(("127.0.0.1", monitor.port), 5) as scraper:
+    with connected(monitor) as scraper:
         scraper.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
         assert get(monitor, "/healthz")[0] == 200
         started = time.monotonic()
         monitor.close()
         assert time.monotonic() - started < PATIENCE, "it waits for no part of the answer to be taken"
-
-
-def test_no_more_than_a_few_requests_are_answered_at_the_same_time(monitor: Monitor, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(monitor_http, "REQUEST_TIMEOUT", 10 * PATIENCE)
-    before = set(threading.enumerate())  # one of them may end meanwhile
-    clients = [socket.create_connection(("127.0.0.1", monitor.port), 5) for _ in range(40)]
-    try:
-        eventually(lambda: len(set(threading.enumerate()) - before) == monitor_http.MAX_REQUESTS)
-    finally:
-        for client in clients:
-            client.close()
-    eventually(lambda: get_or_none(monitor) == 200)
 
 
 IDLE = 64  # connections, several times as many as have a place
@@ -196,18 +179,18 @@ def idle(monitor: Monitor, said: bytes = b"") -> Iterator[None]:
     """While others hold connections and say no more than that."""
     with ExitStack() as stack:
         for _ in range(IDLE):
-            client = stack.enter_context(socket.create_connection(("127.0.0.1", monitor.port), PATIENCE))
+            client = stack.enter_context(connected(monitor))
             with suppress(OSError):  # it has made room for another already
                 client.sendall(said)
         yield
 
 
-def test_who_holds_a_connection_and_says_half_a_request_turns_nobody_away(
-    health: Health, monitor: Monitor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_holds_a_connection_takes_one_of_few_places_and_turns_nobody_away(health, monitor, monkeypatch):
     monkeypatch.setattr(monitor_http, "REQUEST_TIMEOUT", 10 * PATIENCE)
     health.set_ready("objects", True)
+    before = set(threading.enumerate())  # one of them may end meanwhile
     with idle(monitor, b"GET /healthz HTTP/1.1\r\n"):
+        eventually(lambda: len(set(threading.enumerate()) - before) == monitor_http.MAX_REQUESTS)
         for path in ("/healthz", "/readyz", "/metrics", "/status"):
             assert get(monitor, path)[0] == 200
 
@@ -235,10 +218,13 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
+def tls_of(folder: Path, name: str, **more: str) -> MonitorTlsSettings:
+    return MonitorTlsSettings(cert=str(folder / f"{name}.pem"), key=str(folder / f"{name}.key"), **more)
+
+
 @contextmanager
 def served(health: Health, folder: Path, **more: str) -> Iterator[Monitor]:
-    files = {"cert": str(folder / "server.pem"), "key": str(folder / "server.key")}
-    monitor = Monitor("127.0.0.1:0", health, tls=MonitorTlsSettings(**files, **more))
+    monitor = Monitor("127.0.0.1:0", health, tls=tls_of(folder, "server", **more))
     monitor.start()
     with closing(monitor):
         yield monitor
@@ -256,8 +242,8 @@ def fetched(monitor: Monitor, folder: Path, client: str = "", ca: str = "ca") ->
 
 
 def test_pages_are_served_over_tls_only_and_who_begins_no_handshake_turns_nobody_away(
-    health: Health, certificates: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    health, certificates, monkeypatch
+):
     monkeypatch.setattr(monitor_http, "REQUEST_TIMEOUT", 10 * PATIENCE)
     with served(health, certificates) as monitor, idle(monitor, b"\x16\x03"):
         assert fetched(monitor, certificates) == 200
@@ -276,30 +262,20 @@ def test_clients_need_a_certificate_where_one_is_asked_for(health: Health, certi
         assert fetched(monitor, certificates, client="client") == 200
 
 
-def asked_at(monitor: Monitor, folder: Path, name: str, **files: str) -> EgressMonitorSettings:
-    pair = {"cert": str(folder / f"{name}.pem"), "key": str(folder / f"{name}.key")}
-    return EgressMonitorSettings(listen=f"127.0.0.1:{monitor.port}", tls=MonitorTlsSettings(**pair, **files))
-
-
 def test_commands_ask_a_monitor_with_tls_and_believe_its_own_certificate_only(health: Health, certificates: Path):
     for files in ({}, {"client_ca": str(certificates / "ca.pem")}):
         with served(health, certificates, **files) as monitor:
-            own = asked_at(monitor, certificates, "server", **files)
-            assert "problems" in json.loads(fetch(own, "/status"))
-            another = asked_at(monitor, certificates, "client", **files)
-            for asked in (another, EgressMonitorSettings(listen=own.listen)):
+            listen = f"127.0.0.1:{monitor.port}"
+            own, another = (tls_of(certificates, name, **files) for name in ("server", "client"))
+            assert "problems" in json.loads(fetch(EgressMonitorSettings(listen=listen, tls=own), "/status"))
+            for more in ({"tls": another}, {}):
                 with pytest.raises((OSError, http.client.HTTPException)):
-                    fetch(asked, "/status")
+                    fetch(EgressMonitorSettings(listen=listen, **more), "/status")
 
 
-def test_a_client_that_sends_its_handshake_slowly_is_cut_off(
-    health: Health, certificates: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_client_that_sends_its_handshake_slowly_is_cut_off(health: Health, certificates: Path, monkeypatch: Any):
     monkeypatch.setattr(monitor_http, "REQUEST_TIMEOUT", 0.3)
-    with (
-        served(health, certificates) as monitor,
-        socket.create_connection(("127.0.0.1", monitor.port), timeout=PATIENCE) as slow,
-    ):
+    with served(health, certificates) as monitor, connected(monitor) as slow:
         slow.sendall(b"\x16\x03\x01\x10\x00")  # a record of 4,096 bytes
         with pytest.raises(OSError):
             for _ in range(4000):
@@ -307,9 +283,7 @@ def test_a_client_that_sends_its_handshake_slowly_is_cut_off(
                 time.sleep(0.02)
 
 
-def test_a_certificate_that_was_replaced_is_used_without_a_restart(
-    health: Health, certificates: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_certificate_that_was_replaced_is_used_without_a_restart(health, certificates, tmp_path: Path, caplog):
     for name in ("server.pem", "server.key"):
         shutil.copy(certificates / name, tmp_path)
     make_authority(tmp_path, "later")
@@ -355,9 +329,7 @@ def notifier(silent: Monitor, manager: ServiceManager, **environment: str) -> Sy
     return SystemdNotifier(silent.says, SystemClock(), {"NOTIFY_SOCKET": manager.address, **environment})
 
 
-async def test_it_is_ready_at_once_and_stopping_when_asked_to_and_feeds_no_other_watchdog(
-    manager: ServiceManager, silent: Monitor
-):
+async def test_it_is_ready_at_once_and_stopping_when_asked_to_and_feeds_no_other_watchdog(manager, silent: Monitor):
     stop = Stop()
     others = {"WATCHDOG_USEC": "40000", "WATCHDOG_PID": str(os.getppid())}
     async with notifier(silent, manager, **others).while_running(stop):
@@ -372,9 +344,8 @@ async def test_it_is_ready_at_once_and_stopping_when_asked_to_and_feeds_no_other
 
 
 async def test_the_watchdog_is_fed_while_healthz_says_that_the_loop_turns(manager: ServiceManager):
-    clock = ManualClock()
+    clock, stop = ManualClock(), Stop()
     health = Health(clock)
-    stop = Stop()
     async with notifier(Monitor("", health), manager, WATCHDOG_USEC="40000").while_running(stop):
         await soon(lambda: manager.lines().count("WATCHDOG=1") > 3)
         clock.advance(MAX_BEAT_AGE + 1)  # no beat: the loop that serves hangs

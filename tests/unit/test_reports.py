@@ -18,18 +18,9 @@ from common.errors import UsageError
 from common.segments.segment import Ledger, Reason
 from common.sequences import Covered, SequenceRange
 from common.settings.root import Settings
+from compaction import traffic as reporting
 from compaction.reports import ReportState, open_place, operation_of, unaccounted
-from compaction.traffic import (
-    HOUR_NS,
-    TRAFFIC,
-    HourOfRows,
-    by_reason,
-    hours_of,
-    missing_by_hour,
-    rendered,
-    within,
-    write_csv,
-)
+from compaction.traffic import HOUR_NS, TRAFFIC, HourOfRows, missing_by_hour, rendered, write_csv
 from tests.support.basics import seeded
 from tests.support.compaction import ref
 from tests.support.segments import footer_of, message
@@ -93,7 +84,7 @@ def test_missing_sequences_are_counted_once_also_where_time_runs_backwards():
 def test_reasons_are_those_of_the_ledger_and_shared_out_where_there_are_several():
     def of(missing: dict[int, int], **ledger: int) -> dict[int, dict[str, int]]:
         footer = footer_of([message(1)], SequenceRange(1, 1 + sum(ledger.values())), ledger=Ledger(ledger))
-        return by_reason(missing, footer)
+        return reporting.by_reason(missing, footer)
 
     assert of({1: 3, 2: 4}, sampled_out=7) == {1: {"sampled_out": 3}, 2: {"sampled_out": 4}}
     assert of({1: 3}, sampled_out=7) == {1: {"sampled_out": 3}}
@@ -122,7 +113,7 @@ def test_lag_is_known_at_level_0_only_and_messages_are_those_that_egress_had():
 
     def hours(of: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         [stretch] = unaccounted([of], covered(), finest=True)
-        found = hours_of(stretch, [at], footer)
+        found = reporting.hours_of(stretch, [at], footer)
         [kept] = [each for each in found if each["kept"]]
         return found, kept
 
@@ -176,7 +167,10 @@ def test_csv_holds_no_text_that_a_spreadsheet_takes_for_a_formula():
 
 def test_csv_has_a_header_hours_in_utc_and_nothing_for_what_is_not_known(tmp_path: Path):
     file = io.StringIO()
-    write_csv(within(traffic(row(0), row(1, lag_known=4, lag_max_ms=1500), row(2)), None, (BEGIN + 7200) * 10**9), file)
+    write_csv(
+        reporting.within(traffic(row(0), row(1, lag_known=4, lag_max_ms=1500), row(2)), None, (BEGIN + 7200) * 10**9),
+        file,
+    )
     read = list(csv.DictReader(io.StringIO(file.getvalue())))
     assert [each["hour"] for each in read] == ["2023-11-14T22:00:00Z", "2023-11-14T23:00:00Z"]
     assert [each["lag_max_ms"] for each in read] == ["", "1500"]

@@ -21,24 +21,12 @@ from common.segments.segment import Message
 from common.sequences import SequenceRange, Stretch
 from ingress.replay.plan import ChainRange, ReplayChain, ReplayPart
 from ingress.restore import compare
+from ingress.restore import plan as planning
 from ingress.restore.archive import ArchiveConsumer, bounded, muted, unmuted, with_replicas
 from ingress.restore.compare import SIZE, Digests, SentRows, block_of, settle, state_differences, unlike
 from ingress.restore.fold import Fold, SourcedRow, sourced_rows
 from ingress.restore.history import merged, same_command
-from ingress.restore.plan import (
-    RestorePlan,
-    RestoreRequest,
-    before_begin,
-    begin_of,
-    begun_behind,
-    forecast,
-    gone_below,
-    guarded_config,
-    left_out,
-    lost_ends,
-    promoted_config,
-    unfolded,
-)
+from ingress.restore.plan import RestorePlan, RestoreRequest
 from ingress.restore.preflight import no_room, out_of_room
 from tests.support import compaction
 from tests.support.clock import ManualClock
@@ -126,12 +114,12 @@ def test_the_guarded_configuration_reaches_no_producer_and_the_promoted_one_is_a
     kept = {"subjects": ["s.>"], "max_age": 10, "sealed": True, **elsewhere}
     left = {"placement": {"cluster": "c"}, "mirror": {"name": "up"}}
     config = {"name": "S", "num_replicas": 3, **kept, **left}
-    promoted = promoted_config({**config, "metadata": {"_nats.level": "5", "own": "x", MARKER: "old"}}, "T", 1)
+    promoted = planning.promoted_config({**config, "metadata": {"_nats.level": "5", "own": "x", MARKER: "old"}}, "T", 1)
     assert promoted == {"name": "T", "num_replicas": 1, **kept, "metadata": {"own": "x"}}
     guard = {"name": "T", "subjects": ["_floe.restore.T"], "num_replicas": 1}
-    assert guarded_config(promoted, "m") == {**guard, "metadata": {"own": "x", MARKER: "m"}}
-    assert [line.split()[0] for line in left_out(config, "T")] == ["mirror", "placement"]
-    assert "gives the stream T as its only one" in [*left_out({"mirror": {"name": "up"}}, "T")][-1]
+    assert planning.guarded_config(promoted, "m") == {**guard, "metadata": {"own": "x", MARKER: "m"}}
+    assert [line.split()[0] for line in planning.left_out(config, "T")] == ["mirror", "placement"]
+    assert "gives the stream T as its only one" in [*planning.left_out({"mirror": {"name": "up"}}, "T")][-1]
 
 
 def test_consumers_are_bounded_by_the_end_and_what_is_not_known_is_delivered_again() -> None:
@@ -180,10 +168,10 @@ def test_a_source_is_known_by_what_its_messages_say() -> None:
 def test_a_source_begins_behind_the_archived_ones_only_where_no_message_of_it_came_back() -> None:
     config = {"name": "S", "sources": [{"name": "HELD"}, {"name": "LOST", "opt_start_seq": 3}, {"name": "NONE"}]}
     sourced = {"HELD > >": SourcedRow(10, 1, 20), "LOST > >": SourcedRow(9, 1, 30)}
-    found = begun_behind(config, sourced, lambda row: row.sequence == 10)
+    found = planning.begun_behind(config, sourced, lambda row: row.sequence == 10)
     assert found["sources"] == [{"name": "HELD"}, {"name": "LOST", "opt_start_seq": 31}, {"name": "NONE"}]
     assert config["sources"][1] == {"name": "LOST", "opt_start_seq": 3}
-    assert begun_behind({"name": "S"}, {}, lambda row: False) == {"name": "S"}
+    assert planning.begun_behind({"name": "S"}, {}, lambda row: False) == {"name": "S"}
 
 
 def test_each_command_for_a_plan_with_effects_elsewhere_permits_them_and_a_drills_has_none() -> None:
@@ -223,13 +211,13 @@ def part_of(first: int, last: int, *held: int) -> ReplayPart:
 def test_max_age_cuts_only_where_no_message_may_outlive_it() -> None:
     for own, begin in (({}, 11), ({"allow_msg_ttl": True}, 0), ({"subject_delete_marker_ttl": 9}, 0)):
         parts = [part_of(1, 10, *range(1, 11)), part_of(11, 20, *range(11, 21))]
-        assert begin_of(parts, {"max_age": 5, **own}, 16, counts=True)[0] == begin
+        assert planning.begin_of(parts, {"max_age": 5, **own}, 16, counts=True)[0] == begin
 
 
 def test_segments_that_end_before_the_archive_did_are_named() -> None:
     here, there = CHAIN, replace(CHAIN, partition=1)
-    assert list(lost_ends({here: 400, there: 600}, {here: 400, there: 650})) == []
-    assert "401..600 is missing" in next(lost_ends({here: 600, there: 0}, {here: 400, there: 0}))
+    assert list(planning.lost_ends({here: 400, there: 600}, {here: 400, there: 650})) == []
+    assert "401..600 is missing" in next(planning.lost_ends({here: 600, there: 0}, {here: 400, there: 0}))
 
 
 def test_what_an_older_server_does_not_know_is_a_difference_and_what_a_newer_adds_is_none() -> None:
@@ -280,14 +268,14 @@ def test_what_is_missing_before_a_chain_is_lossy_where_the_stream_is_known_to_ha
     incarnation: int, first: int, floor: int, least: Any, join: Any, gone: Any, is_known: bool | None, text: str
 ) -> None:
     chain, deleted = replace(CHAIN, incarnation=incarnation), Fold({}, gone).deleted
-    found = list(before_begin(chain, first, floor, least, join, deleted))
+    found = list(planning.before_begin(chain, first, floor, least, join, deleted))
     assert [(each.is_known, text in each.line) for each in found] == [(is_known, True)] * (text is not None)
 
 
 def test_nothing_is_missing_before_a_message_that_is_too_old_itself() -> None:
     own = {"max_age": 5, "allow_msg_ttl": True}
     for config, now_ns, gone in (({}, 99, 0), ({"max_age": 5}, 16, 11), ({"max_age": 5}, 26, 11), (own, 26, 0)):
-        assert gone_below([part_of(11, 20, *range(10, 20))], config, now_ns, 0) == gone
+        assert planning.gone_below([part_of(11, 20, *range(10, 20))], config, now_ns, 0) == gone
 
 
 def test_a_consumer_has_no_more_replicas_than_its_stream_allows() -> None:
@@ -319,7 +307,7 @@ PUSHED = "what was deleted and comes back may push out others that lived: "
     ],
 )
 def test_the_plan_says_what_limits_do_where_deletions_are_not_known(limits: Any, note: str | None) -> None:
-    notes = forecast(plan_of(part_of(1, 20, *range(1, 21)), **limits), 0, captured=None, skipped=())
+    notes = planning.forecast(plan_of(part_of(1, 20, *range(1, 21)), **limits), 0, captured=None, skipped=())
     said = [each for each in notes if "max_msgs" in each and "drops the oldest" not in each]
     assert [each.startswith(note or "") for each in said] == [True] * (note is not None)
 
@@ -327,7 +315,7 @@ def test_the_plan_says_what_limits_do_where_deletions_are_not_known(limits: Any,
 def test_a_partition_is_not_said_to_have_lost_what_another_one_has() -> None:
     for others, is_lost in ((range(11, 21), False), (range(12, 21), True)):
         plan = plan_of(part_of(1, 10, *range(1, 11)), part_of(1, 20, *others))
-        assert any("is lost" in each for each in forecast(plan, 0, captured=None, skipped=())) is is_lost
+        assert any("is lost" in each for each in planning.forecast(plan, 0, captured=None, skipped=())) is is_lost
 
 
 def test_the_plan_says_up_to_how_many_come_back_of_what_a_raised_limit_had_dropped() -> None:
@@ -337,9 +325,9 @@ def test_the_plan_says_up_to_how_many_come_back_of_what_a_raised_limit_had_dropp
         new = CapturedConfig(AT, 20, AT, {"max_msgs_per_subject": limit}, 5, last, 6)
         changed = replace(plan, configs=(old, new))
         text = "max_msgs_per_subject 1 applied at least until sequence 5"
-        found = [text in each and f"up to {most} messages" in each for each in unfolded(changed)]
+        found = [text in each and f"up to {most} messages" in each for each in planning.unfolded(changed)]
         assert found == [True] * bool(most)
-        assert [*unfolded(replace(changed, deletions=CapturedDeletions(AT, 20, 5, 20, ())))] == []
+        assert [*planning.unfolded(replace(changed, deletions=CapturedDeletions(AT, 20, 5, 20, ())))] == []
 
 
 # Room
