@@ -67,7 +67,6 @@ def test_a_listing_gives_back_what_the_keys_say(name: ParkedName, number: int) -
 
 def test_the_state_follows_from_the_names_alone() -> None:
     for marks, state, waits in (
-        ("message", State.PENDING, 0),
         ("message asked-0001", State.PENDING, 0),
         ("message left_out", State.PARKED, 1),
         ("message left_out asked-0001", State.ASKED, 1),
@@ -88,9 +87,7 @@ blocks = st.one_of(st.none(), st.binary(max_size=40))
 
 
 @given(st.binary(max_size=40), blocks, st.binary(max_size=60), st.integers(0, 2**63 - 1))
-def test_a_message_comes_back_as_it_was(
-    subject: bytes, headers: bytes | None, payload: bytes, timestamp_ns: int
-) -> None:
+def test_a_message_comes_back_as_it_was(subject: bytes, headers: Any, payload: bytes, timestamp_ns: int) -> None:
     row = Message(7, timestamp_ns, subject, headers, payload)
 
     assert from_bytes("k", to_bytes(CHAIN, row), CHAIN, 7) == row
@@ -175,8 +172,7 @@ class World:
     async def read(self) -> Pauses:
         return self.pauses
 
-    async def reshape(self) -> None:
-        pass
+    async def reshape(self) -> None: ...
 
     async def again(self, name: ParkedName) -> Block:
         self.tried.append(name.sequence)
@@ -207,9 +203,7 @@ async def threads() -> AsyncIterator[Threads]:
     threads.close()
 
 
-async def test_only_what_was_left_out_and_not_delivered_may_go_and_each_once(
-    parked: ParkedStore, threads: Threads
-) -> None:
+async def test_only_what_was_left_out_and_not_delivered_may_go_and_each_once(parked: Any, threads: Threads) -> None:
     prefetcher = FakePrefetcher()
     source = ParkedSource(prefetcher, parked, threads)  # type: ignore[arg-type]
     parked.park(CHAIN, Oversize(message(7), WHY))
@@ -220,15 +214,12 @@ async def test_only_what_was_left_out_and_not_delivered_may_go_and_each_once(
 
     rows = await source.take(Stop(), 1.0)
 
-    assert rows is not None
-    assert [block.piece.rows.first for block in rows.blocks] == [5]
-    assert prefetcher.released == 300
+    assert ([block.piece.rows.first for block in rows.blocks], prefetcher.released) == ([5], 300)
     await source.before_close(Intent(0, tuple(rows.pieces())))
     assert parked.entries()[parked.name(CHAIN, 5)].state is State.DELIVERED
     assert source.offered_bytes == 0
     source.offer(again(5))
-    assert await source.take(Stop(), 1.0) is None
-    assert prefetcher.released == 400
+    assert (await source.take(Stop(), 1.0), prefetcher.released) == (None, 400)
 
     # What a reset drops may be offered again.
     source.offer(again(5))
@@ -287,9 +278,7 @@ async def test_what_nobody_asks_for_is_not_listed_again_and_again(tmp_path: Path
     assert objects.listings == before + 2
 
 
-async def test_one_message_that_cannot_be_tried_keeps_no_other_waiting(
-    parked: ParkedStore, threads: Threads, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_one_message_that_cannot_be_tried_keeps_no_other_waiting(parked: Any, threads: Any, caplog: Any) -> None:
     left_out(parked, 7, 8)
     retries, editor = retries_of(parked, threads)
     editor.failing = {7}
@@ -302,11 +291,10 @@ async def test_one_message_that_cannot_be_tried_keeps_no_other_waiting(
 
 async def test_messages_are_kept_under_the_name_of_the_stored_state(parked: ParkedStore) -> None:
     """A server may report another creation time after a restart; an operator may have a chain begin anew."""
-    kept_as = ParkedAs("t9", ((CHAIN, 5),))
+    state = TargetState(Checkpoint(9, "drifted", {}, parked=ParkedAs("t9", ((CHAIN, 5),))))
 
     class Bucket:
         async def get(self, key: str) -> KvEntry:
-            state = TargetState(Checkpoint(9, "drifted", {}, parked=kept_as))
             return KvEntry(to_json("FLEET", state), 3)
 
     await StateStore(Bucket(), "key", "FLEET", parked.adopt).load()  # type: ignore[arg-type]

@@ -18,8 +18,9 @@ from common.cli import run_async
 from common.errors import Stopped, Unavailable, Unforeseen
 from common.service.process import Threads, busy_threads
 from common.tasks import Stop, StopReason, beside, guarded, together, unexpected, wait_for, watched, within
-from tests.support.basics import PATIENCE, counted, soon
+from tests.support.basics import PATIENCE, cancelled, counted, soon
 from tests.support.clock import ManualClock
+from tests.support.stores import no_room
 
 
 async def swallows(times: int, ended: Stop) -> None:
@@ -97,12 +98,8 @@ async def test_within_raises_in_time_and_cancels_what_it_waited_for() -> None:
 # Errors that nobody awaits
 
 
-def broken(*_: object) -> None:
-    raise MemoryError("no room")
-
-
 async def breaks() -> None:
-    broken()
+    no_room()
 
 
 def in_a_task_nobody_awaits(loop: asyncio.AbstractEventLoop) -> None:
@@ -111,10 +108,10 @@ def in_a_task_nobody_awaits(loop: asyncio.AbstractEventLoop) -> None:
 
 
 WAYS: dict[str, Callable[[asyncio.AbstractEventLoop], object]] = {
-    "soon": lambda loop: loop.call_soon(broken),
-    "later": lambda loop: loop.call_later(0.001, broken),
-    "from a thread": lambda loop: loop.run_in_executor(None, loop.call_soon_threadsafe, broken),
-    "when done": lambda loop: asyncio.create_task(asyncio.sleep(0)).add_done_callback(broken),
+    "soon": lambda loop: loop.call_soon(no_room),
+    "later": lambda loop: loop.call_later(0.001, no_room),
+    "from a thread": lambda loop: loop.run_in_executor(None, loop.call_soon_threadsafe, no_room),
+    "when done": lambda loop: asyncio.create_task(asyncio.sleep(0)).add_done_callback(no_room),
     "in a task": in_a_task_nobody_awaits,
     "to nobody": lambda loop: tasks.orphaned(MemoryError("no room")),
 }
@@ -153,13 +150,12 @@ def test_an_error_of_a_transport_ends_nothing(error: Exception) -> None:
 def test_the_owner_of_a_callback_or_a_task_is_told() -> None:
     async def service() -> list[str]:
         found: list[Exception] = []
-        guarded(broken, found.append)()
+        guarded(no_room, found.append)()
         task = watched(breaks(), found.append, name="x")
         await asyncio.wait({task})
         ended = watched(asyncio.sleep(60), found.append, name="y")
         await asyncio.sleep(0)
-        ended.cancel()
-        await asyncio.wait({ended})
+        await cancelled(ended)
         return list(map(str, found))
 
     assert run_async(service()) == ["no room", "no room"]
@@ -173,7 +169,7 @@ async def test_what_an_error_ended_begins_again_after_pauses_that_grow() -> None
         if len(began) == 4:
             clock.advance(60)  # it ran for a while: its end counts as the first
         if len(began) < 6:
-            broken()
+            no_room()
 
     async def stops() -> None:
         raise Stopped("an operator has to look")
@@ -203,8 +199,7 @@ async def test_a_stop_keeps_its_first_reason_and_is_waited_for_no_longer_than_as
     assert (stop.is_set, stop.reason) == (True, StopReason.RESET)
     other = Stop()
     other.set()
-    assert other.reason is StopReason.SHUTDOWN
-    assert await other.wait()
+    assert (await other.wait(), other.reason) == (True, StopReason.SHUTDOWN)
 
 
 async def test_a_child_stops_with_its_parents_for_their_reason_and_never_stops_them() -> None:
@@ -247,8 +242,7 @@ async def test_the_event_loop_turns_while_a_call_runs_which_cancelling_idle_does
     await soon(lambda: busy_threads() == before + 1)
     idle = asyncio.create_task(threads.idle())
     await asyncio.sleep(0)
-    idle.cancel()
-    await asyncio.wait([idle])
+    await cancelled(idle)
     release.set()
     assert await call
     await soon(lambda: busy_threads() == before)
@@ -265,8 +259,7 @@ async def test_idle_waits_for_a_call_whose_await_was_cancelled(threads: Threads)
 
     call = asyncio.create_task(threads.run(upload))
     await soon(lambda: threads.busy)
-    call.cancel()
-    await asyncio.wait([call])
+    await cancelled(call)
     assert call.cancelled()
     # When somebody waits for the pool
     idle = asyncio.create_task(threads.idle())
@@ -275,8 +268,7 @@ async def test_idle_waits_for_a_call_whose_await_was_cancelled(threads: Threads)
     release.set()
     await idle
     # Then the upload has ended
-    assert done.is_set()
-    assert threads.busy == 0
+    assert (done.is_set(), threads.busy) == (True, 0)
 
 
 async def test_a_call_that_is_cancelled_before_a_thread_is_free_never_runs(threads: Threads):
@@ -285,8 +277,7 @@ async def test_a_call_that_is_cancelled_before_a_thread_is_free_never_runs(threa
     await soon(lambda: threads.busy)
     second = asyncio.create_task(threads.run(ran.set))
     await asyncio.sleep(0)
-    second.cancel()
-    await asyncio.wait([second])
+    await cancelled(second)
     release.set()
     await first
     await threads.idle()
