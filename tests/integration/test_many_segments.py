@@ -32,7 +32,7 @@ from tests.support.compaction import TestPolicy
 CHAIN, LAYOUT = Chain("us-east", "NODES"), Layout("data")
 LEVEL_0, LEVEL_1 = LAYOUT.segments_prefix(CHAIN, 0), LAYOUT.segments_prefix(CHAIN, 1)
 WIDTH = 10  # sequences of a segment of level 0; 100 times as many of level 1
-FEW, MANY = 4000, 8000  # segments of level 0
+FEW, MANY = 4000, 6000  # segments of level 0
 POLICY = TestPolicy(min_age=0, max_wait=-1, max_count=500, min_size=10**12, max_size=10**12)
 
 
