@@ -39,15 +39,6 @@ def one(text: str, environment: dict[str, str] | None = None) -> Settings:
     return document.settings
 
 
-def test_a_small_file_is_read():
-    feed_text = "{stream: A, start_time: 2026-01-02T03:04:05Z, segment: {max_age: 1h30m, max_size: 64K}}"
-    data = f"\ufeff{HEAD}egress: {{feeds: [{feed_text}]}}\n".encode()  # a byte order mark does no harm
-    [document] = parse_documents(data, "f.yaml", {})
-    [feed] = document.settings.egress.feeds
-    assert (document.settings.site, feed.name, feed.start_time) == ("us-east", "A", "2026-01-02T03:04:05Z")
-    assert (feed.segment.max_age, feed.segment.max_size) == (5400.0, 65536)
-
-
 def test_all_problems_are_told_at_once_with_file_line_column_path_expected_and_found():
     assert problems(
         """\
@@ -145,7 +136,6 @@ WRONG = [
     ("nats: {url: ['nats://a', 'tls://b']}", "3:13: nats.url: expected all of them nats:// or all of them tls://"),
     ("nats: {url: 'nats://u:SEKRET@h'}", f"{NATS_URL} without user and password"),
     ("nats: {url: 'nats://a:0'}", f"{NATS_URL} with a port from 1 to 65535"),
-    ("nats: {url: 'nats://a:70000'}", f"{NATS_URL} with a port from 1 to 65535"),
     ("nats: {url: 'nats://::1:4222'}", f"{NATS_URL} (an IPv6 address in brackets; no path)"),
 ]
 
@@ -193,16 +183,7 @@ def test_text_that_only_yaml_1_1_would_change_stays_text_and_a_number_is_written
         (b"\xff\xfes\x00i\x00", "f.yaml: expected UTF-8 text, found UTF-16"),
         (b"\x89PNG\r\n", "f.yaml: expected UTF-8 text, found other bytes at offset 0"),
         (b"#" * (1024 * 1024 + 1), "f.yaml: expected at most 1048576 bytes, found more"),
-        ("a: " + "[" * 40 + "]" * 40 + "\n", "f.yaml:1:36: expected at most 32 levels, found more"),
-    ],
-)
-def test_what_is_not_plain_yaml_is_refused_with_its_place(text: str | bytes, expected: str):
-    assert [line for line in problems(text) if line.startswith(expected)]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+        # A parser that went through these would take minutes, and a reader that calls itself would end.
         ("a: " + "[" * 500_000, "f.yaml:1:36: expected at most 32 levels, found more"),
         ("a: {" + "? {" * 300_000, "expected at most 32 levels, found more"),
         ("a: [" + "[]," * 60_000, "expected at most 50000 keys and values, found more"),
@@ -211,10 +192,9 @@ def test_what_is_not_plain_yaml_is_refused_with_its_place(text: str | bytes, exp
             "f.yaml:1:5: a0: expected a value, found the anchor &a0: remove it",
         ),
     ],
-    ids=["lists", "mappings as keys", "values", "aliases of aliases"],
+    ids=lambda value: repr(value[:40]),
 )
-def test_what_is_nested_too_deep_or_too_much_is_refused_before_all_of_it_is_parsed(text: str, expected: str):
-    """A parser that went through it would take minutes, and a reader that calls itself would end."""
+def test_what_is_not_plain_yaml_is_refused_with_its_place_before_all_of_it_is_parsed(text: str | bytes, expected: str):
     assert [line for line in problems(text) if expected in line]
 
 
@@ -232,9 +212,9 @@ def test_secrets_and_passwords_in_urls_are_never_shown():
 # Variables and files
 
 
-def test_variables_are_put_in_after_parsing():
+def test_variables_are_put_in_after_parsing_and_a_byte_order_mark_does_no_harm():
     settings = one(
-        'site: "${SITE}"\nstore:\n  url: "s3://${BUCKET:-floe}-x"\n  access_key_id: "${KEY}"\n'
+        '\ufeffsite: "${SITE}"\nstore:\n  url: "s3://${BUCKET:-floe}-x"\n  access_key_id: "${KEY}"\n'
         '  secret_access_key: "${SECRET}"\n'
         'egress: {kv_replicas: "${REPLICAS}", lease_ttl: "${TTL:-20s}"}\nlog: {format: "${FORMAT:-}json"}\n'
         'nats: {tls: {insecure: "${YES}"}}\ninstance: "$${not} $5 ${EMPTY:-default}"\n',

@@ -17,7 +17,7 @@ from common.chain import Chain
 from common.clock import DELAYS, Backoff
 from common.errors import Unavailable
 from common.leasing import fair_share, group_name, surplus
-from common.tasks import Stop, end, unless
+from common.tasks import Stop, first_of, unless
 from egress.deps import Tuning
 from egress.evidence import confirm
 from egress.flush import FlushAnswer, FlushRequests
@@ -55,20 +55,6 @@ async def test_answers_that_never_agree_are_given_up() -> None:
         await confirmed("gone recreated " * 10, ManualClock())
 
 
-async def test_a_task_that_survives_its_first_cancellation_is_ended() -> None:
-    async def stubborn() -> None:
-        for _ in range(2):
-            try:
-                await asyncio.sleep(30)
-            except asyncio.CancelledError:
-                continue
-
-    task = asyncio.create_task(stubborn())
-    await asyncio.sleep(0)
-    await end(task)
-    assert task.done()
-
-
 async def test_work_is_dropped_when_the_stop_comes_first_and_what_it_raises_is_raised() -> None:
     stop = Stop()
 
@@ -82,6 +68,21 @@ async def test_work_is_dropped_when_the_stop_comes_first_and_what_it_raises_is_r
         await unless(stop, work(Unavailable("down")))
     stop.set()
     assert await unless(stop, asyncio.sleep(30)) is None
+
+
+async def test_the_first_of_several_waits_ends_the_others_and_may_be_time() -> None:
+    event, forgotten = asyncio.Event(), []
+
+    async def never() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            forgotten.append(True)
+
+    asyncio.get_running_loop().call_soon(event.set)
+    await asyncio.wait_for(first_of(never(), event.wait()), 10)
+    assert forgotten == [True]
+    await asyncio.wait_for(first_of(asyncio.Event().wait(), seconds=0.01), 10)
 
 
 def test_delays_grow_with_jitter_and_begin_again() -> None:

@@ -35,16 +35,11 @@ def test_a_document_names_its_sender_its_time_this_machines_facts_and_status(tmp
     assert (len(documents(facts=nothing)), "packages" in describe(nothing)) == (200, True)
 
 
-@pytest.mark.parametrize(
-    ("asked", "least", "most", "spread"), [(None, 800, 16 * 1024, 3), (Sizes(2000, 3000), 1500, 3300, 1)]
-)
-def test_documents_are_of_many_sizes(asked: Sizes | None, least: int, most: int, spread: int) -> None:
-    made = Fleet(FACTS, seed=1, nodes=200, sizes=asked)
-    sizes = [len(made.document(node, 0, NOW)) for node in range(200)]
-
-    assert least <= min(sizes) <= max(sizes) / spread <= max(sizes) <= most
-    assert len(set(sizes)) > 30
-    assert len({len(made.document(3, turn, NOW)) // 100 for turn in range(0, 400, 48)}) > 2
+def test_documents_are_of_many_sizes_and_of_those_that_are_asked_for() -> None:
+    for asked, least, most in ((None, 800, 48 * 1024), (Sizes(2000, 3000), 1500, 3300)):
+        made = Fleet(FACTS, seed=1, nodes=200, sizes=asked)
+        sizes = {len(made.document(node, 0, NOW)) for node in range(200)}
+        assert (least <= min(sizes) <= max(sizes) <= most, len(sizes) > 30) == (True, True)
 
 
 def test_the_same_seed_makes_the_same_fleet_which_changes_from_turn_to_turn_and_another_seed_another() -> None:
@@ -85,8 +80,6 @@ def test_sizes_paces_and_subjects_that_cannot_be_are_refused(make: Callable[[], 
         ("--server nowhere", "--server nowhere: expected a URL"),
         ("--min-size 2K --max-size 1K", "sizes 2048 to 1024"),
         ("--server nats://h:1 -c x.yaml", "--server and --config"),
-        ("--rate -1", "--rate"),
-        ("--interval 5", "expected a duration"),
     ],
 )
 def test_a_wrong_command_line_is_explained_and_ends_with_2(options: str, problem: str) -> None:

@@ -18,13 +18,6 @@ def block(*lines: bytes) -> bytes:
     return b"".join([b"NATS/1.0\r\n", *(line + b"\r\n" for line in lines), b"\r\n"])
 
 
-def test_a_message_without_headers_gets_its_provenance_alone_and_an_empty_block_is_told_from_none():
-    assert escape(None, HERE) == block(SOURCE)
-    assert escape(block(), HERE) == block(SOURCE, b"Floe-Original:")
-    for original in (None, block()):
-        assert restore(escape(original, HERE)) == (HERE, original)
-
-
 def test_headers_that_act_or_that_are_floes_travel_escaped_in_any_case():
     acting = (b"Nats-Rollup: sub", b"NATS-msg-id:x", b"floe-source: forged")
     escaped = escape(block(b"A: 1", *acting, b"A: 2"), HERE, first_lines=(b"Nats-Batch-Id: b",))
@@ -59,12 +52,6 @@ def test_what_some_reader_could_take_for_other_headers_travels_as_text(odd: byte
     assert restore(escaped) == (HERE, odd)
 
 
-def test_malformed_lines_pass_as_they_are():
-    original = block(b"no colon", b": no name", b"  spaced : x  ", b"caf\xe9: \xff\x00", b"A:")
-    assert restore(escape(original, HERE)) == (HERE, original)
-    assert escape(original, HERE).endswith(original.removeprefix(b"NATS/1.0\r\n"))
-
-
 def test_a_control_header_that_acted_at_a_relay_acts_no_further_unless_named():
     first = escape(block(b"Nats-TTL: 5s"), HERE, frozenset({b"nats-ttl"}), (b"Nats-Expected-Last-Sequence: 8",))
     further = escape(first, HERE, relay=True)
@@ -85,11 +72,6 @@ def test_a_message_that_nobody_escaped_is_given_back_as_it_is():
 def test_a_provenance_that_cannot_be_read_is_none(line: bytes):
     plain = block(b"Floe-Source: " + line, b"A: 1")
     assert restore(plain) == (None, plain)
-
-
-def test_provenance_names_its_chain():
-    assert HERE.chain == Chain("us-east", "NODE_DATA", 0, 3)
-    assert Provenance.parse(HERE.line()) == Provenance.parse(HERE.line().removeprefix(b"Floe-Source: ")) == HERE
 
 
 def test_values_are_as_the_publisher_gave_them_and_a_header_is_found_in_any_case():

@@ -235,7 +235,6 @@ async def test_the_document_of_a_chain_says_it_and_without_a_good_one_nothing_is
         (b"", b"", b"a.b", b"a.b"),
         (b"fleet", b"", b"a.b", b"fleet.a.b"),
         (b"fleet.", b"", b"a.b", b"fleet.a.b"),
-        (b"", b"choria.", b"choria.node.a", b"node.a"),
         (b"", b"x", b"a.x.b.x.c", b"a.b.c"),
         (b"fleet", b"choria", b"choria.node", b"fleet.node"),
         (b"fleet", b"fleet.a.", b"a.b", b"b"),
@@ -264,26 +263,7 @@ def test_what_the_wire_can_carry_is_taken() -> None:
     assert {subject: prepare.problem(subject) for subject in taken} == dict.fromkeys(taken, "")
 
 
-@pytest.mark.parametrize(
-    ("pattern", "inside", "outside"),
-    [
-        (">", [b"a", b"a.b"], []),
-        ("fleet.>", [b"fleet.a", b"fleet.a.b"], [b"fleet", b"fleets.a", b"x.fleet.a"]),
-        ("a.*.c", [b"a.b.c"], [b"a.c", b"a.b.b.c", b"a.b.d"]),
-        ("a.b", [b"a.b"], [b"a", b"a.b.c"]),
-        ("*.>", [b"a.b", b"a.b.c"], [b"a"]),
-    ],
-)
-def test_a_stream_takes_what_its_subjects_match(pattern: str, inside: list[bytes], outside: list[bytes]) -> None:
-    accepting = Accepting([pattern, "other"])
-
-    assert all(subject in accepting for subject in [*inside, b"other"])
-    assert not any(subject in accepting for subject in outside)
-
-
-def test_a_stream_covers_patterns_that_are_not_wider_than_its_own() -> None:
+def test_a_stream_takes_what_one_of_its_subjects_matches_or_covers() -> None:
     accepting = Accepting(["fleet.>", "a.*.c"])
-
-    assert all(accepting.covers(p) for p in ("fleet.>", "fleet.a", "fleet.*.b", "a.*.c", "a.b.c"))
-    assert not any(accepting.covers(p) for p in (">", "fleet", "*.a", "a.>", "a.*.>", "a.*.*"))
-    assert Accepting([">"]).covers("a.>")
+    assert [subject in accepting for subject in (b"fleet.a", b"a.b.c", b"a.b")] == [True, True, False]
+    assert [accepting.covers(p) for p in ("fleet.*.b", "a.b.c", "a.*.>", ">")] == [True, True, False, False]
