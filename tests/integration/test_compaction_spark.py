@@ -226,9 +226,7 @@ def test_no_secret_is_in_the_plan_that_spark_shows(archive: Archive, capfd: pyte
 
 
 def test_a_run_over_s3(s3, tmp_path: Path):
-    keys = {"access_key_id": s3.access_key, "secret_access_key": s3.secret_key}
-    store = {"url": f"s3://{s3.new_bucket()}", "endpoint_url": s3.endpoint_url, **keys}
-    config = Settings.model_validate({"store": store, "spool_dir": str(tmp_path)})
+    config = Settings.model_validate({"store": s3.store(), "spool_dir": str(tmp_path)})
     archive = Archive(tmp_path, open_objects(config.store))
     ChainStore(archive.objects, archive.layout).create_chain(CHAIN, ChainDocument((), 1, 1))
     for first in range(1, 40, 10):

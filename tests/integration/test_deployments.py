@@ -393,8 +393,7 @@ def test_spark_starts_for_a_user_without_a_name_and_a_home(s3: SharedS3, tmp_pat
         pytest.skip("becoming a user that the host does not know needs root")
     with pytest.raises(KeyError):
         pwd.getpwuid(NAMELESS)
-    keys = {"access_key_id": s3.access_key, "secret_access_key": s3.secret_key}
-    store = {"url": f"s3://{s3.new_bucket()}", "endpoint_url": s3.endpoint_url, **keys}
+    store = s3.store()
     archive = Archive(tmp_path / "archive", open_objects(StoreSettings.model_validate(store)))
     ChainStore(archive.objects, archive.layout).create_chain(CHAIN, ChainDocument((), 1, 1))
     archive.put(1, 30)

@@ -44,11 +44,6 @@ FEED = "NODES"
 RIGHTS = Path(__file__).parents[2] / "infra" / "rights"
 
 
-def store_of(s3: Any, bucket: str) -> dict[str, Any]:
-    keys = {"access_key_id": s3.access_key, "secret_access_key": s3.secret_key}
-    return {"url": f"s3://{bucket}", "endpoint_url": s3.endpoint_url, **keys}
-
-
 def write(folder: Path, store: dict[str, Any], nats: dict[str, Any], **document: Any) -> str:
     path = folder / f"{unique('floe')}.yaml"
     nats = {"connect_timeout": "2s", **nats}
@@ -103,7 +98,7 @@ async def test_a_site_is_well_and_nothing_left(nats_url: str, client: FloeClient
     bucket = s3.new_bucket()
     document = egress(stream)
     document["egress"] |= {"state_bucket": state, "lease_bucket": unique("L")}
-    config = write(tmp_path, store_of(s3, bucket), {"url": nats_url}, **document)
+    config = write(tmp_path, s3.store(bucket), {"url": nats_url}, **document)
     found = await examined(config, code=0)
     assert states(found, "ok") == found.keys() - {"store versioning"}, found
     wanted = {f"{part} {what}" for part in ("store", "disk") for what in CHECKS[part]}
@@ -122,7 +117,7 @@ async def test_a_site_is_well_and_nothing_left(nats_url: str, client: FloeClient
 
 async def test_a_centre_is_well(nats_url: str, client: FloeClient, s3: SharedS3, tmp_path: Path) -> None:
     target = unique("T")
-    config = write(tmp_path, store_of(s3, s3.new_bucket()), {"url": nats_url}, **ingress(target, create={}))
+    config = write(tmp_path, s3.store(), {"url": nats_url}, **ingress(target, create={}))
     found = await examined(config, code=0)
     assert states(found, "ok") == found.keys() - {"store layout", "store versioning"}
     assert found["store layout"]["found"] == f"nothing is archived yet; nothing of {SITE}"
@@ -150,7 +145,7 @@ async def test_people_get_a_table_and_what_to_do(nats_url: str, tmp_path: Path) 
 
 
 async def test_what_does_not_answer_holds_up_no_other(nats_url: str, s3: SharedS3, away: str, tmp_path: Path) -> None:
-    dead = store_of(s3, "floe") | {"endpoint_url": f"http://{away}", "allow_plaintext": True}
+    dead = s3.store("floe") | {"endpoint_url": f"http://{away}", "allow_plaintext": True}
     config = write(tmp_path, dead, {"url": nats_url}, **egress(filter_subject="a.>"))
     found = await examined(config, code=1)
     assert found["store connection"]["state"] == "skipped"
@@ -159,7 +154,7 @@ async def test_what_does_not_answer_holds_up_no_other(nats_url: str, s3: SharedS
     assert "store checksum" not in found
     assert found["nats rights"]["state"] == found["disk spool"]["state"] == "ok"
 
-    config = write(tmp_path, store_of(s3, s3.new_bucket()), {"url": f"nats://{away}"}, **egress())
+    config = write(tmp_path, s3.store(), {"url": f"nats://{away}"}, **egress())
     found = await examined(config, code=1)
     assert {name for name in found if name.startswith("nats")} == {"nats connection"}
     assert found["nats connection"]["unreached"]
@@ -169,7 +164,7 @@ async def test_what_does_not_answer_holds_up_no_other(nats_url: str, s3: SharedS
 def test_a_store_that_ceases_to_answer_is_waited_for_once(s3: SharedS3, tmp_path: Path) -> None:
     with FaultProxy(s3.endpoint_url) as proxy:
         proxy.on("put", drop())
-        store = store_of(s3, s3.new_bucket()) | {"endpoint_url": proxy.url}
+        store = s3.store() | {"endpoint_url": proxy.url}
         settings = settings_of(tmp_path, store=store)
         found = examine_store(settings, ("egress",), ManualClock())
     assert [(each.what, each.unreached) for each in found] == [("connection", False), ("list", False), ("write", True)]
@@ -203,7 +198,7 @@ async def test_what_to_do_is_told_of_each_way_in_which_nobody_answers(
             ("nats://unknown.invalid:4222", "unknown.invalid", "this host's resolver", "this host's resolver"),
             (silent, "s3.invalid", "/etc/resolv.conf", "/etc/resolv.conf"),
         ):
-            store = store_of(s3, "floe") | {"endpoint_url": f"http://{endpoint}", "allow_plaintext": True}
+            store = s3.store("floe") | {"endpoint_url": f"http://{endpoint}", "allow_plaintext": True}
             config = write(tmp_path, store, {"url": urls, "connect_timeout": "1s"}, **egress())
             found = await examined(config, code=1)
             assert {*found} == {"nats connection", "store connection", "disk spool", "disk space"}
@@ -216,7 +211,7 @@ async def test_what_to_do_is_told_of_each_way_in_which_nobody_answers(
         assert found["nats connection"]["found"] == f"E-UNAVAILABLE: a.invalid, b.invalid: {why}"
         assert found["store connection"]["found"] == f"E-UNAVAILABLE: s3.invalid: {why}"
         some = {"url": ["nats://a.invalid", nats_url], "connect_timeout": "1s"}
-        config = write(tmp_path, store_of(s3, s3.new_bucket()), some, **egress())
+        config = write(tmp_path, s3.store(), some, **egress())
         assert (await floe("config", "check", "--connect", config)).code == 0
         answers.set()
     assert asked == {"unknown.invalid", "a.invalid", "b.invalid", "s3.invalid"}, "a number needs no resolver"
@@ -261,13 +256,13 @@ async def test_a_server_that_freezes_is_waited_for_once(tmp_path: Path, monkeypa
 async def test_a_wrong_credential_is_a_problem(s3: SharedS3, tmp_path: Path) -> None:
     with NatsServer(users={"egress": "right-password"}) as server:
         nats = {"url": server.url, "user": "egress", "password": "wrong-password"}
-        wrong = write(tmp_path, store_of(s3, "floe") | {"secret_access_key": "f" * 40}, nats, **egress())
+        wrong = write(tmp_path, s3.store("floe") | {"secret_access_key": "f" * 40}, nats, **egress())
         found = await examined(wrong, code=3)
         assert found.keys() == {"store connection", "nats connection", "disk spool", "disk space"}
         for name, code in (("store connection", "E-S3-AUTH"), ("nats connection", "E-NATS-AUTH")):
             assert (found[name]["state"], found[name]["found"].startswith(code)) == ("problem", True)
         nats["password"] = "right-password"
-        right = write(tmp_path, store_of(s3, s3.new_bucket()), nats, **egress())
+        right = write(tmp_path, s3.store(), nats, **egress())
         told = [await floe("config", "check", "--connect", config) for config in (wrong, right)]
         done = await floe("config", "check", "--connect", "--json", right)
         assert [each["ok"] for each in done.json()["connections"]] == [True, True]
@@ -376,7 +371,7 @@ async def test_a_store_that_ignores_conditions_is_warned_of(s3: SharedS3, nats_u
     with FaultProxy(s3.endpoint_url) as proxy:
         for operation in ("put", "put_if_absent", "put_if_match"):
             proxy.on(operation, pretends)
-        store = store_of(s3, s3.new_bucket()) | {"endpoint_url": proxy.url, "checksum": "none"}
+        store = s3.store() | {"endpoint_url": proxy.url, "checksum": "none"}
         found = await examined(write(tmp_path, store, {"url": nats_url}, **egress()), code=0)
     assert found["store conditional put"]["found"] == "ignored: If-None-Match, If-Match"
     assert found["store concurrent put"]["found"].startswith("8 of 8 writers")
@@ -389,7 +384,7 @@ async def test_a_store_that_ignores_conditions_is_warned_of(s3: SharedS3, nats_u
 def test_a_store_that_refuses_conditions_is_told_with_what_does_not_work(s3: SharedS3, tmp_path: Path) -> None:
     retained = {"compaction": {"retention": {"max_age": "30d"}}}
     with refusing_conditions(FaultProxy(s3.endpoint_url), 501) as proxy:
-        store = store_of(s3, s3.new_bucket()) | {"endpoint_url": proxy.url}
+        store = s3.store() | {"endpoint_url": proxy.url}
         for role, more, state in (("egress", {}, "warning"), ("compaction", retained, "problem")):
             settings = settings_of(tmp_path, store=store, **egress(), **more)
             found = by_check(examine_store(settings, (role,), SystemClock()))
@@ -403,7 +398,7 @@ def test_rules_of_the_bucket_are_read(s3: SharedS3, tmp_path: Path) -> None:
     bucket = s3.new_bucket()
     keys = {"aws_access_key_id": s3.access_key, "aws_secret_access_key": s3.secret_key, "region_name": "us-east-1"}
     admin = boto3.session.Session(**keys).client("s3", endpoint_url=s3.endpoint_url)
-    settings = settings_of(tmp_path, store=store_of(s3, bucket))
+    settings = settings_of(tmp_path, store=s3.store(bucket))
 
     def found(prefix: str, versioning: str) -> tuple[DoctorFinding, DoctorFinding]:
         made = {"ID": "tidy", "Status": "Enabled", "Filter": {"Prefix": prefix}, "Expiration": {"Days": 30}}

@@ -256,12 +256,7 @@ class S3Centre(Centre):
 
 
 def store_config(s3: SharedS3, bucket: str, endpoint_url: str) -> dict[str, Any]:
-    return {
-        "url": f"s3://{bucket}",
-        "endpoint_url": endpoint_url,
-        "access_key_id": s3.access_key,
-        "secret_access_key": s3.secret_key,
-    }
+    return {**s3.store(bucket), "endpoint_url": endpoint_url}
 
 
 def heard_of(result: str) -> float:

@@ -28,10 +28,7 @@ JUNK = (
 
 
 def archive_in(folder: Path, s3: SharedS3, bucket: str = "") -> Archive:
-    keys = {"access_key_id": s3.access_key, "secret_access_key": s3.secret_key}
-    url = f"s3://{bucket or s3.new_bucket()}"
-    settings = StoreSettings.model_validate({"url": url, "endpoint_url": s3.endpoint_url, **keys})
-    archive = Archive(folder, open_objects(settings))
+    archive = Archive(folder, open_objects(StoreSettings.model_validate(s3.store(bucket))))
     ChainStore(archive.objects, archive.layout).create_chain(CHAIN, ChainDocument((), 1, 1))
     for first in (1, 11, 21):
         archive.put(first, first + 9)

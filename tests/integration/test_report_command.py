@@ -313,8 +313,7 @@ def test_the_commands_write_files_into_a_directory(tmp_path: Path, rng: random.R
 
 
 def test_a_report_of_an_archive_on_s3_stands_beside_it(tmp_path: Path, s3: SharedS3, rng: random.Random, shared: None):
-    store = {"url": f"s3://{s3.new_bucket()}", "prefix": "data", "endpoint_url": s3.endpoint_url}
-    store |= {"access_key_id": s3.access_key, "secret_access_key": s3.secret_key, "addressing_style": "path"}
+    store = {**s3.store(), "prefix": "data"}
     objects = open_objects(StoreSettings.model_validate(store))
     archive = Archive(tmp_path, objects)
     ChainStore(objects, archive.layout).create_chain(CHAIN, ChainDocument((), 1, 1))

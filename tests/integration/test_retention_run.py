@@ -85,9 +85,7 @@ def site(tmp_path: Path) -> Site:
 
 @pytest.fixture
 def bucket(tmp_path: Path, s3: SharedS3) -> Site:
-    keys = {"access_key_id": s3.access_key, "secret_access_key": s3.secret_key, "region": "us-east-1"}
-    place = {"url": f"s3://{s3.new_bucket()}", "prefix": "data", "endpoint_url": s3.endpoint_url}
-    return Site(tmp_path, {**place, **keys})
+    return Site(tmp_path, {**s3.store(), "prefix": "data"})
 
 
 @pytest.fixture(params=["site", pytest.param("bucket", marks=pytest.mark.servers)])

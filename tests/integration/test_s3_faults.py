@@ -555,8 +555,7 @@ def tls_proxy(s3: SharedS3, certificates: Path) -> Iterator[FaultProxy]:
 
 
 def settings_of(s3: SharedS3, url: str, bucket: str, tls: dict[str, object]) -> StoreSettings:
-    key = {"access_key_id": s3.access_key, "secret_access_key": s3.secret_key}
-    return StoreSettings.model_validate({"url": f"s3://{bucket}", "endpoint_url": url, "tls": tls, **key})
+    return StoreSettings.model_validate({**s3.store(bucket), "endpoint_url": url, "tls": tls})
 
 
 @pytest.mark.filterwarnings("ignore:Unverified HTTPS request")

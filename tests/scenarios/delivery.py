@@ -20,7 +20,6 @@ from common.jetstream.api import stream_info
 from common.open import load_settings, open_chains, open_store
 from infra.oracle import Trace, prefixed, target_traces
 from tests.scenarios.bucket import Compactor
-from tests.scenarios.delivery_beside import FEEDS, FROZEN, SITES, WRITTEN, Egress
 from tests.scenarios.delivery_centre import CREATE, PREFIX, TARGET, Centre, centre
 from tests.scenarios.delivery_faults import KINDS, Faults
 from tests.scenarios.delivery_meter import Meter
@@ -28,6 +27,8 @@ from tests.scenarios.delivery_writer import Author, Writer
 from tests.support.basics import soon
 from tests.support.oracle import classes, compare_target
 
+SITES, FEEDS = ("alpha", "beta"), ("ONE", "TWO", "THREE")
+CHAINS = [Chain(site, feed) for site in SITES for feed in FEEDS]
 SETTLE = 90.0  # seconds without progress once all is healed
 # Messages a second, and seconds that lines hold each chunk back: a `single` waits for each message.
 PACES = {"single": (150, 0.0)}
@@ -90,27 +91,24 @@ async def disturbed(
     It gets the run, and what the target must hold. `beside`: entered before ingress starts, and left behind the block.
     Behind the block the instances are drained.
     """
-    store = s3.store()
     rate, delay = PACES.get(target["publisher"], PACE)
     async with AsyncExitStack() as stack:
-        at = await stack.enter_async_context(centre(store, SITES, FEEDS, delay, **target))
+        at = await stack.enter_async_context(centre(s3.store(), SITES, FEEDS, delay, **target))
         settings = load_settings(str(at.config))
         segments, documents = open_store(settings), open_chains(settings)
         stack.callback(segments.close)
-        authors = [Author(segments, documents, c, random.Random(rng.random()), prefixed(PREFIX)) for c in WRITTEN]
+        authors = [Author(segments, documents, c, random.Random(rng.random()), prefixed(PREFIX)) for c in CHAINS]
         if beside is not None:
             await stack.enter_async_context(beside(at))
-        egress = await stack.enter_async_context(Egress(at.folder, store, random.Random(rng.random()), rate // 6))
         for instance in at.instances:
             instance.service.start()
         meter = await stack.enter_async_context(Meter(at.instances))
-        compactor = await stack.enter_async_context(Compactor(at.config, segments, [*WRITTEN, FROZEN]))
+        compactor = await stack.enter_async_context(Compactor(at.config, segments, CHAINS))
         faults = Faults(at, meter, rng)
         with Writer(authors, random.Random(rng.random()), rate) as writer:
             await soon(lambda: last_sequence(at), SETTLE, 0.3)
             await faults.run(seconds, lambda: compactor.counts["segments deleted"] > 0)
-        expected = {**writer.expected, **await egress.drained()}
-        yield Run(at, meter, faults, compactor, writer), expected
+        yield Run(at, meter, faults, compactor, writer), writer.expected
         await _drained(at)
 
 
@@ -122,13 +120,10 @@ async def _drained(at: Centre) -> None:
         assert not exits, f"{instance.name} ended by itself: {exits}\n{instance.service.tail()}"
 
 
-async def arrived(at: Centre, count: int, seconds: float = SETTLE) -> None:
-    """Wait until the target took so many messages, and then for a calm; the oracle names what is missing.
-
-    `seconds`: without one more message, until nobody waits any longer.
-    """
+async def arrived(at: Centre, count: int) -> None:
+    """Wait until the target took so many messages, and then for a calm; the oracle names what is missing."""
     last, since = -1, time.monotonic()
-    while time.monotonic() - since < seconds:
+    while time.monotonic() - since < SETTLE:
         at.supervise()
         before, last = last, await last_sequence(at)
         if last >= count and last == before:

@@ -13,7 +13,8 @@ from common.jetstream.api import create_consumer
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.headers import restore
 from common.jetstream.requests import ApiError
-from infra.oracle import Trace, fingerprint
+from common.segments.segment import Message
+from infra.oracle import Trace
 from tests.support.basics import parse_ack
 
 BATCH = 500
@@ -21,37 +22,30 @@ PULL = json.dumps({"batch": BATCH, "expires": 10**9}).encode()
 LOSES = 97  # one acknowledgement in so many is lost
 ACK_WAIT = 5  # seconds until what was not acknowledged is delivered again
 
-# Where one stored message comes from (None: no provenance), its timestamp there, its fingerprint.
-Entry = tuple[Chain | None, int, int, int]
-
 
 class Journal:
     """One entry for each target sequence. `changed`: those under which two different messages were seen."""
 
     def __init__(self) -> None:
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, tuple[Chain | None, Message]] = {}  # the chain, and the message as it was there
         self.changed: list[int] = []
         self.counts: Counter[str] = Counter()
 
     def note(self, sequence: int, subject: bytes, headers: bytes | None, payload: bytes) -> None:
         """The target holds, or held, this message under this sequence."""
         provenance, original = restore(headers)
-        entry: Entry = (None, 0, 0, 0)
-        if provenance is not None:
-            prints = fingerprint(subject, original, payload)
-            entry = (provenance.chain, provenance.sequence, provenance.timestamp_ns, prints)
+        where = (provenance.sequence, provenance.timestamp_ns) if provenance else (0, 0)
+        entry = provenance and provenance.chain, Message(*where, subject, original, payload)
         if self.entries.setdefault(sequence, entry) != entry:
             self.changed.append(sequence)
 
     def traces(self) -> dict[Chain, Trace]:
         """The messages of each chain in the order of the target."""
         traces: dict[Chain, Trace] = {}
-        for _, (chain, sequence, timestamp, prints) in sorted(self.entries.items()):
+        for sequence in sorted(self.entries):
+            chain, message = self.entries[sequence]
             if chain is not None:
-                trace = traces.setdefault(chain, Trace())
-                trace.sequences.append(sequence)
-                trace.timestamps.append(timestamp)
-                trace.prints.append(prints)
+                traces.setdefault(chain, Trace()).add(message)
         return traces
 
     @property

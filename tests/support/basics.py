@@ -186,10 +186,10 @@ class SharedS3:
         self.server.create_bucket(name)
         return name
 
-    def store(self) -> dict[str, str]:
-        """The `store` of a configuration, with a bucket of its own."""
+    def store(self, bucket: str = "") -> dict[str, str]:
+        """The `store` of a configuration, with a bucket of its own where none is named."""
         keys = {"access_key_id": self.access_key, "secret_access_key": self.secret_key}
-        return {"url": f"s3://{self.new_bucket()}", "endpoint_url": self.endpoint_url, **keys}
+        return {"url": f"s3://{bucket or self.new_bucket()}", "endpoint_url": self.endpoint_url, **keys}
 
 
 # What `common.exits` makes: it names a configuration. A command named in words does not.
