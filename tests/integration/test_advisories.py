@@ -87,25 +87,6 @@ async def test_what_is_found_is_stored_once_in_order_and_then_forgotten(world: W
     assert world.gauge("waiting") == 0
 
 
-@pytest.mark.real
-async def test_lost_answers_are_settled_by_reading(world: World, nats_server: NatsServer) -> None:
-    async with TcpProxy(nats_server.port) as proxy:
-        cut = await connected(proxy.url)
-        sent = news(300, values=200)
-        async with running(world.advisories(cut)) as advisories:
-            advisories.settle()
-            proxy.blackhole("down")
-            advisories.take(sent, again=False)
-            await soon(lambda: world.counted()["unknown"] >= 200)
-            assert await world.count() == 200  # stored, but nobody was told
-            proxy.heal()
-            await advisories.drain(20)
-            assert advisories.pending() == ()
-        await cut.aclose()
-    once_and_in_order(await world.stored(), sent)
-    assert world.counted()["stored"] == len(sent)
-
-
 async def test_without_a_stream_for_an_hour_none_is_lost(client: FloeClient, caplog: pytest.LogCaptureFixture) -> None:
     world = World(client, inspect_duration="1000h")  # however far the clock runs, nothing comes too late
     clock, sent = ManualClock(now_ns() / SECOND), life_of("a", now_ns() - HOUR)

@@ -97,21 +97,6 @@ async def test_a_replaced_segment_is_found(client: FloeClient, centre: Centre, m
     assert set(opened) == {0, 1}
 
 
-@pytest.mark.parametrize("is_made_again", [False, True])
-async def test_a_shared_target_that_is_gone_stops(client: FloeClient, centre: Centre, is_made_again: bool) -> None:
-    centre.archive.put(rows_of(1, 30))
-    centre.having(create={"subjects": [f"{centre.target}.>"]}, **SHARED)
-    await make(client, centre)
-    async with centre.running():
-        await closed_at(client, centre, 30)
-    await client.api(f"STREAM.DELETE.{centre.target}")
-    if is_made_again:
-        await make(client, centre)
-    error = await centre.ending()
-    assert error.code in ("E-TARGET-RECREATED", "E-TARGET-GONE")
-    assert "floe checkpoint set" in error.hint
-
-
 @pytest.mark.parametrize("base", [0, 1])
 @pytest.mark.parametrize("stored", [0, 11, 30])
 async def test_an_open_intent_stored_in_part_or_all(client: FloeClient, centre: Centre, stored: int, base: int) -> None:
@@ -181,14 +166,6 @@ async def test_a_row_of_another_interleaving_stops(client: FloeClient, centre: C
         stop = await stop_of(centre, health)
     assert stop["code"] == "E-TARGET-SHARED"
     assert "message 10 is us-east/NODES/0000/0 1001, expected us-east/NODES/0000/0 1..10" in stop["why"]
-
-
-async def test_a_foreign_message_in_front_of_a_first_run_stops(client: FloeClient, centre: Centre) -> None:
-    centre.archive.put(rows_of(1, 30))
-    await make(client, centre)
-    await foreign(client, centre)
-    async with service(centre) as health:
-        assert (await stop_of(centre, health))["code"] == "E-TARGET-NOT-EMPTY"
 
 
 # What is counted: the figures that alerts stand on

@@ -25,7 +25,7 @@ from infra.local.nats import NatsServer
 from ingress.target import examine_target
 from tests.support.basics import PATIENCE, soon
 from tests.support.commands import floe
-from tests.support.ingress import Archive, Centre, check_exact, closed_at, count_in, make, rows_of, update
+from tests.support.ingress import Archive, Centre, check_exact, closed_at, make, rows_of, update
 from tests.support.proxies import TcpProxy
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
@@ -89,16 +89,6 @@ async def test_one_stop_stops_no_other(client: FloeClient, tmp_path: Path, archi
     stop.set()
     with pytest.raises(ConfigError):
         await asyncio.wait_for(running, PATIENCE)
-
-
-async def test_a_full_target_is_waited_for(client: FloeClient, centre: Centre) -> None:
-    centre.having(create=None)
-    await make(client, centre, discard="new", max_msgs=20)
-    async with centre.running() as health:
-        await soon(lambda: any("maximum messages exceeded" in p for p in health.problems()))
-        assert await count_in(client, centre.target) in (0, 20)
-        await update(client, centre, max_msgs=99)
-        check_exact(await centre.carried(client, 30), centre.archive, centre.prefix)
 
 
 # How it goes on, and ends

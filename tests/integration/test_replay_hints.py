@@ -132,13 +132,6 @@ async def hole_given_up_or_skipped(world: World) -> None:
     await paste(text, "--skip-holes")
 
 
-async def lossy(world: World) -> None:
-    world.archive.begin()
-    world.archive.put(rows_of(1, ROWS), SequenceRange(1, 2 * ROWS), ledger=Ledger({Reason.SAMPLED_OUT: ROWS}))
-    await world.make()
-    await paste(await stopped(world, "E-REPLAY-LOSSY"), "--allow-lossy")
-
-
 async def shared(world: World) -> None:
     await half_way(world)
     await foreign(world)
@@ -151,11 +144,6 @@ async def gone(world: World) -> None:
     await half_way(world)
     await world.client.api(f"STREAM.DELETE.{world.target}")
     await paste(await stopped(world, "E-TARGET-GONE"), "--again", "--create")
-
-
-async def missing(world: World) -> None:
-    world.fill((1, ROWS))
-    await paste(await stopped(world, "E-TARGET-MISSING", exit_code=78), "--create")
 
 
 async def subjects_taken(world: World) -> None:
@@ -253,7 +241,7 @@ async def message_too_large(world: World) -> None:
 
 
 MENDS = (
-    *(not_empty, hole_given_up_or_skipped, lossy, shared, gone, missing, subjects_taken, source_named, source_left_out),
+    *(not_empty, hole_given_up_or_skipped, shared, gone, subjects_taken, source_named, source_left_out),
     *(other_finished, other_dropped, state_spoiled, rows_lost, subject_widened, message_too_large),
 )
 

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import time
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -21,12 +21,9 @@ from common.jetstream.buckets import open_leases
 from common.jetstream.client import connect, frame
 from common.jetstream.kv import state_key
 from common.jetstream.lease import new_owner
-from common.objects.port import ObjectStore
 from common.segments.alive import Alive, ChainSign
 from common.segments.captures import CapturedConsumer, CapturedConsumers, CaptureStore
-from common.segments.keys import Layout
 from common.segments.segment import Message, SegmentRef
-from common.segments.store import SegmentStore
 from common.settings.service import NatsSettings
 from common.tasks import Stop
 from infra.awkward import delete, publish_awkward
@@ -37,7 +34,6 @@ from tests.support import restoring as back
 from tests.support.basics import PATIENCE, at_length, commands_of, seeded, soon, unique
 from tests.support.commands import ROOT, configuration, floe
 from tests.support.egress import Bench
-from tests.support.stores import FaultyStore
 
 pytestmark = pytest.mark.servers
 
@@ -312,15 +308,6 @@ async def test_a_dry_run_says_what_only_the_server_tells(bench: Bench) -> None:
     assert await stream_info(bench.client, small) is None
 
 
-async def test_without_jetstream_for_the_account_it_ends_at_once(bench: Bench) -> None:
-    stream, _ = await lost(bench)
-    users = "accounts { A: { users: [{user: a, password: p}] } }"
-    with NatsServer(extra=users) as server, pytest.raises(ConfigError) as caught:
-        await run(back.restore(bench, stream, {"url": server.url, "user": "a", "password": "p"}))
-    assert (caught.value.code, caught.value.exit_code) == ("E-JS-10039", 78)
-    assert "enable JetStream for the account" in caught.value.hint
-
-
 async def test_what_server_and_account_have_no_room_for_is_said_at_once(
     bench: Bench,
 ) -> None:
@@ -440,24 +427,6 @@ async def test_damage_holes_and_a_tail_that_is_gone_stop_it_and_nothing_stays(be
     assert not (await back.planned(bench, stream, to_sequence=100)).lossy  # what is lost is not asked for
     await back.comes_back(bench, stream, before[:100], allow_lossy=True)
     assert await bench.last(stream) == 300  # its sequences are not given to others
-
-
-@pytest.mark.parametrize("seconds", [6, at_length(60)])
-async def test_a_store_that_stalls_does_not_end_it(bench: Bench, seconds: int) -> None:
-    stream, before, (*_, last) = await in_three(bench)
-    slow, asked = FaultyStore(bench.objects), list[str]()
-
-    def stall(real: Any, key: str, *more: Any, **named: Any) -> Any:
-        if key == last.key:
-            asked.append(key)
-            if len(asked) == 2:  # for the plan first, then while the stream is filled
-                time.sleep(seconds)
-        return real(key, *more, **named)
-
-    slow.on("download", stall).on("get", stall)
-    bench.store = SegmentStore(cast(ObjectStore, slow), Layout("data"), spool_dir=bench.root / "spool")
-    await back.comes_back(bench, stream, before)
-    assert len(asked) >= 2
 
 
 async def test_what_an_older_server_does_not_keep_is_named_and_not_promoted_unless_allowed(bench: Bench) -> None:

@@ -7,17 +7,14 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from common.errors import FloeError, Stopped, UsageError
+from common.errors import Stopped, UsageError
 from common.jetstream.api import GUARD, MARKER, create_consumer
-from common.jetstream.kv import KeyValue, state_key
 from common.segments.captures import CONFIG
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
-from ingress.restore.guard import GuardedStream
 from tests.integration.test_egress_faults import held_up, released
 from tests.integration.test_egress_retention import durables, emptied, lapses
 from tests.support import restoring as back
@@ -162,38 +159,6 @@ async def test_what_is_in_hand_after_a_restore_is_named_and_put_when_its_lease_i
         await other.drain()
         await soon(lambda: bench.end(stream) == 250)
         await soon(lambda: one.status(stream).get("code") == "E-ROLLED-BACK")
-    bench.check(stream)
-
-
-async def test_a_restore_begins_again_where_egress_put_what_it_held_meanwhile(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream, objects, clear = await begun(bench), FaultyStore(bench.objects), GuardedStream.clear
-
-    async def long(*arguments: Any) -> None:
-        """The first step behind the plan lasts until egress has put it."""
-        await clear(*arguments)
-        await soon(lambda: bench.end(stream) == 250)
-
-    monkeypatch.setattr(GuardedStream, "clear", long)
-    async with bench.egress({"stream": stream, **LONG}, objects=objects) as running:
-        await holding(bench, stream, running, objects)
-        before = await back.contents(bench, stream)
-        await bench.delete_stream(stream)
-        restoring = asyncio.create_task(back.restored(bench, stream))
-
-        async def is_planned() -> bool:
-            try:
-                leases = await KeyValue(bench.client, f"{bench.lease_bucket}_RESTORE", ttl=10.0).ensure()
-                return await leases.get(state_key("restore", stream)) is not None
-            except FloeError:
-                return False
-
-        await soon(is_planned)
-        released(objects)
-        assert (await restoring).plan.end == 250
-        assert await back.contents(bench, stream) == before
-        await soon(lambda: running.state(stream) == "reading")
     bench.check(stream)
 
 

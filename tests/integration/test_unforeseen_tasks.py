@@ -1,8 +1,14 @@
-"""An error in what a connection calls, or in one of its tasks, reaches whoever waits for it."""
+"""An error in what a connection calls, in one of its tasks, or beside the work of a parent and its worker processes
+(`egress run --workers`), reaches whoever waits for it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import random
+import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +24,12 @@ from common.jetstream.lease import Leases
 from common.jetstream.pull import From, get_message, read_through, scan
 from common.jetstream.requests import Requests
 from common.leasing import LeaseWatcher
+from common.service.monitor import Health
 from common.settings.service import NatsSettings
 from common.tasks import Stop, to_its_end
+from egress.service import stop_of
+from egress.workers.process import WorkerPlace, WorkerProcess
+from egress.workers.supervisor import Supervisor, supervise
 from infra.local.nats import NatsServer
 from ingress.discovery.notifications import follow_subject
 from ingress.operator.target_scan import TargetScan, run_scan
@@ -27,7 +37,7 @@ from ingress.publishers.publisher import Expected, Replies, Reply
 from tests.support.basics import PATIENCE, soon, unique
 from tests.support.ingress import client_of
 from tests.support.proxies import TcpProxy
-from tests.support.stores import Throw, break_sinks, no_room
+from tests.support.stores import Throw, break_sinks, count, is_no_room, no_room
 
 pytestmark = pytest.mark.servers
 
@@ -41,16 +51,11 @@ async def proxy(nats_server: NatsServer) -> AsyncIterator[TcpProxy]:
 
 
 @pytest.fixture
-def orphans() -> list[str]:
+async def orphans() -> AsyncIterator[list[str]]:
     """Errors without an owner: each of them would have ended the service."""
-    return []
-
-
-@pytest.fixture(autouse=True)
-async def _kept(orphans: list[str]) -> AsyncIterator[None]:
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _, context: orphans.append(str(context.get("exception"))))
-    yield
+    loop, found = asyncio.get_running_loop(), list[str]()
+    loop.set_exception_handler(lambda _, context: found.append(str(context.get("exception"))))
+    yield found
     loop.set_exception_handler(None)
 
 
@@ -70,10 +75,6 @@ async def filled(client: FloeClient) -> str:
     return stream
 
 
-async def through(client: FloeClient, stream: str, sink: Callable[..., None] = lambda *_: None) -> None:
-    await read_through(client, stream, 10, sink)
-
-
 async def scanning(client: FloeClient, stream: str) -> None:
     async for _ in scan(client, stream, From(1), until=10):
         pass
@@ -87,14 +88,14 @@ async def test_whoever_reads_a_stream_gets_what_the_sink_raised(
     stream = await filled(client)
     if reader == "read":
         with pytest.raises(MemoryError, match="no room"):
-            await asyncio.wait_for(through(client, stream, no_room), PATIENCE)
+            await asyncio.wait_for(read_through(client, stream, 10, no_room), PATIENCE)
     with monkeypatch.context() as broken:
         break_sinks(broken)
         reading = {
             "scan": lambda: scanning(client, stream),
             "ask": lambda: get_message(client, stream, 10),
             "count": lambda: run_scan(client, stream, "limits", TargetScan(0, 10)),
-            "read": lambda: through(client, stream),
+            "read": lambda: read_through(client, stream, 10, lambda *_: None),
         }[reader]()
         with pytest.raises(MemoryError, match="no room"):
             await asyncio.wait_for(reading, PATIENCE)
@@ -210,3 +211,88 @@ def test_answers_that_cannot_be_handed_out_end_the_service(nats_url: str, monkey
 
     with pytest.raises(Unforeseen, match="no room"):
         asyncio.run(to_its_end(service()))
+
+
+# A parent and its workers
+
+SLEEPS = "import time; time.sleep(60)"
+#: Its own end of the line is the last of `INDEX/COUNT/DESCRIPTOR`.
+SPOILS = "import os, sys; os.write(int(sys.argv[-1].split('/')[2]), b'no json\\n');" + SLEEPS
+
+
+def supervisor_of(*scripts: str) -> Supervisor:
+    """A parent's supervisor whose workers run these scripts."""
+    workers = [
+        WorkerProcess(index, len(scripts), [sys.executable, "-c", script], dict(os.environ))
+        for index, script in enumerate(scripts)
+    ]
+    return Supervisor(workers, 5.0, SystemClock(), random.Random(1))
+
+
+@pytest.fixture(autouse=True)
+async def _waited_for(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """A parent that ends with an error waits for none that it killed; the loop of the test has to."""
+    started: list[asyncio.subprocess.Process] = []
+    real = WorkerProcess.start
+
+    async def start(worker: WorkerProcess, line: socket.socket) -> asyncio.subprocess.Process:
+        started.append(process := await real(worker, line))
+        return process
+
+    monkeypatch.setattr(WorkerProcess, "start", start)
+    yield
+    for process in started:
+        await asyncio.wait_for(process.wait(), PATIENCE)
+    await asyncio.sleep(0.01)  # its transport closes in the turns after
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+async def test_a_worker_whose_line_nobody_can_read_is_started_again_and_others_go_on() -> None:
+    supervisor, stop, before = supervisor_of(SPOILS, SLEEPS), Stop(), count("worker")
+    running = asyncio.create_task(supervisor.run(stop))
+    spoiled, other = supervisor.workers
+    await soon(lambda: spoiled.restarts >= 1)
+    assert count("worker") > before
+    assert (other.restarts, running.done()) == (0, False)
+    stop.set()
+    await asyncio.wait_for(running, PATIENCE)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(Health, "beat"), (WorkerProcess, "run_once"), (Supervisor, "_keep")],
+    ids=["beat", "process", "worker"],
+)
+async def test_what_fails_in_the_parent_ends_all(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    supervisor, clock = supervisor_of(SLEEPS, SLEEPS), SystemClock()
+    throw = Throw(monkeypatch, owner, name, times=0 if owner is Health else 1)
+    running = asyncio.create_task(to_its_end(supervise(supervisor, Health(clock))))
+    if owner is Health:
+        await soon(lambda: all(worker.pid for worker in supervisor.workers))
+        throw.left = 1
+    pids = [worker.pid for worker in supervisor.workers if worker.pid]
+    with pytest.raises(Exception) as caught:
+        await asyncio.wait_for(running, PATIENCE)
+    assert is_no_room(caught.value)
+    assert all(worker.pid == 0 for worker in supervisor.workers)
+    await soon(lambda: all(map(is_gone, pids)))
+
+
+async def test_a_worker_that_cannot_look_after_its_parent_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would live on without one."""
+    mine, other = socket.socketpair()
+    Throw(monkeypatch, WorkerPlace, "watch")
+
+    async def worker() -> None:
+        async with stop_of(WorkerPlace(0, 1, other.fileno()), 1) as stop:
+            await stop.wait()
+
+    with mine, other, pytest.raises(Unforeseen, match="no room"):
+        await asyncio.wait_for(to_its_end(worker()), PATIENCE)
