@@ -1,16 +1,20 @@
-"""What must not happen to a chain when its documents, its store or its state come late or not at all."""
+"""What must not happen to a chain when its documents, its store or its state come late or not at all; where the copy of
+a feed begins: resolved once, and never again by a restart.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.chain import Chain
-from common.errors import FloeError, Refused, Unavailable
+from common.errors import DataError, FloeError, Refused, Unavailable
+from common.jetstream.client import FloeClient
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectInfo
 from common.segments.documents import AcceptedGap, ChainStore
@@ -21,17 +25,25 @@ from common.settings.service import StartSettings
 from ingress import metrics
 from ingress.chains import prefetch as supply_module
 from ingress.chains.search import look
-from ingress.chains.starts import Starts
-from tests.integration.test_chain_starts import moment
+from ingress.chains.starts import Start, Starts
 from tests.integration.test_chain_turns import Centre
 from tests.support.basics import PATIENCE, counted, soon
 from tests.support.clock import ManualClock
-from tests.support.ingress import CHAIN, PREFIX, Archive, rows_of
+from tests.support.ingress import CHAIN, OTHER, PREFIX, Archive, check_exact, count_in, rows_of
+from tests.support.ingress import Centre as Service
+from tests.support.segments import START_NS
 from tests.support.stores import FaultyStore
 
 PART = Chain("us-east", "NODES", 0, 1)
 LATER = CHAIN.next_incarnation()
+PACE_NS = 1_000_001  # between two messages of the archive
 START = Layout(PREFIX).start_document("FLEET", "us-east", "NODES")
+
+
+def moment(sequence: int) -> str:
+    """When the message of that sequence was stored, up to a microsecond before."""
+    seconds = (START_NS + sequence * PACE_NS) // 1000 / 1_000_000
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 @pytest.fixture
@@ -267,3 +279,113 @@ def test_a_spoiled_gap_is_told_once_until_it_is_put_right(archive: Archive, capl
         assert caplog.text.count("gap ignored") == told
         archive.objects.put(key, gap.to_json())
         assert archive.documents.gaps(CHAIN) == [gap]
+
+
+# Where a copy begins
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Archive:
+    archive = Archive(tmp_path / "begun")
+    archive.put(rows_of(1, 10))
+    archive.put(rows_of(11, 20))
+    return archive
+
+
+def start(begun: Archive, *, now: float = 2e9, **keys: Any) -> Any:
+    """Resolves for a chain as ingress does."""
+    starts = Starts("FLEET", begun.store, begun.documents, ManualClock(now))
+    settings = StartSettings.model_validate(keys)
+
+    def resolve(chain: Chain = CHAIN, end: int | None = None, positions: Any = None, first: int = 1) -> int:
+        return starts.resolve(chain, settings, first, end, positions or {})
+
+    return resolve
+
+
+@pytest.mark.servers
+@pytest.mark.simulated
+async def test_a_restart_begins_a_copy_nowhere_else(
+    tmp_path: Path, nats_url: str, client: FloeClient, begun: Archive
+) -> None:
+    centre = Service(tmp_path, begun, nats_url)
+    centre.target_settings["sources"][0] |= {"start_time": moment(14)}
+    async with centre.running():
+        states = await centre.state(client)
+
+        async def is_carried() -> bool:
+            state = (await states.load()).state
+            return state is not None and state.checkpoint.positions.get(CHAIN, 0) == 21
+
+        await soon(is_carried)
+        assert await count_in(client, centre.target) == 7
+    begun.put(rows_of(21, 30))
+    async with centre.running():
+        begun.rows[CHAIN] = rows_of(14, 30)
+        check_exact(await centre.carried(client, 17), begun, centre.prefix)
+
+
+def test_a_sequence_is_of_the_first_incarnation_and_without_a_key_all_is_carried(begun: Archive) -> None:
+    assert start(begun)() == 1
+    resolve = start(begun, start_sequence=15)
+    assert (resolve(), resolve(LATER), resolve(first=18), resolve(end=9)) == (15, 1, 18, 10)
+
+
+def test_a_start_that_is_written_down_stays_whatever_archive_clock_and_file_say_later(begun: Archive) -> None:
+    now = (START_NS + 16 * PACE_NS) / 1e9
+    assert start(begun, now=now, start_delta="5ms")() in (11, 12)
+    assert start(begun, now=2e9, start_delta="5ms")() in (11, 12)
+    assert start(begun, start_at_end=True)() in (11, 12)
+
+
+def test_a_new_feed_that_begins_at_the_end_misses_nothing_that_comes_while_ingress_is_away(tmp_path: Path) -> None:
+    archive = Archive(tmp_path / "empty")
+    archive.begin()
+    assert start(archive, start_at_end=True)() == 1
+    archive.put(rows_of(1, 10))
+
+    assert start(archive, start_at_end=True)() == 1
+
+
+def test_the_end_is_of_all_incarnations_there_are_and_later_ones_are_carried_whole(begun: Archive) -> None:
+    begun.put(rows_of(1, 7, LATER), chain=LATER)
+    begun.documents.write_tail(LATER, 3)  # a hint that is old
+    resolve = start(begun, start_at_end=True)
+
+    assert (resolve(end=20), resolve(LATER, positions={CHAIN: 21})) == (21, 8)
+    assert resolve(LATER.next_incarnation(), positions={CHAIN: 21, LATER: 8}) == 1
+
+
+@pytest.mark.parametrize("claimed", [21, 1 << 60])
+def test_a_copy_begins_behind_what_is_archived_whatever_a_tail_claims(begun: Archive, claimed: int) -> None:
+    begun.documents.write_tail(CHAIN, claimed)
+
+    assert start(begun, start_at_end=True)() == 21
+
+
+def test_a_moment_leaves_out_whole_incarnations_that_were_before_it(begun: Archive) -> None:
+    begun.put(rows_of(101, 120, LATER), chain=LATER)
+    resolve = start(begun, start_time=moment(110))
+
+    assert (resolve(end=20), resolve(LATER, positions={CHAIN: 21}, first=101)) == (21, 110)
+
+
+def test_the_keys_are_ignored_where_the_copy_has_begun_already(begun: Archive) -> None:
+    resolve = start(begun, start_at_end=True)
+
+    assert resolve(LATER, positions={CHAIN: 5}) == 1
+    assert resolve(positions={LATER: 5}) == 1
+    assert resolve(positions={OTHER: 5}) == 21
+
+
+def test_a_spoiled_start_is_never_acted_on(begun: Archive) -> None:
+    key = begun.store.layout.start_document("FLEET", "us-east", "NODES")
+    for spoiled in (b"{", b'{"format_version":1,"ends":{"x":-1}}', b'{"format_version":2}'):
+        begun.objects.put(key, spoiled)
+        with pytest.raises(DataError, match=r"start\.json"):
+            start(begun, start_at_end=True)()
+
+
+def test_a_start_reads_back_as_it_was_written() -> None:
+    for written in (Start(1), Start(1, -5), Start(1, sequence=7), Start(1, ends={"a/b/0000/0": 9})):
+        assert Start.from_json(written.to_json()) == written

@@ -178,19 +178,6 @@ async def test_partitions_above_the_count_stop_alone(archive: Archive, caplog: p
     assert not centre.stored.keys() & set(forged)
 
 
-async def test_a_feed_with_too_many_chains_stops_and_the_others_are_carried(archive: Archive) -> None:
-    crowd = [Chain(BIG.site, BIG.feed, 0, partition) for partition in range(6)]
-    for chain in (*crowd, *SMALL):
-        archive.put(rows_of(1, 5, chain), chain=chain)
-    async with Centre(archive, max_chains=4).running() as centre:
-        await centre.reaches(dict.fromkeys(SMALL, 6))
-        chains = centre.prefetcher.chains
-        await soon(lambda: sum(state.stopped is not None for state in chains) == 4)
-
-    assert {state.stopped.code for state in chains if state.stopped} == {"E-CHAINS"}
-    assert not centre.stored.keys() & set(crowd)
-
-
 async def test_documents_of_one_site_hold_up_no_other(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
     hostile, go_on, waited = BIG.next_incarnation(), threading.Event(), threading.Event()
     archive.put(rows_of(1, 5, BIG), chain=BIG)

@@ -101,28 +101,6 @@ async def test_a_drain_that_the_store_holds_up_ends_in_time_and_keeps_the_lease(
     await bench.same(stream, stream)
 
 
-# Leases
-
-
-async def test_a_drained_instance_hands_over_at_once_and_a_lease_taken_away_is_waited_for(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    settings = bench.settings({"stream": stream}, lease_ttl="5s")
-    first = bench.start(settings)
-    await soon(lambda: first.state(stream) == "reading")
-    second = bench.start(settings)
-    await soon(lambda: second.state(stream) == "standby")
-    await first.drain()
-    await soon(lambda: second.state(stream) == "reading")
-    leases = await KeyValue(bench.client, bench.lease_bucket, ttl=5.0).ensure()
-    await leases.put(lease_key(bench.chain(stream)), b"somebody else")
-    await soon(lambda: second.state(stream) == "standby")
-    assert second.status(stream)["holder"] == "somebody else"
-    await bench.publish(stream, [b"x"] * 10)
-    await bench.archived_to(stream, 10)
-    await second.drain()
-    await bench.same(stream, stream)
-
-
 # Memory
 
 

@@ -47,22 +47,6 @@ async def test_two_feeds_of_one_stream_stand_side_by_side(bench: Bench) -> None:
 
 
 @pytest.mark.simulated
-async def test_interior_gaps_are_deleted_and_what_lies_below_the_source_was_gone_before_read(bench: Bench) -> None:
-    """F20, F21: purged before it was read, deleted singly; the archive keeps what it read."""
-    stream = await bench.begun([b"x"] * 20)
-    await bench.publish(stream, [b"y"] * 20)
-    await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 31})
-    for sequence in (33, 34, 39):
-        await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence})
-    await bench.freeze({"stream": stream})
-    bench.check(stream)
-    assert bench.ledger(stream) == {"deleted": 3, "gone_before_read": 10}
-    unread = [footer.unread for footer in bench.footers(stream) if footer.unread]
-    assert (unread[0].first, unread[-1].last) == (21, 30)
-    assert [m.sequence for m in bench.messages(stream)] == [*range(1, 21), 31, 32, 35, 36, 37, 38, 40]
-
-
-@pytest.mark.simulated
 async def test_everything_purged_is_covered_by_a_heartbeat_and_unverified_until_more_comes(
     bench: Bench,
 ) -> None:

@@ -198,45 +198,7 @@ async def test_a_stream_that_cannot_be_compared_is_the_same_by_an_operator_s_wor
     assert [m.sequence for m in bench.messages(stream)] == list(range(1, 21))
 
 
-async def test_the_same_is_refused_where_messages_would_be_lost(
-    alone: tuple[Bench, NatsServer], tmp_path: Path
-) -> None:
-    """The stream lost everything: what it stores next has sequences that are archived already."""
-    bench, server = alone
-    stream = await bench.make_stream(unique("T"), storage="file")
-    saved = await save_disk(server, tmp_path)
-    await archive(bench, stream, [b"first"] * 5)
-    await restore_disk(server, saved)
-    await bench.publish(stream, [b"second"] * 7)
-    async with bench.egress({"stream": stream}) as running:
-        status = await running.stopped(stream)
-        assert ("sequence 5 is not as archived" in status["why"], "--same" in status["hint"]) == (True, False)
-        assert "that is not as archived is 1" in await refused(bench, stream, "--same", "--yes")
-        await paste(bench, status["hint"], {"stream": stream})
-        await bench.archived_to(stream, 7, incarnation=1)
-    await exact(bench, stream, 1, 1)
-    assert [m.payload for m in bench.messages(stream)] == [b"first"] * 5
-
-
-# E-RECREATED, E-MINT-INTERVAL
-
-
-async def test_a_feed_that_halts_goes_on_from_the_stream_s_first(bench: Bench) -> None:
-    stream = await bench.begun([b"first"] * 10)
-    feed = {"stream": stream, "on_recreated": "halt"}
-    await bench.recreate(stream, [b"second"] * 20)
-    await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 6})
-    async with bench.egress(feed) as running:
-        status = await running.stopped(stream)
-        hint = status["hint"]
-        assert "is recreated" in status["why"]
-        assert "on_recreated: continue" in hint
-        assert "--new-incarnation --from 6" in hint
-        assert bench.chains.read_stream(bench.chain(stream, 1)) is None
-        await paste(bench, hint, feed)
-        await bench.archived_to(stream, 20, incarnation=1)
-    await exact(bench, stream, 1, 6)
-    assert bench.ledger(stream, 1) == {}
+# E-MINT-INTERVAL (E-RECREATED: test_egress_stops.py)
 
 
 async def test_a_stream_made_anew_twice_within_an_hour_need_not_wait(bench: Bench) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import signal
 from dataclasses import replace
 from typing import Any
 
@@ -139,9 +140,11 @@ async def test_resolve_gives_the_choices_where_the_stream_was_deleted(bench: Ben
         else:
             await bench.make_stream(stream)
             await bench.publish(stream, [b"second"] * 20)
+            await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 6})
             again = await floe(*command_of(lines[-1]))
             assert "E-RECREATED" in again.out
-            await paste(bench, next(line for line in again.out.splitlines() if "--new" in line), feed)
+            await soon(lambda: "on_recreated: continue" in running.status(stream)["hint"])
+            await paste(bench, next(line for line in again.out.splitlines() if "--from 6" in line), feed)
             await bench.archived_to(stream, 20, incarnation=1)
     await bench.same(stream, stream, 0 if policy == "continue" else 1)
 
@@ -158,15 +161,15 @@ async def test_the_command_names_the_file_that_was_read(bench: Bench) -> None:
     with parent(config, port, "--workers", "2") as running:
 
         def hints() -> set[str]:
-            parts = [part for each in running.workers().values() for part in each.get("parts", {}).values()]
+            parts = [part for each in running.parts() for part in each.values()]
             return {part["hint"] for part in parts if part.get("state") == "stopped"}
 
         hint = await soon(lambda: asyncio.to_thread(hints))
-        running.process.terminate()
+        running.service.send(signal.SIGTERM)
         assert await running.ended() == 0
     command = command_of(hint.pop())
     assert str(config) in command
-    assert str(config).replace("'", "'\"'\"'") in running.log.read_text().replace('\\"', '"')
+    assert str(config).replace("'", "'\"'\"'") in running.service.log.read_text().replace('\\"', '"')
     done = await floe(*command, "--yes")
     left = f"warning: >: 10 messages on 1 subject, {stream}.a, belong to no partition any more\n"
     assert (done.code, done.err) == (0, left)

@@ -8,8 +8,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -18,19 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from common.jetstream.kv import KeyValue, state_key
-from infra.local.process import free_port, spawn
+from infra.local.process import free_port
+from tests.scenarios.processes import Service
 from tests.support.basics import PATIENCE, soon, unique
 from tests.support.commands import configuration, floe
 from tests.support.egress import SITE, Bench
-
-ROOT = Path(__file__).parents[2]
 
 
 class Parent:
     """A parent process and its monitor."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-        self.process, self.port, self.log = process, port, log
+    def __init__(self, service: Service, port: int) -> None:
+        self.service, self.port = service, port
 
     def page(self, path: str) -> tuple[int, str]:
         """Status and body; 0 where nobody answers."""
@@ -49,66 +46,43 @@ class Parent:
     def pids(self) -> list[int]:
         return [worker["pid"] for worker in self.workers().values()]
 
-    def held(self) -> list[int]:
-        return [
-            len(worker.get("parts", {}).get("egress sharing", {}).get("held", [])) for worker in self.workers().values()
-        ]
-
-    async def ask(self, path: str) -> tuple[int, str]:
-        return await asyncio.to_thread(self.page, path)
+    def parts(self) -> list[dict[str, Any]]:
+        """Of each worker, what /status shows of its parts."""
+        return [worker.get("parts", {}) for worker in self.workers().values()]
 
     async def says(self, path: str, status: int) -> str:
         """The page of this path, once it is answered with this status."""
 
         async def found() -> str:
-            answered, text = await self.ask(path)
+            assert self.service.runs(), self.service.tail()
+            answered, text = await asyncio.to_thread(self.page, path)
             return text if answered == status else ""
 
         return await soon(found, every=0.2)
 
-    async def ready(self, seconds: float = PATIENCE) -> None:
-        async def is_ready() -> bool:
-            assert self.process.poll() is None, self.tail()
-            return (await self.ask("readyz"))[0] == 200
-
-        await soon(is_ready, seconds, every=0.2)
-
-    async def ended(self, seconds: float = PATIENCE) -> int:
-        return await asyncio.to_thread(self.process.wait, seconds)
+    async def ended(self) -> int:
+        return await asyncio.to_thread(self.service.wait, PATIENCE)
 
     def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
-
-    def tail(self) -> str:
-        return "\n".join(self.log.read_text().splitlines()[-20:])
+        return [json.loads(line) for line in self.service.log.read_text().splitlines() if line.startswith("{")]
 
 
-def config_of(bench: Bench, feeds: list[str], stream: str, port: int, **egress: Any) -> Path:
-    settings = [{"name": name, "stream": stream, "segment": {"max_age": "1s"}} for name in feeds]
+def config_of(bench: Bench, feeds: list[str], stream: str, port: int, max_age: str = "1s", **egress: Any) -> Path:
+    settings = [{"name": name, "stream": stream, "segment": {"max_age": max_age}} for name in feeds]
     return configuration(bench, *settings, monitor={"listen": f"127.0.0.1:{port}"}, **egress)
 
 
 @contextmanager
 def parent(config: Path, port: int, *options: str) -> Iterator[Parent]:
-    log = config.parent / "parent.log"
-    with log.open("wb") as out:
-        process = spawn(
-            [sys.executable, "-m", "floe", "egress", "run", "-c", str(config), *options],
-            cwd=ROOT,
-            env=dict(os.environ),
-            stderr=out,
-        )
-    running = Parent(process, port, log)
+    running = Parent(Service(config.parent, "parent", "egress", "run", "-c", str(config), *options).start(), port)
     try:
         yield running
     finally:
-        pids = running.pids() if process.poll() is None else []
-        process.kill()
-        process.wait()
-        for pid in pids:
-            if pid:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        pids = running.pids() if running.service.runs() else []
+        running.service.kill()
+        for pid in filter(None, pids):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager
@@ -127,6 +101,11 @@ def held_up(config: Path) -> Iterator[Callable[[], None]]:
     config.write_text(text)
 
 
+async def feeds_of(bench: Bench, count: int = 4) -> tuple[str, list[str]]:
+    stream = await bench.filled([b"x"] * 30)
+    return stream, [unique("F") for _ in range(count)]
+
+
 def is_gone(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -134,17 +113,12 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-async def feeds_of(bench: Bench, count: int = 4) -> tuple[str, list[str]]:
-    stream = await bench.filled([b"x"] * 30)
-    return stream, [unique("F") for _ in range(count)]
-
-
 @asynccontextmanager
 async def two_workers(bench: Bench, **egress: Any) -> AsyncIterator[tuple[Parent, list[str], list[int]]]:
     """A parent of two workers that is ready; its feeds, and the processes of its workers."""
     (stream, names), port = await feeds_of(bench, 2), free_port()
     with parent(config_of(bench, names, stream, port, workers=2, **egress), port) as running:
-        await running.ready()
+        await running.says("readyz", 200)
         yield running, names, await asyncio.to_thread(running.pids)
 
 
@@ -162,43 +136,52 @@ def archived(running: Parent) -> dict[str, float]:
     return sums
 
 
-async def test_one_process_shows_its_state_and_drains(bench: Bench) -> None:
-    (stream, [name]), port = await feeds_of(bench, 1), free_port()
-    with parent(config_of(bench, [name], stream, port), port) as running:
-        await bench.archived_to(name, 30)
-        line = f'floe_egress_messages_total{{feed="{name}",partition="0",site="site"}} 30.0'
-        await soon(lambda: asyncio.to_thread(lambda: line in running.page("metrics")[1]), every=0.2)
-        part = json.loads(await running.says("status", 200))["parts"][f"egress {name}"]
-        assert (part["state"], part["incarnation"], part["holder"]) == ("reading", 0, "this instance")
-        await running.says("readyz", 200)
-        pid = running.process.pid
-        assert Path(f"/proc/{pid}/task/{pid}/children").read_text() == "", "no worker is needed"
-        running.process.send_signal(signal.SIGTERM)
-        assert await running.ended() == 0
+async def seen(check: Callable[[], bool]) -> None:
+    """Wait until `check`, which asks for pages, is true."""
+    await soon(lambda: asyncio.to_thread(check), every=0.2)
 
 
-async def test_two_workers_share_the_feeds_and_look_like_one_from_outside(bench: Bench) -> None:
+async def test_two_workers_share_the_feeds_look_like_one_from_outside_and_flush_at_a_signal(bench: Bench) -> None:
     (stream, names), port = await feeds_of(bench), free_port()
-    with parent(config_of(bench, names, stream, port, workers=2), port) as running:
-        await running.ready()
+    config = config_of(bench, names, stream, port, "1h", workers=2)
+    with parent(config, port) as running:
+
+        def has_opened(last: int) -> bool:
+            """Whether each worker shows an open segment up to `last` of each of its two feeds."""
+            opened = [
+                [part["open_segment"]["last"] for part in parts.values() if part.get("open_segment")]
+                for parts in running.parts()
+            ]
+            return opened == [[last] * 2] * 2
+
+        await running.says("readyz", 200)
         # A worker that comes late gets its two feeds from the other one, which may have archived some of them.
-        await soon(lambda: asyncio.to_thread(lambda: running.held() == [2, 2]), every=0.2)
+        await seen(
+            lambda: [len(parts.get("egress sharing", {}).get("held", [])) for parts in running.parts()] == [2, 2]
+        )
         await bench.publish(stream, [b"y"] * 30)
+        await seen(lambda: has_opened(60))
+        await seen(lambda: running.page("metrics")[1].count("floe_egress_open_segment_messages{") == 8)
+        running.service.send(signal.SIGUSR1)
         for name in names:
             await bench.archived_to(name, 60)
+        await bench.publish(stream, [b"z"] * 30)
+        await seen(lambda: has_opened(90))
+        done = await floe("egress", "flush", "-c", str(config), "--json")
+        assert (done.code, [row["last"] for row in done.json()]) == (0, [90] * 4)
 
         def is_counted() -> bool:
             sums = archived(running)
-            return sum(sums.values()) == 240 and min(sums.get(worker, 0) for worker in "01") >= 60
+            return sum(sums.values()) == 360 and min(sums.get(worker, 0) for worker in "01") >= 120
 
-        await soon(lambda: asyncio.to_thread(is_counted), every=0.2)
+        await seen(is_counted)
         page = await running.says("metrics", 200)
         assert page.count("# TYPE floe_egress_messages_total counter") == 1
         assert 'floe_egress_worker_running{worker="1"} 1.0' in page
         assert not re.search(r"^floe_egress_share\{site", page, re.MULTILINE), "the parent has no feeds"
         await running.says("healthz", 200)
         pids = await asyncio.to_thread(running.pids)
-        for pid in (*pids, running.process.pid):  # as a supervisor does: the parent passes its own on, too
+        for pid in (*pids, running.service.pid):  # as a supervisor does: the parent passes its own on, too
             os.kill(pid, signal.SIGTERM)
         assert await running.ended() == 0
     assert all(map(is_gone, pids))
@@ -207,29 +190,30 @@ async def test_two_workers_share_the_feeds_and_look_like_one_from_outside(bench:
     assert {line["instance"] for line in lines} == {socket.gethostname()}
     for action in ("started", "ended"):
         assert {line.get("worker") for line in lines if line.get("action") == action} == {0, 1, None}
-    assert sum(line["rows"] for line in lines if line.get("action") == "segment_put") == 240
+    assert sum(line["rows"] for line in lines if line.get("action") == "segment_put") == 360
+    for name in names:
+        await bench.same(name, stream)
 
 
 async def test_a_worker_that_is_killed_vanishes_from_the_page_and_is_started_again(bench: Bench) -> None:
     (stream, names), port = await feeds_of(bench), free_port()
     config = config_of(bench, names, stream, port)
     with parent(config, port, "--workers", "2") as running:
-        await running.ready()
+        await running.says("readyz", 200)
         before = await asyncio.to_thread(running.pids)
         with held_up(config) as let_go:
             os.kill(before[1], signal.SIGKILL)
-            await soon(lambda: running.workers().get("1", {}).get("pid", 0) not in (0, before[1]), every=0.2)
+            await seen(lambda: running.workers().get("1", {}).get("pid", 0) not in (0, before[1]))
             await running.says("readyz", 503)
             assert 'worker="1",' not in await running.says("metrics", 200)
             await running.says("healthz", 200)  # as soon as the other one answers in time
             await asyncio.to_thread(let_go)
-            await running.ready()
+            await running.says("readyz", 200)
         await bench.publish(stream, [b"y"] * 30)
         for name in names:
             await bench.archived_to(name, 60)
-        page = (await running.ask("metrics"))[1]
-        assert 'floe_egress_worker_restarts_total{worker="1"} 1.0' in page
-        running.process.send_signal(signal.SIGINT)
+        assert 'floe_egress_worker_restarts_total{worker="1"} 1.0' in await running.says("metrics", 200)
+        running.service.send(signal.SIGINT)
         assert await running.ended() == 0
     for name in names:
         await bench.same(name, stream)
@@ -237,7 +221,7 @@ async def test_a_worker_that_is_killed_vanishes_from_the_page_and_is_started_aga
 
 async def test_workers_end_when_their_parent_was_killed(bench: Bench) -> None:
     async with two_workers(bench) as (running, names, pids):
-        running.process.kill()
+        running.service.kill()
         await soon(lambda: all(map(is_gone, pids)))
     assert await leases_left(bench, names) == []
 
@@ -251,10 +235,10 @@ async def test_a_worker_that_hangs_is_shown_as_such_waited_for_and_killed_by_a_s
             return health == "worker 0: no answer\n" and 'worker="1",' in metrics
 
         await soon(shows_one_of_two)  # the other one may be slow, too
-        running.process.send_signal(signal.SIGTERM)
+        running.service.send(signal.SIGTERM)
         await soon(lambda: is_gone(pids[1]))
-        assert running.process.poll() is None
-        running.process.send_signal(signal.SIGTERM)
+        assert running.service.runs()
+        running.service.send(signal.SIGTERM)
         assert await running.ended() == 143
         await soon(lambda: all(map(is_gone, pids)))
 
@@ -265,40 +249,4 @@ async def test_what_a_restart_would_only_repeat_ends_all(bench: Bench) -> None:
     assert kv.ttl == 77.0
     with parent(config_of(bench, ["A"], stream, port, workers=2), port) as running:
         assert await running.ended() == 78
-        assert "E-KV-TTL" in running.tail()
-
-
-async def test_a_signal_flushes_all_feeds_of_the_process_and_its_workers(bench: Bench) -> None:
-    (stream, names), port = await feeds_of(bench, 2), free_port()
-    config = config_of(bench, names, stream, port, workers=2)
-    config.write_text(config.read_text().replace("max_age: 1s", "max_age: 1h"))
-    with parent(config, port) as running:
-        await running.ready()
-
-        def opened() -> dict[str, int]:
-            found = [part for each in running.workers().values() for part in each.get("parts", {}).items()]
-            return {
-                name.removeprefix("egress "): part["open_segment"]["last"]
-                for name, part in found
-                if part.get("open_segment")
-            }
-
-        await soon(lambda: asyncio.to_thread(lambda: opened() == dict.fromkeys(names, 30)), every=0.2)
-
-        async def shows_all() -> bool:
-            page = (await running.ask("metrics"))[1]
-            return page.count("floe_egress_open_segment_messages{") == len(names) * 2
-
-        await soon(shows_all, every=0.2)
-        running.process.send_signal(signal.SIGUSR1)
-        for name in names:
-            await bench.archived_to(name, 30)
-        await bench.publish(stream, [b"y"] * 5)
-        await soon(lambda: asyncio.to_thread(lambda: opened() == dict.fromkeys(names, 35)), every=0.2)
-        done = await floe("egress", "flush", "-c", str(config), "--json")
-        assert (done.code, [row["last"] for row in done.json()]) == (0, [35, 35])
-        running.process.send_signal(signal.SIGTERM)
-        assert await running.ended() == 0
-    for name in names:
-        await bench.same(name, stream)
-        assert [each.coverage.last for each in bench.refs(name)][:2] == [30, 35]
+        assert "E-KV-TTL" in running.service.tail()

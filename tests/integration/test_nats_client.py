@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.errors import OutcomeUnknown, Unavailable
-from common.jetstream.api import consumer_info, create_consumer, create_stream, delete_consumer, stream_info
+from common.jetstream.api import create_consumer, create_stream, stream_info
 from common.jetstream.client import ApiError, FloeClient, frame
 from common.jetstream.headers import Provenance, restore
 from common.jetstream.pull import get_message
@@ -140,17 +140,6 @@ async def test_an_answer_that_is_no_json_is_an_unknown_outcome(client: FloeClien
         await client.api("STREAM.INFO.NONE")
 
 
-async def test_many_requests_at_once_get_their_own_answers(client: FloeClient):
-    subject = unique("s")
-
-    def echo(_subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
-        client.send(frame(reply, payload, headers))
-
-    await client.subscribe_raw(subject, echo)
-    asked = [client.request_raw(subject.encode(), b"%d" % i, timeout=PATIENCE) for i in range(500)]
-    assert await asyncio.gather(*asked) == [(b"%d" % i, None) for i in range(500)]
-
-
 HERE = Provenance("us-east", "NODE_DATA", 0, 0, 7, 1_700_000_000_000_000_001)
 
 
@@ -171,22 +160,6 @@ async def publish(
 
 def block(*lines: bytes) -> bytes:
     return b"".join([b"NATS/1.0\r\n", *(line + b"\r\n" for line in lines), b"\r\n"])
-
-
-async def test_describes_a_stream(client: FloeClient):
-    assert await stream_info(client, "NONE") is None
-    stream = await new_stream(client, max_msgs=3)
-    info = await stream_info(client, stream)
-    assert (info.first_sequence, info.last_sequence, info.messages) == (0, 0, 0)
-    for _ in range(5):
-        await publish(client, f"{stream}.a")
-    info = await stream_info(client, stream)
-    assert (info.name, info.first_sequence, info.last_sequence, info.messages) == (stream, 3, 5, 3)
-    assert info.config["max_msgs"] == 3
-    assert info.created < info.first_timestamp < info.last_timestamp
-    await client.api(f"STREAM.PURGE.{stream}")
-    info = await stream_info(client, stream)
-    assert (info.first_sequence, info.last_sequence, info.messages) == (6, 5, 0)
 
 
 async def test_a_name_that_is_no_token_never_reaches_the_api(client: FloeClient):
@@ -223,23 +196,6 @@ async def deliver(client: FloeClient, stream: str) -> list[tuple[bytes, bytes, b
     client.send(frame(ask, b'{"batch":100,"no_wait":true}', None, inbox.encode()))
     await soon(lambda: len(received) > info.pending)
     return [message for message in received if message[1]]
-
-
-async def test_creates_describes_and_deletes_a_consumer(client: FloeClient):
-    stream = await new_stream(client)
-    await publish(client, f"{stream}.a")
-    await publish(client, f"{stream}.b")
-    created = await create_consumer(
-        client, stream, {"durable_name": "c", "ack_policy": "none", "filter_subject": f"{stream}.a"}
-    )
-    assert (created.name, created.pending, created.stream_sequence) == ("c", 1, 0)
-    assert await consumer_info(client, stream, "c") == created
-    with pytest.raises(ApiError, match="already exists"):
-        await create_consumer(client, stream, {"durable_name": "c", "ack_policy": "explicit"})
-    assert await delete_consumer(client, stream, "c")
-    assert not await delete_consumer(client, stream, "c")
-    assert await consumer_info(client, stream, "c") is None
-    assert await consumer_info(client, "NONE", "c") is None
 
 
 async def test_both_layouts_of_replies_are_what_a_server_writes():

@@ -7,20 +7,20 @@ import time
 from contextlib import suppress
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from common.clock import SystemClock
-from common.errors import ConfigError, FloeError, OutcomeUnknown, Unavailable
+from common.errors import ConfigError, OutcomeUnknown
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.kv import BucketGone, KeyValue, KvEntry, state_key
 from common.jetstream.lease import Leases, new_owner
 from common.settings.service import NatsSettings
-from infra.local.nats import NatsCluster, NatsServer
+from infra.local.nats import NatsServer
 from tests.support.basics import PATIENCE, cancelled, soon, unique
 from tests.support.clock import ManualClock
 from tests.support.proxies import TcpProxy
-from tests.support.servers import placing
 
 pytestmark = pytest.mark.simulated
 ACK = '{{"stream":"{}","seq":{}}}'
@@ -76,7 +76,9 @@ async def test_lists_the_keys_that_have_a_value_and_markers_of_others_are_absenc
     assert await kv.keys("a.") == ["a.1", "a.2"]
 
 
-async def test_a_bucket_is_taken_as_it_is_but_for_its_time_to_live(client: FloeClient):
+async def test_a_bucket_is_taken_as_it_is_but_for_its_time_to_live_and_read_from_its_leader(
+    client: FloeClient, monkeypatch: pytest.MonkeyPatch
+):
     bucket, ours = unique("B"), unique("B")
     await KeyValue(client, bucket, ttl=15.0).ensure()
     with pytest.raises(ConfigError, match=f"bucket {bucket}: expected a time to live of 30 s, found 15 s"):
@@ -85,10 +87,19 @@ async def test_a_bucket_is_taken_as_it_is_but_for_its_time_to_live(client: FloeC
         await KeyValue(client, bucket).ensure()
     # As the `nats` command makes it, opened by many at once.
     config = {"name": f"KV_{ours}", "subjects": [f"$KV.{ours}.>"], "max_msgs_per_subject": 64, "discard": "new"}
-    await client.api(f"STREAM.CREATE.KV_{ours}", config)
+    await client.api(f"STREAM.CREATE.KV_{ours}", {**config, "allow_direct": True})
     stores = await asyncio.gather(*(KeyValue(client, ours).ensure() for _ in range(10)))
     created = await asyncio.gather(*(store.create("k", b"%d" % i) for i, store in enumerate(stores)))
     assert [revision for revision in created if revision is not None] == [1]
+    # A direct read is answered by a replica, which may be behind the leader.
+    asked = Mock(wraps=client.request_raw)
+    monkeypatch.setattr(client, "request_raw", asked)
+    assert (await stores[0].get("k"), await stores[0].keys()) == (KvEntry(b"0", 1), ["k"])
+    subjects = {call.args[0] for call in asked.call_args_list}
+    assert (b"$JS.API.STREAM.MSG.GET.KV_%b" % ours.encode() in subjects, b"DIRECT" in b"".join(subjects)) == (
+        True,
+        False,
+    )
 
 
 async def test_a_deleted_bucket_is_not_an_empty_one(client: FloeClient, kv: KeyValue):
@@ -156,49 +167,6 @@ def test_parts_of_keys_never_collide():
     for wrong in ((), ("",), ("a", "")):
         with pytest.raises(ValueError, match="not empty"):
             state_key(*wrong)
-
-
-async def test_reads_come_from_the_leader_and_survive_its_move():
-    with NatsCluster() as cluster:
-        await asyncio.to_thread(placing, cluster)
-        client = await connect(NatsSettings(url=cluster.urls), name="test")
-        kv = KeyValue(client, "STATE", replicas=3)
-        kv._timeout = 1.0  # what a lost answer costs; an election may take longer than a short time to live
-        revision = (await soon(lambda: begun(kv))).revision
-        for number in range(1, 3):
-            await soon(lambda: stepped_down(client))
-            revision = await moved_on(kv, b"%d" % number, revision)
-        await client.aclose()
-
-
-async def stepped_down(client: FloeClient) -> bool:
-    with suppress(FloeError):
-        await client.api("STREAM.LEADER.STEPDOWN.KV_STATE")
-        return True
-    return False
-
-
-async def begun(kv: KeyValue) -> KvEntry | None:
-    """The bucket's first value, once it has one."""
-    with suppress(OutcomeUnknown, Unavailable):
-        await kv.ensure()
-        await kv.create("k", b"0")
-        return await kv.get("k")
-    return None
-
-
-async def moved_on(kv: KeyValue, value: bytes, revision: int) -> int:
-    """Write `value` over `revision`, settling unclear outcomes by reading, as a user of the store does."""
-    while True:
-        with suppress(OutcomeUnknown, Unavailable):
-            if (written := await kv.update("k", value, revision)) is not None:
-                return written
-        with suppress(Unavailable):
-            entry = await kv.get("k")
-            if entry.value == value:  # a write whose answer was lost, and which may have come late
-                return entry.revision
-            assert entry.revision == revision
-        await asyncio.sleep(0.1)
 
 
 # Leases

@@ -176,20 +176,6 @@ async def test_a_frame_that_the_server_refuses_costs_a_reconnect(client: FloeCli
     assert await stream_info(client, "NONE") is None
 
 
-async def test_survives_a_server_that_is_gone_or_stands_still_for_a_while():
-    with NatsServer() as server:
-        client = await connect(NatsSettings(url=server.url), name="test", ping_interval=INTERVAL)
-        for stop, start in ((server.stop, server.start), (server.kill, server.start), (server.pause, server.resume)):
-            generation = client.generation
-            await asyncio.to_thread(stop)
-            await soon(lambda: not client.is_up)
-            await asyncio.sleep(0.5)
-            await asyncio.to_thread(start)
-            await reconnected(client, generation)
-            assert await stream_info(client, "NONE") is None
-        await client.aclose()
-
-
 async def test_closing_does_not_wait_for_a_dead_server_and_what_was_sent_before_arrives(
     proxy: TcpProxy, direct: FloeClient, nats_url: str
 ):

@@ -14,7 +14,7 @@ from common.metrics import REGISTRY
 from egress.evidence import source_of
 from infra.local.nats import NatsServer, nats_server_binary
 from tests.support.basics import soon, unique
-from tests.support.egress import QUICK, Bench, Partitioned, connected, feed_of, publish_over
+from tests.support.egress import QUICK, Bench, Partitioned, connected, publish_over
 from tests.support.ingress import Archive, Centre
 
 pytestmark = pytest.mark.servers
@@ -49,13 +49,17 @@ async def test_messages_go_the_whole_way_and_what_was_deleted_at_the_end_is_cove
     assert info is not None
     assert (source_of(info).asked_ns is not None) == (bench.client.server_version >= (2, 10, 0)), "the answer's time"
     headers = b"NATS/1.0\r\nA: 1\r\na:  2 \r\nA: 1\r\nNats-Msg-Id: x\r\n\r\n"
-    await bench.publish(stream, (b"%d" % n for n in range(300)))
+    await publish_over(bench, stream, "ab", 300, "x")
     await bench.publish(stream, [b"once"], headers=headers)
     await bench.publish(stream, [b"deleted"] * 2)
     for sequence in (10, 302, 303):
         await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence})
-    async with bench.egress({"stream": stream}):
+    parts = Partitioned(bench, unique("PARTS"), 2)
+    cut = {"name": parts.feed, "stream": stream, "partitions": [f"{stream}.a", f"{stream}.b"]}
+    async with bench.egress({"stream": stream}, cut):
         await bench.archived_to(stream, 303)
+        await parts.archived_to(303)
+    await parts.same(stream)
     sources = [{"site": "site", "feed": stream, "subject_prefix": "fleet"}]
     create = {"subjects": [f"fleet.{stream}.>"]}
     centre = Centre(bench.root, Archive(bench.root / "bucket"), bench.url, create=create, sources=sources)
@@ -86,16 +90,6 @@ async def test_a_restart_loses_nothing_and_a_stream_made_again_is_the_next(bench
     assert [message.payload for message in bench.messages(stream, 0)] == [b"before"] * 20 + [b"after"] * 20
     assert [message.payload for message in bench.messages(stream, 1)] == [b"new"] * 30
     bench.check(stream, 1)
-
-
-async def test_partitions_share_a_stream(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("PARTS"))
-    parts = Partitioned(bench, stream, 2)
-    await publish_over(bench, stream, ["0.a", "1.b"], 60, "x")
-    async with bench.egress(feed_of(stream, 2)):
-        await parts.archived_to(60)
-
-    await parts.same(stream)
 
 
 @pytest.mark.parametrize("retention", ["workqueue", "interest"])
