@@ -50,15 +50,9 @@ def amazon(key: str, name: str = "ObjectCreated:Put", bucket: str = BUCKET, **mo
     """Amazon's event message structure, version 2.1, key as its documentation says: url-encoded."""
     stored = {"key": quote_plus(key), "size": 1024, "eTag": "d41d8cd98f00b204e9800998ecf8427e", "sequencer": "0055AE"}
     owned = {"name": bucket, "ownerIdentity": {"principalId": "A3NL1KOZZKExample"}, "arn": f"arn:aws:s3:::{bucket}"}
-    return {
-        "eventVersion": "2.1",
-        "eventSource": "aws:s3",
-        "awsRegion": "us-west-2",
-        "eventName": name,
-        "eventTime": "1970-01-01T00:00:00.000Z",
-        "s3": {"s3SchemaVersion": "1.0", "configurationId": "testConfigRule", "bucket": owned, "object": stored},
-        **more,
-    }
+    head = {"eventVersion": "2.1", "eventSource": "aws:s3", "awsRegion": "us-west-2", "eventName": name}
+    s3 = {"s3SchemaVersion": "1.0", "configurationId": "testConfigRule", "bucket": owned, "object": stored}
+    return {**head, "eventTime": "1970-01-01T00:00:00.000Z", "s3": s3, **more}
 
 
 def minio(key: str, name: str = "s3:ObjectCreated:Put", bucket: str = "floe") -> dict[str, Any]:
@@ -90,11 +84,9 @@ def named(document: Any, bucket: str = BUCKET) -> set[Chain] | None:
 @pytest.mark.parametrize("chain", [CHAIN, ODD], ids=str)
 def test_documents_of_every_kind_name_the_chain(chain: Chain) -> None:
     for key in (segment_key(chain), segment_key(chain, 2), LAYOUT.tail(chain), LAYOUT.chain_document(chain)):
-        assert named({"Records": [amazon(key)]}) == {chain}
-        assert named({"Records": [amazon(key, "ObjectCreated:CompleteMultipartUpload")]}) == {chain}
-        assert named(sns({"Records": [amazon(key)]})) == {chain}
-        assert named(event_bridge(key)) == {chain}
-        assert named(sns(event_bridge(key))) == {chain}
+        records = {"Records": [amazon(key)]}, {"Records": [amazon(key, "ObjectCreated:CompleteMultipartUpload")]}
+        for document in (*records, sns(records[0]), event_bridge(key), sns(event_bridge(key))):
+            assert named(document) == {chain}
         assert named(minio(key), "floe") == {chain}
 
 
@@ -194,9 +186,7 @@ async def test_while_the_store_is_away_or_hangs_nobody_becomes_silent_and_the_de
     async def look(seconds: float) -> bool:
         clock.advance(seconds)
         await sites.look(PAIRS)
-        sighting = sites.of(SEEN)
-        assert sighting is not None
-        return sites.is_silent(sighting)
+        return sites.is_silent(sites.of(SEEN))
 
     assert not await look(0)
     assert not await look(60)
@@ -242,9 +232,7 @@ async def test_a_sign_of_life_that_could_not_be_put_is_put_soon(tmp_path: Path) 
         pass
 
 
-async def test_a_site_with_thousands_of_signs_of_life_makes_nobody_silent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_site_with_thousands_of_signs_of_life_makes_nobody_silent(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("ingress.discovery.sites.MOST_READ", 8)
     documents, threads = ChainStore(LocalObjects(tmp_path), Layout("data")), Threads("t", 2)
     sites = Sites(documents, threads, ManualClock(time.time()), 300.0)
@@ -254,6 +242,5 @@ async def test_a_site_with_thousands_of_signs_of_life_makes_nobody_silent(
             documents.write_alive(f"p{number}", Alive("a-site", "o", turn, ()))
         documents.write_alive("host", Alive(SEEN.site, "o", turn, (ChainSign("reading", turn, chain=SEEN),)))
         await sites.look(pairs)
-        assert (sighting := sites.of(SEEN)) is not None
-        assert sighting.time == turn
+        assert sites.of(SEEN).time == turn
     threads.close()
